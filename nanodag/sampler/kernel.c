@@ -184,14 +184,16 @@ INLINE void pack(const int columns, int64_t depth, const uint16_t *w, int64_t wi
     }
 }
 
-/* `rows` x `panels` vectors of y = (add ? y : 0) + x w, where x and w are pairs of bfloat16. */
+/* `rows` x `panels` vectors of y = (add ? y : 0) + x w, where x and w are pairs of bfloat16. Meanwhile a line of every
+`width`th pair from `ahead` is asked for. */
 INLINE void paired_panel(const int rows, const int panels, int64_t num_pairs, const uint16_t *x, int64_t x_stride,
-                         const uint32_t *w, float *y, int64_t y_stride, int add) {
+                         const uint32_t *w, float *y, int64_t y_stride, int add, const uint16_t *ahead, int64_t width) {
     vec sums[ROWS][PANEL];
     for (int r = 0; r < rows; r++)
         for (int p = 0; p < panels; p++) sums[r][p] = add ? load(y + r * y_stride + p * LANES) : (vec){};
     for (int64_t k = 0; k < num_pairs; k++, w += panels * LANES) {
         pairs weights[PANEL];
+        __builtin_prefetch(ahead + 2 * k * width, 0, 2);
         for (int p = 0; p < panels; p++) weights[p] = *(const pairs *)(w + p * LANES);
         for (int r = 0; r < rows; r++) {
             uint32_t pair;
@@ -209,16 +211,19 @@ INLINE void paired_column(const Model *m, const int panels, int64_t rows, int64_
     const uint32_t *packed = m->packed;
     pack(panels * LANES, depth, w, width, m->packed);
     int64_t r = 0;
-    for (; r + ROWS <= rows; r += ROWS)
-        paired_panel(ROWS, panels, depth / 2, x + r * depth, depth, packed, y + r * y_stride, y_stride, add);
+    const uint16_t *ahead = w + panels * LANES; /* of the panel behind this one: four lines of each pair of its rows */
+    for (; r + ROWS <= rows; r += ROWS) {
+        const int64_t block = r / ROWS, line = block % 2 * width + block / 2 % 2 * 2 * LINE;
+        paired_panel(ROWS, panels, depth / 2, x + r * depth, depth, packed, y + r * y_stride, y_stride, add, ahead + line, width);
+    }
     x += r * depth;
     y += r * y_stride;
     switch (rows - r) {
-        case 1: paired_panel(1, panels, depth / 2, x, depth, packed, y, y_stride, add); break;
-        case 2: paired_panel(2, panels, depth / 2, x, depth, packed, y, y_stride, add); break;
-        case 3: paired_panel(3, panels, depth / 2, x, depth, packed, y, y_stride, add); break;
-        case 4: paired_panel(4, panels, depth / 2, x, depth, packed, y, y_stride, add); break;
-        case 5: paired_panel(5, panels, depth / 2, x, depth, packed, y, y_stride, add); break;
+        case 1: paired_panel(1, panels, depth / 2, x, depth, packed, y, y_stride, add, ahead, width); break;
+        case 2: paired_panel(2, panels, depth / 2, x, depth, packed, y, y_stride, add, ahead, width); break;
+        case 3: paired_panel(3, panels, depth / 2, x, depth, packed, y, y_stride, add, ahead, width); break;
+        case 4: paired_panel(4, panels, depth / 2, x, depth, packed, y, y_stride, add, ahead, width); break;
+        case 5: paired_panel(5, panels, depth / 2, x, depth, packed, y, y_stride, add, ahead, width); break;
     }
 }
 
