@@ -261,6 +261,12 @@ static void normalise(const Model *m, int64_t row, float factor, const float *ga
         store(normed + i, gain ? load(x + i) * scale * load(gain + i) : load(x + i) * scale);
 }
 
+/* As round_to_bf16, into the upper halves. */
+INLINE pairs rounded_bits(vec x) {
+    pairs bits = (pairs)x, is_nan = (pairs)(x != x);
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) & ~is_nan & 0xFFFF0000u) | (is_nan & 0x7FC00000);
+}
+
 /* A key and a value into a cache of bfloat16. The first of two values leaves a zero for the second: what was there
 before may not be a number. */
 static void append_pairs(const Model *m, const Layer *layer, const float *key, const float *value, int64_t slot,
@@ -268,16 +274,12 @@ static void append_pairs(const Model *m, const Layer *layer, const float *key, c
     const int64_t D = m->head_dim, at = slot * m->capacity * D / 2;
     uint32_t *keys = (uint32_t *)layer->keys + at + position / TOKENS * TOKENS * D / 2 + position % TOKENS;
     uint32_t *values = (uint32_t *)layer->values + at + position / 2 * D;
-    uint16_t rounded[2 * LANES];
+    uint32_t of_key[LANES];
     for (int64_t d = 0; d < D; d += LANES) {
-        round_to_bf16(LANES, key + d, rounded);
-        round_to_bf16(LANES, value + d, rounded + LANES);
-        for (int i = 0; i < LANES; i += 2)
-            keys[(d + i) / 2 * TOKENS] = rounded[i] | (uint32_t)rounded[i + 1] << 16;
-        for (int i = 0; i < LANES; i++) {
-            uint32_t bits = rounded[LANES + i];
-            values[d + i] = position % 2 ? (values[d + i] & 0xFFFF) | bits << 16 : bits;
-        }
+        *(pairs *)of_key = rounded_bits(load(key + d));
+        for (int i = 0; i < LANES; i += 2) keys[(d + i) / 2 * TOKENS] = of_key[i] >> 16 | of_key[i + 1];
+        pairs bits = rounded_bits(load(value + d)), *two = (pairs *)(values + d);
+        *two = position % 2 ? (*two & 0xFFFF) | bits : bits >> 16;
     }
 }
 
@@ -314,8 +316,7 @@ static void place(const Model *m, const Layer *layer, float *heads, int64_t slot
 
 /* Scores become exponentials, and zeros up to the next vector; returns 1 / their sum. */
 INLINE float weigh(int64_t length, float *scores) {
-    float highest = -INFINITY;
-    for (int64_t l = 0; l < length; l++) highest = scores[l] > highest ? scores[l] : highest;
+    float highest = highest_of(scores, length);
     for (int64_t l = length; l % LANES; l++) scores[l] = -INFINITY;
     vec totals = {};
     for (int64_t l = 0; l < length; l += LANES) {
