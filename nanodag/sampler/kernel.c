@@ -184,16 +184,17 @@ INLINE void pack(const int columns, int64_t depth, const uint16_t *w, int64_t wi
     }
 }
 
-/* `rows` x `panels` vectors of y = (add ? y : 0) + x w, where x and w are pairs of bfloat16. Meanwhile a line of every
-`width`th pair from `ahead` is asked for. */
+/* `rows` x `panels` vectors of y = (add ? y : 0) + x w, where x and w are pairs of bfloat16. Meanwhile one line
+of each pair of rows of another panel, `behind`, is asked for: it is packed next. */
 INLINE void paired_panel(const int rows, const int panels, int64_t num_pairs, const uint16_t *x, int64_t x_stride,
-                         const uint32_t *w, float *y, int64_t y_stride, int add, const uint16_t *ahead, int64_t width) {
+                         const uint32_t *w, float *y, int64_t y_stride, int add, const uint16_t *behind,
+                         int64_t width) {
     vec sums[ROWS][PANEL];
     for (int r = 0; r < rows; r++)
         for (int p = 0; p < panels; p++) sums[r][p] = add ? load(y + r * y_stride + p * LANES) : (vec){};
     for (int64_t k = 0; k < num_pairs; k++, w += panels * LANES) {
         pairs weights[PANEL];
-        __builtin_prefetch(ahead + 2 * k * width, 0, 2);
+        __builtin_prefetch(behind + 2 * k * width, 0, 2); /* into the second cache: the first is full */
         for (int p = 0; p < panels; p++) weights[p] = *(const pairs *)(w + p * LANES);
         for (int r = 0; r < rows; r++) {
             uint32_t pair;
@@ -211,19 +212,20 @@ INLINE void paired_column(const Model *m, const int panels, int64_t rows, int64_
     const uint32_t *packed = m->packed;
     pack(panels * LANES, depth, w, width, m->packed);
     int64_t r = 0;
-    const uint16_t *ahead = w + panels * LANES; /* of the panel behind this one: four lines of each pair of its rows */
+    const uint16_t *behind = w + panels * LANES; /* the next panel, of which a pair of rows has four lines */
     for (; r + ROWS <= rows; r += ROWS) {
-        const int64_t block = r / ROWS, line = block % 2 * width + block / 2 % 2 * 2 * LINE;
-        paired_panel(ROWS, panels, depth / 2, x + r * depth, depth, packed, y + r * y_stride, y_stride, add, ahead + line, width);
+        const int64_t line = r / ROWS, at = line % 2 * width + line / 2 % 2 * 2 * LINE;
+        paired_panel(ROWS, panels, depth / 2, x + r * depth, depth, packed, y + r * y_stride, y_stride, add, behind + at,
+                     width);
     }
     x += r * depth;
     y += r * y_stride;
     switch (rows - r) {
-        case 1: paired_panel(1, panels, depth / 2, x, depth, packed, y, y_stride, add, ahead, width); break;
-        case 2: paired_panel(2, panels, depth / 2, x, depth, packed, y, y_stride, add, ahead, width); break;
-        case 3: paired_panel(3, panels, depth / 2, x, depth, packed, y, y_stride, add, ahead, width); break;
-        case 4: paired_panel(4, panels, depth / 2, x, depth, packed, y, y_stride, add, ahead, width); break;
-        case 5: paired_panel(5, panels, depth / 2, x, depth, packed, y, y_stride, add, ahead, width); break;
+        case 1: paired_panel(1, panels, depth / 2, x, depth, packed, y, y_stride, add, behind, width); break;
+        case 2: paired_panel(2, panels, depth / 2, x, depth, packed, y, y_stride, add, behind, width); break;
+        case 3: paired_panel(3, panels, depth / 2, x, depth, packed, y, y_stride, add, behind, width); break;
+        case 4: paired_panel(4, panels, depth / 2, x, depth, packed, y, y_stride, add, behind, width); break;
+        case 5: paired_panel(5, panels, depth / 2, x, depth, packed, y, y_stride, add, behind, width); break;
     }
 }
 
@@ -329,8 +331,8 @@ INLINE float weigh(int64_t length, float *scores) {
 
 /* Attention of one query head, of `parts` vectors, over `length` tokens of one slot of the cache. The slot that comes
 next is asked for meanwhile: it lies `next` floats behind, and all slots together are more than the near cache holds. */
-INLINE void attend_parts(const int parts, const float *query, const float *keys, const float *values, int64_t length,
-                         int64_t next, float *scores, float *out) {
+INLINE void attend_to_floats(const int parts, const float *query, const float *keys, const float *values,
+                             int64_t length, int64_t next, float *scores, float *out) {
     const int64_t D = parts * LANES;
     float scale = 1 / sqrtf((float)D);
     int64_t l = 0;
@@ -420,35 +422,29 @@ INLINE void attend_to_pairs(const int parts, const float *query, const uint32_t 
     }
 }
 
+/* keys, values: of one slot and head. */
+INLINE void attend_over(const Model *m, const int parts, const float *query, const void *keys, const void *values,
+                        int64_t length, float *out) {
+    const int64_t each = m->capacity * parts * LANES;
+    if (m->cache_is_bf16)
+        attend_to_pairs(parts, query, keys, values, length, each / 2, m->scratch, out);
+    else
+        attend_to_floats(parts, query, keys, values, length, each, m->scratch, out);
+}
+
 static void attend(const Model *m, const Layer *layer, const float *query, int64_t slot, int64_t length, float *out) {
-    const int64_t D = m->head_dim, each = m->capacity * D;
-    if (m->cache_is_bf16) {
-        const uint32_t *keys = (const uint32_t *)layer->keys + slot * each / 2;
-        const uint32_t *values = (const uint32_t *)layer->values + slot * each / 2;
-        switch (D / LANES) {
-            case 1: attend_to_pairs(1, query, keys, values, length, each / 2, m->scratch, out); break;
-            case 2: attend_to_pairs(2, query, keys, values, length, each / 2, m->scratch, out); break;
-            case 3: attend_to_pairs(3, query, keys, values, length, each / 2, m->scratch, out); break;
-            case 4: attend_to_pairs(4, query, keys, values, length, each / 2, m->scratch, out); break;
-            case 6: attend_to_pairs(6, query, keys, values, length, each / 2, m->scratch, out); break;
-            case 8: attend_to_pairs(8, query, keys, values, length, each / 2, m->scratch, out); break;
-            case 12: attend_to_pairs(12, query, keys, values, length, each / 2, m->scratch, out); break;
-            case 16: attend_to_pairs(16, query, keys, values, length, each / 2, m->scratch, out); break;
-            default: attend_to_pairs((int)(D / LANES), query, keys, values, length, each / 2, m->scratch, out);
-        }
-        return;
-    }
-    const float *keys = (const float *)layer->keys + slot * each, *values = (const float *)layer->values + slot * each;
+    const int64_t D = m->head_dim, at = slot * m->capacity * D * (m->cache_is_bf16 ? 2 : 4);
+    const char *keys = (const char *)layer->keys + at, *values = (const char *)layer->values + at;
     switch (D / LANES) { /* a number that is known is unrolled: twice as fast */
-        case 1: attend_parts(1, query, keys, values, length, m->capacity * D, m->scratch, out); break;
-        case 2: attend_parts(2, query, keys, values, length, m->capacity * D, m->scratch, out); break;
-        case 3: attend_parts(3, query, keys, values, length, m->capacity * D, m->scratch, out); break;
-        case 4: attend_parts(4, query, keys, values, length, m->capacity * D, m->scratch, out); break;
-        case 6: attend_parts(6, query, keys, values, length, m->capacity * D, m->scratch, out); break;
-        case 8: attend_parts(8, query, keys, values, length, m->capacity * D, m->scratch, out); break;
-        case 12: attend_parts(12, query, keys, values, length, m->capacity * D, m->scratch, out); break;
-        case 16: attend_parts(16, query, keys, values, length, m->capacity * D, m->scratch, out); break;
-        default: attend_parts((int)(D / LANES), query, keys, values, length, m->capacity * D, m->scratch, out);
+        case 1: attend_over(m, 1, query, keys, values, length, out); break;
+        case 2: attend_over(m, 2, query, keys, values, length, out); break;
+        case 3: attend_over(m, 3, query, keys, values, length, out); break;
+        case 4: attend_over(m, 4, query, keys, values, length, out); break;
+        case 6: attend_over(m, 6, query, keys, values, length, out); break;
+        case 8: attend_over(m, 8, query, keys, values, length, out); break;
+        case 12: attend_over(m, 12, query, keys, values, length, out); break;
+        case 16: attend_over(m, 16, query, keys, values, length, out); break;
+        default: attend_over(m, (int)(D / LANES), query, keys, values, length, out);
     }
 }
 
