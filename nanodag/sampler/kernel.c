@@ -540,6 +540,18 @@ static double exponentials(const float *scores, int64_t width, float highest, fl
     return total;
 }
 
+/* Where the first such score is, or the last place: a row without numbers has none. */
+static int64_t first_of(const float *scores, int64_t width, float wanted) {
+    int64_t v = 0;
+    for (; v < width - BLOCK; v += BLOCK) {
+        int is_here = 0;
+        for (int i = 0; i < BLOCK; i++) is_here |= scores[v + i] == wanted;
+        if (is_here) break;
+    }
+    while (v < width - 1 && scores[v] != wanted) v++;
+    return v;
+}
+
 /* A token and its log-probability. is_greedy: the likeliest, else where a uniform number falls, which follows from the
 row's key and count. What has probability 0 is never drawn: a sum that passes the target has grown. */
 static int64_t draw_one(const Model *m, const Table *t, int64_t row, double *logprob) {
@@ -549,7 +561,7 @@ static int64_t draw_one(const Model *m, const Table *t, int64_t row, double *log
     double total = exponentials(scores, width, highest, sums), before = 0, probability;
     int64_t token = 0;
     if (t->greedy[row]) {
-        while (token < width - 1 && scores[token] != highest) token++;
+        token = first_of(scores, width, highest);
         probability = 1 / total;
     } else {
         double uniform = (mix(t->keys[row] + (uint64_t)(t->counts[row] + 1) * 0x9E3779B97F4A7C15u) >> 11) * 0x1p-53;
