@@ -18,7 +18,7 @@ from nanodag.config.rl_parts import SGLANG_ONLY
 from nanodag.config.section import Section
 from nanodag.errors.words import counted
 from nanodag.host.machine import GIB, Machine, detect
-from nanodag.inference.cache_size import ELEMENT_BYTES, cache_precision, slot_tokens
+from nanodag.inference.cache_size import ELEMENT_BYTES, slot_tokens
 from nanodag.inference.sglang_install import PYTHON_VARIABLE, default_folder, is_installed
 
 MAX_CPU_REPLICAS = 4
@@ -113,7 +113,7 @@ def derive_sampler(
     replicas = max(1, replicas)  # where it has none of its own, what follows is of one that it would start
     context = fill("context", *_context(stage, model))
     share = fill("memory_fraction", *_share(stage))
-    element_bytes = ELEMENT_BYTES[cache_precision(precision, device)]
+    element_bytes = ELEMENT_BYTES[precision]
     weights = 0
     if model is not None:  # the embedded engine holds them twice while they change
         weights = model.total * ELEMENT_BYTES[precision] * (2 if engine == "embedded" else 1)

@@ -13,9 +13,3 @@ def token_bytes(*, num_layers: int, num_kv_heads: int, head_width: int, element_
 def slot_tokens(context: int) -> int:
     """Tokens of a slot that holds a context: rounded up to SLOT_UNIT."""
     return -(-context // SLOT_UNIT) * SLOT_UNIT
-
-
-def cache_precision(precision: str, device: str) -> str:
-    """The number format of the embedded engine's cache: the weights', but float32 on a CPU, whose compiled code adds up
-    in float32 and reads the cache as it adds."""
-    return "fp32" if device == "cpu" else precision

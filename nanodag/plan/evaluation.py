@@ -10,7 +10,6 @@ from nanodag.config.model_size import ModelSize
 from nanodag.config.stage_base import StageBase
 from nanodag.evaluation.forms import is_written
 from nanodag.host.machine import Machine
-from nanodag.inference.cache_size import cache_precision
 from nanodag.plan import processes
 from nanodag.plan.core_sizes import core_items, core_tokens
 from nanodag.plan.cpu_work import CpuWork, core_of
@@ -300,7 +299,7 @@ def _seconds(
     looked_at = [size_of(source.url) for source in sources if held_out_share(source)]
     rows = sum(found.rows or 0 for found in looked_at if found is not None)
     start = processes.EVALUATION_S + in_memory(sources) / processes.PARSED_BYTES_S + rows * HASHED_S + items * ITEM_S
-    width = width_of(cache_precision(str(stage.precision), "cpu"))
+    width = width_of(str(stage.precision))
     cached = needed_context(stage, model) / 2 * model.token_bytes(width)
     decoding = core.decoding(model, tokens.written, cached_bytes=cached)
     decoding += CpuWork(0.0, core.reading(model, tokens.prompts, mean, scored=0.0).total)
@@ -330,7 +329,7 @@ def _gpu_seconds(
         samplers=count,
         tokens=tokens.written,
         weight_bytes=width_of(precision) * model.total,
-        cache_bytes=500 * model.token_bytes(width_of(cache_precision(precision, "cuda"))),
+        cache_bytes=500 * model.token_bytes(width_of(precision)),
         flops_per_token=model.forward_flops(500),
         at_once=max(1, samplers.at_once // count),
     )

@@ -8,7 +8,6 @@ from nanodag.config.kinds.rl import RLStage
 from nanodag.config.model_size import ModelSize
 from nanodag.config.rl_evaluation import HELD_OUT
 from nanodag.host.machine import Machine
-from nanodag.inference.cache_size import cache_precision
 from nanodag.plan import cpu_work, processes
 from nanodag.plan.cpu_work import CpuWork, core_of
 from nanodag.plan.evaluation import items_of, prompt_of
@@ -136,7 +135,7 @@ def seconds_of(
         training += core.reading(model, trained, step.length)
     updates = stage.num_steps * optimizer.updates_per_step * optimizer.epochs_per_step
     training += CpuWork(0.0, updates * ranks * STEP_S)
-    cached = step.length * model.token_bytes(width_of(cache_precision(precision, "cpu")))
+    cached = step.length * model.token_bytes(width_of(precision))
     sampler = core_of(machine, precision)
     decoding = sampler.decoding(model, sampled, cached_bytes=cached)
     decoding += CpuWork(0.0, sampler.reading(model, read, int(step.prompt), scored=0.0).total)
@@ -168,16 +167,14 @@ def _gpu_seconds(
     """Sampling and training one after the other: where they run at the same time they share the device."""
     precision, engine, count = str(stage.optimizer.precision), str(stage.sampler.engine), max(1, samplers.process.count)
     peak = gpu_peak(machine, precision, ranks=int(stage.resources.num_ranks))
-    cached = str(stage.sampler.precision)
-    if engine == "embedded":
-        cached = cache_precision(cached, "cuda")
+    width = width_of(str(stage.sampler.precision))
     decoding = decoding_seconds(
         machine=machine,
         engine=engine,
         samplers=count,
         tokens=sampled,
-        weight_bytes=width_of(str(stage.sampler.precision)) * model.total,
-        cache_bytes=length * model.token_bytes(width_of(cached)),
+        weight_bytes=width * model.total,
+        cache_bytes=length * model.token_bytes(width),
         flops_per_token=model.forward_flops(length),
         at_once=max(1, samplers.at_once // count),
     )

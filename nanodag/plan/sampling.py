@@ -7,7 +7,7 @@ from nanodag.config.derive_sampler import SGLANG_STATIC
 from nanodag.config.footprint import CUDA_BYTES, embedded_sampler, sampler_weights, width_of
 from nanodag.config.model_size import ModelSize
 from nanodag.host.machine import Machine
-from nanodag.inference.cache_size import cache_precision, slot_tokens
+from nanodag.inference.cache_size import slot_tokens
 from nanodag.plan import processes
 from nanodag.plan.stage_plan import Process
 
@@ -38,7 +38,7 @@ def embedded_samplers(
     """max_batch: of all replicas together. cache_bytes: of one. used: tokens of a slot that samples fill as a rule: on
     a CPU, pages of the cache that nothing was written to are never taken. takes_weights: while it runs, beside those it
     has."""
-    width = width_of(cache_precision(precision, device))
+    width = width_of(precision)
     tokens = slot_tokens(context)
     needed = tokens * model.token_bytes(width)
     slots = min(-(-max_batch // replicas), cache_bytes // needed)

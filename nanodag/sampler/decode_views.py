@@ -17,7 +17,8 @@ NORM_COLUMNS = 16  # one is used; 16 keep the rows aligned
 
 
 class Buffers:
-    """Cache, state and scratch for B slots of C tokens; float32, but for the cache and its mask, in ``cache_dtype``.
+    """Cache, state and scratch for B slots of C tokens; float32, but for the cache, in ``cache_dtype``, and what torch
+    attends in, ``attention_dtype``: the cache's, but float32 on a CPU.
 
     All are zeros, not empty: masked positions are multiplied by zero, which stale NaN would survive. Capacity that is
     never used costs no memory on a CPU.
@@ -39,10 +40,11 @@ class Buffers:
 
         groups = num_slots * a.num_kv_heads
         self.num_slots, self.capacity, self.cache_dtype = num_slots, capacity, cache_dtype
+        self.attention_dtype = torch.float32 if device.type == "cpu" else cache_dtype
         cache_shape = (groups, capacity, a.head_dim)
         self.keys = [_zeros_when_touched(cache_shape, device, cache_dtype) for _ in range(a.num_layers)]
         self.values = [_zeros_when_touched(cache_shape, device, cache_dtype) for _ in range(a.num_layers)]
-        self.mask = zeros(groups, capacity, dtype=cache_dtype).fill_(-torch.inf)
+        self.mask = zeros(groups, capacity, dtype=self.attention_dtype).fill_(-torch.inf)
         self.mask[:, 0] = 0.0
         # One column more than the hidden state: |(x, sqrt(H eps))| is what an RMS norm divides by, in one call.
         self.hidden_and_epsilon = zeros(num_slots, a.hidden_size + NORM_COLUMNS)
@@ -62,7 +64,7 @@ class Buffers:
         self.normed = zeros(num_slots, a.hidden_size)
         self.scale = zeros(num_slots, 1)
         self.qkv = zeros(num_slots, a.qkv_width)
-        num_scores = groups * a.heads_per_kv * capacity if cache_dtype == torch.float32 else 0
+        num_scores = groups * a.heads_per_kv * capacity if self.attention_dtype == torch.float32 else 0
         self.scores = _zeros_when_touched((num_scores,), device)
         self.weights = _zeros_when_touched((num_scores,), device)
         self.attended = zeros(groups, a.heads_per_kv, a.head_dim)
@@ -72,10 +74,10 @@ class Buffers:
 
 
 def _zeros_when_touched(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Zeros, which as float32 on a CPU take no memory until they are used: torch.zeros writes all of them at once."""
-    if device.type != "cpu" or dtype != torch.float32:
+    """Zeros, which on a CPU take no memory until they are used: torch.zeros writes all of them at once."""
+    if device.type != "cpu":
         return torch.zeros(shape, device=device, dtype=dtype)
-    return torch.frombuffer(mmap.mmap(-1, 4 * math.prod(shape)), dtype=torch.float32).view(shape)
+    return torch.frombuffer(mmap.mmap(-1, dtype.itemsize * math.prod(shape)), dtype=dtype).view(shape)
 
 
 class DecodeViews:
@@ -117,7 +119,7 @@ class DecodeViews:
             self.keys = [cache[:groups, :length] for cache in b.keys]
             self.values = [cache[:groups, :length] for cache in b.values]
             self.mask = b.mask[:groups, None, :length].expand(groups, group, length)
-            if b.cache_dtype != torch.float32:
+            if b.attention_dtype != torch.float32:
                 return
             self.scores = b.scores[: groups * group * length].view(groups, group, length)
             self.weights = b.weights[: groups * group * length].view(groups, group, length)

@@ -68,7 +68,7 @@ class Engine:
         max_batch: samples that run at once. context_length: prompt and answer together, at most what the model was
         trained for; by default as much of that as ``cache_bytes`` has room for with max_batch samples, and if that is
         less than MIN_CONTEXT, with fewer samples; num_slots says how many fit. cache_bytes: of keys and values, which
-        are float32 on a CPU, else in the weights' dtype. seed: of requests that bring none.
+        are in the weights' dtype. seed: of requests that bring none.
         deterministic: the same bits for a request whoever runs beside it; CPU and one torch thread only.
         stream_every_s: what a stream reports at most, beside its first token and its end; 0 for every token. Many
         streams report less often, see StreamPace.
@@ -87,7 +87,7 @@ class Engine:
                 f"deterministic mode needs the CPU and one torch thread; this is {device!r} with "
                 f"{torch.get_num_threads()} threads"
             )
-        cache_dtype = torch.float32 if self.device.type == "cpu" else DTYPES[self.dtype_name]
+        cache_dtype = DTYPES[self.dtype_name]
         num_slots, self.context_length = plan_cache(
             self.checkpoint.architecture, max_batch, context_length, cache_bytes, cache_dtype.itemsize
         )

@@ -1,8 +1,13 @@
 /* Prompts and decode steps of a decoder on one CPU core: what model.py's `prefill`, `decode` and `logits`, drawing.py's
 `draw` and slots.py's `record` do, each in one call.
 
-A matrix is float32 or bfloat16; everything else is float32. What is multiplied by a bfloat16 matrix is rounded to
-bfloat16 first, and the products are summed in float32.
+A matrix is float32 or bfloat16, and so is the cache; everything else is float32. What is multiplied by a bfloat16
+matrix is rounded to bfloat16 first, and the products are summed in float32. Attention rounds what it puts into a cache
+of bfloat16 and nothing else.
+
+Such a cache has pairs where that of float32 has (C, D) of each head: of neighbours in a key, those of TOKENS tokens side
+by side, (C / TOKENS, D / 2, TOKENS, 2); of values of two tokens, (C / 2, D, 2). So no score is summed across a vector,
+and TOKENS tokens lie together in either.
 
 Every sum has one order, whatever the number of rows: an element of a matrix product is a chain of fused multiply-adds
 over ascending k, or pairs of k, and rows are blocked so that a weight that was read is used for all rows of a block. So
@@ -27,6 +32,7 @@ Widths are multiples of LANES; kernel.py sees to that. */
 #define CHAINS 8 /* of additions, each of which waits for the one before: so many keep two multipliers busy */
 #define LINE 16 /* floats of a line of the cache */
 #define AHEAD 8 /* rows of a matrix that are asked for before they are needed */
+#define TOKENS 16 /* of a block of a cache of bfloat16 */
 typedef uint32_t pairs __attribute__((vector_size(4 * LANES), aligned(4))); /* of bfloat16: the one of lower k below */
 
 typedef struct {
@@ -37,12 +43,12 @@ typedef struct {
 typedef struct {
     Matrix qkv, output, gate_up, down;
     const float *qkv_bias, *qk_gain, *output_bias;
-    float *keys, *values;
+    void *keys, *values;
 } Layer;
 
 typedef struct {
     int64_t num_layers, hidden_size, num_kv_heads, heads_per_kv, head_dim, intermediate_size, vocab_size, vocab_width,
-        capacity, hidden_stride;
+        capacity, hidden_stride, cache_is_bf16;
     double norm_eps;
     Matrix embedding; /* NULL: tied, a token is a column of head */
     Matrix head;
@@ -178,14 +184,17 @@ INLINE void pack(const int columns, int64_t depth, const uint16_t *w, int64_t wi
     }
 }
 
-/* `rows` x `panels` vectors of y = (add ? y : 0) + x w, where x and w are pairs of bfloat16. */
+/* `rows` x `panels` vectors of y = (add ? y : 0) + x w, where x and w are pairs of bfloat16. Meanwhile one line
+of each pair of rows of another panel, `behind`, is asked for: it is packed next. */
 INLINE void paired_panel(const int rows, const int panels, int64_t num_pairs, const uint16_t *x, int64_t x_stride,
-                         const uint32_t *w, float *y, int64_t y_stride, int add) {
+                         const uint32_t *w, float *y, int64_t y_stride, int add, const uint16_t *behind,
+                         int64_t width) {
     vec sums[ROWS][PANEL];
     for (int r = 0; r < rows; r++)
         for (int p = 0; p < panels; p++) sums[r][p] = add ? load(y + r * y_stride + p * LANES) : (vec){};
     for (int64_t k = 0; k < num_pairs; k++, w += panels * LANES) {
         pairs weights[PANEL];
+        __builtin_prefetch(behind + 2 * k * width, 0, 2); /* into the second cache: the first is full */
         for (int p = 0; p < panels; p++) weights[p] = *(const pairs *)(w + p * LANES);
         for (int r = 0; r < rows; r++) {
             uint32_t pair;
@@ -203,16 +212,20 @@ INLINE void paired_column(const Model *m, const int panels, int64_t rows, int64_
     const uint32_t *packed = m->packed;
     pack(panels * LANES, depth, w, width, m->packed);
     int64_t r = 0;
-    for (; r + ROWS <= rows; r += ROWS)
-        paired_panel(ROWS, panels, depth / 2, x + r * depth, depth, packed, y + r * y_stride, y_stride, add);
+    const uint16_t *behind = w + panels * LANES; /* the next panel, of which a pair of rows has four lines */
+    for (; r + ROWS <= rows; r += ROWS) {
+        const int64_t line = r / ROWS, at = line % 2 * width + line / 2 % 2 * 2 * LINE;
+        paired_panel(ROWS, panels, depth / 2, x + r * depth, depth, packed, y + r * y_stride, y_stride, add, behind + at,
+                     width);
+    }
     x += r * depth;
     y += r * y_stride;
     switch (rows - r) {
-        case 1: paired_panel(1, panels, depth / 2, x, depth, packed, y, y_stride, add); break;
-        case 2: paired_panel(2, panels, depth / 2, x, depth, packed, y, y_stride, add); break;
-        case 3: paired_panel(3, panels, depth / 2, x, depth, packed, y, y_stride, add); break;
-        case 4: paired_panel(4, panels, depth / 2, x, depth, packed, y, y_stride, add); break;
-        case 5: paired_panel(5, panels, depth / 2, x, depth, packed, y, y_stride, add); break;
+        case 1: paired_panel(1, panels, depth / 2, x, depth, packed, y, y_stride, add, behind, width); break;
+        case 2: paired_panel(2, panels, depth / 2, x, depth, packed, y, y_stride, add, behind, width); break;
+        case 3: paired_panel(3, panels, depth / 2, x, depth, packed, y, y_stride, add, behind, width); break;
+        case 4: paired_panel(4, panels, depth / 2, x, depth, packed, y, y_stride, add, behind, width); break;
+        case 5: paired_panel(5, panels, depth / 2, x, depth, packed, y, y_stride, add, behind, width); break;
     }
 }
 
@@ -250,6 +263,28 @@ static void normalise(const Model *m, int64_t row, float factor, const float *ga
         store(normed + i, gain ? load(x + i) * scale * load(gain + i) : load(x + i) * scale);
 }
 
+/* As round_to_bf16, into the upper halves. */
+INLINE pairs rounded_bits(vec x) {
+    pairs bits = (pairs)x, is_nan = (pairs)(x != x);
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) & ~is_nan & 0xFFFF0000u) | (is_nan & 0x7FC00000);
+}
+
+/* A key and a value into a cache of bfloat16. The first of two values leaves a zero for the second: what was there
+before may not be a number. */
+static void append_pairs(const Model *m, const Layer *layer, const float *key, const float *value, int64_t slot,
+                         int64_t position) {
+    const int64_t D = m->head_dim, at = slot * m->capacity * D / 2;
+    uint32_t *keys = (uint32_t *)layer->keys + at + position / TOKENS * TOKENS * D / 2 + position % TOKENS;
+    uint32_t *values = (uint32_t *)layer->values + at + position / 2 * D;
+    uint32_t of_key[LANES];
+    for (int64_t d = 0; d < D; d += LANES) {
+        *(pairs *)of_key = rounded_bits(load(key + d));
+        for (int i = 0; i < LANES; i += 2) keys[(d + i) / 2 * TOKENS] = of_key[i] >> 16 | of_key[i + 1];
+        pairs bits = rounded_bits(load(value + d)), *two = (pairs *)(values + d);
+        *two = position % 2 ? (*two & 0xFFFF) | bits : bits >> 16;
+    }
+}
+
 /* Norm and rotate the queries and the key of one key/value head, and append key and value to the cache. */
 static void place(const Model *m, const Layer *layer, float *heads, int64_t slot, int64_t position) {
     const int64_t D = m->head_dim, G = m->heads_per_kv;
@@ -269,20 +304,38 @@ static void place(const Model *m, const Layer *layer, float *heads, int64_t slot
             head[d + 1] = real * turn[d + 1] + imaginary * turn[d];
         }
     }
+    const float *key = heads + G * D, *value = key + D;
+    if (m->cache_is_bf16) {
+        append_pairs(m, layer, key, value, slot, position);
+        return;
+    }
     int64_t at = (slot * m->capacity + position) * D;
     for (int64_t d = 0; d < D; d += LANES) {
-        store(layer->keys + at + d, load(heads + G * D + d));
-        store(layer->values + at + d, load(heads + (G + 1) * D + d));
+        store((float *)layer->keys + at + d, load(key + d));
+        store((float *)layer->values + at + d, load(value + d));
     }
+}
+
+/* Scores become exponentials, and zeros up to the next vector; returns 1 / their sum. */
+INLINE float weigh(int64_t length, float *scores) {
+    float highest = highest_of(scores, length);
+    for (int64_t l = length; l % LANES; l++) scores[l] = -INFINITY;
+    vec totals = {};
+    for (int64_t l = 0; l < length; l += LANES) {
+        vec weights = exp_of(load(scores + l) - highest);
+        store(scores + l, weights);
+        totals += weights;
+    }
+    return 1 / sum_of(totals);
 }
 
 /* Attention of one query head, of `parts` vectors, over `length` tokens of one slot of the cache. The slot that comes
 next is asked for meanwhile: it lies `next` floats behind, and all slots together are more than the near cache holds. */
-INLINE void attend_parts(const int parts, const float *query, const float *keys, const float *values, int64_t length,
-                         int64_t next, float *scores, float *out) {
+INLINE void attend_to_floats(const int parts, const float *query, const float *keys, const float *values,
+                             int64_t length, int64_t next, float *scores, float *out) {
     const int64_t D = parts * LANES;
-    float highest = -INFINITY, scale = 1 / sqrtf((float)D);
-    int64_t l = 0, padded = (length + LANES - 1) / LANES * LANES;
+    float scale = 1 / sqrtf((float)D);
+    int64_t l = 0;
     for (; l + 4 <= length; l += 4) {
         vec sums[4];
         for (int64_t i = 0; i < 4 * D; i += LINE) __builtin_prefetch(keys + next + l * D + i);
@@ -297,15 +350,7 @@ INLINE void attend_parts(const int parts, const float *query, const float *keys,
         for (int p = 1; p < parts; p++) sums += load(query + p * LANES) * load(keys + l * D + p * LANES);
         scores[l] = sum_of(sums) * scale;
     }
-    for (l = 0; l < length; l++) highest = scores[l] > highest ? scores[l] : highest;
-    for (l = length; l < padded; l++) scores[l] = -INFINITY;
-    vec totals = {};
-    for (l = 0; l < padded; l += LANES) {
-        vec weights = exp_of(load(scores + l) - highest);
-        store(scores + l, weights);
-        totals += weights;
-    }
-    float inverse = 1 / sum_of(totals);
+    float inverse = weigh(length, scores);
     const int wide = parts % 4 ? parts % 2 ? 1 : 2 : 4, apart = CHAINS / wide; /* vectors at a time, sums of each */
     for (int p = 0; p < parts; p += wide) {
         vec sums[CHAINS] = {};
@@ -324,19 +369,82 @@ INLINE void attend_parts(const int parts, const float *query, const float *keys,
     }
 }
 
+INLINE vec lower(pairs two) { return (vec)(two << 16); }
+INLINE vec upper(pairs two) { return (vec)(two & 0xFFFF0000u); }
+
+/* The same over a cache of bfloat16. `next`: in pairs. Of the last two values one may be past the length: its weight is
+zero. */
+INLINE void attend_to_pairs(const int parts, const float *query, const uint32_t *keys, const uint32_t *values,
+                            int64_t length, int64_t next, float *scores, float *out) {
+    const int64_t D = parts * LANES;
+    float scale = 1 / sqrtf((float)D);
+    for (int64_t l = 0; l < length; l += LANES) {
+        const uint32_t *of = keys + l / TOKENS * TOKENS * D / 2 + l % TOKENS;
+        vec sums[CHAINS] = {};
+        for (int64_t d = 0; d < D / 2; d += CHAINS / 2)
+            for (int i = 0; i < CHAINS; i += 2) {
+                const uint32_t *at = of + (d + i / 2) * TOKENS;
+                __builtin_prefetch(at + next);
+                pairs two = *(const pairs *)at;
+                sums[i] += query[2 * d + i] * lower(two);
+                sums[i + 1] += query[2 * d + i + 1] * upper(two);
+            }
+        for (int i = CHAINS / 2; i; i /= 2)
+            for (int j = 0; j < i; j++) sums[j] += sums[j + i];
+        store(scores + l, sums[0] * scale);
+    }
+    float inverse = weigh(length, scores);
+    const int wide = parts % 4 == 0 ? 4 : parts % 3 == 0 ? 3 : parts % 2 == 0 ? 2 : 1; /* vectors at a time */
+    const int apart = (CHAINS / 2 + wide - 1) / wide;                                  /* sums of each, twice */
+    for (int p = 0; p < parts; p += wide) {
+        vec sums[2 * CHAINS] = {};
+        int64_t l = 0;
+        for (; l + 2 * apart <= length; l += 2 * apart)
+            for (int i = 0; i < apart * wide; i++) {
+                const float *weights = scores + l + i / wide * 2;
+                const uint32_t *at = values + (l / 2 + i / wide) * D + (p + i % wide) * LANES;
+                __builtin_prefetch(at + next);
+                pairs two = *(const pairs *)at;
+                sums[2 * i] += weights[0] * lower(two);
+                sums[2 * i + 1] += weights[1] * upper(two);
+            }
+        for (; l < length; l += 2)
+            for (int i = 0; i < wide; i++) {
+                pairs two = *(const pairs *)(values + l / 2 * D + (p + i) * LANES);
+                sums[2 * i] += scores[l] * lower(two);
+                sums[2 * i + 1] += scores[l + 1] * upper(two);
+            }
+        for (int i = 0; i < wide; i++) {
+            vec sum = sums[2 * i] + sums[2 * i + 1];
+            for (int j = i + wide; j < apart * wide; j += wide) sum += sums[2 * j] + sums[2 * j + 1];
+            store(out + (p + i) * LANES, sum * inverse);
+        }
+    }
+}
+
+/* keys, values: of one slot and head. */
+INLINE void attend_over(const Model *m, const int parts, const float *query, const void *keys, const void *values,
+                        int64_t length, float *out) {
+    const int64_t each = m->capacity * parts * LANES;
+    if (m->cache_is_bf16)
+        attend_to_pairs(parts, query, keys, values, length, each / 2, m->scratch, out);
+    else
+        attend_to_floats(parts, query, keys, values, length, each, m->scratch, out);
+}
+
 static void attend(const Model *m, const Layer *layer, const float *query, int64_t slot, int64_t length, float *out) {
-    const int64_t D = m->head_dim;
-    const float *keys = layer->keys + slot * m->capacity * D, *values = layer->values + slot * m->capacity * D;
+    const int64_t D = m->head_dim, at = slot * m->capacity * D * (m->cache_is_bf16 ? 2 : 4);
+    const char *keys = (const char *)layer->keys + at, *values = (const char *)layer->values + at;
     switch (D / LANES) { /* a number that is known is unrolled: twice as fast */
-        case 1: attend_parts(1, query, keys, values, length, m->capacity * D, m->scratch, out); break;
-        case 2: attend_parts(2, query, keys, values, length, m->capacity * D, m->scratch, out); break;
-        case 3: attend_parts(3, query, keys, values, length, m->capacity * D, m->scratch, out); break;
-        case 4: attend_parts(4, query, keys, values, length, m->capacity * D, m->scratch, out); break;
-        case 6: attend_parts(6, query, keys, values, length, m->capacity * D, m->scratch, out); break;
-        case 8: attend_parts(8, query, keys, values, length, m->capacity * D, m->scratch, out); break;
-        case 12: attend_parts(12, query, keys, values, length, m->capacity * D, m->scratch, out); break;
-        case 16: attend_parts(16, query, keys, values, length, m->capacity * D, m->scratch, out); break;
-        default: attend_parts((int)(D / LANES), query, keys, values, length, m->capacity * D, m->scratch, out);
+        case 1: attend_over(m, 1, query, keys, values, length, out); break;
+        case 2: attend_over(m, 2, query, keys, values, length, out); break;
+        case 3: attend_over(m, 3, query, keys, values, length, out); break;
+        case 4: attend_over(m, 4, query, keys, values, length, out); break;
+        case 6: attend_over(m, 6, query, keys, values, length, out); break;
+        case 8: attend_over(m, 8, query, keys, values, length, out); break;
+        case 12: attend_over(m, 12, query, keys, values, length, out); break;
+        case 16: attend_over(m, 16, query, keys, values, length, out); break;
+        default: attend_over(m, (int)(D / LANES), query, keys, values, length, out);
     }
 }
 
@@ -432,6 +540,18 @@ static double exponentials(const float *scores, int64_t width, float highest, fl
     return total;
 }
 
+/* Where the first such score is, or the last place: a row without numbers has none. */
+static int64_t first_of(const float *scores, int64_t width, float wanted) {
+    int64_t v = 0;
+    for (; v < width - BLOCK; v += BLOCK) {
+        int is_here = 0;
+        for (int i = 0; i < BLOCK; i++) is_here |= scores[v + i] == wanted;
+        if (is_here) break;
+    }
+    while (v < width - 1 && scores[v] != wanted) v++;
+    return v;
+}
+
 /* A token and its log-probability. is_greedy: the likeliest, else where a uniform number falls, which follows from the
 row's key and count. What has probability 0 is never drawn: a sum that passes the target has grown. */
 static int64_t draw_one(const Model *m, const Table *t, int64_t row, double *logprob) {
@@ -441,7 +561,7 @@ static int64_t draw_one(const Model *m, const Table *t, int64_t row, double *log
     double total = exponentials(scores, width, highest, sums), before = 0, probability;
     int64_t token = 0;
     if (t->greedy[row]) {
-        while (token < width - 1 && scores[token] != highest) token++;
+        token = first_of(scores, width, highest);
         probability = 1 / total;
     } else {
         double uniform = (mix(t->keys[row] + (uint64_t)(t->counts[row] + 1) * 0x9E3779B97F4A7C15u) >> 11) * 0x1p-53;

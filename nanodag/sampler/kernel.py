@@ -21,6 +21,7 @@ from nanodag.sampler.decode_views import Buffers
 from nanodag.sampler.weights import VOCABULARY_BLOCK, Weights
 
 LANES = 16  # widths must be multiples of it
+CACHE_BLOCK = 16  # tokens that lie together in a cache of bfloat16: TOKENS of kernel.c
 PANEL_COLUMNS = 64  # of a matrix, that are multiplied at a time: PANEL * LANES of kernel.c at most
 PROMPT_ROWS = 96  # tokens of prompts that are run together: activations of more would not fit a core's cache
 SOURCE = Path(__file__).with_name("kernel.c")
@@ -43,7 +44,7 @@ class _Model(Structure):
             (name, c_int64)
             for name in (
                 "num_layers", "hidden_size", "num_kv_heads", "heads_per_kv", "head_dim", "intermediate_size",
-                "vocab_size", "vocab_width", "capacity", "hidden_stride",
+                "vocab_size", "vocab_width", "capacity", "hidden_stride", "cache_is_bf16",
             )
         ),
         ("norm_eps", c_double),
@@ -89,6 +90,7 @@ class Kernel:
             vocab_width=buffers.logits.shape[1],
             capacity=buffers.capacity,
             hidden_stride=buffers.hidden.stride(0),
+            cache_is_bf16=buffers.cache_dtype == torch.bfloat16,
             norm_eps=a.norm_eps,
             rotations=_address(rotations),
             layers=ctypes.cast(self._layers, c_void_p),

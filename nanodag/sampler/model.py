@@ -29,7 +29,7 @@ from nanodag.model.architecture import Architecture, Rope
 from nanodag.model.rope import rope_frequencies
 from nanodag.sampler.decode_views import Buffers, DecodeViews
 from nanodag.sampler.drawing import likeliest
-from nanodag.sampler.kernel import Kernel, bind
+from nanodag.sampler.kernel import CACHE_BLOCK, Kernel, bind
 from nanodag.sampler.sizes import ATTENTION_CHUNK
 from nanodag.sampler.weights import LayerWeights, Weights
 
@@ -40,9 +40,8 @@ NUM_CACHED_VIEWS = 128
 class SamplerModel:
     """Weights, cache and buffers of one model. Not thread-safe: one thread at a time calls it.
 
-    Only large matrices are ever bfloat16 on a CPU. Attention and the cache are float32 there in any case: with one
-    query per head that is faster than bfloat16, and nearer to the exact softmax. On a GPU, where memory bounds both,
-    the cache is in the precision of the weights, and attention's kernel adds up in float32.
+    Matrices are bfloat16 where they are large, and so is the cache, whose reading bounds a step. Attention computes in
+    float32 on a CPU; on a GPU it multiplies in the cache's precision and adds up in float32.
     """
 
     weights: Weights
@@ -59,7 +58,7 @@ class SamplerModel:
         deterministic: bool,
         cache_dtype: torch.dtype = torch.float32,
     ) -> None:
-        """num_slots: B. capacity: C, tokens, a multiple of ATTENTION_CHUNK. cache_dtype: float32 on a CPU."""
+        """num_slots: B. capacity: C, tokens, a multiple of ATTENTION_CHUNK."""
         assert capacity % ATTENTION_CHUNK == 0, capacity
         self.architecture = architecture
         self.weights = weights
@@ -138,7 +137,7 @@ class SamplerModel:
             attended, key, value = self._prefill_attention(layer, x, len(prompts), longest)
             for cache, new in ((self.buffers.keys[index], key), (self.buffers.values[index], value)):
                 slots_of_cache = cache.view(self.num_slots, a.num_kv_heads, self.capacity, a.head_dim)
-                slots_of_cache[slot_index, :, :longest] = new[source_index].to(cache.dtype)
+                slots_of_cache[slot_index, :, :longest] = new[source_index]
             if index == a.num_layers - 1:
                 x, attended = x[last], attended[last]
             self._add_rest(layer, x, attended)
@@ -160,7 +159,8 @@ class SamplerModel:
         pairs.mul_(self.rotations[:length, None, None])
         query = heads[..., :group, :].permute(0, 2, 3, 1, 4).reshape(num_prompts, a.num_heads, length, a.head_dim)
         key, value = heads[..., group, :].transpose(1, 2), heads[..., group + 1, :].transpose(1, 2)
-        dtype = self.buffers.cache_dtype
+        key, value = key.to(self.buffers.cache_dtype), value.to(self.buffers.cache_dtype)
+        dtype = self.buffers.attention_dtype
         attended = functional.scaled_dot_product_attention(
             query.to(dtype), key.to(dtype), value.to(dtype), is_causal=True, enable_gqa=group > 1
         )
@@ -199,21 +199,25 @@ class SamplerModel:
         buffers, num_kv = self.buffers, self.architecture.num_kv_heads
         target = slice(slot * num_kv, (slot + 1) * num_kv)
         if source is not None and source != slot:
-            origin = slice(source * num_kv, (source + 1) * num_kv)
-            for cache in (*buffers.keys, *buffers.values):
-                cache[target, :length] = cache[origin, :length]
+            self._copy_cache(source, slot, length)
             buffers.prompt_hidden[slot] = buffers.prompt_hidden[source]
         buffers.hidden[slot] = buffers.prompt_hidden[slot]
         buffers.mask[target, :length] = 0.0
         buffers.mask[target, length:] = -torch.inf
+
+    def _copy_cache(self, source: int, target: int, length: int) -> None:
+        """The first tokens of a slot, in whole blocks, in which the compiled code may have them in another order."""
+        num_kv, end = self.architecture.num_kv_heads, -(-length // CACHE_BLOCK) * CACHE_BLOCK
+        to, of = slice(target * num_kv, (target + 1) * num_kv), slice(source * num_kv, (source + 1) * num_kv)
+        for cache in (*self.buffers.keys, *self.buffers.values):
+            cache[to, :end] = cache[of, :end]
 
     @torch.inference_mode()
     def move(self, source: int, target: int, length: int) -> None:
         """Make slot ``target`` what ``source`` is now; ``length`` tokens of it are in the cache."""
         buffers, num_kv = self.buffers, self.architecture.num_kv_heads
         to, of = slice(target * num_kv, (target + 1) * num_kv), slice(source * num_kv, (source + 1) * num_kv)
-        for cache in (*buffers.keys, *buffers.values):
-            cache[to, :length] = cache[of, :length]
+        self._copy_cache(source, target, length)
         buffers.mask[to] = buffers.mask[of]
         buffers.hidden[target] = buffers.hidden[source]
         buffers.prompt_hidden[target] = buffers.prompt_hidden[source]
@@ -263,9 +267,9 @@ class SamplerModel:
             torch.rsqrt(scale, out=v.qk_scale)  # the row of the value stays 1
             v.heads.mul_(v.head_scale).mul_(layer.qk_gain)
         v.pairs.mul_(v.rotation)
-        dtype = self.buffers.cache_dtype
-        v.key_rows[index].index_copy_(0, v.cache_index, v.key.to(dtype))
-        v.value_rows[index].index_copy_(0, v.cache_index, v.value.to(dtype))
+        dtype = self.buffers.attention_dtype
+        v.key_rows[index].index_copy_(0, v.cache_index, v.key.to(self.buffers.cache_dtype))
+        v.value_rows[index].index_copy_(0, v.cache_index, v.value.to(self.buffers.cache_dtype))
         if self.deterministic:
             self._attend_in_chunks(v, index)
         elif dtype != torch.float32:
@@ -275,9 +279,9 @@ class SamplerModel:
             attended = functional.scaled_dot_product_attention(query, keys, values, mask, scale=self._score_scale)
             v.attended.copy_(attended.squeeze(1))
         else:
-            torch.baddbmm(v.mask, v.query, v.keys_transposed[index], alpha=self._score_scale, out=v.scores)
+            torch.baddbmm(v.mask, v.query, v.keys_transposed[index].float(), alpha=self._score_scale, out=v.scores)
             torch.softmax(v.scores, -1, out=v.weights)
-            torch.bmm(v.weights, v.values[index], out=v.attended)
+            torch.bmm(v.weights, v.values[index].float(), out=v.attended)
         _add_product(v.x, v.attended_rows, layer.output)
         if layer.output_bias is not None:
             v.x.add_(layer.output_bias)
@@ -286,14 +290,14 @@ class SamplerModel:
         """Attention whose bits do not depend on how many masked chunks follow: they add exact zeros, in order."""
         keys, values = v.key_chunks[index], v.value_chunks[index]
         for chunk, scores in enumerate(v.score_chunks):
-            torch.baddbmm(v.mask_chunks[chunk], v.query, keys[chunk], alpha=self._score_scale, out=scores)
+            torch.baddbmm(v.mask_chunks[chunk], v.query, keys[chunk].float(), alpha=self._score_scale, out=scores)
         v.chunked_scores.sub_(v.chunked_scores.amax(dim=(0, 3), keepdim=True)).exp_()
         sums = v.chunked_scores.sum(-1, keepdim=True)
         total = sums[0]
-        torch.bmm(v.score_chunks[0], values[0], out=v.attended)
+        torch.bmm(v.score_chunks[0], values[0].float(), out=v.attended)
         for chunk in range(1, len(v.score_chunks)):
             total += sums[chunk]
-            v.attended.baddbmm_(v.score_chunks[chunk], values[chunk])
+            v.attended.baddbmm_(v.score_chunks[chunk], values[chunk].float())
         v.attended.div_(total)
 
     def _normalise(self, v: DecodeViews, row_scale: Tensor | None = None) -> None:

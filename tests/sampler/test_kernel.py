@@ -5,6 +5,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from transformers import DynamicCache
 
 from nanodag.errors import MissingTool
 from nanodag.inference.protocol import Request, SamplingParams
@@ -106,6 +107,50 @@ def test_in_bfloat16_it_rounds_what_goes_into_a_product_and_nothing_else(
     assert [sample.output_ids[0] for sample in found] == [sample.output_ids[0] for sample in wanted]
 
 
+class RoundingCache(DynamicCache):
+    """transformers' own, whose keys and values are rounded as they come."""
+
+    def update(self, keys, values, *more, **options):
+        return super().update(keys.bfloat16().to(keys.dtype), values.bfloat16().to(values.dtype), *more, **options)
+
+
+@pytest.mark.parametrize("head_dim", [48, 96])
+def test_a_cache_of_bfloat16_rounds_keys_and_values_once_and_attention_nothing(make_model, tmp_path, head_dim):
+    """The oracle: transformers in float64, whose cache rounds. Weights are rounded beforehand and gains are 1, and
+    matrices that are so small are multiplied in float32, so nothing else differs."""
+    rounded = make_model("llama", **SHAPE, head_dim=head_dim)
+    with torch.no_grad():
+        for name, parameter in rounded.named_parameters():
+            parameter.copy_(torch.ones(()) if name.endswith("norm.weight") else parameter.bfloat16())
+    rounded.save_pretrained(tmp_path)
+    rounded.double()
+    engine = Engine(tmp_path, dtype="bfloat16")
+    assert engine.model.kernel is not None
+    assert engine.model.weights.layers[0].qkv.dtype == torch.float32
+    assert {cache.dtype for cache in (*engine.model.buffers.keys, *engine.model.buffers.values)} == {torch.bfloat16}
+    asked = requests(5)
+    near, far = [], []
+    for request, (sample,) in zip(asked, engine.generate(asked), strict=True):
+        ids, start = torch.tensor([request.input_ids + sample.output_ids]), len(request.input_ids) - 1
+        for cache, differences in ((RoundingCache(), near), (DynamicCache(), far)):
+            with torch.no_grad():
+                logits = rounded(ids, past_key_values=cache).logits[0, start:-1] / (request.params.temperature or 1.0)
+            logprobs = logits.log_softmax(-1).gather(1, ids[0, start + 1 :, None])[:, 0]
+            differences += (logprobs - torch.tensor(sample.logprobs)).abs().tolist()
+    assert 100 * np.median(near) < np.median(far)
+
+
+def test_what_a_slot_held_before_changes_no_bit_even_if_it_is_no_number(make_checkpoint, dtype):
+    """Prompts of odd and even lengths begin anywhere in a block of the cache."""
+    engine = Engine(make_checkpoint("qwen3", **SHAPE), dtype=dtype, max_batch=4)
+    before = engine.generate(requests(8))
+    engine.forget_prompts()
+    for cache in (*engine.model.buffers.keys, *engine.model.buffers.values):
+        cache.fill_(torch.nan)
+    after = engine.generate(requests(8))
+    assert [(one.output_ids, one.logprobs) for (one,) in after] == [(one.output_ids, one.logprobs) for (one,) in before]
+
+
 @pytest.fixture(params=["avx512", "avx2"])
 def older_processor(request, monkeypatch, tmp_path):
     """Without products of bfloat16; without vectors of 16."""
@@ -183,7 +228,7 @@ def test_a_prompt_leaves_the_bits_that_decoding_it_token_by_token_leaves(make_ch
     num_kv = engine.checkpoint.architecture.num_kv_heads
     for cache in (*buffers.keys, *buffers.values):
         slots = cache.view(3, num_kv, *cache.shape[1:])
-        assert torch.equal(slots[1, :, :length], slots[0, :, :length])
+        assert slots[0].any() and torch.equal(slots[1], slots[0])
     assert torch.equal(buffers.prompt_hidden[1], buffers.hidden[0])
 
 
