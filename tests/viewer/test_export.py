@@ -170,11 +170,17 @@ def test_an_export_without_room_or_killed_leaves_the_old_file_and_nothing_beside
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert out.read_text() == "old" and not list(tmp_path.glob(".all*"))
     if (child := os.fork()) == 0:
-        with patch("pathlib.Path.replace", lambda *unused: os.kill(os.getpid(), signal.SIGKILL)):
-            export_rollouts(shelf, out)
+        try:
+            with patch("pathlib.Path.replace", lambda *unused: os.kill(os.getpid(), signal.SIGKILL)):
+                export_rollouts(shelf, out)
+        finally:
+            os._exit(1)  # or the fork would go on with these tests
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
-    assert out.read_text() == "old" and [path.name for path in tmp_path.glob(".all*")] == [f".all.{suffix}.{child}"]
-    assert export_rollouts(shelf, out).rows == 9 and not list(tmp_path.glob(".all*"))
+    left = [path.name for path in tmp_path.glob(".all*")]
+    assert out.read_text() == "old" and left == [f".all.{suffix}.{child}.partial"]
+    (tmp_path / f".all.{suffix}.20241123").write_text("somebody's own")
+    assert export_rollouts(shelf, out).rows == 9
+    assert [path.name for path in tmp_path.glob(".all*")] == [f".all.{suffix}.20241123"]
 
 
 def test_an_export_holds_the_step_the_role_and_the_failures_that_were_asked_for(shelf, tmp_path):
