@@ -191,8 +191,8 @@ def test_an_export_holds_the_step_the_role_and_the_failures_that_were_asked_for(
     for asked, responses in zip(said, (["first", "other", "its own"], ["first", "other"]), strict=True):
         export_rollouts(shelf, out, Wanted(role=asked["role"]), step=asked["step"])
         assert [row["response"] for row in lines(out)] == responses
-    export_rollouts(shelf, out, Wanted(fate="failed"))  # and what the ledger gives no reason for
-    assert [row["response"] for row in lines(out)] == ["kept", "x"]
+    export_rollouts(shelf, out, Wanted(fate="failed"))
+    assert [row["response"] for row in lines(out)] == ["x"]
     assert export_chats(shelf, out, step=1, best=9, lowest=0.9).rows == 2
     assert export_chats(shelf, out, step=2, best=9, lowest=0.9).left_out == {"messages not kept": 1}
     assert export_pairs(shelf, out, Wanted(role="critic"), lowest=0.9).left_out == {"messages not kept": 2}
