@@ -182,8 +182,9 @@ def end_group(process) -> bool:
 
 
 def left_of(folder: Path, words: str) -> list[psutil.Process]:
-    """The processes with these words in their command lines that stages below a folder have left, after a while. They
-    are known by PYTHONPATH: nothing of an environment stands in a command line."""
+    """The processes that stages below a folder have left, after a while: those that have a file there open, as the
+    stage's log, and those with these words in their command lines whose modules lie there. What they do stands in no
+    command line."""
     deadline = time.monotonic() + 30
     while True:
         found = [process for process in psutil.process_iter() if _is_of(process, folder, words)]
@@ -194,5 +195,7 @@ def left_of(folder: Path, words: str) -> list[psutil.Process]:
 
 def _is_of(process: psutil.Process, folder: Path, words: str) -> bool:
     with suppress(psutil.Error):  # it has ended, or is another user's
+        if any(file.path.startswith(f"{folder}/") for file in process.open_files()):
+            return True
         return words in " ".join(process.cmdline()) and str(folder) in process.environ().get("PYTHONPATH", "")
     return False
