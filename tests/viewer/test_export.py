@@ -196,8 +196,8 @@ def test_an_export_holds_the_step_the_role_and_the_failures_that_were_asked_for(
     assert export_chats(shelf, out, step=1, best=9, lowest=0.9).rows == 2
     assert export_chats(shelf, out, step=2, best=9, lowest=0.9).left_out == {"messages not kept": 1}
     assert export_pairs(shelf, out, Wanted(role="critic"), lowest=0.9).left_out == {"messages not kept": 2}
-    with pytest.raises(ArtifactNotFound, match="step-00000009"):
-        export_rollouts(shelf, out, step=9)
+    with pytest.raises(ArtifactNotFound, match=r"^There is no step-00000009"):
+        save_rollouts(shelf, out, Wanted(), step=9, best=0, pairs=False, lowest=0.0)
 
 
 @pytest.mark.parametrize(
