@@ -384,10 +384,14 @@ class Api:
         return {field: state.get(field) or "" for field in ("type", "name", "message")}
 
     def num_active_runs(self) -> int:
-        """How many flow runs are under way, or asked for and about to be taken."""
+        """How many flow runs are under way, or asked for and about to be taken by what serves."""
         under_way = {"state": {"type": {"any_": ["RUNNING", "PENDING", "CANCELLING"]}}}
         now = datetime.now(UTC).isoformat()  # a night that is to come is scheduled too
-        asked_for = {"state": {"type": {"any_": ["SCHEDULED"]}}, "expected_start_time": {"before_": now}}
+        asked_for = {
+            "state": {"type": {"any_": ["SCHEDULED"]}},
+            "expected_start_time": {"before_": now},
+            "parent_task_run_id": {"is_null_": True},  # a stage of a work pool may wait for a worker for ever
+        }
         return sum(int(self.ask("POST", "/flow_runs/count", {"flow_runs": one})) for one in (under_way, asked_for))
 
     def set_state(self, flow_run: str, kind: str, message: str, *, name: str = "") -> None:
