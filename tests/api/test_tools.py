@@ -305,5 +305,6 @@ def test_arguments_of_earlier_calls_reach_the_template_as_objects(hermes_folder,
     prompt = model.tokens.encoding.decode(list(backend.asked[0].input_ids))
     assert "<|user|>how is it?<|end|>" in prompt
     assert '<tool_call>{"name": "weather", "arguments": {"city": "Bern"}}</tool_call><|end|><|tool|>wet' in prompt
-    call["function"]["arguments"] = "{"
-    assert "are not JSON" in refusal(ask(app_of(model), "/v1/chat/completions", {"messages": messages}))["message"]
+    for wrong in ("{", r'{"city": "\ud800"}'):  # half of a surrogate pair
+        call["function"]["arguments"] = wrong
+        assert "are not JSON" in refusal(ask(app_of(model), "/v1/chat/completions", {"messages": messages}))["message"]
