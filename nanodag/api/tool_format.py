@@ -142,8 +142,10 @@ class TemplateReader:
     def end(self) -> str:
         if self._is_lost:
             return ""
-        # A pattern at the end of the text might go on: what none goes on with shows that it does not.
-        content = self._read(lambda: self._parser.feed(_NEVER))
+        content = ""
+        if self._format.shape != "own":  # whose values are read of all that its region holds
+            # A pattern at the end of the text might go on: what none goes on with shows that it does not.
+            content = self._read(lambda: self._parser.feed(_NEVER))
         self._has_ended = True  # a call that is open now was never closed by the model
         self._raw = self._raw.removesuffix(_NEVER)
         if not self._is_lost:

@@ -16,7 +16,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import chain, takewhile
 from json import JSONDecoder
 from typing import Any, Literal
 
@@ -64,8 +64,13 @@ class CallFormat:
     written: str = ""
 
     def read(self, value: Any, raw: str, *, is_closed: bool = True) -> list[Read]:
-        """The calls of a region. value: as the parser gives it; raw: its text. Raises ValueError where it is no
-        call."""
+        """The calls of a region. value: as the parser gives it; raw: its text. Raises ValueError where it is no call,
+        and where JSON or UTF-8 has no place for what it says: NaN, half of a surrogate pair."""
+        calls = self._read(value, raw, is_closed)
+        json.dumps(calls, ensure_ascii=False, allow_nan=False).encode()
+        return calls
+
+    def _read(self, value: Any, raw: str, is_closed: bool) -> list[Read]:
         match self.shape:
             case "object":
                 return [self._named(found) for found in _objects(raw)]
@@ -110,6 +115,22 @@ def call_format(render: Render) -> CallFormat | None:
         return found if found is not None and _reads_itself(found, probe) else None
     except (SourceError, ValueError):
         return None
+
+
+def own_format(template: Mapping[str, Any], probed: CallFormat | None) -> CallFormat:
+    """The format of a response template that a tokenizer brings, with a field `tool_calls`. probed: that of its chat
+    template, which says how a call begins where both begin with the same mark."""
+    fields = template["fields"].values()
+    literals = [_literals(field.get(name)) for field in fields for name in ("open", "close")]
+    patterns = [field.get(name, "").replace("\\", "") for field in fields for name in ("open_pattern", "close_pattern")]
+    calls = template["fields"]["tool_calls"]
+    mark, closing = (marks[0] if len(marks := _literals(calls.get(name))) == 1 else "" for name in ("open", "close"))
+    is_same = probed is not None and mark and probed.opening.startswith(mark)
+    opening, middle = (probed.opening, probed.middle) if probed is not None and is_same else ("", "")
+    return CallFormat(
+        shape="own", template=template, opening=opening, middle=middle, closing=closing, mark=mark,
+        written=" ".join([*chain(*literals), *patterns]),
+    )  # fmt: skip
 
 
 def declares_tools(render: Render) -> bool:
@@ -335,6 +356,11 @@ def _objects(text: str) -> Iterator[Any]:
     while found := re.compile(r"\s*(?=\S)").match(text, place):
         value, place = JSONDecoder().raw_decode(text, found.end())
         yield from value if isinstance(value, list) else [value]
+
+
+def _literals(marks: str | Sequence[str] | None) -> Sequence[str]:
+    """Of a response template, which has one or a list of them."""
+    return [marks] if isinstance(marks, str) else marks or []
 
 
 def _python(text: str) -> list[Read]:

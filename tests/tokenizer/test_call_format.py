@@ -6,7 +6,7 @@ import pytest
 
 from nanodag.api.bodies import Tool
 from nanodag.api.tool_format import BareReader, Call, TemplateReader
-from nanodag.tokenizer.call_format import CallFormat, call_format, declares_tools
+from nanodag.tokenizer.call_format import CallFormat, call_format, declares_tools, own_format
 from tests.tokenizer.chat_templates import CODER, DEEPSEEK, GLM, SHAPES, format_of, render_of, template
 
 SCHEMA = {
@@ -101,6 +101,8 @@ def test_json_that_is_none_is_content_with_its_marks():
         ("pythonic", "<|calls|>[run(code=b'x', **{})]<|/calls|>"),
         ("pythonic", "<|calls|>[run(code=print('x'))]<|/calls|>"),
         ("hermes", "<tool_call>\n[[], 1]\n</tool_call>"),
+        ("hermes", '<tool_call>{"name": "run", "arguments": {"code": "\\ud800"}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "run", "arguments": {"share": NaN}}</tool_call>'),
         ("hermes", '<tool_call>{"name": "run", "arguments": ' + 9999 * "[" + "</tool_call>"),
         ("mistral", "[TOOL_CALLS]run[ARGS]" + 9999 * "["),
         ("coder", "<tool_call>\n<function=run>\n<parameter=parts>" + 9999 * "[" + "<parameter=parts>"),
@@ -142,3 +144,23 @@ def test_a_response_template_of_the_tokenizers_own_is_read_with_the_tools_types(
     reader = TemplateReader(own, tools=[TOOL])
     said = reader.take(-1, "So<call run><code>12</code><count>12</count></call>") + reader.end()
     assert (said, reader.calls) == ("So", [Call("run", '{"code": "12", "count": 12}')])
+
+
+def test_a_call_of_the_tokenizers_own_template_that_the_answers_end_closes_is_a_call():
+    calls = {"open": "<call>", "close": ["<c>", "<end>"], "content": "json"}
+    own = own_format({"start_anchor": "\n", "fields": {"content": {}, "tool_calls": calls}}, None)
+    reader = TemplateReader(own)
+    said = reader.take(-1, '<call>{"name": "run", "arguments": {"count": 1}}') + reader.end()
+    assert (said, reader.calls) == ("", [Call("run", '{"count": 1}')])
+    reader = TemplateReader(own)
+    assert reader.take(-1, "<call>[1]<c>") + reader.end() == "<call>[1]"  # which of the two ended it is not told
+
+
+def test_all_marks_of_the_tokenizers_own_template_are_known_and_calls_begin_as_its_chat_template_writes_them():
+    calls = {"open": "<tool_call>", "close": "</tool_call>", "content": "json"}
+    thinking = {"open_pattern": r"<\|think\|>", "close": ["<|a|>", "<|b|>"]}
+    own = {"start_anchor": "\n", "fields": {"content": {}, "thinking": thinking, "tool_calls": calls}}
+    found = own_format(own, format_of(SHAPES["hermes"]))
+    assert all(mark in found.written for mark in ("<tool_call>", "</tool_call>", "<|think|>", "<|a|>", "<|b|>"))
+    assert (found.opening, found.middle) == ('<tool_call>\n{"name": "', '", "arguments": ')
+    assert own_format(own, format_of(DEEPSEEK)).opening == ""
