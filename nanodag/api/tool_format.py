@@ -125,14 +125,16 @@ class TemplateReader:
         self._parser = ResponseParser(dict(calls.template), prefix="", tools=typed)
         self._format, self._names = calls, names
         self._raw = ""  # of the call that is open
-        self._is_told = self.is_cut = self._has_ended = False
+        self._is_open = self._is_told = self.is_cut = self._has_ended = False
         self._is_lost = False  # the parser could not read on: what follows is content
         self.calls: list[Call] = []
         self.take(-1, forced)
 
     def take(self, token: int, piece: str) -> str:
-        piece = self._names.get(token, piece)
-        return piece if self._is_lost else self._read(lambda: self._parser.feed(piece))
+        name, was_open = self._names.get(token, ""), self._is_open
+        piece = name or piece
+        content = piece if self._is_lost else self._read(lambda: self._parser.feed(piece))
+        return content if was_open else content.removesuffix(name)  # what marks no call is as invisible as elsewhere
 
     def told(self) -> Call | None:
         call = None if self._is_lost else self._begun()
@@ -164,14 +166,16 @@ class TemplateReader:
         content = ""
         for event in events:
             is_call = event["field"] == "tool_calls"
-            if event["type"] == "region_chunk":
+            if event["type"] == "region_open":
+                self._is_open = is_call
+            elif event["type"] == "region_chunk":
                 if is_call:
                     self._raw += event["text"]
                 elif event["field"] != AROUND and not (self.calls and event["text"].isspace()):
                     content += event["text"]  # but line ends between calls
             elif event["type"] == "region_close" and is_call:
                 content += self._called(event["value"])
-                self._raw, self._is_told = "", False
+                self._raw, self._is_open, self._is_told = "", False, False
         return content
 
     def _called(self, value: Any) -> str:

@@ -16,7 +16,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, takewhile
+from itertools import takewhile
 from json import JSONDecoder
 from typing import Any, Literal
 
@@ -120,16 +120,15 @@ def call_format(render: Render) -> CallFormat | None:
 def own_format(template: Mapping[str, Any], probed: CallFormat | None) -> CallFormat:
     """The format of a response template that a tokenizer brings, with a field `tool_calls`. probed: that of its chat
     template, which says how a call begins where both begin with the same mark."""
-    fields = template["fields"].values()
-    literals = [_literals(field.get(name)) for field in fields for name in ("open", "close")]
-    patterns = [field.get(name, "").replace("\\", "") for field in fields for name in ("open_pattern", "close_pattern")]
     calls = template["fields"]["tool_calls"]
-    mark, closing = (marks[0] if len(marks := _literals(calls.get(name))) == 1 else "" for name in ("open", "close"))
+    begins, ends = (_literals(calls.get(name)) for name in ("open", "close"))
+    patterns = [calls.get(name, "").replace("\\", "") for name in ("open_pattern", "close_pattern")]
+    mark, closing = (marks[0] if len(marks) == 1 else "" for marks in (begins, ends))
     is_same = probed is not None and mark and probed.opening.startswith(mark)
     opening, middle = (probed.opening, probed.middle) if probed is not None and is_same else ("", "")
     return CallFormat(
         shape="own", template=template, opening=opening, middle=middle, closing=closing, mark=mark,
-        written=" ".join([*chain(*literals), *patterns]),
+        written=" ".join([*begins, *ends, *patterns]),
     )  # fmt: skip
 
 

@@ -119,6 +119,15 @@ def test_special_tokens_that_are_marks_are_read_by_name():
     assert ("".join(said), reader.calls) == ("x", [Call("run", "{}")])
 
 
+def test_a_special_token_that_ends_a_call_is_no_content_where_none_is_open():
+    calls = {"open": "<call>", "close": ["</call>", "<|end|>"], "content": "json"}
+    own = own_format({"start_anchor": "\n", "fields": {"content": {}, "tool_calls": calls}}, None)
+    for text, content in (("Hello", "Hello"), ("<call>[1]", "<call>[1]"), ('<call>{"name": "run"}', "")):
+        reader = TemplateReader(own, names={5: "<|end|>"})
+        said = [reader.take(9, text), reader.take(5, ""), reader.end()]
+        assert ("".join(said), len(reader.calls)) == (content, not content)
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -156,11 +165,15 @@ def test_a_call_of_the_tokenizers_own_template_that_the_answers_end_closes_is_a_
     assert reader.take(-1, "<call>[1]<c>") + reader.end() == "<call>[1]"  # which of the two ended it is not told
 
 
-def test_all_marks_of_the_tokenizers_own_template_are_known_and_calls_begin_as_its_chat_template_writes_them():
+def test_all_marks_of_calls_in_the_tokenizers_own_template_are_known():
+    calls = {"open_pattern": r"<\|call:(?P<name>\w+)\|>", "close": ["<|a|>", "<|b|>"], "transform": {"name": "{name}"}}
+    found = own_format({"start_anchor": "\n", "fields": {"content": {}, "tool_calls": calls | {"content": "json"}}}, None)
+    assert all(mark in found.written for mark in ("<|call:", "<|a|>", "<|b|>"))
+
+
+def test_a_call_of_the_tokenizers_own_template_begins_as_its_chat_template_writes_it():
     calls = {"open": "<tool_call>", "close": "</tool_call>", "content": "json"}
-    thinking = {"open_pattern": r"<\|think\|>", "close": ["<|a|>", "<|b|>"]}
-    own = {"start_anchor": "\n", "fields": {"content": {}, "thinking": thinking, "tool_calls": calls}}
+    own = {"start_anchor": "\n", "fields": {"content": {}, "tool_calls": calls}}
     found = own_format(own, format_of(SHAPES["hermes"]))
-    assert all(mark in found.written for mark in ("<tool_call>", "</tool_call>", "<|think|>", "<|a|>", "<|b|>"))
     assert (found.opening, found.middle) == ('<tool_call>\n{"name": "', '", "arguments": ')
-    assert own_format(own, format_of(DEEPSEEK)).opening == ""
+    assert own_format(own, format_of(DEEPSEEK)).opening == own_format(own, None).opening == ""
