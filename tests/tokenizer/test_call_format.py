@@ -166,9 +166,9 @@ def test_a_call_of_the_tokenizers_own_template_that_the_answers_end_closes_is_a_
 
 
 def test_all_marks_of_calls_in_the_tokenizers_own_template_are_known():
-    calls = {"open_pattern": r"<\|call:(?P<name>\w+)\|>", "close": ["<|a|>", "<|b|>"], "transform": {"name": "{name}"}}
-    found = own_format({"start_anchor": "\n", "fields": {"content": {}, "tool_calls": calls | {"content": "json"}}}, None)
-    assert all(mark in found.written for mark in ("<|call:", "<|a|>", "<|b|>"))
+    calls = {"open_pattern": r"<\|call\|>\w+", "close": ["<|a|>", "<|b|>"], "content": "json"}
+    found = own_format({"start_anchor": "\n", "fields": {"content": {}, "tool_calls": calls}}, None)
+    assert all(mark in found.written for mark in ("<|call|>", "<|a|>", "<|b|>"))
 
 
 def test_a_call_of_the_tokenizers_own_template_begins_as_its_chat_template_writes_it():
