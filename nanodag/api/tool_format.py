@@ -184,10 +184,10 @@ class TemplateReader:
             read = self._format.read(value, self._raw, is_closed=not self._has_ended)
         except (ValueError, RecursionError):
             return self._no_call(value)
+        calls = [Call(name, _as_json(arguments)) for name, arguments in read]
         if self._is_told and (begun := self._begun()) is not None:
-            self.calls.append(begun)  # in the model's own spelling, as its parts were told
-        else:
-            self.calls += [Call(name, _as_json(arguments)) for name, arguments in read]
+            calls[:1] = [begun]  # in the model's own spelling, as its parts were told
+        self.calls += calls
         return ""
 
     def _no_call(self, value: Any) -> str:

@@ -119,6 +119,14 @@ def test_special_tokens_that_are_marks_are_read_by_name():
     assert ("".join(said), reader.calls) == ("x", [Call("run", "{}")])
 
 
+def test_calls_behind_one_that_was_told_of_are_calls_too():
+    reader = TemplateReader(format_of(SHAPES["hermes"]))
+    reader.take(-1, '<tool_call>{"name": "run", "arguments": {"count":')
+    assert reader.told() == Call("run", '{"count":')
+    said = reader.take(-1, '1}}\n{"name": "run", "arguments": {"count": 2}}</tool_call>') + reader.end()
+    assert (said, reader.calls) == ("", [Call("run", '{"count":1}'), Call("run", '{"count": 2}')])
+
+
 def test_a_special_token_that_ends_a_call_is_no_content_where_none_is_open():
     calls = {"open": "<call>", "close": ["</call>", "<|end|>"], "content": "json"}
     own = own_format({"start_anchor": "\n", "fields": {"content": {}, "tool_calls": calls}}, None)
