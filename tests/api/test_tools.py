@@ -285,8 +285,9 @@ def test_a_named_choice_begins_the_call(hermes_folder, ids_of):
     assert decoded.endswith('<|assistant|><tool_call>{"name": "weather", "arguments": ')
 
 
-def test_only_one_call_where_parallel_ones_are_off(hermes_folder, ids_of):
-    backend = Scripted(ids_of(f"<tool_call>{CALL}</tool_call><tool_call>{CALL}</tool_call>", "<|end|>"))
+@pytest.mark.parametrize("between", ["</tool_call><tool_call>", "\n"])
+def test_only_one_call_where_parallel_ones_are_off(hermes_folder, ids_of, between):
+    backend = Scripted(ids_of(f"<tool_call>{CALL}{between}{CALL}</tool_call>", "<|end|>"))
     app = app_of(model_of(hermes_folder, backend, context=2000))
     message, reason = message_of(chat(app, tools=[WEATHER], parallel_tool_calls=False))
     assert len(message["tool_calls"]) == 1 and reason == "tool_calls"
