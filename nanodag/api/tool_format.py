@@ -223,7 +223,7 @@ class BareReader:
 
     def take(self, token: int, piece: str) -> str:
         text, self._text = self._text + piece, ""
-        self._is_content = self._is_content or text.lstrip()[:1] not in ("", self._format.opening[:1])
+        self._is_content = self._is_content or text.lstrip()[:1] not in ("", self._format.written[:1])
         if self._is_content:
             return text
         self._text = text

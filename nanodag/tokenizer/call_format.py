@@ -179,8 +179,9 @@ class _Probe:
             close = self._first_mark(re.sub(r"^\s*\]", "", self.one[end:]))
             middle = self.one[self.name + len(_NAME) : self.one.rindex("{", 0, self.key)]
             return CallFormat(
-                shape="object", template=_marked(mark, close), opening=self.opening, middle=middle, closing=close,
-                keys=keys, is_single=bool(mark) and self.two.count(mark, begin) > 1, written=self._written(),
+                shape="object", template=_marked(mark, close), opening=_sayable(self.opening),
+                middle=_sayable(middle), closing=close, keys=keys,
+                is_single=bool(mark) and self.two.count(mark, begin) > 1, written=self._written(),
             )  # fmt: skip
         return None
 
@@ -253,11 +254,9 @@ class _Probe:
         opened = rf"(?P<opened>{_pattern(each)}(?P<name>[^\s<>\[\]{{\"]+){_pattern(middle)})"
         closed = rf"\s*{_pattern(close)}" if close else rf"(?={_pattern(each)}.)"
         transform = {"opened": "{opened}", "function": {"name": "{name}", "arguments": "{content}"}}
-        is_sayable = _ID not in self.opening and _NAME not in self.opening
         return CallFormat(
             shape=shape, template=_region(opened, closed, marks, **content, transform=transform), pair=pair,
-            opening=self.opening if is_sayable else "", middle="" if _ID in middle else middle, closing=close,
-            written=self._written(),
+            opening=_sayable(self.opening), middle=_sayable(middle), closing=close, written=self._written(),
         )  # fmt: skip
 
     def _written(self) -> str:
@@ -318,6 +317,11 @@ def _all_calls(found: CallFormat, text: str) -> list[Read]:
                 calls += found.read(event["value"], raw)
                 raw = ""
     return calls
+
+
+def _sayable(text: str) -> str:
+    """Empty for what another call has in another way."""
+    return "" if _ID in text or _NAME in text else text
 
 
 def _marked(mark: str, close: str) -> dict[str, Any] | None:

@@ -73,6 +73,13 @@ def test_an_answer_that_is_made_to_begin_as_a_call_does_is_one(name):
     assert read(SHAPES[name], rest, forced=forced) == ("", [("run", {"code": "a"})])
 
 
+def test_a_call_that_begins_with_its_identity_is_read_but_not_begun_for_the_model():
+    for begin, end in (("", ""), ("<tool_call>", "</tool_call>")):
+        whole = template("{{- '" + begin + "' + c | tojson + '" + end + "' }}")
+        assert read(whole, written(whole, PLAIN)) == ("", [("run", PLAIN)])
+        assert format_of(whole).opening == ""
+
+
 def test_arguments_in_marks_have_the_types_of_the_tools_schema():
     answer = "<tool_call><function=run><parameter=code>\n12\n</parameter><parameter=count>\n12\n</parameter>"
     answer += "<parameter=is_on>False</parameter>\n<parameter=other>7</parameter></function></tool_call>"
