@@ -74,7 +74,7 @@ class ParsedAnswer:
 
     @property
     def calls(self) -> list[Call]:
-        return self.reader.calls
+        return self.reader.calls[:1] if self._one_call else self.reader.calls
 
     def take(self, completion: Completion) -> None:
         """Add what is new in all of a sample so far. Raises SamplerError where the engine ended it."""

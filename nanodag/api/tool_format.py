@@ -125,14 +125,16 @@ class TemplateReader:
         self._parser = ResponseParser(dict(calls.template), prefix="", tools=typed)
         self._format, self._names = calls, names
         self._raw = ""  # of the call that is open
-        self._is_told = self.is_cut = self._has_ended = False
+        self._is_open = self._is_told = self.is_cut = self._has_ended = False
         self._is_lost = False  # the parser could not read on: what follows is content
         self.calls: list[Call] = []
         self.take(-1, forced)
 
     def take(self, token: int, piece: str) -> str:
-        piece = self._names.get(token, piece)
-        return piece if self._is_lost else self._read(lambda: self._parser.feed(piece))
+        name, was_open = self._names.get(token, ""), self._is_open
+        piece = name or piece
+        content = piece if self._is_lost else self._read(lambda: self._parser.feed(piece))
+        return content if was_open else content.removesuffix(name)  # what marks no call is as invisible as elsewhere
 
     def told(self) -> Call | None:
         call = None if self._is_lost else self._begun()
@@ -142,8 +144,10 @@ class TemplateReader:
     def end(self) -> str:
         if self._is_lost:
             return ""
-        # A pattern at the end of the text might go on: what none goes on with shows that it does not.
-        content = self._read(lambda: self._parser.feed(_NEVER))
+        content = ""
+        if self._format.shape != "own":  # whose values are read of all that its region holds
+            # A pattern at the end of the text might go on: what none goes on with shows that it does not.
+            content = self._read(lambda: self._parser.feed(_NEVER))
         self._has_ended = True  # a call that is open now was never closed by the model
         self._raw = self._raw.removesuffix(_NEVER)
         if not self._is_lost:
@@ -162,14 +166,16 @@ class TemplateReader:
         content = ""
         for event in events:
             is_call = event["field"] == "tool_calls"
-            if event["type"] == "region_chunk":
+            if event["type"] == "region_open":
+                self._is_open = is_call
+            elif event["type"] == "region_chunk":
                 if is_call:
                     self._raw += event["text"]
                 elif event["field"] != AROUND and not (self.calls and event["text"].isspace()):
                     content += event["text"]  # but line ends between calls
             elif event["type"] == "region_close" and is_call:
                 content += self._called(event["value"])
-                self._raw, self._is_told = "", False
+                self._raw, self._is_open, self._is_told = "", False, False
         return content
 
     def _called(self, value: Any) -> str:
@@ -178,10 +184,10 @@ class TemplateReader:
             read = self._format.read(value, self._raw, is_closed=not self._has_ended)
         except (ValueError, RecursionError):
             return self._no_call(value)
+        calls = [Call(name, _as_json(arguments)) for name, arguments in read]
         if self._is_told and (begun := self._begun()) is not None:
-            self.calls.append(begun)  # in the model's own spelling, as its parts were told
-        else:
-            self.calls += [Call(name, _as_json(arguments)) for name, arguments in read]
+            calls[:1] = [begun]  # in the model's own spelling, as its parts were told
+        self.calls += calls
         return ""
 
     def _no_call(self, value: Any) -> str:
@@ -217,7 +223,7 @@ class BareReader:
 
     def take(self, token: int, piece: str) -> str:
         text, self._text = self._text + piece, ""
-        self._is_content = self._is_content or text.lstrip()[:1] not in ("", self._format.opening[:1])
+        self._is_content = self._is_content or text.lstrip()[:1] not in ("", self._format.written[:1])
         if self._is_content:
             return text
         self._text = text

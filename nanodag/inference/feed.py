@@ -68,7 +68,12 @@ class FeedReader:
         async with self._opening:
             if self._reading is None or self._reading.done():
                 self._name = uuid.uuid4().hex
-                self._reading = asyncio.ensure_future(self._read(await self._open({"name": self._name})))
+                try:
+                    async with asyncio.timeout(self._silence_s):
+                        response = await self._open({"name": self._name})
+                except TimeoutError as error:
+                    raise SamplerLost(f"the sampler at {self._url} opened no feed in {self._silence_s:g} s") from error
+                self._reading = asyncio.ensure_future(self._read(response))
 
     async def _read(self, response: aiohttp.ClientResponse) -> None:
         reason = ""

@@ -64,8 +64,13 @@ class CallFormat:
     written: str = ""
 
     def read(self, value: Any, raw: str, *, is_closed: bool = True) -> list[Read]:
-        """The calls of a region. value: as the parser gives it; raw: its text. Raises ValueError where it is no
-        call."""
+        """The calls of a region. value: as the parser gives it; raw: its text. Raises ValueError where it is no call,
+        and where JSON or UTF-8 has no place for what it says: NaN, half of a surrogate pair."""
+        calls = self._read(value, raw, is_closed)
+        json.dumps(calls, ensure_ascii=False, allow_nan=False).encode()
+        return calls
+
+    def _read(self, value: Any, raw: str, is_closed: bool) -> list[Read]:
         match self.shape:
             case "object":
                 return [self._named(found) for found in _objects(raw)]
@@ -110,6 +115,21 @@ def call_format(render: Render) -> CallFormat | None:
         return found if found is not None and _reads_itself(found, probe) else None
     except (SourceError, ValueError):
         return None
+
+
+def own_format(template: Mapping[str, Any], probed: CallFormat | None) -> CallFormat:
+    """The format of a response template that a tokenizer brings, with a field `tool_calls`. probed: that of its chat
+    template, which says how a call begins where both begin with the same mark."""
+    calls = template["fields"]["tool_calls"]
+    begins, ends = (_literals(calls.get(name)) for name in ("open", "close"))
+    patterns = [calls.get(name, "").replace("\\", "") for name in ("open_pattern", "close_pattern")]
+    mark, closing = (marks[0] if len(marks) == 1 else "" for marks in (begins, ends))
+    is_same = probed is not None and mark and probed.opening.startswith(mark)
+    opening, middle = (probed.opening, probed.middle) if probed is not None and is_same else ("", "")
+    return CallFormat(
+        shape="own", template=template, opening=opening, middle=middle, closing=closing, mark=mark,
+        written=" ".join([*begins, *ends, *patterns]),
+    )  # fmt: skip
 
 
 def declares_tools(render: Render) -> bool:
@@ -159,8 +179,9 @@ class _Probe:
             close = self._first_mark(re.sub(r"^\s*\]", "", self.one[end:]))
             middle = self.one[self.name + len(_NAME) : self.one.rindex("{", 0, self.key)]
             return CallFormat(
-                shape="object", template=_marked(mark, close), opening=self.opening, middle=middle, closing=close,
-                keys=keys, is_single=bool(mark) and self.two.count(mark, begin) > 1, written=self._written(),
+                shape="object", template=_marked(mark, close), opening=_sayable(self.opening),
+                middle=_sayable(middle), closing=close, keys=keys,
+                is_single=bool(mark) and self.two.count(mark, begin) > 1, written=self._written(),
             )  # fmt: skip
         return None
 
@@ -233,11 +254,9 @@ class _Probe:
         opened = rf"(?P<opened>{_pattern(each)}(?P<name>[^\s<>\[\]{{\"]+){_pattern(middle)})"
         closed = rf"\s*{_pattern(close)}" if close else rf"(?={_pattern(each)}.)"
         transform = {"opened": "{opened}", "function": {"name": "{name}", "arguments": "{content}"}}
-        is_sayable = _ID not in self.opening and _NAME not in self.opening
         return CallFormat(
             shape=shape, template=_region(opened, closed, marks, **content, transform=transform), pair=pair,
-            opening=self.opening if is_sayable else "", middle="" if _ID in middle else middle, closing=close,
-            written=self._written(),
+            opening=_sayable(self.opening), middle=_sayable(middle), closing=close, written=self._written(),
         )  # fmt: skip
 
     def _written(self) -> str:
@@ -300,6 +319,11 @@ def _all_calls(found: CallFormat, text: str) -> list[Read]:
     return calls
 
 
+def _sayable(text: str) -> str:
+    """Empty for what another call has in another way."""
+    return "" if _ID in text or _NAME in text else text
+
+
 def _marked(mark: str, close: str) -> dict[str, Any] | None:
     """A response template with calls behind a mark; None where there is none."""
     if not mark:
@@ -335,6 +359,11 @@ def _objects(text: str) -> Iterator[Any]:
     while found := re.compile(r"\s*(?=\S)").match(text, place):
         value, place = JSONDecoder().raw_decode(text, found.end())
         yield from value if isinstance(value, list) else [value]
+
+
+def _literals(marks: str | Sequence[str] | None) -> Sequence[str]:
+    """Of a response template, which has one or a list of them."""
+    return [marks] if isinstance(marks, str) else marks or []
 
 
 def _python(text: str) -> list[Read]:

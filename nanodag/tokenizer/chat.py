@@ -13,7 +13,7 @@ import numpy as np
 from nanodag.errors import SourceError
 from nanodag.errors.words import listed, nearest
 from nanodag.tokenizer import layout
-from nanodag.tokenizer.call_format import PROBED, CallFormat, call_format, declares_tools
+from nanodag.tokenizer.call_format import PROBED, CallFormat, call_format, declares_tools, own_format
 from nanodag.tokenizer.encoding import Encoding
 from nanodag.tokenizer.messages import folded, says_the_same, with_objects
 
@@ -319,9 +319,7 @@ class TemplateRenderer(ChatRenderer):
         them."""
         own = getattr(self._tokenizer, "response_template", None)
         if own is not None and "tool_calls" in own.get("fields", {}):
-            marks = own["fields"]["tool_calls"]
-            opening, closing = ((marks.get(name) or "") for name in ("open", "close"))
-            return CallFormat(shape="own", template=own, mark=opening, closing=closing, written=f"{opening}{closing}")
+            return own_format(own, call_format(self._probed))
         return call_format(self._probed)
 
     def special_tokens_in(self, text: str) -> dict[int, str]:

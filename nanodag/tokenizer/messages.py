@@ -87,6 +87,7 @@ def _with_object(call: Mapping[str, Any], number: int) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
+            json.dumps(arguments, ensure_ascii=False).encode()  # fails at half of a surrogate pair, which has no tokens
         except (ValueError, RecursionError) as error:
             raise SourceError(
                 f"messages.{number}.tool_calls: the arguments of {function['name'][:80]!r} are not JSON: {error}"

@@ -285,8 +285,9 @@ def test_a_named_choice_begins_the_call(hermes_folder, ids_of):
     assert decoded.endswith('<|assistant|><tool_call>{"name": "weather", "arguments": ')
 
 
-def test_only_one_call_where_parallel_ones_are_off(hermes_folder, ids_of):
-    backend = Scripted(ids_of(f"<tool_call>{CALL}</tool_call><tool_call>{CALL}</tool_call>", "<|end|>"))
+@pytest.mark.parametrize("between", ["</tool_call><tool_call>", "\n"])
+def test_only_one_call_where_parallel_ones_are_off(hermes_folder, ids_of, between):
+    backend = Scripted(ids_of(f"<tool_call>{CALL}{between}{CALL}</tool_call>", "<|end|>"))
     app = app_of(model_of(hermes_folder, backend, context=2000))
     message, reason = message_of(chat(app, tools=[WEATHER], parallel_tool_calls=False))
     assert len(message["tool_calls"]) == 1 and reason == "tool_calls"
@@ -305,5 +306,6 @@ def test_arguments_of_earlier_calls_reach_the_template_as_objects(hermes_folder,
     prompt = model.tokens.encoding.decode(list(backend.asked[0].input_ids))
     assert "<|user|>how is it?<|end|>" in prompt
     assert '<tool_call>{"name": "weather", "arguments": {"city": "Bern"}}</tool_call><|end|><|tool|>wet' in prompt
-    call["function"]["arguments"] = "{"
-    assert "are not JSON" in refusal(ask(app_of(model), "/v1/chat/completions", {"messages": messages}))["message"]
+    for wrong in ("{", r'{"city": "\ud800"}'):  # half of a surrogate pair
+        call["function"]["arguments"] = wrong
+        assert "are not JSON" in refusal(ask(app_of(model), "/v1/chat/completions", {"messages": messages}))["message"]

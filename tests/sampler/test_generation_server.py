@@ -17,6 +17,7 @@ import pytest
 
 from nanodag.errors import BadRequest, SamplerError, SamplerLost
 from nanodag.inference.client import SamplerClient
+from nanodag.inference.feed import FeedReader
 from nanodag.inference.protocol import Request, SamplingParams
 from nanodag.inference.sampler_process import SamplerProcess
 from nanodag.sampler.engine import Engine
@@ -193,6 +194,14 @@ def test_a_feed_that_ends_takes_its_requests_with_it_and_a_stream_that_is_closed
             await other.resume()
 
     with_client(server, run)
+
+
+def test_a_sampler_that_opens_no_feed_is_lost_after_a_while():
+    async def silent(*asked):
+        await asyncio.Event().wait()
+
+    with pytest.raises(SamplerLost, match=r"http://it opened no feed in 0.01 s"):
+        asyncio.run(anext(FeedReader("http://it", silent, silent, 0.01).stream("x", {})))
 
 
 def test_the_streams_of_several_samples_are_told_apart_by_index(server):

@@ -6,7 +6,7 @@ import pytest
 
 from nanodag.api.bodies import Tool
 from nanodag.api.tool_format import BareReader, Call, TemplateReader
-from nanodag.tokenizer.call_format import CallFormat, call_format, declares_tools
+from nanodag.tokenizer.call_format import CallFormat, call_format, declares_tools, own_format
 from tests.tokenizer.chat_templates import CODER, DEEPSEEK, GLM, SHAPES, format_of, render_of, template
 
 SCHEMA = {
@@ -73,6 +73,13 @@ def test_an_answer_that_is_made_to_begin_as_a_call_does_is_one(name):
     assert read(SHAPES[name], rest, forced=forced) == ("", [("run", {"code": "a"})])
 
 
+def test_a_call_that_begins_with_its_identity_is_read_but_not_begun_for_the_model():
+    for begin, end in (("", ""), ("<tool_call>", "</tool_call>")):
+        whole = template("{{- '" + begin + "' + c | tojson + '" + end + "' }}")
+        assert read(whole, written(whole, PLAIN)) == ("", [("run", PLAIN)])
+        assert format_of(whole).opening == ""
+
+
 def test_arguments_in_marks_have_the_types_of_the_tools_schema():
     answer = "<tool_call><function=run><parameter=code>\n12\n</parameter><parameter=count>\n12\n</parameter>"
     answer += "<parameter=is_on>False</parameter>\n<parameter=other>7</parameter></function></tool_call>"
@@ -101,6 +108,8 @@ def test_json_that_is_none_is_content_with_its_marks():
         ("pythonic", "<|calls|>[run(code=b'x', **{})]<|/calls|>"),
         ("pythonic", "<|calls|>[run(code=print('x'))]<|/calls|>"),
         ("hermes", "<tool_call>\n[[], 1]\n</tool_call>"),
+        ("hermes", '<tool_call>{"name": "run", "arguments": {"code": "\\ud800"}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "run", "arguments": {"share": NaN}}</tool_call>'),
         ("hermes", '<tool_call>{"name": "run", "arguments": ' + 9999 * "[" + "</tool_call>"),
         ("mistral", "[TOOL_CALLS]run[ARGS]" + 9999 * "["),
         ("coder", "<tool_call>\n<function=run>\n<parameter=parts>" + 9999 * "[" + "<parameter=parts>"),
@@ -115,6 +124,23 @@ def test_special_tokens_that_are_marks_are_read_by_name():
     reader = TemplateReader(format_of(GLM), names={5: "<tool_call>", 6: "</tool_call>"})
     said = [reader.take(number, text) for number, text in ((5, ""), (9, "run\n"), (6, ""), (7, "x"))]
     assert ("".join(said), reader.calls) == ("x", [Call("run", "{}")])
+
+
+def test_calls_behind_one_that_was_told_of_are_calls_too():
+    reader = TemplateReader(format_of(SHAPES["hermes"]))
+    reader.take(-1, '<tool_call>{"name": "run", "arguments": {"count":')
+    assert reader.told() == Call("run", '{"count":')
+    said = reader.take(-1, '1}}\n{"name": "run", "arguments": {"count": 2}}</tool_call>') + reader.end()
+    assert (said, reader.calls) == ("", [Call("run", '{"count":1}'), Call("run", '{"count": 2}')])
+
+
+def test_a_special_token_that_ends_a_call_is_no_content_where_none_is_open():
+    calls = {"open": "<call>", "close": ["</call>", "<|end|>"], "content": "json"}
+    own = own_format({"start_anchor": "\n", "fields": {"content": {}, "tool_calls": calls}}, None)
+    for text, content in (("Hello", "Hello"), ("<call>[1]", "<call>[1]"), ('<call>{"name": "run"}', "")):
+        reader = TemplateReader(own, names={5: "<|end|>"})
+        said = [reader.take(9, text), reader.take(5, ""), reader.end()]
+        assert ("".join(said), len(reader.calls)) == (content, not content)
 
 
 @pytest.mark.parametrize(
@@ -142,3 +168,27 @@ def test_a_response_template_of_the_tokenizers_own_is_read_with_the_tools_types(
     reader = TemplateReader(own, tools=[TOOL])
     said = reader.take(-1, "So<call run><code>12</code><count>12</count></call>") + reader.end()
     assert (said, reader.calls) == ("So", [Call("run", '{"code": "12", "count": 12}')])
+
+
+def test_a_call_of_the_tokenizers_own_template_that_the_answers_end_closes_is_a_call():
+    calls = {"open": "<call>", "close": ["<c>", "<end>"], "content": "json"}
+    own = own_format({"start_anchor": "\n", "fields": {"content": {}, "tool_calls": calls}}, None)
+    reader = TemplateReader(own)
+    said = reader.take(-1, '<call>{"name": "run", "arguments": {"count": 1}}') + reader.end()
+    assert (said, reader.calls) == ("", [Call("run", '{"count": 1}')])
+    reader = TemplateReader(own)
+    assert reader.take(-1, "<call>[1]<c>") + reader.end() == "<call>[1]"  # which of the two ended it is not told
+
+
+def test_all_marks_of_calls_in_the_tokenizers_own_template_are_known():
+    calls = {"open_pattern": r"<\|call\|>\w+", "close": ["<|a|>", "<|b|>"], "content": "json"}
+    found = own_format({"start_anchor": "\n", "fields": {"content": {}, "tool_calls": calls}}, None)
+    assert all(mark in found.written for mark in ("<|call|>", "<|a|>", "<|b|>"))
+
+
+def test_a_call_of_the_tokenizers_own_template_begins_as_its_chat_template_writes_it():
+    calls = {"open": "<tool_call>", "close": "</tool_call>", "content": "json"}
+    own = {"start_anchor": "\n", "fields": {"content": {}, "tool_calls": calls}}
+    found = own_format(own, format_of(SHAPES["hermes"]))
+    assert (found.opening, found.middle) == ('<tool_call>\n{"name": "', '", "arguments": ')
+    assert own_format(own, format_of(DEEPSEEK)).opening == own_format(own, None).opening == ""
