@@ -11,6 +11,7 @@ import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -107,7 +108,6 @@ class Judge:
                 raise ConfigError(f"The judge's key_file cannot be read: {error}") from error
         self._client = httpx.Client(timeout=self._file.timeout_s, headers=headers)
         self._kept = _Kept(cache_folder() / "judged.sqlite")
-        self._identity = self._behind_the_name()
         self._agreement: float | None = None
         if self._file.labelled:
             self._agreement = self._agreed(_labelled(self._file.labelled))
@@ -148,9 +148,11 @@ class Judge:
         paid = 0.0 if was_kept else (reply["input"] * price.input + reply["output"] * price.output) / 1e6
         return value, {"price": paid, "kept": float(was_kept)}
 
-    def _behind_the_name(self) -> list[Any]:
+    @cached_property
+    def _identity(self) -> list[Any]:
         """The folder and version of the model's weights, where the server says them, as `nanodag serve` does: another
-        checkpoint under the same name is another judge."""
+        checkpoint under the same name is another judge. Asked with the first sample: a server that is lost when this
+        process is started fails samples, as one that is lost later does, and not the stage."""
         try:
             card = get_json(self._client, f"{self._file.url.rstrip('/')}/models/{self._file.model}")
         except ValueError:  # no JSON: it lists no models
