@@ -32,7 +32,7 @@ def programs_of(stage: RLStage, samples: int) -> tuple[Process, ...]:
     if not count:
         return ()
     prefix, _, argument = generate.name.partition(":")
-    if prefix == "environment":
+    if prefix in ("environment", "openenv"):  # a session of OpenEnv is an episode
         server = Process(name="environment", host={"process": ENVIRONMENT})
         return server, Process(name="episode", count=count, host={"process": EPISODE})
     if prefix == "verifiers":
