@@ -189,6 +189,7 @@ def _begin_child(how: Mapping[str, Any]) -> None:
     for stream, name in enumerate(("p2cread", "c2pwrite", "errwrite")):
         if how[name] not in (-1, stream):
             os.dup2(how[name], stream)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115 - the parent's may read what is closed below
     kept = [0, 1, 2, *sorted(how["pass_fds"]), os.sysconf("SC_OPEN_MAX")]
     for before, after in itertools.pairwise(kept):
         os.closerange(before + 1, min(after, 65536))

@@ -62,4 +62,4 @@ def rerun(
     else:
         which = {"stale": "only"} if stale else {"begin_at": begin_at}
         flow_run = api.create_run(running.deployments["speedrun"], name=name, parameters={**parameters, **which})
-    return follow(console, store, running, name, flow_run, detach=detach)
+    return follow(console, store, server, running, name, flow_run, detach=detach)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nanodag.cli.parameters import File, RunName
-from nanodag.errors import ArtifactNotFound, ConfigError
+from nanodag.errors import ArtifactNotFound, ConfigError, NanodagError
 from nanodag.errors.words import counted
 
 if TYPE_CHECKING:
@@ -139,6 +139,8 @@ def save_rollouts(
             exported, what = export_pairs(shelf, path, wanted, step=step, lowest=lowest), "pair"
         else:
             exported, what = export_rollouts(shelf, path, wanted, step=step), "rollout"
+    except NanodagError:  # of what is read, such as a step that there is not
+        raise
     except OSError as error:
         raise ConfigError(f"The export into {path} failed: {error}.") from error
     console.print(f"{counted(exported.rows, what)} in {path}", soft_wrap=True)

@@ -87,7 +87,7 @@ def run_pipeline(
         "stale": kept,
     }
     flow_run = api.create_run(running.deployments["speedrun"], name=name, parameters=parameters)
-    return follow(console, store, running, name, flow_run, detach=detach, began=began)
+    return follow(console, store, server, running, name, flow_run, detach=detach, began=began)
 
 
 def print_placement(console: Console, resolved: Resolved) -> None:
@@ -170,6 +170,7 @@ def choose_stale(console: Console, record: RunRecord | None, pipeline: Pipeline,
 def follow(
     console: Console,
     store: Store,
+    server: LocalServer,
     running: RunningServer,
     name: str,
     flow_run: str,
@@ -183,7 +184,7 @@ def follow(
         console.print(f"It goes on without this terminal; look with: {command(f'stages {name}')}")
         return 0
     began = began or time.monotonic()
-    code = _Attended(console, store, running.api(), running, name, flow_run).wait()
+    code = _Attended(console, store, running.api(), server, name, flow_run).wait()
     end = command("server stop")
     console.print(f"{duration(time.monotonic() - began)} in all. The UI stays up; end it with: {end}")
     return code
@@ -193,9 +194,9 @@ class _Attended:
     """A flow run that somebody watches."""
 
     def __init__(
-        self, console: Console, store: Store, api: Api, running: RunningServer, name: str, flow_run: str
+        self, console: Console, store: Store, api: Api, server: LocalServer, name: str, flow_run: str
     ) -> None:
-        self._console, self._store, self._api, self._running = console, store, api, running
+        self._console, self._store, self._api, self._server = console, store, api, server
         self._name, self._flow_run = name, flow_run
         self._missing_since = 0.0
 
@@ -235,7 +236,7 @@ class _Attended:
             if self._lost_for() > LOST_AFTER_S:
                 raise
             return {"type": "UNKNOWN", "name": "the server does not answer", "message": ""}
-        is_lost = not self._running.serve.is_alive() or (
+        is_lost = not self._server.serves() or (
             state["type"] == "RUNNING" and record is not None and not record.is_alive
         )
         if state["type"] in FINAL_STATES or not is_lost:

@@ -113,7 +113,6 @@ def derive_sampler(
     replicas = max(1, replicas)  # where it has none of its own, what follows is of one that it would start
     context = fill("context", *_context(stage, model))
     share = fill("memory_fraction", *_share(stage))
-    element_bytes = ELEMENT_BYTES[precision]
     weights = 0
     if model is not None:  # the embedded engine holds them twice while they change
         weights = model.total * ELEMENT_BYTES[precision] * (2 if engine == "embedded" else 1)
@@ -128,7 +127,7 @@ def derive_sampler(
         fill("max_batch", max(replicas, wanted), why)
         fill("cache_bytes", max(1, room // 2), f"half of {_gib(room)} a replica, whose weights are not known yet")
     else:
-        slot = slot_tokens(context) * model.token_bytes(element_bytes)
+        slot = slot_tokens(context) * model.token_bytes(ELEMENT_BYTES[precision])
         fitting = max(1, room // slot) * replicas
         if engine == "embedded":  # SGLang shares its cache out by the page, as far as samples have come
             wanted, why = min(wanted, fitting), f"{why}, {fitting} fit"

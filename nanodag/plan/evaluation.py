@@ -257,9 +257,11 @@ def _tokens(stage: EvalStage, model: ModelSize, habit: Habit) -> _Tokens:
 
 def _processes(stage: EvalStage, model: ModelSize, samplers: PlannedSamplers | None) -> tuple[Process, ...]:
     """Those of the stage, and verifiers' own where a benchmark asks it."""
+    own = _own_processes(stage, model, samplers)
     asks_verifiers = any(b.source is not None and b.source.url.startswith("verifiers:") for b in stage.benchmarks)
-    beside = verifiers_processes(int(stage.sampler.max_batch)) if asks_verifiers else ()
-    return (*_own_processes(stage, model, samplers), *beside)
+    if samplers is None or not asks_verifiers:
+        return own
+    return (*own, *verifiers_processes(samplers.process.count * int(stage.sampler.max_batch)))
 
 
 def _own_processes(stage: EvalStage, model: ModelSize, samplers: PlannedSamplers | None) -> tuple[Process, ...]:

@@ -32,7 +32,7 @@ def programs_of(stage: RLStage, samples: int) -> tuple[Process, ...]:
     if not count:
         return ()
     prefix, _, argument = generate.name.partition(":")
-    if prefix in ("environment", "openenv"):  # a session of OpenEnv is an episode
+    if prefix in ("environment", "openenv"):  # the latter's talks to the server
         server = Process(name="environment", host={"process": ENVIRONMENT})
         return server, Process(name="episode", count=count, host={"process": EPISODE})
     if prefix == "verifiers":

@@ -178,10 +178,11 @@ def _folder_identity(path: str) -> dict[str, Any]:
 
 
 def _library_identity(path: str) -> dict[str, Any]:
-    """The versions of its packages: a program's own code belongs into its folder."""
+    """The versions of its packages: a program's own code belongs into its folder. Its path where none are found, or all
+    such folders would be the same."""
     _require_folder(path)
     packages = {found.stem for found in Path(path).glob("lib/python*/site-packages/*.dist-info")}
-    return {"kind": "library", "packages": sorted(packages)}
+    return {"kind": "library", **({"packages": sorted(packages)} if packages else {"path": path})}
 
 
 def _require_folder(path: str) -> None:

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,11 @@ class LocalServer:
                         raise
                 self._end(record.serve)
             return self._serve(server, port, say)
+
+    def serves(self) -> bool:
+        """Whether a process that serves the flows is there, be it another than before."""
+        record = self._recorded()
+        return record is not None and record.serve.is_alive()
 
     def stop(self) -> bool:
         """End both processes and every flow run of theirs; False when none was up."""
@@ -378,9 +384,15 @@ class Api:
         return {field: state.get(field) or "" for field in ("type", "name", "message")}
 
     def num_active_runs(self) -> int:
-        """How many flow runs are under way."""
-        types = {"any_": ["RUNNING", "PENDING", "CANCELLING"]}
-        return int(self.ask("POST", "/flow_runs/count", {"flow_runs": {"state": {"type": types}}}))
+        """How many flow runs are under way, or asked for and about to be taken by what serves."""
+        under_way = {"state": {"type": {"any_": ["RUNNING", "PENDING", "CANCELLING"]}}}
+        now = datetime.now(UTC).isoformat()  # a night that is to come is scheduled too
+        asked_for = {
+            "state": {"type": {"any_": ["SCHEDULED"]}},
+            "expected_start_time": {"before_": now},
+            "parent_task_run_id": {"is_null_": True},  # a stage of a work pool may wait for a worker for ever
+        }
+        return sum(int(self.ask("POST", "/flow_runs/count", {"flow_runs": one})) for one in (under_way, asked_for))
 
     def set_state(self, flow_run: str, kind: str, message: str, *, name: str = "") -> None:
         """Ask for a state; `CANCELLING` has the runner end the flow's process, `SCHEDULED` runs it again."""

@@ -25,6 +25,7 @@ from nanodag.viewer.shelf import Read, Shelf
 from nanodag.viewer.view import Wanted
 
 SUFFIXES = (".jsonl", ".parquet")
+PARTIAL = ".partial"  # behind the process id of who writes it
 ANY = Wanted()
 
 
@@ -190,9 +191,10 @@ def _write(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
     removed."""
     if path.suffix not in SUFFIXES:
         raise ConfigError(f"{path} must end in {' or '.join(SUFFIXES)}, which says how it is written.")
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    for other in path.parent.glob(f".{glob.escape(path.name)}.*"):
-        if other.suffix[1:].isdigit() and not psutil.pid_exists(int(other.suffix[1:])):
+    partial = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
+    for other in path.parent.glob(f".{glob.escape(path.name)}.*{PARTIAL}"):
+        pid = other.name.removesuffix(PARTIAL).rpartition(".")[2]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
             other.unlink(missing_ok=True)
     try:
         count = _write_lines(partial, rows) if path.suffix == ".jsonl" else _write_columns(partial, rows)

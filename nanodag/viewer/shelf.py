@@ -20,16 +20,18 @@ TRAINED = "trained"
 NOT_TRAINED = "not_trained"  # the sequence of a role that learns nothing, in a sample that was trained
 REWARD_FAILED = "reward_failed"
 GENERATE_FAILED = "generate_failed"
+FAILURES = (GENERATE_FAILED, REWARD_FAILED)
+GROUP_FAILED = "group_failed"  # a sample with a reward, of a group in which too many others have none
 HELD_OUT = "held_out"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Read:
     """A rollout and what became of it. fate: `trained`, `replayed` (trained again), `not_trained`, `held_out`,
-    `reward_failed`, `generate_failed`, or a filter's reason. answer, messages: the right answer and the prompt's; empty
-    where none were kept. advantages, differences: of a trained one, an entry for each token after the prompt, None
-    where it was not trained: the advantage, and the trainer's log-probability less the sampler's, in nats; both are
-    empty where the trainer wrote none."""
+    `reward_failed`, `generate_failed`, `group_failed`, or a filter's reason. answer, messages: the right answer and the
+    prompt's; empty where none were kept. advantages, differences: of a trained one, an entry for each token after the
+    prompt, None where it was not trained: the advantage, and the trainer's log-probability less the sampler's, in nats;
+    both are empty where the trainer wrote none."""
 
     rollout: Rollout
     fate: str
@@ -79,8 +81,7 @@ class Shelf:
         }
         reads = [_with_scores(r, scores) for r in _of(path)]
         for rollout in _of(path.with_suffix(".dropped.jsonl")):
-            alone = GENERATE_FAILED if rollout.finish_reason == "error" else REWARD_FAILED
-            reads.append(Read(rollout=rollout, fate=reasons.get(rollout.group_id, alone)))
+            reads.append(Read(rollout=rollout, fate=_why_left(rollout, reasons.get(rollout.group_id, ""))))
         return reads
 
     def timeline(self, step: int) -> list[Span]:
@@ -163,6 +164,14 @@ def _with_scores(rollout: Rollout, scores: Mapping[tuple[str, int, int], Mapping
         advantages=tuple(entry["advantages"]),
         differences=tuple(entry["differences"]),
     )
+
+
+def _why_left(rollout: Rollout, reason: str) -> str:
+    """The fate of what was not trained. A sample without a reward has failed, whatever became of its group. reason:
+    why its group was dropped; empty where the ledger does not say."""
+    if rollout.reward is None:
+        return GENERATE_FAILED if rollout.finish_reason == "error" else REWARD_FAILED
+    return GROUP_FAILED if reason in ("", *FAILURES) else reason
 
 
 def _of(path: Path) -> list[Rollout]:

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from nanodag.report.words import shortened
 from nanodag.rl.rollouts.stopwatch import Span
 from nanodag.viewer.cards import BLUE, GREEN
-from nanodag.viewer.shelf import GENERATE_FAILED, REWARD_FAILED, Read
+from nanodag.viewer.shelf import FAILURES, Read
 
 GREY = "120,130,145"
 LONGEST_SAID = 40  # letters
 FAILED = "failed"  # asks for both of these fates
-FAILURES = (GENERATE_FAILED, REWARD_FAILED)
 LANES = {"generate": 0, "evaluate": 1, "samplers_wait": 0, "sync": 2, "train": 3, "trainer_waits": 3, "checkpoint": 4}
 LANE_NAMES = ("samplers", "evaluation", "weights", "trainer", "checkpoint")
 FILLS = {"generate": BLUE, "evaluate": "109,91,208", "sync": "220,122,9", "train": GREEN, "checkpoint": GREY}

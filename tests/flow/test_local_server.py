@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import psutil
@@ -230,3 +230,12 @@ def test_a_port_that_somebody_else_took_from_a_serve_process_with_flows_is_an_er
     with pytest.raises(ServerError, match=f"something else has its port {found.port}"):
         server.ensure(print)
     assert found.serve.is_alive()
+
+
+def test_who_watches_a_run_looks_for_the_process_that_serves_now(prefect, recorded, process, tmp_path):
+    """As when another `nanodag run` with another file had what serves begin anew: the run is taken by that one."""
+    server, found = recorded(prefect().server_port)
+    kill(found.serve)
+    assert not server.serves()
+    (tmp_path / "server.json").write_text(json.dumps(asdict(replace(found, serve=process()))))
+    assert server.serves()

@@ -11,6 +11,7 @@ import pytest
 from nanodag.cli.plan import show_plan
 from nanodag.config import resolve
 from nanodag.config.derive import model_of as derived_model
+from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.config.rl_entries import GenerateConfig
 from nanodag.data.config import SourceConfig
 from nanodag.errors import ConfigError
@@ -209,7 +210,7 @@ def test_rollouts_of_files_take_the_disk_that_sampled_ones_take_and_no_time_to_s
     ("generate", "counts"),
     [
         ({"name": "environment:nanodag.rl.environments.examples.rooms:Rooms"}, {"environment": 1, "episode": 128}),
-        ({"name": "openenv:http://127.0.0.1:1"}, {"environment": 1, "episode": 64}),
+        ({"name": "openenv:http://127.0.0.1:9", "options": {"at_once": 5}}, {"environment": 1, "episode": 5}),
         ({"name": "agent:json:loads"}, {"agent": 16}),
         ({"name": "agent", "options": {"command": ("python",), "at_once": 3}}, {"agent": 3}),
         ({"name": "verifiers:boxes"}, {"verifiers": 1, "verifiers' tools": 1}),
@@ -226,6 +227,18 @@ def test_what_answers_the_policy_is_counted_as_often_as_it_runs_at_once(generate
     assert {process.name: process.count for process in more} == counts
     assert plan.host_bytes - plain.host_bytes == sum(process.count * process.on_host for process in more)
     assert len(plan.notes) == 1 + bool(counts) and programs.MAX_CALLS == runner.MAX_AT_ONCE
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_an_evaluation_in_an_environment_counts_a_rollout_for_each_place_of_its_samplers(replicas):
+    pipeline = resolved("pocket", CPU)
+    plain = pipeline.stages["eval_sft"]
+    benchmark = BenchmarkConfig(name="b", form="verifiers", source="verifiers:boxes[0:9000]", max_new_tokens=16)
+    sampler = plain.sampler.model_copy(update={"replicas": replicas, "max_batch": 32})
+    stages = pipeline.stages | {"eval_sft": plain.model_copy(update={"benchmarks": (benchmark,), "sampler": sampler})}
+    plan = stage_of(plan_of(pipeline.model_copy(update={"stages": stages}), machine_of(CPU)), "eval_sft")
+    (held,) = (process.host for process in plan.processes if process.name == "verifiers")
+    assert held["rollouts"] == int(replicas * 32 * programs.VERIFIERS_ROLLOUT)
 
 
 def test_a_stage_of_few_samples_counts_no_more_episodes_than_these():

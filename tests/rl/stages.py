@@ -11,6 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from nanodag.config.derive_sampler import derive_sampler
 from nanodag.config.kinds import find_kind
 from nanodag.host.machine import machine_of
@@ -177,3 +179,23 @@ def end_group(process) -> bool:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     return process.wait() == -signal.SIGKILL
+
+
+def left_of(folder: Path, words: str) -> list[psutil.Process]:
+    """The processes that stages below a folder have left, after a while: those that have a file there open, as the
+    stage's log, and those with these words in their command lines whose modules lie there. What they do stands in no
+    command line."""
+    deadline = time.monotonic() + 30
+    while True:
+        found = [process for process in psutil.process_iter() if _is_of(process, folder, words)]
+        if not found or time.monotonic() > deadline:
+            return found
+        time.sleep(0.1)
+
+
+def _is_of(process: psutil.Process, folder: Path, words: str) -> bool:
+    with suppress(psutil.Error):  # it has ended, or is another user's
+        if any(file.path.startswith(f"{folder}/") for file in process.open_files()):
+            return True
+        return words in " ".join(process.cmdline()) and str(folder) in process.environ().get("PYTHONPATH", "")
+    return False

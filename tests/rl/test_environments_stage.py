@@ -12,7 +12,7 @@ import pytest
 
 from nanodag.rl.rollouts.prompts import read_ledger
 from nanodag.rl.rollouts.rollout import read_rollouts
-from tests.rl.stages import end_group, make_job, metrics, run, same_in_the_end, start, wait_for_step
+from tests.rl.stages import end_group, left_of, make_job, metrics, run, same_in_the_end, start, wait_for_step
 
 WORLD = '''
 import random
@@ -68,7 +68,7 @@ def test_a_stage_trains_both_roles_and_logs_what_the_environment_says(tmp_path):
     for line in metrics(job):
         assert line["mismatch_largest"] < 1e-4 and line["metric_rounds"] == 2 and line["turns"] == 4
         assert line["trained_tokens"] == sum(one.num_trained for one in trained(job, line["step"]))
-    assert left() == []
+    assert left_of(tmp_path, VICTIMS[0]) == []
 
 
 @pytest.mark.slow
@@ -96,19 +96,9 @@ def test_whoever_is_killed_at_random_moments_it_ends_on_the_same_bytes(tmp_path,
     assert all(num_killed[victim] for victim in VICTIMS), num_killed
     run(job)
     same_in_the_end(job, undisturbed)
-    assert left() == []
+    assert left_of(tmp_path, VICTIMS[0]) == []
     lines = read_ledger(job.records / "ledger.jsonl")
     assert max(Counter((line["epoch"], line["prompt_id"]) for line in lines).values()) == 1
-
-
-def left() -> list[psutil.Process]:
-    """The environment's processes that are there after a while."""
-    deadline = time.monotonic() + 30
-    while True:
-        found = [p for p in psutil.process_iter(["cmdline"]) if "tiny_world:World" in " ".join(p.info["cmdline"] or [])]
-        if not found or time.monotonic() > deadline:
-            return found
-        time.sleep(0.1)
 
 
 def end_one(pid: int, victim: str) -> int:

@@ -21,7 +21,7 @@ from nanodag.rl.rollouts.turns.calculator import calculated
 from nanodag.rl.rollouts.turns.conversation import Conversation
 from nanodag.rl.rollouts.turns.runner import THREAD_NAME, Turns
 from nanodag.rl.rollouts.turns.tools import declared_tools
-from nanodag.run.build_stage import own_entries, with_identities
+from nanodag.run.build_stage import _library_identity, own_entries, with_identities
 from nanodag.tokenizer import layout
 from nanodag.tokenizer.bpe import save_tokenizer
 from nanodag.tokenizer.chat import TemplateRenderer, load_renderer
@@ -538,3 +538,5 @@ def test_a_programs_folder_is_known_by_its_files_and_its_library_by_its_packages
     one = made("one")
     assert made("elsewhere") == one and str(tmp_path) not in json.dumps(one)
     assert made("other code", text="print(1)") != one != made("other package", version="2")
+    (tmp_path / "plain").mkdir()
+    assert _library_identity(str(tmp_path / "plain")) != _library_identity(str(tmp_path))

@@ -7,12 +7,11 @@ import time
 from collections import Counter
 from contextlib import suppress
 
-import psutil
 import pytest
 
 from nanodag.rl.rollouts.prompts import read_ledger
 from nanodag.rl.rollouts.rollout import read_rollouts
-from tests.rl.stages import end_group, make_job, run, same_in_the_end, start, wait_for_step
+from tests.rl.stages import end_group, left_of, make_job, run, same_in_the_end, start, wait_for_step
 from tests.rl.test_environments_stage import end_one
 from tests.verifiers_python import python_or_skip
 
@@ -108,18 +107,8 @@ def test_whoever_is_killed_at_random_moments_it_ends_on_the_same_bytes(tmp_path,
     assert reasons["error"] == 0, "a sample whose process is lost is played again"
     lines = read_ledger(job.records / "ledger.jsonl")
     assert max(Counter((line["epoch"], line["prompt_id"]) for line in lines).values()) == 1
-    assert left() == []
+    assert left_of(tmp_path, SURVIVED[0]) == []
 
 
 def trained(job, step: int):
     return list(read_rollouts(job.records / "rollouts" / f"step-{step:08d}.jsonl"))
-
-
-def left() -> list[psutil.Process]:
-    """The environment's processes that are there after a while."""
-    deadline = time.monotonic() + 30
-    while True:
-        found = [p for p in psutil.process_iter(["cmdline"]) if "tiny_game" in " ".join(p.info["cmdline"] or [])]
-        if not found or time.monotonic() > deadline:
-            return found
-        time.sleep(0.1)

@@ -43,12 +43,12 @@ def test_calls_that_a_template_writes_are_read_whatever_pieces_they_come_in(name
     assert read(SHAPES[name], written(SHAPES[name], *calls), step=step) == ("", [("run", one) for one in calls])
 
 
-@pytest.mark.parametrize("name", SHAPES.keys() - {"pythonic"})  # whose template writes quotes and line ends as they are
+@pytest.mark.parametrize("name", sorted(SHAPES.keys() - {"pythonic"}))  # whose template writes quotes as they are
 def test_values_with_marks_quotes_and_line_ends_are_read_as_they_were(name):
     assert read(SHAPES[name], written(SHAPES[name], HARD)) == ("", [("run", HARD)])
 
 
-@pytest.mark.parametrize("name", SHAPES.keys() - {"llama"})
+@pytest.mark.parametrize("name", sorted(SHAPES.keys() - {"llama"}))
 def test_what_stands_before_a_call_is_content(name):
     content, calls = read(SHAPES[name], written(SHAPES[name], PLAIN, content="Let me see: 1 < 2."))
     assert (content, calls) == ("Let me see: 1 < 2.", [("run", PLAIN)])

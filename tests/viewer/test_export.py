@@ -170,11 +170,17 @@ def test_an_export_without_room_or_killed_leaves_the_old_file_and_nothing_beside
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert out.read_text() == "old" and not list(tmp_path.glob(".all*"))
     if (child := os.fork()) == 0:
-        with patch("pathlib.Path.replace", lambda *unused: os.kill(os.getpid(), signal.SIGKILL)):
-            export_rollouts(shelf, out)
+        try:
+            with patch("pathlib.Path.replace", lambda *unused: os.kill(os.getpid(), signal.SIGKILL)):
+                export_rollouts(shelf, out)
+        finally:
+            os._exit(1)  # or the fork would go on with these tests
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
-    assert out.read_text() == "old" and [path.name for path in tmp_path.glob(".all*")] == [f".all.{suffix}.{child}"]
-    assert export_rollouts(shelf, out).rows == 9 and not list(tmp_path.glob(".all*"))
+    left = [path.name for path in tmp_path.glob(".all*")]
+    assert out.read_text() == "old" and left == [f".all.{suffix}.{child}.partial"]
+    (tmp_path / f".all.{suffix}.20241123").write_text("somebody's own")
+    assert export_rollouts(shelf, out).rows == 9
+    assert [path.name for path in tmp_path.glob(".all*")] == [f".all.{suffix}.20241123"]
 
 
 def test_an_export_holds_the_step_the_role_and_the_failures_that_were_asked_for(shelf, tmp_path):
@@ -185,13 +191,13 @@ def test_an_export_holds_the_step_the_role_and_the_failures_that_were_asked_for(
     for asked, responses in zip(said, (["first", "other", "its own"], ["first", "other"]), strict=True):
         export_rollouts(shelf, out, Wanted(role=asked["role"]), step=asked["step"])
         assert [row["response"] for row in lines(out)] == responses
-    export_rollouts(shelf, out, Wanted(fate="failed"))  # and what the ledger gives no reason for
-    assert [row["response"] for row in lines(out)] == ["kept", "x"]
+    export_rollouts(shelf, out, Wanted(fate="failed"))
+    assert [row["response"] for row in lines(out)] == ["x"]
     assert export_chats(shelf, out, step=1, best=9, lowest=0.9).rows == 2
     assert export_chats(shelf, out, step=2, best=9, lowest=0.9).left_out == {"messages not kept": 1}
     assert export_pairs(shelf, out, Wanted(role="critic"), lowest=0.9).left_out == {"messages not kept": 2}
-    with pytest.raises(ArtifactNotFound, match="step-00000009"):
-        export_rollouts(shelf, out, step=9)
+    with pytest.raises(ArtifactNotFound, match=r"^There is no step-00000009"):
+        save_rollouts(shelf, out, Wanted(), step=9, best=0, pairs=False, lowest=0.0)
 
 
 @pytest.mark.parametrize(

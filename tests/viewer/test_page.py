@@ -81,6 +81,24 @@ def test_each_rollout_says_what_became_of_it(shelf):
     assert fates == {"right": "trained", "same": "zero_spread", "broken": "reward_failed"}
 
 
+def test_a_sample_has_failed_where_it_has_no_reward_whatever_became_of_its_group(shelf):
+    def dropped(prompt, reason):
+        failed = rollout(prompt, 0, None, [said("a")])
+        broken = replace(failed, sample_index=1, finish_reason="error", spans=failed.spans[:1])
+        line = {"step": 2, "epoch": 0, "prompt_id": prompt, "outcome": "dropped", "reason": reason}
+        with (shelf.records / "ledger.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        return [failed, broken, rollout(prompt, 2, 1.0, [said("b")])]
+
+    groups = {"alike": "zero_spread", "lost": "reward_failed"}
+    asked(shelf, dropped=[one for prompt, reason in groups.items() for one in dropped(prompt, reason)])
+    found = [(read.rollout.prompt_id, read.fate) for read in shelf.read(2) if read.rollout.prompt_id in groups]
+    assert found == [
+        ("alike", "reward_failed"), ("alike", "generate_failed"), ("alike", "zero_spread"),
+        ("lost", "reward_failed"), ("lost", "generate_failed"), ("lost", "group_failed"),
+    ]  # fmt: skip
+
+
 def test_the_page_shows_the_newest_step_with_every_rollout_and_who_waited(get):
     page = get().text
     assert "4 of 4 rollouts" in page and "Step 2" in page
