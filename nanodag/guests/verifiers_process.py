@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -137,7 +138,6 @@ class VerifiersProcess:
         """Run one rollout of a task against an OpenAI address. To cancel this ends it. sampling: what each call asks
         for, by OpenAI's names. Raises RolloutFailed, RolloutLost where the process ended, ConfigError where it does not
         come up."""
-        running = await self._process()
         asked = {
             "task": dict(task),
             "base_url": base_url,
@@ -145,11 +145,7 @@ class VerifiersProcess:
             "model": model,
             "sampling": dict(sampling),
         }
-        try:
-            reply = await running.client.post("/rollouts", json=asked)
-        except httpx.HTTPError as error:
-            await asyncio.sleep(POLL_S)  # until the system has its exit code
-            raise RolloutLost(f"{type(error).__name__} of the environment's process: {running.end()}") from error
+        reply = await self._answered(asked)
         if reply.status_code != 200:
             raise RolloutFailed(reply.text[:500])
         found = reply.json()
@@ -165,6 +161,20 @@ class VerifiersProcess:
             prompt_tokens=found["prompt_tokens"],
             completion_tokens=found["completion_tokens"],
         )
+
+    async def _answered(self, asked: Mapping[str, Any]) -> httpx.Response:
+        for is_second in (False, True):
+            running = await self._process()
+            try:
+                return await running.client.post("/rollouts", json=asked)
+            except httpx.HTTPError as error:
+                await running.ended()
+                if is_second or running.is_alive or not isinstance(error, httpx.ConnectError):
+                    raise RolloutLost(
+                        f"{type(error).__name__} of the environment's process: {running.end()}"
+                    ) from error
+                # It was ending already, so nothing of this one was begun in it.
+        raise AssertionError("the second time returns or raises")
 
     async def close(self) -> None:
         """End the process."""
@@ -198,6 +208,12 @@ class _Running:
     @property
     def is_alive(self) -> bool:
         return self.process.poll() is None
+
+    async def ended(self) -> None:
+        """Wait for its exit code: its keeper first ends what it has left."""
+        deadline = time.monotonic() + KILL_TIMEOUT_S
+        while self.is_alive and time.monotonic() < deadline:
+            await asyncio.sleep(POLL_S)
 
     def end(self) -> str:
         """How it ended, with the end of its log."""

@@ -24,7 +24,8 @@ class Scratch(tempfile.TemporaryDirectory[str]):
         remove_left(tempfile.gettempdir())
         super().__init__(prefix=f"{PREFIX}{name}-", ignore_cleanup_errors=True)
         self._lock = os.open(self.name, os.O_RDONLY)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        with suppress(OSError):  # NFS and others lock no folders; then nobody can who would remove it
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
 
     @property
     def path(self) -> Path:

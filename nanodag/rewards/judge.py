@@ -107,7 +107,7 @@ class Judge:
                 raise ConfigError(f"The judge's key_file cannot be read: {error}") from error
         self._client = httpx.Client(timeout=self._file.timeout_s, headers=headers)
         self._kept = _Kept(cache_folder() / "judged.sqlite")
-        self._identity = self._behind_the_name()
+        self._identity: list[Any] | None = None
         self._agreement: float | None = None
         if self._file.labelled:
             self._agreement = self._agreed(_labelled(self._file.labelled))
@@ -121,18 +121,30 @@ class Judge:
 
     def score_batch(self, samples: Sequence[tuple[Mapping[str, Any], str]]) -> list[Reward | str]:
         """The reward of each sample, or the reason why it has none."""
+        return self._all([(_places(prompt), text) for prompt, text in samples])
+
+    def _all(self, samples: Sequence[tuple[Mapping[str, str], str]]) -> list[Reward | str]:
+        # Asked here, not when the process is started: a server that is lost then fails samples, and not the stage.
+        if self._identity is None:
+            try:
+                self._identity = self._behind_the_name()
+            except httpx.HTTPError as error:
+                return [self._why(error)] * len(samples)
         with ThreadPoolExecutor(ASKED_AT_ONCE) as threads:
-            return list(threads.map(self._judged, [(_places(prompt), text) for prompt, text in samples]))
+            return list(threads.map(self._judged, samples))
 
     def _judged(self, sample: tuple[Mapping[str, str], str]) -> Reward | str:
         places, response = sample
         try:
             value, components = self._score(places, response)
         except (httpx.HTTPError, ValueError) as error:
-            return f"the judge {self._file.model}: {error}"
+            return self._why(error)
         if self._agreement is not None:
             components["agreement"] = self._agreement
         return Reward(value, components)
+
+    def _why(self, error: Exception) -> str:
+        return f"the judge {self._file.model}: {error}"
 
     def _score(self, places: Mapping[str, str], response: str) -> tuple[float, dict[str, float]]:
         body = self._asked(places, response)
@@ -150,7 +162,7 @@ class Judge:
 
     def _behind_the_name(self) -> list[Any]:
         """The folder and version of the model's weights, where the server says them, as `nanodag serve` does: another
-        checkpoint under the same name is another judge."""
+        checkpoint under the same name is another judge. Raises httpx.HTTPError for a server that is lost."""
         try:
             card = get_json(self._client, f"{self._file.url.rstrip('/')}/models/{self._file.model}")
         except ValueError:  # no JSON: it lists no models
@@ -169,8 +181,7 @@ class Judge:
         }
 
     def _agreed(self, labelled: Sequence[tuple[Mapping[str, str], str, float]]) -> float:
-        with ThreadPoolExecutor(ASKED_AT_ONCE) as threads:
-            found = list(threads.map(lambda one: self._judged((one[0], one[1])), labelled))
+        found = self._all([(places, response) for places, response, _ in labelled])
         if reasons := [outcome for outcome in found if isinstance(outcome, str)]:
             raise ValueError(f"{len(reasons)} of {len(found)} labelled answers got no score: {reasons[0]}")
         judged = [outcome.value for outcome in found if isinstance(outcome, Reward)]

@@ -1,11 +1,16 @@
 """What a killed process leaves among the temporary files goes with the next one; what another one holds stays."""
 
+import errno
+import fcntl
 import os
 import subprocess
 import sys
+import tempfile
 import time
 
 import pytest
+
+from nanodag.host.scratch import PREFIX, Scratch
 
 MAKE = "import time; from nanodag.host.scratch import Scratch; made = Scratch('logs'); print(made.name, flush=True)"
 
@@ -32,3 +37,17 @@ def test_the_folder_of_a_killed_process_is_removed_by_the_next_one_and_that_of_a
     assert os.path.isdir(held) and living.poll() is None
     assert os.path.isdir(left) == (age_s < 0), "one that is new may not be locked yet"
     assert own.stdout.startswith(str(tmp_path)) and not os.path.exists(own.stdout.strip())
+
+
+def test_where_no_folder_can_be_locked_one_is_made_all_the_same_and_none_is_removed(tmp_path, monkeypatch):
+    def refused(handle, how):
+        raise OSError(errno.EBADF, "as NFS says")
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left = tmp_path / f"{PREFIX}logs-x"
+    left.mkdir()
+    os.utime(left, (0, 0))
+    with Scratch("logs") as made:
+        assert os.path.isdir(made) and left.is_dir()
+    assert not os.path.exists(made)

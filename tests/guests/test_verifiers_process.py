@@ -12,6 +12,7 @@ from nanodag.errors import ConfigError, MissingTool
 from nanodag.guests import verifiers_process
 from nanodag.guests.verifiers_install import VERIFIERS, find_python
 from nanodag.guests.verifiers_process import RolloutFailed, RolloutLost, VerifiersProcess, block_of
+from tests.fault.processes import wait_until
 
 FAKE = Path(__file__).with_name("fake_verifiers_server.py")
 
@@ -95,6 +96,30 @@ def test_what_a_process_leaves_behind_ends_with_it_and_one_that_takes_too_much_m
 
     left = asyncio.run(run())
     assert not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_rollout_that_is_asked_of_a_process_that_is_ending_has_a_new_one(fake, monkeypatch):
+    monkeypatch.setattr(verifiers_process, "LOOK_EVERY_S", 60.0)
+
+    async def run():
+        process = VerifiersProcess(block_of("m", {}))
+        try:
+            first = await do(process, "answer")
+            server = psutil.Process(first.components["pid"])
+            keeper = server.parent()
+            keeper.suspend()  # so that the process has no exit code yet
+            wait_until(lambda: keeper.status() == psutil.STATUS_STOPPED)
+            server.kill()
+            wait_until(lambda: server.status() == psutil.STATUS_ZOMBIE)
+            second = asyncio.ensure_future(do(process, "answer"))
+            await asyncio.wait({second}, timeout=0.2)
+            keeper.resume()
+            return first, await second
+        finally:
+            await process.close()
+
+    first, second = asyncio.run(run())
+    assert first.components != second.components
 
 
 def test_options_go_into_the_block_by_their_dotted_names():

@@ -5,11 +5,13 @@ from typing import Any, ClassVar
 
 import pytest
 import yaml
+from tenacity import stop_after_attempt
 
 from nanodag import registry as entries
 from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import ConfigError
 from nanodag.rewards.judge import JudgeFile, agreement, filled, read_judge, score_in
+from nanodag.rewards.remote import get_json, post_json
 from nanodag.rewards.reward_pool import RewardPool
 from nanodag.run.build_stage import own_entries
 from tests.http_server import Quiet, serving
@@ -83,6 +85,20 @@ def test_another_checkpoint_under_the_same_name_is_asked_anew(tmp_path, monkeypa
             judge = entries.load("reward", write(tmp_path, url))
             kept.append(judge(PROMPT, "four").components["kept"])
     assert kept == [0.0, 0.0, 1.0] and len(Endpoint.asked) == 2
+
+
+def test_a_judge_that_is_lost_when_it_is_loaded_fails_samples_until_it_is_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(Endpoint, "root", "/first")
+    for call in (get_json, post_json):
+        monkeypatch.setattr(call.retry, "stop", stop_after_attempt(1))
+    with serving(Endpoint) as url:
+        name = write(tmp_path, url)
+    judge = entries.load("reward", name)
+    (lost,) = judge.score_batch([(PROMPT, "four")])
+    assert isinstance(lost, str) and lost.startswith("the judge m: ") and "refused" in lost
+    with serving(Endpoint, port=int(url.rpartition(":")[2])):
+        assert judge(PROMPT, "four").value == 0.4
+    assert judge(PROMPT, "four").components["kept"] == 1.0
 
 
 def test_agreement_with_labelled_answers_stands_in_the_components(tmp_path):

@@ -161,6 +161,9 @@ def test_files_that_cannot_be_trained_are_refused_with_the_reason(tmp_path):
         lines.write_text(text)
         with pytest.raises(SourceError, match=why):
             source(lines)
+    write_rollouts(lines, [replace(one, reward=1e30) for one in group("p")])
+    with pytest.raises(SourceError, match=r"group p@0: the reward's value is 1e\+30; it must be .* at most 1e\+09"):
+        source(lines)
     write_rollouts(lines, group("p"))
     with pytest.raises(SourceError, match="token id 112, and the model has 100: another tokenizer"):
         SavedRollouts(config(source=f"file:{lines}", micro_batch_tokens=16), facts(100))

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 
@@ -80,6 +81,56 @@ def test_a_sampler_killed_at_any_step_of_a_weight_sync_is_back_with_the_new_weig
 
     asyncio.run(work())
     gc.collect()  # while such connections are expected
+
+
+def both(client, call, timeout_s):
+    """A broadcast to one sampler, of which call is its half, by a trainer whose half has ended."""
+
+    async def trainer():
+        return [{"failure": ""}]
+
+    sync = DistributedSync(SimpleNamespace(), trainer, check_every=0, timeout_s=timeout_s)
+    return asyncio.ensure_future(sync._both(trainer(), [SimpleNamespace(client=client)], [call]))
+
+
+def test_a_broadcast_that_is_left_while_a_sampler_receives_leaves_no_call_of_its():
+    async def work():
+        begun, ended = asyncio.Event(), asyncio.Event()
+
+        async def receives():
+            begun.set()
+            try:
+                await asyncio.sleep(PATIENCE_S)
+            finally:
+                ended.set()
+
+        under_way = both(SimpleNamespace(), receives(), timeout_s=PATIENCE_S)
+        await begun.wait()
+        await asyncio.sleep(0)
+        under_way.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await under_way
+        return ended.is_set()
+
+    assert asyncio.run(work())
+
+
+def test_a_group_that_a_sampler_was_told_to_leave_is_of_no_use_even_if_it_answers_just_then():
+    class Client:
+        def __init__(self):
+            self.told = asyncio.Event()
+
+        async def leave_weight_group(self, name):
+            self.told.set()
+
+        async def receive(self):
+            await self.told.wait()
+
+    async def work():
+        client = Client()
+        return await both(client, client.receive(), timeout_s=0.001)
+
+    assert asyncio.run(work())[1] == "a sampler was told to leave the group"
 
 
 def test_a_client_that_was_closed_says_that_its_sampler_is_lost_however_it_is_asked():

@@ -12,6 +12,7 @@ from nanodag.config.kinds.rl import RLStage
 from nanodag.data.shuffle import permutation
 from nanodag.errors import ConfigError, SourceError
 from nanodag.errors.words import counted
+from nanodag.rewards.reward import Reward
 from nanodag.rl.control.facts import ModelFacts
 from nanodag.rl.rollouts.batch import Dropped, RolloutBatch
 from nanodag.rl.rollouts.prompts import Prompt, PromptCursor
@@ -130,6 +131,10 @@ class SavedRollouts:
             raise SourceError(
                 f"{where} has the token id {largest}, and the model has {self._vocabulary}: another tokenizer made it."
             )
+        try:
+            Reward(rollout.reward or 0.0, steps=rollout.steps)
+        except (ValueError, TypeError) as error:
+            raise SourceError(f"{where}: {error}.") from error
         if self._config.rollout.clone.best:
             return
         if self._config.has_process_reward and rollout.steps is None:

@@ -172,19 +172,21 @@ class DistributedSync:
     ) -> tuple[Replies, str]:
         """The trainer's work, and that of samplers beside it: the trainer's replies, and what went wrong, else ""."""
         tasks = [asyncio.ensure_future(call) for call in calls]
+        unanswered: set[asyncio.Future[None]] = set()
         try:
             replies = await work
-        except BaseException:
-            await _ended(tasks)
-            raise
-        told = str(replies[0]["failure"])
-        if tasks:
-            _, unanswered = await asyncio.wait(tasks, timeout=0.0 if told else self._timeout_s)
+            told = str(replies[0]["failure"])
+            if tasks:
+                _, unanswered = await asyncio.wait(tasks, timeout=0.0 if told else self._timeout_s)
             if unanswered:  # one that is well may wait for another that is lost, until it is told to leave
                 waiting = [member.client for member, task in zip(members, tasks, strict=True) if task in unanswered]
                 await self._leave(waiting)
+        except BaseException:
+            await _ended(tasks)
+            raise
         found = await self._settled(members, tasks, timeout_s=GRACE_S)
-        return replies, told or found
+        late = "a sampler was told to leave the group" if unanswered else ""  # it may have answered just then
+        return replies, told or found or late
 
     async def _settled(self, members: Sequence[Member], calls: Sequence[Any], *, timeout_s: float | None = None) -> str:
         """Wait for a call to each sampler; the first failure, else "". One that does not answer is killed."""
