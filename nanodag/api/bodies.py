@@ -131,7 +131,7 @@ class CalledFunction(RequestBody):
     arguments: str = "{}"
 
 
-class ToolCall(RequestBody):
+class EarlierCall(RequestBody):
     """A call that an earlier answer made. arguments: JSON."""
 
     id: str = ""
@@ -144,7 +144,7 @@ class Message(RequestBody):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[dict[str, Any]] = ""
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] = Field(default_factory=list)
+    tool_calls: Annotated[list[EarlierCall], Field(max_length=MAX_TOOLS)] = Field(default_factory=list)
     tool_call_id: str = ""
 
     def text(self, place: str) -> str:

@@ -48,7 +48,7 @@ Ask = Callable[[Request], AsyncGenerator[Completion, None]]
 
 
 @dataclass
-class Conversation:
+class Dialogue:
     """Messages so far, as the OpenAI API has them, and how they are put to the model.
 
     render: makes a prompt of a request; raises Refused. context: tokens that prompt and answer may have together.
@@ -181,7 +181,7 @@ class Line:
     say: Say
     tell: Say
 
-    async def answer(self, conversation: Conversation) -> None:
+    async def answer(self, conversation: Dialogue) -> None:
         """Say the answer to the last question as it comes, carrying out the tools that it calls. What was said stays
         said when this is cancelled. Raises BadRequest for a question that cannot be put, SamplerError."""
         for number in range(MAX_ROUNDS + 1):
@@ -275,10 +275,10 @@ def chat(
             runner.run(engines.close())
 
 
-def _begun(model: ServedModel, temperature: float, max_new_tokens: int, tools: Sequence[str]) -> Conversation:
+def _begun(model: ServedModel, temperature: float, max_new_tokens: int, tools: Sequence[str]) -> Dialogue:
     context = model.context_length
     longest = min(max_new_tokens, max(1, context // 2))
-    conversation = Conversation(lambda body: chat_prompt(model, body), context, temperature, longest)
+    conversation = Dialogue(lambda body: chat_prompt(model, body), context, temperature, longest)
     said = conversation.offer(tools)
     if conversation.tools != tuple(tools):
         raise BadRequest(said)
@@ -290,7 +290,7 @@ class Talk:
 
     def __init__(
         self,
-        conversation: Conversation,
+        conversation: Dialogue,
         model: ServedModel,
         runner: asyncio.Runner,
         console: Console,

@@ -55,7 +55,7 @@ class CutScore(tuple[float, bool]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class AskedBenchmark:
     """A benchmark that is asked. seed: the stage's."""
 
     config: BenchmarkConfig
@@ -91,7 +91,7 @@ class EvaluatedModel(TemplateLM):
 
         self.folder = folder
         self.is_chat = False
-        self.under_way: Asked | None = None
+        self.under_way: AskedBenchmark | None = None
         self.kept: KeptLines | None = None
         self._switches: dict[str, Any] = {}
         self.tokens_read = 0

@@ -19,7 +19,7 @@ from lm_eval.evaluator import evaluate
 
 from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.errors import ConfigError
-from nanodag.evaluation.evaluated_model import Asked, CutScore, EvaluatedModel
+from nanodag.evaluation.evaluated_model import AskedBenchmark, CutScore, EvaluatedModel
 from nanodag.evaluation.forms import FORMS, find_form
 from nanodag.evaluation.items import item_options
 from nanodag.evaluation.results import BenchmarkResult, Judged, judged_from, plain, result_of, shortened, written_record
@@ -52,7 +52,7 @@ def run_benchmark(
     returned = _keep_what_is_returned(task, kept)
     _repeat_items(task, config)
     checkpoint.is_chat = is_chat
-    checkpoint.under_way = Asked(config=config, seed=seed)
+    checkpoint.under_way = AskedBenchmark(config=config, seed=seed)
     checkpoint.switch_template({} if config.source is None else config.source.template_options)
     evaluated = evaluate(
         checkpoint,

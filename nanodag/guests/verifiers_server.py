@@ -157,7 +157,7 @@ def environment_of(block: Mapping[str, Any]) -> tuple[vf.Env, str]:
     return vf.load_environment(config), played[0]
 
 
-class Server:
+class RolloutServer:
     """Answers for one environment. seat: the policy's."""
 
     def __init__(self, environment: vf.Env, seat: str) -> None:
@@ -250,7 +250,7 @@ async def serve(environment: vf.Env, seat: str, socket: str) -> None:
     """Until SIGTERM; then what the environment has started ends, and its folders go."""
     ended = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
-    server = Server(environment, seat)
+    server = RolloutServer(environment, seat)
     application = web.Application(client_max_size=MAX_BODY)
     application.add_routes([web.get("/health", server.health), web.post("/rollouts", server.rollout)])
     runner = web.AppRunner(application, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)

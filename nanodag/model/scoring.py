@@ -72,7 +72,7 @@ class AnswerScore:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Batch:
+class QuestionBatch:
     """Questions with their numbers, and the row that they make.
 
     ids, positions: (T,) int64. sequences: (S, 3) int64, as nanodag.model.group_attention has them. predict_at, targets:
@@ -137,7 +137,7 @@ def score_questions(
     return scores
 
 
-def in_batches(questions: Sequence[Question], *, micro_batch_tokens: int, max_positions: int) -> list[Batch]:
+def in_batches(questions: Sequence[Question], *, micro_batch_tokens: int, max_positions: int) -> list[QuestionBatch]:
     """All questions, those that begin alike beside one another, in batches of at most micro_batch_tokens; one that is
     longer comes with those alone that share most of it. The largest batch comes first: an out-of-memory at once.
     Contexts are cut as in `score_questions`, which says what is raised."""
@@ -181,11 +181,11 @@ def _num_common(one: Sequence[int], other: Sequence[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def _key(batch: Batch) -> str:
+def _key(batch: QuestionBatch) -> str:
     return content_key("scored", [[question.context, question.answers] for _, question in batch.questions])
 
 
-def _each_batch(models: Sequence[Decoder], batches: Sequence[Batch]) -> Iterator[list[list[AnswerScore]]]:
+def _each_batch(models: Sequence[Decoder], batches: Sequence[QuestionBatch]) -> Iterator[list[list[AnswerScore]]]:
     """The scores of each batch, in order. A thread a model: it waits for its device most of the time."""
     if len(models) == 1:
         yield from (_score_on(models[0], batch) for batch in batches)
@@ -194,7 +194,7 @@ def _each_batch(models: Sequence[Decoder], batches: Sequence[Batch]) -> Iterator
     for model in models:
         free.put(model)
 
-    def score(batch: Batch) -> list[list[AnswerScore]]:
+    def score(batch: QuestionBatch) -> list[list[AnswerScore]]:
         model = free.get()
         try:
             return _score_on(model, batch)
@@ -212,7 +212,7 @@ def _fit(question: Question, max_positions: int) -> Question:
     return Question(question.context[-room:], question.answers)
 
 
-def _score_on(model: Decoder, batch: Batch) -> list[list[AnswerScore]]:
+def _score_on(model: Decoder, batch: QuestionBatch) -> list[list[AnswerScore]]:
     weight = model.lm_head.weight
     return score_batch(model, lambda: nullcontext(weight), weight.device, batch)
 
@@ -222,7 +222,7 @@ def score_batch(
     forward: Callable[..., Tensor],
     head: Callable[[], AbstractContextManager[Tensor]],
     device: torch.device,
-    batch: Batch,
+    batch: QuestionBatch,
 ) -> list[list[AnswerScore]]:
     """Scores of a batch's questions in one forward pass. forward: a Decoder on the device, or an engine around it.
     head: gives the weight of its head, (V, D), for as long as it is used, which ZeRO-3 brings together for it."""
@@ -259,7 +259,7 @@ def _of_rows(logits: Tensor) -> tuple[Tensor, Tensor]:
     return logits.argmax(-1), logits.float().logsumexp(-1)
 
 
-def batch_of(questions: list[tuple[int, Question]]) -> Batch:
+def batch_of(questions: list[tuple[int, Question]]) -> QuestionBatch:
     """Questions with their numbers as one row: a tree of those that begin alike, each beside the next one."""
     asked: list[tuple[int, int, tuple[int, ...]]] = []  # number of the tree, first token that predicts, what is read
     tree, before = 0, questions[0][1]
@@ -274,7 +274,7 @@ def batch_of(questions: list[tuple[int, Question]]) -> Batch:
     predict_at = [
         place for tree, first, read in asked for place in _places(parts, starts, number_of[tree, read], first)
     ]
-    return Batch(
+    return QuestionBatch(
         questions=questions,
         ids=np.concatenate([np.array(texts[text][1][begin:end]) for text, begin, end, _ in parts]),
         positions=np.concatenate([np.arange(begin, end) for _, begin, end, _ in parts]),

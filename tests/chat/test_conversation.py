@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from nanodag.api.prompts import ChatPrompt, chat_prompt
 from nanodag.api.refusals import Refused
 from nanodag.api.tool_format import PlainReader
-from nanodag.chat.conversation import Conversation, Talk
+from nanodag.chat.conversation import Dialogue, Talk
 from nanodag.chat.tools import MAX_ROUNDS
 from nanodag.errors import BadRequest
 from nanodag.inference.protocol import Completion, FinishReason
@@ -29,11 +29,11 @@ def one_token_a_word(body) -> ChatPrompt:
     return ChatPrompt(ids=ids, stop_ids=(1,), reader=lambda: PlainReader({}))
 
 
-def conversation(context: int = 12, render=one_token_a_word) -> Conversation:
-    return Conversation(render, context, temperature=0.5, max_new_tokens=4)
+def conversation(context: int = 12, render=one_token_a_word) -> Dialogue:
+    return Dialogue(render, context, temperature=0.5, max_new_tokens=4)
 
 
-def length_of_prompt(talk: Conversation, question: str) -> int:
+def length_of_prompt(talk: Dialogue, question: str) -> int:
     talk.ask(question)
     return len(talk.prompt().ids)
 
@@ -143,7 +143,7 @@ def talk_with(chat_model):
         def made(*texts):
             backend = Spoken(*texts)
             model = model_of(chat_model, backend)
-            heard = Conversation(lambda body: chat_prompt(model, body), 200, temperature=0.0, max_new_tokens=8)
+            heard = Dialogue(lambda body: chat_prompt(model, body), 200, temperature=0.0, max_new_tokens=8)
             printed = io.StringIO()
             return heard, backend, printed, Talk(heard, model, runner, Console(file=printed), is_terminal=False)
 

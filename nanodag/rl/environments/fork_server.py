@@ -58,7 +58,7 @@ def main() -> None:
         os._exit(1)
     signal.setitimer(signal.ITIMER_REAL, 0.0)
     gc.freeze()  # a collection in a fork would copy every page
-    server = Server(control, environment, job)
+    server = ForkServer(control, environment, job)
     control.sendall(said.encode() + b"\n")
     server.run()
 
@@ -75,7 +75,7 @@ class Forked:
     reason: str = ""
 
 
-class Server:
+class ForkServer:
     """Forks episodes, and ends them with all that they have started."""
 
     def __init__(self, control: socket.socket, environment: Any, limits: Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ NOW, KEPT = "now", "kept"
 """Which weights: the trainer's own, those that it gave last; any other word is a folder."""
 
 
-class Source(Protocol):
+class WeightSource(Protocol):
     """`Shares`, or what has its interface."""
 
     dtype: torch.dtype
@@ -39,7 +39,7 @@ class Buckets:
     """One rank's part. prefix: of the parameters' names, before those that transformers gives. bucket_bytes: most that
     is brought together at once, unless one tensor is larger."""
 
-    def __init__(self, shares: Source, *, rank: int, prefix: str, bucket_bytes: int) -> None:
+    def __init__(self, shares: WeightSource, *, rank: int, prefix: str, bucket_bytes: int) -> None:
         self._shares = shares
         self._rank = rank
         self._prefix = prefix

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from nanodag.rl.trainer.broadcast import Broadcaster
-from nanodag.rl.trainer.buckets import Buckets, Source
+from nanodag.rl.trainer.buckets import Buckets, WeightSource
 from nanodag.sampler.fingerprints import Fingerprints
 from nanodag.sampler.shared_tensors import share
 
@@ -26,7 +26,7 @@ class WeightGiver:
 
     def __init__(
         self,
-        shares: Source,
+        shares: WeightSource,
         *,
         rank: int,
         prefix: str,

@@ -37,7 +37,7 @@ from nanodag.model.lora import add_lora, merged
 from nanodag.rl.losses.aggregation import Totals
 from nanodag.rl.rollouts.rollout import Rollout, groups_of, read_rollouts
 from nanodag.rl.rollouts.saved import REPLAYED
-from nanodag.rl.trainer.buckets import Source
+from nanodag.rl.trainer.buckets import WeightSource
 from nanodag.rl.trainer.credit import Credit
 from nanodag.rl.trainer.device_sums import DeviceSums
 from nanodag.rl.trainer.giver import WeightGiver
@@ -266,7 +266,7 @@ class Trainer:
         """Optimizer steps so far."""
         return self.engine.num_updates
 
-    def _shares(self) -> Source:
+    def _shares(self) -> WeightSource:
         """Every parameter as it lies spread over the ranks, adapters merged as they come together."""
         if not self.config.optimizer.lora_rank:
             return self.engine.shares
