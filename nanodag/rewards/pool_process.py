@@ -11,7 +11,6 @@ Reads JSON lines from descriptor ASK, writes one line each to ANSWER, ends when 
 import json
 import os
 import resource
-import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,11 +18,11 @@ from typing import Any
 from nanodag import registry as entries
 from nanodag.errors import ConfigError
 from nanodag.own_code.blame import with_place
+from nanodag.rewards import time_limit
 from nanodag.rewards.reward import Reward
 from nanodag.rewards.weighted import weighted_sum
 from nanodag.worker.children import ignore_stop_signals
 
-ALARM_GRACE_S = 5.0
 _FUNCTIONS: dict[str, Any] = {}  # that are loaded, by name
 MAX_TEXT = 1000  # with file and line, or of what a server says
 
@@ -44,12 +43,11 @@ def _answer(question: Mapping[str, Any], timeout_s: float) -> Any:
     if "load" in question:
         return _load(question["load"], question["options"])
     samples = question["samples"]
-    # The asker ends this process at the time limit. Should the asker be gone, the kernel does: nothing handles SIGALRM.
-    signal.setitimer(signal.ITIMER_REAL, timeout_s * len(samples) + ALARM_GRACE_S)
+    time_limit.begin(timeout_s * len(samples))
     try:
         return _scores(question["score"], samples)
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        time_limit.end()
 
 
 def _scores(weights: Mapping[str, float], samples: Sequence[tuple[Mapping[str, Any], str]]) -> list[dict[str, Any]]:

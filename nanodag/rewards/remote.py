@@ -12,12 +12,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import httpx
-from tenacity import retry, retry_if_exception, stop_after_delay, wait_random_exponential
+from tenacity import RetryCallState, retry, retry_if_exception, stop_after_delay, wait_random_exponential
+from tenacity.stop import stop_base
 
 from nanodag.registry import entry
+from nanodag.rewards import time_limit
 from nanodag.rewards.reward import Reward
 
 PATIENCE_S = 30.0
+LAST_S = 1.0  # of the time limit: enough to say what went wrong, which is lost when the limit is reached
 REQUEST_TIMEOUT_S = 60.0
 
 
@@ -54,10 +57,15 @@ def _may_pass(error: BaseException) -> bool:
     return isinstance(error, httpx.TransportError)
 
 
+class _BeforeTheLimit(stop_base):
+    def __call__(self, state: RetryCallState) -> bool:
+        return time_limit.left_s() < state.upcoming_sleep + LAST_S
+
+
 _again = retry(
     retry=retry_if_exception(_may_pass),
     wait=wait_random_exponential(multiplier=0.05, max=2.0),
-    stop=stop_after_delay(PATIENCE_S),
+    stop=stop_after_delay(PATIENCE_S) | _BeforeTheLimit(),
     reraise=True,
 )
 

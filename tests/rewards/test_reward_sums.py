@@ -9,6 +9,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 from nanodag import registry as entries
 from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import ConfigError
+from nanodag.host.ports import free_port
 from nanodag.rewards.f1 import f1
 from nanodag.rewards.reward import Reward
 from nanodag.rewards.reward_pool import RewardPool
@@ -93,6 +94,12 @@ def test_a_server_scores_what_waits_together_and_is_asked_again_when_busy(url):
     assert scores["busy"].value == 4.0 and scores["four"].components == {"style": 0.5} and scores["x"].value == 1.0
     assert scores["bad"].error == "no taste" and "finite" in scores["nan"].error
     assert sum(Server.sizes) == len(words) and max(Server.sizes) > 1 and Server.refused == 5
+
+
+def test_a_server_that_is_not_there_fails_its_sample_with_that_reason_before_the_time_limit():
+    prompt = {"reward": "", "answer": "", "metadata": {}}
+    with RewardPool(f"remote:http://127.0.0.1:{free_port()}/score", timeout_s=1.5) as pool:
+        assert "refused" in pool.score([(prompt, "x")])[0].error
 
 
 def save_classifier(folder):
