@@ -33,7 +33,7 @@ from nanodag.evaluation.items import held_out_records, select
 from nanodag.evaluation.results import BenchmarkResult, Judged, result_of, written_record
 from nanodag.evaluation.writing import SGLANG_CONTEXT, SamplerSettings, replicas_for
 from nanodag.evaluation.written import Answer
-from nanodag.guests.verifiers_process import Outcome, RolloutFailed, VerifiersProcess, block_of
+from nanodag.guests.verifiers_process import Outcome, RolloutFailed, RolloutLost, VerifiersProcess, block_of
 from nanodag.host.ports import LOOPBACK
 from nanodag.host.scratch import Scratch
 from nanodag.inference.client import SamplerClient
@@ -50,6 +50,7 @@ FORM = "verifiers"
 MODEL = "policy"
 TURNS = 4  # guessed, of a rollout: how many samplers are worth their start
 MOST_FAILED = 0.25
+PLAYS_ALONE = 2  # of a rollout whose process ended
 TIMEOUT_S = 86400.0
 
 Item = dict[str, Any]
@@ -123,10 +124,9 @@ async def _outcomes(
     replicas = replicas_for(settings, flops)
     places = asyncio.Semaphore(replicas * int(settings.config.max_batch))
     process = VerifiersProcess(block)
-    num_done = 0
+    lost: list[int] = []
 
     async def play(number: int, base_url: str, key: str) -> None:
-        nonlocal num_done
         item, params = asked[number]
         async with places:
             task = item["record"]["metadata"]["task"]
@@ -135,6 +135,8 @@ async def _outcomes(
                     task, base_url=base_url, api_key=key, model=MODEL, sampling=_sampling(params)
                 )
             except RolloutFailed as error:
+                if isinstance(error, RolloutLost):
+                    lost.append(number)
                 found: dict[str, Any] = {"scores": {"reward": 0.0}, "reply": "", "is_cut": False, "error": str(error)}
             else:
                 found = _told(outcome)
@@ -143,8 +145,8 @@ async def _outcomes(
         outcomes[number] = found
         if kept is not None and "error" not in found:
             kept.add({keys[number]: found})
-        num_done += 1
-        model.on_progress(num_done, len(missing))
+        num_open = sum(outcome is None for outcome in outcomes)
+        model.on_progress(len(missing) - num_open, len(missing))
 
     if missing:
         model.close()  # samplers of an earlier benchmark
@@ -156,6 +158,11 @@ async def _outcomes(
                             group.create_task(play(number, base_url, key))
                 except* (ConfigError, MissingTool) as errors:
                     raise errors.exceptions[0] from None  # of all rollouts the same: the environment cannot be used
+                for _ in range(PLAYS_ALONE):  # another rollout may have ended the process
+                    again = sorted(lost)
+                    lost.clear()
+                    for number in again:
+                        await play(number, base_url, key)
         finally:
             await process.close()
     return [outcome for outcome in outcomes if outcome is not None]

@@ -1,5 +1,6 @@
 """Benchmarks of form `verifiers`, with a fake of verifiers' process and a tiny model behind the API."""
 
+import asyncio
 import contextlib
 import sys
 from contextlib import asynccontextmanager
@@ -13,7 +14,7 @@ from nanodag.evaluation.environment import run_environment
 from nanodag.evaluation.evaluated_model import EvaluatedModel
 from nanodag.guests import verifiers_process
 from nanodag.guests.verifiers_install import VERIFIERS
-from nanodag.guests.verifiers_process import RolloutFailed
+from nanodag.guests.verifiers_process import Outcome, RolloutFailed, RolloutLost
 from nanodag.store.kept_lines import KeptLines
 from tests.guests.test_verifiers_process import FAKE
 
@@ -91,3 +92,35 @@ def test_options_of_a_benchmark_reach_the_environment_and_are_refused_without_on
     assert seen == [{"taskset": {"id": "m"}, "agent": {"max_turns": 4, "harness": {"id": "bash"}}}]
     with pytest.raises(ValueError, match=r"options agent.max_turns are those of an environment, and its form is mmlu"):
         benchmark(form="mmlu", options={"agent.max_turns": 4})
+
+
+def test_a_rollout_whose_process_ended_is_played_again_alone_and_fails_if_it_ends_each_time(model_folder, monkeypatch):
+    plays, at_once = [], []
+
+    class Process:
+        def __init__(self, block):
+            pass
+
+        async def rollout(self, task, **unused):
+            plays.append(task["say"])
+            at_once.append(task["say"])
+            await asyncio.sleep(0)
+            others = len(at_once)
+            at_once.remove(task["say"])
+            if others > 1 or task["say"] == "the mat":
+                raise RolloutLost("it ended")
+            return Outcome(
+                reward=1.0, components={}, metrics={}, turns=1, is_cut=False, reply="", prompt_tokens=0,
+                completion_tokens=0,
+            )  # fmt: skip
+
+        async def close(self):
+            pass
+
+    monkeypatch.setattr(environment, "VerifiersProcess", Process)
+    monkeypatch.setattr(environment, "_served", lambda settings, replicas: contextlib.nullcontext(("", "")))
+    monkeypatch.setattr(environment, "MOST_FAILED", 0.5)
+    model = EvaluatedModel(model_folder, precision="fp32", device="cpu", max_new_tokens=8)
+    result = run(model, benchmark(source="verifiers:m[0:3]"))
+    assert [record["scores"]["reward"] for record in result.records] == [1.0, 1.0, 0.0]
+    assert plays.count("the mat") == 3 and result.records[2]["details"] == {"error": "it ended"}
