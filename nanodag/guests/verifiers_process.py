@@ -200,6 +200,7 @@ class VerifiersProcess:
 class _Running:
     process: "subprocess.Popen[bytes]"
     client: httpx.AsyncClient
+    scratch: Scratch
     log_path: Path
     max_bytes: int
     fault: str = ""
@@ -258,7 +259,6 @@ async def _started(block: Mapping[str, Any], max_bytes: int) -> _Running:
     """A process that answers. Raises MissingTool without verifiers, ConfigError where it does not get so far,
     RolloutLost where somebody killed it before."""
     scratch = Scratch("verifiers")
-    atexit.register(scratch.cleanup)
     socket, log_path = scratch.path / "http", scratch.path / "log"
     with log_path.open("wb") as log:
         process = _spawned(str(socket), stdout=log, stderr=subprocess.STDOUT)
@@ -269,7 +269,7 @@ async def _started(block: Mapping[str, Any], max_bytes: int) -> _Running:
         uds=str(socket), limits=httpx.Limits(max_connections=None, max_keepalive_connections=64)
     )
     client = httpx.AsyncClient(transport=transport, base_url="http://verifiers", timeout=None)
-    running = _Running(process=process, client=client, log_path=log_path, max_bytes=max_bytes)
+    running = _Running(process=process, client=client, scratch=scratch, log_path=log_path, max_bytes=max_bytes)
     atexit.register(running.stop)
     patience = Patience([process.pid], [log_path], START_TIMEOUT_S)
     try:

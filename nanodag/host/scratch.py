@@ -9,6 +9,7 @@ import os
 import shutil
 import tempfile
 import time
+import weakref
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -17,27 +18,39 @@ PREFIX = "nanodag-scratch-"
 NEW_S = 5.0  # of a folder that has no lock yet
 
 
-class Scratch(tempfile.TemporaryDirectory[str]):
-    """A folder among the temporary files. name: what it is for."""
+class Scratch:
+    """A folder among the temporary files, removed when it is left, dropped, or the process ends. name: what it is for.
+
+    A fork of the process may drop it too: it stays, and stays locked, until its maker is done with it."""
 
     def __init__(self, name: str) -> None:
         remove_left(tempfile.gettempdir())
-        super().__init__(prefix=f"{PREFIX}{name}-", ignore_cleanup_errors=True)
-        self._lock = os.open(self.name, os.O_RDONLY)
+        self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{name}-"))
+        lock = os.open(self.path, os.O_RDONLY)
         with suppress(OSError):  # NFS and others lock no folders; then nobody can who would remove it
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        self._end = weakref.finalize(self, _remove, self.path, lock, os.getpid())
 
     @property
-    def path(self) -> Path:
-        """Where it is."""
-        return Path(self.name)
+    def name(self) -> str:
+        """Where it is, as a text."""
+        return str(self.path)
 
     def cleanup(self) -> None:
         """Remove it now."""
-        super().cleanup()
-        if self._lock >= 0:
-            os.close(self._lock)
-        self._lock = -1
+        self._end()
+
+    def __enter__(self) -> str:
+        return self.name
+
+    def __exit__(self, *raised: object) -> None:
+        self.cleanup()
+
+
+def _remove(path: Path, lock: int, maker: int) -> None:
+    if os.getpid() == maker:
+        shutil.rmtree(path, ignore_errors=True)
+    os.close(lock)
 
 
 @cache

@@ -51,3 +51,14 @@ def test_where_no_folder_can_be_locked_one_is_made_all_the_same_and_none_is_remo
     with Scratch("logs") as made:
         assert os.path.isdir(made) and left.is_dir()
     assert not os.path.exists(made)
+
+
+def test_a_fork_that_drops_a_folder_leaves_it_to_its_maker():
+    made = Scratch("logs")
+    if (fork := os.fork()) == 0:
+        made.cleanup()
+        os._exit(0)
+    os.waitpid(fork, 0)
+    assert made.path.is_dir()
+    made.cleanup()
+    assert not made.path.exists()
