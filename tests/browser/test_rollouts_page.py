@@ -70,6 +70,7 @@ def folds(chrome):
 
 
 def test_the_page_has_keys_and_two_looks_fits_a_narrow_screen_and_runs_nothing_of_a_sample(chrome, url, tmp_path):
+    chrome.get_log("browser")  # what pages of other tests said
     chrome.get(url)
     assert set(folds(chrome)) == {False}
     press(chrome, "e")
