@@ -434,6 +434,7 @@ KIND = Kind(
     name="rl",
     config=RLStage,
     module="nanodag.rl",
+    code_version=2,
     makes=MODEL,
     needs={"model": MODEL},
     may_take={"critic": MODEL, "reference": MODEL, "teacher": MODEL},

@@ -34,6 +34,7 @@ KIND = Kind(
     name="select",
     config=SelectStage,
     module="nanodag.select",
+    code_version=2,
     makes=CONVERSATIONS,
     needs={"model": MODEL},
     order=55,
