@@ -44,7 +44,7 @@ SHARE_IT = "All nodes must share the store's local folder: put store.url, or sto
 REACH_TIMEOUT_S = 600.0  # as long as a machine may take to start again
 AGAIN_AFTER_S = 5.0
 END_TIMEOUT_S = 30.0  # over the watchdog's grace period on the other side
-MOMENT_S = 5.0
+MOMENT_S = 30.0  # over the watchdog's grace period, after which it says what ended a node
 # What another node takes over of this one's environment, beside what is set for the stage.
 PASSED_ON = (
     *("NCCL_", "GLOO_", "UCX_", "FI_", "CUDA_", "TORCH", "DS_", "OMP_", "MKL_", "GOMP_", "MALLOC_", "HF_"),
