@@ -120,26 +120,32 @@ def _of_store(overrides: Sequence[str]) -> list[str]:
 
 
 def take_over(store: Store, name: str, server: LocalServer, console: Console) -> None:
-    """Return when no process executes that run; one that is about to end, as after Ctrl-C, is waited for.
+    """Return when no process executes that run; one that is about to end, as after Ctrl-C or without Prefect's server,
+    is waited for.
 
     Raises StoreBusy when a process that is alive runs it.
     """
     deadline, has_said = time.monotonic() + STOP_TIMEOUT_S, False
     while (before := store.find_run(name)) is not None and before.is_alive:
-        if time.monotonic() > deadline or not _is_ending(server, before):
+        why = _why_it_ends(server, before)
+        if time.monotonic() > deadline or not why:
             raise StoreBusy(f"Run {name} is under way in process {before.pid}; wait for it, or stop it.")
         if not has_said:
-            console.print(f"Run {name} is still being stopped; waiting for that ...", style="dim")
+            text = f"Run {name} {why}; waiting for its process {before.pid} to end, {STOP_TIMEOUT_S:.0f} s at most ..."
+            console.print(text, style="dim")
             has_said = True
         time.sleep(0.2)
 
 
-def _is_ending(server: LocalServer, record: RunRecord) -> bool:
-    """True when the flow run of a record was cancelled, or has ended, and only its process is still there."""
-    running = server.running()
-    if running is None or not record.flow_run:
-        return False
-    return running.api().run_state(record.flow_run)["type"] in ("CANCELLING", *FINAL_STATES)
+def _why_it_ends(server: LocalServer, record: RunRecord) -> str:
+    """Why the process of a record is about to end, though it is alive; empty where it is not. Without the server that
+    it belongs to it notices within a minute."""
+    if not record.flow_run:
+        return ""
+    if (running := server.running()) is None:
+        return "has lost its Prefect server"
+    is_ending = running.api().run_state(record.flow_run)["type"] in ("CANCELLING", *FINAL_STATES)
+    return "is still being stopped" if is_ending else ""
 
 
 def choose_stale(console: Console, record: RunRecord | None, pipeline: Pipeline, *, build: bool, may_ask: bool) -> str:

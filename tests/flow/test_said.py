@@ -88,3 +88,14 @@ def test_a_run_that_is_being_stopped_is_waited_for_and_one_under_way_is_not(proj
     threading.Timer(0.5, run.close).start()
     take_over(run.store, "r", server_that_says("CANCELLING"), make_console())
     assert time.monotonic() - began >= 0.5
+
+
+def test_a_run_whose_prefect_server_is_gone_is_waited_for_and_it_is_said_for_what(project, capsys):
+    run = open_run("r", file="", preset="tiny", overrides=[], flow_run="f")
+    threading.Timer(0.5, run.close).start()
+    began = time.monotonic()
+    take_over(run.store, "r", SimpleNamespace(running=lambda: None), make_console())
+    assert time.monotonic() - began >= 0.5
+    assert f"r has lost its Prefect server; waiting for its process {os.getpid()} to end" in (
+        " ".join(capsys.readouterr().out.split())
+    )
