@@ -1,6 +1,7 @@
 """`nanodag run`: refuse a wrong config, bring the server up, start the flow, show how it goes."""
 
 import contextlib
+import os
 import signal
 import sys
 import time
@@ -120,8 +121,8 @@ def _of_store(overrides: Sequence[str]) -> list[str]:
 
 
 def take_over(store: Store, name: str, server: LocalServer, console: Console) -> None:
-    """Return when no process executes that run; one that is about to end, as after Ctrl-C or without Prefect's server,
-    is waited for.
+    """Return when no process executes that run; one that is about to end, as after Ctrl-C, is waited for. One whose
+    Prefect server has died is asked to end, and leaves checkpoints: nobody could follow or cancel it any more.
 
     Raises StoreBusy when a process that is alive runs it.
     """
@@ -134,12 +135,14 @@ def take_over(store: Store, name: str, server: LocalServer, console: Console) ->
             text = f"Run {name} {why}; waiting for its process {before.pid} to end, {STOP_TIMEOUT_S:.0f} s at most ..."
             console.print(text, style="dim")
             has_said = True
+            if server.has_left_flows():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(before.pid, signal.SIGTERM)
         time.sleep(0.2)
 
 
 def _why_it_ends(server: LocalServer, record: RunRecord) -> str:
-    """Why the process of a record is about to end, though it is alive; empty where it is not. Without the server that
-    it belongs to it notices within a minute."""
+    """Why the process of a record is about to end, though it is alive; empty where it is not."""
     if not record.flow_run:
         return ""
     if (running := server.running()) is None:

@@ -157,6 +157,11 @@ class LocalServer:
         record = self._recorded()
         return record is not None and record.serve.is_alive()
 
+    def has_left_flows(self) -> bool:
+        """Whether what serves is there and the server's process is not: flow runs go on that nobody could cancel."""
+        record = self._recorded()
+        return record is not None and record.serve.is_alive() and not record.server.is_alive()
+
     def stop(self) -> bool:
         """End both processes and every flow run of theirs; False when none was up."""
         record = self._recorded()
