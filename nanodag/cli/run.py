@@ -1,6 +1,7 @@
 """`nanodag run`: refuse a wrong config, bring the server up, start the flow, show how it goes."""
 
 import contextlib
+import os
 import signal
 import sys
 import time
@@ -120,26 +121,34 @@ def _of_store(overrides: Sequence[str]) -> list[str]:
 
 
 def take_over(store: Store, name: str, server: LocalServer, console: Console) -> None:
-    """Return when no process executes that run; one that is about to end, as after Ctrl-C, is waited for.
+    """Return when no process executes that run; one that is about to end, as after Ctrl-C, is waited for. One whose
+    Prefect server has died is asked to end, and leaves checkpoints: nobody could follow or cancel it any more.
 
     Raises StoreBusy when a process that is alive runs it.
     """
     deadline, has_said = time.monotonic() + STOP_TIMEOUT_S, False
     while (before := store.find_run(name)) is not None and before.is_alive:
-        if time.monotonic() > deadline or not _is_ending(server, before):
+        why = _why_it_ends(server, before)
+        if time.monotonic() > deadline or not why:
             raise StoreBusy(f"Run {name} is under way in process {before.pid}; wait for it, or stop it.")
         if not has_said:
-            console.print(f"Run {name} is still being stopped; waiting for that ...", style="dim")
+            text = f"Run {name} {why}; waiting for its process {before.pid} to end, {STOP_TIMEOUT_S:.0f} s at most ..."
+            console.print(text, style="dim")
             has_said = True
+            if server.has_left_flows():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(before.pid, signal.SIGTERM)
         time.sleep(0.2)
 
 
-def _is_ending(server: LocalServer, record: RunRecord) -> bool:
-    """True when the flow run of a record was cancelled, or has ended, and only its process is still there."""
-    running = server.running()
-    if running is None or not record.flow_run:
-        return False
-    return running.api().run_state(record.flow_run)["type"] in ("CANCELLING", *FINAL_STATES)
+def _why_it_ends(server: LocalServer, record: RunRecord) -> str:
+    """Why the process of a record is about to end, though it is alive; empty where it is not."""
+    if not record.flow_run:
+        return ""
+    if (running := server.running()) is None:
+        return "has lost its Prefect server"
+    is_ending = running.api().run_state(record.flow_run)["type"] in ("CANCELLING", *FINAL_STATES)
+    return "is still being stopped" if is_ending else ""
 
 
 def choose_stale(console: Console, record: RunRecord | None, pipeline: Pipeline, *, build: bool, may_ask: bool) -> str:

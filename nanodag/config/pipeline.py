@@ -64,7 +64,7 @@ class ClusterConfig(Section):
 
     hostfile: str = "none"
     """A hostfile of DeepSpeed's format, with lines such as `worker-2 slots=8`; one of them is this machine. `none`: no
-    other machines."""
+    other machines. Variables, as in `$HOME/hosts-$SLURM_JOB_ID`, are filled in where the stage runs."""
     ssh_command: str = "ssh -o BatchMode=yes -o ServerAliveInterval=15 {host}"
     """The command that runs another one on {host} without asking for a password."""
 

@@ -344,7 +344,8 @@ def _absolute_paths(tree: dict[str, Any], base: Path) -> None:
             places.append((table, "urls_file", "none"))
     for table, field, default in places if isinstance(store, dict) else places[:2]:
         value = table.get(field, default)
-        if isinstance(value, str) and value not in ("", "none", "auto") and "://" not in value:
+        is_known = isinstance(value, str) and value not in ("", "none", "auto") and "://" not in value
+        if is_known and not (field in ("hostfile", "urls_file") and value.startswith("$")):  # filled in where it runs
             table[field] = str(base / _expanded(value))
 
 

@@ -37,6 +37,8 @@ OK = HTTPStatus.OK
 LOST = (aiohttp.ClientError, TimeoutError, OSError)
 
 REFUSALS = (400, 401, 403, 413, 421, 422)  # it will refuse the same again
+TABLES = ("/model_info", "/server_info")  # every sampler has them: what does not, or sends one elsewhere, is none
+MAY_PASS = (408, 425, 429)
 
 
 class SamplerClient:
@@ -248,16 +250,20 @@ class SamplerClient:
 
     async def model_info(self) -> dict[str, Any]:
         """What the sampler says of its model: model_path, weight_version and more."""
-        return await self._table("/model_info")
+        return await self._table(TABLES[0])
 
     async def server_info(self) -> dict[str, Any]:
         """What the sampler says of itself: dtype, context_length, version and more."""
-        return await self._table("/server_info")
+        return await self._table(TABLES[1])
 
     async def _table(self, path: str) -> dict[str, Any]:
+        """Raises BadRequest where something that is no sampler answers."""
         content = await self._call("GET", path)
-        with self._understood(path):
-            return dict(from_json(content).items())
+        try:
+            with self._understood(path):
+                return dict(from_json(content).items())
+        except SamplerError as error:
+            raise BadRequest(str(error)) from error
 
     async def open(self, method: str, path: str, body: bytes | None) -> aiohttp.ClientResponse:
         """The sampler's answer as it comes, whatever its status. Whoever asks closes it. Raises SamplerLost."""
@@ -313,7 +319,8 @@ class SamplerClient:
 
     def _raise_for(self, path: str, status: int, content: bytes) -> NoReturn:
         message = f"{path} of {self.url} answered {status}: {_reason(content)}"
-        raise BadRequest(message) if status in REFUSALS else SamplerError(message)
+        is_none = path in TABLES and 300 <= status < 500 and status not in MAY_PASS
+        raise BadRequest(message) if status in REFUSALS or is_none else SamplerError(message)
 
     def _lost(self, path: str, error: BaseException) -> SamplerLost:
         return SamplerLost(f"the sampler at {self.url} was lost at {path}: {type(error).__name__} {error}".rstrip())

@@ -9,6 +9,7 @@ machine, or would be void, is refused too (nanodag.plan).
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,10 +17,12 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from nanodag.config import Pipeline
-from nanodag.errors import ConfigError
-from nanodag.errors.words import counted
-from nanodag.host.machine import detect
+from nanodag.errors import ConfigError, StageKilled
+from nanodag.errors.words import counted, size
+from nanodag.host.machine import detect, usable_memory
 from nanodag.plan.make import check_plan
 from nanodag.store import write_json
 from nanodag.store.atomic import writing
@@ -37,7 +40,8 @@ def check_before_start(
     stages: Collection[str] = (),
     to_build: Collection[str] | None = None,
 ) -> None:
-    """Raise ConfigError with a line for each thing that a stage would fail for, or that does not fit this machine.
+    """Raise ConfigError with a line for each thing that a stage would fail for, or that does not fit this machine;
+    StageKilled when the process that looks was ended from outside.
 
     remembered: a folder for what has passed. stages: those that are to be run; all unless given. to_build: those of
     them that are not finished: only these must fit.
@@ -84,6 +88,7 @@ def _still_holds(mark: Path) -> bool:
 
 def _look(asked: dict[str, Any]) -> dict[str, Any]:
     """What the process found. What a user's module prints goes nowhere; where one ends the process, that is a fault."""
+    memory, total = min(psutil.virtual_memory().available, usable_memory()), usable_memory()
     environment = os.environ | {"PYTHONSAFEPATH": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK": "1"}
     with tempfile.TemporaryDirectory(prefix="nanodag-") as folder:
         answer, doing = Path(folder) / "answer.json", Path(folder) / "doing"
@@ -99,12 +104,19 @@ def _look(asked: dict[str, Any]) -> dict[str, Any]:
                 timeout=TIMEOUT_S,
                 check=False,
             )
-            how = f"ended the process that looks at it, with code {done.returncode}"
+            code, stderr = done.returncode, done.stderr
+            how = f"ended the process that looks at it, with code {code}"
         except subprocess.TimeoutExpired:
-            how = f"takes longer than {TIMEOUT_S:.0f} s"
+            code, stderr, how = 0, "", f"takes longer than {TIMEOUT_S:.0f} s"
         if answer.exists():
             return json.loads(answer.read_text())
         what = doing.read_text() if doing.exists() else ""
+        if -code in (signal.SIGKILL, signal.SIGTERM):
+            during = f", while it looked at {what}" if what else ""
+            raise StageKilled(
+                f"The check before the start was ended by {signal.Signals(-code).name}{during} (often: out of memory; "
+                f"{size(memory)} of {size(total)} were free when it began): make room and run it again."
+            )
         if not what:  # a fault of ours: its traceback
-            raise RuntimeError(f"nanodag.run.preflight_checks {how}:\n{done.stderr[-4000:]}")
+            raise RuntimeError(f"nanodag.run.preflight_checks {how}:\n{stderr[-4000:]}")
         return {"faults": [f"{what} {how}"], "relied_on": {}}

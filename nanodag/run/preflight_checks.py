@@ -76,8 +76,9 @@ class Checks:
         """Look at whatever a stage names."""
         stage = self._pipeline.stages[name]
         if stage.resources.num_nodes > 1 or (isinstance(stage, RLStage) and stage.sampler.nodes):
-            hostfile = self._pipeline.cluster.hostfile
-            self._try("cluster.hostfile", hostfile, lambda: self._need_file(hostfile))
+            hostfile = os.path.expandvars(self._pipeline.cluster.hostfile)
+            if "$" not in hostfile:  # else it is known where the stage runs, and not here
+                self._try("cluster.hostfile", hostfile, lambda: self._need_file(hostfile))
         if ":" in stage.kind:
             for module in (stage.kind.partition(":")[0], find_kind(stage.kind).module):
                 self._try(f"{name}.kind", f"module {module}", partial(self._module, module))

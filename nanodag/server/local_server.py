@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -95,6 +95,7 @@ class LocalServer:
         self._database, self._password_file = settings.database, settings.password_file
         self._proxy_names = settings.proxy_names
         self._start_timeout_s = settings.start_timeout_s
+        self._started: list[ProcessId] = []  # by this object, for the call under way
 
     def running(self) -> RunningServer | None:
         """The server that is up and answering, with its serve process; None otherwise."""
@@ -109,10 +110,15 @@ class LocalServer:
         whether anything is.
 
         Raises ServerError when the server does not answer: with the log's last lines for one that ended, or did not get
-        on for start_timeout_s, while it started; after BUSY_FOR_S for one that was up.
+        on for start_timeout_s, while it started; after BUSY_FOR_S for one that was up. StoreError where its folder
+        cannot be written. However this is left without a server, what it started is ended.
         """
         read_login(self._password_file)  # refused before anything starts
-        with locked(self.home / "start.lock", timeout_s=2 * self._start_timeout_s):
+        with (
+            locked(self.home / "start.lock", timeout_s=2 * self._start_timeout_s),
+            writing(f"Starting Prefect's server in {self.home}"),
+            self._all_or_nothing(),
+        ):
             record = self._recorded()
             if record is not None and record.server.is_alive() and record.settings != self._settings():
                 raise ServerError(
@@ -129,16 +135,32 @@ class LocalServer:
                     record = self._ready(record)
                     if record.serves == self._to_serve() or record.api().num_active_runs():
                         return record
-                except _Ended:
+                except ServerError:
                     if record.serve.is_alive():  # it was the server; nobody can be asked what is under way
                         raise
                 self._end(record.serve)
             return self._serve(server, port, say)
 
+    @contextlib.contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """End what is started in the block where it is left by an error or Ctrl-C."""
+        self._started.clear()
+        try:
+            yield
+        except BaseException:
+            for process in reversed(self._started):
+                self._end(process)
+            raise
+
     def serves(self) -> bool:
         """Whether a process that serves the flows is there, be it another than before."""
         record = self._recorded()
         return record is not None and record.serve.is_alive()
+
+    def has_left_flows(self) -> bool:
+        """Whether what serves is there and the server's process is not: flow runs go on that nobody could cancel."""
+        record = self._recorded()
+        return record is not None and record.serve.is_alive() and not record.server.is_alive()
 
     def stop(self) -> bool:
         """End both processes and every flow run of theirs; False when none was up."""
@@ -266,7 +288,7 @@ class LocalServer:
         while not is_up():
             for process, log_name in ((running.server, "server.log"), (running.serve, "serve.log")):
                 if not process.is_alive():
-                    raise _Ended(f"Prefect's process ended while it started.\n{self._tail(log_name)}")
+                    raise ServerError(f"Prefect's process ended while it started.\n{self._tail(log_name)}")
             if patience.is_over():
                 raise ServerError(
                     f"Prefect's server did not come up: {patience} (server.start_timeout_s is "
@@ -300,7 +322,8 @@ class LocalServer:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        return ProcessId(pid=process.pid, started=process_started(psutil.Process(process.pid)))
+        self._started.append(ProcessId(pid=process.pid, started=process_started(psutil.Process(process.pid))))
+        return self._started[-1]
 
     def _environment(self, port: int) -> dict[str, str]:
         """The caller's environment without its Prefect and nanodag settings, with ours."""
@@ -342,10 +365,6 @@ class LocalServer:
         path = self.home / log_name
         lines = path.read_text(errors="replace").splitlines()[-TAIL_LINES:] if path.exists() else []
         return "\n".join([f"Last lines of {path}:", *(f"  {line}" for line in lines)])
-
-
-class _Ended(ServerError):
-    """A process ended while it started."""
 
 
 def server_of(pipeline: Pipeline, store: Store, file: Path) -> LocalServer:

@@ -49,11 +49,11 @@ class RemoteBackend:
     def names(self, folder: str) -> list[str]:
         """As LocalBackend.names."""
         self._fs.invalidate_cache()
-        with self._asking(f"Listing {folder}"):
-            try:
+        try:
+            with self._asking(f"Listing {folder}"):
                 entries = self._fs.ls(f"{self._root}/{folder}", detail=False)
-            except FileNotFoundError:
-                return []
+        except FileNotFoundError:
+            return []
         return [str(e).rstrip("/").rsplit("/", 1)[-1] for e in entries]
 
     def listing(self, folder: str) -> dict[str, int]:
@@ -155,13 +155,8 @@ class RemoteBackend:
         """Copy a file there. Raises StoreError when that fails, FileNotFoundError when there is no `source`."""
         target = f"{self._root}/{path}"
         with self._asking(f"Writing {path}"):
-            try:
-                self._make_parent(target)
-                self._fs.put_file(str(source), target)
-            except FileNotFoundError as error:
-                if not source.is_file():
-                    raise
-                raise StoreError(f"Writing {path} into {self._url} failed: {error}. Is there such a bucket?") from error
+            self._make_parent(target)
+            self._fs.put_file(str(source), target)
 
     def hide(self, key: str, attempt: str) -> str:
         """As LocalBackend.hide: without its manifest an attempt does not count."""
@@ -217,16 +212,30 @@ class RemoteBackend:
 
     @contextlib.contextmanager
     def _asking(self, what: str) -> Iterator[None]:
-        """Make one StoreError of what a driver raises; FileNotFoundError stays."""
+        """Make one StoreError of what a driver raises; FileNotFoundError stays, but for a missing bucket."""
         try:
             yield
-        except (FileNotFoundError, NanodagError):
+        except NanodagError:
+            raise
+        except FileNotFoundError as error:
+            if not self._has_folders and _is_of_a_bucket(error):
+                bucket = self._root.partition("/")[0]
+                raise StoreError(
+                    f"There is no bucket {bucket!r} (store.url is {self._url}). Make it, or set another with "
+                    "store.url=URL."
+                ) from error
             raise
         except _driver_errors() as error:
             raise StoreError(
                 f"{what} in {self._url} failed ({type(error).__name__}: {error}). Look at address, credentials and "
                 "network; nothing that was there before was touched."
             ) from error
+
+
+def _is_of_a_bucket(error: FileNotFoundError) -> bool:
+    """True when what is missing is the bucket, as S3's driver has it in the error's cause, others in its text."""
+    answer = getattr(error.__cause__, "response", {}).get("Error", {})
+    return answer.get("Code") == "NoSuchBucket" or "bucket does not exist" in str(error)
 
 
 def _driver_errors() -> tuple[type[Exception], ...]:

@@ -100,22 +100,30 @@ class Children:
             if not ended or self._released.is_set() or self._is_stopping():
                 return self.failure is not None
             # One that a signal ended, or that lies beyond a lost connection, comes first.
-            ended.sort(key=lambda item: (item[1].returncode != CONNECTION_LOST, item[1].returncode))
+            ended.sort(key=lambda item: (item[1].returncode != CONNECTION_LOST, not _signal_of(item[1].returncode)))
             name, process = ended[0]
             failure = StageFailed(f"{name} (pid {process.pid}) {_how(process.returncode)}.")
             self.failure = self.failure or failure
-            if process.returncode < 0 or process.returncode == CONNECTION_LOST:
+            if number := _signal_of(process.returncode):
                 self.killed = self.killed or failure
-                self.exit_code = 128 + (-process.returncode if process.returncode < 0 else signal.SIGKILL)
+                self.exit_code = 128 + number
             return True
+
+
+def _signal_of(code: int) -> int:
+    """The signal that ended a child, here or under the watchdog of another machine; 0 for none. What lies beyond a lost
+    connection counts as killed."""
+    if code == CONNECTION_LOST:
+        return signal.SIGKILL
+    return -code if code < 0 else max(0, code - 128)
 
 
 def _how(code: int) -> str:
     if code == CONNECTION_LOST:
         return "lost its connection"
-    if code >= 0:
+    if not (number := _signal_of(code)):
         return f"ended with code {code}; its own lines above say why"
-    name = signal.Signals(-code).name
+    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     return f"was ended by {name}" + (" (often: out of memory)" if name == "SIGKILL" else "")
 
 

@@ -31,10 +31,18 @@ _EXCEPTION = re.compile(
     r"|Failed|Killed|Stopped|Interrupted))"
     r"(?:: (?P<message>.*))?"
 )
-_CONSEQUENCE = re.compile(
-    r"ChildFailedError|CalledProcessError|BrokenProcessPool|RemoteException|Trainer rank \d+ ended|closed by peer"
-    r"|[Rr]emote process exited|DistBackendError|BrokenPipeError|ConnectionResetError"
+# How gloo, NCCL and torch's stores tell of a rank that is gone, in any process that waited for it.
+_LOST_RANK = re.compile(
+    r"gloo/transport/tcp/(?:pair|buffer|unbound_buffer)\.cc|connectFullMesh|[Cc]onnection closed by (?:remote )?peer"
+    r"|failed to pass monitoredBarrier|[Rr]emote process exit|NCCL (?:error|communicator was aborted)"
+    r"|Watchdog caught collective operation timeout|Dist(?:Backend|Network|Store)Error"
 )
+_CONSEQUENCE = re.compile(
+    rf"{_LOST_RANK.pattern}|ChildFailedError|CalledProcessError|BrokenProcessPool|RemoteException"
+    r"|Trainer rank \d+ ended|its own lines above say why|BrokenPipeError|ConnectionResetError"
+)
+_RANK_SIGNAL = re.compile(r"(?P<is_first>failed \()?exitcode *: -(?P<signal>\d+)\b.*\(pid: (?P<pid>\d+)\)")
+_TORCHRUN_KILLED = re.compile(r"Unable to shutdown process (?P<pid>\d+) via")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +177,9 @@ def cause_of(ended: Ended, *, stage: str, kind: str, run: str, composed: str = "
     code = ended.code if last else _rank_ended_by_signal(ended.lines) or ended.code
     if code == STOPPED_EXIT_CODE or code > 128:
         return _signalled(replace(ended, code=code), resume, words)
+    if not last and (line := next((line for line in exceptions if _LOST_RANK.search(line)), "")):
+        what = f"lost one of its ranks, which left no reason (often: out of memory): {line}"
+        return Cause(error=StageKilled, what=what, advice=words["by_itself"] + resume.removeprefix("Then "))
     line = last or (exceptions[-1] if exceptions else _last_words(ended))
     return Cause(error=StageFailed, what=f"failed: {line}", advice=f"Mend what the log says. {resume}")
 
@@ -229,9 +240,15 @@ def _signalled(ended: Ended, resume: str, words: dict[str, str]) -> Cause:
 
 
 def _rank_ended_by_signal(lines: Sequence[str]) -> int:
-    """128 + signal where torchrun says that a signal ended a rank, else 0: torchrun itself then ends with 1."""
-    matches = [match for line in lines if (match := re.search(r"failed \(exitcode: -(\d+)\)", line))]
-    return 128 + int(matches[0][1]) if matches else 0
+    """128 + signal where torchrun says that a signal ended a rank, else 0: torchrun itself then ends with 1.
+
+    Signals that torchrun sent to the others do not count; SIGABRT, by which NCCL ends those that wait for a lost rank,
+    counts where there is no other.
+    """
+    killed = {match["pid"] for line in lines if (match := _TORCHRUN_KILLED.search(line))}
+    matches = [match for line in lines if (match := _RANK_SIGNAL.search(line)) and match["pid"] not in killed]
+    numbers = [int(match["signal"]) for match in matches if match["is_first"] or int(match["signal"]) != signal.SIGTERM]
+    return 128 + min(numbers, key=lambda number: number in (signal.SIGABRT, signal.SIGTERM)) if numbers else 0
 
 
 def _exceptions(lines: Sequence[str]) -> list[str]:

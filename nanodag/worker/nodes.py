@@ -44,7 +44,7 @@ SHARE_IT = "All nodes must share the store's local folder: put store.url, or sto
 REACH_TIMEOUT_S = 600.0  # as long as a machine may take to start again
 AGAIN_AFTER_S = 5.0
 END_TIMEOUT_S = 30.0  # over the watchdog's grace period on the other side
-MOMENT_S = 5.0
+MOMENT_S = 30.0  # over the watchdog's grace period, after which it says what ended a node
 # What another node takes over of this one's environment, beside what is set for the stage.
 PASSED_ON = (
     *("NCCL_", "GLOO_", "UCX_", "FI_", "CUDA_", "TORCH", "DS_", "OMP_", "MKL_", "GOMP_", "MALLOC_", "HF_"),
@@ -62,6 +62,15 @@ class Host:
 
     name: str
     slots: int
+
+
+def hostfile_of(cluster: ClusterConfig) -> Path:
+    """The hostfile, its variables filled in here: each job of a cluster's scheduler may have one of its own. Raises
+    ConfigError when one of them is not set."""
+    path = Path(os.path.expandvars(cluster.hostfile)).expanduser()
+    if "$" in str(path) and not path.exists():
+        raise ConfigError(f"cluster.hostfile {cluster.hostfile} names a variable that is not set where the stage runs.")
+    return path
 
 
 def read_hostfile(path: Path) -> list[Host]:
@@ -144,7 +153,7 @@ class Nodes:
         self._num_nodes = resources.num_nodes
         self._ranks_per_node = int(resources.num_ranks) // self._num_nodes
         self._workspace = job.workspace
-        path = Path(os.path.expandvars(self._cluster.hostfile))  # one for each job of a cluster's scheduler
+        path = hostfile_of(self._cluster)
         hosts = read_hostfile(path)
         self._hosts = chosen(hosts, nodes=self._num_nodes, ranks_per_node=self._ranks_per_node, path=path)
         self.address = seen_address(self._hosts[1].name)
@@ -307,7 +316,7 @@ def address_of(up: Path, token: str) -> str:
 
 def sampler_hosts(cluster: ClusterConfig, resources: Resources, count: int) -> list[str]:
     """The hosts of samplers that have nodes of their own: those after the trainer's. Raises as `chosen`."""
-    path = Path(os.path.expandvars(cluster.hostfile))
+    path = hostfile_of(cluster)
     each = int(resources.num_ranks) // resources.num_nodes
     found = chosen(read_hostfile(path), nodes=resources.num_nodes + count, ranks_per_node=each, path=path)
     return [host.name for host in found[resources.num_nodes :]]

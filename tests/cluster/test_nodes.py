@@ -1,5 +1,6 @@
 """Which machines a stage takes, how they are reached, and what is refused before anything starts."""
 
+import json
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from pydantic import ValidationError
 
 from nanodag.config.derive import derive
 from nanodag.config.pipeline import ClusterConfig, Pipeline
+from nanodag.config.resolve import resolve
 from nanodag.config.stage_base import Resources
 from nanodag.errors import ConfigError, NodeLost, StageInterrupted, StageKilled
 from nanodag.host.machine import detect
@@ -162,6 +164,20 @@ def test_a_hostfile_may_be_named_by_a_variable(reached, tmp_path, monkeypatch):
     cluster = {"hostfile": f"{tmp_path}/hostfile-$JOB", "ssh_command": "ssh {host}"}
     again = Nodes(SimpleNamespace(config=config, context={"cluster": cluster}, workspace=tmp_path / "work"))
     assert again._hosts == made._hosts
+
+
+@pytest.mark.parametrize("named", ["$HOME/hostfile-$JOB", "~/hostfile-$JOB"])
+def test_a_hostfile_below_the_home_folder_is_found_by_variable_and_by_tilde(tmp_path, monkeypatch, named):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    base = {"kind": "import", "model": "file:/m"}
+    document = {"default": "x", "cluster": {"hostfile": named}, "presets": {"x": {"stages": {"base": base}}}}
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "pipeline.yaml").write_text(json.dumps(document))
+    cluster = resolve(tmp_path / "sub" / "pipeline.yaml").pipeline.cluster
+    with pytest.raises(ConfigError, match=r"\$JOB names a variable that is not set where the stage runs"):
+        nodes.hostfile_of(cluster)
+    monkeypatch.setenv("JOB", "77")
+    assert nodes.hostfile_of(cluster) == tmp_path / "hostfile-77"
 
 
 def test_a_node_without_the_workspace_is_a_config_error(reached, tmp_path):

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from nanodag.config import resolve
-from nanodag.errors import ConfigError, MissingTool
+from nanodag.errors import ConfigError, MissingTool, StageKilled
 from nanodag.host.folders import PROJECT
 from nanodag.host.machine import machine_of
 from nanodag.inference.sglang_install import PYTHON_VARIABLE
@@ -245,6 +245,22 @@ def test_nothing_of_the_users_is_imported_here_and_a_module_that_ends_its_proces
     with pytest.raises(ConfigError, match=r"preset 'one': rl.reward.0: .*ends_pf:f ended the process .* with code 7"):
         check(folder, "rl.reward=ends_pf:f")
     assert "ends_pf" not in sys.modules
+
+
+def test_a_check_that_was_killed_says_so_and_what_memory_there_was_and_blames_no_value(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    (folder / "killed_pf.py").write_text("import os\nos.kill(os.getpid(), 9)\n")
+    with pytest.raises(StageKilled, match=r"check before the start was ended by SIGKILL, while .* GB of .* free") as at:
+        check(folder, "rl.reward=killed_pf:f")
+    assert len(str(at.value).splitlines()) == 1
+
+
+def test_a_check_that_was_killed_before_it_looked_at_anything_is_no_traceback(folder, monkeypatch):
+    (folder / "killed").write_text("#!/bin/sh\nkill -9 $$\n")
+    (folder / "killed").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(folder / "killed"))
+    with pytest.raises(StageKilled, match=r"^The check before the start was ended by SIGKILL \("):
+        check(folder, "base.seed=77")
 
 
 def test_what_passed_is_looked_at_again_only_when_it_has_changed(folder, monkeypatch):

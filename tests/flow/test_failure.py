@@ -115,6 +115,51 @@ def test_what_a_cause_brought_about_in_other_processes_is_not_the_cause():
     assert found.what == "diverged: TrainingDiverged: The loss is nan at step 2."
 
 
+GLOO = "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:387: "
+LOST_RANK = [
+    GLOO + "Connection reset by peer. This is typically caused by a remote worker hanging",
+    "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4",
+    "RuntimeError: [../gloo/transport/tcp/pair.cc:446] writev [10.0.0.2]:4: Broken pipe",
+    "RuntimeError: [../gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation",
+    "RuntimeError: Gloo connectFullMesh failed with [../gloo/transport/tcp/pair.cc:144] no error",
+    "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.hpp, ncclRemoteError: A call failed",
+    "RuntimeError: NCCL communicator was aborted on rank 1.",
+    "torch.distributed.DistNetworkError: Failed to recv, got 0 bytes. Connection was likely closed.",
+    "nanodag.errors.StageFailed: Trainer rank 0: [../gloo/transport/tcp/pair.cc:537] Connection reset by peer",
+]
+CHILD_FAILED = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: "
+
+
+@pytest.mark.parametrize("line", LOST_RANK)
+@pytest.mark.parametrize(
+    "torchrun",
+    [
+        ["E1121 failed (exitcode: -9) local_rank: 1 (pid: 77) of binary: /usr/bin/python", CHILD_FAILED],
+        # The one that waited was seen first, in the same look.
+        ["E1121 failed (exitcode: 1) local_rank: 0 (pid: 76) of binary: p", CHILD_FAILED, "  exitcode  : -9 (pid: 77)"],
+        [CHILD_FAILED, "  exitcode  : -6 (pid: 76)  (SIGABRT)", "  exitcode  : -9 (pid: 77)  (SIGKILL)"],
+    ],
+)
+def test_a_rank_that_a_signal_ended_wins_over_what_the_others_say_of_it(line, torchrun):
+    verdict = cause(f"[rank0]: {line}", *torchrun)
+    assert (verdict.error, verdict.what) == (StageKilled, "was ended by SIGKILL (often: out of memory)")
+
+
+@pytest.mark.parametrize("line", LOST_RANK)
+def test_a_lost_rank_of_which_nobody_says_more_is_worth_another_try(line):
+    verdict = cause(line, CHILD_FAILED, restarts_left=2)
+    assert verdict.error is StageKilled and verdict.what.startswith("lost one of its ranks")
+    assert "started again by itself, 2 times at most" in verdict.advice
+
+
+def test_a_signal_that_torchrun_sent_is_not_the_cause():
+    closing = "W1121 Unable to shutdown process 77 via Signals.SIGTERM, forcefully exiting via Signals.SIGKILL"
+    table = ["  exitcode  : -9 (pid: 77)  (SIGKILL)", "  exitcode  : -15 (pid: 78)  (SIGTERM)"]
+    exited = ["E1121 failed (exitcode: 3) local_rank: 0 (pid: 76) of binary: p", closing, CHILD_FAILED, *table]
+    assert cause(*exited).error is StageFailed
+    assert cause("[rank1]: KeyError: 'loss'", f"[rank0]: {LOST_RANK[0]}", *exited).what == "failed: KeyError: 'loss'"
+
+
 def test_what_was_got_over_is_not_the_cause():
     assert (
         cause("httpx.ConnectError: refused", "ValueError: a row is empty").what == "failed: ValueError: a row is empty"

@@ -1,5 +1,6 @@
 """What becomes of the process that serves the flows when Prefect's server is slow, silent or gone. No Prefect here."""
 
+import errno
 import json
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import psutil
 import pytest
 
 from nanodag.config.pipeline import ServerConfig
-from nanodag.errors import ServerError
+from nanodag.errors import ServerError, StoreError
 from nanodag.server import local_server as server_module
 from nanodag.server.local_server import Api, LocalServer, ProcessId, RunningServer
 from nanodag.store.provenance import process_started
@@ -239,3 +240,39 @@ def test_who_watches_a_run_looks_for_the_process_that_serves_now(prefect, record
     assert not server.serves()
     (tmp_path / "server.json").write_text(json.dumps(asdict(replace(found, serve=process()))))
     assert server.serves()
+
+
+@pytest.mark.parametrize("fault", ["it ended", "a full disk", "Ctrl-C"])
+def test_where_prefect_does_not_start_nothing_that_was_started_stays_and_one_error_says_why(
+    tmp_path, monkeypatch, fault
+):
+    (tmp_path / "pipeline.yaml").write_text("default: tiny\n")
+    made = LocalServer(tmp_path, store_url="", file=tmp_path / "pipeline.yaml", settings=ServerConfig())
+    popen, started = subprocess.Popen, []
+
+    def begin(command, **how):
+        fails = fault == "it ended" and "flows.prefect_server" in command
+        code = "raise SystemExit('no module')" if fails else "import time; time.sleep(500)"
+        started.append(popen([sys.executable, "-S", "-c", code], **how))
+        return started[-1]
+
+    def full(path, value):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def interrupted(self, record, is_up):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(server_module.subprocess, "Popen", begin)
+    if fault == "a full disk":
+        monkeypatch.setattr(server_module, "write_json", full)
+    if fault == "Ctrl-C":
+        monkeypatch.setattr(LocalServer, "_wait_for", interrupted)
+    error, text = {
+        "it ended": (ServerError, r"(?s)^Prefect's process ended while it started.*no module"),
+        "a full disk": (StoreError, r"^Starting Prefect's server in .* failed .* The disk is full: free some"),
+        "Ctrl-C": (KeyboardInterrupt, None),
+    }[fault]
+    with pytest.raises(error, match=text) as raised:
+        made.ensure(print)
+    assert raised.type is error, "no name of ours that nobody knows"
+    assert len(started) == 2 and None not in [process.wait(timeout=20) for process in started]

@@ -1,6 +1,7 @@
 """Which store a command looks into, and that `nanodag run` waits for a run that is being stopped."""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -77,7 +78,7 @@ def test_a_run_is_looked_up_by_name_in_the_store_that_is_named(project, monkeypa
 
 def server_that_says(state):
     api = SimpleNamespace(run_state=lambda flow_run: {"type": state})
-    return SimpleNamespace(running=lambda: SimpleNamespace(api=lambda: api))
+    return SimpleNamespace(running=lambda: SimpleNamespace(api=lambda: api), has_left_flows=lambda: False)
 
 
 def test_a_run_that_is_being_stopped_is_waited_for_and_one_under_way_is_not(project):
@@ -88,3 +89,21 @@ def test_a_run_that_is_being_stopped_is_waited_for_and_one_under_way_is_not(proj
     threading.Timer(0.5, run.close).start()
     take_over(run.store, "r", server_that_says("CANCELLING"), make_console())
     assert time.monotonic() - began >= 0.5
+
+
+@pytest.mark.parametrize("has_left_flows", [False, True])
+def test_a_run_whose_prefect_server_is_gone_is_waited_for_and_ended_where_nobody_else_does(
+    project, capsys, monkeypatch, has_left_flows
+):
+    run = open_run("r", file="", preset="tiny", overrides=[], flow_run="f")
+    gone = SimpleNamespace(running=lambda: None, has_left_flows=lambda: has_left_flows)
+    signals = []
+    monkeypatch.setattr(os, "kill", lambda *sent: signals.append(sent))
+    threading.Timer(0.5, run.close).start()
+    began = time.monotonic()
+    take_over(run.store, "r", gone, make_console())
+    assert time.monotonic() - began >= 0.5
+    assert signals == [(os.getpid(), signal.SIGTERM)] * has_left_flows
+    assert f"r has lost its Prefect server; waiting for its process {os.getpid()} to end" in (
+        " ".join(capsys.readouterr().out.split())
+    )

@@ -282,9 +282,33 @@ def test_those_that_do_not_fit_end_the_stage_at_its_begin_with_every_reason_and_
                 await samplers._others.attachments.first_look()
             said = str(error.value)
             assert f"{servers[0].url}: its dtype is bfloat16" in said
-            assert "answered 401: no key (its key stands in a file behind its URL)" in said
+            assert "answered 401: no key (" in said and "its key stands in a file behind its URL" in said
             assert "does not see what this machine writes" in said and "weights.sync: distributed" in said
             assert servers[3].url not in said and servers[4].url not in said
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_refused"),
+    [
+        ({"status": 404, "text": "Not Found"}, True),
+        ({"status": 302, "headers": {"location": "/login"}}, True),
+        ({"text": "<html>It works!</html>", "content_type": "text/html"}, True),
+        ({"status": 503, "text": "it starts"}, False),
+    ],
+)
+def test_a_router_or_web_server_is_refused_at_once_and_a_server_that_starts_is_waited_for(tmp_path, answer, is_refused):
+    class Other(Foreign):
+        async def model_info(self, body):
+            return web.Response(**answer)
+
+    async def work():
+        async with fleet(tmp_path, [Other()]) as samplers:
+            if not is_refused:
+                return await samplers._others.attachments.first_look()
+            with pytest.raises(SamplerError, match=r"cannot be used.*/model_info of .*no router or web server"):
+                await samplers._others.attachments.first_look()
 
     asyncio.run(work())
 

@@ -193,6 +193,15 @@ def test_a_child_that_ends_unasked_ends_the_others_and_is_named():
     children.end()
 
 
+def test_a_child_whose_watchdog_says_that_a_signal_ended_it_counts_as_killed():
+    """As of a trainer's node whose torchrun was killed."""
+    children = Children()
+    children.start("Trainer ranks on there", [sys.executable, "-c", "raise SystemExit(137)"], os.environ).wait()
+    assert "was ended by SIGKILL (often: out of memory)" in str(children.cause_of(ValueError("broken pipe")))
+    assert children.exit_code == 137
+    children.end()
+
+
 def test_while_stopping_a_child_may_end():
     children = Children(is_stopping=lambda: True)
     process = children.start("The sampler", [sys.executable, "-c", ""], os.environ)

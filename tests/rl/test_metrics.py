@@ -5,6 +5,7 @@ from itertools import combinations
 
 import pytest
 
+from nanodag.rl.control.checks import warn_of_first_step
 from nanodag.rl.rollouts.metrics import pass_at, repetition, rollout_metrics, speeds
 from tests.rl.models import rollout
 
@@ -54,3 +55,14 @@ def test_speeds_are_over_the_time_that_each_side_worked():
     found = speeds(values, {"train": 4.0, "trainer_waits": 99.0}, num_parameters=10, num_head_parameters=4)
     assert found == {"sampled_tokens_per_second": 30.0, "tokens_per_second": 25.0, "mfu": 0.15}  # 6 x 1,200 / 4 s
     assert speeds(sampled, {}, num_parameters=10, num_head_parameters=4) == {"sampled_tokens_per_second": 30.0}
+
+
+def test_the_first_step_says_that_nothing_was_trained_and_that_most_responses_were_cut(caplog):
+    values = {"truncated_share": 0.7, "reward": 0.25, "dropped_no_spread": 8.0}
+    warn_of_first_step(values, is_trained=False, max_new_tokens=64)
+    nothing, cut = (record.getMessage() for record in caplog.records)
+    assert "Step 1 trained nothing" in nothing and "dropped_no_spread 8; mean reward 0.25" in nothing
+    assert "70 % of the responses were cut at max_new_tokens 64" in cut
+    caplog.clear()
+    warn_of_first_step({"truncated_share": 0.4, "reward": 0.25}, is_trained=True, max_new_tokens=64)
+    assert not caplog.records

@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import signal
 import time
 from collections import Counter
@@ -14,7 +15,7 @@ from nanodag.rl.control.checks import check_ranks
 from nanodag.rl.rollouts.prompts import read_ledger
 from nanodag.worker.job import STOPPED_EXIT_CODE
 from tests.rl import resume
-from tests.rl.stages import end_group, make_job, run, same_in_the_end, slow_rewards, start, wait_for_step
+from tests.rl.stages import end_group, make_job, metrics, run, same_in_the_end, slow_rewards, start, wait_for_step
 
 STEPS = 10
 # Few answers begin with a letter: many groups have no spread, and are dropped.
@@ -28,6 +29,23 @@ def make_stage(folder, **values):
     job = make_job(folder, **(options | values))
     (folder / "tiny_reward.py").write_text(REWARD)
     return job
+
+
+@pytest.mark.parametrize("values", [{"sync": "disk"}, {"sync": "ipc", "max_staleness": 1}])
+def test_weights_that_no_update_changed_are_sent_once_and_a_killed_stage_ends_on_the_same_bytes(tmp_path, values):
+    values = {"over_sampling": 0, "max_staleness": 0, "prompts_per_step": 1, "samples_per_prompt": 3} | values
+    undisturbed = make_stage(tmp_path / "undisturbed", **values)
+    run(undisturbed)
+    log, version = (undisturbed.workspace / "worker.log").read_text(), metrics(undisturbed)[-1]["version"]
+    sent = [int(number) for number in re.findall(r"weights (\d+): (?:loaded|shared)", log)]
+    assert sent == sorted(set(sent)) and version < STEPS - 2, "as many steps change nothing"
+    assert set(sent) <= {*range(version + 1)} and {*sent} >= {*range(version)}
+    job = make_stage(tmp_path / "killed", **values)
+    process = start(job)
+    wait_for_step(job, process, 4)
+    end_group(process)
+    run(job)
+    same_in_the_end(job, undisturbed)
 
 
 @pytest.mark.slow

@@ -143,8 +143,14 @@ def test_gc_and_setting_aside_work_without_rename(store, product):
 
 
 def test_a_bucket_or_server_that_is_not_there_is_one_clear_error(server, product, tmp_path, monkeypatch):
-    with pytest.raises(StoreError, match="Is there such a bucket"):
-        publish(Store("s3://nanodag-none/x", local=tmp_path / "here"), product)
+    none = Store("s3://nanodag-none/x", local=tmp_path / "here")
+    for ask in (none.runs, none.keys, lambda: none.lookup(KEY), lambda: none.write_run(run_record("r"))):
+        with pytest.raises(StoreError, match=r"^There is no bucket 'nanodag-none' \(store.url is s3://nanodag-none/x"):
+            ask()
+    with pytest.raises(StoreError, match="There is no bucket 'nanodag-none'"):
+        publish(none, product)
+    with pytest.raises(StoreError, match="There is no bucket 'nanodag-none'"):
+        none._backend.push(product / "weights", "x")
     import s3fs
 
     s3fs.S3FileSystem.clear_instance_cache()

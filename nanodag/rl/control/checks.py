@@ -1,5 +1,6 @@
 """What must hold while an RL stage runs: functions that raise where it does not. No torch here."""
 
+import logging
 from collections.abc import Awaitable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -9,7 +10,11 @@ from nanodag.errors import CorruptArtifact, StageFailed
 from nanodag.rl.control.schedule import StopRequested
 from nanodag.worker.job import stop_requested
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+EMPTY_STEPS_IN_A_ROW = 10
+CUT_FROM = 0.5
 
 
 async def unless_stopped(work: Awaitable[T]) -> T:
@@ -34,6 +39,26 @@ def check_mismatch(found: float, weights: WeightsSection, *, is_stale: bool) -> 
             f"The log-probabilities of sampler and trainer differ by {found:.3g} nats a token on average; "
             f"weights.{name} is {limit:g}. The sampler does not have the trainer's weights, or computes something "
             "else" + (", or learning_rate is far too high." * is_stale or ".")
+        )
+
+
+def warn_of_first_step(values: Mapping[str, float], *, is_trained: bool, max_new_tokens: int) -> None:
+    """Log what a stage's first step shows to be wrong, as far as many more would show the same. values: its metrics."""
+    if not is_trained:
+        dropped = ", ".join(f"{name} {number:g}" for name, number in values.items() if name.startswith("dropped_"))
+        log.warning(
+            "Step 1 trained nothing: no group is left to learn from (%s; mean reward %.3g). The prompts may all be too "
+            "hard or too easy for this model; %d such steps in a row end the stage.",
+            dropped or "none was dropped",
+            values.get("reward", 0.0),
+            EMPTY_STEPS_IN_A_ROW,
+        )
+    if (share := values["truncated_share"]) >= CUT_FROM:
+        log.warning(
+            "Step 1: %.0f %% of the responses were cut at max_new_tokens %d, and are judged without their ends: raise "
+            "it, or train the model on shorter answers first.",
+            100 * share,
+            max_new_tokens,
         )
 
 

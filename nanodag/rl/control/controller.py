@@ -33,7 +33,15 @@ from nanodag.errors import NanodagError, StageFailed
 from nanodag.host.garbage import collect_rarely
 from nanodag.rewards import sandbox
 from nanodag.rl.control.benchmarks import PolicyBenchmarks
-from nanodag.rl.control.checks import check_mismatch, check_ranks, check_source, check_totals, unless_stopped
+from nanodag.rl.control.checks import (
+    EMPTY_STEPS_IN_A_ROW,
+    check_mismatch,
+    check_ranks,
+    check_source,
+    check_totals,
+    unless_stopped,
+    warn_of_first_step,
+)
 from nanodag.rl.control.evaluations import Evaluations
 from nanodag.rl.control.generation import RolloutGenerator
 from nanodag.rl.control.one_side import SavedRollouts
@@ -69,8 +77,6 @@ from nanodag.tokenizer.encoding import Encoding
 from nanodag.worker.job import Job, finish, leave_stopped, leave_when_stopped, load_job, stop_can_wait, stop_requested
 
 log = logging.getLogger(__name__)
-
-EMPTY_STEPS_IN_A_ROW = 10
 
 
 class Controller:
@@ -117,6 +123,7 @@ class Controller:
         totals = {"sampled": 0, "prompt": 0, "computed": 0, "scored": 0, "empty_steps": 0}
         self._state: dict[str, Any] = {"version": 0, "versions": [0], "totals": totals}
         self._published: dict[int, tuple[int, Path]] = {}  # policy -> version and folder of its weights
+        self._given: int | None = None  # the version that the samplers have of this process
         self._values: dict[str, float] = {}
         self._rollouts: list[Rollout] = []  # of the step, where some are shown
 
@@ -162,19 +169,24 @@ class Controller:
     # The samplers' side
 
     async def load(self, policy: int) -> None:
-        """Give the samplers the weights of a policy. Raises SamplerError when they do not have them then."""
+        """Give the samplers the weights of a policy, unless they have them: a step may have changed nothing. Raises
+        SamplerError when they do not have them then."""
         if self._is_given(policy):
             version, folder = self._published[policy]
-            with self._stopwatch.timed("sync"):
-                async with self._services.lending.for_sync():
-                    await self._services.sync.load(folder, version)
+            if version != self._given or self._are_weights_lent:
+                with self._stopwatch.timed("sync"):
+                    async with self._services.lending.for_sync():
+                        await self._services.sync.load(folder, version)
+                self._given = version
         elif not self._config.has_trainer:  # those of the stage began with them, servers of others did not
             async with self._services.samplers.paused():
                 await self._services.samplers.update_weights_from_disk(str(self._job.inputs["model"]), 0)
         if self._pool is not None:
             self._pool.policy = policy
         for older in [number for number in self._published if number < policy]:
-            shutil.rmtree(self._published.pop(older)[1], ignore_errors=True)  # not every sync leaves a folder
+            _, folder = self._published.pop(older)
+            if folder not in [kept for _, kept in self._published.values()]:
+                shutil.rmtree(folder, ignore_errors=True)  # not every sync leaves a folder
 
     async def generate(self, step: int) -> RolloutBatch:
         """What a step will train on."""
@@ -224,6 +236,9 @@ class Controller:
         if (every := self._config.keep_weights_every) and step % every == 0:
             with self._stopwatch.timed("checkpoint"), self._records.weights(step) as folder:
                 await self._services.link.exchange("export", folder=str(folder))
+        if step == 1 and rollout.is_sampled and self._config.has_trainer:
+            is_trained = bool(fresh.kept or fresh.num_partial)
+            warn_of_first_step(values, is_trained=is_trained, max_new_tokens=rollout.max_new_tokens)
         self._replay.keep(step, fresh, self._state["versions"])
         sampled = sum(one.num_sampled for one in fresh.all_rollouts) if rollout.is_sampled else 0
         self._count(fresh, values, sampled)
@@ -249,16 +264,23 @@ class Controller:
         if not self._is_given(policy):
             return
         await self._services.lending.to_trainer()
+        version, folder = self._state["version"], self._services.sync_folder / f"policy-{policy}"
         with self._stopwatch.timed("sync"):
-            folder = self._services.sync_folder / f"policy-{policy}"
-            await self._services.sync.publish(folder, self._state["version"])
-            self._published[policy] = (self._state["version"], folder)
+            same = None if self._are_weights_lent else dict(self._published.values()).get(version)
+            if same is None:
+                await self._services.sync.publish(folder, version)
+            self._published[policy] = (version, same or folder)
             if (kept := self._evaluations.weights_to_keep(policy)) is not None:
                 await self._services.link.exchange("export", folder=str(kept))
 
     def _is_given(self, policy: int) -> bool:
         """Whether samplers get the weights of a policy: where something changes them, to sample or to be evaluated."""
         return self._config.has_trainer and (self._config.rollout.is_sampled or self.is_evaluation_due(policy))
+
+    @property
+    def _are_weights_lent(self) -> bool:
+        """Whether the samplers lose their weights whenever it is the trainer's turn."""
+        return self._config.placement == "shared"
 
     async def _update(self, step: int, path: str) -> dict[str, float]:
         replies = await self._services.link.exchange(

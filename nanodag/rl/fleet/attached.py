@@ -247,7 +247,10 @@ class Attachments:
             model = await self._in_time(client.model_info())
             server = await self._in_time(client.server_info())
         except BadRequest as error:
-            raise BadRequest(f"{error} (its key stands in a file behind its URL)") from error
+            raise BadRequest(
+                f"{error} (what is named is a sampler itself, no router or web server; its key stands in a file behind "
+                "its URL)"
+            ) from error
         if found := misfits(self._needed, model, server):
             raise BadRequest("; ".join(found))
         if self._needed.is_deterministic and not self._needed.numerics:  # the others are to round as the first one
