@@ -239,8 +239,8 @@ def _imported(kind: str, name: str) -> Callable[..., Any]:
         return function_at(path)
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f"The {_said(kind)} {path!r} cannot be imported: {with_place(error)}. Check the spelling, and that its "
-            "package is installed or on PYTHONPATH."
+            f"The {_said(kind)} {path!r} cannot be imported: {with_place(error)}. Check the spelling, and that the "
+            "module lies beside the pipeline file, is installed, or is on PYTHONPATH."
         ) from error
 
 

@@ -4,12 +4,27 @@ A worker looks where Python does: on the PYTHONPATH of whoever called `nanodag r
 last in the pipeline file's folder, so that a file there hides no installed package.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from nanodag.errors import ConfigError
+
+FOLDER_VARIABLE = "NANODAG_CODE"  # the pipeline file's folder, for the processes that a process starts
+
+
+def search_last(folder: Path | str) -> None:
+    """Search that folder last, here and in all processes that this one starts, once they call `search_given`."""
+    os.environ[FOLDER_VARIABLE] = str(folder)
+    search_given()
+
+
+def search_given() -> None:
+    """Search the folder last that the process which started this one has named."""
+    if (folder := os.environ.get(FOLDER_VARIABLE)) and folder not in sys.path:
+        sys.path.append(folder)
 
 
 def required_file(module: str, where: str, folders: Sequence[Path | str] = ()) -> Path:

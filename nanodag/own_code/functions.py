@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nanodag.errors import ConfigError
+from nanodag.own_code.find import search_given
 
 
 def function_at(path: str) -> Any:
@@ -17,6 +18,7 @@ def function_at(path: str) -> Any:
 
     Raises ImportError or AttributeError when there is no such thing, ConfigError when it comes from elsewhere.
     """
+    search_given()  # a fresh interpreter, as a reward's or an environment's
     module, _, name = path.partition(":")
     target = getattr(importlib.import_module(module), name)
     home = getattr(target, "__module__", None) or "builtins"  # None of some functions in C

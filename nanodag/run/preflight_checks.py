@@ -42,7 +42,7 @@ from nanodag.guests.verifiers_process import module_file
 from nanodag.inference.sglang_install import find_python
 from nanodag.model.import_model import local_files, model_commit
 from nanodag.own_code.blame import with_place
-from nanodag.own_code.find import file_of, required_file
+from nanodag.own_code.find import file_of, required_file, search_last
 from nanodag.own_code.functions import function_at
 from nanodag.registry import CALLED_WITH
 from nanodag.rewards import sandbox
@@ -409,7 +409,7 @@ def _check_columns(form: Path, row: dict[str, Any], url: str) -> None:
 def main() -> None:
     answer, doing = Path(sys.argv[1]), Path(sys.argv[2])
     asked = json.loads(sys.stdin.read())
-    sys.path.append(str(Path(asked["file"]).parent))  # last, as in a worker
+    search_last(Path(asked["file"]).parent)  # as in a worker
     vouch_for(Path(asked["file"]), asked["pipeline"]["trusted_modules"])
     checks = Checks(Pipeline.model_validate(asked["pipeline"]), doing)
     checks.trackers()

@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import re
-import sys
 import threading
 import time
 from collections import Counter
@@ -24,6 +23,7 @@ from nanodag.errors import ArtifactNotFound, ConfigError, StoreBusy
 from nanodag.errors.words import counted, nearest
 from nanodag.host.folders import PROJECT
 from nanodag.host.machine import Machine, detect, machine_of
+from nanodag.own_code.find import search_last
 from nanodag.own_code.vouched import check_owner
 from nanodag.run.python_path import take_python_path
 from nanodag.run.stale import config_digest, following, inputs_in, left_alone, stale_stages
@@ -53,8 +53,7 @@ class Run:
         self.name = name
         self.flow_run = flow_run  # Prefect's id
         self.code_path = code_path  # the pipeline file's folder: a user's own modules lie beside it
-        if str(code_path) not in sys.path:
-            sys.path.append(str(code_path))  # last, as in a worker
+        search_last(code_path)
         self.pipeline: Pipeline = resolved.pipeline
         self.origins: Mapping[str, str] = resolved.origins
         self.machine = resolved.machine

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from nanodag.config.kinds import vouch_for
 from nanodag.config.pipeline import read_stage
 from nanodag.data.urls import parse_url
+from nanodag.own_code.find import search_last
 from nanodag.store.atomic import write_bytes, write_json
 from nanodag.worker import logs
 from nanodag.worker.tracker import TrackerProcesses, numbers_in
@@ -141,8 +142,8 @@ def load_job(argv: list[str] | None = None) -> Job:
     logs.set_up()
     install_stop_signal()
     job = read_job(Path(arguments[0]))
-    if (code := job.context.get("code")) and code not in sys.path:
-        sys.path.append(code)  # where a user's own functions lie; last, so that it hides no installed package
+    if code := job.context.get("code"):
+        search_last(code)  # where a user's own functions lie; last, so that it hides no installed package
     return job
 
 

@@ -1,7 +1,6 @@
 """Rewards of single steps: where they stand, what advantages they give, worked out by hand, and a stage."""
 
 import json
-import os
 from dataclasses import replace
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 
 from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import ConfigError
+from nanodag.own_code.find import FOLDER_VARIABLE
 from nanodag.rewards.reward_pool import RewardPool, SampleReward
 from nanodag.rewards.step_reward import token_places
 from nanodag.rl.advantages.grpo import grpo
@@ -43,7 +43,7 @@ def letters(prompt, completion):
 @pytest.fixture
 def functions(tmp_path, monkeypatch):
     (tmp_path / "my_steps.py").write_text(FUNCTIONS)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))  # as a worker sets it
     monkeypatch.syspath_prepend(tmp_path)
 
 

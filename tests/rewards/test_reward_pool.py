@@ -1,12 +1,12 @@
 """The pool of reward processes: what fails, fails its sample only."""
 
-import os
 import time
 
 import psutil
 import pytest
 
 from nanodag.errors import ConfigError, MissingTool
+from nanodag.own_code.find import FOLDER_VARIABLE
 from nanodag.rewards import sandbox
 from nanodag.rewards.reward_pool import RewardPool
 
@@ -42,7 +42,7 @@ def constant(prompt, completion, *, value):
 @pytest.fixture
 def own_reward(tmp_path, monkeypatch):
     (tmp_path / "my_rewards.py").write_text(REWARDS)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))  # as a worker sets it
     return "my_rewards:kind"
 
 

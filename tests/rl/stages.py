@@ -16,6 +16,7 @@ import psutil
 from nanodag.config.derive_sampler import derive_sampler
 from nanodag.config.kinds import find_kind
 from nanodag.host.machine import machine_of
+from nanodag.own_code.find import FOLDER_VARIABLE
 from nanodag.rl.rollouts.prompts import read_ledger
 from nanodag.tokenizer.bpe import save_tokenizer
 from nanodag.worker.job import Job, write_job
@@ -92,6 +93,7 @@ def make_job(folder: Path, **config: Any) -> Job:
         config=derive_sampler("rl", find_kind(kind).config.of(**(values | config)), MACHINE, None, {}),
         inputs={"model": model},
         workspace=workspace,
+        context={"code": str(folder)},
     )
     write_job(job)
     return job
@@ -107,8 +109,6 @@ def start(job: Job, *, fresh: bool = False) -> forks.Forked | subprocess.Popen[b
     """The stage's worker, in a process group of its own, writing to worker.log. fresh: it and what it starts are
     interpreters of their own, as they are outside of tests; else forks."""
     environment = worker_environment(1)
-    paths = [str(job.workspace.parent), environment.get("PYTHONPATH", "")]
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     file, log = job.workspace / "job.json", job.workspace / "worker.log"
     module = find_kind(job.config.kind).module
     (job.workspace / STARTED).touch()
@@ -197,5 +197,5 @@ def _is_of(process: psutil.Process, folder: Path, words: str) -> bool:
     with suppress(psutil.Error):  # it has ended, or is another user's
         if any(file.path.startswith(f"{folder}/") for file in process.open_files()):
             return True
-        return words in " ".join(process.cmdline()) and str(folder) in process.environ().get("PYTHONPATH", "")
+        return words in " ".join(process.cmdline()) and str(folder) in process.environ().get(FOLDER_VARIABLE, "")
     return False

@@ -7,7 +7,6 @@ adapters are, and stands beside the pipeline file or in its trusted_modules.
 
 import importlib
 import pkgutil
-import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -18,6 +17,7 @@ from nanodag.config.stage_base import StageBase
 from nanodag.errors import ConfigError
 from nanodag.errors.words import listed, nearest
 from nanodag.own_code.blame import with_place
+from nanodag.own_code.find import search_last
 from nanodag.own_code.functions import function_at
 from nanodag.own_code.vouched import Voucher, check_owner
 
@@ -88,8 +88,7 @@ def _own(name: str) -> Kind:
     if _voucher.file.exists():  # a worker is told of its folder only, by who has looked
         check_owner(_voucher.file)
     _voucher.check("kind", name)
-    if (folder := str(_voucher.file.parent)) not in sys.path:
-        sys.path.append(folder)  # last, as in a worker
+    search_last(_voucher.file.parent)  # as in a worker
     return _checked(name, name)
 
 
