@@ -39,6 +39,7 @@ MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1000
 MAX_TOP_LOGPROBS = 20
+MAX_ITEMS = 10_000  # of a list in a body, such as its messages
 MAX_PROMPTS = 1024
 MAX_MESSAGES = 10_000
 MAX_TOOLS = 128
@@ -96,8 +97,8 @@ class CompletionBody(SamplingBody):
     best_of: Literal[1] = 1
     add_special_tokens: bool = True
 
-    def prompts(self) -> list[str] | list[list[int]]:
-        """One or several, all of one form. Raises Refused for anything else."""
+    def prompts(self, *, longest: int) -> list[str] | list[list[int]]:
+        """One or several, all of one form. Raises Refused for anything else, and for more than `longest` ids."""
         given = self.prompt
         if isinstance(given, str) or (isinstance(given, list) and given and type(given[0]) is int):
             given = [given]
@@ -108,6 +109,13 @@ class CompletionBody(SamplingBody):
         if all(isinstance(prompt, str) for prompt in given):
             return given
         for number, prompt in enumerate(given):
+            if isinstance(prompt, list) and len(prompt) > longest:  # before each of its ids is looked at
+                raise Refused(
+                    f"This model's maximum context length is {longest} tokens. However, prompt {number} has "
+                    f"{len(prompt)}. Please reduce it.",
+                    param="prompt",
+                    code="context_length_exceeded",
+                )
             if not isinstance(prompt, list) or not prompt or any(type(token) is not int for token in prompt):
                 raise Refused(f"prompt {number} is neither a text nor a list of token ids", param="prompt")
         return given
@@ -206,6 +214,7 @@ def parse_body(model: type[Parsed], raw: bytes) -> Parsed:
         raise Refused(f"the body is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise Refused(f"the body must be a JSON object, not a {type(content).__name__}")
+    _check_lists(content)
     try:
         body = model.model_validate(_without_nulls(content))
     except ValidationError as error:
@@ -214,6 +223,16 @@ def parse_body(model: type[Parsed], raw: bytes) -> Parsed:
         if name not in HARMLESS and name not in SGLANG_SAMPLING and NEUTRAL.get(name) != value:
             raise Refused(f"there is no field {name[:80]!r} here: leave it out", param=name[:80])
     return body
+
+
+def _check_lists(content: dict[str, Any]) -> None:
+    """Refuse long lists before their items are looked at: each wrong one would be an error of its own, kept and
+    counted. A prompt's ids are bounded by the model's context."""
+    messages = content.get("messages")
+    parts = [message for message in messages if isinstance(message, dict)] if isinstance(messages, list) else []
+    for name, value in [pair for part in (content, *parts[:MAX_ITEMS]) for pair in part.items()]:
+        if isinstance(value, list) and name != "prompt" and len(value) > MAX_ITEMS:
+            raise Refused(f"{name[:80]} has {len(value)} items; at most {MAX_ITEMS}", param=name[:80])
 
 
 def _without_nulls(content: dict[str, Any]) -> dict[str, Any]:

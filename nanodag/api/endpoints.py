@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from nanodag.api.answer import ParsedAnswer
 from nanodag.api.answering import Answering, SampledChoice
-from nanodag.api.bodies import SGLANG_SAMPLING, ChatBody, CompletionBody, SamplingBody, parse_body
+from nanodag.api.bodies import SGLANG_SAMPLING, ChatBody, CompletionBody, Parsed, SamplingBody, parse_body
 from nanodag.api.leaving import left_unless_read, unless_left
 from nanodag.api.metrics import Metrics
 from nanodag.api.prompts import ChatPrompt, chat_prompt
@@ -23,8 +23,10 @@ from nanodag.api.replies import ChatReply, CompletionReply, Reply, usage
 from nanodag.api.served_model import Limits, ServedModel
 from nanodag.api.tool_format import PlainReader, Reader
 from nanodag.inference.protocol import Request, SamplingParams
+from nanodag.tokenizer.bounds import TooManyTokens, bounded
 
 SEEDS = 1 << 63
+LARGE_BODY_BYTES = 1 << 18  # read beside the event loop
 
 
 class Endpoints:
@@ -32,7 +34,6 @@ class Endpoints:
 
     def __init__(self, models: Mapping[str, ServedModel], limits: Limits, metrics: Metrics) -> None:
         self._models, self._limits, self._metrics = models, limits, metrics
-        self._tokenizing = {name: asyncio.Lock() for name in models}
 
     def routes(self) -> list[Route]:
         return [
@@ -49,9 +50,9 @@ class Endpoints:
         return JSONResponse(_card(self._model(http.path_params["name"])))
 
     async def chat(self, http: HttpRequest) -> Response:
-        body = parse_body(ChatBody, await http.body())
+        body = await _parsed(ChatBody, http)
         model = self._model(body.model)
-        prompt = await self.chat_prompt(model, body)
+        prompt = await unless_left(http, self.chat_prompt(model, body))
         wanted = body.max_completion_tokens or body.max_tokens
         num_top = body.top_logprobs if body.logprobs else None
         if body.top_logprobs and not body.logprobs:
@@ -65,15 +66,15 @@ class Endpoints:
         return await self._answered(http, body, self.chat_reply(model, body), samples, is_cut=has_tools)
 
     async def completions(self, http: HttpRequest) -> Response:
-        body = parse_body(CompletionBody, await http.body())
+        body = await _parsed(CompletionBody, http)
         model = self._model(body.model)
-        given = body.prompts()
+        given = body.prompts(longest=model.context_length)
 
         def ids_of_all() -> list[list[int]]:
             special = body.add_special_tokens
             return [model.tokens.prompt_ids(one, special=special) if isinstance(one, str) else one for one in given]
 
-        prompts = await self._tokenized(model, ids_of_all)
+        prompts = await unless_left(http, self._tokenized(model, ids_of_all))
         texts = [one if isinstance(one, str) else model.tokens.decode(one) for one in given] if body.echo else None
         samples = self._samples(
             model, body, prompts, lambda: PlainReader({}), max_tokens=body.max_tokens, num_top=body.logprobs,
@@ -103,9 +104,15 @@ class Endpoints:
         return self._models[name]
 
     async def _tokenized(self, model: ServedModel, work: Callable[[], Any]) -> Any:
-        """What it returns, made beside the event loop: a long text takes seconds. One at a time for each model."""
-        async with self._tokenizing[model.name]:
-            return await asyncio.to_thread(work)
+        """What it returns, made beside the event loop. It ends at the model's context, and with whoever asked."""
+        with bounded(model.context_length):
+            try:
+                return await asyncio.to_thread(work)
+            except TooManyTokens as error:
+                raise Refused(
+                    f"{error} However, you requested more than that. Please reduce the prompt.",
+                    code="context_length_exceeded",
+                ) from error
 
     def _samples(
         self,
@@ -247,6 +254,13 @@ class _Events(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with left_unless_read(self._answering_s):
             await super().__call__(scope, receive, send)
+
+
+async def _parsed(form: type[Parsed], http: HttpRequest) -> Parsed:
+    raw = await http.body()
+    if len(raw) < LARGE_BODY_BYTES:
+        return parse_body(form, raw)
+    return await asyncio.to_thread(parse_body, form, raw)
 
 
 def further_params(model: ServedModel, body: SamplingBody) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from nanodag.api.served_model import Limits, ServedModel
 from nanodag.errors import SamplerLost
 from nanodag.inference.client import LOST
 from nanodag.inference.protocol import SamplingParams
+from nanodag.tokenizer.bounds import TooManyTokens, bounded
 
 READ = ("/model_info", "/get_model_info", "/server_info", "/get_server_info", "/health_generate")
 
@@ -51,7 +52,8 @@ def passed_on(models: Mapping[str, ServedModel], limits: Limits) -> list[Route]:
                 param="n",
             )
         _check_new_tokens(params, limits)
-        await asyncio.to_thread(_check_prompt_tokens, prompts, model, limits)
+        with bounded(limits.max_prompt_tokens or model.context_length):
+            await unless_left(http, asyncio.to_thread(_check_prompt_tokens, prompts, model, limits))
         assert isinstance(model.backend, Engines)
         if model.backend.load + num_samples > limits.max_waiting:
             raise Refused(
@@ -111,7 +113,10 @@ def _check_prompt_tokens(prompts: Sequence[Any], model: ServedModel, limits: Lim
     if limits.max_prompt_tokens is None:
         return
     for prompt in prompts:
-        ids = model.tokens.prompt_ids(prompt, special=True) if isinstance(prompt, str) else prompt
+        try:
+            ids = model.tokens.prompt_ids(prompt, special=True) if isinstance(prompt, str) else prompt
+        except TooManyTokens as error:
+            raise Refused(f"A prompt has more than the {limits.max_prompt_tokens} tokens of this server.") from error
         if isinstance(ids, list) and len(ids) > limits.max_prompt_tokens:
             raise Refused(f"A prompt has {len(ids)} tokens; this server takes {limits.max_prompt_tokens}.")
 

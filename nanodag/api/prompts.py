@@ -10,6 +10,7 @@ from nanodag.api.refusals import Refused
 from nanodag.api.served_model import ServedModel
 from nanodag.api.tool_format import Reader, argument_of, knows_calls, reader_of
 from nanodag.errors import SourceError
+from nanodag.tokenizer.bounds import TooManyTokens
 from nanodag.tokenizer.call_format import CallFormat
 from nanodag.tokenizer.chat import ChatRenderer, NativeRenderer, TemplateRenderer
 
@@ -40,6 +41,8 @@ def chat_prompt(model: ServedModel, body: ChatBody, opened: Opened | None = None
             return _native(model.renderer, body, tools, opened)
         assert isinstance(model.renderer, TemplateRenderer)
         return _by_template(model, model.renderer, body, tools, opened)
+    except TooManyTokens:
+        raise
     except SourceError as error:
         raise Refused(str(error), param="messages") from error
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from nanodag.tokenizer import bounds
 from nanodag.tokenizer.encoding import Encoding
 
 
@@ -22,8 +23,14 @@ class TokenText:
     def prompt_ids(self, text: str, *, special: bool) -> list[int]:
         """Ids of a text in which special tokens may be spelled out. special: with those that the tokenizer adds by
         itself, such as <|bos|>."""
+
         # `encode` would keep the interpreter's lock
-        return self._tokenizer.encode_batch([text], add_special_tokens=special)[0].ids
+        def ids_of(part: str) -> list[int]:
+            return self._tokenizer.encode_batch([part], add_special_tokens=special)[0].ids
+
+        if (bound := bounds.in_force()) is not None:
+            bound.check_texts([text], lambda part: len(ids_of(part)))
+        return ids_of(text)
 
     def stepped(self, stream: DecodeStream, token: int) -> str | None:
         """What a token adds to the text of a stream, None where that is not certain yet."""

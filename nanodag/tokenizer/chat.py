@@ -3,6 +3,7 @@
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 
 from nanodag.errors import SourceError
 from nanodag.errors.words import listed, nearest
-from nanodag.tokenizer import layout
+from nanodag.tokenizer import bounds, layout
 from nanodag.tokenizer.call_format import PROBED, CallFormat, call_format, declares_tools, own_format
 from nanodag.tokenizer.encoding import Encoding
 from nanodag.tokenizer.messages import folded, says_the_same, with_objects
@@ -274,6 +275,8 @@ class TemplateRenderer(ChatRenderer):
 
     def prompt(self, messages: Messages, switches: Switches = NO_SWITCHES, *, tools: Tools = ()) -> list[int]:
         text = self._text(messages, switches, add_generation_prompt=True, **_declared(tools))
+        if (bound := bounds.in_force()) is not None:
+            bound.check_texts([text], lambda part: len(self._tokenizer(part, add_special_tokens=False)["input_ids"]))
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def opened(self, messages: Messages, switches: Switches = NO_SWITCHES, *, tools: Tools = ()) -> list[int]:
@@ -362,8 +365,10 @@ class TemplateRenderer(ChatRenderer):
         if not switches.keys() <= self._known_switches:
             check_switches(self.template, switches, self._folder)
             self._known_switches |= switches.keys()
+        bound = bounds.in_force()
         try:
-            return self._tokenizer.apply_chat_template(list(messages), **switches, **how)
+            with nullcontext() if bound is None else bound.of_template():
+                return self._tokenizer.apply_chat_template(list(messages), **switches, **how)
         except (TemplateError, TypeError) as error:
             roles = ", ".join(message["role"] for message in messages)
             raise SourceError(

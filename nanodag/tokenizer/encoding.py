@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from nanodag.errors import SourceError
+from nanodag.tokenizer import bounds
 
 # Batches are encoded beside training, which needs the cores; and forked processes must not inherit a thread pool.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -91,6 +92,8 @@ class Encoding:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text; no special tokens."""
+        if (bound := bounds.in_force()) is not None:
+            bound.check_texts(texts, lambda text: len(self._tokenizer.encode_batch_fast([text])[0].ids))
         return [encoded.ids for encoded in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def encode(self, text: str) -> list[int]:

@@ -1,15 +1,18 @@
 """Who may ask, and what a body may not do."""
 
+import asyncio
 import json
 import shutil
 import time
 
+import httpx
 import pytest
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from nanodag.api.command import main, parse_arguments
 from nanodag.api.served_model import Limits
+from nanodag.tokenizer import bounds
 from tests.api.scripted import Scripted, app_of, ask, chat, model_of, refusal
 
 USER = {"role": "user", "content": "hi"}
@@ -19,6 +22,82 @@ KEY = "a-key-of-24-characters-."
 @pytest.fixture
 def app(folder, ids_of):
     return app_of(model_of(folder, Scripted(ids_of("a", "<|end|>"))), limits=Limits(max_body_bytes=1 << 20))
+
+
+# ---- long texts
+
+
+def test_a_text_is_tokenised_no_further_than_the_context(folder, ids_of):
+    counted = []
+    bound = bounds.Bound(100)
+    with pytest.raises(bounds.TooManyTokens):
+        bound.check_texts(["a " * (1 << 23)], lambda part: counted.append(part) or len(part))
+    assert len(counted) == 1 and len(counted[0]) == bounds.SLICE_CHARS
+    many = ["a" * 1000] * 100_000
+    with pytest.raises(bounds.TooManyTokens):
+        bound.check_texts(many, lambda part: counted.append(part) or len(part))
+    assert len(counted) == 2 and len(counted[1]) < bounds.SLICE_CHARS + 1000
+
+
+def test_what_nobody_waits_for_is_not_tokenised_further():
+    bound = bounds.Bound(1 << 30)
+    counted = []
+
+    def leave(part):
+        counted.append(part)
+        bound.give_up()
+        return 0
+
+    with pytest.raises(bounds.GivenUp):
+        bound.check_texts(["a " * (1 << 23)], leave)
+    assert len(counted) == 1
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("content", ["a " * 7_000_000, [5] * 5_000_000], ids=["text", "ids"])
+def test_a_large_body_delays_nobody_and_is_told_the_context(folder, ids_of, path, content):
+    app = app_of(model_of(folder, Scripted(ids_of("a", "<|end|>"))), limits=Limits(max_body_bytes=1 << 25))
+    body = {"prompt": content} if path == "/v1/completions" else {"messages": [USER | {"content": content}]}
+    ended = []
+
+    async def asked(client, name, *how, **what):
+        reply = await client.post(*how, **what)
+        ended.append(name)
+        return reply
+
+    async def main():
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            large = [asyncio.ensure_future(asked(client, "large", path, content=json.dumps(body))) for _ in range(3)]
+            await asyncio.sleep(0.05)
+            small = await asked(client, "small", "/v1/completions", json={"prompt": "a"})
+            return small, await asyncio.gather(*large)
+
+    small, replies = asyncio.run(main())
+    assert small.status_code == 200
+    for reply in replies:
+        error = refusal(reply)
+        if path == "/v1/completions" or isinstance(content, str):
+            assert error["code"] == "context_length_exceeded" and "maximum context length is 200" in error["message"]
+        else:
+            assert error["message"] == "content has 5000000 items; at most 10000"
+
+
+def test_a_template_that_loops_ends_at_its_time_and_others_are_answered(folder, ids_of, tmp_path, monkeypatch):
+    monkeypatch.setattr(bounds, "TEMPLATE_CPU_S", 0.3)
+    shutil.copytree(folder, tmp_path / "model")
+    loop = "{% set r = range(99999) %}{% for i in r %}{% for j in r %}{% endfor %}{% endfor %}"
+    template = "{% if messages[0].content == 'loop' %}" + loop + "{% endif %}{{ messages[0].content }}<|end|>"
+    for name in ("tokenizer_config.json", "chat_template.jinja"):
+        path = tmp_path / "model" / name
+        if name.endswith(".json"):
+            path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
+        elif path.exists():
+            path.write_text(template)
+    app = app_of(model_of(tmp_path / "model", Scripted(ids_of("a", "<|end|>"))))
+    error = refusal(chat(app, "loop"))
+    assert "the chat template took more than 0.3 s of CPU time" in error["message"]
+    assert chat(app, "hi").status_code == 200
 
 
 # ---- bodies
