@@ -193,9 +193,7 @@ def follow(
 class _Attended:
     """A flow run that somebody watches."""
 
-    def __init__(
-        self, console: Console, store: Store, api: Api, server: LocalServer, name: str, flow_run: str
-    ) -> None:
+    def __init__(self, console: Console, store: Store, api: Api, server: LocalServer, name: str, flow_run: str) -> None:
         self._console, self._store, self._api, self._server = console, store, api, server
         self._name, self._flow_run = name, flow_run
         self._missing_since = 0.0

@@ -20,22 +20,25 @@ from nanodag.errors import ConfigError, SourceError
 
 @dataclass(frozen=True)
 class Drawn:
-    """One record. source: number in the mixture's list. epoch and index: the pass over that source, and its row."""
+    """One record. source: number in the mixture's list. epoch and index: the pass over that source, and its row.
+    stretch: passes over all sources that ended before it, so it is higher than that of any record of an earlier pass
+    over the same source. In a mixture by epochs, and of one source, stretches are the same on all ranks."""
 
     source: int
     epoch: int
     index: int
     record: dict[str, Any]
+    stretch: int
 
 
 class Mixture:
     """Iterator over records of one kind, or of `chat`: conversations, and documents of sources that have no others.
 
     With weights it is endless, and shares count UTF-8 bytes of text (rows for prompts). With epochs it ends when each
-    source has had its passes, spread evenly over the whole; repeat=True begins again, in another order, without end.
-    once=True ends it after one pass over each source: shares by weight hold until a source is through. part: rows with
-    a held-out score (canonical.py) below a source's `held_out` fraction are the held-out part, or those of its last
-    shard; all others are for training.
+    source has had its passes num_epochs times, spread evenly over the whole; repeat=True begins again, in another
+    order, without end. once=True ends it after one pass over each source: shares by weight hold until a source is
+    through. part: rows with a held-out score (canonical.py) below a source's `held_out` fraction are the held-out part,
+    or those of its last shard; all others are for training.
 
     Raises ConfigError for weights mixed with epochs. Raises SourceError when a pass over a weighted source has no
     record for this part and rank, and when lengths are needed and not known.
@@ -52,6 +55,7 @@ class Mixture:
         part: Part = "train",
         once: bool = False,
         repeat: bool = False,
+        num_epochs: float = 1.0,
         shuffle: bool = True,
         mirror: Path | None = None,
     ) -> None:
@@ -59,7 +63,7 @@ class Mixture:
         self._kind = kind
         self._repeat = repeat and not once
         by_epochs = mixes_by_epochs(self.sources)
-        self._signature: list[Any] = [seed, rank, world, part, once, repeat, shuffle]
+        self._signature: list[Any] = [seed, rank, world, part, once, repeat, num_epochs, shuffle]
         self._signature += [config.model_dump(mode="json") for config in self.sources]
         shares = {"rank": rank, "world": world, "shuffle": shuffle}
         self._streams = [
@@ -67,7 +71,8 @@ class Mixture:
             for number, config in enumerate(self.sources)
         ]
         self._weights = [] if by_epochs else [config.weight for config in self.sources if config.weight]
-        self._passes = [1.0 if once else config.epochs or 1.0 for config in self.sources] if by_epochs or once else []
+        passes = [1.0 if once else num_epochs * (config.epochs or 1.0) for config in self.sources]
+        self._passes = passes if by_epochs or once else []
         self._rows_a_round = self._count_rows(needed=not once) if self._passes else []
         self._round = 1
         self._spent = [0] * len(self.sources)  # bytes, or rows of prompts
@@ -77,14 +82,15 @@ class Mixture:
         return self
 
     def __next__(self) -> Drawn:
-        while (number := self._due()) is not None:
+        while (due := self._due()) is not None:
+            share, number = due
             drawn = self._streams[number].next_record(endless=self._repeat or not self._passes)
             if drawn is None:
                 continue
             epoch, index, record = drawn
             self._spent[number] += 1 if self._kind == "prompt" else record_bytes(record)
             self._records[number] += 1
-            return Drawn(number, epoch, index, record)
+            return Drawn(number, epoch, index, record, self._stretch(share, number, epoch))
         raise StopIteration
 
     @property
@@ -116,7 +122,8 @@ class Mixture:
         if state["signature"] != self._signature:
             raise ConfigError(
                 f"The saved position belongs to another mixture: {state['signature']}; this one is {self._signature} "
-                "(seed, rank, ranks, part, once, repeat, shuffle, sources). Resume with the config it was saved with."
+                "(seed, rank, ranks, part, once, repeat, num_epochs, shuffle, sources). Resume with the config it was "
+                "saved with."
             )
         self._round = state["round"]
         self._spent = list(state["spent"])
@@ -141,8 +148,15 @@ class Mixture:
             rows.append(passes * (10_000 if length is None else length))
         return rows
 
-    def _due(self) -> int | None:
-        """The source furthest behind its share, or None at the end."""
+    def _stretch(self, share: float, number: int, epoch: int) -> int:
+        if not self._passes:
+            return sum(stream.order.epoch for stream in self._streams)
+        # From the share alone, not from what this rank was given: it is the same on all ranks.
+        ended = [epoch if n == number else int(share * passes + 1e-9) for n, passes in enumerate(self._passes)]
+        return sum(ended)
+
+    def _due(self) -> tuple[float, int] | None:
+        """The source furthest behind its share, as (how far it is, its number); None at the end."""
         while True:
             behind = [
                 (self._spent[number] / self._weights[number] if self._weights else self._done(number), number)
@@ -150,7 +164,7 @@ class Mixture:
                 if not self._passes or not self._streams[number].order.reached(self._passes[number] * self._round)
             ]
             if behind:
-                return min(behind)[1]
+                return min(behind)
             if not self._repeat or not any(self._rows_a_round):
                 return None
             self._round += 1

@@ -59,7 +59,7 @@ class RowOrder:
         self._rank = rank
         self._world = world
         self._shuffle = shuffle
-        self._epoch = 0
+        self.epoch = 0
         self._taken = 0  # rows that this rank took: in this pass; with shards, of this one
         self._shard = 0  # with shards: those of this rank's that are through in this pass
         self._rows_of_shard = 0  # with shards: this rank's rows of the current one, 0 before it is opened
@@ -83,23 +83,23 @@ class RowOrder:
             self._rows = self._rest_of_pass()
         numbered_row = next(self._rows, None)
         if numbered_row is None:
-            self._epoch, self._shard, self._taken, self._window_start, self._rows = self._epoch + 1, 0, 0, 0, None
+            self.epoch, self._shard, self._taken, self._window_start, self._rows = self.epoch + 1, 0, 0, 0, None
             return None
         self._taken += 1
-        return self._epoch, *numbered_row
+        return self.epoch, *numbered_row
 
     def passes(self) -> float:
         """Passes over the source that are done, over all ranks as if they went in step."""
         if shards := self._source.shards():
             num_own = len(shards) if len(shards) < self._world else len(range(self._rank, len(shards), self._world))
             inside = self._taken / self._rows_of_shard if self._rows_of_shard else 0.0
-            return self._epoch + (self._shard + inside) / num_own
+            return self.epoch + (self._shard + inside) / num_own
         share = self._share()
         if share is not None and share.has_own_windows:
-            return self._epoch + self._taken / share.num_rows
+            return self.epoch + self._taken / share.num_rows
         if not self.length:
-            return float(self._epoch)
-        return self._epoch + min(1.0, self._taken * self._world / self.length)
+            return float(self.epoch)
+        return self.epoch + min(1.0, self._taken * self._world / self.length)
 
     def reached(self, passes: float) -> bool:
         """True when this rank has no row left below that many passes over the source."""
@@ -107,16 +107,16 @@ class RowOrder:
         if self._source.shards() or (share is not None and share.has_own_windows):
             return self.passes() >= passes
         if self.length is None:
-            return self._epoch >= passes
+            return self.epoch >= passes
         position = self._rank + self._taken * self._world
         if position >= self.length:  # this pass is over for this rank, though it has not been told yet
-            return (self._epoch + 1) * self.length + self._rank >= round(passes * self.length)
-        return self._epoch * self.length + position >= round(passes * self.length)
+            return (self.epoch + 1) * self.length + self._rank >= round(passes * self.length)
+        return self.epoch * self.length + position >= round(passes * self.length)
 
     def state_dict(self) -> dict[str, int]:
         """JSON values."""
         return {
-            "epoch": self._epoch,
+            "epoch": self.epoch,
             "shard": self._shard,
             "taken": self._taken,
             "rows_of_shard": self._rows_of_shard,
@@ -131,18 +131,18 @@ class RowOrder:
                 f"{', '.join(sorted(known))}: another version saved it. Remove the stage's checkpoints to begin it "
                 "again."
             )
-        self._epoch, self._shard, self._taken = state["epoch"], state["shard"], state["taken"]
+        self.epoch, self._shard, self._taken = state["epoch"], state["shard"], state["taken"]
         self._rows_of_shard, self._window_start = state["rows_of_shard"], state["window_start"]
         self._rows = None
 
     def _share(self) -> "_Share | None":
         """This rank's part of the blocks in this pass; None where there are none."""
-        if self._epoch not in self._shares:
-            key = (self._seed, self._epoch)
+        if self.epoch not in self._shares:
+            key = (self._seed, self.epoch)
             has_blocks = self._source.blocks() is not None
             share = _Share(self._source, key, rank=self._rank, world=self._world, shuffle=self._shuffle)
-            self._shares = {self._epoch: share if has_blocks else None}
-        return self._shares[self._epoch]
+            self._shares = {self.epoch: share if has_blocks else None}
+        return self._shares[self.epoch]
 
     def _rest_of_pass(self) -> Iterator[tuple[int, Row]]:
         if shards := self._source.shards():
@@ -152,7 +152,7 @@ class RowOrder:
 
     def _own(self, shards: Sequence[Shard]) -> list[int]:
         """Numbers of this rank's shards in the order of this pass: all of them where ranks are more."""
-        order = permutation(len(shards), self._seed, self._epoch, -1) if self._shuffle else range(len(shards))
+        order = permutation(len(shards), self._seed, self.epoch, -1) if self._shuffle else range(len(shards))
         return list(map(int, order if len(shards) < self._world else order[self._rank :: self._world]))
 
     def _from_shards(self, shards: Sequence[Shard]) -> Iterator[tuple[int, Row]]:
@@ -164,7 +164,7 @@ class RowOrder:
                 source = shards[number].open()
                 if self._shard + 1 < len(own):
                     shards[own[self._shard + 1]].fetch_ahead()
-                key = (self._seed, self._epoch, number)
+                key = (self._seed, self.epoch, number)
                 share = _Share(source, key, rank=rank, world=world, shuffle=self._shuffle)
                 self._rows_of_shard = share.num_rows
                 for place, row in share.rows(self._taken):
@@ -178,7 +178,7 @@ class RowOrder:
         while window := list(islice(rows, size)):
             self._window_start = window[0][0]
             number = self._window_start // self._world
-            order = permutation(len(window), self._seed, self._epoch, number) if self._shuffle else range(len(window))
+            order = permutation(len(window), self._seed, self.epoch, number) if self._shuffle else range(len(window))
             for place in range(given, len(window)):
                 if place == len(window) - 1:  # a position saved after this row lies in the next window
                     self._window_start = window[-1][0] + 1

@@ -196,6 +196,9 @@ def _curves(stages: Mapping[str, ReportedStage]) -> PageSection | None:
             parts.append(Part(heading=f"{stage.name}: its own evaluations", note=note, table=policy))
     if reached := tables.reached_table(stages):
         parts.append(Part(heading="What each stage reached", table=reached))
+    if rows := tables.rows_table(stages):
+        note = "A document that was cut counts once. Rows that are too long or teach nothing are not among them."
+        parts.append(Part(heading="Rows trained, and how often", note=note, table=rows))
     return PageSection(title="Training", parts=parts) if parts else None
 
 

@@ -209,11 +209,27 @@ def reached_table(stages: Mapping[str, ReportedStage]) -> Table | None:
         shown = [
             f"{name.replace('_', ' ')} {words.shown(round(value, 4) if isinstance(value, float) else value)}"
             for name, value in stage.metrics.items()
-            if value is not None
+            if value is not None and not isinstance(value, list)
         ]
         if shown and not stage.kind.is_about_others:
             rows.append([Cell(text=stage.name), Cell(text=" · ".join(shown))])
     return Table(headers=["stage", "reached"], rows=rows) if rows else None
+
+
+def rows_table(stages: Mapping[str, ReportedStage]) -> Table | None:
+    """How many rows of each source a stage trained on, and how often each; None where no stage counted them."""
+    rows = [
+        [Cell(text=name), Cell(text=source["url"]), Cell(text=f"{source['rows']:,}"), Cell(text=_times(source))]
+        for name, stage in stages.items()
+        for source in stage.metrics.get("rows_trained", [])
+    ]
+    return Table(headers=["stage", "source", "rows trained", "how often"], rows=rows, numeric=(2,)) if rows else None
+
+
+def _times(source: Mapping[str, Any]) -> str:
+    # Two rows of a source differ by one at most: nanodag.train.batches.
+    fewest, more = divmod(source["trained"], max(source["rows"], 1))
+    return words.times(fewest) if not more else f"{words.times(fewest)}, {more:,} of them once more"
 
 
 def policy_table(stage: ReportedStage) -> Table | None:

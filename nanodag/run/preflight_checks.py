@@ -11,6 +11,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from nanodag.data.canonical import Kind, Wanted
 from nanodag.data.config import SourceConfig, mixes_by_epochs
 from nanodag.data.core_tasks import bundle_url, find_files
 from nanodag.data.files import FileSource
+from nanodag.data.parts import open_part
 from nanodag.data.sources import open_source
 from nanodag.data.urls import parse_url
 from nanodag.errors import ConfigError, MissingTool, NanodagError, SourceError
@@ -49,6 +51,7 @@ from nanodag.rl.rollouts.saved import check_steps, read_saved, saved_files
 from nanodag.run.preflight import state_of
 
 NUM_ROWS = 3
+ROWS_FOR_A_SHARE = 20  # none of so many times 1 / held_out rows is held out with a chance of e-20
 
 
 class Checks:
@@ -83,10 +86,13 @@ class Checks:
                 if entry.own_function:
                     self._try(f"{name}.{where}", f"{entry.kind} {entry}", partial(self._import, entry.own_function))
         for label, wanted, sources in _mixtures(stage):
+            num_faults = len(self.faults)
             self._try(f"{name}.{label}", f"mixture {sources}", partial(mixes_by_epochs, sources))
             for number, source in enumerate(sources):
                 if not source.url.startswith("input:"):  # its rows are made by then
                     self._source(f"{name}.{label}.{number}", source, wanted)
+            if len(self.faults) == num_faults:
+                self._try(f"{name}.{label}", f"held out of {sources}", partial(self._held_out, stage, wanted, sources))
         if isinstance(stage, ImportStage):
             self._try(f"{name}.model", stage.model, lambda: self._model(stage.model))
         if isinstance(stage, SupervisedStage) and stage.core_every:
@@ -121,6 +127,28 @@ class Checks:
         read = source.model_dump(exclude={"url", "weight", "epochs", "held_out"}, exclude_defaults=True)
         what = f"{source.url} {read} as {kind}"
         self._try(where, what, lambda: self._rows(source, kind))
+
+    def _held_out(self, stage: AnyStage, wanted: Wanted | None, sources: tuple[SourceConfig, ...]) -> None:
+        """A share of few rows may be none of them; as many are read as hold one with near certainty."""
+        is_measured = isinstance(stage, SupervisedStage) and stage.validation_tokens > 0
+        if isinstance(stage, RLStage):
+            is_measured = stage.evaluation.eval_prompts > 0 and not stage.evaluation.validation
+        held_out = [source for source in sources if source.held_out]
+        if not is_measured or wanted is None or not held_out or any(not _is_few(source) for source in held_out):
+            return
+        counts = []
+        for source in held_out:
+            kind = kind_of(source.adapter, source.url, wanted)
+            record_of = open_adapter(source.adapter, source.url, kind, source.options, source.columns)
+            opened, belongs = open_part(source, "held_out", self._mirror)
+            rows = list(itertools.islice(opened.rows(), ceil(ROWS_FOR_A_SHARE / float(source.held_out))))
+            if any(belongs(record_of(number, row)) for number, row in rows):
+                return
+            counts.append(f"{100 * float(source.held_out):g} % of the {len(rows):,} rows of {source.url}")
+        raise ConfigError(
+            f"held_out: {', '.join(counts)} is none, so nothing would be measured. Raise the share, e.g. to 0.1, or "
+            "leave held_out away"
+        )
 
     def _rows(self, source: SourceConfig, kind: Kind | None) -> list[dict[str, Any]]:
         """The first rows, as records of a kind, or as they are; the source is not empty."""
@@ -330,6 +358,11 @@ def _mixtures(stage: AnyStage) -> Iterator[tuple[str, Wanted | None, tuple[Sourc
             sources = getattr(stage, label)
             if isinstance(sources, tuple) and sources and all(isinstance(source, SourceConfig) for source in sources):
                 yield label, None, sources
+
+
+def _is_few(source: SourceConfig) -> bool:
+    """Whether a share is held out of rows that are there and may be few: not of the hub, nor of what a stage makes."""
+    return isinstance(source.held_out, float) and not source.url.startswith(("hub:", "input:"))
 
 
 def _need_package(name: str) -> None:

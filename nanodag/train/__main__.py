@@ -66,19 +66,27 @@ def _write_nothing(*args: Any, **values: Any) -> None:
     """Ranks above 0 keep no metrics."""
 
 
-def _summed_stats(engine: TrainEngine, stats: dict[str, Any]) -> dict[str, float]:
+def _summed_stats(engine: TrainEngine, stats: dict[str, Any]) -> dict[str, Any]:
     names = sorted(name for name, value in stats.items() if isinstance(value, int))
-    return dict(zip(names, engine.summed(*(float(stats[name]) for name in names)), strict=True))
+    totals: dict[str, Any] = _sums(engine, {name: stats[name] for name in names})
+    totals["rows_trained"] = [
+        {"url": source.pop("url"), **_sums(engine, source)} for source in map(dict, stats["sources"])
+    ]
+    return totals
 
 
-def _metrics(loop: Loop, stats: dict[str, float]) -> dict[str, Any]:
+def _sums(engine: TrainEngine, counts: dict[str, int]) -> dict[str, int]:
+    return dict(zip(counts, map(int, engine.summed(*map(float, counts.values()))), strict=True))
+
+
+def _metrics(loop: Loop, stats: dict[str, Any]) -> dict[str, Any]:
     progress = loop.progress
     metrics: dict[str, Any] = {
         "loss": progress.last_losses[-1] if progress.last_losses else None,
         "steps": progress.step,
         "planned_steps": loop.plan.num_steps,
         "stopped_early": progress.stopped_early,
-        **{name: int(value) for name, value in stats.items() if name not in ("batches", "document_tokens")},
+        **{name: value for name, value in stats.items() if name not in ("batches", "document_tokens")},
     }
     if isinstance(loop.config, ChatStage):
         metrics["document_share"] = stats["document_tokens"] / max(stats["tokens"], 1.0)

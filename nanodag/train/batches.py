@@ -1,32 +1,29 @@
-"""From sources to batches: draw, tokenise, pack, with an exact position after every batch."""
+"""From sources to batches: draw, tokenise, pack, with an exact position after every batch.
 
-from collections import deque
+Records are read in windows. A window is packed as a whole and its rows are shuffled, as packing puts long pieces first.
+It never crosses a pass over a source, so no record is trained again before all others of its source were.
+"""
+
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from nanodag.data.canonical import record_bytes
 from nanodag.data.config import SourceConfig, mixes_by_epochs
-from nanodag.data.mixture import Mixture
+from nanodag.data.mixture import Drawn, Mixture
 from nanodag.data.parts import Part
+from nanodag.data.shuffle import permutation
 from nanodag.errors import ConfigError, SourceError
-from nanodag.train.packing import (
-    Batch,
-    Packer,
-    PackerState,
-    Piece,
-    conversation_piece,
-    document_piece,
-    make_batch,
-    packer_state_from_json,
-    packer_state_to_json,
-)
+from nanodag.train.packing import Batch, Packer, Piece, conversation_piece, document_piece, make_batch
 
 _DRAWN_AT_ONCE = 64  # records that are tokenised in one call
+NO_STRETCH = 2**53  # behind the end of the data
 
 
 @dataclass(frozen=True)
@@ -43,48 +40,55 @@ class _Counts:
     truncated_tokens: int = 0
     dropped_records: int = 0
     dropped_tokens: int = 0
-
-
-@dataclass(frozen=True)
-class _Reading:
-    """How far the mixture was read, as it was then."""
-
-    mixture: dict[str, Any]
-    sources: dict[str, dict[str, float]]
-    progress: float | None
+    cut_documents: int = 0
 
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Records that are tokenised in one call. reading: the mixture behind them."""
+    """Records of one stretch that are tokenised in one call. before: the mixture's state before the first; progress:
+    its progress behind the last."""
 
-    num_records: int
+    drawn: Sequence[Drawn]
     pieces: Callable[[], list[Piece]]
-    reading: _Reading
+    before: dict[str, Any]
+    progress: float | None
 
 
 @dataclass(frozen=True)
 class _Position:
-    """Everything after one batch, as it was then."""
+    """Everything after one batch, as it was then. window: the mixture's state before the window's first record; number:
+    windows before it; given: its rows that are in batches, None before the first window. trained: by source, records so
+    far, and those of its first pass."""
 
-    reading: _Reading
-    packer: PackerState
+    window: dict[str, Any]
+    number: int
+    given: int | None
+    progress: float | None
     counts: _Counts
+    trained: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class _Made:
+    batch: Batch
+    stretch: int
+    position: _Position
 
 
 class TokenBatches:
     """Iterator over batches of batch_rows x sequence_length for one data-parallel rank.
 
-    kind: "document" fills every row (documents are cut where nothing fits, see cut); "chat" packs whole conversations,
-    with loss on what the assistant says, and beside them the documents of those sources whose adapter makes nothing
-    else, trained whole. too_long: a conversation above sequence_length is truncated, or dropped; either is counted, and
-    one without anything left to learn is dropped. part, once, repeat, shuffle: as in Mixture. prefetch: batches that a
-    thread makes ahead while others are trained. tokenising_threads: as many tokenise what that thread has read; with 0
-    it does so itself. Neither changes a batch.
+    kind: "document" fills all rows but the last of a window (documents are cut, see cut); "chat" packs whole
+    conversations, with loss on what the assistant says, and beside them the documents of those sources whose adapter
+    makes nothing else, trained whole. too_long: a conversation above sequence_length is truncated, or dropped; either
+    is counted, and one without anything left to learn is dropped. part, once, repeat, num_epochs, shuffle: as in
+    Mixture.
+    window_pieces, window_rows: so much, at least, is packed and shuffled together, within a pass. prefetch: batches
+    that a thread makes ahead while others are trained. tokenising_threads: as many tokenise what that thread has read;
+    with 0 it does so itself. Neither changes a batch.
 
     The position (`state_dict`) is that of the batch returned last, however far ahead reading is. Batches after
-    restoring it are the same to the byte. Without repeat, a mixture by epochs ends: the last batch is filled up with
-    padding, and ranks may end at different batches (`empty_batch` lets one go on beside the others).
+    restoring it are the same to the byte. Ranks may end at different batches; `take` lets them train side by side.
     """
 
     def __init__(
@@ -101,19 +105,22 @@ class TokenBatches:
         part: Part = "train",
         once: bool = False,
         repeat: bool = False,
+        num_epochs: float = 1.0,
         shuffle: bool = True,
         mirror: Path | None = None,
         too_long: Literal["truncate", "drop"] = "truncate",
         cut: Literal["keep", "drop"] = "keep",
-        buffer_pieces: int = 512,
+        window_pieces: int = 512,
+        window_rows: int = 128,  # the last one of a window is half empty on average
         prefetch: int = 0,
         tokenising_threads: int = 0,
     ) -> None:
         self._kind = kind
         self._rows, self._length = batch_rows, sequence_length
         self._too_long = too_long
-        self._buffer_pieces = buffer_pieces
+        self._window_pieces, self._window_positions = window_pieces, window_rows * sequence_length
         self._ends = once or (mixes_by_epochs(sources) and not repeat)
+        self._seed, self._is_alone = seed, world == 1
         self._mixture = Mixture(
             sources,
             kind=kind,
@@ -123,20 +130,22 @@ class TokenBatches:
             part=part,
             once=once,
             repeat=repeat,
+            num_epochs=num_epochs,
             shuffle=shuffle,
             mirror=mirror,
         )
         self._pieces_of, bos_id, self._pad_id = _tokenising(kind, tokenizer_path)
-        self._packer = Packer(sequence_length, cut=cut, bos_id=bos_id)
-        self._exhausted = False
+        self._make_pieces = self._tokenised
+        self._new_packer = partial(Packer, sequence_length, cut=cut, bos_id=bos_id)
         self._counts = _Counts()
+        self._trained = [(0, 0)] * len(sources)
         self._prefetch = prefetch
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="batches") if prefetch else None
-        self._ahead: deque[Future[tuple[Batch, _Position] | None]] = deque()
+        self._ahead: deque[Future[_Made | None]] = deque()
         self._num_chunks = tokenising_threads + 1
         self._tokenisers = ThreadPoolExecutor(tokenising_threads) if tokenising_threads else None
-        self._chunks: deque[_Chunk] = deque()  # drawn, and not yet in the packer
-        self._reading = self._read_so_far()  # behind the last chunk that is in the packer
+        self._open, self._idle = 0, 0  # the stretch that all ranks have reached; batches of padding given meanwhile
+        self._begin(self._mixture.state_dict())
         self._returned = self._position()
         self._beginning = self.state_dict()
 
@@ -144,50 +153,82 @@ class TokenBatches:
         return self
 
     def __next__(self) -> Batch:
-        made = self._ahead.popleft().result() if self._ahead else self._make()
+        made = self._upcoming()
         if made is None:
             raise StopIteration
-        batch, self._returned = made
+        self._ahead.popleft()
+        self._returned = made.position
         while self._executor is not None and len(self._ahead) < self._prefetch:
-            self._ahead.append(self._executor.submit(self._make))
-        return batch
+            self._ahead.append(self._submit())
+        return made.batch
+
+    def take(self, number: int) -> list[Batch]:
+        """That many batches for one step. Among several ranks those of the open stretch; where they end, padding."""
+        batches: list[Batch] = []
+        while len(batches) < number and self._has_batch():
+            batches.append(next(self))
+        self._idle += number - len(batches)
+        return batches + [self._empty_batch()] * (number - len(batches))
+
+    @property
+    def is_waiting(self) -> bool:
+        """True when this rank's batches of the open stretch are through, and other ranks may have some."""
+        return not self._is_alone and not self._has_batch()
+
+    @property
+    def next_stretch(self) -> int:
+        """The stretch of the next batch; NO_STRETCH at the end."""
+        made = self._upcoming()
+        return NO_STRETCH if made is None else made.stretch
+
+    def open(self, stretch: int) -> None:
+        """Give batches up to that stretch from now on: no rank has one of an earlier stretch left."""
+        self._open = stretch
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the batch returned last. JSON values; about 6 bytes a buffered token."""
+        """The position after the batch returned last. JSON values; a few numbers a source."""
         position = self._returned
         return {
-            "mixture": position.reading.mixture,
-            "packer": packer_state_to_json(position.packer),
+            "window": position.window,
+            "number": position.number,
+            "given": position.given,
             "counts": dict(vars(position.counts)),
+            "trained": [list(counts) for counts in position.trained],
+            "open": self._open,
+            "idle": self._idle,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on behind the batch that was returned last when `state_dict` was called."""
         wait(self._ahead)
         self._ahead.clear()
-        self._chunks.clear()
-        self._mixture.load_state_dict(state["mixture"])
-        self._reading = self._read_so_far()
-        self._packer.restore(packer_state_from_json(state["packer"]))
+        self._begin(state["window"], number=state["number"])
+        if state["given"] is not None:
+            self._open_window()
+            self._given = state["given"]
         self._counts = _Counts(**state["counts"])
-        self._exhausted = False
+        self._trained = [(records, first) for records, first in state["trained"]]
+        self._open, self._idle = state["open"], state["idle"]
         self._returned = self._position()
 
     def stats(self) -> dict[str, Any]:
         """Totals of this rank up to the batch returned last.
 
         batches; tokens (inputs without padding); label_tokens; document_tokens; padding; records; cut_documents;
-        truncated and dropped records and tokens; progress (0 to 1 of a mixture by epochs, else None); sources: records
-        and epochs by URL.
+        truncated and dropped records and tokens; progress (0 to 1 of a mixture by epochs, else None); sources: by
+        source, url, rows (different records trained) and trained (with their repetitions).
         """
         position = self._returned
         counts = dict(vars(position.counts))
-        counts["dropped_tokens"] += position.packer.num_dropped_positions
-        counts["cut_documents"] = position.packer.num_cut
-        return {**counts, "progress": position.reading.progress, "sources": position.reading.sources}
+        counts["batches"] += self._idle
+        counts["padding"] += self._idle * self._rows * self._length
+        trained = zip(self._mixture.sources, position.trained, strict=True)
+        sources = [{"url": config.url, "rows": first, "trained": records} for config, (records, first) in trained]
+        return {**counts, "progress": position.progress, "sources": sources}
 
-    def count(self) -> int:
-        """Batches of this rank from beginning to end, found by packing everything once; the position stays.
+    def count(self) -> list[int]:
+        """Batches of this rank in each stretch, found by packing everything once; the position stays. A rank alone has
+        one stretch, as it goes on with the next one in the same batch.
 
         Raises ConfigError when there is no end.
         """
@@ -197,16 +238,15 @@ class TokenBatches:
                 "State how many tokens to train on."
             )
         here = self.state_dict()
+        self._make_pieces = _LengthsOf(self._tokenised, self._length).pieces
         self.load_state_dict(self._beginning)
-        rows = 0
-        while self._packer.row(self._refill):
-            rows += 1
+        rows: Counter[int] = Counter()
+        while self._open_window():
+            rows[0 if self._is_alone else self._stretch] += len(self._window)
+            self._given = len(self._window)
+        self._make_pieces = self._tokenised
         self.load_state_dict(here)
-        return -(-rows // self._rows)
-
-    def empty_batch(self) -> Batch:
-        """A batch of padding alone, without loss."""
-        return make_batch([], num_rows=self._rows, row_length=self._length, pad_id=self._pad_id)
+        return [-(-rows[stretch] // self._rows) for stretch in range(max(rows, default=-1) + 1)]
 
     def close(self) -> None:
         """End the threads."""
@@ -214,47 +254,118 @@ class TokenBatches:
             if executor is not None:
                 executor.shutdown(cancel_futures=True)
 
-    def _make(self) -> tuple[Batch, _Position] | None:
+    def _has_batch(self) -> bool:
+        upcoming = self._upcoming()
+        return upcoming is not None and (self._is_alone or upcoming.stretch <= self._open)
+
+    def _empty_batch(self) -> Batch:
+        return make_batch([], num_rows=self._rows, row_length=self._length, pad_id=self._pad_id)
+
+    def _upcoming(self) -> _Made | None:
+        if not self._ahead:
+            self._ahead.append(self._submit())
+        return self._ahead[0].result()
+
+    def _submit(self) -> "Future[_Made | None]":
+        if self._executor is not None:
+            return self._executor.submit(self._make)
+        future: Future[_Made | None] = Future()
+        future.set_result(self._make())
+        return future
+
+    def _begin(self, window: dict[str, Any], number: int = 0) -> None:
+        """Read on from a window's first record. number: of the windows before it."""
+        self._mixture.load_state_dict(window)
+        self._held_back: tuple[Drawn, dict[str, Any]] | None = None  # first of the next stretch; the state before it
+        self._chunks: deque[_Chunk] = deque()  # drawn, and not yet in a window
+        self._window_start, self._number, self._stretch = window, number, 0
+        self._window: list[list[Piece]] = []  # rows
+        self._given = 0  # rows of the window that are in batches
+        self._progress = self._mixture.progress
+
+    def _make(self) -> _Made | None:
         rows: list[list[Piece]] = []
-        while len(rows) < self._rows and (row := self._packer.row(self._refill)):
-            rows.append(row)
-        if not rows:
+        stretch = None
+        while len(rows) < self._rows:
+            if self._given == len(self._window) and not self._open_window():
+                break
+            if not self._is_alone and stretch not in (None, self._stretch):
+                break
+            stretch = self._stretch
+            rows.append(self._window[self._given])
+            self._given += 1
+        if stretch is None:
             return None
         batch = make_batch(rows, num_rows=self._rows, row_length=self._length, pad_id=self._pad_id)
         tokens = batch.num_tokens
+        pieces = [piece for row in rows for piece in row]
         self._add(
             batches=1,
             tokens=tokens,
             label_tokens=batch.num_labels,
             padding=batch.input_ids.size - tokens,
-            document_tokens=sum(piece.num_positions for row in rows for piece in row if piece.is_document),
+            document_tokens=sum(piece.num_positions for piece in pieces if piece.is_document),
         )
-        return batch, self._position()
+        for source, epoch in (piece.record for piece in pieces if piece.record is not None):
+            records, first = self._trained[source]
+            self._trained[source] = records + 1, first + (epoch == 0)
+        return _Made(batch, stretch, self._position())
 
-    def _refill(self) -> None:
-        while len(self._packer) < self._buffer_pieces and not self._exhausted:
-            while len(self._chunks) < self._num_chunks and not self._is_last(self._chunks):
-                self._chunks.append(self._draw())
+    def _open_window(self) -> bool:
+        """Read, pack and shuffle the next window; False at the end of the data."""
+        packer = self._new_packer()
+        start, num_records, stretch = None, 0, None
+        while len(packer) < self._window_pieces or packer.num_positions < self._window_positions:
+            while len(self._chunks) < self._num_chunks and (chunk := self._draw()) is not None:
+                self._chunks.append(chunk)
+            if not self._chunks or (len(packer) and stretch != self._chunks[0].drawn[0].stretch):
+                break
             chunk = self._chunks.popleft()
-            self._exhausted = self._is_last([chunk])
-            self._reading = chunk.reading
-            self._add(records=chunk.num_records)
-            for piece in chunk.pieces():
+            start = chunk.before if start is None else start
+            stretch, self._progress = chunk.drawn[0].stretch, chunk.progress
+            num_records += len(chunk.drawn)
+            for drawn, piece in zip(chunk.drawn, chunk.pieces(), strict=True):
                 if (fitting := self._fitting(piece)) is not None:
-                    self._packer.add(fitting)
+                    packer.add(replace(fitting, record=(drawn.source, drawn.epoch)))
+        rows = list(iter(packer.row, []))
+        self._add(
+            records=num_records,
+            cut_documents=packer.num_cut,
+            dropped_tokens=packer.num_dropped_positions,
+        )
+        if not rows:
+            return False
+        assert start is not None and stretch is not None
+        self._number += bool(self._window)
+        order = permutation(len(rows), self._seed, self._number)
+        self._window_start, self._stretch, self._given = start, stretch, 0
+        self._window = [rows[int(place)] for place in order]
+        return True
 
-    def _draw(self) -> _Chunk:
-        records = [drawn.record for drawn in islice(self._mixture, _DRAWN_AT_ONCE)]
-        tokenise = partial(self._pieces_of, records)
-        pieces = tokenise if self._tokenisers is None else self._tokenisers.submit(tokenise).result
-        return _Chunk(len(records), pieces, self._read_so_far())
+    def _draw(self) -> _Chunk | None:
+        """The next records of one stretch, 64 at most; None at the end."""
+        drawn: list[Drawn] = []
+        before: dict[str, Any] = {}
+        while len(drawn) < _DRAWN_AT_ONCE:
+            record, state = self._held_back or self._next_record()
+            if record is None or (drawn and record.stretch != drawn[0].stretch):
+                self._held_back = None if record is None else (record, state)
+                break
+            self._held_back = None
+            before = before or state
+            drawn.append(record)
+        if not drawn:
+            return None
+        make = partial(self._make_pieces, drawn)
+        pieces = make if self._tokenisers is None else self._tokenisers.submit(make).result
+        return _Chunk(drawn, pieces, before, self._mixture.progress)
 
-    def _is_last(self, chunks: Sequence[_Chunk]) -> bool:
-        return bool(chunks) and chunks[-1].num_records < _DRAWN_AT_ONCE
+    def _next_record(self) -> tuple[Drawn | None, dict[str, Any]]:
+        state = self._mixture.state_dict()
+        return next(self._mixture, None), state
 
-    def _read_so_far(self) -> _Reading:
-        mixture = self._mixture
-        return _Reading(mixture.state_dict(), mixture.stats(), mixture.progress)
+    def _tokenised(self, drawn: Sequence[Drawn]) -> list[Piece]:
+        return self._pieces_of([one.record for one in drawn])
 
     def _fitting(self, piece: Piece) -> Piece | None:
         """The piece as the packer may have it, or None for one that is dropped."""
@@ -273,7 +384,29 @@ class TokenBatches:
         self._counts = replace(self._counts, **{k: getattr(self._counts, k) + n for k, n in amounts.items()})
 
     def _position(self) -> _Position:
-        return _Position(self._reading, self._packer.state(), self._counts)
+        given = self._given if self._window else None
+        position = self._window_start, self._number, given, self._progress
+        return _Position(*position, self._counts, tuple(self._trained))
+
+
+class _LengthsOf:
+    """Pieces as long as a record's own, without its tokens: a record is tokenised once, whatever the passes."""
+
+    def __init__(self, make: Callable[[Sequence[Drawn]], list[Piece]], row_length: int) -> None:
+        self._make, self._row_length = make, row_length
+        self._known: dict[tuple[int, int], Piece] = {}
+
+    def pieces(self, drawn: Sequence[Drawn]) -> list[Piece]:
+        new = [one for one in drawn if (one.source, one.index) not in self._known]
+        for one, piece in zip(new, self._make(new), strict=True):
+            self._known[one.source, one.index] = self._blank(piece)
+        return [self._known[one.source, one.index] for one in drawn]
+
+    def _blank(self, piece: Piece) -> Piece:
+        # Of a conversation that is truncated, what is left may hold nothing to learn.
+        is_trained = bool((piece.trained if piece.is_document else piece.trained[: self._row_length]).any())
+        tokens = np.broadcast_to(np.int32(0), piece.num_positions + 1)
+        return Piece(tokens, np.broadcast_to(is_trained, piece.num_positions), piece.is_document)
 
 
 def tokenising_threads(device: str, *, cores: int, ranks: int) -> int:

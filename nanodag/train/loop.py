@@ -53,7 +53,7 @@ class Stopped(Exception):
 class Loop:
     """One stage on this rank.
 
-    source: endless iterator of Batch with a position. validate: scores the held-out part, None without one.
+    source: TokenBatches, the data of this rank. validate: scores the held-out part, None without one.
     score_core: gives the accuracy of each of CORE's tasks, or None once a stop was asked for; itself None where the
     config asks for no CORE. show_samples: called with the step after each validation. write: MetricsLog.write on rank
     0, nothing elsewhere.
@@ -108,10 +108,14 @@ class Loop:
     def _step(self) -> None:
         began = time.perf_counter()
         progress, engine = self.progress, self.engine
-        batches = [next(self.source) for _ in range(self.plan.micro_batches)]
-        count, tokens = engine.summed(
-            sum(self.objective.count(batch) for batch in batches), float(sum(batch.num_tokens for batch in batches))
+        batches = self.source.take(self.plan.micro_batches)
+        count, tokens, num_waiting = engine.summed(
+            sum(self.objective.count(batch) for batch in batches),
+            float(sum(batch.num_tokens for batch in batches)),
+            float(self.source.is_waiting),
         )
+        if num_waiting == engine.world_size:
+            self.source.open(-int(engine.highest(-self.source.next_stretch)))
         sums = self._accumulate(batches, max(count, 1.0))
         factor = rate_factor(progress.step, self.plan.num_steps, self.config.schedule)
         optimizer = self.config.optimizer

@@ -7,14 +7,13 @@ brim loses no prediction at its end.
 
 For each row the largest piece that fits is taken from a buffer again and again (the idea of nanochat's data loader).
 Where nothing fits, a document is cut; a conversation never is, and where there are only such the rest of the row is
-padding.
+padding. So rows run from long pieces to short ones: who trains on them shuffles them.
 """
 
-import base64
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -25,12 +24,13 @@ Cut = Literal["keep", "drop"]
 class Piece:
     """Part or all of a document or conversation. tokens: (n + 1,) int32. trained: (n,) bool. is_document: it
     may be cut. surplus_bytes: that its tokens stand for beyond those of its text, as a SentencePiece's blank in
-    front."""
+    front. record: number of its source, and the pass over it; None for what was cut off."""
 
     tokens: np.ndarray
     trained: np.ndarray
     is_document: bool
     surplus_bytes: int = 0
+    record: tuple[int, int] | None = None
 
     @property
     def num_positions(self) -> int:
@@ -63,17 +63,6 @@ def split_piece(piece: Piece, num_positions: int, bos_id: int) -> tuple[Piece, P
     return head, Piece(tokens, trained, is_document=True)
 
 
-@dataclass(frozen=True)
-class PackerState:
-    """A packer's buffer at one instant, cheap to take. keys: (positions, -serial) in order, beside the pieces."""
-
-    keys: tuple[tuple[int, int], ...]
-    pieces: tuple[Piece, ...]
-    serial: int
-    num_cut: int
-    num_dropped_positions: int
-
-
 class Packer:
     """Best-fit packer for rows of row_length.
 
@@ -89,6 +78,7 @@ class Packer:
         self._keys: list[tuple[int, int]] = []
         self._pieces: dict[int, Piece] = {}  # by serial number, which counts up: of equals, the oldest goes first
         self._serial = 0
+        self.num_positions = 0  # of the pieces in the buffer
         self.num_cut = 0
         self.num_dropped_positions = 0
 
@@ -105,13 +95,11 @@ class Packer:
             piece = rest
         self._insert(piece)
 
-    def row(self, refill: Callable[[], None]) -> list[Piece]:
-        """Pieces of the next row, row_length at most; empty at the end. refill: called before each choice, adds
-        pieces where there are more and the buffer runs low."""
+    def row(self) -> list[Piece]:
+        """Pieces of the next row, row_length at most; empty when the buffer is."""
         row: list[Piece] = []
         room = self._row_length
         while room:
-            refill()
             piece = self._take_largest(room)
             if piece is None:
                 piece = self._cut_shortest(room)
@@ -121,20 +109,9 @@ class Packer:
             room -= piece.num_positions
         return row
 
-    def state(self) -> PackerState:
-        """The buffer now; later changes do not touch it."""
-        pieces = tuple(self._pieces[-negative] for _, negative in self._keys)
-        return PackerState(tuple(self._keys), pieces, self._serial, self.num_cut, self.num_dropped_positions)
-
-    def restore(self, state: PackerState) -> None:
-        """Go back to a state."""
-        self._keys = list(state.keys)
-        self._pieces = {-key[1]: piece for key, piece in zip(state.keys, state.pieces, strict=True)}
-        self._serial, self.num_cut = state.serial, state.num_cut
-        self.num_dropped_positions = state.num_dropped_positions
-
     def _insert(self, piece: Piece) -> None:
         self._serial += 1
+        self.num_positions += piece.num_positions
         self._pieces[self._serial] = piece
         insort(self._keys, (piece.num_positions, -self._serial))
 
@@ -167,39 +144,9 @@ class Packer:
         return head, None
 
     def _pop(self, place: int) -> Piece:
-        return self._pieces.pop(-self._keys.pop(place)[1])
-
-
-def packer_state_to_json(state: PackerState) -> dict[str, Any]:
-    """A packer's state as JSON values; token arrays in base64."""
-    tokens = np.concatenate([piece.tokens for piece in state.pieces]) if state.pieces else np.zeros(0, np.int32)
-    trained = np.concatenate([piece.trained for piece in state.pieces]) if state.pieces else np.zeros(0, bool)
-    return {
-        "keys": [list(key) for key in state.keys],
-        "serial": state.serial,
-        "num_cut": state.num_cut,
-        "num_dropped_positions": state.num_dropped_positions,
-        "tokens": base64.b64encode(tokens.astype("<i4").tobytes()).decode(),
-        "trained": base64.b64encode(np.packbits(trained).tobytes()).decode(),
-        "documents": [int(piece.is_document) for piece in state.pieces],
-        "surplus_bytes": [piece.surplus_bytes for piece in state.pieces],
-    }
-
-
-def packer_state_from_json(saved: dict[str, Any]) -> PackerState:
-    """The state that `packer_state_to_json` wrote."""
-    keys = tuple((num_positions, negative) for num_positions, negative in saved["keys"])
-    tokens = np.frombuffer(base64.b64decode(saved["tokens"]), dtype="<i4").astype(np.int32)
-    trained = np.unpackbits(np.frombuffer(base64.b64decode(saved["trained"]), dtype=np.uint8)).astype(bool)
-    documents, surplus = saved["documents"], saved["surplus_bytes"]
-    pieces = []
-    first = 0
-    for number, (num_positions, _) in enumerate(keys):
-        start = first + number  # a piece has one token more than positions
-        of_piece = tokens[start : start + num_positions + 1], trained[first : first + num_positions]
-        pieces.append(Piece(*of_piece, is_document=bool(documents[number]), surplus_bytes=surplus[number]))
-        first += num_positions
-    return PackerState(keys, tuple(pieces), saved["serial"], saved["num_cut"], saved["num_dropped_positions"])
+        piece = self._pieces.pop(-self._keys.pop(place)[1])
+        self.num_positions -= piece.num_positions
+        return piece
 
 
 @dataclass(frozen=True, eq=False)

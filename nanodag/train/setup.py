@@ -227,22 +227,32 @@ class _Data:
             self._arguments["too_long"] = config.overlong
 
     def training(self) -> TokenBatches:
-        """Endless: a mixture by epochs begins again, in another order. The next step's are made while one trains."""
+        """The stage's batches. By num_epochs they end; by horizon_tokens a mixture by epochs begins again, in another
+        order. The next step's are made while one trains."""
         sources = self._config.data
-        return TokenBatches(sources, repeat=mixes_by_epochs(sources), prefetch=self.micro_batches, **self._arguments)
+        passes: dict[str, Any] = {"repeat": mixes_by_epochs(sources)} if self._config.horizon_tokens else self._epochs
+        return TokenBatches(sources, prefetch=self.micro_batches, **passes, **self._arguments)
 
-    def batches_in_one_pass(self) -> int:
-        """Micro-batches of the rank that has most. Raises ConfigError for a mixture by weights, which has no pass."""
+    @property
+    def _epochs(self) -> dict[str, Any]:
+        assert isinstance(self._config, ChatStage)
+        return {"num_epochs": self._config.num_epochs}
+
+    def num_steps(self) -> int:
+        """Steps of num_epochs over the data. Raises ConfigError for a mixture by weights, which has no pass."""
         sources = self._config.data
         if not mixes_by_epochs(sources):
             raise ConfigError(
                 f"{self._job.name}.num_epochs: {self._config.num_epochs} passes over a mixture by weights have no "
                 "meaning, as it has no end. Set horizon_tokens, or leave out the weights."
             )
-        batches = TokenBatches(sources, **self._arguments)
-        count = batches.count()
+        batches = TokenBatches(sources, **self._epochs, **self._arguments)
+        counts = batches.count()
         batches.close()
-        return int(self._engine.highest(count))
+        # No rank begins a stretch before all have ended the one before: the longest of each decides.
+        num_stretches = int(self._engine.highest(len(counts)))
+        steps = [-(-count // self.micro_batches) for count in counts] + [0] * (num_stretches - len(counts))
+        return int(sum(self._engine.highest(number) for number in steps))
 
     def validation(self, vocabulary: int) -> Validation | None:
         """The held-out part, None when the config asks for none: conversations, or documents where there are no others.
@@ -262,7 +272,14 @@ class _Data:
             log.warning("No source has held_out: this stage is not validated.")
             return None
         pad_id = Encoding(self._tokenizer_path).pad_id
-        batches = self._held_out_rows(sources).batches(
+        rows = self._held_out_rows(sources)
+        if not len(rows.input_ids):
+            shares = ", ".join(f"{source.held_out} of {source.url}" for source in sources)
+            raise ConfigError(
+                f"{self._job.name}.data: held_out holds out no row to validate on: {shares}. Raise the share, or set "
+                "validation_tokens to 0."
+            )
+        batches = rows.batches(
             rank=self._engine.rank, world=self._engine.world_size, batch_rows=self._rows, pad_id=pad_id
         )
         empty = make_batch([], num_rows=self._rows, row_length=config.sequence_length, pad_id=pad_id)
@@ -301,7 +318,7 @@ class _Data:
 def _num_steps(job: Job, data: _Data, checkpoint: Path | None) -> int:
     """Steps of the stage: horizon_tokens, else num_epochs; at most max_steps.
 
-    A pass is counted by packing all data once; a restarted stage reads the number from its checkpoint instead.
+    Passes are counted by packing all their data once; a restarted stage reads the number from its checkpoint instead.
     """
     config = job.config
     if config.horizon_tokens:
@@ -310,7 +327,7 @@ def _num_steps(job: Job, data: _Data, checkpoint: Path | None) -> int:
         assert isinstance(config, ChatStage)
         if checkpoint is not None:
             return planned_steps(checkpoint)
-        num_steps = math.ceil(config.num_epochs * data.batches_in_one_pass() / data.micro_batches)
+        num_steps = data.num_steps()
     return min(num_steps, config.max_steps) if config.max_steps else num_steps
 
 

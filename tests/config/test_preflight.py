@@ -117,6 +117,16 @@ def test_a_pipeline_whose_everything_is_there_passes(folder, monkeypatch):
     assert faults(folder, *own, *data, *more, *loss) == []
 
 
+def test_a_held_out_share_of_too_few_rows_to_hold_one_is_refused(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    (folder / "few.jsonl").write_text("".join(json.dumps({"text": f"No. {n}"}) + "\n" for n in range(60)))
+    held_out = "base.data=[{url: 'file:few.jsonl', held_out: %s}]"
+    [fault] = faults(folder, held_out % 0.001)
+    assert "held_out: 0.1 % of the 60 rows of file:few.jsonl is none, so nothing would be measured" in fault
+    assert faults(folder, held_out % 0.3) == []
+    assert faults(folder, held_out % 0.001, "base.validation_tokens=0") == []
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [

@@ -50,7 +50,7 @@ def chats(tmp_path):
 
 
 def make(source, tokenizer_path, kind="document", **options):
-    settings = {"batch_rows": 2, "sequence_length": 64, "seed": 3, "buffer_pieces": 16, **options}
+    settings = {"batch_rows": 2, "sequence_length": 64, "seed": 3, "window_pieces": 16, "window_rows": 4, **options}
     sources = [source] if isinstance(source, SourceConfig) else source
     return TokenBatches(sources, tokenizer_path=tokenizer_path, kind=kind, **settings)
 
@@ -216,7 +216,7 @@ def test_taking_a_position_back_waits_for_what_the_thread_is_doing(tmp_path, tok
     (tmp_path / "slow_rows.py").write_text(f"import time\ndef rows():\n    {rows}\n")
     monkeypatch.syspath_prepend(tmp_path)
     source = SourceConfig(url="python:slow_rows:rows")
-    batches = make(source, tokenizer_path, prefetch=2, buffer_pieces=8, batch_rows=64)
+    batches = make(source, tokenizer_path, prefetch=2, window_pieces=8, batch_rows=64)
     state = batches.state_dict()
     first = [flat(next(batches)) for _ in range(3)]
     batches.load_state_dict(state)
@@ -226,7 +226,7 @@ def test_taking_a_position_back_waits_for_what_the_thread_is_doing(tmp_path, tok
 
 def test_an_error_in_the_thread_reaches_the_loop(tmp_path, tokenizer_path):
     source = write(tmp_path / "bad.jsonl", [{"text": "x y z " * 40} for _ in range(64)] + [{"body": "?"}])
-    batches = make(source, tokenizer_path, prefetch=2, shuffle=False, buffer_pieces=16)
+    batches = make(source, tokenizer_path, prefetch=2, shuffle=False, window_pieces=16)
     with pytest.raises(ValueError, match=r"row 64 of .*bad\.jsonl: no column 'text'"):
         list(batches)
     batches.close()
@@ -258,7 +258,7 @@ def test_the_number_of_batches_is_known_before_they_are_made(documents, chats, t
     for source, kind in ((documents, "document"), (chats, "chat")):
         batches = make(source, tokenizer_path, kind)
         next(batches)
-        assert batches.count() == 1 + sum(1 for _ in batches)
+        assert batches.count() == [1 + sum(1 for _ in batches)]
     with pytest.raises(ConfigError, match="have no end"):
         make(documents, tokenizer_path, repeat=True).count()
     with pytest.raises(ConfigError, match="have no end"):
@@ -272,7 +272,8 @@ def test_the_last_batch_is_filled_up_and_progress_is_whole(documents, tokenizer_
     stats = batches.stats()
     assert stats["progress"] == 1
     assert stats["tokens"] + stats["padding"] == stats["batches"] * 7 * 64
-    assert batches.empty_batch().num_tokens == batches.empty_batch().num_labels == 0
+    assert [batch.num_tokens for batch in batches.take(2)] == [0, 0]  # beside ranks that have more
+    assert batches.stats()["padding"] == stats["padding"] + 2 * 7 * 64
 
 
 def test_ranks_together_train_each_document_once(documents, tokenizer_path):
@@ -286,7 +287,7 @@ def test_ranks_together_train_each_document_once(documents, tokenizer_path):
 
 
 def test_tokenising_and_packing_keep_far_ahead_of_training(documents, tokenizer_path):
-    batches = make(documents, tokenizer_path, repeat=True, batch_rows=8, sequence_length=256, buffer_pieces=256)
+    batches = make(documents, tokenizer_path, repeat=True, batch_rows=8, sequence_length=256, window_pieces=256)
     next(batches)
     start, tokens = time.thread_time(), 0
     while tokens < 150_000:

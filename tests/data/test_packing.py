@@ -1,4 +1,3 @@
-import json
 from collections import Counter
 
 import numpy as np
@@ -10,8 +9,6 @@ from nanodag.train.packing import (
     conversation_piece,
     document_piece,
     make_batch,
-    packer_state_from_json,
-    packer_state_to_json,
     split_piece,
     unpack,
 )
@@ -30,21 +27,10 @@ def conversation(ids):
     return conversation_piece(np.array([BOS, *ids, BOS], dtype=np.int32), np.full(len(ids) + 2, True))
 
 
-def feed(packer, pieces, at_once=3):
-    waiting = list(pieces)
-
-    def refill():
-        while waiting and len(packer) < at_once:
-            packer.add(waiting.pop(0))
-
-    return refill
-
-
-def rows_of(packer, refill):
-    rows = []
-    while row := packer.row(refill):
-        rows.append(row)
-    return rows
+def rows_of(packer, pieces=()):
+    for piece in pieces:
+        packer.add(piece)
+    return list(iter(packer.row, []))
 
 
 def test_a_document_is_learned_from_its_first_token_to_its_end():
@@ -71,7 +57,7 @@ def test_the_largest_piece_that_fits_goes_first_and_of_equals_the_oldest():
     packer = Packer(8, cut="keep", bos_id=BOS)
     for ids in ([2, 2], [3, 3, 3, 3], [4, 4], [5] * 6):  # 3, 5, 3 and 7 slots
         packer.add(conversation(ids))
-    rows = rows_of(packer, lambda: None)
+    rows = rows_of(packer)
     assert [[int(piece.tokens[1]) for piece in row] for row in rows] == [[5], [3, 2], [4]]
 
 
@@ -79,7 +65,7 @@ def test_where_nothing_fits_the_shortest_document_is_cut():
     packer = Packer(5, cut="keep", bos_id=BOS)
     for ids in ([2, 2, 2], [3, 3, 3]):  # 4 slots each
         packer.add(document_piece(ids, BOS))
-    rows = rows_of(packer, lambda: None)
+    rows = rows_of(packer)
     assert [[pairs(piece) for piece in row] for row in rows] == [
         [[(1, 2), (2, 2), (2, 2), (2, 1)], [(1, 3)]],
         [[(1, None), (3, 3), (3, 3), (3, 1)]],
@@ -91,7 +77,7 @@ def test_dropped_rests_are_counted():
     packer = Packer(5, cut="drop", bos_id=BOS)
     for ids in ([2, 2, 2], [3, 3, 3], list(range(10, 20))):
         packer.add(document_piece(ids, BOS))
-    rows = rows_of(packer, lambda: None)
+    rows = rows_of(packer)
     assert [[int(piece.tokens[1]) for piece in row] for row in rows] == [[10], [2, 3]]
     assert packer.num_dropped_positions == 6 + 3  # of 11 positions 5 are kept, of 4 one
 
@@ -100,10 +86,10 @@ documents = st.lists(st.lists(st.integers(2, 99), min_size=1, max_size=30), min_
 
 
 @settings(max_examples=150, deadline=None)
-@given(documents, st.integers(2, 20), st.integers(1, 8))
-def test_every_prediction_of_every_document_is_trained_exactly_once(texts, row_length, at_once):
+@given(documents, st.integers(2, 20))
+def test_every_prediction_of_every_document_is_trained_exactly_once(texts, row_length):
     packer = Packer(row_length, cut="keep", bos_id=BOS)
-    rows = rows_of(packer, feed(packer, [document_piece(ids, BOS) for ids in texts], at_once))
+    rows = rows_of(packer, [document_piece(ids, BOS) for ids in texts])
     trained = Counter(pair for row in rows for piece in row for pair in pairs(piece) if pair[1] is not None)
     # A cut puts bos before what follows it, without training that; all other pairs are those of the whole documents.
     assert trained == Counter(pair for ids in texts for pair in pairs(document_piece(ids, BOS)))
@@ -112,11 +98,11 @@ def test_every_prediction_of_every_document_is_trained_exactly_once(texts, row_l
 
 
 @settings(max_examples=100, deadline=None)
-@given(documents, st.integers(31, 60), st.integers(1, 8))
-def test_packing_never_changes_a_conversation(texts, row_length, at_once):
+@given(documents, st.integers(31, 60))
+def test_packing_never_changes_a_conversation(texts, row_length):
     pieces = [conversation(ids) for ids in texts]
     packer = Packer(row_length, cut="keep", bos_id=BOS)
-    rows = rows_of(packer, feed(packer, pieces, at_once))
+    rows = rows_of(packer, pieces)
     batch = make_batch(rows, num_rows=len(rows), row_length=row_length, pad_id=0)
     found = Counter((tuple(i.tolist()), tuple(labels.tolist())) for i, labels in unpack(batch))
     assert found == Counter((tuple(p.tokens[:-1].tolist()), tuple(p.tokens[1:].tolist())) for p in pieces)
@@ -127,7 +113,7 @@ def test_packing_never_changes_a_conversation(texts, row_length, at_once):
 def test_beside_conversations_documents_are_trained_whole_and_fill_every_row(chats, texts, row_length):
     packer = Packer(row_length, cut="keep", bos_id=BOS)
     pieces = [conversation(ids) for ids in chats]
-    rows = rows_of(packer, feed(packer, [*pieces, *(document_piece(ids, BOS) for ids in texts)], at_once=50))
+    rows = rows_of(packer, [*pieces, *(document_piece(ids, BOS) for ids in texts)])
     found = [piece for row in rows for piece in row]
     kept = Counter(tuple(piece.tokens.tolist()) for piece in found if not piece.is_document)
     assert kept == Counter((BOS, *ids, BOS) for ids in chats)
@@ -135,24 +121,6 @@ def test_beside_conversations_documents_are_trained_whole_and_fill_every_row(cha
     assert trained == Counter(pair for ids in texts for pair in pairs(document_piece(ids, BOS)))
     last = max(number for number, row in enumerate(rows) if any(piece.is_document for piece in row))
     assert all(sum(piece.num_positions for piece in row) == row_length for row in rows[:last])
-
-
-@settings(max_examples=60, deadline=None)
-@given(documents, st.integers(2, 20), st.data())
-def test_a_packer_restored_from_json_gives_the_same_rows(texts, row_length, data):
-    chats = [conversation(ids[: row_length - 1]) for ids in texts[::3]]
-    pieces = [document_piece(ids, BOS) for ids in texts] + chats
-    packer = Packer(row_length, cut="keep", bos_id=BOS)
-    for piece in pieces:
-        packer.add(piece)
-    for _ in range(data.draw(st.integers(0, 5))):
-        packer.row(lambda: None)
-    state = json.loads(json.dumps(packer_state_to_json(packer.state())))
-    expected = [[pairs(piece) for piece in row] for row in rows_of(packer, lambda: None)]
-    other = Packer(row_length, cut="keep", bos_id=BOS)
-    other.restore(packer_state_from_json(state))
-    assert [[pairs(piece) for piece in row] for row in rows_of(other, lambda: None)] == expected
-    assert (other.num_cut, other.num_dropped_positions) == (packer.num_cut, packer.num_dropped_positions)
 
 
 def test_a_batch_written_out_by_hand():

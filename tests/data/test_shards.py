@@ -198,7 +198,7 @@ def _parts(source):
 def test_batches_over_shards_go_on_to_the_byte(large, tokenizer_path):
     def make():
         sources = [SourceConfig(url="hub:a/large", held_out="last_shard", weight=1)]
-        settings = {"batch_rows": 1, "sequence_length": 16, "seed": 3, "buffer_pieces": 4}
+        settings = {"batch_rows": 1, "sequence_length": 16, "seed": 3, "window_pieces": 4, "window_rows": 4}
         return TokenBatches(sources, tokenizer_path=tokenizer_path, kind="document", rank=1, world=2, **settings)
 
     whole = [batch.input_ids.tolist() for batch in islice(make(), 40)]

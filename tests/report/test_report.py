@@ -17,7 +17,15 @@ from nanodag.report.gather import columns_of, comparisons_of, stages_of
 from nanodag.report.lineage import lineage_svg
 from nanodag.report.page import build_report, to_html, to_markdown
 from nanodag.report.plots import Panel, panels_svg, rl_panels, running_mean, supervised_panels
-from nanodag.report.tables import config_table, examples_of, policy_table, reached_table, scores_table, stages_table
+from nanodag.report.tables import (
+    config_table,
+    examples_of,
+    policy_table,
+    reached_table,
+    rows_table,
+    scores_table,
+    stages_table,
+)
 from nanodag.worker.job import Job, write_job
 
 
@@ -116,6 +124,18 @@ def test_time_tokens_and_cost_add_up(run):
     assert rows["pretrain"] == ["pretrain", "1 h 0 min", "1 h 56 min", "1.5 M", "", "417", "2 T", "31.0 %", "", "4.00"]
     assert rows["all"][1:4] == ["1 h 1 min", "1 h 57 min", "1.5 M"]  # 3680 s; 7024 s
     assert rows["all"][9] == "4.04"  # and 80 s on one rank: .0444
+
+
+def test_the_report_says_how_many_rows_were_trained_and_how_often(run):
+    counts = [("a", 540, 10_800), ("b", 200, 300), ("c", 7, 7)]
+    trained = [{"url": url, "rows": rows, "trained": total} for url, rows, total in counts]
+    run["stages"]["sft"]["metrics"]["rows_trained"] = trained
+    assert texts(rows_table(stages_of(run))) == [
+        ["sft", "a", "540", "20 times"],
+        ["sft", "b", "200", "once, 100 of them once more"],
+        ["sft", "c", "7", "once"],
+    ]
+    assert reached_table(stages_of(run)) is None
 
 
 def test_the_share_of_documents_stands_below_a_stages_tokens(run):

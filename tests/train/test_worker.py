@@ -38,7 +38,8 @@ def test_a_result_says_what_was_trained_and_what_it_cost(pretrained):
     result = json.loads((pretrained / "result.json").read_text())
     found, cost = result["metrics"], result["cost"]
     assert found["steps"] == 12
-    assert cost["tokens"] == 12 * 512
+    assert cost["tokens"] + found["padding"] == 12 * 512
+    assert found["padding"] < 64  # behind the last document of a window
     assert found["validation_bits_per_byte"] > 0
     assert cost["flops"] > 6 * 20_000 * cost["tokens"]
     assert {"seconds", "cpu_seconds", "start_seconds", "tokens_per_second", "mfu", "step_ms"} <= set(cost)
