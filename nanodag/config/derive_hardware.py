@@ -233,7 +233,7 @@ def fit_supervised(stage: _Supervised, model: ModelSize | None, found: Derived) 
     """The stage with offload, activation checkpointing, micro-batch and compilation, once its ranks are known."""
     device, ranks = str(stage.resources.device), int(stage.resources.num_ranks)
     if stage.resources.offload_optimizer == "auto":
-        can = stage.optimizer.name == "adamw" and stage.zero_stage > 0
+        can = stage.optimizer.traits.offloads and stage.zero_stage > 0
         stage = _offload(stage, model, can, found)
     of_rank = max(1, int(stage.batch_tokens) // ranks)
     limit = FULL_TOKENS[device]
@@ -331,7 +331,7 @@ def _states(stage: StageBase, model: ModelSize, ranks: int) -> int:
         precision=of_stage.precision,
         zero_stage=of_stage.zero_stage,
         num_ranks=ranks,
-        muon=isinstance(stage, SupervisedStage) and stage.optimizer.name == "muon",
+        optimizer=stage.optimizer.name if isinstance(stage, SupervisedStage) else "adamw",
         device=str(resources.device),
         offload_optimizer=resources.offload_optimizer == "cpu",
         offload_param=resources.offload_param == "cpu",

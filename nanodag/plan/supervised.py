@@ -9,6 +9,7 @@ from nanodag.config.footprint import (
     activations,
     documents_apart,
     head_memory,
+    num_states,
     train_state,
     width_of,
     working,
@@ -140,7 +141,7 @@ def _processes(stage: SupervisedStage, model: ModelSize, mirror: Path | None) ->
         precision=precision,
         zero_stage=stage.zero_stage,
         num_ranks=ranks,
-        muon=stage.optimizer.name == "muon",
+        optimizer=stage.optimizer.name,
         device=device,
         offload_optimizer=resources.offload_optimizer == "cpu",
         offload_param=resources.offload_param == "cpu",
@@ -183,9 +184,9 @@ def _data(stage: SupervisedStage, mirror: Path | None) -> int:
 
 
 def _disk(stage: SupervisedStage, model: ModelSize) -> int:
-    """Checkpoints with master weights and moments in float32, one more while it is written, and the artifact."""
-    moments = model.parameters["matrices"] if stage.optimizer.name == "muon" else 0
-    checkpoint = 4 * (3 * model.total - moments) + (4 * model.total if stage.patience else 0)
+    """Checkpoints with master weights and states in float32, one more while it is written, and the artifact."""
+    states = num_states(model.parameters, stage.optimizer.name, model.total)
+    checkpoint = 4 * (model.total + states) + (4 * model.total if stage.patience else 0)
     return (stage.keep_checkpoints + 1) * checkpoint + artifact_bytes(model, str(stage.precision))
 
 

@@ -160,11 +160,12 @@ class TrainEngine:
         self._engine.backward(loss * self.world_size, scale_wrt_gas=False)
 
     def step(self, *, learning_rate: float, matrix_lr: float = 0.0) -> float:
-        """Update the weights; returns the global gradient norm before clipping. matrix_lr: Muon's.
+        """Update the weights; returns the global gradient norm before clipping. matrix_lr: of an optimizer of
+        matrices.
 
         Raises TrainingDiverged, with the weights unchanged, when the gradient is bad and not to be skipped.
         """
-        self._updates.set_rates(adamw=learning_rate, matrix=matrix_lr)
+        self._updates.set_rates(learning_rate=learning_rate, matrix_lr=matrix_lr)
         self._updates.gradient_norm = None
         self._engine.step()
         if self._updates.gradient_norm is None:

@@ -60,7 +60,7 @@ def test_adamw_on_flat_weights_equals_torch():
     reference = torch.optim.AdamW(
         [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}], lr=0.01, betas=(0.9, 0.95)
     )
-    optimizer.set_rates(adamw=0.01, matrix=0.0)
+    optimizer.set_rates(learning_rate=0.01, matrix_lr=0.0)
     for step in range(4):
         take_step(optimizer, flat, gradients(step))
         for name, gradient in gradients(step).items():
@@ -76,7 +76,7 @@ def test_muon_equals_torch_to_the_rounding_of_its_bfloat16_iteration():
     theirs = parameters()
     matrices = [theirs["layers.0.up"], theirs["layers.0.down"]]
     reference = torch.optim.Muon(matrices, lr=0.05, weight_decay=0.1, momentum=0.9, nesterov=True)
-    optimizer.set_rates(adamw=0.0, matrix=0.05)
+    optimizer.set_rates(learning_rate=0.0, matrix_lr=0.05)
     for step in range(3):
         take_step(optimizer, flat, gradients(step))
         for name in ("layers.0.up", "layers.0.down"):
@@ -89,7 +89,7 @@ def test_muon_equals_torch_to_the_rounding_of_its_bfloat16_iteration():
 def test_muons_first_step_is_the_newton_schulz_formula_in_float64():
     optimizer, flat = flat_optimizer(OptimizerConfig(name="muon", momentum=0.95))
     before = weight(optimizer, flat, "layers.0.up").clone()
-    optimizer.set_rates(adamw=0.0, matrix=0.05)
+    optimizer.set_rates(learning_rate=0.0, matrix_lr=0.05)
     take_step(optimizer, flat, gradients(0))
 
     g = gradients(0)["layers.0.up"].double().numpy()
@@ -106,7 +106,7 @@ def test_muons_first_step_is_the_newton_schulz_formula_in_float64():
 def test_an_update_of_muon_has_singular_values_near_one():
     optimizer, flat = flat_optimizer(OptimizerConfig(name="muon"))
     before = weight(optimizer, flat, "layers.0.down").clone()
-    optimizer.set_rates(adamw=0.0, matrix=1.0)
+    optimizer.set_rates(learning_rate=0.0, matrix_lr=1.0)
     take_step(optimizer, flat, gradients(0))
     values = torch.linalg.svdvals(before - weight(optimizer, flat, "layers.0.down"))
     assert values.min() > 0.6
@@ -121,7 +121,7 @@ def test_the_norm_is_that_of_the_gradient_and_clipping_scales_it_before_any_mome
         found = gradients(step)
         norm = math.sqrt(sum(float(g.double().square().sum()) for g in found.values()))
         for optimizer in (clipped, by_hand):
-            optimizer.set_rates(adamw=0.01, matrix=0.01)
+            optimizer.set_rates(learning_rate=0.01, matrix_lr=0.01)
         take_step(clipped, flat, found)
         assert clipped.gradient_norm == pytest.approx(norm, rel=1e-6)
         take_step(by_hand, other, {key: g / norm for key, g in found.items()})
@@ -131,7 +131,7 @@ def test_the_norm_is_that_of_the_gradient_and_clipping_scales_it_before_any_mome
 def test_a_gradient_that_is_not_finite_changes_no_weight():
     optimizer, flat = flat_optimizer(OptimizerConfig(name="muon"))
     before = flat.detach().clone()
-    optimizer.set_rates(adamw=0.01, matrix=0.01)
+    optimizer.set_rates(learning_rate=0.01, matrix_lr=0.01)
     broken = gradients(0)
     broken["embed"][3, 3] = math.nan
     with pytest.raises(TrainingDiverged, match="norm is nan"):

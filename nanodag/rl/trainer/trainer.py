@@ -41,7 +41,6 @@ from nanodag.rl.trainer.buckets import WeightSource
 from nanodag.rl.trainer.credit import Credit
 from nanodag.rl.trainer.device_sums import DeviceSums
 from nanodag.rl.trainer.giver import WeightGiver
-from nanodag.rl.trainer.learning_rate import rate_at
 from nanodag.rl.trainer.link import ControllerLink
 from nanodag.rl.trainer.merged_shares import MergedShares
 from nanodag.rl.trainer.policy import DeviceRow, check_beside, engine_of, load_policy, to_row
@@ -54,6 +53,7 @@ from nanodag.sampler.fingerprints import Fingerprints
 from nanodag.sampler.held_memory import give_back, held_memory
 from nanodag.sampler.torch_trace import traced
 from nanodag.train.deepspeed_engine import DTYPES, leave
+from nanodag.train.learning_rate import policy_rate
 from nanodag.train.lent_memory import LentMemory
 from nanodag.train.peak import matmul_peak
 from nanodag.worker.children import ignore_stop_signals
@@ -307,7 +307,7 @@ class Trainer:
 
     def _learning_rate(self, *, steps_done: float, num_steps: int) -> float:
         algorithm = self.config.algorithm
-        return rate_at(
+        return policy_rate(
             self.config.optimizer,
             steps_done=steps_done,
             num_updates=self.num_updates,
