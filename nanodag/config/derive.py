@@ -20,8 +20,7 @@ from nanodag.config.kinds.import_model import ImportStage
 from nanodag.config.kinds.pretrain import PretrainStage
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.kinds.tokenizer import TokenizerStage
-from nanodag.config.known_models import known_model
-from nanodag.config.model_size import ModelSize
+from nanodag.config.model_size import ModelSize, known_model
 from nanodag.config.pipeline import Pipeline
 from nanodag.config.ranges import check_lora
 from nanodag.config.stage_base import StageBase

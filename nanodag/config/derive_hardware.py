@@ -16,7 +16,6 @@ from nanodag.config.footprint import (
     head_memory,
     lora_parameters,
     train_state,
-    width_of,
     working,
 )
 from nanodag.config.hardware_rules import (
@@ -42,6 +41,7 @@ from nanodag.config.stage_base import StageBase
 from nanodag.config.supervised import SupervisedStage
 from nanodag.errors import ConfigError
 from nanodag.host.machine import Machine
+from nanodag.inference.number_formats import width_of
 
 ENDLESS = 1 << 60
 

@@ -18,10 +18,12 @@ from nanodag.config.rl_parts import SGLANG_ONLY
 from nanodag.config.section import Section
 from nanodag.errors.words import counted
 from nanodag.host.machine import GIB, Machine, detect
-from nanodag.inference.cache_size import ELEMENT_BYTES, slot_tokens
+from nanodag.inference.cache_size import slot_tokens
+from nanodag.inference.number_formats import width_of
 from nanodag.inference.sglang_install import PYTHON_VARIABLE, default_folder, is_installed
 
 MAX_CPU_REPLICAS = 4
+REPLICA_FLOPS = 2e11  # what starting another sampler of an evaluation costs: some 3 s of a core
 MAX_BATCH = {"cpu": 64, "cuda": 256}  # samples a replica decodes at once: more are hardly faster, and hold more cache
 SCORED_TOKENS = {"cpu": 1024, "cuda": 16_384}  # that an evaluation scores at once; on a CPU more leave its caches
 PROMPT_TOKENS = 1024  # room for a prompt: three times GSM8K's longest question
@@ -115,7 +117,7 @@ def derive_sampler(
     share = fill("memory_fraction", *_share(stage))
     weights = 0
     if model is not None:  # the embedded engine holds them twice while they change
-        weights = model.total * ELEMENT_BYTES[precision] * (2 if engine == "embedded" else 1)
+        weights = model.total * width_of(precision) * (2 if engine == "embedded" else 1)
     room = room_for_cache(
         machine, device=device, share=share, replicas=replicas // max(1, config.nodes), tensor_parallel=tensor_parallel,
         engine=engine, weights=weights,
@@ -127,7 +129,7 @@ def derive_sampler(
         fill("max_batch", max(replicas, wanted), why)
         fill("cache_bytes", max(1, room // 2), f"half of {_gib(room)} a replica, whose weights are not known yet")
     else:
-        slot = slot_tokens(context) * model.token_bytes(ELEMENT_BYTES[precision])
+        slot = slot_tokens(context) * model.token_bytes(width_of(precision))
         fitting = max(1, room // slot) * replicas
         if engine == "embedded":  # SGLang shares its cache out by the page, as far as samples have come
             wanted, why = min(wanted, fitting), f"{why}, {fitting} fit"
@@ -224,7 +226,7 @@ def derive_evaluation(
     replicas = fill("replicas", replicas, f"{machine}, {why}")
     fill("max_batch", MAX_BATCH[device], f"on {device}, as far as the cache holds them")
     share, why = (SHARE_IN_EVALUATION, "of a GPU") if device == "cuda" else (SHARE_OF_HOST, "of the host's memory")
-    weights = 0 if model is None else model.total * ELEMENT_BYTES[stage.precision]
+    weights = 0 if model is None else model.total * width_of(str(stage.precision))
     room = room_for_cache(
         machine,
         device=device,

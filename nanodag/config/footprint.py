@@ -16,24 +16,20 @@ from dataclasses import dataclass
 
 from nanodag.config.dial import Shape
 from nanodag.config.section import Precision
-from nanodag.inference.cache_size import ELEMENT_BYTES
+from nanodag.inference.cache_size import PREFILL_TOKENS
+from nanodag.inference.number_formats import width_of
 from nanodag.registry import optimizer_named
 
 FLOAT = 4
 BUCKET_ELEMENTS = 500_000_000  # DeepSpeed's reduce_bucket_size, from ZeRO 1 in float32 and ZeRO 2 in bfloat16 on
 LIVE_ELEMENTS = 1_000_000_000  # its stage3_max_live_parameters
-HEAD_BLOCK_BYTES = 256 << 20  # BLOCK_BYTES of nanodag.model.head
-PREFILL_TOKENS = 1024  # BATCH_PREFILL_TOKENS of nanodag.sampler.engine
+HEAD_BLOCK_BYTES = 256 << 20  # of logits that the head holds at once
+MAX_LOGITS = {"cuda": 1 << 25, "cpu": 1 << 22}  # numbers that scoring holds at once: on a CPU 16 MB, near its caches
 
 CUDA_BYTES = 1 << 30
 """What a process takes of a GPU before its first tensor: CUDA's context, NCCL's and cuBLAS's buffers. Not measured."""
 USABLE = 0.95
 """Share of a GPU's memory that tensors can fill: the rest is lost between blocks. Not measured."""
-
-
-def width_of(precision: Precision | str) -> int:
-    """Bytes of a number."""
-    return ELEMENT_BYTES[precision]
 
 
 @dataclass(frozen=True, kw_only=True)

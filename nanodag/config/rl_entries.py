@@ -9,6 +9,8 @@ from pydantic import Field, model_validator
 from nanodag import registry
 from nanodag.config.section import Section, found_in
 
+MAX_CALLS = 256  # of functions that generate, at once: each holds a thread and three file descriptors
+
 
 class EntryConfig(Section):
     """A function with its options. A bare name means no options.

@@ -8,8 +8,12 @@ PROJECT = Path(__file__).resolve().parents[2]
 
 def cache_folder() -> Path:
     """What this user's processes share between runs; all of it can be deleted."""
-    if folder := os.environ.get("NANODAG_CACHE"):
-        return Path(folder)
+    folder = os.environ.get("NANODAG_CACHE")
+    return Path(folder) if folder else user_cache()
+
+
+def user_cache() -> Path:
+    """The cache folder where no NANODAG_CACHE names one: environments that were installed stay in it."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanodag"
 
 

@@ -19,7 +19,6 @@ from nanodag.model.build import qwen3_config
 from nanodag.model.decoder import Decoder
 from nanodag.model.headers import INDEX, faults_of_config, weight_files
 
-DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 SHARD_BYTES = 4 << 30
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -123,7 +122,7 @@ def write_folder(
     for path in beside:
         shutil.copyfile(path, temporary / path.name)
     kept = {name: value for name, value in config.items() if name != "torch_dtype"}  # as before transformers 5
-    _write_json(temporary / "config.json", {**kept, "dtype": DTYPE_NAMES[dtype]})
+    _write_json(temporary / "config.json", {**kept, "dtype": str(dtype).removeprefix("torch.")})
     shutil.rmtree(folder, ignore_errors=True)
     os.rename(temporary, folder)
 

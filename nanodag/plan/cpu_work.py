@@ -1,7 +1,8 @@
 """What work takes on a CPU, in seconds of one core: the sum of its parts, each by what bounds it.
 
-The constants were measured on two cores with AVX512-BF16 (docs/LOG.md). Those of products, activations, logits, caches
-and text come from parts that were measured alone; STEP_S, RANKS_BUSY and OVERLAP were read off a run of `pocket`.
+Peaks stand in nanodag.host.machine. The constants were measured on two cores with AVX512-BF16 (docs/LOG.md). Those of
+products, activations, logits, caches and text come from parts that were measured alone; STEP_S, RANKS_BUSY and OVERLAP
+were read off a run of `pocket`.
 
 - matrix products run at 0.8 of the peak of square ones: a pretraining step of 4,096 tokens at depth 3 took 192 ms in
   bfloat16 and 623 in float32, which differ in their products alone;
@@ -16,16 +17,6 @@ from nanodag.config.footprint import layer_activations
 from nanodag.config.model_size import ModelSize
 from nanodag.host.machine import Machine
 
-CPU_PEAKS: dict[str, dict[str, float]] = {
-    "other": {"fp32": 20e9, "bf16": 2e9},  # not measured
-    "avx2": {"fp32": 120e9, "bf16": 6.5e9},
-    "avx512": {"fp32": 240e9, "bf16": 25e9},  # bf16 not measured
-    "avx512_bf16": {"fp32": 240e9, "bf16": 480e9},
-    "amx": {"fp32": 240e9, "bf16": 900e9},  # neither measured
-}
-"""FLOPs a second of one core, by instruction set and precision: the best of square products of 768, by oneDNN."""
-ATTENTION_PEAKS = {"other": 20e9, "avx2": 73e9, "avx512": 105e9, "avx512_bf16": 108e9, "amx": 116e9}
-"""The same of attention."""
 PRODUCTS = 0.8
 """Share of the peak that products reach in training and in scoring."""
 DECODED = {"fp32": 0.9, "bf16": 0.4}
@@ -108,5 +99,5 @@ class Core:
 
 def core_of(machine: Machine, precision: str) -> Core:
     """A core of a machine."""
-    peaks = CPU_PEAKS[machine.instruction_set]
-    return Core(precision=precision, peak=peaks[precision], attention_peak=ATTENTION_PEAKS[machine.instruction_set])
+    peak = machine.core.bf16 if precision == "bf16" else machine.core.fp32
+    return Core(precision=precision, peak=peak, attention_peak=machine.core.attention)

@@ -3,13 +3,14 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from nanodag.config.derive_sampler import SHARE_IN_EVALUATION, SHARE_OF_HOST
-from nanodag.config.footprint import CUDA_BYTES, width_of
+from nanodag.config.derive_sampler import REPLICA_FLOPS, SHARE_IN_EVALUATION, SHARE_OF_HOST
+from nanodag.config.footprint import CUDA_BYTES, MAX_LOGITS
 from nanodag.config.kinds.evaluation import BenchmarkConfig, EvalStage
 from nanodag.config.model_size import ModelSize
 from nanodag.config.stage_base import StageBase
 from nanodag.evaluation.forms import is_written
 from nanodag.host.machine import Machine
+from nanodag.inference.number_formats import width_of
 from nanodag.plan import processes
 from nanodag.plan.core_sizes import core_items, core_tokens
 from nanodag.plan.cpu_work import CpuWork, core_of
@@ -38,13 +39,11 @@ ITEM_S = 1e-3
 """CPU-seconds of an item beside its tokens: lm-eval's requests, its record, its share of the intervals."""
 HASHED_S = 1.2e-5
 """CPU-seconds of a row that a hash counts among the held-out ones or not."""
-SCORED_LOGITS = {"cuda": 1 << 25, "cpu": 1 << 22}  # MAX_LOGITS of nanodag.model.scoring
 UNKNOWN_ITEMS = 1000
 CORE_RECORD_BYTES = 150
 """Of an item of CORE, whose record holds no text."""
 PROMPT_ROOM = 512
 """Tokens of the longest prompt of a written benchmark that is not known."""
-REPLICA_FLOPS = 2e11  # of nanodag.evaluation.writing: what starting another sampler costs
 
 
 def needed_context(stage: EvalStage, model: ModelSize) -> int:
@@ -271,7 +270,7 @@ def _own_processes(stage: EvalStage, model: ModelSize, samplers: PlannedSamplers
     held = {
         "weights": wide * model.total,
         "activations": scored * wide * (6 * shape.width + 3 * shape.mlp_width) + scored * 512,
-        "logits": min(SCORED_LOGITS[device], scored * model.vocabulary // 4) * (wide + 4),
+        "logits": min(MAX_LOGITS[device], scored * model.vocabulary // 4) * (wide + 4),
     }
     sources = [b.source for b in stage.benchmarks if b.source is not None]
     base = {"process": processes.EVALUATION, "data": int(processes.PARSED * in_memory(sources))}

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nanodag.config.kinds.import_model import ImportStage
-from nanodag.config.kinds.report import ReportStage
+from nanodag.config.kinds.report import MAX_SEARCHED, ReportStage
 from nanodag.config.kinds.tokenizer import TokenizerStage
 from nanodag.config.model_size import ModelSize
 from nanodag.config.stage_base import StageBase
@@ -22,7 +22,6 @@ LEARNED_BYTES_S = 10e6
 """Text that the tokenizer's training takes in a second of a core."""
 SEARCHED_BYTES_S = 11e6
 """Text that is searched for 13-grams of benchmarks in a second of a core."""
-MAX_SEARCHED = 200_000_000  # MAX_TRAINING_BYTES of nanodag.report.contamination_table
 LEAST_TEXT = 1_000_000
 """Bytes of text from which a tokenizer is worth learning."""
 KNOWN_WORDS = 150 * processes.MB

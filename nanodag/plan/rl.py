@@ -12,7 +12,6 @@ from nanodag.config.footprint import (
     head_memory,
     lora_parameters,
     train_state,
-    width_of,
     working,
 )
 from nanodag.config.gpus import num_gpus_of
@@ -21,6 +20,7 @@ from nanodag.config.model_size import ModelSize
 from nanodag.config.stage_base import StageBase
 from nanodag.errors.words import size
 from nanodag.host.machine import Machine
+from nanodag.inference.number_formats import width_of
 from nanodag.plan import processes
 from nanodag.plan.cpu_work import core_of
 from nanodag.plan.memory import Candidate, memory_faults

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nanodag.config.footprint import width_of
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.model_size import ModelSize
 from nanodag.config.rl_evaluation import HELD_OUT
 from nanodag.host.machine import Machine
+from nanodag.inference.number_formats import width_of
 from nanodag.plan import cpu_work, processes
 from nanodag.plan.cpu_work import CpuWork, core_of
 from nanodag.plan.evaluation import items_of, prompt_of

@@ -4,10 +4,11 @@ import math
 from dataclasses import dataclass
 
 from nanodag.config.derive_sampler import SGLANG_STATIC
-from nanodag.config.footprint import CUDA_BYTES, embedded_sampler, sampler_weights, width_of
+from nanodag.config.footprint import CUDA_BYTES, embedded_sampler, sampler_weights
 from nanodag.config.model_size import ModelSize
 from nanodag.host.machine import Machine
 from nanodag.inference.cache_size import slot_tokens
+from nanodag.inference.number_formats import width_of
 from nanodag.plan import processes
 from nanodag.plan.stage_plan import Process
 

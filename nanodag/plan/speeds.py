@@ -8,9 +8,6 @@ from dataclasses import dataclass
 
 from nanodag.host.machine import Machine
 
-GPU_FP32 = 0.06
-"""A GPU's float32 peak, as a share of its bfloat16 one: 67 of 989 TFLOPs on an H100."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class PeakShares:
@@ -41,8 +38,7 @@ PACKED_TOKENS_S = 455_000
 
 def gpu_peak(machine: Machine, precision: str, *, ranks: int) -> float:
     """FLOPs a second of so many GPUs; 0 where the machine's GPU is not known."""
-    peak = machine.gpu.peak if machine.gpu is not None else 0.0
-    return ranks * peak * (1.0 if precision == "bf16" else GPU_FP32)
+    return ranks * machine.gpu.peak_in(precision) if machine.gpu is not None else 0.0
 
 
 def decoding_seconds(

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from nanodag.config.footprint import (
     CUDA_BYTES,
+    MAX_LOGITS,
     activations,
     documents_apart,
     head_memory,
     num_states,
     train_state,
-    width_of,
     working,
 )
 from nanodag.config.model_size import ModelSize
@@ -19,10 +19,11 @@ from nanodag.config.stage_base import StageBase
 from nanodag.config.supervised import ChatStage, SupervisedStage
 from nanodag.errors.words import counted
 from nanodag.host.machine import Machine
+from nanodag.inference.number_formats import width_of
 from nanodag.plan import cpu_work, processes
 from nanodag.plan.core_sizes import CORE_CONTEXT, core_items, core_tokens
 from nanodag.plan.cpu_work import CpuWork, core_of
-from nanodag.plan.evaluation import ANSWERS_SHARE, SCORED_LOGITS
+from nanodag.plan.evaluation import ANSWERS_SHARE
 from nanodag.plan.memory import Candidate, memory_faults
 from nanodag.plan.sizes import (
     attended_length,
@@ -160,7 +161,7 @@ def _processes(stage: SupervisedStage, model: ModelSize, mirror: Path | None) ->
         "logits": head_memory(shape, model.vocabulary, micro, precision=precision, device=device),
     }
     if stage.core_every:  # its passes hold less than a micro-batch's, but for the head's
-        largest = min(SCORED_LOGITS[device], model.vocabulary * max(micro, model.max_positions))
+        largest = min(MAX_LOGITS[device], model.vocabulary * max(micro, model.max_positions))
         held["logits"] = max(held["logits"], largest * (width_of(precision) + 4))
     if stage.patience:
         held["best weights"] = 4 * model.total // (ranks if stage.zero_stage else 1)

@@ -33,12 +33,12 @@ from nanodag.config.stage_base import Resources
 from nanodag.config.supervised import OptimizerConfig
 from nanodag.errors import TrainingDiverged
 from nanodag.inference.bound_store import BoundStore
+from nanodag.inference.number_formats import DTYPES
 from nanodag.train.lent_memory import LentMemory
 from nanodag.train.optimizer import Segment, SegmentedOptimizer
 from nanodag.train.shares import Shares, in_buckets
 from nanodag.train.state import Common, SavedState, key, write_state
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 GATHER_BYTES = 64 << 20
 
 
@@ -114,7 +114,7 @@ class TrainEngine:
         self.device = start_ranks(device)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.zero_stage, self.precision = zero_stage, precision
-        self.dtype = DTYPES[precision]
+        self.dtype: torch.dtype = getattr(torch, DTYPES[precision])
         # DeepSpeed's shared-memory all-reduce compiles C++ for 26 s at first use; gloo is there.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         model = model.to(self.device, self.dtype)

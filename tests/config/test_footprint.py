@@ -6,10 +6,8 @@ import torch
 from nanodag.config import footprint
 from nanodag.config.dial import Shape, num_parameters, shape_of
 from nanodag.config.model_size import ModelSize
-from nanodag.model import head
 from nanodag.model.build import initialise, qwen3_architecture
 from nanodag.model.decoder import Decoder
-from nanodag.sampler import engine
 
 GIB = 1 << 30
 SMALL = Shape(depth=2, width=64, num_heads=4, num_kv_heads=2, head_width=16, mlp_width=192, tied_embeddings=True)
@@ -19,11 +17,6 @@ COUNTED = {"total": 1000, "matrices": 600}
 def state(precision, zero_stage, num_ranks=1, **options):
     options = {"device": "cpu", "precision": precision, "zero_stage": zero_stage, "num_ranks": num_ranks, **options}
     return footprint.train_state(COUNTED, **options)
-
-
-def test_constants_are_those_of_the_engines():
-    assert footprint.HEAD_BLOCK_BYTES == head.BLOCK_BYTES
-    assert footprint.PREFILL_TOKENS == engine.BATCH_PREFILL_TOKENS
 
 
 def test_adamw_in_bfloat16_takes_20_bytes_a_parameter_at_zero_1_on_one_rank():

@@ -9,12 +9,10 @@ from nanodag.config.model_size import ModelSize
 from nanodag.data.config import SourceConfig
 from nanodag.host.folders import PROJECT
 from nanodag.host.machine import machine_of
-from nanodag.plan import others
 from nanodag.plan.cpu_work import LOGIT_S, MOVED_BYTES_S, CpuWork, core_of
 from nanodag.plan.make import plan_of
 from nanodag.plan.models import habit_of
 from nanodag.plan.sizes import attended_length, kept_groups, mean_answer, pass_chance, text_bytes
-from nanodag.report import contamination_table
 
 FILE = PROJECT / "pipeline.yaml"
 CPU = "cpu:2:avx512_bf16:8GiB"
@@ -124,7 +122,3 @@ def test_a_cache_on_a_cpu_takes_what_prompts_fill_and_must_have_room_for_the_res
     assert sampler.host["cache"] + sampler.reserve == slots * 1024 * token
     assert sampler.host["cache"] == slots * 256 * token  # 78 of a prompt and 128 of an answer, up to whole pages
     assert rl.most_host_bytes == rl.host_bytes + 2 * sampler.reserve
-
-
-def test_constants_are_those_of_the_report():
-    assert others.MAX_SEARCHED == contamination_table.MAX_TRAINING_BYTES
