@@ -6,10 +6,13 @@ layer that torch does compile costs another 140. Read off runs of `pocket`, and 
 120 more of an evaluation. With CUDA a process maps more; 3 GiB is not measured.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
+from nanodag.config.footprint import CUDA_BYTES
 from nanodag.config.model_size import ModelSize
 from nanodag.model.architecture import cpu_layer_fits
+from nanodag.plan.stage_plan import Process
 
 MB = 1_000_000
 TRAINER = 375 * MB
@@ -24,6 +27,8 @@ LAUNCHER = 150 * MB
 """torchrun's own, where a stage has several ranks; the watchdog's is lost beside it."""
 CUDA = 3 << 30
 """Of a process that uses a GPU, beside what it holds."""
+PACKER = 20 * MB
+"""Of the buffer that rows are packed in."""
 PARSED = 3.0
 """Bytes in memory for each byte of a JSON file, which is read as a whole."""
 PARQUET = 45 * MB
@@ -61,3 +66,22 @@ def compiler(model: ModelSize, *, compiled: object, device: str) -> Compiler:
         width=shape.width, head_dim=shape.head_width, mlp_width=shape.mlp_width
     )
     return Compiler() if compiled and not is_ours else Compiler(0, 0.0)
+
+
+def computing(
+    name: str,
+    device: str,
+    held: Mapping[str, int],
+    *,
+    cuda: Mapping[str, int] | None = None,
+    cpu: Mapping[str, int],
+    count: int = 1,
+    gpus: int = 1,
+    reserve: int = 0,
+) -> Process:
+    """Processes that hold something on their device. cuda, cpu: bytes of host memory beside it, by the device; with
+    CUDA also CUDA's own. gpus, reserve: of each, on a GPU or on a CPU."""
+    if device == "cuda":
+        host = {"process": CUDA, **(cuda or {})}
+        return Process(name=name, count=count, device={**held, "cuda": CUDA_BYTES}, host=host, gpus=gpus)
+    return Process(name=name, count=count, host={**held, **cpu}, reserve=reserve)

@@ -2,15 +2,8 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
-
-SAID = (
-    *("name", "kind", "device", "parameters", "tokens", "steps", "flops", "read_bytes", "download_bytes", "at_once"),
-    *("longest_prompt", "disk_bytes", "kept_bytes", "seconds", "cpu_seconds", "share", "is_beside", "num_gpus"),
-    *("device_bytes", "host_bytes"),
-)
-"""What of a plan is a number or a name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,16 +118,5 @@ class StagePlan:
 
     def as_json(self) -> dict[str, Any]:
         """Everything, as plain values."""
-        return {
-            **{name: getattr(self, name) for name in SAID},
-            "processes": [
-                {
-                    **{"name": p.name, "count": p.count, "gpus": p.gpus},
-                    **{"device": dict(p.device), "host": dict(p.host), "reserve": p.reserve},
-                    **{"resting": p.resting, "own_gpus": p.own_gpus},
-                }
-                for p in self.processes
-            ],
-            "notes": list(self.notes),
-            "faults": [fault.text(self.name) for fault in self.faults],
-        }
+        more = {"device_bytes": self.device_bytes, "host_bytes": self.host_bytes}
+        return {**asdict(self), **more, "faults": [fault.text(self.name) for fault in self.faults]}

@@ -17,10 +17,9 @@ from nanodag.errors import ConfigError
 from nanodag.host.folders import PROJECT
 from nanodag.host.machine import machine_of
 from nanodag.plan import programs, sizes
-from nanodag.plan.core_sizes import CORE_CONTEXT, core_items, core_tokens
 from nanodag.plan.make import check_plan, plan_of
 from nanodag.plan.processes import compiler
-from nanodag.plan.sizes import bytes_per_token, size_of
+from nanodag.plan.sizes import CORE_CONTEXT, Sizes, bytes_per_token, core_items, core_tokens
 from nanodag.plan.speeds import decoding_seconds
 from nanodag.plan.stage_plan import Process, StagePlan
 
@@ -246,9 +245,9 @@ def test_files_that_are_shuffled_by_blocks_take_a_window_of_memory_and_others_no
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
     names = ("small.parquet", "large.parquet", "a.jsonl", "b.txt", "c.json", "d.jsonl.gz")
-    small, *others = (sizes.in_windows([SourceConfig(url=f"file:{tmp_path / name}")]) for name in names)
+    small, *others = (Sizes().in_windows([SourceConfig(url=f"file:{tmp_path / name}")]) for name in names)
     assert 800 < small < 4000 and others == [4000, 300, 4000, 0, 0]
-    found = size_of(f"file:{tmp_path}/large.parquet")
+    found = Sizes().of(f"file:{tmp_path}/large.parquet")
     assert found is not None and found.rows == 5000
 
 
@@ -301,7 +300,7 @@ def test_a_folders_model_is_read_from_its_config(tmp_path):
     ],
 )
 def test_rows_of_known_sources(url, rows):
-    size = size_of(url)
+    size = Sizes(resolved("speedrun", EIGHT).plan.data).of(url)
     assert (size.rows if size is not None else None) == rows
 
 

@@ -8,9 +8,11 @@ import torch
 
 from nanodag.config.derive_sampler import derive_sampler
 from nanodag.config.kinds.rl import RLStage
+from nanodag.config.pipeline import DataSize
 from nanodag.data.mixture import Mixture
 from nanodag.errors import ConfigError, StageFailed
 from nanodag.plan.rl import planned_steps
+from nanodag.plan.sizes import Sizes
 from nanodag.rl.control.best_weights import is_patience_over
 from nanodag.rl.control.checks import check_mismatch
 from nanodag.rl.rollouts.horizon import with_num_steps
@@ -94,9 +96,10 @@ def test_epochs_are_as_many_steps_as_their_training_prompts_fill(tmp_path):
 
 def test_a_plan_knows_the_steps_of_epochs_over_a_known_set():
     gsm8k = stage(data=["hub:openai/gsm8k/main:train"], num_epochs=2, prompts_per_step=32)
-    assert planned_steps(gsm8k) == math.ceil(2 * 7473 / 32)
-    assert planned_steps(stage(data=["hub:some/body:train"], num_epochs=2)) is None
-    assert planned_steps(stage(num_steps=7)) == 7
+    sizes = Sizes([DataSize(url="hub:openai/gsm8k/main:train", rows=7473)])
+    assert planned_steps(gsm8k, sizes) == math.ceil(2 * 7473 / 32)
+    assert planned_steps(stage(data=["hub:some/body:train"], num_epochs=2), sizes) is None
+    assert planned_steps(stage(num_steps=7), sizes) == 7
 
 
 @pytest.mark.parametrize(
