@@ -65,7 +65,7 @@ class Option:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """What the source says of an entry.
+    """Traits of an entry, as its source says them.
 
     path: `module:function`. words: the first line of its docstring.
     compares_groups: an advantage that compares the samples of one prompt. takes_steps: an advantage that is defined
@@ -92,7 +92,7 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerEntry(Entry):
-    """What the source says of an optimizer.
+    """Traits of an optimizer, as its source says them.
 
     takes_all: it updates all weights; else matrices in the layers, at a rate of their own, and AdamW the rest.
     states: float32 numbers that it keeps of each weight that it updates. offloads: it may update in host memory.
@@ -115,7 +115,7 @@ def entry(kind: str, name: str, **traits: bool | int | float | str) -> Callable[
 
 
 def entries_of(kind: str) -> dict[str, Entry]:
-    """By name, the entries of a kind that nanodag ships."""
+    """Entries of a kind by name that nanodag ships."""
     return _shipped()[kind]
 
 
@@ -274,7 +274,7 @@ def check_options(kind: str, name: str, options: Mapping[str, Any], settings: Ma
 
 
 def _options_of(kind: str, function: Callable[..., Any]) -> dict[str, Option] | None:
-    """Of a function that is imported; None where any are taken, or where it does not say."""
+    """Options of a function that is imported; None where any are taken, or where it does not say."""
     if inspect.isclass(function):  # made with the argument alone
         return {}
     try:

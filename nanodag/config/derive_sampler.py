@@ -1,4 +1,5 @@
-"""What is `auto` in the settings of samplers, in RL and in evaluation: pure functions of a machine, each with its rule.
+"""Values of `auto` in the settings of samplers, in RL and in evaluation: pure functions of a machine, each with its
+rule.
 
 Samplers share GPUs with what trains or scores there, and nobody knows who starts first. So a sampler's memory is an
 amount, a share of the whole device, and never a share of what is free at the moment.
@@ -167,7 +168,7 @@ def _order(stage: RLStage) -> tuple[str, str]:
 
 
 def _gpus_of_samplers(stage: RLStage, machine: Machine) -> int:
-    """Of a node that has samplers."""
+    """GPUs of a node that has samplers."""
     own = stage.sampler.gpus
     if stage.sampler.nodes:
         return machine.num_gpus
@@ -177,7 +178,7 @@ def _gpus_of_samplers(stage: RLStage, machine: Machine) -> int:
 
 
 def _share(stage: RLStage) -> tuple[float, str]:
-    """Of a GPU, or of a CPU's memory for all samplers of a node; and why."""
+    """Share of a GPU, or of a CPU's memory for all samplers of a node; and why."""
     if stage.resources.device == "cpu":
         return SHARE_OF_HOST, f"{SHARE_OF_HOST} of the host's memory, the rest is the trainer's"
     if stage.placement == "shared":

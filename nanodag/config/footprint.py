@@ -27,14 +27,15 @@ HEAD_BLOCK_BYTES = 256 << 20  # of logits that the head holds at once
 MAX_LOGITS = {"cuda": 1 << 25, "cpu": 1 << 22}  # numbers that scoring holds at once: on a CPU 16 MB, near its caches
 
 CUDA_BYTES = 1 << 30
-"""What a process takes of a GPU before its first tensor: CUDA's context, NCCL's and cuBLAS's buffers. Not measured."""
+"""Memory of a GPU that a process takes before its first tensor: CUDA's context, NCCL's and cuBLAS's buffers. Not
+measured."""
 USABLE = 0.95
 """Share of a GPU's memory that tensors can fill: the rest is lost between blocks. Not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """What a rank holds between two steps and while it takes one, in bytes. host: of that, what lies in host memory
+    """Bytes that a rank holds between two steps and while it takes one. host: of that, what lies in host memory
     where the device is a GPU and the optimizer is offloaded; it is part of no other field."""
 
     weights: int
@@ -44,9 +45,14 @@ class TrainState:
     host: int = 0
 
     @property
+    def on_device(self) -> dict[str, int]:
+        """Bytes on the device, by what they are."""
+        return {name: value for name, value in vars(self).items() if name != "host"}
+
+    @property
     def total(self) -> int:
         """On the device."""
-        return self.weights + self.gradients + self.optimizer + self.buffers
+        return sum(self.on_device.values())
 
 
 def train_state(

@@ -20,7 +20,7 @@ class ModelSize:
 
     @property
     def parameters(self) -> dict[str, int]:
-        """By part, as nanodag.config.dial counts them."""
+        """Parameters by part, as nanodag.config.dial counts them."""
         return num_parameters(self.shape, self.vocabulary)
 
     @property

@@ -218,7 +218,7 @@ class Pipeline(Section):
     notify: NotifyConfig = NotifyConfig()
     """Who hears of what failed or got worse."""
     plan: PlanConfig = PlanConfig()
-    """What `nanodag plan` assumes."""
+    """Inputs of `nanodag plan`."""
     stages: dict[str, AnyStage] = Field(min_length=1)
     """The DAG: stage name -> stage."""
 

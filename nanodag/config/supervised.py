@@ -62,7 +62,7 @@ class OptimizerConfig(StageSection):
 
     @property
     def traits(self) -> registry.OptimizerEntry:
-        """What is known of the optimizer without importing it."""
+        """Traits of the optimizer, known without importing it."""
         return registry.optimizer_named(self.name)
 
 

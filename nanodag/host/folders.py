@@ -7,7 +7,7 @@ PROJECT = Path(__file__).resolve().parents[2]
 
 
 def cache_folder() -> Path:
-    """What this user's processes share between runs; all of it can be deleted."""
+    """Folder that this user's processes share between runs; all of it can be deleted."""
     folder = os.environ.get("NANODAG_CACHE")
     return Path(folder) if folder else user_cache()
 
@@ -18,5 +18,5 @@ def user_cache() -> Path:
 
 
 def state_folder() -> Path:
-    """What this user's programs remember, such as what was typed. It can be deleted."""
+    """Folder of state that this user's programs remember, such as what was typed. It can be deleted."""
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "nanodag"

@@ -119,7 +119,7 @@ class Machine:
 
     @property
     def short(self) -> str:
-        """As a person would call it: `8xH100`, or what `str` says of a machine without a GPU."""
+        """Name as a person would call it: `8xH100`, or what `str` says of a machine without a GPU."""
         return str(self) if self.gpu is None else str(self).partition(":")[0]
 
     def __str__(self) -> str:
@@ -227,7 +227,7 @@ def usable_memory() -> int:
 
 
 def _gib(memory: int) -> str:
-    """As a machine's text has it, exact to a hundredth of a GiB."""
+    """Memory as a machine's text has it, exact to a hundredth of a GiB."""
     return f"{memory / GIB:.2f}".rstrip("0").rstrip(".") + "GiB"
 
 
@@ -262,7 +262,7 @@ def _gpus() -> tuple[Gpu | None, int]:
 
 
 def _named_gpus() -> list[str] | None:
-    """What CUDA_VISIBLE_DEVICES names; None where it is not set."""
+    """GPUs that CUDA_VISIBLE_DEVICES names; None where it is not set."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return None if visible is None else [name.strip() for name in visible.split(",") if name.strip()]
 

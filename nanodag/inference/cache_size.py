@@ -1,4 +1,4 @@
-"""What a sampler's keys and values take, whichever engine holds them. No torch."""
+"""Size of a sampler's keys and values, whichever engine holds them. No torch."""
 
 SLOT_UNIT = 64
 """Slots of the embedded engine are whole multiples of so many tokens: deterministic attention takes them at a time."""

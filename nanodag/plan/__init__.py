@@ -1,4 +1,4 @@
-"""What a run will take, before it starts: memory, time, disk, price, and what would not work. No torch.
+"""Memory, time, disk and price of a run before it starts, and what would not work. No torch.
 
 stage_plan    what is said of a stage, and faults
 case          a stage with its model, machine and sizes of its data

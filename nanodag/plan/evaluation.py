@@ -29,7 +29,7 @@ HASHED_S = 1.2e-5
 UNKNOWN_ITEMS, UNKNOWN_BYTES = 1000, 500.0
 """Items of a benchmark, and text of one, of which nothing is known."""
 CORE_RECORD_BYTES = 150
-"""Of an item of CORE, whose record holds no text."""
+"""Bytes on disk of an item of CORE, whose record holds no text."""
 PROMPT_ROOM = 512
 """Tokens of the longest prompt of a written benchmark that is not known."""
 CONTEXT = 500
@@ -113,7 +113,7 @@ def plan_evaluation(case: Case[EvalStage]) -> StagePlan:
 
 
 def faults_of_evaluation(plan: StagePlan, case: Case[EvalStage]) -> Iterator[Fault]:
-    """What does not fit; answers that would be cut, prompts without room, and a cache without room for one sample."""
+    """Faults: what does not fit, answers that would be cut, prompts without room, a cache too small for one sample."""
     if case.known_model is None:
         return
     stage, positions, samplers = case.stage, case.model.max_positions, samplers_of(case)
@@ -184,7 +184,7 @@ def _row_bytes(benchmark: BenchmarkConfig, sizes: Sizes) -> float:
 
 @dataclass(frozen=True)
 class _Tokens:
-    """Of all items. scored: by likelihood. prompts, written: of those that are answered in writing."""
+    """Tokens of all items. scored: by likelihood. prompts, written: of those that are answered in writing."""
 
     scored: float
     prompts: float
@@ -243,7 +243,7 @@ def _processes(case: Case[EvalStage], samplers: PlannedSamplers | None) -> tuple
 def _seconds(
     case: Case[EvalStage], samplers: PlannedSamplers | None, tokens: _Tokens
 ) -> tuple[float | None, float | None]:
-    """By the clock, and of a CPU's cores."""
+    """Seconds by the clock, and of a CPU's cores."""
     if case.device == "cuda":
         return _gpu_seconds(case, samplers, tokens), None
     stage, model, machine = case.stage, case.model, case.machine

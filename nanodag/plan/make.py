@@ -49,12 +49,12 @@ class Plan:
 
     @property
     def faults(self) -> list[str]:
-        """Of all stages, a line each."""
+        """Faults of all stages, a line each."""
         return [fault.text(stage.name) for stage in self.stages for fault in stage.faults]
 
     @property
     def seconds(self) -> float | None:
-        """Of all stages one after the other but for those beside others; None where one of them is not known."""
+        """Seconds of all stages in a row, those beside others left out; None where one of them is not known."""
         each = [stage.seconds for stage in self.stages if not stage.is_beside]
         return None if None in each else sum(seconds for seconds in each if seconds is not None)
 
@@ -67,7 +67,7 @@ class Plan:
         )
 
     def price_of(self, seconds: float | None) -> float | None:
-        """Of the machine for so long."""
+        """Price of that many seconds on the machine."""
         return None if seconds is None else seconds / 3600 * self.price_per_hour
 
     def as_json(self) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def _with_disk(pipeline: Pipeline, plans: Sequence[StagePlan], machine: Machine)
 
 
 def _disk_fault(pipeline: Pipeline, plan: StagePlan, kept: int, machine: Machine) -> Fault:
-    """Of a stage at which the disk is full, with the most checkpoints that fit. kept: bytes that stages before it
+    """Fault of a stage at which the disk is full, with the most checkpoints that fit. kept: bytes that stages before it
     leave."""
     stage = pipeline.stages[plan.name]
     keeps = int(getattr(stage, "keep_checkpoints", 1))

@@ -11,7 +11,7 @@ from nanodag.plan.stage_plan import Fault, Process, StagePlan
 
 DOWNLOAD_BYTES_S = 50e6
 COPIED_BYTES_S = 500e6
-"""Of a model that is copied and hashed."""
+"""Bytes a second of a model that is copied and hashed."""
 LEARNED_BYTES_S = 10e6
 """Text that the tokenizer's training takes in a second of a core."""
 SEARCHED_BYTES_S = 11e6
@@ -19,7 +19,7 @@ SEARCHED_BYTES_S = 11e6
 LEAST_TEXT = 1_000_000
 """Bytes of text from which a tokenizer is worth learning."""
 KNOWN_WORDS = 150 * processes.MB
-"""Of the tokenizer's training over 8 MB of text: words and pairs, which grow slower than the text."""
+"""Memory of the tokenizer's training over 8 MB of text: words and pairs, which grow slower than the text."""
 
 
 def plan_tokenizer(case: Case[TokenizerStage]) -> StagePlan:

@@ -1,4 +1,4 @@
-"""What a process of each kind takes of host memory before its first tensor, shared pages counted by their share.
+"""Host memory of a process of each kind before its first tensor, shared pages counted by their share.
 
 Measured on a CPU after the imports: trainer 205 MB, sampler 177, evaluation 361 (lm-eval among it), controller 56. A
 trainer has 110 MB more once DeepSpeed has started, which loads torch's compiler whether anything is compiled or not. A
@@ -26,17 +26,17 @@ IMPORT = 60 * MB
 LAUNCHER = 150 * MB
 """torchrun's own, where a stage has several ranks; the watchdog's is lost beside it."""
 CUDA = 3 << 30
-"""Of a process that uses a GPU, beside what it holds."""
+"""Host memory of a process that uses a GPU, beside what it holds."""
 PACKER = 20 * MB
-"""Of the buffer that rows are packed in."""
+"""Memory of the buffer that rows are packed in."""
 PARSED = 3.0
 """Bytes in memory for each byte of a JSON file, which is read as a whole."""
 PARQUET = 45 * MB
-"""Of the library that reads parquet."""
+"""Memory of the library that reads parquet."""
 WINDOWED = 1.7
 """Bytes in memory for each byte that is shuffled at once, tokenised texts among them: measured with parquet."""
 HOST_SHARE = 0.95
-"""Of a machine's memory, that processes can fill."""
+"""Share of a machine's memory that processes can fill."""
 
 
 # CPU-seconds before the first step, measured with torch 2.13 on two cores.
@@ -46,21 +46,21 @@ EVALUATION_S = 3.4
 CONTROLLER_S = 2.5
 REWARDS_S = 1.5
 SHORT_S = 1.0
-"""Of a worker without a model."""
+"""CPU-seconds of a worker without a model."""
 PARSED_BYTES_S = 100e6
 """Bytes of a JSON file that are read as a whole, in a second of a core."""
 
 
 class Compiler(NamedTuple):
-    """What torch's compiler takes of a process: bytes of host memory, CPU-seconds before the first step."""
+    """Cost of torch's compiler in a process: bytes of host memory, CPU-seconds before the first step."""
 
     num_bytes: int = 140 * MB
     seconds: float = 4.5
 
 
 def compiler(model: ModelSize, *, compiled: object, device: str) -> Compiler:
-    """Of a trainer; nothing where it does not start. compiled: as the stage's setting says. On a CPU our own code takes
-    most layers all the same."""
+    """Cost of the compiler in a trainer; nothing where it does not start. compiled: as the stage's setting says. On a
+    CPU our own code takes most layers all the same."""
     shape = model.shape
     is_ours = device == "cpu" and cpu_layer_fits(
         width=shape.width, head_dim=shape.head_width, mlp_width=shape.mlp_width

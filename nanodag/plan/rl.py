@@ -4,7 +4,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from nanodag.config.footprint import TrainState, activations, head_memory, lora_parameters, train_state, working
+from nanodag.config.derive_hardware import state_of
+from nanodag.config.footprint import activations, head_memory, working
 from nanodag.config.gpus import num_gpus_of
 from nanodag.config.kinds.rl import RLStage
 from nanodag.errors.words import size
@@ -22,7 +23,7 @@ from nanodag.plan.stage_plan import Fault, Process, StagePlan
 from nanodag.plan.supervised import artifact_bytes
 
 TOKEN_BYTES_ON_DISK = 30
-"""Of a sampled token in the rollout files."""
+"""Bytes of a sampled token in the rollout files."""
 Changed = tuple[tuple[str, ...], RLStage]
 """Settings as they would be written, and the stage with them."""
 
@@ -113,7 +114,7 @@ def _notes(stage: RLStage, step: Step, programs: Sequence[Process]) -> tuple[str
 
 
 def faults_of_rl(plan: StagePlan, case: Case[RLStage]) -> list[Fault]:
-    """What does not fit, and what would make the stage's results void."""
+    """Faults: what does not fit, and what would make the stage's results void."""
     if not plan.processes:
         return []
     micro = case.stage.optimizer.micro_batch_tokens
@@ -150,35 +151,19 @@ def _trainer(case: Case[RLStage]) -> Process:
     stage, model, shape = case.stage, case.model, case.model.shape
     resources, optimizer, algorithm = stage.resources, stage.optimizer, stage.algorithm
     precision, micro = str(optimizer.precision), int(optimizer.micro_batch_tokens) // optimizer.sequence_parallel
-    trained = lora_parameters(shape, optimizer.lora_rank) if optimizer.lora_rank else None
-
-    def state_of(trained: int | None = None) -> TrainState:
-        return train_state(
-            model.parameters,
-            precision=precision,
-            zero_stage=optimizer.zero_stage,
-            num_ranks=int(resources.num_ranks),
-            device=case.device,
-            offload_optimizer=resources.offload_optimizer == "cpu",
-            offload_param=resources.offload_param == "cpu",
-            trained=trained,
-        )
-
-    state = state_of(trained)
+    ranks = int(resources.num_ranks)
+    state = state_of(stage, model, num_ranks=ranks)
     kept = activations(shape, micro, precision=precision, checkpointing=bool(optimizer.activation_checkpointing))
     whole = width_of(precision) * model.total
     held = {
-        "weights": state.weights,
-        "gradients": state.gradients,
-        "optimizer": state.optimizer,
-        "buffers": state.buffers,
+        **state.on_device,
         "activations": kept + working(shape, micro, precision),
         "logits": head_memory(shape, model.vocabulary, micro, precision=precision, device=case.device, scored=True),
     }
     if algorithm.has_reference:
         held["reference"] = whole
     if algorithm.has_critic:
-        held["critic"] = state_of().total
+        held["critic"] = state_of(stage, model, num_ranks=ranks, is_critic=True).total
     if algorithm.teacher.model != "none":
         held["teacher"] = whole
     compiler = processes.compiler(model, compiled=optimizer.compile, device=case.device)
@@ -188,13 +173,13 @@ def _trainer(case: Case[RLStage]) -> Process:
         held,
         cuda={"model": 4 * model.total, "offloaded": state.host},
         cpu={"offloaded": state.host, "process": processes.TRAINER + compiler.num_bytes},
-        count=int(resources.num_ranks) // resources.num_nodes,
+        count=ranks // resources.num_nodes,
     )
 
 
 def _by_placement(stage: RLStage, trainer: Process, sampler: Process) -> tuple[Process, Process]:
-    """What either keeps while the other works, and which GPUs it has to itself. Samplers on nodes of their own are
-    planned as one node of them: their GPUs count beside, their host memory on a machine like this one."""
+    """Processes with what they keep while the other works, and GPUs that they have to themselves. Samplers on nodes of
+    their own are planned as one node of them: their GPUs count beside, their host memory on a machine like this one."""
     if stage.resources.device == "cpu" or stage.placement == "beside":
         return trainer, sampler
     if stage.placement == "separate":

@@ -78,7 +78,7 @@ def asked_at_once(stage: RLStage) -> int:
 
 @dataclass(frozen=True)
 class _Evaluated:
-    """Of all evaluations of a stage. read, sampled: tokens of prompts, of answers."""
+    """Work of all evaluations of a stage. read, sampled: tokens of prompts, of answers."""
 
     answers: float
     read: float
@@ -103,7 +103,8 @@ def _evaluated(case: Case[RLStage], step: Step) -> _Evaluated:
 
 
 def seconds_of(case: Case[RLStage], samplers: PlannedSamplers, step: Step) -> tuple[float | None, float | None]:
-    """By the clock, and of a CPU's cores. None where servers of others sample: nobody knows how fast they are."""
+    """Seconds by the clock, and of a CPU's cores. None where servers of others sample: nobody knows how fast they
+    are."""
     stage, model, machine = case.stage, case.model, case.machine
     count = samplers.process.count if stage.has_samplers else 0
     if stage.has_samplers and not count:

@@ -25,13 +25,13 @@ GPU_SHARES = {
     "sglang": PeakShares(training=0.40, trainer=0.25, likelihood=0.20, decoding=0.50),
 }
 START_S = 60.0
-"""Of a worker that trains on a GPU: imports, the model, the first compiled step."""
+"""Seconds to start a worker that trains on a GPU: imports, the model, the first compiled step."""
 EVALUATION_START_S = 40.0
-"""Of an evaluation on a GPU."""
+"""Seconds to start an evaluation on a GPU."""
 SGLANG_START_S = 60.0
-"""Of SGLang's servers, once in an evaluation."""
+"""Seconds to start SGLang's servers, once in an evaluation."""
 RL_STEP_S = 2.0
-"""Of an RL step on a GPU, beside sampling and training: rewards, new weights."""
+"""Seconds of an RL step on a GPU beside sampling and training: rewards, new weights."""
 PACKED_TOKENS_S = 455_000
 """Tokens a second of a core that the data thread packs: below what a GPU takes, it sets the pace."""
 

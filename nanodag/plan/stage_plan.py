@@ -1,4 +1,4 @@
-"""What a plan says of a stage: its size, its processes and their memory, its time, and its faults."""
+"""Plan of a stage: its size, its processes and their memory, its time, and its faults."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,8 +8,9 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What would not work, or be void. setting: its dotted name without the stage, or `store.url`. found: its value.
-    why: in a clause. mend: changes that work together, as `micro_batch_tokens=2048`; none where no setting helps."""
+    """Setting that would not work, or make results void. setting: its dotted name without the stage, or `store.url`.
+    found: its value. why: in a clause. mend: changes that work together, as `micro_batch_tokens=2048`; none where no
+    setting helps."""
 
     setting: str
     found: str
@@ -113,7 +114,7 @@ class StagePlan:
 
     @property
     def most_host_bytes(self) -> int:
-        """The same, with prompts as long as the context has room for."""
+        """Host bytes with prompts as long as the context has room for."""
         return self.host_bytes + sum(process.count * process.reserve for process in self.processes)
 
     def as_json(self) -> dict[str, Any]:

@@ -3,13 +3,13 @@
 import math
 from collections.abc import Iterator
 
+from nanodag.config.derive_hardware import state_of
 from nanodag.config.footprint import (
     MAX_LOGITS,
     activations,
     documents_apart,
     head_memory,
     num_states,
-    train_state,
     working,
 )
 from nanodag.config.model_size import ModelSize
@@ -25,9 +25,9 @@ from nanodag.plan.speeds import GPU_SHARES, PACKED_TOKENS_S, START_S, gpu_peak
 from nanodag.plan.stage_plan import Fault, Process, StagePlan
 
 COMPILED_SHARE = 0.65
-"""Of a layer's activations, that a compiled one keeps."""
+"""Share of a layer's activations that a compiled one keeps."""
 ANSWERS_SHARE = 0.5
-"""Of an item's tokens that are scored, those of its answers: their logits are computed."""
+"""Share of an item's scored tokens that its answers are: their logits are computed."""
 
 
 def plan_supervised(case: Case[SupervisedStage]) -> StagePlan:
@@ -70,7 +70,7 @@ def plan_supervised(case: Case[SupervisedStage]) -> StagePlan:
 
 
 def faults_of_supervised(plan: StagePlan, case: Case[SupervisedStage]) -> list[Fault]:
-    """What of the stage does not fit the machine."""
+    """Faults of a stage that does not fit the machine."""
     micro = case.stage.micro_batch_tokens
     candidates = _candidates(case.stage)
     return memory_faults(plan, case, plan_supervised, setting="micro_batch_tokens", value=micro, candidates=candidates)
@@ -106,24 +106,12 @@ def _processes(case: Case[SupervisedStage]) -> tuple[Process, ...]:
     resources, precision, shape = stage.resources, str(stage.precision), model.shape
     micro, ranks = int(stage.micro_batch_tokens), int(resources.num_ranks)
     checkpointing = bool(stage.activation_checkpointing)
-    state = train_state(
-        model.parameters,
-        precision=precision,
-        zero_stage=stage.zero_stage,
-        num_ranks=ranks,
-        optimizer=stage.optimizer.name,
-        device=device,
-        offload_optimizer=resources.offload_optimizer == "cpu",
-        offload_param=resources.offload_param == "cpu",
-    )
+    state = state_of(stage, model, num_ranks=ranks)
     kept = activations(shape, micro, precision=precision, checkpointing=checkpointing)
     compiled = COMPILED_SHARE if stage.compile and not checkpointing else 1.0
     apart = documents_apart(shape, micro, precision=precision, device=device, checkpointing=checkpointing)
     held = {
-        "weights": state.weights,
-        "gradients": state.gradients,
-        "optimizer": state.optimizer,
-        "buffers": state.buffers,
+        **state.on_device,
         "activations": int(compiled * kept) + working(shape, micro, precision) + apart,
         "logits": head_memory(shape, model.vocabulary, micro, precision=precision, device=device),
     }
@@ -147,12 +135,12 @@ def _processes(case: Case[SupervisedStage]) -> tuple[Process, ...]:
 
 
 def artifact_bytes(model: ModelSize, precision: str) -> int:
-    """Of a model as it is published, with its tokenizer."""
+    """Bytes of a model as it is published, with its tokenizer."""
     return width_of(precision) * model.total + 100 * model.vocabulary
 
 
 def _seconds(case: Case[SupervisedStage], steps: int | None) -> tuple[float | None, float | None]:
-    """By the clock, and of a CPU's cores."""
+    """Seconds by the clock, and of a CPU's cores."""
     if steps is None:
         return None, None
     stage, model, sizes, machine = case.stage, case.model, case.sizes, case.machine
