@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from nanodag import registry
 from nanodag.config.supervised import OptimizerConfig
 from nanodag.errors import TrainingDiverged
 from nanodag.train.optimizer import Segment, SegmentedOptimizer
@@ -113,7 +114,7 @@ def test_an_update_of_muon_has_singular_values_near_one():
     assert values.max() < 1.3
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("name", registry.names("optimizer"))
 def test_the_norm_is_that_of_the_gradient_and_clipping_scales_it_before_any_momentum(name):
     clipped, flat = flat_optimizer(OptimizerConfig(name=name), clip=1.0)
     by_hand, other = flat_optimizer(OptimizerConfig(name=name))
