@@ -212,7 +212,7 @@ print('refused: EPERM' if done.returncode else 'succeeded')
         "ended: SIGSYS | ended: SIGSEGV",
         """
 import mmap
-code = mmap.mmap(-1, 4096, prot=7)
+code = mmap.mmap(-1, 4096, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, 7)
 code.write(b'\\xb8\\x14\\x00\\x00\\x00\\xcd\\x80\\xc3')
 start = ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(code)))
 print('succeeded:', start())
