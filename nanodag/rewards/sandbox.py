@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 MAX_BYTES = 512 << 20  # the address space of a process
 MAX_TOGETHER = 2  # times that: the memory of all processes of a program
 MAX_OUTPUT_BYTES = 1 << 20
-TMP_BYTES = 64 << 20
+TMP_SHARE = 8  # one part in so many of a process's memory: /tmp, and /dev/shm again
 MAX_PROCESSES = 16  # threads count, too, and the first process of the sandbox
 ROOT_BECOMES = 65534  # `nobody`
 WATCH_S = 0.2
@@ -215,7 +215,7 @@ class _Started:
         """What it left, once _wait has said how it ended."""
         stdout, stderr = (_text(self.folder / stream) for stream in ("stdout", "stderr"))
         if ended == "memory":
-            stderr += f"\nMemoryError: its processes together took more than {MAX_TOGETHER * max_bytes} bytes"
+            stderr += f"\nMemoryError: its processes together took more than {_most_together(max_bytes)} bytes"
         return Finished(stdout, stderr, self.process.returncode, ended == "time")
 
 
@@ -291,7 +291,7 @@ def _start(
             for number, pair in enumerate(zip(found, wanted, strict=True))
             for part in ("--ro-bind" if number < len(further.read_only) else "--bind", *pair)
         ]
-        command = [*before, *_options(behind, binds, source=source.fileno(), rules=rules.fileno())]
+        command = [*before, *_options(behind, binds, max_bytes, source=source.fileno(), rules=rules.fileno())]
         files, path = [*files, source.fileno(), rules.fileno()], _PROGRAM
     group = stack.enter_context(cgroup.group(max_bytes=MAX_TOGETHER * max_bytes, max_processes=further.max_processes))
     limits = [math.ceil(timeout_s) + 1, max_bytes, MAX_OUTPUT_BYTES, further.max_processes if behind else 1]
@@ -316,9 +316,9 @@ def _start(
     return _Started(process, folder, group is not None)
 
 
-def _options(behind: Walls, binds: Sequence[str], *, source: int, rules: int) -> list[str]:
+def _options(behind: Walls, binds: Sequence[str], max_bytes: int, *, source: int, rules: int) -> list[str]:
     """Of bubblewrap. binds: further ones. source, rules: open files of the program and the filter of system calls."""
-    size = ["--size", str(TMP_BYTES)] if behind.is_sized else []
+    size = ["--size", str(max_bytes // TMP_SHARE)] if behind.is_sized else []
     # An older bubblewrap cannot bound a tmpfs: then nothing is written there.
     closed = ["/dev", "/"] if behind.is_sized else ["/tmp", "/dev/shm", "/dev", "/"]
     user = str(ROOT_BECOMES)
@@ -330,6 +330,7 @@ def _options(behind: Walls, binds: Sequence[str], *, source: int, rules: int) ->
         *("--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"),  # where libpython is found in some containers
         *("--ro-bind", behind.prefix, sys.base_prefix),
         *("--proc", "/proc", "--dev", "/dev", *size, "--tmpfs", "/dev/shm"),
+        *("--ro-bind", "/dev/null", "/dev/zero"),  # mapped, it is shared memory without a file
         *binds,
         *("--ro-bind-data", str(source), _PROGRAM, "--chdir", "/tmp"),
         *(part for folder in closed for part in ("--remount-ro", folder)),
@@ -353,7 +354,7 @@ def _wait(
             break
         if time.monotonic() >= deadline or (is_given_up is not None and is_given_up()):
             ended = "time"
-        elif any(_memory(pid) > MAX_TOGETHER * max_bytes for pid in watched):
+        elif any(_memory(pid) > _most_together(max_bytes) for pid in watched):
             ended = "memory"
     for one in started:
         _end(one.process)
@@ -380,6 +381,11 @@ def _ends_within(process: "subprocess.Popen[bytes]", seconds: float) -> bool:
         ends.poll(seconds * 1000)
         os.close(handle)
     return has_ended(process)
+
+
+def _most_together(max_bytes: int) -> int:
+    """Bytes that the processes of a program may take together where no cgroup counts them: files are taken as full."""
+    return MAX_TOGETHER * max_bytes - 2 * (max_bytes // TMP_SHARE)
 
 
 def _memory(pid: int) -> int:

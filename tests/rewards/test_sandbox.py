@@ -28,7 +28,10 @@ _SYSTEM = "/usr/bin/python3"
 _HAS_TOMLLIB = [_SYSTEM, "-c", "import tomllib"]  # 3.11
 PYTHON_OF_ALL = _SYSTEM if Path(_SYSTEM).exists() and not subprocess.run(_HAS_TOMLLIB).returncode else ""
 PAGE = Path(nanodag.__file__).parents[1] / "docs" / "reference" / "sandbox.md"
-IN_EVERY_RUN = ("write-usr", "remount", "unshare", "proc-root", "environment", "network", "fork-bomb", "daemon")
+IN_EVERY_RUN = (
+    *("write-usr", "remount", "unshare", "proc-root", "environment", "network", "fork-bomb", "daemon"),
+    *("memfd", "shared-memory", "dev-zero"),
+)
 
 
 @pytest.fixture
