@@ -28,6 +28,7 @@ from nanodag.errors.words import counted
 from nanodag.host.scratch import Scratch
 from nanodag.inference.doors import DEFAULT_MAX_BODY_BYTES
 from nanodag.inference.keys import read_keys
+from nanodag.model.headers import weights_digest
 from nanodag.store import Store
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -105,7 +106,7 @@ async def _serve(args: argparse.Namespace, extra_routes: Routes, ready: Callable
             raise ConfigError("Nothing to serve: give --model NAME=FOLDER, or --follow RUN.")
         models = {}
         for number, (name, folder) in enumerate(folders.items()):
-            version = weights.version if weights is not None and name == args.follow else folder.name
+            version = weights.version if weights is not None and name == args.follow else weights_digest(folder)
             first = number * args.replicas
             models[name] = served_model(args, name, folder, version, scratch, first=first, num_models=len(folders))
         engines = [model.backend for model in models.values() if isinstance(model.backend, Engines)]

@@ -161,7 +161,7 @@ class SupervisedKind(Kind):
     """What the kinds share that run the one supervised loop."""
 
     module: str = "nanodag.train"
-    code_version: int = 3
+    code_version: int = 4
     makes: str = MODEL
     trains: bool = True
     has_ranks: bool = True

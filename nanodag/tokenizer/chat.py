@@ -23,18 +23,23 @@ Rendered = tuple[np.ndarray, np.ndarray]
 Switches = Mapping[str, bool | int | float | str]
 Tools = Sequence[Mapping[str, Any]]
 NO_SWITCHES: Switches = {}
+SAID = "4711"  # stands in for an answer; no template writes it otherwise
 # What transformers itself gives a template, beside special tokens.
 _GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
 
 
 class ChatRenderer(ABC):
-    """Renders conversations for one tokenizer. stop_ids: what ends the assistant's turn when sampled.
+    """Renders conversations for one tokenizer.
 
     Switches are those of the chat template, as a source's `template_options` has them. Raises SourceError for one that
     the template does not look at.
     """
 
-    stop_ids: tuple[int, ...]
+    @property
+    @abstractmethod
+    def stop_ids(self) -> tuple[int, ...]:
+        """Ids that end what a model writes, its end of turn first. Sampler, evaluation and API stop at the same ones;
+        a published model names them in generation_config.json."""
 
     @abstractmethod
     def render_batch(
@@ -88,7 +93,15 @@ def load_renderer(folder: Path) -> ChatRenderer:
         return NativeRenderer(encoding)
     if template is None:
         raise SourceError(f"The tokenizer in {folder} has no chat template, so conversations cannot be rendered.")
-    return TemplateRenderer(folder)
+    return TemplateRenderer(encoding)
+
+
+def end_ids(folder: Path) -> tuple[int, ...]:
+    """`ChatRenderer.stop_ids` of a folder; without a chat template those that end its documents."""
+    try:
+        return load_renderer(folder).stop_ids
+    except SourceError:
+        return Encoding(folder).end_ids
 
 
 def check_switches(template: str, switches: Switches, where: Path) -> None:
@@ -123,7 +136,10 @@ class NativeRenderer(ChatRenderer):
     def __init__(self, encoding: Encoding) -> None:
         self._encoding = encoding
         self._ids = {token: encoding.token_id(token) for token in layout.SPECIAL_TOKENS}
-        self.stop_ids = (self._ids[layout.END],)
+
+    @cached_property
+    def stop_ids(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys([self._ids[layout.END], *self._encoding.end_ids]))
 
     def render_batch(
         self, conversations: Sequence[Messages], switches: Sequence[Switches] | None = None
@@ -249,10 +265,10 @@ class TemplateRenderer(ChatRenderer):
     the template does not know, and for conversations that the template itself refuses.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, encoding: Encoding) -> None:
         from transformers import AutoTokenizer
 
-        self._folder = folder
+        self._encoding, self._folder = encoding, (folder := encoding.folder)
         self._known_switches: set[str] = set()
         self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         self.template = str(self._tokenizer.chat_template)
@@ -261,8 +277,18 @@ class TemplateRenderer(ChatRenderer):
         special = {number: str(t) for number, t in self._tokenizer.added_tokens_decoder.items() if t.special}
         self._special_names, self._special_ids = special, special.keys()
         self._specials = re.compile("|".join(map(re.escape, sorted(special.values(), key=len, reverse=True))) or "(?!)")
-        eos = self._tokenizer.eos_token_id
-        self.stop_ids = () if eos is None else (eos,)
+
+    @cached_property
+    def stop_ids(self) -> tuple[int, ...]:
+        turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": SAID}]
+        try:
+            text = self._text(turns, NO_SWITCHES, add_generation_prompt=False)
+        except SourceError:  # a template for other conversations
+            text = ""
+        ending = self._specials.search(text.partition(SAID)[2])
+        of_turn = None if ending is None else self._encoding.token_id(ending[0])
+        ends = (of_turn, self._tokenizer.eos_token_id, *self._encoding.end_ids)
+        return tuple(dict.fromkeys(token_id for token_id in ends if token_id is not None))
 
     def render_batch(
         self, conversations: Sequence[Messages], switches: Sequence[Switches] | None = None
