@@ -6,10 +6,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from scipy.special import stdtr, stdtrit
 
 from nanodag.errors import SourceError
 
 Z95 = 1.959963984540054  # 97.5 % quantile of the normal distribution
+UNBOUNDED = (-math.inf, math.inf)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +32,9 @@ def score_of(values: Sequence[float], weights: Sequence[float] | None = None) ->
     """The weighted mean of item scores, with its standard error over items drawn at random.
 
     values: (N,) one score an item. weights: (N,) positive, 1 each where None (a document's bytes, for bits per byte).
-    Right-or-wrong scores get Wilson's interval, which stays within [0, 1] and is not empty at 0 or N right; all
-    others value +- 1.96 standard errors. Raises SourceError for fewer than 2 items: one item has no standard error.
+    Right-or-wrong scores get Wilson's interval, which stays within [0, 1] and is not empty at 0 or N right; all others
+    Student's, cut at 0 and 1 where unweighted scores all lie there. Raises SourceError for fewer than 2 items: one item
+    has no standard error.
 
     Source: standard error of a ratio estimate, Cochran, Sampling Techniques, 6.4 (equal weights: s / sqrt(N), which is
     lm-eval's); Wilson, JASA 1927.
@@ -49,8 +52,47 @@ def score_of(values: Sequence[float], weights: Sequence[float] | None = None) ->
     spread = float(((weight * (scores - value)) ** 2).sum())
     stderr = math.sqrt(num / (num - 1) * spread) / float(weight.sum())
     is_binary = bool(np.isin(scores, (0.0, 1.0)).all() and (weight == weight[0]).all())
-    low, high = wilson(value, num) if is_binary else (value - Z95 * stderr, value + Z95 * stderr)
+    is_share = weights is None and bool(((scores >= 0) & (scores <= 1)).all())
+    low, high = (
+        wilson(value, num) if is_binary else student(value, stderr, num - 1, (0.0, 1.0) if is_share else UNBOUNDED)
+    )
     return Score(value=value, stderr=stderr, low=low, high=high, num_items=num)
+
+
+def student(
+    value: float, stderr: float, freedom: float, bounds: tuple[float, float] = UNBOUNDED
+) -> tuple[float, float]:
+    """Student's 95 % interval of a mean, cut at the bounds of what the mean can be. freedom: degrees of freedom."""
+    half = float(stdtrit(freedom, 0.975)) * stderr
+    return max(value - half, bounds[0]), min(value + half, bounds[1])
+
+
+def student_p(value: float, stderr: float, freedom: float) -> float:
+    """Two-sided p-value of "the mean is 0". stderr: above 0."""
+    return 2 * float(stdtr(freedom, -abs(value) / stderr))
+
+
+def freedom_of(variances: Sequence[float], nums: Sequence[int]) -> float:
+    """Degrees of freedom of a sum of independent means. variances, nums: of each mean, and of its items.
+
+    Source: Welch, Biometrika 1947 (Welch-Satterthwaite); of one mean it is its items less 1.
+    """
+    spread = math.fsum(v**2 / (num - 1) for v, num in zip(variances, nums, strict=True))
+    return math.fsum(variances) ** 2 / spread if spread else 1.0
+
+
+def centred_mean(tasks: Sequence[tuple[float, float, int, float]]) -> Score:
+    """The mean of shares, each centred so that guessing is 0 and all right 1; the tasks' errors are independent.
+
+    tasks: value, standard error, number of items and chance of each.
+    """
+    num = len(tasks)
+    value = sum((share - chance) / (1 - chance) for share, _, _, chance in tasks) / num
+    least = sum(-chance / (1 - chance) for *_, chance in tasks) / num
+    variances = [(stderr / (1 - chance) / num) ** 2 for _, stderr, _, chance in tasks]
+    stderr, counts = math.sqrt(math.fsum(variances)), [items for _, _, items, _ in tasks]
+    low, high = student(value, stderr, freedom_of(variances, counts), (least, 1.0))
+    return Score(value=value, stderr=stderr, low=low, high=high, num_items=sum(counts))
 
 
 def wilson(share: float, num: int) -> tuple[float, float]:
