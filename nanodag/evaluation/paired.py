@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nanodag.errors import SourceError
-from nanodag.evaluation.intervals import UNBOUNDED, freedom_of, student, student_p
+from nanodag.evaluation.intervals import UNBOUNDED, freedom_of, student, student_p, weighted_mean
 
 FALSE_ALARMS = 0.05  # the chance that a report calls anything better or worse where nothing is
 
@@ -70,9 +70,11 @@ def paired(a: Records, b: Records, metric: str) -> PairedDifference:
     differences = scores_b - scores_a
     mean = float((weights * differences).sum() / weights.sum())
     parts = _parts([first[name].part for name in names])
-    variances = [_spread(differences[of], weights[of]) for of in parts]
-    stderr = math.sqrt(math.fsum(variances)) / float(weights.sum())
-    freedom = freedom_of(variances, [len(of) for of in parts])
+    each = [weighted_mean(differences[of], weights[of]) for of in parts]
+    shares = [float(weights[of].sum() / weights.sum()) for of in parts]
+    variances = [share**2 * variance for share, (_, variance, _) in zip(shares, each, strict=True)]
+    stderr = math.sqrt(math.fsum(variances))
+    freedom = freedom_of(variances, [degrees for _, _, degrees in each])
     both = np.concatenate([scores_a, scores_b])
     is_share = bool(((both >= 0) & (both <= 1)).all() and (weights == 1).all())
     low, high = student(mean, stderr, freedom, (-1.0, 1.0) if is_share else UNBOUNDED)
@@ -164,9 +166,3 @@ def _parts(names: Sequence[str]) -> list[np.ndarray]:
     """Numbers of the items of each part; all as one where a part of a single item would say nothing of its noise."""
     _, part_of, counts = np.unique(names, return_inverse=True, return_counts=True)
     return [np.arange(len(names))] if counts.min() < 2 else [np.flatnonzero(part_of == n) for n in range(len(counts))]
-
-
-def _spread(differences: np.ndarray, weights: np.ndarray) -> float:
-    """The variance of a part's weighted sum."""
-    num, mean = len(differences), (weights * differences).sum() / weights.sum()
-    return float(num / (num - 1) * ((weights * (differences - mean)) ** 2).sum())

@@ -18,11 +18,11 @@ def test_the_standard_error_is_lm_evals():
 
 
 def test_items_count_by_their_weight():
-    # mean (3 * 1 + 1 * 3) / 4 = 1.5; residuals -1.5 and 1.5; sqrt(2 / 1 * 4.5) / 4 = .75
+    # mean (3 * 1 + 1 * 3) / 4 = 1.5; residuals -.5 and 1.5, of shares .75 and .25: .375^2 / .25 + .375^2 / .75 = .75
     score = score_of([1.0, 3.0], [3.0, 1.0])
-    assert (score.value, score.stderr) == (1.5, pytest.approx(0.75))
+    assert (score.value, score.stderr) == (1.5, pytest.approx(0.75**0.5))
     # 12.706 is the 97.5 % quantile of Student's t with one degree of freedom
-    assert (score.low, score.high) == (pytest.approx(1.5 - 12.706 * 0.75, abs=1e-3), pytest.approx(11.03, abs=1e-3))
+    assert score.high - 1.5 == 1.5 - score.low == pytest.approx(12.706 * 0.75**0.5, abs=1e-3)
 
 
 def test_the_interval_of_a_mean_is_students_and_stays_where_all_scores_lie():
