@@ -23,9 +23,9 @@ def trend_report(
     scores, missing, stale = tonight.night.scores, tonight.night.missing, tonight.night.stale
     worse = [comparison for comparison in comparisons if comparison.is_worse]
     note = (
-        "Score with its 95 % interval. Differences are of the same items, with the interval of a paired bootstrap. p "
-        "is one-sided (McNemar's exact test where items are right or wrong), corrected by Holm over all tests of the "
-        f"night and for the choice of the best: the chance of any false “worse” in a night is below {false_alarms:g}. "
+        "Score with its 95 % interval. Differences are of the same items, with their 95 % interval. p is one-sided "
+        "(McNemar's exact test where items are right or wrong, else Student's t), corrected by Holm over all tests of "
+        f"the night and for the choice of the best: the chance of any false “worse” is below {false_alarms:g}. "
         "“Not worse” may hide a small change."
     )
     sections = [PageSection(title="Tonight", note=note, parts=[Part(table=_tonight_table(scores, comparisons))])]

@@ -168,9 +168,9 @@ def _scores(columns: Sequence[Column], comparisons: Sequence[Comparison]) -> Pag
     if comparisons:
         note = (
             "Differences item by item between models that answered the same items, in points. p decides the verdict: "
-            "by McNemar's test where items are right or wrong, corrected by Holm over all rows, so that where nothing "
-            f"differs the chance of any verdict is below {FALSE_ALARMS:g}. The 95 % interval, by a paired bootstrap, "
-            "is of one difference alone. “No clear difference” may hide a small one."
+            "by McNemar's test where items are right or wrong, else by Student's t, corrected by Holm over all rows, "
+            f"so that where nothing differs the chance of any verdict is below {FALSE_ALARMS:g}. The 95 % interval is "
+            "of one difference alone. “No clear difference” may hide a small one."
         )
         parts.append(
             Part(
