@@ -42,7 +42,14 @@ CALLED_WITH: Mapping[str, tuple[str, ...]] = {
     "environment": (),
     "filter": ("group",),
 }
-_TYPES: dict[str, tuple[type, ...]] = {"float": (int, float), "int": (int,), "bool": (bool,), "str": (str,)}
+_TYPES: dict[str, tuple[type, ...]] = {
+    "float": (int, float),
+    "int": (int,),
+    "bool": (bool,),
+    "str": (str,),
+    "Sequence[str]": (list, tuple),
+}
+_IN_WORDS = {"Sequence[str]": "a list of texts"}
 
 F = TypeVar("F", bound=Callable[..., Any])
 Argument = Literal["", "url", "function", "module", "folder", "file"]
@@ -287,7 +294,8 @@ def _check_options(kind: str, name: str, options: Mapping[str, Any], takes: Mapp
         raise ConfigError(_wrong_options(kind, name, f"needs the option {missing[0]!r}", takes))
     for key, value in options.items():
         if not takes[key].fits(value):
-            raise ConfigError(_wrong_options(kind, name, f"takes {key} as {takes[key].type}, not {value!r:.80}", takes))
+            words = _IN_WORDS.get(takes[key].type, takes[key].type)
+            raise ConfigError(_wrong_options(kind, name, f"takes {key} as {words}, not {value!r:.80}", takes))
 
 
 def _wrong_options(kind: str, name: str, what: str, takes: Mapping[str, Option]) -> str:

@@ -17,7 +17,7 @@ import psutil
 from nanodag.config import AnyStage, Pipeline, Resolved, order_of, resolve
 from nanodag.config.gpus import num_gpus_of
 from nanodag.config.kinds import find_kind, vouch_for
-from nanodag.config.resolve import read_document
+from nanodag.config.resolve import read_document, stages_in
 from nanodag.config.trust import check_trust
 from nanodag.errors import ArtifactNotFound, ConfigError, StoreBusy
 from nanodag.errors.words import counted, nearest
@@ -345,9 +345,7 @@ def result_of(stage: str, artifact: Artifact, *, was_found: bool) -> StageResult
 
 def stage_names() -> list[str]:
     """Every stage name of the presets in the pipeline file: the choices of a form."""
-    document = read_document(pipeline_file(""))
-    tables = [document, *document["presets"].values()]
-    return list(dict.fromkeys(name for table in tables for name in table.get("stages", {})))
+    return stages_in(read_document(pipeline_file("")))
 
 
 def pipeline_file(file: str) -> Path:
