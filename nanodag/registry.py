@@ -78,7 +78,7 @@ class Entry:
     compares_groups: an advantage that compares the samples of one prompt. takes_steps: an advantage that is defined
     where a reward scores single steps; scores_steps: such a reward. needs_critic: an advantage that asks PPO's critic.
     needs_sandbox: it runs programs. is_of_generate: a reward that `generate` reports. least_timeout_s: what a reward
-    needs to find a program that hangs wrong.
+    needs to find a program that hangs wrong. reads_metadata: of a prompt, for a reward.
     argument: what the name resumes after a colon, as in `remote:http://...`. passes_on: options that it does not know
     go to what its argument names.
     """
@@ -93,6 +93,7 @@ class Entry:
     needs_sandbox: bool = False
     is_of_generate: bool = False
     least_timeout_s: float = 0.0
+    reads_metadata: tuple[str, ...] = ()
     argument: Argument = ""
     passes_on: bool = False
 
@@ -108,6 +109,7 @@ def entry(
     needs_sandbox: bool = False,
     is_of_generate: bool = False,
     least_timeout_s: float = 0.0,
+    reads_metadata: tuple[str, ...] = (),
     argument: Argument = "",
 ) -> Callable[[F], F]:
     """Name a function, and say what the config's checks must know of it (see Entry). Arguments are literals, because

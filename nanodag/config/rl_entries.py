@@ -9,7 +9,6 @@ from pydantic import BeforeValidator, Field, model_validator
 from nanodag import registry
 from nanodag.config.section import Section, found_in
 
-
 # After _bare_name a table is no JSON any more, in which a list would stand for a tuple.
 _Texts = Annotated[tuple[str, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
 

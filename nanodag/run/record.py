@@ -89,14 +89,17 @@ class Run:
         return self.store.read_run(self.name).stages[stage]
 
     def close(self) -> None:
-        """Record that nothing of this run is under way any more, and how it ended: `completed`, `failed`, `stopped`."""
-        self.store.change_run(self.name, _ended)
+        """Record that nothing of this run is under way any more, and how it ended: `completed`, `failed`, `stopped`, or
+        `unfinished`, where this time's stages are done and others have not been run."""
+        self.store.change_run(self.name, lambda record: _ended(record, self.to_do))
 
 
-def _ended(record: RunRecord) -> RunRecord:
+def _ended(record: RunRecord, to_do: Sequence[str]) -> RunRecord:
     stages = {name: _stage_ended(entry) for name, entry in record.stages.items()}
     states = {entry.state for entry in stages.values()}
     state = "failed" if "failed" in states else "completed" if states <= set(ENDED_WELL) else "stopped"
+    if state == "stopped" and all(stages[name].has_ended_well for name in to_do):
+        state = "unfinished"
     reasons = [f"{name}: {entry.reason}" for name, entry in stages.items() if entry.state == "failed"]
     before = () if state == "completed" else record.before
     return record.changed(stages=stages, state=state, reason="\n".join(reasons), ended=time.time(), before=before)

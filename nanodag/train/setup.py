@@ -255,7 +255,7 @@ class _Data:
         return int(sum(self._engine.highest(number) for number in steps))
 
     def validation(self, vocabulary: int) -> Validation | None:
-        """The held-out part, None when the config asks for none: conversations, or documents where there are no others."""
+        """The held-out part, None without any: conversations, or documents where there are no others."""
         config = self._config
         sources = [s.model_copy(update={"weight": None, "epochs": None}) for s in config.data if s.held_out]
         if self._is_chat:

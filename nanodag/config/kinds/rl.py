@@ -124,7 +124,10 @@ class RLStage(StageBase):
 
     def _check_steps(self) -> None:
         """Of steps that a setting names: they come. With num_epochs the stage looks when it has counted its prompts."""
-        named = {"optimizer.warmup_steps": self.optimizer.warmup_steps, "profile_steps": max(self.profile_steps, default=0)}
+        named = {
+            "optimizer.warmup_steps": self.optimizer.warmup_steps,
+            "profile_steps": max(self.profile_steps, default=0),
+        }
         for name, step in named.items():
             if step > self.num_steps and not self.num_epochs:
                 raise ValueError(
