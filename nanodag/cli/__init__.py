@@ -1,6 +1,7 @@
 """The `nanodag` command. Each subcommand imports what it needs when it runs, so that --help answers at once."""
 
 import sys
+from importlib.metadata import version
 from typing import Annotated
 
 import typer
@@ -23,11 +24,27 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(server_app, name="server")
 app.add_typer(nightly_app, name="nightly")
 app.add_typer(sampler_app, name="sampler")
 app.add_typer(env_app, name="env")
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"nanodag {version('nanodag')}")
+        raise typer.Exit
+
+
+@app.callback()
+def nanodag(
+    is_version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Options that stand before a command."""
 
 
 @app.command()
@@ -400,7 +417,7 @@ def main() -> None:
     try:
         app(said.take(sys.argv[1:]))
     except NanodagError as error:
-        typer.secho(f"{type(error).__name__}: {error}", fg="red", err=True)
+        typer.secho(f"error: {error}", fg="red", err=True)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from nanodag.config.kind import MODEL, Kind
-from nanodag.config.section import Auto, Natural, Positive, Precision, Rate, Share, StageSection, operational
+from nanodag.config.section import WHOLE, Auto, Natural, Positive, Precision, Rate, Share, StageSection, operational
 from nanodag.config.stage_base import StageBase
 from nanodag.data.config import SourceConfig
 from nanodag.data.core_tasks import FEWEST_ITEMS
@@ -82,7 +82,7 @@ class SupervisedStage(StageBase):
     precision: Precision | Auto = "auto"
     """Number format of weights and products. `auto`: bf16 where the device multiplies it faster (GPUs from compute
     capability 8, processors with AVX512-BF16 or AMX), else fp32."""
-    zero_stage: Literal[0, 1, 2, 3] = 1
+    zero_stage: Annotated[Literal[0, 1, 2, 3], WHOLE] = 1
     """DeepSpeed's ZeRO stage: what ranks share of optimizer states (1), gradients (2) and weights (3)."""
     sequence_length: int = Field(2048, ge=8)
     """Tokens of a packed row."""
@@ -136,6 +136,17 @@ class SupervisedStage(StageBase):
         if 0 < self.core_limit < FEWEST_ITEMS:
             raise ValueError(
                 f"core_limit {self.core_limit} is too few for CORE's worked examples; take {FEWEST_ITEMS} or 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _has_a_loss_to_watch(self) -> "SupervisedStage":
+        is_held_out = any(source.held_out for source in self.data)
+        if self.patience and not (self.validation_tokens and is_held_out):
+            why = f"validation_tokens is {self.validation_tokens}" if is_held_out else "no source of data has held_out"
+            raise ValueError(
+                f"patience {self.patience} waits for a better validation loss, and {why}; give a source held_out, as "
+                "0.05, and validation_tokens above 0, or leave patience out"
             )
         return self
 

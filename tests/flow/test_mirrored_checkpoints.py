@@ -14,7 +14,7 @@ from tests.flow.waiting import wait_for_step
 
 
 def test_another_machine_goes_on_from_the_mirrored_checkpoint(project, tell):
-    mirrored = [f"store.url=memory://{project.name}", "store.local=one", "store.mirror_checkpoints=true"]
+    mirrored = [f"store.url=local://{project}/far", "store.local=one", "store.mirror_checkpoints=true"]
     run = open_run("r", file="", preset="tiny", overrides=mirrored)
     tell("tokenizer", "wait")
     raised = []
