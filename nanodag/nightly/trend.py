@@ -25,9 +25,9 @@ def trend_report(
     worse = [comparison for comparison in comparisons if comparison.is_worse]
     note = (
         "Score with its 95 % interval; shares in percent, differences in points. Differences are of the same items, "
-        "with the interval of a paired bootstrap. p is one-sided (McNemar's exact test where items are right or wrong), corrected by Holm over all tests of the "
-        f"night and for the choice of the best: the chance of any false “worse” in a night is below {false_alarms:g}. "
-        "“Not worse” may hide a small change."
+        "with the interval of a paired bootstrap. p is one-sided (McNemar's exact test where items are right or "
+        "wrong), corrected by Holm over all tests of the night and for the choice of the best: the chance of any false "
+        f"“worse” in a night is below {false_alarms:g}. “Not worse” may hide a small change."
     )
     sections = [PageSection(title="Tonight", note=note, parts=_tonight(scores, comparisons))]
     if missing:

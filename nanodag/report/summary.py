@@ -64,7 +64,8 @@ def _line(comparison: Comparison) -> str:
     form = "" if comparison.same_form else ", asked in different forms"
     return (
         f"{comparison.benchmark}: {comparison.after.label} over {comparison.before.label} "
-        f"{words.signed(result.difference, metric)} {words.points(metric)} ({interval}, p {p if p.startswith('<') else f'= {p}'}{form})"
+        f"{words.signed(result.difference, metric)} {words.points(metric)} "
+        f"({interval}, p {p if p.startswith('<') else f'= {p}'}{form})"
     )
 
 
