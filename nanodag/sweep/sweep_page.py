@@ -93,8 +93,8 @@ def _score_cell(score: PointScore | None) -> Cell:
     detail = words.interval(score.low, score.high, score.metric)
     tone = ""
     if (outcome := score.difference) is not None:
-        low, high = words.signed(outcome.low, score.metric), words.signed(outcome.high, score.metric)
-        detail = f"{words.signed(outcome.difference, score.metric)}, {low} to {high}"
+        interval = words.signed_interval(outcome.low, outcome.high, score.metric)
+        detail = f"{words.signed(outcome.difference, score.metric)}, {interval}"
         if score.adjusted < FALSE_ALARMS:
             tone = "good" if (outcome.difference > 0) == score.higher_is_better else "bad"
     return Cell(text=words.value(score.value, score.metric), detail=detail, tone=tone)

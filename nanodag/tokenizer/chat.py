@@ -2,7 +2,7 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from itertools import islice
@@ -41,6 +41,11 @@ class ChatRenderer(ABC):
         """Ids that end what a model writes, its end of turn first. Sampler, evaluation and API stop at the same ones;
         a published model names them in generation_config.json."""
 
+    @property
+    def switches(self) -> Collection[str]:
+        """The names of those that there are."""
+        return ()
+
     @abstractmethod
     def render_batch(
         self, conversations: Sequence[Messages], switches: Sequence[Switches] | None = None
@@ -57,8 +62,16 @@ class ChatRenderer(ABC):
         OpenAI's form; our own format declares none."""
 
     @abstractmethod
-    def opened(self, messages: Messages, switches: Switches = NO_SWITCHES, *, tools: Tools = ()) -> list[int]:
-        """`prompt` of messages in OpenAI's form, with calls and their results (nanodag.tokenizer.messages)."""
+    def opened(
+        self,
+        messages: Messages,
+        switches: Switches = NO_SWITCHES,
+        *,
+        tools: Tools = (),
+        continues_last: bool = False,
+    ) -> list[int]:
+        """`prompt` of messages in OpenAI's form, with calls and their results (nanodag.tokenizer.messages).
+        continues_last: up to where the last message ends, an assistant's, so that what follows continues it."""
 
     @abstractmethod
     def following(
@@ -109,6 +122,18 @@ def check_switches(template: str, switches: Switches, where: Path) -> None:
 
     where: the model's folder, for the message.
     """
+    taken = switches_of(template, where)
+    for name in switches:
+        if name not in taken:
+            raise SourceError(
+                f"The chat template of {where} has no switch {name!r}, which template_options names; it has "
+                f"{listed(taken)}.{nearest(name, taken)}"
+            )
+
+
+def switches_of(template: str, where: Path) -> list[str]:
+    """The names of the switches that a chat template looks at. Raises SourceError for a template that cannot be read.
+    where: as above."""
     from jinja2 import Environment, TemplateSyntaxError, meta
 
     # Markers of generation are a tag of transformers' own.
@@ -121,13 +146,7 @@ def check_switches(template: str, switches: Switches, where: Path) -> None:
             f"The chat template of {where} cannot be searched for the switches that template_options names: {error}. "
             "Leave template_options out."
         ) from error
-    taken = sorted(name for name in looked_at if not name.endswith("_token"))
-    for name in switches:
-        if name not in taken:
-            raise SourceError(
-                f"The chat template of {where} has no switch {name!r}, which template_options names; it has "
-                f"{listed(taken)}.{nearest(name, taken)}"
-            )
+    return sorted(name for name in looked_at if not name.endswith("_token"))
 
 
 class NativeRenderer(ChatRenderer):
@@ -164,12 +183,19 @@ class NativeRenderer(ChatRenderer):
         ((ids, _),) = self.render_batch([messages], [switches])
         return [*ids.tolist(), self._ids[layout.ASSISTANT]]
 
-    def opened(self, messages: Messages, switches: Switches = NO_SWITCHES, *, tools: Tools = ()) -> list[int]:
+    def opened(
+        self,
+        messages: Messages,
+        switches: Switches = NO_SWITCHES,
+        *,
+        tools: Tools = (),
+        continues_last: bool = False,
+    ) -> list[int]:
         turns, is_open = folded(messages)
-        if not is_open:
+        if not (is_open or continues_last):
             return self.prompt(turns, switches)
         ((ids, _),) = self.render_batch([turns], [switches])
-        return ids.tolist()[:-1]  # the answer goes on behind the result, in the turn that called
+        return ids.tolist()[:-1]  # the answer goes on in the last turn, such as behind a call's result
 
     def following(
         self,
@@ -269,7 +295,6 @@ class TemplateRenderer(ChatRenderer):
         from transformers import AutoTokenizer
 
         self._encoding, self._folder = encoding, (folder := encoding.folder)
-        self._known_switches: set[str] = set()
         self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         self.template = str(self._tokenizer.chat_template)
         self._marks = "{% generation %}" in self.template or "{%- generation" in self.template
@@ -300,13 +325,27 @@ class TemplateRenderer(ChatRenderer):
         return [render(messages, one) for messages, one in zip(conversations, of_each, strict=True)]
 
     def prompt(self, messages: Messages, switches: Switches = NO_SWITCHES, *, tools: Tools = ()) -> list[int]:
-        text = self._text(messages, switches, add_generation_prompt=True, **_declared(tools))
+        return self._ids_of(self._text(messages, switches, add_generation_prompt=True, **_declared(tools)))
+
+    def opened(
+        self,
+        messages: Messages,
+        switches: Switches = NO_SWITCHES,
+        *,
+        tools: Tools = (),
+        continues_last: bool = False,
+    ) -> list[int]:
+        given, how = with_objects(messages), {"continue_final_message": continues_last, **_declared(tools)}
+        return self._ids_of(self._text(given, switches, add_generation_prompt=not continues_last, **how))
+
+    def _ids_of(self, text: str) -> list[int]:
         if (bound := bounds.in_force()) is not None:
             bound.check_texts([text], lambda part: len(self._tokenizer(part, add_special_tokens=False)["input_ids"]))
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    def opened(self, messages: Messages, switches: Switches = NO_SWITCHES, *, tools: Tools = ()) -> list[int]:
-        return self.prompt(with_objects(messages), switches, tools=tools)
+    @cached_property
+    def switches(self) -> Collection[str]:
+        return switches_of(self.template, self._folder)
 
     def following(
         self,
@@ -388,18 +427,19 @@ class TemplateRenderer(ChatRenderer):
     def _apply(self, messages: Messages, switches: Switches, **how: Any) -> Any:
         from jinja2 import TemplateError
 
-        if not switches.keys() <= self._known_switches:
+        if any(name not in self.switches for name in switches):
             check_switches(self.template, switches, self._folder)
-            self._known_switches |= switches.keys()
         bound = bounds.in_force()
         try:
             with nullcontext() if bound is None else bound.of_template():
                 return self._tokenizer.apply_chat_template(list(messages), **switches, **how)
-        except (TemplateError, TypeError) as error:
+        except SourceError:
+            raise
+        except (TemplateError, TypeError, ValueError) as error:
             roles = ", ".join(message["role"] for message in messages)
             raise SourceError(
-                f"The chat template of {self._folder} cannot render a conversation of {roles}: {error}. Take what it "
-                "refuses out of the data, or begin at a model whose template has it."
+                f"The chat template of {self._folder} cannot render a conversation of {roles}: {str(error)[:300]}. "
+                "Take what it refuses out of the data, or begin at a model whose template has it."
             ) from error
 
     def _marked(self, messages: Messages, switches: Switches) -> Rendered:
