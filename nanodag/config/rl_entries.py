@@ -2,12 +2,15 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from nanodag import registry
 from nanodag.config.section import Section, found_in
+
+# Below a validator that sees Python's values, a pipeline file's list does not stand for a tuple any more.
+Texts = Annotated[tuple[str, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
 
 
 class EntryConfig(Section):
@@ -146,7 +149,7 @@ class GenerateConfig(EntryConfig):
     name: str = "one_turn"
     """How a response is made: `one_turn`, a shipped tool (`calculator`, `python`), an async function as
     package.module:function, or an agent: `agent:package.module:function`, or `agent` with the option `command`."""
-    options: dict[str, bool | int | float | str | tuple[str, ...]] = {}  # type: ignore[assignment]
+    options: dict[str, bool | int | float | str | Texts] = {}  # type: ignore[assignment]
     """Keyword arguments of the function; a program's `command` is a list of texts."""
     timeout_s: float = Field(300.0, gt=0)
     """Seconds that the function may take without asking the sampler."""

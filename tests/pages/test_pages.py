@@ -209,7 +209,7 @@ def reader(tmp_path_factory):
 def meanings(home: Path, port: int) -> dict[str, str]:
     """What the pages say of a reader's machine -> what it is here, smaller where it takes long."""
     stages = json.loads((home / "store" / "runs" / "RUN.json").read_text())["stages"]
-    attempts = {stage: "/".join(stages[stage]["artifact"]) for stage in ("eval_sft", "eval_rl", "rl")}
+    attempts = {stage: f"{entry['key']}/{entry['made']['attempt']}" for stage, entry in stages.items()}
     smaller = {f"rl.num_steps={steps}": "rl.num_steps=1" for steps in (20, 50, 150)}
     places = {
         ".venv/bin/": "",
@@ -218,7 +218,9 @@ def meanings(home: Path, port: int) -> dict[str, str]:
         "/store/.../": f"{home}/store/artifacts/{attempts['rl']}/",
         "/opt/agents/bin/python": sys.executable,
         "/home/me/project": f"{home}/how-to-benchmark",
-        "/data/": f"{home}/data/",
+        "file:/data/": f"file:{home}/data/",
+        "folder: /data/": f"folder: {home}/data/",
+        "url: /data/": f"url: {home}/data/",
         "/models/": f"{home}/models/",
         "--step 20": "--step 0",
         "--keep-runs 5 ": "--keep-runs 99 ",
@@ -239,7 +241,7 @@ def write_pipeline(path: Path) -> None:
     stages = reduced_stages("pocket", without=("eval_base", "eval_mid"))
     stages["rl"].update(num_steps=1)
     presets["pocket"] = {"stages": stages}
-    presets["quick"] = {"extends": "pocket", "stages": dict.fromkeys(("eval_sft", "eval_rl", "report"), "drop")}
+    presets["quick"] = {"extends": "pocket", "stages": dict.fromkeys(("eval_rl", "report"), "drop")}
     server = {"port": free_port(), "start_timeout_s": 600}
     tree = {"default": "quick", "presets": presets, "server": server, "tracking": {"trackers": []}}
     path.write_text(yaml.safe_dump(tree, sort_keys=False).replace("size=20000", "size=8"))
@@ -328,27 +330,29 @@ def run_yaml(reader: Reader, block: str, folder: Path, written: list[Path]) -> N
             reduce_stages(part["presets"]["mine"]["stages"])
             mine.write_text(yaml.safe_dump(part | {"tracking": {"trackers": []}}, sort_keys=False))
         return
-    whole = yaml.safe_load((mine if mine.exists() else folder / "pipeline.yaml").read_text())
-    add(part, whole)
-    (folder / "added.yaml").write_text(yaml.safe_dump(whole, sort_keys=False))
+    extended = PROJECT / "pipeline.yaml" if not mine.exists() else mine
+    write_added(part, extended, folder / "added.yaml")
     reader.run("nanodag config --file added.yaml", folder)
     if any(file.stem in block for file in written):
+        write_added(part, folder / "pipeline.yaml", folder / "added.yaml")
         reader.run("nanodag run --file added.yaml", folder)
 
 
-def add(part: dict[str, Any], whole: dict[str, Any]) -> None:
-    """Add a block to a pipeline file: to the file, to a preset, to the stages, or to the stage that it is of."""
-    stages: dict[str, Any] = part.pop("stages", {})
+def write_added(part: dict[str, Any], extended: Path, path: Path) -> None:
+    """Write a pipeline file and a block that adds to it: to the file, a preset, the stages, or the stage it is of."""
+    whole: dict[str, Any] = yaml.safe_load(extended.read_text())
+    stages: dict[str, Any] = {}
     for name, value in part.items():
-        if name in Pipeline.model_fields:
+        if name == "stages":
+            stages.update(value)
+        elif name in Pipeline.model_fields:
             whole[name] = whole.get(name, {}) | value
         elif name == "presets":
             for preset, more in value.items():
-                whole["presets"][preset] |= more
+                whole["presets"][preset].update(more)
         elif name in STAGES or "kind" in value:
             stages[name] = value
         else:
             stages.setdefault(STAGE_OF.get(name, "rl"), {})[name] = value
-    before = whole["default"]
-    whole["presets"]["added"] = {"extends": before, "stages": stages}
-    whole["default"] = "added"
+    whole["presets"]["added"] = {"extends": whole["default"], "stages": stages}
+    path.write_text(yaml.safe_dump(whole | {"default": "added"}, sort_keys=False))
