@@ -41,16 +41,17 @@ def plan_other(
     a folder that stands for the hub."""
     device = str(stage.resources.device)
     if isinstance(stage, TokenizerStage):
-        words = int(KNOWN_WORDS * (stage.max_bytes / 8e6) ** 0.6)
+        num_bytes = min(stage.max_bytes, sum(text_bytes(source.url, mirror) for source in stage.data))
+        words = int(KNOWN_WORDS * (num_bytes / 8e6) ** 0.6)
         parsed = in_memory(stage.data) / processes.PARSED_BYTES_S
-        seconds = processes.SHORT_S + stage.max_bytes / LEARNED_BYTES_S + parsed
+        seconds = processes.SHORT_S + num_bytes / LEARNED_BYTES_S + parsed
         held = {"process": processes.TOKENIZER, "data": int(processes.PARSED * in_memory(stage.data)), "words": words}
         return StagePlan(
             name=name,
             kind=stage.kind,
             device=device,
-            read_bytes=stage.max_bytes,
-            download_bytes=downloaded(stage.data, stage.max_bytes),
+            read_bytes=num_bytes,
+            download_bytes=downloaded(stage.data, num_bytes),
             processes=(Process(name="worker", host=held),),
             disk_bytes=200 * stage.vocabulary,
             kept_bytes=200 * stage.vocabulary,

@@ -148,9 +148,12 @@ def _paths(url: SourceURL) -> list[Path]:
 
 
 def text_bytes(url: str, mirror: Path | None = None) -> int:
-    """Bytes of text of all rows of a source. A stream, or what is not known, counts as endless."""
+    """Bytes of text of all rows of a source, of a file that is not compressed at most. A stream, or what is not known,
+    counts as endless."""
     size = size_of(url, mirror)
-    return int(size.rows * size.row_bytes) if size is not None and size.rows is not None else ENDLESS
+    if size is None:
+        return ENDLESS
+    return int(size.rows * size.row_bytes) if size.rows is not None else size.in_blocks + size.in_memory or ENDLESS
 
 
 def bytes_per_token(vocabulary: int) -> float:

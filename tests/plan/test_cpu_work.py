@@ -5,6 +5,7 @@ import pytest
 from nanodag.config import resolve
 from nanodag.config.dial import shape_of
 from nanodag.config.footprint import layer_activations
+from nanodag.config.kinds.tokenizer import TokenizerStage
 from nanodag.config.model_size import ModelSize
 from nanodag.data.config import SourceConfig
 from nanodag.host.folders import PROJECT
@@ -106,6 +107,15 @@ def test_text_of_a_mirror_is_what_its_footers_say(tmp_path):
     assert text_bytes(url) == 7473 * 530
     (folder / "test.parquet").write_bytes(b"no parquet")
     assert text_bytes("hub:openai/gsm8k/main:test", tmp_path) == 1319 * 540, "what reads it says that it is damaged"
+
+
+def test_a_tokenizer_reads_no_more_text_than_its_files_have(tmp_path):
+    (tmp_path / "book.txt").write_text("a" * 300_000)
+    data = [{"url": f"file:{tmp_path}/*.txt"}]
+    stage = TokenizerStage(kind="tokenizer", data=data, vocabulary=512, max_bytes=1_000_000)
+    assert others.plan_other("tokenizer", stage, None).read_bytes == 300_000
+    (tmp_path / "other.txt").write_text("a" * 900_000)
+    assert others.plan_other("tokenizer", stage, None).read_bytes == 1_000_000
 
 
 def test_a_token_attends_to_its_own_piece_of_a_row_alone():
