@@ -57,7 +57,8 @@ def test_an_imported_model_keeps_its_ends_and_gets_that_of_its_chat_template(tmp
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings |= {"eos_token": PAD, "chat_template": TURNS}  # as base models have it: eos is not the end of a turn
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    (folder / "generation_config.json").write_text('{"eos_token_id": 5, "temperature": 0.6}')
+    begun = {"eos_token_id": 5, "temperature": 0.6, "_from_model_config": True}
+    (folder / "generation_config.json").write_text(json.dumps(begun))
     config = read_stage({"kind": "import", "model": f"file:{folder}"})
     job = Job(name="start", run="r", config=config, inputs={}, workspace=tmp_path / "work")
     job.workspace.mkdir()
