@@ -128,6 +128,10 @@ class ServerConfig(Section):
     """`sqlite`, in the store's local folder, or postgresql+asyncpg://user@host/name; the password comes from PGPASSWORD
     or ~/.pgpass."""
 
+    agents_of_file: bool = False
+    """Whether an agent's `command`, `folder`, `library` and `python` stand in the pipeline file alone. Else an override
+    may set them too, as a flow run's parameter. An override cannot set this."""
+
     @model_validator(mode="after")
     def _is_safe(self) -> "ServerConfig":
         if ":" in self.host:

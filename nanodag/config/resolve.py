@@ -18,7 +18,7 @@ from nanodag.config.kinds import find_kind, vouch_for
 from nanodag.config.pipeline import Pipeline, full_path
 from nanodag.config.ranges import check_ranges
 from nanodag.config.section import in_sections
-from nanodag.config.trust import check_trust
+from nanodag.config.trust import check_agents, check_trust
 from nanodag.config.unwise import unwise
 from nanodag.errors import ConfigError
 from nanodag.errors.words import listed, nearest, said
@@ -29,7 +29,10 @@ from nanodag.own_code.vouched import check_owner
 KeyPath = tuple[str, ...]
 
 # What may run code on this machine: an override may be a flow run's parameter, which others can send.
-FILE_ONLY: tuple[KeyPath, ...] = (("trusted_modules",), ("cluster", "ssh_command"), ("cluster", "hostfile"))
+FILE_ONLY: tuple[KeyPath, ...] = (
+    *(("trusted_modules",), ("cluster", "ssh_command"), ("cluster", "hostfile")),
+    ("server", "agents_of_file"),
+)
 MAX_STAGES = 1000
 MAX_PARTS = 12  # of a dotted name
 # Where things lie on this machine: setting -> environment variable.
@@ -83,7 +86,7 @@ def resolve(
     tree["preset"] = preset
     origins["preset"] = "the command line" if is_chosen else "the file's default"
     _absolute_paths(tree, file.absolute().parent)
-    from_file = _what_may_run(tree)
+    from_file, unchanged = _what_may_run(tree), json.dumps(tree)
     for text in environment_overrides():
         _override(tree, text, origins, f"environment {ENVIRONMENT[text.partition('=')[0]]}")
     for text in overrides:
@@ -103,6 +106,8 @@ def resolve(
     try:
         # As JSON, so that types are strict (no number for true, no text for a number) and a list may stand for a tuple.
         pipeline = Pipeline.model_validate_json(json.dumps(tree), strict=True)
+        if pipeline.server.agents_of_file:
+            check_agents(pipeline, Pipeline.model_validate_json(unchanged, strict=True))
     except ValidationError as error:
         raise ConfigError(explain(error, _kinds_in(tree), file, preset)) from None
     check_trust(pipeline, file.absolute())

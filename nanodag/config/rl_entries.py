@@ -11,6 +11,7 @@ from nanodag.config.section import Section, found_in
 
 # After _bare_name a table is no JSON any more, in which a list would stand for a tuple.
 _Texts = Annotated[tuple[str, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
+PROGRAM_OPTIONS = ("command", "folder", "library", "python")
 
 
 class EntryConfig(Section):
@@ -169,6 +170,12 @@ class GenerateConfig(EntryConfig):
     def own_library(self) -> str:
         """The Python environment of an agent's program; empty where there is none."""
         return str(self.options.get("library", "")) if self.name == "agent" else ""
+
+    @property
+    def programs(self) -> dict[str, Any]:
+        """Of an agent's options those that say which program runs, and where."""
+        is_agent = self.name.partition(":")[0] in ("agent", "verifiers")
+        return {name: self.options[name] for name in PROGRAM_OPTIONS if is_agent and name in self.options}
 
     @property
     def is_one_turn(self) -> bool:

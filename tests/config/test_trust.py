@@ -167,6 +167,25 @@ def test_no_override_names_hosts_or_options_of_samplers(pipeline, override):
         pipeline(override, stages=stages)
 
 
+@pytest.mark.parametrize(
+    "override",
+    [
+        'rl.generate={"name": "agent", "options": {"command": ["sh"]}}',
+        'rl.rollout.generate.options={"command": ["mine"], "folder": "/root"}',
+        "rl.generate.options.library=/tmp/own",
+        "server.agents_of_file=false",
+    ],
+)
+def test_a_server_can_refuse_agents_that_an_override_names(pipeline, override):
+    generate = {"name": "agent", "options": {"command": ["mine"], "seconds": 5.0}}
+    stages = rl(data=["file:text.txt"], rollout={"generate": generate})
+    with pytest.raises(ConfigError, match=r"the pipeline file alone may|an override cannot set it"):
+        pipeline(override, stages=stages, server={"agents_of_file": True})
+    pipeline("rl.rollout.generate.options.seconds=9.0", stages=stages, server={"agents_of_file": True})
+    if "generate" in override:
+        pipeline(override, stages=stages)
+
+
 def test_a_pipeline_file_that_everybody_may_write_is_not_run(tmp_path):
     file = tmp_path / "pipeline.yaml"
     file.write_text("")

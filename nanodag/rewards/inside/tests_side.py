@@ -28,7 +28,9 @@ MAX_ERROR_CHARACTERS = 300
 
 # The end of an iterator, raised by a call of the program, is an error, as PEP 479 has it in generators: as it is, it
 # would end a `map`, a `zip` or a loop of the tests early, and what is left would count as right.
-ENDS = {kind: type(kind.__name__, (RuntimeError,), {}) for kind in (StopIteration, StopAsyncIteration)}
+ENDS: dict[type, type] = {
+    kind: type(kind.__name__, (RuntimeError,), {}) for kind in (StopIteration, StopAsyncIteration)
+}
 
 
 class CannotJudge(BaseException):
