@@ -105,7 +105,8 @@ GSM8K_TEXTS = {
 def test_gsm8k_takes_the_first_number_behind_a_mark_as_a_text_and_in_chat_that_of_the_one_mark_by_value(
     run, chat, exact
 ):
-    result = run(Scripted(GSM8K_TEXTS), "gsm8k", GSM8K, chat=chat)
+    texts = {f"<user>{word}" if chat else word: text for word, text in GSM8K_TEXTS.items()}
+    result = run(Scripted(texts), "gsm8k", GSM8K, chat=chat)
     assert scores_of(result, "exact_match") == exact
     assert scores_of(result, "flexible") == [1, 1, 0, 0, 0]
     assert result.scores["exact_match"].value == 0.4
