@@ -85,7 +85,7 @@ def main(
     try:
         asyncio.run(_serve(args, extra_routes, ready))
     except NanodagError as error:
-        print(error, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except (KeyboardInterrupt, asyncio.CancelledError):
         return 130

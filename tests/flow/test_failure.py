@@ -69,7 +69,7 @@ def cause(*lines, code=1, kind="sft", **how):
         (
             "nanodag.errors.CorruptArtifact: the bytes of a differ from their recorded sha256",
             StageFailed,
-            "was given bytes that are not those recorded: CorruptArtifact",
+            "was given bytes that are not those recorded: the bytes of a differ",
             "does not count as done",
         ),
         (
