@@ -239,7 +239,7 @@ def parse_body(model: type[Parsed], raw: bytes) -> Parsed:
         raise Refused(f"the body is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise Refused(f"the body must be a JSON object, not a {type(content).__name__}")
-    _check_lists(content)
+    _check_lists(content, free="prompt" if issubclass(model, CompletionBody) else "")
     try:
         body = model.model_validate(_without_nulls(content))
     except ValidationError as error:
@@ -250,13 +250,13 @@ def parse_body(model: type[Parsed], raw: bytes) -> Parsed:
     return body
 
 
-def _check_lists(content: dict[str, Any]) -> None:
+def _check_lists(content: dict[str, Any], *, free: str) -> None:
     """Refuse long lists and objects before their items are looked at: each wrong one would be an error of its own, kept
-    and counted. A prompt's ids are bounded by the model's context."""
+    and counted. free: a field whose ids are bounded by the model's context."""
     messages = content.get("messages")
     parts = [message for message in messages if isinstance(message, dict)] if isinstance(messages, list) else []
     for name, value in [pair for part in (content, *parts[:MAX_ITEMS]) for pair in part.items()]:
-        if isinstance(value, list | dict) and name != "prompt" and len(value) > MAX_ITEMS:
+        if isinstance(value, list | dict) and name != free and len(value) > MAX_ITEMS:
             raise Refused(f"{name[:80]} has {len(value)} items; at most {MAX_ITEMS}", param=name[:80])
 
 
