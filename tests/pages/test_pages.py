@@ -34,7 +34,7 @@ from tests.test_docs import FENCED, PAGES, named
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
-MOST_NOT_RUN = 49  # may only get smaller
+MOST_NOT_RUN = 48  # may only get smaller
 NOT_RUN = {  # reason -> how commands and blocks begin
     "sets up the checkout, or tests it": (
         "./speedrun.sh",
@@ -58,7 +58,6 @@ NOT_RUN = {  # reason -> how commands and blocks begin
         "nanodag run store.url=s3://",
         "lm_eval --model",
         "NANODAG_CORE_BUNDLE",
-        "nanodag nightly run --preset small",
     ),
     "needs another package: SGLang, verifiers, OpenEnv": (
         "nanodag run rl.sampler.engine=sglang",
@@ -218,6 +217,8 @@ def meanings(home: Path, port: int) -> dict[str, str]:
         "KEY/0001": attempts["eval_sft"],
         "OTHER/0001": attempts["eval_rl"],
         "/store/.../": f"{home}/store/artifacts/{attempts['rl']}/",
+        'source="hub:openai/gsm8k/main:test"': f'source="file:{home}/mirror/openai/gsm8k/main/test.parquet"',
+        "nightly run --preset small": "nightly run --preset pocket",
         "/opt/agents/bin/python": sys.executable,
         "/home/me/project": f"{home}/how-to-benchmark",
         "file:/data/": f"file:{home}/data/",
