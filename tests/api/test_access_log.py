@@ -48,14 +48,15 @@ def test_tokens_a_second_are_logged_while_there_are_any_and_count_the_time_of_an
         with metrics.counted("tiny", [sample]):
             await asyncio.sleep(0.35)  # three looks at which nothing has come
             sample.answer.num_tokens = 100
-            await asyncio.sleep(0.1)
+            while not lines():
+                await asyncio.sleep(0.01)
         await asyncio.sleep(0.3)  # idle
         logging_speed.cancel()
 
     asyncio.run(main())
     (line,) = lines()
     speed, rest = line.split(" ", 1)
-    assert rest == "tokens a second, 1 answer under way" and 100 < float(speed) < 260  # 100 in 0.4 s, not in 0.1
+    assert rest == "tokens a second, 1 answer under way" and float(speed) < 290  # 100 in 0.35 s or more, not in 0.1
 
 
 def model_stub():
