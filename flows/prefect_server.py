@@ -4,7 +4,7 @@ Whoever may create flow runs runs code here, so no web page may. Prefect's own s
 nanodag.server.local_server gives it, see to other origins: no CORS, and a CSRF token for whatever changes something.
 What Prefect has no setting for is done here: a name other than those of NANODAG_HOSTS is refused, as a page's name may
 lead to this machine (DNS rebinding), and so is a websocket that a page of another origin opens, as a browser asks
-nobody before it does.
+nobody before it does. Transactions in SQLite wait for each other (write_at_once).
 
 The V2 UI of Prefect 3.8.8 loads its configuration of Amplitude, with the browser's address, whatever the server's
 analytics setting says. It does so for one key; in the copy that this server serves (PREFECT_UI_STATIC_DIRECTORY) that
@@ -15,11 +15,14 @@ import os
 import runpy
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from prefect.server.api import server
+from prefect.server.database.configurations import AioSqliteConfiguration
+from sqlalchemy.ext.asyncio import AsyncSession, AsyncSessionTransaction
 from starlette.datastructures import Headers
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -61,7 +64,24 @@ def guarded(app: ASGIApp, hosts: Sequence[str], proxies: Sequence[str]) -> ASGIA
     return TrustedHostMiddleware(inner, allowed_hosts=[*hosts, *proxies], www_redirect=False)
 
 
+def write_at_once() -> None:
+    """Begin every transaction of SQLite's as one that writes, so that it waits for its turn (60 s at most).
+
+    Prefect 3.8.8 begins many that write as readers. Where another has written meanwhile, SQLite refuses such a one at
+    once, whatever its busy timeout ("database is locked"): a 503, at which its UI says Oops. There is no setting.
+    """
+    begin = AioSqliteConfiguration.begin_transaction
+
+    def begin_transaction(
+        self: AioSqliteConfiguration, session: AsyncSession, with_for_update: bool = False
+    ) -> AbstractAsyncContextManager[AsyncSessionTransaction]:
+        return begin(self, session, with_for_update=True)
+
+    AioSqliteConfiguration.begin_transaction = begin_transaction  # type: ignore[method-assign]
+
+
 def main() -> None:
+    write_at_once()
     copy = server.copy_directory
 
     def copied(directory: str, path: str) -> None:

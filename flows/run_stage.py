@@ -6,7 +6,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 
 from tasks.notify import tell
 from tasks.run_summary import concluded
-from tasks.stage_task import begin_again, ending, inputs_of, outcome, submit
+from tasks.stage_task import begin_again, ending, inputs_of, outcome, submit, with_reason
 
 
 @flow(
@@ -16,6 +16,7 @@ from tasks.stage_task import begin_again, ending, inputs_of, outcome, submit
     on_failure=[tell],
     on_crashed=[tell],
 )
+@with_reason
 def run_stage(name: str, stage: str, overrides: tuple[str, ...] = (), force: bool = False) -> State:
     """Run one stage of a run whose inputs are there already.
 

@@ -16,7 +16,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from flows.deployments import offer_runs
 from tasks.notify import tell
 from tasks.run_summary import concluded
-from tasks.stage_task import begin, begin_again, ending, inputs_of, outcome, submit
+from tasks.stage_task import begin, begin_again, ending, inputs_of, outcome, submit, with_reason
 
 
 @flow(
@@ -26,6 +26,7 @@ from tasks.stage_task import begin, begin_again, ending, inputs_of, outcome, sub
     on_failure=[tell],
     on_crashed=[tell],
 )
+@with_reason
 def speedrun(
     name: str,
     preset: str = "auto",

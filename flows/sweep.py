@@ -13,7 +13,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from nanodag.errors.words import counted
 from nanodag.sweep.begin import begin_sweep, find_built
 from tasks.notify import tell
-from tasks.stage_task import ending, outcome, own_flow_run
+from tasks.stage_task import ending, outcome, own_flow_run, with_reason
 from tasks.sweep import build_missing, comparison
 
 
@@ -24,6 +24,7 @@ from tasks.sweep import build_missing, comparison
     on_failure=[tell],
     on_crashed=[tell],
 )
+@with_reason
 def sweep(
     name: str,
     grid: tuple[str, ...] = (),

@@ -42,7 +42,14 @@ CALLED_WITH: Mapping[str, tuple[str, ...]] = {
     "environment": (),
     "filter": ("group",),
 }
-_TYPES: dict[str, tuple[type, ...]] = {"float": (int, float), "int": (int,), "bool": (bool,), "str": (str,)}
+_TYPES: dict[str, tuple[type, ...]] = {
+    "float": (int, float),
+    "int": (int,),
+    "bool": (bool,),
+    "str": (str,),
+    "Sequence[str]": (list, tuple),
+}
+_IN_WORDS = {"Sequence[str]": "a list of texts"}
 
 F = TypeVar("F", bound=Callable[..., Any])
 Argument = Literal["", "url", "function", "module", "folder", "file"]
@@ -71,7 +78,7 @@ class Entry:
     compares_groups: an advantage that compares the samples of one prompt. takes_steps: an advantage that is defined
     where a reward scores single steps; scores_steps: such a reward. needs_critic: an advantage that asks PPO's critic.
     needs_sandbox: it runs programs. is_of_generate: a reward that `generate` reports. least_timeout_s: what a reward
-    needs to find a program that hangs wrong.
+    needs to find a program that hangs wrong. reads_metadata: of a prompt, for a reward.
     argument: what the name resumes after a colon, as in `remote:http://...`. passes_on: options that it does not know
     go to what its argument names.
     """
@@ -86,6 +93,7 @@ class Entry:
     needs_sandbox: bool = False
     is_of_generate: bool = False
     least_timeout_s: float = 0.0
+    reads_metadata: tuple[str, ...] = ()
     argument: Argument = ""
     passes_on: bool = False
 
@@ -108,7 +116,7 @@ class OptimizerEntry(Entry):
     dial_divisor: float = 1.0
 
 
-def entry(kind: str, name: str, **traits: bool | int | float | str) -> Callable[[F], F]:
+def entry(kind: str, name: str, **traits: bool | int | float | str | tuple[str, ...]) -> Callable[[F], F]:
     """Name a function, and say what the config's checks must know of it (see Entry and OptimizerEntry). Arguments are
     literals, because they are read from the source."""
     return lambda function: function
@@ -301,7 +309,8 @@ def _check_options(kind: str, name: str, options: Mapping[str, Any], takes: Mapp
         raise ConfigError(_wrong_options(kind, name, f"needs the option {missing[0]!r}", takes))
     for key, value in options.items():
         if not takes[key].fits(value):
-            raise ConfigError(_wrong_options(kind, name, f"takes {key} as {takes[key].type}, not {value!r:.80}", takes))
+            words = _IN_WORDS.get(takes[key].type, takes[key].type)
+            raise ConfigError(_wrong_options(kind, name, f"takes {key} as {words}, not {value!r:.80}", takes))
 
 
 def _wrong_options(kind: str, name: str, what: str, takes: Mapping[str, Option]) -> str:

@@ -6,14 +6,14 @@ on from its checkpoint.
 """
 
 import atexit
+import functools
 import inspect
 import logging
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -44,9 +44,25 @@ PROGRESS_EVERY_S = 2.0
 RETRY_AFTER_S = [2.0, 30.0]
 
 
+_PASSING = StageInterrupted | ConnectionError | TimeoutError
+
+
 def may_pass(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool:
     """True for a failure that starting again may mend: a signal, sampler or network; never config, NaN or data."""
-    return isinstance(state.result(raise_on_failure=False), StageInterrupted | ConnectionError | TimeoutError)
+    return isinstance(state.result(raise_on_failure=False), _PASSING)
+
+
+def with_reason(body: Callable[..., State[Any]]) -> Callable[..., State[Any]]:
+    """A flow's body that ends as Failed with the reason alone, where Prefect would put words and a class before it."""
+
+    @functools.wraps(body)
+    def run(*args: Any, **kwargs: Any) -> State[Any]:
+        try:
+            return body(*args, **kwargs)
+        except NanodagError as error:
+            return Failed(message=str(error), data=error)
+
+    return run
 
 
 def submit(
@@ -56,7 +72,7 @@ def submit(
     return task_of(run.pipeline.stages[stage].kind).submit(stage, run, inputs, force=force)
 
 
-@cache
+@functools.cache
 def task_of(kind: str) -> Task[..., Any]:
     """The task of a kind, also of a user's own. It has the kind's name, and its runs have those of their stages."""
     definition = find_kind(kind)
@@ -161,7 +177,8 @@ def outcome(stages: Sequence[str], futures: Mapping[str, PrefectFuture[StageResu
     for stage, future in futures.items():
         future.wait()
         if not future.state.is_completed():
-            reasons.append(f"{stage}: {future.state.result(raise_on_failure=False) or future.state.name}")
+            reason = str(future.state.result(raise_on_failure=False) or future.state.name)
+            reasons.append(reason if reason.startswith(f"Stage {stage} ") else f"{stage}: {reason}")
     not_run = [stage for stage in stages if stage not in futures]
     if not_run:
         reasons.append(f"Not run, for want of their inputs: {', '.join(not_run)}.")
@@ -195,7 +212,9 @@ def _carried_out(name: str, run: Run, inputs: Mapping[str, StageResult], *, forc
         return Cancelled(message=str(error))
     except NanodagError as error:
         _show_failure(run, name, error)
-        raise
+        if isinstance(error, _PASSING) and run.restarts[name] <= len(RETRY_AFTER_S):
+            raise  # Prefect starts it again
+        return Failed(message=str(error), data=error)
     if result.was_found:
         return Completed(name="Cached", message=f"found in the store: {result.key[:12]}", data=result)
     progress.finish()

@@ -31,6 +31,7 @@ LONG = (
     "flow/test_build_stage.py",
     "train/test_deepspeed_engine.py",
     # of the slow ones
+    "pages/test_pages.py",
     "rl/test_stage_kills.py",
     "fault/test_kill_starts.py",
 )

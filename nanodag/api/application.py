@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, ExceptionHandler, Message, Receive, Scope, Send
 
+from nanodag.api.access_log import AccessLog
 from nanodag.api.endpoints import Endpoints
 from nanodag.api.leaving import CLIENT_CLOSED_REQUEST, Left
 from nanodag.api.metrics import Metrics
@@ -30,6 +31,7 @@ def application(
     names: Collection[str] = (),
     origins: Collection[str] = (),
     engine_routes: Sequence[BaseRoute] = (),
+    metrics: Metrics | None = None,
     extra_routes: Sequence[BaseRoute] = (),
 ) -> ASGIApp:
     """Serve these models by OpenAI's protocol.
@@ -37,10 +39,10 @@ def application(
     models: by name; the first answers requests that name none. keys: a request bears one of them as `Authorization:
     Bearer KEY`; none for no check. names: of this host, beside its addresses, localhost and what it is called: a
     request for another Host is refused. origins: of pages elsewhere that may ask (CORS). engine_routes: the engines'
-    own protocol (`passage.py`). extra_routes: more, such as a page; what is fetched from them by GET needs no key,
-    since a browser cannot bear one there.
+    own protocol (`passage.py`). metrics: made for these models. extra_routes: more, such as a page; what is fetched
+    from them by GET needs no key, since a browser cannot bear one there.
     """
-    metrics, limits = Metrics(models), limits or Limits()
+    metrics, limits = metrics or Metrics(models), limits or Limits()
     endpoints = Endpoints(models, limits, metrics)
     routes = [*endpoints.routes(), *engine_routes, Route("/metrics", metrics.exposition, methods=["GET"])]
 
@@ -76,7 +78,7 @@ def application(
             allow_methods=["GET", "POST"],
             allow_headers=["authorization", "content-type"],
         )
-    return doors
+    return AccessLog(doors)
 
 
 class _Counted:

@@ -19,7 +19,7 @@ HARMLESS = frozenset({
 })  # fmt: skip
 # Not built, but harmless with these values.
 NEUTRAL: Mapping[str, Any] = {
-    "logit_bias": {}, "suffix": "", "modalities": ["text"], "functions": [], "function_call": "none",
+    "suffix": "", "modalities": ["text"], "functions": [], "function_call": "none",
     "skip_special_tokens": True, "spaces_between_special_tokens": True, "add_generation_prompt": True,
     "continue_final_message": False, "use_beam_search": False, "length_penalty": 1.0, "verbosity": "medium",
     "separate_reasoning": True, "stream_reasoning": True,
@@ -43,9 +43,11 @@ MAX_ITEMS = 10_000  # of a list in a body, such as its messages
 MAX_PROMPTS = 1024
 MAX_MESSAGES = 10_000
 MAX_TOOLS = 128
+MAX_SWITCHES = 64
 
 Text = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 TokenId = Annotated[int, Field(ge=0, le=2**31)]
+Bias = Annotated[float, Field(ge=-100.0, le=100.0, allow_inf_nan=False)]
 Part = Annotated[int, Field(ge=1)]
 
 
@@ -78,6 +80,7 @@ class SamplingBody(RequestBody):
     stop: Text | Annotated[list[Text], Field(max_length=MAX_STOPS)] = Field(default_factory=list)
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOPS)] = Field(default_factory=list)
     ignore_eos: bool = False
+    logit_bias: dict[str, Bias] = Field(default_factory=dict)
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
 
@@ -189,7 +192,8 @@ class ResponseFormat(RequestBody):
 
 
 class ChatBody(SamplingBody):
-    """POST /v1/chat/completions. chat_template_kwargs: switches of the model's chat template."""
+    """POST /v1/chat/completions. chat_template_kwargs: switches of the model's chat template; reasoning_effort is one
+    of them. continue_final_message: the answer continues the last message, an assistant's, as in vLLM."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_tokens: Part | None = None
@@ -200,10 +204,31 @@ class ChatBody(SamplingBody):
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
     response_format: ResponseFormat = ResponseFormat(type="text")
-    chat_template_kwargs: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    chat_template_kwargs: Annotated[dict[str, bool | int | float | str], Field(max_length=MAX_SWITCHES)] = Field(
+        default_factory=dict
+    )
+    reasoning_effort: Annotated[str, Field(max_length=32)] = ""
+    continue_final_message: bool = False
+    add_generation_prompt: bool | None = None
 
 
-Parsed = TypeVar("Parsed", bound=SamplingBody)
+class TokenizeBody(ChatBody):
+    """POST /tokenize: a text, or the conversation that an answer would continue."""
+
+    messages: Annotated[list[Message], Field(max_length=MAX_MESSAGES)] = Field(default_factory=list)
+    prompt: str | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(RequestBody):
+    """POST /detokenize."""
+
+    model: str = ""
+    tokens: list[TokenId]
+
+
+Parsed = TypeVar("Parsed", bound=RequestBody)
 
 
 def parse_body(model: type[Parsed], raw: bytes) -> Parsed:
@@ -214,7 +239,7 @@ def parse_body(model: type[Parsed], raw: bytes) -> Parsed:
         raise Refused(f"the body is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise Refused(f"the body must be a JSON object, not a {type(content).__name__}")
-    _check_lists(content)
+    _check_lists(content, free="prompt" if issubclass(model, CompletionBody) else "")
     try:
         body = model.model_validate(_without_nulls(content))
     except ValidationError as error:
@@ -225,13 +250,13 @@ def parse_body(model: type[Parsed], raw: bytes) -> Parsed:
     return body
 
 
-def _check_lists(content: dict[str, Any]) -> None:
-    """Refuse long lists before their items are looked at: each wrong one would be an error of its own, kept and
-    counted. A prompt's ids are bounded by the model's context."""
+def _check_lists(content: dict[str, Any], *, free: str) -> None:
+    """Refuse long lists and objects before their items are looked at: each wrong one would be an error of its own, kept
+    and counted. free: a field whose ids are bounded by the model's context."""
     messages = content.get("messages")
     parts = [message for message in messages if isinstance(message, dict)] if isinstance(messages, list) else []
     for name, value in [pair for part in (content, *parts[:MAX_ITEMS]) for pair in part.items()]:
-        if isinstance(value, list) and name != "prompt" and len(value) > MAX_ITEMS:
+        if isinstance(value, list | dict) and name != free and len(value) > MAX_ITEMS:
             raise Refused(f"{name[:80]} has {len(value)} items; at most {MAX_ITEMS}", param=name[:80])
 
 

@@ -10,17 +10,19 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import uvicorn
 from starlette.routing import BaseRoute
 
+from nanodag.api import access_log
 from nanodag.api.application import application
 from nanodag.api.engines import Engines
 from nanodag.api.follow import Followed, follow
 from nanodag.api.half_sent import WholeRequests
 from nanodag.api.launching import served_model, with_its_context
+from nanodag.api.metrics import Metrics
 from nanodag.api.passage import passed_on
 from nanodag.api.served_model import Limits, ServedModel
 from nanodag.errors import ConfigError, NanodagError
@@ -28,6 +30,7 @@ from nanodag.errors.words import counted
 from nanodag.host.scratch import Scratch
 from nanodag.inference.doors import DEFAULT_MAX_BODY_BYTES
 from nanodag.inference.keys import read_keys
+from nanodag.model.headers import weights_digest
 from nanodag.store import Store
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -66,6 +69,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--max-new-tokens", type=int)
     add("--max-waiting", type=int, default=Limits.max_waiting, help="samples in flight; more are answered 429")
     add("--request-timeout-s", type=float, default=Limits.request_timeout_s)
+    add("--served-model-name", default="", metavar="NAME", help="of the first model, in place of its own")
+    add("--no-access-log", action="store_true", help="no line a request, and none of tokens a second")
     return parser.parse_args(arguments)
 
 
@@ -75,11 +80,12 @@ def main(
     """Serve until SIGINT or SIGTERM; the exit code. extra_routes: makes what is served beside the API. ready: called
     with the server's address once models are up."""
     args = parse_arguments(arguments)
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
+    access_log.log.setLevel(logging.WARNING if args.no_access_log else logging.INFO)
     try:
         asyncio.run(_serve(args, extra_routes, ready))
     except NanodagError as error:
-        print(error, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except (KeyboardInterrupt, asyncio.CancelledError):
         return 130
@@ -104,15 +110,17 @@ async def _serve(args: argparse.Namespace, extra_routes: Routes, ready: Callable
         if not folders:
             raise ConfigError("Nothing to serve: give --model NAME=FOLDER, or --follow RUN.")
         models = {}
+        served = _served_names(folders, args.served_model_name)
         for number, (name, folder) in enumerate(folders.items()):
-            version = weights.version if weights is not None and name == args.follow else folder.name
+            version = weights.version if weights is not None and name == args.follow else weights_digest(folder)
             first = number * args.replicas
-            models[name] = served_model(args, name, folder, version, scratch, first=first, num_models=len(folders))
+            model = served_model(args, served[number], folder, version, scratch, first=first, num_models=len(folders))
+            models[model.name] = model
         engines = [model.backend for model in models.values() if isinstance(model.backend, Engines)]
         with _cancelled_by_sigterm():
             await asyncio.gather(*(each.start() for each in engines))
         models = {name: await with_its_context(model) for name, model in models.items()}
-        limits = _limits(args)
+        limits, metrics = _limits(args), Metrics(models)
         app = application(
             models,
             limits=limits,
@@ -120,6 +128,7 @@ async def _serve(args: argparse.Namespace, extra_routes: Routes, ready: Callable
             names={args.host, *args.allow_host},
             origins=args.cors,
             engine_routes=passed_on(models, limits),
+            metrics=metrics,
             extra_routes=extra_routes(),
         )
         config = uvicorn.Config(
@@ -131,6 +140,7 @@ async def _serve(args: argparse.Namespace, extra_routes: Routes, ready: Callable
             timeout_graceful_shutdown=STOP_S,
         )
         server = _Server(config)
+        following.append(asyncio.ensure_future(access_log.log_speed(metrics)))
         for each in engines:
             each.is_ending = lambda: server.should_exit
         if followed is not None and weights is not None:
@@ -171,6 +181,14 @@ def _folders(given: Sequence[str]) -> dict[str, Path]:
             raise ConfigError(f"--model {text!r}: {folder} is no model folder; it has no config.json.")
         folders[name] = folder
     return folders
+
+
+def _served_names(folders: Mapping[str, Path], first: str) -> list[str]:
+    """The models' names, the first one's in place of its own where it is given. Raises ConfigError for one twice."""
+    own, *others = folders
+    if first in others:
+        raise ConfigError(f"--served-model-name {first!r} is another model's name.")
+    return [first or own, *others]
 
 
 def _keys(args: argparse.Namespace) -> list[str]:

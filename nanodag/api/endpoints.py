@@ -1,4 +1,4 @@
-"""/v1/models, /v1/chat/completions and /v1/completions."""
+"""/v1/models, /v1/chat/completions and /v1/completions; as vLLM has them, /tokenize, /detokenize and /version."""
 
 import asyncio
 import time
@@ -12,9 +12,20 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from nanodag import __version__
+from nanodag.api.access_log import SAMPLES
 from nanodag.api.answer import ParsedAnswer
 from nanodag.api.answering import Answering, SampledChoice
-from nanodag.api.bodies import SGLANG_SAMPLING, ChatBody, CompletionBody, Parsed, SamplingBody, parse_body
+from nanodag.api.bodies import (
+    SGLANG_SAMPLING,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    Parsed,
+    SamplingBody,
+    TokenizeBody,
+    parse_body,
+)
 from nanodag.api.leaving import left_unless_read, unless_left
 from nanodag.api.metrics import Metrics
 from nanodag.api.prompts import ChatPrompt, chat_prompt
@@ -41,6 +52,9 @@ class Endpoints:
             Route("/v1/models/{name:path}", self.one_model, methods=["GET"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
+            Route("/version", self.version, methods=["GET"]),
         ]
 
     async def list_models(self, http: HttpRequest) -> Response:
@@ -63,7 +77,9 @@ class Endpoints:
             further=further, one_call=not body.parallel_tool_calls,
         )  # fmt: skip
         has_tools = not isinstance(samples[0].answer.reader, PlainReader)
-        return await self._answered(http, body, self.chat_reply(model, body), samples, is_cut=has_tools)
+        reply = self.chat_reply(model, body)
+        reply.warnings += prompt.warnings
+        return await self._answered(http, body, reply, samples, is_cut=has_tools)
 
     async def completions(self, http: HttpRequest) -> Response:
         body = await _parsed(CompletionBody, http)
@@ -82,6 +98,36 @@ class Endpoints:
             score_prompt=body.max_tokens == 0 or (body.echo and body.logprobs is not None),
         )  # fmt: skip
         return await self._answered(http, body, CompletionReply(model, body), samples)
+
+    async def tokenize(self, http: HttpRequest) -> Response:
+        """Ids of a text, or of the conversation that an answer would continue."""
+        body = await _parsed(TokenizeBody, http)
+        model, text = self._model(body.model), body.prompt
+        if bool(body.messages) == (text is not None):
+            raise Refused("give either prompt, a text, or messages", param="prompt")
+
+        def made() -> dict[str, Any]:
+            if text is None:
+                ids = chat_prompt(model, body).ids
+            else:
+                ids = model.tokens.prompt_ids(text, special=body.add_special_tokens)
+            names = list(map(model.tokens.name, ids)) if body.return_token_strs else None
+            return {"count": len(ids), "max_model_len": model.context_length, "tokens": ids, "token_strs": names}
+
+        content = await unless_left(http, self._tokenized(model, made))
+        return Response(to_json(content), media_type="application/json")
+
+    async def detokenize(self, http: HttpRequest) -> Response:
+        """The text of ids, special tokens by their names."""
+        body = await _parsed(DetokenizeBody, http)
+        model = self._model(body.model)
+        if any(token >= model.vocab_size for token in body.tokens):
+            raise Refused(f"tokens has ids outside the vocabulary of {model.vocab_size}", param="tokens")
+        text = await self._tokenized(model, lambda: model.tokens.encoding.decode(body.tokens))
+        return Response(to_json({"prompt": text}), media_type="application/json")
+
+    async def version(self, http: HttpRequest) -> Response:
+        return JSONResponse({"version": __version__})
 
     async def chat_prompt(self, model: ServedModel, body: ChatBody) -> ChatPrompt:
         """The ids that a conversation's answer continues, and how it is read."""
@@ -203,6 +249,9 @@ class Endpoints:
                 f"{self._limits.max_waiting}: ask again later.",
                 status=429, kind="rate_limit_error", code="queue_full",
             )  # fmt: skip
+        if any(body.logit_bias.values()) and not model.is_sglang:
+            reply.warnings.append(f"logit_bias has no effect: the engine of {model.name} has none")
+        http.scope[SAMPLES] = samples
         is_streamed = body.stream or is_cut or bool(body.stops)
         answering = Answering(model.backend, samples, self._limits, stream=is_streamed)
         if body.stream:
@@ -273,6 +322,8 @@ def further_params(model: ServedModel, body: SamplingBody) -> dict[str, Any]:
         if not model.is_sglang:
             raise Refused(f"{name} needs the engine sglang; {model.name} has the embedded one", param=name)
         wanted[wire_name] = value
+    if model.is_sglang and body.logit_bias:
+        wanted["logit_bias"] = body.logit_bias
     return wanted
 
 

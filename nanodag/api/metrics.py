@@ -17,12 +17,14 @@ SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 6
 
 
 class Metrics:
-    """Of one application. num_in_flight: samples under way, those that wait in an engine included."""
+    """Of one application. num_in_flight: samples under way, those that wait in an engine included. num_sampled: tokens
+    so far, of answers under way, too."""
 
     def __init__(self, models: Mapping[str, ServedModel]) -> None:
         registry = self._registry = CollectorRegistry()
         by_model = ["model"]
-        self.num_in_flight = 0
+        self.num_in_flight = self._num_ended_tokens = 0
+        self._open: dict[int, Sequence[SampledChoice]] = {}
         self._replies = Counter("nanodag_replies", "Replies by status", ["path", "status"], registry=registry)
         self._in_flight = Gauge("nanodag_samples_in_flight", "Samples that run or wait", registry=registry)
         self._prompt = Counter("nanodag_prompt_tokens", "Tokens of prompts", by_model, registry=registry)
@@ -41,15 +43,22 @@ class Metrics:
             restarts.labels(name).set_function(partial(getattr, model.backend, "num_restarts"))
             ready.labels(name).set_function(partial(getattr, model.backend, "is_ready"))
 
+    @property
+    def num_sampled(self) -> int:
+        return self._num_ended_tokens + sum(one.answer.num_tokens for many in self._open.values() for one in many)
+
     @contextmanager
     def counted(self, model: str, samples: Sequence[SampledChoice]) -> Iterator[None]:
         """Count samples as under way, and at the end what became of them."""
         self.num_in_flight += len(samples)
+        self._open[id(samples)] = samples
         began = time.monotonic()
         try:
             yield
         finally:
             self.num_in_flight -= len(samples)
+            del self._open[id(samples)]
+            self._num_ended_tokens += sum(sample.answer.num_tokens for sample in samples)
             self._took.labels(model).observe(time.monotonic() - began)
             for sample in samples:
                 self._prompt.labels(model).inc(len(sample.request.input_ids))

@@ -1,7 +1,7 @@
 """From OpenAI's messages and tools to the ids that an engine continues."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,16 +12,18 @@ from nanodag.api.tool_format import Reader, argument_of, knows_calls, reader_of
 from nanodag.errors import SourceError
 from nanodag.tokenizer.bounds import TooManyTokens
 from nanodag.tokenizer.call_format import CallFormat
-from nanodag.tokenizer.chat import ChatRenderer, NativeRenderer, TemplateRenderer
+from nanodag.tokenizer.chat import ChatRenderer, NativeRenderer, Switches, TemplateRenderer
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatPrompt:
-    """ids: of all messages, up to where the answer begins. stop_ids: what ends it. reader: makes what reads it."""
+    """ids: of all messages, up to where the answer begins. stop_ids: what ends it. reader: makes what reads it.
+    warnings: fields that were taken and have no effect."""
 
     ids: list[int]
     stop_ids: tuple[int, ...]
     reader: Callable[[], Reader]
+    warnings: tuple[str, ...] = ()
 
 
 Opened = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]], list[int]]
@@ -34,13 +36,17 @@ def chat_prompt(model: ServedModel, body: ChatBody, opened: Opened | None = None
     tools = offered(body)
     if model.renderer is None:
         raise Refused(f"{model.name} has no chat template: ask it by /v1/completions", param="model")
+    _check_continuation(body)
     try:
+        switches, warnings = _switches(model.renderer if opened is None else None, body)
         if opened is None:
-            opened = partial(_opened, model.renderer, body)
+            opened = partial(_opened, model.renderer, body, switches)
         if isinstance(model.renderer, NativeRenderer):
-            return _native(model.renderer, body, tools, opened)
-        assert isinstance(model.renderer, TemplateRenderer)
-        return _by_template(model, model.renderer, body, tools, opened)
+            made = _native(model.renderer, body, tools, opened)
+        else:
+            assert isinstance(model.renderer, TemplateRenderer)
+            made = _by_template(model, model.renderer, body, tools, opened)
+        return replace(made, warnings=warnings)
     except TooManyTokens:
         raise
     except SourceError as error:
@@ -48,9 +54,40 @@ def chat_prompt(model: ServedModel, body: ChatBody, opened: Opened | None = None
 
 
 def _opened(
-    renderer: ChatRenderer, body: ChatBody, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+    renderer: ChatRenderer,
+    body: ChatBody,
+    switches: Switches,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
 ) -> list[int]:
-    return renderer.opened(messages, body.chat_template_kwargs, tools=tools)
+    return renderer.opened(messages, switches, tools=tools, continues_last=body.continue_final_message)
+
+
+def _switches(renderer: ChatRenderer | None, body: ChatBody) -> tuple[Switches, tuple[str, ...]]:
+    """The request's switches that the chat template looks at, and a warning for each other one. renderer: None where
+    none can be set."""
+    asked: Switches = {"reasoning_effort": body.reasoning_effort} if body.reasoning_effort else {}
+    asked = {**asked, **body.chat_template_kwargs}
+    known = renderer.switches if renderer is not None and asked else ()
+    unknown = [name for name in asked if name not in known]
+    warnings = [f"{name[:80]!r} has no effect: this model's chat template does not look at it" for name in unknown]
+    return {name: value for name, value in asked.items() if name in known}, tuple(warnings)
+
+
+def _check_continuation(body: ChatBody) -> None:
+    """Raises Refused for a message that cannot be continued, and a conversation that would not be answered."""
+    if body.add_generation_prompt is not None and body.add_generation_prompt == body.continue_final_message:
+        raise Refused(
+            "continue_final_message goes with add_generation_prompt: false, which goes with nothing else",
+            param="add_generation_prompt",
+        )
+    last = body.messages[-1]
+    if body.continue_final_message and (last.role != "assistant" or last.tool_calls):
+        raise Refused(
+            f"continue_final_message continues an assistant's text; the last message is of the role {last.role!r}"
+            + (" and has tool_calls" if last.tool_calls else ""),
+            param="continue_final_message",
+        )
 
 
 def messages_of(body: ChatBody) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ from typing import Any
 from nanodag.api.answer import CallPart, New, ScoredToken
 from nanodag.api.answering import SampledChoice
 from nanodag.api.bodies import ChatBody, CompletionBody
+from nanodag.api.prompts import is_forced
 from nanodag.api.served_model import ServedModel
 from nanodag.api.token_text import Decoding, TokenText
 from nanodag.api.tool_format import Call
@@ -18,14 +19,18 @@ LOWEST = -9999.0  # OpenAI's number for "never"; JSON has no infinity
 
 
 class Reply:
-    """What both endpoints have in common. kind: of the object, as OpenAI calls it."""
+    """What both endpoints have in common. kind: of the object, as OpenAI calls it. warnings: told where an answer ends,
+    such as fields that have no effect."""
 
     def __init__(self, kind: str, prefix: str, model: ServedModel) -> None:
         self.kind, self.model = kind, model
         self.id = f"{prefix}-{uuid.uuid4().hex}"
         self._created = int(time.time())
+        self.warnings: list[str] = []
 
     def frame(self, samples: Sequence[SampledChoice], choices: Sequence[dict[str, Any]], kind: str) -> dict[str, Any]:
+        has_ended = any(choice["finish_reason"] for choice in choices)
+        warnings = [*self.warnings, *filter(None, map(self.warning, samples))] if has_ended else []
         versions = [sample.answer.weight_version for sample in samples if sample.answer.weight_version]
         return {
             "id": self.id,
@@ -34,6 +39,7 @@ class Reply:
             "model": self.model.name,
             "system_fingerprint": versions[-1] if versions else self.model.backend.weight_version,
             "choices": list(choices),
+            **({"warnings": warnings} if warnings else {}),
         }
 
     def whole(self, samples: Sequence[SampledChoice]) -> dict[str, Any]:
@@ -43,6 +49,10 @@ class Reply:
 
     def choice(self, sample: SampledChoice, new: New) -> dict[str, Any]:
         raise NotImplementedError
+
+    def warning(self, sample: SampledChoice) -> str:
+        """What is to be said of an answer beside it; nothing for most."""
+        return ""
 
     def first(self, sample: SampledChoice) -> list[dict[str, Any]]:
         """Choices that begin a stream."""
@@ -64,6 +74,12 @@ class ChatReply(Reply):
         super().__init__("chat.completion", "chatcmpl", model)
         self._wants_scores = body.logprobs
         self._num_top = body.top_logprobs
+        self._has_to_call = is_forced(body)
+
+    def warning(self, sample: SampledChoice) -> str:
+        if not self._has_to_call or sample.answer.calls:
+            return ""
+        return f"choice {sample.index}: tool_choice wants a call, and the answer has none"
 
     def choice(self, sample: SampledChoice, new: New) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": new.content or (None if new.calls else "")}

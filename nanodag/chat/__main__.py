@@ -33,7 +33,7 @@ def main() -> int:
             message=args.message,
         )
     except NanodagError as error:
-        print(error, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 1
 
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from nanodag.errors import BadRequest, MissingTool
-from nanodag.rewards.sandbox import walls
+from nanodag.errors import BadRequest
+from nanodag.rewards.sandbox import why_no_walls
 from nanodag.rl.rollouts.turns.calculator import calculated
 from nanodag.rl.rollouts.turns.interpreter import printed
 
@@ -39,15 +39,7 @@ class ChatTool:
 
     def why_not(self) -> str:
         """Why it cannot be used on this machine; empty where it can."""
-        if not self.needs_walls:
-            return ""
-        try:
-            found = walls()
-        except MissingTool as error:
-            return str(error)
-        if found is None:
-            return "Python of a chat runs in the sandbox only, and NANODAG_SANDBOX=limits is none; unset it."
-        return ""
+        return f"Python of a chat is off: {why}" if self.needs_walls and (why := why_no_walls()) else ""
 
 
 def _python(program: str) -> str:

@@ -1,6 +1,7 @@
 """The `nanodag` command. Each subcommand imports what it needs when it runs, so that --help answers at once."""
 
 import sys
+from importlib.metadata import version
 from typing import Annotated
 
 import typer
@@ -23,11 +24,27 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(server_app, name="server")
 app.add_typer(nightly_app, name="nightly")
 app.add_typer(sampler_app, name="sampler")
 app.add_typer(env_app, name="env")
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"nanodag {version('nanodag')}")
+        raise typer.Exit
+
+
+@app.callback()
+def nanodag(
+    is_version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Options that stand before a command."""
 
 
 @app.command()
@@ -303,7 +320,7 @@ def chat(
             raise ConfigError("--message asks one question in the terminal; leave out --web, or ask it on the page.")
         from nanodag.cli.serve import serve as serve_models
 
-        options = [f"--port={port}", *([] if no_open else ["--open"])]
+        options = ["--no-access-log", f"--port={port}", *([] if no_open else ["--open"])]
         serve_models(run, stage, also=also or [], is_following=False, file=file, options=options)
     if also:
         raise ConfigError("--also puts models side by side, which --web can show; the terminal talks to one.")
@@ -325,6 +342,12 @@ def serve(
     ] = False,
     engine: Annotated[str, typer.Option("--engine", help="embedded, or sglang where that is installed.")] = "embedded",
     replicas: Annotated[int, typer.Option("--replicas", metavar="N", min=1, help="Engines of each model.")] = 1,
+    served_model_name: Annotated[
+        str, typer.Option("--served-model-name", metavar="NAME", help="Of the first model, in place of its own.")
+    ] = "",
+    no_access_log: Annotated[
+        bool, typer.Option("--no-access-log", help="No line a request, and none of tokens a second.")
+    ] = False,
     host: Annotated[
         str, typer.Option("--host", metavar="ADDRESS", help="Any but loopback needs --api-key-file.")
     ] = "127.0.0.1",
@@ -357,6 +380,8 @@ def serve(
 
     options = [f"--engine={engine}", f"--replicas={replicas}", f"--host={host}", f"--port={port}"]
     options += [f"--api-key-file={api_key_file}"] if api_key_file else []
+    options += [f"--served-model-name={served_model_name}"] if served_model_name else []
+    options += ["--no-access-log"] if no_access_log else []
     options += [f"--cors={origin}" for origin in cors or []] + [f"--{one}" for one in option or []]
     serve_models(run, stage, also=also or [], is_following=follow, file=file, options=options)
 
@@ -400,7 +425,7 @@ def main() -> None:
     try:
         app(said.take(sys.argv[1:]))
     except NanodagError as error:
-        typer.secho(f"{type(error).__name__}: {error}", fg="red", err=True)
+        typer.secho(f"error: {error}", fg="red", err=True)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
     except KeyboardInterrupt:
         sys.exit(130)

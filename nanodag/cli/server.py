@@ -2,13 +2,13 @@
 
 import typer
 
-from nanodag.cli.parameters import File, Preset
+from nanodag.cli.parameters import File, Overrides, Preset
 
 server_app = typer.Typer(help="Prefect's server: the UI, and what executes runs.", no_args_is_help=True)
 
 
 @server_app.command("start")
-def server_start(file: File = "", preset: Preset = "auto") -> None:
+def server_start(overrides: Overrides = None, file: File = "", preset: Preset = "auto") -> None:
     """Start the server, when it is not up, and print its address.
 
     \b
@@ -16,11 +16,11 @@ def server_start(file: File = "", preset: Preset = "auto") -> None:
     """
     from nanodag.cli.use import start_server
 
-    start_server(file=file, preset=preset)
+    start_server(overrides or [], file=file, preset=preset)
 
 
 @server_app.command("stop")
-def server_stop(file: File = "", preset: Preset = "auto") -> None:
+def server_stop(overrides: Overrides = None, file: File = "", preset: Preset = "auto") -> None:
     """End the server, and the runs that it executes.
 
     The store keeps what is resumable: resume with nanodag run --name RUN.
@@ -30,12 +30,12 @@ def server_stop(file: File = "", preset: Preset = "auto") -> None:
     """
     from nanodag.cli.use import stop_server
 
-    stop_server(file=file, preset=preset)
+    stop_server(overrides or [], file=file, preset=preset)
 
 
 @server_app.command("status")
-def server_status(file: File = "", preset: Preset = "auto") -> None:
+def server_status(overrides: Overrides = None, file: File = "", preset: Preset = "auto") -> None:
     """Say whether the server is up. Exit code 0 when it is, 3 when it is not."""
     from nanodag.cli.use import server_is_up
 
-    raise typer.Exit(0 if server_is_up(file=file, preset=preset) else 3)
+    raise typer.Exit(0 if server_is_up(overrides or [], file=file, preset=preset) else 3)

@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -23,6 +24,7 @@ from nanodag.config.rl_entries import EntryConfig
 from nanodag.errors import ArtifactNotFound, ConfigError, CorruptArtifact, NanodagError, NewerFormat
 from nanodag.errors.words import counted, duration, listed, nearest, size, tries
 from nanodag.host.machine import machine_of
+from nanodag.run.preflight import check_names
 from nanodag.run.progress import progress_of, tracker_urls
 from nanodag.run.record import pipeline_file, state_of, store_of
 from nanodag.run.requests import requests_of
@@ -40,6 +42,10 @@ def show_config(overrides: Sequence[str], *, preset: str, file: str, on: str = "
     console = Console(soft_wrap=True)
     path = pipeline_file(file)
     resolved = resolve(path, preset, overrides, machine=machine_of(on) if on else None)
+    if not on:  # what lies on another machine cannot be looked at
+        checked = Path(resolved.pipeline.store.url) / "checked"
+        remembered = checked if checked.is_dir() else None  # who only looks makes no store
+        check_names(resolved.pipeline, file=path, remembered=remembered, only_names=True)
     where = f"on {resolved.machine}" if on else f"on this machine, {resolved.machine}"
     console.print(f"# {path}, preset {resolved.pipeline.preset}, {where}", markup=False, highlight=False)
     print_warnings(console, resolved)

@@ -77,27 +77,27 @@ def run_tests(*, slow: bool, arguments: Sequence[str]) -> int:
     return subprocess.run(command, cwd=PROJECT, check=False).returncode
 
 
-def _server(file: str, preset: str) -> LocalServer:
+def _server(overrides: Sequence[str], file: str, preset: str) -> LocalServer:
     path = pipeline_file(file)
-    pipeline = resolve(path, preset).pipeline
+    pipeline = resolve(path, preset, overrides).pipeline
     return server_of(pipeline, store_of(pipeline), path)
 
 
-def start_server(*, file: str, preset: str) -> None:
+def start_server(overrides: Sequence[str], *, file: str, preset: str) -> None:
     """Bring the server up and print its address."""
     console = make_console()
-    running = _server(file, preset).ensure(lambda text: console.print(text, style="dim"))
+    running = _server(overrides, file, preset).ensure(lambda text: console.print(text, style="dim"))
     console.print(f"Prefect UI: {running.url}")
 
 
-def stop_server(*, file: str, preset: str) -> None:
+def stop_server(overrides: Sequence[str], *, file: str, preset: str) -> None:
     """End the server and what it runs."""
-    was_up = _server(file, preset).stop()
+    was_up = _server(overrides, file, preset).stop()
     make_console().print("The Prefect server has ended." if was_up else "No Prefect server was up.")
 
 
-def server_is_up(*, file: str, preset: str) -> bool:
+def server_is_up(overrides: Sequence[str], *, file: str, preset: str) -> bool:
     """Print where the server is; True when it is up."""
-    running, start = _server(file, preset).running(), said.command("server start")
+    running, start = _server(overrides, file, preset).running(), said.command("server start")
     make_console().print(f"Prefect UI: {running.url}" if running else f"No Prefect server is up. Start it: {start}")
     return running is not None

@@ -186,6 +186,12 @@ def _nodes_and_ranks(stage: StageBase, model: ModelSize | None, found: Derived) 
     if model is not None:
         most = min(most, int(tokens * model.training_flops(length) / LEAST_FLOPS_A_RANK[device]))
     most = max(most, unit, allowed[0])
+    if unit > (there := allowed[-1] * (machine.num_gpus if device == "cuda" else machine.cores)):
+        what = "GPUs" if device == "cuda" else "cores"
+        raise ConfigError(
+            f"{found.name}.optimizer.sequence_parallel: {unit} ranks would share each row, and this machine has "
+            f"{there} {what} for them; lower it."
+        )
     totals = [(nodes * ranks, -nodes) for nodes in allowed for ranks in {*of_a_node, unit}]
     fitting = [(t, n) for t, n in totals if t <= most and t % unit == 0 and rows % t == 0]
     ranks, fewest = max(fitting, default=(allowed[0] * unit, -allowed[0]))

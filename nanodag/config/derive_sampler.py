@@ -12,11 +12,12 @@ from typing import Any
 
 from nanodag.config.footprint import USABLE
 from nanodag.config.kinds.evaluation import SGLANG_ONLY as SGLANG_ONLY_IN_EVALUATION
-from nanodag.config.kinds.evaluation import EvalStage
+from nanodag.config.kinds.evaluation import EvalSamplerConfig, EvalStage
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.model_size import ModelSize
-from nanodag.config.rl_parts import SGLANG_ONLY
+from nanodag.config.rl_parts import SGLANG_ONLY, SamplerConfig
 from nanodag.config.section import Section
+from nanodag.errors import ConfigError
 from nanodag.errors.words import counted
 from nanodag.host.machine import GIB, Machine, detect
 from nanodag.inference.cache_size import slot_tokens
@@ -99,6 +100,7 @@ def derive_sampler(
     engine, why = engine_of(replace(machine, sglang=is_here), device, model)
     engine = fill("engine", engine, f"{machine}: {why}")
     if engine == "embedded":  # what was set for SGLang means nothing to it
+        _check_one_gpu(config, f"{name}.sampler", why)
         fill.without(SGLANG_ONLY)
     tensor_parallel = int(fill.updates.get("tensor_parallel", config.tensor_parallel))
     is_exact = fill("deterministic", engine == "embedded" and device == "cpu", f"engine {engine} on {device}")
@@ -158,6 +160,16 @@ def derive_sampler(
     )
 
 
+def _check_one_gpu(config: SamplerConfig | EvalSamplerConfig, name: str, why: str) -> None:
+    """Raise ConfigError for a model that is to be split over GPUs, where the embedded engine is taken."""
+    if config.tensor_parallel > 1:
+        raise ConfigError(
+            f"{name}.tensor_parallel: {config.tensor_parallel} GPUs share a model with engine sglang only, and "
+            f"{name}.engine auto is the embedded one here ({why}), which takes one. Leave it out; or, for another "
+            "machine, say which: --on 8xH100+sglang."
+        )
+
+
 def _order(stage: RLStage) -> tuple[str, str]:
     """`arrival` needs requests that stay in flight while weights change."""
     if stage.weights.sync_mode == "finish":
@@ -214,6 +226,7 @@ def derive_evaluation(
     engine, why = engine_of(replace(machine, sglang=is_here), device, model)
     engine = fill("engine", engine, f"{machine}: {why}")
     if engine == "embedded":
+        _check_one_gpu(config, f"{name}.sampler", why)
         fill.without(SGLANG_ONLY_IN_EVALUATION)
     tensor_parallel = int(fill.updates.get("tensor_parallel", config.tensor_parallel))
     gpus = stage.resources.gpus_per_node or machine.num_gpus

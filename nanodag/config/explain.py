@@ -44,12 +44,13 @@ def explain(error: ValidationError, kinds: Mapping[str, str], file: Path, preset
     """One line for each wrong field, after the file's name and the preset's. kinds: stage -> the kind that it names."""
     problems = error.errors(include_url=False)
     names = [_name_of(_owner(problem)) for problem in problems]
+    tables = {".".join(parts[:end]) for parts in (name.split(".") for name in names) for end in range(1, len(parts))}
     lines: dict[str, list[str]] = {}
     suffixes: dict[str, str] = {}
     for name, models_unknown in _unknown_keys(problems, kinds).items():
         lines[name] = [models_unknown]
     for name, problem in zip(names, problems, strict=True):
-        if problem["type"] == "extra_forbidden" or any(other.startswith(f"{name}.") for other in names if name):
+        if problem["type"] == "extra_forbidden" or name in tables:
             continue  # said above; or said of what is in it, and what that leaves of the whole is no second fault
         message = _message(problem)
         value = problem.get("input")
@@ -129,7 +130,8 @@ def _unknown_keys(problems: Sequence[Mapping[str, Any]], kinds: Mapping[str, str
         for problem, key in zip(faults, keys, strict=True):
             heads = [name for name in names if "." not in name]
             all_of_them = f" Allowed: {listed(heads)}." if len(heads) <= MAX_NAMES else " `nanodag config` prints all."
-            out[_name_of(problem["loc"])] = f"there is no such key.{nearest(key, names) or all_of_them}"
+            near = nearest(key, names) if len(out) < MAX_LINES else ""  # it is slow, and further lines are not shown
+            out[_name_of(problem["loc"])] = f"there is no such key.{near or all_of_them}"
     return out
 
 

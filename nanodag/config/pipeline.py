@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
+from heapq import heappop, heappush
 from ipaddress import ip_address
 from socket import inet_aton
 from typing import Annotated, Any, Literal
@@ -31,6 +32,7 @@ from nanodag.data.config import SourceConfig
 from nanodag.data.urls import parse_url
 from nanodag.errors.words import listed, nearest
 
+_NO_STORES = {"memory": "is gone when its process ends", **dict.fromkeys(("http", "https"), "cannot be written to")}
 _STAGE_NAME = re.compile(r"[a-z][a-z0-9_-]{0,40}")
 
 
@@ -92,6 +94,14 @@ class StoreConfig(Section):
         scheme, separator, rest = url.partition("://")
         if separator and not rest.strip("/"):
             raise ValueError(f"{url!r} names no place after {scheme}://; give one, as in s3://bucket/folder")
+        if separator:
+            from fsspec.registry import available_protocols  # slow to import, and a folder needs none
+
+            if scheme in _NO_STORES:
+                raise ValueError(f"{url!r} {_NO_STORES[scheme]}; give a folder, or one as s3://bucket/folder")
+            if scheme not in (known := available_protocols()):
+                near = nearest(scheme, known) or " Known are folders, and s3, gs, az and the others of fsspec."
+                raise ValueError(f"{url!r}: there is no kind of store {scheme}://.{near}")
         return url
 
     @model_validator(mode="after")
@@ -142,6 +152,10 @@ class ServerConfig(Section):
     database: str = "sqlite"
     """`sqlite`, in the store's local folder, or postgresql+asyncpg://user@host/name; the password comes from PGPASSWORD
     or ~/.pgpass."""
+
+    agents_of_file: bool = False
+    """Whether an agent's `command`, `folder`, `library` and `python` stand in the pipeline file alone. Else an override
+    may set them too, as a flow run's parameter. An override cannot set this."""
 
     @model_validator(mode="after")
     def _is_safe(self) -> "ServerConfig":
@@ -251,8 +265,8 @@ class Pipeline(Section):
             if (wanted := kind.inputs.get(label)) is None:
                 near = nearest(label, kind.inputs) or f" Inputs of kind {stage.kind} are {listed(kind.inputs)}."
                 raise ValueError(f"stages.{name}.inputs: there is no input {label!r}.{near}")
-            makers = [n for n, s in self.stages.items() if find_kind(s.kind).makes == wanted]
-            if source not in makers:
+            if find_kind(self.stages[source].kind).makes != wanted:
+                makers = [n for n, s in self.stages.items() if find_kind(s.kind).makes == wanted]
                 raise ValueError(
                     f"stages.{name}.inputs.{label}: stage {source}, of kind {self.stages[source].kind}, is not a "
                     f"{wanted}; name one of {listed(n for n in makers if n != name)}"
@@ -296,17 +310,22 @@ class Pipeline(Section):
 
 def order_of(pipeline: Pipeline) -> list[str]:
     """Stage names so that inputs come first; otherwise in the file's order. Raises ValueError at a cycle."""
-    order: list[str] = []
-    while len(order) < len(pipeline.stages):
-        ready = [
-            n
-            for n, s in pipeline.stages.items()
-            if n not in order and all(source in order for source in s.inputs.values())
-        ]
-        if not ready:
-            rest = sorted(set(pipeline.stages) - set(order))
-            raise ValueError(f"stages {listed(rest)} wait for each other; a DAG has no cycle")
-        order.append(ready[0])
+    names, order = list(pipeline.stages), []
+    waits = {name: set(stage.inputs.values()) for name, stage in pipeline.stages.items()}
+    followers: dict[str, list[int]] = {}
+    for number, sources in enumerate(waits.values()):
+        for source in sources:
+            followers.setdefault(source, []).append(number)
+    ready = [number for number, name in enumerate(names) if not waits[name]]  # ascending, so it is a heap
+    while ready:
+        name = names[heappop(ready)]
+        order.append(name)
+        for number in followers.get(name, ()):
+            waits[names[number]].discard(name)
+            if not waits[names[number]]:
+                heappush(ready, number)
+    if rest := sorted(set(names) - set(order)):
+        raise ValueError(f"stages {listed(rest)} wait for each other; a DAG has no cycle")
     return order
 
 

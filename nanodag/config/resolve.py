@@ -18,10 +18,10 @@ from nanodag.config.kinds import find_kind, vouch_for
 from nanodag.config.pipeline import Pipeline, full_path
 from nanodag.config.ranges import check_ranges
 from nanodag.config.section import in_sections
-from nanodag.config.trust import check_trust
+from nanodag.config.trust import check_agents, check_trust
 from nanodag.config.unwise import unwise
 from nanodag.errors import ConfigError
-from nanodag.errors.words import nearest, said
+from nanodag.errors.words import listed, nearest, said
 from nanodag.host.folders import PROJECT
 from nanodag.host.machine import Machine
 from nanodag.own_code.vouched import check_owner
@@ -29,7 +29,11 @@ from nanodag.own_code.vouched import check_owner
 KeyPath = tuple[str, ...]
 
 # What may run code on this machine: an override may be a flow run's parameter, which others can send.
-FILE_ONLY: tuple[KeyPath, ...] = (("trusted_modules",), ("cluster", "ssh_command"), ("cluster", "hostfile"))
+FILE_ONLY: tuple[KeyPath, ...] = (
+    *(("trusted_modules",), ("cluster", "ssh_command"), ("cluster", "hostfile")),
+    ("server", "agents_of_file"),
+)
+MAX_STAGES = 1000
 MAX_PARTS = 12  # of a dotted name
 # Where things lie on this machine: setting -> environment variable.
 ENVIRONMENT = {
@@ -82,7 +86,7 @@ def resolve(
     tree["preset"] = preset
     origins["preset"] = "the command line" if is_chosen else "the file's default"
     _absolute_paths(tree, file.absolute().parent)
-    from_file = _what_may_run(tree)
+    from_file, unchanged = _what_may_run(tree), json.dumps(tree)
     for text in environment_overrides():
         _override(tree, text, origins, f"environment {ENVIRONMENT[text.partition('=')[0]]}")
     for text in overrides:
@@ -94,19 +98,31 @@ def resolve(
                 "cannot set it."
             )
     _absolute_paths(tree, Path.cwd())
+    if len(tree["stages"]) > MAX_STAGES:
+        raise ConfigError(
+            f"{file}, preset {preset!r}: stages: {len(tree['stages']):,} are more than {MAX_STAGES:,}, the most that a "
+            "preset may have; split it."
+        )
     try:
         # As JSON, so that types are strict (no number for true, no text for a number) and a list may stand for a tuple.
         pipeline = Pipeline.model_validate_json(json.dumps(tree), strict=True)
+        if pipeline.server.agents_of_file:
+            check_agents(pipeline, Pipeline.model_validate_json(unchanged, strict=True))
     except ValidationError as error:
         raise ConfigError(explain(error, _kinds_in(tree), file, preset)) from None
     check_trust(pipeline, file.absolute())
     unchecked = tuple(full_path(pipeline.stages, name) for name in pipeline.unchecked)
     pipeline = pipeline.model_copy(update={"unchecked": unchecked})
     check_ranges(pipeline, file, preset)
+    _check_nightly(pipeline, document, f"{file}, preset {preset!r}")
     pipeline, of_core, left_out = with_core(pipeline)
     pipeline, derived = derive(pipeline, machine)
     origins.update(of_core | derived)
-    shown = {name: _origin_of(name, origins) for name, _ in leaves(pipeline)}
+    inner: dict[str, str] = {}  # of tables, what the first thing in them comes from
+    for name, origin in origins.items():
+        for end in (place for place, character in enumerate(name) if character == "."):
+            inner.setdefault(name[:end], origin)
+    shown = {name: _origin_of(name, origins, inner) for name, _ in leaves(pipeline)}
     shown |= {name: note for name, note in origins.items() if name.endswith("!")}
     of_ours = "preset" if file.absolute() == PROJECT / "pipeline.yaml" else ""
     given = {name for name, origin in shown.items() if _is_given(origin, of_ours)}
@@ -114,17 +130,27 @@ def resolve(
     return Resolved(pipeline=pipeline, origins=shown, machine=machine, warnings=warnings)
 
 
+def _check_nightly(pipeline: Pipeline, document: Mapping[str, Any], where: str) -> None:
+    """Raise ConfigError for a stage of nightly.stages that no preset of the file has."""
+    known = stages_in(document)
+    for name in () if pipeline.nightly.stages == "all" else pipeline.nightly.stages:
+        if name not in known:
+            near = nearest(name, known) or f" Stages are {listed(known)}."
+            raise ConfigError(f"{where}: nightly.stages: no preset of the file has a stage {name!r:.100}.{near}")
+
+
 def _is_given(origin: str, of_ours: str) -> bool:
     """Whether somebody wrote it. of_ours: how the origin of what our own presets say begins; tests look after those."""
     return not origin.startswith(("default", "derived")) and not (of_ours and origin.startswith(of_ours))
 
 
-def _origin_of(name: str, origins: Mapping[str, str]) -> str:
+def _origin_of(name: str, origins: Mapping[str, str], inner: Mapping[str, str]) -> str:
     """Of a value, of what is in it, or of the short form that was written for the table in which it stands."""
-    inner = next((origin for other, origin in origins.items() if other.startswith(f"{name}.")), "")
-    while name and name not in origins and not inner:
+    if name in inner:
+        return origins.get(name, inner[name])
+    while name and name not in origins:
         name = name.rpartition(".")[0]
-    return origins.get(name, inner or "default")
+    return origins.get(name, "default")
 
 
 def _what_may_run(tree: Any) -> dict[str, Any]:
@@ -230,6 +256,12 @@ def read_document(file: Path) -> dict[str, Any]:
     return document
 
 
+def stages_in(document: Mapping[str, Any]) -> list[str]:
+    """Every stage name of a pipeline file's presets."""
+    tables = [document, *document["presets"].values()]
+    return list(dict.fromkeys(name for table in tables for name in table.get("stages", {})))
+
+
 def _check_keys(table: Mapping[str, Any], allowed: Sequence[str], where: str, what: str) -> None:
     for key in table:
         if key not in allowed:
@@ -266,7 +298,7 @@ def _merge(
     for key, value in layer.items():
         here = (*path, str(key))
         if here[0] == "stages" and len(here) == 2 and value == "drop":
-            tree.pop(key, None)
+            _forget(origins, str(key), tree.pop(key, None))
         elif isinstance(value, Mapping) and not (here[0] == "stages" and here[-1] == "inputs"):
             if here[0] == "stages" and len(here) == 2:
                 value = _in_sections(value, tree.get(key))
@@ -277,12 +309,17 @@ def _merge(
         else:
             if isinstance(value, list) and here[-1] == "inputs" and all(isinstance(name, str) for name in value):
                 value = {name: name for name in value}
-            tree[key] = value
             name = ".".join(here[1:] if here[0] == "stages" else here)
-            for below in [o for o in origins if o == name or o.startswith(f"{name}.")]:
-                del origins[below]
+            _forget(origins, name, tree.get(key))
+            tree[key] = value
             for leaf, _ in leaves(value, name):
                 origins[leaf] = origin
+
+
+def _forget(origins: dict[str, str], name: str, value: Any) -> None:
+    """Take the origins away of what a value that goes has in it."""
+    for leaf, _ in leaves(value, name):
+        origins.pop(leaf, None)
 
 
 def _in_sections(table: Mapping[str, Any], below: Any) -> Mapping[str, Any]:

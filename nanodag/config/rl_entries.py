@@ -2,14 +2,17 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from nanodag import registry
 from nanodag.config.section import Section, found_in
 
 MAX_CALLS = 256  # of functions that generate, at once: each holds a thread and three file descriptors
+# After _bare_name a table is no JSON any more, in which a list would stand for a tuple.
+_Texts = Annotated[tuple[str, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
+PROGRAM_OPTIONS = ("command", "folder", "library", "python")
 
 
 class EntryConfig(Section):
@@ -148,7 +151,7 @@ class GenerateConfig(EntryConfig):
     name: str = "one_turn"
     """How a response is made: `one_turn`, a shipped tool (`calculator`, `python`), an async function as
     package.module:function, or an agent: `agent:package.module:function`, or `agent` with the option `command`."""
-    options: dict[str, bool | int | float | str | tuple[str, ...]] = {}  # type: ignore[assignment]
+    options: dict[str, bool | int | float | str | _Texts] = {}  # type: ignore[assignment]
     """Keyword arguments of the function; a program's `command` is a list of texts."""
     timeout_s: float = Field(300.0, gt=0)
     """Seconds that the function may take without asking the sampler."""
@@ -168,6 +171,12 @@ class GenerateConfig(EntryConfig):
     def own_library(self) -> str:
         """The Python environment of an agent's program; empty where there is none."""
         return str(self.options.get("library", "")) if self.name == "agent" else ""
+
+    @property
+    def programs(self) -> dict[str, Any]:
+        """Of an agent's options those that say which program runs, and where."""
+        is_agent = self.name.partition(":")[0] in ("agent", "verifiers")
+        return {name: self.options[name] for name in PROGRAM_OPTIONS if is_agent and name in self.options}
 
     @property
     def is_one_turn(self) -> bool:

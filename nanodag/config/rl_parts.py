@@ -54,13 +54,14 @@ class SamplerConfig(Section):
     request_timeout_s: float = operational(600.0, gt=0)
     """Seconds that a request may take."""
     health_timeout_s: float = operational(60.0, gt=0)
-    """Seconds without an answer after which a sampler is killed and started again."""
+    """Seconds without an answer after which a sampler is asked again; after as many again it is killed and started
+    anew."""
     max_restarts: int = operational(3, ge=0)
     """How often in a row one sampler may be restarted."""
     python: str = operational("auto", min_length=1)
     """SGLang's Python interpreter; `auto` for what `nanodag sampler install` made."""
     tensor_parallel: int = operational(1, ge=1)
-    """GPUs of one SGLang server."""
+    """GPUs of one SGLang server. Above 1 it is refused where `engine: auto` takes the embedded one."""
     options: dict[str, bool | int | float | str] = {}
     """Other options of SGLang's server, by name."""
     router: bool = operational(True)

@@ -18,7 +18,17 @@ from nanodag.config.rl_entries import (
     PolicyLossConfig,
 )
 from nanodag.config.rl_parts import CloneConfig, CriticConfig, ReferenceConfig, ReplayConfig, TeacherConfig
-from nanodag.config.section import Auto, Natural, Precision, Rate, Share, StageSection, operational, refuse_unused
+from nanodag.config.section import (
+    WHOLE,
+    Auto,
+    Natural,
+    Precision,
+    Rate,
+    Share,
+    StageSection,
+    operational,
+    refuse_unused,
+)
 from nanodag.errors import ConfigError
 
 SAMPLERS = "samplers"
@@ -335,7 +345,7 @@ class OptimizerSection(StageSection):
     """LoRA's scale, divided by the rank."""
     precision: Precision | Auto = "auto"
     """Number format of the trainer's weights and products; `auto` as in the supervised stages."""
-    zero_stage: Literal[1, 2, 3] = 3
+    zero_stage: Annotated[Literal[1, 2, 3], WHOLE] = 3
     """DeepSpeed's ZeRO stage."""
     micro_batch_tokens: Annotated[int, Field(ge=16)] | Auto = "auto"
     """Tokens that one rank holds at once, or sequence_parallel ranks together. `auto`: what fits beside the samplers,

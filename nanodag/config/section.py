@@ -3,7 +3,8 @@
 from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticKnownError
 
 from nanodag.errors import ConfigError
 
@@ -27,6 +28,16 @@ Fraction = Annotated[float, Field(gt=0, lt=1)]
 
 
 Precision = Literal["fp32", "bf16"]
+
+
+def _whole(value: Any) -> Any:
+    if type(value) is not int:
+        raise PydanticKnownError("int_type")
+    return value
+
+
+WHOLE = BeforeValidator(_whole)
+"""Of a Literal of numbers, which would take `true` for 1."""
 
 
 def operational(default: Any, **constraints: Any) -> Any:

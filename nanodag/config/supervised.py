@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from nanodag import registry
 from nanodag.config.kind import MODEL, Kind
-from nanodag.config.section import Auto, Natural, Positive, Precision, Rate, Share, StageSection, operational
+from nanodag.config.section import WHOLE, Auto, Natural, Positive, Precision, Rate, Share, StageSection, operational
 from nanodag.config.stage_base import StageBase
 from nanodag.data.config import SourceConfig
 from nanodag.data.core_tasks import FEWEST_ITEMS
@@ -94,7 +94,7 @@ class SupervisedStage(StageBase):
     precision: Precision | Auto = "auto"
     """Number format of weights and products. `auto`: bf16 where the device multiplies it faster (GPUs from compute
     capability 8, processors with AVX512-BF16 or AMX), else fp32."""
-    zero_stage: Literal[0, 1, 2, 3] = 1
+    zero_stage: Annotated[Literal[0, 1, 2, 3], WHOLE] = 1
     """DeepSpeed's ZeRO stage: what ranks share of optimizer states (1), gradients (2) and weights (3)."""
     sequence_length: int = Field(2048, ge=8)
     """Tokens of a packed row."""
@@ -152,6 +152,17 @@ class SupervisedStage(StageBase):
         return self
 
     @model_validator(mode="after")
+    def _has_a_loss_to_watch(self) -> "SupervisedStage":
+        is_held_out = any(source.held_out for source in self.data)
+        if self.patience and not (self.validation_tokens and is_held_out):
+            why = f"validation_tokens is {self.validation_tokens}" if is_held_out else "no source of data has held_out"
+            raise ValueError(
+                f"patience {self.patience} waits for a better validation loss, and {why}; give a source held_out, as "
+                "0.05, and validation_tokens above 0, or leave patience out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _can_be_offloaded(self) -> "SupervisedStage":
         self.resources.check_offload(zero_stage=self.zero_stage, optimizer=self.optimizer.name)
         return self
@@ -173,7 +184,7 @@ class SupervisedKind(Kind):
     """What the kinds share that run the one supervised loop."""
 
     module: str = "nanodag.train"
-    code_version: int = 3
+    code_version: int = 4
     makes: str = MODEL
     trains: bool = True
     has_ranks: bool = True

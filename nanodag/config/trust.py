@@ -13,7 +13,7 @@ from typing import Any
 from nanodag import registry
 from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.config.pipeline import Pipeline
-from nanodag.config.rl_entries import entries_in
+from nanodag.config.rl_entries import GenerateConfig, entries_in
 from nanodag.config.section import found_in
 from nanodag.data import lists, spelling
 from nanodag.data.config import SourceConfig
@@ -37,6 +37,17 @@ def check_trust(pipeline: Pipeline, file: Path) -> None:
                 voucher.check(f"stage {stage_name}", entry.own_function)
             if entry.own_module:
                 voucher.check(f"stage {stage_name}", entry.own_module)
+
+
+def check_agents(pipeline: Pipeline, of_file: Pipeline) -> None:
+    """Raise ConfigError for an agent's program that an override names. of_file: the pipeline without overrides."""
+    in_file = dict(found_in(of_file.stages, GenerateConfig))
+    for where, generate in found_in(pipeline.stages, GenerateConfig):
+        if generate.programs and (where not in in_file or generate.programs != in_file[where].programs):
+            raise ConfigError(
+                f"{where} names the agent's program {generate.programs!r:.300}, and with server.agents_of_file the "
+                "pipeline file alone may: write it there."
+            )
 
 
 def check_forms(pipeline: Pipeline, file: Path) -> None:

@@ -178,6 +178,7 @@ def _imported(path: str) -> Adapt:
         raise SourceError(f"Adapter {path!r} cannot be imported: {why}. It must be module:function.") from error
 
 
+@functools.cache
 def _options(adapt: Adapt) -> list[str]:
     return list(inspect.signature(adapt).parameters)[1:]
 

@@ -13,13 +13,15 @@ from typing import Any
 
 from nanodag.registry import load
 from nanodag.rewards.gsm8k import gsm8k as gsm8k_reward
-from nanodag.rewards.reward import plain_number
 
 log = logging.getLogger(__name__)
 
 Returned = dict[str, Any]
 
-_NUMBER = re.compile(r"-?\$?[0-9][0-9,]*(?:\.[0-9]+)?")
+# Filters and what does not count, of lm-eval's gsm8k.yaml.
+_STRICT = re.compile(r"#### (-?[0-9.,]+)")
+_FLEXIBLE = re.compile(r"-?[$0-9.,]{2,}|-?[0-9]+")
+_IGNORED = re.compile(r"[,$]|.*#### ", re.DOTALL)
 
 
 def problem(doc: Mapping[str, Any], results: Sequence[str]) -> Returned:
@@ -38,16 +40,24 @@ def problem(doc: Mapping[str, Any], results: Sequence[str]) -> Returned:
 
 
 def gsm8k(doc: Mapping[str, Any], results: Sequence[str]) -> Returned:
-    """exact_match: the number behind the one `####` is right; parsed is that number. flexible: the last number of the
-    text is right."""
-    wanted = plain_number(doc["answer"].rpartition("####")[2])
-    numbers = _NUMBER.findall(results[0])
+    """exact_match: the number behind the first `####` is right, as in lm-eval's strict-match; parsed is that number.
+    flexible: the last number of the text is right, as in its flexible-extract. Numbers are compared as texts."""
+    wanted, strict = _bare(doc["answer"]), _STRICT.search(results[0])
+    numbers = _FLEXIBLE.findall(results[0])
+    parsed = _bare(strict[1]) if strict else ""
+    flexible = float(bool(numbers) and _bare(numbers[-1]) == wanted)
+    return {"exact_match": float(parsed == wanted), "parsed": parsed, "flexible": flexible}
+
+
+def gsm8k_answered(doc: Mapping[str, Any], results: Sequence[str]) -> Returned:
+    """exact_match: as the reward that RL trains on, the number behind the one `####`, by its value. flexible: as
+    above."""
     strict = gsm8k_reward({"answer": doc["answer"]}, results[0])
-    return {
-        "exact_match": strict.value,
-        "parsed": strict.parsed,
-        "flexible": float(bool(numbers) and plain_number(numbers[-1]) == wanted),
-    }
+    return {**gsm8k(doc, results), "exact_match": strict.value, "parsed": strict.parsed}
+
+
+def _bare(text: str) -> str:
+    return _IGNORED.sub("", text).removesuffix(".")
 
 
 def winogrande_right(doc: Mapping[str, Any]) -> int:

@@ -7,12 +7,12 @@ otherwise, lets GSM8K and SpellingBee use a tool, and has words of its own to sp
 Source: karpathy/nanochat scripts/chat_eval.py (tasks, chances, mean).
 """
 
-import math
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nanodag.evaluation.intervals import Z95, Score
+from nanodag.evaluation.intervals import centred_mean
 from nanodag.evaluation.paired import read_records
 from nanodag.evaluation.results import BenchmarkResult
 
@@ -35,10 +35,9 @@ def chat_core_of(results: Mapping[str, Mapping[str, Any]], samples: Path) -> Ben
     """
     if not all(results.get(name, {}).get("chat") for name in TASKS):
         return None
-    value = sum(_centred(results[name]["value"], chance) for name, chance in TASKS.items()) / len(TASKS)
-    stderr = math.hypot(*(results[name]["stderr"] / (1 - chance) for name, chance in TASKS.items())) / len(TASKS)
     records = [record for name in TASKS for record in _records(name, results[name]["metric"], samples)]
-    low, high = value - Z95 * stderr, value + Z95 * stderr
+    counts = Counter(record["part"] for record in records)
+    tasks = [(results[name]["value"], results[name]["stderr"], counts[name], TASKS[name]) for name in TASKS]
     return BenchmarkResult(
         name=NAME,
         form=NAME,
@@ -47,7 +46,7 @@ def chat_core_of(results: Mapping[str, Mapping[str, Any]], samples: Path) -> Ben
         higher_is_better=True,
         is_chat=True,
         num_fewshot=0,
-        scores={NAME: Score(value=value, stderr=stderr, low=low, high=high, num_items=len(records))},
+        scores={NAME: centred_mean(tasks)},
         records=records,
     )
 

@@ -5,15 +5,14 @@ core_bundle. limit: items a task. What is asked is nanodag.data.core_tasks', how
 nanodag.model.core_scoring's: training scores the same.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nanodag.config.kinds.evaluation import BenchmarkConfig
-from nanodag.data.core_tasks import TASKS, Item, Task, centred, core_of, find_files, read_items
+from nanodag.data.core_tasks import TASKS, Item, Task, centred, find_files, read_items
 from nanodag.errors import ConfigError
 from nanodag.evaluation.evaluated_model import EvaluatedModel
-from nanodag.evaluation.intervals import Z95, Score, score_of
+from nanodag.evaluation.intervals import Score, centred_mean, score_of
 from nanodag.evaluation.results import BenchmarkResult
 from nanodag.model.core_scoring import CHUNK_ITEMS, JudgedItem, judge_items
 
@@ -49,7 +48,7 @@ def run_core(checkpoint: EvaluatedModel, config: BenchmarkConfig) -> BenchmarkRe
         higher_is_better=True,
         is_chat=False,
         num_fewshot=0,
-        scores={"core": _core_of(scores, len(records)), **scores},
+        scores={"core": _core_of(scores), **scores},
         records=records,
     )
 
@@ -69,8 +68,6 @@ def score_task(checkpoint: EvaluatedModel, task: Task, data: Sequence[Item]) -> 
     return judged
 
 
-def _core_of(scores: Mapping[str, Score], num_items: int) -> Score:
-    """The mean of centred accuracies; its error adds up the tasks', which are independent."""
-    value = core_of({label: score.value for label, score in scores.items()})
-    stderr = math.hypot(*(scores[task.label].stderr / (1 - task.baseline) for task in TASKS)) / len(TASKS)
-    return Score(value=value, stderr=stderr, low=value - Z95 * stderr, high=value + Z95 * stderr, num_items=num_items)
+def _core_of(scores: Mapping[str, Score]) -> Score:
+    given = [(scores[task.label], task.baseline) for task in TASKS]
+    return centred_mean([(score.value, score.stderr, score.num_items, chance) for score, chance in given])

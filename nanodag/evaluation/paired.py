@@ -16,21 +16,21 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nanodag.errors import SourceError
+from nanodag.evaluation.intervals import UNBOUNDED, freedom_of, student, student_p, weighted_mean
 
-NUM_RESAMPLES = 10_000
 FALSE_ALARMS = 0.05  # the chance that a report calls anything better or worse where nothing is
-_CHUNK = 200  # resamples held at once: 200 x 14,042 MMLU items of 8 bytes are 22 MB
 
 Records = Path | Iterable[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairedDifference:
-    """b minus a. low and high: 95 % interval of this difference alone. num_higher, num_lower: items on which b scored
-    higher, lower than a.
+    """b minus a. low and high: Student's 95 % interval of this difference alone. num_higher, num_lower: items on which
+    b scored higher, lower than a.
 
-    p_value: of "no difference"; McNemar's exact test where every score is 0 or 1, else the normal approximation. It
-    decides whether a difference is more than noise, once it is corrected for how many are looked at (`holm`).
+    p_value: of "no difference"; McNemar's exact test where every score is 0 or 1, else Student's t of the differences
+    item by item. It decides whether a difference is more than noise, once it is corrected for how many are looked at
+    (`holm`).
     """
 
     num_items: int
@@ -48,13 +48,13 @@ class PairedDifference:
         return asdict(self)
 
 
-def paired(a: Records, b: Records, metric: str, *, seed: int = 0) -> PairedDifference:
-    """The difference of two checkpoints' scores on one benchmark, with a paired bootstrap interval (percentiles of
-    10,000 resamples of items).
+def paired(a: Records, b: Records, metric: str) -> PairedDifference:
+    """The difference of two checkpoints' scores on one benchmark.
 
-    a, b: records of the same items, in any order. Raises SourceError when the items differ or lack the metric.
+    a, b: records of the same items, in any order. Differences that are all alike have no spread for Student's t; there
+    the sign test decides, which is McNemar's. Raises SourceError when the items differ or lack the metric.
 
-    Source: Efron and Tibshirani 1993, ch. 13 and 16; McNemar, Psychometrika 1947.
+    Source: Student, Biometrika 1908; McNemar, Psychometrika 1947.
     """
     first, second = _by_id(a, metric), _by_id(b, metric)
     if first.keys() != second.keys():
@@ -70,10 +70,16 @@ def paired(a: Records, b: Records, metric: str, *, seed: int = 0) -> PairedDiffe
     differences = scores_b - scores_a
     mean = float((weights * differences).sum() / weights.sum())
     parts = _parts([first[name].part for name in names])
-    stderr = math.sqrt(sum(_spread(differences[of], weights[of]) for of in parts)) / float(weights.sum())
-    low, high = _bootstrap(differences, weights, parts, seed)
+    each = [weighted_mean(differences[of], weights[of]) for of in parts]
+    shares = [float(weights[of].sum() / weights.sum()) for of in parts]
+    variances = [share**2 * variance for share, (_, variance, _) in zip(shares, each, strict=True)]
+    stderr = math.sqrt(math.fsum(variances))
+    freedom = freedom_of(variances, [degrees for _, _, degrees in each])
+    both = np.concatenate([scores_a, scores_b])
+    is_share = bool(((both >= 0) & (both <= 1)).all() and (weights == 1).all())
+    low, high = student(mean, stderr, freedom, (-1.0, 1.0) if is_share else UNBOUNDED)
     higher, lower = int((differences > 0).sum()), int((differences < 0).sum())
-    is_binary = bool(np.isin(scores_a, (0, 1)).all() and np.isin(scores_b, (0, 1)).all())
+    is_exact = stderr <= 1e-9 * abs(mean) or bool(np.isin(both, (0, 1)).all())
     return PairedDifference(
         num_items=len(names),
         value_a=float((weights * scores_a).sum() / weights.sum()),
@@ -82,7 +88,7 @@ def paired(a: Records, b: Records, metric: str, *, seed: int = 0) -> PairedDiffe
         stderr=stderr,
         low=low,
         high=high,
-        p_value=mcnemar(higher, lower) if is_binary else _normal_p(mean, stderr),
+        p_value=mcnemar(higher, lower) if is_exact else student_p(mean, stderr, freedom),
         num_higher=higher,
         num_lower=lower,
     )
@@ -160,34 +166,3 @@ def _parts(names: Sequence[str]) -> list[np.ndarray]:
     """Numbers of the items of each part; all as one where a part of a single item would say nothing of its noise."""
     _, part_of, counts = np.unique(names, return_inverse=True, return_counts=True)
     return [np.arange(len(names))] if counts.min() < 2 else [np.flatnonzero(part_of == n) for n in range(len(counts))]
-
-
-def _spread(differences: np.ndarray, weights: np.ndarray) -> float:
-    """The variance of a part's weighted sum."""
-    num, mean = len(differences), (weights * differences).sum() / weights.sum()
-    return float(num / (num - 1) * ((weights * (differences - mean)) ** 2).sum())
-
-
-def _bootstrap(
-    differences: np.ndarray, weights: np.ndarray, parts: Sequence[np.ndarray], seed: int
-) -> tuple[float, float]:
-    """Items are drawn anew within each part."""
-    generator = np.random.default_rng(seed)
-    # Items that look alike are drawn together: right-or-wrong scores have at most three kinds, whatever their number.
-    drawn_from = [np.unique(np.stack([differences[of], weights[of]]), axis=1, return_counts=True) for of in parts]
-    means = []
-    for start in range(0, NUM_RESAMPLES, _CHUNK):
-        size = min(_CHUNK, NUM_RESAMPLES - start)
-        total, weight = np.zeros(size), np.zeros(size)
-        for kinds, counts in drawn_from:
-            drawn = generator.multinomial(counts.sum(), counts / counts.sum(), size=size)
-            total, weight = total + drawn @ (kinds[0] * kinds[1]), weight + drawn @ kinds[1]
-        means.append(total / weight)
-    low, high = np.percentile(np.concatenate(means), (2.5, 97.5))
-    return float(low), float(high)
-
-
-def _normal_p(difference: float, stderr: float) -> float:
-    if stderr == 0:
-        return 1.0 if difference == 0 else 0.0
-    return math.erfc(abs(difference) / stderr / math.sqrt(2))

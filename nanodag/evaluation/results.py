@@ -132,7 +132,7 @@ def result_of(
 
     Source: Miller, arXiv:2411.00640 (clustered standard errors).
     """
-    weights = [record.get("weight", 1.0) for record in records]
+    weights = [record["weight"] for record in records] if "weight" in records[0] else None
     names = list(records[0]["scores"])
     scores = {name: score_of([record["scores"][name] for record in records], weights) for name in names}
     return BenchmarkResult(

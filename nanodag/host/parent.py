@@ -10,6 +10,7 @@ import threading
 import time
 
 POLL_S = 0.5
+STARTER = "NANODAG_STARTER"  # in the environment: the process id of a parent whose end is this process's
 _PR_SET_PDEATHSIG = 1
 
 
@@ -36,6 +37,13 @@ def killed_with_parent(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # which ended before that was asked for
         os._exit(1)
+
+
+def killed_with_starter() -> None:
+    """`killed_with_parent`, for a process that cannot be reached before it is a program of its own: its parent put its
+    own id into STARTER. What it starts in turn does not find it."""
+    if starter := os.environ.pop(STARTER, ""):
+        killed_with_parent(int(starter))
 
 
 def has_ended(child: "subprocess.Popen[bytes]") -> bool:

@@ -41,6 +41,17 @@ TABLES = ("/model_info", "/server_info")  # every sampler has them: what does no
 MAY_PASS = (408, 425, 429)
 
 
+class AskingAgain(aiohttp.TCPConnector):
+    """Tries once more to connect after a time-out. Nothing was sent by then; and where this process was not running
+    meanwhile, it finds the time over before it looks at a connection that is up."""
+
+    async def connect(self, *args: Any, **named: Any) -> aiohttp.connector.Connection:
+        try:
+            return await super().connect(*args, **named)
+        except TimeoutError:
+            return await super().connect(*args, **named)
+
+
 class SamplerClient:
     """One sampler. Any number of its coroutines may run at once in one event loop."""
 
@@ -92,7 +103,7 @@ class SamplerClient:
         if self.is_closed:
             raise SamplerLost(f"the connection to {self.url} was closed")
         if self._session is None:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_EXPIRY_S)
+            connector = AskingAgain(limit=0, keepalive_timeout=KEEPALIVE_EXPIRY_S)
             self._session = aiohttp.ClientSession(connector=connector, timeout=self._timeout, headers=self._headers)
         return self._session
 
@@ -285,8 +296,10 @@ class SamplerClient:
         return response
 
     async def _is_well(self, path: str) -> bool:
+        """Over a connection of its own: one that was open may have been lost."""
+        own = aiohttp.ClientSession(connector=AskingAgain(), timeout=self._timeout, headers=self._headers)
         try:
-            async with self._http.get(self.url + path, allow_redirects=False) as response:
+            async with own, own.get(self.url + path, allow_redirects=False) as response:
                 return response.status == OK
         except LOST as error:
             raise self._lost(path, error) from error

@@ -1,4 +1,4 @@
-"""What a checkpoint's config.json says about its shape, for the model types that the sampler can run.
+"""What a checkpoint's config.json says about its shape, for the model types that can be trained and sampled here.
 
 Everything that would change the result and is not built here (another activation, sliding windows, other kinds of
 rotary scaling ...) is refused by name: a checkpoint that loads is a checkpoint that is computed as transformers does.
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nanodag.errors import BadRequest
+from nanodag.errors.words import listed
 from nanodag.host.regular import exists, read_text, shortened
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
@@ -45,6 +46,8 @@ class Architecture:
     qk_norm: bool
     rope: Rope
     max_positions: int
+    qkv_bias: bool = False
+    output_bias: bool = False
 
     @property
     def heads_per_kv(self) -> int:
@@ -141,7 +144,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def _architecture(config: dict[str, Any], source: Path) -> Architecture:
     model_type = config.get("model_type")
     if model_type not in MODEL_TYPES:
-        raise BadRequest(f"model_type {model_type!r} in {source} is not built into the sampler; it runs {MODEL_TYPES}")
+        raise BadRequest(f"model_type {model_type!r} in {source} is not built here; {listed(MODEL_TYPES)} are")
     _refuse_unbuilt(config, source)
     try:
         num_heads = int(config["num_attention_heads"])
@@ -161,6 +164,9 @@ def _architecture(config: dict[str, Any], source: Path) -> Architecture:
             qk_norm=model_type == "qwen3",
             rope=_rope(config, source),
             max_positions=int(config["max_position_embeddings"]),
+            # As transformers: Qwen2 has the first three whatever attention_bias says, the others all four or none.
+            qkv_bias=model_type == "qwen2" or bool(config.get("attention_bias")),
+            output_bias=model_type != "qwen2" and bool(config.get("attention_bias")),
         )
     except KeyError as error:
         raise BadRequest(f"{source} lacks {error.args[0]!r}") from error
@@ -176,15 +182,15 @@ def _architecture(config: dict[str, Any], source: Path) -> Architecture:
 def _refuse_unbuilt(config: dict[str, Any], source: Path) -> None:
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
-        raise BadRequest(f"hidden_act {activation!r} in {source} is not built into the sampler; only 'silu' is")
+        raise BadRequest(f"hidden_act {activation!r} in {source} is not built here; only 'silu' is")
     windowed = config.get("use_sliding_window") or any(
         kind != "full_attention" for kind in config.get("layer_types") or ()
     )
     if windowed:
-        raise BadRequest(f"{source} asks for sliding-window attention, which is not built into the sampler")
+        raise BadRequest(f"{source} asks for sliding-window attention, which is not built here")
     for key in ("mlp_bias", "quantization_config"):
         if config.get(key):
-            raise BadRequest(f"{key} in {source} is not built into the sampler")
+            raise BadRequest(f"{key} in {source} is not built here")
 
 
 def _rope(config: dict[str, Any], source: Path) -> Rope:
@@ -193,10 +199,10 @@ def _rope(config: dict[str, Any], source: Path) -> Rope:
     theta = settings.get("rope_theta", config.get("rope_theta", 10000.0))
     kind = settings.get("rope_type", settings.get("type", "default"))
     if kind not in ROPE_TYPES:
-        raise BadRequest(f"rope_type {kind!r} in {source} is not built into the sampler; it knows {ROPE_TYPES}")
+        raise BadRequest(f"rope_type {kind!r} in {source} is not built here; {listed(ROPE_TYPES)} are")
     partial = settings.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     if partial != 1.0:
-        raise BadRequest(f"partial_rotary_factor {partial} in {source} is not built into the sampler; only 1.0 is")
+        raise BadRequest(f"partial_rotary_factor {partial} in {source} is not built here; only 1.0 is")
     llama3 = kind == "llama3"
     return Rope(
         theta=float(theta),

@@ -61,7 +61,7 @@ def qwen3_config(of: Architecture) -> dict[str, object]:
     """The config.json of a Qwen3-type model, but for the dtype and the tokenizer's ids."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
-        "attention_bias": False,
+        "attention_bias": of.output_bias,
         "attention_dropout": 0.0,
         "head_dim": of.head_dim,
         "hidden_act": "silu",

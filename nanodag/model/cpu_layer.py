@@ -64,10 +64,19 @@ def before_attention(
 
 
 def after_attention(
-    x: Tensor, attended: Tensor, output: Tensor, norm: Tensor, gate: Tensor, up: Tensor, down: Tensor, *, heads: "Heads"
+    x: Tensor,
+    attended: Tensor,
+    output: Tensor,
+    output_bias: Tensor | None,
+    norm: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+    *,
+    heads: "Heads",
 ) -> Tensor:
     """The rest of a layer: x (N, W) and attended (N, H * D) -> (N, W)."""
-    x, h = RowNorm.apply(linear(attended, output).add_(x), norm, heads.norm_eps)
+    x, h = RowNorm.apply(linear(attended, output, output_bias).add_(x), norm, heads.norm_eps)
     return linear(Gated.apply(linear(h, gate), linear(h, up)), down).add_(x)
 
 

@@ -91,6 +91,7 @@ def after_attention(
     x: Tensor,
     attended: Tensor,
     output: Tensor,
+    output_bias: Tensor | None,
     norm: Tensor,
     gate: Tensor,
     up: Tensor,
@@ -100,7 +101,7 @@ def after_attention(
     linear: Linear = functional.linear,
 ) -> Tensor:
     """The rest of a layer: x (N, W) and attended (N, H * D) -> (N, W)."""
-    x = x + linear(attended, output, None)
+    x = x + linear(attended, output, output_bias)
     h = rms_norm(x, norm, heads.norm_eps)
     return x + linear(functional.silu(linear(h, gate, None)) * linear(h, up, None), down, None)
 
@@ -160,11 +161,10 @@ class SelfAttention(nn.Module):
 
     def __init__(self, of: Architecture) -> None:
         super().__init__()
-        bias = of.model_type == "qwen2"
-        self.q_proj = nn.Linear(of.hidden_size, of.num_heads * of.head_dim, bias=bias)
-        self.k_proj = nn.Linear(of.hidden_size, of.num_kv_heads * of.head_dim, bias=bias)
-        self.v_proj = nn.Linear(of.hidden_size, of.num_kv_heads * of.head_dim, bias=bias)
-        self.o_proj = nn.Linear(of.num_heads * of.head_dim, of.hidden_size, bias=False)
+        self.q_proj = nn.Linear(of.hidden_size, of.num_heads * of.head_dim, bias=of.qkv_bias)
+        self.k_proj = nn.Linear(of.hidden_size, of.num_kv_heads * of.head_dim, bias=of.qkv_bias)
+        self.v_proj = nn.Linear(of.hidden_size, of.num_kv_heads * of.head_dim, bias=of.qkv_bias)
+        self.o_proj = nn.Linear(of.num_heads * of.head_dim, of.hidden_size, bias=of.output_bias)
         if of.qk_norm:
             self.q_norm, self.k_norm = Norm(of.head_dim), Norm(of.head_dim)
 
@@ -216,6 +216,7 @@ class Layer(nn.Module):
             flat,
             attended.flatten(2).flatten(0, 1),
             attention.o_proj.weight,
+            attention.o_proj.bias,
             self.post_attention_layernorm.weight,
             mlp.gate_proj.weight,
             mlp.up_proj.weight,

@@ -17,6 +17,7 @@ from nanodag.errors.words import counted
 from nanodag.model.architecture import Architecture, read_checkpoint, read_json
 from nanodag.model.build import qwen3_config
 from nanodag.model.decoder import Decoder
+from nanodag.model.generation import GENERATION_FILE, TOKEN_IDS, generation_config
 from nanodag.model.headers import INDEX, faults_of_config, weight_files
 
 SHARD_BYTES = 4 << 30
@@ -25,9 +26,7 @@ TOKENIZER_FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
-    "generation_config.json",
 )
-TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
 
@@ -78,6 +77,7 @@ def write_folder(
     config: Mapping[str, Any],
     dtype: torch.dtype,
     beside: Iterable[Path],
+    generation: Mapping[str, Any] | None = None,
     is_writer: bool = True,
     on_tensor: Callable[[str, Tensor], None] | None = None,
 ) -> None:
@@ -85,8 +85,8 @@ def write_folder(
 
     weights: (name, tensor) pairs of the model as transformers names them; each tensor is valid until the next is asked
     for. Every rank walks through them; only the writer keeps and writes, one shard of at most 4 GiB at a time. config:
-    of config.json, whose dtype is set. beside: files that are copied: tokenizer, chat template. on_tensor: gets every
-    tensor as the writer holds it.
+    of config.json, whose dtype is set. beside: files that are copied: tokenizer, chat template. generation: of
+    generation_config.json, where that is none of them. on_tensor: gets every tensor as the writer holds it.
     """
     temporary = folder.with_name(folder.name + ".tmp")
     if is_writer:
@@ -121,6 +121,8 @@ def write_folder(
     _name_shards(temporary, files, names, total)
     for path in beside:
         shutil.copyfile(path, temporary / path.name)
+    if generation is not None:
+        _write_json(temporary / GENERATION_FILE, generation)
     kept = {name: value for name, value in config.items() if name != "torch_dtype"}  # as before transformers 5
     _write_json(temporary / "config.json", {**kept, "dtype": str(dtype).removeprefix("torch.")})
     shutil.rmtree(folder, ignore_errors=True)
@@ -140,17 +142,17 @@ def save(
     """`write_folder`, of a model that was trained here.
 
     weights: by name, whole; a tied head may be among them and is left out. tokenizer: a folder whose tokenizer files
-    are copied. source: the folder whose config.json is kept; without it one is written for the architecture.
+    are copied, and named in generation_config.json. source: the folder whose config.json is kept; without it one is
+    written for the architecture and the tokenizer's ids.
     """
     kept = {n: t for n, t in weights.items() if not (n == "lm_head.weight" and architecture.tied)}
     beside = [tokenizer / name for name in TOKENIZER_FILES if (tokenizer / name).is_file()]
-    if source is not None:
-        config = read_json(source / "config.json")
-    else:
-        generation = tokenizer / "generation_config.json"
-        settings = read_json(generation) if generation.is_file() else {}
-        config = qwen3_config(architecture) | {name: settings[name] for name in TOKEN_IDS if name in settings}
-    write_folder(folder, kept.items(), config=config, dtype=next(iter(kept.values())).dtype, beside=beside)
+    config = qwen3_config(architecture) if source is None else read_json(source / "config.json")
+    generation = generation_config(tokenizer, config)
+    if source is None:
+        config |= {name: generation[name] for name in TOKEN_IDS if name in generation}
+    dtype = next(iter(kept.values())).dtype
+    write_folder(folder, kept.items(), config=config, dtype=dtype, beside=beside, generation=generation)
 
 
 def _name_shards(folder: Path, files: list[str], names: dict[str, str], total: int) -> None:

@@ -1,5 +1,6 @@
 """The safetensors files of a Hugging Face directory and what their headers say. No torch, nothing is loaded."""
 
+import hashlib
 import json
 import math
 import struct
@@ -12,6 +13,7 @@ from nanodag.host.regular import exists
 from nanodag.model.architecture import read_json
 
 INDEX = "model.safetensors.index.json"
+NUM_BLOCKS, BLOCK_BYTES = 1024, 4096  # of each file, by which weights are told apart
 
 
 @contextmanager
@@ -51,6 +53,20 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
             header = json.loads(stream.read(length))
         shapes |= {name: tuple(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"}
     return shapes
+
+
+def weights_digest(folder: Path) -> str:
+    """16 hex digits that name a model's weights, wherever they lie: of sizes and blocks spread over each file, so that
+    4 MiB of it are read. Small files count whole."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin")):
+        num_bytes = path.stat().st_size
+        digest.update(num_bytes.to_bytes(8, "little"))
+        with path.open("rb") as stream:
+            for place in range(0, num_bytes, max(num_bytes // NUM_BLOCKS, BLOCK_BYTES)):
+                stream.seek(place)
+                digest.update(stream.read(BLOCK_BYTES))
+    return digest.hexdigest()[:16]
 
 
 def num_elements(shapes: dict[str, tuple[int, ...]]) -> int:

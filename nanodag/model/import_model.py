@@ -76,9 +76,20 @@ def import_model(job: Job) -> dict[str, Any]:
         shutil.copyfile(path, job.output / path.name)  # through the hub cache's links to the bytes
         num_bytes += path.stat().st_size
     config = json.loads((job.output / "config.json").read_text())
+    _name_ends(job.output, config)
     architecture = (config.get("architectures") or ["unknown"])[0]
     log.info("Imported %s from %s: %s, %d bytes", job.config.model, folder, architecture, num_bytes)
     return {"architecture": architecture, "bytes": num_bytes}
+
+
+def _name_ends(folder: Path, config: dict[str, Any]) -> None:
+    """Have generation_config.json name what ends a text, the chat template's end of turn included. Without a fast
+    tokenizer, which training and sampling need, the model stays as it is."""
+    from nanodag.model.generation import GENERATION_FILE, generation_config  # it may have to render the template
+
+    if (folder / "tokenizer.json").is_file():
+        text = json.dumps(generation_config(folder, config), indent=1, sort_keys=True)
+        (folder / GENERATION_FILE).write_text(f"{text}\n")
 
 
 def _hub_name(model: str) -> tuple[str, str]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from nanodag.errors import ArtifactNotFound, CorruptArtifact, SourceError
 from nanodag.evaluation.paired import PairedDifference, holm, paired
+from nanodag.report import words
 from nanodag.store import Store
 from nanodag.store.run_record import NightScore, RunRecord
 
@@ -51,15 +52,19 @@ class NightComparison:
         return {**name, **rest, "found": self.found.as_json() if self.found else None}
 
     def __str__(self) -> str:
-        """`newest/sft sort exact_match 0.412, 0.43 before: -0.018 [-0.029, -0.007] (adjusted p 0.0012) against last
-        night (nightly-3)`. The interval is the difference's, of 95 %."""
+        """`newest/sft sort exact_match 41.2 %, 43.0 % before: −1.8 points (−2.9 to −0.7, adjusted p 0.001) against
+        last night (nightly-3)`. The interval is the difference's, of 95 %. Numbers are the page's."""
         where = "/".join(part for part in (self.score.label, self.score.stage) if part)
         lead = f"{where} {self.score.benchmark} {self.score.metric}"
         if self.found is None:
             return f"{lead}: {self.why}"
+        metric, found = self.score.metric, self.found
+        unit = " %" if words.is_share(metric) else ""
+        now, before = (f"{words.value(value, metric)}{unit}" for value in (found.value_b, found.value_a))
         return (
-            f"{lead} {self.found.value_b:.4g}, {self.found.value_a:.4g} before: {self.found.difference:+.4g} "
-            f"[{self.found.low:+.3g}, {self.found.high:+.3g}] (adjusted p {self.adjusted:.2g}) "
+            f"{lead} {now}, {before} before: "
+            f"{words.signed(found.difference, metric)} {words.points(metric)} "
+            f"({words.signed_interval(found.low, found.high, metric)}, adjusted p {words.probability(self.adjusted)}) "
             f"against {self.against} ({self.night})"
         )
 

@@ -13,6 +13,7 @@ from nanodag.report.tables import Cell, Table
 from nanodag.store.run_record import NightScore, RunRecord
 
 MAX_TICKS = 5
+UNCHANGED = "unchanged"
 
 
 def trend_report(
@@ -23,12 +24,12 @@ def trend_report(
     scores, missing, stale = tonight.night.scores, tonight.night.missing, tonight.night.stale
     worse = [comparison for comparison in comparisons if comparison.is_worse]
     note = (
-        "Score with its 95 % interval. Differences are of the same items, with the interval of a paired bootstrap. p "
-        "is one-sided (McNemar's exact test where items are right or wrong), corrected by Holm over all tests of the "
-        f"night and for the choice of the best: the chance of any false “worse” in a night is below {false_alarms:g}. "
-        "“Not worse” may hide a small change."
+        "Score with its 95 % interval; shares in percent, differences in points. Differences are of the same items, "
+        "with their 95 % interval. p is one-sided (McNemar's exact test where items are right or wrong, else Student's "
+        "t), corrected by Holm over all tests of the night and for the choice of the best: the chance of any false "
+        f"“worse” in a night is below {false_alarms:g}. “Not worse” may hide a small change."
     )
-    sections = [PageSection(title="Tonight", note=note, parts=[Part(table=_tonight_table(scores, comparisons))])]
+    sections = [PageSection(title="Tonight", note=note, parts=_tonight(scores, comparisons))]
     if missing:
         rows = [[Cell(text=text)] for text in missing]
         table = Table(headers=["what, and why"], rows=rows)
@@ -39,7 +40,7 @@ def trend_report(
     for number, (label, stage) in enumerate(dict.fromkeys((score.label, score.stage) for score in scores)):
         sections.append(_trend_section(nights, label, stage, name=f"trend-{number}", zone=zone))
     cards = [
-        Cell(text=str(len(worse)), detail="scores worse by more than noise"),
+        Cell(text=str(len(worse)), detail="scores worse by more than noise", tone="bad" if worse else ""),
         Cell(text=str(len(scores)), detail=f"scores of {counted(len({(s.label, s.stage) for s in scores}), 'model')}"),
         Cell(text=str(sum(not score.was_found for score in scores)), detail="evaluated tonight, the rest were known"),
         Cell(text=str(len(nights)), detail="nights"),
@@ -49,28 +50,32 @@ def trend_report(
     )
 
 
-def _tonight_table(scores: Sequence[NightScore], comparisons: Sequence[NightComparison]) -> Table:
-    rows = []
+def _tonight(scores: Sequence[NightScore], comparisons: Sequence[NightComparison]) -> list[Part]:
+    """What may have changed, what is worse first, then what has not, folded."""
+    rows: dict[str, list[list[Cell]]] = {}
     for score in scores:
         metric = score.metric
         mine = {c.against: c for c in comparisons if c.score == score}
         verdict, tone = _verdict(list(mine.values()))
-        rows.append(
-            [
-                Cell(text=line_name(score), detail=score.run),
-                Cell(text=score.benchmark, detail=f"{metric}, {counted(score.num_items, 'item')}"),
-                Cell(
-                    text=words.value(score.value, metric),
-                    detail=words.interval(score.low, score.high, metric),
-                ),
-                _difference(mine.get("last night"), metric),
-                _difference(mine.get("best"), metric),
-                Cell(text=_smallest_p(list(mine.values()))),
-                Cell(text=verdict, tone=tone),
-            ]
-        )
-    headers = ["model", "benchmark", "score", "− last night", "− best", "p", ""]
-    return Table(headers=headers, rows=rows, numeric=(2, 3, 4, 5, 6))
+        interval = words.interval(score.low, score.high, metric)
+        row = [
+            Cell(text=line_name(score), detail=score.run),
+            Cell(text=score.benchmark, detail=f"{metric}, {counted(score.num_items, 'item')}"),
+            Cell(text=words.value(score.value, metric), detail=interval, verdict=verdict, tone=tone),
+            _difference(mine.get("last night"), metric),
+            _difference(mine.get("best"), metric),
+            Cell(text=_smallest_p(list(mine.values()))),
+        ]
+        rows.setdefault("worse" if tone else verdict, []).append(row)
+    headers = ["model", "benchmark", "score", "− last night", "− best", "p"]
+    parts, unchanged = [], rows.pop(UNCHANGED, [])
+    if shown := [*rows.pop("worse", []), *(row for others in rows.values() for row in others)]:
+        parts.append(Part(table=Table(headers=headers, rows=shown, numeric=(2, 3, 4, 5))))
+    if unchanged:
+        table = Table(headers=headers[:3], rows=[row[:3] for row in unchanged], numeric=(2,))
+        note = "the same answers to the same items as last night"
+        parts.append(Part(heading=f"{UNCHANGED}: {len(unchanged)}", note=note, table=table, folded=True))
+    return parts
 
 
 def line_name(score: NightScore) -> str:
@@ -98,7 +103,7 @@ def _verdict(comparisons: Sequence[NightComparison]) -> tuple[str, str]:
     if not comparisons:
         return "first night", ""
     if all(comparison.found is None for comparison in comparisons):
-        return "unchanged" if _is_unchanged(comparisons[0]) else "not comparable", ""
+        return UNCHANGED if _is_unchanged(comparisons[0]) else "not comparable", ""
     return "not worse", ""
 
 

@@ -9,14 +9,21 @@ import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from types import ModuleType
 
 from nanodag.errors import ConfigError
 
+OURS = ("nanodag", "flows", "tasks", "tests", "benchmarks")  # beside the pipeline file that comes with nanodag
 FOLDER_VARIABLE = "NANODAG_CODE"  # the pipeline file's folder, for the processes that a process starts
 
 
+_searched: list[str] = []  # folders that search_given has added to this process's path
+
+
 def search_last(folder: Path | str) -> None:
-    """Search that folder last, here and in all processes that this one starts, once they call `search_given`."""
+    """Search that folder last and no other pipeline file's, here and in all processes that this one starts, once they
+    call `search_given`."""
+    forget_others(folder)
     os.environ[FOLDER_VARIABLE] = str(folder)
     search_given()
 
@@ -25,6 +32,26 @@ def search_given() -> None:
     """Search the folder last that the process which started this one has named."""
     if (folder := os.environ.get(FOLDER_VARIABLE)) and folder not in sys.path:
         sys.path.append(folder)
+        _searched.append(folder)
+
+
+def forget_others(folder: Path | str) -> None:
+    """Take all other pipeline files' folders from the path, and forget what was imported from there: a module of
+    another file may have the same name."""
+    for other in [one for one in _searched if one != str(folder)]:
+        _searched.remove(other)
+        sys.path[:] = [path for path in sys.path if path != other]
+        tops = {name for name, module in list(sys.modules.items()) if name not in OURS and _lies_in(module, other)}
+        for name in [name for name in sys.modules if name.partition(".")[0] in tops]:
+            del sys.modules[name]
+        if os.environ.get(FOLDER_VARIABLE) == other:
+            del os.environ[FOLDER_VARIABLE]
+
+
+def _lies_in(module: ModuleType, folder: str) -> bool:
+    """True for a module, or a package, that lies in that folder itself."""
+    file = Path(getattr(module, "__file__", None) or "")
+    return (file.parent.parent if file.name == "__init__.py" else file.parent) == Path(folder)
 
 
 def required_file(module: str, where: str, folders: Sequence[Path | str] = ()) -> Path:

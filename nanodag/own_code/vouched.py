@@ -10,9 +10,7 @@ from pathlib import Path
 from nanodag.errors import ConfigError
 from nanodag.host.folders import PROJECT
 from nanodag.host.ownership import may_be_of_others
-from nanodag.own_code.find import required_file
-
-OURS = ("nanodag", "flows", "tasks", "tests", "benchmarks")  # beside the pipeline file that comes with nanodag
+from nanodag.own_code.find import OURS, required_file
 
 
 @dataclass(frozen=True, kw_only=True)

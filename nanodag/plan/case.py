@@ -15,7 +15,7 @@ from nanodag.config.model_size import ModelSize
 from nanodag.config.stage_base import StageBase
 from nanodag.config.supervised import ChatStage, SupervisedStage
 from nanodag.data.config import SourceConfig
-from nanodag.errors import BadRequest, SourceError
+from nanodag.errors import BadRequest, ConfigError, SourceError
 from nanodag.host.machine import Machine
 from nanodag.model.architecture import read_checkpoint
 from nanodag.model.import_model import local_files
@@ -94,7 +94,11 @@ def _model_of(pipeline: Pipeline, name: str, mirror: Path | None) -> ModelSize |
         return None
     if not files:
         return known
-    read = read_checkpoint(files[0].parent).architecture
+    try:
+        read = read_checkpoint(files[0].parent).architecture
+    except BadRequest as error:
+        began = next(other for other, candidate in pipeline.stages.items() if candidate is stage)
+        raise ConfigError(f"{began}.model={stage.model} cannot be taken: {error}") from error
     shape = Shape(
         depth=read.num_layers,
         width=read.hidden_size,

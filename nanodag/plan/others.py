@@ -25,12 +25,13 @@ KNOWN_WORDS = 150 * processes.MB
 def plan_tokenizer(case: Case[TokenizerStage]) -> StagePlan:
     """The plan of a tokenizer's training."""
     stage, parsed = case.stage, case.sizes.in_memory(case.stage.data)
-    seconds = processes.SHORT_S + stage.max_bytes / LEARNED_BYTES_S + parsed / processes.PARSED_BYTES_S
-    words = int(KNOWN_WORDS * (stage.max_bytes / 8e6) ** 0.6)
+    num_bytes = min(stage.max_bytes, sum(case.sizes.text_bytes(source.url) for source in stage.data))
+    seconds = processes.SHORT_S + num_bytes / LEARNED_BYTES_S + parsed / processes.PARSED_BYTES_S
+    words = int(KNOWN_WORDS * (num_bytes / 8e6) ** 0.6)
     held = {"process": processes.TOKENIZER, "data": int(processes.PARSED * parsed), "words": words}
     return case.plan(
-        read_bytes=stage.max_bytes,
-        download_bytes=case.sizes.downloaded(stage.data, stage.max_bytes),
+        read_bytes=num_bytes,
+        download_bytes=case.sizes.downloaded(stage.data, num_bytes),
         processes=(Process(name="worker", host=held),),
         disk_bytes=200 * stage.vocabulary,
         kept_bytes=200 * stage.vocabulary,

@@ -96,9 +96,12 @@ class Sizes:
         return replace(size, prompt_bytes=stated.prompt_bytes, longest_prompt_bytes=stated.longest_prompt_bytes)
 
     def text_bytes(self, url: str) -> int:
-        """Bytes of text of all rows of a source. A stream, or a source that is not known, counts as endless."""
+        """Bytes of text of all rows of a source, of a file that is not compressed at most. A stream, or a source that
+        is not known, counts as endless."""
         size = self.of(url)
-        return int(size.rows * size.row_bytes) if size is not None and size.rows is not None else ENDLESS
+        if size is None:
+            return ENDLESS
+        return int(size.rows * size.row_bytes) if size.rows is not None else size.in_blocks + size.in_memory or ENDLESS
 
     def tokens_of_pass(self, sources: Sequence[SourceConfig], vocabulary: int) -> int | None:
         """Tokens of one pass over conversations mixed by epochs, what is held out left out; None where a source's size

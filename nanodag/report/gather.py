@@ -17,6 +17,7 @@ from nanodag.rl.rollouts.learning import why_nothing_was_learned
 
 HEADLINES = ("core", "chat_core")
 """Benchmarks that are means over many tasks: they stand first."""
+NO_CLEAR = "no clear difference"
 ASKED = ("form", "num_fewshot", "sampling")
 """What must agree for two scores of a benchmark to be of the same question."""
 
@@ -92,7 +93,7 @@ class Comparison:
     def verdict(self) -> str:
         """better, worse, or no clear difference: by the adjusted p-value alone."""
         if self.adjusted >= FALSE_ALARMS:
-            return "no clear difference"
+            return NO_CLEAR
         return "better" if self.gain > 0 else "worse"
 
     @property

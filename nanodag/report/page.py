@@ -13,6 +13,7 @@ from nanodag.errors.words import counted, duration
 from nanodag.evaluation.paired import FALSE_ALARMS
 from nanodag.report import plots, tables, words
 from nanodag.report.gather import (
+    NO_CLEAR,
     Column,
     Comparison,
     ReportedStage,
@@ -125,7 +126,8 @@ def _environment(*, autoescape: bool) -> Any:
 
 def _md_cell(cell: Cell) -> str:
     text, detail = words.markdown(cell.text), words.markdown(cell.detail)
-    return f"{text} ({detail})" if detail and text else text or detail
+    shown = f"{text} ({detail})" if detail and text else text or detail
+    return f"{shown}, {words.markdown(cell.verdict)}" if cell.verdict else shown
 
 
 def _change_cards(comparisons: Sequence[Comparison]) -> list[Cell]:
@@ -168,18 +170,17 @@ def _scores(columns: Sequence[Column], comparisons: Sequence[Comparison]) -> Pag
     if comparisons:
         note = (
             "Differences item by item between models that answered the same items, in points. p decides the verdict: "
-            "by McNemar's test where items are right or wrong, corrected by Holm over all rows, so that where nothing "
-            f"differs the chance of any verdict is below {FALSE_ALARMS:g}. The 95 % interval, by a paired bootstrap, "
-            "is of one difference alone. “No clear difference” may hide a small one."
+            "by McNemar's test where items are right or wrong, else by Student's t, corrected by Holm over all rows, "
+            f"so that where nothing differs the chance of any verdict is below {FALSE_ALARMS:g}. The 95 % interval "
+            f"below a difference is of that one alone. “{NO_CLEAR}” may hide a small one."
         )
-        parts.append(
-            Part(
-                heading="Which differences are real",
-                note=note,
-                table=tables.comparisons_table(comparisons),
-                style="compact",
-            )
-        )
+        clear = [comparison for comparison in comparisons if comparison.verdict != NO_CLEAR]
+        unclear = [comparison for comparison in comparisons if comparison.verdict == NO_CLEAR]
+        heading = f"Which differences are real: {len(clear)} of {len(comparisons)}"
+        parts.append(Part(heading=heading, note=note, table=tables.comparisons_table(clear) if clear else None))
+        if unclear:
+            heading = f"{NO_CLEAR}: {len(unclear)}"
+            parts.append(Part(heading=heading, table=tables.comparisons_table(unclear), folded=True))
     note = "Score ± standard error, 95 % interval below. Shares in percent."
     return PageSection(title="Scores", note=note, parts=parts)
 

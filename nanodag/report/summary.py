@@ -59,13 +59,13 @@ def _makes_scores(kind: str) -> bool:
 def _line(comparison: Comparison) -> str:
     """`sort: RL over SFT +47.5 points (+42.0 to +53.0, p < 0.001)`."""
     result, metric = comparison.found, comparison.metric
-    unit = "points" if words.is_share(metric) else metric.replace("_", " ")
     p = words.probability(comparison.adjusted)
-    interval = f"{words.signed(result.low, metric)} to {words.signed(result.high, metric)}"
+    interval = words.signed_interval(result.low, result.high, metric)
     form = "" if comparison.same_form else ", asked in different forms"
     return (
         f"{comparison.benchmark}: {comparison.after.label} over {comparison.before.label} "
-        f"{words.signed(result.difference, metric)} {unit} ({interval}, p {p if p.startswith('<') else f'= {p}'}{form})"
+        f"{words.signed(result.difference, metric)} {words.points(metric)} "
+        f"({interval}, p {p if p.startswith('<') else f'= {p}'}{form})"
     )
 
 

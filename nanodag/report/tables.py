@@ -19,10 +19,12 @@ COUNTS = ("too_long", "unparsed", "truncated")
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """text in normal size, detail small below it. tone: good, bad or none. code: fixed width."""
+    """text in normal size, detail small below it, verdict below that. tone: good, bad or none, of text and verdict.
+    code: fixed width."""
 
     text: str
     detail: str = ""
+    verdict: str = ""
     tone: str = ""
     code: bool = False
 
@@ -104,25 +106,27 @@ def _score_cell(score: Mapping[str, Any]) -> Cell:
 
 
 def comparisons_table(comparisons: Sequence[Comparison]) -> Table:
-    """Differences on the same items."""
+    """Differences on the same items, what is worse first."""
     rows = []
-    for comparison in comparisons:
+    for comparison in sorted(comparisons, key=lambda comparison: comparison.verdict != "worse"):
         result, metric = comparison.found, comparison.metric
         verdict = comparison.verdict
-        tone = {"better": "good", "worse": "bad"}.get(verdict, "")
         rows.append(
             [
                 Cell(text=comparison.benchmark, detail="" if comparison.same_form else "asked in different forms"),
                 Cell(text=f"{comparison.after.label} − {comparison.before.label}"),
-                Cell(text=words.signed(result.difference, metric), tone=tone),
-                Cell(text=f"{words.signed(result.low, metric)} to {words.signed(result.high, metric)}"),
+                Cell(
+                    text=words.signed(result.difference, metric),
+                    detail=words.signed_interval(result.low, result.high, metric),
+                    verdict=verdict,
+                    tone={"better": "good", "worse": "bad"}.get(verdict, ""),
+                ),
                 Cell(text=f"{result.num_higher} / {result.num_lower}", detail=f"of {result.num_items}"),
                 Cell(text=words.probability(comparison.adjusted)),
-                Cell(text=verdict, tone=tone),
             ]
         )
-    headers = ["benchmark", "models", "difference", "95 % interval", "items up / down", "p", "verdict"]
-    return Table(headers=headers, rows=rows, numeric=(2, 3, 4, 5))
+    headers = ["benchmark", "models", "difference", "items up / down", "p"]
+    return Table(headers=headers, rows=rows, numeric=(2, 3, 4))
 
 
 def stages_table(stages: Mapping[str, ReportedStage], price_per_hour: float) -> Table:

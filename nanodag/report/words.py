@@ -42,6 +42,16 @@ def signed(number: float, metric: str) -> str:
     return text.replace("-", "−")
 
 
+def signed_interval(low: float, high: float, metric: str) -> str:
+    """`−1.2 to +4.6`."""
+    return f"{signed(low, metric)} to {signed(high, metric)}"
+
+
+def points(metric: str) -> str:
+    """Unit of a difference: `points` of percent, `bits per byte`."""
+    return "points" if is_share(metric) else metric.replace("_", " ")
+
+
 def probability(p: float) -> str:
     """`0.031`, `< 0.001`; more digits where three would not tell on which side of 0.05 it lies."""
     if p < 0.001:

@@ -13,7 +13,7 @@ from nanodag.rewards.tested import Verdict, run_tests
 BUDGET_S = 6.0  # for all tests of a sample, below the default of reward_timeout_s: a program that hangs is wrong
 
 
-@entry("reward", "code", needs_sandbox=True, least_timeout_s=7.0)
+@entry("reward", "code", needs_sandbox=True, least_timeout_s=7.0, reads_metadata=("tests",))
 def code(prompt: Mapping[str, Any], completion: str) -> Reward:
     """1 when every test passes; the component `tests` is the share of the assertions that hold.
 

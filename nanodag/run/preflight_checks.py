@@ -15,6 +15,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from nanodag import registry
 from nanodag.config import AnyStage, Pipeline
 from nanodag.config.kinds import find_kind, vouch_for
 from nanodag.config.kinds.evaluation import BenchmarkConfig, EvalStage
@@ -55,21 +56,23 @@ ROWS_FOR_A_SHARE = 20  # none of so many times 1 / held_out rows is held out wit
 
 
 class Checks:
-    """Looks at one stage after the other and collects faults. relied_on: files that what passed depends on."""
+    """Looks at one stage after the other and collects faults. relied_on: files that what passed depends on. only_names:
+    the hub is not asked, and it does not matter which tools this machine has."""
 
-    def __init__(self, pipeline: Pipeline, doing: Path) -> None:
+    def __init__(self, pipeline: Pipeline, doing: Path, *, only_names: bool = False) -> None:
         self.faults: list[str] = []
         self.relied_on: set[str] = set()
         self._pipeline = pipeline
         self._mirror = None if pipeline.mirror == "none" else Path(pipeline.mirror)
         self._doing = doing
+        self._only_names = only_names
         self._seen: set[str] = set()
         self._rows_of: dict[str, list[tuple[int, dict[str, Any]]]] = {}
 
     def trackers(self) -> None:
         """Look whether the pipeline's trackers are installed."""
         for name in self._pipeline.tracking.trackers:
-            if name in SERVICES:
+            if name in SERVICES and not self._only_names:
                 self._try("tracking.trackers", name, partial(_need_package, name))
 
     def stage(self, name: str) -> None:
@@ -90,9 +93,9 @@ class Checks:
             num_faults = len(self.faults)
             self._try(f"{name}.{label}", f"mixture {sources}", partial(mixes_by_epochs, sources))
             for number, source in enumerate(sources):
-                if not source.url.startswith("input:"):  # its rows are made by then
-                    self._source(f"{name}.{label}.{number}", source, wanted)
-            if len(self.faults) == num_faults:
+                if self._can_read(source.url):
+                    self._source(f"{name}.{label}.{number}", source, wanted, stage)
+            if len(self.faults) == num_faults and all(self._can_read(source.url) for source in sources):
                 self._try(f"{name}.{label}", f"held out of {sources}", partial(self._held_out, stage, wanted, sources))
         if isinstance(stage, ImportStage):
             self._try(f"{name}.model", stage.model, lambda: self._model(stage.model))
@@ -123,11 +126,18 @@ class Checks:
             raise ConfigError(f"there is no file {path}")
         self.relied_on.add(path)
 
-    def _source(self, where: str, source: SourceConfig, wanted: Wanted | None) -> None:
+    def _can_read(self, url: str) -> bool:
+        """False for what is made by then, and for what another machine or a guest has, where only names are looked
+        at."""
+        kind = parse_url(url).kind
+        return kind != "input" and not (self._only_names and kind in ("verifiers", *["hub"] * (self._mirror is None)))
+
+    def _source(self, where: str, source: SourceConfig, wanted: Wanted | None, stage: AnyStage) -> None:
         kind = None if wanted is None else kind_of(source.adapter, source.url, wanted)
         read = source.model_dump(exclude={"url", "weight", "epochs", "held_out"}, exclude_defaults=True)
-        what = f"{source.url} {read} as {kind}"
-        self._try(where, what, lambda: self._rows(source, kind))
+        rewards = [reward.name for reward in stage.reward] if isinstance(stage, RLStage) else []
+        what = f"{source.url} {read} as {kind} for {rewards}"
+        self._try(where, what, lambda: _check_metadata(self._rows(source, kind), rewards, source.url))
 
     def _held_out(self, stage: AnyStage, wanted: Wanted | None, sources: tuple[SourceConfig, ...]) -> None:
         """A share of few rows may be none of them; as many are read as hold one with near certainty."""
@@ -212,11 +222,11 @@ class Checks:
                     f"Benchmark {benchmark.name!r}: num_fewshot {benchmark.num_fewshot} needs `fewshot:`, a source of "
                     "worked examples that are no items, such as the training split."
                 )
-            if reader == _RUNS_PROGRAMS:
+            if reader == _RUNS_PROGRAMS and not self._only_names:
                 sandbox.walls()
             kind = _KIND_OF_READER.get(reader)
             for source in (benchmark.source, benchmark.fewshot):
-                if source is not None:
+                if source is not None and self._can_read(source.url):
                     rows = self._rows(source, kind)
                     if kind is None:
                         check_effect(source, "row")
@@ -239,7 +249,8 @@ class Checks:
     def _model(self, model: str) -> None:
         files = local_files(model, self._mirror)
         if files is None:
-            model_commit(model)
+            if not self._only_names:
+                model_commit(model)
             return
         self.relied_on.update(str(path) for path in files)
 
@@ -257,7 +268,7 @@ class Checks:
             return None
 
     def _sampler(self, name: str, stage: RLStage | EvalStage) -> None:
-        if stage.sampler.engine == "sglang":
+        if stage.sampler.engine == "sglang" and not self._only_names:
             python, device = stage.sampler.python, stage.resources.device
             assert device != "auto"  # derived
             self._try(f"{name}.sampler.python", f"sglang {python}", partial(find_python, python, device))
@@ -361,6 +372,19 @@ def _mixtures(stage: AnyStage) -> Iterator[tuple[str, Wanted | None, tuple[Sourc
                 yield label, None, sources
 
 
+def _check_metadata(records: list[dict[str, Any]], rewards: list[str], url: str) -> None:
+    """Raise ConfigError where a reward of ours reads what a prompt does not have: it would fail for every answer."""
+    for number, record in enumerate(records if rewards else ()):
+        for name in (record["reward"] if reward == "auto" else reward for reward in rewards):
+            entry = registry.find("reward", name)
+            missing = [key for key in (entry.reads_metadata if entry else ()) if not record["metadata"].get(key)]
+            if missing:
+                raise ConfigError(
+                    f"the reward {name} reads metadata.{missing[0]} of a prompt, and row {number} of {url} has none; "
+                    "give it with an adapter or in the rows, or name another reward"
+                )
+
+
 def _is_few(source: SourceConfig) -> bool:
     """Whether a share is held out of rows that are there and may be few: not of the hub, nor of what a stage makes."""
     return isinstance(source.held_out, float) and not source.url.startswith(("hub:", "input:"))
@@ -411,7 +435,7 @@ def main() -> None:
     asked = json.loads(sys.stdin.read())
     search_last(Path(asked["file"]).parent)  # as in a worker
     vouch_for(Path(asked["file"]), asked["pipeline"]["trusted_modules"])
-    checks = Checks(Pipeline.model_validate(asked["pipeline"]), doing)
+    checks = Checks(Pipeline.model_validate(asked["pipeline"]), doing, only_names=asked["only_names"])
     checks.trackers()
     for name in asked["stages"]:
         checks.stage(name)

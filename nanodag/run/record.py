@@ -17,7 +17,7 @@ import psutil
 from nanodag.config import AnyStage, Pipeline, Resolved, order_of, resolve
 from nanodag.config.gpus import num_gpus_of
 from nanodag.config.kinds import find_kind, vouch_for
-from nanodag.config.resolve import read_document
+from nanodag.config.resolve import read_document, stages_in
 from nanodag.config.trust import check_trust
 from nanodag.errors import ArtifactNotFound, ConfigError, StoreBusy
 from nanodag.errors.words import counted, nearest
@@ -89,14 +89,17 @@ class Run:
         return self.store.read_run(self.name).stages[stage]
 
     def close(self) -> None:
-        """Record that nothing of this run is under way any more, and how it ended: `completed`, `failed`, `stopped`."""
-        self.store.change_run(self.name, _ended)
+        """Record that nothing of this run is under way any more, and how it ended: `completed`, `failed`, `stopped`, or
+        `unfinished`, where this time's stages are done and others have not been run."""
+        self.store.change_run(self.name, lambda record: _ended(record, self.to_do))
 
 
-def _ended(record: RunRecord) -> RunRecord:
+def _ended(record: RunRecord, to_do: Sequence[str]) -> RunRecord:
     stages = {name: _stage_ended(entry) for name, entry in record.stages.items()}
     states = {entry.state for entry in stages.values()}
     state = "failed" if "failed" in states else "completed" if states <= set(ENDED_WELL) else "stopped"
+    if state == "stopped" and all(stages[name].has_ended_well for name in to_do):
+        state = "unfinished"
     reasons = [f"{name}: {entry.reason}" for name, entry in stages.items() if entry.state == "failed"]
     before = () if state == "completed" else record.before
     return record.changed(stages=stages, state=state, reason="\n".join(reasons), ended=time.time(), before=before)
@@ -345,9 +348,7 @@ def result_of(stage: str, artifact: Artifact, *, was_found: bool) -> StageResult
 
 def stage_names() -> list[str]:
     """Every stage name of the presets in the pipeline file: the choices of a form."""
-    document = read_document(pipeline_file(""))
-    tables = [document, *document["presets"].values()]
-    return list(dict.fromkeys(name for table in tables for name in table.get("stages", {})))
+    return stages_in(read_document(pipeline_file("")))
 
 
 def pipeline_file(file: str) -> Path:

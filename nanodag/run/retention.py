@@ -353,6 +353,4 @@ def _copies(store: Store, attempts: Mapping[ArtifactReference, Any], kept: set[A
 
 
 def _bytes(artifact: Any) -> int:
-    if not isinstance(artifact, Artifact):
-        return 0
-    return artifact.num_bytes + sum(int(facts["bytes"]) for facts in artifact.records.values())
+    return artifact.stored_bytes if isinstance(artifact, Artifact) else 0

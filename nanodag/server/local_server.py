@@ -9,10 +9,12 @@ had recorded is taken over by the next one, what it had not is found by its work
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import secrets
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -28,12 +30,15 @@ import psutil
 from nanodag.config import Pipeline
 from nanodag.config.pipeline import ServerConfig
 from nanodag.errors import ServerError
+from nanodag.host.folders import PRIVATE
 from nanodag.host.patience import Patience
 from nanodag.host.ports import free_port
 from nanodag.server.login import NO_LOGIN, read_login
 from nanodag.store import Store, write_json
 from nanodag.store.atomic import locked, writing
 from nanodag.store.provenance import code_digest, is_alive, process_started
+
+log = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
 TAIL_LINES = 15
@@ -369,9 +374,16 @@ class LocalServer:
 
 def server_of(pipeline: Pipeline, store: Store, file: Path) -> LocalServer:
     """The Prefect server that belongs to a store."""
-    home = store.local / "prefect"
+    home, facts = store.local / "prefect", store.local.stat()
+    if facts.st_uid == os.geteuid() and facts.st_mode & stat.S_IRWXO:
+        log.warning(
+            "Every user of this machine may look into the store %s (mode %o). Close it: chmod 700 %s (770: open to its "
+            "group alone).",
+            *(store.local, stat.S_IMODE(facts.st_mode), store.local),
+        )
     with writing(f"Making {home}"):
-        home.mkdir(parents=True, exist_ok=True)
+        home.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+        os.listdir(home)  # refused to any other user
     return LocalServer(home, store_url=store.url, file=file, settings=pipeline.server)
 
 

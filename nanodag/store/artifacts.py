@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from nanodag.errors import ArtifactNotFound, CorruptArtifact, NewerFormat, StoreError
-from nanodag.host.folders import user_cache
+from nanodag.host.folders import PRIVATE, user_cache
 from nanodag.store.atomic import files_below, locked, sha256_of, sizes_below, writing
 from nanodag.store.keys import FORMAT_VERSION, content_digest
 from nanodag.store.local_backend import LocalBackend
@@ -55,7 +55,7 @@ class Store(RunRecords):
             self.local = Path(self.url.removeprefix("file://")).absolute()
             self._backend = LocalBackend(self.local)
         try:
-            self.local.mkdir(parents=True, exist_ok=True)
+            self.local.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
         except OSError as error:
             raise StoreError(
                 f"The store's folder {self.local} cannot be made ({error}). Choose another with store.url=PATH."

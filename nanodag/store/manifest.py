@@ -51,6 +51,11 @@ class Artifact:
         return sum(int(facts["bytes"]) for facts in self.files.values())
 
     @property
+    def stored_bytes(self) -> int:
+        """Those of its records too."""
+        return self.num_bytes + sum(int(facts["bytes"]) for facts in self.records.values())
+
+    @property
     def folder(self) -> str:
         return f"artifacts/{self.key}/{self.attempt}"
 

@@ -23,7 +23,7 @@ KEY = re.compile("[0-9a-f]{40}$")
 Key = Annotated[str, Field(pattern=f"^{KEY.pattern}")]
 Attempt = Annotated[str, Field(pattern=f"^{ATTEMPT.pattern}")]
 StageState = Literal["waiting", "running", "built", "found", "failed", "stopped", "not run"]
-RunState = Literal["running", "completed", "failed", "stopped", "interrupted"]
+RunState = Literal["running", "completed", "failed", "stopped", "interrupted", "unfinished"]
 
 
 class ArtifactReference(NamedTuple):

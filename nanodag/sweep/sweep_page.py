@@ -28,10 +28,10 @@ def sweep_report(name: str, sweep: Sweep, rows: Sequence[PointRow]) -> Report:
     failed = sum(row.artifact is None for row in rows)
     note = (
         "One row a point, the best first by the first column after the options. Below a score: the difference to the "
-        "first point on the same items, with the 95 % interval of a paired bootstrap; of the first point its own 95 % "
-        "interval. Green and red: more than noise, p corrected by Holm over the whole table and below "
-        f"{FALSE_ALARMS:g}. The best of many points owes part of its lead to chance: run it again with another seed or "
-        "on other items, before you believe it."
+        "first point on the same items, with its 95 % interval; of the first point its own 95 % interval. Green and "
+        f"red: more than noise, p corrected by Holm over the whole table and below {FALSE_ALARMS:g}. The best of many "
+        "points owes part of its lead to chance: run it again with another seed or on other items, before you believe "
+        "it."
     )
     made = [PageSection(title="Points", note=note, parts=[Part(table=_table(sweep, rows, labels, metrics))])]
     if panels := _option_panels(sweep, rows, labels, metrics):
@@ -93,8 +93,8 @@ def _score_cell(score: PointScore | None) -> Cell:
     detail = words.interval(score.low, score.high, score.metric)
     tone = ""
     if (outcome := score.difference) is not None:
-        low, high = words.signed(outcome.low, score.metric), words.signed(outcome.high, score.metric)
-        detail = f"{words.signed(outcome.difference, score.metric)}, {low} to {high}"
+        interval = words.signed_interval(outcome.low, outcome.high, score.metric)
+        detail = f"{words.signed(outcome.difference, score.metric)}, {interval}"
         if score.adjusted < FALSE_ALARMS:
             tone = "good" if (outcome.difference > 0) == score.higher_is_better else "bad"
     return Cell(text=words.value(score.value, score.metric), detail=detail, tone=tone)

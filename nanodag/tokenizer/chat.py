@@ -2,7 +2,7 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from itertools import islice
@@ -23,18 +23,28 @@ Rendered = tuple[np.ndarray, np.ndarray]
 Switches = Mapping[str, bool | int | float | str]
 Tools = Sequence[Mapping[str, Any]]
 NO_SWITCHES: Switches = {}
+SAID = "4711"  # stands in for an answer; no template writes it otherwise
 # What transformers itself gives a template, beside special tokens.
 _GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
 
 
 class ChatRenderer(ABC):
-    """Renders conversations for one tokenizer. stop_ids: what ends the assistant's turn when sampled.
+    """Renders conversations for one tokenizer.
 
     Switches are those of the chat template, as a source's `template_options` has them. Raises SourceError for one that
     the template does not look at.
     """
 
-    stop_ids: tuple[int, ...]
+    @property
+    @abstractmethod
+    def stop_ids(self) -> tuple[int, ...]:
+        """Ids that end what a model writes, its end of turn first. Sampler, evaluation and API stop at the same ones;
+        a published model names them in generation_config.json."""
+
+    @property
+    def switches(self) -> Collection[str]:
+        """The names of those that there are."""
+        return ()
 
     @abstractmethod
     def render_batch(
@@ -52,8 +62,16 @@ class ChatRenderer(ABC):
         OpenAI's form; our own format declares none."""
 
     @abstractmethod
-    def opened(self, messages: Messages, switches: Switches = NO_SWITCHES, *, tools: Tools = ()) -> list[int]:
-        """`prompt` of messages in OpenAI's form, with calls and their results (nanodag.tokenizer.messages)."""
+    def opened(
+        self,
+        messages: Messages,
+        switches: Switches = NO_SWITCHES,
+        *,
+        tools: Tools = (),
+        continues_last: bool = False,
+    ) -> list[int]:
+        """`prompt` of messages in OpenAI's form, with calls and their results (nanodag.tokenizer.messages).
+        continues_last: up to where the last message ends, an assistant's, so that what follows continues it."""
 
     @abstractmethod
     def following(
@@ -88,7 +106,15 @@ def load_renderer(folder: Path) -> ChatRenderer:
         return NativeRenderer(encoding)
     if template is None:
         raise SourceError(f"The tokenizer in {folder} has no chat template, so conversations cannot be rendered.")
-    return TemplateRenderer(folder)
+    return TemplateRenderer(encoding)
+
+
+def end_ids(folder: Path) -> tuple[int, ...]:
+    """`ChatRenderer.stop_ids` of a folder; without a chat template those that end its documents."""
+    try:
+        return load_renderer(folder).stop_ids
+    except SourceError:
+        return Encoding(folder).end_ids
 
 
 def check_switches(template: str, switches: Switches, where: Path) -> None:
@@ -96,6 +122,18 @@ def check_switches(template: str, switches: Switches, where: Path) -> None:
 
     where: the model's folder, for the message.
     """
+    taken = switches_of(template, where)
+    for name in switches:
+        if name not in taken:
+            raise SourceError(
+                f"The chat template of {where} has no switch {name!r}, which template_options names; it has "
+                f"{listed(taken)}.{nearest(name, taken)}"
+            )
+
+
+def switches_of(template: str, where: Path) -> list[str]:
+    """The names of the switches that a chat template looks at. Raises SourceError for a template that cannot be read.
+    where: as above."""
     from jinja2 import Environment, TemplateSyntaxError, meta
 
     # Markers of generation are a tag of transformers' own.
@@ -108,13 +146,7 @@ def check_switches(template: str, switches: Switches, where: Path) -> None:
             f"The chat template of {where} cannot be searched for the switches that template_options names: {error}. "
             "Leave template_options out."
         ) from error
-    taken = sorted(name for name in looked_at if not name.endswith("_token"))
-    for name in switches:
-        if name not in taken:
-            raise SourceError(
-                f"The chat template of {where} has no switch {name!r}, which template_options names; it has "
-                f"{listed(taken)}.{nearest(name, taken)}"
-            )
+    return sorted(name for name in looked_at if not name.endswith("_token"))
 
 
 class NativeRenderer(ChatRenderer):
@@ -123,7 +155,10 @@ class NativeRenderer(ChatRenderer):
     def __init__(self, encoding: Encoding) -> None:
         self._encoding = encoding
         self._ids = {token: encoding.token_id(token) for token in layout.SPECIAL_TOKENS}
-        self.stop_ids = (self._ids[layout.END],)
+
+    @cached_property
+    def stop_ids(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys([self._ids[layout.END], *self._encoding.end_ids]))
 
     def render_batch(
         self, conversations: Sequence[Messages], switches: Sequence[Switches] | None = None
@@ -148,12 +183,19 @@ class NativeRenderer(ChatRenderer):
         ((ids, _),) = self.render_batch([messages], [switches])
         return [*ids.tolist(), self._ids[layout.ASSISTANT]]
 
-    def opened(self, messages: Messages, switches: Switches = NO_SWITCHES, *, tools: Tools = ()) -> list[int]:
+    def opened(
+        self,
+        messages: Messages,
+        switches: Switches = NO_SWITCHES,
+        *,
+        tools: Tools = (),
+        continues_last: bool = False,
+    ) -> list[int]:
         turns, is_open = folded(messages)
-        if not is_open:
+        if not (is_open or continues_last):
             return self.prompt(turns, switches)
         ((ids, _),) = self.render_batch([turns], [switches])
-        return ids.tolist()[:-1]  # the answer goes on behind the result, in the turn that called
+        return ids.tolist()[:-1]  # the answer goes on in the last turn, such as behind a call's result
 
     def following(
         self,
@@ -249,11 +291,10 @@ class TemplateRenderer(ChatRenderer):
     the template does not know, and for conversations that the template itself refuses.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, encoding: Encoding) -> None:
         from transformers import AutoTokenizer
 
-        self._folder = folder
-        self._known_switches: set[str] = set()
+        self._encoding, self._folder = encoding, (folder := encoding.folder)
         self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         self.template = str(self._tokenizer.chat_template)
         self._marks = "{% generation %}" in self.template or "{%- generation" in self.template
@@ -261,8 +302,18 @@ class TemplateRenderer(ChatRenderer):
         special = {number: str(t) for number, t in self._tokenizer.added_tokens_decoder.items() if t.special}
         self._special_names, self._special_ids = special, special.keys()
         self._specials = re.compile("|".join(map(re.escape, sorted(special.values(), key=len, reverse=True))) or "(?!)")
-        eos = self._tokenizer.eos_token_id
-        self.stop_ids = () if eos is None else (eos,)
+
+    @cached_property
+    def stop_ids(self) -> tuple[int, ...]:
+        turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": SAID}]
+        try:
+            text = self._text(turns, NO_SWITCHES, add_generation_prompt=False)
+        except SourceError:  # a template for other conversations
+            text = ""
+        ending = self._specials.search(text.partition(SAID)[2])
+        of_turn = None if ending is None else self._encoding.token_id(ending[0])
+        ends = (of_turn, self._tokenizer.eos_token_id, *self._encoding.end_ids)
+        return tuple(dict.fromkeys(token_id for token_id in ends if token_id is not None))
 
     def render_batch(
         self, conversations: Sequence[Messages], switches: Sequence[Switches] | None = None
@@ -274,13 +325,27 @@ class TemplateRenderer(ChatRenderer):
         return [render(messages, one) for messages, one in zip(conversations, of_each, strict=True)]
 
     def prompt(self, messages: Messages, switches: Switches = NO_SWITCHES, *, tools: Tools = ()) -> list[int]:
-        text = self._text(messages, switches, add_generation_prompt=True, **_declared(tools))
+        return self._ids_of(self._text(messages, switches, add_generation_prompt=True, **_declared(tools)))
+
+    def opened(
+        self,
+        messages: Messages,
+        switches: Switches = NO_SWITCHES,
+        *,
+        tools: Tools = (),
+        continues_last: bool = False,
+    ) -> list[int]:
+        given, how = with_objects(messages), {"continue_final_message": continues_last, **_declared(tools)}
+        return self._ids_of(self._text(given, switches, add_generation_prompt=not continues_last, **how))
+
+    def _ids_of(self, text: str) -> list[int]:
         if (bound := bounds.in_force()) is not None:
             bound.check_texts([text], lambda part: len(self._tokenizer(part, add_special_tokens=False)["input_ids"]))
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    def opened(self, messages: Messages, switches: Switches = NO_SWITCHES, *, tools: Tools = ()) -> list[int]:
-        return self.prompt(with_objects(messages), switches, tools=tools)
+    @cached_property
+    def switches(self) -> Collection[str]:
+        return switches_of(self.template, self._folder)
 
     def following(
         self,
@@ -362,18 +427,19 @@ class TemplateRenderer(ChatRenderer):
     def _apply(self, messages: Messages, switches: Switches, **how: Any) -> Any:
         from jinja2 import TemplateError
 
-        if not switches.keys() <= self._known_switches:
+        if any(name not in self.switches for name in switches):
             check_switches(self.template, switches, self._folder)
-            self._known_switches |= switches.keys()
         bound = bounds.in_force()
         try:
             with nullcontext() if bound is None else bound.of_template():
                 return self._tokenizer.apply_chat_template(list(messages), **switches, **how)
-        except (TemplateError, TypeError) as error:
+        except SourceError:
+            raise
+        except (TemplateError, TypeError, ValueError) as error:
             roles = ", ".join(message["role"] for message in messages)
             raise SourceError(
-                f"The chat template of {self._folder} cannot render a conversation of {roles}: {error}. Take what it "
-                "refuses out of the data, or begin at a model whose template has it."
+                f"The chat template of {self._folder} cannot render a conversation of {roles}: {str(error)[:300]}. "
+                "Take what it refuses out of the data, or begin at a model whose template has it."
             ) from error
 
     def _marked(self, messages: Messages, switches: Switches) -> Rendered:

@@ -58,21 +58,24 @@ class Encoding:
 
     @cached_property
     def bos_id(self) -> int:
-        token_id = self._named("bos_token")
-        token_id = self._named("eos_token") if token_id is None else token_id
+        token_id = self.named("bos_token")
+        token_id = self.named("eos_token") if token_id is None else token_id
         if token_id is None:
             raise SourceError("This tokenizer names neither bos_token nor eos_token; one must begin each document.")
         return token_id
 
     @cached_property
     def end_ids(self) -> tuple[int, ...]:
-        """What ends a text when sampled: the tokenizer's eos, and its bos, with which the next document begins."""
-        named = {self._named("eos_token"), self._named("bos_token")}
-        return tuple(sorted(token_id for token_id in named if token_id is not None))
+        """Ids that end a text: the tokenizer's eos, its bos, with which the next document begins, and those that
+        generation_config.json names. A chat model's end of turn is among `ChatRenderer.stop_ids`."""
+        path = self.folder / "generation_config.json"
+        listed = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+        ends = [self.named("eos_token"), self.named("bos_token"), *(listed if isinstance(listed, list) else [listed])]
+        return tuple(dict.fromkeys(token_id for token_id in ends if token_id is not None))
 
     @cached_property
     def pad_id(self) -> int:
-        token_id = self._named("pad_token")
+        token_id = self.named("pad_token")
         return self.bos_id if token_id is None else token_id
 
     @cached_property
@@ -135,7 +138,8 @@ class Encoding:
                 token_bytes[number] = token.encode()
         return token_bytes
 
-    def _named(self, name: str) -> int | None:
+    def named(self, name: str) -> int | None:
+        """The id of what tokenizer_config.json has under a name such as `pad_token`; None where it has none."""
         token = self.settings.get(name)
         if isinstance(token, dict):
             token = token["content"]

@@ -32,6 +32,7 @@ from nanodag.config.section import Precision
 from nanodag.config.stage_base import Resources
 from nanodag.config.supervised import OptimizerConfig
 from nanodag.errors import TrainingDiverged
+from nanodag.host.parent import killed_with_starter
 from nanodag.inference.bound_store import BoundStore
 from nanodag.inference.number_formats import DTYPES
 from nanodag.train.lent_memory import LentMemory
@@ -47,6 +48,7 @@ def start_ranks(device: str) -> torch.device:
 
     A second call changes nothing.
     """
+    killed_with_starter()  # else ranks train on that have lost torchrun
     local = int(os.environ.setdefault("LOCAL_RANK", "0"))
     here = torch.device(device, local) if device == "cuda" else torch.device(device)
     if not dist.is_initialized():

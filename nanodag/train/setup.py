@@ -255,8 +255,7 @@ class _Data:
         return int(sum(self._engine.highest(number) for number in steps))
 
     def validation(self, vocabulary: int) -> Validation | None:
-        """The held-out part, None when the config asks for none: conversations, or documents where there are no others.
-        Raises ConfigError when patience has nothing to watch."""
+        """The held-out part, None without any: conversations, or documents where there are no others."""
         config = self._config
         sources = [s.model_copy(update={"weight": None, "epochs": None}) for s in config.data if s.held_out]
         if self._is_chat:
@@ -264,11 +263,6 @@ class _Data:
             chats = [s for s in sources if kind_of(s.adapter, s.url, "chat") == "conversation"]
             sources = chats or sources
         if not sources or not config.validation_tokens:
-            if config.patience:
-                raise ConfigError(
-                    f"{self._job.name}.patience: {config.patience} needs held-out data to watch. Give a source "
-                    "held_out, e.g. 0.05, and validation_tokens above 0."
-                )
             log.warning("No source has held_out: this stage is not validated.")
             return None
         pad_id = Encoding(self._tokenizer_path).pad_id

@@ -1,10 +1,16 @@
-"""`python -m nanodag.train.torchrun`: torchrun, whose rendezvous listens on its own address only.
+"""`python -m nanodag.train.torchrun`: torchrun, whose rendezvous listens on its own address only, and which leaves
+neither ranks nor files when it is killed.
 
 torch.distributed.run makes its TCPStore listen on every address of the machine, and has no option for another way.
 """
 
+import os
+import sys
+
 import torch.distributed
 
+from nanodag.host.parent import STARTER
+from nanodag.host.scratch import Scratch
 from nanodag.inference.bound_store import BoundStore
 
 
@@ -14,7 +20,9 @@ def main() -> None:
     torch.distributed.TCPStore = BoundStore  # type: ignore[misc] # a class is replaced on purpose
     from torch.distributed.run import main as run
 
-    run()
+    os.environ[STARTER] = str(os.getpid())
+    with Scratch("torchrun") as folder:
+        run(["--log-dir", folder, *sys.argv[1:]])
 
 
 if __name__ == "__main__":

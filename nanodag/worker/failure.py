@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from nanodag import errors
 from nanodag.config.kinds import recorded_kind
 from nanodag.errors import StageFailed, StageInterrupted, StageKilled, StageStopped
 from nanodag.errors.words import counted
@@ -173,7 +174,8 @@ def cause_of(ended: Ended, *, stage: str, kind: str, run: str, composed: str = "
         for rule in _RULES:
             line = next((line for line in lines if rule.pattern.search(line)), "")
             if line and (rule.is_deep or line is last):
-                return Cause(error=rule.error, what=f"{rule.what}: {line}", advice=rule.advice.format(**words))
+                what = f"{rule.what}: {_message(line)}"
+                return Cause(error=rule.error, what=what, advice=rule.advice.format(**words))
     code = ended.code if last else _rank_ended_by_signal(ended.lines) or ended.code
     if code == STOPPED_EXIT_CODE or code > 128:
         return _signalled(replace(ended, code=code), resume, words)
@@ -181,7 +183,14 @@ def cause_of(ended: Ended, *, stage: str, kind: str, run: str, composed: str = "
         what = f"lost one of its ranks, which left no reason (often: out of memory): {line}"
         return Cause(error=StageKilled, what=what, advice=words["by_itself"] + resume.removeprefix("Then "))
     line = last or (exceptions[-1] if exceptions else _last_words(ended))
-    return Cause(error=StageFailed, what=f"failed: {line}", advice=f"Mend what the log says. {resume}")
+    return Cause(error=StageFailed, what=f"failed: {_message(line)}", advice=f"Mend what the log says. {resume}")
+
+
+def _message(line: str) -> str:
+    """An exception's line; of one of ours, whose text says all, without its class."""
+    name, _, text = line.partition(": ")
+    kind = getattr(errors, name, None)
+    return text if text and isinstance(kind, type) and issubclass(kind, errors.NanodagError) else line
 
 
 def _commands(stage: str, run: str, composed: str) -> dict[str, str]:

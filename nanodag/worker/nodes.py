@@ -24,6 +24,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -33,6 +34,7 @@ from nanodag.config.pipeline import ClusterConfig
 from nanodag.config.stage_base import Resources
 from nanodag.errors import ConfigError, NodeLost
 from nanodag.errors.words import counted
+from nanodag.host.parent import killed_with_parent
 from nanodag.host.ports import free_port, network_environment
 from nanodag.worker.job import STOPPED_EXIT_CODE, Job, leave_stopped, load_job, stop_requested
 
@@ -186,7 +188,13 @@ class Nodes:
         self._reach_all(module, environment)
         env = dict(environment) | network_environment(self.address)
         # A session of its own: torchrun that is told twice to end leaves its ranks alone in the middle of it.
-        here = subprocess.Popen(self.command(0, module), env=env, stdin=subprocess.DEVNULL, start_new_session=True)
+        here = subprocess.Popen(
+            self.command(0, module),
+            env=env,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=partial(killed_with_parent, os.getpid()),
+        )
         return {self._hosts[0].name: here, **self._others}
 
     def end(self) -> None:

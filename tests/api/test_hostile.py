@@ -53,11 +53,11 @@ def test_what_nobody_waits_for_is_not_tokenised_further():
     assert len(counted) == 1
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
 @pytest.mark.parametrize("content", ["a " * 7_000_000, [5] * 5_000_000], ids=["text", "ids"])
 def test_a_large_body_delays_nobody_and_is_told_the_context(folder, ids_of, path, content):
     app = app_of(model_of(folder, Scripted(ids_of("a", "<|end|>"))), limits=Limits(max_body_bytes=1 << 25))
-    body = {"prompt": content} if path == "/v1/completions" else {"messages": [USER | {"content": content}]}
+    body = {"messages": [USER | {"content": content}]} if "chat" in path else {"prompt": content}
     ended = []
 
     async def asked(client, name, *how, **what):
@@ -80,7 +80,8 @@ def test_a_large_body_delays_nobody_and_is_told_the_context(folder, ids_of, path
         if path == "/v1/completions" or isinstance(content, str):
             assert error["code"] == "context_length_exceeded" and "maximum context length is 200" in error["message"]
         else:
-            assert error["message"] == "content has 5000000 items; at most 10000"
+            field = "content" if "chat" in path else "prompt"
+            assert error["message"] == f"{field} has 5000000 items; at most 10000"
 
 
 def test_a_template_that_loops_ends_at_its_time_and_others_are_answered(folder, ids_of, tmp_path, monkeypatch):
@@ -154,20 +155,25 @@ def test_what_is_no_json_for_us_is_refused(app, raw):
         ("tool_choice", "maybe"),
         ("response_format", {"type": "json_object"}),
         ("response_format", {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}),
-        ("logit_bias", {"5": 1}),
+        ("logit_bias", {"5": 101}),
+        ("logit_bias", {str(token): 1 for token in range(20_000)}),
+        ("logit_bias", [5]),
         ("presence_penalty", 0.5),
         ("min_p", 0.1),
-        ("reasoning_effort", "high"),
+        ("reasoning_effort", "high" * 10),
+        ("reasoning_effort", 3),
         ("functions", [{"name": "f"}]),
-        ("chat_template_kwargs", {"enable_thinking": False}),
-        ("chat_template_kwargs", {"messages": 1}),
+        ("chat_template_kwargs", {"documents": ["x"]}),
+        ("chat_template_kwargs", {str(number): 1 for number in range(65)}),
+        ("continue_final_message", True),
+        ("add_generation_prompt", False),
         ("beam_size", 4),
     ],
 )
 def test_a_field_that_is_wrong_is_named(app, field, value):
     began = time.monotonic()
     error = refusal(ask(app, "/v1/chat/completions", {"messages": [USER], field: value}))
-    assert field in error["message"] or (error["param"] or "").startswith(field) or field == "chat_template_kwargs"
+    assert field in error["message"] or (error["param"] or "").startswith(field)
     assert len(error["message"]) < 600 and time.monotonic() - began < 5
 
 
@@ -181,6 +187,24 @@ def test_a_body_above_the_limit_is_413_whether_or_not_it_says_its_length(app):
     big = json.dumps({"messages": [{"role": "user", "content": "x" * (1 << 20)}]}).encode()
     assert refusal(ask(app, "/v1/chat/completions", raw=big), 413)
     assert refusal(ask(app, "/v1/chat/completions", raw=big, headers={"content-length": "10"}), 413)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {}),
+        ("/tokenize", {"prompt": "a", "messages": [USER]}),
+        ("/tokenize", {"prompt": [1]}),
+        ("/tokenize", {"prompt": "a", "truncate": 3}),
+        ("/detokenize", {"tokens": [-1]}),
+        ("/detokenize", {"tokens": [600_000]}),
+        ("/detokenize", {"tokens": [1] * 10_001}),
+        ("/detokenize", {"tokens": "a"}),
+        ("/detokenize", {}),
+    ],
+)
+def test_what_is_neither_text_nor_ids_is_refused(app, path, body):
+    refusal(ask(app, path, body))
 
 
 @pytest.mark.parametrize(
@@ -203,10 +227,14 @@ def test_a_key_is_wanted_of_all_but_health_and_the_page(folder, ids_of):
         model_of(folder, Scripted(ids_of("a"))), keys=[KEY, "another-key-of-24-chars"], extra_routes=[page, tool]
     )
     assert ask(app, "/health").status_code == 200 and ask(app, "/").text == "page"
-    for path in ("/v1/models", "/metrics"):
+    for path in ("/v1/models", "/metrics", "/version"):
         assert refusal(ask(app, path), 401)["code"] == "invalid_api_key"
         assert ask(app, path, headers={"authorization": f"Bearer {KEY}"}).status_code == 200
-    assert refusal(chat(app), 401) and refusal(ask(app, "/chat/tool", {}), 401)
+    assert (
+        refusal(ask(app, "/tokenize", {"prompt": "a"}), 401)
+        and refusal(chat(app), 401)
+        and refusal(ask(app, "/chat/tool", {}), 401)
+    )
     for wrong in (KEY, f"Bearer {KEY}x", "Bearer ", f"Basic {KEY}"):
         refusal(ask(app, "/v1/models", headers={"authorization": wrong}), 401)
     assert ask(app, "/chat/tool", {}, headers={"authorization": f"Bearer {KEY}"}).text == "ran"

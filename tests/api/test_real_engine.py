@@ -20,6 +20,7 @@ from nanodag.api.passage import passed_on
 from nanodag.api.served_model import Limits
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.sampler_process import SamplerProcess
+from nanodag.model.headers import weights_digest
 from tests.api.scripted import model_of
 from tests.evaluation.tiny import POSITIONS, VOCABULARY
 from tests.forks import spawn_server, start_module
@@ -164,6 +165,7 @@ def test_the_process_says_what_it_serves_and_its_engine_ends_with_it(model_folde
         assert httpx.get(f"{url[1]}/health", trust_env=False).json()["status"] == "ok"
         reply = httpx.post(f"{url[1]}/v1/completions", json={"prompt": "the", "max_tokens": 2}, trust_env=False)
         assert reply.json()["usage"]["completion_tokens"] == 2
+        assert reply.json()["system_fingerprint"] == weights_digest(model_folder)
         engines = psutil.Process(server.pid).children()
         assert len(engines) == 1
         server.send_signal(signum)

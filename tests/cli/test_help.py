@@ -1,10 +1,12 @@
 """What `--help` says, read as by somebody who sees it for the first time."""
 
+from importlib.metadata import version
+
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from nanodag.cli import app
+from nanodag.cli import app, main
 
 
 def commands(command=None, path=()):
@@ -35,3 +37,22 @@ def test_every_option_is_explained_and_no_line_of_help_is_cut_or_too_wide(name):
 )
 def test_every_command_shows_how_it_is_called(name):
     assert f"nanodag {name}" in help_of(*name.split()).partition("Usage:")[2].partition("\n")[2]
+
+
+def test_h_is_help_and_the_version_is_the_packages():
+    for path in ((), ("run",), ("server", "stop")):
+        assert CliRunner().invoke(app, [*path, "-h"], prog_name="nanodag").output.startswith("Usage: ")
+    assert CliRunner().invoke(app, ["--version"]).output == f"nanodag {version('nanodag')}\n"
+
+
+def test_an_error_is_said_once_and_without_a_class(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("sys.argv", ["nanodag", "config", "--file", str(tmp_path / "none.yaml")])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert capsys.readouterr().err.startswith("error: There is no pipeline file ")
+
+
+def test_stopping_the_server_takes_the_overrides_that_a_run_takes(monkeypatch, tmp_path):
+    monkeypatch.setattr("nanodag.cli.use.LocalServer.stop", lambda server: server._port == 4321)
+    done = CliRunner().invoke(app, ["server", "stop", "server.port=4321", f"store.url={tmp_path}/s"])
+    assert done.output == "The Prefect server has ended.\n", done

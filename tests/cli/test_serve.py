@@ -82,9 +82,11 @@ def test_a_run_under_way_is_followed(store, served, tmp_path):
 
 
 def test_options_reach_the_serving_process(store, served):
-    _, options = served("--port", "0", "--engine", "sglang", "-o", "max-batch=8", "--cors", "https://a.example")
+    named = ("--served-model-name", "gpt-x", "--no-access-log")
+    _, options = served("--port", "0", "--engine", "sglang", "-o", "max-batch=8", "--cors", "https://a.example", *named)
     assert options == [
         *("--engine=sglang", "--replicas=1", "--host=127.0.0.1", "--port=0"),
+        *("--served-model-name=gpt-x", "--no-access-log"),
         *("--cors=https://a.example", "--max-batch=8"),
     ]
 

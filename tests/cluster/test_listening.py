@@ -86,10 +86,12 @@ leave()
 """
 
 
-def test_torchrun_and_its_ranks_listen_on_loopback_only(tmp_path):
+def test_torchrun_and_its_ranks_listen_on_loopback_only_and_leave_no_files(tmp_path):
     (tmp_path / "a_rank.py").write_text(RANK)
     paths = [str(tmp_path), str(os.getcwd()), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, **network_environment(), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    (tmp_path / "temporary").mkdir()
+    environment["TMPDIR"] = str(tmp_path / "temporary")
     command = worker_command("a_rank", tmp_path / "job.json", num_ranks=2)
     assert command[0] == sys.executable
     with (tmp_path / "log").open("wb") as log:
@@ -98,6 +100,7 @@ def test_torchrun_and_its_ranks_listen_on_loopback_only(tmp_path):
     text = (tmp_path / "log").read_text()
     assert process.returncode == 0 and text.count("met") == 2, text[-3000:]
     assert_loopback_only(found, "nanodag.train.torchrun", "a_rank")
+    assert list((tmp_path / "temporary").iterdir()) == []
 
 
 def test_an_address_is_found_by_its_interface_and_by_whom_it_reaches_and_others_are_refused():

@@ -10,6 +10,7 @@ import textwrap
 import pytest
 import yaml
 
+from nanodag.cli.show import show_config
 from nanodag.config import resolve
 from nanodag.errors import ConfigError, MissingTool, StageKilled
 from nanodag.host.folders import PROJECT
@@ -183,6 +184,8 @@ def test_a_module_that_is_not_there_is_refused_when_the_config_is_read(folder, o
         ("rl.data=['file:/nowhere.jsonl']", "rl.data.0: Source 'file:/nowhere.jsonl' matches no file (/nowhere.jsonl). "
          "It must name files ending in .parquet, .jsonl, .ndjson, .json, .txt, all but parquet also with .gz or .zst."),
         ("rl.data=['file:empty.jsonl']", "rl.data.0: file:empty.jsonl is empty: it has no rows"),
+        ("rl.reward=code", "rl.data.0: the reward code reads metadata.tests of a prompt, and row 0 of file:p.jsonl has "
+         "none; give it with an adapter or in the rows, or name another reward"),
         ("rl.data=['file:p.jsonl[5:]']", "rl.data.0: file:p.jsonl[5:] is empty: it has no rows"),
         ("rl.data=['file:q.jsonl']", "rl.data.0: Adapter 'prompt' cannot make a prompt of row 0 of file:q.jsonl: "
          "no column 'prompt'. The row's columns are choices, question; choose another adapter or repair the row."),
@@ -222,6 +225,31 @@ def test_what_is_not_there_is_one_line(folder, monkeypatch, override, said):
     found = faults(folder, override, "mirror=/nowhere")
     assert [fault.replace(f"{folder}/", "") for fault in found] and found[0].startswith(said), found
     assert "\n" not in found[0] and (len(found) == 1 or "mixture" in found[0])
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("rl.reward=code", "the reward code reads metadata.tests of a prompt"),
+        ("eval.benchmarks=[{name: contination, source: 'file:text.txt'}]", "has no form 'contination'"),
+        ("base.data=['file:nowhere.txt']", "matches no file"),
+        ("base.data=['hub:a/b']", "The mirror /nowhere is not a folder"),
+    ],
+)
+def test_config_itself_refuses_what_is_not_there_unless_another_machine_is_named(folder, monkeypatch, override, said):
+    monkeypatch.chdir(folder)
+    asked = {"preset": "one", "file": str(folder / "pipeline.yaml")}
+    with pytest.raises(ConfigError, match=said):
+        show_config([override, "mirror=/nowhere"], **asked)
+    show_config([override, "mirror=/nowhere"], **asked, on="1x24GB")
+    assert not (folder / "store").exists(), "who only looks makes no store"
+
+
+def test_config_asks_neither_the_hub_nor_for_tools(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    overrides = ["base.data=['hub:a/b']", "tracking.trackers=[wandb]", "model.model='hub:a/b'"]
+    show_config(overrides, preset="one", file=str(folder / "pipeline.yaml"))
+    assert "[hub:a/b]" in capsys.readouterr().out
 
 
 def check(folder, *overrides):

@@ -1,5 +1,6 @@
 """What a pipeline file or an override may not say, and the one line that is said of it."""
 
+import json
 import resource
 import time
 
@@ -9,6 +10,7 @@ import yaml
 from nanodag.config import resolve
 from nanodag.config.ranges import numbers_in
 from nanodag.errors import ConfigError
+from nanodag.host.machine import machine_of
 from tests.config.stages import STAGES
 
 USUAL = "is out of any usual range"
@@ -26,7 +28,7 @@ def file(tmp_path, monkeypatch):
 def refusal(file, *overrides, preset="one"):
     """The message without the file's folder and the preset."""
     with pytest.raises(ConfigError) as caught:
-        resolve(file, preset, overrides)
+        resolve(file, preset, overrides, machine=machine_of("cpu:2:avx2:8GiB"))
     return str(caught.value).replace(f"{file.parent}/", "").removeprefix("p.yaml, preset 'one': ")
 
 
@@ -96,6 +98,37 @@ def refusal(file, *overrides, preset="one"):
         ("base.data=[{weight: 1}]", "base.data.0.url: is missing"),
         (f"seed={'9' * 5000}", f"Override 'seed={'9' * 74}: the number {'9' * 20}... of 5000 digits is too large for "
          "any setting."),
+        ("base.zero_stage=true", "base.zero_stage: must be a whole number (found true)"),
+        ("rl.zero_stage='1'", "rl.optimizer.zero_stage: must be a whole number (found '1'); write 1, without quotes"),
+        (
+            "rl.generate={name: agent, options: {command: python agent.py}}",
+            "rl.rollout.generate: The generate 'agent' takes command as a list of texts, not 'python agent.py'; it "
+            "takes answer_file, at_once, command, folder, library, max_bytes, max_calls, max_processes, max_tokens, "
+            "seconds, as in {name: agent, options: {answer_file: 0.5}}",
+        ),
+        # what never comes, or means nothing here
+        ("rl.profile_steps=[3,101]", "rl: profile_steps 101 is above num_steps 100, so that step never comes; lower "
+         "it, or raise num_steps"),
+        ("rl.warmup_steps=101", "rl: optimizer.warmup_steps 101 is above num_steps 100, so that step never comes; "
+         "lower it, or raise num_steps"),
+        ("base.patience=2", "base: patience 2 waits for a better validation loss, and no source of data has held_out; "
+         "give a source held_out, as 0.05, and validation_tokens above 0, or leave patience out"),
+        ("base={patience: 2, validation_tokens: 0, data: [{url: 'file:/x.txt', held_out: 0.1}]}", "base: patience 2 "
+         "waits for a better validation loss, and validation_tokens is 0; give a source held_out, as 0.05, and "
+         "validation_tokens above 0, or leave patience out"),
+        ("rl={sequence_parallel: 7, num_ranks: 1}", "rl: optimizer.sequence_parallel 7 ranks share each row, and "
+         "resources.num_ranks 1 is not a multiple of it; change one of them"),
+        ("rl.sequence_parallel=7", "rl.optimizer.sequence_parallel: 7 ranks would share each row, and this machine "
+         "has 2 cores for them; lower it."),
+        ("rl.tensor_parallel=8", "rl.tensor_parallel: there is no such key. Did you mean 'sampler.tensor_parallel'?"),
+        ("rl.sampler.tensor_parallel=8", "rl.sampler.tensor_parallel: 8 GPUs share a model with engine sglang only, "
+         "and rl.sampler.engine auto is the embedded one here (on a CPU), which takes one. Leave it out; or, for "
+         "another machine, say which: --on 8xH100+sglang."),
+        ("nightly.stages=[base,rll]", "nightly.stages: no preset of the file has a stage 'rll'. Did you mean 'rl'?"),
+        ("store.url=memory://runs", "store.url: 'memory://runs' is gone when its process ends; give a folder, or one "
+         "as s3://bucket/folder"),
+        ("store.url=s4://runs", "store.url: 's4://runs': there is no kind of store s4://. Known are folders, "
+         "and s3, gs, az and the others of fsspec"),
         # what can never be
         ("rl.learning_rate=-1", "rl.optimizer.learning_rate: must be above 0 (found -1)"),
         ("rl.max_staleness=-1", "rl.rollout.max_staleness: must be at least 0 (found -1)"),
@@ -289,3 +322,28 @@ def test_keys_beside_the_presets_are_common_to_all_and_a_preset_says_otherwise(f
     assert (found.pipeline.seed, found.pipeline.server.port, found.pipeline.server.start_timeout_s) == (8, 5000, 9)
     assert found.origins["seed"] == "preset one"
     assert resolve(file, "one", ["seed=9"]).pipeline.seed == 9
+
+
+def test_an_agents_command_is_a_list(file):
+    generate = resolve(file, "one", ["rl.generate={name: agent, options: {command: [python, agent.py]}}"])
+    assert generate.pipeline.stages["rl"].rollout.generate.options == {"command": ("python", "agent.py")}
+
+
+@pytest.mark.parametrize(
+    ("stages", "said"),
+    [
+        (STAGES | {f"t{n}": STAGES["tokenizer"] for n in range(9000)}, "stages: 9,003 are more than 1,000, the most "),
+        (STAGES | {"rl": STAGES["rl"] | {f"key{n}": n for n in range(20_000)}}, "rl: a stage of kind rl has no keys "),
+        (STAGES | {"rl": STAGES["rl"] | {"sampler": {f"key{n}": n for n in range(20_000)}}}, "cannot be used:"),
+        (STAGES | {"rl": STAGES["rl"] | {"template_options": {f"key{n}": n for n in range(20_000)}}}, ""),
+    ],
+)
+def test_a_file_of_thousands_of_stages_or_keys_ends(file, stages, said):
+    """Each took minutes when the work grew with the square of the number."""
+    file.write_text(json.dumps({"presets": {"one": {"stages": stages}}}))
+    began = time.process_time()
+    if said:
+        assert said in refusal(file)
+    else:
+        assert len(resolve(file, "one").pipeline.stages["rl"].rollout.template_options) == 20_000
+    assert time.process_time() - began < 40

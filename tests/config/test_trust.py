@@ -8,8 +8,10 @@ import pytest
 import yaml
 
 from nanodag.config import resolve
+from nanodag.config.kinds import vouch_for
 from nanodag.errors import ConfigError
 from nanodag.inference.sglang_options import OWN_OPTIONS, check_options
+from nanodag.own_code.find import FOLDER_VARIABLE, forget_others, search_last
 from nanodag.own_code.functions import function_at
 from nanodag.own_code.vouched import Voucher, check_owner, is_beside
 from nanodag.run.python_path import note_python_path, take_python_path
@@ -165,6 +167,25 @@ def test_no_override_names_hosts_or_options_of_samplers(pipeline, override):
         pipeline(override, stages=stages)
 
 
+@pytest.mark.parametrize(
+    "override",
+    [
+        'rl.generate={"name": "agent", "options": {"command": ["sh"]}}',
+        'rl.rollout.generate.options={"command": ["mine"], "folder": "/root"}',
+        "rl.generate.options.library=/tmp/own",
+        "server.agents_of_file=false",
+    ],
+)
+def test_a_server_can_refuse_agents_that_an_override_names(pipeline, override):
+    generate = {"name": "agent", "options": {"command": ["mine"], "seconds": 5.0}}
+    stages = rl(data=["file:text.txt"], rollout={"generate": generate})
+    with pytest.raises(ConfigError, match=r"the pipeline file alone may|an override cannot set it"):
+        pipeline(override, stages=stages, server={"agents_of_file": True})
+    pipeline("rl.rollout.generate.options.seconds=9.0", stages=stages, server={"agents_of_file": True})
+    if "generate" in override:
+        pipeline(override, stages=stages)
+
+
 def test_a_pipeline_file_that_everybody_may_write_is_not_run(tmp_path):
     file = tmp_path / "pipeline.yaml"
     file.write_text("")
@@ -234,3 +255,19 @@ def test_a_noted_python_path_of_another_user_is_not_taken(tmp_path, monkeypatch)
     note.chmod(0o644)
     take_python_path(tmp_path, "r")
     assert os.environ["PYTHONPATH"] == "/evil"
+
+
+def test_of_two_pipeline_files_each_has_its_own_module_of_one_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv(FOLDER_VARIABLE, "")
+    for name in ("first", "second", "first"):
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        (folder / "two_of_them.py").write_text(f"def who(): return {name!r}")
+        (folder / "pipeline.yaml").write_text("")
+        vouch_for(folder / "pipeline.yaml", [])
+        Voucher(file=folder / "pipeline.yaml", trusted_modules=()).check("reward", "two_of_them:who")
+        search_last(folder)
+        assert function_at("two_of_them:who")() == name
+    forget_others("")
+    assert "two_of_them" not in sys.modules and FOLDER_VARIABLE not in os.environ

@@ -101,12 +101,16 @@ GSM8K_TEXTS = {
 }
 
 
-def test_gsm8k_takes_the_number_behind_the_one_mark(run):
-    result = run(Scripted(GSM8K_TEXTS), "gsm8k", GSM8K)
-    assert scores_of(result, "exact_match") == [1, 0, 1, 0, 0]
-    assert scores_of(result, "flexible") == [1, 1, 1, 0, 0]
+@pytest.mark.parametrize(("chat", "exact"), [(False, [1, 0, 0, 1, 0]), (True, [1, 0, 1, 0, 0])])
+def test_gsm8k_takes_the_first_number_behind_a_mark_as_a_text_and_in_chat_that_of_the_one_mark_by_value(
+    run, chat, exact
+):
+    texts = {f"<user>{word}" if chat else word: text for word, text in GSM8K_TEXTS.items()}
+    result = run(Scripted(texts), "gsm8k", GSM8K, chat=chat)
+    assert scores_of(result, "exact_match") == exact
+    assert scores_of(result, "flexible") == [1, 1, 0, 0, 0]
     assert result.scores["exact_match"].value == 0.4
-    assert (result.metric, result.is_chat) == ("exact_match", False)
+    assert (result.metric, result.is_chat) == ("exact_match", chat)
 
 
 def test_gsm8k_prompts_in_text_and_in_chat(run):

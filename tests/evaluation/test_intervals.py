@@ -1,8 +1,9 @@
 import pytest
 from lm_eval.api.metrics import mean_stderr
+from scipy.stats import t, ttest_1samp
 
 from nanodag.errors import SourceError
-from nanodag.evaluation.intervals import score_of, wilson
+from nanodag.evaluation.intervals import centred_mean, score_of, wilson
 
 
 def test_three_of_four_right_has_the_standard_error_of_the_textbook():
@@ -17,10 +18,29 @@ def test_the_standard_error_is_lm_evals():
 
 
 def test_items_count_by_their_weight():
-    # mean (3 * 1 + 1 * 3) / 4 = 1.5; residuals -1.5 and 1.5; sqrt(2 / 1 * 4.5) / 4 = .75
+    # mean (3 * 1 + 1 * 3) / 4 = 1.5; residuals -.5 and 1.5, of shares .75 and .25: .375^2 / .25 + .375^2 / .75 = .75
     score = score_of([1.0, 3.0], [3.0, 1.0])
-    assert (score.value, score.stderr) == (1.5, pytest.approx(0.75))
-    assert (score.low, score.high) == (pytest.approx(1.5 - 1.96 * 0.75, abs=1e-4), pytest.approx(2.97, abs=1e-4))
+    assert (score.value, score.stderr) == (1.5, pytest.approx(0.75**0.5))
+    # 12.706 is the 97.5 % quantile of Student's t with one degree of freedom
+    assert score.high - 1.5 == 1.5 - score.low == pytest.approx(12.706 * 0.75**0.5, abs=1e-3)
+
+
+def test_the_interval_of_a_mean_is_students_and_stays_where_all_scores_lie():
+    values = [0.25, 0.5, 1.0, 0.75, 0.5]
+    score = score_of(values)
+    expected = ttest_1samp(values, 0).confidence_interval()
+    assert (score.low, score.high) == (pytest.approx(expected.low), pytest.approx(expected.high))
+    assert (score_of([0.25, 1.0, 0.9]).high, score_of([0.0, 0.0, 0.6]).low) == (1.0, 0.0)
+    assert score_of([0.25, 1.0, 0.9], [1.0, 1.0, 1.0]).high > 1.0  # bits a byte, of documents of one length
+    assert score_of([0.25, 1.0, 1.1]).high > 1.1
+
+
+def test_a_mean_of_tasks_adds_up_their_errors_and_stays_below_all_right():
+    # Welch: (2 v)^2 / (v^2 / 1 + v^2 / 2) = 8 / 3 degrees of freedom, v = 0.2^2 / 4
+    mean = centred_mean([(0.9, 0.1, 2, 0.5), (0.8, 0.2, 3, 0.0)])
+    assert (mean.value, mean.stderr, mean.num_items) == (pytest.approx(0.8), pytest.approx(0.08**0.5 / 2), 5)
+    assert (mean.low, mean.high) == (pytest.approx(0.8 + t.ppf(0.025, 8 / 3) * mean.stderr), 1.0)
+    assert centred_mean([(0.0, 0.5, 2, 0.5)]).low == -1.0
 
 
 def test_all_right_still_has_an_interval():

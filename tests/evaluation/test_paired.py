@@ -1,7 +1,9 @@
 import json
 import math
 
+import numpy as np
 import pytest
+from scipy.stats import ttest_rel
 
 from nanodag.errors import SourceError
 from nanodag.evaluation.paired import mcnemar, paired
@@ -32,15 +34,44 @@ def test_order_of_records_does_not_matter():
     assert paired(BEFORE[::-1], AFTER[3:] + AFTER[:3], "acc") == paired(BEFORE, AFTER, "acc")
 
 
-def test_the_bootstrap_interval_is_near_the_normal_one():
+def test_the_interval_is_students():
     before = records([0] * 60 + [1] * 140)
     after = records([1] * 60 + [1] * 120 + [0] * 20)
     found = paired(before, after, "acc")
     # mean .2; sum of squares 80 - 200 * .04 = 72; stderr sqrt(72 / 199 / 200) = .042532
     assert found.stderr == pytest.approx(0.042532, abs=1e-6)
-    assert found.low == pytest.approx(0.2 - 1.96 * 0.042532, abs=0.005)
-    assert found.high == pytest.approx(0.2 + 1.96 * 0.042532, abs=0.005)
+    # 1.97196 is the 97.5 % quantile of Student's t with 199 degrees of freedom
+    assert found.low == pytest.approx(0.2 - 1.97196 * 0.042532, abs=1e-5)
+    assert found.high == pytest.approx(0.2 + 1.97196 * 0.042532, abs=1e-5)
     assert found.p_value < 0.05
+
+
+def test_scores_that_are_not_right_or_wrong_are_compared_by_students_t():
+    before, after = [0.1, 0.5, 0.3, 0.9, 0.2], [0.3, 0.4, 0.8, 1.0, 0.6]
+    found, expected = paired(records(before), records(after), "acc"), ttest_rel(after, before)
+    assert found.p_value == pytest.approx(expected.pvalue)
+    assert (found.low, found.high) == pytest.approx(tuple(expected.confidence_interval()))
+
+
+@pytest.mark.parametrize("spread_of_lengths", [0.0, 1.0])  # a score's noise falls with the length of its document
+@pytest.mark.parametrize("num_items", [5, 10, 20, 50])
+def test_at_most_six_of_a_hundred_equal_models_are_called_different(num_items, spread_of_lengths):
+    generator = np.random.default_rng(1)
+    weights = np.exp(spread_of_lengths * generator.normal(size=(1500, num_items)))
+    draws = generator.normal(size=(1500, num_items)) / weights**0.5
+    zeros = [0.0] * num_items
+    called = [
+        paired(records(zeros, weights=of), records(scores, weights=of), "acc").p_value < 0.05
+        for scores, of in zip(draws.tolist(), weights.tolist(), strict=True)
+    ]
+    assert np.mean(called) <= 0.06
+
+
+def test_differences_without_spread_are_judged_by_their_signs_and_stay_within_the_range():
+    found = paired(records([0.1, 0.2, 0.3, 0.4]), records([0.6, 0.7, 0.8, 0.9]), "acc")
+    assert found.p_value == 2 / 2**4  # as rare as four heads or four tails
+    far = paired(records([0.0, 0.1]), records([1.0, 0.3]), "acc")
+    assert (far.low, far.high) == (-1.0, 1.0)
 
 
 def test_the_same_model_twice_shows_no_difference():

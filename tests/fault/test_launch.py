@@ -72,6 +72,29 @@ def test_a_killed_watchdog_takes_the_worker_along(asked):
         os.kill(pid, signal.SIGKILL)
 
 
+RANK = """
+import os, sys, time
+from nanodag.train.deepspeed_engine import start_ranks
+start_ranks("cpu")
+open(os.environ["PIDS"], "a").write(f"{os.getpid()}\\n")
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's end")
+def test_a_killed_watchdog_takes_the_ranks_of_torchrun_along(tmp_path, ended, monkeypatch):
+    pids, rank = tmp_path / "pids", tmp_path / "rank.py"
+    rank.write_text(RANK)
+    monkeypatch.setenv("PIDS", str(pids))
+    torchrun = [sys.executable, "-m", "nanodag.train.torchrun", "--standalone", "--nproc_per_node=2", str(rank)]
+    asker = subprocess.Popen([sys.executable, "-c", ASKER, str(pids), *torchrun], stdout=subprocess.PIPE, text=True)
+    ended.append(asker)
+    watchdog = int(asker.stdout.readline())
+    wait_until(lambda: pids.exists() and len(pids.read_text().split()) == 2)
+    os.kill(watchdog, signal.SIGKILL)
+    wait_until(lambda: not any(is_running(int(pid)) for pid in pids.read_text().split()), timeout_s=5.0)
+
+
 @pytest.mark.slow
 def test_a_worker_deaf_to_sigterm_is_killed_after_the_grace_period(asked):
     asker, watchdog, pids = asked("deaf")

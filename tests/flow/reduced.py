@@ -41,23 +41,36 @@ RL_SECTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def write_reduced(
-    preset: str, path: Path, *, without: Collection[str] = (), overrides: Sequence[str] = ()
-) -> list[str]:
-    """Write a pipeline file with one preset `reduced`, made of a shipped one; returns the names of its stages.
-    without: stages of which only the report knows. overrides: of the shipped one."""
-    stages = resolve(PROJECT / "pipeline.yaml", preset, overrides).pipeline.model_dump(mode="json")["stages"]
-    for name in without:
-        del stages[name], stages["report"]["inputs"][name]
+def reduce_stages(stages: dict[str, Any]) -> None:
+    """Shrink each stage of a pipeline, in place."""
     for stage in stages.values():
         stage.update(CHANGES[stage["kind"]])
         stage["resources"] = {"num_ranks": 1, "threads": 1}
         for benchmark in stage.get("benchmarks", []):
             benchmark["limit"] = 11 if benchmark["name"] == "core" else 4  # more than CORE's worked examples
         for section, changes in RL_SECTIONS.items() if stage["kind"] in ("rl", "select") else ():
-            stage[section].update(changes)
+            for name in changes:
+                stage.pop(name, None)  # as a file may have it: without its section
+            stage.setdefault(section, {}).update(changes)
         if stage["kind"] == "select":  # of so many answers of a model that knows nothing, some end
             stage["rollout"].update(prompts_per_step=16, samples_per_prompt=16, max_new_tokens=24)
+
+
+def reduced_stages(preset: str, *, without: Collection[str] = (), overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The stages of a shipped preset, reduced. without: stages of which only the report knows. overrides: of the
+    shipped one."""
+    stages = resolve(PROJECT / "pipeline.yaml", preset, overrides).pipeline.model_dump(mode="json")["stages"]
+    for name in without:
+        del stages[name], stages["report"]["inputs"][name]
+    reduce_stages(stages)
+    return stages
+
+
+def write_reduced(
+    preset: str, path: Path, *, without: Collection[str] = (), overrides: Sequence[str] = ()
+) -> list[str]:
+    """Write a pipeline file with one preset `reduced`, made of a shipped one; returns the names of its stages."""
+    stages = reduced_stages(preset, without=without, overrides=overrides)
     preset = {"stages": stages, "tracking": {"trackers": []}}  # TensorBoard is a second of imports a stage
     path.write_text(yaml.safe_dump({"default": "reduced", "presets": {"reduced": preset}}, sort_keys=False))
     return list(stages)

@@ -83,10 +83,10 @@ def test_a_failed_stage_names_the_error_and_the_folder(run, tell):
 @pytest.mark.parametrize(
     ("order", "error", "reason", "advice"),
     [
-        ("raise nanodag.errors:SourceError row 7", StageFailed, "cannot use its data: SourceError: row 7", ".data"),
-        ("raise nanodag.errors:TrainingDiverged nan", StageFailed, "diverged: TrainingDiverged: nan", "rerun r --from"),
+        ("raise nanodag.errors:SourceError row 7", StageFailed, "cannot use its data: row 7", ".data"),
+        ("raise nanodag.errors:TrainingDiverged nan", StageFailed, "diverged: nan", "rerun r --from"),
         ("raise builtins:MemoryError x", StageFailed, "ran out of memory: MemoryError: x", "max_bytes="),
-        ("raise nanodag.errors:SamplerLost gone", StageInterrupted, "lost its sampler: SamplerLost: gone", "by itself"),
+        ("raise nanodag.errors:SamplerLost gone", StageInterrupted, "lost its sampler: gone", "by itself"),
     ],
 )
 def test_a_failure_says_what_to_do_and_where_to_look(run, tell, order, error, reason, advice):

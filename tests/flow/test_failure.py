@@ -25,13 +25,13 @@ def cause(*lines, code=1, kind="sft", **how):
         (
             "nanodag.errors.SourceError: file:a.jsonl: row 7 has no field 'messages'",
             StageFailed,
-            "cannot use its data: SourceError: file:a.jsonl: row 7 has no field 'messages'",
+            "cannot use its data: file:a.jsonl: row 7 has no field 'messages'",
             "Mend that source or leave it out of sft.data.",
         ),
         (
             "nanodag.errors.TrainingDiverged: The loss is nan at step 12.",
             StageFailed,
-            "diverged: TrainingDiverged: The loss is nan at step 12.",
+            "diverged: The loss is nan at step 12.",
             "nanodag rerun r --from sft sft.optimizer.learning_rate=",
         ),
         (
@@ -56,7 +56,7 @@ def cause(*lines, code=1, kind="sft", **how):
         (
             "nanodag.errors.SamplerLost: http://127.0.0.1:9 was lost 3 times",
             StageInterrupted,
-            "lost its sampler: SamplerLost: http://127.0.0.1:9",
+            "lost its sampler: http://127.0.0.1:9",
             "It is started again by itself",
         ),
         (
@@ -69,7 +69,7 @@ def cause(*lines, code=1, kind="sft", **how):
         (
             "nanodag.errors.CorruptArtifact: the bytes of a differ from their recorded sha256",
             StageFailed,
-            "was given bytes that are not those recorded: CorruptArtifact",
+            "was given bytes that are not those recorded: the bytes of a differ",
             "does not count as done",
         ),
         (
@@ -112,7 +112,7 @@ def test_what_a_cause_brought_about_in_other_processes_is_not_the_cause():
         "[rank0]: RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4",
         "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: ",
     )
-    assert found.what == "diverged: TrainingDiverged: The loss is nan at step 2."
+    assert found.what == "diverged: The loss is nan at step 2."
 
 
 GLOO = "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:387: "
@@ -204,10 +204,10 @@ def test_an_error_that_a_worker_only_logged_is_the_reason():
     """What RL's controller leaves: a line of level ERROR, no traceback."""
     said = "ConfigError: The reward 'myreward:f' cannot be used: No module named 'myreward'."
     ended = Ended(code=1, lines=["10:00:01 INFO nanodag.rl: up", f"10:00:02 ERROR nanodag.rl: {said}"])
-    assert cause_of(ended, stage="rl", kind="rl", run="r").what == f"refuses its config: {said}"
+    assert cause_of(ended, stage="rl", kind="rl", run="r").what == "refuses its config: " + said[len("ConfigError: ") :]
     said = "StageFailed: The reward failed for every one of 8 rollouts of this step: KeyError: 'answer_column'"
     ended = Ended(code=1, lines=[f"10:00:02 ERROR nanodag.rl: {said}"])
-    assert cause_of(ended, stage="rl", kind="rl", run="r").what == f"failed: {said}"
+    assert cause_of(ended, stage="rl", kind="rl", run="r").what == f"failed: {said.removeprefix('StageFailed: ')}"
     ended = Ended(code=1, lines=[f"10:00:02 WARNING nanodag.rl: {said}", "10:00:03 INFO nanodag.rl: done"])
     assert "exit code 1" in cause_of(ended, stage="rl", kind="rl", run="r").what, "a warning was got over"
 
@@ -220,7 +220,7 @@ def test_the_users_own_line_stands_behind_the_reason_and_ours_does_not():
     )
     assert cause(*installed, "KeyError: 'loss'").what == "failed: KeyError: 'loss'"
     chained = [*mine, "KeyError: 'x'", "", failure._CHAINED[0], "", *TRACEBACK, "nanodag.errors.SourceError: row 3"]
-    assert cause(*chained).what == "cannot use its data: SourceError: row 3 (/home/me/myreward.py, line 7, in score)"
+    assert cause(*chained).what == "cannot use its data: row 3 (/home/me/myreward.py, line 7, in score)"
 
 
 def test_after_a_traceback_any_name_is_an_exceptions():

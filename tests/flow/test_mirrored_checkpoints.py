@@ -13,7 +13,8 @@ from nanodag.run.record import open_run
 from tests.flow.waiting import wait_for_step
 
 
-def test_another_machine_goes_on_from_the_mirrored_checkpoint(project, tell):
+def test_another_machine_goes_on_from_the_mirrored_checkpoint(project, tell, monkeypatch):
+    monkeypatch.setattr("nanodag.config.pipeline._NO_STORES", {})  # both machines are this process
     mirrored = [f"store.url=memory://{project.name}", "store.local=one", "store.mirror_checkpoints=true"]
     run = open_run("r", file="", preset="tiny", overrides=mirrored)
     tell("tokenizer", "wait")

@@ -37,6 +37,21 @@ def test_overrides_of_what_comes_before_are_refused(project):
         recorded_run(store, "r", begin_at="sfd")
 
 
+def test_a_run_whose_failed_stage_was_run_again_is_as_far_as_its_stages_are(project):
+    order = open_run("r", file="", preset="tiny", overrides=[]).order
+    for to_do, states, expected in (
+        (order, ["built"] * 4 + ["failed"], "failed"),
+        (order[4:5], ["built"], "unfinished"),
+        (order[5:], ["running"], "stopped"),
+        (order[5:], ["built"] * len(order[5:]), "completed"),
+    ):
+        run = open_run("r", file="", preset="tiny", overrides=[], only=to_do)
+        for stage, state in zip(to_do, states, strict=False):
+            run.note(stage, state=state)
+        run.close()
+        assert run.store.read_run("r").state == expected
+
+
 @pytest.mark.parametrize("about", [SweepRecord(stage="sft", points=()), NightRecord(by_schedule=False, due=0.0)])
 def test_a_sweep_and_a_night_are_not_resumed_as_a_run(project, about):
     pipeline = open_run("r", file="", preset="tiny", overrides=[]).pipeline

@@ -101,7 +101,11 @@ def test_a_lost_sampler_is_tried_again_and_a_nan_is_not(project, tell):
     tell("tokenizer", "once nanodag.errors:SamplerLost it is gone")
     tell("sft", "once nanodag.errors:TrainingDiverged loss is nan")
     state = speedrun("r", preset="tiny", return_state=True)
-    assert state.is_failed() and "diverged: TrainingDiverged: loss is nan" in state.message
+    assert state.is_failed() and state.message.startswith("Stage sft diverged: loss is nan")
+    with get_client(sync_client=True) as client:
+        flow_run = FlowRunFilter(id=FlowRunFilterId(any_=[state.state_details.flow_run_id]))
+        ends = {task.name: task.state for task in client.read_task_runs(flow_run_filter=flow_run)}
+    assert ends["sft"].is_failed() and ends["sft"].message.startswith("Stage sft diverged: loss is nan")
     stages = record_of("r", project).stages
     assert (stages["tokenizer"].state, stages["tokenizer"].made.cost["num_attempts"]) == ("built", 2)
     assert stages["sft"].state == "failed"

@@ -26,6 +26,7 @@ def tensors(dtype: torch.dtype, *, has_norms: bool = True, has_biases: bool = Fa
         out |= {"q_norm": normal(32), "k_norm": normal(32)}
     if has_biases:
         out |= {"q_bias": normal(query), "k_bias": normal(key), "v_bias": normal(key)}
+        out |= {"output_bias": normal(WIDTH)}
     return {name: tensor.requires_grad_() for name, tensor in out.items()}
 
 
@@ -38,7 +39,7 @@ def outcome(module, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     before = (given["x"], cos, sin, given["norm"], (given["q"], given["k"], given["v"]), biases, norms)
     found = module.before_attention(*before, heads=HEADS)
     passed, *heads = found if len(found) == 4 else (given["x"], *found)
-    weights = [given[name] for name in ("output", "after_norm", "gate", "up", "down")]
+    weights = [given.get(name) for name in ("output", "output_bias", "after_norm", "gate", "up", "down")]
     out = module.after_attention(passed, given["attended"], *weights, heads=HEADS)
     results = {"query": heads[0], "key": heads[1], "value": heads[2], "out": out}
     total = sum(((result.float() * 3).sin() * (n + 1)).sum() for n, result in enumerate(results.values()))

@@ -1,7 +1,5 @@
 """The decoder against transformers, against itself unpacked, and against the arrow of time."""
 
-import json
-
 import pytest
 import torch
 
@@ -10,6 +8,9 @@ from nanodag.errors import ConfigError
 from nanodag.model.build import initialise, qwen3_architecture
 from nanodag.model.decoder import Decoder
 from nanodag.model.folder import load, save
+from nanodag.sampler.engine import Engine
+from nanodag.tokenizer.bpe import save_tokenizer
+from nanodag.tokenizer.layout import SPECIAL_TOKENS
 
 VOCABULARY = 97
 SHAPE = Shape(depth=2, width=32, num_heads=4, num_kv_heads=2, head_width=8, mlp_width=64, tied_embeddings=False)
@@ -38,6 +39,12 @@ def row(*lengths: int):
     return ids, positions, documents, targets
 
 
+def write_tokenizer(folder):
+    size = VOCABULARY - len(SPECIAL_TOKENS)
+    save_tokenizer({bytes([value]): value for value in range(size)}, folder)
+    return folder
+
+
 def hugging_face_models(folder):
     import transformers
 
@@ -61,9 +68,11 @@ def hugging_face_models(folder):
     yield transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**common, head_dim=8, tie_word_embeddings=True))
     yield transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**common))
     yield transformers.LlamaForCausalLM(transformers.LlamaConfig(**common, rope_parameters=llama3))
+    yield transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**common, head_dim=32, attention_bias=True))
+    yield transformers.LlamaForCausalLM(transformers.LlamaConfig(**common, attention_bias=True))
 
 
-def test_logits_of_every_model_type_equal_those_of_transformers(tmp_path):
+def test_logits_and_gradients_of_every_model_type_equal_those_of_transformers(tmp_path):
     ids, positions, _, _ = row(40)
     torch.manual_seed(0)
     for theirs in hugging_face_models(tmp_path):
@@ -71,24 +80,57 @@ def test_logits_of_every_model_type_equal_those_of_transformers(tmp_path):
             torch.nn.init.normal_(parameter, 0.0, 0.2)
         theirs.save_pretrained(tmp_path)
         ours = load(tmp_path)
-        found = ours(ids, positions, torch.zeros_like(ids), want="logits")
-        with torch.no_grad():
-            wanted = theirs(ids).logits
+        found, wanted = ours(ids, positions, torch.zeros_like(ids), want="logits"), theirs(ids).logits
         assert wanted.abs().max() > 0.5
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+        for logits in (found, wanted):
+            logits.log_softmax(-1)[0, :, 1].mean().backward()
+        gradients = {name: parameter.grad for name, parameter in ours.named_parameters()}
+        for name, parameter in theirs.named_parameters():
+            torch.testing.assert_close(gradients.pop(name), parameter.grad, rtol=1e-5, atol=1e-5, msg=name)
+        assert not gradients
+
+
+@pytest.mark.parametrize("theirs", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
+def test_a_model_with_biases_that_was_trained_is_read_alike_by_transformers_and_sampler(tmp_path, theirs):
+    import transformers
+
+    config = getattr(transformers, theirs).config_class(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, attention_bias=True,
+    )  # fmt: skip
+    getattr(transformers, theirs)(config).save_pretrained(tmp_path / "begun")
+    model = load(tmp_path / "begun")
+    ids, positions, documents, targets = row(30)
+    for _ in range(3):
+        model(ids, positions, documents, targets).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.003 * parameter.grad
+                parameter.grad = None
+    assert model.model.layers[0].self_attn.o_proj.bias.abs().max() > 0
+    weights, tokenizer = dict(model.named_parameters()), write_tokenizer(tmp_path / "tokenizer")
+    save(tmp_path / "out", weights, tokenizer=tokenizer, source=tmp_path / "begun", architecture=model.architecture)
+    logits = model(ids, positions, documents, want="logits")
+    read, report = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype=torch.float32, output_loading_info=True
+    )
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    torch.testing.assert_close(read(ids).logits, logits, rtol=1e-5, atol=1e-5)
+    sampled, _ = Engine(tmp_path / "out").model.prompt_logprobs(ids[0].numpy())
+    wanted = logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(sampled), wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_what_is_saved_is_loaded_by_transformers_with_the_same_logits(tmp_path, tied):
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoModelForCausalLM
 
     model = tiny(tied)
-    (tmp_path / "tokenizer").mkdir()
-    (tmp_path / "tokenizer" / "generation_config.json").write_text(json.dumps({"eos_token_id": [3], "pad_token_id": 4}))
     save(
         tmp_path / "out",
         dict(model.named_parameters()),
-        tokenizer=tmp_path / "tokenizer",
+        tokenizer=write_tokenizer(tmp_path / "tokenizer"),
         architecture=model.architecture,
     )
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
@@ -96,7 +138,6 @@ def test_what_is_saved_is_loaded_by_transformers_with_the_same_logits(tmp_path, 
     torch.testing.assert_close(
         model(ids, positions, documents, want="logits"), theirs(ids).logits, rtol=1e-5, atol=1e-5
     )
-    assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == [3]
     again = load(tmp_path / "out")
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
 
@@ -199,7 +240,7 @@ def test_a_seed_gives_the_same_weights_again_and_another_seed_others():
 def test_a_folder_that_lacks_a_tensor_or_holds_one_too_many_is_refused(tmp_path):
     model = tiny()
     weights = dict(model.named_parameters())
-    tokenizer = tmp_path / "none"
+    tokenizer = write_tokenizer(tmp_path / "tokenizer")
     lacking = {name: t for name, t in weights.items() if name != "model.norm.weight"}
     save(tmp_path / "lacking", lacking, tokenizer=tokenizer, architecture=model.architecture)
     with pytest.raises(ConfigError, match=r"lacks 1 tensor, the first is model\.norm\.weight"):

@@ -8,7 +8,14 @@ from safetensors.numpy import save_file
 
 from nanodag.errors import BadRequest, ConfigError
 from nanodag.model.folder import load
-from nanodag.model.headers import head_parameters, matrix_parameters, num_elements, tensor_shapes, weight_files
+from nanodag.model.headers import (
+    head_parameters,
+    matrix_parameters,
+    num_elements,
+    tensor_shapes,
+    weight_files,
+    weights_digest,
+)
 from nanodag.rl.control.facts import ModelFacts
 
 SHAPES = {"model.embed_tokens.weight": (10, 4), "model.layers.0.mlp.weight": (4, 6), "model.norm.weight": (4,)}
@@ -32,6 +39,18 @@ def test_a_tied_embedding_is_the_head_and_counts_once(tmp_path):
 
 def test_an_embedding_beside_a_head_does_not_count(tmp_path):
     assert matrix_parameters(write(tmp_path / "untied", {**SHAPES, "lm_head.weight": (10, 4)})) == 40 + 24
+
+
+def test_weights_are_told_apart_by_their_content_and_by_nothing_else(tmp_path):
+    digests = []
+    for name, value in (("one", 0.5), ("same", 0.5), ("other", 0.25)):
+        weights = np.zeros((3000, 1000), np.float32)  # 12 MB, of which a third is read
+        weights[1500:] = value
+        (tmp_path / name).mkdir()
+        save_file({"w": weights}, tmp_path / name / "model.safetensors")
+        digests.append(weights_digest(tmp_path / name))
+    (tmp_path / "same" / "README.md").write_text("again")
+    assert digests[0] == digests[1] == weights_digest(tmp_path / "same") != digests[2]
 
 
 CONFIG = {

@@ -9,9 +9,9 @@ from nanodag.model.lora import LINEARS, add_lora, merged
 from tests.rl.models import save_tiny_model
 
 
-@pytest.fixture
-def folder(tmp_path):
-    return save_tiny_model(tmp_path / "model", vocabulary=64)
+@pytest.fixture(params=[False, True], ids=["plain", "biased"])
+def folder(request, tmp_path):
+    return save_tiny_model(tmp_path / "model", vocabulary=64, bias=request.param)
 
 
 def adapted(folder):

@@ -24,7 +24,7 @@ def test_ten_items_lost_and_none_won_is_worse_and_three_are_not(store, tmp_path)
     assert found.is_worse and found.p_worse == pytest.approx(0.5**10) and found.against == "last night"
     (found,) = compare(store, [lost_three], earlier, false_alarms=0.01)
     assert not found.is_worse and found.p_worse == pytest.approx(0.5**3)
-    assert "main/sft sort exact_match 0.97, 1 before: -0.03" in str(found)
+    assert "main/sft sort exact_match 97.0 %, 100.0 % before: −3.0 points" in str(found)
 
 
 def test_better_is_never_worse_also_where_lower_is_better(store, tmp_path):

@@ -44,7 +44,7 @@ def test_a_night_is_kept_with_its_scores_comparisons_and_page(project):
     assert (first.num_scores, first.worse) == (1, ())
     second = night_of(project, "nightly-2", [1] * 80 + [0] * 20)
     assert second.worse == (
-        "main/sft sort exact_match 0.8, 1 before: -0.2 [-0.28, -0.12] (adjusted p 9.5e-07) "
+        "main/sft sort exact_match 80.0 %, 100.0 % before: −20.0 points (−28.0 to −12.0, adjusted p < 0.001) "
         "against last night (nightly-1)",
     )
     record = Store(project / "store").read_run("nightly-2")

@@ -40,6 +40,23 @@ def test_the_page_says_what_is_worse_than_what_and_what_is_missing(report):
     assert [row[2:18] for row in rows] == ["2025-11-22 02:00", "2025-11-21 02:00", "2025-11-20 02:00"]
 
 
+def test_a_worse_score_is_first_and_red_with_its_tile_and_unchanged_ones_are_folded(store, tmp_path):
+    known = publish_eval(store, tmp_path / "known", "run-0", [1] * 9 + [0]).model_copy(update={"eval": "other"})
+    before = publish_eval(store, tmp_path / "before", "run-1", [1] * 50)
+    worse = publish_eval(store, tmp_path / "worse", "run-2", [1] * 30 + [0] * 20)
+    nights = [night_record("nightly-0", [known, before]), night_record("nightly-1", [known, worse], due=DAY)]
+    found = compare(store, [known, worse], nights[:1], false_alarms=0.01)
+    report = trend_report(nights, found, false_alarms=0.01, zone="UTC")
+    assert (report.cards[0].text, report.cards[0].tone) == ("1", "bad")
+    changed, unchanged = report.sections[0].parts
+    ((_, _, score, difference, *_),) = changed.table.rows
+    assert (score.text, score.verdict, score.tone) == ("60.0", "worse than last night", "bad")
+    assert difference.text == "−40.0" and "sort exact_match 60.0 %, 100.0 % before: −40.0 points" in str(found[1])
+    assert unchanged.folded and unchanged.heading == "unchanged: 1" and len(unchanged.table.rows) == 1
+    page = to_html(report)
+    assert page.index('class="verdict bad">worse') < page.index("<details><summary>unchanged: 1")
+
+
 def test_the_page_loads_nothing_from_elsewhere_and_has_a_point_a_night(report):
     page = to_html(report)
     assert (

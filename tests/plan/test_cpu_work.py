@@ -5,13 +5,15 @@ import pytest
 from nanodag.config import resolve
 from nanodag.config.dial import shape_of
 from nanodag.config.footprint import layer_activations
+from nanodag.config.kinds.tokenizer import TokenizerStage
 from nanodag.config.model_size import ModelSize
 from nanodag.data.config import SourceConfig
 from nanodag.host.folders import PROJECT
 from nanodag.host.machine import machine_of
-from nanodag.plan.case import habit_of
+from nanodag.plan.case import Case, habit_of
 from nanodag.plan.cpu_work import LOGIT_S, MOVED_BYTES_S, CpuWork, core_of
 from nanodag.plan.make import plan_of
+from nanodag.plan.others import plan_tokenizer
 from nanodag.plan.sizes import Sizes
 
 FILE = PROJECT / "pipeline.yaml"
@@ -99,6 +101,16 @@ def test_text_of_a_mirror_is_what_its_footers_say(tmp_path):
     assert Sizes(SIZES, tmp_path).text_bytes("hub:openai/gsm8k/main:test") == 1319 * 540, (
         "what reads it says that it is damaged"
     )
+
+
+def test_a_tokenizer_reads_no_more_text_than_its_files_have(tmp_path):
+    (tmp_path / "book.txt").write_text("a" * 300_000)
+    data = [{"url": f"file:{tmp_path}/*.txt"}]
+    stage = TokenizerStage(kind="tokenizer", data=data, vocabulary=512, max_bytes=1_000_000)
+    case = Case(name="tokenizer", stage=stage, machine=machine_of(CPU), known_model=None, sizes=Sizes())
+    assert plan_tokenizer(case).read_bytes == 300_000
+    (tmp_path / "other.txt").write_text("a" * 900_000)
+    assert plan_tokenizer(case).read_bytes == 1_000_000
 
 
 def test_a_token_attends_to_its_own_piece_of_a_row_alone():

@@ -290,6 +290,14 @@ def test_a_folders_model_is_read_from_its_config(tmp_path):
     )
 
 
+@pytest.mark.parametrize("wrong", [{"model_type": "gpt2"}, {"model_type": "llama", "mlp_bias": True}])
+def test_a_model_that_cannot_be_trained_is_refused_by_stage_and_setting(tmp_path, wrong):
+    (tmp_path / "config.json").write_text(json.dumps(wrong))
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"^base\.model=file:.* cannot be taken: (model_type 'gpt2'|mlp_bias) in"):
+        planned("gsm8k-rl", GPU, f"base.model=file:{tmp_path}")
+
+
 @pytest.mark.parametrize(
     "url, rows",
     [

@@ -91,7 +91,7 @@ def write_results(files: Path, *, right: int, bits: float, form: str, said: str)
         }
         for n in range(10)
     ]
-    texts = [{"id": f"t{n}", "scores": {"bits_per_byte": bits + n / 10}, "weight": 100} for n in range(3)]
+    texts = [{"id": f"t{n}", "scores": {"bits_per_byte": bits + n / 10}, "weight": 100} for n in range(12)]
     for name, records in (("sort", sort), ("bits_per_byte", texts)):
         (files / "samples" / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     common = {"chat": False, "num_fewshot": 0}
@@ -100,7 +100,7 @@ def write_results(files: Path, *, right: int, bits: float, form: str, said: str)
         | {"metric": "exact_match", "form": form, "higher_is_better": True, "num_items": 10}
         | {"value": right / 10, "stderr": 0.1, "low": max(0.0, right / 10 - 0.2), "high": right / 10 + 0.2},
         "bits_per_byte": common
-        | {"metric": "bits_per_byte", "form": "bits_per_byte", "higher_is_better": False, "num_items": 3}
+        | {"metric": "bits_per_byte", "form": "bits_per_byte", "higher_is_better": False, "num_items": 12}
         | {"value": bits + 0.1, "stderr": 0.05, "low": bits, "high": bits + 0.2},
     }
     samples = [{"prompt": "Sort: 3 1 2", "completion": said}]

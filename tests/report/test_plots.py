@@ -20,7 +20,7 @@ def plots():
 
 @pytest.fixture(scope="module")
 def page(plots):
-    table = Table(headers=["what"], rows=[[Cell(text="a longword"), Cell(text="x" * 60)]], numeric=())
+    table = Table(headers=["what", "why"], rows=[[Cell(text="a longword"), Cell(text="x" * 60)]], numeric=())
     section = PageSection(title="S", parts=[Part(svg=plots), Part(table=table)])
     return to_html(Report(title="T", subtitle="", cards=[], sections=[section]))
 
@@ -68,7 +68,8 @@ def test_a_long_legend_makes_the_picture_higher(plots):
 
 
 def test_only_a_word_too_long_for_any_column_may_be_broken(page):
-    assert '<td class="short">a longword</td>' in page and f'<td class="long">{"x" * 60}</td>' in page
+    assert '<td class="short" data-column="what">a longword</td>' in page
+    assert f'<td class="long" data-column="why">{"x" * 60}</td>' in page
     assert not re.search(r"^td \{[^}]*overflow-wrap: anywhere", page, re.MULTILINE)
     assert page.count('<div class="scroll"><table') == page.count("<table")
 

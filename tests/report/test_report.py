@@ -161,9 +161,9 @@ def answers(run, name, right):
 
 def comparison_table(run):
     """(after, before) on `sort` -> p and verdict, as the page shows them."""
-    sections = report_of(run).sections
-    table = sections[0].parts[-1].table
-    return {row[1].text: (row[5].text, row[6].text) for row in table.rows if row[0].text == "sort"}
+    tables = [part.table for part in report_of(run).sections[0].parts[2:] if part.table]
+    rows = [row for table in tables for row in table.rows if row[0].text == "sort"]
+    return {row[1].text: (row[4].text, row[2].verdict) for row in rows}
 
 
 def test_the_p_that_is_shown_decides_and_not_the_interval(run):
@@ -184,6 +184,24 @@ def test_one_of_many_comparisons_is_not_called_worse_by_chance(run):
     assert comparison_table(run)["RL − SFT"] == ("0.078", "no clear difference")  # 5 of 8 are no smaller: 5 x 0.0156
     answers(run, "eval_rl", range(10))
     assert comparison_table(run)["RL − SFT"] == ("0.010", "worse")  # 5 x 2/1024
+
+
+def test_what_is_worse_stands_first_with_its_verdict_below_and_what_is_unclear_is_folded(run):
+    for name, right in (("eval_base", 20), ("eval_sft", 20), ("eval_control", 40), ("eval_rl", 20)):
+        answers(run, name, range(right))
+    _, _, clear, unclear = report_of(run).sections[0].parts
+    verdicts = [row[2].verdict for row in clear.table.rows]
+    assert verdicts[-1] == "better" and set(verdicts[:-1]) == {"worse"}
+    assert (clear.folded, unclear.folded) == (False, True) and unclear.heading.startswith("no clear difference: ")
+    page = to_html(report_of(run))
+    assert page.index('<span class="verdict bad">worse</span>') < page.index('<span class="verdict good">better</span>')
+    assert page.index("<details><summary>no clear difference") < page.index('<span class="verdict ">no clear diff')
+
+
+def test_a_narrow_screen_reads_rows_of_many_cells_downwards_behind_the_names_of_their_columns(run):
+    page = to_html(report_of(run))
+    assert '<table class=" many">' in page and "@media (max-width: 640px)" in page
+    assert 'data-column="difference">' in page and "content: attr(data-column)" in page
 
 
 def test_the_first_tiles_name_the_largest_gain_beside_the_largest_loss(run):
@@ -350,9 +368,8 @@ def test_the_same_run_gives_the_same_bytes(run):
 
 def test_markdown_tables_keep_their_columns(run):
     text = to_markdown(report_of(run))
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    table = lines[: next(i for i, line in enumerate(lines[1:], 1) if line.count("|") != lines[0].count("|"))]
-    assert len(table) == 4  # headers, rule, two benchmarks
+    table = text[text.index("| benchmark") :].partition("\n\n")[0].splitlines()
+    assert [line.count("|") for line in table] == [6] * 4  # headers, rule, two benchmarks
     assert "| sort (exact\\_match, %, 10 items) | 0.0 ± 10.0 (0.0 to 20.0) | 40.0 ± 10.0" in text
     assert "rl says \\<b\\>" in text
     assert "asked: Sort 4 \\| x" in text

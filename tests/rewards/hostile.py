@@ -197,13 +197,22 @@ print('refused: EPERM' if done.returncode else 'succeeded')
     _call("module", "load a module", 175, "ctypes.create_string_buffer(16), 16, b''"),
     _call("syslog", "read the kernel's log", 103, "3, ctypes.create_string_buffer(64), 64"),
     _call("shm", "keep memory in System V IPC", 29, "0, 1 << 30, 0o1600"),
+    _call("memfd", "keep memory in a file without a name", 319, "b'x', 0"),
+    _call("memfd-secret", "keep memory that no other may read", 447, "0"),
+    Attack(
+        "shared-memory",
+        "keep memory that is mapped no more",
+        "refused: EPERM",
+        "tries(lambda: __import__('mmap').mmap(-1, 1 << 20))",
+    ),
+    Attack("dev-zero", "map /dev/zero for that", "refused: EACCES", "tries(lambda: open('/dev/zero', 'r+b'))"),
     Attack(
         "i386",
         "make a call of the 32-bit table",
         "ended: SIGSYS | ended: SIGSEGV",
         """
 import mmap
-code = mmap.mmap(-1, 4096, prot=7)
+code = mmap.mmap(-1, 4096, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, 7)
 code.write(b'\\xb8\\x14\\x00\\x00\\x00\\xcd\\x80\\xc3')
 start = ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(code)))
 print('succeeded:', start())
@@ -305,6 +314,21 @@ os._exit(0)
 for _ in range(10):
     if os.fork() == 0:
         held = bytearray(b'x') * (400 << 20)
+        time.sleep(60)
+time.sleep(60)
+""",
+    ),
+    Attack(
+        "memory-and-files",
+        "fill /tmp, /dev/shm and processes, each by itself within its limit",
+        "ended: memory | ended: SIGKILL",
+        """
+for folder in '/tmp', '/dev/shm':
+    for number in range(60):
+        open(f'{folder}/{number}', 'wb').write(bytes(1 << 20))
+for size in 400, 400, 130:
+    if os.fork() == 0:
+        held = bytearray(b'x') * (size << 20)
         time.sleep(60)
 time.sleep(60)
 """,

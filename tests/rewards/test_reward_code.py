@@ -242,6 +242,60 @@ def test_a_program_reaches_neither_the_verdict_nor_what_the_tests_compute_with(c
     assert score(fenced(cheat), [test], entry_point="f").value == 0.0
 
 
+ENDED_EARLY = [
+    "assert all(map(f, [1, 2]))",
+    "assert not any(map(f, [1, 2]))",
+    "assert all(got == n * n for got, n in zip(map(f, [1, 2]), [1, 2]))",
+    "assert list(filter(f, [0])) == []",
+    "assert 5 not in iter(f.__call__, 3)",
+    "assert 5 not in map(len, map(box, [1]))",
+    "class Run:\n    def __getitem__(self, n):\n        return f(n)\nassert 7 not in zip(Run(), [1])",
+    """
+import asyncio
+class Run:
+    def __aiter__(self):
+        return self
+    async def __anext__(self):
+        return f(1)
+async def run():
+    return [got async for got in Run()]
+assert asyncio.run(run()) == []
+""",
+]
+
+
+@pytest.mark.parametrize("end", ["StopIteration", "StopAsyncIteration", "type('Own', (StopIteration,), {})"])
+def test_the_end_of_an_iterator_that_a_call_raises_ends_no_loop_of_the_tests(end):
+    cheat = f"class Box:\n    def __len__(self): raise {end}\nbox = lambda n: Box()\ndef f(*n): raise {end}"
+    assert score(fenced(cheat), ENDED_EARLY).components == {"tests": 0.0}
+
+
+def test_a_raised_end_that_the_program_writes_itself_ends_no_loop_either():
+    for kind in ("{'exception': [0, 'KeyError', 'StopIteration']}", "{'builtin': 'StopIteration'}"):
+        cheat = "\n    ".join(["def f(n):", *WRITES.format(kind=kind, code="").strip().splitlines()])
+        assert score(fenced(cheat), ["assert all(map(f, [1, 2]))"]).value == 0.0
+
+
+def test_tests_may_want_the_end_of_an_iterator():
+    tests = [
+        "g = f(1)\nassert next(g) == 0 and next(g, 7) == 7 and list(zip(f(3), 'ab')) == [(0, 'a'), (1, 'b')]",
+        "try:\n    next(g)\n    assert False\nexcept StopIteration:\n    pass",
+        "try:\n    first([])\n    assert False\nexcept (KeyError, StopIteration):\n    pass",
+        "try:\n    first(0)\n    assert False\nexcept Own as error:\n    assert str(error) == 'no'",
+    ]
+    program = """
+def f(n):
+    yield from range(n)
+class Own(StopIteration):
+    pass
+def first(items):
+    if items == 0:
+        raise Own("no")
+    return next(iter(items))
+"""
+    assert score(fenced(program), tests).value == 1.0
+
+
 def test_builtins_go_both_ways_functions_staying_where_they_are():
     tests = ["assert longest(['a', 'bbb'], len) == 'bbb'", "assert total([1, 2]) == 3", "assert kind(2) is int"]
     program = "def longest(words, key): return max(words, key=key)\ntotal = sum\ndef kind(n): return type(n)"

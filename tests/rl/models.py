@@ -11,7 +11,7 @@ from nanodag.tokenizer.layout import SPECIAL_TOKENS
 
 
 def save_tiny_model(
-    folder: Path, *, vocabulary: int = 32, seed: int = 0, tied: bool = False, num_layers: int = 2
+    folder: Path, *, vocabulary: int = 32, seed: int = 0, tied: bool = False, num_layers: int = 2, bias: bool = False
 ) -> Path:
     """A Qwen3 with random weights that make its choices clear, and a tokenizer of single bytes."""
     torch.manual_seed(seed)
@@ -26,6 +26,7 @@ def save_tiny_model(
         max_position_embeddings=128,
         initializer_range=0.3,
         tie_word_embeddings=tied,
+        attention_bias=bias,
     )
     Qwen3ForCausalLM(config).save_pretrained(folder)
     save_tokenizer({bytes([value]): value for value in range(min(256, vocabulary - len(SPECIAL_TOKENS)))}, folder)

@@ -15,7 +15,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from nanodag.config import resolve
 from nanodag.errors import SamplerLost
+from nanodag.host.folders import PROJECT
 from nanodag.inference.protocol import Completion, FinishReason, VersionSpan
 from nanodag.rewards.reward_pool import SampleReward
 from nanodag.rl.agents import function
@@ -505,6 +507,13 @@ def test_the_file_that_a_program_leaves_is_what_the_reward_judges(folder, tmp_pa
     options = {"command": ("python", "agent.py"), "folder": program(tmp_path), "answer_file": "found.txt"}
     _, _, answers = generated(folder, lambda request: [72, 73], options, name="agent", samples_per_prompt=1)
     assert answers == ["HI in a file"]
+
+
+def test_a_pipeline_file_may_have_a_program_as_agent(tmp_path):
+    program(tmp_path)
+    command = f"rl.generate={{name: agent, options: {{command: [python, agent.py], folder: {tmp_path}/agent}}}}"
+    options = resolve(PROJECT / "pipeline.yaml", "pocket", [command]).pipeline.stages["rl"].rollout.generate.options
+    assert options["command"] == ("python", "agent.py")
 
 
 def test_options_of_agents_are_checked_before_anything_runs(tmp_path):

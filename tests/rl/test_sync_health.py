@@ -5,8 +5,11 @@ import os
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from nanodag.errors import SamplerLost
 from nanodag.inference.client import SamplerClient
@@ -92,6 +95,62 @@ def test_one_lost_question_after_its_health_does_not_end_the_watch_over_a_sample
     asyncio.run(asyncio.wait_for(watch.look(), 30))
     assert len(ended) == 1
     assert not server.is_alive
+
+
+def watched(late, asked):
+    """A watch over a server that is silent as often as `late` says, until it is killed or has been asked so often;
+    the connections over which it was asked, and whether it was killed."""
+    connections = []
+
+    async def health(request):
+        connections.append(request.transport.get_extra_info("peername"))
+        if len(connections) in late:
+            await asyncio.sleep(60)
+        return web.Response()
+
+    async def work():
+        application = web.Application()
+        application.router.add_get("/health_generate", health)
+        async with TestServer(application) as server, SamplerClient(str(server.make_url("/"))) as client:
+            child = SimpleNamespace(url=client.url, is_alive=True, kill=lambda: None)
+            look = asyncio.ensure_future(ServerWatch(child, client, every_s=0.01, timeout_s=2.0).look())
+            while not look.done() and len(connections) < asked:
+                await asyncio.sleep(0.01)
+            was_killed = look.done()
+            look.cancel()
+            await asyncio.gather(look, return_exceptions=True)
+        return was_killed
+
+    return connections, asyncio.run(work())
+
+
+def test_a_sampler_that_answers_late_once_is_asked_again_over_a_fresh_connection_and_stays():
+    connections, was_killed = watched(late={2, 4}, asked=6)
+    assert not was_killed and len(set(connections)) == 6
+
+
+def test_a_sampler_that_is_silent_twice_in_a_row_is_killed():
+    connections, was_killed = watched(late={2, 3}, asked=4)
+    assert was_killed and len(connections) == 3
+
+
+def test_the_time_in_which_this_process_does_not_run_is_not_the_samplers():
+    async def work():
+        async def info(request):
+            return web.json_response({})
+
+        application = web.Application()
+        application.router.add_get("/model_info", info)
+        application.router.add_get("/health_generate", info)
+        async with TestServer(application) as server:
+            async with SamplerClient(str(server.make_url("/")), connect_timeout_s=0.2) as client:
+                asyncio.get_running_loop().call_soon(time.sleep, 1.0)  # after the connect began, before it was seen
+                assert await client.model_info() == {}
+                asyncio.get_running_loop().call_later(0.01, time.sleep, 1.0)
+                watch = ServerWatch(SimpleNamespace(url="", is_alive=True), client, every_s=0.0, timeout_s=0.9)
+                assert await watch._answer() is True
+
+    asyncio.run(work())
 
 
 def test_a_hung_sampler_is_killed_and_replaced(model, tmp_path):

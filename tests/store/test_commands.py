@@ -9,8 +9,10 @@ from xml.etree import ElementTree
 import pytest
 
 from nanodag.cli import main
+from nanodag.config.stage_base import StageBase
+from nanodag.run.build_stage import made_from as made_from_artifact
 from nanodag.store import Store
-from tests.run_records import built, run_record
+from tests.run_records import built, run_record, stage_record
 from tests.store.making import product_in, publish
 
 A, B, C = "a1" + "0" * 38, "a2" + "0" * 38, "b0" + "0" * 38
@@ -161,6 +163,17 @@ def test_a_key_may_be_abbreviated_as_long_as_one_begins_so(store, chain, model, 
     assert f"{C[:12]}/0002" in nanodag("lineage", "b")[1] and second.attempt == "0002"
     assert f"{C[:12]}/0001" in nanodag("lineage", "b/0001")[1]
     assert json.loads((Path(store.local) / second.folder / "manifest.json").read_text())["attempt"] == "0002"
+
+
+def test_status_and_gc_count_the_same_bytes_those_of_records_too(store, model, tmp_path, nanodag):
+    (tmp_path / "records").mkdir()
+    (tmp_path / "records" / "metrics.jsonl").write_text("x" * 5000)
+    artifact = publish(store, model, A, records=tmp_path / "records")
+    made = made_from_artifact(artifact, StageBase(kind="sft"), {})
+    entry = stage_record(state="built", key=A, made=made.model_dump())
+    store.write_run(run_record("first", stages={"sft": entry}))
+    assert "1 artifact, 5.0 kB" in nanodag("gc")[1]
+    assert "the runs use 1 artifact, 5.0 kB" in nanodag("status")[1]
 
 
 def test_status_and_stages_show_a_run_whose_artifact_is_gone(store, chain, nanodag):

@@ -10,9 +10,11 @@ import sys
 import pytest
 import yaml
 
+from nanodag.config import resolve
 from nanodag.errors import CorruptArtifact, StoreError
 from nanodag.evaluation.forms import FormLoader
 from nanodag.host.folders import PROJECT
+from nanodag.server.local_server import server_of
 from nanodag.store import Store
 from tests.run_records import run_record
 from tests.store.making import KEY, forge, product_in, publish
@@ -160,6 +162,18 @@ def test_a_workspace_of_another_user_is_refused(store, monkeypatch):
         store.workspace(KEY)
     folder.chmod(0o755)
     assert store.workspace(KEY) == folder
+
+
+def test_only_its_owner_can_look_into_a_new_store_and_a_mode_that_was_given_stays(tmp_path, caplog):
+    pipeline = resolve(PROJECT / "pipeline.yaml").pipeline
+    store = Store(tmp_path / "store")
+    home = server_of(pipeline, store, tmp_path).home
+    assert [path.stat().st_mode & 0o777 for path in (store.local, home)] == [0o700, 0o700]
+    for mode, is_said in ((0o750, False), (0o755, True)):
+        store.local.chmod(mode)
+        server_of(pipeline, Store(store.local), tmp_path)
+        assert store.local.stat().st_mode & 0o777 == mode
+        assert (f"the store {store.local} (mode {mode:o}). Close it: chmod 700" in caplog.text) == is_said
 
 
 def test_a_record_of_another_user_is_read_and_not_resumed(store, monkeypatch):

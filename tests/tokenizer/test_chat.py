@@ -148,7 +148,7 @@ def test_a_user_cannot_end_his_turn_by_spelling_a_special_token(native, encoding
 
 def test_a_sampled_tool_call_is_answered_by_ids(native, encoding):
     assert encoding.decode(native.tool_result("408")) == "<|tool_result|>408<|tool_result_end|>"
-    assert native.stop_ids == (encoding.token_id("<|end|>"),)
+    assert native.stop_ids == (encoding.token_id("<|end|>"), encoding.token_id("<|bos|>"))
 
 
 def test_unknown_roles_are_refused_by_renderer_and_template(native, transformers_tokenizer):

@@ -7,6 +7,7 @@ import gc
 import json
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ SHAPE = Shape(depth=2, width=32, num_heads=2, num_kv_heads=1, head_width=16, mlp
 
 
 def engine_of(case: dict[str, Any]) -> TrainEngine:
-    model = Decoder(qwen3_architecture(SHAPE, vocabulary=VOCABULARY, rope_theta=10_000.0, max_positions=LENGTH))
+    of = qwen3_architecture(SHAPE, vocabulary=VOCABULARY, rope_theta=10_000.0, max_positions=LENGTH)
+    model = Decoder(replace(of, qkv_bias="bias" in case, output_bias="bias" in case))
     initialise(model, 0)
     if "lora" in case:
         add_lora(model, rank=4, alpha=8.0, seed=1)

@@ -29,6 +29,7 @@ OFFLOADED = [
     *({**case, "offload": ["offload_optimizer"]} for case in ADAMW),
     {**ADAMW[2], "offload": ["offload_optimizer", "offload_param"]},
 ]
+BIASED = [{"stage": stage, "bias": True} for stage in (0, 3)]
 BF16 = [{"stage": stage, "precision": "bf16"} for stage in range(4)]
 
 
@@ -49,6 +50,7 @@ def one_rank(folder):
         *LORA,
         *LORA_TOO,
         {**LORA[0], "steps": 2, "save": str(folder / "lora")},
+        BIASED[0],
         {**ADAMW[0], "steps": 2, "save": str(folder / "adamw")},
     ]
     return dict(zip(map(str, cases), run_ranks(folder / "one.json", cases, num_ranks=1), strict=True))
@@ -64,6 +66,7 @@ def two_ranks(folder, one_rank):
         *LORA,
         *LORA_TOO,
         {**LORA[1], "load": str(folder / "lora"), "first": 2},
+        BIASED[1],
         *ADAMW,
         *OFFLOADED,
         {**OFFLOADED[-1], "load": str(folder / "adamw"), "first": 2},
@@ -86,6 +89,13 @@ def test_every_zero_stage_comes_to_the_weights_of_stage_0(one_rank, stage):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_two_ranks_come_to_the_weights_of_one(one_rank, two_ranks, stage):
     assert_same(two_ranks[str(FP32[stage])], one_rank[str(FP32[stage])])
+
+
+def test_two_ranks_train_biases_as_one_does(one_rank, two_ranks):
+    wanted = one_rank[str(BIASED[0])]
+    assert_same(two_ranks[str(BIASED[1])], wanted)
+    biases = [max(map(abs, weights)) for name, weights in wanted["weights"].items() if name.endswith("proj.bias")]
+    assert len(biases) == 4 * SHAPE.depth and min(biases) > 0.01
 
 
 @pytest.mark.parametrize("rows", [1, 8])

@@ -17,7 +17,7 @@ from nanodag.config.stage_base import StageBase
 from nanodag.errors import ConfigError
 from nanodag.errors.words import listed, nearest
 from nanodag.own_code.blame import with_place
-from nanodag.own_code.find import search_last
+from nanodag.own_code.find import forget_others, search_last
 from nanodag.own_code.functions import function_at
 from nanodag.own_code.vouched import Voucher, check_owner
 
@@ -75,6 +75,7 @@ def known() -> dict[str, Kind]:
 def vouch_for(file: Path, modules: Sequence[str]) -> None:
     """From now on kinds may be named that stand beside this pipeline file, or in these modules, and no others."""
     global _voucher
+    forget_others(file.parent)
     voucher = Voucher(file=file, trusted_modules=tuple(modules))
     if voucher != _voucher:
         _voucher = voucher

@@ -148,7 +148,7 @@ class EvalSamplerConfig(Section):
     python: str = operational("auto", min_length=1)
     """SGLang's Python interpreter; `auto` for what `nanodag sampler install` made."""
     tensor_parallel: int = operational(1, ge=1)
-    """GPUs of one SGLang server."""
+    """GPUs of one SGLang server. Above 1 it is refused where `engine: auto` takes the embedded one."""
     options: dict[str, bool | int | float | str] = {}
     """Other options of SGLang's server, by name."""
 
@@ -205,7 +205,7 @@ KIND = Kind(
     name="eval",
     config=EvalStage,
     module="nanodag.evaluation",
-    code_version=5,
+    code_version=6,
     makes=SCORES,
     needs={"model": MODEL},
     is_beside=True,

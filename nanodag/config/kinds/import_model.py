@@ -16,6 +16,7 @@ KIND = Kind(
     config=ImportStage,
     module="nanodag.model.import_model",
     makes=MODEL,
+    code_version=2,
     is_on_cpu=True,
     label="START",
     order=20,

@@ -95,6 +95,7 @@ class RLStage(StageBase):
         self._check_advantage()
         self._check_keep()
         self._check_epochs()
+        self._check_steps()
         self._check_only()
         self._check_earlier()
         return self
@@ -120,6 +121,19 @@ class RLStage(StageBase):
                 f"num_epochs {self.num_epochs:g}: passes over a mixture by weights have no meaning, as it has no end; "
                 "set num_steps, or leave out the weights"
             )
+
+    def _check_steps(self) -> None:
+        """Of steps that a setting names: they come. With num_epochs the stage looks when it has counted its prompts."""
+        named = {
+            "optimizer.warmup_steps": self.optimizer.warmup_steps,
+            "profile_steps": max(self.profile_steps, default=0),
+        }
+        for name, step in named.items():
+            if step > self.num_steps and not self.num_epochs:
+                raise ValueError(
+                    f"{name} {step} is above num_steps {self.num_steps}, so that step never comes; lower it, or raise "
+                    "num_steps"
+                )
 
     def _check_only(self) -> None:
         if self.only == "rollouts" and self.best_metric:
@@ -434,7 +448,7 @@ KIND = Kind(
     name="rl",
     config=RLStage,
     module="nanodag.rl",
-    code_version=2,
+    code_version=3,
     makes=MODEL,
     needs={"model": MODEL},
     may_take={"critic": MODEL, "reference": MODEL, "teacher": MODEL},

@@ -26,6 +26,13 @@ from nanodag.rewards.inside.wire import (
 MAX_ERROR_CHARACTERS = 300
 
 
+# The end of an iterator, raised by a call of the program, is an error, as PEP 479 has it in generators: as it is, it
+# would end a `map`, a `zip` or a loop of the tests early, and what is left would count as right.
+ENDS: dict[type, type] = {
+    kind: type(kind.__name__, (RuntimeError,), {}) for kind in (StopIteration, StopAsyncIteration)
+}
+
+
 class CannotJudge(BaseException):
     """The tests are no Python, or give the program what cannot be sent."""
 
@@ -118,7 +125,9 @@ class TestsSide:
         for place, code in answer.get("changed", {}).items():
             _replace(args[int(place)], decode(code, self._find))
         if "raised" in answer:
-            raise self._exception(*answer["raised"])
+            error = self._exception(*answer["raised"])
+            is_end = operation == "next" and isinstance(error, ENDS[StopIteration])
+            raise StopIteration(*error.args) if is_end else error
         return decode(answer["value"], self._find)
 
     def _call_back(self, asked: Any) -> list[Any] | None:
@@ -146,14 +155,15 @@ class TestsSide:
         if kind == "exception":
             number, name, base = body
             made = builtin_class(base, Exception)
+            made = ENDS.get(made, made)
             made = made if name == base else type(name, (made,), {})
             return self._exceptions.setdefault(number, made)
         return ProgramObject(self, body)
 
     def _exception(self, kind: Any, args: list[Any], line: int) -> Exception:
-        found = decode(kind, self._find)
-        if not isinstance(found, type) or not issubclass(found, Exception):  # it would be called
+        if not isinstance(kind, dict) or [*kind] != ["exception"]:  # it would be called
             raise self._channel.gone("the program wrote to its channel")
+        found = self._find("exception", kind["exception"])
         known = [one for one in self._exceptions.values() if one.__name__ == found.__name__]
         given = [decode(code, self._find) for code in args]
         try:
@@ -192,7 +202,7 @@ class TestsSide:
 
     def _space(self, job: dict[str, Any], before: ast.Module, sources: list[ast.Module]) -> dict[str, Any]:
         """The names that tests see: what stands before the answer, and of the program what is in neither."""
-        space: dict[str, Any] = {"__name__": "tests", "__counted__": self.counted}
+        space: dict[str, Any] = {"__name__": "tests", "__counted__": self.counted, "__ends__": tuple(ENDS.values())}
         exec(compile(before, "<before>", "exec"), space)
         made = {node.name for node in before.body if isinstance(node, ast.ClassDef)}
         nodes = [node for tree in sources for node in ast.walk(tree)]
@@ -238,11 +248,17 @@ class TestsSide:
 
 
 class Counted(ast.NodeTransformer):
-    """Makes each assertion one that is counted and does not end the tests; inside `try` it stays what it is."""
+    """Makes each assertion one that is counted and does not end the tests; inside `try` it stays what it is, and a
+    handler of StopIteration gets that of a call too, as ENDS has it."""
 
     num_assertions = 0
 
     def visit_Try(self, node: ast.Try) -> ast.Try:
+        for handler in [inner for inner in ast.walk(node) if isinstance(inner, ast.ExceptHandler)]:
+            caught = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+            if any(isinstance(one, ast.Name) and one.id in {kind.__name__ for kind in ENDS} for one in caught):
+                ends = ast.Starred(ast.Name("__ends__", ast.Load()), ast.Load())
+                handler.type = ast.copy_location(ast.Tuple([*caught, ends], ast.Load()), handler)
         return node
 
     def visit_Assert(self, node: ast.Assert) -> ast.stmt:

@@ -21,8 +21,9 @@ REFUSED = {
     # System V IPC: its memory outlives a process and is bounded by no limit that an ordinary user can set.
     *("shmget", "shmat", "shmctl", "shmdt", "semget", "semop", "semctl", "semtimedop", "semtimedop_time64"),
     *("msgget", "msgsnd", "msgrcv", "msgctl", "ipc"),
-    # Keys belong to a user, not to a namespace; secret memory is bounded by no limit of the address space's.
-    *("keyctl", "add_key", "request_key", "memfd_secret", "reboot"),
+    # Keys belong to a user, not to a namespace. Memory behind a descriptor is bounded by no limit of the address space,
+    # and belongs to no process that could be looked at.
+    *("keyctl", "add_key", "request_key", "memfd_create", "memfd_secret", "reboot"),
     # Neither bounds nor walls are made for these; nothing of the standard library needs them.
     *("io_uring_setup", "io_uring_enter", "io_uring_register", "userfaultfd", "bpf", "perf_event_open"),
 }
@@ -30,7 +31,8 @@ REFUSED = {
 FAMILIES = {"AF_UNIX": 1, "AF_INET": 2, "AF_INET6": 10}
 NETLINK = 16  # of the protocol 0, by which the C library lists network interfaces
 NAMESPACE_FLAGS = 0x7E020000  # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET
-BY_ARGUMENTS = {"socket", "clone", "clone3", "socketcall"}  # what _add_own says of them
+SHARED, ANONYMOUS = 0x01, 0x20  # flags of mmap
+BY_ARGUMENTS = {"socket", "clone", "clone3", "socketcall", "mmap"}  # what _add_own says of them
 
 
 def main() -> None:
@@ -74,6 +76,10 @@ def _add_own(pyseccomp: Any, made: Any) -> None:
     # What clone3 is asked for lies in memory, where no filter looks: it stays at the default, ENOSYS, and the C library
     # takes clone instead.
     _rule(made, pyseccomp.ALLOW, "clone", pyseccomp.Arg(0, pyseccomp.MASKED_EQ, NAMESPACE_FLAGS, 0))
+    # Shared memory without a file is held as long as one page of it is mapped, and only mapped pages are counted.
+    for flags in (0, SHARED, ANONYMOUS, SHARED | ANONYMOUS):
+        action = refused if flags == SHARED | ANONYMOUS else pyseccomp.ALLOW
+        _rule(made, action, "mmap", pyseccomp.Arg(3, pyseccomp.MASKED_EQ, SHARED | ANONYMOUS, flags))
     for family in FAMILIES.values():
         _rule(made, pyseccomp.ALLOW, "socket", pyseccomp.Arg(0, pyseccomp.EQ, family))
     netlink = pyseccomp.Arg(0, pyseccomp.EQ, NETLINK), pyseccomp.Arg(2, pyseccomp.EQ, 0)

@@ -289,6 +289,8 @@ class _Endpoints(Endpoints):
         """The prompt as the transcript continues it."""
         if is_forced(body):
             raise Refused("tool_choice may be auto or none here: a forced call is not sampled", param="tool_choice")
+        if body.continue_final_message:
+            raise Refused("an answer's beginning is sampled here: leave it out", param="continue_final_message")
         if body.chat_template_kwargs:
             raise Refused("the template's switches are the stage's: leave it out", param="chat_template_kwargs")
 

@@ -16,6 +16,7 @@ from nanodag.config.kinds.rl import RLStage
 from nanodag.config.pipeline import ClusterConfig
 from nanodag.errors import ConfigError
 from nanodag.errors.words import counted
+from nanodag.host.folders import PRIVATE
 from nanodag.host.machine import visible_gpus
 from nanodag.host.ports import LOOPBACK, free_port, network_environment, own_address
 from nanodag.host.processor import numerics
@@ -29,7 +30,7 @@ from nanodag.inference.sglang_install import Device, find_python
 from nanodag.inference.sglang_process import CONTEXT_RESERVE
 from nanodag.model.architecture import read_checkpoint
 from nanodag.rewards.reward_pool import RewardPool
-from nanodag.rl.control.facts import ModelFacts, all_here, sync_folder, urls_file
+from nanodag.rl.control.facts import SHARED_MEMORY, ModelFacts, all_here, sync_folder, urls_file
 from nanodag.rl.control.lending import Lending, NotLent
 from nanodag.rl.control.one_side import NoTrainer
 from nanodag.rl.control.places import Places, places_of
@@ -108,7 +109,8 @@ class Services:
     def _start(self) -> None:
         """Start all at once: importing torch twice, one after the other, would be half of a short stage."""
         shutil.rmtree(self.sync_folder, ignore_errors=True)
-        self.sync_folder.mkdir(parents=True)
+        # In the workspace the store's folder says who may read; servers of others do.
+        self.sync_folder.mkdir(mode=PRIVATE if self.sync_folder.parent == SHARED_MEMORY else 0o777, parents=True)
         if self._has_trainer:
             self._start_trainer()
         is_lent = self._config.placement == "shared" and self._has_trainer and self._has_samplers

@@ -12,6 +12,7 @@ from nanodag.inference.client import SamplerClient
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+PARTS = 10  # of the time in which a server is to answer
 
 
 class ChildServer(Protocol):
@@ -41,10 +42,10 @@ class ChildServer(Protocol):
 class ServerWatch:
     """Watches one server as long as it has requests in flight.
 
-    A server that does not answer for timeout_s, or says for as long that it cannot serve, is killed: its requests in
-    flight then fail at once. SGLang says so when its scheduler hangs. A server that is paused to take weights may say
-    so, too (is_excused), and say nothing at all, unless it must_answer: its machine may be cut off. on_end: called when
-    the server was killed, or has ended by itself.
+    A server that does not answer for timeout_s, nor for as long again over another connection, or says for as long that
+    it cannot serve, is killed: its requests in flight then fail at once. SGLang says so when its scheduler hangs. A
+    server that is paused to take weights may say so, too (is_excused), and say nothing at all, unless it must_answer:
+    its machine may be cut off. on_end: called when the server was killed, or has ended by itself.
     """
 
     def __init__(
@@ -94,23 +95,36 @@ class ServerWatch:
 
     async def look(self) -> None:
         """Return when it has ended, or was killed."""
-        well = time.monotonic()
+        ill_since, num_silent = math.inf, 0
         while True:
-            is_silent = False
-            await asyncio.sleep(self._every_s)
-            try:
-                async with asyncio.timeout(self._timeout_s):  # wait_for of Python 3.11 may swallow a cancellation
-                    asked = self._client.health() if self.may_generate else self._client.health(generates=False)
-                    is_well = await asked
-            except SamplerLost:  # of this health request alone: other requests may continue
-                is_well = False
-            except TimeoutError:
-                is_well, is_silent, well = False, True, -math.inf
+            if not num_silent:
+                await asyncio.sleep(self._every_s)
+            is_well = await self._answer()
+            num_silent = num_silent + 1 if is_well is None else 0
             if not self._server.is_alive:
                 return self._on_end(SamplerLost(f"the server at {self._server.url} has ended"))
-            if is_well or (self.is_excused and not (is_silent and self._must_answer)):
-                well = time.monotonic()
-            elif time.monotonic() - well > self._timeout_s:
+            if is_well or (self.is_excused and not (num_silent and self._must_answer)):
+                ill_since, num_silent = math.inf, 0
+                continue
+            ill_since = min(ill_since, time.monotonic())
+            if num_silent > 1 or (not num_silent and time.monotonic() - ill_since > self._timeout_s):
                 log.warning("%s has not been well for %g s: killed", self._server.url, self._timeout_s)
                 self._server.kill()
                 return self._on_end(SamplerLost(f"the server at {self._server.url} was not well and was killed"))
+
+    async def _answer(self) -> bool | None:
+        """Whether it says that it is well; None when it says nothing for timeout_s. They are waited for in parts: where
+        this process does not run for long, one part is over, and what has come meanwhile is seen in the next."""
+        asked = asyncio.ensure_future(
+            self._client.health() if self.may_generate else self._client.health(generates=False)
+        )
+        try:
+            for _ in range(PARTS):
+                if (await asyncio.wait([asked], timeout=self._timeout_s / PARTS))[0]:
+                    return asked.result()
+            return None
+        except SamplerLost:  # of this health request alone: other requests may continue
+            return False
+        finally:
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, linear_regression
 from typing import Any
 
+from nanodag.evaluation.intervals import student_p
+
 ALIKE_FROM = 0.999
 FEWEST_STEPS = 8  # with fewer, the noise of a step's reward is not known well enough to speak of a trend
 NOISE = 0.05
@@ -14,7 +16,7 @@ def learning_of(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """What the records of metrics.jsonl say of a whole stage.
 
     reward_first, reward_last: ends of the straight line through the steps' rewards; reward_p: of "there is no trend"
-    (two-sided, normal approximation), left out below FEWEST_STEPS steps. zero_spread_share: mean over the steps.
+    (two-sided, Student's t), left out below FEWEST_STEPS steps. zero_spread_share: mean over the steps.
     """
     steps = [line for line in lines if line.get("event", "step") == "step" and line.get("step", 0) > 0]
     summary: dict[str, float] = {}
@@ -29,7 +31,7 @@ def learning_of(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     residual = sum((y - intercept - slope * x) ** 2 for x, y in pairs) / (len(pairs) - 2)
     stderr = math.sqrt(residual / sum((x - fmean(xs)) ** 2 for x in xs))
     is_flat = abs(slope) <= 1e-12  # a reward that is the same in every step has neither trend nor noise
-    summary["reward_p"] = 1.0 if is_flat else math.erfc(abs(slope) / stderr / math.sqrt(2)) if stderr else 0.0
+    summary["reward_p"] = 1.0 if is_flat else student_p(slope, stderr, len(pairs) - 2) if stderr else 0.0
     return summary
 
 
