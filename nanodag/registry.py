@@ -22,9 +22,9 @@ from nanodag.errors.words import listed, nearest
 from nanodag.own_code.blame import with_place
 from nanodag.own_code.functions import function_at
 
-KINDS = ("advantage", "policy_loss", "aggregation", "kl", "correction", "reward", "generate", "filter")
+KINDS = ("advantage", "policy_loss", "aggregation", "kl", "correction", "reward", "generate", "filter", "optimizer")
 # Folders of this package that hold entries.
-ROOMS = ("rewards", "rl/advantages", "rl/losses", "rl/rollouts", "rl/agents", "rl/environments")
+ROOMS = ("rewards", "rl/advantages", "rl/losses", "rl/rollouts", "rl/agents", "rl/environments", "train/optimizers")
 REQUIRED = "required"
 EXAMPLES = "nanodag.rl.environments.examples."  # what is named from there is ours
 NAMED = "named"  # the keyword by which a `generate` that takes an argument gets it; it is no option
@@ -72,7 +72,7 @@ class Option:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """What the source says of an entry.
+    """Traits of an entry, as its source says them.
 
     path: `module:function`. words: the first line of its docstring.
     compares_groups: an advantage that compares the samples of one prompt. takes_steps: an advantage that is defined
@@ -98,28 +98,40 @@ class Entry:
     passes_on: bool = False
 
 
-def entry(
-    kind: str,
-    name: str,
-    *,
-    compares_groups: bool = False,
-    takes_steps: bool = False,
-    scores_steps: bool = False,
-    needs_critic: bool = False,
-    needs_sandbox: bool = False,
-    is_of_generate: bool = False,
-    least_timeout_s: float = 0.0,
-    reads_metadata: tuple[str, ...] = (),
-    argument: Argument = "",
-) -> Callable[[F], F]:
-    """Name a function, and say what the config's checks must know of it (see Entry). Arguments are literals, because
-    they are read from the source."""
+@dataclass(frozen=True, kw_only=True)
+class OptimizerEntry(Entry):
+    """Traits of an optimizer, as its source says them.
+
+    takes_all: it updates all weights; else matrices in the layers, at a rate of their own, and AdamW the rest.
+    states: float32 numbers that it keeps of each weight that it updates. offloads: it may update in host memory.
+    work_copies: of at most work_elements elements, in the training precision, that an update works in.
+    dial_divisor: its rate is the dial's for matrices, which is Muon's, divided by this.
+    """
+
+    takes_all: bool = False
+    states: int
+    offloads: bool = False
+    work_copies: int = 0
+    work_elements: int = 0
+    dial_divisor: float = 1.0
+
+
+def entry(kind: str, name: str, **traits: bool | int | float | str | tuple[str, ...]) -> Callable[[F], F]:
+    """Name a function, and say what the config's checks must know of it (see Entry and OptimizerEntry). Arguments are
+    literals, because they are read from the source."""
     return lambda function: function
 
 
 def entries_of(kind: str) -> dict[str, Entry]:
-    """By name, the entries of a kind that nanodag ships."""
+    """Entries of a kind by name that nanodag ships."""
     return _shipped()[kind]
+
+
+def optimizer_named(name: str) -> OptimizerEntry:
+    """The optimizer of a name, without importing it."""
+    spec = entries_of("optimizer")[name]
+    assert isinstance(spec, OptimizerEntry)
+    return spec
 
 
 @cache
@@ -135,14 +147,15 @@ def _shipped() -> dict[str, dict[str, Entry]]:
             for call in getattr(node, "decorator_list", ()):
                 if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "entry":
                     kind, name = map(ast.literal_eval, call.args)
-                    spec = _read(node, f"{module}:{node.name}", call)  # type: ignore[attr-defined]
+                    of_kind = OptimizerEntry if kind == "optimizer" else Entry
+                    spec = _read(node, f"{module}:{node.name}", call, of_kind)  # type: ignore[attr-defined]
                     name += ":" if spec.argument else ""  # the same name may stand without an argument, too
                     assert name not in entries[kind], f"two entries of kind {kind} are called {name}"
                     entries[kind][name] = spec
     return entries
 
 
-def _read(node: ast.stmt, path: str, call: ast.Call) -> Entry:
+def _read(node: ast.stmt, path: str, call: ast.Call, of_kind: type[Entry]) -> Entry:
     assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
     options = {}
     if not isinstance(node, ast.ClassDef):
@@ -154,7 +167,7 @@ def _read(node: ast.stmt, path: str, call: ast.Call) -> Entry:
     passes_on = not isinstance(node, ast.ClassDef) and node.args.kwarg is not None
     traits = {word.arg: ast.literal_eval(word.value) for word in call.keywords if word.arg}
     words = " ".join((ast.get_docstring(node) or "").partition("\n\n")[0].split())
-    return Entry(path=path, words=words, options=options, passes_on=passes_on, **traits)
+    return of_kind(path=path, words=words, options=options, passes_on=passes_on, **traits)
 
 
 def names(kind: str) -> tuple[str, ...]:
@@ -269,7 +282,7 @@ def check_options(kind: str, name: str, options: Mapping[str, Any], settings: Ma
 
 
 def _options_of(kind: str, function: Callable[..., Any]) -> dict[str, Option] | None:
-    """Of a function that is imported; None where any are taken, or where it does not say."""
+    """Options of a function that is imported; None where any are taken, or where it does not say."""
     if inspect.isclass(function):  # made with the argument alone
         return {}
     try:

@@ -6,11 +6,10 @@ from typing import cast
 from nanodag.cli.serve import found_model
 from nanodag.config.derive_sampler import engine_of, this_machine
 from nanodag.errors import ConfigError
+from nanodag.inference.number_formats import DTYPES
 from nanodag.inference.serve_command import Served
 from nanodag.inference.sglang_install import Device
 from nanodag.inference.sglang_options import Option
-
-DTYPES = ("float32", "bfloat16")
 
 
 def served_by(
@@ -37,7 +36,7 @@ def served_by(
         raise ConfigError(f"--engine {engine!r} is neither embedded nor sglang nor auto.")
     if dtype == "auto":
         dtype = "bfloat16" if machine.multiplies_bf16_fast(device) else "float32"
-    if dtype not in DTYPES:
+    if dtype not in DTYPES.values():
         raise ConfigError(f"--dtype {dtype!r} is neither float32 nor bfloat16 nor auto.")
     run, colon, stage = model.rpartition(":")
     is_run = bool(colon) and "/" not in model

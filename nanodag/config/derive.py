@@ -20,8 +20,7 @@ from nanodag.config.kinds.import_model import ImportStage
 from nanodag.config.kinds.pretrain import PretrainStage
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.kinds.tokenizer import TokenizerStage
-from nanodag.config.known_models import known_model
-from nanodag.config.model_size import ModelSize
+from nanodag.config.model_size import ModelSize, known_model
 from nanodag.config.pipeline import Pipeline
 from nanodag.config.ranges import check_lora
 from nanodag.config.stage_base import StageBase
@@ -176,6 +175,7 @@ def _scheduled(name: str, stage: _Supervised, pipeline: Pipeline, origins: dict[
     updates: dict[str, Any] = {}
     source = pretrain_of(pipeline, name)
     optimizer: dict[str, Any] = {}
+    traits = stage.optimizer.traits
     if source is not None:
         if begins := _is_from_scratch(stage):
             shape = shape_from(stage.shape)
@@ -204,17 +204,17 @@ def _scheduled(name: str, stage: _Supervised, pipeline: Pipeline, origins: dict[
             origins[f"{name}.batch_tokens!"] = f"the dial says {dial.batch_tokens:,}"
         if stage.optimizer.learning_rate == "auto":
             # One learning rate for all weights is 20 to 50 times lower than what embeddings alone take beside Muon.
-            rate = schedule.embedding_lr if stage.optimizer.name == "muon" else round(schedule.matrix_lr / 10, 6)
-            optimizer["learning_rate"] = rate
+            of_all = round(schedule.matrix_lr / traits.dial_divisor, 6)
+            optimizer["learning_rate"] = of_all if traits.takes_all else schedule.embedding_lr
             origins[f"{name}.optimizer.learning_rate"] = why
         if stage.optimizer.matrix_lr == "auto":
-            optimizer["matrix_lr"] = schedule.matrix_lr
+            optimizer["matrix_lr"] = schedule.matrix_lr / (1 if traits.takes_all else traits.dial_divisor)
             origins[f"{name}.optimizer.matrix_lr"] = why
     if stage.batch_tokens == "auto" and "batch_tokens" not in updates:
         raise ConfigError(f"{name}.batch_tokens: auto needs a pretrain stage above it; give a number.")
     for field in ("learning_rate", "matrix_lr"):
         if getattr(stage.optimizer, field) == "auto" and field not in optimizer:
-            if field == "matrix_lr" and stage.optimizer.name == "adamw":
+            if field == "matrix_lr" and traits.takes_all:
                 optimizer[field] = float(stage.optimizer.learning_rate)
             else:
                 raise ConfigError(f"{name}.optimizer.{field}: auto needs a pretrain stage above it; give a number.")

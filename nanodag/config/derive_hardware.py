@@ -1,5 +1,5 @@
-"""What a machine decides about a stage that trains: device, ranks, threads, precision, micro-batch and what goes with
-them. Pure functions of the pipeline and a Machine; nanodag.config.hardware_rules says each with its reason.
+"""Settings of a stage that trains which follow from a machine: device, ranks, threads, precision, micro-batch and what
+goes with them. Pure functions of the pipeline and a Machine; nanodag.config.hardware_rules says each with its reason.
 
 Numbers are coarse on purpose. A micro-batch is part of a stage's key, so machines of one kind must not differ in it:
 memory counts in steps of half an octave, and micro-batches divide a step.
@@ -8,15 +8,14 @@ memory counts in steps of half an octave, and micro-batches divide a step.
 from typing import Any, TypeVar
 
 from nanodag.config.derive_sampler import SHARE_BESIDE_TRAINER
-from nanodag.config.dial import Shape
 from nanodag.config.footprint import (
     CUDA_BYTES,
+    TrainState,
     activations,
     documents_apart,
     head_memory,
     lora_parameters,
     train_state,
-    width_of,
     working,
 )
 from nanodag.config.hardware_rules import (
@@ -37,11 +36,11 @@ from nanodag.config.kinds import find_kind
 from nanodag.config.kinds.evaluation import EvalStage
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.model_size import ModelSize
-from nanodag.config.rl_sections import OptimizerSection
 from nanodag.config.stage_base import StageBase
 from nanodag.config.supervised import SupervisedStage
 from nanodag.errors import ConfigError
 from nanodag.host.machine import Machine
+from nanodag.inference.number_formats import width_of
 
 ENDLESS = 1 << 60
 
@@ -50,7 +49,7 @@ _Supervised = TypeVar("_Supervised", bound=SupervisedStage)
 
 
 class Derived:
-    """What was derived so far, for one stage: `note` keeps the origin of a value by its dotted name."""
+    """Origins of values derived so far, for one stage: `note` keeps the origin of a value by its dotted name."""
 
     def __init__(self, name: str, machine: Machine, origins: dict[str, str]) -> None:
         self.name, self.machine, self.origins = name, machine, origins
@@ -174,7 +173,8 @@ def spread(stage: _S, model: ModelSize | None, found: Derived) -> _S:
 
 
 def _nodes_and_ranks(stage: StageBase, model: ModelSize | None, found: Derived) -> tuple[int, int]:
-    """As many ranks, on all nodes together, as a step has work for, on as few nodes as have room for these."""
+    """Nodes and ranks: as many ranks, on all nodes together, as a step has work for, on as few nodes as have room for
+    these."""
     machine, device, wanted = found.machine, str(stage.resources.device), stage.resources.nodes
     if not find_kind(stage.kind).trains:
         found.note("resources.num_ranks", "ranks_none")
@@ -199,8 +199,8 @@ def _nodes_and_ranks(stage: StageBase, model: ModelSize | None, found: Derived) 
 
 
 def _step_of(stage: StageBase) -> tuple[int, int, int, int]:
-    """Of a step that trains: tokens, tokens of a row, rows that ranks share out evenly (0: in any way), and ranks that
-    belong together."""
+    """Size of a step that trains: tokens, tokens of a row, rows that ranks share out evenly (0: in any way), and ranks
+    that belong together."""
     if isinstance(stage, RLStage):
         rollout = stage.rollout
         tokens = rollout.prompts_per_step * rollout.samples_per_prompt * rollout.max_new_tokens
@@ -239,7 +239,7 @@ def fit_supervised(stage: _Supervised, model: ModelSize | None, found: Derived) 
     """The stage with offload, activation checkpointing, micro-batch and compilation, once its ranks are known."""
     device, ranks = str(stage.resources.device), int(stage.resources.num_ranks)
     if stage.resources.offload_optimizer == "auto":
-        can = stage.optimizer.name == "adamw" and stage.zero_stage > 0
+        can = stage.optimizer.traits.offloads and stage.zero_stage > 0
         stage = _offload(stage, model, can, found)
     of_rank = max(1, int(stage.batch_tokens) // ranks)
     limit = FULL_TOKENS[device]
@@ -327,32 +327,34 @@ def _room(stage: StageBase, machine: Machine, ranks_here: int) -> int:
     return int((1 - float(stage.sampler.memory_fraction)) * room)
 
 
+def state_of(
+    stage: RLStage | SupervisedStage, model: ModelSize, *, num_ranks: int, is_critic: bool = False
+) -> TrainState:
+    """Memory of a rank for the model that a stage trains, or for its critic, which has no adapters."""
+    section = stage.optimizer if isinstance(stage, RLStage) else stage
+    rank = 0 if is_critic or not isinstance(stage, RLStage) else stage.optimizer.lora_rank
+    return train_state(
+        model.parameters,
+        precision=section.precision,
+        zero_stage=section.zero_stage,
+        num_ranks=num_ranks,
+        optimizer=stage.optimizer.name if isinstance(stage, SupervisedStage) else "adamw",
+        device=str(stage.resources.device),
+        offload_optimizer=stage.resources.offload_optimizer == "cpu",
+        offload_param=stage.resources.offload_param == "cpu",
+        trained=lora_parameters(model.shape, rank) if rank else None,
+    )
+
+
 def _states(stage: StageBase, model: ModelSize, ranks: int) -> int:
     """Bytes of all weights, gradients and states on one rank's device: of the policy, its critic and its reference."""
-    parameters, resources = model.parameters, stage.resources
-    of_stage = stage.optimizer if isinstance(stage, RLStage) else stage
-    assert isinstance(of_stage, OptimizerSection | SupervisedStage)
-    one = train_state(
-        parameters,
-        precision=of_stage.precision,
-        zero_stage=of_stage.zero_stage,
-        num_ranks=ranks,
-        muon=isinstance(stage, SupervisedStage) and stage.optimizer.name == "muon",
-        device=str(resources.device),
-        offload_optimizer=resources.offload_optimizer == "cpu",
-        offload_param=resources.offload_param == "cpu",
-        trained=_trained(stage, model.shape),
-    )
+    assert isinstance(stage, RLStage | SupervisedStage)
+    total = state_of(stage, model, num_ranks=ranks).total
     if not isinstance(stage, RLStage):
-        return one.total
+        return total
     # Each rank holds reference and teacher whole (nanodag.rl.trainer.trainer).
     others = stage.algorithm.has_reference + (stage.algorithm.teacher.model != "none")
-    return one.total * (1 + stage.algorithm.has_critic) + others * width_of(of_stage.precision) * parameters["total"]
-
-
-def _trained(stage: StageBase, shape: Shape) -> int | None:
-    rank = stage.optimizer.lora_rank if isinstance(stage, RLStage) else 0
-    return lora_parameters(shape, rank) if rank else None
+    return total * (1 + stage.algorithm.has_critic) + others * width_of(_precision(stage)) * model.total
 
 
 def _fixed(stage: StageBase, model: ModelSize, ranks: int) -> int:

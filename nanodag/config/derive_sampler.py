@@ -1,4 +1,5 @@
-"""What is `auto` in the settings of samplers, in RL and in evaluation: pure functions of a machine, each with its rule.
+"""Values of `auto` in the settings of samplers, in RL and in evaluation: pure functions of a machine, each with its
+rule.
 
 Samplers share GPUs with what trains or scores there, and nobody knows who starts first. So a sampler's memory is an
 amount, a share of the whole device, and never a share of what is free at the moment.
@@ -19,10 +20,12 @@ from nanodag.config.section import Section
 from nanodag.errors import ConfigError
 from nanodag.errors.words import counted
 from nanodag.host.machine import GIB, Machine, detect
-from nanodag.inference.cache_size import ELEMENT_BYTES, slot_tokens
+from nanodag.inference.cache_size import slot_tokens
+from nanodag.inference.number_formats import width_of
 from nanodag.inference.sglang_install import PYTHON_VARIABLE, default_folder, is_installed
 
 MAX_CPU_REPLICAS = 4
+REPLICA_FLOPS = 2e11  # what starting another sampler of an evaluation costs: some 3 s of a core
 MAX_BATCH = {"cpu": 64, "cuda": 256}  # samples a replica decodes at once: more are hardly faster, and hold more cache
 SCORED_TOKENS = {"cpu": 1024, "cuda": 16_384}  # that an evaluation scores at once; on a CPU more leave its caches
 PROMPT_TOKENS = 1024  # room for a prompt: three times GSM8K's longest question
@@ -117,7 +120,7 @@ def derive_sampler(
     share = fill("memory_fraction", *_share(stage))
     weights = 0
     if model is not None:  # the embedded engine holds them twice while they change
-        weights = model.total * ELEMENT_BYTES[precision] * (2 if engine == "embedded" else 1)
+        weights = model.total * width_of(precision) * (2 if engine == "embedded" else 1)
     room = room_for_cache(
         machine, device=device, share=share, replicas=replicas // max(1, config.nodes), tensor_parallel=tensor_parallel,
         engine=engine, weights=weights,
@@ -129,7 +132,7 @@ def derive_sampler(
         fill("max_batch", max(replicas, wanted), why)
         fill("cache_bytes", max(1, room // 2), f"half of {_gib(room)} a replica, whose weights are not known yet")
     else:
-        slot = slot_tokens(context) * model.token_bytes(ELEMENT_BYTES[precision])
+        slot = slot_tokens(context) * model.token_bytes(width_of(precision))
         fitting = max(1, room // slot) * replicas
         if engine == "embedded":  # SGLang shares its cache out by the page, as far as samples have come
             wanted, why = min(wanted, fitting), f"{why}, {fitting} fit"
@@ -177,7 +180,7 @@ def _order(stage: RLStage) -> tuple[str, str]:
 
 
 def _gpus_of_samplers(stage: RLStage, machine: Machine) -> int:
-    """Of a node that has samplers."""
+    """GPUs of a node that has samplers."""
     own = stage.sampler.gpus
     if stage.sampler.nodes:
         return machine.num_gpus
@@ -187,7 +190,7 @@ def _gpus_of_samplers(stage: RLStage, machine: Machine) -> int:
 
 
 def _share(stage: RLStage) -> tuple[float, str]:
-    """Of a GPU, or of a CPU's memory for all samplers of a node; and why."""
+    """Share of a GPU, or of a CPU's memory for all samplers of a node; and why."""
     if stage.resources.device == "cpu":
         return SHARE_OF_HOST, f"{SHARE_OF_HOST} of the host's memory, the rest is the trainer's"
     if stage.placement == "shared":
@@ -237,7 +240,7 @@ def derive_evaluation(
     replicas = fill("replicas", replicas, f"{machine}, {why}")
     fill("max_batch", MAX_BATCH[device], f"on {device}, as far as the cache holds them")
     share, why = (SHARE_IN_EVALUATION, "of a GPU") if device == "cuda" else (SHARE_OF_HOST, "of the host's memory")
-    weights = 0 if model is None else model.total * ELEMENT_BYTES[stage.precision]
+    weights = 0 if model is None else model.total * width_of(str(stage.precision))
     room = room_for_cache(
         machine,
         device=device,

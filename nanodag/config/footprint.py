@@ -1,7 +1,7 @@
 """How much memory a model takes where it is trained and where it samples: arithmetic on shapes, no torch.
 
-    shape, vocabulary = shape_of(24), 32768
-    state = train_state(num_parameters(shape, vocabulary), precision="bf16", zero_stage=1, num_ranks=8, muon=True)
+    shape, parameters = shape_of(24), num_parameters(shape_of(24), 32768)
+    state = train_state(parameters, precision="bf16", zero_stage=1, num_ranks=8, optimizer="muon")
     state.total + activations(shape, 32768, precision="bf16")
 
 Bytes of one process, as the engines of this package hold them at their highest (nanodag.train.deepspeed_engine with
@@ -16,30 +16,26 @@ from dataclasses import dataclass
 
 from nanodag.config.dial import Shape
 from nanodag.config.section import Precision
-from nanodag.inference.cache_size import ELEMENT_BYTES
+from nanodag.inference.cache_size import PREFILL_TOKENS
+from nanodag.inference.number_formats import width_of
+from nanodag.registry import optimizer_named
 
 FLOAT = 4
 BUCKET_ELEMENTS = 500_000_000  # DeepSpeed's reduce_bucket_size, from ZeRO 1 in float32 and ZeRO 2 in bfloat16 on
 LIVE_ELEMENTS = 1_000_000_000  # its stage3_max_live_parameters
-MUON_ELEMENTS = 1 << 26  # BUCKET_ELEMENTS of nanodag.train.muon
-MUON_COPIES = 5  # of what is orthogonalised at once: gathered, stacked, the iterate twice, the products
-HEAD_BLOCK_BYTES = 256 << 20  # BLOCK_BYTES of nanodag.model.head
-PREFILL_TOKENS = 1024  # BATCH_PREFILL_TOKENS of nanodag.sampler.engine
+HEAD_BLOCK_BYTES = 256 << 20  # of logits that the head holds at once
+MAX_LOGITS = {"cuda": 1 << 25, "cpu": 1 << 22}  # numbers that scoring holds at once: on a CPU 16 MB, near its caches
 
 CUDA_BYTES = 1 << 30
-"""What a process takes of a GPU before its first tensor: CUDA's context, NCCL's and cuBLAS's buffers. Not measured."""
+"""Memory of a GPU that a process takes before its first tensor: CUDA's context, NCCL's and cuBLAS's buffers. Not
+measured."""
 USABLE = 0.95
 """Share of a GPU's memory that tensors can fill: the rest is lost between blocks. Not measured."""
 
 
-def width_of(precision: Precision | str) -> int:
-    """Bytes of a number."""
-    return ELEMENT_BYTES[precision]
-
-
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """What a rank holds between two steps and while it takes one, in bytes. host: of that, what lies in host memory
+    """Bytes that a rank holds between two steps and while it takes one. host: of that, what lies in host memory
     where the device is a GPU and the optimizer is offloaded; it is part of no other field."""
 
     weights: int
@@ -49,9 +45,14 @@ class TrainState:
     host: int = 0
 
     @property
+    def on_device(self) -> dict[str, int]:
+        """Bytes on the device, by what they are."""
+        return {name: value for name, value in vars(self).items() if name != "host"}
+
+    @property
     def total(self) -> int:
         """On the device."""
-        return self.weights + self.gradients + self.optimizer + self.buffers
+        return sum(self.on_device.values())
 
 
 def train_state(
@@ -60,7 +61,7 @@ def train_state(
     precision: Precision | str,
     zero_stage: int,
     num_ranks: int,
-    muon: bool = False,
+    optimizer: str = "adamw",
     device: str = "cuda",
     offload_optimizer: bool = False,
     offload_param: bool = False,
@@ -69,8 +70,8 @@ def train_state(
     """A rank's share of a model under training. parameters: as of `num_parameters`. trained: how many get gradients
     (LoRA's adapters); all unless given.
 
-    Master weights and moments are float32. Muon has one moment for each matrix in the layers, AdamW two. What DeepSpeed
-    holds beside them differs by stage and precision:
+    Master weights and the optimizer's states are float32. What DeepSpeed holds beside them differs by stage and
+    precision:
 
     - stage 0: gradients of b, and in bfloat16 a float32 copy of them while a step is taken;
     - stage 1 in bfloat16: gradients twice, whole on every rank, in bfloat16 and summed in float32;
@@ -83,10 +84,9 @@ def train_state(
     learned = extra or total
     wide, shard = width_of(precision), num_ranks if zero_stage else 1
     bf16 = precision == "bf16"
-    matrices = parameters["matrices"] if muon else 0
-    moments = FLOAT * (matrices + 2 * (learned - matrices))
+    traits = optimizer_named(optimizer)
     master = FLOAT * learned if bf16 or zero_stage else 0
-    optimizer = -(-(master + moments) // shard)
+    states = -(-(master + FLOAT * num_states(parameters, optimizer, learned)) // shard)
     weights = wide * (total + extra)
     bucket = min(learned, BUCKET_ELEMENTS)
     reserved = BUCKET_ELEMENTS if device == "cuda" else bucket  # a CPU's memory is taken when it is written
@@ -101,16 +101,23 @@ def train_state(
     if zero_stage == 3:
         gathered = wide * min(total, LIVE_ELEMENTS) if num_ranks > 1 else 0
         weights = -(-weights // shard) + gathered
-    if muon:
-        buffers += MUON_COPIES * wide * min(matrices, MUON_ELEMENTS)
+    buffers += traits.work_copies * wide * min(parameters["matrices"], traits.work_elements)
     host = 0
     if offload_optimizer:
         shards = 2 * -(-FLOAT * learned // shard)  # of gradients, and a pinned copy
-        host, gradients, optimizer = optimizer + shards, max(0, gradients - shards), 0
+        host, gradients, states = states + shards, max(0, gradients - shards), 0
     if offload_param:
         resting = -(-wide * (total + extra) // shard)
         host, weights = host + resting, weights - resting if num_ranks > 1 else wide * min(total, LIVE_ELEMENTS)
-    return TrainState(weights=weights, gradients=gradients, optimizer=optimizer, buffers=buffers, host=host)
+    return TrainState(weights=weights, gradients=gradients, optimizer=states, buffers=buffers, host=host)
+
+
+def num_states(parameters: Mapping[str, int], optimizer: str, learned: int) -> int:
+    """Float32 numbers that an optimizer keeps of so many trained weights: of matrices its own, of the rest AdamW's."""
+    traits, of_rest = optimizer_named(optimizer), optimizer_named("adamw").states
+    if traits.takes_all:
+        return traits.states * learned
+    return traits.states * parameters["matrices"] + of_rest * (learned - parameters["matrices"])
 
 
 def layer_activations(shape: Shape, precision: Precision | str) -> int:

@@ -142,7 +142,7 @@ RULES = {
     ),
     "offload": Rule(
         setting="resources.offload_optimizer",
-        rule="cpu where AdamW's states would take over half of the GPU's share",
+        rule="cpu where the optimizer's states would take over half of the GPU's share, and it can be offloaded",
         reason="They are read once a step over PCIe, which costs less than micro-batches that are too small.",
     ),
     "micro_rl": Rule(

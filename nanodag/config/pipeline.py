@@ -111,6 +111,31 @@ class StoreConfig(Section):
         return self
 
 
+class DataSize(Section):
+    """Size of a data set on the hub. With a mirror its files say rows and row_bytes."""
+
+    url: str = Field(pattern=r"^hub:")
+    """The data set, as a source's URL has it, such as `hub:openai/gsm8k/main:train`."""
+    rows: int = Field(0, ge=0)
+    """All of its rows; 0 for a set whose end nobody reaches."""
+    row_bytes: float = Field(1000.0, gt=0)
+    """Bytes of text of a row, on average."""
+    prompt_bytes: float = Field(0.0, ge=0)
+    """Bytes of a row's prompt, on average; 0 counts a third of the row, and half of max_new_tokens as its answer."""
+    longest_prompt_bytes: int = Field(0, ge=0)
+    """Bytes of the longest prompt; 0 where nobody knows."""
+
+
+class PlanConfig(Section):
+    """Inputs of `nanodag plan` that nobody can know before a run. They change no result."""
+
+    groups_with_spread: float = Field(0.607, ge=0, le=1)
+    """Share of RL's groups whose rewards differ, where the filter nonzero_spread drops the others. The default is that
+    of groups of 8 where nothing is known of how often the model is right (Jeffreys's prior)."""
+    data: tuple[DataSize, ...] = ()
+    """Sizes of data sets on the hub. A set that is not here, nor in a mirror, leaves its columns empty."""
+
+
 class ServerConfig(Section):
     """Prefect's server."""
 
@@ -206,6 +231,8 @@ class Pipeline(Section):
     """Evaluation by schedule."""
     notify: NotifyConfig = NotifyConfig()
     """Who hears of what failed or got worse."""
+    plan: PlanConfig = PlanConfig()
+    """Inputs of `nanodag plan`."""
     stages: dict[str, AnyStage] = Field(min_length=1)
     """The DAG: stage name -> stage."""
 

@@ -227,8 +227,8 @@ def _entry_cells(kind: str, name: str, entry: registry.Entry) -> tuple[str, str,
         f"`{key}`: the setting `{settings[key]}`" if key in settings else f"`{key}`: {option.type}, {option.default}"
         for key, option in entry.options.items()
     ]
-    flags = ("compares_groups", "takes_steps", "scores_steps", "needs_critic", "needs_sandbox")
-    traits = [flag.replace("_", " ") for flag in flags if getattr(entry, flag)]
+    flags = ("compares_groups", "takes_steps", "scores_steps", "needs_critic", "needs_sandbox", "takes_all", "offloads")
+    traits = [flag.replace("_", " ") for flag in flags if getattr(entry, flag, False)]
     shown = f"`{name}` and a {entry.argument}" if entry.argument else f"`{name}`"
     return shown, entry.words, "; ".join(options), ", ".join(traits)
 

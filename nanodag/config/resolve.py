@@ -339,7 +339,7 @@ def _override(tree: dict[str, Any], text: str, origins: dict[str, str], origin: 
         raise ConfigError(f"Override {text!r:.80} is not of the form name=value, as in rl.learning_rate=2e-6.")
     value = value_of(text)
     stages = tree.get("stages", {})
-    sections = ("stages", "store", "server", "cluster", "tracking", "nightly", "notify")
+    sections = ("stages", "store", "server", "cluster", "tracking", "nightly", "notify", "plan")
     if parts[0] in stages:
         parts = ["stages", *parts]
     elif parts[0] == "preset":

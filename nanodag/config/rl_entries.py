@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from nanodag import registry
 from nanodag.config.section import Section, found_in
 
+MAX_CALLS = 256  # of functions that generate, at once: each holds a thread and three file descriptors
 # After _bare_name a table is no JSON any more, in which a list would stand for a tuple.
 _Texts = Annotated[tuple[str, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
 PROGRAM_OPTIONS = ("command", "folder", "library", "python")

@@ -5,6 +5,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from nanodag.config.section import Auto, Natural, Positive, Section, StageSection, in_sections, operational
+from nanodag.registry import optimizer_named
 
 
 class Resources(StageSection):
@@ -28,7 +29,7 @@ class Resources(StageSection):
     offload_optimizer: Literal["none", "cpu"] | Auto = "auto"
     """Where master weights and optimizer states stay and are updated: `none` for the device, `cpu` for host memory
     (DeepSpeed's ZeRO-Offload). `auto`: `cpu` where they would take more than half of a GPU's share, and the optimizer
-    is AdamW."""
+    can be offloaded."""
     offload_param: Literal["none", "cpu"] = "none"
     """Where weights at rest stay: `none` for the device, `cpu` for host memory. It needs ZeRO stage 3 and
     offload_optimizer."""
@@ -38,9 +39,9 @@ class Resources(StageSection):
         is_offloaded = self.offload_optimizer == "cpu"
         if is_offloaded and zero_stage == 0:
             raise ValueError("resources.offload_optimizer: cpu needs zero_stage 1, 2 or 3; found 0")
-        if is_offloaded and optimizer == "muon":
+        if is_offloaded and not optimizer_named(optimizer).offloads:
             raise ValueError(
-                "resources.offload_optimizer: cpu with Muon would orthogonalise every matrix on the CPU; use "
+                f"resources.offload_optimizer: cpu with {optimizer} would work on every matrix on the CPU; use "
                 "optimizer.name: adamw"
             )
         if self.offload_param != "none" and (zero_stage != 3 or not is_offloaded):

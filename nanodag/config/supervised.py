@@ -1,10 +1,11 @@
 """What pretraining, midtraining and SFT share: shape, optimizer, schedule, the loop's settings."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from nanodag import registry
 from nanodag.config.kind import MODEL, Kind
 from nanodag.config.section import WHOLE, Auto, Natural, Positive, Precision, Rate, Share, StageSection, operational
 from nanodag.config.stage_base import StageBase
@@ -35,15 +36,21 @@ class ShapeConfig(StageSection):
     """Longest sequence that the model is declared for, in tokens."""
 
 
-class OptimizerConfig(StageSection):
-    """AdamW for all weights, or Muon for matrices and AdamW for the rest. Rates are peaks of the schedule."""
+if TYPE_CHECKING:
+    OptimizerName = str
+else:
+    OptimizerName = Literal[registry.names("optimizer")]
 
-    name: Literal["adamw", "muon"] = "muon"
-    """`muon`: Muon for matrices and AdamW for the rest; `adamw`: AdamW for all."""
+
+class OptimizerConfig(StageSection):
+    """One optimizer for all weights, or one for matrices and AdamW for the rest. Rates are peaks of the schedule."""
+
+    name: OptimizerName = "muon"
+    """A shipped optimizer: of all weights, or of matrices, with AdamW for the rest."""
     learning_rate: Rate | Auto = "auto"
-    """AdamW's peak learning rate (with Muon: of embeddings and head)."""
+    """Peak learning rate; with an optimizer of matrices, AdamW's, of embeddings and head."""
     matrix_lr: Rate | Auto = "auto"
-    """Muon's peak learning rate."""
+    """Peak learning rate of an optimizer of matrices."""
     betas: tuple[Share, Share] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moment."""
     eps: float = Field(1e-8, gt=0)
@@ -52,6 +59,11 @@ class OptimizerConfig(StageSection):
     """Decoupled weight decay, a share of the learning rate a step."""
     momentum: float = Field(0.95, ge=0, lt=1)
     """Muon's momentum."""
+
+    @property
+    def traits(self) -> registry.OptimizerEntry:
+        """Traits of the optimizer, known without importing it."""
+        return registry.optimizer_named(self.name)
 
 
 class ScheduleConfig(StageSection):

@@ -25,6 +25,7 @@ from nanodag.errors.words import counted
 from nanodag.evaluation.benchmark import sampling_params
 from nanodag.evaluation.written import Ending, answer_of
 from nanodag.inference.cache_size import slot_tokens
+from nanodag.inference.number_formats import DTYPES
 from nanodag.inference.protocol import Completion, Request, SamplingParams
 from nanodag.inference.sglang_install import Device
 from nanodag.model import cpu_linear
@@ -43,7 +44,6 @@ log = logging.getLogger(__name__)
 
 KEPT_TEXTS = 64
 ONE_EMBEDDED = EvalSamplerConfig(engine="embedded", replicas=1, max_batch=64, cache_bytes=2 << 30)
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 Progress = Callable[[int, int], None]
 
@@ -116,7 +116,7 @@ class EvaluatedModel(TemplateLM):
     def models(self) -> list[Decoder]:
         """The model, for log-probabilities: once on each GPU that this process may use, or on the CPU."""
         devices = [f"cuda:{number}" for number in range(torch.cuda.device_count())] if self._device == "cuda" else []
-        model = load(self.folder).to(DTYPES[self._precision])
+        model = load(self.folder).to(getattr(torch, DTYPES[self._precision]))
         if not devices:  # for layers that our own code does not take
             model.functions.linear = cpu_linear.linear
         return [deepcopy(model).to(device) for device in devices] or [model.to(self._device)]

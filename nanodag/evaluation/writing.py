@@ -17,13 +17,14 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from nanodag.config.derive_sampler import SGLANG_STATIC, SHARE_OF_HOST
+from nanodag.config.derive_sampler import REPLICA_FLOPS, SGLANG_STATIC, SHARE_OF_HOST
 from nanodag.config.kinds.evaluation import EvalSamplerConfig
 from nanodag.host.machine import visible_gpus
 from nanodag.host.scratch import Scratch
-from nanodag.inference.cache_size import ELEMENT_BYTES, token_bytes
+from nanodag.inference.cache_size import token_bytes
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.engine_process import EngineSettings, start_engine
+from nanodag.inference.number_formats import DTYPES, width_of
 from nanodag.inference.protocol import Completion, Request
 from nanodag.inference.sampler_process import ServerProcess
 from nanodag.inference.sglang_install import Device
@@ -31,8 +32,6 @@ from nanodag.inference.sglang_process import CONTEXT_RESERVE
 from nanodag.model.architecture import read_checkpoint
 from nanodag.sampler.engine import Engine
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-REPLICA_FLOPS = 2e11  # what starting another sampler costs: some 3 s of a core
 START_TIMEOUT_S = {"embedded": 300.0, "sglang": 900.0}
 SGLANG_CONTEXT = 8192  # as far as the model has so many positions: no later benchmark needs another start
 REQUEST_TIMEOUT_S = 6 * 3600.0  # of silence; a sampler that dies is noticed at once
@@ -64,7 +63,7 @@ class SamplerSettings:
             num_layers=a.num_layers,
             num_kv_heads=a.num_kv_heads,
             head_width=a.head_dim,
-            element_bytes=ELEMENT_BYTES[self.precision],
+            element_bytes=width_of(self.precision),
         )
         return EngineSettings(
             engine=config.engine,

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from nanodag.errors import MissingTool
 from nanodag.errors.words import duration, size
+from nanodag.host.folders import user_cache
 
 MARK = "installed"
 LOG_NAME = "install.log"
@@ -45,9 +46,8 @@ class PackageEnvironment:
 
     @property
     def folder(self) -> Path:
-        """Where it lies unless it is said."""
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        return cache / "nanodag" / self.name
+        """Default folder."""
+        return user_cache() / self.name
 
     @property
     def pins(self) -> list[str]:

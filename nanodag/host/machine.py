@@ -21,16 +21,32 @@ from nanodag.host.processor import control_group_files, instruction_set, read_li
 log = logging.getLogger(__name__)
 
 GIB = 1 << 30
-INSTRUCTION_SETS = ("other", "avx2", "avx512", "avx512_bf16", "amx")
-# Processors that multiply bfloat16 at least twice as fast as float32. Others emulate it: AVX2, 5 GFLOP a CPU-second
-# where float32 has 60; AVX-512 without this extension is in between.
-FAST_BF16_SETS = ("avx512_bf16", "amx")
 FAST_BF16_CAPABILITY = 8.0  # NVIDIA's Ampere
+FP32_SHARE = 0.06  # of a GPU's bfloat16 peak: 67 of 989 TFLOPs on an H100
 # What a GPU's host is taken to have where only the GPUs are named: less than any vendor sells with them.
 CORES_PER_GPU = 8
 MEMORY_PER_GPU = 96 * GIB
 ASSUMED_DISK = 1 << 40
 SGLANG_MARK = "+sglang"
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstructionSet:
+    """Speed of one core, in FLOPs a second: the best of square products of 768 in float32 and bfloat16, by oneDNN, and
+    of attention in float32. A set without its own products of bfloat16 emulates them."""
+
+    fp32: float
+    bf16: float
+    attention: float
+
+
+INSTRUCTION_SETS = {
+    "other": InstructionSet(fp32=20e9, bf16=2e9, attention=20e9),  # not measured
+    "avx2": InstructionSet(fp32=120e9, bf16=6.5e9, attention=73e9),
+    "avx512": InstructionSet(fp32=240e9, bf16=25e9, attention=105e9),  # bf16 not measured
+    "avx512_bf16": InstructionSet(fp32=240e9, bf16=480e9, attention=108e9),
+    "amx": InstructionSet(fp32=240e9, bf16=900e9, attention=116e9),  # neither product measured
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +59,10 @@ class Gpu:
     capability: float
     peak: float = 0.0
     bandwidth: float = 0.0
+
+    def peak_in(self, precision: str) -> float:
+        """FLOPs a second in a precision, `fp32` or `bf16`."""
+        return self.peak * (1.0 if precision == "bf16" else FP32_SHARE)
 
 
 # By the part of CUDA's name that tells them apart; the first that fits counts. Memory as CUDA reports it, rounded down.
@@ -90,11 +110,16 @@ class Machine:
         """Whether it multiplies bfloat16 at least twice as fast as float32 on a device, `cpu` or `cuda`."""
         if device == "cuda":
             return self.gpu is None or self.gpu.capability >= FAST_BF16_CAPABILITY
-        return self.instruction_set in FAST_BF16_SETS
+        return self.core.bf16 >= 2 * self.core.fp32
+
+    @property
+    def core(self) -> InstructionSet:
+        """How fast one of its cores is."""
+        return INSTRUCTION_SETS[self.instruction_set]
 
     @property
     def short(self) -> str:
-        """As a person would call it: `8xH100`, or what `str` says of a machine without a GPU."""
+        """Name as a person would call it: `8xH100`, or what `str` says of a machine without a GPU."""
         return str(self) if self.gpu is None else str(self).partition(":")[0]
 
     def __str__(self) -> str:
@@ -202,7 +227,7 @@ def usable_memory() -> int:
 
 
 def _gib(memory: int) -> str:
-    """As a machine's text has it, exact to a hundredth of a GiB."""
+    """Memory as a machine's text has it, exact to a hundredth of a GiB."""
     return f"{memory / GIB:.2f}".rstrip("0").rstrip(".") + "GiB"
 
 
@@ -237,7 +262,7 @@ def _gpus() -> tuple[Gpu | None, int]:
 
 
 def _named_gpus() -> list[str] | None:
-    """What CUDA_VISIBLE_DEVICES names; None where it is not set."""
+    """GPUs that CUDA_VISIBLE_DEVICES names; None where it is not set."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return None if visible is None else [name.strip() for name in visible.split(",") if name.strip()]
 

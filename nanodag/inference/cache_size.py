@@ -1,8 +1,9 @@
-"""What a sampler's keys and values take, whichever engine holds them. No torch."""
+"""Size of a sampler's keys and values, whichever engine holds them. No torch."""
 
 SLOT_UNIT = 64
 """Slots of the embedded engine are whole multiples of so many tokens: deterministic attention takes them at a time."""
-ELEMENT_BYTES = {"fp32": 4, "bf16": 2}
+PREFILL_TOKENS = 1024
+"""Tokens of prompts that the embedded engine runs together."""
 
 
 def token_bytes(*, num_layers: int, num_kv_heads: int, head_width: int, element_bytes: int) -> int:

@@ -10,10 +10,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from nanodag.inference.number_formats import DTYPE_BYTES
 from nanodag.inference.protocol import Wire
 
 GROUP_NAME = "weight_update_group"
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MAX_BROADCAST_BYTES = 16 << 30
 
 

@@ -1,7 +1,6 @@
 """Builds our C code with the machine's compiler, at first use, and keeps it in the user's cache folder.
 
-That is `NANODAG_CACHE`, else `XDG_CACHE_HOME/nanodag`, else `~/.cache/nanodag`. What is built for one kind of processor
-stays apart from what is built for another.
+What is built for one kind of processor stays apart from what is built for another.
 """
 
 import ctypes

@@ -20,7 +20,6 @@ from nanodag.model.decoder import Decoder
 from nanodag.model.generation import GENERATION_FILE, TOKEN_IDS, generation_config
 from nanodag.model.headers import INDEX, faults_of_config, weight_files
 
-DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 SHARD_BYTES = 4 << 30
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -125,7 +124,7 @@ def write_folder(
     if generation is not None:
         _write_json(temporary / GENERATION_FILE, generation)
     kept = {name: value for name, value in config.items() if name != "torch_dtype"}  # as before transformers 5
-    _write_json(temporary / "config.json", {**kept, "dtype": DTYPE_NAMES[dtype]})
+    _write_json(temporary / "config.json", {**kept, "dtype": str(dtype).removeprefix("torch.")})
     shutil.rmtree(folder, ignore_errors=True)
     os.rename(temporary, folder)
 

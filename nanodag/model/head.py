@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from nanodag.config.footprint import HEAD_BLOCK_BYTES
 from nanodag.model import cpu_head
 from nanodag.model.cpu_linear import times_transposed
 
-BLOCK_BYTES = 256 << 20
 CHUNK_ELEMENTS = 1 << 18  # on a CPU in float64
 IGNORED = -100
 # Tokens that carry loss are taken in multiples of this. A CPU's matmul library compiles a kernel for each new shape and
@@ -38,7 +38,7 @@ def selected_logprobs(
     targets: Tensor,
     *,
     temperature: float = 1.0,
-    block_bytes: int = BLOCK_BYTES,
+    block_bytes: int = HEAD_BLOCK_BYTES,
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target under softmax(hidden @ weight.T / temperature), and that distribution's entropy.
@@ -58,7 +58,7 @@ def cross_entropy_sum(
     targets: Tensor,
     *,
     places: Tensor | None = None,
-    block_bytes: int = BLOCK_BYTES,
+    block_bytes: int = HEAD_BLOCK_BYTES,
 ) -> Tensor:
     """Sum of -log softmax(hidden @ weight.T)[target] over the tokens whose target is not -100.
 

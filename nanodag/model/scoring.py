@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanodag.config.footprint import MAX_LOGITS
 from nanodag.errors import ConfigError, TrainingDiverged
 from nanodag.model import cpu_head
 from nanodag.model.attention import on_device
@@ -30,7 +31,6 @@ from nanodag.model.decoder import Decoder
 from nanodag.model.group_attention import tree_attention
 from nanodag.store.kept_lines import KeptLines, content_key
 
-MAX_LOGITS = {"cuda": 1 << 25, "cpu": 1 << 22}  # numbers of one slice of (M, V): on a CPU 16 MB, near its caches
 WORTH_SHARING = 16
 """Tokens that questions begin with, from which on they are read once: our attention's threads share out whole trees."""
 KEYS_A_TOKEN = 8

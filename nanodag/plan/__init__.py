@@ -1,10 +1,10 @@
-"""What a run will take, said before it starts: memory, time, disk, price, and what would not work. No torch.
+"""Memory, time, disk and price of a run before it starts, and what would not work. No torch.
 
 stage_plan    what is said of a stage, and faults
-models        the model that a stage has, before there is one
-sizes         rows and bytes of sources that are known
+case          a stage with its model, machine and sizes of its data
+sizes         rows and bytes of sources, as far as they are known
 speeds        peaks of processors, and the share of them that each kind of work reaches
-processes     what a process takes before its first tensor
+processes     memory and start of a process before its first tensor
 supervised    pretraining, midtraining, SFT
 rl            trainer and samplers
 evaluation    written answers and likelihoods

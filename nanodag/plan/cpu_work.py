@@ -1,7 +1,8 @@
-"""What work takes on a CPU, in seconds of one core: the sum of its parts, each by what bounds it.
+"""Seconds of one core that work takes on a CPU: the sum of its parts, each by what bounds it.
 
-The constants were measured on two cores with AVX512-BF16 (docs/LOG.md). Those of products, activations, logits, caches
-and text come from parts that were measured alone; STEP_S, RANKS_BUSY and OVERLAP were read off a run of `pocket`.
+Peaks stand in nanodag.host.machine. The constants were measured on two cores with AVX512-BF16 (docs/LOG.md). Those of
+products, activations, logits, caches and text come from parts that were measured alone; STEP_S, RANKS_BUSY and OVERLAP
+were read off a run of `pocket`.
 
 - matrix products run at 0.8 of the peak of square ones: a pretraining step of 4,096 tokens at depth 3 took 192 ms in
   bfloat16 and 623 in float32, which differ in their products alone;
@@ -16,30 +17,20 @@ from nanodag.config.footprint import layer_activations
 from nanodag.config.model_size import ModelSize
 from nanodag.host.machine import Machine
 
-CPU_PEAKS: dict[str, dict[str, float]] = {
-    "other": {"fp32": 20e9, "bf16": 2e9},  # not measured
-    "avx2": {"fp32": 120e9, "bf16": 6.5e9},
-    "avx512": {"fp32": 240e9, "bf16": 25e9},  # bf16 not measured
-    "avx512_bf16": {"fp32": 240e9, "bf16": 480e9},
-    "amx": {"fp32": 240e9, "bf16": 900e9},  # neither measured
-}
-"""FLOPs a second of one core, by instruction set and precision: the best of square products of 768, by oneDNN."""
-ATTENTION_PEAKS = {"other": 20e9, "avx2": 73e9, "avx512": 105e9, "avx512_bf16": 108e9, "amx": 116e9}
-"""The same of attention."""
 PRODUCTS = 0.8
 """Share of the peak that products reach in training and in scoring."""
 DECODED = {"fp32": 0.9, "bf16": 0.4}
-"""The same of a sampler's products, of 64 rows and more."""
+"""Share of the peak that a sampler's products reach, of 64 rows and more."""
 MOVED_BYTES_S = 14e9
-"""Of memory, by one core."""
+"""Bytes of memory that one core moves in a second."""
 CACHED_BYTES_S = 50e9
-"""Of a sampler's cache, which the processor's own caches hold in part."""
+"""Bytes a second of a sampler's cache, which the processor's own caches hold in part."""
 LOGIT_S = 1e-9
-"""Of one logit: its exponential, and in training its gradient."""
+"""Seconds of one logit: its exponential, and in training its gradient."""
 STEP_S = 0.02
-"""Of an optimizer step on each rank, beside its tokens: DeepSpeed, the exchange with other ranks, the optimizer."""
+"""Seconds of an optimizer step on each rank beside its tokens: DeepSpeed, the exchange of ranks, the optimizer."""
 TOKEN_S = 1.4e-6
-"""Of a token of text that is tokenised and packed."""
+"""Seconds of a token of text that is tokenised and packed."""
 RANKS_BUSY = 0.75
 """Share of the time in which ranks compute; the rest they wait for one another."""
 OVERLAP = 0.85
@@ -57,7 +48,7 @@ class CpuWork:
         return CpuWork(self.shared + other.shared, self.alone + other.alone)
 
     def times(self, factor: float) -> "CpuWork":
-        """So many times as much."""
+        """Multiply both parts by a factor."""
         return CpuWork(factor * self.shared, factor * self.alone)
 
     @property
@@ -102,11 +93,11 @@ class Core:
         return CpuWork(0.0, of_token).times(tokens)
 
     def share(self, flops: float | None, cpu_seconds: float | None) -> float | None:
-        """Of the peak, that so many FLOPs in so many CPU-seconds are; None where either is not known."""
+        """Share of the peak that FLOPs in CPU-seconds reach; None where either is not known."""
         return flops / (cpu_seconds * self.peak) if flops and cpu_seconds else None
 
 
 def core_of(machine: Machine, precision: str) -> Core:
     """A core of a machine."""
-    peaks = CPU_PEAKS[machine.instruction_set]
-    return Core(precision=precision, peak=peaks[precision], attention_peak=ATTENTION_PEAKS[machine.instruction_set])
+    peak = machine.core.bf16 if precision == "bf16" else machine.core.fp32
+    return Core(precision=precision, peak=peak, attention_peak=machine.core.attention)

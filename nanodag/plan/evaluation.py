@@ -1,228 +1,190 @@
 """Plans evaluation: likelihoods by the model that is trained, written answers by samplers."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 
-from nanodag.config.derive_sampler import SHARE_IN_EVALUATION, SHARE_OF_HOST
-from nanodag.config.footprint import CUDA_BYTES, width_of
+from nanodag.config.derive_sampler import REPLICA_FLOPS, SHARE_IN_EVALUATION, SHARE_OF_HOST
+from nanodag.config.footprint import MAX_LOGITS
 from nanodag.config.kinds.evaluation import BenchmarkConfig, EvalStage
-from nanodag.config.model_size import ModelSize
-from nanodag.config.stage_base import StageBase
 from nanodag.evaluation.forms import is_written
-from nanodag.host.machine import Machine
+from nanodag.inference.number_formats import width_of
 from nanodag.plan import processes
-from nanodag.plan.core_sizes import core_items, core_tokens
+from nanodag.plan.case import Case, S
 from nanodag.plan.cpu_work import CpuWork, core_of
-from nanodag.plan.memory import Candidate, memory_faults
-from nanodag.plan.models import Habit
+from nanodag.plan.memory import memory_faults
 from nanodag.plan.programs import verifiers_processes
-from nanodag.plan.sampling import PlannedSamplers, embedded_samplers, sglang_samplers
-from nanodag.plan.sizes import (
-    bytes_per_token,
-    downloaded,
-    held_out_share,
-    in_memory,
-    longest_prompt,
-    mean_answer,
-    mean_prompt,
-    size_of,
-)
+from nanodag.plan.sampling import PlannedSamplers, planned_samplers
+from nanodag.plan.sizes import Sizes, bytes_per_token, core_items, core_tokens, held_out_share
 from nanodag.plan.speeds import EVALUATION_START_S, GPU_SHARES, SGLANG_START_S, decoding_seconds, gpu_peak
 from nanodag.plan.stage_plan import Fault, Process, StagePlan
+from nanodag.plan.supervised import ANSWERS_SHARE
 
-ANSWERS_SHARE = 0.5
-"""Of an item's tokens that are scored, those of its answers: their logits are computed."""
 CONTINUATION_BYTES = 64 * 5.75
 """Text of an item of `continuation`: 32 words, and four phrases of 8."""
 ITEM_S = 1e-3
 """CPU-seconds of an item beside its tokens: lm-eval's requests, its record, its share of the intervals."""
 HASHED_S = 1.2e-5
 """CPU-seconds of a row that a hash counts among the held-out ones or not."""
-SCORED_LOGITS = {"cuda": 1 << 25, "cpu": 1 << 22}  # MAX_LOGITS of nanodag.model.scoring
-UNKNOWN_ITEMS = 1000
+UNKNOWN_ITEMS, UNKNOWN_BYTES = 1000, 500.0
+"""Items of a benchmark, and text of one, of which nothing is known."""
 CORE_RECORD_BYTES = 150
-"""Of an item of CORE, whose record holds no text."""
+"""Bytes on disk of an item of CORE, whose record holds no text."""
 PROMPT_ROOM = 512
 """Tokens of the longest prompt of a written benchmark that is not known."""
-REPLICA_FLOPS = 2e11  # of nanodag.evaluation.writing: what starting another sampler costs
+CONTEXT = 500
+"""Tokens before one that is read or written, on average: what attention on a GPU is counted for."""
 
 
-def needed_context(stage: EvalStage, model: ModelSize) -> int:
-    """Tokens of the longest prompt and answer of its written benchmarks; 0 without one."""
-    widest = _widest(stage, model)
-    return 0 if widest is None else _longest(widest, model) + stage.answer_tokens(widest)
+@dataclass(frozen=True)
+class _Written:
+    """The written benchmark with the longest prompt and answer, and their tokens."""
+
+    name: str
+    prompt: int
+    answer: int
 
 
-def _widest(stage: EvalStage, model: ModelSize) -> BenchmarkConfig | None:
-    """The written benchmark with the longest prompt and answer."""
-    written = [b for b in stage.benchmarks if is_written(b)]
-    return max(written, key=lambda b: _longest(b, model) + stage.answer_tokens(b), default=None)
+def _widest(case: Case[EvalStage]) -> _Written | None:
+    written = []
+    for benchmark in filter(is_written, case.stage.benchmarks):
+        url = _url_of(benchmark)
+        known = case.sizes.longest_prompt(url, case.model.vocabulary) if url else None
+        prompt = (known or PROMPT_ROOM) * (1 + benchmark.num_fewshot)
+        written.append(_Written(benchmark.name, prompt, case.stage.answer_tokens(benchmark)))
+    return max(written, key=lambda widest: widest.prompt + widest.answer, default=None)
 
 
-def _longest(benchmark: BenchmarkConfig, model: ModelSize) -> int:
-    url = benchmark.source.url if benchmark.source is not None else ""
-    found = longest_prompt(url, model.vocabulary) if url else None
-    return (found or PROMPT_ROOM) * (1 + benchmark.num_fewshot)
-
-
-def samplers_of(stage: EvalStage, model: ModelSize, machine: Machine) -> PlannedSamplers | None:
+def samplers_of(case: Case[EvalStage]) -> PlannedSamplers | None:
     """The samplers that write answers; None where there is nothing to write. As many embedded ones start as are worth
     it where no answer ends before its last token."""
-    context = min(needed_context(stage, model), model.max_positions)
-    if not context:
+    stage, sampler, model = case.stage, case.stage.sampler, case.model
+    if (widest := _widest(case)) is None:
         return None
-    sampler, device = stage.sampler, str(stage.resources.device)
-    if sampler.engine == "sglang":
-        return sglang_samplers(
-            model,
-            machine,
-            precision=str(stage.precision),
-            device=device,
-            replicas=int(sampler.replicas),
-            tensor_parallel=sampler.tensor_parallel,
-            max_batch=int(sampler.replicas) * int(sampler.max_batch),
-            context=context,
-            memory_fraction=SHARE_IN_EVALUATION if device == "cuda" else SHARE_OF_HOST,
-            cache_bytes=int(sampler.cache_bytes),
-        )
-    written = [b for b in stage.benchmarks if is_written(b)]
-    used = max(stage.answer_tokens(b) + prompt_of(b, model) for b in written)
-    most = max(items_of(b) * b.num_samples * (stage.answer_tokens(b) + prompt_of(b, model)) for b in written)
-    replicas = max(1, min(int(sampler.replicas), int(most * model.forward_flops(0) / REPLICA_FLOPS)))
-    return embedded_samplers(
+    written = list(filter(is_written, stage.benchmarks))
+    lengths = [stage.answer_tokens(benchmark) + prompt_of(benchmark, case) for benchmark in written]
+    replicas = int(sampler.replicas)
+    if sampler.engine == "embedded":
+        answers = [items_of(benchmark, case.sizes) * benchmark.num_samples for benchmark in written]
+        most = max(number * length for number, length in zip(answers, lengths, strict=True))
+        replicas = max(1, min(replicas, int(most * model.forward_flops(0) / REPLICA_FLOPS)))
+    return planned_samplers(
+        sampler,
         model,
+        case.machine,
         precision=str(stage.precision),
-        device=device,
+        device=case.device,
         replicas=replicas,
-        max_batch=replicas * int(sampler.max_batch),
-        context=context,
-        cache_bytes=int(sampler.cache_bytes),
-        used=used,
+        slots=int(sampler.max_batch),
+        context=min(widest.prompt + widest.answer, model.max_positions),
+        memory_fraction=SHARE_IN_EVALUATION if case.device == "cuda" else SHARE_OF_HOST,
+        used=max(lengths),
         takes_weights=False,
     )
 
 
-def plan_evaluation(
-    name: str, stage: EvalStage, model: ModelSize | None, machine: Machine, habit: Habit = "half"
-) -> StagePlan:
-    """The plan of an evaluation. model: None where its size is not known. habit: how long its answers are."""
-    device = str(stage.resources.device)
-    sources = [b.source for b in stage.benchmarks if b.source is not None]
-    read = sum(int(items_of(b) * _row_bytes(b)) for b in stage.benchmarks)
-    if model is None:
-        return StagePlan(
-            name=name, kind=stage.kind, device=device, read_bytes=read, notes=("its model is not known yet",)
-        )
-    samplers = samplers_of(stage, model, machine)
-    longest = max(map(stage.answer_tokens, stage.benchmarks))
-    tokens = _tokens(stage, model, habit)
-    flops = tokens.all * model.forward_flops(500)
-    seconds, cpu_seconds = _seconds(stage, model, machine, samplers, tokens)
-    core = core_of(machine, str(stage.precision))
-    return StagePlan(
-        name=name,
-        kind=stage.kind,
-        device=device,
+def plan_evaluation(case: Case[EvalStage]) -> StagePlan:
+    """The plan of an evaluation."""
+    stage, is_on_gpu = case.stage, case.device == "cuda"
+    read = sum(int(items_of(b, case.sizes) * _row_bytes(b, case.sizes)) for b in stage.benchmarks)
+    if case.known_model is None:
+        return case.plan(read_bytes=read, notes=("its model is not known yet",))
+    model, samplers, tokens = case.model, samplers_of(case), _tokens(case)
+    flops = tokens.all * model.forward_flops(CONTEXT)
+    seconds, cpu_seconds = _seconds(case, samplers, tokens)
+    core = core_of(case.machine, str(stage.precision))
+    on_disk = int(4 * read) + processes.MB
+    return case.plan(
         parameters=model.total,
         tokens=int(tokens.all),
         flops=flops,
         read_bytes=read,
-        download_bytes=downloaded(sources, read),
-        processes=_processes(stage, model, samplers),
-        num_gpus=max(1, samplers.process.count * samplers.process.gpus if samplers else 0) if device == "cuda" else 0,
-        at_once=None if samplers is None else samplers.at_once,
-        longest_prompt=None if samplers is None else model.max_positions - longest,
-        disk_bytes=int(4 * read) + processes.MB,
-        kept_bytes=int(4 * read) + processes.MB,
+        download_bytes=case.sizes.downloaded([b.source for b in stage.benchmarks if b.source is not None], read),
+        processes=_processes(case, samplers),
+        num_gpus=max(1, samplers.process.count * samplers.process.gpus if samplers else 0) if is_on_gpu else 0,
+        at_once=samplers.at_once if samplers else None,
+        longest_prompt=model.max_positions - max(map(stage.answer_tokens, stage.benchmarks)) if samplers else None,
+        disk_bytes=on_disk,
+        kept_bytes=on_disk,
         seconds=seconds,
         cpu_seconds=cpu_seconds,
-        share=GPU_SHARES[str(stage.sampler.engine)].likelihood if device == "cuda" else core.share(flops, cpu_seconds),
+        share=GPU_SHARES[str(stage.sampler.engine)].likelihood if is_on_gpu else core.share(flops, cpu_seconds),
     )
 
 
-def faults_of_evaluation(
-    plan: StagePlan, stage: EvalStage, model: ModelSize | None, machine: Machine
-) -> Iterator[Fault]:
-    """What does not fit; answers that would be cut, prompts without room, and a cache without room for one sample."""
-    if model is None:
+def faults_of_evaluation(plan: StagePlan, case: Case[EvalStage]) -> Iterator[Fault]:
+    """Faults: what does not fit, answers that would be cut, prompts without room, a cache too small for one sample."""
+    if case.known_model is None:
         return
-
-    def rebuilt(changed: StageBase) -> StagePlan:
-        assert isinstance(changed, EvalStage)
-        return plan_evaluation(plan.name, changed, model, machine)
-
-    has_samplers = samplers_of(stage, model, machine) is not None
-    yield from memory_faults(
-        plan,
-        machine,
-        setting="sampler.cache_bytes" if has_samplers else "micro_batch_tokens",
-        found=stage.sampler.cache_bytes if has_samplers else stage.micro_batch_tokens,
-        candidates=_candidates(stage, model, machine),
-        rebuilt=rebuilt,
-    )
-    if (widest := _widest(stage, model)) is None:
+    stage, positions, samplers = case.stage, case.model.max_positions, samplers_of(case)
+    setting = "sampler.cache_bytes" if samplers else "micro_batch_tokens"
+    value = stage.sampler.cache_bytes if samplers else stage.micro_batch_tokens
+    yield from memory_faults(plan, case, plan_evaluation, setting=setting, value=value, candidates=_candidates(case))
+    if (widest := _widest(case)) is None or samplers is None:
         return
-    prompt, answer = _longest(widest, model), stage.answer_tokens(widest)
-    needed = prompt + answer
-    if needed > model.max_positions:
-        room = model.max_positions - prompt
-        why = f"tokens and a prompt of about {prompt} are more than the model's {model.max_positions} positions: items "
-        why += f"of {widest.name} would not be asked"
-        mend = (f"max_new_tokens={room}",) if room > 0 and answer == stage.max_new_tokens else ()
-        yield Fault(setting="max_new_tokens", found=str(answer), why=why, mend=mend)
-    samplers = samplers_of(stage, model, machine)
-    if samplers is not None and not samplers.at_once:
+    if (needed := widest.prompt + widest.answer) > positions:
+        room = positions - widest.prompt
+        why = f"tokens and a prompt of about {widest.prompt} are more than the model's {positions} positions: items of "
+        why += f"{widest.name} would not be asked"
+        mend = (f"max_new_tokens={room}",) if room > 0 and widest.answer == stage.max_new_tokens else ()
+        yield Fault(setting="max_new_tokens", found=str(widest.answer), why=why, mend=mend)
+    if not samplers.at_once:
         why = f"bytes hold no sample of {needed} tokens, which takes {samplers.needed_bytes}"
         mend = (f"sampler.cache_bytes={samplers.needed_bytes}",)
         yield Fault(setting="sampler.cache_bytes", found=str(samplers.room), why=why, mend=mend)
 
 
-def _candidates(stage: EvalStage, model: ModelSize, machine: Machine) -> Iterator[Candidate]:
+def _candidates(case: Case[EvalStage]) -> Iterator[tuple[tuple[str, ...], EvalStage]]:
     """Smaller caches that hold a sample; then with one sampler; then in bf16 where the machine multiplies it fast."""
-    fast = ("bf16",) if machine.multiplies_bf16_fast(str(stage.resources.device)) else ()
-    for precision in dict.fromkeys((str(stage.precision), *fast)):
-        for replicas in dict.fromkeys((int(stage.sampler.replicas), 1)):
-            cache_bytes = int(stage.sampler.cache_bytes)
-            while True:
-                sampler = stage.sampler.model_copy(update={"cache_bytes": cache_bytes, "replicas": replicas})
-                changed = stage.model_copy(update={"sampler": sampler, "precision": precision})
-                said = {"sampler.cache_bytes": cache_bytes, "sampler.replicas": replicas, "precision": precision}
-                given = (stage.sampler.cache_bytes, stage.sampler.replicas, stage.precision)
-                different = [name for (name, value), old in zip(said.items(), given, strict=True) if value != old]
-                yield tuple(f"{name}={said[name]}" for name in different), changed
-                samplers = samplers_of(changed, model, machine)
-                cache_bytes //= 2
-                if samplers is None or cache_bytes < samplers.needed_bytes:
-                    break
+    stage = case.stage
+    fast = ("bf16",) if case.machine.multiplies_bf16_fast(case.device) else ()
+    precisions, counts = dict.fromkeys((str(stage.precision), *fast)), dict.fromkeys((int(stage.sampler.replicas), 1))
+    for precision, replicas in product(precisions, counts):
+        cache_bytes = int(stage.sampler.cache_bytes)
+        while True:
+            sampler = stage.sampler.model_copy(update={"cache_bytes": cache_bytes, "replicas": replicas})
+            changed = stage.model_copy(update={"sampler": sampler, "precision": precision})
+            values = {"sampler.cache_bytes": cache_bytes, "sampler.replicas": replicas, "precision": precision}
+            old = (stage.sampler.cache_bytes, stage.sampler.replicas, stage.precision)
+            different = [name for (name, value), other in zip(values.items(), old, strict=True) if value != other]
+            yield tuple(f"{name}={values[name]}" for name in different), changed
+            samplers = samplers_of(replace(case, stage=changed))
+            cache_bytes //= 2
+            if samplers is None or cache_bytes < samplers.needed_bytes:
+                break
 
 
-def items_of(benchmark: BenchmarkConfig) -> int:
+def _url_of(benchmark: BenchmarkConfig) -> str:
+    return benchmark.source.url if benchmark.source is not None else ""
+
+
+def items_of(benchmark: BenchmarkConfig, sizes: Sizes) -> int:
     """Items that are asked, UNKNOWN_ITEMS where that is not known."""
     if benchmark.is_core:
         return core_items(benchmark.limit)
-    found = size_of(benchmark.source.url) if benchmark.source is not None else None
-    rows = found.rows if found is not None and found.rows is not None else UNKNOWN_ITEMS
+    size = sizes.of(benchmark.source.url) if benchmark.source is not None else None
+    rows = size.rows if size is not None and size.rows is not None else UNKNOWN_ITEMS
     if benchmark.source is not None and (share := held_out_share(benchmark.source)):
         rows = int(rows * share)
     return min(rows, benchmark.limit) if benchmark.limit else rows
 
 
-def prompt_of(benchmark: BenchmarkConfig, model: ModelSize) -> float:
+def prompt_of(benchmark: BenchmarkConfig, case: Case[S]) -> float:
     """Tokens of a written benchmark's prompt on average, with its worked examples."""
-    url = benchmark.source.url if benchmark.source is not None else ""
-    return (1 + benchmark.num_fewshot) * (mean_prompt(url, model.vocabulary) if url else PROMPT_ROOM)
+    url = _url_of(benchmark)
+    return (1 + benchmark.num_fewshot) * (case.sizes.mean_prompt(url, case.model.vocabulary) if url else PROMPT_ROOM)
 
 
-def _row_bytes(benchmark: BenchmarkConfig) -> float:
+def _row_bytes(benchmark: BenchmarkConfig, sizes: Sizes) -> float:
     if benchmark.is_core:
         return CORE_RECORD_BYTES
-    found = size_of(benchmark.source.url) if benchmark.source is not None else None
-    return found.row_bytes if found is not None else 500.0
+    size = sizes.of(benchmark.source.url) if benchmark.source is not None else None
+    return size.row_bytes if size is not None else UNKNOWN_BYTES
 
 
 @dataclass(frozen=True)
 class _Tokens:
-    """Of all items. scored: by likelihood. prompts, written: of those that are answered in writing."""
+    """Tokens of all items. scored: by likelihood. prompts, written: of those that are answered in writing."""
 
     scored: float
     prompts: float
@@ -233,107 +195,96 @@ class _Tokens:
         return self.scored + self.prompts + self.written
 
 
-def _tokens(stage: EvalStage, model: ModelSize, habit: Habit) -> _Tokens:
+def _tokens(case: Case[EvalStage]) -> _Tokens:
     scored = prompts = written = 0.0
-    for benchmark in stage.benchmarks:
-        items, shots = items_of(benchmark), 1 + benchmark.num_fewshot
-        url = benchmark.source.url if benchmark.source is not None else ""
+    words = case.model.vocabulary
+    for benchmark in case.stage.benchmarks:
+        items, url = items_of(benchmark, case.sizes), _url_of(benchmark)
         if benchmark.is_core:
-            scored += core_tokens(benchmark.limit, model.vocabulary)
+            scored += core_tokens(benchmark.limit, words)
         elif is_written(benchmark):
-            prompts += items * prompt_of(benchmark, model)
-            most = stage.answer_tokens(benchmark)
-            written += (
-                items
-                * benchmark.num_samples
-                * (mean_answer(url, model.vocabulary, habit, most=most) if url else most / 2)
-            )
+            most = case.stage.answer_tokens(benchmark)
+            answer = case.sizes.mean_answer(url, words, case.habit, most=most) if url else most / 2
+            prompts += items * prompt_of(benchmark, case)
+            written += items * benchmark.num_samples * answer
         else:
             is_cut = "continuation" in (benchmark.form, benchmark.name)
-            text = CONTINUATION_BYTES if is_cut else _row_bytes(benchmark)
-            scored += items * shots * text / bytes_per_token(model.vocabulary)
+            text = CONTINUATION_BYTES if is_cut else _row_bytes(benchmark, case.sizes)
+            scored += items * (1 + benchmark.num_fewshot) * text / bytes_per_token(words)
     return _Tokens(scored, prompts, written)
 
 
-def _processes(stage: EvalStage, model: ModelSize, samplers: PlannedSamplers | None) -> tuple[Process, ...]:
-    """Those of the stage, and verifiers' own where a benchmark asks it."""
-    own = _own_processes(stage, model, samplers)
-    asks_verifiers = any(b.source is not None and b.source.url.startswith("verifiers:") for b in stage.benchmarks)
-    if samplers is None or not asks_verifiers:
-        return own
-    return (*own, *verifiers_processes(samplers.process.count * int(stage.sampler.max_batch)))
-
-
-def _own_processes(stage: EvalStage, model: ModelSize, samplers: PlannedSamplers | None) -> tuple[Process, ...]:
-    """The worker with the model that scores; a single sampler is in its process, several are processes beside it."""
-    device, precision, shape = str(stage.resources.device), str(stage.precision), model.shape
-    wide, scored = width_of(precision), int(stage.micro_batch_tokens)
+def _processes(case: Case[EvalStage], samplers: PlannedSamplers | None) -> tuple[Process, ...]:
+    """The worker with the model that scores; on a CPU a single sampler is in its process, several are processes beside
+    it. And verifiers' own where a benchmark asks it."""
+    stage, model, wide = case.stage, case.model, width_of(str(case.stage.precision))
+    scored, shape = int(stage.micro_batch_tokens), case.model.shape
     held = {
         "weights": wide * model.total,
         "activations": scored * wide * (6 * shape.width + 3 * shape.mlp_width) + scored * 512,
-        "logits": min(SCORED_LOGITS[device], scored * model.vocabulary // 4) * (wide + 4),
+        "logits": min(MAX_LOGITS[case.device], scored * model.vocabulary // 4) * (wide + 4),
     }
     sources = [b.source for b in stage.benchmarks if b.source is not None]
-    base = {"process": processes.EVALUATION, "data": int(processes.PARSED * in_memory(sources))}
-    if device == "cuda":
-        host = {"process": processes.CUDA, "model": 4 * model.total, "data": base["data"]}
-        worker = Process(name="worker", device={**held, "cuda": CUDA_BYTES}, host=host, gpus=1)
-        return (worker,) if samplers is None else (worker, samplers.process)
-    if samplers is None:
-        return (Process(name="worker", host={**held, **base}),)
-    if samplers.process.count > 1 or stage.sampler.engine == "sglang":
-        return Process(name="worker", host={**held, **base}), samplers.process
-    inner = {f"sampler's {name}": num for name, num in samplers.process.host.items() if name != "process"}
-    return (Process(name="worker", host={**held, **base, **inner}, reserve=samplers.process.reserve),)
+    data = int(processes.PARSED * case.sizes.in_memory(sources))
+    cpu = {"process": processes.EVALUATION, "data": data}
+    beside: tuple[Process, ...] = () if samplers is None else (samplers.process,)
+    reserve = 0
+    is_inside = case.device == "cpu" and stage.sampler.engine == "embedded"
+    if samplers is not None and is_inside and samplers.process.count == 1:
+        beside, reserve = (), samplers.process.reserve
+        cpu |= {f"sampler's {name}": num for name, num in samplers.process.host.items() if name != "process"}
+    cuda = {"model": 4 * model.total, "data": data}
+    worker = processes.computing("worker", case.device, held, cuda=cuda, cpu=cpu, reserve=reserve)
+    if samplers is not None and any(source.url.startswith("verifiers:") for source in sources):
+        beside += verifiers_processes(samplers.process.count * int(stage.sampler.max_batch))
+    return worker, *beside
 
 
 def _seconds(
-    stage: EvalStage, model: ModelSize, machine: Machine, samplers: PlannedSamplers | None, tokens: _Tokens
+    case: Case[EvalStage], samplers: PlannedSamplers | None, tokens: _Tokens
 ) -> tuple[float | None, float | None]:
-    """By the clock, and of a CPU's cores."""
-    if stage.resources.device == "cuda":
-        return _gpu_seconds(stage, model, machine, samplers, tokens), None
+    """Seconds by the clock, and of a CPU's cores."""
+    if case.device == "cuda":
+        return _gpu_seconds(case, samplers, tokens), None
+    stage, model, machine = case.stage, case.model, case.machine
     core, threads = core_of(machine, str(stage.precision)), int(stage.resources.threads)
-    items = sum(items_of(benchmark) for benchmark in stage.benchmarks)
+    items = sum(items_of(benchmark, case.sizes) for benchmark in stage.benchmarks)
     mean = int(tokens.scored / max(1, items))
     reading = core.reading(model, tokens.scored, mean, scored=ANSWERS_SHARE)
     sources = [b.source for b in stage.benchmarks if b.source is not None]
-    looked_at = [size_of(source.url) for source in sources if held_out_share(source)]
-    rows = sum(found.rows or 0 for found in looked_at if found is not None)
-    start = processes.EVALUATION_S + in_memory(sources) / processes.PARSED_BYTES_S + rows * HASHED_S + items * ITEM_S
-    width = width_of(str(stage.precision))
-    cached = needed_context(stage, model) / 2 * model.token_bytes(width)
+    hashed = [case.sizes.of(source.url) for source in sources if held_out_share(source)]
+    rows = sum(size.rows or 0 for size in hashed if size is not None)
+    start = processes.EVALUATION_S + case.sizes.in_memory(sources) / processes.PARSED_BYTES_S
+    start += rows * HASHED_S + items * ITEM_S
+    widest = _widest(case)
+    context = 0 if widest is None else widest.prompt + widest.answer
+    cached = context / 2 * model.token_bytes(width_of(str(stage.precision)))
     decoding = core.decoding(model, tokens.written, cached_bytes=cached)
     decoding += CpuWork(0.0, core.reading(model, tokens.prompts, mean, scored=0.0).total)
     count = 1 if samplers is None else samplers.process.count
     started = processes.SAMPLER_S * count if count > 1 else 0.0
-    side_by_side = max(1, min(count, machine.cores))
-    seconds = start + reading.on(threads) + (started + decoding.total) / side_by_side
+    seconds = start + reading.on(threads) + (started + decoding.total) / max(1, min(count, machine.cores))
     return seconds, start + started + reading.total + decoding.total
 
 
-def _gpu_seconds(
-    stage: EvalStage, model: ModelSize, machine: Machine, samplers: PlannedSamplers | None, tokens: _Tokens
-) -> float | None:
-    precision = str(stage.precision)
-    peak = gpu_peak(machine, precision, ranks=1)
+def _gpu_seconds(case: Case[EvalStage], samplers: PlannedSamplers | None, tokens: _Tokens) -> float | None:
+    model, precision, engine = case.model, str(case.stage.precision), str(case.stage.sampler.engine)
+    peak = gpu_peak(case.machine, precision, ranks=1)
     if not peak:
         return None
-    engine = str(stage.sampler.engine)
-    share = GPU_SHARES[engine].likelihood
-    reading = (tokens.scored + tokens.prompts) * model.forward_flops(500) / (share * peak)
+    flops = model.forward_flops(CONTEXT)
+    reading = (tokens.scored + tokens.prompts) * flops / (GPU_SHARES[engine].likelihood * peak)
     if samplers is None:
         return EVALUATION_START_S + reading
-    count = samplers.process.count
     decoding = decoding_seconds(
-        machine=machine,
+        machine=case.machine,
         engine=engine,
-        samplers=count,
+        samplers=samplers.process.count,
         tokens=tokens.written,
         weight_bytes=width_of(precision) * model.total,
-        cache_bytes=500 * model.token_bytes(width_of(precision)),
-        flops_per_token=model.forward_flops(500),
-        at_once=max(1, samplers.at_once // count),
+        cache_bytes=CONTEXT * model.token_bytes(width_of(precision)),
+        flops_per_token=flops,
+        at_once=max(1, samplers.at_once // samplers.process.count),
     )
     start = EVALUATION_START_S + (SGLANG_START_S if engine == "sglang" else 0.0)
     return None if decoding is None else start + reading + decoding

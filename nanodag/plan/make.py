@@ -1,29 +1,41 @@
 """The plan of a whole pipeline on a machine."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 from nanodag.config import Pipeline, order_of
 from nanodag.config.kinds import find_kind
 from nanodag.config.kinds.evaluation import EvalStage
+from nanodag.config.kinds.import_model import ImportStage
+from nanodag.config.kinds.report import ReportStage
 from nanodag.config.kinds.rl import RLStage
-from nanodag.config.model_size import ModelSize
+from nanodag.config.kinds.tokenizer import TokenizerStage
 from nanodag.config.stage_base import StageBase
 from nanodag.config.supervised import SupervisedStage
-from nanodag.data.config import SourceConfig
 from nanodag.errors import ConfigError
 from nanodag.errors.words import counted, size
 from nanodag.host.machine import Machine
+from nanodag.plan import others
+from nanodag.plan.case import Case, case_of
 from nanodag.plan.evaluation import faults_of_evaluation, plan_evaluation
-from nanodag.plan.memory import device_room, host_room
-from nanodag.plan.models import habit_of, model_of
-from nanodag.plan.others import faults_of_other, plan_other
-from nanodag.plan.rl import faults_of_rl, plan_rl, planned_steps
+from nanodag.plan.memory import device_room, host_room, memory_faults
+from nanodag.plan.rl import faults_of_rl, plan_rl
 from nanodag.plan.stage_plan import Fault, StagePlan
 from nanodag.plan.supervised import faults_of_supervised, plan_supervised
+
+Planned = Callable[[Any], StagePlan]
+FindFaults = Callable[[StagePlan, Any], Iterable[Fault]]
+FORMULAS: Sequence[tuple[type[StageBase], Planned, FindFaults | None]] = (
+    (SupervisedStage, plan_supervised, faults_of_supervised),
+    (RLStage, plan_rl, faults_of_rl),
+    (EvalStage, plan_evaluation, faults_of_evaluation),
+    (TokenizerStage, others.plan_tokenizer, others.faults_of_tokenizer),
+    (ReportStage, others.plan_report, others.faults_of_report),
+    (ImportStage, others.plan_import, None),
+    (StageBase, others.plan_other, None),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,12 +49,12 @@ class Plan:
 
     @property
     def faults(self) -> list[str]:
-        """Of all stages, a line each."""
+        """Faults of all stages, a line each."""
         return [fault.text(stage.name) for stage in self.stages for fault in stage.faults]
 
     @property
     def seconds(self) -> float | None:
-        """Of all stages one after the other but for those beside others; None where one of them is not known."""
+        """Seconds of all stages in a row, those beside others left out; None where one of them is not known."""
         each = [stage.seconds for stage in self.stages if not stage.is_beside]
         return None if None in each else sum(seconds for seconds in each if seconds is not None)
 
@@ -55,7 +67,7 @@ class Plan:
         )
 
     def price_of(self, seconds: float | None) -> float | None:
-        """Of the machine for so long."""
+        """Price of that many seconds on the machine."""
         return None if seconds is None else seconds / 3600 * self.price_per_hour
 
     def as_json(self) -> dict[str, Any]:
@@ -77,7 +89,7 @@ class Plan:
 def plan_of(pipeline: Pipeline, machine: Machine, *, stages: Collection[str] = (), price_per_hour: float = 0.0) -> Plan:
     """The plan of a resolved pipeline. stages: those that are to be run; all unless given."""
     plans = [
-        _beside(pipeline, _planned(pipeline, name, pipeline.stages[name], machine), machine, stages)
+        _beside(pipeline, _planned(pipeline, case_of(pipeline, name, machine)), machine, stages)
         for name in order_of(pipeline)
         if not stages or name in stages
     ]
@@ -94,15 +106,17 @@ def check_plan(pipeline: Pipeline, machine: Machine, *, stages: Collection[str] 
         raise ConfigError("\n  ".join([*lines, "If a number is meant, say so with unchecked=[NAME]."]))
 
 
-def _planned(pipeline: Pipeline, name: str, stage: StageBase, machine: Machine) -> StagePlan:
-    model = model_of(pipeline, name)
-    plan, faults = _by_kind(pipeline, name, model, machine)
-    if stage.resources.work_pool != "none":
-        return replace(
-            plan, notes=(*plan.notes, f"runs in the work pool {stage.resources.work_pool}: not checked here")
-        )
-    found = [*_gpus(plan, machine), *faults]
-    return replace(plan, faults=[fault for fault in found if f"{name}.{fault.setting}" not in pipeline.unchecked])
+def _planned(pipeline: Pipeline, case: Case[StageBase]) -> StagePlan:
+    planned, find_faults = next((p, f) for kind, p, f in FORMULAS if isinstance(case.stage, kind))
+    plan, pool = planned(case), case.stage.resources.work_pool
+    if pool != "none":
+        return replace(plan, notes=(*plan.notes, f"runs in the work pool {pool}: not checked here"))
+    if find_faults is None:
+        faults: Iterable[Fault] = memory_faults(plan, case, planned, setting="resources.device", value=plan.device)
+    else:
+        faults = find_faults(plan, case)
+    unmeant = [f for f in (*_gpus(plan, case.machine), *faults) if f"{case.name}.{f.setting}" not in pipeline.unchecked]
+    return replace(plan, faults=unmeant)
 
 
 def _beside(pipeline: Pipeline, plan: StagePlan, machine: Machine, stages: Collection[str]) -> StagePlan:
@@ -126,34 +140,6 @@ def _beside(pipeline: Pipeline, plan: StagePlan, machine: Machine, stages: Colle
     ranks = max(others)
     share = max(machine.cores - ranks, machine.cores / (ranks + 1))
     return replace(plan, seconds=max(plan.seconds, plan.cpu_seconds / share), is_beside=True)
-
-
-def _by_kind(
-    pipeline: Pipeline, name: str, model: ModelSize | None, machine: Machine
-) -> tuple[StagePlan, Sequence[Fault]]:
-    stage, habit = pipeline.stages[name], habit_of(pipeline, name)
-    mirror = None if pipeline.mirror == "none" else Path(pipeline.mirror)
-    if isinstance(stage, SupervisedStage):
-        plan = plan_supervised(name, stage, model, machine, mirror)
-        return plan, faults_of_supervised(plan, stage, model, machine, mirror)
-    if isinstance(stage, RLStage):
-        steps = planned_steps(stage, mirror)
-        if steps is None:
-            notes = ("how many prompts it has is not known yet",)
-            return StagePlan(name=name, kind=stage.kind, device=str(stage.resources.device), notes=notes), ()
-        stage = stage.model_copy(update={"num_steps": steps})
-        plan = plan_rl(name, stage, model, machine, habit)
-        return plan, faults_of_rl(plan, stage, model, machine)
-    if isinstance(stage, EvalStage):
-        plan = plan_evaluation(name, stage, model, machine, habit)
-        return plan, list(faults_of_evaluation(plan, stage, model, machine))
-    trained = [source for other in stage.inputs.values() for source in _trained_on(pipeline.stages[other])]
-    plan = plan_other(name, stage, model, trained=trained, mirror=mirror)
-    return plan, faults_of_other(plan, stage, machine, trained=trained)
-
-
-def _trained_on(stage: StageBase) -> Sequence[SourceConfig]:
-    return stage.data if isinstance(stage, SupervisedStage | RLStage) else ()
 
 
 def _gpus(plan: StagePlan, machine: Machine) -> Sequence[Fault]:
@@ -183,7 +169,7 @@ def _with_disk(pipeline: Pipeline, plans: Sequence[StagePlan], machine: Machine)
 
 
 def _disk_fault(pipeline: Pipeline, plan: StagePlan, kept: int, machine: Machine) -> Fault:
-    """Of a stage at which the disk is full, with the most checkpoints that fit. kept: bytes that stages before it
+    """Fault of a stage at which the disk is full, with the most checkpoints that fit. kept: bytes that stages before it
     leave."""
     stage = pipeline.stages[plan.name]
     keeps = int(getattr(stage, "keep_checkpoints", 1))
@@ -192,9 +178,7 @@ def _disk_fault(pipeline: Pipeline, plan: StagePlan, kept: int, machine: Machine
     why = f"are used of the disk at {plan.name}, with {kinds}, and {size(machine.disk)} are free where the store lies"
     for fewer in range(keeps - 1, 0, -1):
         stages = {**pipeline.stages, plan.name: stage.model_copy(update={"keep_checkpoints": fewer})}
-        changed, _ = _by_kind(
-            pipeline.model_copy(update={"stages": stages}), plan.name, model_of(pipeline, plan.name), machine
-        )
+        changed = _planned(pipeline, case_of(pipeline.model_copy(update={"stages": stages}), plan.name, machine))
         if kept + (changed.disk_bytes or 0) <= machine.disk:
             mend = (f"keep_checkpoints={fewer}",)
             return Fault(setting=setting, found=size(used), why=why, mend=mend)

@@ -1,16 +1,14 @@
 """Whether a stage's processes fit a machine, and which change of a setting makes them fit."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from nanodag.config.footprint import USABLE
-from nanodag.config.stage_base import StageBase
 from nanodag.errors.words import size
 from nanodag.host.machine import Machine
+from nanodag.plan.case import Case, S
 from nanodag.plan.processes import HOST_SHARE
 from nanodag.plan.stage_plan import Fault, StagePlan
-
-Candidate = tuple[tuple[str, ...], StageBase]
-"""Settings as they would be written, and the stage with them."""
 
 
 def device_room(machine: Machine) -> int:
@@ -32,18 +30,21 @@ def fits(plan: StagePlan, machine: Machine) -> bool:
 
 def memory_faults(
     plan: StagePlan,
-    machine: Machine,
+    case: Case[S],
+    planned: Callable[[Case[S]], StagePlan],
     *,
     setting: str,
-    found: object,
-    candidates: Iterable[Candidate],
-    rebuilt: Callable[[StageBase], StagePlan],
+    value: object,
+    candidates: Iterable[tuple[tuple[str, ...], S]] = (),
 ) -> list[Fault]:
-    """None where the stage fits; else one fault, with the first of the candidates that fits. setting, found: what is
-    named as too large. rebuilt: the plan of a changed stage."""
+    """One fault where the stage does not fit, with the first of the candidates that fits, else none.
+
+    setting, value: named as too large. candidates: settings as they would be written, and the stage with them."""
+    machine = case.machine
     if fits(plan, machine):
         return []
-    mend = next((settings for settings, stage in candidates if fits(rebuilt(stage), machine)), ())
+    fitting = (names for names, stage in candidates if fits(planned(replace(case, stage=stage)), machine))
+    mend = next(fitting, ())
     if machine.gpu is not None and plan.device_bytes > device_room(machine):
         what, room = f"{size(plan.device_bytes)} on a GPU", f"the {size(device_room(machine))} of a {machine.gpu.name}"
     else:
@@ -51,4 +52,4 @@ def memory_faults(
     why = f"takes {what}, more than {room} that can be used"
     if not mend:
         why += "; nothing that was tried of this stage is enough: take a smaller model, or a larger machine"
-    return [Fault(setting=setting, found=str(found), why=why, mend=mend)]
+    return [Fault(setting=setting, found=str(value), why=why, mend=mend)]

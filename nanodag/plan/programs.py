@@ -1,4 +1,4 @@
-"""What runs beside the controller and answers the policy: environments, agents, verifiers' process.
+"""Processes beside the controller that answer the policy: environments, agents, verifiers' process.
 
 Measured on a CPU, pages that processes share counted once. The process of an environment 16 MB, 57 with numpy and BM25;
 an episode, which is its fork, 1.8 and 3.7 of its own. An agent's function 51 with the package `openai`, 16 without. An
@@ -8,7 +8,7 @@ such as a corpus.
 """
 
 from nanodag.config.kinds.rl import RLStage
-from nanodag.config.rl_entries import GenerateConfig
+from nanodag.config.rl_entries import MAX_CALLS, GenerateConfig
 from nanodag.plan.processes import MB
 from nanodag.plan.stage_plan import Process
 
@@ -18,8 +18,6 @@ AGENT = 55 * MB
 PROGRAM = 20 * MB
 VERIFIERS = 200 * MB
 VERIFIERS_ROLLOUT = 1.1 * MB
-MAX_CALLS = 256
-"""MAX_AT_ONCE of nanodag.rl.rollouts.turns.runner."""
 
 
 def programs_of(stage: RLStage, samples: int) -> tuple[Process, ...]:

@@ -1,136 +1,102 @@
-"""Plans RL: trainer ranks, samplers beside them, and the time that either takes."""
+"""Plans RL: trainer ranks, samplers beside them, and what else runs."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
-from nanodag.config.footprint import (
-    CUDA_BYTES,
-    TrainState,
-    activations,
-    head_memory,
-    lora_parameters,
-    train_state,
-    width_of,
-    working,
-)
+from nanodag.config.derive_hardware import state_of
+from nanodag.config.footprint import activations, head_memory, working
 from nanodag.config.gpus import num_gpus_of
 from nanodag.config.kinds.rl import RLStage
-from nanodag.config.model_size import ModelSize
-from nanodag.config.stage_base import StageBase
 from nanodag.errors.words import size
-from nanodag.host.machine import Machine
+from nanodag.inference.number_formats import width_of
 from nanodag.plan import processes
+from nanodag.plan.case import Case
 from nanodag.plan.cpu_work import core_of
-from nanodag.plan.memory import Candidate, memory_faults
-from nanodag.plan.models import Habit
+from nanodag.plan.memory import memory_faults
 from nanodag.plan.programs import programs_of
-from nanodag.plan.rl_work import Step, asked_at_once, mean_prompt_of, prompts_a_step, seconds_of, step_of
-from nanodag.plan.sampling import PlannedSamplers, embedded_samplers, sglang_samplers
-from nanodag.plan.sizes import (
-    downloaded,
-    held_out_share,
-    held_to_read,
-    longest_prompt,
-    size_of,
-)
+from nanodag.plan.rl_work import Step, asked_at_once, mean_prompt, prompts_a_step, seconds_of, step_of
+from nanodag.plan.sampling import PlannedSamplers, planned_samplers
+from nanodag.plan.sizes import Sizes, held_out_share
 from nanodag.plan.speeds import GPU_SHARES
 from nanodag.plan.stage_plan import Fault, Process, StagePlan
 from nanodag.plan.supervised import artifact_bytes
 
 TOKEN_BYTES_ON_DISK = 30
-"""Of a sampled token in the rollout files."""
+"""Bytes of a sampled token in the rollout files."""
+Changed = tuple[tuple[str, ...], RLStage]
+"""Settings as they would be written, and the stage with them."""
 
 
-def samplers_of(stage: RLStage, model: ModelSize, machine: Machine) -> PlannedSamplers:
+def samplers_of(case: Case[RLStage]) -> PlannedSamplers:
     """The stage's samplers, in numbers; servers that somebody else runs take nothing of this machine."""
-    planned = _planned(stage, model, machine)
-    count = int(stage.sampler.replicas)
-    return replace(planned, process=replace(planned.process, count=count))
-
-
-def _planned(stage: RLStage, model: ModelSize, machine: Machine) -> PlannedSamplers:
-    sampler, device, precision = stage.sampler, str(stage.resources.device), str(stage.sampler.precision)
+    stage, sampler = case.stage, case.stage.sampler
     replicas = max(1, int(sampler.replicas))
-    context = min(int(sampler.context), model.max_positions)
-    if sampler.engine == "sglang":
-        return sglang_samplers(
-            model,
-            machine,
-            precision=precision,
-            device=device,
-            replicas=replicas,
-            tensor_parallel=sampler.tensor_parallel,
-            max_batch=int(sampler.max_batch),
-            context=context,
-            memory_fraction=float(sampler.memory_fraction),
-            cache_bytes=int(sampler.cache_bytes),
-        )
-    return embedded_samplers(
-        model,
-        precision=precision,
-        device=device,
+    planned = planned_samplers(
+        sampler,
+        case.model,
+        case.machine,
+        precision=str(sampler.precision),
+        device=case.device,
         replicas=replicas,
-        max_batch=int(sampler.max_batch),
-        context=context,
-        cache_bytes=int(sampler.cache_bytes),
-        used=mean_prompt_of(stage, model) + stage.rollout.max_new_tokens,
+        slots=-(-int(sampler.max_batch) // replicas),
+        context=min(int(sampler.context), case.model.max_positions),
+        memory_fraction=float(sampler.memory_fraction),
+        used=mean_prompt(case) + stage.rollout.max_new_tokens,
+        takes_weights=True,
     )
+    return replace(planned, process=replace(planned.process, count=int(sampler.replicas)))
 
 
-def planned_steps(stage: RLStage, mirror: Path | None = None) -> int | None:
+def planned_steps(stage: RLStage, sizes: Sizes) -> int | None:
     """Steps of the stage: num_steps, or num_epochs over its prompts; None where nobody knows how many these are."""
     if not stage.num_epochs:
         return stage.num_steps
     prompts = 0.0
     for source in stage.data:
-        found = size_of(source.url, mirror)
-        if found is None or found.rows is None:
+        whole = sizes.of(source.url)
+        if whole is None or whole.rows is None:
             return None
-        prompts += found.rows * (1 - held_out_share(source)) * (source.epochs or 1.0)
+        prompts += whole.rows * (1 - held_out_share(source)) * (source.epochs or 1.0)
     return max(1, math.ceil(stage.num_epochs * prompts / stage.rollout.num_fresh))
 
 
-def plan_rl(name: str, stage: RLStage, model: ModelSize | None, machine: Machine, habit: Habit = "half") -> StagePlan:
-    """The plan of an RL stage. model: None where its size is not known. habit: how long the model's answers are."""
-    device, rollout = str(stage.resources.device), stage.rollout
-    if model is None:
-        return StagePlan(
-            name=name, kind=stage.kind, device=device, steps=stage.num_steps, notes=("its model is not known yet",)
-        )
-    samplers = samplers_of(stage, model, machine)
-    step = step_of(stage, model, habit)
-    flops = stage.num_steps * (
-        step.trained * model.training_flops(step.length) + step.sampled * model.forward_flops(step.length)
-    )
-    seconds, cpu_seconds = seconds_of(stage, model, machine, samplers, step)
-    trainer, sampler = _by_placement(stage, _trainer(stage, model), samplers.process)
-    controller = {"process": processes.CONTROLLER, "data": held_to_read(stage.data)}
+def plan_rl(case: Case[RLStage]) -> StagePlan:
+    """The plan of an RL stage."""
+    steps = planned_steps(case.stage, case.sizes)
+    if steps is None:
+        return case.plan(notes=("how many prompts it has is not known yet",))
+    if case.known_model is None:
+        return case.plan(steps=steps, notes=("its model is not known yet",))
+    case = replace(case, stage=case.stage.model_copy(update={"num_steps": steps}))
+    stage, model, rollout, precision = case.stage, case.model, case.stage.rollout, str(case.stage.optimizer.precision)
+    samplers, step = samplers_of(case), step_of(case)
+    flops = steps * (step.trained * model.training_flops(step.length) + step.sampled * model.forward_flops(step.length))
+    seconds, cpu_seconds = seconds_of(case, samplers, step)
+    trainer, sampler = _by_placement(stage, _trainer(case), samplers.process)
+    controller = {"process": processes.CONTROLLER, "data": case.sizes.held_to_read(stage.data)}
     beside = [Process(name="controller", host=controller)]
     beside.append(Process(name="rewards", count=rollout.reward_processes, host={"process": processes.REWARDS}))
     programs = programs_of(stage, max(step.samples, asked_at_once(stage)))
-    read = int(stage.num_steps * prompts_a_step(stage) * step.prompt * 4)
-    core = core_of(machine, str(stage.optimizer.precision))
-    return StagePlan(
-        name=name,
-        kind=stage.kind,
-        device=device,
+    read = int(steps * prompts_a_step(stage) * step.prompt * 4)
+    files = int(steps * step.kept * TOKEN_BYTES_ON_DISK)
+    is_on_gpu, core = case.device == "cuda", core_of(case.machine, precision)
+    return case.plan(
         parameters=model.total,
-        tokens=int(stage.num_steps * step.trained),
-        steps=stage.num_steps,
+        tokens=int(steps * step.trained),
+        steps=steps,
         flops=flops,
         read_bytes=read,
-        download_bytes=downloaded(stage.data, read),
+        download_bytes=case.sizes.downloaded(stage.data, read),
         processes=((trainer,) * stage.has_trainer + (sampler,) * stage.has_samplers + (*beside, *programs)),
-        num_gpus=num_gpus_of(stage, machine.num_gpus) if device == "cuda" else 0,
+        num_gpus=num_gpus_of(stage, case.machine.num_gpus) if is_on_gpu else 0,
         at_once=samplers.at_once,
         longest_prompt=min(int(stage.sampler.context), model.max_positions) - rollout.max_new_tokens,
-        disk_bytes=_disk(stage, model) + _rollouts(stage, step.kept),
-        kept_bytes=artifact_bytes(model, str(stage.optimizer.precision)) + _rollouts(stage, step.kept),
+        disk_bytes=_disk(case) + files,
+        kept_bytes=artifact_bytes(model, precision) + files,
         seconds=seconds,
         cpu_seconds=cpu_seconds,
-        share=GPU_SHARES[str(stage.sampler.engine)].trainer if device == "cuda" else core.share(flops, cpu_seconds),
+        share=GPU_SHARES[str(stage.sampler.engine)].trainer if is_on_gpu else core.share(flops, cpu_seconds),
         notes=_notes(stage, step, programs),
     )
 
@@ -147,98 +113,73 @@ def _notes(stage: RLStage, step: Step, programs: Sequence[Process]) -> tuple[str
     return tuple(notes)
 
 
-def faults_of_rl(plan: StagePlan, stage: RLStage, model: ModelSize | None, machine: Machine) -> list[Fault]:
-    """What does not fit, and what would make the stage's results void."""
-    if model is None:
+def faults_of_rl(plan: StagePlan, case: Case[RLStage]) -> list[Fault]:
+    """Faults: what does not fit, and what would make the stage's results void."""
+    if not plan.processes:
         return []
-
-    def rebuilt(changed: StageBase) -> StagePlan:
-        assert isinstance(changed, RLStage)
-        return plan_rl(plan.name, changed, model, machine)
-
-    faults = memory_faults(
-        plan,
-        machine,
-        setting="optimizer.micro_batch_tokens",
-        found=stage.optimizer.micro_batch_tokens,
-        candidates=_candidates(stage, model, machine),
-        rebuilt=rebuilt,
-    )
-    return [*faults, *_void(stage, model, machine)]
+    micro = case.stage.optimizer.micro_batch_tokens
+    candidates = _candidates(case)
+    setting = "optimizer.micro_batch_tokens"
+    return [
+        *memory_faults(plan, case, plan_rl, setting=setting, value=micro, candidates=candidates),
+        *_void(case),
+    ]
 
 
-def _void(stage: RLStage, model: ModelSize, machine: Machine) -> Iterator[Fault]:
+def _void(case: Case[RLStage]) -> Iterator[Fault]:
     """A batch smaller than asked, a prompt without room, an answer that cannot be as long as is asked."""
-    sampler, rollout, samplers = stage.sampler, stage.rollout, samplers_of(stage, model, machine)
-    context, wanted = int(sampler.context), int(sampler.max_batch)
-    if samplers.at_once < min(wanted, prompts_a_step(stage) * rollout.samples_per_prompt):
+    stage, sampler, rollout, samplers = case.stage, case.stage.sampler, case.stage.rollout, samplers_of(case)
+    context, positions, batch = int(sampler.context), case.model.max_positions, int(sampler.max_batch)
+    if samplers.at_once < min(batch, prompts_a_step(stage) * rollout.samples_per_prompt):
         why = f"samples at once, and the cache has room for {samplers.at_once}: {size(samplers.room)} a sampler, "
         why += f"{size(samplers.needed_bytes)} a sample of {context} tokens"
-        yield Fault(setting="sampler.max_batch", found=str(wanted), why=why, mend=_smaller(samplers))
-    room = min(context, model.max_positions) - rollout.max_new_tokens
-    needed = max((longest_prompt(source.url, model.vocabulary) or 0 for source in stage.data), default=0)
-    if room < needed:
+        mend = (f"sampler.max_batch={samplers.at_once}",) if samplers.at_once else ()
+        yield Fault(setting="sampler.max_batch", found=str(batch), why=why, mend=mend)
+    room = min(context, positions) - rollout.max_new_tokens
+    prompts = [case.sizes.longest_prompt(source.url, case.model.vocabulary) or 0 for source in stage.data]
+    if room < (needed := max(prompts, default=0)):
         why = f"leaves {room} tokens for a prompt, and the data has prompts of about {needed}"
-        if needed + rollout.max_new_tokens <= model.max_positions:
+        if needed + rollout.max_new_tokens <= positions:
             mend = (f"sampler.context={needed + rollout.max_new_tokens}",)
         else:
-            mend = (f"rollout.max_new_tokens={max(1, model.max_positions - needed)}",)
+            mend = (f"rollout.max_new_tokens={max(1, positions - needed)}",)
         yield Fault(setting="sampler.context", found=str(context), why=why, mend=mend)
 
 
-def _smaller(samplers: PlannedSamplers) -> tuple[str, ...]:
-    return (f"sampler.max_batch={samplers.at_once}",) if samplers.at_once else ()
-
-
-def _trainer(stage: RLStage, model: ModelSize) -> Process:
+def _trainer(case: Case[RLStage]) -> Process:
     """One rank: policy, and where the algorithm has them reference, critic and teacher."""
+    stage, model, shape = case.stage, case.model, case.model.shape
     resources, optimizer, algorithm = stage.resources, stage.optimizer, stage.algorithm
-    device, precision, shape = str(resources.device), str(optimizer.precision), model.shape
-    ranks, micro = int(resources.num_ranks), int(optimizer.micro_batch_tokens) // optimizer.sequence_parallel
-    trained = lora_parameters(shape, optimizer.lora_rank) if optimizer.lora_rank else None
-
-    def state_of(trained: int | None = None) -> TrainState:
-        return train_state(
-            model.parameters,
-            precision=precision,
-            zero_stage=optimizer.zero_stage,
-            num_ranks=ranks,
-            device=device,
-            offload_optimizer=resources.offload_optimizer == "cpu",
-            offload_param=resources.offload_param == "cpu",
-            trained=trained,
-        )
-
-    state = state_of(trained)
-    checkpointing = bool(optimizer.activation_checkpointing)
-    kept = activations(shape, micro, precision=precision, checkpointing=checkpointing)
+    precision, micro = str(optimizer.precision), int(optimizer.micro_batch_tokens) // optimizer.sequence_parallel
+    ranks = int(resources.num_ranks)
+    state = state_of(stage, model, num_ranks=ranks)
+    kept = activations(shape, micro, precision=precision, checkpointing=bool(optimizer.activation_checkpointing))
     whole = width_of(precision) * model.total
     held = {
-        "weights": state.weights,
-        "gradients": state.gradients,
-        "optimizer": state.optimizer,
-        "buffers": state.buffers,
+        **state.on_device,
         "activations": kept + working(shape, micro, precision),
-        "logits": head_memory(shape, model.vocabulary, micro, precision=precision, device=device, scored=True),
+        "logits": head_memory(shape, model.vocabulary, micro, precision=precision, device=case.device, scored=True),
     }
     if algorithm.has_reference:
         held["reference"] = whole
     if algorithm.has_critic:
-        held["critic"] = state_of().total
+        held["critic"] = state_of(stage, model, num_ranks=ranks, is_critic=True).total
     if algorithm.teacher.model != "none":
         held["teacher"] = whole
-    compiler = processes.compiler(model, compiled=optimizer.compile, device=device)
-    base = {"process": processes.TRAINER + compiler.num_bytes}
-    count = ranks // resources.num_nodes
-    if device == "cuda":
-        host = {"process": processes.CUDA, "model": 4 * model.total, "offloaded": state.host}
-        return Process(name="trainer", count=count, device={**held, "cuda": CUDA_BYTES}, host=host, gpus=1)
-    return Process(name="trainer", count=count, host={**held, "offloaded": state.host, **base})
+    compiler = processes.compiler(model, compiled=optimizer.compile, device=case.device)
+    return processes.computing(
+        "trainer",
+        case.device,
+        held,
+        cuda={"model": 4 * model.total, "offloaded": state.host},
+        cpu={"offloaded": state.host, "process": processes.TRAINER + compiler.num_bytes},
+        count=ranks // resources.num_nodes,
+    )
 
 
 def _by_placement(stage: RLStage, trainer: Process, sampler: Process) -> tuple[Process, Process]:
-    """What either keeps while the other works, and which GPUs it has to itself. Samplers on nodes of their own are
-    planned as one node of them: their GPUs count beside, their host memory on a machine like this one."""
+    """Processes with what they keep while the other works, and GPUs that they have to themselves. Samplers on nodes of
+    their own are planned as one node of them: their GPUs count beside, their host memory on a machine like this one."""
     if stage.resources.device == "cpu" or stage.placement == "beside":
         return trainer, sampler
     if stage.placement == "separate":
@@ -259,41 +200,36 @@ def _by_placement(stage: RLStage, trainer: Process, sampler: Process) -> tuple[P
     return replace(trainer, resting=resting, host=host), sampler
 
 
-def _disk(stage: RLStage, model: ModelSize) -> int:
+def _disk(case: Case[RLStage]) -> int:
     """Checkpoints, the artifact, and weights on their way where memory has no room for them."""
-    precision, copies = str(stage.optimizer.precision), 2 + stage.rollout.max_staleness
-    exported = artifact_bytes(model, precision)
-    weights = exported + copies * width_of(precision) * model.total
+    stage, total, precision = case.stage, case.model.total, str(case.stage.optimizer.precision)
+    exported, copies = artifact_bytes(case.model, precision), 2 + stage.rollout.max_staleness
+    weights = exported + copies * width_of(precision) * total
     weights += (1 + copies) * exported if stage.best_metric else 0  # the best so far, and those without a score yet
     weights += exported * (stage.num_steps // stage.keep_weights_every) if stage.keep_weights_every else 0
-    return (stage.keep_checkpoints + 1) * 12 * model.total + weights
+    return (stage.keep_checkpoints + 1) * 12 * total + weights
 
 
-def _rollouts(stage: RLStage, kept: float) -> int:
-    """The files of rollouts. kept: tokens a step."""
-    return int(stage.num_steps * kept * TOKEN_BYTES_ON_DISK)
-
-
-def _candidates(stage: RLStage, model: ModelSize, machine: Machine) -> Iterator[Candidate]:
+def _candidates(case: Case[RLStage]) -> Iterator[Changed]:
     """Changes of the trainer, from the smallest on; then a cache of half the size with each of them, and so on, as long
     as it holds a sample."""
-    for of_sampler, smaller in _smaller_caches(stage, model, machine):
+    for of_sampler, smaller in _smaller_caches(case):
         for of_trainer, changed in _smaller_trainers(smaller):
             yield (*of_sampler, *of_trainer), changed
 
 
-def _smaller_caches(stage: RLStage, model: ModelSize, machine: Machine) -> Iterator[tuple[tuple[str, ...], RLStage]]:
+def _smaller_caches(case: Case[RLStage]) -> Iterator[Changed]:
     """The stage, then with samplers that decode fewer samples at once in a smaller cache."""
-    yield (), stage
-    cache_bytes = int(stage.sampler.cache_bytes) // 2
+    yield (), case.stage
+    cache_bytes = int(case.stage.sampler.cache_bytes) // 2
     while cache_bytes:
         updates: dict[str, object] = {"cache_bytes": cache_bytes}
-        fitting = samplers_of(_with_sampler(stage, updates), model, machine).at_once
+        fitting = samplers_of(replace(case, stage=_with_sampler(case.stage, updates))).at_once
         if not fitting:
             return
-        if fitting < int(stage.sampler.max_batch):
+        if fitting < int(case.stage.sampler.max_batch):
             updates["max_batch"] = fitting
-        yield tuple(f"sampler.{name}={value}" for name, value in updates.items()), _with_sampler(stage, updates)
+        yield tuple(f"sampler.{name}={value}" for name, value in updates.items()), _with_sampler(case.stage, updates)
         cache_bytes //= 2
 
 
@@ -301,30 +237,22 @@ def _with_sampler(stage: RLStage, updates: Mapping[str, object]) -> RLStage:
     return stage.model_copy(update={"sampler": stage.sampler.model_copy(update=updates)})
 
 
-def _smaller_trainers(stage: RLStage) -> Iterator[tuple[tuple[str, ...], RLStage]]:
+def _smaller_trainers(stage: RLStage) -> Iterator[Changed]:
     """Smaller micro-batches that hold a rollout, then with checkpointing, then with the optimizer's states in host
     memory."""
-    longest, given = int(stage.sampler.context), int(stage.optimizer.micro_batch_tokens)
-    micros = [given] + [tokens for tokens in (1 << k for k in range(20, 3, -1)) if longest <= tokens < given]
+    longest, most = int(stage.sampler.context), int(stage.optimizer.micro_batch_tokens)
+    micros = [most] + [tokens for tokens in (1 << k for k in range(20, 3, -1)) if longest <= tokens < most]
     if longest < micros[-1]:
         micros.append(longest)
-    offloads = ("none", "cpu") if stage.resources.device == "cuda" else ("none",)
-    for offload in offloads:
+    for offload in ("none", "cpu") if stage.resources.device == "cuda" else ("none",):
+        resources = stage.resources.model_copy(update={"offload_optimizer": offload})
+        is_moved = stage.resources.offload_optimizer != offload
         for checkpointing in (False, True):
             for micro in micros:
-                optimizer: dict[str, int | bool] = {
-                    "micro_batch_tokens": micro,
-                    "activation_checkpointing": checkpointing,
-                }
-                said: dict[str, object] = {
-                    f"optimizer.{n}": v for n, v in optimizer.items() if getattr(stage.optimizer, n) != v
-                }
-                if stage.resources.offload_optimizer != offload:
-                    said["resources.offload_optimizer"] = offload
-                changed = stage.model_copy(
-                    update={
-                        "optimizer": stage.optimizer.model_copy(update=optimizer),
-                        "resources": stage.resources.model_copy(update={"offload_optimizer": offload}),
-                    }
-                )
-                yield tuple(f"{name}={str(value).lower()}" for name, value in said.items()), changed
+                updates = {"micro_batch_tokens": micro, "activation_checkpointing": checkpointing}
+                optimizer = stage.optimizer.model_copy(update=updates)
+                different = [name for name, value in updates.items() if getattr(stage.optimizer, name) != value]
+                written: dict[str, object] = {f"optimizer.{name}": updates[name] for name in different}
+                written |= {"resources.offload_optimizer": offload} if is_moved else {}
+                changed = stage.model_copy(update={"optimizer": optimizer, "resources": resources})
+                yield tuple(f"{name}={str(value).lower()}" for name, value in written.items()), changed

@@ -1,19 +1,16 @@
-"""What an RL stage has to compute, and the time that takes."""
+"""Work of an RL stage, and the time that it takes."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
-from nanodag.config.footprint import width_of
 from nanodag.config.kinds.rl import RLStage
-from nanodag.config.model_size import ModelSize
 from nanodag.config.rl_evaluation import HELD_OUT
-from nanodag.host.machine import Machine
+from nanodag.inference.number_formats import width_of
 from nanodag.plan import cpu_work, processes
+from nanodag.plan.case import Case
 from nanodag.plan.cpu_work import CpuWork, core_of
 from nanodag.plan.evaluation import items_of, prompt_of
-from nanodag.plan.models import Habit
 from nanodag.plan.sampling import PlannedSamplers
-from nanodag.plan.sizes import in_memory, kept_groups, mean_answer, mean_prompt, pass_chance
 from nanodag.plan.speeds import GPU_SHARES, RL_STEP_S, START_S, decoding_seconds, gpu_peak
 
 STEP_S = 0.06
@@ -40,18 +37,15 @@ class Step:
         return int(self.prompt + self.answer)
 
 
-def step_of(stage: RLStage, model: ModelSize, habit: Habit) -> Step:
+def step_of(case: Case[RLStage]) -> Step:
     """A step's tokens, with answers as long as the habit says."""
-    rollout = stage.rollout
-    prompt = mean_prompt_of(stage, model)
-    most = rollout.max_new_tokens
-    answer = _mean([mean_answer(source.url, model.vocabulary, habit, most=most) for source in stage.data])
-    groups = float(rollout.prompts_per_step)
+    rollout, prompt = case.stage.rollout, mean_prompt(case)
+    most, words = rollout.max_new_tokens, case.model.vocabulary
+    answer = fmean(case.sizes.mean_answer(source.url, words, case.habit, most=most) for source in case.stage.data)
     is_chosen = bool(rollout.over_sampling) or not rollout.is_sampled
-    if any(entry.name == "nonzero_spread" for entry in rollout.filters) and not is_chosen:
-        chances = [pass_chance(source.url, model.total) for source in stage.data]
-        groups *= _mean([kept_groups(rollout.samples_per_prompt, chance) for chance in chances])
-    samples = prompts_a_step(stage) * rollout.samples_per_prompt
+    is_filtered = any(entry.name == "nonzero_spread" for entry in rollout.filters) and not is_chosen
+    groups = rollout.prompts_per_step * (case.spread if is_filtered else 1.0)
+    samples = prompts_a_step(case.stage) * rollout.samples_per_prompt
     again = rollout.num_replayed if rollout.is_sampled else rollout.prompts_per_step  # groups that exist
     return Step(
         prompt=prompt,
@@ -64,13 +58,9 @@ def step_of(stage: RLStage, model: ModelSize, habit: Habit) -> Step:
     )
 
 
-def mean_prompt_of(stage: RLStage, model: ModelSize) -> float:
+def mean_prompt(case: Case[RLStage]) -> float:
     """Tokens of a prompt, on average over the sources."""
-    return _mean([mean_prompt(source.url, model.vocabulary) for source in stage.data])
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / max(1, len(values))
+    return fmean(case.sizes.mean_prompt(source.url, case.model.vocabulary) for source in case.stage.data)
 
 
 def prompts_a_step(stage: RLStage) -> int:
@@ -88,65 +78,60 @@ def asked_at_once(stage: RLStage) -> int:
 
 @dataclass(frozen=True)
 class _Evaluated:
-    """Of all evaluations of a stage. read, sampled: tokens of prompts, of answers."""
+    """Work of all evaluations of a stage. read, sampled: tokens of prompts, of answers."""
 
     answers: float
     read: float
     sampled: float
 
 
-def _evaluated(stage: RLStage, model: ModelSize, step: Step) -> _Evaluated:
-    evaluation, last = stage.evaluation, stage.num_steps
+def _evaluated(case: Case[RLStage], step: Step) -> _Evaluated:
+    evaluation, last, longest = case.stage.evaluation, case.stage.num_steps, case.stage.rollout.max_new_tokens
 
     def times(name: str) -> int:
         return sum(evaluation.is_time(name, number, num_steps=last) for number in range(last + 1))
 
-    answers = float(times(HELD_OUT) * asked_at_once(stage))
+    answers = float(times(HELD_OUT) * asked_at_once(case.stage))
     read, sampled = answers / evaluation.eval_samples * step.prompt, answers * step.answer
     for benchmark in evaluation.benchmarks:
-        questions = times(benchmark.name) * items_of(benchmark)
-        most, longest = benchmark.max_new_tokens, stage.rollout.max_new_tokens
+        questions = times(benchmark.name) * items_of(benchmark, case.sizes)
+        most = longest if benchmark.max_new_tokens == "auto" else benchmark.max_new_tokens
         answers += questions * benchmark.num_samples
-        read += questions * prompt_of(benchmark, model)
-        # the share of the limit that a rollout's answer takes
-        share = step.answer / longest
-        sampled += questions * benchmark.num_samples * share * (longest if most == "auto" else most)
+        read += questions * prompt_of(benchmark, case)
+        sampled += questions * benchmark.num_samples * step.answer / longest * most  # as much of its limit
     return _Evaluated(answers, read, sampled)
 
 
-def seconds_of(
-    stage: RLStage, model: ModelSize, machine: Machine, samplers: PlannedSamplers, step: Step
-) -> tuple[float | None, float | None]:
-    """By the clock, and of a CPU's cores. None where servers of others sample: nobody knows how fast they are."""
+def seconds_of(case: Case[RLStage], samplers: PlannedSamplers, step: Step) -> tuple[float | None, float | None]:
+    """Seconds by the clock, and of a CPU's cores. None where servers of others sample: nobody knows how fast they
+    are."""
+    stage, model, machine = case.stage, case.model, case.machine
     count = samplers.process.count if stage.has_samplers else 0
     if stage.has_samplers and not count:
         return None, None
-    rollout, evaluated = stage.rollout, _evaluated(stage, model, step)
+    rollout, optimizer, evaluated = stage.rollout, stage.optimizer, _evaluated(case, step)
     sampled, trained = stage.num_steps * step.sampled + evaluated.sampled, stage.num_steps * step.trained
-    trained *= stage.optimizer.epochs_per_step if stage.has_trainer else 0
-    read = stage.num_steps * prompts_a_step(stage) * step.prompt + evaluated.read
-    if stage.resources.device == "cuda":
-        return _gpu_seconds(stage, model, machine, samplers, step.length, trained=trained, sampled=sampled), None
-    ranks, threads = int(stage.resources.num_ranks), int(stage.resources.threads)
-    precision, optimizer = str(stage.sampler.precision), stage.optimizer
-    core, checkpointing = core_of(machine, str(optimizer.precision)), bool(optimizer.activation_checkpointing)
-    training = core.training(model, trained, step.length, checkpointing=checkpointing)
+    trained *= optimizer.epochs_per_step if stage.has_trainer else 0
+    if case.device == "cuda":
+        return _gpu_seconds(case, samplers, step.length, trained=trained, sampled=sampled), None
+    ranks, threads, cores = int(stage.resources.num_ranks), int(stage.resources.threads), machine.cores
+    core, sampler = core_of(machine, str(optimizer.precision)), core_of(machine, str(stage.sampler.precision))
+    training = core.training(model, trained, step.length, checkpointing=bool(optimizer.activation_checkpointing))
     if stage.algorithm.has_reference:
         training += core.reading(model, trained, step.length)
     updates = stage.num_steps * optimizer.updates_per_step * optimizer.epochs_per_step
     training += CpuWork(0.0, updates * ranks * STEP_S)
-    cached = step.length * model.token_bytes(width_of(precision))
-    sampler = core_of(machine, precision)
+    cached = step.length * model.token_bytes(width_of(str(stage.sampler.precision)))
+    read = stage.num_steps * prompts_a_step(stage) * step.prompt + evaluated.read
     decoding = sampler.decoding(model, sampled, cached_bytes=cached)
     decoding += CpuWork(0.0, sampler.reading(model, read, int(step.prompt), scored=0.0).total)
     handling = (stage.num_steps * step.samples + evaluated.answers) * SAMPLE_S
-    parsed = in_memory(stage.data) / processes.PARSED_BYTES_S
     compiler = processes.compiler(model, compiled=optimizer.compile, device="cpu")
     start = ranks * (processes.TRAINER_S + compiler.seconds) * stage.has_trainer
-    start += count * processes.SAMPLER_S + processes.CONTROLLER_S + parsed
+    start += count * processes.SAMPLER_S + processes.CONTROLLER_S
+    start += case.sizes.in_memory(stage.data) / processes.PARSED_BYTES_S
     start += rollout.reward_processes * processes.REWARDS_S
     total = training.total + decoding.total + handling
-    cores = machine.cores
     training_s = training.on(threads) / min(ranks, cores)
     decoding_s = decoding.total / max(1, min(count, cores)) + handling
     one_after_another = max(training_s, decoding_s) if rollout.max_staleness else training_s + decoding_s
@@ -155,21 +140,14 @@ def seconds_of(
 
 
 def _gpu_seconds(
-    stage: RLStage,
-    model: ModelSize,
-    machine: Machine,
-    samplers: PlannedSamplers,
-    length: int,
-    *,
-    trained: float,
-    sampled: float,
+    case: Case[RLStage], samplers: PlannedSamplers, length: int, *, trained: float, sampled: float
 ) -> float | None:
     """Sampling and training one after the other: where they run at the same time they share the device."""
-    precision, engine, count = str(stage.optimizer.precision), str(stage.sampler.engine), max(1, samplers.process.count)
-    peak = gpu_peak(machine, precision, ranks=int(stage.resources.num_ranks))
-    width = width_of(str(stage.sampler.precision))
+    stage, model, count = case.stage, case.model, max(1, samplers.process.count)
+    engine, width = str(stage.sampler.engine), width_of(str(stage.sampler.precision))
+    peak = gpu_peak(case.machine, str(stage.optimizer.precision), ranks=int(stage.resources.num_ranks))
     decoding = decoding_seconds(
-        machine=machine,
+        machine=case.machine,
         engine=engine,
         samplers=count,
         tokens=sampled,

@@ -1,13 +1,16 @@
-"""What samplers hold and how many samples they decode at once: of RL, whichever engine, and of evaluation."""
+"""Memory of samplers and how many samples they decode at once: of RL and of evaluation, whichever engine."""
 
 import math
 from dataclasses import dataclass
 
 from nanodag.config.derive_sampler import SGLANG_STATIC
-from nanodag.config.footprint import CUDA_BYTES, embedded_sampler, sampler_weights, width_of
+from nanodag.config.footprint import embedded_sampler, sampler_weights
+from nanodag.config.kinds.evaluation import EvalSamplerConfig
 from nanodag.config.model_size import ModelSize
+from nanodag.config.rl_parts import SamplerConfig
 from nanodag.host.machine import Machine
 from nanodag.inference.cache_size import slot_tokens
+from nanodag.inference.number_formats import width_of
 from nanodag.plan import processes
 from nanodag.plan.stage_plan import Process
 
@@ -15,7 +18,7 @@ from nanodag.plan.stage_plan import Process
 @dataclass(frozen=True, kw_only=True)
 class PlannedSamplers:
     """at_once: samples that all of them decode together. needed_bytes: of cache, for one sample of the context; room:
-    what one sampler has for it. process: one of them; None where the model is not known."""
+    of one sampler's cache. process: one of them."""
 
     at_once: int
     needed_bytes: int
@@ -23,72 +26,57 @@ class PlannedSamplers:
     process: Process
 
 
-def embedded_samplers(
-    model: ModelSize,
-    *,
-    precision: str,
-    device: str,
-    replicas: int,
-    max_batch: int,
-    context: int,
-    cache_bytes: int,
-    used: float,
-    takes_weights: bool = True,
-) -> PlannedSamplers:
-    """max_batch: of all replicas together. cache_bytes: of one. used: tokens of a slot that samples fill as a rule: on
-    a CPU, pages of the cache that nothing was written to are never taken. takes_weights: while it runs, beside those it
-    has."""
-    width = width_of(precision)
-    tokens = slot_tokens(context)
-    needed = tokens * model.token_bytes(width)
-    slots = min(-(-max_batch // replicas), cache_bytes // needed)
-    held = embedded_sampler(
-        model.shape,
-        model.vocabulary,
-        model.parameters,
-        precision=precision,
-        slots=slots,
-        context=tokens,
-        takes_weights=takes_weights,
-    )
-    held["cache"] = slots * needed
-    if device == "cuda":
-        host = {"process": processes.CUDA}
-        process = Process(name="sampler", count=replicas, device={**held, "cuda": CUDA_BYTES}, host=host, gpus=1)
-    else:
-        filled = slots * min(needed, slot_tokens(math.ceil(used)) * model.token_bytes(width))
-        host = {**held, "cache": filled, "process": processes.SAMPLER}
-        process = Process(name="sampler", count=replicas, host=host, reserve=slots * needed - filled)
-    return PlannedSamplers(at_once=slots * replicas, needed_bytes=needed, room=cache_bytes, process=process)
-
-
-def sglang_samplers(
+def planned_samplers(
+    sampler: SamplerConfig | EvalSamplerConfig,
     model: ModelSize,
     machine: Machine,
     *,
     precision: str,
     device: str,
     replicas: int,
-    tensor_parallel: int,
-    max_batch: int,
+    slots: int,
     context: int,
     memory_fraction: float,
-    cache_bytes: int,
+    used: float,
+    takes_weights: bool,
 ) -> PlannedSamplers:
-    """SGLang shares its cache out by the token. Beside weights and cache it has graphs and activations, for which its
-    share of the GPU, on a CPU of the host's memory, leaves room."""
-    whole = machine.gpu.memory if device == "cuda" and machine.gpu is not None else machine.memory
-    share = int(memory_fraction * whole)
-    weights = sampler_weights(model.parameters, precision) // tensor_parallel
-    room = cache_bytes // tensor_parallel
-    needed = context * model.token_bytes(width_of(precision)) // tensor_parallel
-    slots = max(0, min(-(-max_batch // replicas), room // needed))
-    held = {"weights": weights, "cache": room, "graphs and activations": share - int(SGLANG_STATIC * share)}
-    if device == "cuda":
-        host = {"process": processes.CUDA}
-        process = Process(
-            name="sampler", count=replicas, device={**held, "cuda": CUDA_BYTES}, host=host, gpus=tensor_parallel
-        )
+    """Samplers of either engine. slots: samples that one of them may decode at once.
+
+    An embedded one has a slot of the whole context for each sample. used: tokens of it that samples fill as a rule: on
+    a CPU, pages of the cache that nothing was written to are never taken. takes_weights: while it runs, beside those it
+    has. SGLang shares its cache out by the token. Beside weights and cache it has graphs and activations, for which
+    memory_fraction, of the GPU or of the host's memory, leaves room.
+    """
+    width, parallel = width_of(precision), sampler.tensor_parallel
+    token, room = model.token_bytes(width), int(sampler.cache_bytes) // parallel
+    if sampler.engine == "sglang":
+        needed = context * token // parallel
+        slots = max(0, min(slots, room // needed))
+        whole = machine.gpu.memory if device == "cuda" and machine.gpu is not None else machine.memory
+        share = int(memory_fraction * whole)
+        held = {
+            "weights": sampler_weights(model.parameters, precision) // parallel,
+            "cache": room,
+            "graphs and activations": share - int(SGLANG_STATIC * share),
+        }
+        filled = room
     else:
-        process = Process(name="sampler", count=replicas, host={**held, "process": processes.SAMPLER})
+        tokens = slot_tokens(context)
+        needed = tokens * token
+        slots = min(slots, room // needed)
+        held = embedded_sampler(
+            model.shape,
+            model.vocabulary,
+            model.parameters,
+            precision=precision,
+            slots=slots,
+            context=tokens,
+            takes_weights=takes_weights,
+        )
+        held["cache"] = slots * needed
+        filled = slots * min(needed, slot_tokens(math.ceil(used)) * token)
+    cpu = {"cache": filled, "process": processes.SAMPLER}
+    process = processes.computing(
+        "sampler", device, held, cpu=cpu, count=replicas, gpus=parallel, reserve=held["cache"] - filled
+    )
     return PlannedSamplers(at_once=slots * replicas, needed_bytes=needed, room=room, process=process)

@@ -8,9 +8,6 @@ from dataclasses import dataclass
 
 from nanodag.host.machine import Machine
 
-GPU_FP32 = 0.06
-"""A GPU's float32 peak, as a share of its bfloat16 one: 67 of 989 TFLOPs on an H100."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class PeakShares:
@@ -28,21 +25,20 @@ GPU_SHARES = {
     "sglang": PeakShares(training=0.40, trainer=0.25, likelihood=0.20, decoding=0.50),
 }
 START_S = 60.0
-"""Of a worker that trains on a GPU: imports, the model, the first compiled step."""
+"""Seconds to start a worker that trains on a GPU: imports, the model, the first compiled step."""
 EVALUATION_START_S = 40.0
-"""Of an evaluation on a GPU."""
+"""Seconds to start an evaluation on a GPU."""
 SGLANG_START_S = 60.0
-"""Of SGLang's servers, once in an evaluation."""
+"""Seconds to start SGLang's servers, once in an evaluation."""
 RL_STEP_S = 2.0
-"""Of an RL step on a GPU, beside sampling and training: rewards, new weights."""
+"""Seconds of an RL step on a GPU beside sampling and training: rewards, new weights."""
 PACKED_TOKENS_S = 455_000
 """Tokens a second of a core that the data thread packs: below what a GPU takes, it sets the pace."""
 
 
 def gpu_peak(machine: Machine, precision: str, *, ranks: int) -> float:
     """FLOPs a second of so many GPUs; 0 where the machine's GPU is not known."""
-    peak = machine.gpu.peak if machine.gpu is not None else 0.0
-    return ranks * peak * (1.0 if precision == "bf16" else GPU_FP32)
+    return ranks * machine.gpu.peak_in(precision) if machine.gpu is not None else 0.0
 
 
 def decoding_seconds(

@@ -1,22 +1,16 @@
-"""What a plan says of a stage: its size, its processes and their memory, its time, and its faults."""
+"""Plan of a stage: its size, its processes and their memory, its time, and its faults."""
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
-
-SAID = (
-    *("name", "kind", "device", "parameters", "tokens", "steps", "flops", "read_bytes", "download_bytes", "at_once"),
-    *("longest_prompt", "disk_bytes", "kept_bytes", "seconds", "cpu_seconds", "share", "is_beside", "num_gpus"),
-    *("device_bytes", "host_bytes"),
-)
-"""What of a plan is a number or a name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What would not work, or be void. setting: its dotted name without the stage, or `store.url`. found: its value.
-    why: in a clause. mend: changes that work together, as `micro_batch_tokens=2048`; none where no setting helps."""
+    """Setting that would not work, or make results void. setting: its dotted name without the stage, or `store.url`.
+    found: its value. why: in a clause. mend: changes that work together, as `micro_batch_tokens=2048`; none where no
+    setting helps."""
 
     setting: str
     found: str
@@ -120,21 +114,10 @@ class StagePlan:
 
     @property
     def most_host_bytes(self) -> int:
-        """The same, with prompts as long as the context has room for."""
+        """Host bytes with prompts as long as the context has room for."""
         return self.host_bytes + sum(process.count * process.reserve for process in self.processes)
 
     def as_json(self) -> dict[str, Any]:
         """Everything, as plain values."""
-        return {
-            **{name: getattr(self, name) for name in SAID},
-            "processes": [
-                {
-                    **{"name": p.name, "count": p.count, "gpus": p.gpus},
-                    **{"device": dict(p.device), "host": dict(p.host), "reserve": p.reserve},
-                    **{"resting": p.resting, "own_gpus": p.own_gpus},
-                }
-                for p in self.processes
-            ],
-            "notes": list(self.notes),
-            "faults": [fault.text(self.name) for fault in self.faults],
-        }
+        more = {"device_bytes": self.device_bytes, "host_bytes": self.host_bytes}
+        return {**asdict(self), **more, "faults": [fault.text(self.name) for fault in self.faults]}

@@ -6,12 +6,11 @@ from typing import Any
 
 from nanodag.config.kind import CONVERSATIONS
 from nanodag.config.kinds import recorded_kind
+from nanodag.config.kinds.report import MAX_SEARCHED
 from nanodag.data.config import SourceConfig
 from nanodag.data.contamination import Overlap, contamination
 from nanodag.errors.words import counted, size
 from nanodag.report.tables import Cell, Table
-
-MAX_TRAINING_BYTES = 200_000_000  # of each source: about half a minute
 
 
 def contamination_table(
@@ -25,7 +24,7 @@ def contamination_table(
     if not benchmarks or not training:
         return None
     overlaps = contamination(
-        training, [source.url for source in benchmarks], mirror=mirror, max_training_bytes=MAX_TRAINING_BYTES
+        training, [source.url for source in benchmarks], mirror=mirror, max_training_bytes=MAX_SEARCHED
     )
     headers = ["benchmark source", "training source", "items found", "of", "share", "read"]
     return Table(headers=headers, rows=[_row(overlap) for overlap in overlaps], numeric=(2, 3, 4, 5))

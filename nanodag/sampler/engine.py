@@ -21,7 +21,8 @@ import numpy as np
 import torch
 
 from nanodag.errors import BadRequest, SamplerError
-from nanodag.inference.cache_size import slot_tokens
+from nanodag.inference.cache_size import PREFILL_TOKENS, slot_tokens
+from nanodag.inference.number_formats import DTYPES
 from nanodag.inference.protocol import Completion, FinishReason, MemoryTag, Request, check_request
 from nanodag.model.architecture import check_same_shape, read_checkpoint
 from nanodag.sampler.drawing import sample_key
@@ -35,10 +36,8 @@ from nanodag.sampler.stream_pace import StreamPace
 from nanodag.sampler.text import Text
 from nanodag.sampler.weights import Weights, WeightsBuilder, load_weights
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 STEP_PREFILL_TOKENS = 4096
 """New prompts that one step takes in; more would hold up what is running."""
-BATCH_PREFILL_TOKENS = 1024
 """Prompt tokens that are run together: activations of more no longer fit a core's cache."""
 
 
@@ -80,14 +79,14 @@ class Engine:
         self.dtype_name = dtype
         if dtype == "auto":
             self.dtype_name = "bfloat16" if self.checkpoint.dtype == "bfloat16" else "float32"
-        if self.dtype_name not in DTYPES:
-            raise BadRequest(f"dtype {dtype!r} is not built into the sampler: use auto, {' or '.join(DTYPES)}")
+        if self.dtype_name not in DTYPES.values():
+            raise BadRequest(f"dtype {dtype!r} is not built into the sampler: use auto, {' or '.join(DTYPES.values())}")
         if deterministic and (self.device.type != "cpu" or torch.get_num_threads() != 1):
             raise BadRequest(
                 f"deterministic mode needs the CPU and one torch thread; this is {device!r} with "
                 f"{torch.get_num_threads()} threads"
             )
-        cache_dtype = DTYPES[self.dtype_name]
+        cache_dtype = getattr(torch, self.dtype_name)
         num_slots, self.context_length = plan_cache(
             self.checkpoint.architecture, max_batch, context_length, cache_bytes, cache_dtype.itemsize
         )
@@ -216,12 +215,12 @@ class Engine:
         """
         mine = self.checkpoint.architecture
         check_same_shape(read_checkpoint(path), mine)
-        return load_weights(path, mine, DTYPES[self.dtype_name], self.device)
+        return load_weights(path, mine, getattr(torch, self.dtype_name), self.device)
 
     def builder(self, source: str) -> WeightsBuilder:
         """Makes weights of this engine's model of a checkpoint's tensors. source: where they are from. Touches no
         state: any thread may call it and use what it returns."""
-        dtype = DTYPES[self.dtype_name]
+        dtype = getattr(torch, self.dtype_name)
         return WeightsBuilder(self.checkpoint.architecture, dtype, self.device, source=source, has_bias=self._has_bias)
 
     def release_memory(self, tags: Collection[MemoryTag]) -> None:
@@ -440,4 +439,4 @@ class Engine:
 
 def _fits(length: int, batch: Sequence[tuple[np.ndarray, list[int]]]) -> bool:
     """Whether a prompt of that many tokens joins a batch of shorter ones without much padding."""
-    return (len(batch) + 1) * length <= BATCH_PREFILL_TOKENS and length <= 1.25 * len(batch[0][0])
+    return (len(batch) + 1) * length <= PREFILL_TOKENS and length <= 1.25 * len(batch[0][0])

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from nanodag.errors import ArtifactNotFound, CorruptArtifact, NewerFormat, StoreError
-from nanodag.host.folders import PRIVATE
+from nanodag.host.folders import PRIVATE, user_cache
 from nanodag.store.atomic import files_below, locked, sha256_of, sizes_below, writing
 from nanodag.store.keys import FORMAT_VERSION, content_digest
 from nanodag.store.local_backend import LocalBackend
@@ -49,7 +49,7 @@ class Store(RunRecords):
         self.is_remote = "://" in self.url and not self.url.startswith("file://")
         self._backend: LocalBackend | RemoteBackend
         if self.is_remote:
-            self.local = (local or Path.home() / ".cache" / "nanodag").absolute()
+            self.local = (local or user_cache()).absolute()
             self._backend = RemoteBackend(self.url, self.local / "cache")
         else:
             self.local = Path(self.url.removeprefix("file://")).absolute()

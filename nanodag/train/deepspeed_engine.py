@@ -34,12 +34,12 @@ from nanodag.config.supervised import OptimizerConfig
 from nanodag.errors import TrainingDiverged
 from nanodag.host.parent import killed_with_starter
 from nanodag.inference.bound_store import BoundStore
+from nanodag.inference.number_formats import DTYPES
 from nanodag.train.lent_memory import LentMemory
 from nanodag.train.optimizer import Segment, SegmentedOptimizer
 from nanodag.train.shares import Shares, in_buckets
 from nanodag.train.state import Common, SavedState, key, write_state
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 GATHER_BYTES = 64 << 20
 
 
@@ -116,7 +116,7 @@ class TrainEngine:
         self.device = start_ranks(device)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.zero_stage, self.precision = zero_stage, precision
-        self.dtype = DTYPES[precision]
+        self.dtype: torch.dtype = getattr(torch, DTYPES[precision])
         # DeepSpeed's shared-memory all-reduce compiles C++ for 26 s at first use; gloo is there.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         model = model.to(self.device, self.dtype)
@@ -162,11 +162,12 @@ class TrainEngine:
         self._engine.backward(loss * self.world_size, scale_wrt_gas=False)
 
     def step(self, *, learning_rate: float, matrix_lr: float = 0.0) -> float:
-        """Update the weights; returns the global gradient norm before clipping. matrix_lr: Muon's.
+        """Update the weights; returns the global gradient norm before clipping. matrix_lr: of an optimizer of
+        matrices.
 
         Raises TrainingDiverged, with the weights unchanged, when the gradient is bad and not to be skipped.
         """
-        self._updates.set_rates(adamw=learning_rate, matrix=matrix_lr)
+        self._updates.set_rates(learning_rate=learning_rate, matrix_lr=matrix_lr)
         self._updates.gradient_norm = None
         self._engine.step()
         if self._updates.gradient_norm is None:

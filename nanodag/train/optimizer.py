@@ -1,29 +1,29 @@
-"""AdamW and Muon over flat, possibly sharded, master weights, with the global gradient norm taken before any update.
+"""Optimizers over flat, possibly sharded, master weights, with the global gradient norm taken before any update.
 
 DeepSpeed's ZeRO hands an optimizer one flat float32 tensor that holds this rank's pieces of many parameters. Segments
-say which piece of which parameter lies where, so that one optimizer serves every ZeRO stage:
+say which piece of which parameter lies where, so that one class serves every ZeRO stage and every optimizer:
 
-1. the norm is that of the whole gradient over all ranks, and clipping scales the gradient before Muon's momentum and
-   before AdamW's moments see it;
-2. AdamW runs on slices of the flat tensor, as few as the order of parameters allows;
-3. Muon orthogonalises whole matrices (nanodag.train.muon), those that lie on several ranks after an exchange.
+1. the norm is that of the whole gradient over all ranks, and clipping scales the gradient before any momentum sees it;
+2. an optimizer, one file of nanodag.train.optimizers, updates slices of the flat tensor, as few as the order of
+   parameters allows: all of them, or matrices in the layers alone, and AdamW the rest.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from nanodag import registry
 from nanodag.config.supervised import OptimizerConfig
 from nanodag.errors import TrainingDiverged
-from nanodag.train.muon import muon_updates
 
 Kind = Literal["matrix", "decayed", "plain"]
 ORDER: tuple[Kind, ...] = ("matrix", "decayed", "plain")
+PLANES = ("first", "second", "third")  # of a checkpoint: an optimizer's states
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,24 +46,50 @@ class Segment:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Run:
-    """Neighbouring segments of one kind. second: AdamW's second moment, empty for matrices."""
+class Run:
+    """Neighbouring segments of one kind. flat: which master tensor. weights: 1-D float32, a view of it. states: like
+    weights, as many as the optimizer's traits say, zero at first."""
 
     kind: Kind
     flat: int
     where: slice
-    second: Tensor
+    weights: Tensor
+    states: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """Parameters that one optimizer updates, as this rank holds them.
+
+    shapes: of all of them, in the same order on every rank. sharded: other ranks hold other elements. dtype: in which
+    whole matrices are worked on and exchanged.
+    """
+
+    runs: Sequence[Run]
+    segments: Sequence[Segment]
+    shapes: Mapping[str, tuple[int, ...]]
+    sharded: bool
+    dtype: torch.dtype
+
+
+class Optimizer(Protocol):
+    """Interface of an entry of kind `optimizer`. It may write over gradients: one flat tensor a master tensor, clipped.
+    num_updates: made before this one. Every rank calls it, also one that holds nothing."""
+
+    def __init__(self, config: OptimizerConfig, held: Held) -> None: ...
+
+    def step(self, gradients: Sequence[Tensor], *, rate: float, num_updates: int) -> None: ...
 
 
 def kind_of(name: str, shape: Sequence[int], config: OptimizerConfig) -> Kind:
-    """How a parameter is updated: `matrix` by Muon; `decayed` by AdamW with weight decay; `plain` by AdamW without.
+    """Kind of a parameter: `matrix` for an optimizer of matrices; `decayed` with weight decay; `plain` without.
 
-    Muon is for matrices inside the layers; embeddings and head stay with AdamW. Norms and biases are never decayed.
+    Matrices are those inside the layers, not embeddings and head. Norms and biases are never decayed.
     """
     if len(shape) < 2:
         return "plain"
     is_table = "embed" in name or "lm_head" in name
-    return "matrix" if config.name == "muon" and not is_table else "decayed"
+    return "decayed" if config.traits.takes_all or is_table else "matrix"
 
 
 class SegmentedOptimizer(torch.optim.Optimizer):
@@ -72,6 +98,8 @@ class SegmentedOptimizer(torch.optim.Optimizer):
     named: parameter name -> parameter; shapes: their full shapes (under ZeRO-3 a parameter at rest is empty).
     clip: largest global gradient norm, 0 for none. gradient_norm: of the last step, before clipping. limit: above it a
     gradient is as bad as one that is not finite; skips: a bad one changes nothing, else it is an error.
+
+    num_updates: that were made, the same on every rank, whatever it holds.
 
     DeepSpeed takes a step with zero gradients while it starts: without segments that step changes nothing.
     """
@@ -96,8 +124,7 @@ class SegmentedOptimizer(torch.optim.Optimizer):
         self.gradient_norm: float | None = None
         self.masters: list[Tensor] = []
         self.segments: list[Segment] = []
-        self._rates = (0.0, 0.0)
-        self._num_updates = 0
+        self.num_updates = 0
 
     def attach(
         self,
@@ -111,20 +138,32 @@ class SegmentedOptimizer(torch.optim.Optimizer):
         """Say where the parameters lie, and make the optimizer's state.
 
         masters: float32 tensors that `step` finds gradients on. sharded: other ranks hold other elements. dtype: in
-        which matrices are orthogonalised and exchanged. device: on which ranks talk; masters may be offloaded.
+        which whole matrices are worked on and exchanged. device: on which ranks talk; masters may be offloaded.
         """
         self.masters, self.segments = masters, segments
-        self._sharded, self._dtype, self._device = sharded, dtype, device
-        self._first = [torch.zeros_like(master, requires_grad=False).view(-1) for master in masters]
+        self._sharded, self._device = sharded, device
+        of_rest = self.config.name if self.config.traits.takes_all else "adamw"
+        names: dict[Kind, str] = {"matrix": self.config.name, "decayed": of_rest, "plain": of_rest}
         self._runs = []
         for kind, flat, where in _merged(segments, self.kinds):
-            size = 0 if kind == "matrix" else where.stop - where.start
-            self._runs.append(_Run(kind=kind, flat=flat, where=where, second=self._first[flat].new_zeros(size)))
-        self._adamw, self._views = self._make_adamw()
+            weights = masters[flat].detach().view(-1)[where]
+            states = tuple(torch.zeros_like(weights) for _ in range(registry.optimizer_named(names[kind]).states))
+            self._runs.append(Run(kind=kind, flat=flat, where=where, weights=weights, states=states))
+        self._optimizers: dict[str, Optimizer] = {}
+        for name in dict.fromkeys(names[kind] for kind in self.kinds.values()):
+            held = Held(
+                runs=[run for run in self._runs if names[run.kind] == name],
+                segments=[segment for segment in segments if names[self.kinds[segment.name]] == name],
+                shapes={n: self.shapes[n] for n, kind in self.kinds.items() if names[kind] == name},
+                sharded=sharded,
+                dtype=dtype,
+            )
+            self._optimizers[name] = registry.load("optimizer", name)(self.config, held)
 
-    def set_rates(self, *, adamw: float, matrix: float) -> None:
-        """Learning rates of the next step."""
-        self._rates = (adamw, matrix)
+    def set_rates(self, *, learning_rate: float, matrix_lr: float) -> None:
+        """Learning rates of the next step. matrix_lr: of an optimizer of matrices alone."""
+        is_of_all = {name: registry.optimizer_named(name).takes_all for name in self._optimizers}
+        self._rates = {name: learning_rate if is_all else matrix_lr for name, is_all in is_of_all.items()}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override] # a closure is not evaluated
@@ -143,9 +182,9 @@ class SegmentedOptimizer(torch.optim.Optimizer):
             raise TrainingDiverged(f"The global gradient norm is {norm}{above}.")
         if self.clip and norm > self.clip:
             torch._foreach_mul_(pieces, self.clip / norm)
-        self._step_matrices(gradients)
-        self._step_adamw(pieces)
-        self._num_updates += 1
+        for name, optimizer in self._optimizers.items():
+            optimizer.step(gradients, rate=self._rates[name], num_updates=self.num_updates)
+        self.num_updates += 1
 
     def _norm(self, pieces: list[Tensor]) -> float:
         # float64: a sum of squares of 1e9 elements keeps its digits, and the number of ranks does not show.
@@ -156,85 +195,22 @@ class SegmentedOptimizer(torch.optim.Optimizer):
             dist.all_reduce(total)
         return math.sqrt(float(total))
 
-    def _make_adamw(self) -> tuple[torch.optim.AdamW | None, list[tuple[nn.Parameter, int]]]:
-        groups, views = [], []
-        for kind, decay in (("decayed", self.config.weight_decay), ("plain", 0.0)):
-            chosen = [(index, run) for index, run in enumerate(self._runs) if run.kind == kind]
-            parameters = [nn.Parameter(self.masters[run.flat].detach().view(-1)[run.where]) for _, run in chosen]
-            views += [(p, index) for p, (index, _) in zip(parameters, chosen, strict=True)]
-            if parameters:
-                groups.append({"params": parameters, "weight_decay": decay})
-        if not groups:
-            return None, []
-        adamw = torch.optim.AdamW(groups, lr=0.0, betas=self.config.betas, eps=self.config.eps, fused=True)
-        for view, index in views:
-            run = self._runs[index]
-            adamw.state[view] = {
-                "step": torch.zeros((), dtype=torch.float32, device=view.device),
-                "exp_avg": self._first[run.flat][run.where],
-                "exp_avg_sq": run.second,
-            }
-        return adamw, views
-
-    def _step_adamw(self, pieces: list[Tensor]) -> None:
-        if self._adamw is None:
-            return
-        for view, index in self._views:
-            view.grad = pieces[index]
-        for group in self._adamw.param_groups:
-            group["lr"] = self._rates[0]
-        self._adamw.step()
-        for view, _ in self._views:
-            view.grad = None
-
-    def _step_matrices(self, gradients: list[Tensor]) -> None:
-        runs = [run for run in self._runs if run.kind == "matrix"]
-        names = [name for name, kind in self.kinds.items() if kind == "matrix"]
-        if not names:
-            return
-        config, rate = self.config, self._rates[1]
-        slices = [gradients[run.flat][run.where] for run in runs]
-        momenta = [self._first[run.flat][run.where] for run in runs]
-        if runs:
-            torch._foreach_lerp_(momenta, slices, 1 - config.momentum)
-            torch._foreach_lerp_(slices, momenta, config.momentum)  # Nesterov's look ahead
-        pieces = [(s, gradients[s.flat][s.where]) for s in self.segments if self.kinds[s.name] == "matrix"]
-        muon_updates({n: self.shapes[n] for n in names}, pieces, sharded=self._sharded, dtype=self._dtype)
-        weights = [self.masters[run.flat].detach().view(-1)[run.where] for run in runs]
-        if runs and config.weight_decay:
-            torch._foreach_mul_(weights, 1 - rate * config.weight_decay)
-        if runs:
-            torch._foreach_add_(weights, slices, alpha=-rate)
-
     def planes(self, of: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Iterator[tuple[str, Segment, Tensor]]:
-        """Every tensor that a checkpoint needs: (`weights`, `first` or `second`, segment, a view that may be written
-        to). of: where a whole tensor is to be read in place of itself."""
+        """Every tensor that a checkpoint needs: (`weights` or one of PLANES, segment, a view that may be written to).
+        of: where a whole tensor is to be read in place of itself."""
         masters = [of(master.detach()).view(-1) for master in self.masters]
-        firsts = [of(first) for first in self._first]
+        states = [[of(state) for state in run.states] for run in self._runs]
         for segment in self.segments:
             yield "weights", segment, masters[segment.flat][segment.where]
-            yield "first", segment, firsts[segment.flat][segment.where]
-            here = segment.start
-            run = next(r for r in self._runs if r.flat == segment.flat and r.where.start <= here < r.where.stop)
-            if run.kind != "matrix":
+            for run, whole in zip(self._runs, states, strict=True):
                 begin = segment.start - run.where.start
-                yield "second", segment, of(run.second)[begin : begin + segment.length]
+                if run.flat == segment.flat and 0 <= begin < run.weights.numel():
+                    for plane, state in zip(PLANES, whole, strict=False):
+                        yield plane, segment, state[begin : begin + segment.length]
 
     def tensors(self) -> list[Tensor]:
-        """Master weights and moments, whole."""
-        return [*self.masters, *self._first, *(run.second for run in self._runs)]
-
-    @property
-    def num_updates(self) -> int:
-        """Updates that were made: the same on every rank, whatever it holds. AdamW's bias correction uses it."""
-        return self._num_updates
-
-    @num_updates.setter
-    def num_updates(self, value: int) -> None:
-        self._num_updates = value
-        if self._adamw is not None:
-            for view, _ in self._views:
-                self._adamw.state[view]["step"].fill_(value)
+        """Master weights and states, whole."""
+        return [*self.masters, *(state for run in self._runs for state in run.states)]
 
 
 def _merged(segments: Sequence[Segment], kinds: dict[str, Kind]) -> list[tuple[Kind, int, slice]]:

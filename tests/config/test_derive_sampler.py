@@ -8,8 +8,7 @@ from nanodag.config.derive_sampler import derive_evaluation, derive_sampler, thi
 from nanodag.config.dial import shape_of
 from nanodag.config.kinds.evaluation import EvalStage
 from nanodag.config.kinds.rl import RLStage
-from nanodag.config.known_models import known_model
-from nanodag.config.model_size import ModelSize
+from nanodag.config.model_size import ModelSize, known_model
 from nanodag.host.folders import PROJECT
 from nanodag.host.machine import GIB, machine_of
 from nanodag.model.architecture import Architecture, Rope

@@ -6,11 +6,8 @@ import torch
 from nanodag.config import footprint
 from nanodag.config.dial import Shape, num_parameters, shape_of
 from nanodag.config.model_size import ModelSize
-from nanodag.model import head
 from nanodag.model.build import initialise, qwen3_architecture
 from nanodag.model.decoder import Decoder
-from nanodag.sampler import engine
-from nanodag.train import muon
 
 GIB = 1 << 30
 SMALL = Shape(depth=2, width=64, num_heads=4, num_kv_heads=2, head_width=16, mlp_width=192, tied_embeddings=True)
@@ -20,12 +17,6 @@ COUNTED = {"total": 1000, "matrices": 600}
 def state(precision, zero_stage, num_ranks=1, **options):
     options = {"device": "cpu", "precision": precision, "zero_stage": zero_stage, "num_ranks": num_ranks, **options}
     return footprint.train_state(COUNTED, **options)
-
-
-def test_constants_are_those_of_the_engines():
-    assert footprint.HEAD_BLOCK_BYTES == head.BLOCK_BYTES
-    assert footprint.MUON_ELEMENTS == muon.BUCKET_ELEMENTS
-    assert footprint.PREFILL_TOKENS == engine.BATCH_PREFILL_TOKENS
 
 
 def test_adamw_in_bfloat16_takes_20_bytes_a_parameter_at_zero_1_on_one_rank():
@@ -38,7 +29,7 @@ def test_ranks_share_master_weights_and_moments_alone_at_zero_1():
 
 
 def test_muon_keeps_one_moment_of_each_matrix():
-    assert state("bf16", 1, muon=True).optimizer == 4 * 1000 + 4 * 600 + 8 * 400
+    assert state("bf16", 1, optimizer="muon").optimizer == 4 * 1000 + 4 * 600 + 8 * 400
 
 
 def test_float32_at_zero_0_has_no_second_copy_of_the_weights():
@@ -63,7 +54,7 @@ def test_adapters_alone_have_gradients_and_moments():
 def test_the_speedruns_state_is_6_6_gib_on_each_of_8_gpus_and_its_activations_are_64_6():
     shape = shape_of(24)
     found = footprint.train_state(
-        num_parameters(shape, 32768), precision="bf16", zero_stage=1, num_ranks=8, muon=True, device="cuda"
+        num_parameters(shape, 32768), precision="bf16", zero_stage=1, num_ranks=8, optimizer="muon", device="cuda"
     )
     assert (found.weights + found.gradients + found.optimizer) / GIB == pytest.approx(6.6, abs=0.05)
     assert footprint.activations(shape, 32768, precision="bf16") / GIB == pytest.approx(64.6, abs=0.5)

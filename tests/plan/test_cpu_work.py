@@ -10,17 +10,17 @@ from nanodag.config.model_size import ModelSize
 from nanodag.data.config import SourceConfig
 from nanodag.host.folders import PROJECT
 from nanodag.host.machine import machine_of
-from nanodag.plan import others
+from nanodag.plan.case import Case, habit_of
 from nanodag.plan.cpu_work import LOGIT_S, MOVED_BYTES_S, CpuWork, core_of
 from nanodag.plan.make import plan_of
-from nanodag.plan.models import habit_of
-from nanodag.plan.sizes import attended_length, kept_groups, mean_answer, pass_chance, text_bytes
-from nanodag.report import contamination_table
+from nanodag.plan.others import plan_tokenizer
+from nanodag.plan.sizes import Sizes
 
 FILE = PROJECT / "pipeline.yaml"
 CPU = "cpu:2:avx512_bf16:8GiB"
 SORT = "python:nanodag.data.lists:sort?size=10"
 PROSE = "hub:wikimedia/wikipedia/20231101.en:train"
+SIZES = resolve(FILE, "small", (), machine=machine_of(CPU)).pipeline.plan.data
 MODEL = ModelSize(shape_of(3), 2048, 512)
 
 
@@ -73,17 +73,9 @@ def test_an_evaluation_beside_training_adds_nothing_to_the_runs_time():
     assert whole.seconds == pytest.approx(sum(stage.seconds for stage in whole.stages if not stage.is_beside))
 
 
-def test_a_group_keeps_a_spread_unless_all_its_samples_agree():
-    assert kept_groups(2, 0.5) == 0.5
-    assert kept_groups(8, 0.0) == 0.0 == kept_groups(8, 1.0)
-    # Of a chance that nobody knows, under Jeffreys's prior: 1 - 2 E[p^2] with E[p^2] = 3/8.
-    assert kept_groups(2, None) == 0.25
-
-
-def test_a_small_model_is_taken_to_solve_hardly_any_of_gsm8k_and_a_large_one_is_not_guessed():
-    assert pass_chance("hub:openai/gsm8k/main:train", 5_000_000) < 0.001
-    assert pass_chance("hub:openai/gsm8k/main:train", 500_000_000) is None
-    assert pass_chance("python:nanodag.data.lists:sort?size=10", 5_000_000) is None
+def test_groups_that_a_filter_drops_are_not_trained():
+    all_of, half = (planned("pocket", CPU, f"plan.groups_with_spread={share}")["rl"].tokens for share in (1.0, 0.5))
+    assert all_of == pytest.approx(2 * half, rel=1e-5)
 
 
 def test_answers_are_as_long_as_the_datas_once_the_model_was_trained_on_conversations():
@@ -91,8 +83,8 @@ def test_answers_are_as_long_as_the_datas_once_the_model_was_trained_on_conversa
     assert [habit_of(pipeline, name) for name in ("eval_base", "eval_mid", "rl")] == ["full", "data", "data"]
     imported = resolve(FILE, "gsm8k-rl", (), machine=machine_of("1x24GB")).pipeline
     assert habit_of(imported, "rl") == "half"
-    assert [mean_answer(SORT, 2048, habit, most=16) for habit in ("full", "data", "half")] == [16, 10, 8]
-    assert mean_answer("hub:openai/gsm8k/main:train", 8192, "data", most=40) == 40
+    assert [Sizes().mean_answer(SORT, 2048, habit, most=16) for habit in ("full", "data", "half")] == [16, 10, 8]
+    assert Sizes(SIZES).mean_answer("hub:openai/gsm8k/main:train", 8192, "data", most=40) == 40
 
 
 def test_text_of_a_mirror_is_what_its_footers_say(tmp_path):
@@ -103,22 +95,26 @@ def test_text_of_a_mirror_is_what_its_footers_say(tmp_path):
     folder.mkdir(parents=True)
     parquet.write_table(pa.table({"question": [f"{n:100d}" for n in range(50)]}), folder / "train.parquet")
     url = "hub:openai/gsm8k/main:train"
-    assert 5000 <= text_bytes(url, tmp_path) < 6000
-    assert text_bytes(url) == 7473 * 530
+    assert 5000 <= Sizes(SIZES, tmp_path).text_bytes(url) < 6000
+    assert Sizes(SIZES).text_bytes(url) == 7473 * 530
     (folder / "test.parquet").write_bytes(b"no parquet")
-    assert text_bytes("hub:openai/gsm8k/main:test", tmp_path) == 1319 * 540, "what reads it says that it is damaged"
+    assert Sizes(SIZES, tmp_path).text_bytes("hub:openai/gsm8k/main:test") == 1319 * 540, (
+        "what reads it says that it is damaged"
+    )
 
 
 def test_a_tokenizer_reads_no_more_text_than_its_files_have(tmp_path):
     (tmp_path / "book.txt").write_text("a" * 300_000)
     data = [{"url": f"file:{tmp_path}/*.txt"}]
     stage = TokenizerStage(kind="tokenizer", data=data, vocabulary=512, max_bytes=1_000_000)
-    assert others.plan_other("tokenizer", stage, None).read_bytes == 300_000
+    case = Case(name="tokenizer", stage=stage, machine=machine_of(CPU), known_model=None, sizes=Sizes())
+    assert plan_tokenizer(case).read_bytes == 300_000
     (tmp_path / "other.txt").write_text("a" * 900_000)
-    assert others.plan_other("tokenizer", stage, None).read_bytes == 1_000_000
+    assert plan_tokenizer(case).read_bytes == 1_000_000
 
 
 def test_a_token_attends_to_its_own_piece_of_a_row_alone():
+    attended_length = Sizes(SIZES).attended_length
     problems, prose = (SourceConfig(url=url, weight=1.0) for url in (SORT, PROSE))
     assert attended_length([problems], 2048, 256, is_chat=True) == 27  # what a row of them has
     assert attended_length([prose], 2048, 128, is_chat=False) == 128
@@ -134,7 +130,3 @@ def test_a_cache_on_a_cpu_takes_what_prompts_fill_and_must_have_room_for_the_res
     assert sampler.host["cache"] + sampler.reserve == slots * 1024 * token
     assert sampler.host["cache"] == slots * 256 * token  # 78 of a prompt and 128 of an answer, up to whole pages
     assert rl.most_host_bytes == rl.host_bytes + 2 * sampler.reserve
-
-
-def test_constants_are_those_of_the_report():
-    assert others.MAX_SEARCHED == contamination_table.MAX_TRAINING_BYTES

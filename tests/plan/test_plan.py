@@ -14,18 +14,14 @@ from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.config.rl_entries import GenerateConfig
 from nanodag.data.config import SourceConfig
 from nanodag.errors import ConfigError
-from nanodag.evaluation import writing
 from nanodag.host.folders import PROJECT
 from nanodag.host.machine import machine_of
-from nanodag.model import scoring
-from nanodag.plan import evaluation, programs, sizes
-from nanodag.plan.core_sizes import CORE_CONTEXT, core_items, core_tokens
+from nanodag.plan import programs, sizes
 from nanodag.plan.make import check_plan, plan_of
 from nanodag.plan.processes import compiler
-from nanodag.plan.sizes import bytes_per_token, size_of
+from nanodag.plan.sizes import CORE_CONTEXT, Sizes, bytes_per_token, core_items, core_tokens
 from nanodag.plan.speeds import decoding_seconds
 from nanodag.plan.stage_plan import Process, StagePlan
-from nanodag.rl.rollouts.turns import runner
 
 FILE = PROJECT / "pipeline.yaml"
 CPU, GPU, EIGHT = "cpu:2:avx2:8GiB", "1x24GB", "8xH100"
@@ -65,11 +61,6 @@ def test_benchmarks_that_a_policy_is_asked_take_their_answers_at_each_interval_a
     start, ten = sampled(once) - sampled(none), sampled(each) - sampled(none)
     assert ten / start == pytest.approx(6 / 2)  # 0, 10, 20, 30, 40, 45 and 0, 45
     assert sampled(once, "rl.eval_at_start=false") < sampled(once)
-
-
-def test_constants_are_those_of_the_evaluation():
-    assert evaluation.REPLICA_FLOPS == writing.REPLICA_FLOPS
-    assert evaluation.SCORED_LOGITS == scoring.MAX_LOGITS
 
 
 def test_core_while_training_takes_its_tokens_every_core_every_steps_and_at_the_end():
@@ -223,7 +214,7 @@ def test_what_answers_the_policy_is_counted_as_often_as_it_runs_at_once(generate
     more = plan.processes[len(plain.processes) :]
     assert {process.name: process.count for process in more} == counts
     assert plan.host_bytes - plain.host_bytes == sum(process.count * process.on_host for process in more)
-    assert len(plan.notes) == 1 + bool(counts) and programs.MAX_CALLS == runner.MAX_AT_ONCE
+    assert len(plan.notes) == 1 + bool(counts)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -254,9 +245,9 @@ def test_files_that_are_shuffled_by_blocks_take_a_window_of_memory_and_others_no
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
     names = ("small.parquet", "large.parquet", "a.jsonl", "b.txt", "c.json", "d.jsonl.gz")
-    small, *others = (sizes.in_windows([SourceConfig(url=f"file:{tmp_path / name}")]) for name in names)
+    small, *others = (Sizes().in_windows([SourceConfig(url=f"file:{tmp_path / name}")]) for name in names)
     assert 800 < small < 4000 and others == [4000, 300, 4000, 0, 0]
-    found = size_of(f"file:{tmp_path}/large.parquet")
+    found = Sizes().of(f"file:{tmp_path}/large.parquet")
     assert found is not None and found.rows == 5000
 
 
@@ -317,7 +308,7 @@ def test_a_model_that_cannot_be_trained_is_refused_by_stage_and_setting(tmp_path
     ],
 )
 def test_rows_of_known_sources(url, rows):
-    size = size_of(url)
+    size = Sizes(resolved("speedrun", EIGHT).plan.data).of(url)
     assert (size.rows if size is not None else None) == rows
 
 

@@ -8,13 +8,15 @@ import torch
 
 from nanodag.config.derive_sampler import derive_sampler
 from nanodag.config.kinds.rl import RLStage
+from nanodag.config.pipeline import DataSize
 from nanodag.data.mixture import Mixture
 from nanodag.errors import ConfigError, StageFailed
 from nanodag.plan.rl import planned_steps
+from nanodag.plan.sizes import Sizes
 from nanodag.rl.control.best_weights import is_patience_over
 from nanodag.rl.control.checks import check_mismatch
 from nanodag.rl.rollouts.horizon import with_num_steps
-from nanodag.rl.trainer.learning_rate import rate_at
+from nanodag.train.learning_rate import policy_rate
 from tests.forks import run_script
 from tests.rl.stages import MACHINE
 
@@ -25,7 +27,7 @@ def stage(**config) -> RLStage:
 
 def rates(num_steps: int, **optimizer) -> list[float]:
     section = stage(**optimizer).optimizer
-    return [rate_at(section, steps_done=n, num_updates=n, num_steps=num_steps) for n in range(num_steps)]
+    return [policy_rate(section, steps_done=n, num_updates=n, num_steps=num_steps) for n in range(num_steps)]
 
 
 def torch_rates(scheduler, num_steps: int, **options) -> list[float]:
@@ -53,8 +55,8 @@ def test_decays_are_torchs_schedulers_from_the_end_of_the_warm_up_on():
 def test_a_decay_goes_by_steps_in_which_some_updates_may_be_left_out():
     section = stage(learning_rate=1.0, learning_rate_decay="linear", updates_per_step=2).optimizer
     # step 3 of 4, its second half, after two updates only; with a critic that warms up in step 1, three are left
-    assert rate_at(section, steps_done=2.5, num_updates=2, num_steps=4) == 1 - 2.5 / 4
-    assert rate_at(section, steps_done=2.5, num_updates=2, num_steps=4, first_step=1) == 1 - 1.5 / 3
+    assert policy_rate(section, steps_done=2.5, num_updates=2, num_steps=4) == 1 - 2.5 / 4
+    assert policy_rate(section, steps_done=2.5, num_updates=2, num_steps=4, first_step=1) == 1 - 1.5 / 3
 
 
 @pytest.mark.parametrize(
@@ -94,9 +96,10 @@ def test_epochs_are_as_many_steps_as_their_training_prompts_fill(tmp_path):
 
 def test_a_plan_knows_the_steps_of_epochs_over_a_known_set():
     gsm8k = stage(data=["hub:openai/gsm8k/main:train"], num_epochs=2, prompts_per_step=32)
-    assert planned_steps(gsm8k) == math.ceil(2 * 7473 / 32)
-    assert planned_steps(stage(data=["hub:some/body:train"], num_epochs=2)) is None
-    assert planned_steps(stage(num_steps=7)) == 7
+    sizes = Sizes([DataSize(url="hub:openai/gsm8k/main:train", rows=7473)])
+    assert planned_steps(gsm8k, sizes) == math.ceil(2 * 7473 / 32)
+    assert planned_steps(stage(data=["hub:some/body:train"], num_epochs=2), sizes) is None
+    assert planned_steps(stage(num_steps=7), sizes) == 7
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from nanodag import registry
 from nanodag.config.supervised import OptimizerConfig
 from nanodag.errors import TrainingDiverged
 from nanodag.train.optimizer import Segment, SegmentedOptimizer
@@ -60,7 +61,7 @@ def test_adamw_on_flat_weights_equals_torch():
     reference = torch.optim.AdamW(
         [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}], lr=0.01, betas=(0.9, 0.95)
     )
-    optimizer.set_rates(adamw=0.01, matrix=0.0)
+    optimizer.set_rates(learning_rate=0.01, matrix_lr=0.0)
     for step in range(4):
         take_step(optimizer, flat, gradients(step))
         for name, gradient in gradients(step).items():
@@ -76,7 +77,7 @@ def test_muon_equals_torch_to_the_rounding_of_its_bfloat16_iteration():
     theirs = parameters()
     matrices = [theirs["layers.0.up"], theirs["layers.0.down"]]
     reference = torch.optim.Muon(matrices, lr=0.05, weight_decay=0.1, momentum=0.9, nesterov=True)
-    optimizer.set_rates(adamw=0.0, matrix=0.05)
+    optimizer.set_rates(learning_rate=0.0, matrix_lr=0.05)
     for step in range(3):
         take_step(optimizer, flat, gradients(step))
         for name in ("layers.0.up", "layers.0.down"):
@@ -89,7 +90,7 @@ def test_muon_equals_torch_to_the_rounding_of_its_bfloat16_iteration():
 def test_muons_first_step_is_the_newton_schulz_formula_in_float64():
     optimizer, flat = flat_optimizer(OptimizerConfig(name="muon", momentum=0.95))
     before = weight(optimizer, flat, "layers.0.up").clone()
-    optimizer.set_rates(adamw=0.0, matrix=0.05)
+    optimizer.set_rates(learning_rate=0.0, matrix_lr=0.05)
     take_step(optimizer, flat, gradients(0))
 
     g = gradients(0)["layers.0.up"].double().numpy()
@@ -106,14 +107,14 @@ def test_muons_first_step_is_the_newton_schulz_formula_in_float64():
 def test_an_update_of_muon_has_singular_values_near_one():
     optimizer, flat = flat_optimizer(OptimizerConfig(name="muon"))
     before = weight(optimizer, flat, "layers.0.down").clone()
-    optimizer.set_rates(adamw=0.0, matrix=1.0)
+    optimizer.set_rates(learning_rate=0.0, matrix_lr=1.0)
     take_step(optimizer, flat, gradients(0))
     values = torch.linalg.svdvals(before - weight(optimizer, flat, "layers.0.down"))
     assert values.min() > 0.6
     assert values.max() < 1.3
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("name", registry.names("optimizer"))
 def test_the_norm_is_that_of_the_gradient_and_clipping_scales_it_before_any_momentum(name):
     clipped, flat = flat_optimizer(OptimizerConfig(name=name), clip=1.0)
     by_hand, other = flat_optimizer(OptimizerConfig(name=name))
@@ -121,7 +122,7 @@ def test_the_norm_is_that_of_the_gradient_and_clipping_scales_it_before_any_mome
         found = gradients(step)
         norm = math.sqrt(sum(float(g.double().square().sum()) for g in found.values()))
         for optimizer in (clipped, by_hand):
-            optimizer.set_rates(adamw=0.01, matrix=0.01)
+            optimizer.set_rates(learning_rate=0.01, matrix_lr=0.01)
         take_step(clipped, flat, found)
         assert clipped.gradient_norm == pytest.approx(norm, rel=1e-6)
         take_step(by_hand, other, {key: g / norm for key, g in found.items()})
@@ -131,7 +132,7 @@ def test_the_norm_is_that_of_the_gradient_and_clipping_scales_it_before_any_mome
 def test_a_gradient_that_is_not_finite_changes_no_weight():
     optimizer, flat = flat_optimizer(OptimizerConfig(name="muon"))
     before = flat.detach().clone()
-    optimizer.set_rates(adamw=0.01, matrix=0.01)
+    optimizer.set_rates(learning_rate=0.01, matrix_lr=0.01)
     broken = gradients(0)
     broken["embed"][3, 3] = math.nan
     with pytest.raises(TrainingDiverged, match="norm is nan"):

@@ -7,6 +7,8 @@ from nanodag.config.stage_base import StageBase
 from nanodag.data.asking import check_effect
 from nanodag.data.config import SourceConfig
 
+MAX_SEARCHED = 200_000_000  # bytes of each training source: about half a minute
+
 
 class ReportStage(StageBase):
     """report.md and report.html over its inputs."""

@@ -21,9 +21,10 @@ from nanodag.host.machine import visible_gpus
 from nanodag.host.ports import LOOPBACK, free_port, network_environment, own_address
 from nanodag.host.processor import numerics
 from nanodag.inference.addresses import parse_address
-from nanodag.inference.cache_size import ELEMENT_BYTES, token_bytes
+from nanodag.inference.cache_size import token_bytes
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.engine_process import EngineSettings, start_engine
+from nanodag.inference.number_formats import DTYPES, width_of
 from nanodag.inference.router_process import RouterClient, RouterProcess
 from nanodag.inference.sglang_install import Device, find_python
 from nanodag.inference.sglang_process import CONTEXT_RESERVE
@@ -51,7 +52,6 @@ log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 600.0
 BEFORE_THE_FIRST = -1  # the version of what samplers start with: the trainer's first weights may be rounded
-SAMPLER_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 class Services:
@@ -250,7 +250,7 @@ class Services:
             num_layers=a.num_layers,
             num_kv_heads=a.num_kv_heads,
             head_width=a.head_dim,
-            element_bytes=ELEMENT_BYTES[config.precision],
+            element_bytes=width_of(config.precision),
         )
         return max(int(config.cache_bytes) // each, self.context + CONTEXT_RESERVE)
 
@@ -268,7 +268,7 @@ class Services:
             needed=Needed(
                 engine=config.engine,
                 architecture=read_checkpoint(self._job.inputs["model"]).architecture,
-                precision=SAMPLER_DTYPES[config.precision],
+                precision=DTYPES[config.precision],
                 context=self.context,
                 is_deterministic=bool(config.deterministic),
                 keeps_prompts=self._config.weights.sync_mode != "in_place",
@@ -341,7 +341,7 @@ class Services:
         return EngineSettings(
             engine="sglang" if is_sglang else "embedded",  # derived
             device=self._device,
-            dtype=SAMPLER_DTYPES[config.precision],
+            dtype=DTYPES[config.precision],
             max_batch=self._samples_each,
             context_length=self.context,
             threads=max(1, int(self._config.resources.threads) // self._samplers_each),

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import TrainingDiverged
+from nanodag.inference.number_formats import DTYPES
 from nanodag.model.folder import write_like
 from nanodag.model.lora import add_lora, merged
 from nanodag.rl.losses.aggregation import Totals
@@ -41,7 +42,6 @@ from nanodag.rl.trainer.buckets import WeightSource
 from nanodag.rl.trainer.credit import Credit
 from nanodag.rl.trainer.device_sums import DeviceSums
 from nanodag.rl.trainer.giver import WeightGiver
-from nanodag.rl.trainer.learning_rate import rate_at
 from nanodag.rl.trainer.link import ControllerLink
 from nanodag.rl.trainer.merged_shares import MergedShares
 from nanodag.rl.trainer.policy import DeviceRow, check_beside, engine_of, load_policy, to_row
@@ -53,7 +53,8 @@ from nanodag.rl.trainer.update import PolicyObjective, Scored, replayed_sums
 from nanodag.sampler.fingerprints import Fingerprints
 from nanodag.sampler.held_memory import give_back, held_memory
 from nanodag.sampler.torch_trace import traced
-from nanodag.train.deepspeed_engine import DTYPES, leave
+from nanodag.train.deepspeed_engine import leave
+from nanodag.train.learning_rate import policy_rate
 from nanodag.train.lent_memory import LentMemory
 from nanodag.train.peak import matmul_peak
 from nanodag.worker.children import ignore_stop_signals
@@ -259,7 +260,8 @@ class Trainer:
         """For the tensors that the sampler must then hold, as it will fingerprint them."""
         sampler = self.config.sampler
         is_sglang = sampler.engine == "sglang"
-        return Fingerprints("sglang", DTYPES[sampler.precision]) if is_sglang else Fingerprints("checkpoint")
+        dtype = getattr(torch, DTYPES[sampler.precision])
+        return Fingerprints("sglang", dtype) if is_sglang else Fingerprints("checkpoint")
 
     @property
     def num_updates(self) -> int:
@@ -307,7 +309,7 @@ class Trainer:
 
     def _learning_rate(self, *, steps_done: float, num_steps: int) -> float:
         algorithm = self.config.algorithm
-        return rate_at(
+        return policy_rate(
             self.config.optimizer,
             steps_done=steps_done,
             num_updates=self.num_updates,

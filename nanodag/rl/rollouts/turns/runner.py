@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from nanodag.api.tool_format import knows_calls
 from nanodag.config.kinds.rl import RLStage
+from nanodag.config.rl_entries import MAX_CALLS
 from nanodag.errors import BadRequest, ConfigError, MissingTool, SamplerError
 from nanodag.inference.protocol import Completion, Request, SamplingParams
 from nanodag.inference.seeds import derived_seed
@@ -37,7 +38,6 @@ ANSWER = "answer"  # and what the reward sees, where the function says it
 LONGEST_REASON = 1000  # letters
 THREAD_NAME = "generate"
 POLL_S = 0.2
-MAX_AT_ONCE = 256  # each holds a thread and three file descriptors
 
 T = TypeVar("T")
 Ask = Callable[[Sequence[Request]], Awaitable[list[list[Completion]]]]
@@ -62,7 +62,7 @@ class Turns:
         self._switches = config.rollout.template_options
         self._encoding, self._renderer = encoding, renderer
         self._context, self._vocabulary = context, vocabulary
-        self._places = asyncio.Semaphore(min(MAX_AT_ONCE, 2 * int(config.sampler.max_batch)))
+        self._places = asyncio.Semaphore(min(MAX_CALLS, 2 * int(config.sampler.max_batch)))
 
     async def group(self, prompt: Prompt, params: SamplingParams, ask: Ask, rid: str) -> list[Rollout]:
         """The rollouts that `params.n` calls gave, in their order; for a call that failed one without a response, whose

@@ -9,20 +9,45 @@ sqrt(max(1, rows / columns)), as there.
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
-if TYPE_CHECKING:
-    from nanodag.train.optimizer import Segment
+from nanodag.config.supervised import OptimizerConfig
+from nanodag.registry import entry, optimizer_named
+from nanodag.train.optimizer import Held, Segment
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NUM_ITERATIONS = 5
-BUCKET_ELEMENTS = 1 << 26  # what is orthogonalised or exchanged at once: 128 MiB in bfloat16
+BUCKET_ELEMENTS = optimizer_named("muon").work_elements  # orthogonalised or exchanged at once: 128 MiB in bfloat16
 
 Shapes = Mapping[str, tuple[int, ...]]
+
+
+# Five copies of what is orthogonalised at once: gathered, stacked, the iterate twice, the products.
+@entry("optimizer", "muon", states=1, work_copies=5, work_elements=67_108_864)
+class Muon:
+    """Muon for matrices in the layers, with Nesterov's momentum; AdamW for embeddings, head, norms and biases."""
+
+    def __init__(self, config: OptimizerConfig, held: Held) -> None:
+        self._config, self._held = config, held
+
+    def step(self, gradients: Sequence[Tensor], *, rate: float, num_updates: int) -> None:
+        """Update the weights; gradients are written over."""
+        config, held = self._config, self._held
+        slices = [gradients[run.flat][run.where] for run in held.runs]
+        if held.runs:
+            momenta = [run.states[0] for run in held.runs]
+            torch._foreach_lerp_(momenta, slices, 1 - config.momentum)
+            torch._foreach_lerp_(slices, momenta, config.momentum)  # Nesterov's look ahead
+        pieces = [(segment, gradients[segment.flat][segment.where]) for segment in held.segments]
+        muon_updates(held.shapes, pieces, sharded=held.sharded, dtype=held.dtype)
+        weights = [run.weights for run in held.runs]
+        if held.runs and config.weight_decay:
+            torch._foreach_mul_(weights, 1 - rate * config.weight_decay)
+        if held.runs:
+            torch._foreach_add_(weights, slices, alpha=-rate)
 
 
 def orthogonalised(matrices: Tensor) -> Tensor:
@@ -39,7 +64,7 @@ def orthogonalised(matrices: Tensor) -> Tensor:
 
 
 def muon_updates(
-    shapes: Shapes, pieces: Sequence[tuple["Segment", Tensor]], *, sharded: bool, dtype: torch.dtype
+    shapes: Shapes, pieces: Sequence[tuple[Segment, Tensor]], *, sharded: bool, dtype: torch.dtype
 ) -> None:
     """Replace each piece of a momentum, in place, by the same piece of its matrix's update.
 
@@ -80,7 +105,7 @@ def _updates(matrices: Mapping[str, Tensor], dtype: torch.dtype) -> Iterator[tup
 def _exchange_and_update(
     names: list[str],
     shapes: Shapes,
-    held: Mapping[str, list[tuple["Segment", Tensor]]],
+    held: Mapping[str, list[tuple[Segment, Tensor]]],
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:

@@ -1,0 +1,111 @@
+"""A stage that is to be planned: its settings, the model that it begins at, the machine, and sizes of its data."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from nanodag.config import Pipeline
+from nanodag.config.derive import began_at
+from nanodag.config.derive import model_of as derived_model_of
+from nanodag.config.dial import Shape
+from nanodag.config.kinds.import_model import ImportStage
+from nanodag.config.kinds.rl import RLStage
+from nanodag.config.model_size import ModelSize
+from nanodag.config.stage_base import StageBase
+from nanodag.config.supervised import ChatStage, SupervisedStage
+from nanodag.data.config import SourceConfig
+from nanodag.errors import BadRequest, ConfigError, SourceError
+from nanodag.host.machine import Machine
+from nanodag.model.architecture import read_checkpoint
+from nanodag.model.import_model import local_files
+from nanodag.plan.sizes import Habit, Sizes
+from nanodag.plan.stage_plan import StagePlan
+
+S = TypeVar("S", bound=StageBase)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case(Generic[S]):
+    """One stage on one machine. habit: how long its model's answers are. spread: share of RL's groups whose rewards
+    differ. trained: sources that the inputs were trained on."""
+
+    name: str
+    stage: S
+    machine: Machine
+    known_model: ModelSize | None
+    sizes: Sizes
+    habit: Habit = "half"
+    spread: float = 1.0
+    trained: Sequence[SourceConfig] = ()
+
+    @property
+    def device(self) -> str:
+        """`cpu` or `cuda`."""
+        return str(self.stage.resources.device)
+
+    @property
+    def model(self) -> ModelSize:
+        """The model's size, of a stage that is planned because it is known."""
+        assert self.known_model is not None
+        return self.known_model
+
+    def plan(self, **numbers: object) -> StagePlan:
+        """The stage's plan with these numbers."""
+        return StagePlan(name=self.name, kind=self.stage.kind, device=self.device, **numbers)  # type: ignore[arg-type]
+
+
+def case_of(pipeline: Pipeline, name: str, machine: Machine) -> Case[StageBase]:
+    """The case of a stage of a resolved pipeline."""
+    stage, mirror = pipeline.stages[name], None if pipeline.mirror == "none" else Path(pipeline.mirror)
+    inputs = [pipeline.stages[source] for source in stage.inputs.values()]
+    return Case(
+        name=name,
+        stage=stage,
+        machine=machine,
+        known_model=_model_of(pipeline, name, mirror),
+        sizes=Sizes(pipeline.plan.data, mirror),
+        habit=habit_of(pipeline, name),
+        spread=pipeline.plan.groups_with_spread,
+        trained=[source for other in inputs if isinstance(other, SupervisedStage | RLStage) for source in other.data],
+    )
+
+
+def habit_of(pipeline: Pipeline, name: str) -> Habit:
+    """How long the answers of a stage's model are: as its data's once it was trained on conversations here, to the last
+    token where it has seen text alone, and half of what they may be where it is an import, of which nobody knows."""
+    stage = pipeline.stages[name]
+    while "model" in stage.inputs:
+        stage = pipeline.stages[stage.inputs["model"]]
+        if isinstance(stage, ChatStage):
+            return "data"
+    return "half" if isinstance(stage, ImportStage) else "full"
+
+
+def _model_of(pipeline: Pipeline, name: str, mirror: Path | None) -> ModelSize | None:
+    """The model of a stage, or of the one that it takes it from; None where that is not known, as of an import from
+    the hub that nobody has named yet."""
+    known, stage = derived_model_of(pipeline, name), began_at(pipeline, name)
+    if not isinstance(stage, ImportStage):
+        return known
+    try:
+        files = local_files(stage.model, mirror)
+    except (BadRequest, SourceError):  # the check beforehand says what is wrong with it
+        return None
+    if not files:
+        return known
+    try:
+        read = read_checkpoint(files[0].parent).architecture
+    except BadRequest as error:
+        began = next(other for other, candidate in pipeline.stages.items() if candidate is stage)
+        raise ConfigError(f"{began}.model={stage.model} cannot be taken: {error}") from error
+    shape = Shape(
+        depth=read.num_layers,
+        width=read.hidden_size,
+        num_heads=read.num_heads,
+        num_kv_heads=read.num_kv_heads,
+        head_width=read.head_dim,
+        mlp_width=read.intermediate_size,
+        tied_embeddings=read.tied,
+    )
+    return ModelSize(shape, read.vocab_size, read.max_positions)

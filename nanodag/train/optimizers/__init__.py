@@ -1,0 +1,1 @@
+"""Optimizers, a file each: its traits in the decorator, read without torch (nanodag.registry), and how it updates."""
