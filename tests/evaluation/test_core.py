@@ -15,7 +15,7 @@ from tests.core_bundle import CHOICE, ROWS, SCHEMA, TEXT, write_bundle
 
 
 def task(kind, num_fewshot=0, delimiter=" ") -> Task:
-    return Task("t", "t", kind, num_fewshot, delimiter, 0.25)
+    return Task("t", "t", kind, num_fewshot, delimiter, 0.25, 6, 100)
 
 
 def test_there_are_22_tasks_with_the_shots_of_the_paper():
