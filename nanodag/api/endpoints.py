@@ -47,11 +47,11 @@ class Endpoints:
         return JSONResponse({"object": "list", "data": [_card(model) for model in self._models.values()]})
 
     async def one_model(self, http: HttpRequest) -> Response:
-        return JSONResponse(_card(self._model(http.path_params["name"])))
+        return JSONResponse(_card(self.model_of(http.path_params["name"])))
 
     async def chat(self, http: HttpRequest) -> Response:
         body = await _parsed(ChatBody, http)
-        model = self._model(body.model)
+        model = self.model_of(body.model)
         prompt = await unless_left(http, self.chat_prompt(model, body))
         wanted = body.max_completion_tokens or body.max_tokens
         num_top = body.top_logprobs if body.logprobs else None
@@ -67,7 +67,7 @@ class Endpoints:
 
     async def completions(self, http: HttpRequest) -> Response:
         body = await _parsed(CompletionBody, http)
-        model = self._model(body.model)
+        model = self.model_of(body.model)
         given = body.prompts(longest=model.context_length)
 
         def ids_of_all() -> list[list[int]]:
@@ -92,7 +92,11 @@ class Endpoints:
         """The form of a conversation's answer."""
         return ChatReply(model, body)
 
-    def _model(self, name: str) -> ServedModel:
+    def admit(self, body: SamplingBody, samples: Sequence[SampledChoice]) -> None:
+        """Take note of a request that will be answered; a subclass may raise Refused."""
+
+    def model_of(self, name: str) -> ServedModel:
+        """The model that a request names. Raises Refused where there is none."""
         if not name:
             return next(iter(self._models.values()))
         if name not in self._models:
@@ -139,7 +143,7 @@ class Endpoints:
             )
         samples: list[SampledChoice] = []
         for number, ids in enumerate(prompts):
-            most = self._most_new(model, ids, max_tokens, "messages" if isinstance(body, ChatBody) else "prompt")
+            most = self.most_new(model, ids, max_tokens, "messages" if isinstance(body, ChatBody) else "prompt")
             for choice in range(body.n):
                 params = SamplingParams(
                     max_new_tokens=most,
@@ -165,7 +169,7 @@ class Endpoints:
                 samples.append(SampledChoice(index=len(samples), request=request, answer=answer, prompt_text=text))
         return samples
 
-    def _most_new(self, model: ServedModel, ids: Sequence[int], max_tokens: int | None, param: str) -> int:
+    def most_new(self, model: ServedModel, ids: Sequence[int], max_tokens: int | None, param: str) -> int:
         """Tokens that the answer may have. param: the field that gave the prompt. Raises Refused for a prompt, or a
         wish, that is too long."""
         context, limits = model.context_length, self._limits
@@ -192,6 +196,7 @@ class Endpoints:
     ) -> Response:
         """is_cut: the samples may have to be ended here."""
         model, metrics = reply.model, self._metrics
+        self.admit(body, samples)
         if not model.backend.is_ready:
             raise Refused(
                 f"The engine of {model.name} is starting: ask again.",

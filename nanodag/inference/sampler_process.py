@@ -19,8 +19,8 @@ from typing import Protocol, Self
 import httpx
 
 from nanodag.errors import SamplerLost
-from nanodag.host.patience import Patience
 from nanodag.host.ports import LOOPBACK
+from nanodag.host.progress_timeout import Patience
 from nanodag.host.scratch import Scratch
 from nanodag.inference.server_environment import server_environment
 

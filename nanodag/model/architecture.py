@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nanodag.errors import BadRequest
-from nanodag.host.regular import exists, read_text, shortened
+from nanodag.host.regular_file import exists, read_text, shortened
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3")

@@ -28,8 +28,8 @@ import psutil
 from nanodag.config import Pipeline
 from nanodag.config.pipeline import ServerConfig
 from nanodag.errors import ServerError
-from nanodag.host.patience import Patience
 from nanodag.host.ports import free_port
+from nanodag.host.progress_timeout import Patience
 from nanodag.server.login import NO_LOGIN, read_login
 from nanodag.store import Store, write_json
 from nanodag.store.atomic import locked, writing

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from nanodag.children.tree import how_ended
 from nanodag.errors import StageFailed
 
 POLL_S = 0.2
@@ -123,8 +124,7 @@ def _how(code: int) -> str:
         return "lost its connection"
     if not (number := _signal_of(code)):
         return f"ended with code {code}; its own lines above say why"
-    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-    return f"was ended by {name}" + (" (often: out of memory)" if name == "SIGKILL" else "")
+    return how_ended(-number) + (" (often: out of memory)" if number == signal.SIGKILL else "")
 
 
 def ignore_stop_signals() -> None:

@@ -13,7 +13,7 @@ import threading
 import time
 from functools import partial
 
-from nanodag.host.parent import killed_with_parent
+from nanodag.children.tree import killed_with_parent
 
 SERVING = "NANODAG_SERVING"  # in a flow's environment: the process that serves the flows
 STEADY_S = 30.0

@@ -15,13 +15,13 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from nanodag.children import forks
 from nanodag.errors import SamplerLost
 from nanodag.inference.protocol import Completion, FinishReason, VersionSpan
 from nanodag.rewards.reward_pool import SampleReward
 from nanodag.rl.agents import function
-from nanodag.rl.agents.door import the_door
+from nanodag.rl.agents.api_server import the_api_server
 from nanodag.rl.agents.session import _up_to
-from nanodag.rl.agents.workers import Workers
 from nanodag.rl.control.generation import RolloutGenerator
 from nanodag.rl.rollouts.segments import finish_reason_of
 from nanodag.rl.rollouts.turns.runner import Turns
@@ -212,18 +212,9 @@ def two_at_once(task):
 def _module(tmp_path, monkeypatch):
     (tmp_path / "tiny_agents.py").write_text(AGENTS)
     monkeypatch.syspath_prepend(tmp_path)
-    made = []
-
-    class Kept(Workers):
-        def __init__(self, *arguments, **how):
-            super().__init__(*arguments, **how)
-            made.append(self)
-
-    monkeypatch.setattr(function, "Workers", Kept)
     yield
-    function._workers.forget()
-    for pool in made:
-        pool.close()
+    forks.end_all()
+    function._server.forget()
 
 
 class Pool(SeenPool):
@@ -305,18 +296,18 @@ def test_choices_stop_strings_streams_and_texts_are_trained_as_far_as_the_agent_
     assert found == {("xy", "text"), ("x", "length"), ("xycdx", "length"), *((text, "stop") for text in ended)}
 
 
-def test_each_way_to_fail_fails_its_own_sample_with_the_reason(folder):  # noqa: F811
+def test_each_way_to_fail_fails_its_own_sample_with_the_reason(folder, tmp_path):  # noqa: F811
     rollouts, _, _ = generated(
         folder, lambda request: [7, 2], "rude", count=4, samples_per_prompt=6, options={"seconds": 3.0, "at_once": 4}
     )
     reasons = {}
     for one in rollouts:
         reasons.setdefault(str(one.metadata.get("generate_error", "")).partition(";")[0], []).append(one)
-    ends = {reason.removeprefix("AgentFailed: ") for reason in reasons}
+    ends = set(reasons)
     raised = AGENTS[: AGENTS.index("raise RuntimeError")].count("\n") + 1
     assert ends == {
         "",
-        f"RuntimeError: no luck (tiny_agents.py, line {raised})",
+        f"RuntimeError: no luck ({tmp_path / 'tiny_agents.py'}, line {raised}, in rude)",
         "it took longer than 3 s",
         "its process ended with code 3",
         "ValueError: the reward must be a finite number",
@@ -490,7 +481,7 @@ for key in found - {mine}:
 def test_a_program_that_looks_everywhere_finds_its_own_key_alone(folder, tmp_path):  # noqa: F811
     def says(request):
         files = [path for path in Path(tempfile.gettempdir()).glob("nanodag-scratch-sandbox-*/*") if path.is_file()]
-        keys = [key.encode() for key in the_door()._sessions]
+        keys = [key.encode() for key in the_api_server()._sessions]
         lying.extend(path.name for path in files if any(key in path.read_bytes() for key in keys))
         return [72, 73]
 
@@ -553,11 +544,13 @@ def test_nothing_of_an_agent_is_left_when_the_process_that_started_it_is_killed(
     found = tmp_path / "pids"
     program = (
         "import asyncio\n"
-        "from nanodag.rl.agents.workers import Workers, interpreter\n"
-        f"workers = Workers('long_agent:solve', python=interpreter('auto'), folders=[{str(tmp_path)!r}], at_once=1,\n"
-        "                  max_bytes=0, timeout_s=300)\n"
+        "from nanodag.children.forks import ForkServer, Limits\n"
+        f"given = {{'path': 'long_agent:solve', 'folders': [{str(tmp_path)!r}]}}\n"
+        "server = ForkServer('nanodag.rl.agents.function_fork:make', given, Limits(), name='it')\n"
         f"task = {{'record': {{'path': {str(found)!r}}}, 'base_url': '', 'api_key': '', 'model': '', 'seed': 1}}\n"
-        "asyncio.run(workers.run(task))\n"
+        "async def main():\n"
+        "    await server.fork().ask(task, 300)\n"
+        "asyncio.run(main())\n"
     )
     controller = subprocess.Popen([sys.executable, "-c", program])
     while not (found.is_file() and len(found.read_text().split()) == 3):

@@ -13,6 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 MAX_BYTES = 512 << 20  # of an episode, where a test bounds it
@@ -78,6 +79,7 @@ def ways() -> dict[str, Callable[[], Any]]:
     fine = ("ok", 0.0, False, {})
     return {
         "raises": lambda: {}["none"],
+        "says why": lambda: [print(number) for number in range(7)] and _raised("told"),
         "exits": lambda: sys.exit(3),
         "dies": lambda: os._exit(7),
         "sleeps": lambda: time.sleep(3600),
@@ -89,6 +91,7 @@ def ways() -> dict[str, Callable[[], Any]]:
         "prints": _print,
         "closes": lambda: os.closerange(0, 256) or fine,
         "writes over it": lambda: [_scribble(number) for number in range(3, 400)] and fine,
+        "is killed": lambda: os.kill(os.getpid(), 9) or time.sleep(60),
         "crashes": lambda: __import__("ctypes").string_at(0),
         "recurses": lambda: _deep(0),
         "answers nothing": lambda: None,
@@ -160,6 +163,13 @@ def agent(task):
     return 0.5 if way == "fine" else {**ways(), **calls(task)}[way]()
 
 
+async def function(sampler, sample):
+    """One turn that is worth 0.5, unless the prompt's answer names another way, which comes after the turn."""
+    sample = await sampler.turn(sample)
+    way = sample.record["answer"]
+    return replace(sample, reward=0.5) if way == "fine" else ways()[way]()
+
+
 def said(task, key: str = "") -> int:
     """The code with which a call is answered."""
     body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": "hi"}]})
@@ -220,6 +230,10 @@ class Unmade(Echo):
             self.child = os.fork() or time.sleep(3600)
             return
         self.roles = {"judge": False}
+
+
+def _raised(why: str) -> None:
+    raise RuntimeError(why)
 
 
 def _spin() -> None:

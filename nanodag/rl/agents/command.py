@@ -13,16 +13,16 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+from nanodag.children.forks import EpisodeFailed
 from nanodag.errors import ConfigError
 from nanodag.host.threads import MadeOnce, in_thread
 from nanodag.registry import entry
 from nanodag.rewards import sandbox
+from nanodag.rl.agents.sample_context import Visit, visited
 from nanodag.rl.agents.session import CallLimits
-from nanodag.rl.agents.visit import AgentFailed, Visit, visited
 from nanodag.rl.rollouts.turns.sample import Sample, TurnSampler
 
 SOCKET = "/inside/api"
-LINES_SHOWN = 5
 
 
 @entry("generate", "agent", needs_sandbox=True)
@@ -66,12 +66,12 @@ async def command_agent(
         }
         further = sandbox.Further(
             read_only=tuple(path for path in (folder, library) if path),
-            shown=((str(visit.door.socket_path), SOCKET),),
+            shown=((str(visit.server.socket_path), SOCKET),),
             max_processes=max_processes,
         )
         finished = await in_thread(
             lambda: sandbox.run_python(
-                _inside(),
+                _proxy(),
                 stdin=json.dumps(outside, default=str),
                 timeout_s=seconds,
                 max_bytes=max_bytes,
@@ -80,15 +80,15 @@ async def command_agent(
             )
         )
         if finished.timed_out:
-            raise AgentFailed(f"it took longer than {seconds:g} s", _last_words(finished.stderr))
+            raise EpisodeFailed(f"it took longer than {seconds:g} s", finished.stderr)
         if finished.returncode:
-            raise AgentFailed(f"it ended with code {finished.returncode}", _last_words(finished.stderr))
+            raise EpisodeFailed(f"it ended with code {finished.returncode}", finished.stderr)
         if visit.session.answer is None and finished.stdout.strip():
             visit.session.answer = finished.stdout.strip()
 
     limits = CallLimits(max_calls=max_calls, max_tokens=max_tokens)
     try:
-        return await visited(sampler, sample, limits, run, place=lambda: _places(at_once))
+        return await visited(sampler, sample, limits, run, place=_places(at_once))
     finally:
         given_up.set()
 
@@ -102,9 +102,5 @@ def _places(at_once: int) -> asyncio.Semaphore:
 
 
 @cache
-def _inside() -> str:
-    return Path(__file__).with_name("inside.py").read_text(encoding="utf-8")
-
-
-def _last_words(stderr: str) -> str:
-    return "\n".join(stderr.strip().splitlines()[-LINES_SHOWN:])
+def _proxy() -> str:
+    return Path(__file__).with_name("sandbox_proxy.py").read_text(encoding="utf-8")

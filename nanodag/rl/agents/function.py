@@ -10,13 +10,21 @@ are in OPENAI_BASE_URL and OPENAI_API_KEY, too; `seed`. It returns its reward, o
 reward `reported`; or its answer, a text, for a reward that judges it; or None.
 """
 
-from nanodag.host.threads import MadeOnce
+import asyncio
+import shutil
+import sys
+
+from nanodag.children.forks import ForkServer, Limits
+from nanodag.errors import ConfigError
+from nanodag.host.threads import MadeOnce, in_thread
 from nanodag.own_code.find import required_file
 from nanodag.registry import entry
+from nanodag.rl.agents import function_fork
+from nanodag.rl.agents.sample_context import Visit, take, visited
 from nanodag.rl.agents.session import MODEL, CallLimits
-from nanodag.rl.agents.visit import Visit, take, visited
-from nanodag.rl.agents.workers import Workers, interpreter
 from nanodag.rl.rollouts.turns.sample import Sample, TurnSampler
+
+MAX_FILE_BYTES = 1 << 30
 
 
 @entry("generate", "agent", argument="function")
@@ -37,7 +45,9 @@ async def function_agent(
     python: the interpreter that has its packages. seconds: of a sample. at_once: processes. The others as
     nanodag.rl.agents.session has them; max_bytes: address space of a process.
     """
-    workers = _workers(named, python, seconds, max_bytes, at_once)
+    server, places = _server(named, python, at_once, max_bytes)
+    if seconds <= 0:
+        raise ConfigError(f"agent {named}: seconds {seconds:g} must be above 0.")
 
     async def run(visit: Visit) -> None:
         task = {
@@ -47,23 +57,29 @@ async def function_agent(
             "model": MODEL,
             "seed": sample.seed,
         }
-        take(visit.session, await workers.run(task))
+        fork = await in_thread(server.fork)
+        try:
+            take(visit.session, (await fork.ask(task, seconds)).get("returned"))
+        finally:
+            fork.close()
 
     limits = CallLimits(max_calls=max_calls, max_tokens=max_tokens)
-    return await visited(sampler, sample, limits, run, place=lambda: workers.places)
+    return await visited(sampler, sample, limits, run, place=places)
 
 
 @MadeOnce
-def _workers(named: str, python: str, seconds: float, max_bytes: int, at_once: int) -> Workers:
-    """Those of a function: one pool for all samples."""
-    return Workers(
-        named,
-        python=interpreter(python),
-        folders=[folder_of(named.partition(":")[0])],
-        at_once=at_once,
-        max_bytes=max_bytes,
-        timeout_s=seconds,
-    )
+def _server(named: str, python: str, at_once: int, max_bytes: int) -> tuple[ForkServer, asyncio.Semaphore]:
+    """The fork server of a function, for all samples, and its places. Raises ConfigError for an interpreter or a module
+    that is not there."""
+    path = sys.executable if python == "auto" else shutil.which(python)
+    if path is None:
+        raise ConfigError(f"The agent's python {python!r} is no program. Give the path of an interpreter, or `auto`.")
+    if at_once < 1:
+        raise ConfigError(f"agent {named}: at_once {at_once} must be above 0.")
+    given = {"path": named, "folders": [folder_of(named.partition(":")[0])]}
+    limits = Limits(max_bytes=max_bytes, max_file_bytes=MAX_FILE_BYTES, shown_bytes=0)
+    server = ForkServer(f"{function_fork.__name__}:make", given, limits, name=f"The agent {named}", python=path)
+    return server, asyncio.Semaphore(at_once)
 
 
 def folder_of(module: str) -> str:

@@ -24,7 +24,7 @@ from nanodag.api.endpoints import Endpoints
 from nanodag.api.metrics import Metrics
 from nanodag.api.prompts import ChatPrompt, chat_prompt, is_forced
 from nanodag.api.refusals import Refused
-from nanodag.api.replies import ChatReply, Reply
+from nanodag.api.replies import ChatReply
 from nanodag.api.served_model import Limits, ServedModel
 from nanodag.api.token_text import TokenText
 from nanodag.api.tool_format import PlainReader
@@ -53,7 +53,7 @@ class CallLimits:
 
 
 class Session:
-    """One sample as its agent sees it. It belongs to the door's event loop.
+    """One sample as its agent sees it. It belongs to the event loop of turns.
 
     over: set when nothing that the agent does counts any more, because the sampler failed. answer, reward, components:
     what the agent says. cut: the limit that cut the agent off, empty for none. A refusal for want of room is forgotten
@@ -281,7 +281,7 @@ class _Endpoints(Endpoints):
         self._prompt: ChatPrompt | None = None
         self._asked: list[Asked] = []
 
-    def _model(self, name: str) -> ServedModel:
+    def model_of(self, name: str) -> ServedModel:
         """The policy, whatever the client calls it: programs have names of models written into them."""
         return self._served
 
@@ -307,19 +307,18 @@ class _Endpoints(Endpoints):
         """The form of the answer, whose calls have the same names each time that a stage is run."""
         return _Reply(model, body, derived_seed(self._asked[0].repeat, *self._asked[0].ids))
 
-    def _most_new(self, model: ServedModel, ids: Sequence[int], max_tokens: int | None, param: str) -> int:
+    def most_new(self, model: ServedModel, ids: Sequence[int], max_tokens: int | None, param: str) -> int:
         """As far as there is room: what a program asks for at most was not written for this context."""
         try:
-            room = super()._most_new(model, ids, None, param)
+            room = super().most_new(model, ids, None, param)
         except Refused as error:
             if error.code == "context_length_exceeded":
                 self._session.cut = self._session.cut or f"context {model.context_length}"
             raise
         return room if max_tokens is None else min(room, max_tokens)
 
-    async def _answered(
-        self, http: HttpRequest, body: SamplingBody, reply: Reply, samples: list[SampledChoice], *, is_cut: bool = False
-    ) -> Response:
+    def admit(self, body: SamplingBody, samples: Sequence[SampledChoice]) -> None:
+        """Count the call. Raises Refused for what would not be trained as it was sampled, and above a limit."""
         request = samples[0].request
         if request.further or request.score_prompt or request.top_logprobs or request.params.ignore_eos:
             raise Refused(
@@ -328,7 +327,6 @@ class _Endpoints(Endpoints):
             )
         self._body = body
         self._session.begin_call()
-        return await super()._answered(http, body, reply, samples, is_cut=is_cut)
 
     async def answer(self, request: Request, *, stream: bool) -> AsyncGenerator[Completion, None]:
         """See `nanodag.api.served_model.Backend`: all of an answer at once."""

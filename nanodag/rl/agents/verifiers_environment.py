@@ -2,20 +2,17 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-from nanodag.guests.verifiers_process import Outcome, RolloutFailed, RolloutLost, VerifiersProcess, block_of
+from nanodag.external_envs.verifiers_process import Outcome, VerifiersProcess, block_of
 from nanodag.host.threads import MadeOnce
 from nanodag.registry import entry
+from nanodag.rl.agents.sample_context import Visit, visited
 from nanodag.rl.agents.session import MODEL, CallLimits
-from nanodag.rl.agents.visit import AgentFailed, Visit, visited
 from nanodag.rl.rollouts.metrics import METRICS, TURNS
 from nanodag.rl.rollouts.turns.sample import Sample, TurnSampler
-
-MAX_PLAYS = 3  # of a sample whose process ended
 
 
 @entry("generate", "verifiers", argument="module")
@@ -42,33 +39,18 @@ async def verifiers(
     block = json.dumps(block_of(named, options), sort_keys=True)
     outcomes: list[Outcome] = []
 
-    async def run(process: VerifiersProcess, visit: Visit) -> None:
+    # Another rollout may have ended the process. So a lost one has one to itself, and fails by its own fault alone.
+    process, places = _process(block, max_bytes, at_once if sampler.attempt == 0 else 1)
+
+    async def run(visit: Visit) -> None:
         task = sample.record["metadata"]["task"]
-        try:
-            outcome = await process.rollout(task, base_url=visit.base_url, api_key=visit.api_key, model=MODEL)
-        except RolloutLost:
-            raise
-        except RolloutFailed as error:
-            raise AgentFailed(str(error)) from error
+        outcome = await process.rollout(task, base_url=visit.base_url, api_key=visit.api_key, model=MODEL)
         visit.session.report(outcome.reward, outcome.components)
         outcomes.append(outcome)
 
     limits = CallLimits(max_calls=max_calls, max_tokens=max_tokens)
-    for number in range(MAX_PLAYS):
-        # Another rollout may have ended the process. So a lost one has one to itself, and fails by its own fault alone;
-        # once more, as somebody may kill processes. From the same seeds comes the same sample.
-        process, places = _process(block, max_bytes, at_once if number == 0 else 1)
-        try:
-            made = await visited(sampler, sample, limits, partial(run, process), place=_given(places))
-            return _said(made, *outcomes)
-        except RolloutLost:
-            if number == MAX_PLAYS - 1:
-                raise
-    raise AssertionError("the last play returns or raises")
-
-
-def _given(places: asyncio.Semaphore) -> Callable[[], asyncio.Semaphore]:
-    return lambda: places
+    made = await visited(sampler, sample, limits, run, place=places)
+    return _said(made, *outcomes)
 
 
 def _said(sample: Sample, outcome: Outcome | None = None) -> Sample:
@@ -82,5 +64,5 @@ def _said(sample: Sample, outcome: Outcome | None = None) -> Sample:
 
 @MadeOnce
 def _process(block: str, max_bytes: int, at_once: int) -> tuple[VerifiersProcess, asyncio.Semaphore]:
-    """That of an environment, for all samples, and its places. Both belong to the door's event loop."""
+    """That of an environment, for all samples, and its places. Both belong to the event loop of turns."""
     return VerifiersProcess(json.loads(block), max_bytes=max_bytes), asyncio.Semaphore(at_once)

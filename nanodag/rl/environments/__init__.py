@@ -2,9 +2,7 @@
 
     environment.py   what a class has, and what it is given; of ours an environment imports nothing else
     observations.py  what an environment answers, checked
-    fork_server.py   the process that makes the environment once and forks an episode for each sample
-    episode.py       what runs in such a fork
-    processes.py     the controller's end of both
+    episode.py       what a fork of the environment's process answers (nanodag.children)
     tool_calls.py    the calls of a message, as an environment gets them
     loop.py          the loop of a sample: the policy speaks, the environment answers
 

@@ -1,16 +1,18 @@
 """The loop of a sample in an environment: the policy speaks, the environment answers, until one of them ends it."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from nanodag.api.tool_format import knows_calls
+from nanodag.children.forks import Fork, ForkServer, Limits
 from nanodag.errors import ConfigError
+from nanodag.host.threads import MadeOnce, in_thread
 from nanodag.inference.seeds import derived_seed
 from nanodag.registry import entry
-from nanodag.rl.environments import observations, tool_calls
+from nanodag.rl.environments import episode, observations, tool_calls
 from nanodag.rl.environments.observations import Earned, Heard, Message
-from nanodag.rl.environments.processes import EnvironmentLost, Episode, EpisodeLimits, process_of
 from nanodag.rl.rollouts.metrics import METRICS, TURNS
 from nanodag.rl.rollouts.turns.conversation import Conversation
 from nanodag.rl.rollouts.turns.sample import Sample, TurnSampler
@@ -19,7 +21,6 @@ from nanodag.tokenizer.chat import NativeRenderer
 ROLE = "policy"  # of who speaks where the environment has no roles
 ENDED = "ended"  # in the metadata: what ended the episode
 Ended = Literal["done", "turns", "tokens"]
-MAX_PLAYS = 4  # of a sample whose environment is killed by somebody else again and again
 LONGEST_TOKEN = 64  # characters: what is longer than a context of these cannot fit, and is not made into tokens
 
 
@@ -48,19 +49,23 @@ async def environment(
     for name, value in bounds.items():
         if value <= 0:
             raise ConfigError(f"generate.options.{name} of {named} is {value}; it must be above 0")
-    length = EpisodeLength(max_turns=max_turns, turn_tokens=turn_tokens)
-    limits = EpisodeLimits(step_s=step_s, cpu_s=cpu_s, max_bytes=max_bytes, max_processes=max_processes)
-    process = process_of(named, options, limits)
-    for number in range(1, MAX_PLAYS + 1):
-        episode = process.episode()
-        try:
-            return await _Play(sampler, sample, episode, process.roles, length).run()
-        except EnvironmentLost:  # from the same seeds comes the same sample
-            if number == MAX_PLAYS:
-                raise
-        finally:
-            episode.close()
-    raise AssertionError("the last play returns or raises")
+    length = EpisodeLength(max_turns=max_turns, turn_tokens=turn_tokens, step_s=step_s)
+    limits = Limits(cpu_s=cpu_s, max_bytes=max_bytes, max_processes=max(1, max_processes))
+    server = _server(named, json.dumps(options, sort_keys=True), limits)
+    with sampler.held():
+        fork = await in_thread(server.fork)
+    try:
+        return await _Play(sampler, sample, fork, server.about, length).run()
+    finally:
+        fork.close()
+
+
+@MadeOnce
+def _server(path: str, options: str, limits: Limits) -> ForkServer:
+    """The fork server of an environment, for all samples. path: `module:Class`. options: of its constructor, as
+    JSON."""
+    given = {"path": path, "options": json.loads(options)}
+    return ForkServer(f"{episode.__name__}:make", given, limits, name=f"The environment {path!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +74,7 @@ class EpisodeLength:
 
     max_turns: int
     turn_tokens: int
+    step_s: float
 
 
 @dataclass(slots=True)
@@ -84,9 +90,9 @@ class _Play:
     """One episode. roles: whether each is trained, the main one first."""
 
     def __init__(
-        self, sampler: TurnSampler, sample: Sample, episode: Episode, roles: Mapping[str, bool], length: EpisodeLength
+        self, sampler: TurnSampler, sample: Sample, fork: Fork, roles: Mapping[str, bool], length: EpisodeLength
     ) -> None:
-        self._sampler, self._given, self._episode = sampler, sample, episode
+        self._sampler, self._given, self._fork = sampler, sample, fork
         self._roles, self._length = roles, length
         self._names = list(roles)
         self._speakers: dict[str, _Speaker] = {}
@@ -108,12 +114,15 @@ class _Play:
         if not num_turns:
             most = self._given.max_tokens
             raise ValueError(f"the first observation leaves no room in a context of {most} tokens")
-        metrics = observations.metrics_of((await self._episode.end()).get("metrics"))
+        metrics = observations.metrics_of((await self._asked("end")).get("metrics"))
         return self._sample(outcome, {TURNS: num_turns, ENDED: outcome, METRICS: metrics})
+
+    async def _asked(self, name: str, **given: Any) -> dict[str, Any]:
+        return await self._fork.ask({name: given}, self._length.step_s, name)
 
     async def _begin(self) -> Heard:
         seed = derived_seed("environment", str(self._given.record["prompt_id"]))
-        answer = await self._episode.reset(seed=seed, record=self._given.record)
+        answer = await self._asked("reset", seed=seed, record=dict(self._given.record))
         self._tools = observations.tools_of(answer.get("tools"))
         self._check_tools()
         return observations.heard(
@@ -151,7 +160,7 @@ class _Play:
             answers = [observations.tool_message(*pair) for pair in zip(call_ids, wrong, strict=True)]
             return Heard(role=role, messages=answers)
         calls = [] if wrong else tool_calls.given(said)
-        answer = await self._episode.step(text=said["content"], calls=calls, is_cut=is_cut, role=role)
+        answer = await self._asked("step", text=said["content"], calls=calls, is_cut=is_cut, role=role)
         self._earned.add(answer.get("reward"), answer.get("info"), self._names)
         done = answer.get("done")
         if not isinstance(done, bool):

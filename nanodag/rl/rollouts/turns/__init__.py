@@ -14,6 +14,6 @@ trained; every other token is a tool token. Text is never tokenised again: a tur
 
 Exact resume needs the same result for the same sample and weights: draw random numbers from `sample.seed`, and do not
 look at the clock. A function that raises, hangs or returns something that cannot be trained fails its sample with the
-reason. It runs in a thread of the controller with its own event loop, so it may block. It must not end the process, or
-hold Python's interpreter lock in C code.
+reason. Its module is imported once, in a process of its own; each call has a fork of that, so it may block, and what
+it changes there no other call sees.
 """

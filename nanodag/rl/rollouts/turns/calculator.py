@@ -25,7 +25,11 @@ _BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction | int]
 async def calculator(sampler: TurnSampler, sample: Sample, *, max_calls: int = 8) -> Sample:
     """Calls such as `48/2` are answered `24`, and what is no sum `error`: as in nanodag's GSM8K conversations with
     tools (`nanodag.data.adapter_entries`), on which a policy learns to call it."""
-    return await with_tool(sampler, sample, "calculator", calculated, max_calls=max_calls, max_result_tokens=64)
+
+    async def run(expression: str) -> str:
+        return calculated(expression)
+
+    return await with_tool(sampler, sample, "calculator", run, max_calls=max_calls, max_result_tokens=64)
 
 
 def calculated(expression: str) -> str:

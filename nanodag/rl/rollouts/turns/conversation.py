@@ -1,5 +1,6 @@
 """A policy that is spoken to in messages: it answers a conversation, with calls of tools where some are declared."""
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -28,7 +29,8 @@ class Conversation:
         """The policy's message, to be sent again with what follows it: `content`, and `tool_calls` if it made some.
         None where `max_new_tokens` or the context leaves no room. max_tokens: of this answer, 0 for no bound of its
         own. Raises SourceError for messages that the chat format has no place for."""
-        asked = self._transcript.asked(messages, self._declared)
+        # A long text takes long, and others share this event loop.
+        asked = await asyncio.to_thread(self._transcript.asked, messages, self._declared)
         room = min(self._given.max_sampled - self._num_sampled, self._given.max_tokens - len(asked.ids))
         if room < 1:
             return None

@@ -3,6 +3,7 @@
 import threading
 
 from nanodag.host.processor import usable_cores
+from nanodag.host.threads import in_thread
 from nanodag.registry import entry
 from nanodag.rewards.sandbox import run_python
 from nanodag.rl.rollouts.turns.sample import Sample, TurnSampler
@@ -22,8 +23,8 @@ async def interpreter(
     A program that looks at the clock or draws random numbers makes a run that is not the same the second time.
     """
 
-    def run(program: str) -> str:
-        return printed(program, seconds=seconds, longest=max_result_tokens)
+    async def run(program: str) -> str:
+        return await in_thread(lambda: printed(program, seconds=seconds, longest=max_result_tokens))
 
     return await with_tool(sampler, sample, "python", run, max_calls=max_calls, max_result_tokens=max_result_tokens)
 

@@ -1,24 +1,23 @@
 """Calls a function that generates, for each sample, and makes rollouts of what it returns. No torch here.
 
-Every call has a thread with an event loop of its own, so that one which blocks holds up only itself. It may take
-`timeout_s` between two answers of the sampler; then it is given up, and its sample fails with the reason.
+Calls of our entries share an event loop, in a thread beside the controller's; a user's own function runs in forks of a
+process of its own (forked.py). Either may take `timeout_s` between two answers of the sampler; then it is ended, and
+its sample fails with the reason. One whose process somebody killed is called again: from the same seeds comes the same.
 """
 
 import asyncio
-import ctypes
 import json
-import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeVar
 
 from nanodag.api.tool_format import knows_calls
+from nanodag.children.forks import EpisodeFailed, EpisodeLost
 from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import BadRequest, ConfigError, MissingTool, SamplerError
+from nanodag.host.threads import LoopThread, MadeOnce
 from nanodag.inference.protocol import Completion, Request, SamplingParams
 from nanodag.inference.seeds import derived_seed
 from nanodag.rewards.reported import REPORTED
@@ -26,6 +25,7 @@ from nanodag.rewards.reward import Reward
 from nanodag.rl.rollouts.prompts import Prompt
 from nanodag.rl.rollouts.rollout import Rollout, Span, prompt_span
 from nanodag.rl.rollouts.segments import finish_reason_of
+from nanodag.rl.rollouts.turns.forked import ForkedFunction, samples_in
 from nanodag.rl.rollouts.turns.sample import Sample, TurnSampler
 from nanodag.rl.rollouts.turns.tools import TOOLS
 from nanodag.tokenizer.chat import ChatRenderer
@@ -35,9 +35,9 @@ FAILED = "generate_error"  # the metadata that says why there is no response
 LAST_WORDS = "last_words"  # and the last lines that what failed has written, where there are any
 ANSWER = "answer"  # and what the reward sees, where the function says it
 LONGEST_REASON = 1000  # letters
-THREAD_NAME = "generate"
 POLL_S = 0.2
-MAX_AT_ONCE = 256  # each holds a thread and three file descriptors
+MAX_AT_ONCE = 256  # each may hold a process
+MAX_PLAYS = 4  # of a sample whose process somebody else kills again and again
 
 T = TypeVar("T")
 Ask = Callable[[Sequence[Request]], Awaitable[list[list[Completion]]]]
@@ -53,6 +53,8 @@ class Turns:
         self._config = config.rollout.generate
         self._longest, self._has_process_reward = config.rollout.max_new_tokens, config.has_process_reward
         self._function = self._config.load()
+        if self._config.traits is None:
+            self._function = ForkedFunction(self._config.name, self._config.options, encoding.folder)
         if self._config.name in TOOLS and not knows_calls(renderer):
             raise ConfigError(
                 f"generate {self._config.name} lets the model call a tool, and this model's chat template knows no "
@@ -100,45 +102,42 @@ class Turns:
         """The samples of one call, or why there are none."""
         async with self._places:
             line = _Line(ask, rid)
-            sampler = TurnSampler(
-                line.ask,
-                params=params,
-                encoding=self._encoding,
-                renderer=self._renderer,
-                switches=self._switches,
-                held=line.held,
-            )
-            call = _Call(partial(self._function, sampler, sample))
             try:
-                result = await self._waited(call, line)
-                return self._checked(result, sample)
+                for attempt in range(MAX_PLAYS - 1):
+                    with suppress(EpisodeLost):
+                        return await self._played(sample, params, line, attempt)
+                return await self._played(sample, params, line, MAX_PLAYS - 1)
             except (ConfigError, MissingTool):
                 raise  # it is no failure of this sample
             except Exception as error:
                 if line.broken is not None:
                     raise line.broken from error
                 return error
-            finally:
-                call.end()
 
-    async def _waited(self, call: "_Call", line: "_Line") -> Any:
-        """What the call returns. Raises what it raised; TimeoutError when it hangs."""
-        result = asyncio.wrap_future(call.result)
+    async def _played(self, sample: Sample, params: SamplingParams, line: "_Line", attempt: int) -> list[Sample]:
+        """The samples of one attempt. Raises what it raised; TimeoutError when it hangs."""
+        sampler = TurnSampler(
+            line.ask,
+            params=params,
+            encoding=self._encoding,
+            renderer=self._renderer,
+            switches=self._switches,
+            held=line.held,
+            attempt=attempt,
+        )
+        play = asyncio.ensure_future(turns_loop().do(self._function(sampler, sample)))
         try:
-            while not (await asyncio.wait({result}, timeout=POLL_S))[0]:
+            while not (await asyncio.wait({play}, timeout=POLL_S))[0]:
                 if line.idle_s > self._config.timeout_s:
-                    call.interrupt()
                     raise TimeoutError(f"it took longer than {self._config.timeout_s:g} s without asking the sampler")
-            return result.result()
+            return self._checked(play.result(), sample)
         finally:
-            result.cancel()  # nobody reads what comes later
+            play.cancel()
 
-    def _checked(self, found: Any, given: Sample) -> list[Sample]:
+    def _checked(self, returned: Any, given: Sample) -> list[Sample]:
         """What a function returned, as samples that can be trained. given: what it got. Raises ValueError for what
         cannot."""
-        samples = [found] if isinstance(found, Sample) else found
-        if not isinstance(samples, list | tuple) or not samples or not all(isinstance(one, Sample) for one in samples):
-            raise ValueError(f"it must return a Sample, or some in a list; found {found!r:.200}")
+        samples = samples_in(returned)
         for sample in samples:
             if sample.spans[:1] != given.spans and not sample.role:
                 raise ValueError("a sample must begin with the prompt's own span, unless it says its role")
@@ -184,7 +183,8 @@ class Turns:
 
 def _why(error: Exception) -> dict[str, str]:
     """Metadata that say why a sample failed."""
-    said = {FAILED: f"{type(error).__name__}: {error}", LAST_WORDS: str(getattr(error, "last_words", ""))}
+    reason = str(error) if isinstance(error, EpisodeFailed) else f"{type(error).__name__}: {error}"
+    said = {FAILED: reason, LAST_WORDS: str(getattr(error, "last_words", ""))}
     return {name: _shortened(text) for name, text in said.items() if text}
 
 
@@ -246,44 +246,10 @@ class _Line:
             self._last = time.monotonic()
 
 
-class _Call:
-    """A coroutine in a thread of its own. result: what it returns or raises."""
-
-    def __init__(self, make: Callable[[], Coroutine[Any, Any, Any]]) -> None:
-        self.result: Future[Any] = Future()
-        self._make = make
-        self._running: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
-        self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
-        self._thread.start()
-
-    def end(self) -> None:
-        """Cancel it, if it is still under way."""
-        running = self._running
-        if self._thread.is_alive() and running is not None:
-            with suppress(RuntimeError):  # its loop may have ended meanwhile
-                running[0].call_soon_threadsafe(running[1].cancel)
-
-    def interrupt(self) -> None:
-        """Raise SystemExit in it: an endless loop hears of nothing else, and would keep a core busy for good."""
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(
-            ctypes.c_ulong(self._thread.ident or 0), ctypes.py_object(SystemExit)
-        )
-
-    def _run(self) -> None:
-        try:
-            asyncio.run(self._main())
-        except BaseException as error:  # noqa: BLE001 - also what sys.exit raises; who waits gets it
-            reason = error if isinstance(error, Exception) else RuntimeError(f"it raised {type(error).__name__}")
-            with suppress(InvalidStateError):
-                self.result.set_exception(reason)
-
-    async def _main(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._running = (asyncio.get_running_loop(), task)
-        result = await self._make()
-        with suppress(InvalidStateError):  # it may have been given up
-            self.result.set_result(result)
+@MadeOnce
+def turns_loop() -> LoopThread:
+    """The event loop of all calls of our entries, and of the API that agents ask."""
+    return LoopThread("turns")
 
 
 async def _all(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

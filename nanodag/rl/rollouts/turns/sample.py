@@ -82,7 +82,8 @@ class TurnSampler:
     """Adds turns to samples. ask: sends one request, from any thread's event loop.
 
     stop_ids: what ends the assistant's speech. renderer: the chat format, and switches of its template. held: a context
-    in which time does not count as the function's own, as while it waits for a place among others.
+    in which time does not count as the function's own, as while it waits for a place among others. attempt: 0 unless
+    the process that an earlier one ran in was killed.
     """
 
     def __init__(
@@ -94,11 +95,13 @@ class TurnSampler:
         renderer: ChatRenderer,
         switches: Switches = NO_SWITCHES,
         held: Callable[[], AbstractContextManager[None]] = nullcontext,
+        attempt: int = 0,
     ) -> None:
-        self._ask = ask
+        self.ask = ask
         self.held = held
-        self._params = params
-        self._switches = switches
+        self.attempt = attempt
+        self.params = params
+        self.switches = switches
         self.encoding = encoding
         self.renderer = renderer
         self.stop_ids = params.stop_token_ids
@@ -127,13 +130,13 @@ class TurnSampler:
         overrides = {
             "max_new_tokens": max_tokens,
             "stop_token_ids": (*self.stop_ids, *stop_token_ids),
-            "sampling_seed": seed if self._params.temperature else None,
+            "sampling_seed": seed if self.params.temperature else None,
         }
-        return await self._ask(Request(input_ids=list(ids), params=self._params.model_copy(update=overrides)))
+        return await self.ask(Request(input_ids=list(ids), params=self.params.model_copy(update=overrides)))
 
     def switches_of(self, sample: Sample) -> Switches:
         """The switches of the chat template for this sample: the stage's, and over them those of its source."""
-        return {**self._switches, **sample.record.get("template_options", NO_SWITCHES)}
+        return {**self.switches, **sample.record.get("template_options", NO_SWITCHES)}
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text for `with_tool`; no special tokens."""

@@ -1,6 +1,6 @@
 """The loop of a policy that calls a tool, in the words of its own chat format."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from nanodag.config.rl_entries import GenerateConfig
@@ -34,7 +34,7 @@ async def with_tool(
     sampler: TurnSampler,
     sample: Sample,
     name: str,
-    tool: Callable[[str], str],
+    tool: Callable[[str], Awaitable[str]],
     *,
     max_calls: int,
     max_result_tokens: int,
@@ -49,11 +49,11 @@ async def with_tool(
     (argument,) = TOOLS[name]["function"]["parameters"]["required"]
     messages, num_calls = list(sample.record["messages"]), 0
 
-    def result_of(call: Mapping[str, Any]) -> str:
+    async def result_of(call: Mapping[str, Any]) -> str:
         given = arguments_of(call).get(argument)
         if call["function"]["name"] != name or not isinstance(given, str):
             return f"error: {name} takes {argument}, a text"
-        result = tool(given)[: CHARACTERS_A_TOKEN * max_result_tokens]
+        result = (await tool(given))[: CHARACTERS_A_TOKEN * max_result_tokens]
         ids = sampler.encode(result)
         return result if len(ids) <= max_result_tokens else sampler.decode(ids[:max_result_tokens])
 
@@ -66,5 +66,6 @@ async def with_tool(
             break
         messages.append(message)
         for call in calls:
-            messages.append({"role": "tool", "tool_call_id": call["id"], "name": name, "content": result_of(call)})
+            result = await result_of(call)
+            messages.append({"role": "tool", "tool_call_id": call["id"], "name": name, "content": result})
     return conversation.sample(is_cut=True)

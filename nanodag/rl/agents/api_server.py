@@ -1,4 +1,4 @@
-"""The door: one server of the OpenAI API for the agents of all samples, in a thread of the controller.
+"""One server of the OpenAI API for the agents of all samples, in a thread of the controller.
 
 It listens on loopback, and on a Unix socket for programs in the sandbox, which have no network. A key names its sample.
 Keys are random, so none is guessed; one whose sample has ended is answered 410.
@@ -13,12 +13,11 @@ import asyncio
 import atexit
 import secrets
 import socket
-import threading
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import uvicorn
 from pydantic_core import from_json
@@ -35,20 +34,18 @@ from nanodag.host.scratch import Scratch
 from nanodag.host.threads import MadeOnce
 from nanodag.inference.doors import DEFAULT_MAX_BODY_BYTES, Doors
 from nanodag.rl.agents.session import Session, gone
+from nanodag.rl.rollouts.turns.runner import turns_loop
 
 KEYS_REMEMBERED = 100_000  # of samples that have ended
 BACKLOG = 1024
 MAX_ANSWER = 1 << 20
 KEEP_ALIVE_S = 3600  # an agent may think for long between two calls, and not ask again where a connection has ended
 
-T = TypeVar("T")
 
-
-class Door:
-    """The server. loop: its event loop, in a thread of its own; sessions belong to it."""
+class ApiServer:
+    """The server. It belongs to the event loop of all turns, and so do sessions."""
 
     def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
         self._sessions: dict[str, Session] = {}
         self._ended: set[str] = set()
         self._order: deque[str] = deque()
@@ -56,11 +53,7 @@ class Door:
         self.port = int(listener.getsockname()[1])
         self.base_url = f"http://{LOOPBACK}:{self.port}/v1"
         self._app = Doors(self._application(), names=(), keys=(), max_body_bytes=DEFAULT_MAX_BODY_BYTES)
-        threading.Thread(target=self._run, args=(listener,), name="agents", daemon=True).start()
-
-    async def do(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of work done in the door's loop, from that of any thread. To cancel this ends the work."""
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
+        self._listen(listener)
 
     def admit(self, session: Session) -> str:
         """The key of a session, from now on valid."""
@@ -89,12 +82,11 @@ class Door:
         listener.bind(str(path))
         path.chmod(0o666)
         listener.listen(BACKLOG)
-        asyncio.run_coroutine_threadsafe(self._serve(listener), self.loop)
+        self._listen(listener)
         return path
 
-    def _run(self, listener: socket.socket) -> None:
-        asyncio.set_event_loop(self.loop)
-        self.loop.run_until_complete(self._serve(listener))
+    def _listen(self, listener: socket.socket) -> None:
+        asyncio.run_coroutine_threadsafe(self._serve(listener), turns_loop().loop)
 
     async def _serve(self, listener: socket.socket) -> None:
         config = uvicorn.Config(
@@ -142,9 +134,9 @@ class Door:
 
 
 @MadeOnce
-def the_door() -> Door:
-    """This process's door, opened at the first call."""
-    return Door()
+def the_api_server() -> ApiServer:
+    """This process's server, started at the first call."""
+    return ApiServer()
 
 
 async def _reward(session: Session, http: HttpRequest) -> Response:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from nanodag.children.child import Child
 from nanodag.errors import MissingTool
 from nanodag.errors.words import duration, size
 
@@ -23,6 +24,7 @@ LOG_NAME = "install.log"
 UNPACKED = "lib/python*/site-packages/*.dist-info"
 LOOK_EVERY_S = 0.5
 TAIL_LINES = 20
+STOP_TIMEOUT_S = 30.0
 UNITS = {"kB": 1e3, "MB": 1e6, "GB": 1e9}
 
 Say = Callable[[str], None]
@@ -138,24 +140,19 @@ def _watched(command: Sequence[str], log_path: Path, total: int, show: Say) -> N
         before = log_stream.tell()
         log_stream.write(f"$ {' '.join(command)}\n".encode())
         log_stream.flush()
-        with subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log_stream, stderr=subprocess.STDOUT
-        ) as process:
-            try:
-                while process.poll() is None:
-                    unpacked = [
-                        p for p in log_path.parent.glob(UNPACKED) if not p.name.startswith(("pip-", "setuptools-"))
-                    ]
-                    how_far = progress_of(_lines(log_path, before), total, len(unpacked))
-                    show(f"{how_far}, {duration(time.monotonic() - began)}")
-                    time.sleep(LOOK_EVERY_S)
-            except BaseException:
-                process.terminate()  # Ctrl-C reaches it anyway; what is half unpacked, pip removes
-                raise
-    if process.returncode != 0:
+    pip = Child(command, log_path=log_path, in_group=True)
+    try:
+        while pip.is_alive:
+            unpacked = [p for p in log_path.parent.glob(UNPACKED) if not p.name.startswith(("pip-", "setuptools-"))]
+            how_far = progress_of(_lines(log_path, before), total, len(unpacked))
+            show(f"{how_far}, {duration(time.monotonic() - began)}")
+            pip.wait(LOOK_EVERY_S)
+    finally:
+        pip.stop(STOP_TIMEOUT_S)  # Ctrl-C reaches it anyway; what is half unpacked, pip removes
+    if pip.code != 0:
         last = "\n".join(f"  {line}" for line in _lines(log_path, before)[-TAIL_LINES:])
         raise MissingTool(
-            f"pip ended with code {process.returncode} after {duration(time.monotonic() - began)}; call the command "
+            f"pip ended with code {pip.code} after {duration(time.monotonic() - began)}; call the command "
             f"again to go on. The end of {log_path}:\n{last}"
         )
 

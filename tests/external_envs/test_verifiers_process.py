@@ -8,10 +8,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from nanodag.children.forks import EpisodeFailed, EpisodeLost
 from nanodag.errors import ConfigError, MissingTool
-from nanodag.guests import verifiers_process
-from nanodag.guests.verifiers_install import VERIFIERS, find_python
-from nanodag.guests.verifiers_process import RolloutFailed, RolloutLost, VerifiersProcess, block_of
+from nanodag.external_envs import verifiers_process
+from nanodag.external_envs.verifiers_install import VERIFIERS, find_python
+from nanodag.external_envs.verifiers_process import VerifiersProcess, block_of
 from tests.fault.processes import wait_until
 
 FAKE = Path(__file__).with_name("fake_verifiers_server.py")
@@ -34,10 +35,10 @@ def test_a_rollout_that_kills_the_process_fails_with_its_last_words_and_the_next
         process = VerifiersProcess(block_of("m", {}))
         try:
             first = await do(process, "answer")
-            with pytest.raises(RolloutFailed, match=r"^TaskError: no$"):
+            with pytest.raises(EpisodeFailed, match=r"^TaskError: no$"):
                 await do(process, "fail")
             assert (await do(process, "answer")).components == first.components, "the same process"
-            with pytest.raises(RolloutFailed, match=r"(?s)it ended with code 3; the end of its log:\na last word"):
+            with pytest.raises(EpisodeFailed, match=r"(?s)it ended with code 3; the end of its log:\na last word"):
                 await do(process, "die")
             return first, await do(process, "answer")
         finally:
@@ -57,7 +58,7 @@ def test_a_process_that_hangs_is_ended_and_one_whose_rollout_is_given_up_is_not(
             second = await do(process, "answer")
             command_line = " ".join(psutil.Process(second.components["pid"]).cmdline())
             assert FAKE.name in command_line and "taskset" not in command_line, "anybody may read it"
-            with pytest.raises(RolloutLost, match="it ended with code -9"):
+            with pytest.raises(EpisodeLost, match="it ended with code -9"):
                 await do(process, "block")
             return [one.components["pid"] for one in (first, second, await do(process, "answer"))]
         finally:
@@ -86,9 +87,9 @@ def test_what_a_process_leaves_behind_ends_with_it_and_one_that_takes_too_much_m
     async def run():
         process = VerifiersProcess(block_of("m", {}), max_bytes=128 << 20)
         try:
-            with pytest.raises(RolloutLost, match=r"(?s)it ended with code 3; .*left \d+") as lost:
+            with pytest.raises(EpisodeLost, match=r"(?s)it ended with code 3; .*left \d+") as lost:
                 await do(process, "leave")
-            with pytest.raises(RolloutLost, match=r"code -9, as it took .* of memory, and max_bytes allows"):
+            with pytest.raises(EpisodeLost, match=r"code -9, as it took .* of memory, and max_bytes allows"):
                 await do(process, "leak")
             return int(str(lost.value).split()[-1])
         finally:
@@ -106,14 +107,14 @@ def test_a_rollout_that_is_asked_of_a_process_that_is_ending_has_a_new_one(fake,
         try:
             first = await do(process, "answer")
             server = psutil.Process(first.components["pid"])
-            keeper = server.parent()
-            keeper.suspend()  # so that the process has no exit code yet
-            wait_until(lambda: keeper.status() == psutil.STATUS_STOPPED)
+            reaper = server.parent()
+            reaper.suspend()  # so that the process has no exit code yet
+            wait_until(lambda: reaper.status() == psutil.STATUS_STOPPED)
             server.kill()
             wait_until(lambda: server.status() == psutil.STATUS_ZOMBIE)
             second = asyncio.ensure_future(do(process, "answer"))
             await asyncio.wait({second}, timeout=0.2)
-            keeper.resume()
+            reaper.resume()
             return first, await second
         finally:
             await process.close()

@@ -12,9 +12,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,14 +20,17 @@ from typing import Any
 
 import httpx
 
+from nanodag.children.child import Child
+from nanodag.children.forks import EpisodeFailed, EpisodeLost
+from nanodag.children.reaper import KILL
+from nanodag.children.tree import descendants, private_bytes
 from nanodag.errors import ConfigError, SourceError
 from nanodag.errors.words import size
-from nanodag.guests.verifiers_install import find_python
-from nanodag.host.below import bytes_of, descendants
-from nanodag.host.keeper import KILL
-from nanodag.host.patience import Patience
+from nanodag.external_envs.verifiers_install import find_python
 from nanodag.host.ports import no_proxy_here
+from nanodag.host.progress_timeout import Patience
 from nanodag.host.scratch import Scratch
+from nanodag.host.threads import in_thread
 
 SERVER = Path(__file__).with_name("verifiers_server.py")
 START_TIMEOUT_S = 120.0
@@ -42,14 +43,6 @@ LOG_LINES = 8
 TASKS_TIMEOUT_S = 600.0
 MAX_BYTES = 8 << 30
 NO_SAMPLING: Mapping[str, Any] = {}
-
-
-class RolloutFailed(Exception):
-    """A rollout that came to nothing; the message is its sample's reason."""
-
-
-class RolloutLost(RolloutFailed):
-    """A rollout whose process ended under it, for which another one may be to blame."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,17 +77,18 @@ def tasks_of(module: str, options: Mapping[str, Any], *, stop: int | None = None
 
     Raises MissingTool where verifiers is not installed, SourceError with the end of what it said where it fails."""
     asked = ["--tasks", *([] if stop is None else [str(stop)])]
-    block = json.dumps(block_of(module, options)).encode()
-    with _spawned(*asked, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        try:
-            out, said = process.communicate(block, timeout=TASKS_TIMEOUT_S)
-        except subprocess.TimeoutExpired as error:
-            raise SourceError(f"verifiers has not loaded the tasks of {module} in {TASKS_TIMEOUT_S:g} s.") from error
-        finally:
-            _kill(process)
-    if process.returncode != 0:
-        raise SourceError(f"verifiers cannot load the tasks of {module}:\n{_end(said.decode(errors='replace'))}")
-    return [json.loads(line) for line in out.splitlines()]
+    with Scratch("tasks") as folder:
+        out_path, log_path = Path(folder) / "out", Path(folder) / "log"
+        with out_path.open("wb") as out:
+            child = _spawned(block_of(module, options), *asked, log_path=log_path, stdout=out)
+        has_ended = child.wait(TASKS_TIMEOUT_S)
+        child.stop(KILL_TIMEOUT_S, KILL)
+        if not has_ended:
+            raise SourceError(f"verifiers has not loaded the tasks of {module} in {TASKS_TIMEOUT_S:g} s.")
+        if child.code != 0:
+            raise SourceError(f"verifiers cannot load the tasks of {module}:\n{_end(child.tail(LOG_LINES))}")
+        with out_path.open(encoding="utf-8") as lines:
+            return [json.loads(line) for line in lines]
 
 
 @cache
@@ -136,7 +130,7 @@ class VerifiersProcess:
         sampling: Mapping[str, Any] = NO_SAMPLING,
     ) -> Outcome:
         """Run one rollout of a task against an OpenAI address. To cancel this ends it. sampling: what each call asks
-        for, by OpenAI's names. Raises RolloutFailed, RolloutLost where the process ended, ConfigError where it does not
+        for, by OpenAI's names. Raises EpisodeFailed, EpisodeLost where the process ended, ConfigError where it does not
         come up."""
         asked = {
             "task": dict(task),
@@ -147,10 +141,10 @@ class VerifiersProcess:
         }
         reply = await self._answered(asked)
         if reply.status_code != 200:
-            raise RolloutFailed(reply.text[:500])
+            raise EpisodeFailed(reply.text[:500])
         found = reply.json()
         if not found["ok"]:
-            raise RolloutFailed(found["error"])
+            raise EpisodeFailed(found["error"])
         return Outcome(
             reward=found["reward"],
             components=found["components"],
@@ -170,7 +164,7 @@ class VerifiersProcess:
             except httpx.HTTPError as error:
                 await running.ended()
                 if is_second or running.is_alive or not isinstance(error, httpx.ConnectError):
-                    raise RolloutLost(
+                    raise EpisodeLost(
                         f"{type(error).__name__} of the environment's process: {running.end()}"
                     ) from error
                 # It was ending already, so nothing of this one was begun in it.
@@ -198,29 +192,25 @@ class VerifiersProcess:
 
 @dataclass(kw_only=True)
 class _Running:
-    process: "subprocess.Popen[bytes]"
+    child: Child
     client: httpx.AsyncClient
     scratch: Scratch
-    log_path: Path
     max_bytes: int
     fault: str = ""
     watching: "asyncio.Task[None] | None" = None
 
     @property
     def is_alive(self) -> bool:
-        return self.process.poll() is None
+        return self.child.is_alive
 
     async def ended(self) -> None:
-        """Wait for its exit code: its keeper first ends what it has left."""
-        deadline = time.monotonic() + KILL_TIMEOUT_S
-        while self.is_alive and time.monotonic() < deadline:
-            await asyncio.sleep(POLL_S)
+        """Wait for its exit code: its reaper first ends what it has left."""
+        await in_thread(lambda: self.child.wait(KILL_TIMEOUT_S))
 
     def end(self) -> str:
         """How it ended, with the end of its log."""
-        code = self.process.poll()
-        how = "it runs" if code is None else f"it ended with code {code}{self.fault}"
-        return f"{how}; the end of its log:\n{_end(self.log_path.read_text(errors='replace'))}"
+        how = "it runs" if self.is_alive else f"it ended with code {self.child.code}{self.fault}"
+        return f"{how}; the end of its log:\n{_end(self.child.tail(LOG_LINES))}"
 
     async def watch(self) -> None:
         """Kill it once it takes too much memory, or does not answer any more: code of an environment that blocks holds
@@ -230,7 +220,7 @@ class _Running:
                 await self.client.get("/health", timeout=HEALTH_TIMEOUT_S)
             except httpx.HTTPError:
                 self.kill()
-            taken = sum(map(bytes_of, (self.process.pid, *descendants(self.process.pid))))
+            taken = sum(map(private_bytes, (self.child.pid, *descendants(self.child.pid))))
             if self.is_alive and taken > self.max_bytes:
                 self.fault = f", as it took {size(taken)} of memory, and max_bytes allows {size(self.max_bytes)}"
                 self.kill()
@@ -245,33 +235,28 @@ class _Running:
 
     def stop(self) -> None:
         """Ask it to end, and kill it where it does not in time."""
-        self.process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(STOP_TIMEOUT_S)
+        self.child.send(signal.SIGTERM)
+        self.child.wait(STOP_TIMEOUT_S)
         self.kill()
 
     def kill(self) -> None:
         """End it with all that it started."""
-        _kill(self.process)
+        self.child.stop(KILL_TIMEOUT_S, KILL)
 
 
 async def _started(block: Mapping[str, Any], max_bytes: int) -> _Running:
     """A process that answers. Raises MissingTool without verifiers, ConfigError where it does not get so far,
-    RolloutLost where somebody killed it before."""
+    EpisodeLost where somebody killed it before."""
     scratch = Scratch("verifiers")
     socket, log_path = scratch.path / "http", scratch.path / "log"
-    with log_path.open("wb") as log:
-        process = _spawned(str(socket), stdout=log, stderr=subprocess.STDOUT)
-    assert process.stdin is not None
-    with suppress(BrokenPipeError), process.stdin as given:  # it may have ended at once, and its log says why
-        given.write(json.dumps(block).encode())
+    child = _spawned(block, str(socket), log_path=log_path)
     transport = httpx.AsyncHTTPTransport(
         uds=str(socket), limits=httpx.Limits(max_connections=None, max_keepalive_connections=64)
     )
     client = httpx.AsyncClient(transport=transport, base_url="http://verifiers", timeout=None)
-    running = _Running(process=process, client=client, scratch=scratch, log_path=log_path, max_bytes=max_bytes)
+    running = _Running(child=child, client=client, scratch=scratch, max_bytes=max_bytes)
     atexit.register(running.stop)
-    patience = Patience([process.pid], [log_path], START_TIMEOUT_S)
+    patience = Patience([child.pid], [log_path], START_TIMEOUT_S)
     try:
         while not await _answers(client):
             if not running.is_alive or patience.is_over():
@@ -292,28 +277,17 @@ async def _answers(client: httpx.AsyncClient) -> bool:
     return True
 
 
-def _spawned(*where: str, stdout: Any, stderr: int) -> "subprocess.Popen[bytes]":
-    """The server's process, which waits for its block on standard input. It is the keeper of all that it starts."""
-    return subprocess.Popen(
+def _spawned(block: Mapping[str, Any], *where: str, log_path: Path, **how: Any) -> Child:
+    """The server's process, which reads its block from standard input. It is the reaper of all that it starts."""
+    return Child(
         [str(find_python()), str(SERVER), str(os.getpid()), *where],
-        stdin=subprocess.PIPE, stdout=stdout, stderr=stderr, env=_environment(), start_new_session=True,
+        given=json.dumps(block).encode(), log_path=log_path, environment=_environment(), **how,
     )  # fmt: skip
 
 
-def _kill(process: "subprocess.Popen[bytes]") -> None:
-    """End it now with all that it started, and wait for that."""
-    if process.poll() is None:
-        process.send_signal(KILL)
-        try:
-            process.wait(KILL_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def _not_up(block: Mapping[str, Any], running: _Running) -> ConfigError | RolloutLost:
-    if running.process.poll() == -signal.SIGKILL:  # as the system does when memory is short
-        return RolloutLost(f"the environment's process was killed before it was up: {running.end()}")
+def _not_up(block: Mapping[str, Any], running: _Running) -> ConfigError | EpisodeLost:
+    if not running.is_alive and running.child.code == -signal.SIGKILL:  # as the system does when memory is short
+        return EpisodeLost(f"the environment's process was killed before it was up: {running.end()}")
     module = block["taskset"]["id"]
     return ConfigError(
         f"The verifiers environment {module!r} cannot be used, its process does not start: {running.end()}"

@@ -1,4 +1,4 @@
-"""Stands for nanodag/guests/verifiers_server.py: does what a rollout's task says. As that, it ends
+"""Stands for nanodag/external_envs/verifiers_server.py: does what a rollout's task says. As that, it ends
 with its parent."""
 
 import asyncio
@@ -11,7 +11,7 @@ import urllib.request
 
 from aiohttp import web
 
-from nanodag.host.keeper import keep
+from nanodag.children.reaper import keep
 
 KEPT = []
 

@@ -8,13 +8,14 @@ import pytest
 from aiohttp import web
 
 from benchmarks.boxes.box_numbers import EMPTY, answer, content, question, tasks
+from nanodag.children.forks import EpisodeFailed
 from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.data.adapters import open_adapter
 from nanodag.data.sources import open_source
 from nanodag.errors import ConfigError, SourceError
 from nanodag.evaluation.environment import run_environment
 from nanodag.evaluation.evaluated_model import EvaluatedModel
-from nanodag.guests.verifiers_process import RolloutFailed, VerifiersProcess, block_of, module_file
+from nanodag.external_envs.verifiers_process import VerifiersProcess, block_of, module_file
 from nanodag.host.folders import PROJECT
 from tests.evaluation.tiny import save_tiny_model
 from tests.verifiers_python import python_or_skip
@@ -120,9 +121,9 @@ def test_a_limit_on_turns_cuts_a_rollout_and_an_address_that_does_not_answer_fai
 
     async def work(process, base_url):
         cut = await process.rollout(task, base_url=base_url, api_key="k", model="policy")
-        with pytest.raises(RolloutFailed, match=r"ProviderError|HarnessError|InterceptionError"):
+        with pytest.raises(EpisodeFailed, match=r"ProviderError|HarnessError|InterceptionError"):
             await process.rollout(task, base_url="http://127.0.0.1:9/v1", api_key="k", model="policy")
-        with pytest.raises(RolloutFailed, match=r"(?s)ValidationError.*answer"):
+        with pytest.raises(EpisodeFailed, match=r"(?s)ValidationError.*answer"):
             await process.rollout({"prompt": "x"}, base_url=base_url, api_key="k", model="policy")
         return cut
 

@@ -1,4 +1,4 @@
-"""A keeper ends as the program that goes on in its fork, and nothing that this one started outlives it."""
+"""A reaper ends as the program that goes on in its fork, and nothing that this one started outlives it."""
 
 import os
 import signal
@@ -7,13 +7,13 @@ import sys
 
 import pytest
 
-from nanodag.host.keeper import KILL
+from nanodag.children.reaper import KILL
 from tests.fault.processes import is_running, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux hands orphans over")
 PROGRAM = """
 import os, subprocess, sys, time
-from nanodag.host.keeper import keep
+from nanodag.children.reaper import keep
 keep(os.getppid())
 child = subprocess.Popen(["sleep", "600"], start_new_session=True)
 print(os.getpid(), child.pid, flush=True)
@@ -43,15 +43,15 @@ def kept(ended, *command):
         ("time.sleep(600)", KILL, -signal.SIGKILL),
     ],
 )
-def test_a_keeper_ends_as_its_program_does_and_ends_what_that_has_left(ended, end, signum, code):
-    keeper, pids = kept(ended, PROGRAM + end)
+def test_a_reaper_ends_as_its_program_does_and_ends_what_that_has_left(ended, end, signum, code):
+    reaper, pids = kept(ended, PROGRAM + end)
     if signum:
-        keeper.send_signal(signum)
-    assert keeper.wait(60) == code and len(pids) == 2
+        reaper.send_signal(signum)
+    assert reaper.wait(60) == code and len(pids) == 2
     assert not [pid for pid in pids if is_running(pid)]
 
 
-def test_a_program_and_all_that_it_has_started_end_with_the_parent_of_its_keeper(ended):
+def test_a_program_and_all_that_it_has_started_end_with_the_parent_of_its_reaper(ended):
     parent, pids = kept(ended, PARENT, PROGRAM + "time.sleep(600)")
     os.killpg(parent.pid, signal.SIGKILL)
     assert len(pids) == 2

@@ -1,7 +1,7 @@
 """What runs first in the sandbox of an agent: a way to the API, then the agent's program. Standard library only.
 
 It is no module of the package: its text is the program that the sandbox starts. There is no network, so a port on the
-sandbox's own loopback is joined to the Unix socket of the door. Standard input has JSON: `{"socket", "command",
+sandbox's own loopback is joined to the Unix socket of the API's server. Standard input has JSON: `{"socket", "command",
 "folder", "record", "environment", "answer_file"}`. The exit code is that of the command.
 """
 
@@ -47,14 +47,14 @@ async def main(given: dict) -> int:
 
 
 async def joined(path: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Pass bytes between a connection and the door, in both directions, until both ends have said all."""
+    """Pass bytes between a connection and the API, in both directions, until both ends have said all."""
     try:
-        from_door, to_door = await asyncio.open_unix_connection(path)
+        from_api, to_api = await asyncio.open_unix_connection(path)
     except OSError as error:
         print(f"the API cannot be reached: {error}", file=sys.stderr)
         writer.close()
         return
-    await asyncio.gather(passed(reader, to_door), passed(from_door, writer))
+    await asyncio.gather(passed(reader, to_api), passed(from_api, writer))
 
 
 async def passed(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:

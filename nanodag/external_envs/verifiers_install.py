@@ -6,7 +6,7 @@ complete list, without what its cloud sandboxes ask for beyond that.
 
 from pathlib import Path
 
-from nanodag.guests.package_environment import PackageEnvironment, Say, silent
+from nanodag.external_envs.package_environment import PackageEnvironment, Say, silent
 
 VERIFIERS = PackageEnvironment(
     name="verifiers",
