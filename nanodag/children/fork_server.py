@@ -39,6 +39,7 @@ START_TIMEOUT_S = 120.0
 WATCH_S = 0.2
 END_TIMEOUT_S = 5.0
 TAIL_BYTES = 2000
+POLLRDHUP = getattr(select, "POLLRDHUP", 0)  # Linux alone has it
 
 
 class Line:
@@ -152,7 +153,7 @@ class _Forks:
                 fork = self._by_file[file]
                 if file == fork.output:
                     self._read(fork)
-                elif event & (select.POLLRDHUP | select.POLLHUP | select.POLLERR):
+                elif event & (POLLRDHUP | select.POLLHUP | select.POLLERR):
                     self._poll.unregister(file)
                     self._kill(fork, "its sample has ended")
         return True
@@ -173,7 +174,7 @@ class _Forks:
         fork = self._forks[pid] = _Fork(pid, connection, output)
         self._by_file |= {output: fork, connection.fileno(): fork}
         self._poll.register(output, select.POLLIN)
-        self._poll.register(connection, select.POLLRDHUP)  # its other end says no more
+        self._poll.register(connection, POLLRDHUP)  # its other end says no more
 
     def _be_fork(self, connection: socket.socket, printed: int, parent: int) -> None:
         """Serve one request; never returns."""

@@ -21,7 +21,7 @@ PROGRAM = 20 * MB
 VERIFIERS = 200 * MB
 VERIFIERS_ROLLOUT = 1.1 * MB
 MAX_CALLS = 256
-"""MAX_AT_ONCE of nanodag.rl.rollouts.turns.runner."""
+"""MAX_AT_ONCE of nanodag.rl.environments.runner."""
 
 
 def programs_of(stage: RLStage, samples: int) -> tuple[Process, ...]:

@@ -25,7 +25,7 @@ from nanodag.plan.processes import compiler
 from nanodag.plan.sizes import bytes_per_token, size_of
 from nanodag.plan.speeds import decoding_seconds
 from nanodag.plan.stage_plan import Process, StagePlan
-from nanodag.rl.rollouts.turns import runner
+from nanodag.rl.environments import runner
 
 FILE = PROJECT / "pipeline.yaml"
 CPU, GPU, EIGHT = "cpu:2:avx2:8GiB", "1x24GB", "8xH100"

@@ -19,19 +19,19 @@ from nanodag.children import forks
 from nanodag.errors import SamplerLost
 from nanodag.inference.protocol import Completion, FinishReason, VersionSpan
 from nanodag.rewards.reward_pool import SampleReward
-from nanodag.rl.agents import function
-from nanodag.rl.agents.api_server import the_api_server
-from nanodag.rl.agents.session import _up_to
 from nanodag.rl.control.generation import RolloutGenerator
+from nanodag.rl.environments import agent_function
+from nanodag.rl.environments.agent_session import _up_to
+from nanodag.rl.environments.api_server import the_api_server
+from nanodag.rl.environments.runner import Turns
 from nanodag.rl.rollouts.segments import finish_reason_of
-from nanodag.rl.rollouts.turns.runner import Turns
 from nanodag.tokenizer.chat import NativeRenderer, load_renderer
 from nanodag.tokenizer.encoding import Encoding
 from tests.rl.stages import VOCABULARY
 from tests.rl.test_turns import Cursor, Script, SeenPool, config, folder, ids, prompts  # noqa: F401 - two are fixtures
 
 AGENTS = '''
-import json, os, random, subprocess, sys, threading, time, urllib.error, urllib.request
+import json, os, random, socket, subprocess, sys, threading, time, urllib.error, urllib.request
 
 def keys(task=None):
     """Those of earlier samples; the last few may still be valid. A task's own is added."""
@@ -157,6 +157,11 @@ def raw(task, data, path="/chat/completions", method="POST"):
         assert 400 <= error.code < 500, error.code
         return error.code
 
+def hung_up(task):
+    host, _, port = task.base_url.removeprefix("http://").removesuffix("/v1").partition(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(b"POST /v1/chat/completions HTTP/1.1\\r\\nContent-Length: 900\\r\\n\\r\\n{")
+
 def leave(call):
     threading.Thread(target=call, daemon=True).start()
     time.sleep(0.01)
@@ -182,6 +187,7 @@ WAYS = [
     lambda task: [raw(task, data) for data in (b"", b"{", b"[]", b"{}", b"null", b'{"messages": 3}', b"x" * 100000)],
     lambda task: [raw(task, None, path, "GET") for path in ("/x", "/../reward", "/models/" + "x" * 5000)],
     lambda task: [raw(task, body.encode(), "/reward") for body in ('{"reward": NaN}', '{"reward": "1"}', '{"x": 1}')],
+    lambda task: [hung_up(task) for _ in range(5)],
     lambda task: said(task, [user("x" * 100000)]),
     lambda task: said(task, [user("?")], n=128, temperature=9.0),
     lambda task: said(task, [{"role": "tool", "content": "?"}]),
@@ -214,7 +220,7 @@ def _module(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     yield
     forks.end_all()
-    function._server.forget()
+    agent_function._server.forget()
 
 
 class Pool(SeenPool):
@@ -310,7 +316,7 @@ def test_each_way_to_fail_fails_its_own_sample_with_the_reason(folder, tmp_path)
         f"RuntimeError: no luck ({tmp_path / 'tiny_agents.py'}, line {raised}, in rude)",
         "it took longer than 3 s",
         "its process ended with code 3",
-        "ValueError: the reward must be a finite number",
+        "ValueError: the reward is {'reward': 1}",
         "ValueError: the agent asked for no answer, so there is nothing to train",
     }
     assert all(one.reward == 1.0 for one in reasons[""])
@@ -546,7 +552,7 @@ def test_nothing_of_an_agent_is_left_when_the_process_that_started_it_is_killed(
         "import asyncio\n"
         "from nanodag.children.forks import ForkServer, Limits\n"
         f"given = {{'path': 'long_agent:solve', 'folders': [{str(tmp_path)!r}]}}\n"
-        "server = ForkServer('nanodag.rl.agents.function_fork:make', given, Limits(), name='it')\n"
+        "server = ForkServer('nanodag.rl.environments.agent_fork:make', given, Limits(), name='it')\n"
         f"task = {{'record': {{'path': {str(found)!r}}}, 'base_url': '', 'api_key': '', 'model': '', 'seed': 1}}\n"
         "async def main():\n"
         "    await server.fork().ask(task, 300)\n"

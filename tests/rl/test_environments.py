@@ -7,9 +7,7 @@ import random
 import re
 import time
 from collections import Counter
-from contextlib import suppress
 from dataclasses import replace
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -28,11 +26,11 @@ from nanodag.rl.environments.environment import Action, ToolCall
 from nanodag.rl.environments.examples.rooms import Rooms
 from nanodag.rl.environments.examples.search import Search
 from nanodag.rl.environments.observations import Earned, heard, metrics_of, number, roles_of, tools_of
+from nanodag.rl.environments.runner import Turns
 from nanodag.rl.rollouts.failures import check_failures
 from nanodag.rl.rollouts.metrics import rollout_metrics
 from nanodag.rl.rollouts.prompts import Prompt
 from nanodag.rl.rollouts.rollout import Rollout
-from nanodag.rl.rollouts.turns.runner import Turns
 from nanodag.tokenizer.bpe import save_tokenizer
 from nanodag.tokenizer.chat import load_renderer
 from nanodag.tokenizer.encoding import Encoding
@@ -41,7 +39,6 @@ from tests.rl.stages import BYTES, VOCABULARY
 from tests.rl.templates import QWEN25, renderer_of
 
 CONTEXT = 256
-MARK = "NANODAG_TEST_OF_AGENTS"  # a variable that all processes of agents inherit
 LIMITS = Limits(cpu_s=20, max_bytes=worlds.MAX_BYTES, max_processes=8)
 STEP_S = 20.0
 NO_RECORD = {"prompt_id": "p", "messages": [{"role": "user", "content": "hi"}], "answer": ""}
@@ -460,45 +457,6 @@ def test_a_thousand_episodes_that_go_wrong_end_no_run_and_touch_no_other_sample(
     print(f"{sum(reasons.values())} failed: {reasons}\nthe others: {harmless}")
     assert set(reasons) == set(worlds.ways()) and sum(reasons.values()) + sum(harmless.values()) == 1000
     assert set(harmless) <= {"leaves a daemon in step", "never ends in step", "answers nothing in reset"}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_two_hundred_agents_that_go_wrong_end_no_run_and_touch_no_other_sample(folder, monkeypatch):
-    monkeypatch.setenv(MARK, str(os.getpid()))
-    draw = random.Random(7)
-    names = [*worlds.ways(), *worlds.calls(SimpleNamespace(api_key="k"))]
-    wrong = [*names, *(draw.choice(names) for _ in range(200 - len(names)))]
-    mixed = draw.sample(["fine"] * 50 + wrong, 250)
-    generate = {"name": f"agent:{worlds.__name__}:agent", "options": {"seconds": 10.0, "max_bytes": 512 << 20}}
-    try:
-        (alone,) = rollouts_of(folder, ["fine"], generate)
-        found = rollouts_of(folder, mixed, generate)
-    finally:
-        forks.end_all()
-    assert marked() == []
-    unhurt = Counter()
-    for way, rollout in zip(mixed, found, strict=True):
-        if way == "fine":
-            assert rollout == replace(alone, group_id=rollout.group_id, prompt_id=rollout.prompt_id)
-        elif rollout.reward is not None:
-            unhurt[way] += 1
-    assert not unhurt, unhurt
-    reasons = {way: rollout.metadata.get("generate_error", "") for way, rollout in zip(mixed, found, strict=True)}
-    assert "refused with [401]" in reasons["guesses keys"], reasons["guesses keys"]
-
-
-def marked() -> list[psutil.Process]:
-    """The processes with this one's mark in their environment, after a while."""
-    deadline, found = time.monotonic() + 20, [psutil.Process()]
-    while found and time.monotonic() < deadline:
-        time.sleep(0.1)
-        found = []
-        for process in psutil.process_iter():
-            with suppress(psutil.Error):
-                if process.pid != os.getpid() and process.environ().get(MARK) == str(os.getpid()):
-                    found.append(process)
-    return found
 
 
 def rollouts_of(folder, answers: list[str], generate) -> list[Rollout]:

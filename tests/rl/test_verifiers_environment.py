@@ -10,10 +10,10 @@ from nanodag.external_envs import verifiers_process
 from nanodag.external_envs.verifiers_install import VERIFIERS
 from nanodag.external_envs.verifiers_process import MAX_BYTES
 from nanodag.rewards.reward_pool import RewardPool
-from nanodag.rl.agents import verifiers_environment
 from nanodag.rl.control.generation import RolloutGenerator
+from nanodag.rl.environments import verifiers_environment
+from nanodag.rl.environments.runner import Turns, turns_loop
 from nanodag.rl.rollouts.metrics import rollout_metrics
-from nanodag.rl.rollouts.turns.runner import Turns, turns_loop
 from nanodag.tokenizer.chat import load_renderer
 from nanodag.tokenizer.encoding import Encoding
 from tests.external_envs.test_verifiers_process import FAKE

@@ -9,8 +9,8 @@ import psutil
 import pytest
 
 from nanodag.external_envs.verifiers_process import MAX_BYTES
-from nanodag.rl.agents import verifiers_environment
-from nanodag.rl.rollouts.turns.runner import turns_loop
+from nanodag.rl.environments import verifiers_environment
+from nanodag.rl.environments.runner import turns_loop
 from nanodag.tokenizer.encoding import Encoding
 from tests.rl.test_turns import folder  # noqa: F401 - a fixture
 from tests.rl.test_verifiers_environment import generated

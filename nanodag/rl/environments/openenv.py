@@ -5,8 +5,8 @@ import asyncio
 from nanodag.errors import ConfigError
 from nanodag.host.threads import MadeOnce
 from nanodag.registry import entry
-from nanodag.rl.environments.loop import environment
-from nanodag.rl.rollouts.turns.sample import Sample, TurnSampler
+from nanodag.rl.environments.class_environment import environment
+from nanodag.rl.environments.sample import Sample, TurnSampler
 
 
 @entry("generate", "openenv", argument="url")
@@ -27,10 +27,7 @@ async def openenv(
     server allows (its `max_concurrent_envs`). action, observation: fields, as
     nanodag.rl.environments.openenv_session has them.
     """
-    places = _places(named, at_once)
-    with sampler.held():
-        await places.acquire()
-    try:
+    async with sampler.placed(_places(named, at_once)):
         return await environment(
             sampler,
             sample,
@@ -41,8 +38,6 @@ async def openenv(
             action=action,
             observation=observation,
         )
-    finally:
-        places.release()
 
 
 @MadeOnce

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanodag.children.forks import EpisodeFailed, EpisodeLost
-from nanodag.rl.agents.api_server import ApiServer, the_api_server
-from nanodag.rl.agents.session import CallLimits, Session
-from nanodag.rl.rollouts.turns.sample import Sample, TurnSampler
+from nanodag.rl.environments.agent_session import CallLimits, Session
+from nanodag.rl.environments.api_server import ApiServer, the_api_server
+from nanodag.rl.environments.sample import Sample, TurnSampler
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,21 +39,18 @@ async def visited(
 ) -> Sample:
     """The sample that comes of `run`, which is awaited while its key is valid.
 
-    place: entered before that; to wait there counts as no time of the agent's. An agent
-    that fails once a call of its was refused for a limit was cut off: its sample has the answer and the reward that
-    were said until then, else none and 0. One that was killed begins anew, MAX_STARTS times in all. Raises
-    EpisodeFailed for other failures, SamplerError where the sampler is to blame, ValueError where nothing was asked or
-    what was said is of no use.
+    place: entered before that; to wait there counts as no time of the agent's. An agent that fails once a call of its
+    was refused for a limit was cut off: its sample has the answer and the reward that were said until then, else none
+    and 0. Raises EpisodeFailed for other failures, EpisodeLost for one that was killed, SamplerError where the sampler
+    is to blame, ValueError where nothing was asked or what was said is of no use.
     """
     server, session = the_api_server(), Session(sampler, sample, limits)
-    with sampler.held():
-        await place.__aenter__()
-    try:
+    async with sampler.placed(place):
         visit = Visit(server=server, session=session, api_key=server.admit(session))
         try:
             await _unless_over(run(visit), session)
         except EpisodeLost:
-            raise  # it asks for the same again, and is answered the same
+            raise  # from its beginning it asks for the same again, and is answered the same
         except EpisodeFailed:
             if not session.cut:
                 raise
@@ -61,8 +58,6 @@ async def visited(
             session.reward = session.reward or 0.0
         finally:
             server.dismiss(visit.api_key)
-    finally:
-        await place.__aexit__(None, None, None)
     return session.result()
 
 

@@ -6,7 +6,6 @@ refused. A call's length, its stop strings and its stop tokens are the client's.
 """
 
 import asyncio
-import math
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,9 +30,10 @@ from nanodag.api.tool_format import PlainReader
 from nanodag.errors import BadRequest, SamplerError
 from nanodag.inference.protocol import Completion, FinishReason, Request
 from nanodag.inference.seeds import derived_seed
+from nanodag.rl.environments.observations import number
+from nanodag.rl.environments.sample import Sample, TurnSampler
+from nanodag.rl.environments.transcript import Asked, Message, Transcript
 from nanodag.rl.rollouts.segments import finish_reason_of, span_of
-from nanodag.rl.rollouts.turns.sample import Sample, TurnSampler
-from nanodag.rl.rollouts.turns.transcript import Asked, Message, Transcript
 
 MODEL = "policy"  # the name by which an agent asks for the model
 ROLE = "agent"  # of its sequences, which begin with prompts of the agent's own
@@ -100,8 +100,8 @@ class Session:
         given = {} if components is None else components
         if not isinstance(given, Mapping) or len(given) > MAX_COMPONENTS:
             raise ValueError(f"components must be an object of at most {MAX_COMPONENTS} numbers; found {given!r:.100}")
-        self.reward = _number(reward, "the reward")
-        self.components = {str(name)[:80]: _number(value, f"component {name!r:.80}") for name, value in given.items()}
+        self.reward = number(reward, "the reward")
+        self.components = {str(name)[:80]: number(value, f"component {name!r:.80}") for name, value in given.items()}
 
     def end(self) -> None:
         """From now on nothing is answered and nothing is kept; calls under way are ended."""
@@ -397,12 +397,6 @@ def _message(answer: ParsedAnswer) -> dict[str, Any]:
     calls = [{"type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in answer.calls]
     message: dict[str, Any] = {"role": "assistant", "content": answer.new().content}
     return {**message, "tool_calls": calls} if calls else message
-
-
-def _number(value: Any, what: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{what} must be a finite number; found {value!r:.80}")
-    return float(value)
 
 
 @cache

@@ -1,8 +1,9 @@
 """Calls a function that generates, for each sample, and makes rollouts of what it returns. No torch here.
 
 Calls of our entries share an event loop, in a thread beside the controller's; a user's own function runs in forks of a
-process of its own (forked.py). Either may take `timeout_s` between two answers of the sampler; then it is ended, and
-its sample fails with the reason. One whose process somebody killed is called again: from the same seeds comes the same.
+process of its own (own_function.py). Either may take `timeout_s` between two answers of the sampler; then it is ended,
+and its sample fails with the reason. One whose process somebody killed is called again: from the same seeds comes the
+same.
 """
 
 import asyncio
@@ -22,18 +23,17 @@ from nanodag.inference.protocol import Completion, Request, SamplingParams
 from nanodag.inference.seeds import derived_seed
 from nanodag.rewards.reported import REPORTED
 from nanodag.rewards.reward import Reward
+from nanodag.rl.environments.own_function import ForkedFunction, samples_in
+from nanodag.rl.environments.sample import Sample, TurnSampler
+from nanodag.rl.environments.tools import TOOLS
+from nanodag.rl.rollouts.failures import FAILED, LAST_WORDS
 from nanodag.rl.rollouts.prompts import Prompt
 from nanodag.rl.rollouts.rollout import Rollout, Span, prompt_span
 from nanodag.rl.rollouts.segments import finish_reason_of
-from nanodag.rl.rollouts.turns.forked import ForkedFunction, samples_in
-from nanodag.rl.rollouts.turns.sample import Sample, TurnSampler
-from nanodag.rl.rollouts.turns.tools import TOOLS
 from nanodag.tokenizer.chat import ChatRenderer
 from nanodag.tokenizer.encoding import Encoding
 
-FAILED = "generate_error"  # the metadata that says why there is no response
-LAST_WORDS = "last_words"  # and the last lines that what failed has written, where there are any
-ANSWER = "answer"  # and what the reward sees, where the function says it
+ANSWER = "answer"  # the metadata that has what the reward sees, where the function says it
 LONGEST_REASON = 1000  # letters
 POLL_S = 0.2
 MAX_AT_ONCE = 256  # each may hold a process

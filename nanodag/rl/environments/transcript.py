@@ -16,9 +16,9 @@ from typing import Any
 
 from nanodag.inference.protocol import Completion
 from nanodag.inference.seeds import derived_seed
+from nanodag.rl.environments.sample import Sample
 from nanodag.rl.rollouts.rollout import FinishReason, Span, prompt_span
 from nanodag.rl.rollouts.segments import finish_reason_of, span_of
-from nanodag.rl.rollouts.turns.sample import Sample
 from nanodag.tokenizer.chat import NO_SWITCHES, ChatRenderer, Switches
 from nanodag.tokenizer.encoding import Encoding
 from nanodag.tokenizer.messages import meant, plain

@@ -1,7 +1,7 @@
 """The arguments of a `generate` function: a sample to continue, and a sampler that adds turns. No torch here."""
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -105,6 +105,16 @@ class TurnSampler:
         self.encoding = encoding
         self.renderer = renderer
         self.stop_ids = params.stop_token_ids
+
+    @asynccontextmanager
+    async def placed(self, place: AbstractAsyncContextManager[Any]) -> AsyncIterator[None]:
+        """A place among others, held in here; to wait for it counts as no time of the function's."""
+        with self.held():
+            await place.__aenter__()
+        try:
+            yield
+        finally:
+            await place.__aexit__(None, None, None)
 
     async def turn(
         self, sample: Sample, *, max_tokens: int | None = None, stop_token_ids: Sequence[int] = ()

@@ -19,10 +19,11 @@ from nanodag.errors import ConfigError
 from nanodag.host.threads import MadeOnce, in_thread
 from nanodag.own_code.find import required_file
 from nanodag.registry import entry
-from nanodag.rl.agents import function_fork
-from nanodag.rl.agents.sample_context import Visit, take, visited
-from nanodag.rl.agents.session import MODEL, CallLimits
-from nanodag.rl.rollouts.turns.sample import Sample, TurnSampler
+from nanodag.rl.environments import agent_fork
+from nanodag.rl.environments.agent_session import MODEL, CallLimits
+from nanodag.rl.environments.api_server import MAX_ANSWER
+from nanodag.rl.environments.sample import Sample, TurnSampler
+from nanodag.rl.environments.sample_context import Visit, take, visited
 
 MAX_FILE_BYTES = 1 << 30
 
@@ -43,7 +44,7 @@ async def function_agent(
     """A function of yours that asks the policy by OpenAI's API, in a process of its own.
 
     python: the interpreter that has its packages. seconds: of a sample. at_once: processes. The others as
-    nanodag.rl.agents.session has them; max_bytes: address space of a process.
+    nanodag.rl.environments.agent_session has them; max_bytes: address space of a process.
     """
     server, places = _server(named, python, at_once, max_bytes)
     if seconds <= 0:
@@ -78,7 +79,14 @@ def _server(named: str, python: str, at_once: int, max_bytes: int) -> tuple[Fork
         raise ConfigError(f"agent {named}: at_once {at_once} must be above 0.")
     given = {"path": named, "folders": [folder_of(named.partition(":")[0])]}
     limits = Limits(max_bytes=max_bytes, max_file_bytes=MAX_FILE_BYTES, shown_bytes=0)
-    server = ForkServer(f"{function_fork.__name__}:make", given, limits, name=f"The agent {named}", python=path)
+    server = ForkServer(
+        f"{agent_fork.__name__}:make",
+        given,
+        limits,
+        name=f"The agent {named}",
+        python=path,
+        max_answer_bytes=MAX_ANSWER,
+    )
     return server, asyncio.Semaphore(at_once)
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from nanodag.api.bodies import Tool
 from nanodag.api.tool_format import read_whole, reader_of
+from nanodag.rl.environments.sample import Sample, TurnSampler
+from nanodag.rl.environments.transcript import Transcript
 from nanodag.rl.rollouts.segments import finish_reason_of
-from nanodag.rl.rollouts.turns.sample import Sample, TurnSampler
-from nanodag.rl.rollouts.turns.transcript import Transcript
 from nanodag.tokenizer.chat import NativeRenderer
 
 

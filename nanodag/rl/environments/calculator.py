@@ -6,8 +6,8 @@ from collections.abc import Callable
 from fractions import Fraction
 
 from nanodag.registry import entry
-from nanodag.rl.rollouts.turns.sample import Sample, TurnSampler
-from nanodag.rl.rollouts.turns.tools import with_tool
+from nanodag.rl.environments.sample import Sample, TurnSampler
+from nanodag.rl.environments.tools import with_tool
 
 LONGEST_EXPRESSION = 200
 MAX_BITS = 512

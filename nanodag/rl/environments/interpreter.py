@@ -6,8 +6,8 @@ from nanodag.host.processor import usable_cores
 from nanodag.host.threads import in_thread
 from nanodag.registry import entry
 from nanodag.rewards.sandbox import run_python
-from nanodag.rl.rollouts.turns.sample import Sample, TurnSampler
-from nanodag.rl.rollouts.turns.tools import with_tool
+from nanodag.rl.environments.sample import Sample, TurnSampler
+from nanodag.rl.environments.tools import with_tool
 
 # Programs that share a core would run into their time limits.
 _RUNNING = threading.BoundedSemaphore(usable_cores())

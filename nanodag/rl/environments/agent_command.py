@@ -18,9 +18,9 @@ from nanodag.errors import ConfigError
 from nanodag.host.threads import MadeOnce, in_thread
 from nanodag.registry import entry
 from nanodag.rewards import sandbox
-from nanodag.rl.agents.sample_context import Visit, visited
-from nanodag.rl.agents.session import CallLimits
-from nanodag.rl.rollouts.turns.sample import Sample, TurnSampler
+from nanodag.rl.environments.agent_session import CallLimits
+from nanodag.rl.environments.sample import Sample, TurnSampler
+from nanodag.rl.environments.sample_context import Visit, visited
 
 SOCKET = "/inside/api"
 
@@ -45,7 +45,7 @@ async def command_agent(
 
     folder: where it runs, such as that of its script. library: of a Python environment, whose `bin` is searched first.
     answer_file: below its work folder. seconds: of a sample. max_bytes: address space of each of its processes.
-    at_once: programs that run at a time. The others as nanodag.rl.agents.session has them.
+    at_once: programs that run at a time. The others as nanodag.rl.environments.agent_session has them.
     """
     given_up = threading.Event()
 

@@ -21,7 +21,7 @@ from nanodag.children.forks import Fork, ForkServer, Limits
 from nanodag.errors import BadRequest, SamplerError
 from nanodag.host.threads import MadeOnce, in_thread
 from nanodag.inference.protocol import Completion, Request, SamplingParams
-from nanodag.rl.rollouts.turns.sample import Sample, TurnSampler
+from nanodag.rl.environments.sample import Sample, TurnSampler
 from nanodag.tokenizer.chat import ChatRenderer, load_renderer
 from nanodag.tokenizer.encoding import Encoding
 

@@ -33,8 +33,8 @@ from nanodag.host.ports import LOOPBACK
 from nanodag.host.scratch import Scratch
 from nanodag.host.threads import MadeOnce
 from nanodag.inference.doors import DEFAULT_MAX_BODY_BYTES, Doors
-from nanodag.rl.agents.session import Session, gone
-from nanodag.rl.rollouts.turns.runner import turns_loop
+from nanodag.rl.environments.agent_session import Session, gone
+from nanodag.rl.environments.runner import turns_loop
 
 KEYS_REMEMBERED = 100_000  # of samples that have ended
 BACKLOG = 1024

@@ -9,10 +9,10 @@ from typing import Any
 from nanodag.external_envs.verifiers_process import Outcome, VerifiersProcess, block_of
 from nanodag.host.threads import MadeOnce
 from nanodag.registry import entry
-from nanodag.rl.agents.sample_context import Visit, visited
-from nanodag.rl.agents.session import MODEL, CallLimits
+from nanodag.rl.environments.agent_session import MODEL, CallLimits
+from nanodag.rl.environments.sample import Sample, TurnSampler
+from nanodag.rl.environments.sample_context import Visit, visited
 from nanodag.rl.rollouts.metrics import METRICS, TURNS
-from nanodag.rl.rollouts.turns.sample import Sample, TurnSampler
 
 
 @entry("generate", "verifiers", argument="module")
@@ -30,9 +30,9 @@ async def verifiers(
     """An environment of the `verifiers` package, in a process of its Python environment; further options are verifiers'
     own, such as `agent.max_turns`.
 
-    max_calls, max_tokens: as nanodag.rl.agents.session has them. max_bytes: memory of the process, with all that it
-    starts; one that takes more is ended. at_once: rollouts. The prompt's `metadata.task` is the task, as data of
-    `verifiers:` have it.
+    max_calls, max_tokens: as nanodag.rl.environments.agent_session has them. max_bytes: memory of the process, with all
+    that it starts; one that takes more is ended. at_once: rollouts. The prompt's `metadata.task` is the task, as data
+    of `verifiers:` have it.
     """
     if "task" not in sample.record["metadata"]:
         raise ValueError(f"the prompt has no metadata.task; take it from data as verifiers:{named}")
