@@ -12,68 +12,45 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from nanodag.children.tree import has_ended, how_ended
 
 LOOK_S = 0.02
+STOP_TIMEOUT_S = 5.0
 TAIL_LINES = 20
 BLOCK = 1 << 16
 
 
 class Child:
-    """A child process. It ends with this object's context, or by `kill` or `stop`.
+    """A child process. It ends with this object's context, or by `kill`, `stop` or `hang_up`.
 
-    environment: None for this process's. given: bytes on its standard input, which then ends. log_path: its output is
-    appended there; "" for this process's standard error. has_line: a socket's number is its last argument, over which
-    `ask` speaks to it. in_group: it stays in this process's group and session; else it has its own, all of which ends
-    with it. how: further arguments of subprocess.Popen.
+    log_path: where its output goes, "" for elsewhere. in_group: it is in this process's session; else all of its own
+    session ends with it. line: what `ask` speaks to it over.
 
     Its exit code is fetched only when it is ended: until then its number, and its group's, is no other's.
     """
 
     def __init__(
         self,
-        command: Sequence[str],
+        process: "subprocess.Popen[bytes]",
         *,
-        environment: Mapping[str, str] | None = None,
-        given: bytes | None = None,
         log_path: Path | str = "",
-        has_line: bool = False,
         in_group: bool = False,
-        files: Sequence[int] = (),
-        **how: Any,
+        line: socket.socket | None = None,
     ) -> None:
-        self.log_path, self._in_group, self._rest = Path(log_path), in_group, b""
-        self._ending = threading.Lock()
-        self.line: socket.socket | None = None
-        theirs: socket.socket | None = None
-        if has_line:
-            self.line, theirs = socket.socketpair()
-            command, files = [*command, str(theirs.fileno())], (*files, theirs.fileno())
-        log = self.log_path.open("ab") if log_path else None
-        streams = {
-            "stdin": subprocess.DEVNULL if given is None else subprocess.PIPE,
-            "stdout": sys.stderr if log is None else log,
-            "stderr": log,
-        }
-        try:
-            self.process: subprocess.Popen[bytes] = subprocess.Popen(
-                list(command),
-                env=None if environment is None else dict(environment),
-                pass_fds=files,
-                start_new_session=not in_group,
-                **{**streams, **how},
-            )
-        finally:
-            for end in (theirs, log):
-                if end is not None:
-                    end.close()
-        if given is not None:
-            assert self.process.stdin is not None
-            with suppress(BrokenPipeError), self.process.stdin as stdin:  # it may have ended, and its log says why
-                stdin.write(given)
+        self.process, self.log_path, self.line = process, Path(log_path), line
+        self._in_group, self._ending, self._rest = in_group, threading.Lock(), b""
+
+    def tell(self, said: bytes, *, is_all: bool = True) -> None:
+        """Write to its standard input, which ends with that if it is_all. Nothing happens where it has ended."""
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):
+            view = memoryview(said)
+            while view:
+                view = view[self.process.stdin.write(view) or 0 :]
+        if is_all:
+            self.process.stdin.close()
 
     @property
     def pid(self) -> int:
@@ -119,7 +96,7 @@ class Child:
                 os.close(handle)
         return not self.is_alive
 
-    def stop(self, timeout_s: float, signum: int = signal.SIGTERM) -> None:
+    def stop(self, timeout_s: float = STOP_TIMEOUT_S, signum: int = signal.SIGTERM) -> None:
         """Ask it to end by a signal, and kill it after this time."""
         self.send(signum)
         self.wait(timeout_s)
@@ -136,9 +113,10 @@ class Child:
             self.line.close()
 
     def hang_up(self, timeout_s: float) -> None:
-        """Close the line, and kill it where it does not end by that within this time."""
-        if self.line is not None:
-            self.line.close()
+        """Close the line and its standard input, and kill it where it does not end by that within this time."""
+        for end in (self.line, self.process.stdin):
+            if end is not None:
+                end.close()
         self.wait(timeout_s)
         self.kill()
 
@@ -165,7 +143,52 @@ class Child:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.kill()
+
+
+def start_child(
+    command: Sequence[str],
+    *,
+    environment: Mapping[str, str] | None = None,
+    given: bytes | None = None,
+    is_all: bool = True,
+    log_path: Path | str = "",
+    has_line: bool = False,
+    in_group: bool = False,
+    files: Sequence[int] = (),
+    **how: Any,
+) -> Child:
+    """Start a command.
+
+    environment: None for this process's. given: bytes on its standard input, which then ends if that is_all.
+    log_path: its output is appended there; "" for this process's standard error. has_line: a socket's number is its
+    last argument, over which `ask` speaks to it. in_group: it stays in this process's group and session. how:
+    further arguments of subprocess.Popen.
+    """
+    ours, theirs = socket.socketpair() if has_line else (None, None)
+    if theirs is not None:
+        command, files = [*command, str(theirs.fileno())], (*files, theirs.fileno())
+    log = Path(log_path).open("ab") if log_path else None  # noqa: SIM115 - closed below
+    streams = {
+        "stdin": subprocess.DEVNULL if given is None else subprocess.PIPE,
+        "stdout": sys.stderr if log is None else log,
+        "stderr": log,
+    }
+    try:
+        process = subprocess.Popen(
+            list(command),
+            env=None if environment is None else dict(environment),
+            pass_fds=files,
+            start_new_session=not in_group,
+            bufsize=0,
+            **{**streams, **how},
+        )
+    finally:
+        for end in (theirs, log):
+            if end is not None:
+                end.close()
+    child = Child(process, log_path=log_path, in_group=in_group, line=ours)
+    if given is not None:
+        child.tell(given, is_all=is_all)
+    return child

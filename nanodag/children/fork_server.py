@@ -49,7 +49,7 @@ class Line:
         self._connection, self._lines = connection, connection.makefile("rb")
 
     def __iter__(self) -> Iterator[Any]:
-        """What comes, until the other end is closed."""
+        """Messages, until the other end is closed."""
         return map(json.loads, self._lines)
 
     def send(self, work: Callable[[], Any]) -> None:
@@ -63,7 +63,7 @@ class Line:
 
 
 def answering(answer: Callable[[Any], Any]) -> Callable[[Line], None]:
-    """What serves a line by an answer to each message."""
+    """Serve a line by an answer to each message."""
 
     def serve(line: Line) -> None:
         for message in line:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from nanodag.children import fork_server
-from nanodag.children.child import Child
+from nanodag.children.child import Child, start_child
 from nanodag.errors import ConfigError
 from nanodag.host.ports import no_proxy_here
 
@@ -118,7 +118,7 @@ class ForkServer:
             raise self._failure
         environment = {**os.environ, **no_proxy_here(), **FIXED, "PYTHONUNBUFFERED": "1"}
         # Its session is its own: who kills the stage's group leaves it the time to end what forks started.
-        self._child = child = Child(self._command, environment=environment, given=self._job, has_line=True)
+        self._child = child = start_child(self._command, environment=environment, given=self._job, has_line=True)
         try:
             answer = child.hear(fork_server.START_TIMEOUT_S)
             if "error" in answer:
@@ -172,7 +172,7 @@ class Fork:
         self._streams[1].write(json.dumps(message, default=str).encode() + b"\n")
 
     async def hear(self, timeout_s: float | None = None, name: str = "") -> dict[str, Any]:
-        """What it says next. name: of what was asked, in messages. Raises EpisodeFailed with the reason, and ends it,
+        """Its next message. name: of what was asked, in messages. Raises EpisodeFailed with the reason, and ends it,
         where that does not come in time, or is no JSON object."""
         failure: EpisodeFailed | None = None
         try:

@@ -135,7 +135,7 @@ def has_ended(child: "subprocess.Popen[bytes]") -> bool:
     try:
         return os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
     except ChildProcessError:  # another thread has just fetched it
-        return True
+        return child.poll() is not None
 
 
 def how_ended(code: int) -> str:

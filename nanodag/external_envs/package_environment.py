@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanodag.children.child import Child
+from nanodag.children.child import start_child
 from nanodag.errors import MissingTool
 from nanodag.errors.words import duration, size
 
@@ -140,7 +140,7 @@ def _watched(command: Sequence[str], log_path: Path, total: int, show: Say) -> N
         before = log_stream.tell()
         log_stream.write(f"$ {' '.join(command)}\n".encode())
         log_stream.flush()
-    pip = Child(command, log_path=log_path, in_group=True)
+    pip = start_child(command, log_path=log_path, in_group=True)
     try:
         while pip.is_alive:
             unpacked = [p for p in log_path.parent.glob(UNPACKED) if not p.name.startswith(("pip-", "setuptools-"))]

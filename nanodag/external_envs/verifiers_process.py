@@ -20,7 +20,7 @@ from typing import Any
 
 import httpx
 
-from nanodag.children.child import Child
+from nanodag.children.child import Child, start_child
 from nanodag.children.forks import EpisodeFailed, EpisodeLost
 from nanodag.children.reaper import KILL
 from nanodag.children.tree import descendants, private_bytes
@@ -47,7 +47,7 @@ NO_SAMPLING: Mapping[str, Any] = {}
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a rollout came to. reward: the weighted sum of the rubric's parts. components: the parts, without weights.
+    """Result of a rollout. reward: the weighted sum of the rubric's parts. components: the parts, without weights.
     is_cut: a limit ended it. reply: what was said last. Tokens: of all calls, as the address counts them."""
 
     reward: float
@@ -279,7 +279,7 @@ async def _answers(client: httpx.AsyncClient) -> bool:
 
 def _spawned(block: Mapping[str, Any], *where: str, log_path: Path, **how: Any) -> Child:
     """The server's process, which reads its block from standard input. It is the reaper of all that it starts."""
-    return Child(
+    return start_child(
         [str(find_python()), str(SERVER), str(os.getpid()), *where],
         given=json.dumps(block).encode(), log_path=log_path, environment=_environment(), **how,
     )  # fmt: skip

@@ -173,7 +173,7 @@ class RolloutServer:
         return web.json_response(await self.outcome(asked), dumps=partial(json.dumps, allow_nan=False))
 
     async def outcome(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """What a rollout came to."""
+        """Result of a rollout."""
         traces: list[str] = []
 
         def begun(trace: vf.Trace) -> None:

@@ -1,4 +1,4 @@
-"""What runs beside the controller and answers the policy: environments, agents, verifiers' process.
+"""Processes beside the controller that answer the policy: environments, agents, verifiers' process.
 
 Measured on a CPU, pages that processes share counted once. The process of an environment 16 MB, 57 with numpy and BM25;
 an episode, which is its fork, 1.8 and 3.7 of its own. That of an agent's function 51 with the package `openai`, 16

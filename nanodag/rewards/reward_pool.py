@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanodag import registry as entries
-from nanodag.children.child import Child
+from nanodag.children.child import start_child
 from nanodag.errors import ConfigError
 from nanodag.rewards import sandbox
 from nanodag.rewards.reported import REPORTED
@@ -177,7 +177,7 @@ class RewardPool:
         return samples
 
     def _begun(self, samples: "list[_Sample]") -> "list[_Sample]":
-        """Those that nobody has given up; from now on they cannot be."""
+        """The samples not cancelled, now marked running."""
         if self._is_closed:
             for sample in samples:
                 sample.future.cancel()
@@ -208,7 +208,7 @@ class _Process:
     def __init__(self, options: Mapping[str, Mapping[str, Any]], timeout_s: float, max_bytes: int) -> None:
         self._options, self._timeout_s = options, timeout_s
         command = [sys.executable, "-m", "nanodag.rewards.pool_process", str(timeout_s), str(max_bytes)]
-        self._child = Child(command, has_line=True, in_group=True)
+        self._child = start_child(command, has_line=True, in_group=True)
         self._loaded: set[str] = set()
 
     def score(self, samples: Sequence[_Sample]) -> list[SampleReward]:

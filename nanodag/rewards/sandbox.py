@@ -27,7 +27,7 @@ from pathlib import Path
 
 import psutil
 
-from nanodag.children.child import Child
+from nanodag.children.child import Child, start_child
 from nanodag.errors import MissingTool
 from nanodag.host.scratch import Scratch
 from nanodag.rewards import cgroup, seccomp
@@ -295,7 +295,7 @@ def _start(
     # -S: no installed packages; -P: nothing of the working directory is imported first.
     python = [os.path.realpath(sys.executable), "-S", "-s", "-P", "-B", "-c", _LIMITED]
     becomes = None if behind is None else behind.becomes
-    child = Child(
+    child = start_child(
         [*command, *python, path, *map(str, limits)],
         stdin=stdin,
         stdout=out.fileno() if stdout is None else stdout,  # a file, not a pipe: the limit of file sizes bounds it

@@ -13,7 +13,6 @@ import os
 import secrets
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +24,7 @@ from typing import Any
 import httpx
 import psutil
 
+from nanodag.children.child import start_child
 from nanodag.config import Pipeline
 from nanodag.config.pipeline import ServerConfig
 from nanodag.errors import ServerError
@@ -312,16 +312,7 @@ class LocalServer:
 
     def _start(self, command: list[str], log_name: str, environment: Mapping[str, str]) -> ProcessId:
         # A session of its own, its output in a file: it outlives this terminal, and no pipe fills up.
-        with (self.home / log_name).open("ab") as log_stream:
-            process = subprocess.Popen(
-                command,
-                cwd=self.home,
-                env=dict(environment),
-                stdin=subprocess.DEVNULL,
-                stdout=log_stream,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        process = start_child(command, environment=environment, log_path=self.home / log_name, cwd=self.home)
         self._started.append(ProcessId(pid=process.pid, started=process_started(psutil.Process(process.pid))))
         return self._started[-1]
 

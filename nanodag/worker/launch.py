@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanodag.children.child import Child
+from nanodag.children.child import Child, start_child
 from nanodag.host.ports import network_environment
 from nanodag.worker.failure import LOOK_BACK_LINES, Ended, cause_of, explained
 from nanodag.worker.job import Job, write_job
@@ -27,7 +27,7 @@ WATCHDOG_TIMEOUT_S = 60.0  # over the watchdog's own grace period, SIGTERM and S
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a worker published. start_s: from launch to its first metrics line or its end; work_s: the rest."""
+    """Result that a worker published. start_s: from launch to its first metrics line or its end; work_s: the rest."""
 
     metrics: Mapping[str, Any]
     cost: Mapping[str, Any]
@@ -80,7 +80,7 @@ def _spawned(
     """A process under the watchdog; ended with its whole group when the block is left, however it is left."""
     read_end, write_end = os.pipe()
     watched = [sys.executable, "-m", "nanodag.worker.watchdog", str(read_end), str(workspace / USAGE_NAME)]
-    child = Child(
+    child = start_child(
         [*watched, str(niceness), *command],
         environment=environment,
         files=(read_end, *hold),
@@ -191,7 +191,7 @@ def begin_try(workspace: Path) -> float:
 
 
 def usage_of(workspace: Path) -> dict[str, float]:
-    """What all tries in a workspace took: `seconds`, `earlier_seconds` (all but the last), `cpu_s` (over all nodes),
+    """Usage of all tries in a workspace: `seconds`, `earlier_seconds` (all but the last), `cpu_s` (over all nodes),
     `peak_bytes` (of all processes on a node together), `num_attempts`."""
     lines = _json_lines(workspace / USAGE_NAME)
     everywhere = [*lines, *(line for path in sorted(workspace.glob("usage-*.jsonl")) for line in _json_lines(path))]

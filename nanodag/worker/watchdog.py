@@ -19,6 +19,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from nanodag.children.child import start_child
 from nanodag.children.tree import PEAK_EVERY_S, MemoryPeak, adopt_orphans, children_of, has_ended, killed_with_parent
 
 GRACE_S = 20.0
@@ -39,7 +40,7 @@ def main() -> int:
     adopt_orphans()
     # A session of its own: signals for the terminal's group (Ctrl-C) reach the asker alone, who decides.
     begin = partial(killed_with_parent, os.getpid())
-    child = subprocess.Popen(command, start_new_session=True, close_fds=True, preexec_fn=begin)
+    child = start_child(command, stdin=None, stdout=None, preexec_fn=begin).process
     if niceness:
         os.setpriority(os.PRIO_PROCESS, child.pid, niceness)
     for readable in (descriptor, child_ended):

@@ -425,7 +425,7 @@ def test_whatever_plays_a_sample_fails_alone_with_the_reason_and_its_last_words_
 
 
 def in_forks() -> list[int]:
-    """What fork servers of this process have started."""
+    """Processes below the fork servers of this one."""
     servers = [one for one in psutil.Process().children() if "fork_server" in " ".join(one.cmdline())]
     return [child.pid for server in servers for child in server.children(recursive=True)]
 

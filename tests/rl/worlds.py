@@ -74,7 +74,7 @@ class Court:
 
 
 def ways() -> dict[str, Callable[[], Any]]:
-    """What goes wrong in a step, by name: each returns what the step answers, if it comes to that."""
+    """Ways to go wrong in a step, by name: each returns what the step answers, if it comes to that."""
     fine = ("ok", 0.0, False, {})
     return {
         "raises": lambda: {}["none"],

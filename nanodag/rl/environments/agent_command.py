@@ -95,7 +95,7 @@ async def command_agent(
 
 @MadeOnce
 def _places(at_once: int) -> asyncio.Semaphore:
-    """Those of all samples. Raises ConfigError where there are none."""
+    """Places of all samples. Raises ConfigError where there are none."""
     if at_once < 1:
         raise ConfigError(f"agent: at_once {at_once} must be above 0.")
     return asyncio.Semaphore(at_once)

@@ -1,4 +1,4 @@
-"""What one key opens: the API for one sample, whose calls become the sequences of it that are trained.
+"""One sample's session: the API behind one key, whose calls become the sequences of it that are trained.
 
 The client's sampling parameters would make other tokens likelier than the trainer thinks they are. So `temperature`,
 `top_p`, `top_k` and `seed` are the stage's, whatever a call says; what would change the distribution in another way is
@@ -45,8 +45,8 @@ Ask = Callable[[Sequence[Message], Sequence[Message]], Asked]
 
 @dataclass(frozen=True, kw_only=True)
 class CallLimits:
-    """Of one sample. max_calls: requests for answers. max_tokens: sampled in all its sequences, looked at before each
-    call; 0 for no bound beside max_calls and the stage's `max_new_tokens`, which holds for each sequence."""
+    """Limits of one sample. max_calls: requests for answers. max_tokens: sampled in all its sequences, looked at before
+    each call; 0 for no bound beside max_calls and the stage's `max_new_tokens`, which holds for each sequence."""
 
     max_calls: int
     max_tokens: int
@@ -166,7 +166,7 @@ class Session:
         raise Refused(f"{why} ({limit}): end here", status=403, kind="limit_error", code="limit_reached")
 
     async def prompt(self, made: Callable[[Ask], ChatPrompt]) -> ChatPrompt:
-        """What is made with the transcript's `asked`. A long text takes long, so it is made in a thread."""
+        """The prompt made with the transcript's `asked`. A long text takes long, so it is made in a thread."""
         async with self._lock:
             return await asyncio.to_thread(made, self._transcript.asked)
 
@@ -193,14 +193,14 @@ class Session:
         return room
 
     async def sampled(self, asked: Asked, *, max_tokens: int, stop_token_ids: Sequence[int], of: int) -> Completion:
-        """What the sampler says to a conversation. of: the client's seed, which tells apart calls that ask the same."""
+        """The sampler's answer to a conversation. of: the client's seed, which tells apart calls that ask the same."""
         seed = asked.seed(derived_seed(self._given.seed, of))
         return await self._complete(asked.ids, seed, max_tokens, stop_token_ids)
 
     async def text_sampled(
         self, ids: Sequence[int], *, max_tokens: int, stop_token_ids: Sequence[int], of: int
     ) -> tuple[int, Completion]:
-        """What the sampler says to a text, and the place of the sequence that it continues."""
+        """The sampler's answer to a text, and the place of the sequence that it continues."""
         key = tuple(ids)
         place = next((n for n, one in enumerate(self._texts) if one.token_ids == key[: len(one.token_ids)]), -1)
         before = self._texts[place].num_sampled if place >= 0 else 0
@@ -372,12 +372,12 @@ class _Reply(ChatReply):
 
 
 def gone() -> Refused:
-    """What a call hears whose sample has ended."""
+    """The refusal of a call whose sample has ended."""
     return Refused("the sample of this key has ended: nothing is answered any more", status=410, code="sample_ended")
 
 
 def _up_to(whole: Completion, answer: ParsedAnswer) -> Completion:
-    """What the client has seen of a completion, which is what is trained: the others were never in its conversation."""
+    """The part of a completion that the client has seen, which is trained: others were never in its conversation."""
     size = answer.num_tokens
     if size >= len(whole.output_ids):
         return whole

@@ -137,7 +137,7 @@ class _Play:
             raise ValueError(f"nanodag's own chat format has one tool, and the environment has {len(self._tools)}")
 
     async def _said(self, heard: Heard) -> Message | None:
-        """What the role says that has heard this; None where there is no room for it."""
+        """Answer of the role that has heard this; None where there is no room for it."""
         given, role = self._given, heard.role
         speaker = self._speakers.get(role)
         if speaker is None:
@@ -153,7 +153,7 @@ class _Play:
         return said
 
     async def _stepped(self, role: str, said: Message) -> Heard | Ended:
-        """What is heard of a turn, or what ended the episode."""
+        """The observation after a turn, or what ended the episode."""
         call_ids, wrong = tool_calls.ids_of(said), tool_calls.wrong(said, self._tools)
         is_cut = self._speakers[role].conversation.is_cut
         if wrong and not is_cut:
@@ -186,7 +186,7 @@ class _Play:
         )
 
     def _sequences(self, name: str) -> list[Sample]:
-        """Those of a role, the one that it spoke in last first, with the role's reward."""
+        """Sequences of a role, the one that it spoke in last first, with the role's reward."""
         first = self._speakers[name].conversation.sample()
         others = first.branches
         first, reward = replace(first, branches=()), self._earned.by_role.get(name)

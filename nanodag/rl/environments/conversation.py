@@ -58,7 +58,7 @@ class Conversation:
         return message
 
     def sample(self, *, is_cut: bool = False) -> Sample:
-        """What was said, to be returned by a generate function. is_cut: it ends as cut off."""
+        """The sample so far, to be returned by a generate function. is_cut: it ends as cut off."""
         sample = self._transcript.sample(self._given)
         return replace(sample, finish_reason="length") if is_cut else sample
 

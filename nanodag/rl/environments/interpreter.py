@@ -30,7 +30,7 @@ async def interpreter(
 
 
 def printed(program: str, *, seconds: float, longest: int) -> str:
-    """What a program printed in the sandbox, or the last line of its error behind at most `longest` characters of that.
+    """Output of a program in the sandbox, or the last line of its error behind at most `longest` characters of that.
     Blocks until a core is free and the program has ended."""
     with _RUNNING:
         done = run_python(program, timeout_s=seconds)

@@ -42,7 +42,7 @@ async def openenv(
 
 @MadeOnce
 def _places(url: str, at_once: int) -> asyncio.Semaphore:
-    """Those of all samples. Raises ConfigError where there are none."""
+    """Places of all samples. Raises ConfigError where there are none."""
     if at_once < 1:
         raise ConfigError(f"openenv:{url}: at_once {at_once} must be above 0.")
     return asyncio.Semaphore(at_once)

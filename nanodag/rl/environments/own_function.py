@@ -123,7 +123,7 @@ class _Asking:
 
 
 def samples_in(returned: Any) -> Sequence[Sample]:
-    """What a function returned. Raises ValueError where that is no Sample and no list of some."""
+    """The samples that a function returned. Raises ValueError where that is no Sample and no list of some."""
     samples = [returned] if isinstance(returned, Sample) else returned
     if not isinstance(samples, list | tuple) or not samples or not all(isinstance(one, Sample) for one in samples):
         raise ValueError(f"it must return a Sample, or some in a list; found {returned!r:.200}")

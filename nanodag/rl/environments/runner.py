@@ -135,7 +135,7 @@ class Turns:
             play.cancel()
 
     def _checked(self, returned: Any, given: Sample) -> list[Sample]:
-        """What a function returned, as samples that can be trained. given: what it got. Raises ValueError for what
+        """Samples that can be trained, of what a function returned. given: what it got. Raises ValueError for what
         cannot."""
         samples = samples_in(returned)
         for sample in samples:
@@ -189,13 +189,13 @@ def _why(error: Exception) -> dict[str, str]:
 
 
 def _shortened(text: str) -> str:
-    """Of a long text begin and end: there stands what came last."""
+    """Begin and end of a long text: there stands what came last."""
     half = LONGEST_REASON // 2
     return text if len(text) <= LONGEST_REASON else f"{text[:half]} … {text[-half:]}"
 
 
 class _Line:
-    """What connects a call to the sampler, in the controller's event loop. broken: the sampler's own failure."""
+    """Connection of a call to the sampler, in the controller's event loop. broken: the sampler's own failure."""
 
     def __init__(self, ask: Ask, rid: str) -> None:
         self._ask, self._rid = ask, rid

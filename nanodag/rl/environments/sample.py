@@ -135,7 +135,7 @@ class TurnSampler:
     async def answer(
         self, ids: Sequence[int], *, seed: int, max_tokens: int, stop_token_ids: Sequence[int] = ()
     ) -> Completion:
-        """What the sampler says behind ids, at most max_tokens tokens of it; where it is greedy the seed means nothing.
+        """The sampler's answer behind ids, at most max_tokens tokens of it; where it is greedy the seed means nothing.
         Raises BadRequest for what no sampler can serve."""
         overrides = {
             "max_new_tokens": max_tokens,

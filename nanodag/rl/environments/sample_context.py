@@ -17,7 +17,7 @@ from nanodag.rl.environments.sample import Sample, TurnSampler
 
 @dataclass(frozen=True, kw_only=True)
 class Visit:
-    """What an agent is given. session: takes what it says of its reward and answer."""
+    """An agent's access. session: takes what it says of its reward and answer."""
 
     server: ApiServer
     session: Session
@@ -75,8 +75,8 @@ async def _unless_over(running: Awaitable[None], session: Session) -> None:
 
 
 def take(session: Session, returned: Any) -> None:
-    """What an agent's function returned: nothing, its reward, with components, or its answer. Raises ValueError for
-    anything else."""
+    """Keep the result of an agent's function: nothing, its reward, with components, or its answer. Raises ValueError
+    for anything else."""
     if isinstance(returned, str):
         session.answer = returned
     elif isinstance(returned, list | tuple) and len(returned) == 2:

@@ -1,4 +1,4 @@
-"""What runs first in the sandbox of an agent: a way to the API, then the agent's program. Standard library only.
+"""First program in the sandbox of an agent: a way to the API, then the agent's program. Standard library only.
 
 It is no module of the package: its text is the program that the sandbox starts. There is no network, so a port on the
 sandbox's own loopback is joined to the Unix socket of the API's server. Standard input has JSON: `{"socket", "command",

@@ -1,4 +1,4 @@
-"""What one sample said and heard: messages outside, token ids inside. No torch here.
+"""Transcript of one sample: messages outside, token ids inside. No torch here.
 
 An agent or an environment speaks in messages, and sends the whole conversation again with each call. A call whose
 messages are those of an earlier one, its answer and more continues that call's ids: prompt, sampled ids, and what the
@@ -38,7 +38,7 @@ class Asked:
     tools: str
 
     def seed(self, of_sample: int) -> int:
-        """What the answer is drawn with: it depends on what is asked, not on which of several calls came first."""
+        """Seed that the answer is drawn with: it depends on what is asked, not on which of several calls came first."""
         digest = hashlib.blake2b(" ".join(map(str, self.ids)).encode(), digest_size=16).hexdigest()
         return derived_seed(of_sample, "turn", digest, self.repeat)
 
@@ -56,7 +56,7 @@ class _Answered:
 
     @property
     def words(self) -> tuple[int, ...]:
-        """What the reward sees of it."""
+        """Ids that the reward sees."""
         return self.span.token_ids[:-1] if self.finish_reason == "stop" else self.span.token_ids
 
 
@@ -69,7 +69,7 @@ class Transcript:
         self._asked: dict[tuple[int, ...], int] = {}  # how often
 
     def asked(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> Asked:
-        """What the sampler is to continue, for a conversation in OpenAI's form and the tools that are declared.
+        """The ids that the sampler is to continue, for a conversation in OpenAI's form and the tools that are declared.
 
         Raises SourceError for messages that the chat format has no place for.
         """
@@ -99,7 +99,7 @@ class Transcript:
         self._answered.append(_Answered(asked=asked, span=span, finish_reason=reason, said=meant(plain(message))))
 
     def text_of(self, completion: Completion) -> str:
-        """What a completion says, without special tokens. For reading only: it is never turned into ids again."""
+        """Text of a completion, without special tokens. For reading only: it is never turned into ids again."""
         special = self._encoding.special_ids
         return self._encoding.decode([token for token in completion.output_ids if token not in special])
 
