@@ -24,7 +24,7 @@ from nanodag.own_code.functions import function_at
 
 KINDS = ("advantage", "policy_loss", "aggregation", "kl", "correction", "reward", "generate", "filter", "optimizer")
 # Folders of this package that hold entries.
-ROOMS = ("rewards", "rl/advantages", "rl/losses", "rl/rollouts", "rl/agents", "rl/environments", "train/optimizers")
+ROOMS = ("rewards", "rl/advantages", "rl/losses", "rl/rollouts", "rl/environments", "train/optimizers")
 REQUIRED = "required"
 EXAMPLES = "nanodag.rl.environments.examples."  # what is named from there is ours
 NAMED = "named"  # the keyword by which a `generate` that takes an argument gets it; it is no option

@@ -28,11 +28,11 @@ from prefect.runtime import deployment, flow_run
 from prefect.states import Cancelled, Completed, Failed, State
 from prefect.tasks import Task
 
+from nanodag.children.tree import end_with_parent
 from nanodag.config.kind import PAGE, SCORES
 from nanodag.config.kinds import find_kind, recorded_kind
 from nanodag.errors import NanodagError, StageInterrupted, StageStopped
 from nanodag.errors.words import counted
-from nanodag.host.parent import end_with_parent
 from nanodag.report import words
 from nanodag.run.build_stage import build_stage
 from nanodag.run.record import Run, StageResult, open_run, recorded_inputs, recorded_run, served_store

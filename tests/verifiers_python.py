@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from nanodag.errors import MissingTool
-from nanodag.guests.verifiers_install import find_python
+from nanodag.external_envs.verifiers_install import find_python
 
 
 def python_or_skip() -> Path:

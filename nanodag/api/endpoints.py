@@ -61,11 +61,11 @@ class Endpoints:
         return JSONResponse({"object": "list", "data": [_card(model) for model in self._models.values()]})
 
     async def one_model(self, http: HttpRequest) -> Response:
-        return JSONResponse(_card(self._model(http.path_params["name"])))
+        return JSONResponse(_card(self.model_of(http.path_params["name"])))
 
     async def chat(self, http: HttpRequest) -> Response:
         body = await _parsed(ChatBody, http)
-        model = self._model(body.model)
+        model = self.model_of(body.model)
         prompt = await unless_left(http, self.chat_prompt(model, body))
         wanted = body.max_completion_tokens or body.max_tokens
         num_top = body.top_logprobs if body.logprobs else None
@@ -83,7 +83,7 @@ class Endpoints:
 
     async def completions(self, http: HttpRequest) -> Response:
         body = await _parsed(CompletionBody, http)
-        model = self._model(body.model)
+        model = self.model_of(body.model)
         given = body.prompts(longest=model.context_length)
 
         def ids_of_all() -> list[list[int]]:
@@ -102,7 +102,7 @@ class Endpoints:
     async def tokenize(self, http: HttpRequest) -> Response:
         """Ids of a text, or of the conversation that an answer would continue."""
         body = await _parsed(TokenizeBody, http)
-        model, text = self._model(body.model), body.prompt
+        model, text = self.model_of(body.model), body.prompt
         if bool(body.messages) == (text is not None):
             raise Refused("give either prompt, a text, or messages", param="prompt")
 
@@ -120,7 +120,7 @@ class Endpoints:
     async def detokenize(self, http: HttpRequest) -> Response:
         """The text of ids, special tokens by their names."""
         body = await _parsed(DetokenizeBody, http)
-        model = self._model(body.model)
+        model = self.model_of(body.model)
         if any(token >= model.vocab_size for token in body.tokens):
             raise Refused(f"tokens has ids outside the vocabulary of {model.vocab_size}", param="tokens")
         text = await self._tokenized(model, lambda: model.tokens.encoding.decode(body.tokens))
@@ -138,7 +138,11 @@ class Endpoints:
         """The form of a conversation's answer."""
         return ChatReply(model, body)
 
-    def _model(self, name: str) -> ServedModel:
+    def admit(self, body: SamplingBody, samples: Sequence[SampledChoice]) -> None:
+        """Take note of a request that will be answered; a subclass may raise Refused."""
+
+    def model_of(self, name: str) -> ServedModel:
+        """The model that a request names. Raises Refused where there is none."""
         if not name:
             return next(iter(self._models.values()))
         if name not in self._models:
@@ -185,7 +189,7 @@ class Endpoints:
             )
         samples: list[SampledChoice] = []
         for number, ids in enumerate(prompts):
-            most = self._most_new(model, ids, max_tokens, "messages" if isinstance(body, ChatBody) else "prompt")
+            most = self.most_new(model, ids, max_tokens, "messages" if isinstance(body, ChatBody) else "prompt")
             for choice in range(body.n):
                 params = SamplingParams(
                     max_new_tokens=most,
@@ -211,7 +215,7 @@ class Endpoints:
                 samples.append(SampledChoice(index=len(samples), request=request, answer=answer, prompt_text=text))
         return samples
 
-    def _most_new(self, model: ServedModel, ids: Sequence[int], max_tokens: int | None, param: str) -> int:
+    def most_new(self, model: ServedModel, ids: Sequence[int], max_tokens: int | None, param: str) -> int:
         """Tokens that the answer may have. param: the field that gave the prompt. Raises Refused for a prompt, or a
         wish, that is too long."""
         context, limits = model.context_length, self._limits
@@ -238,6 +242,7 @@ class Endpoints:
     ) -> Response:
         """is_cut: the samples may have to be ended here."""
         model, metrics = reply.model, self._metrics
+        self.admit(body, samples)
         if not model.backend.is_ready:
             raise Refused(
                 f"The engine of {model.name} is starting: ask again.",

@@ -161,7 +161,7 @@ class Engines:
         log.warning(
             "An engine of %s (pid %d, code %s) has ended and is started again; without another one its requests are "
             "answered 503 meanwhile. The end of its log:\n%s",
-            self.name, replica.server.pid, replica.server.process.returncode, replica.server.last_log_lines(5),
+            self.name, replica.server.pid, replica.server.process.returncode, replica.server.tail(5),
         )  # fmt: skip
         await replica.client.close()
         pause_s = FIRST_PAUSE_S

@@ -1,6 +1,6 @@
 """What a model may call in a chat: a calculator, and Python in the sandbox. No torch here.
 
-Both are those of RL (`nanodag.rl.rollouts.turns`), so a policy that learnt to call them finds the same ones here.
+Both are those of RL (`nanodag.rl.environments`), so a policy that learnt to call them finds the same ones here.
 """
 
 import json
@@ -10,8 +10,8 @@ from typing import Any
 
 from nanodag.errors import BadRequest
 from nanodag.rewards.sandbox import why_no_walls
-from nanodag.rl.rollouts.turns.calculator import calculated
-from nanodag.rl.rollouts.turns.interpreter import printed
+from nanodag.rl.environments.calculator import calculated
+from nanodag.rl.environments.interpreter import printed
 
 MAX_ROUNDS = 8  # of calls, for one answer
 MAX_RESULT_CHARACTERS = 4000

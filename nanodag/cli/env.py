@@ -25,8 +25,8 @@ def install(
     from pathlib import Path
 
     from nanodag.cli.shown import Shown
-    from nanodag.guests.verifiers_install import VERIFIERS
-    from nanodag.guests.verifiers_install import install as install_verifiers
+    from nanodag.external_envs.verifiers_install import VERIFIERS
+    from nanodag.external_envs.verifiers_install import install as install_verifiers
 
     with Shown() as shown:
         where = Path(folder).absolute() if folder else VERIFIERS.folder

@@ -136,10 +136,10 @@ def open_verifiers(url: SourceURL) -> GeneratedSource:
     """The source of a `verifiers:` URL: a taskset's tasks, of one without an end those before the slice's. Parameters
     are its config's own fields.
 
-    verifiers' own process reads them (nanodag.guests.verifiers_process), when the first row is read. The hash in the
-    identity is that of the module's file alone.
+    verifiers' own process reads them (nanodag.external_envs.verifiers_process), when the first row is read. The hash in
+    the identity is that of the module's file alone.
     """
-    from nanodag.guests import verifiers_process
+    from nanodag.external_envs import verifiers_process
 
     def make() -> Any:
         options = {f"taskset.{name}": value for name, value in url.parameters.items()}

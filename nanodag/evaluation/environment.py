@@ -24,6 +24,7 @@ from nanodag.api.engines import Engines
 from nanodag.api.half_sent import WholeRequests
 from nanodag.api.served_model import Limits, ServedModel
 from nanodag.api.token_text import TokenText
+from nanodag.children.forks import EpisodeFailed, EpisodeLost
 from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.data.urls import SourceURL, parse_url
 from nanodag.errors import ConfigError, MissingTool, StageFailed
@@ -33,7 +34,7 @@ from nanodag.evaluation.items import held_out_records, select
 from nanodag.evaluation.results import BenchmarkResult, Judged, result_of, written_record
 from nanodag.evaluation.writing import SGLANG_CONTEXT, SamplerSettings, replicas_for
 from nanodag.evaluation.written import Answer
-from nanodag.guests.verifiers_process import Outcome, RolloutFailed, RolloutLost, VerifiersProcess, block_of
+from nanodag.external_envs.verifiers_process import Outcome, VerifiersProcess, block_of
 from nanodag.host.ports import LOOPBACK
 from nanodag.host.scratch import Scratch
 from nanodag.inference.client import SamplerClient
@@ -134,8 +135,8 @@ async def _outcomes(
                 outcome = await process.rollout(
                     task, base_url=base_url, api_key=key, model=MODEL, sampling=_sampling(params)
                 )
-            except RolloutFailed as error:
-                if isinstance(error, RolloutLost):
+            except EpisodeFailed as error:
+                if isinstance(error, EpisodeLost):
                     lost.append(number)
                 found: dict[str, Any] = {"scores": {"reward": 0.0}, "reply": "", "is_cut": False, "error": str(error)}
             else:

@@ -1,4 +1,4 @@
-"""Who may have written a file."""
+"""Owners of files, and others who may have written them."""
 
 import os
 import stat

@@ -2,10 +2,10 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import cache
-from typing import Generic, ParamSpec, TypeVar, cast
+from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -47,3 +47,15 @@ async def in_thread(call: Callable[[], T]) -> T:
 
     threading.Thread(target=run, daemon=True).start()
     return await future
+
+
+class LoopThread:
+    """An event loop in a thread of its own. loop: what belongs to it is used there alone."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, name=name, daemon=True).start()
+
+    async def do(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of work done in this loop, from another one. To cancel this ends the work."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))

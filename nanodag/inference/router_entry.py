@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # where nanodag is: not installed in SGLang's environment
-from nanodag.host.parent import killed_with_parent
+from nanodag.children.tree import killed_with_parent
 from nanodag.inference.server_environment import end_with_starter, take_token
 
 sys.path.pop()

@@ -13,92 +13,55 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol, Self
 
 import httpx
 
+from nanodag.children.child import Child, start_child
 from nanodag.errors import SamplerLost
-from nanodag.host.patience import Patience
 from nanodag.host.ports import LOOPBACK
+from nanodag.host.progress_timeout import Patience
 from nanodag.host.scratch import Scratch
 from nanodag.inference.server_environment import server_environment
 
 POLL_S = 0.02
 
 
-class ServerProcess:
-    """A server that runs as a child. Use as a context manager, or call ``stop``."""
+class ServerProcess(Child):
+    """A server that runs as a child, in this process's group: a signal to the group reaches both."""
 
     def __init__(self, process: "subprocess.Popen[bytes]", url: str, log_path: Path) -> None:
-        self.process = process
+        super().__init__(process, log_path=log_path, in_group=True)
         self.url = url
-        self.log_path = log_path
 
     @classmethod
     def spawn(
         cls, command: Sequence[str], *, log_path: Path, env: Mapping[str, str], token: str = "", url: str = ""
     ) -> Self:
         """Start a command; its output is appended to ``log_path``. It may not be ready yet."""
-        env = {**env, **server_environment(token)}
-        with log_path.open("ab") as output:
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=env
-            )
-        return cls(process, url, log_path)
+        environment = {**env, **server_environment(token)}
+        child = start_child(command, environment=environment, log_path=log_path, in_group=True)
+        return cls(child.process, url, log_path)
+
+    def __exit__(self, *raised: object) -> None:
+        self.stop()
 
     def wait_until(self, is_ready: Callable[[], bool], timeout_s: float) -> None:
         """Return when it is ready. Raises SamplerLost, with the last lines of its log, if it ends, or does not get on
         for ``timeout_s``."""
-        patience = Patience([self.process.pid], [self.log_path], timeout_s)
+        patience = Patience([self.pid], [self.log_path], timeout_s)
         while not is_ready():
-            if self.process.poll() is not None:
+            if not self.is_alive:
                 raise SamplerLost(
-                    f"the sampler ended with code {self.process.returncode} before it was ready; the end of its log "
-                    f"({self.log_path}):\n{self.last_log_lines()}"
+                    f"the sampler {self.how_ended()} before it was ready; the end of its log "
+                    f"({self.log_path}):\n{self.tail()}"
                 )
             if patience.is_over():
                 raise SamplerLost(
                     f"the sampler was not ready: {patience} (sampler.start_timeout_s is {timeout_s:g}); the end of its "
-                    f"log ({self.log_path}):\n{self.last_log_lines()}"
+                    f"log ({self.log_path}):\n{self.tail()}"
                 )
             time.sleep(POLL_S)
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    @property
-    def is_alive(self) -> bool:
-        return self.process.poll() is None
-
-    def last_log_lines(self, num_lines: int = 20) -> str:
-        """The end of the log, for an error message."""
-        lines = self.log_path.read_text(encoding="utf-8", errors="replace").splitlines()
-        return "\n".join(lines[-num_lines:])
-
-    def kill(self) -> None:
-        """Make it end at once. No error if it has ended."""
-        self.process.kill()
-        self.process.wait()
-
-    def stop(self, timeout_s: float = 5.0) -> None:
-        """Ask it to end, and after ``timeout_s`` make it. No error if it has ended."""
-        if self.process.poll() is None:
-            self.process.terminate()
-            try:
-                self.process.wait(timeout_s)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-        self.process.wait()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
 
 
 class Elsewhere(Protocol):
@@ -113,7 +76,7 @@ class Elsewhere(Protocol):
         ...
 
     def address(self, server: ServerProcess) -> str:
-        """What that machine is reached at; empty until it has answered."""
+        """Address of that machine; empty until it has answered."""
         ...
 
 

@@ -5,7 +5,7 @@ SGLang's environment loads this file too: standard library only.
 
 import os
 
-from nanodag.host.parent import end_with_parent
+from nanodag.children.tree import end_with_parent
 
 PARENT_VARIABLE = "NANODAG_SERVER_PARENT"
 TOKEN_VARIABLE = "NANODAG_SAMPLER_TOKEN"  # a command line is seen by every user of the machine

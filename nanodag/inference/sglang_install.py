@@ -1,7 +1,8 @@
 """The environment that SGLang lives in: `nanodag sampler install`. No torch here.
 
-SGLang pins another torch and another transformers than the trainer, so it is a guest (nanodag.guests). What goes into
-its environment stands in `sglang-cpu.txt` (complete, without CUDA: 3.2 GB) or `sglang-cuda.txt` beside this file.
+SGLang pins another torch and another transformers than the trainer, so it has an environment of its own
+(nanodag.external_envs). What goes into it stands in `sglang-cpu.txt` (complete, without CUDA: 3.2 GB) or
+`sglang-cuda.txt` beside this file.
 """
 
 import urllib.error
@@ -9,7 +10,7 @@ import urllib.request
 from pathlib import Path
 from typing import Literal
 
-from nanodag.guests.package_environment import PackageEnvironment, Say, silent
+from nanodag.external_envs.package_environment import PackageEnvironment, Say, silent
 
 Device = Literal["cpu", "cuda"]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from nanodag.errors import BadRequest
 from nanodag.errors.words import listed
-from nanodag.host.regular import exists, read_text, shortened
+from nanodag.host.regular_file import exists, read_text, shortened
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3")

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nanodag.host.regular import exists
+from nanodag.host.regular_file import exists
 from nanodag.model.architecture import read_json
 from nanodag.tokenizer.chat import end_ids
 from nanodag.tokenizer.encoding import Encoding

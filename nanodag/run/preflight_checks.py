@@ -39,7 +39,7 @@ from nanodag.data.urls import parse_url
 from nanodag.errors import ConfigError, MissingTool, NanodagError, SourceError
 from nanodag.evaluation.benchmark import asked_form
 from nanodag.evaluation.forms import FORMS, check_likelihood, find_form, form_files, read_form
-from nanodag.guests.verifiers_process import module_file
+from nanodag.external_envs.verifiers_process import module_file
 from nanodag.inference.sglang_install import find_python
 from nanodag.model.import_model import local_files, model_commit
 from nanodag.own_code.blame import with_place
@@ -294,7 +294,7 @@ class Checks:
             if entry.own_file:
                 self._try(f"{name}.{where}", entry.own_file, partial(read_judge, entry.own_file))
             if entry.own_module:
-                self._try(f"{name}.{where}", entry.name, partial(self._guests_module, entry.own_module))
+                self._try(f"{name}.{where}", entry.name, partial(self._verifiers_module, entry.own_module))
         if stage.optimizer.lora_rank:
             self._try(f"{name}.optimizer.lora_rank", f"lora {name}", lambda: self._lora(name, stage))
 
@@ -334,7 +334,7 @@ class Checks:
         except ValueError:  # written in C: it does not say
             return
 
-    def _guests_module(self, module: str) -> None:
+    def _verifiers_module(self, module: str) -> None:
         self.relied_on.add(str(module_file(module)))
 
     def _module(self, path: str) -> Path:

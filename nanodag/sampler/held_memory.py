@@ -4,7 +4,7 @@ import ctypes
 
 import torch
 
-from nanodag.host import resident
+from nanodag.host import process_memory
 
 
 def give_back(device: torch.device) -> None:
@@ -18,7 +18,7 @@ def give_back(device: torch.device) -> None:
 def held_memory(device: torch.device) -> dict[str, int]:
     """Bytes now, and the most since this was asked last: of a GPU what torch has, on a CPU all of the process."""
     if device.type != "cuda":
-        return {"peak_bytes": resident.peak_bytes(), "bytes": resident.resident_bytes()}
+        return {"peak_bytes": process_memory.peak_bytes(), "bytes": process_memory.resident_bytes()}
     found = {"peak_bytes": torch.cuda.max_memory_reserved(device), "bytes": torch.cuda.memory_reserved(device)}
     torch.cuda.reset_peak_memory_stats(device)
     return found

@@ -6,7 +6,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from nanodag.errors import BadRequest
-from nanodag.host.regular import regular
+from nanodag.host.regular_file import regular
 from nanodag.inference.protocol import SamplingParams
 
 SPARE_TOKENS = 4

@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nanodag.errors import BadRequest
-from nanodag.host.regular import regular
+from nanodag.host.regular_file import regular
 from nanodag.model.architecture import Architecture
 from nanodag.model.headers import weight_files
 from nanodag.sampler.fingerprints import fingerprints_of

@@ -15,7 +15,6 @@ import secrets
 import signal
 import socket
 import stat
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -27,12 +26,13 @@ from typing import Any
 import httpx
 import psutil
 
+from nanodag.children.child import start_child
 from nanodag.config import Pipeline
 from nanodag.config.pipeline import ServerConfig
 from nanodag.errors import ServerError
 from nanodag.host.folders import PRIVATE
-from nanodag.host.patience import Patience
 from nanodag.host.ports import free_port
+from nanodag.host.progress_timeout import Patience
 from nanodag.server.login import NO_LOGIN, read_login
 from nanodag.store import Store, write_json
 from nanodag.store.atomic import locked, writing
@@ -317,16 +317,7 @@ class LocalServer:
 
     def _start(self, command: list[str], log_name: str, environment: Mapping[str, str]) -> ProcessId:
         # A session of its own, its output in a file: it outlives this terminal, and no pipe fills up.
-        with (self.home / log_name).open("ab") as log_stream:
-            process = subprocess.Popen(
-                command,
-                cwd=self.home,
-                env=dict(environment),
-                stdin=subprocess.DEVNULL,
-                stdout=log_stream,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        process = start_child(command, environment=environment, log_path=self.home / log_name, cwd=self.home)
         self._started.append(ProcessId(pid=process.pid, started=process_started(psutil.Process(process.pid))))
         return self._started[-1]
 

@@ -28,11 +28,11 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from nanodag.children.tree import killed_with_starter
 from nanodag.config.section import Precision
 from nanodag.config.stage_base import Resources
 from nanodag.config.supervised import OptimizerConfig
 from nanodag.errors import TrainingDiverged
-from nanodag.host.parent import killed_with_starter
 from nanodag.inference.bound_store import BoundStore
 from nanodag.inference.number_formats import DTYPES
 from nanodag.train.lent_memory import LentMemory

@@ -9,7 +9,7 @@ import sys
 
 import torch.distributed
 
-from nanodag.host.parent import STARTER
+from nanodag.children.tree import STARTER
 from nanodag.host.scratch import Scratch
 from nanodag.inference.bound_store import BoundStore
 

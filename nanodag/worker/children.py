@@ -1,12 +1,12 @@
 """The processes that a stage starts, watched: when one ends unasked, all end, and the reason is known. No torch."""
 
-import contextlib
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from nanodag.children.child import Child, start_child
+from nanodag.children.tree import how_ended
 from nanodag.errors import StageFailed
 
 POLL_S = 0.2
@@ -24,20 +24,20 @@ class Children:
 
     def __init__(self, *, is_stopping: Callable[[], bool] = lambda: False) -> None:
         self._is_stopping = is_stopping
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._processes: dict[str, Child] = {}
         self._released = threading.Event()
         self._lock = threading.Lock()
         self.failure: StageFailed | None = None
         self.killed: StageFailed | None = None
         self.exit_code = 1
 
-    def start(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+    def start(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> Child:
         """Start a process; it writes to this process's log."""
-        process = subprocess.Popen(list(command), env=dict(environment), stdin=subprocess.DEVNULL)
+        process = start_child(command, environment=environment, in_group=True)
         self.add(name, process)
         return process
 
-    def add(self, name: str, process: "subprocess.Popen[bytes]") -> None:
+    def add(self, name: str, process: Child) -> None:
         """Watch a process that was started elsewhere."""
         with self._lock:
             first = not self._processes
@@ -70,22 +70,19 @@ class Children:
         self.release()
         deadline = time.monotonic() + GRACE_S
         for process in self._processes.values():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=max(0.0, deadline - time.monotonic()))
+            process.wait(deadline - time.monotonic())
         self.kill()
 
     def kill(self) -> None:
         """End all at once."""
         self.release()
         for process in self._processes.values():
-            if process.poll() is None:
-                process.kill()
-            process.wait()
+            process.kill()
 
     def abandon(self) -> None:
         """Kill all, wait for none and take no lock: for a signal's handler, which may have interrupted who holds it."""
         for process in list(self._processes.values()):  # a thread may be starting one
-            process.kill()
+            process.send(signal.SIGKILL)
 
     def _watch(self) -> None:
         while not self._released.wait(POLL_S):
@@ -96,15 +93,15 @@ class Children:
     def _look(self) -> bool:
         """Note the first child that has ended unasked; True when there is one."""
         with self._lock:
-            ended = [(name, p) for name, p in self._processes.items() if p.poll() is not None]
+            ended = [(name, p) for name, p in self._processes.items() if not p.is_alive]
             if not ended or self._released.is_set() or self._is_stopping():
                 return self.failure is not None
             # One that a signal ended, or that lies beyond a lost connection, comes first.
-            ended.sort(key=lambda item: (item[1].returncode != CONNECTION_LOST, not _signal_of(item[1].returncode)))
+            ended.sort(key=lambda item: (item[1].code != CONNECTION_LOST, not _signal_of(item[1].code)))
             name, process = ended[0]
-            failure = StageFailed(f"{name} (pid {process.pid}) {_how(process.returncode)}.")
+            failure = StageFailed(f"{name} (pid {process.pid}) {_how(process.code)}.")
             self.failure = self.failure or failure
-            if number := _signal_of(process.returncode):
+            if number := _signal_of(process.code):
                 self.killed = self.killed or failure
                 self.exit_code = 128 + number
             return True
@@ -123,8 +120,7 @@ def _how(code: int) -> str:
         return "lost its connection"
     if not (number := _signal_of(code)):
         return f"ended with code {code}; its own lines above say why"
-    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-    return f"was ended by {name}" + (" (often: out of memory)" if name == "SIGKILL" else "")
+    return how_ended(-number) + (" (often: out of memory)" if number == signal.SIGKILL else "")
 
 
 def ignore_stop_signals() -> None:

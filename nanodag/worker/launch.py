@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nanodag.children.child import Child, start_child
 from nanodag.host.ports import network_environment
 from nanodag.worker.failure import LOOK_BACK_LINES, Ended, cause_of, explained
 from nanodag.worker.job import Job, write_job
@@ -27,7 +27,7 @@ WATCHDOG_TIMEOUT_S = 60.0  # over the watchdog's own grace period, SIGTERM and S
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a worker published. start_s: from launch to its first metrics line or its end; work_s: the rest."""
+    """Result that a worker published. start_s: from launch to its first metrics line or its end; work_s: the rest."""
 
     metrics: Mapping[str, Any]
     cost: Mapping[str, Any]
@@ -76,36 +76,25 @@ def worker_environment(threads: int, *, device: str = "cpu", gpus: str = "") -> 
 @contextlib.contextmanager
 def _spawned(
     command: list[str], *, environment: Mapping[str, str], workspace: Path, niceness: int, hold: Sequence[int]
-) -> Iterator["subprocess.Popen[bytes]"]:
+) -> Iterator[Child]:
     """A process under the watchdog; ended with its whole group when the block is left, however it is left."""
     read_end, write_end = os.pipe()
-    command = [str(read_end), str(workspace / USAGE_NAME), str(niceness), *command]
-    with (workspace / LOG_NAME).open("ab") as log_stream:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "nanodag.worker.watchdog", *command],
-            env=dict(environment),
-            pass_fds=(read_end, *hold),
-            stdin=subprocess.DEVNULL,
-            stdout=log_stream,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    watched = [sys.executable, "-m", "nanodag.worker.watchdog", str(read_end), str(workspace / USAGE_NAME)]
+    child = start_child(
+        [*watched, str(niceness), *command],
+        environment=environment,
+        files=(read_end, *hold),
+        log_path=workspace / LOG_NAME,
+    )
     os.close(read_end)
     try:
-        yield process
+        yield child
     finally:
         os.close(write_end)
-        _wait_for_end(process)
-
-
-def _wait_for_end(process: "subprocess.Popen[bytes]") -> None:
-    """Wait until the watchdog has ended its group. It has seen the closed pipe; should another process hold a copy of
-    that pipe's end, it hears of it by signal."""
-    for tell in (lambda: None, process.terminate, process.kill):
-        tell()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=WATCHDOG_TIMEOUT_S)
-            return
+        # It has seen the closed pipe; should another process hold a copy of that end, it hears of it by signal.
+        if not child.wait(WATCHDOG_TIMEOUT_S):
+            child.stop(WATCHDOG_TIMEOUT_S)
+        child.kill()
 
 
 def run_worker(
@@ -148,12 +137,10 @@ def run_worker(
     began, oom_kills = time.monotonic(), _num_oom_kills()
     first_metrics = 0.0
     is_over_time = was_asked = False
-    with _spawned(command, environment=environment, workspace=job.workspace, niceness=niceness, hold=hold) as process:
+    with _spawned(command, environment=environment, workspace=job.workspace, niceness=niceness, hold=hold) as child:
         alive = True
         while alive and not (is_over_time or was_asked):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=poll_s)
-            alive = process.poll() is None
+            alive = not child.wait(poll_s)
             for line in log_tail.lines():
                 last_lines.append(line)
                 on_line(line)
@@ -168,7 +155,7 @@ def run_worker(
     if not result_path.exists():
         last_lines.extend(log_tail.lines())  # what it said while it was being ended
         ended = Ended(
-            code=process.returncode if process.returncode >= 0 else 128 - process.returncode,
+            code=child.code if child.code >= 0 else 128 - child.code,
             lines=list(last_lines),
             timeout_s=timeout_s if is_over_time else 0.0,
             was_asked=was_asked,
@@ -204,7 +191,7 @@ def begin_try(workspace: Path) -> float:
 
 
 def usage_of(workspace: Path) -> dict[str, float]:
-    """What all tries in a workspace took: `seconds`, `earlier_seconds` (all but the last), `cpu_s` (over all nodes),
+    """Usage of all tries in a workspace: `seconds`, `earlier_seconds` (all but the last), `cpu_s` (over all nodes),
     `peak_bytes` (of all processes on a node together), `num_attempts`."""
     lines = _json_lines(workspace / USAGE_NAME)
     everywhere = [*lines, *(line for path in sorted(workspace.glob("usage-*.jsonl")) for line in _json_lines(path))]

@@ -18,23 +18,23 @@ import os
 import re
 import secrets
 import shlex
+import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO
 
 import psutil
 
+from nanodag.children.child import Child, start_child
+from nanodag.children.tree import killed_with_parent
 from nanodag.config.pipeline import ClusterConfig
 from nanodag.config.stage_base import Resources
 from nanodag.errors import ConfigError, NodeLost
 from nanodag.errors.words import counted
-from nanodag.host.parent import killed_with_parent
 from nanodag.host.ports import free_port, network_environment
 from nanodag.worker.job import STOPPED_EXIT_CODE, Job, leave_stopped, load_job, stop_requested
 
@@ -54,8 +54,6 @@ PASSED_ON = (
 )
 
 _LINE = re.compile(r"(?P<name>[^\s-]\S*)\s+slots=(?P<slots>\d+)(?:\s*#.*)?")
-
-Process = subprocess.Popen[bytes]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +159,7 @@ class Nodes:
         self.address = seen_address(self._hosts[1].name)
         self._port = free_port(self.address)
         self._token = secrets.token_hex(8)
-        self._others: dict[str, Process] = {}
+        self._others: dict[str, Child] = {}
 
     def __enter__(self) -> "Nodes":
         return self
@@ -178,7 +176,7 @@ class Nodes:
             *("-m", module, str(self._workspace / "job.json")),
         ]
 
-    def start(self, module: str, environment: Mapping[str, str]) -> dict[str, Process]:
+    def start(self, module: str, environment: Mapping[str, str]) -> dict[str, Child]:
         """Start a module's ranks everywhere; returns the process that stands for each node, by name, this machine's
         first.
 
@@ -188,25 +186,17 @@ class Nodes:
         self._reach_all(module, environment)
         env = dict(environment) | network_environment(self.address)
         # A session of its own: torchrun that is told twice to end leaves its ranks alone in the middle of it.
-        here = subprocess.Popen(
-            self.command(0, module),
-            env=env,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            preexec_fn=partial(killed_with_parent, os.getpid()),
-        )
+        begin = partial(killed_with_parent, os.getpid())
+        here = start_child(self.command(0, module), environment=env, preexec_fn=begin)
         return {self._hosts[0].name: here, **self._others}
 
     def end(self) -> None:
         """Have the other nodes end what they run, and wait until they have."""
-        for process in self._others.values():
-            self._close(process)
+        for child in self._others.values():
+            child.tell(b"")
         deadline = time.monotonic() + END_TIMEOUT_S
-        for process in self._others.values():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=max(0.0, deadline - time.monotonic()))
-            process.kill()
-            process.wait()
+        for child in self._others.values():
+            child.hang_up(deadline - time.monotonic())
 
     def _reach_all(self, module: str, environment: Mapping[str, str]) -> None:
         deadline = time.monotonic() + REACH_TIMEOUT_S
@@ -224,11 +214,11 @@ class Nodes:
                     began[host.name] = time.monotonic()
                     self._others[host.name] = self._reach(number, host, module, environment)
                 else:
-                    code = self._others[host.name].poll()
+                    code = _code_of(self._others[host.name])
                     self._refuse_if_in_vain(host, code, deadline)
                     if code is not None and time.monotonic() - began[host.name] > AGAIN_AFTER_S:
                         log.info("Node %d, %s: not reached (code %d); once more", number, host.name, code)
-                        self._close(self._others.pop(host.name))
+                        self._others.pop(host.name).hang_up(0.0)
                         del began[host.name]
             time.sleep(0.05)
 
@@ -247,7 +237,7 @@ class Nodes:
     def _ssh_command(self, host: Host) -> list[str]:
         return reaching(self._cluster, host.name)
 
-    def _reach(self, number: int, host: Host, module: str, environment: Mapping[str, str]) -> Process:
+    def _reach(self, number: int, host: Host, module: str, environment: Mapping[str, str]) -> Child:
         return start_there(
             self._cluster,
             host.name,
@@ -258,10 +248,6 @@ class Nodes:
             up=self._up_path(number),
             token=self._token,
         )
-
-    def _close(self, process: Process) -> None:
-        assert process.stdin is not None
-        process.stdin.close()
 
     def _is_up(self, number: int) -> bool:
         return bool(address_of(self._up_path(number), self._token))
@@ -286,20 +272,11 @@ def start_there(
     usage: Path,
     up: Path,
     token: str,
-    output: IO[bytes] | None = None,
-) -> Process:
+    log_path: Path | str = "",
+) -> Child:
     """Run a command on another machine; the process that stands for it here. It is ended there when this one's stdin
     ends. address: this machine's, as that one reaches it. up: the file that it writes when it has heard of the command,
-    with the token; `address_of` reads it. output: where what it prints goes, this process's by default."""
-    # A session of its own: a stop signal for this process's group would cut the connection, not end the node.
-    process = subprocess.Popen(
-        reaching(cluster, host),
-        bufsize=0,
-        stdin=subprocess.PIPE,
-        stdout=output,
-        stderr=None if output is None else subprocess.STDOUT,
-        start_new_session=True,
-    )
+    with the token; `address_of` reads it. log_path: where what it prints goes, to this process's log by default."""
     message = {
         "command": list(command),
         "environment": {k: v for k, v in environment.items() if k.startswith(PASSED_ON)},
@@ -308,10 +285,9 @@ def start_there(
         "up": str(up),
         "token": token,
     }
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it has ended already; its code says so
-        process.stdin.write(json.dumps(message).encode() + b"\n")
-    return process
+    # A session of its own: a stop signal for this process's group would cut the connection, not end the node.
+    given = json.dumps(message).encode() + b"\n"
+    return start_child(reaching(cluster, host), given=given, is_all=False, log_path=log_path)
 
 
 def address_of(up: Path, token: str) -> str:
@@ -330,26 +306,30 @@ def sampler_hosts(cluster: ClusterConfig, resources: Resources, count: int) -> l
     return [host.name for host in found[resources.num_nodes :]]
 
 
-def _wait_for_all(processes: Mapping[str, Process]) -> int:
+def _wait_for_all(processes: Mapping[str, Child]) -> int:
     """Wait until every node has ended, one badly, or a stop is asked for; returns the code to end with.
 
     Raises NodeLost when a node went away, rather than having ended its ranks for what they did.
     """
-    while any(process.poll() is None for process in processes.values()):
+    while any(child.is_alive for child in processes.values()):
         if stop_requested():
             return STOPPED_EXIT_CODE
-        if any(process.poll() for process in processes.values()):
+        if any(_code_of(child) for child in processes.values()):
             break
         time.sleep(0.1)
     # The first to be seen need not be the one that the others fell over.
     deadline = time.monotonic() + MOMENT_S
-    while any(process.poll() is None for process in processes.values()) and time.monotonic() < deadline:
+    while any(child.is_alive for child in processes.values()) and time.monotonic() < deadline:
         time.sleep(0.05)
-    codes = {name: process.poll() or 0 for name, process in processes.items()}
+    codes = {name: _code_of(child) or 0 for name, child in processes.items()}
     for name, code in codes.items():
         if (code < 0 or code > 128) and not stop_requested():
             raise NodeLost(f"Node {name} was lost: what ran there ended with code {code}.")
     return STOPPED_EXIT_CODE if stop_requested() else max(codes.values())
+
+
+def _code_of(child: Child) -> int | None:
+    return None if child.is_alive else child.code
 
 
 def main() -> int:
@@ -362,10 +342,9 @@ def main() -> int:
             return _wait_for_all(processes)
         finally:
             # Both at once: ranks here and there agree on the step after which they leave a checkpoint.
-            here.terminate()
+            here.send(signal.SIGTERM)
             nodes.end()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                here.wait(timeout=END_TIMEOUT_S)
+            here.wait(END_TIMEOUT_S)
             here.kill()
 
 

@@ -7,13 +7,13 @@ start is not started again: the supervisor ends with its code. SIGTERM to the gr
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 from functools import partial
 
-from nanodag.host.parent import killed_with_parent
+from nanodag.children.child import Child, start_child
+from nanodag.children.tree import killed_with_parent
 
 SERVING = "NANODAG_SERVING"  # in a flow's environment: the process that serves the flows
 STEADY_S = 30.0
@@ -23,11 +23,11 @@ GRACE_S = 10.0
 
 def main() -> int:
     stopping = threading.Event()
-    child: list[subprocess.Popen[bytes]] = []
+    child: list[Child] = []
 
     def end_child() -> None:
         for process in child:
-            process.terminate()
+            process.send(signal.SIGTERM)
 
     def stop(signum: int, frame: object) -> None:
         stopping.set()
@@ -42,8 +42,11 @@ def main() -> int:
     while not stopping.is_set():
         began = time.monotonic()
         # In this process's group: who ends the supervisor's group ends both.
-        child[:] = [subprocess.Popen(sys.argv[1:], preexec_fn=partial(killed_with_parent, os.getpid()))]
-        code = child[0].wait()
+        begin = partial(killed_with_parent, os.getpid())
+        child[:] = [start_child(sys.argv[1:], in_group=True, stdin=None, stdout=None, preexec_fn=begin)]
+        while not child[0].wait(MAX_WAIT_S):
+            pass
+        code = child[0].code
         lived_s = time.monotonic() - began
         if code >= 0 and lived_s < STEADY_S:
             return code

@@ -6,7 +6,6 @@ costs a stage one warning, and at its end FINISH_TIMEOUT_S at most. What is know
 its id, under which a stage that is started again continues it, its URL, and the last step that was passed on.
 """
 
-import contextlib
 import importlib
 import json
 import logging
@@ -22,6 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from nanodag.children.child import Child, start_child
 from nanodag.config.tracking import TrackingConfig, filled
 from nanodag.store.atomic import write_json
 from nanodag.worker import logs
@@ -44,40 +44,31 @@ class TrackerProcesses:
     def close(self) -> None:
         """Have them finish, once all metrics are written. One that takes too long is ended."""
         deadline = time.monotonic() + FINISH_TIMEOUT_S
-        for process in self._processes.values():
-            assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # it has ended
-                process.stdin.write(_DONE)
-            process.stdin.close()
-        for name, process in self._processes.items():
-            try:
-                code = process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        for child in self._processes.values():
+            child.tell(_DONE)
+        for name, child in self._processes.items():
+            if not child.wait(deadline - time.monotonic()):
+                child.kill()
                 log.warning("%s did not finish within %.0f s; it may lack the last metrics.", name, FINISH_TIMEOUT_S)
-                continue
-            if code:
-                log.warning("The process of %s ended with code %d; it may lack metrics.", name, code)
+            elif child.code:
+                log.warning("The process of %s ended with code %d; it may lack metrics.", name, child.code)
 
 
-def _start(name: str, workspace: Path) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-m", __name__, name, str(workspace)],
-        env={"WANDB_ERROR_REPORTING": "false"} | os.environ,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        bufsize=0,
+def _start(name: str, workspace: Path) -> Child:
+    command = [sys.executable, "-m", __name__, name, str(workspace)]
+    environment = {"WANDB_ERROR_REPORTING": "false"} | os.environ
+    return start_child(
+        command, environment=environment, given=b"", is_all=False, in_group=True, stdout=subprocess.DEVNULL
     )
 
 
 def numbers_in(values: Mapping[str, Any]) -> dict[str, float]:
-    """Those of a line's values that are numbers."""
+    """Values of a line that are numbers."""
     return {k: float(v) for k, v in values.items() if isinstance(v, int | float) and not isinstance(v, bool)}
 
 
 def tables_in(values: Mapping[str, Any]) -> dict[str, tuple[list[str], list[list[Any]]]]:
-    """Those of a line's values that are lists of objects, as columns and rows. The first object names the columns."""
+    """Values of a line that are lists of objects, as columns and rows. The first object names the columns."""
     found = {k: v for k, v in values.items() if isinstance(v, list) and v and isinstance(v[0], dict)}
     return {k: (list(v[0]), [[one.get(column) for column in v[0]] for one in v]) for k, v in found.items()}
 
@@ -151,7 +142,7 @@ OPENED_BY: Mapping[str, Callable[[RunRequest], tuple[TrackerRun, str]]] = {
 
 
 def _logged(name: str, line: Mapping[str, Any]) -> dict[str, Any]:
-    """What a tracker gets of a line: numbers, and tables as its own Table, which wandb and trackio both have."""
+    """Line as a tracker gets it: numbers, and tables as its own Table, which wandb and trackio both have."""
     tables = {
         key: importlib.import_module(name).Table(columns=columns, data=rows)
         for key, (columns, rows) in tables_in(line).items()
@@ -160,7 +151,7 @@ def _logged(name: str, line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def request_of(job: Mapping[str, Any], *, build: str) -> RunRequest:
-    """What a job.json asks of its trackers. build: tells this build of the stage from others."""
+    """Request of a job.json to its trackers. build: tells this build of the stage from others."""
     context, stage = job["context"], job["config"]
     settings = TrackingConfig.model_validate(context["tracking"])
     about = {"run": job["run"], "stage": job["name"], "kind": stage["kind"], "preset": context["preset"]}

@@ -7,7 +7,6 @@ with the command's code, or 128 + signal.
 """
 
 import contextlib
-import ctypes
 import json
 import os
 import resource
@@ -20,11 +19,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from nanodag.host.parent import has_ended, killed_with_parent
-from nanodag.worker.memory_peak import EVERY_S, MemoryPeak
+from nanodag.children.child import start_child
+from nanodag.children.tree import PEAK_EVERY_S, MemoryPeak, adopt_orphans, children_of, has_ended, killed_with_parent
 
 GRACE_S = 20.0
-_PR_SET_CHILD_SUBREAPER = 36
 
 Child = subprocess.Popen[bytes]
 
@@ -39,10 +37,10 @@ def main() -> int:
     signal.signal(signal.SIGCHLD, lambda signum, frame: None)
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, lambda signum, frame: stop_asked.append(signum))
-    _adopt_orphans()
+    adopt_orphans()
     # A session of its own: signals for the terminal's group (Ctrl-C) reach the asker alone, who decides.
     begin = partial(killed_with_parent, os.getpid())
-    child = subprocess.Popen(command, start_new_session=True, close_fds=True, preexec_fn=begin)
+    child = start_child(command, stdin=None, stdout=None, preexec_fn=begin).process
     if niceness:
         os.setpriority(os.PRIO_PROCESS, child.pid, niceness)
     for readable in (descriptor, child_ended):
@@ -53,7 +51,7 @@ def main() -> int:
     selector.register(child_ended, selectors.EVENT_READ)
     asker_ended, memory = False, MemoryPeak()
     while not has_ended(child) and not asker_ended and not stop_asked:
-        for key, _ in selector.select(timeout=EVERY_S):
+        for key, _ in selector.select(timeout=PEAK_EVERY_S):
             with contextlib.suppress(BlockingIOError):
                 if os.read(key.fd, 64) == b"":
                     asker_ended = asker_ended or key.fd == descriptor
@@ -62,12 +60,6 @@ def main() -> int:
     end_group(child)  # the command, or what it left behind
     _write_usage(usage_path, began, child.returncode, memory.highest)
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
-
-
-def _adopt_orphans() -> None:
-    """Have Linux hand this process whatever its descendants leave behind, also what took a session of its own."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def _write_usage(path: Path, began: float, code: int, peak_bytes: int) -> None:
@@ -87,7 +79,7 @@ def _write_usage(path: Path, began: float, code: int, peak_bytes: int) -> None:
 def end_group(child: Child, grace_s: float = GRACE_S) -> None:
     """End every process of the child's group, then what it left in other groups: SIGTERM, SIGKILL after grace_s."""
     _end(partial(os.killpg, child.pid), child, grace_s)
-    for orphan in _children():
+    for orphan in children_of(os.getpid()):
         _end(partial(os.kill, orphan), child, grace_s)
 
 
@@ -111,12 +103,6 @@ def _reap(child: Child) -> None:
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-
-
-def _children() -> list[int]:
-    """Process ids of this process's children, where /proc tells."""
-    path = Path(f"/proc/self/task/{os.getpid()}/children")
-    return [int(pid) for pid in path.read_text().split()] if path.exists() else []
 
 
 if __name__ == "__main__":

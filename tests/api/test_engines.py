@@ -32,7 +32,7 @@ class Process:
 
     stop = kill
 
-    def last_log_lines(self, num_lines):
+    def tail(self, num_lines):
         return "the end of its log"
 
 

@@ -36,7 +36,7 @@ class Elsewhere:
 
     stop = kill
 
-    def last_log_lines(self) -> str:
+    def tail(self) -> str:
         return ""
 
 

@@ -142,7 +142,8 @@ def test_a_node_that_is_not_there_yet_is_asked_again(reached, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     with made:
         processes = made.start("nanodag.train", {"GLOO_X": "passed", "A_B": "kept", "PATH": "/usr/bin:/bin"})
-        assert [process.wait(timeout=300) for process in processes.values()] == [0, 0]
+        assert all(child.wait(300) for child in processes.values())
+        assert [child.code for child in processes.values()] == [0, 0]
     assert (tmp_path / "once").exists() and list(processes) == ["here", "there"]
     assert (tmp_path / "work" / "usage-1.jsonl").exists()
 
@@ -153,7 +154,7 @@ def test_a_command_that_neither_reaches_a_node_nor_ends_is_given_up_at_the_time_
     monkeypatch.setattr(nodes, "END_TIMEOUT_S", 0.1)
     with pytest.raises(NodeLost, match=r"there could not be reached in 0 s: .* has not ended"), made:
         made.start("nanodag.train", {})
-    assert [process.poll() for process in made._others.values()] == [-9]
+    assert [child.code for child in made._others.values()] == [-9]
 
 
 def test_a_hostfile_may_be_named_by_a_variable(reached, tmp_path, monkeypatch):

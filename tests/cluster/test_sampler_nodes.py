@@ -58,7 +58,7 @@ def test_a_sampler_of_another_node_answers_with_its_token_and_ends_when_it_is_hu
         ((answer,),) = asyncio.run(asked(server.url))
         assert len(answer.output_ids) == 3
         below = psutil.Process(server.pid).children(recursive=True)
-        assert below and "ready on port" in server.last_log_lines()
+        assert below and "ready on port" in server.tail()
     finally:
         server.stop()
     deadline = time.monotonic() + 30

@@ -7,16 +7,17 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from nanodag.children.forks import EpisodeFailed, EpisodeLost
 from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.errors import ConfigError, StageFailed
 from nanodag.evaluation import environment
 from nanodag.evaluation.environment import run_environment
 from nanodag.evaluation.evaluated_model import EvaluatedModel
-from nanodag.guests import verifiers_process
-from nanodag.guests.verifiers_install import VERIFIERS
-from nanodag.guests.verifiers_process import Outcome, RolloutFailed, RolloutLost
+from nanodag.external_envs import verifiers_process
+from nanodag.external_envs.verifiers_install import VERIFIERS
+from nanodag.external_envs.verifiers_process import Outcome
 from nanodag.store.kept_lines import KeptLines
-from tests.guests.test_verifiers_process import FAKE
+from tests.external_envs.test_verifiers_process import FAKE
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +76,7 @@ def test_options_of_a_benchmark_reach_the_environment_and_are_refused_without_on
             seen.append(block)
 
         async def rollout(self, task, **unused):
-            raise RolloutFailed("no")
+            raise EpisodeFailed("no")
 
         async def close(self):
             pass
@@ -108,7 +109,7 @@ def test_a_rollout_whose_process_ended_is_played_again_alone_and_fails_if_it_end
             others = len(at_once)
             at_once.remove(task["say"])
             if others > 1 or task["say"] == "the mat":
-                raise RolloutLost("it ended")
+                raise EpisodeLost("it ended")
             return Outcome(
                 reward=1.0, components={}, metrics={}, turns=1, is_cut=False, reply="", prompt_tokens=0,
                 completion_tokens=0,

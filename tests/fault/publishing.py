@@ -15,8 +15,8 @@ import sys
 import time
 from pathlib import Path
 
+from nanodag.children.tree import killed_with_parent
 from nanodag.errors import ArtifactNotFound, NanodagError
-from nanodag.host.parent import killed_with_parent
 from nanodag.store import Checkpoints, Store
 from tests.run_records import run_record
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from nanodag.worker.memory_peak import MemoryPeak
+from nanodag.children.tree import MemoryPeak
 
 HOLDS = "held = b'x' * 40_000_000; print('ready', flush=True); input()"
 STARTS_ONE = f"""
@@ -26,8 +26,8 @@ def child_and_grandchild():
 
 LOOKS = f"""
 import subprocess, sys
-from nanodag.worker.memory_peak import MemoryPeak
-from nanodag.host.below import descendants
+from nanodag.children.tree import MemoryPeak
+from nanodag.children.tree import descendants
 child = subprocess.Popen([sys.executable, "-c", {STARTS_ONE!r}], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 child.stdout.readline()
 memory = MemoryPeak()
@@ -48,5 +48,5 @@ def test_the_peak_is_that_of_all_processes_together():
 def test_a_second_look_a_moment_later_is_left_out(child_and_grandchild, monkeypatch):
     memory = MemoryPeak()
     memory.look()
-    monkeypatch.setattr("nanodag.worker.memory_peak.descendants", lambda pid: pytest.fail("it looked again"))
+    monkeypatch.setattr("nanodag.children.tree.descendants", lambda pid: pytest.fail("it looked again"))
     memory.look()

@@ -12,7 +12,7 @@ from tests.fault.processes import is_running, wait_until
 COMMAND = "import os, sys, time; print(os.getpid(), flush=True); time.sleep(600)"
 PARENT = """
 import subprocess, sys, time
-code = "import os, time; from nanodag.host.parent import end_with_parent; end_with_parent(os.getppid())"
+code = "import os, time; from nanodag.children.tree import end_with_parent; end_with_parent(os.getppid())"
 code += "; print(os.getpid(), flush=True)"
 subprocess.Popen([sys.executable, "-c", code + "; time.sleep(600)"], stderr=STDERR)
 time.sleep(600)

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from nanodag.errors import SamplerLost
-from nanodag.host.patience import Patience
+from nanodag.host.progress_timeout import Patience
 from nanodag.inference.sampler_process import ServerProcess
 
 WORKS = "while True: pass"
@@ -36,7 +36,7 @@ def start(tmp_path):
 
 @pytest.mark.parametrize("code", [WORKS, CHILD_WORKS, LOGS])
 def test_who_works_or_logs_is_waited_for_longer_than_the_limit_but_not_for_ever(start, code, monkeypatch, tmp_path):
-    monkeypatch.setattr("nanodag.host.patience.MAX_TIMES", 4.0)
+    monkeypatch.setattr("nanodag.host.progress_timeout.MAX_TIMES", 4.0)
     began, patience = time.monotonic(), Patience([start(code).pid], [tmp_path / "log"], 1.0)
     while not patience.is_over():
         time.sleep(0.05)

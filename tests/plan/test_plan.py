@@ -199,7 +199,8 @@ def test_rollouts_of_files_take_the_disk_that_sampled_ones_take_and_no_time_to_s
     [
         ({"name": "environment:nanodag.rl.environments.examples.rooms:Rooms"}, {"environment": 1, "episode": 128}),
         ({"name": "openenv:http://127.0.0.1:9", "options": {"at_once": 5}}, {"environment": 1, "episode": 5}),
-        ({"name": "agent:json:loads"}, {"agent": 16}),
+        ({"name": "agent:json:loads"}, {"agent": 1, "episode": 16}),
+        ({"name": "json:loads"}, {"function": 1, "episode": 128}),
         ({"name": "agent", "options": {"command": ("python",), "at_once": 3}}, {"agent": 3}),
         ({"name": "verifiers:boxes"}, {"verifiers": 1, "verifiers' tools": 1}),
         ({"name": "calculator"}, {}),

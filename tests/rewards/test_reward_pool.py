@@ -137,7 +137,7 @@ def test_what_waits_when_the_pool_is_closed_is_cancelled_and_what_hangs_is_given
     while not first.running():
         time.sleep(0.01)
     pool.close()
-    assert "ended with code -9" in first.result(timeout=0).error
+    assert "was ended by SIGKILL" in first.result(timeout=0).error
     assert all(future.cancelled() for future in rest)
 
 

@@ -54,7 +54,7 @@ class FakeServer:
 
     stop = kill
 
-    def last_log_lines(self) -> str:
+    def tail(self) -> str:
         return "no log"
 
     async def _answer(self, request: web.Request) -> web.Response:

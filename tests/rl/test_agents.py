@@ -15,25 +15,25 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from nanodag.children import forks
 from nanodag.config import resolve
 from nanodag.errors import SamplerLost
 from nanodag.host.folders import PROJECT
 from nanodag.inference.protocol import Completion, FinishReason, VersionSpan
 from nanodag.rewards.reward_pool import SampleReward
-from nanodag.rl.agents import function
-from nanodag.rl.agents.door import the_door
-from nanodag.rl.agents.session import _up_to
-from nanodag.rl.agents.workers import Workers
 from nanodag.rl.control.generation import RolloutGenerator
+from nanodag.rl.environments import agent_function
+from nanodag.rl.environments.agent_session import _up_to
+from nanodag.rl.environments.api_server import the_api_server
+from nanodag.rl.environments.runner import Turns
 from nanodag.rl.rollouts.segments import finish_reason_of
-from nanodag.rl.rollouts.turns.runner import Turns
 from nanodag.tokenizer.chat import NativeRenderer, load_renderer
 from nanodag.tokenizer.encoding import Encoding
 from tests.rl.stages import VOCABULARY
 from tests.rl.test_turns import Cursor, Script, SeenPool, config, folder, ids, prompts  # noqa: F401 - two are fixtures
 
 AGENTS = '''
-import json, os, random, subprocess, sys, threading, time, urllib.error, urllib.request
+import json, os, random, socket, subprocess, sys, threading, time, urllib.error, urllib.request
 
 def keys(task=None):
     """Those of earlier samples; the last few may still be valid. A task's own is added."""
@@ -159,6 +159,11 @@ def raw(task, data, path="/chat/completions", method="POST"):
         assert 400 <= error.code < 500, error.code
         return error.code
 
+def hung_up(task):
+    host, _, port = task.base_url.removeprefix("http://").removesuffix("/v1").partition(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(b"POST /v1/chat/completions HTTP/1.1\\r\\nContent-Length: 900\\r\\n\\r\\n{")
+
 def leave(call):
     threading.Thread(target=call, daemon=True).start()
     time.sleep(0.01)
@@ -184,6 +189,7 @@ WAYS = [
     lambda task: [raw(task, data) for data in (b"", b"{", b"[]", b"{}", b"null", b'{"messages": 3}', b"x" * 100000)],
     lambda task: [raw(task, None, path, "GET") for path in ("/x", "/../reward", "/models/" + "x" * 5000)],
     lambda task: [raw(task, body.encode(), "/reward") for body in ('{"reward": NaN}', '{"reward": "1"}', '{"x": 1}')],
+    lambda task: [hung_up(task) for _ in range(5)],
     lambda task: said(task, [user("x" * 100000)]),
     lambda task: said(task, [user("?")], n=128, temperature=9.0),
     lambda task: said(task, [{"role": "tool", "content": "?"}]),
@@ -214,18 +220,9 @@ def two_at_once(task):
 def _module(tmp_path, monkeypatch):
     (tmp_path / "tiny_agents.py").write_text(AGENTS)
     monkeypatch.syspath_prepend(tmp_path)
-    made = []
-
-    class Kept(Workers):
-        def __init__(self, *arguments, **how):
-            super().__init__(*arguments, **how)
-            made.append(self)
-
-    monkeypatch.setattr(function, "Workers", Kept)
     yield
-    function._workers.forget()
-    for pool in made:
-        pool.close()
+    forks.end_all()
+    agent_function._server.forget()
 
 
 class Pool(SeenPool):
@@ -307,21 +304,21 @@ def test_choices_stop_strings_streams_and_texts_are_trained_as_far_as_the_agent_
     assert found == {("xy", "text"), ("x", "length"), ("xycdx", "length"), *((text, "stop") for text in ended)}
 
 
-def test_each_way_to_fail_fails_its_own_sample_with_the_reason(folder):  # noqa: F811
+def test_each_way_to_fail_fails_its_own_sample_with_the_reason(folder, tmp_path):  # noqa: F811
     rollouts, _, _ = generated(
         folder, lambda request: [7, 2], "rude", count=4, samples_per_prompt=6, options={"seconds": 3.0, "at_once": 4}
     )
     reasons = {}
     for one in rollouts:
         reasons.setdefault(str(one.metadata.get("generate_error", "")).partition(";")[0], []).append(one)
-    ends = {reason.removeprefix("AgentFailed: ") for reason in reasons}
+    ends = set(reasons)
     raised = AGENTS[: AGENTS.index("raise RuntimeError")].count("\n") + 1
     assert ends == {
         "",
-        f"RuntimeError: no luck (tiny_agents.py, line {raised})",
+        f"RuntimeError: no luck ({tmp_path / 'tiny_agents.py'}, line {raised}, in rude)",
         "it took longer than 3 s",
         "its process ended with code 3",
-        "ValueError: the reward must be a finite number",
+        "ValueError: the reward is {'reward': 1}",
         "ValueError: the agent asked for no answer, so there is nothing to train",
     }
     assert all(one.reward == 1.0 for one in reasons[""])
@@ -492,7 +489,7 @@ for key in found - {mine}:
 def test_a_program_that_looks_everywhere_finds_its_own_key_alone(folder, tmp_path):  # noqa: F811
     def says(request):
         files = [path for path in Path(tempfile.gettempdir()).glob("nanodag-scratch-sandbox-*/*") if path.is_file()]
-        keys = [key.encode() for key in the_door()._sessions]
+        keys = [key.encode() for key in the_api_server()._sessions]
         lying.extend(path.name for path in files if any(key in path.read_bytes() for key in keys))
         return [72, 73]
 
@@ -562,11 +559,13 @@ def test_nothing_of_an_agent_is_left_when_the_process_that_started_it_is_killed(
     found = tmp_path / "pids"
     program = (
         "import asyncio\n"
-        "from nanodag.rl.agents.workers import Workers, interpreter\n"
-        f"workers = Workers('long_agent:solve', python=interpreter('auto'), folders=[{str(tmp_path)!r}], at_once=1,\n"
-        "                  max_bytes=0, timeout_s=300)\n"
+        "from nanodag.children.forks import ForkServer, Limits\n"
+        f"given = {{'path': 'long_agent:solve', 'folders': [{str(tmp_path)!r}]}}\n"
+        "server = ForkServer('nanodag.rl.environments.agent_fork:make', given, Limits(), name='it')\n"
         f"task = {{'record': {{'path': {str(found)!r}}}, 'base_url': '', 'api_key': '', 'model': '', 'seed': 1}}\n"
-        "asyncio.run(workers.run(task))\n"
+        "async def main():\n"
+        "    await server.fork().ask(task, 300)\n"
+        "asyncio.run(main())\n"
     )
     controller = subprocess.Popen([sys.executable, "-c", program])
     while not (found.is_file() and len(found.read_text().split()) == 3):

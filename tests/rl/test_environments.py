@@ -7,31 +7,30 @@ import random
 import re
 import time
 from collections import Counter
-from contextlib import suppress
 from dataclasses import replace
-from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from nanodag import registry
+from nanodag.children import forks
+from nanodag.children.forks import EpisodeFailed, ForkServer, Limits
+from nanodag.children.tree import descendants
 from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import ConfigError, StageFailed
 from nanodag.inference.protocol import Completion, FinishReason, VersionSpan
 from nanodag.rewards.reward_pool import RewardPool
-from nanodag.rl.agents import function
 from nanodag.rl.control.generation import RolloutGenerator
-from nanodag.rl.environments import fork_server
+from nanodag.rl.environments import episode
 from nanodag.rl.environments.environment import Action, ToolCall
 from nanodag.rl.environments.examples.rooms import Rooms
 from nanodag.rl.environments.examples.search import Search
 from nanodag.rl.environments.observations import Earned, heard, metrics_of, number, roles_of, tools_of
-from nanodag.rl.environments.processes import EnvironmentFailed, EnvironmentProcess, EpisodeLimits, end_processes
+from nanodag.rl.environments.runner import Turns
 from nanodag.rl.rollouts.failures import check_failures
 from nanodag.rl.rollouts.metrics import rollout_metrics
 from nanodag.rl.rollouts.prompts import Prompt
 from nanodag.rl.rollouts.rollout import Rollout
-from nanodag.rl.rollouts.turns.runner import Turns
 from nanodag.tokenizer.bpe import save_tokenizer
 from nanodag.tokenizer.chat import load_renderer
 from nanodag.tokenizer.encoding import Encoding
@@ -40,8 +39,8 @@ from tests.rl.stages import BYTES, VOCABULARY
 from tests.rl.templates import QWEN25, renderer_of
 
 CONTEXT = 256
-MARK = "NANODAG_TEST_OF_AGENTS"  # a variable that all processes of agents inherit
-LIMITS = EpisodeLimits(step_s=20.0, cpu_s=20, max_bytes=worlds.MAX_BYTES, max_processes=8)
+LIMITS = Limits(cpu_s=20, max_bytes=worlds.MAX_BYTES, max_processes=8)
+STEP_S = 20.0
 NO_RECORD = {"prompt_id": "p", "messages": [{"role": "user", "content": "hi"}], "answer": ""}
 
 
@@ -50,22 +49,28 @@ def world(name: str) -> str:
     return f"environment:{name}" if ":" in name else f"environment:{worlds.__name__}:{name}"
 
 
+def server_of(path: str, **options) -> ForkServer:
+    path = path if ":" in path else f"{worlds.__name__}:{path}"
+    return ForkServer(f"{episode.__name__}:make", {"path": path, "options": options}, LIMITS, name="it")
+
+
 @pytest.fixture(scope="module")
 def hostile():
-    process = EnvironmentProcess(f"{worlds.__name__}:Hostile", {}, LIMITS)
-    yield process
-    process.close()
+    server = server_of("Hostile")
+    yield server
+    server.close()
 
 
-async def played(process: EnvironmentProcess, way: str, steps: int = 3) -> list[dict]:
-    episode = process.episode()
+async def played(server: ForkServer, way: str, steps: int = 3, step_s: float = STEP_S) -> list[dict]:
+    fork = server.fork()
     try:
-        answers = [await episode.reset(seed=1, record={**NO_RECORD, "answer": way})]
+        answers = [await fork.ask({"reset": {"seed": 1, "record": {**NO_RECORD, "answer": way}}}, step_s, "reset")]
         for _ in range(steps):
-            answers.append(await episode.step(text="a", calls=[], is_cut=False, role=""))
+            step = {"text": "a", "calls": [], "is_cut": False, "role": ""}
+            answers.append(await fork.ask({"step": step}, step_s, "step"))
         return answers
     finally:
-        episode.close()
+        fork.close()
 
 
 REASONS = {
@@ -90,45 +95,47 @@ def test_an_episode_that_goes_wrong_says_how_leaves_no_process_and_touches_no_ot
     first, *found, daemon, last = asyncio.run(all_of_them())
     assert first == last and first[-1]["done"] is True and daemon[-1]["observation"] == "ok"
     for outcome, (way, reason) in zip(found, REASONS.items(), strict=True):
-        assert isinstance(outcome, EnvironmentFailed) and reason in str(outcome), (way, outcome)
-    pid = hostile._process.pid
+        assert isinstance(outcome, EpisodeFailed) and reason in str(outcome), (way, outcome)
     deadline = time.monotonic() + 20
-    while (left := list(fork_server.descendants(pid))) and time.monotonic() < deadline:
+    while (left := list(descendants(hostile.pid))) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert left == []
 
 
 def test_a_process_that_the_environment_starts_when_it_is_made_lives_as_long_as_it():
-    process = EnvironmentProcess(f"{worlds.__name__}:Unmade", {"how": "forks"}, LIMITS)
+    process = server_of("Unmade", how="forks")
     asyncio.run(played(process, ""))
-    helper = min(psutil.Process(process._process.pid).children(), key=lambda one: one.create_time())
+    helper = min(psutil.Process(process.pid).children(), key=lambda one: one.create_time())
     assert helper.is_running()  # an episode may be there, too, which is not yet reaped
     process.close()
     assert not helper.is_running()
 
 
-def test_an_episode_that_hangs_is_ended_after_its_time():
-    process = EnvironmentProcess(f"{worlds.__name__}:Hostile", {}, replace(LIMITS, step_s=0.5))
-    with pytest.raises(EnvironmentFailed, match=r"step took longer than 0.5 s"):
-        asyncio.run(played(process, "sleeps"))
-    process.close()
+def test_an_episode_that_hangs_is_ended_after_its_time(hostile):
+    with pytest.raises(EpisodeFailed, match=r"step took longer than 0.5 s"):
+        asyncio.run(played(hostile, "sleeps", step_s=0.5))
+
+
+def test_what_a_failed_episode_printed_last_is_kept(hostile):
+    with pytest.raises(EpisodeFailed, match="step: RuntimeError: told") as failed:
+        asyncio.run(played(hostile, "says why"))
+    assert failed.value.last_words == "2\n3\n4\n5\n6"
 
 
 def test_a_process_that_is_killed_is_started_again():
-    process = EnvironmentProcess(f"{worlds.__name__}:Hostile", {}, LIMITS)
+    process = server_of("Hostile")
     asyncio.run(played(process, "leaves a daemon", steps=1))
-    before = process._process.pid
-    os.kill(before, 9)
-    assert process._process.wait() == -9
+    os.kill(before := process.pid, 9)
+    assert process._child.wait(20)
     assert asyncio.run(played(process, "fine"))[-1]["done"] is True  # another one took its place
-    assert process._process.pid != before
+    assert process.pid != before
     process.close()
 
 
 def test_each_episode_begins_with_the_environment_as_it_was_made_and_with_the_same_random_numbers():
-    process = EnvironmentProcess(f"{worlds.__name__}:Echo", {"rounds": 5}, LIMITS)
-    process.episode().close()
-    assert "rounds" not in " ".join(psutil.Process(process._process.pid).cmdline()), "anybody may read it"
+    process = server_of("Echo", rounds=5)
+    process.fork().close()
+    assert "rounds" not in " ".join(psutil.Process(process.pid).cmdline()), "anybody may read it"
     one, other = (asyncio.run(played(process, "")) for _ in range(2))
     process.close()
     assert one == other and one[1]["info"]["components"]["noise"] != one[2]["info"]["components"]["noise"]
@@ -137,20 +144,20 @@ def test_each_episode_begins_with_the_environment_as_it_was_made_and_with_the_sa
 @pytest.mark.parametrize(
     ("path", "options", "reason"),
     [
-        (f"{worlds.__name__}:Unmade", {"how": "raises"}, "RuntimeError: no luck"),
-        (f"{worlds.__name__}:Unmade", {"how": "dies"}, "ended with code 7 when it was made"),
-        (f"{worlds.__name__}:Unmade", {"how": ""}, "none of them is trained"),
-        (f"{worlds.__name__}:Echo", {"turns": 3}, "unexpected keyword argument 'turns'"),
-        (f"{worlds.__name__}:Nothing", {}, "has no attribute 'Nothing'"),
-        (f"{worlds.__name__}:ways", {}, "it has no method reset"),
+        ("Unmade", {"how": "raises"}, "RuntimeError: no luck"),
+        ("Unmade", {"how": "dies"}, "ended with code 7 when it was made"),
+        ("Unmade", {"how": ""}, "none of them is trained"),
+        ("Echo", {"turns": 3}, "unexpected keyword argument 'turns'"),
+        ("Nothing", {}, "has no attribute 'Nothing'"),
+        ("ways", {}, "it has no method reset"),
     ],
 )
 def test_an_environment_that_cannot_be_made_is_an_error_of_the_config(path, options, reason):
-    process = EnvironmentProcess(path, options, LIMITS)
+    process = server_of(path, **options)
     for _ in range(2):  # the second time it is not tried again
         with pytest.raises(ConfigError, match=reason):
-            process.episode()
-    assert process._process is None
+            process.fork()
+    assert process.pid == 0
 
 
 def hear(found, **given):
@@ -214,7 +221,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(autouse=True, scope="module")
 def end_what_was_started():
     yield
-    end_processes()
+    forks.end_all()
 
 
 class Policy:
@@ -383,6 +390,46 @@ def test_an_environment_that_cannot_be_made_ends_the_stage_and_is_no_failure_of_
         group_of(folder, lambda text: "a<|end|>", "Unmade", how="raises")
 
 
+GOES_WRONG = {
+    "raises": "KeyError: 'none'",
+    "exits": "SystemExit: 3",
+    "dies": "its process ended with code 7",
+    "is killed": "its process was ended by SIGKILL",
+    "crashes": "SIGSEGV",
+    "sleeps": "took longer than 15 s",
+    "spins": "took longer than 15 s",
+    "says why": "RuntimeError: told",
+}
+
+
+@pytest.mark.parametrize(
+    "generate",
+    [
+        {"name": world("Hostile"), "options": {"step_s": 15.0}},
+        {"name": f"agent:{worlds.__name__}:agent", "options": {"seconds": 15.0}},
+        {"name": f"{worlds.__name__}:function", "timeout_s": 15.0},
+    ],
+    ids=["class", "agent", "function"],
+)
+def test_whatever_plays_a_sample_fails_alone_with_the_reason_and_its_last_words_and_leaves_nothing(folder, generate):
+    fine, *wrong, last = rollouts_of(folder, ["fine", *GOES_WRONG, "fine"], generate)
+    assert fine.reward is not None and fine.finish_reason != "error"
+    assert last == replace(fine, group_id=last.group_id, prompt_id=last.prompt_id)
+    for (way, reason), rollout in zip(GOES_WRONG.items(), wrong, strict=True):
+        assert rollout.finish_reason == "error" and reason in rollout.metadata["generate_error"], (way, rollout)
+    assert wrong[-1].metadata["last_words"] == "2\n3\n4\n5\n6"
+    deadline = time.monotonic() + 20
+    while (left := in_forks()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert left == []
+
+
+def in_forks() -> list[int]:
+    """Processes below the fork servers of this one."""
+    servers = [one for one in psutil.Process().children() if "fork_server" in " ".join(one.cmdline())]
+    return [child.pid for server in servers for child in server.children(recursive=True)]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_thousand_episodes_that_go_wrong_end_no_run_and_touch_no_other_sample(folder):
@@ -393,63 +440,23 @@ def test_a_thousand_episodes_that_go_wrong_end_no_run_and_touch_no_other_sample(
     generate = {"name": world("Hostile"), "options": limits}
     (alone,) = rollouts_of(folder, ["fine"], generate)
     found = rollouts_of(folder, mixed, generate)
-    servers = [one for one in psutil.Process().children() if "fork_server" in " ".join(one.cmdline())]
     deadline = time.monotonic() + 60
-    while (left := [one for server in servers for one in server.children()]) and time.monotonic() < deadline:
+    while in_forks() and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert servers and not left
+    assert not in_forks()
     harmless, reasons = Counter(), Counter()
     for answer, rollout in zip(mixed, found, strict=True):
         way = answer.partition(" in ")[0]
         if answer == "fine":
             assert rollout == replace(alone, group_id=rollout.group_id, prompt_id=rollout.prompt_id)
         elif rollout.finish_reason == "error":
-            assert rollout.metadata["generate_error"].startswith(("EnvironmentFailed: ", "ValueError: ")), rollout
+            assert rollout.metadata["generate_error"].startswith(("reset", "step", "end", "ValueError: ")), rollout
             reasons[way] += 1
         else:
             harmless[answer] += 1
     print(f"{sum(reasons.values())} failed: {reasons}\nthe others: {harmless}")
     assert set(reasons) == set(worlds.ways()) and sum(reasons.values()) + sum(harmless.values()) == 1000
     assert set(harmless) <= {"leaves a daemon in step", "never ends in step", "answers nothing in reset"}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_two_hundred_agents_that_go_wrong_end_no_run_and_touch_no_other_sample(folder, monkeypatch):
-    monkeypatch.setenv(MARK, str(os.getpid()))
-    draw = random.Random(7)
-    names = [*worlds.ways(), *worlds.calls(SimpleNamespace(api_key="k"))]
-    wrong = [*names, *(draw.choice(names) for _ in range(200 - len(names)))]
-    mixed = draw.sample(["fine"] * 50 + wrong, 250)
-    generate = {"name": f"agent:{worlds.__name__}:agent", "options": {"seconds": 10.0, "max_bytes": 512 << 20}}
-    try:
-        (alone,) = rollouts_of(folder, ["fine"], generate)
-        found = rollouts_of(folder, mixed, generate)
-    finally:
-        function._workers(f"{worlds.__name__}:agent", "auto", 10.0, 512 << 20, 16).close()
-    assert marked() == []
-    unhurt = Counter()
-    for way, rollout in zip(mixed, found, strict=True):
-        if way == "fine":
-            assert rollout == replace(alone, group_id=rollout.group_id, prompt_id=rollout.prompt_id)
-        elif rollout.reward is not None:
-            unhurt[way] += 1
-    assert not unhurt, unhurt
-    reasons = {way: rollout.metadata.get("generate_error", "") for way, rollout in zip(mixed, found, strict=True)}
-    assert "refused with [401]" in reasons["guesses keys"], reasons["guesses keys"]
-
-
-def marked() -> list[psutil.Process]:
-    """The processes with this one's mark in their environment, after a while."""
-    deadline, found = time.monotonic() + 20, [psutil.Process()]
-    while found and time.monotonic() < deadline:
-        time.sleep(0.1)
-        found = []
-        for process in psutil.process_iter():
-            with suppress(psutil.Error):
-                if process.pid != os.getpid() and process.environ().get(MARK) == str(os.getpid()):
-                    found.append(process)
-    return found
 
 
 def rollouts_of(folder, answers: list[str], generate) -> list[Rollout]:

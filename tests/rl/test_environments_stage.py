@@ -46,7 +46,7 @@ class World:
 GENERATE = {"name": "environment:tiny_world:World", "options": {"rounds": 2, "turn_tokens": 5}}
 VALUES = {"generate": GENERATE, "reward": "reported", "num_steps": 4, "checkpoint_every": 2, "eval_every": 4}
 LENGTHS = {"max_new_tokens": 12, "sampler": {"context": 96, "max_batch": 16}, "micro_batch_tokens": 128}
-VICTIMS = ("rl.environments.fork_server", "sampler", "rl.trainer.trainer")  # what stands in their command lines
+VICTIMS = ("children.fork_server", "sampler", "rl.trainer.trainer")  # what stands in their command lines
 
 
 def make_stage(folder, **values):

@@ -5,7 +5,7 @@ import mmap
 
 import torch
 
-from nanodag.host import resident
+from nanodag.host import process_memory
 from nanodag.train.lent_memory import LentMemory
 from tests.forks import run_script
 from tests.rl.models import save_tiny_model
@@ -34,13 +34,14 @@ CLEAR = torch.ones(1)
 
 
 def test_a_process_knows_what_it_takes_and_the_most_since_it_was_asked():
-    resident.peak_bytes()
-    before, block = resident.resident_bytes(), mmap.mmap(-1, 32 << 20)  # fresh pages, where malloc may have old ones
+    process_memory.peak_bytes()
+    before = process_memory.resident_bytes()
+    block = mmap.mmap(-1, 32 << 20)  # fresh pages, where malloc may have old ones
     for place in range(0, len(block), mmap.PAGESIZE):
         block[place] = 1
-    assert resident.resident_bytes() - before > 30 << 20
+    assert process_memory.resident_bytes() - before > 30 << 20
     block.close()
-    assert resident.peak_bytes() - before > 30 << 20
+    assert process_memory.peak_bytes() - before > 30 << 20
 
 
 # argv: model, output

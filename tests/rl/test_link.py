@@ -185,7 +185,7 @@ def test_a_child_that_ends_unasked_ends_the_others_and_is_named():
     victim = children.start("Trainer rank 0", sleep, os.environ)
     children.check()
     victim.kill()
-    lasting.wait(timeout=60)
+    assert lasting.wait(60)
     with pytest.raises(StageFailed, match=r"Trainer rank 0 \(pid \d+\) was ended by SIGKILL"):
         children.check()
     assert children.exit_code == 137
@@ -196,7 +196,7 @@ def test_a_child_that_ends_unasked_ends_the_others_and_is_named():
 def test_a_child_whose_watchdog_says_that_a_signal_ended_it_counts_as_killed():
     """As of a trainer's node whose torchrun was killed."""
     children = Children()
-    children.start("Trainer ranks on there", [sys.executable, "-c", "raise SystemExit(137)"], os.environ).wait()
+    children.start("Trainer ranks on there", [sys.executable, "-c", "raise SystemExit(137)"], os.environ).wait(60)
     assert "was ended by SIGKILL (often: out of memory)" in str(children.cause_of(ValueError("broken pipe")))
     assert children.exit_code == 137
     children.end()
@@ -205,7 +205,7 @@ def test_a_child_whose_watchdog_says_that_a_signal_ended_it_counts_as_killed():
 def test_while_stopping_a_child_may_end():
     children = Children(is_stopping=lambda: True)
     process = children.start("The sampler", [sys.executable, "-c", ""], os.environ)
-    process.wait()
+    assert process.wait(60)
     time.sleep(0.5)
     children.check()
     children.end()

@@ -10,8 +10,8 @@ from nanodag.api.bodies import Tool
 from nanodag.api.token_text import TokenText
 from nanodag.api.tool_format import knows_calls, read_whole, reader_of
 from nanodag.inference.protocol import Completion, FinishReason
-from nanodag.rl.rollouts.turns.tools import TOOLS
-from nanodag.rl.rollouts.turns.transcript import Transcript
+from nanodag.rl.environments.tools import TOOLS
+from nanodag.rl.environments.transcript import Transcript
 from nanodag.tokenizer.bpe import save_tokenizer, train_bpe
 from nanodag.tokenizer.chat import load_renderer
 from nanodag.tokenizer.encoding import Encoding

@@ -5,9 +5,9 @@ import random
 import pytest
 
 from nanodag.inference.protocol import Completion, FinishReason, VersionSpan
+from nanodag.rl.environments.sample import Sample
+from nanodag.rl.environments.transcript import Transcript
 from nanodag.rl.rollouts.rollout import prompt_span
-from nanodag.rl.rollouts.turns.sample import Sample
-from nanodag.rl.rollouts.turns.transcript import Transcript
 from nanodag.tokenizer.encoding import Encoding
 from tests.rl.templates import FORGETFUL, LLAMA3, QWEN3, QWEN25, renderer_of
 

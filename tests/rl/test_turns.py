@@ -2,25 +2,27 @@
 fake that we own."""
 
 import asyncio
-import itertools
 import json
-import threading
+import os
 import time
 from dataclasses import replace
 
+import psutil
 import pytest
 
+from nanodag.children import forks
+from nanodag.children.tree import children_of
 from nanodag.config import result_config
 from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import ConfigError, SamplerLost, StageFailed
 from nanodag.inference.protocol import Completion, FinishReason, VersionSpan
 from nanodag.rl.control.generation import RolloutGenerator
+from nanodag.rl.environments.calculator import calculated
+from nanodag.rl.environments.conversation import Conversation
+from nanodag.rl.environments.runner import Turns
+from nanodag.rl.environments.tools import declared_tools
 from nanodag.rl.rollouts.prompts import PolicyFormat, Prompt, rendered
 from nanodag.rl.rollouts.rollout import flatten_response
-from nanodag.rl.rollouts.turns.calculator import calculated
-from nanodag.rl.rollouts.turns.conversation import Conversation
-from nanodag.rl.rollouts.turns.runner import THREAD_NAME, Turns
-from nanodag.rl.rollouts.turns.tools import declared_tools
 from nanodag.run.build_stage import _library_identity, own_entries, with_identities
 from nanodag.tokenizer import layout
 from nanodag.tokenizer.bpe import save_tokenizer
@@ -39,6 +41,12 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
     save_tokenizer(BYTES, folder)
     return folder
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _end_fork_servers():
+    yield
+    forks.end_all()
 
 
 @pytest.fixture
@@ -181,22 +189,23 @@ async def answered_itself(sampler, sample):
     return type(sample)(**{name: getattr(sample, name) for name in sample.__slots__} | {"answer": "mine"})
 
 
-CALLS = itertools.count()
-
-
-async def broken(sampler, sample, *, how: str):
-    """Every second call fails, in its own way."""
-    if next(CALLS) % 2:
+async def broken(sampler, sample):
+    """Every second call fails, in the way that the prompt's answer names, with a file that counts them."""
+    how, calls = sample.record["answer"]
+    with open(calls, "ab") as file:
+        file.write(b"x")
+    if os.path.getsize(calls) % 2:
         return await sampler.turn(sample)
     if how == "raises":
         raise RuntimeError("no luck")
     if how == "exits":
         raise SystemExit(3)
+    if how == "dies":
+        os._exit(7)
     if how == "waits":
         await asyncio.sleep(3600)
     if how == "blocks":
-        time.sleep(1.5)
-        return sample  # given up by now: whom it would ask has no event loop any more
+        time.sleep(3600)
     while how == "spins":
         pass
     if how == "nothing":
@@ -290,10 +299,11 @@ def test_what_is_drawn_depends_on_stage_step_prompt_and_sample_whoever_is_first(
     ("how", "reason"),
     [
         ("raises", "RuntimeError: no luck"),
-        ("exits", "it raised SystemExit"),
-        ("waits", "longer than 0.5 s without asking"),
-        ("blocks", "longer than 0.5 s without asking"),
-        ("spins", "longer than 0.5 s without asking"),
+        ("exits", "SystemExit: 3"),
+        ("dies", "its process ended with code 7"),
+        ("waits", "longer than 2 s without asking"),
+        ("blocks", "longer than 2 s without asking"),
+        ("spins", "longer than 2 s without asking"),
         ("nothing", "no turn added to"),
         ("junk", "must return a Sample"),
         ("unknown", f"token id {VOCABULARY}"),
@@ -301,24 +311,28 @@ def test_what_is_drawn_depends_on_stage_step_prompt_and_sample_whoever_is_first(
         ("long", "where 64 and 16 are the limits"),
     ],
 )
-def test_a_function_that_fails_fails_its_sample_with_the_reason(folder, ids, how, reason):
-    generate = {"name": here("broken"), "options": {"how": how}, "timeout_s": 0.5}
+def test_a_function_that_fails_fails_its_sample_with_the_reason(folder, ids, tmp_path, how, reason):
+    generate = {"name": here("broken"), "timeout_s": 2.0}
     values = {"generate": generate, "samples_per_prompt": 4, "max_failed_rewards": 0.5}
     generator = made(folder, Script(lambda request: ids("a<|end|>")), **values)
-    batch = batch_of(generator, prompts(ids))
+    (prompt,) = prompts(ids)
+    prompt.record["answer"] = how, str(tmp_path / "calls")
+    batch = batch_of(generator, [prompt])
     ((_, group),) = batch.kept
     assert len(group) == 2 and len(batch.failed) == 2
     for rollout in batch.failed:
         assert rollout.finish_reason == "error" and rollout.reward is None
         assert reason in rollout.metadata["generate_error"]
     deadline = time.monotonic() + 60
-    while threads() and time.monotonic() < deadline:
+    while left_in_forks() and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert threads() == []  # also of an endless loop nothing is left
+    assert left_in_forks() == []  # also of an endless loop nothing is left
 
 
-def threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == THREAD_NAME]
+def left_in_forks() -> list[int]:
+    """Processes below the fork servers of this one."""
+    servers = [pid for pid in children_of(os.getpid()) if "fork_server" in " ".join(psutil.Process(pid).cmdline())]
+    return [pid for server in servers for pid in children_of(server)]
 
 
 def test_when_all_fail_the_stage_ends_with_the_reason_and_a_lost_sampler_is_not_blamed_on_the_function(folder, ids):
@@ -334,7 +348,8 @@ def test_when_all_fail_the_stage_ends_with_the_reason_and_a_lost_sampler_is_not_
 
 def test_a_group_that_is_not_needed_any_more_is_ended_and_its_turns_aborted(folder, ids):
     async def says(request):
-        await asyncio.sleep(3600 if "p1" in request.rid else 0)
+        while "p1" in request.rid or len(sampler.requests) < 4:  # all have been asked
+            await asyncio.sleep(0.01)
         return ids("a<|end|>")
 
     sampler = Script(says)

@@ -6,18 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from nanodag.guests import verifiers_process
-from nanodag.guests.verifiers_install import VERIFIERS
-from nanodag.guests.verifiers_process import MAX_BYTES
+from nanodag.external_envs import verifiers_process
+from nanodag.external_envs.verifiers_install import VERIFIERS
+from nanodag.external_envs.verifiers_process import MAX_BYTES
 from nanodag.rewards.reward_pool import RewardPool
-from nanodag.rl.agents import verifiers_environment
-from nanodag.rl.agents.door import the_door
 from nanodag.rl.control.generation import RolloutGenerator
+from nanodag.rl.environments import verifiers_environment
+from nanodag.rl.environments.runner import Turns, turns_loop
 from nanodag.rl.rollouts.metrics import rollout_metrics
-from nanodag.rl.rollouts.turns.runner import Turns
 from nanodag.tokenizer.chat import load_renderer
 from nanodag.tokenizer.encoding import Encoding
-from tests.guests.test_verifiers_process import FAKE
+from tests.external_envs.test_verifiers_process import FAKE
 from tests.rl.stages import VOCABULARY
 from tests.rl.test_turns import Cursor, Script, config, folder, ids, prompts  # noqa: F401 - two are fixtures
 
@@ -31,7 +30,7 @@ def _fake(monkeypatch):
     yield
     for at_once in (64, 1):
         process, _ = verifiers_environment._process('{"taskset": {"id": "m"}}', MAX_BYTES, at_once)
-        asyncio.run(the_door().do(process.close()))
+        asyncio.run(turns_loop().do(process.close()))
     verifiers_environment._process.forget()
 
 
@@ -73,6 +72,6 @@ def test_a_rollout_is_trained_by_what_its_rubric_says_and_fails_by_itself(folder
     metrics = rollout_metrics(fine)
     assert metrics["turns"] == 1.0 and metrics["metric_length"] == 5.0
     reasons = {one.prompt_id: one.metadata["generate_error"] for one in rollouts if one.finish_reason == "error"}
-    assert reasons.keys() == {"p1", "p3", "p4"} and reasons["p1"] == "AgentFailed: TaskError: no"
+    assert reasons.keys() == {"p1", "p3", "p4"} and reasons["p1"] == "TaskError: no"
     assert "ended with code 3" in reasons["p3"] and "a last word" in reasons["p3"]
     assert "ended with code -9" in reasons["p4"]

@@ -8,9 +8,9 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from nanodag.guests.verifiers_process import MAX_BYTES
-from nanodag.rl.agents import verifiers_environment
-from nanodag.rl.agents.door import the_door
+from nanodag.external_envs.verifiers_process import MAX_BYTES
+from nanodag.rl.environments import verifiers_environment
+from nanodag.rl.environments.runner import turns_loop
 from nanodag.tokenizer.encoding import Encoding
 from tests.rl.test_turns import folder  # noqa: F401 - a fixture
 from tests.rl.test_verifiers_environment import generated
@@ -102,7 +102,7 @@ def test_samples_of_broken_environments_fail_alone_and_leave_no_process(folder, 
     finally:
         for at_once in (64, 1):
             process, _ = verifiers_environment._process('{"taskset": {"id": "hostile_env"}}', MAX_BYTES, at_once)
-            asyncio.run(the_door().do(process.close()))
+            asyncio.run(turns_loop().do(process.close()))
         verifiers_environment._process.forget()
     for one in rollouts:
         way = ways[int(one.prompt_id.removeprefix("p"))]

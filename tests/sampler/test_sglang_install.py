@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from nanodag.config.rl_parts import SamplerConfig
 from nanodag.errors import MissingTool
-from nanodag.guests.package_environment import progress_of
+from nanodag.external_envs.package_environment import progress_of
 from nanodag.inference.sglang_install import (
     default_folder,
     find_python,

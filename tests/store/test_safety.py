@@ -25,7 +25,7 @@ RUNS_ANSWERS = {f"nanodag/rewards/inside/{side}.py" for side in ("__init__", "pr
 
 
 # In the Python of the verifiers package: a program that the package itself ships as text.
-RUNS_A_PROGRAM = "nanodag/guests/verifiers_server.py"
+RUNS_A_PROGRAM = "nanodag/external_envs/verifiers_server.py"
 
 # SGLang's protocol sends handles of shared memory so; an unpickler of its own knows a list of names and no other
 # (tests/sampler/test_weight_endpoints.py).

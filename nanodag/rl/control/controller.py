@@ -30,7 +30,7 @@ from typing import Any
 from nanodag.config.kinds.rl import RLStage
 from nanodag.data.mixture import Mixture
 from nanodag.errors import NanodagError, StageFailed
-from nanodag.host.garbage import collect_rarely
+from nanodag.host.gc_tuning import collect_rarely
 from nanodag.rewards import sandbox
 from nanodag.rl.control.benchmarks import PolicyBenchmarks
 from nanodag.rl.control.checks import (
@@ -51,6 +51,8 @@ from nanodag.rl.control.sampler_traces import traced_samplers
 from nanodag.rl.control.schedule import Position, Schedule, StopRequested
 from nanodag.rl.control.services import Services
 from nanodag.rl.control.step_records import Records
+from nanodag.rl.environments.runner import Turns
+from nanodag.rl.environments.tools import declared_tools
 from nanodag.rl.fleet.memory import held_memory
 from nanodag.rl.rollouts.batch import RolloutBatch, read_batch, write_batch
 from nanodag.rl.rollouts.horizon import with_num_steps
@@ -68,8 +70,6 @@ from nanodag.rl.rollouts.prompts import PolicyFormat, PromptCursor
 from nanodag.rl.rollouts.rollout import Rollout
 from nanodag.rl.rollouts.staleness import staleness_metrics, without_older, without_stale
 from nanodag.rl.rollouts.stopwatch import Stopwatch
-from nanodag.rl.rollouts.turns.runner import Turns
-from nanodag.rl.rollouts.turns.tools import declared_tools
 from nanodag.store.atomic import write_json
 from nanodag.store.checkpoints import Checkpoints
 from nanodag.tokenizer.chat import load_renderer

@@ -19,6 +19,7 @@ from nanodag.inference.protocol import Completion, Request, SamplingParams
 from nanodag.inference.seeds import derived_seed
 from nanodag.rewards.reward_pool import RewardPool, SampleReward
 from nanodag.rewards.step_reward import token_places
+from nanodag.rl.environments.runner import ANSWER, REPORTED, Turns
 from nanodag.rl.rollouts.batch import Dropped, RolloutBatch
 from nanodag.rl.rollouts.failures import REASON, check_failures, has_failed_reward
 from nanodag.rl.rollouts.prompts import Prompt, PromptCursor
@@ -35,7 +36,6 @@ from nanodag.rl.rollouts.segments import (
     was_ended,
 )
 from nanodag.rl.rollouts.shaping import shaped
-from nanodag.rl.rollouts.turns.runner import ANSWER, REPORTED, Turns
 from nanodag.tokenizer.encoding import Encoding
 
 WAVES_A_STEP = 16

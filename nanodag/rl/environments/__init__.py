@@ -1,13 +1,34 @@
-"""Environments: programs that a policy acts in, turn by turn. `generate: environment:package.module:Class` runs one.
+"""Whatever answers a policy turn by turn: `rl.generate` names it, and one protocol stands before all of it.
 
-    environment.py   what a class has, and what it is given; of ours an environment imports nothing else
-    observations.py  what an environment answers, checked
-    fork_server.py   the process that makes the environment once and forks an episode for each sample
-    episode.py       what runs in such a fork
-    processes.py     the controller's end of both
-    tool_calls.py    the calls of a message, as an environment gets them
-    loop.py          the loop of a sample: the policy speaks, the environment answers
+Contract of an entry: `async def generate(sampler, sample, **options) -> Sample | sequence of Samples`.
 
-The object is made once, with the options of the config. Each sample has a fork of its process: an episode begins with
-the object as it was made, and whatever it does to itself, to the machine's memory or to its own processes ends with it.
+    async def twice(sampler, sample, *, question: str = "Are you sure?"):
+        sample = await sampler.turn(sample)
+        sample = sample.with_tool(sampler.encode(question))
+        return await sampler.turn(sample)
+
+sampler: TurnSampler; sample: Sample, which has the prompt alone, one call for each of `samples_per_prompt`, and one for
+each held-out prompt, greedily. Options come from the config, keyword only. The returned samples are judged and trained
+in one group with those of the other calls, so a group may have any size. Only tokens that `sampler.turn` sampled are
+trained; every other token is a tool token. Text is never tokenised again: a turn continues from the ids.
+
+Exact resume needs the same result for the same sample and weights: draw random numbers from `sample.seed`, and do not
+look at the clock. A function that raises, hangs or returns something that cannot be trained fails its sample with the
+reason. Its module is imported once, in a process of its own; each call has a fork of that, so it may block, and what
+it changes there no other call sees.
+
+    runner.py             calls the entry for each sample: time limit, what is returned, failures, lost processes
+    sample.py             a sample, and the sampler that adds turns
+    transcript.py         what a sample said: messages outside, token ids inside
+    conversation.py       a policy that is spoken to in messages
+    own_function.py       a function of the user's own, in forks of a process that has imported it
+    tools.py              a policy with one tool: calculator.py, interpreter.py
+    class_environment.py  a class with `reset` and `step` (environment.py, observations.py, tool_calls.py), whose
+                          episodes are forks (episode.py); openenv.py and openenv_session.py are one over a server
+    agent_function.py     a function that asks the policy by OpenAI's API, in a fork (agent_fork.py)
+    agent_command.py      a program in the sandbox that does (sandbox_proxy.py)
+    verifiers_environment.py  an environment of the `verifiers` package, an agent as well
+    api_server.py         the API for all of them; agent_session.py: what one key opens; sample_context.py: its life
+
+What an agent has said and heard becomes sequences: each call's ids are kept, with log-probabilities and versions.
 """

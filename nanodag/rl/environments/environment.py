@@ -1,4 +1,4 @@
-"""What an environment is, and what its methods get. Standard library only.
+"""The interface of an environment, and what its methods get. Standard library only.
 
     class Echo:
         def __init__(self, *, rounds: int = 2):        # options of the config, keyword only
@@ -48,7 +48,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """What a role said. text: without its calls. calls: those of tools that the environment has, with arguments that
+    """Speech of a role. text: without its calls. calls: those of tools that the environment has, with arguments that
     are JSON objects; other calls are answered before they reach the environment. is_cut: the text reached the token
     limit, and this is the last step. role: who spoke; empty where the environment has no roles."""
 
@@ -59,7 +59,7 @@ class Action:
 
 
 class Environment(Protocol):
-    """What is needed of an environment's class; `tools`, `metrics` and `roles` are optional."""
+    """Methods that an environment's class needs; `tools`, `metrics` and `roles` are optional."""
 
     def reset(self, *, seed: int, record: Mapping[str, Any]) -> Observation:
         """Begin an episode, and say what the policy hears first. record: the prompt's (nanodag.data.canonical)."""

@@ -1,34 +1,31 @@
-"""An episode: what runs in a fork of the environment's process. Standard library and the environment only.
+"""An episode: what a fork of an environment's process answers. Standard library and the environment only.
 
-It reads JSON lines and answers each: `{"reset": {"seed", "record"}}` -> `{"observation", "tools"}`;
-`{"step": {"text", "calls", "is_cut", "role"}}` -> `{"observation", "reward", "done", "info"}`;
-`{"end": {}}` -> `{"metrics"}`. What raises, and what is no JSON, is answered `{"error"}`.
+`{"reset": {"seed", "record"}}` -> `{"observation", "tools"}`; `{"step": {"text", "calls", "is_cut", "role"}}` ->
+`{"observation", "reward", "done", "info"}`; `{"end": {}}` -> `{"metrics"}`.
 """
 
-import json
 import random
-import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-from nanodag.own_code.blame import with_place
+from nanodag.children.fork_server import Line, answering
+from nanodag.own_code.functions import function_at
 from nanodag.rl.environments.environment import Action, Environment, ToolCall
+from nanodag.rl.environments.observations import roles_of
 
 
-def serve(environment: Environment, connection: socket.socket) -> None:
-    """Answer until the other end is closed. Raises OSError where the environment has closed this one."""
-    with connection.makefile("rb") as lines:
-        for line in lines:
-            connection.sendall(answer(environment, json.loads(line)) + b"\n")
+def make(path: str, options: Mapping[str, Any]) -> tuple[Any, Callable[[Line], None]]:
+    """The roles of an environment, and what serves an episode. path: `module:Class`."""
+    environment = function_at(path)(**options)
+    if missing := [name for name in ("reset", "step") if not callable(getattr(environment, name, None))]:
+        raise TypeError(f"it has no method {missing[0]}")
+    return roles_of(getattr(environment, "roles", None)), answering(partial(_answer, environment))
 
 
-def answer(environment: Environment, asked: Mapping[str, Any]) -> bytes:
-    """One line of JSON, without the newline."""
-    ((name, given),) = asked.items()
-    try:
-        return json.dumps(_CALLS[name](environment, given), allow_nan=False).encode()
-    except BaseException as error:  # noqa: BLE001 - also what sys.exit raises: it ends the episode with the reason
-        return json.dumps({"error": with_place(error)}).encode()
+def _answer(environment: Environment, message: Mapping[str, Any]) -> dict[str, Any]:
+    ((name, given),) = message.items()
+    return _CALLS[name](environment, given)
 
 
 def _reset(environment: Environment, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -40,10 +37,10 @@ def _reset(environment: Environment, given: Mapping[str, Any]) -> dict[str, Any]
 
 def _step(environment: Environment, given: Mapping[str, Any]) -> dict[str, Any]:
     calls = tuple(ToolCall(call["name"], call["arguments"]) for call in given["calls"])
-    found = environment.step(Action(given["text"], calls, given["is_cut"], given["role"]))
-    if not isinstance(found, tuple | list) or len(found) != 4:
-        raise ValueError(f"step must return (observation, reward, done, info); found {found!r:.200}")
-    return dict(zip(("observation", "reward", "done", "info"), found, strict=True))
+    result = environment.step(Action(given["text"], calls, given["is_cut"], given["role"]))
+    if not isinstance(result, tuple | list) or len(result) != 4:
+        raise ValueError(f"step must return (observation, reward, done, info); found {result!r:.200}")
+    return dict(zip(("observation", "reward", "done", "info"), result, strict=True))
 
 
 def _end(environment: Environment, given: Mapping[str, Any]) -> dict[str, Any]:

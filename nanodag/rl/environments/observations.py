@@ -1,4 +1,4 @@
-"""What an environment answers, checked: it comes from a program that may answer anything. Standard library only."""
+"""Checks of an environment's answers: it comes from a program that may answer anything. Standard library only."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ class Heard:
 
 @dataclass(slots=True, kw_only=True)
 class Earned:
-    """What the steps so far have brought. by_role: rewards; "" is the main role. components: parts of the reward."""
+    """Rewards of the steps so far. by_role: rewards; "" is the main role. components: parts of the reward."""
 
     by_role: dict[str, float] = field(default_factory=dict)
     components: dict[str, float] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class Earned:
 
 
 def roles_of(found: Any) -> dict[str, bool]:
-    """Who speaks, and whether it is trained: what an environment says as `roles`; one without a name where it says
+    """Roles that speak, and whether each is trained, from an environment's `roles`; one without a name where it says
     nothing. Raises ValueError for anything else, and where none is trained."""
     if found is None:
         return {"": True}
@@ -100,7 +100,7 @@ def tool_message(call_id: str, content: str) -> Message:
 
 
 def tools_of(found: Any) -> list[dict[str, Any]]:
-    """What `tools()` returned. Raises ValueError where it is no list of tools as OpenAI defines them."""
+    """Check the result of `tools()`. Raises ValueError where it is no list of tools as OpenAI defines them."""
     if not isinstance(found, list):
         raise ValueError(f"tools must be a list; found {found!r:.200}")
     for tool in found:
@@ -113,7 +113,7 @@ def tools_of(found: Any) -> list[dict[str, Any]]:
 
 
 def metrics_of(found: Any) -> dict[str, float]:
-    """What `metrics()` returned. Raises ValueError where it is no mapping of finite numbers."""
+    """Check the result of `metrics()`. Raises ValueError where it is no mapping of finite numbers."""
     return {name: number(value, f"the metric {name:.80}") for name, value in _mapping(found, "metrics").items()}
 
 

@@ -1,17 +1,12 @@
 """`generate: openenv:URL`: an OpenEnv server as the environment of a sample."""
 
 import asyncio
-import threading
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 from nanodag.errors import ConfigError
 from nanodag.host.threads import MadeOnce
 from nanodag.registry import entry
-from nanodag.rl.environments.loop import environment
-from nanodag.rl.rollouts.turns.sample import Sample, TurnSampler
-
-LOOK_EVERY_S = 0.05
+from nanodag.rl.environments.class_environment import environment
+from nanodag.rl.environments.sample import Sample, TurnSampler
 
 
 @entry("generate", "openenv", argument="url")
@@ -32,7 +27,7 @@ async def openenv(
     server allows (its `max_concurrent_envs`). action, observation: fields, as
     nanodag.rl.environments.openenv_session has them.
     """
-    async with _place(sampler, _places(named, at_once)):
+    async with sampler.placed(_places(named, at_once)):
         return await environment(
             sampler,
             sample,
@@ -45,21 +40,9 @@ async def openenv(
         )
 
 
-@asynccontextmanager
-async def _place(sampler: TurnSampler, places: threading.Semaphore) -> AsyncIterator[None]:
-    """One of these places. To wait for it counts as no time of the sample's."""
-    with sampler.held():
-        while not places.acquire(blocking=False):  # each sample has an event loop of its own
-            await asyncio.sleep(LOOK_EVERY_S)
-    try:
-        yield
-    finally:
-        places.release()
-
-
 @MadeOnce
-def _places(url: str, at_once: int) -> threading.Semaphore:
-    """Those of all samples. Raises ConfigError where there are none."""
+def _places(url: str, at_once: int) -> asyncio.Semaphore:
+    """Places of all samples. Raises ConfigError where there are none."""
     if at_once < 1:
         raise ConfigError(f"openenv:{url}: at_once {at_once} must be above 0.")
-    return threading.Semaphore(at_once)
+    return asyncio.Semaphore(at_once)

@@ -83,7 +83,7 @@ class OpenEnv:
         return self._tools
 
     def step(self, action: Action) -> tuple[str | list[str], float, bool, Mapping[str, Any]]:
-        """What the server answers. Several calls are several steps, until one of them ends the episode."""
+        """Answer of the server. Several calls are several steps, until one of them ends the episode."""
         if self._field:
             steps: list[dict[str, Any]] = [{self._field: action.text}]
         elif self._is_mcp:
@@ -109,7 +109,7 @@ class OpenEnv:
         return texts[0] if len(texts) == 1 else texts, reward, done, {}
 
     def _begun(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """What the server says at the begin of a session, which may wait for the end of another."""
+        """First answer of a session, which may wait for the end of another."""
         deadline = time.monotonic() + FREE_TIMEOUT_S
         while True:
             self._connection = self._connected()
@@ -133,7 +133,7 @@ class OpenEnv:
             raise ValueError(f"{self._url} cannot be reached: {error}") from error
 
     def _observed(self, what: str, answer: Mapping[str, Any]) -> dict[str, Any]:
-        """What an answer observes. Raises ValueError for one that refuses."""
+        """The observation in an answer. Raises ValueError for one that refuses."""
         if answer.get("type") != "observation":
             raise ValueError(f"{self._url} refuses {what}: {json.dumps(answer.get('data'))[:300]}")
         told: dict[str, Any] = answer["data"]
@@ -168,13 +168,13 @@ class OpenEnv:
 
 
 def _code(answer: Mapping[str, Any]) -> str:
-    """Of an error; empty for another answer."""
+    """Code of an error; empty for another answer."""
     data = answer.get("data")
     return str(data.get("code", "")) if answer.get("type") == "error" and isinstance(data, Mapping) else ""
 
 
 def _mistakes(answer: Mapping[str, Any]) -> str:
-    """What is wrong with an action that does not fit its schema; empty for another answer."""
+    """Mistakes of an action that does not fit its schema; empty for another answer."""
     if _code(answer) != "VALIDATION_ERROR":
         return ""
     found = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in answer["data"].get("errors", ())]
@@ -182,7 +182,7 @@ def _mistakes(answer: Mapping[str, Any]) -> str:
 
 
 def _plain(result: Any) -> Any:
-    """What a tool returned, without the envelope that FastMCP puts around it."""
+    """Result of a tool, without the envelope that FastMCP puts around it."""
     if isinstance(result, Mapping) and "data" in result:
         return result["data"]
     return result

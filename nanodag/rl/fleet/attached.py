@@ -58,7 +58,7 @@ class AttachedServer:
 
     stop = kill
 
-    def last_log_lines(self) -> str:
+    def tail(self) -> str:
         """Where its log is."""
         return f"(the log of {self.url} is with whoever started it)"
 

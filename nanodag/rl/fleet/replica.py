@@ -89,7 +89,7 @@ class Replica:
         if self.lost_in_a_row > most:
             raise SamplerLost(
                 f"{self.name} was lost {self.lost_in_a_row} times without having answered in between: {error}. The end "
-                f"of its log:\n{self.server.last_log_lines()}"
+                f"of its log:\n{self.server.tail()}"
             ) from error
 
     async def version_there(self, client: SamplerClient) -> str:

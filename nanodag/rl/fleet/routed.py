@@ -66,7 +66,7 @@ class RoutedPrompts:
             self._router.disarrange()
         raise SamplerLost(
             f"A prompt failed {counted(self._max_restarts + 1, 'time')} behind the router, the last time: {failure}. "
-            f"The end of the router's log:\n{self._router.last_log_lines()}"
+            f"The end of the router's log:\n{self._router.tail()}"
         ) from failure
 
 

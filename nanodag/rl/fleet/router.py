@@ -111,9 +111,9 @@ class Router:
         """Its process and its address, for a message."""
         return f"pid {self._server.pid}, {self._server.url}"
 
-    def last_log_lines(self) -> str:
+    def tail(self) -> str:
         """The end of its log."""
-        return self._server.last_log_lines()
+        return self._server.tail()
 
     def close(self) -> None:
         """End it for good."""

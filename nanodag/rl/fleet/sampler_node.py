@@ -4,10 +4,9 @@ A server there listens on the address by which this machine reaches that one, an
 this process, with the connection, and when it is told to.
 """
 
-import contextlib
 import logging
 import secrets
-import subprocess
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,21 +28,13 @@ class NodeServer(ServerProcess):
 
     def kill(self) -> None:
         """Make it end: here at once, there as soon as the connection is seen to have gone."""
-        self._hang_up()
-        self.process.kill()
-        self.process.wait()
-
-    def stop(self, timeout_s: float = GRACE_S) -> None:
-        """Have it end, and wait until it has."""
-        self._hang_up()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(timeout_s)
-        self.kill()
-
-    def _hang_up(self) -> None:
         assert self.process.stdin is not None
-        with contextlib.suppress(OSError):
-            self.process.stdin.close()
+        self.process.stdin.close()
+        super().kill()
+
+    def stop(self, timeout_s: float = GRACE_S, signum: int = signal.SIGTERM) -> None:
+        """Have it end, and wait until it has."""
+        self.hang_up(timeout_s)
 
 
 class SamplerNode:
@@ -68,33 +59,32 @@ class SamplerNode:
                 time.sleep(POLL_S)
             if self.address(server):
                 return server
-            code = server.process.poll()
+            code = None if server.is_alive else server.code
             server.kill()
             if code == nodes.NOT_SHARED_EXIT_CODE:
                 raise ConfigError(f"{self._name} has no folder {self.folder}. {nodes.SHARE_IT}")
             if time.monotonic() > deadline or stop_requested():
                 raise NodeLost(
                     f"{self._name}, a node of samplers, could not be reached in {nodes.REACH_TIMEOUT_S:.0f} s; the end "
-                    f"of {log_path}:\n{server.last_log_lines(5)}"
+                    f"of {log_path}:\n{server.tail(5)}"
                 )
             log.info("%s, a node of samplers: not reached (code %s); once more", self._name, code)
             time.sleep(nodes.AGAIN_AFTER_S)
 
     def _begin(self, command: Sequence[str], environment: Mapping[str, str], log_path: Path) -> NodeServer:
         self._token = secrets.token_hex(8)
-        with log_path.open("ab") as output:
-            process = nodes.start_there(
-                self._cluster,
-                self._name,
-                command,
-                environment,
-                address=nodes.seen_address(self._name),
-                usage=self._usage,
-                up=self._up,
-                token=self._token,
-                output=output,
-            )
-        return NodeServer(process, "", log_path)
+        child = nodes.start_there(
+            self._cluster,
+            self._name,
+            command,
+            environment,
+            address=nodes.seen_address(self._name),
+            usage=self._usage,
+            up=self._up,
+            token=self._token,
+            log_path=log_path,
+        )
+        return NodeServer(child.process, "", log_path)
 
     def address(self, server: ServerProcess) -> str:
         """The node's, once it has written it."""

@@ -131,7 +131,7 @@ class Samplers:
                 if attempt == attempts - 1:
                     raise SamplerLost(
                         f"A prompt lost {counted(attempt + 1, 'sampler')}, one after the other; the last: {error}. "
-                        f"The end of its log:\n{server.last_log_lines()}"
+                        f"The end of its log:\n{server.tail()}"
                     ) from error
             finally:
                 replica.load -= load

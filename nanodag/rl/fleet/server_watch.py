@@ -26,7 +26,7 @@ class ChildServer(Protocol):
     @property
     def is_alive(self) -> bool: ...
 
-    def last_log_lines(self) -> str:
+    def tail(self) -> str:
         """The end of its log."""
         ...
 

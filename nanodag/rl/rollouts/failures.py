@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from nanodag.errors import StageFailed
 from nanodag.errors.words import counted
 from nanodag.rl.rollouts.rollout import Rollout, main_sequences
-from nanodag.rl.rollouts.turns.runner import FAILED, LAST_WORDS
 
 log = logging.getLogger(__name__)
 
 WARNED_ABOVE = 0.01
 REASON = "reward_error"  # the metadata that says why there is no reward
+FAILED = "generate_error"  # and why there is no response
+LAST_WORDS = "last_words"  # and the last lines that what failed has written, where there are any
 
 
 def has_failed_reward(rollout: Rollout) -> bool:

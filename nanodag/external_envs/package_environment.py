@@ -1,0 +1,172 @@
+"""Makes the virtual environment of a guest: a package whose own requirements would break ours. No torch here.
+
+What goes into it stands in a list of pins. Interrupted, the installation goes on where it was when it is called again;
+finished, it leaves a mark, and is not done again until the list changes. What pip says goes to `install.log` in the
+environment's folder.
+"""
+
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nanodag.children.child import start_child
+from nanodag.errors import MissingTool
+from nanodag.errors.words import duration, size
+from nanodag.host.folders import user_cache
+
+MARK = "installed"
+LOG_NAME = "install.log"
+UNPACKED = "lib/python*/site-packages/*.dist-info"
+LOOK_EVERY_S = 0.5
+TAIL_LINES = 20
+STOP_TIMEOUT_S = 30.0
+UNITS = {"kB": 1e3, "MB": 1e6, "GB": 1e9}
+
+Say = Callable[[str], None]
+
+
+def silent(text: str) -> None:
+    """Says nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackageEnvironment:
+    """Where a guest lives. name: of its folder. package: the distribution that it is for. listed: the list of pins.
+    variable: names the interpreter of one that exists. command: what makes it, for messages."""
+
+    name: str
+    package: str
+    listed: Path
+    variable: str
+    command: str
+
+    @property
+    def folder(self) -> Path:
+        """Default folder."""
+        return user_cache() / self.name
+
+    @property
+    def pins(self) -> list[str]:
+        """The lines of the list, `package==version`."""
+        lines = self.listed.read_text(encoding="utf-8").splitlines()
+        return [line for line in lines if "==" in line and line[0] != "#"]
+
+    def is_installed(self, folder: Path) -> bool:
+        """Whether it was finished, from the list as it is now."""
+        mark = folder / MARK
+        return mark.is_file() and mark.read_text() == self._digest()
+
+    def find_python(self, configured: str, *, setting: str, who: str) -> Path:
+        """The interpreter: the one that is configured (`auto` for none), else the one that the variable names, else of
+        the environment that was made. setting: where it is configured. who: needs it. Raises MissingTool where there is
+        none."""
+        named = os.environ.get(self.variable, "") if configured == "auto" else configured
+        by = f"{setting} or {self.variable}" if setting else self.variable
+        if named:
+            if not Path(named).is_file():
+                raise MissingTool(f"There is no interpreter {named}, which {by} names.")
+            return Path(named)
+        if not self.is_installed(self.folder):
+            given = f"{setting}, or the variable {self.variable}" if setting else f"the variable {self.variable}"
+            raise MissingTool(
+                f"{who} in an environment of its own, and there is none in {self.folder}. Make it: {self.command}. Or "
+                f"name the interpreter of one that exists: {given}."
+            )
+        return self.folder / "bin" / "python"
+
+    def begin(self, folder: Path, say: Say) -> Path | None:
+        """Its interpreter, with nothing installed yet unless an earlier call was interrupted; None when it is finished
+        already. Raises MissingTool."""
+        python = folder / "bin" / "python"
+        if self.is_installed(folder):
+            say(f"It is there already: {python}")
+            return None
+        if not python.exists():
+            say(f"A virtual environment in {folder}")
+            run([sys.executable, "-m", "venv", str(folder)])
+        say(f"What pip says goes to {folder / LOG_NAME}")
+        return python
+
+    def pip(self, folder: Path, arguments: Sequence[str], num_packages: int, show: Say = silent) -> None:
+        """`pip install` with these arguments. num_packages: asked for, 0 for unknown. show: gets twice a second how far
+        it is. Raises MissingTool with the end of its log when it fails."""
+        pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check"]
+        command = [*pip, "--progress-bar", "off", "--no-color", *arguments]
+        _watched(command, folder / LOG_NAME, num_packages, show)
+
+    def finish(self, folder: Path, say: Say) -> Path:
+        """Leave the mark; returns the interpreter. Raises MissingTool where the package cannot be found."""
+        python = folder / "bin" / "python"
+        version = run([str(python), "-c", f"import importlib.metadata as m; print(m.version('{self.package}'))"])
+        (folder / MARK).write_text(self._digest())
+        say(f"{self.package} {version} is installed: {python}")
+        return python
+
+    def _digest(self) -> str:
+        return hashlib.sha256(self.listed.read_bytes()).hexdigest() + "\n"
+
+
+def progress_of(lines: Sequence[str], total: int, num_unpacked: int = 0) -> str:
+    """How far pip is by what it has said: `package 3 of 146: numpy, 21.5 MB downloaded`. total: 0 where nobody knows
+    beforehand how many packages there are. num_unpacked: of those that are fetched and those that were there."""
+    packages = [match[1] or match[2] for line in lines if (match := _PACKAGE.match(line))]
+    of = f" of {total}" if total else ""
+    num_bytes = sum(float(match[1]) * UNITS[match[2]] for line in lines if (match := _DOWNLOAD.match(line)))
+    loaded = f"{size(num_bytes)} downloaded" if num_bytes else "nothing to download"
+    if any(line.startswith("Installing collected packages") for line in lines):
+        return f"{num_unpacked} of {max(total, len(packages))} packages unpacked, {loaded}"
+    loaded += "" if num_bytes else " so far"
+    return f"package {len(packages)}{of}: {packages[-1]}, {loaded}" if packages else "asking the package index"
+
+
+# from an index, as it is there already, or from a folder of wheels
+_PACKAGE = re.compile(r"(?:Collecting|Requirement already satisfied:) ([\w.-]+)|Processing [^(]*/([\w.-]+?)-\d")
+_DOWNLOAD = re.compile(r"\s*Downloading .*\(([0-9.]+) (kB|MB|GB)\)")
+
+
+def _watched(command: Sequence[str], log_path: Path, total: int, show: Say) -> None:
+    """Run pip with its output in a file, and show how far it is. Raises MissingTool with the file's end when it fails.
+
+    total: how many packages it is asked for; 0 for unknown.
+    """
+    began = time.monotonic()
+    with log_path.open("ab") as log_stream:
+        before = log_stream.tell()
+        log_stream.write(f"$ {' '.join(command)}\n".encode())
+        log_stream.flush()
+    pip = start_child(command, log_path=log_path, in_group=True)
+    try:
+        while pip.is_alive:
+            unpacked = [p for p in log_path.parent.glob(UNPACKED) if not p.name.startswith(("pip-", "setuptools-"))]
+            how_far = progress_of(_lines(log_path, before), total, len(unpacked))
+            show(f"{how_far}, {duration(time.monotonic() - began)}")
+            pip.wait(LOOK_EVERY_S)
+    finally:
+        pip.stop(STOP_TIMEOUT_S)  # Ctrl-C reaches it anyway; what is half unpacked, pip removes
+    if pip.code != 0:
+        last = "\n".join(f"  {line}" for line in _lines(log_path, before)[-TAIL_LINES:])
+        raise MissingTool(
+            f"pip ended with code {pip.code} after {duration(time.monotonic() - began)}; call the command "
+            f"again to go on. The end of {log_path}:\n{last}"
+        )
+
+
+def _lines(path: Path, offset: int) -> list[str]:
+    with path.open("rb") as stream:
+        stream.seek(offset)
+        return stream.read().decode(errors="replace").splitlines()
+
+
+def run(command: Sequence[str]) -> str:
+    """Its output. Raises MissingTool with the end of what it said when it fails."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        last = "\n".join(done.stderr.splitlines()[-TAIL_LINES:])
+        raise MissingTool(f"`{' '.join(command)}` ended with code {done.returncode}; call it again to go on:\n{last}")
+    return done.stdout.strip()

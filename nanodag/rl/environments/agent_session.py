@@ -1,0 +1,411 @@
+"""One sample's session: the API behind one key, whose calls become the sequences of it that are trained.
+
+The client's sampling parameters would make other tokens likelier than the trainer thinks they are. So `temperature`,
+`top_p`, `top_k` and `seed` are the stage's, whatever a call says; what would change the distribution in another way is
+refused. A call's length, its stop strings and its stop tokens are the client's.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from nanodag.api.answer import ParsedAnswer
+from nanodag.api.answering import SampledChoice
+from nanodag.api.bodies import ChatBody, SamplingBody
+from nanodag.api.endpoints import Endpoints
+from nanodag.api.metrics import Metrics
+from nanodag.api.prompts import ChatPrompt, chat_prompt, is_forced
+from nanodag.api.refusals import Refused
+from nanodag.api.replies import ChatReply
+from nanodag.api.served_model import Limits, ServedModel
+from nanodag.api.token_text import TokenText
+from nanodag.api.tool_format import PlainReader
+from nanodag.errors import BadRequest, SamplerError
+from nanodag.inference.protocol import Completion, FinishReason, Request
+from nanodag.inference.seeds import derived_seed
+from nanodag.rl.environments.observations import number
+from nanodag.rl.environments.sample import Sample, TurnSampler
+from nanodag.rl.environments.transcript import Asked, Message, Transcript
+from nanodag.rl.rollouts.segments import finish_reason_of, span_of
+
+MODEL = "policy"  # the name by which an agent asks for the model
+ROLE = "agent"  # of its sequences, which begin with prompts of the agent's own
+# Those of a sample are its own; a request may wait as long as the sampler does.
+LIMITS = Limits(max_waiting=1 << 20, request_timeout_s=86400.0)
+MAX_COMPONENTS = 64
+Ask = Callable[[Sequence[Message], Sequence[Message]], Asked]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallLimits:
+    """Limits of one sample. max_calls: requests for answers. max_tokens: sampled in all its sequences, looked at before
+    each call; 0 for no bound beside max_calls and the stage's `max_new_tokens`, which holds for each sequence."""
+
+    max_calls: int
+    max_tokens: int
+
+
+class Session:
+    """One sample as its agent sees it. It belongs to the event loop of turns.
+
+    over: set when nothing that the agent does counts any more, because the sampler failed. answer, reward, components:
+    what the agent says. cut: the limit that cut the agent off, empty for none. A refusal for want of room is forgotten
+    when a later call is answered: the agent has gone on with less context.
+    """
+
+    def __init__(self, sampler: TurnSampler, sample: Sample, limits: CallLimits) -> None:
+        self._sampler, self._given, self._limits = sampler, sample, limits
+        self._transcript = Transcript(sampler.renderer, sampler.encoding, sampler.switches_of(sample))
+        self._lock = asyncio.Lock()  # of the transcript, which is asked in a thread
+        self._calls: list[_Call] = []
+        self._texts: list[Sample] = []  # sequences of /v1/completions
+        self._texts_asked: Counter[tuple[int, ...]] = Counter()
+        self._asking: set[asyncio.Future[Completion]] = set()
+        self._num_calls = self._num_sampled = 0
+        self._last_said = ""
+        self._is_ended = False
+        self._broken: SamplerError | None = None
+        self.over = asyncio.Event()
+        self._is_spent = False  # of the limits of the whole sample
+        self.cut = ""
+        self.answer: str | None = None
+        self.reward: float | None = None
+        self.components: Mapping[str, float] = {}
+
+    async def chat(self, http: HttpRequest) -> Response:
+        """POST /v1/chat/completions."""
+        return await _Endpoints(self).chat(http)
+
+    async def completions(self, http: HttpRequest) -> Response:
+        """POST /v1/completions."""
+        return await _Endpoints(self).completions(http)
+
+    async def list_models(self, http: HttpRequest) -> Response:
+        """GET /v1/models."""
+        return await _Endpoints(self).list_models(http)
+
+    async def one_model(self, http: HttpRequest) -> Response:
+        """GET /v1/models/NAME."""
+        return await _Endpoints(self).one_model(http)
+
+    def report(self, reward: Any, components: Any = None) -> None:
+        """Keep what the agent says its reward is; the last word counts. Raises ValueError for what is no number."""
+        given = {} if components is None else components
+        if not isinstance(given, Mapping) or len(given) > MAX_COMPONENTS:
+            raise ValueError(f"components must be an object of at most {MAX_COMPONENTS} numbers; found {given!r:.100}")
+        self.reward = number(reward, "the reward")
+        self.components = {str(name)[:80]: number(value, f"component {name!r:.80}") for name, value in given.items()}
+
+    def end(self) -> None:
+        """From now on nothing is answered and nothing is kept; calls under way are ended."""
+        self._is_ended = True
+        for asking in self._asking:
+            asking.cancel()
+
+    def result(self) -> Sample:
+        """The sample. What counts as its last call is the end of the conversation of most calls, then of most sampled
+        tokens: so the order in which parallel calls came changes nothing, but for the answer where the agent says none:
+        that of the call which was answered last. Raises SamplerError where the sampler failed, ValueError where nothing
+        was asked."""
+        if self._broken is not None:
+            raise self._broken
+        found = sorted((one for one in self._texts if one.num_sampled), key=lambda one: one.token_ids)
+        if self._calls:
+            most = max(range(len(self._calls)), key=lambda number: self._calls[number].rank)
+            chats = self._transcript.sample(self._given, last=most)
+            found = [chats, *chats.branches, *found]
+        if not found:
+            raise ValueError("the agent asked for no answer, so there is nothing to train")
+        main, *others = found
+        return replace(
+            main,
+            branches=tuple(replace(one, role=ROLE, branches=()) for one in others),
+            role=ROLE,
+            answer=self._last_said if self.answer is None else self.answer,
+            reward=self.reward,
+            components=self.components,
+            metadata={"calls": self._num_calls, **({"limit": self.cut} if self.cut else {})},
+            finish_reason="length" if self.cut else main.finish_reason,
+        )
+
+    # What one call needs of its sample
+
+    def served(self, backend: "_Endpoints") -> ServedModel:
+        """The policy, as a model of the API."""
+        tokens = _token_text(self._sampler.encoding.folder)
+        return ServedModel(
+            name=MODEL,
+            tokens=tokens,
+            renderer=self._sampler.renderer,
+            backend=backend,
+            context_length=self._given.max_tokens,
+            vocab_size=tokens.encoding.size,
+            created=0,
+        )
+
+    def begin_call(self) -> None:
+        """Count a call. Raises Refused for one above a limit."""
+        if self._num_calls >= self._limits.max_calls:
+            self._is_spent = True
+            self.refuse(f"max_calls {self._limits.max_calls}", "this sample has made all the calls that it may")
+        if 0 < self._limits.max_tokens <= self._num_sampled:
+            self._is_spent = True
+            self.refuse(f"max_tokens {self._limits.max_tokens}", "this sample has sampled all the tokens that it may")
+        self._num_calls += 1
+
+    def refuse(self, limit: str, why: str) -> None:
+        """Note that a limit was met, and raise Refused."""
+        self.cut = self.cut or limit
+        raise Refused(f"{why} ({limit}): end here", status=403, kind="limit_error", code="limit_reached")
+
+    async def prompt(self, made: Callable[[Ask], ChatPrompt]) -> ChatPrompt:
+        """The prompt made with the transcript's `asked`. A long text takes long, so it is made in a thread."""
+        async with self._lock:
+            return await asyncio.to_thread(made, self._transcript.asked)
+
+    async def answered(self, asked: Asked, completion: Completion, message: Mapping[str, Any]) -> None:
+        """Keep what was sampled for a conversation."""
+        async with self._lock:
+            self._transcript.answered(asked, completion, message)
+            before = _NONE if asked.sequence is None else self._calls[asked.sequence]
+            size = before.num_sampled + len(completion.output_ids)
+            self._calls.append(_Call(before.number + 1, size, asked.ids, tuple(completion.output_ids)))
+        self._last_said = message["content"] or ""
+
+    def room(self, asked: Asked) -> int:
+        """Tokens that may be sampled behind a conversation. Raises Refused where there are none."""
+        before = 0 if asked.sequence is None else self._calls[asked.sequence].num_sampled
+        return self._room(before, len(asked.ids))
+
+    def _room(self, num_sampled: int, num_tokens: int) -> int:
+        given = self._given
+        room = min(given.max_sampled - num_sampled, given.max_tokens - num_tokens)
+        if room < 1:
+            limit = f"max_new_tokens {given.max_sampled}, context {given.max_tokens}"
+            self.refuse(limit, "this conversation has no room for another answer")
+        return room
+
+    async def sampled(self, asked: Asked, *, max_tokens: int, stop_token_ids: Sequence[int], of: int) -> Completion:
+        """The sampler's answer to a conversation. of: the client's seed, which tells apart calls that ask the same."""
+        seed = asked.seed(derived_seed(self._given.seed, of))
+        return await self._complete(asked.ids, seed, max_tokens, stop_token_ids)
+
+    async def text_sampled(
+        self, ids: Sequence[int], *, max_tokens: int, stop_token_ids: Sequence[int], of: int
+    ) -> tuple[int, Completion]:
+        """The sampler's answer to a text, and the place of the sequence that it continues."""
+        key = tuple(ids)
+        place = next((n for n, one in enumerate(self._texts) if one.token_ids == key[: len(one.token_ids)]), -1)
+        before = self._texts[place].num_sampled if place >= 0 else 0
+        most = min(max_tokens, self._room(before, len(key)))
+        seed = derived_seed(self._given.seed, "text", of, self._texts_asked[key], *key)
+        self._texts_asked[key] += 1
+        return place, await self._complete(key, seed, most, stop_token_ids)
+
+    def text_answered(self, ids: Sequence[int], place: int, completion: Completion, text: str) -> None:
+        """Keep what was sampled for a text, in the sequence that it continues or as one of its own."""
+        key, size = tuple(ids), len(self._texts[place].token_ids) if place >= 0 else 0
+        one = self._given.beginning(key)
+        if place >= 0 and self._texts[place].token_ids == key[:size]:  # no other answer came in between
+            one = self._texts[place].with_tool(key[size:]) if key[size:] else self._texts[place]
+        else:
+            place = len(self._texts)
+            self._texts.append(one)
+        spans = (*one.spans, span_of(completion))
+        self._texts[place] = replace(one, spans=spans, finish_reason=finish_reason_of(completion))
+        self._last_said = text
+
+    async def _complete(self, ids: Sequence[int], seed: int, most: int, stop_token_ids: Sequence[int]) -> Completion:
+        if self._is_ended:  # while its conversation was rendered
+            raise gone()
+        asking = asyncio.ensure_future(
+            self._sampler.answer(ids, seed=seed, max_tokens=most, stop_token_ids=stop_token_ids)
+        )
+        self._asking.add(asking)
+        try:
+            completion = await asking
+        except BadRequest:
+            raise
+        except SamplerError as error:
+            self._broken = self._broken or error
+            self.over.set()
+            raise
+        except asyncio.CancelledError:
+            if self._is_ended:
+                raise gone() from None
+            raise
+        finally:
+            self._asking.discard(asking)
+            asking.cancel()
+        self._num_sampled += len(completion.output_ids)
+        self.cut = self.cut if self._is_spent else ""
+        return completion
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """An answered call, and those that it continues: how many they are, what they have sampled. ids: what was asked.
+    said: the answer's."""
+
+    number: int
+    num_sampled: int
+    ids: tuple[int, ...]
+    said: tuple[int, ...]
+
+    @property
+    def rank(self) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
+        """The last call of a sample has the highest; ids are shared with the transcript, not copied."""
+        return self.number, self.num_sampled, self.ids, self.said
+
+
+_NONE = _Call(0, 0, (), ())
+
+
+class _Endpoints(Endpoints):
+    """The API's endpoints for one request of one sample, and the Backend behind them: it asks for this sample's tokens
+    and keeps them."""
+
+    is_ready, weight_version, num_restarts = True, "", 0
+
+    def __init__(self, session: Session) -> None:
+        self._session, self._served = session, session.served(self)
+        super().__init__({MODEL: self._served}, LIMITS, _metrics())
+        self._body: SamplingBody | None = None
+        self._prompt: ChatPrompt | None = None
+        self._asked: list[Asked] = []
+
+    def model_of(self, name: str) -> ServedModel:
+        """The policy, whatever the client calls it: programs have names of models written into them."""
+        return self._served
+
+    async def chat_prompt(self, model: ServedModel, body: ChatBody) -> ChatPrompt:
+        """The prompt as the transcript continues it."""
+        if is_forced(body):
+            raise Refused("tool_choice may be auto or none here: a forced call is not sampled", param="tool_choice")
+        if body.continue_final_message:
+            raise Refused("an answer's beginning is sampled here: leave it out", param="continue_final_message")
+        if body.chat_template_kwargs:
+            raise Refused("the template's switches are the stage's: leave it out", param="chat_template_kwargs")
+
+        def made(ask: Ask) -> ChatPrompt:
+            def opened(messages: Sequence[Message], tools: Sequence[Message]) -> list[int]:
+                # One for each choice: it says which of the same calls it is, and so gives each another seed.
+                self._asked = [ask(messages, tools) for _ in range(body.n)]
+                return list(self._asked[0].ids)
+
+            return chat_prompt(model, body, opened)
+
+        self._prompt = await self._session.prompt(made)
+        return self._prompt
+
+    def chat_reply(self, model: ServedModel, body: ChatBody) -> ChatReply:
+        """The form of the answer, whose calls have the same names each time that a stage is run."""
+        return _Reply(model, body, derived_seed(self._asked[0].repeat, *self._asked[0].ids))
+
+    def most_new(self, model: ServedModel, ids: Sequence[int], max_tokens: int | None, param: str) -> int:
+        """As far as there is room: what a program asks for at most was not written for this context."""
+        try:
+            room = super().most_new(model, ids, None, param)
+        except Refused as error:
+            if error.code == "context_length_exceeded":
+                self._session.cut = self._session.cut or f"context {model.context_length}"
+            raise
+        return room if max_tokens is None else min(room, max_tokens)
+
+    def admit(self, body: SamplingBody, samples: Sequence[SampledChoice]) -> None:
+        """Count the call. Raises Refused for what would not be trained as it was sampled, and above a limit."""
+        request = samples[0].request
+        if request.further or request.score_prompt or request.top_logprobs or request.params.ignore_eos:
+            raise Refused(
+                "penalties, grammars, scores of prompts, top_logprobs and ignore_eos do not go with training: leave "
+                "them out"
+            )
+        self._body = body
+        self._session.begin_call()
+
+    async def answer(self, request: Request, *, stream: bool) -> AsyncGenerator[Completion, None]:
+        """See `nanodag.api.served_model.Backend`: all of an answer at once."""
+        session, body, params = self._session, self._body, request.params
+        assert body is not None and params.max_new_tokens is not None
+        of, stops = body.seed or 0, params.stop_token_ids
+        if self._prompt is None:
+            ids = request.input_ids
+            place, whole = await session.text_sampled(
+                ids, max_tokens=params.max_new_tokens, stop_token_ids=stops, of=of
+            )
+            answer = self._parsed(whole)
+            completion = _up_to(whole, answer)
+            session.text_answered(ids, place, completion, answer.new().content)
+        else:
+            asked = self._asked.pop(0)
+            most = min(params.max_new_tokens, session.room(asked))
+            whole = await session.sampled(asked, max_tokens=most, stop_token_ids=stops, of=of)
+            answer = self._parsed(whole)
+            completion = _up_to(whole, answer)
+            await session.answered(asked, completion, _message(answer))
+        yield completion
+
+    def _parsed(self, whole: Completion) -> ParsedAnswer:
+        """The answer as the client reads it: a stop string or a call may end it before its last token."""
+        assert self._body is not None
+        reader = PlainReader({}) if self._prompt is None else self._prompt.reader()
+        one_call = isinstance(self._body, ChatBody) and not self._body.parallel_tool_calls
+        answer = ParsedAnswer(self._served.tokens, reader, stops=self._body.stops, one_call=one_call)
+        answer.take(whole)
+        return answer
+
+
+class _Reply(ChatReply):
+    """An answer. number: of what was asked, in whatever order calls came."""
+
+    def __init__(self, model: ServedModel, body: ChatBody, number: int) -> None:
+        super().__init__(model, body)
+        self._number = number
+
+    def call_id(self, choice: int, number: int) -> str:
+        return f"call_{derived_seed(self._number, choice, number):024x}"
+
+
+def gone() -> Refused:
+    """The refusal of a call whose sample has ended."""
+    return Refused("the sample of this key has ended: nothing is answered any more", status=410, code="sample_ended")
+
+
+def _up_to(whole: Completion, answer: ParsedAnswer) -> Completion:
+    """The part of a completion that the client has seen, which is trained: others were never in its conversation."""
+    size = answer.num_tokens
+    if size >= len(whole.output_ids):
+        return whole
+    versions = [replace(span, end=min(span.end, size)) for span in whole.weight_versions if span.start < size]
+    return replace(
+        whole,
+        output_ids=whole.output_ids[:size],
+        logprobs=whole.logprobs[:size],
+        weight_versions=versions,
+        # No stop token is among them: a stop string ended it, or the end of its one call.
+        finish_reason=FinishReason(type="stop", matched=answer.stop_reason or ""),
+    )
+
+
+def _message(answer: ParsedAnswer) -> dict[str, Any]:
+    """An answer in OpenAI's form, as the client has it and may send it again."""
+    calls = [{"type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in answer.calls]
+    message: dict[str, Any] = {"role": "assistant", "content": answer.new().content}
+    return {**message, "tool_calls": calls} if calls else message
+
+
+@cache
+def _metrics() -> Metrics:
+    return Metrics({})
+
+
+@cache
+def _token_text(folder: Path) -> TokenText:
+    return TokenText(folder)

@@ -1,0 +1,194 @@
+"""The loop of a sample in an environment: the policy speaks, the environment answers, until one of them ends it."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from nanodag.api.tool_format import knows_calls
+from nanodag.children.forks import Fork, ForkServer, Limits
+from nanodag.errors import ConfigError
+from nanodag.host.threads import MadeOnce, in_thread
+from nanodag.inference.seeds import derived_seed
+from nanodag.registry import entry
+from nanodag.rl.environments import episode, observations, tool_calls
+from nanodag.rl.environments.conversation import Conversation
+from nanodag.rl.environments.observations import Earned, Heard, Message
+from nanodag.rl.environments.sample import Sample, TurnSampler
+from nanodag.rl.rollouts.metrics import METRICS, TURNS
+from nanodag.tokenizer.chat import NativeRenderer
+
+ROLE = "policy"  # of who speaks where the environment has no roles
+ENDED = "ended"  # in the metadata: what ended the episode
+Ended = Literal["done", "turns", "tokens"]
+LONGEST_TOKEN = 64  # characters: what is longer than a context of these cannot fit, and is not made into tokens
+
+
+@entry("generate", "environment", argument="function")
+async def environment(
+    sampler: TurnSampler,
+    sample: Sample,
+    *,
+    named: str,
+    max_turns: int = 16,
+    turn_tokens: int = 0,
+    step_s: float = 30.0,
+    cpu_s: int = 600,
+    max_bytes: int = 4 << 30,
+    max_processes: int = 16,
+    **options: Any,
+) -> Sample:
+    """An environment of yours, a class with `reset` and `step`, in processes of its own; further options are those of
+    its constructor.
+
+    max_turns: of an episode. turn_tokens: the most of a turn, 0 for no bound beside `max_new_tokens`; a turn that is
+    cut off there is heard as it is. step_s: seconds that the environment may take for an answer. cpu_s, max_bytes: CPU
+    time of an episode, and the address space of each of its processes. max_processes: that it may start.
+    """
+    bounds = {"max_turns": max_turns, "step_s": step_s, "cpu_s": cpu_s, "max_bytes": max_bytes}
+    for name, value in bounds.items():
+        if value <= 0:
+            raise ConfigError(f"generate.options.{name} of {named} is {value}; it must be above 0")
+    length = EpisodeLength(max_turns=max_turns, turn_tokens=turn_tokens, step_s=step_s)
+    limits = Limits(cpu_s=cpu_s, max_bytes=max_bytes, max_processes=max(1, max_processes))
+    server = _server(named, json.dumps(options, sort_keys=True), limits)
+    with sampler.held():
+        fork = await in_thread(server.fork)
+    try:
+        return await _Play(sampler, sample, fork, server.about, length).run()
+    finally:
+        fork.close()
+
+
+@MadeOnce
+def _server(path: str, options: str, limits: Limits) -> ForkServer:
+    """The fork server of an environment, for all samples. path: `module:Class`. options: of its constructor, as
+    JSON."""
+    given = {"path": path, "options": json.loads(options)}
+    return ForkServer(f"{episode.__name__}:make", given, limits, name=f"The environment {path!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeLength:
+    """How long an episode may be; see `environment`."""
+
+    max_turns: int
+    turn_tokens: int
+    step_s: float
+
+
+@dataclass(slots=True)
+class _Speaker:
+    """A role on its way through an episode. messages: its conversation as far as it is."""
+
+    conversation: Conversation
+    messages: list[Message] = field(default_factory=list)
+    has_spoken: bool = False
+
+
+class _Play:
+    """One episode. roles: whether each is trained, the main one first."""
+
+    def __init__(
+        self, sampler: TurnSampler, sample: Sample, fork: Fork, roles: Mapping[str, bool], length: EpisodeLength
+    ) -> None:
+        self._sampler, self._given, self._fork = sampler, sample, fork
+        self._roles, self._length = roles, length
+        self._names = list(roles)
+        self._speakers: dict[str, _Speaker] = {}
+        self._tools: Sequence[Mapping[str, Any]] = ()
+        self._earned = Earned()
+
+    async def run(self) -> Sample:
+        """The sample of the main role, with the others as branches."""
+        outcome: Heard | Ended = await self._begin()
+        num_turns = 0
+        while isinstance(outcome, Heard):
+            if num_turns == self._length.max_turns:
+                outcome = "turns"
+            elif (said := await self._said(outcome)) is None:
+                outcome = "tokens"
+            else:
+                outcome = await self._stepped(outcome.role, said)
+                num_turns += 1
+        if not num_turns:
+            most = self._given.max_tokens
+            raise ValueError(f"the first observation leaves no room in a context of {most} tokens")
+        metrics = observations.metrics_of((await self._asked("end")).get("metrics"))
+        return self._sample(outcome, {TURNS: num_turns, ENDED: outcome, METRICS: metrics})
+
+    async def _asked(self, name: str, **given: Any) -> dict[str, Any]:
+        return await self._fork.ask({name: given}, self._length.step_s, name)
+
+    async def _begin(self) -> Heard:
+        seed = derived_seed("environment", str(self._given.record["prompt_id"]))
+        answer = await self._asked("reset", seed=seed, record=dict(self._given.record))
+        self._tools = observations.tools_of(answer.get("tools"))
+        self._check_tools()
+        return observations.heard(
+            answer.get("observation"), roles=self._names, speaker=self._names[0], call_ids=(), may_be_none=True
+        )
+
+    def _check_tools(self) -> None:
+        renderer = self._sampler.renderer
+        if self._tools and not knows_calls(renderer):
+            raise ValueError("this model's chat template knows no tools, or writes calls in a form that is not known")
+        if isinstance(renderer, NativeRenderer) and len(self._tools) > 1:
+            raise ValueError(f"nanodag's own chat format has one tool, and the environment has {len(self._tools)}")
+
+    async def _said(self, heard: Heard) -> Message | None:
+        """Answer of the role that has heard this; None where there is no room for it."""
+        given, role = self._given, heard.role
+        speaker = self._speakers.get(role)
+        if speaker is None:
+            own = replace(given, seed=derived_seed(given.seed, "role", role))
+            speaker = self._speakers[role] = _Speaker(Conversation(self._sampler, own, self._tools))
+        new = given.record["messages"] if heard.messages is None else heard.messages
+        if heard.messages and sum(len(one["content"]) for one in new) > LONGEST_TOKEN * given.max_tokens:
+            return None
+        messages = [*([] if heard.is_anew else speaker.messages), *new]
+        said = await speaker.conversation.answer(messages, max_tokens=self._length.turn_tokens)
+        if said is not None:
+            speaker.messages, speaker.has_spoken = [*messages, said], True
+        return said
+
+    async def _stepped(self, role: str, said: Message) -> Heard | Ended:
+        """The observation after a turn, or what ended the episode."""
+        call_ids, wrong = tool_calls.ids_of(said), tool_calls.wrong(said, self._tools)
+        is_cut = self._speakers[role].conversation.is_cut
+        if wrong and not is_cut:
+            answers = [observations.tool_message(*pair) for pair in zip(call_ids, wrong, strict=True)]
+            return Heard(role=role, messages=answers)
+        calls = [] if wrong else tool_calls.given(said)
+        answer = await self._asked("step", text=said["content"], calls=calls, is_cut=is_cut, role=role)
+        self._earned.add(answer.get("reward"), answer.get("info"), self._names)
+        done = answer.get("done")
+        if not isinstance(done, bool):
+            raise ValueError(f"done is {done!r:.80}; it must be true or false")
+        if done or is_cut:
+            return "done" if done else "tokens"
+        found = answer.get("observation")
+        return observations.heard(found, roles=self._names, speaker=role, call_ids=call_ids, may_be_none=False)
+
+    def _sample(self, ended: Ended, metadata: Mapping[str, Any]) -> Sample:
+        speakers = self._speakers
+        main, spoke = self._names[0], [name for name in self._names if name in speakers and speakers[name].has_spoken]
+        if main not in spoke:
+            raise ValueError(f"the role {main!r} did not speak: its rewards are the sample's")
+        first, *others = [one for name in spoke for one in self._sequences(name)]
+        return replace(
+            first,
+            branches=tuple(others),
+            reward=self._earned.by_role.get(main, 0.0),
+            components=dict(self._earned.components),
+            metadata=metadata,
+            finish_reason=first.finish_reason if ended == "done" else "length",
+        )
+
+    def _sequences(self, name: str) -> list[Sample]:
+        """Sequences of a role, the one that it spoke in last first, with the role's reward."""
+        first = self._speakers[name].conversation.sample()
+        others = first.branches
+        first, reward = replace(first, branches=()), self._earned.by_role.get(name)
+        named = [replace(one, role=name or ROLE, is_trained=self._roles[name]) for one in (first, *others)]
+        return [replace(named[0], reward=reward), *named[1:]]

@@ -1,0 +1,169 @@
+"""Transcript of one sample: messages outside, token ids inside. No torch here.
+
+An agent or an environment speaks in messages, and sends the whole conversation again with each call. A call whose
+messages are those of an earlier one, its answer and more continues that call's ids: prompt, sampled ids, and what the
+chat template puts behind them. So text that was sampled is never made into ids again. Where the template renders what
+was said in another way (Qwen3 leaves thinking out of earlier turns), and where messages are others, a call begins a
+sequence of its own. Calls form a tree, as one may be continued twice: then the second continuation is a sequence too,
+whose prompt is what both have in common, so that no sampled token is trained twice.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from nanodag.inference.protocol import Completion
+from nanodag.inference.seeds import derived_seed
+from nanodag.rl.environments.sample import Sample
+from nanodag.rl.rollouts.rollout import FinishReason, Span, prompt_span
+from nanodag.rl.rollouts.segments import finish_reason_of, span_of
+from nanodag.tokenizer.chat import NO_SWITCHES, ChatRenderer, Switches
+from nanodag.tokenizer.encoding import Encoding
+from nanodag.tokenizer.messages import meant, plain
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A call that the sampler is to answer. ids: to be continued. sequence: the number of the earlier call that it
+    continues; None where it begins a sequence. repeat: how often these very ids were asked before."""
+
+    ids: tuple[int, ...]
+    sequence: int | None
+    repeat: int
+    meanings: tuple[Any, ...]  # of the messages
+    tools: str
+
+    def seed(self, of_sample: int) -> int:
+        """Seed that the answer is drawn with: it depends on what is asked, not on which of several calls came first."""
+        digest = hashlib.blake2b(" ".join(map(str, self.ids)).encode(), digest_size=16).hexdigest()
+        return derived_seed(of_sample, "turn", digest, self.repeat)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Answered:
+    asked: Asked
+    span: Span
+    finish_reason: FinishReason
+    said: Any  # what its message means
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        return self.asked.ids + self.span.token_ids
+
+    @property
+    def words(self) -> tuple[int, ...]:
+        """Ids that the reward sees."""
+        return self.span.token_ids[:-1] if self.finish_reason == "stop" else self.span.token_ids
+
+
+class Transcript:
+    """The calls of one sample. switches: of the chat template."""
+
+    def __init__(self, renderer: ChatRenderer, encoding: Encoding, switches: Switches = NO_SWITCHES) -> None:
+        self._renderer, self._encoding, self._switches = renderer, encoding, switches
+        self._answered: list[_Answered] = []
+        self._asked: dict[tuple[int, ...], int] = {}  # how often
+
+    def asked(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> Asked:
+        """The ids that the sampler is to continue, for a conversation in OpenAI's form and the tools that are declared.
+
+        Raises SourceError for messages that the chat format has no place for.
+        """
+        given = tuple(map(plain, messages))
+        declared = json.dumps(list(tools), sort_keys=True)
+        meanings = tuple(map(meant, given))
+        sequence = self._goes_on(meanings, declared)
+        further = None
+        if sequence is not None:
+            earlier = self._answered[sequence]
+            place = len(earlier.asked.meanings)
+            further = self._renderer.following(given, place, earlier.span.token_ids, self._switches, tools=tools)
+        if further is None:
+            sequence, ids = None, tuple(self._renderer.opened(given, self._switches, tools=tools))
+        else:
+            ids = (*earlier.ids, *further)
+        repeat = self._asked.get(ids, 0)
+        self._asked[ids] = repeat + 1
+        return Asked(ids=ids, sequence=sequence, repeat=repeat, meanings=meanings, tools=declared)
+
+    def answered(self, asked: Asked, completion: Completion, message: Message | None = None) -> None:
+        """Note what the sampler said. message: how whoever asked reads it, which it sends again when it goes on; None
+        for `text_of`. Raises SamplerError for a completion that the sampler gave up."""
+        if message is None:
+            message = {"role": "assistant", "content": self.text_of(completion)}
+        reason, span = finish_reason_of(completion), span_of(completion)
+        self._answered.append(_Answered(asked=asked, span=span, finish_reason=reason, said=meant(plain(message))))
+
+    def text_of(self, completion: Completion) -> str:
+        """Text of a completion, without special tokens. For reading only: it is never turned into ids again."""
+        special = self._encoding.special_ids
+        return self._encoding.decode([token for token in completion.output_ids if token not in special])
+
+    def sample(self, base: Sample, *, last: int | None = None) -> Sample:
+        """The calls as sequences: the main one with the others as its branches, in an order that does not depend on
+        that in which calls came. base: the sample as the generate function got it, with the prompt alone.
+
+        The main sequence is the one that was answered last; but where that begins with another prompt, one that begins
+        with the sample's. The reward sees the last answer in any case. last: which answer counts as the last, from 0 in
+        their order, for callers that answer several calls at once. Raises ValueError where nothing was answered.
+        """
+        if not self._answered:
+            raise ValueError("the sampler was asked for nothing, so there is nothing to train")
+        number = len(self._answered) - 1 if last is None else last
+        final, chains, prompt = self._answered[number], self._chains(number), base.spans[0].token_ids
+        main = next(chain for chain in chains if any(call is final for call in chain))
+        if main[0].asked.ids != prompt:
+            main = next((chain for chain in chains if chain[0].asked.ids == prompt), main)
+        sample = _spans(base, main)
+        if main[-1] is not final and base.answer is None:
+            sample = replace(sample, answer=self._encoding.decode(final.words))
+        return replace(sample, branches=tuple(_spans(base, chain) for chain in chains if chain is not main))
+
+    def _goes_on(self, meanings: tuple[Any, ...], tools: str) -> int | None:
+        """The call with the longest conversation that these messages go on with."""
+        found = []
+        for number, call in enumerate(self._answered):
+            size = len(call.asked.meanings)
+            if call.asked.tools == tools and (*call.asked.meanings, call.said) == meanings[: size + 1]:
+                found.append((-size, *self._key(number), number))
+        return min(found)[-1] if found else None
+
+    def _chains(self, last: int) -> list[list[_Answered]]:
+        """The calls of each sequence. One that was continued twice stands in the sequence of the last answer, else in
+        that of the first of the two by their ids."""
+        order = sorted(range(len(self._answered)), key=self._key)
+        later: int | None = last
+        preferred: set[int] = set()
+        while later is not None:
+            preferred.add(later)
+            later = self._answered[later].asked.sequence
+        chains: list[list[int]] = []
+        taken: set[int] = set()
+        for number in order:  # a call stands behind those that it continues: their ids are the beginning of its own
+            if number in taken:
+                continue
+            chain = [number]
+            while following := [n for n in order if self._answered[n].asked.sequence == chain[-1]]:
+                chain.append(next((n for n in following if n in preferred), following[0]))
+            taken.update(chain)
+            chains.append(chain)
+        return [[self._answered[number] for number in chain] for chain in chains]
+
+    def _key(self, number: int) -> tuple[Any, ...]:
+        call = self._answered[number]
+        return call.asked.ids, call.span.token_ids
+
+
+def _spans(base: Sample, chain: Sequence[_Answered]) -> Sample:
+    """A sequence: what was sampled, and between that what stands there in the prompts."""
+    spans: list[Span] = []
+    before: tuple[int, ...] = ()
+    for call in chain:
+        between = call.asked.ids[len(before) :]
+        spans += [Span(kind="tool", token_ids=between) if spans else prompt_span(between), call.span]
+        before = call.ids
+    return replace(base, spans=tuple(spans), finish_reason=chain[-1].finish_reason)
