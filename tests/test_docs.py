@@ -59,8 +59,8 @@ def test_every_page_lies_in_one_of_four_folders():
     assert sorted(lost) == sorted(f"docs/{name}" for name in BESIDE)
 
 
-def test_the_readme_is_three_screens_long():
-    assert len((PROJECT / "README.md").read_text().splitlines()) <= 120
+def test_the_readme_fits_a_hundred_lines():
+    assert len((PROJECT / "README.md").read_text().splitlines()) <= 100
 
 
 def anchors(page: Path) -> set[str]:
@@ -238,7 +238,7 @@ def test_every_metric_of_rl_stands_in_the_reference():
 
 
 def test_every_endpoint_of_the_sampler_stands_in_the_reference():
-    page = (DOCS / "reference" / "http.md").read_text(encoding="utf-8")
+    page = (DOCS / "how-to" / "samplers.md").read_text(encoding="utf-8")
     text = "".join(path.read_text() for path in (PROJECT / "nanodag" / "sampler").glob("*server.py"))
     text += (PROJECT / "nanodag" / "sampler" / "weight_endpoints.py").read_text()
     endpoints = re.findall(r'Route\("(/\w+)"', text)

@@ -179,7 +179,7 @@ def reference() -> str:
         "",
         "## What `auto` of training follows from",
         "",
-        "[Machines](pipeline-file.md#machines) says more.",
+        "[Machines](../how-to/machines.md#how-auto-follows-from-a-machine) says more.",
         "",
     ]
     lines += ["| setting | rule | why |", "|-|-|-|"]

@@ -1,6 +1,6 @@
 """`judge:PROMPT_FILE`: a language model behind any OpenAI endpoint gives the score of an answer.
 
-The file (docs/reference/rewards.md) says whom to ask, how, and what a score looks like. A reply is parsed strictly: the
+The file (docs/how-to/reward.md) says whom to ask, how, and what a score looks like. A reply is parsed strictly: the
 last line that begins with the file's `label` must be a number within the range, and there may be one such line only.
 Replies are kept by what was asked and who was, so that a stage that goes on pays once.
 """

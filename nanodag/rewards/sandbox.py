@@ -1,4 +1,4 @@
-"""Runs Python that a model wrote, behind walls. No torch here. docs/reference/sandbox.md has what was tried against it.
+"""Runs Python that a model wrote, behind walls. No torch here. docs/explanation/trust.md has what was tried against it.
 
 bubblewrap (`bwrap`) gives the program namespaces of its own: of users, mounts, processes, network, IPC, host name and
 cgroups. It has no capability, cannot gain one (no_new_privs), and makes at most the system calls of Podman's default

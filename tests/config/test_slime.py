@@ -1,4 +1,4 @@
-"""docs/reference/algorithms.md says of every option of slime's script what `gsm8k-rl` has in its place."""
+"""docs/how-to/rl-algorithm.md says of every option of slime's script what `gsm8k-rl` has in its place."""
 
 import re
 
@@ -9,7 +9,7 @@ from nanodag.config import resolve
 from nanodag.host.folders import PROJECT
 from nanodag.host.machine import machine_of
 
-PAGE = (PROJECT / "docs" / "reference" / "algorithms.md").read_text(encoding="utf-8")
+PAGE = (PROJECT / "docs" / "how-to" / "rl-algorithm.md").read_text(encoding="utf-8")
 PAGE = PAGE.partition("beside slime's script")[2].partition("## Names of TRL")[0]
 ROW = re.compile(r"^\|.*\| `([a-z][\w.]+)` \| `([^`]+)` \|$", re.MULTILINE)
 # Of tests/test-qwen2.5-0.5B-gsm8k.sh, without the model's shape, which comes with the checkpoint.

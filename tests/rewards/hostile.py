@@ -2,7 +2,7 @@
 
 What becomes of one is the last line that it prints, `refused: EROFS` where the kernel said no, `bounded: MemoryError`
 where Python ran into a limit, `succeeded` or `harmless` where it got what it wanted inside its walls; or `ended: time`,
-`ended: memory` (of all its processes together), `ended: SIGSEGV`. docs/reference/sandbox.md has them in a table.
+`ended: memory` (of all its processes together), `ended: SIGSEGV`. docs/explanation/trust.md has them in a table.
 """
 
 from dataclasses import dataclass
