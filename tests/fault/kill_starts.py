@@ -51,7 +51,7 @@ def stepping(owner, name):
         return found
     setattr(owner, name, stepped)
 for owner, name in (
-    (server, "write_json"), (server, "process_started"), (server.subprocess, "Popen"),
+    (server, "write_json"), (server, "process_started"), (server, "start_child"),
     (server.LocalServer, "_end_strays"), (server.LocalServer, "_serve"), (server.LocalServer, "_ready"),
     (server.Api, "create_run"), (server.Api, "num_active_runs"),
 ):

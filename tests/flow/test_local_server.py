@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import psutil
 import pytest
 
+from nanodag.children.child import start_child
 from nanodag.config.pipeline import ServerConfig
 from nanodag.errors import ServerError, StoreError
 from nanodag.server import local_server as server_module
@@ -248,12 +249,12 @@ def test_where_prefect_does_not_start_nothing_that_was_started_stays_and_one_err
 ):
     (tmp_path / "pipeline.yaml").write_text("default: tiny\n")
     made = LocalServer(tmp_path, store_url="", file=tmp_path / "pipeline.yaml", settings=ServerConfig())
-    popen, started = subprocess.Popen, []
+    started = []
 
     def begin(command, **how):
         fails = fault == "it ended" and "flows.prefect_server" in command
         code = "raise SystemExit('no module')" if fails else "import time; time.sleep(500)"
-        started.append(popen([sys.executable, "-S", "-c", code], **how))
+        started.append(start_child([sys.executable, "-S", "-c", code], **how))
         return started[-1]
 
     def full(path, value):
@@ -262,7 +263,7 @@ def test_where_prefect_does_not_start_nothing_that_was_started_stays_and_one_err
     def interrupted(self, record, is_up):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(server_module.subprocess, "Popen", begin)
+    monkeypatch.setattr(server_module, "start_child", begin)
     if fault == "a full disk":
         monkeypatch.setattr(server_module, "write_json", full)
     if fault == "Ctrl-C":
@@ -275,4 +276,6 @@ def test_where_prefect_does_not_start_nothing_that_was_started_stays_and_one_err
     with pytest.raises(error, match=text) as raised:
         made.ensure(print)
     assert raised.type is error, "no name of ours that nobody knows"
-    assert len(started) == 2 and None not in [process.wait(timeout=20) for process in started]
+    assert len(started) == 2 and all(process.wait(20) for process in started)
+    for process in started:
+        process.kill()
