@@ -17,7 +17,6 @@ from nanodag.config import Resolved, resolve
 from nanodag.config.derive import facts
 from nanodag.config.hardware_rules import reason_of
 from nanodag.config.kinds import recorded_kind
-from nanodag.config.kinds.pretrain import PretrainStage
 from nanodag.config.reference import setting
 from nanodag.config.resolve import leaves
 from nanodag.config.rl_entries import EntryConfig
@@ -104,7 +103,7 @@ def show_sbatch_options(stage: str, overrides: Sequence[str], *, preset: str, on
 
 def _print_facts(console: Console, pipeline: Any, section: str) -> None:
     stage = pipeline.stages.get(section)
-    if isinstance(stage, PretrainStage) and not stage.continues:
+    if stage is not None and stage.is_from_scratch:
         numbers = ", ".join(f"{name} {value:,}" for name, value in facts(pipeline, section).items())
         console.print(f"  # parameters and FLOPs: {numbers}", style="dim", highlight=False)
 

@@ -74,7 +74,7 @@ def _check_rl(name: str, stage: RLStage, pipeline: Pipeline) -> None:
     except ValueError as error:
         raise ConfigError(f"stages.{name}.{error}.") from error
     if stage.optimizer.lora_rank and (source := pretrain_of(pipeline, name)) is not None:
-        check_lora(name, stage, int(_pretrain("", source, {}).shape.width), pipeline.unchecked)
+        check_lora(name, stage.lora_rank, int(_pretrain("", source, {}).shape.width), pipeline.unchecked)
 
 
 def model_of(pipeline: Pipeline, name: str) -> ModelSize | None:

@@ -22,7 +22,6 @@ from pydantic_core import PydanticKnownError
 
 from nanodag.config.kind import CONVERSATIONS
 from nanodag.config.kinds import find_kind, known
-from nanodag.config.kinds.rl import RLStage
 from nanodag.config.nightly import NightlyConfig
 from nanodag.config.notify import NotifyConfig
 from nanodag.config.section import Auto, Section, found_in, full_name
@@ -300,12 +299,8 @@ class Pipeline(Section):
                 raise ValueError(f"stages.{name}.resources.{offload}: a stage of kind {stage.kind} trains nothing")
         if nodes > 1 and not trains:
             raise ValueError(f"stages.{name}.resources.nodes {nodes}: a stage of kind {stage.kind} runs on one machine")
-        if nodes > 1 and self.cluster.hostfile == "none":
-            raise ValueError(f"stages.{name}.resources.nodes {nodes} needs cluster.hostfile to say which machines")
-        if isinstance(stage, RLStage) and stage.sampler.nodes and self.cluster.hostfile == "none":
-            raise ValueError(
-                f"stages.{name}.sampler.nodes {stage.sampler.nodes} needs cluster.hostfile to say which machines"
-            )
+        for setting, count in stage.machines.items() if self.cluster.hostfile == "none" else ():
+            raise ValueError(f"stages.{name}.{setting} {count} needs cluster.hostfile to say which machines")
 
 
 def order_of(pipeline: Pipeline) -> list[str]:

@@ -8,7 +8,6 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from nanodag.config.kinds.rl import RLStage
 from nanodag.config.pipeline import Pipeline
 from nanodag.errors import ConfigError
 from nanodag.errors.words import nearest
@@ -61,9 +60,9 @@ def check_ranges(pipeline: Pipeline, file: Path, preset: str) -> None:
             )
 
 
-def check_lora(stage_name: str, stage: RLStage, width: int, unchecked: tuple[str, ...]) -> None:
+def check_lora(stage_name: str, rank: int, width: int, unchecked: tuple[str, ...]) -> None:
     """Raise ConfigError for adapters of a higher rank than the matrices that they are added to."""
-    name, rank = f"{stage_name}.optimizer.lora_rank", stage.optimizer.lora_rank
+    name = f"{stage_name}.optimizer.lora_rank"
     if rank > width and name not in unchecked:
         raise ConfigError(
             f"{name}: {rank} is above {width}, the width of the model, so adapters would be larger than "

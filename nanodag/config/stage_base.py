@@ -1,11 +1,19 @@
-"""What every stage has: inputs, seed, resources."""
+"""Settings that every stage has (inputs, seed, resources), and the questions that every stage answers about itself."""
 
-from typing import Any, Literal, Self
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
 from nanodag.config.section import Auto, Natural, Positive, Section, StageSection, in_sections, operational
+from nanodag.data.canonical import Wanted
+from nanodag.data.config import SourceConfig
 from nanodag.registry import optimizer_named
+
+if TYPE_CHECKING:
+    from nanodag.config.kinds.evaluation import EvalSamplerConfig
+    from nanodag.config.rl_entries import EntryConfig
+    from nanodag.config.rl_parts import SamplerConfig
 
 
 class Resources(StageSection):
@@ -73,8 +81,29 @@ class Resources(StageSection):
         return self
 
 
+class ExternalInput(NamedTuple):
+    """Something outside of the pipeline that a stage reads besides its data. setting: its dotted name in the stage.
+    what: `model`, a folder or a name of the hub; `rollouts`, files of them; `server`, a URL that scores; `core`, CORE's
+    bundle, which the key leaves out. name: as the setting says it. num_steps: those that rollouts must fill."""
+
+    setting: str
+    what: str
+    name: str
+    num_steps: int = 0
+
+
 class StageBase(Section):
-    """What every stage has."""
+    """Base of every kind's config. A kind overrides what it answers differently.
+
+    record_kind: the kind of record that its data are read as; None for rows as they are. curves: the report's plots of
+    its training. makes_rollouts: its records hold rollouts. asks_policy: `evaluation.benchmarks` are asked of the
+    policy while it trains.
+    """
+
+    record_kind: ClassVar[Wanted | None] = None
+    curves: ClassVar[Literal["", "loss", "rollouts"]] = ""
+    makes_rollouts: ClassVar[bool] = False
+    asks_policy: ClassVar[bool] = False
 
     kind: str
     inputs: dict[str, str] = operational({})
@@ -93,3 +122,82 @@ class StageBase(Section):
 
     def check_inputs(self) -> None:
         """Raise ValueError for inputs that do not fit the stage's other settings, where a kind has such."""
+
+    def mixtures(self) -> Iterator[tuple[str, tuple[SourceConfig, ...]]]:
+        """Dotted name and sources of each mixture that it reads."""
+        for label in type(self).model_fields:
+            sources = getattr(self, label)
+            if isinstance(sources, tuple) and sources and all(isinstance(source, SourceConfig) for source in sources):
+                yield label, sources
+
+    def external_inputs(self) -> Iterator[ExternalInput]:
+        """What it reads besides its data and its inputs; the key knows each, and preflight looks at it."""
+        yield from ()
+
+    @property
+    def is_chat(self) -> bool:
+        """True for training on conversations."""
+        return self.record_kind == "chat"
+
+    @property
+    def learned_sources(self) -> tuple[SourceConfig, ...]:
+        """The data that its model is trained on."""
+        return ()
+
+    @property
+    def is_from_scratch(self) -> bool:
+        """True for a stage whose model begins at random weights."""
+        return False
+
+    @property
+    def known_model(self) -> str:
+        """The model that its weights are copied from, `hub:owner/name` or `file:FOLDER`; empty for none."""
+        return ""
+
+    @property
+    def lora_rank(self) -> int:
+        """Rank of the adapters that are trained in the place of all weights; 0 without."""
+        return 0
+
+    @property
+    def sglang(self) -> "SamplerConfig | EvalSamplerConfig | None":
+        """The section of samplers that run SGLang; None without such."""
+        return None
+
+    def load_entry(self, entry: "EntryConfig") -> Callable[..., Any] | None:
+        """The function that an entry names, with its options and the settings that it takes; None where it is called in
+        a way that only the stage's worker knows."""
+        return None
+
+    @property
+    def measures_held_out(self) -> bool:
+        """Whether rows that its data hold out are read."""
+        return False
+
+    @property
+    def asks_in_chat(self) -> bool:
+        """Whether the items of its benchmarks pass the chat template."""
+        return True
+
+    @property
+    def machines(self) -> dict[str, int]:
+        """Settings that take other machines -> how many machines each names."""
+        return {"resources.nodes": self.resources.num_nodes} if self.resources.num_nodes > 1 else {}
+
+    def num_gpus(self, available: int) -> int:
+        """GPUs of a node that a stage on GPUs takes; one for each rank there. available: those of the machine."""
+        return int(self.resources.num_ranks) // self.resources.num_nodes
+
+    @property
+    def spare_gpus(self) -> int:
+        """GPUs that it takes on top where nobody holds them."""
+        return 0
+
+    def own_evaluation(self, name: str) -> "StageBase | None":
+        """The benchmarks that it asks while it trains, as an eval stage with the same items, samples and seeds; None
+        without any. name: of this stage."""
+        return None
+
+    def on_another_machine(self, **updates: Any) -> Self:
+        """The stage with `auto` for what follows from a machine, for a run on another one."""
+        return self.model_copy(update={"resources": Resources(), **updates})

@@ -1,16 +1,18 @@
 """What pretraining, midtraining and SFT share: shape, optimizer, schedule, the loop's settings."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from nanodag import registry
 from nanodag.config.kind import MODEL, Kind
 from nanodag.config.section import WHOLE, Auto, Natural, Positive, Precision, Rate, Share, StageSection, operational
-from nanodag.config.stage_base import StageBase
+from nanodag.config.stage_base import ExternalInput, StageBase
+from nanodag.data.canonical import Wanted
 from nanodag.data.config import SourceConfig
-from nanodag.data.core_tasks import FEWEST_ITEMS
+from nanodag.data.core_tasks import FEWEST_ITEMS, bundle_url
 
 
 class ShapeConfig(StageSection):
@@ -88,6 +90,9 @@ class ScheduleConfig(StageSection):
 
 class SupervisedStage(StageBase):
     """The one supervised loop. Tokens are counted over all ranks."""
+
+    record_kind: ClassVar[Wanted | None] = "document"
+    curves: ClassVar[Literal["", "loss", "rollouts"]] = "loss"
 
     data: tuple[SourceConfig, ...] = Field(min_length=1)
     """The mixture of training data."""
@@ -167,16 +172,53 @@ class SupervisedStage(StageBase):
         self.resources.check_offload(zero_stage=self.zero_stage, optimizer=self.optimizer.name)
         return self
 
+    @property
+    def passes(self) -> float:
+        """Passes over the data where horizon_tokens is auto; 0 where tokens alone are counted."""
+        return 0.0
+
+    @property
+    def packing(self) -> dict[str, Any]:
+        """Options of the batches beside those that all kinds have."""
+        return {}
+
+    @property
+    def learned_sources(self) -> tuple[SourceConfig, ...]:
+        """The data that its model is trained on."""
+        return self.data
+
+    @property
+    def measures_held_out(self) -> bool:
+        """Whether rows that its data hold out are read."""
+        return self.validation_tokens > 0
+
+    def external_inputs(self) -> Iterator[ExternalInput]:
+        """CORE's bundle, where it is scored on it."""
+        if self.core_every:
+            yield ExternalInput("core_bundle", "core", bundle_url(self.core_bundle))
+
 
 class ChatStage(SupervisedStage):
     """From a model (input `model`), on conversations, loss on assistant tokens, and beside them on documents (`adapter:
     text`), loss on every token. Validation is on held-out conversations; on documents, where no conversations are held
     out."""
 
+    record_kind: ClassVar[Wanted | None] = "chat"
+
     num_epochs: float = Field(1.0, gt=0)
     """Passes over the data where horizon_tokens is auto."""
     overlong: Literal["truncate", "drop"] = "truncate"
     """What happens to a conversation longer than sequence_length: `truncate` or `drop`."""
+
+    @property
+    def passes(self) -> float:
+        """Passes over the data where horizon_tokens is auto."""
+        return self.num_epochs
+
+    @property
+    def packing(self) -> dict[str, Any]:
+        """Options of the batches beside those that all kinds have."""
+        return {"too_long": self.overlong}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,11 +14,8 @@ from nanodag.config import Pipeline
 from nanodag.config.derive import derive
 from nanodag.config.kind import MODEL, SCORES
 from nanodag.config.kinds import recorded_kind
-from nanodag.config.kinds.evaluation import BenchmarkConfig, EvalSamplerConfig, EvalStage
 from nanodag.config.kinds.import_model import ImportStage
-from nanodag.config.kinds.rl import RLStage
 from nanodag.config.pipeline import AnyStage, read_stage
-from nanodag.config.stage_base import Resources
 from nanodag.errors import ArtifactNotFound, ConfigError, StoreError
 from nanodag.errors.words import counted, listed, nearest
 from nanodag.host.machine import Machine
@@ -119,11 +116,7 @@ def night_pipeline(pipeline: Pipeline, choice: Choice, machine: Machine) -> Pipe
         model = _model_of(subject, pipeline)
         stages[subject.input_name] = ImportStage(kind="import", model=model)
         for name, (_, config) in subject.evals.items():
-            # The run may have been another machine's.
-            here: dict[str, Any] = {"inputs": {"model": subject.input_name}, "resources": Resources()}
-            if isinstance(config, EvalStage):
-                here["sampler"] = EvalSamplerConfig()
-            stages[name] = config.model_copy(update=here)
+            stages[name] = config.on_another_machine(inputs={"model": subject.input_name})
     raw = {name: stage.model_dump(mode="json") for name, stage in stages.items()}
     made = pipeline.model_dump(mode="json") | {
         "description": f"Nightly evals of {counted(len(choice.subjects), 'model')}",
@@ -179,7 +172,9 @@ def _subject(store: Store, label: str, record: RunRecord, stage: str) -> Subject
             if _makes(raw, SCORES) and raw["inputs"].get("model") == stage:
                 evals[_night_name(label, stage, name)] = (name, read_stage(raw))
             elif name == stage and _own_benchmarks(raw):
-                evals[_night_name(label, stage, "own")] = (name, _own_eval(name, read_stage(raw)))
+                own = read_stage(raw).own_evaluation(name)
+                assert own is not None
+                evals[_night_name(label, stage, "own")] = (name, own)
         except ValidationError as error:
             raise ConfigError(
                 f"Stage {name} of run {record.run}, which another nanodag wrote, cannot be read ({error}). Run "
@@ -197,21 +192,7 @@ def _subject(store: Store, label: str, record: RunRecord, stage: str) -> Subject
 
 def _own_benchmarks(raw: Mapping[str, Any] | None) -> bool:
     """Whether a recorded stage asks its policy benchmarks while it trains."""
-    return (
-        raw is not None
-        and issubclass(recorded_kind(raw["kind"]).config, RLStage)
-        and bool(raw["evaluation"]["benchmarks"])
-    )
-
-
-def _own_eval(name: str, stage: AnyStage) -> EvalStage:
-    """The benchmarks that an RL stage asks its policy, with the same items, samples and seeds, as an eval stage."""
-    assert isinstance(stage, RLStage)
-    fields = set(BenchmarkConfig.model_fields)
-    asked = [one.model_dump(mode="json", include=fields) for one in stage.evaluation.benchmarks]
-    longest = stage.rollout.max_new_tokens
-    made = {"kind": "eval", "inputs": {"model": name}, "benchmarks": asked, "seed": stage.seed}
-    return EvalStage.model_validate(made | {"max_new_tokens": longest})
+    return raw is not None and recorded_kind(raw["kind"]).config.asks_policy and bool(raw["evaluation"]["benchmarks"])
 
 
 def _pinned(label: str, pipeline: Pipeline) -> Subject:

@@ -9,11 +9,8 @@ from nanodag.config import Pipeline
 from nanodag.config.derive import began_at
 from nanodag.config.derive import model_of as derived_model_of
 from nanodag.config.dial import Shape
-from nanodag.config.kinds.import_model import ImportStage
-from nanodag.config.kinds.rl import RLStage
 from nanodag.config.model_size import ModelSize
 from nanodag.config.stage_base import StageBase
-from nanodag.config.supervised import ChatStage, SupervisedStage
 from nanodag.data.config import SourceConfig
 from nanodag.errors import BadRequest, ConfigError, SourceError
 from nanodag.host.machine import Machine
@@ -67,7 +64,7 @@ def case_of(pipeline: Pipeline, name: str, machine: Machine) -> Case[StageBase]:
         sizes=Sizes(pipeline.plan.data, mirror),
         habit=habit_of(pipeline, name),
         spread=pipeline.plan.groups_with_spread,
-        trained=[source for other in inputs if isinstance(other, SupervisedStage | RLStage) for source in other.data],
+        trained=[source for other in inputs for source in other.learned_sources],
     )
 
 
@@ -77,19 +74,19 @@ def habit_of(pipeline: Pipeline, name: str) -> Habit:
     stage = pipeline.stages[name]
     while "model" in stage.inputs:
         stage = pipeline.stages[stage.inputs["model"]]
-        if isinstance(stage, ChatStage):
+        if stage.is_chat:
             return "data"
-    return "half" if isinstance(stage, ImportStage) else "full"
+    return "half" if stage.known_model else "full"
 
 
 def _model_of(pipeline: Pipeline, name: str, mirror: Path | None) -> ModelSize | None:
     """The model of a stage, or of the one that it takes it from; None where that is not known, as of an import from
     the hub that nobody has named yet."""
     known, stage = derived_model_of(pipeline, name), began_at(pipeline, name)
-    if not isinstance(stage, ImportStage):
+    if not stage.known_model:
         return known
     try:
-        files = local_files(stage.model, mirror)
+        files = local_files(stage.known_model, mirror)
     except (BadRequest, SourceError):  # the check beforehand says what is wrong with it
         return None
     if not files:
@@ -98,7 +95,7 @@ def _model_of(pipeline: Pipeline, name: str, mirror: Path | None) -> ModelSize |
         read = read_checkpoint(files[0].parent).architecture
     except BadRequest as error:
         began = next(other for other, candidate in pipeline.stages.items() if candidate is stage)
-        raise ConfigError(f"{began}.model={stage.model} cannot be taken: {error}") from error
+        raise ConfigError(f"{began}.model={stage.known_model} cannot be taken: {error}") from error
     shape = Shape(
         depth=read.num_layers,
         width=read.hidden_size,

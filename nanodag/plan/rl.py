@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from nanodag.config.derive_hardware import state_of
 from nanodag.config.footprint import activations, head_memory, working
-from nanodag.config.gpus import num_gpus_of
 from nanodag.config.kinds.rl import RLStage
 from nanodag.errors.words import size
 from nanodag.inference.number_formats import width_of
@@ -89,7 +88,7 @@ def plan_rl(case: Case[RLStage]) -> StagePlan:
         read_bytes=read,
         download_bytes=case.sizes.downloaded(stage.data, read),
         processes=((trainer,) * stage.has_trainer + (sampler,) * stage.has_samplers + (*beside, *programs)),
-        num_gpus=num_gpus_of(stage, case.machine.num_gpus) if is_on_gpu else 0,
+        num_gpus=stage.num_gpus(case.machine.num_gpus) if is_on_gpu else 0,
         at_once=samplers.at_once,
         longest_prompt=min(int(stage.sampler.context), model.max_positions) - rollout.max_new_tokens,
         disk_bytes=_disk(case) + files,

@@ -13,7 +13,7 @@ from nanodag.config.footprint import (
     working,
 )
 from nanodag.config.model_size import ModelSize
-from nanodag.config.supervised import ChatStage, SupervisedStage
+from nanodag.config.supervised import SupervisedStage
 from nanodag.errors.words import counted
 from nanodag.inference.number_formats import width_of
 from nanodag.plan import cpu_work, processes
@@ -81,9 +81,9 @@ def _steps(case: Case[SupervisedStage]) -> int | None:
     stage, tokens = case.stage, None
     if stage.horizon_tokens not in ("auto", 0):
         tokens = int(stage.horizon_tokens)
-    elif isinstance(stage, ChatStage) and case.known_model is not None:
+    elif stage.passes and case.known_model is not None:
         one_pass = case.sizes.tokens_of_pass(stage.data, case.model.vocabulary)
-        tokens = None if one_pass is None else int(one_pass * stage.num_epochs)
+        tokens = None if one_pass is None else int(one_pass * stage.passes)
     limits = [stage.max_steps] if stage.max_steps else []
     limits += [] if tokens is None else [math.ceil(tokens / int(stage.batch_tokens))]
     return min(limits, default=None)
@@ -145,8 +145,7 @@ def _seconds(case: Case[SupervisedStage], steps: int | None) -> tuple[float | No
         return None, None
     stage, model, sizes, machine = case.stage, case.model, case.sizes, case.machine
     ranks, tokens = int(stage.resources.num_ranks), steps * int(stage.batch_tokens)
-    is_chat = isinstance(stage, ChatStage)
-    held_out = sizes.held_out_tokens(stage.data, model.vocabulary, is_chat=is_chat)
+    held_out = sizes.held_out_tokens(stage.data, model.vocabulary, is_chat=stage.is_chat)
     validated = stage.validation_tokens if held_out is None else min(stage.validation_tokens, held_out)
     validations = (steps // stage.validation_every + 1) * validated
     of_core = _core_tokens(stage, model, steps)
@@ -159,7 +158,7 @@ def _seconds(case: Case[SupervisedStage], steps: int | None) -> tuple[float | No
         scoring = of_core * model.forward_flops(CORE_CONTEXT) / (shares.likelihood * peak)
         return START_S + max(computing, tokens / (ranks * PACKED_TOKENS_S)) + scoring, None
     core = core_of(machine, str(stage.precision))
-    length = sizes.attended_length(stage.data, model.vocabulary, stage.sequence_length, is_chat=is_chat)
+    length = sizes.attended_length(stage.data, model.vocabulary, stage.sequence_length, is_chat=stage.is_chat)
     work = core.training(model, tokens, length, checkpointing=bool(stage.activation_checkpointing))
     work += core.reading(model, validations, length)
     work += core.reading(model, of_core, CORE_CONTEXT, scored=ANSWERS_SHARE)

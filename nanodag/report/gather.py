@@ -10,7 +10,6 @@ from typing import Any
 from nanodag.config.kind import SCORES, Kind
 from nanodag.config.kinds import recorded_kind
 from nanodag.config.kinds.evaluation import EvalStage
-from nanodag.config.kinds.rl import RLStage
 from nanodag.errors.words import counted
 from nanodag.evaluation.paired import FALSE_ALARMS, PairedDifference, holm, paired
 from nanodag.rl.rollouts.learning import why_nothing_was_learned
@@ -214,7 +213,7 @@ def warnings_of(stages: Mapping[str, ReportedStage], stale: Mapping[str, str]) -
     stale: stage -> why."""
     warnings = [f"{name} is stale: {why}." for name, why in stale.items()]
     for stage in stages.values():
-        if issubclass(stage.kind.config, RLStage):
+        if stage.kind.config.makes_rollouts:
             if stage.kind.trains:
                 warnings += [f"{stage.name} learned nothing: {why}" for why in why_nothing_was_learned(stage.metrics)]
             num_over = stage.metrics.get("eval_too_long")

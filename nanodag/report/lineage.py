@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from html import escape
 
 from nanodag.config.kind import SCORES, Kind
-from nanodag.config.kinds.rl import RLStage
 from nanodag.report.gather import ReportedStage, stage_behind
 
 BOX_WIDTH, BOX_HEIGHT, GAP_X, GAP_Y = 132, 46, 44, 18
@@ -56,7 +55,7 @@ def _places(stages: Mapping[str, ReportedStage]) -> dict[str, tuple[int, int]]:
 def _look(kind: Kind) -> tuple[str, str]:
     if kind.is_about_others:
         return BESIDE
-    if issubclass(kind.config, RLStage):
+    if kind.config.makes_rollouts:
         return RL
     return CHAIN if kind.trains or kind.inputs else FIRST
 

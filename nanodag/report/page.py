@@ -7,8 +7,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from nanodag.config.kinds.rl import RLStage
-from nanodag.config.supervised import SupervisedStage
 from nanodag.errors.words import counted, duration
 from nanodag.evaluation.paired import FALSE_ALARMS
 from nanodag.report import plots, tables, words
@@ -188,11 +186,9 @@ def _scores(columns: Sequence[Column], comparisons: Sequence[Comparison]) -> Pag
 def _curves(stages: Mapping[str, ReportedStage]) -> PageSection | None:
     parts = []
     for stage in stages.values():
-        panels = plots.rl_panels(stage) if issubclass(stage.kind.config, RLStage) else []
-        panels = plots.supervised_panels(stage) if issubclass(stage.kind.config, SupervisedStage) else panels
-        if panels:
+        if panels := plots.PANELS[stage.kind.config.curves](stage):
             parts.append(Part(heading=stage.name, svg=plots.panels_svg(panels, name=f"curves-{stage.name}")))
-        if issubclass(stage.kind.config, RLStage) and (policy := tables.policy_table(stage)):
+        if stage.kind.config.makes_rollouts and (policy := tables.policy_table(stage)):
             note = "Score and 95 % interval of each model by itself. The best of many is in part the luckiest one."
             parts.append(Part(heading=f"{stage.name}: its own evaluations", note=note, table=policy))
     if reached := tables.reached_table(stages):

@@ -6,7 +6,7 @@ the page (look.html.jinja), light or dark; text is text, in the page's own lette
 
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from typing import TYPE_CHECKING, Any
@@ -118,6 +118,14 @@ def rl_panels(stage: ReportedStage) -> list[Panel]:
         ("KL to the reference (nats)", {"kl": "KL"}, {}),
         ("Tokens a second", speed, {"from_zero": True}),
     )
+
+
+PANELS: Mapping[str, Callable[[ReportedStage], list[Panel]]] = {
+    "": lambda stage: [],
+    "loss": supervised_panels,
+    "rollouts": rl_panels,
+}
+"""Panels of a stage by the `curves` of its kind."""
 
 
 def _panels(stage: ReportedStage, *drawn: tuple[str, dict[str, str], dict[str, Any]]) -> list[Panel]:

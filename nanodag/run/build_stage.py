@@ -15,8 +15,6 @@ from nanodag.config import AnyStage, result_config
 from nanodag.config.kind import PAGE
 from nanodag.config.kinds import find_kind
 from nanodag.config.kinds.evaluation import BenchmarkConfig
-from nanodag.config.kinds.import_model import ImportStage
-from nanodag.config.kinds.rl import RLStage
 from nanodag.config.rl_entries import entries_in
 from nanodag.config.section import found_in
 from nanodag.config.trust import sources_in
@@ -128,16 +126,9 @@ def key_of(run: Run, stage: AnyStage, inputs: Inputs) -> tuple[str, dict[str, An
     for _, benchmark in found_in(stage, BenchmarkConfig):
         if files := form_files(benchmark):
             sources[benchmark.form] = {"kind": "form", "sha256": [file_sha256(file) for file in files]}
-    if isinstance(stage, RLStage):
-        beside = (stage.algorithm.teacher, stage.algorithm.critic, stage.algorithm.reference)
-        folders = [part.model for part in beside if part.model.startswith("/")]
-        sources |= {folder: model_identity(f"file:{folder}") for folder in folders}
-        if (url := stage.algorithm.teacher.url) != "none":
-            sources[url] = server_identity(url)
-        if not (rollout := stage.rollout).is_sampled:
-            sources[rollout.source] = saved_files(rollout.source).identity()
-    if isinstance(stage, ImportStage):
-        sources[stage.model] = model_identity(stage.model, mirror)
+    for _, what, name, _ in stage.external_inputs():
+        if identity_of := IDENTITIES.get(what):
+            sources[name] = identity_of(name, mirror)
     kind = find_kind(stage.kind)
     if ":" in stage.kind:
         sources[stage.kind] = code_identity(stage.kind) | {"worker": worker_identity(kind.module)}
@@ -220,6 +211,14 @@ def server_identity(url: str) -> dict[str, Any]:
             f"teacher.url {url} does not say which model it serves: {type(error).__name__} {error}. Start the server "
             "first: the stage's key knows its model."
         ) from error
+
+
+IDENTITIES: Mapping[str, Callable[[str, Path | None], dict[str, Any]]] = {
+    "model": lambda name, mirror: model_identity(f"file:{name}" if name.startswith("/") else name, mirror),
+    "server": lambda name, mirror: server_identity(name),
+    "rollouts": lambda name, mirror: saved_files(name).identity(),
+}
+"""Identity of an external input in a key, by what it is. CORE has none: it changes no weights."""
 
 
 def with_identities(value: Any, sources: Mapping[str, Any]) -> Any:

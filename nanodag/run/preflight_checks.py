@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from math import ceil
 from pathlib import Path
@@ -18,20 +18,18 @@ from typing import Any
 from nanodag import registry
 from nanodag.config import AnyStage, Pipeline
 from nanodag.config.kinds import find_kind, vouch_for
-from nanodag.config.kinds.evaluation import BenchmarkConfig, EvalStage
-from nanodag.config.kinds.import_model import ImportStage
-from nanodag.config.kinds.rl import RLStage
-from nanodag.config.kinds.tokenizer import TokenizerStage
+from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.config.ranges import check_lora
 from nanodag.config.rl_entries import EntryConfig, entries_in
 from nanodag.config.rl_evaluation import PolicyBenchmarkConfig
-from nanodag.config.supervised import ChatStage, SupervisedStage
+from nanodag.config.section import found_in
+from nanodag.config.stage_base import ExternalInput
 from nanodag.config.tracking import SERVICES
 from nanodag.data.adapters import kind_of, open_adapter
 from nanodag.data.asking import asking, check_effect, with_names
-from nanodag.data.canonical import Kind, Wanted
+from nanodag.data.canonical import Kind
 from nanodag.data.config import SourceConfig, mixes_by_epochs
-from nanodag.data.core_tasks import bundle_url, find_files
+from nanodag.data.core_tasks import find_files
 from nanodag.data.files import FileSource
 from nanodag.data.parts import open_part
 from nanodag.data.sources import open_source
@@ -78,37 +76,33 @@ class Checks:
     def stage(self, name: str) -> None:
         """Look at whatever a stage names."""
         stage = self._pipeline.stages[name]
-        if stage.resources.num_nodes > 1 or (isinstance(stage, RLStage) and stage.sampler.nodes):
+        if stage.machines:
             hostfile = os.path.expandvars(self._pipeline.cluster.hostfile)
             if "$" not in hostfile:  # else it is known where the stage runs, and not here
                 self._try("cluster.hostfile", hostfile, lambda: self._need_file(hostfile))
         if ":" in stage.kind:
             for module in (stage.kind.partition(":")[0], find_kind(stage.kind).module):
                 self._try(f"{name}.kind", f"module {module}", partial(self._module, module))
-        if not isinstance(stage, RLStage):
-            for where, entry in entries_in(stage):
-                if entry.own_function:
-                    self._try(f"{name}.{where}", f"{entry.kind} {entry}", partial(self._import, entry.own_function))
-        for label, wanted, sources in _mixtures(stage):
+        for label, sources in stage.mixtures():
             num_faults = len(self.faults)
             self._try(f"{name}.{label}", f"mixture {sources}", partial(mixes_by_epochs, sources))
             for number, source in enumerate(sources):
                 if self._can_read(source.url):
-                    self._source(f"{name}.{label}.{number}", source, wanted, stage)
+                    self._source(f"{name}.{label}.{number}", source, stage)
             if len(self.faults) == num_faults and all(self._can_read(source.url) for source in sources):
-                self._try(f"{name}.{label}", f"held out of {sources}", partial(self._held_out, stage, wanted, sources))
-        if isinstance(stage, ImportStage):
-            self._try(f"{name}.model", stage.model, lambda: self._model(stage.model))
-        if isinstance(stage, SupervisedStage) and stage.core_every:
-            self._core(f"{name}.core_bundle", bundle_url(stage.core_bundle))
-        if isinstance(stage, EvalStage):
-            self._sampler(name, stage)
-            for number, benchmark in enumerate(stage.benchmarks):
-                self._benchmark(f"{name}.benchmarks.{number}", benchmark, is_chat=stage.chat)
-        if isinstance(stage, RLStage):
-            for number, asked in enumerate(stage.evaluation.benchmarks):
-                self._benchmark(f"{name}.evaluation.benchmarks.{number}", asked, is_chat=True)
-            self._rl(name, stage)
+                self._try(f"{name}.{label}", f"held out of {sources}", partial(self._held_out, stage, sources))
+        for where, benchmark in found_in(stage, BenchmarkConfig):
+            self._benchmark(f"{name}.{where}", benchmark, is_chat=stage.asks_in_chat)
+        if stage.sglang is not None and not self._only_names:
+            python, device = stage.sglang.python, stage.resources.device
+            assert device != "auto"  # derived
+            self._try(f"{name}.sampler.python", f"sglang {python}", partial(find_python, python, device))
+        for external in stage.external_inputs():
+            self._external(f"{name}.{external.setting}", external)
+        for where, entry in entries_in(stage):
+            self._entry(f"{name}.{where}", stage, entry)
+        if stage.lora_rank:
+            self._try(f"{name}.optimizer.lora_rank", f"lora {name}", lambda: self._lora(name, stage))
 
     def _try(self, where: str, what: str, look: Callable[[], object]) -> None:
         """Note the fault that looking raises; what is named twice is looked at once."""
@@ -132,20 +126,17 @@ class Checks:
         kind = parse_url(url).kind
         return kind != "input" and not (self._only_names and kind in ("verifiers", *["hub"] * (self._mirror is None)))
 
-    def _source(self, where: str, source: SourceConfig, wanted: Wanted | None, stage: AnyStage) -> None:
-        kind = None if wanted is None else kind_of(source.adapter, source.url, wanted)
+    def _source(self, where: str, source: SourceConfig, stage: AnyStage) -> None:
+        kind = None if stage.record_kind is None else kind_of(source.adapter, source.url, stage.record_kind)
         read = source.model_dump(exclude={"url", "weight", "epochs", "held_out"}, exclude_defaults=True)
-        rewards = [reward.name for reward in stage.reward] if isinstance(stage, RLStage) else []
+        rewards = [entry.name for _, entry in entries_in(stage) if entry.kind == "reward"]
         what = f"{source.url} {read} as {kind} for {rewards}"
         self._try(where, what, lambda: _check_metadata(self._rows(source, kind), rewards, source.url))
 
-    def _held_out(self, stage: AnyStage, wanted: Wanted | None, sources: tuple[SourceConfig, ...]) -> None:
+    def _held_out(self, stage: AnyStage, sources: tuple[SourceConfig, ...]) -> None:
         """A share of few rows may be none of them; as many are read as hold one with near certainty."""
-        is_measured = isinstance(stage, SupervisedStage) and stage.validation_tokens > 0
-        if isinstance(stage, RLStage):
-            is_measured = stage.evaluation.eval_prompts > 0 and not stage.evaluation.validation
-        held_out = [source for source in sources if source.held_out]
-        if not is_measured or wanted is None or not held_out or any(not _is_few(source) for source in held_out):
+        wanted, held_out = stage.record_kind, [source for source in sources if source.held_out]
+        if not stage.measures_held_out or wanted is None or not held_out or not all(map(_is_few, held_out)):
             return
         counts = []
         for source in held_out:
@@ -256,47 +247,37 @@ class Checks:
 
     def _width_of(self, stage: AnyStage) -> int | None:
         """Of the model that a stage begins at, where that is imported from a folder."""
-        while not isinstance(stage, ImportStage):
+        while not stage.known_model:
             if "model" not in stage.inputs:
                 return None
             stage = self._pipeline.stages[stage.inputs["model"]]
-        files = local_files(stage.model, self._mirror) or []
+        files = local_files(stage.known_model, self._mirror) or []
         path = next((path for path in files if path.name == "config.json"), None)
         try:
             return int(json.loads(path.read_text())["hidden_size"]) if path is not None else None
         except (ValueError, KeyError, TypeError):
             return None
 
-    def _sampler(self, name: str, stage: RLStage | EvalStage) -> None:
-        if stage.sampler.engine == "sglang" and not self._only_names:
-            python, device = stage.sampler.python, stage.resources.device
-            assert device != "auto"  # derived
-            self._try(f"{name}.sampler.python", f"sglang {python}", partial(find_python, python, device))
+    def _external(self, where: str, external: ExternalInput) -> None:
+        """Look at what a stage reads besides its data; a server is asked when the stage's key is made."""
+        _, what, name, num_steps = external
+        if what == "core":
+            self._core(where, name)
+        elif what == "rollouts":
+            self._try(where, name, lambda: self._rollouts(name, num_steps))
+        elif what == "model":
+            self._try(where, name, partial(self._model, f"file:{name}" if name.startswith("/") else name))
 
-    def _rl(self, name: str, stage: RLStage) -> None:
-        if stage.has_samplers:
-            self._sampler(name, stage)
-        algorithm = stage.algorithm
-        models = [(f"{name}.algorithm.critic.model", algorithm.critic.model)]
-        models += [(f"{name}.algorithm.teacher.model", algorithm.teacher.model)]
-        models += [(f"{name}.algorithm.reference.model", algorithm.reference.model)]
-        if not (rollout := stage.rollout).is_sampled:
-            self._try(f"{name}.rollout.source", rollout.source, lambda: self._rollouts(rollout.source, stage.num_steps))
-        folders = [entry.name.removeprefix("model:") for entry in stage.reward if entry.name.startswith("model:")]
-        models += [(f"{name}.reward", folder) for folder in folders]
-        for where, model in models:
-            if model.startswith("/"):
-                self._try(where, model, partial(self._model, f"file:{model}"))
-        for where, entry in entries_in(stage):
-            if entry.own_function:
-                what = f"{entry.kind} {entry}"
-                self._try(f"{name}.{where}", what, partial(self._function, stage, entry))
-            if entry.own_file:
-                self._try(f"{name}.{where}", entry.own_file, partial(read_judge, entry.own_file))
-            if entry.own_module:
-                self._try(f"{name}.{where}", entry.name, partial(self._verifiers_module, entry.own_module))
-        if stage.optimizer.lora_rank:
-            self._try(f"{name}.optimizer.lora_rank", f"lora {name}", lambda: self._lora(name, stage))
+    def _entry(self, where: str, stage: AnyStage, entry: EntryConfig) -> None:
+        """Look at what of the user's own an entry names."""
+        if entry.name.startswith("model:"):
+            self._external(where, ExternalInput(where, "model", entry.name.removeprefix("model:")))
+        if entry.own_function:
+            self._try(where, f"{entry.kind} {entry}", partial(self._function, stage, entry))
+        if entry.own_file:
+            self._try(where, entry.own_file, partial(read_judge, entry.own_file))
+        if entry.own_module:
+            self._try(where, entry.name, partial(self._verifiers_module, entry.own_module))
 
     def _rollouts(self, source: str, num_steps: int) -> None:
         found = saved_files(source)
@@ -304,11 +285,11 @@ class Checks:
         next(read_saved(found.files[0]), None)
         self.relied_on.update(map(str, found.files))
 
-    def _lora(self, name: str, stage: RLStage) -> None:
+    def _lora(self, name: str, stage: AnyStage) -> None:
         if (width := self._width_of(stage)) is not None:
-            check_lora(name, stage, width, self._pipeline.unchecked)
+            check_lora(name, stage.lora_rank, width, self._pipeline.unchecked)
 
-    def _function(self, stage: RLStage, entry: EntryConfig) -> None:
+    def _function(self, stage: AnyStage, entry: EntryConfig) -> None:
         path, traits = entry.own_function, entry.traits
         passes_on = traits is not None and traits.passes_on
         # It is run by an interpreter that may have other packages.
@@ -319,7 +300,8 @@ class Checks:
                 raise ConfigError(f"the agent's python {python} is no program; give an interpreter's path, or auto")
             return
         function = self._import(path)
-        loaded = stage.algorithm.load(entry)  # with its options, and the settings that it takes
+        if (loaded := stage.load_entry(entry)) is None:
+            return
         prefix = entry.name.partition(":")[0] if path != entry.name else ""
         arguments = CALLED_WITH[prefix or entry.kind]
         own = traits.options if traits is not None and passes_on else ()
@@ -354,22 +336,6 @@ class Checks:
         if not callable(target):
             raise ConfigError(f"{path} is no function: {file} has it as {target!r:.60}")
         return target
-
-
-def _mixtures(stage: AnyStage) -> Iterator[tuple[str, Wanted | None, tuple[SourceConfig, ...]]]:
-    """Label, what records are wanted and sources of what a stage reads."""
-    if isinstance(stage, RLStage):
-        yield "data", "prompt", stage.data
-        yield "evaluation.validation", "prompt", stage.evaluation.validation
-    elif isinstance(stage, ChatStage):
-        yield "data", "chat", stage.data
-    elif isinstance(stage, SupervisedStage | TokenizerStage):
-        yield "data", "document", stage.data
-    else:
-        for label in type(stage).model_fields:
-            sources = getattr(stage, label)
-            if isinstance(sources, tuple) and sources and all(isinstance(source, SourceConfig) for source in sources):
-                yield label, None, sources
 
 
 def _check_metadata(records: list[dict[str, Any]], rewards: list[str], url: str) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 import psutil
 
 from nanodag.config import AnyStage, Pipeline, Resolved, order_of, resolve
-from nanodag.config.gpus import num_gpus_of
 from nanodag.config.kinds import find_kind, vouch_for
 from nanodag.config.resolve import read_document, stages_in
 from nanodag.config.trust import check_trust
@@ -220,7 +219,7 @@ def check_gpus(name: str, resolved: Resolved, stages: Sequence[str], record: Run
     known = record.stages if record is not None else {}
     open_stages = [stage for stage in stages if stage not in known or not known[stage].has_ended_well]
     configs = {stage: resolved.pipeline.stages[stage] for stage in open_stages}
-    wanted = [(num_gpus_of(config, here.num_gpus), stage) for stage, config in configs.items() if _is_on_gpus(config)]
+    wanted = [(config.num_gpus(here.num_gpus), stage) for stage, config in configs.items() if _is_on_gpus(config)]
     most, stage = max(wanted, default=(0, ""))
     if most > here.num_gpus:
         raise ConfigError(

@@ -10,7 +10,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from nanodag.config import resolve
-from nanodag.config.gpus import num_gpus_of
 from nanodag.config.kind import PAGE
 from nanodag.config.kinds import find_kind, recorded_kind
 from nanodag.config.pipeline import read_stage
@@ -55,7 +54,7 @@ def reproduce(
     stage, inputs = _recipe(artifact), _inputs(store, artifact)
     if stage.resources.device == "cuda" and not detect().num_gpus:
         raise StoreError(
-            f"Artifact {artifact.folder} was made on {counted(num_gpus_of(stage, 0), 'GPU')}, and this machine has "
+            f"Artifact {artifact.folder} was made on {counted(stage.num_gpus(0), 'GPU')}, and this machine has "
             "none: reproduce it where there are as many."
         )
     path = pipeline_file(file)

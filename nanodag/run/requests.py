@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanodag.config import Pipeline
-from nanodag.config.gpus import num_gpus_of
 from nanodag.host.machine import Machine
 from nanodag.plan.make import plan_of
 
@@ -53,7 +52,7 @@ def requests_of(pipeline: Pipeline, name: str, machine: Machine) -> Requests:
     (plan,) = plan_of(pipeline, machine, stages=[name]).stages
     return Requests(
         nodes=nodes,
-        gpus=num_gpus_of(stage, machine.num_gpus) if resources.device == "cuda" else 0,
+        gpus=stage.num_gpus(machine.num_gpus) if resources.device == "cuda" else 0,
         cpus=int(resources.num_ranks) // nodes * int(resources.threads),
         memory=math.ceil(MEMORY_MARGIN * plan.host_bytes),
     )

@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nanodag.config import AnyStage, Pipeline
-from nanodag.config.gpus import num_gpus_of, spare_gpus_of
 from nanodag.config.kinds import find_kind
-from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import StageFailed
 from nanodag.host.machine import visible_gpus
 from nanodag.run.record import Run, StageResult
@@ -62,8 +60,7 @@ def job_of(run: Run, name: str, config: AnyStage, inputs: Mapping[str, StageResu
 
 def _cluster_context(pipeline: Pipeline, stage: AnyStage) -> dict[str, Any]:
     """What a worker is told of other machines: nothing, for a stage on this one alone."""
-    has_others = stage.resources.num_nodes > 1 or (isinstance(stage, RLStage) and stage.sampler.nodes)
-    return {"cluster": pipeline.cluster.model_dump(mode="json")} if has_others else {}
+    return {"cluster": pipeline.cluster.model_dump(mode="json")} if stage.machines else {}
 
 
 def work(
@@ -89,8 +86,8 @@ def work(
     device = str(stage.resources.device)
     devices = devices_for(
         device=device,
-        num_gpus=num_gpus_of(stage, len(visible_gpus())),
-        spare_gpus=spare_gpus_of(stage),
+        num_gpus=stage.num_gpus(len(visible_gpus())),
+        spare_gpus=stage.spare_gpus,
         is_beside=kind.is_beside,
         at_once=run.at_once,
     )

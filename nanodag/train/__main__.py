@@ -11,7 +11,7 @@ import resource
 import sys
 from typing import Any
 
-from nanodag.config.supervised import ChatStage, SupervisedStage
+from nanodag.config.supervised import SupervisedStage
 from nanodag.train.deepspeed_engine import TrainEngine, leave
 from nanodag.train.loop import Loop, Stopped
 from nanodag.train.setup import PreparedStage, prepare
@@ -88,7 +88,7 @@ def _metrics(loop: Loop, stats: dict[str, Any]) -> dict[str, Any]:
         "stopped_early": progress.stopped_early,
         **{name: value for name, value in stats.items() if name not in ("batches", "document_tokens")},
     }
-    if isinstance(loop.config, ChatStage):
+    if loop.config.is_chat:
         metrics["document_share"] = stats["document_tokens"] / max(stats["tokens"], 1.0)
     if progress.best_loss is not None:
         metrics["best_validation_loss"] = progress.best_loss
@@ -106,8 +106,8 @@ def _metrics(loop: Loop, stats: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cost(job: Job, stage: PreparedStage, loop: Loop, start_seconds: float) -> dict[str, Any]:
-    progress, plan, config = loop.progress, loop.plan, job.config
-    assert isinstance(config, SupervisedStage)
+    progress, plan = loop.progress, loop.plan
+    config: SupervisedStage = job.config
     flops = plan.flops_per_token * progress.tokens
     usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return {

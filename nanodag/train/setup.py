@@ -14,8 +14,7 @@ import torch
 from nanodag.config.derive import shape_from
 from nanodag.config.dial import Shape, flops_per_token
 from nanodag.config.kinds import find_kind
-from nanodag.config.kinds.pretrain import PretrainStage
-from nanodag.config.supervised import ChatStage, SupervisedStage
+from nanodag.config.supervised import SupervisedStage
 from nanodag.data.adapters import kind_of
 from nanodag.data.config import SourceConfig, mixes_by_epochs
 from nanodag.data.core_tasks import TASKS, bundle_url, find_files
@@ -117,8 +116,7 @@ class PreparedStage:
 
 def prepare(job: Job) -> PreparedStage:
     """Everything that the loop needs, from the job's config and inputs."""
-    config = job.config
-    assert isinstance(config, SupervisedStage)
+    config: SupervisedStage = job.config
     assert config.precision != "auto"  # derived
     torch.set_num_threads(int(config.resources.threads))
     tokenizer_path = job.inputs["model" if "model" in job.inputs else "tokenizer"]
@@ -178,7 +176,6 @@ def architecture_of(job: Job, tokenizer_path: Path) -> Architecture:
     if "model" in job.inputs:
         return read_checkpoint(job.inputs["model"]).architecture
     config = job.config
-    assert isinstance(config, PretrainStage)
     return qwen3_architecture(
         shape_from(config.shape),
         vocabulary=Encoding(tokenizer_path).size,
@@ -203,16 +200,15 @@ class _Data:
     """The stage's sources as token batches for this rank."""
 
     def __init__(self, job: Job, tokenizer_path: Path, engine: TrainEngine) -> None:
-        config = job.config
+        config: SupervisedStage = job.config
         self._config, self._engine, self._job = config, engine, job
-        self._is_chat = isinstance(config, ChatStage)
         micro = int(config.micro_batch_tokens)
         self._rows = micro // config.sequence_length
         self.micro_batches = int(config.batch_tokens) // (micro * engine.world_size)
         self._tokenizer_path = tokenizer_path
         self._arguments: dict[str, Any] = {
             "tokenizer_path": tokenizer_path,
-            "kind": "chat" if self._is_chat else "document",
+            "kind": config.record_kind,
             "batch_rows": self._rows,
             "sequence_length": config.sequence_length,
             "seed": int(config.seed),
@@ -222,9 +218,8 @@ class _Data:
             "tokenising_threads": tokenising_threads(
                 engine.device.type, cores=usable_cores(), ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             ),
+            **config.packing,
         }
-        if self._is_chat:
-            self._arguments["too_long"] = config.overlong
 
     def training(self) -> TokenBatches:
         """The stage's batches. By num_epochs they end; by horizon_tokens a mixture by epochs begins again, in another
@@ -235,15 +230,14 @@ class _Data:
 
     @property
     def _epochs(self) -> dict[str, Any]:
-        assert isinstance(self._config, ChatStage)
-        return {"num_epochs": self._config.num_epochs}
+        return {"num_epochs": self._config.passes}
 
     def num_steps(self) -> int:
         """Steps of num_epochs over the data. Raises ConfigError for a mixture by weights, which has no pass."""
         sources = self._config.data
         if not mixes_by_epochs(sources):
             raise ConfigError(
-                f"{self._job.name}.num_epochs: {self._config.num_epochs} passes over a mixture by weights have no "
+                f"{self._job.name}.num_epochs: {self._config.passes} passes over a mixture by weights have no "
                 "meaning, as it has no end. Set horizon_tokens, or leave out the weights."
             )
         batches = TokenBatches(sources, **self._epochs, **self._arguments)
@@ -258,7 +252,7 @@ class _Data:
         """The held-out part, None without any: conversations, or documents where there are no others."""
         config = self._config
         sources = [s.model_copy(update={"weight": None, "epochs": None}) for s in config.data if s.held_out]
-        if self._is_chat:
+        if config.is_chat:
             # One mean over both would be that of the documents: they have a label at every token.
             chats = [s for s in sources if kind_of(s.adapter, s.url, "chat") == "conversation"]
             sources = chats or sources
@@ -317,16 +311,15 @@ def _num_steps(job: Job, data: _Data, checkpoint: Path | None) -> int:
     config = job.config
     if config.horizon_tokens:
         num_steps = math.ceil(int(config.horizon_tokens) / int(config.batch_tokens))
+    elif checkpoint is not None:
+        return planned_steps(checkpoint)
     else:
-        assert isinstance(config, ChatStage)
-        if checkpoint is not None:
-            return planned_steps(checkpoint)
         num_steps = data.num_steps()
     return min(num_steps, config.max_steps) if config.max_steps else num_steps
 
 
 def _prompt_ids(prompt: str, encoding: Encoding, tokenizer_path: Path, config: SupervisedStage) -> Sequence[int]:
-    if isinstance(config, ChatStage):
+    if config.is_chat:
         from nanodag.tokenizer.chat import load_renderer
 
         return load_renderer(tokenizer_path).prompt([{"role": "user", "content": prompt}])

@@ -8,7 +8,6 @@ from typing import Any
 
 from nanodag.config.kind import MODEL
 from nanodag.config.kinds import recorded_kind
-from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import ArtifactNotFound
 from nanodag.rl.rollouts.rollout import Rollout, read_rollouts
 from nanodag.rl.rollouts.saved import REPLAYED
@@ -112,7 +111,7 @@ def shelf_of(store: Store, record: RunRecord, stage: str = "") -> Shelf:
     Raises ArtifactNotFound when the run has none.
     """
     entries = record.stages.items()
-    begun = [s for s, e in entries if issubclass(recorded_kind(e.kind).config, RLStage) and _has_begun(e)]
+    begun = [s for s, e in entries if recorded_kind(e.kind).config.makes_rollouts and _has_begun(e)]
     if not begun or (stage and stage not in begun):
         wanted = f"stage {stage!r}" if stage else "stage"
         raise ArtifactNotFound(

@@ -3,7 +3,6 @@
 import pytest
 
 from nanodag.config import resolve
-from nanodag.config.gpus import num_gpus_of
 from nanodag.errors import ConfigError
 from nanodag.host.folders import PROJECT
 from nanodag.host.machine import machine_of
@@ -66,7 +65,7 @@ def test_samplers_are_beside_the_trainer_unless_turns_keep_the_optimizer_on_the_
 def test_gpus_of_samplers_are_not_the_trainers_and_replicas_follow_from_them(overrides, ranks, gpus, replicas):
     stage = stage_on("8xH100+sglang", SEPARATE, *overrides)
     found = (stage.resources.num_ranks, stage.sampler.gpus, stage.sampler.replicas, stage.sampler.memory_fraction)
-    assert found == (ranks, gpus, replicas, 0.9) and num_gpus_of(stage, 8) == 8
+    assert found == (ranks, gpus, replicas, 0.9) and stage.num_gpus(8) == 8
 
 
 def test_samplers_of_other_nodes_have_all_of_their_gpus(tmp_path):
@@ -77,7 +76,7 @@ def test_samplers_of_other_nodes_have_all_of_their_gpus(tmp_path):
     found = resolve(tmp_path / "pipeline.yaml", "gsm8k-rl", given, machine=machine_of("3x8xH100+sglang"))
     stage = found.pipeline.stages["rl"]
     assert (stage.resources.num_ranks, stage.sampler.replicas, stage.sampler.gpus) == (8, 8, ())
-    assert num_gpus_of(stage, 8) == 8
+    assert stage.num_gpus(8) == 8
 
 
 @pytest.mark.parametrize("gpus", ["8", "[0,8]", "[1,1]", "[]", "[0,1,2,3,4,5,6,7]"])

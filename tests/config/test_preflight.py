@@ -153,7 +153,7 @@ def test_a_module_that_is_not_there_is_refused_when_the_config_is_read(folder, o
         ("rl.reward=mine_pf:reward_of_one",
          "rl.reward.0: mine_pf:reward_of_one is called with (prompt, completion): too many positional arguments"),
         ("rl.reward=group:mine_pf:f", "rl.reward.0: mine_pf:f: mine_pf.py has no function f"),
-        ("rl.reward=model:/nowhere", "rl.reward: Model 'file:/nowhere': there is no folder /nowhere."),
+        ("rl.reward=model:/nowhere", "rl.reward.0: Model 'file:/nowhere': there is no folder /nowhere."),
         ("rl.reward=broken_pf:f", "rl.reward.0: broken_pf:f cannot be imported: ModuleNotFoundError: No module named "
          "'nothing_of_this_name' (broken_pf.py, line 2, in <module>)"),
         ("rl.advantage=mine_pf:reward",

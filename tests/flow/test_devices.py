@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from nanodag.config.gpus import num_gpus_of, spare_gpus_of
 from nanodag.config.kinds.evaluation import EvalStage
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.stage_base import Resources
@@ -129,9 +128,9 @@ def test_the_gpus_of_sglangs_servers_count_where_they_are_more_than_the_ranks():
         resources = Resources(num_ranks=num_ranks, nodes=nodes, device="cuda")
         return RLStage.model_construct(resources=resources, sampler=SimpleNamespace(**sampler))
 
-    assert num_gpus_of(rl(1, engine="sglang", replicas=2, tensor_parallel=2), 8) == 4
-    assert num_gpus_of(rl(4, engine="sglang", replicas=1, tensor_parallel=2), 8) == 4
-    assert num_gpus_of(rl(16, nodes=2, engine="sglang", replicas=4, tensor_parallel=1), 2) == 8
+    assert rl(1, engine="sglang", replicas=2, tensor_parallel=2).num_gpus(8) == 4
+    assert rl(4, engine="sglang", replicas=1, tensor_parallel=2).num_gpus(8) == 4
+    assert rl(16, nodes=2, engine="sglang", replicas=4, tensor_parallel=1).num_gpus(2) == 8
 
 
 def test_embedded_samplers_take_a_gpu_each_and_share_where_there_are_fewer(monkeypatch):
@@ -140,14 +139,14 @@ def test_embedded_samplers_take_a_gpu_each_and_share_where_there_are_fewer(monke
         return RLStage.model_construct(resources=Resources(num_ranks=1, device="cuda"), sampler=sampler)
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
-    assert [num_gpus_of(rl(replicas), 3) for replicas in (1, 2, 8)] == [1, 2, 3]
+    assert [rl(replicas).num_gpus(3) for replicas in (1, 2, 8)] == [1, 2, 3]
     assert [gpu_of_replica(number) for number in range(5)] == ["4", "6", "7", "4", "6"]
 
 
 def test_an_evaluation_takes_the_gpus_of_one_server_and_those_of_the_others_where_they_are_free():
     sampler = SimpleNamespace(replicas=3, tensor_parallel=2)
     stage = EvalStage.model_construct(resources=Resources(num_ranks=1, device="cuda"), sampler=sampler)
-    assert (num_gpus_of(stage, 8), spare_gpus_of(stage)) == (2, 4)
+    assert (stage.num_gpus(8), stage.spare_gpus) == (2, 4)
 
 
 def test_an_evaluation_takes_the_gpus_that_are_free_and_one_at_least(tmp_path, monkeypatch):
@@ -155,7 +154,7 @@ def test_an_evaluation_takes_the_gpus_that_are_free_and_one_at_least(tmp_path, m
     resources, sampler = Resources(num_ranks=1, device="cuda"), SimpleNamespace(replicas=8, tensor_parallel=1)
     stage = EvalStage.model_construct(resources=resources, sampler=sampler)
     devices = devices_for(
-        device="cuda", num_gpus=num_gpus_of(stage, 4), spare_gpus=spare_gpus_of(stage), is_beside=True
+        device="cuda", num_gpus=stage.num_gpus(4), spare_gpus=stage.spare_gpus, is_beside=True
     )
     three = Devices(name="gpu", capacity=4, wanted=3)
     assert taken(tmp_path, devices) == (0, 1, 2, 3)

@@ -1,7 +1,7 @@
 """Evaluation of a model."""
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -195,6 +195,29 @@ class EvalStage(StageBase):
                 "chat_core is the mean over nanochat's chat tasks; it is there where they are, so leave it"
             )
         return self
+
+    @property
+    def asks_in_chat(self) -> bool:
+        """Whether the items of its benchmarks pass the chat template."""
+        return self.chat
+
+    @property
+    def sglang(self) -> EvalSamplerConfig | None:
+        """The section of samplers that run SGLang; None without such."""
+        return self.sampler if self.sampler.engine == "sglang" else None
+
+    def num_gpus(self, available: int) -> int:
+        """GPUs of one sampler at least."""
+        return self.sampler.tensor_parallel
+
+    @property
+    def spare_gpus(self) -> int:
+        """GPUs of its other samplers."""
+        return (int(self.sampler.replicas) - 1) * self.sampler.tensor_parallel
+
+    def on_another_machine(self, **updates: Any) -> Self:
+        """The stage with `auto` for what follows from a machine, its samplers too."""
+        return super().on_another_machine(sampler=EvalSamplerConfig(), **updates)
 
     def answer_tokens(self, benchmark: BenchmarkConfig) -> int:
         """The longest written answer of a benchmark, in tokens."""

@@ -1,7 +1,9 @@
 """A stage that takes a model as it is."""
 
+from collections.abc import Iterator
+
 from nanodag.config.kind import MODEL, Kind
-from nanodag.config.stage_base import StageBase
+from nanodag.config.stage_base import ExternalInput, StageBase
 
 
 class ImportStage(StageBase):
@@ -9,6 +11,15 @@ class ImportStage(StageBase):
 
     model: str
     """The Hugging Face model: `hub:owner/name[@revision]` or `file:FOLDER`."""
+
+    @property
+    def known_model(self) -> str:
+        """The model that its weights are copied from."""
+        return self.model
+
+    def external_inputs(self) -> Iterator[ExternalInput]:
+        """The model."""
+        yield ExternalInput("model", "model", self.model)
 
 
 KIND = Kind(

@@ -20,6 +20,11 @@ class PretrainStage(SupervisedStage):
         """Whether it begins at the weights of another stage's model."""
         return self.shape.depth == 0
 
+    @property
+    def is_from_scratch(self) -> bool:
+        """True for random weights."""
+        return not self.continues
+
     def check_inputs(self) -> None:
         """Raise ValueError unless it begins at one thing, and says what that thing needs."""
         if ("tokenizer" in self.inputs) == ("model" in self.inputs):

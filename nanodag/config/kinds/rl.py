@@ -1,17 +1,20 @@
 """Reinforcement learning."""
 
-from typing import Any, Literal
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from nanodag import registry
 from nanodag.config.kind import MODEL, Kind
-from nanodag.config.rl_entries import RewardConfig
+from nanodag.config.kinds.evaluation import BenchmarkConfig, EvalStage
+from nanodag.config.rl_entries import EntryConfig, RewardConfig
 from nanodag.config.rl_evaluation import HELD_OUT, EvaluationSection
 from nanodag.config.rl_parts import OF_POLICY_LOSSES, CriticConfig, SamplerConfig, TeacherConfig
 from nanodag.config.rl_sections import AlgorithmSection, OptimizerSection, RolloutSection, WeightsSection
 from nanodag.config.section import Auto, Positive, operational, refuse_unused
-from nanodag.config.stage_base import StageBase
+from nanodag.config.stage_base import ExternalInput, StageBase
+from nanodag.data.canonical import Wanted
 from nanodag.data.config import SourceConfig, mixes_by_epochs
 from nanodag.errors.words import listed
 from nanodag.inference.addresses import parse_address
@@ -19,6 +22,11 @@ from nanodag.inference.addresses import parse_address
 
 class RLStage(StageBase):
     """GRPO and its relatives (input `model`)."""
+
+    record_kind: ClassVar[Wanted | None] = "prompt"
+    curves: ClassVar[Literal["", "loss", "rollouts"]] = "rollouts"
+    makes_rollouts: ClassVar[bool] = True
+    asks_policy: ClassVar[bool] = True
 
     data: tuple[SourceConfig, ...] = Field(min_length=1)
     """The prompts."""
@@ -362,6 +370,70 @@ class RLStage(StageBase):
                 f"rollout.samples_per_prompt 1 leaves advantage {algorithm.advantage} nothing to compare; raise it, or "
                 "use gae or reinforce_pp"
             )
+
+    def mixtures(self) -> Iterator[tuple[str, tuple[SourceConfig, ...]]]:
+        """Its prompts, and those of its evaluation."""
+        yield "data", self.data
+        yield "evaluation.validation", self.evaluation.validation
+
+    def external_inputs(self) -> Iterator[ExternalInput]:
+        """Models beside the policy from folders, a teacher's server, and saved rollouts."""
+        algorithm, rollout = self.algorithm, self.rollout
+        for label in ("teacher", "critic", "reference"):
+            if (model := getattr(algorithm, label).model).startswith("/"):
+                yield ExternalInput(f"algorithm.{label}.model", "model", model)
+        if algorithm.teacher.url != "none":
+            yield ExternalInput("algorithm.teacher.url", "server", algorithm.teacher.url)
+        if not rollout.is_sampled:
+            yield ExternalInput("rollout.source", "rollouts", rollout.source, self.num_steps)
+
+    def load_entry(self, entry: EntryConfig) -> Callable[..., Any]:
+        """The function that an entry names, with its options and the settings that it takes."""
+        return self.algorithm.load(entry)
+
+    @property
+    def learned_sources(self) -> tuple[SourceConfig, ...]:
+        """The prompts that its model is trained on."""
+        return self.data
+
+    @property
+    def lora_rank(self) -> int:
+        """Rank of the adapters that are trained in the place of all weights; 0 without."""
+        return self.optimizer.lora_rank
+
+    @property
+    def sglang(self) -> SamplerConfig | None:
+        """The section of samplers that run SGLang; None without such."""
+        return self.sampler if self.has_samplers and self.sampler.engine == "sglang" else None
+
+    @property
+    def measures_held_out(self) -> bool:
+        """Whether rows that its data hold out are read."""
+        return self.evaluation.eval_prompts > 0 and not self.evaluation.validation
+
+    @property
+    def machines(self) -> dict[str, int]:
+        """Settings that take other machines -> how many machines each names."""
+        return super().machines | ({"sampler.nodes": self.sampler.nodes} if self.sampler.nodes else {})
+
+    def num_gpus(self, available: int) -> int:
+        """GPUs of a node, once nothing is `auto`: as many as its ranks, or as all its samplers where that is more;
+        embedded ones do with the `available` ones where these are fewer. Where samplers have GPUs of their own, both
+        together."""
+        ranks = super().num_gpus(available)
+        if self.placement == "separate":
+            assert isinstance(self.sampler.gpus, tuple)  # derived
+            own = self.sampler.gpus
+            return max([ranks + len(own), *(number + 1 for number in own)])  # a number counts from the node's first
+        gpus = int(self.sampler.replicas) * self.sampler.tensor_parallel if self.has_samplers else 0
+        return max(ranks, gpus if self.sampler.engine == "sglang" else min(gpus, available))
+
+    def own_evaluation(self, name: str) -> EvalStage | None:
+        """The benchmarks that it asks its policy, as an eval stage with the same items, samples and seeds."""
+        fields = set(BenchmarkConfig.model_fields)
+        asked = [benchmark.model_dump(mode="json", include=fields) for benchmark in self.evaluation.benchmarks]
+        made = {"kind": "eval", "inputs": {"model": name}, "benchmarks": asked, "seed": self.seed}
+        return EvalStage.model_validate(made | {"max_new_tokens": self.rollout.max_new_tokens}) if asked else None
 
     @property
     def has_trainer(self) -> bool:

@@ -1,14 +1,19 @@
 """The stage that trains a tokenizer."""
 
+from typing import ClassVar
+
 from pydantic import Field
 
 from nanodag.config.kind import TOKENIZER, Kind
 from nanodag.config.stage_base import StageBase
+from nanodag.data.canonical import Wanted
 from nanodag.data.config import SourceConfig
 
 
 class TokenizerStage(StageBase):
     """Byte-level BPE trained on the beginning of the mixture."""
+
+    record_kind: ClassVar[Wanted | None] = "document"
 
     data: tuple[SourceConfig, ...] = Field(min_length=1)
     """The mixture of documents that the tokenizer is trained on."""
