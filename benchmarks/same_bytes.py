@@ -155,6 +155,7 @@ def pipeline(num_ranks: int, steps: int, without: set[str]) -> dict[str, Any]:
             stage["max_steps"] = steps
         if steps and kind == "rl":
             stage["num_steps"] = steps
+            stage["optimizer"] = {**stage["optimizer"], "warmup_steps": min(steps, stage["optimizer"]["warmup_steps"])}
     return {name: stage for name, stage in stages.items() if name not in without}
 
 
@@ -165,6 +166,7 @@ def world_stage(rl: dict[str, Any], name: str, rollout: dict[str, Any]) -> dict[
         **rl,
         "inputs": {"model": "sft"},
         "num_steps": 4,
+        "optimizer": {**rl["optimizer"], "warmup_steps": 1},
         "rollout": {**size, "max_staleness": 0, "filters": [], **rollout},
         "sampler": {"max_batch": 64, "context": 160},
         "evaluation": {**rl["evaluation"], "eval_every": 2, "eval_prompts": 16},

@@ -8,6 +8,7 @@ import re
 import time
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -418,7 +419,34 @@ def test_whatever_plays_a_sample_fails_alone_with_the_reason_and_its_last_words_
     for (way, reason), rollout in zip(GOES_WRONG.items(), wrong, strict=True):
         assert rollout.finish_reason == "error" and reason in rollout.metadata["generate_error"], (way, rollout)
     assert wrong[-1].metadata["last_words"] == "2\n3\n4\n5\n6"
-    deadline = time.monotonic() + 20
+    assert_none_is_left(20)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_two_hundred_agents_that_go_wrong_end_no_run_and_touch_no_other_sample(folder):
+    draw = random.Random(7)
+    names = [*worlds.ways(), *worlds.calls(SimpleNamespace(api_key="k"))]
+    wrong = [*names, *(draw.choice(names) for _ in range(200 - len(names)))]
+    mixed = draw.sample(["fine"] * 50 + wrong, 250)
+    generate = {"name": f"agent:{worlds.__name__}:agent", "options": {"seconds": 10.0, "max_bytes": 512 << 20}}
+    (alone,) = rollouts_of(folder, ["fine"], generate)
+    rollouts = rollouts_of(folder, mixed, generate)
+    assert_none_is_left(60)
+    unhurt, reasons = Counter(), {}
+    for way, rollout in zip(mixed, rollouts, strict=True):
+        reasons[way] = rollout.metadata.get("generate_error", "")
+        if way == "fine":
+            assert rollout == replace(alone, group_id=rollout.group_id, prompt_id=rollout.prompt_id)
+        elif rollout.reward is not None:
+            unhurt[way] += 1
+    assert not unhurt, unhurt
+    assert "refused with [401]" in reasons["guesses keys"], reasons["guesses keys"]
+
+
+def assert_none_is_left(seconds: float) -> None:
+    """Fail when a process below a fork server outlives this time."""
+    deadline = time.monotonic() + seconds
     while (left := in_forks()) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert left == []
@@ -440,10 +468,7 @@ def test_a_thousand_episodes_that_go_wrong_end_no_run_and_touch_no_other_sample(
     generate = {"name": world("Hostile"), "options": limits}
     (alone,) = rollouts_of(folder, ["fine"], generate)
     found = rollouts_of(folder, mixed, generate)
-    deadline = time.monotonic() + 60
-    while in_forks() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not in_forks()
+    assert_none_is_left(60)
     harmless, reasons = Counter(), Counter()
     for answer, rollout in zip(mixed, found, strict=True):
         way = answer.partition(" in ")[0]

@@ -10,6 +10,7 @@ import random
 import socket
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 from dataclasses import replace
@@ -136,13 +137,30 @@ class Hostile:
         return self.way is not None and self.when == now
 
 
+def calls(task) -> dict[str, Callable[[], Any]]:
+    """What an agent does wrong with the API, by name; each returns what its function does."""
+    own = task.api_key
+    guessed = [own[:-1] + "x", own[::-1], "nanodag-", "Bearer", own.upper(), "nanodag-" + "A" * 43]
+    return {
+        "guesses keys": lambda: _told([said(task, key=key) for key in guessed]),
+        "calls after the end": lambda: _late(task),
+        "says no JSON": lambda: _told([_posted(task, b"{" * 9, own)]),
+        "says too much": lambda: _told([_posted(task, b'{"messages": "' + b"x" * (1 << 22) + b'"}', own)]),
+        "asks for what is not there": lambda: _told([_posted(task, b"{}", own, path="/../reward")]),
+        "never asks": lambda: 1.0,
+        "hangs up": lambda: [_hung_up(task) for _ in range(5)] and {}["none"],
+        "rewards infinity": lambda: float("inf"),
+    }
+
+
 def agent(task):
     """Asks once and is worth 0.5, unless the prompt's answer names another way, which comes after the call."""
     way = task.record["answer"]
-    body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": "hi"}]}).encode()
-    headers = {"Authorization": f"Bearer {task.api_key}", "Content-Type": "application/json"}
-    urllib.request.urlopen(urllib.request.Request(f"{task.base_url}/chat/completions", body, headers)).close()
-    return 0.5 if way == "fine" else ways()[way]()
+    if way == "never asks":
+        return 1.0
+    if said(task) != 200:
+        raise RuntimeError("the first call was refused")
+    return 0.5 if way == "fine" else {**ways(), **calls(task)}[way]()
 
 
 async def function(sampler, sample):
@@ -150,6 +168,39 @@ async def function(sampler, sample):
     sample = await sampler.turn(sample)
     way = sample.record["answer"]
     return replace(sample, reward=0.5) if way == "fine" else ways()[way]()
+
+
+def said(task, key: str = "") -> int:
+    """The code with which a call is answered."""
+    body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": "hi"}]})
+    return _posted(task, body.encode(), key or task.api_key)
+
+
+def _posted(task, body: bytes, key: str, path: str = "/chat/completions") -> int:
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    request = urllib.request.Request(task.base_url + path, body, headers)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as reply:
+            return reply.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def _told(codes: list[int]) -> None:
+    """Fail with the codes that calls were refused with."""
+    raise RuntimeError(f"refused with {sorted(set(codes))}")
+
+
+def _late(task) -> None:
+    """Leave a process that calls when the sample has ended, and raise."""
+    _daemon(lambda: [said(task) for _ in range(50) if not time.sleep(0.02)])
+    raise RuntimeError("left")
+
+
+def _hung_up(task) -> None:
+    host, _, port = task.base_url.removeprefix("http://").removesuffix("/v1").partition(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: 900\r\n\r\n{")
 
 
 class Killed(Echo):
@@ -201,14 +252,15 @@ def _print() -> None:
         sys.stdout.write("y" * 65536)
 
 
-def _daemon() -> None:
+def _daemon(work: Callable[[], Any] = lambda: time.sleep(3600)) -> None:
     """A process that nobody waits for, in a session of its own."""
     if os.fork():
         return
     os.setsid()
     if os.fork():
         os._exit(0)
-    time.sleep(3600)
+    work()
+    os._exit(0)
 
 
 def _scribble(number: int) -> None:
