@@ -96,12 +96,13 @@ class StageBase(Section):
     """Base of every kind's config. A kind overrides what it answers differently.
 
     record_kind: the kind of record that its data are read as; None for rows as they are. curves: the report's plots of
-    its training. makes_rollouts: its records hold rollouts. asks_policy: `evaluation.benchmarks` are asked of the
-    policy while it trains.
+    its training. plan_formula: `module:NAME` of its nanodag.plan.case.Formula. makes_rollouts: its records hold
+    rollouts. asks_policy: `evaluation.benchmarks` are asked of the policy while it trains.
     """
 
     record_kind: ClassVar[Wanted | None] = None
     curves: ClassVar[Literal["", "loss", "rollouts"]] = ""
+    plan_formula: ClassVar[str] = "nanodag.plan.others:UNKNOWN"
     makes_rollouts: ClassVar[bool] = False
     asks_policy: ClassVar[bool] = False
 

@@ -93,6 +93,7 @@ class SupervisedStage(StageBase):
 
     record_kind: ClassVar[Wanted | None] = "document"
     curves: ClassVar[Literal["", "loss", "rollouts"]] = "loss"
+    plan_formula: ClassVar[str] = "nanodag.plan.supervised:SUPERVISED"
 
     data: tuple[SourceConfig, ...] = Field(min_length=1)
     """The mixture of training data."""

@@ -153,9 +153,7 @@ def test_an_evaluation_takes_the_gpus_that_are_free_and_one_at_least(tmp_path, m
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     resources, sampler = Resources(num_ranks=1, device="cuda"), SimpleNamespace(replicas=8, tensor_parallel=1)
     stage = EvalStage.model_construct(resources=resources, sampler=sampler)
-    devices = devices_for(
-        device="cuda", num_gpus=stage.num_gpus(4), spare_gpus=stage.spare_gpus, is_beside=True
-    )
+    devices = devices_for(device="cuda", num_gpus=stage.num_gpus(4), spare_gpus=stage.spare_gpus, is_beside=True)
     three = Devices(name="gpu", capacity=4, wanted=3)
     assert taken(tmp_path, devices) == (0, 1, 2, 3)
     with hold(tmp_path, three):

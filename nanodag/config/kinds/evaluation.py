@@ -1,7 +1,7 @@
 """Evaluation of a model."""
 
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -163,6 +163,8 @@ class EvalSamplerConfig(Section):
 
 class EvalStage(StageBase):
     """Scores of a checkpoint (input `model`)."""
+
+    plan_formula: ClassVar[str] = "nanodag.plan.evaluation:EVALUATION"
 
     benchmarks: tuple[BenchmarkConfig, ...] = Field(min_length=1)
     """The benchmarks that the model is evaluated on."""

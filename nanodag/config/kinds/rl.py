@@ -25,6 +25,7 @@ class RLStage(StageBase):
 
     record_kind: ClassVar[Wanted | None] = "prompt"
     curves: ClassVar[Literal["", "loss", "rollouts"]] = "rollouts"
+    plan_formula: ClassVar[str] = "nanodag.plan.rl:RL"
     makes_rollouts: ClassVar[bool] = True
     asks_policy: ClassVar[bool] = True
 

@@ -14,6 +14,7 @@ class TokenizerStage(StageBase):
     """Byte-level BPE trained on the beginning of the mixture."""
 
     record_kind: ClassVar[Wanted | None] = "document"
+    plan_formula: ClassVar[str] = "nanodag.plan.others:TOKENIZER"
 
     data: tuple[SourceConfig, ...] = Field(min_length=1)
     """The mixture of documents that the tokenizer is trained on."""
