@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from nanodag.config import Pipeline
-from nanodag.config.derive import began_at
-from nanodag.config.derive import model_of as derived_model_of
+from nanodag.config.derive_schedule import began_at
+from nanodag.config.derive_schedule import model_of as derived_model_of
 from nanodag.config.dial import Shape
 from nanodag.config.model_size import ModelSize
 from nanodag.config.stage_base import StageBase

@@ -23,6 +23,11 @@ class TokenizerStage(StageBase):
     max_bytes: int = Field(2_000_000_000, ge=10_000)
     """Bytes of text read from the mixture."""
 
+    @property
+    def vocabulary_size(self) -> int:
+        """Tokens of the tokenizer that it makes."""
+        return self.vocabulary
+
 
 KIND = Kind(
     name="tokenizer",
