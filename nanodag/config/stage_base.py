@@ -134,7 +134,7 @@ class StageBase(Section):
                 yield label, sources
 
     def external_inputs(self) -> Iterator[ExternalInput]:
-        """What it reads besides its data and its inputs; the key knows each, and preflight looks at it."""
+        """Things that it reads besides its data and its inputs; the key knows each, and preflight looks at it."""
         yield from ()
 
     @property
