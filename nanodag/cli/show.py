@@ -14,7 +14,7 @@ from rich.text import Text
 from nanodag.cli.live_table import STYLES, make_console
 from nanodag.cli.said import command
 from nanodag.config import Resolved, resolve
-from nanodag.config.derive import facts
+from nanodag.config.derive_schedule import facts
 from nanodag.config.hardware_rules import reason_of
 from nanodag.config.kinds import recorded_kind
 from nanodag.config.reference import setting

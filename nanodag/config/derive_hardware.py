@@ -5,7 +5,7 @@ Numbers are coarse on purpose. A micro-batch is part of a stage's key, so machin
 memory counts in steps of half an octave, and micro-batches divide a step.
 """
 
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanodag.config.derive_sampler import SHARE_BESIDE_TRAINER
 from nanodag.config.footprint import (
@@ -28,31 +28,37 @@ from nanodag.config.hardware_rules import (
     RL_CORES_A_RANK,
     RL_TOKENS,
     RL_TOKENS_UNKNOWN,
-    ROOM_IN_TURNS,
     RULES,
     TRITON_CAPABILITY,
 )
 from nanodag.config.kinds import find_kind
-from nanodag.config.kinds.evaluation import EvalStage
-from nanodag.config.kinds.rl import RLStage
 from nanodag.config.model_size import ModelSize
-from nanodag.config.stage_base import StageBase
-from nanodag.config.supervised import SupervisedStage
+from nanodag.config.stage_base import StageBase, TrainedStage
 from nanodag.errors import ConfigError
 from nanodag.host.machine import Machine
 from nanodag.inference.number_formats import width_of
 
+if TYPE_CHECKING:
+    from nanodag.config.kinds.evaluation import EvalStage
+    from nanodag.config.kinds.rl import RLStage
+    from nanodag.config.pipeline import Pipeline
+    from nanodag.config.supervised import SupervisedStage
+
 ENDLESS = 1 << 60
 
 _S = TypeVar("_S", bound=StageBase)
-_Supervised = TypeVar("_Supervised", bound=SupervisedStage)
+_Trained = TypeVar("_Trained", bound=TrainedStage)
+_Eval = TypeVar("_Eval", bound="EvalStage")
+_RL = TypeVar("_RL", bound="RLStage")
+_Supervised = TypeVar("_Supervised", bound="SupervisedStage")
 
 
 class Derived:
-    """Origins of values derived so far, for one stage: `note` keeps the origin of a value by its dotted name."""
+    """Origins of values derived so far, for one stage of a pipeline: `note` keeps the origin of a value by its dotted
+    name."""
 
-    def __init__(self, name: str, machine: Machine, origins: dict[str, str]) -> None:
-        self.name, self.machine, self.origins = name, machine, origins
+    def __init__(self, name: str, machine: Machine, origins: dict[str, str], pipeline: "Pipeline") -> None:
+        self.name, self.machine, self.origins, self.pipeline = name, machine, origins, pipeline
 
     def note(self, setting: str, rule: str, **values: Any) -> None:
         """Say that a setting of the stage follows from a rule of RULES. values: what its text has room for."""
@@ -81,26 +87,37 @@ def device_of(stage: _S, of_pipeline: str, found: Derived) -> _S:
     return stage.model_copy(update={"resources": resources.model_copy(update={"device": device})})
 
 
-def precision_of(stage: _S, model: ModelSize | None, found: Derived) -> _S:
-    """The stage, and RL's trainer, in the precision that its device multiplies fastest; evaluations, and RL of narrow
-    models, on a CPU in float32. model: of RL alone."""
-    is_on_cpu = stage.resources.device == "cpu"
-    precision = "bf16" if found.machine.multiplies_bf16_fast(str(stage.resources.device)) else "fp32"
-    updates: dict[str, Any] = {}
-    if isinstance(stage, EvalStage) and stage.precision == "auto":
-        updates["precision"] = "fp32" if is_on_cpu else precision
-        found.note("precision", "precision_evaluation")
-    elif getattr(stage, "precision", "") == "auto":
-        updates["precision"] = precision
-        found.note("precision", "precision")
-    if isinstance(stage, RLStage) and stage.optimizer.precision == "auto":
-        is_narrow = is_on_cpu and model is not None and model.shape.width < LEAST_BF16_WIDTH
-        updates["optimizer"] = stage.optimizer.model_copy(update={"precision": "fp32" if is_narrow else precision})
-        found.note("optimizer.precision", "precision_rl" if is_narrow else "precision")
-    return stage.model_copy(update=updates)
+def precision_of(stage: _S, found: Derived) -> _S:
+    """The stage in the precision that its device multiplies fastest."""
+    if getattr(stage, "precision", "") != "auto":
+        return stage
+    found.note("precision", "precision")
+    return stage.model_copy(update={"precision": _fastest(stage, found)})
 
 
-def own_gpus(stage: RLStage, found: Derived) -> RLStage:
+def evaluation_precision(stage: _Eval, found: Derived) -> _Eval:
+    """The evaluation in the fastest precision of a GPU; on a CPU in float32."""
+    if stage.precision != "auto":
+        return stage
+    found.note("precision", "precision_evaluation")
+    return stage.model_copy(update={"precision": "fp32" if stage.resources.device == "cpu" else _fastest(stage, found)})
+
+
+def rl_precision(stage: _RL, model: ModelSize | None, found: Derived) -> _RL:
+    """RL's trainer in the fastest precision; narrow models on a CPU in float32."""
+    if stage.optimizer.precision != "auto":
+        return stage
+    is_narrow = stage.resources.device == "cpu" and model is not None and model.shape.width < LEAST_BF16_WIDTH
+    found.note("optimizer.precision", "precision_rl" if is_narrow else "precision")
+    precision = "fp32" if is_narrow else _fastest(stage, found)
+    return stage.model_copy(update={"optimizer": stage.optimizer.model_copy(update={"precision": precision})})
+
+
+def _fastest(stage: StageBase, found: Derived) -> str:
+    return "bf16" if found.machine.multiplies_bf16_fast(str(stage.resources.device)) else "fp32"
+
+
+def own_gpus(stage: _RL, found: Derived) -> _RL:
     """The stage with the GPUs that samplers have to themselves, by number. Raises ConfigError where that leaves the
     trainer none, or one is not there."""
     given, total = stage.sampler.gpus, found.machine.num_gpus
@@ -117,7 +134,7 @@ def own_gpus(stage: RLStage, found: Derived) -> RLStage:
     return stage.model_copy(update={"sampler": stage.sampler.model_copy(update={"gpus": numbers})})
 
 
-def placed(stage: RLStage, model: ModelSize | None, found: Derived) -> RLStage:
+def placed(stage: _RL, model: ModelSize | None, found: Derived) -> _RL:
     """The stage with its placement, once its ranks are known."""
     updates: dict[str, Any] = {}
     if stage.placement == "auto":
@@ -130,7 +147,7 @@ def placed(stage: RLStage, model: ModelSize | None, found: Derived) -> RLStage:
     return stage.model_copy(update=updates)
 
 
-def _gains_by_turns(stage: RLStage, model: ModelSize | None, machine: Machine) -> bool:
+def _gains_by_turns(stage: "RLStage", model: ModelSize | None, machine: Machine) -> bool:
     """Whether the optimizer's states stay on the GPU where the trainer has it in turns, and beside samplers not."""
     is_alone = stage.resources.offload_optimizer == "auto" and not stage.sampler.nodes and stage.sampler.gpus == ()
     is_alone = is_alone and not stage.sampler.has_others
@@ -181,7 +198,7 @@ def _nodes_and_ranks(stage: StageBase, model: ModelSize | None, found: Derived) 
         return (1, 1) if wanted == "auto" else (wanted, wanted)
     allowed = range(1, machine.nodes + 1) if wanted == "auto" else range(wanted, wanted + 1)
     of_a_node = _ranks_of_a_node(stage, model, found)
-    tokens, length, rows, unit = _step_of(stage)
+    tokens, length, rows, unit = stage.step_size
     most = allowed[-1] * of_a_node[-1]
     if model is not None:
         most = min(most, int(tokens * model.training_flops(length) / LEAST_FLOPS_A_RANK[device]))
@@ -198,32 +215,24 @@ def _nodes_and_ranks(stage: StageBase, model: ModelSize | None, found: Derived) 
     return -fewest, ranks
 
 
-def _step_of(stage: StageBase) -> tuple[int, int, int, int]:
-    """Size of a step that trains: tokens, tokens of a row, rows that ranks share out evenly (0: in any way), and ranks
-    that belong together."""
-    if isinstance(stage, RLStage):
-        rollout = stage.rollout
-        tokens = rollout.prompts_per_step * rollout.samples_per_prompt * rollout.max_new_tokens
-        return tokens, rollout.max_new_tokens, 0, stage.optimizer.sequence_parallel
-    if isinstance(stage, SupervisedStage):
-        return int(stage.batch_tokens), stage.sequence_length, int(stage.batch_tokens) // stage.sequence_length, 1
-    return 0, 0, 0, 1
-
-
 def _ranks_of_a_node(stage: StageBase, model: ModelSize | None, found: Derived) -> list[int]:
     """How many ranks a node may have, in ascending order."""
-    machine, setting = found.machine, "resources.num_ranks"
-    if stage.resources.device == "cuda":
-        found.note(setting, "ranks_cuda")
-        own = stage.sampler.gpus if isinstance(stage, RLStage) else ()
-        return list(range(1, max(1, machine.num_gpus - (len(own) if isinstance(own, tuple) else 0)) + 1))
-    if isinstance(stage, RLStage):
-        found.note(setting, "ranks_rl_cpu")
-        return list(range(1, max(1, min(MAX_CPU_RANKS, machine.cores // RL_CORES_A_RANK)) + 1))
-    if model is None or not isinstance(stage, SupervisedStage):
-        found.note(setting, "ranks_one")
-        return [1]
-    found.note(setting, "ranks_cpu")
+    if stage.resources.device != "cuda":
+        return stage.ranks_on_cpu(model, found)
+    found.note("resources.num_ranks", "ranks_cuda")
+    return list(range(1, max(1, found.machine.num_gpus - stage.own_gpus) + 1))
+
+
+def rl_ranks_on_cpu(found: Derived) -> list[int]:
+    """How many ranks of RL a node may have beside its samplers, in ascending order."""
+    found.note("resources.num_ranks", "ranks_rl_cpu")
+    return list(range(1, max(1, min(MAX_CPU_RANKS, found.machine.cores // RL_CORES_A_RANK)) + 1))
+
+
+def supervised_ranks_on_cpu(stage: "SupervisedStage", model: ModelSize, found: Derived) -> list[int]:
+    """How many ranks a node may have so that few cores are idle and memory holds a row of each, in ascending order."""
+    machine = found.machine
+    found.note("resources.num_ranks", "ranks_cpu")
 
     def fits(ranks: int) -> bool:
         used = ranks * (machine.cores // ranks)
@@ -263,7 +272,7 @@ def fit_supervised(stage: _Supervised, model: ModelSize | None, found: Derived) 
     return stage.model_copy(update=updates)
 
 
-def fit_rl(stage: RLStage, model: ModelSize | None, found: Derived) -> RLStage:
+def fit_rl(stage: _RL, model: ModelSize | None, found: Derived) -> _RL:
     """The trainer with offload, activation checkpointing, micro-batch and compilation, once its ranks are known."""
     device, context = str(stage.resources.device), int(stage.sampler.context)
     if stage.resources.offload_optimizer == "auto":
@@ -290,7 +299,7 @@ def fit_rl(stage: RLStage, model: ModelSize | None, found: Derived) -> RLStage:
     return stage.model_copy(update={"optimizer": optimizer.model_copy(update=updates)})
 
 
-def _offload(stage: _S, model: ModelSize | None, can: bool, found: Derived) -> _S:
+def _offload(stage: _Trained, model: ModelSize | None, can: bool, found: Derived) -> _Trained:
     is_large = False
     if can and stage.resources.device == "cuda" and model is not None and found.machine.gpu is not None:
         is_large = 2 * _states(stage, model, int(stage.resources.num_ranks)) > _room(stage, found.machine, 1)
@@ -303,7 +312,7 @@ def _memory_is_unknown(model: ModelSize | None, found: Derived) -> bool:
     return model is None or found.machine.gpu is None
 
 
-def _tokens(stage: StageBase, model: ModelSize | None, found: Derived, *, checkpointed: bool) -> int:
+def _tokens(stage: TrainedStage, model: ModelSize | None, found: Derived, *, checkpointed: bool) -> int:
     """How many tokens of a micro-batch fit on one rank's device; as many as one likes where nobody knows."""
     resources = stage.resources
     if model is None or (resources.device == "cuda" and found.machine.gpu is None):
@@ -313,32 +322,25 @@ def _tokens(stage: StageBase, model: ModelSize | None, found: Derived, *, checkp
     return max(0, room) // _of_token(stage, model, checkpointed=checkpointed)
 
 
-def _room(stage: StageBase, machine: Machine, ranks_here: int) -> int:
+def _room(stage: TrainedStage, machine: Machine, ranks_here: int) -> int:
     """Bytes that a rank may fill: of its GPU, or its share of the host's memory; in RL what samplers leave of it."""
     device = str(stage.resources.device)
     if device == "cuda" and machine.gpu is not None:
         room = budget(machine.gpu.memory) - CUDA_BYTES
     else:
         room = budget(machine.memory) // ranks_here - PROCESS_BYTES
-    if not isinstance(stage, RLStage) or not stage.shares_memory:
-        return room
-    if stage.placement == "shared" and stage.lends_states is not False:
-        return int(ROOM_IN_TURNS * room)
-    return int((1 - float(stage.sampler.memory_fraction)) * room)
+    return int(stage.room_share * room)
 
 
-def state_of(
-    stage: RLStage | SupervisedStage, model: ModelSize, *, num_ranks: int, is_critic: bool = False
-) -> TrainState:
+def state_of(stage: TrainedStage, model: ModelSize, *, num_ranks: int, is_critic: bool = False) -> TrainState:
     """Memory of a rank for the model that a stage trains, or for its critic, which has no adapters."""
-    section = stage.optimizer if isinstance(stage, RLStage) else stage
-    rank = 0 if is_critic or not isinstance(stage, RLStage) else stage.optimizer.lora_rank
+    rank = 0 if is_critic else stage.lora_rank
     return train_state(
         model.parameters,
-        precision=section.precision,
-        zero_stage=section.zero_stage,
+        precision=stage.trainer.precision,
+        zero_stage=stage.trainer.zero_stage,
         num_ranks=num_ranks,
-        optimizer=stage.optimizer.name if isinstance(stage, SupervisedStage) else "adamw",
+        optimizer=stage.optimizer_name,
         device=str(stage.resources.device),
         offload_optimizer=stage.resources.offload_optimizer == "cpu",
         offload_param=stage.resources.offload_param == "cpu",
@@ -346,42 +348,34 @@ def state_of(
     )
 
 
-def _states(stage: StageBase, model: ModelSize, ranks: int) -> int:
-    """Bytes of all weights, gradients and states on one rank's device: of the policy, its critic and its reference."""
-    assert isinstance(stage, RLStage | SupervisedStage)
+def _states(stage: TrainedStage, model: ModelSize, ranks: int) -> int:
+    """Bytes of all weights, gradients and states on one rank's device, of every model that the stage holds."""
+    trained, frozen = stage.held_models
     total = state_of(stage, model, num_ranks=ranks).total
-    if not isinstance(stage, RLStage):
-        return total
-    # Each rank holds reference and teacher whole (nanodag.rl.trainer.trainer).
-    others = stage.algorithm.has_reference + (stage.algorithm.teacher.model != "none")
-    return total * (1 + stage.algorithm.has_critic) + others * width_of(_precision(stage)) * model.total
+    return total * trained + frozen * width_of(stage.trainer.precision) * model.total
 
 
-def _fixed(stage: StageBase, model: ModelSize, ranks: int) -> int:
+def _fixed(stage: TrainedStage, model: ModelSize, ranks: int) -> int:
     """Bytes on one rank's device whatever its micro-batch is: states, and the head's blocks of logits."""
     device = str(stage.resources.device)
     head = head_memory(
         model.shape,
         model.vocabulary,
         FULL_TOKENS[device],
-        precision=_precision(stage),
+        precision=stage.trainer.precision,
         device=device,
-        scored=isinstance(stage, RLStage),
+        scored=stage.scores_tokens,
     )
     return _states(stage, model, ranks) + head
 
 
-def _of_token(stage: StageBase, model: ModelSize, *, checkpointed: bool) -> int:
+def _of_token(stage: TrainedStage, model: ModelSize, *, checkpointed: bool) -> int:
     """Bytes that each token of a micro-batch takes."""
-    device, precision, shape = str(stage.resources.device), _precision(stage), model.shape
+    device, precision, shape = str(stage.resources.device), stage.trainer.precision, model.shape
     kept = activations(shape, 1, precision=precision, checkpointing=checkpointed) + working(shape, 1, precision)
-    if not isinstance(stage, SupervisedStage):
+    if not stage.packs_documents:
         return kept
     return kept + documents_apart(shape, 1, precision=precision, device=device, checkpointing=checkpointed)
-
-
-def _precision(stage: StageBase) -> str:
-    return str(stage.optimizer.precision if isinstance(stage, RLStage) else getattr(stage, "precision", "fp32"))
 
 
 def _dividing(of_rank: int, sequence_length: int, limit: int) -> int:

@@ -8,12 +8,9 @@ amount, a share of the whole device, and never a share of what is free at the mo
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanodag.config.footprint import USABLE
-from nanodag.config.kinds.evaluation import SGLANG_ONLY as SGLANG_ONLY_IN_EVALUATION
-from nanodag.config.kinds.evaluation import EvalSamplerConfig, EvalStage
-from nanodag.config.kinds.rl import RLStage
 from nanodag.config.model_size import ModelSize
 from nanodag.config.rl_parts import SGLANG_ONLY, SamplerConfig
 from nanodag.config.section import Section
@@ -23,6 +20,13 @@ from nanodag.host.machine import GIB, Machine, detect
 from nanodag.inference.cache_size import slot_tokens
 from nanodag.inference.number_formats import width_of
 from nanodag.inference.sglang_install import PYTHON_VARIABLE, default_folder, is_installed
+
+if TYPE_CHECKING:
+    from nanodag.config.kinds.evaluation import EvalSamplerConfig, EvalStage
+    from nanodag.config.kinds.rl import RLStage
+
+_RL = TypeVar("_RL", bound="RLStage")
+_Eval = TypeVar("_Eval", bound="EvalStage")
 
 MAX_CPU_REPLICAS = 4
 REPLICA_FLOPS = 2e11  # what starting another sampler of an evaluation costs: some 3 s of a core
@@ -90,9 +94,7 @@ def room_for_cache(
     return int(share * usable * machine.gpu.memory * tensor_parallel) - weights
 
 
-def derive_sampler(
-    name: str, stage: RLStage, machine: Machine, model: ModelSize | None, origins: dict[str, str]
-) -> RLStage:
+def derive_sampler(name: str, stage: _RL, machine: Machine, model: ModelSize | None, origins: dict[str, str]) -> _RL:
     """The stage with no `auto` among what concerns samplers. model: None where its size is not known beforehand."""
     config, device = stage.sampler, str(stage.resources.device)
     fill = _Filler(config, f"{name}.sampler", origins)
@@ -160,7 +162,7 @@ def derive_sampler(
     )
 
 
-def _check_one_gpu(config: SamplerConfig | EvalSamplerConfig, name: str, why: str) -> None:
+def _check_one_gpu(config: "SamplerConfig | EvalSamplerConfig", name: str, why: str) -> None:
     """Raise ConfigError for a model that is to be split over GPUs, where the embedded engine is taken."""
     if config.tensor_parallel > 1:
         raise ConfigError(
@@ -170,7 +172,7 @@ def _check_one_gpu(config: SamplerConfig | EvalSamplerConfig, name: str, why: st
         )
 
 
-def _order(stage: RLStage) -> tuple[str, str]:
+def _order(stage: "RLStage") -> tuple[str, str]:
     """`arrival` needs requests that stay in flight while weights change."""
     if stage.weights.sync_mode == "finish":
         return "prompt", "sync_mode finish"
@@ -179,7 +181,7 @@ def _order(stage: RLStage) -> tuple[str, str]:
     return "arrival", f"sync_mode {stage.weights.sync_mode}"
 
 
-def _gpus_of_samplers(stage: RLStage, machine: Machine) -> int:
+def _gpus_of_samplers(stage: "RLStage", machine: Machine) -> int:
     """GPUs of a node that has samplers."""
     own = stage.sampler.gpus
     if stage.sampler.nodes:
@@ -189,7 +191,7 @@ def _gpus_of_samplers(stage: RLStage, machine: Machine) -> int:
     return int(stage.resources.num_ranks) // stage.resources.num_nodes
 
 
-def _share(stage: RLStage) -> tuple[float, str]:
+def _share(stage: "RLStage") -> tuple[float, str]:
     """Share of a GPU, or of a CPU's memory for all samplers of a node; and why."""
     if stage.resources.device == "cpu":
         return SHARE_OF_HOST, f"{SHARE_OF_HOST} of the host's memory, the rest is the trainer's"
@@ -200,7 +202,7 @@ def _share(stage: RLStage) -> tuple[float, str]:
     return SHARE_BESIDE_TRAINER, f"{SHARE_BESIDE_TRAINER} of a GPU, the rest is the trainer's"
 
 
-def _context(stage: RLStage, model: ModelSize | None) -> tuple[int, str]:
+def _context(stage: "RLStage", model: ModelSize | None) -> tuple[int, str]:
     """The longest response and room for a prompt, as far as the model and a trainer's micro-batch hold it."""
     turns = 1 if stage.rollout.generate.is_one_turn else 2  # tools say something, too
     answers = [int(b.max_new_tokens) for b in stage.evaluation.benchmarks if b.max_new_tokens != "auto"]
@@ -216,8 +218,8 @@ def _context(stage: RLStage, model: ModelSize | None) -> tuple[int, str]:
 
 
 def derive_evaluation(
-    name: str, stage: EvalStage, machine: Machine, model: ModelSize | None, origins: dict[str, str]
-) -> EvalStage:
+    name: str, stage: _Eval, machine: Machine, model: ModelSize | None, origins: dict[str, str]
+) -> _Eval:
     """The evaluation with no `auto` among what concerns its samplers and their answers. The context is what each
     benchmark needs, so it is no setting."""
     config, device = stage.sampler, str(stage.resources.device)
@@ -227,7 +229,7 @@ def derive_evaluation(
     engine = fill("engine", engine, f"{machine}: {why}")
     if engine == "embedded":
         _check_one_gpu(config, f"{name}.sampler", why)
-        fill.without(SGLANG_ONLY_IN_EVALUATION)
+        fill.without(config.sglang_only)
     tensor_parallel = int(fill.updates.get("tensor_parallel", config.tensor_parallel))
     gpus = stage.resources.gpus_per_node or machine.num_gpus
     replicas, why = replicas_of(

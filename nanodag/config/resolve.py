@@ -9,8 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from nanodag.config.derive import derive
-from nanodag.config.derive_core import with_core
+from nanodag.config.derive import derive, with_core
 from nanodag.config.derive_sampler import this_machine
 from nanodag.config.document import parse_yaml, read_yaml
 from nanodag.config.explain import explain
@@ -115,7 +114,7 @@ def resolve(
     pipeline = pipeline.model_copy(update={"unchecked": unchecked})
     check_ranges(pipeline, file, preset)
     _check_nightly(pipeline, document, f"{file}, preset {preset!r}")
-    pipeline, of_core, left_out = with_core(pipeline)
+    pipeline, of_core, left_out = with_core(pipeline, machine)
     pipeline, derived = derive(pipeline, machine)
     origins.update(of_core | derived)
     inner: dict[str, str] = {}  # of tables, what the first thing in them comes from

@@ -11,7 +11,9 @@ from nanodag.data.config import SourceConfig
 from nanodag.registry import optimizer_named
 
 if TYPE_CHECKING:
+    from nanodag.config.derive_hardware import Derived
     from nanodag.config.kinds.evaluation import EvalSamplerConfig
+    from nanodag.config.model_size import ModelSize
     from nanodag.config.rl_entries import EntryConfig
     from nanodag.config.rl_parts import SamplerConfig
 
@@ -96,12 +98,13 @@ class StageBase(Section):
     """Base of every kind's config. A kind overrides what it answers differently.
 
     record_kind: the kind of record that its data are read as; None for rows as they are. curves: the report's plots of
-    its training. makes_rollouts: its records hold rollouts. asks_policy: `evaluation.benchmarks` are asked of the
-    policy while it trains.
+    its training. plan_formula: `module:NAME` of its nanodag.plan.case.Formula. makes_rollouts: its records hold
+    rollouts. asks_policy: `evaluation.benchmarks` are asked of the policy while it trains.
     """
 
     record_kind: ClassVar[Wanted | None] = None
     curves: ClassVar[Literal["", "loss", "rollouts"]] = ""
+    plan_formula: ClassVar[str] = "nanodag.plan.others:UNKNOWN"
     makes_rollouts: ClassVar[bool] = False
     asks_policy: ClassVar[bool] = False
 
@@ -131,7 +134,7 @@ class StageBase(Section):
                 yield label, sources
 
     def external_inputs(self) -> Iterator[ExternalInput]:
-        """What it reads besides its data and its inputs; the key knows each, and preflight looks at it."""
+        """Things that it reads besides its data and its inputs; the key knows each, and preflight looks at it."""
         yield from ()
 
     @property
@@ -201,3 +204,67 @@ class StageBase(Section):
     def on_another_machine(self, **updates: Any) -> Self:
         """The stage with `auto` for what follows from a machine, for a run on another one."""
         return self.model_copy(update={"resources": Resources(), **updates})
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Tokens of the tokenizer that it makes; 0 where it makes none, or does not say."""
+        return 0
+
+    def with_core(self, bundle: str, found: "Derived") -> "tuple[Self, bool]":
+        """The stage with CORE's items from a bundle, and whether CORE was left out because that is `none`."""
+        return self, False
+
+    def before_ranks(self, found: "Derived") -> Self:
+        """The stage without `auto` among the settings that its number of ranks follows from."""
+        return self
+
+    def ranks_on_cpu(self, model: "ModelSize | None", found: "Derived") -> list[int]:
+        """How many ranks a node without GPUs may have, in ascending order."""
+        found.note("resources.num_ranks", "ranks_one")
+        return [1]
+
+    @property
+    def own_gpus(self) -> int:
+        """GPUs of a node that its ranks leave to samplers."""
+        return 0
+
+    @property
+    def step_size(self) -> tuple[int, int, int, int]:
+        """Size of a step that trains: tokens, tokens of a row, rows that ranks share out evenly (0: in any way), and
+        ranks that belong together."""
+        return 0, 0, 0, 1
+
+    def after_ranks(self, model: "ModelSize | None", found: "Derived") -> Self:
+        """The stage without any `auto`, once its ranks are known. model: None where its size is not known."""
+        return self
+
+
+class TrainedStage(StageBase):
+    """A stage that trains a model with tensors of its own: what decides how much memory that takes.
+
+    scores_tokens: the head keeps the log-probability of each token. packs_documents: rows hold several documents, which
+    do not attend to each other.
+    """
+
+    scores_tokens: ClassVar[bool] = False
+    packs_documents: ClassVar[bool] = False
+
+    @property
+    def trainer(self) -> Any:
+        """The section with precision, zero_stage, micro_batch_tokens and activation_checkpointing."""
+        return self
+
+    @property
+    def optimizer_name(self) -> str:
+        """The optimizer's shipped name."""
+        return "adamw"
+
+    @property
+    def held_models(self) -> tuple[int, int]:
+        """Models whose weights, gradients and states ranks hold, and models whose weights alone each rank holds."""
+        return 1, 0
+
+    @property
+    def room_share(self) -> float:
+        """Share of a rank's memory that samplers leave to it."""
+        return 1.0

@@ -2,14 +2,17 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from nanodag import registry
+from nanodag.config.derive_hardware import Derived, fit_supervised, supervised_ranks_on_cpu
+from nanodag.config.derive_schedule import check_batch, scheduled
 from nanodag.config.kind import MODEL, Kind
+from nanodag.config.model_size import ModelSize
 from nanodag.config.section import WHOLE, Auto, Natural, Positive, Precision, Rate, Share, StageSection, operational
-from nanodag.config.stage_base import ExternalInput, StageBase
+from nanodag.config.stage_base import ExternalInput, TrainedStage
 from nanodag.data.canonical import Wanted
 from nanodag.data.config import SourceConfig
 from nanodag.data.core_tasks import FEWEST_ITEMS, bundle_url
@@ -88,11 +91,13 @@ class ScheduleConfig(StageSection):
         return self
 
 
-class SupervisedStage(StageBase):
+class SupervisedStage(TrainedStage):
     """The one supervised loop. Tokens are counted over all ranks."""
 
     record_kind: ClassVar[Wanted | None] = "document"
     curves: ClassVar[Literal["", "loss", "rollouts"]] = "loss"
+    plan_formula: ClassVar[str] = "nanodag.plan.supervised:SUPERVISED"
+    packs_documents: ClassVar[bool] = True
 
     data: tuple[SourceConfig, ...] = Field(min_length=1)
     """The mixture of training data."""
@@ -196,6 +201,42 @@ class SupervisedStage(StageBase):
         """CORE's bundle, where it is scored on it."""
         if self.core_every:
             yield ExternalInput("core_bundle", "core", bundle_url(self.core_bundle))
+
+    @property
+    def optimizer_name(self) -> str:
+        """The optimizer's shipped name."""
+        return self.optimizer.name
+
+    @property
+    def step_size(self) -> tuple[int, int, int, int]:
+        """Tokens of a step, tokens of a row, rows that ranks share out evenly; no ranks belong together."""
+        return int(self.batch_tokens), self.sequence_length, int(self.batch_tokens) // self.sequence_length, 1
+
+    def with_core(self, bundle: str, found: Derived) -> tuple[Self, bool]:
+        """The stage with the bundle that it is scored on while it trains."""
+        if self.core_bundle != "auto":
+            return self, False
+        updates: dict[str, Any] = {"core_bundle": bundle}
+        found.origins[f"{found.name}.core_bundle"] = "derived: the pipeline's core_bundle"
+        is_left_out = bundle == "none" and self.core_every > 0
+        if is_left_out:
+            updates["core_every"] = 0
+            found.origins[f"{found.name}.core_every"] = "derived: core_bundle is none"
+        return self.model_copy(update=updates), is_left_out
+
+    def before_ranks(self, found: Derived) -> Self:
+        """The stage with its schedule."""
+        return scheduled(self, found)
+
+    def ranks_on_cpu(self, model: ModelSize | None, found: Derived) -> list[int]:
+        """How many ranks a node without GPUs may have, as far as its memory holds their rows."""
+        return super().ranks_on_cpu(model, found) if model is None else supervised_ranks_on_cpu(self, model, found)
+
+    def after_ranks(self, model: ModelSize | None, found: Derived) -> Self:
+        """The stage without any `auto`. Raises ConfigError for a batch that its ranks cannot share out."""
+        stage = fit_supervised(self, model, found)
+        check_batch(stage, found)
+        return stage
 
 
 class ChatStage(SupervisedStage):

@@ -1,13 +1,13 @@
 """A stage that is to be planned: its settings, the model that it begins at, the machine, and sizes of its data."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from nanodag.config import Pipeline
-from nanodag.config.derive import began_at
-from nanodag.config.derive import model_of as derived_model_of
+from nanodag.config.derive_schedule import began_at
+from nanodag.config.derive_schedule import model_of as derived_model_of
 from nanodag.config.dial import Shape
 from nanodag.config.model_size import ModelSize
 from nanodag.config.stage_base import StageBase
@@ -17,7 +17,7 @@ from nanodag.host.machine import Machine
 from nanodag.model.architecture import read_checkpoint
 from nanodag.model.import_model import local_files
 from nanodag.plan.sizes import Habit, Sizes
-from nanodag.plan.stage_plan import StagePlan
+from nanodag.plan.stage_plan import Fault, StagePlan
 
 S = TypeVar("S", bound=StageBase)
 
@@ -50,6 +50,15 @@ class Case(Generic[S]):
     def plan(self, **numbers: object) -> StagePlan:
         """The stage's plan with these numbers."""
         return StagePlan(name=self.name, kind=self.stage.kind, device=self.device, **numbers)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Formula:
+    """Formula of a kind's plan, which its config class names as `plan_formula`. plan: the plan of a case. faults: of
+    that plan, with what would mend each; None where memory alone is looked at."""
+
+    plan: Callable[[Any], StagePlan]
+    faults: Callable[[StagePlan, Any], Iterable[Fault]] | None = None
 
 
 def case_of(pipeline: Pipeline, name: str, machine: Machine) -> Case[StageBase]:

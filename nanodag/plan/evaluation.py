@@ -10,7 +10,7 @@ from nanodag.config.kinds.evaluation import BenchmarkConfig, EvalStage
 from nanodag.evaluation.forms import is_written
 from nanodag.inference.number_formats import width_of
 from nanodag.plan import processes
-from nanodag.plan.case import Case, S
+from nanodag.plan.case import Case, Formula, S
 from nanodag.plan.cpu_work import CpuWork, core_of
 from nanodag.plan.memory import memory_faults
 from nanodag.plan.programs import verifiers_processes
@@ -288,3 +288,6 @@ def _gpu_seconds(case: Case[EvalStage], samplers: PlannedSamplers | None, tokens
     )
     start = EVALUATION_START_S + (SGLANG_START_S if engine == "sglang" else 0.0)
     return None if decoding is None else start + reading + decoding
+
+
+EVALUATION = Formula(plan_evaluation, faults_of_evaluation)

@@ -1,41 +1,20 @@
 """The plan of a whole pipeline on a machine."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
 from nanodag.config import Pipeline, order_of
 from nanodag.config.kinds import find_kind
-from nanodag.config.kinds.evaluation import EvalStage
-from nanodag.config.kinds.import_model import ImportStage
-from nanodag.config.kinds.report import ReportStage
-from nanodag.config.kinds.rl import RLStage
-from nanodag.config.kinds.tokenizer import TokenizerStage
 from nanodag.config.stage_base import StageBase
-from nanodag.config.supervised import SupervisedStage
 from nanodag.errors import ConfigError
 from nanodag.errors.words import counted, size
 from nanodag.host.machine import Machine
-from nanodag.plan import others
-from nanodag.plan.case import Case, case_of
-from nanodag.plan.evaluation import faults_of_evaluation, plan_evaluation
+from nanodag.own_code.functions import function_at
+from nanodag.plan.case import Case, Formula, case_of
 from nanodag.plan.memory import device_room, host_room, memory_faults
-from nanodag.plan.rl import faults_of_rl, plan_rl
 from nanodag.plan.stage_plan import Fault, StagePlan
-from nanodag.plan.supervised import faults_of_supervised, plan_supervised
-
-Planned = Callable[[Any], StagePlan]
-FindFaults = Callable[[StagePlan, Any], Iterable[Fault]]
-FORMULAS: Sequence[tuple[type[StageBase], Planned, FindFaults | None]] = (
-    (SupervisedStage, plan_supervised, faults_of_supervised),
-    (RLStage, plan_rl, faults_of_rl),
-    (EvalStage, plan_evaluation, faults_of_evaluation),
-    (TokenizerStage, others.plan_tokenizer, others.faults_of_tokenizer),
-    (ReportStage, others.plan_report, others.faults_of_report),
-    (ImportStage, others.plan_import, None),
-    (StageBase, others.plan_other, None),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,14 +86,14 @@ def check_plan(pipeline: Pipeline, machine: Machine, *, stages: Collection[str] 
 
 
 def _planned(pipeline: Pipeline, case: Case[StageBase]) -> StagePlan:
-    planned, find_faults = next((p, f) for kind, p, f in FORMULAS if isinstance(case.stage, kind))
-    plan, pool = planned(case), case.stage.resources.work_pool
+    formula: Formula = function_at(case.stage.plan_formula)
+    plan, pool = formula.plan(case), case.stage.resources.work_pool
     if pool != "none":
         return replace(plan, notes=(*plan.notes, f"runs in the work pool {pool}: not checked here"))
-    if find_faults is None:
-        faults: Iterable[Fault] = memory_faults(plan, case, planned, setting="resources.device", value=plan.device)
+    if formula.faults is None:
+        faults: Iterable[Fault] = memory_faults(plan, case, formula.plan, setting="resources.device", value=plan.device)
     else:
-        faults = find_faults(plan, case)
+        faults = formula.faults(plan, case)
     unmeant = [f for f in (*_gpus(plan, case.machine), *faults) if f"{case.name}.{f.setting}" not in pipeline.unchecked]
     return replace(plan, faults=unmeant)
 

@@ -5,7 +5,7 @@ from nanodag.config.kinds.report import MAX_SEARCHED, ReportStage
 from nanodag.config.kinds.tokenizer import TokenizerStage
 from nanodag.config.stage_base import StageBase
 from nanodag.plan import processes
-from nanodag.plan.case import Case
+from nanodag.plan.case import Case, Formula
 from nanodag.plan.memory import memory_faults
 from nanodag.plan.stage_plan import Fault, Process, StagePlan
 
@@ -97,3 +97,9 @@ def faults_of_report(plan: StagePlan, case: Case[ReportStage]) -> list[Fault]:
 def plan_other(case: Case[StageBase]) -> StagePlan:
     """The plan of a kind of a user's own."""
     return case.plan(notes=("a kind of your own: nothing is known of it",))
+
+
+TOKENIZER = Formula(plan_tokenizer, faults_of_tokenizer)
+IMPORT = Formula(plan_import)
+REPORT = Formula(plan_report, faults_of_report)
+UNKNOWN = Formula(plan_other)

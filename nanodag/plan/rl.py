@@ -10,7 +10,7 @@ from nanodag.config.kinds.rl import RLStage
 from nanodag.errors.words import size
 from nanodag.inference.number_formats import width_of
 from nanodag.plan import processes
-from nanodag.plan.case import Case
+from nanodag.plan.case import Case, Formula
 from nanodag.plan.cpu_work import core_of
 from nanodag.plan.memory import memory_faults
 from nanodag.plan.programs import programs_of
@@ -255,3 +255,6 @@ def _smaller_trainers(stage: RLStage) -> Iterator[Changed]:
                 written |= {"resources.offload_optimizer": offload} if is_moved else {}
                 changed = stage.model_copy(update={"optimizer": optimizer, "resources": resources})
                 yield tuple(f"{name}={str(value).lower()}" for name, value in written.items()), changed
+
+
+RL = Formula(plan_rl, faults_of_rl)

@@ -17,7 +17,7 @@ from nanodag.config.supervised import SupervisedStage
 from nanodag.errors.words import counted
 from nanodag.inference.number_formats import width_of
 from nanodag.plan import cpu_work, processes
-from nanodag.plan.case import Case
+from nanodag.plan.case import Case, Formula
 from nanodag.plan.cpu_work import CpuWork, core_of
 from nanodag.plan.memory import memory_faults
 from nanodag.plan.sizes import CORE_CONTEXT, bytes_per_token, core_items, core_tokens, held_out_share
@@ -181,3 +181,6 @@ def _candidates(stage: SupervisedStage) -> Iterator[tuple[tuple[str, ...], Super
             updates = {"micro_batch_tokens": micro, **changes}
             changed = {name: str(value).lower() for name, value in updates.items() if getattr(stage, name) != value}
             yield tuple(f"{name}={value}" for name, value in changed.items()), stage.model_copy(update=updates)
+
+
+SUPERVISED = Formula(plan_supervised, faults_of_supervised)

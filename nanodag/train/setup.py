@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from nanodag.config.derive import shape_from
+from nanodag.config.derive_schedule import shape_from
 from nanodag.config.dial import Shape, flops_per_token
 from nanodag.config.kinds import find_kind
 from nanodag.config.supervised import SupervisedStage

@@ -13,8 +13,10 @@ from nanodag.cli.show import show_status
 from nanodag.cli.use import chat_with
 from nanodag.config import Pipeline, resolve
 from nanodag.config.kinds import installed, recorded_kind, shipped
-from nanodag.errors import ConfigError
+from nanodag.errors import ConfigError, SourceError
+from nanodag.host.machine import machine_of
 from nanodag.nightly.choose import choose
+from nanodag.plan.make import plan_of
 from nanodag.run.build_stage import build_stage, key_of
 from nanodag.run.preflight_checks import Checks
 from nanodag.run.record import open_run
@@ -218,15 +220,25 @@ def test_a_kind_whose_worker_is_not_there_is_found_before_anything_starts(merge)
 
 
 SCORER = """
+from typing import ClassVar
+
 from nanodag.config.kind import Kind
 from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.config.rl_entries import RewardConfig
-from nanodag.config.stage_base import StageBase
+from nanodag.config.stage_base import ExternalInput, StageBase
+from nanodag.plan.case import Formula
 
 class ScoreStage(StageBase):
+    plan_formula: ClassVar[str] = f"{__name__}:FORMULA"
     reward: RewardConfig = RewardConfig(name="exact")
     benchmarks: tuple[BenchmarkConfig, ...] = ()
+    judge: str = "none"
 
+    def external_inputs(self):
+        if self.judge != "none":
+            yield ExternalInput("judge", "model", self.judge)
+
+FORMULA = Formula(lambda case: case.plan(seconds=3.0))
 KIND = Kind(name="score", config=ScoreStage, module="scoring_work")
 """
 
@@ -263,6 +275,17 @@ def test_functions_that_a_stage_of_an_own_kind_names_are_trusted_and_keyed_as_th
         (scorer / changed).write_text("f: !function my_judge.f" if changed == "mine.yaml" else "def f(): return 1")
         keys.append(key_of(run, stage, {})[0])
     assert len(set(keys)) == 5
+
+
+def test_an_own_kind_brings_the_formula_of_its_plan_and_what_its_key_and_the_check_beforehand_name(scorer):
+    run = open_run("r", file="", preset="tiny", overrides=["scored.judge=/nowhere"])
+    plan = plan_of(run.pipeline, machine_of("cpu:2:avx2:8GiB"), stages=["scored"])
+    assert [stage.seconds for stage in plan.stages] == [3.0]
+    checks = Checks(run.pipeline, scorer / "doing")
+    checks.stage("scored")
+    assert checks.faults == ["scored.judge: Model 'file:/nowhere': there is no folder /nowhere."]
+    with pytest.raises(SourceError, match="no folder /nowhere"):
+        key_of(run, run.pipeline.stages["scored"], {})
 
 
 def test_a_short_name_means_the_setting_of_an_own_kind_in_the_first_process_that_reads_it(scorer):

@@ -9,7 +9,7 @@ import pytest
 
 from nanodag.cli.plan import show_plan
 from nanodag.config import resolve
-from nanodag.config.derive import model_of as derived_model
+from nanodag.config.derive_schedule import model_of as derived_model
 from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.config.rl_entries import GenerateConfig
 from nanodag.data.config import SourceConfig

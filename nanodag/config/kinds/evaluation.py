@@ -1,15 +1,19 @@
 """Evaluation of a model."""
 
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from nanodag.config.derive_hardware import Derived, evaluation_precision
+from nanodag.config.derive_sampler import derive_evaluation
 from nanodag.config.kind import MODEL, SCORES, Kind
+from nanodag.config.model_size import ModelSize
 from nanodag.config.section import Auto, Positive, Precision, Section, operational
 from nanodag.config.stage_base import StageBase
 from nanodag.data.config import SourceConfig
-from nanodag.data.core_tasks import FEWEST_ITEMS
+from nanodag.data.core_tasks import FEWEST_ITEMS, bundle_url
+from nanodag.errors import ConfigError
 from nanodag.errors.words import counted
 from nanodag.inference.sglang_options import OWN_OPTIONS, check_options
 
@@ -112,6 +116,11 @@ class BenchmarkConfig(Section):
         return "core" in (self.form, self.name)
 
     @property
+    def wants_bundle(self) -> bool:
+        """Whether its items come from the pipeline's core_bundle."""
+        return self.is_core and self.source is None
+
+    @property
     def sampling(self) -> str:
         """How answers are drawn, in words: `greedy`, `8 samples, temperature 0.7, top_p 0.9`."""
         if not self.temperature:
@@ -152,6 +161,8 @@ class EvalSamplerConfig(Section):
     options: dict[str, bool | int | float | str] = {}
     """Other options of SGLang's server, by name."""
 
+    sglang_only: ClassVar[tuple[str, ...]] = SGLANG_ONLY
+
     @model_validator(mode="after")
     def _fits_its_engine(self) -> "EvalSamplerConfig":
         for name in SGLANG_ONLY if self.engine == "embedded" else ():
@@ -163,6 +174,8 @@ class EvalSamplerConfig(Section):
 
 class EvalStage(StageBase):
     """Scores of a checkpoint (input `model`)."""
+
+    plan_formula: ClassVar[str] = "nanodag.plan.evaluation:EVALUATION"
 
     benchmarks: tuple[BenchmarkConfig, ...] = Field(min_length=1)
     """The benchmarks that the model is evaluated on."""
@@ -218,6 +231,31 @@ class EvalStage(StageBase):
     def on_another_machine(self, **updates: Any) -> Self:
         """The stage with `auto` for what follows from a machine, its samplers too."""
         return super().on_another_machine(sampler=EvalSamplerConfig(), **updates)
+
+    def with_core(self, bundle: str, found: Derived) -> tuple[Self, bool]:
+        """The stage with CORE's items where the benchmark names none. Raises ConfigError where CORE is left out and
+        nothing else is evaluated."""
+        if not any(benchmark.wants_bundle for benchmark in self.benchmarks):
+            return self, False
+        found.origins[f"{found.name}.benchmarks"] = f"derived: core_bundle is {bundle}"
+        kept = tuple(benchmark for benchmark in self.benchmarks if not benchmark.wants_bundle)
+        if bundle != "none":
+            update = {"source": SourceConfig(url=bundle_url(bundle))}
+            kept = tuple(b.model_copy(update=update) if b.wants_bundle else b for b in self.benchmarks)
+        if not kept:
+            raise ConfigError(
+                f"{found.name}.benchmarks: CORE alone, and core_bundle is none. Set core_bundle to the folder of its "
+                "items, or give the benchmark a source."
+            )
+        return self.model_copy(update={"benchmarks": kept}), bundle == "none"
+
+    def before_ranks(self, found: Derived) -> Self:
+        """The stage with its precision."""
+        return evaluation_precision(self, found)
+
+    def after_ranks(self, model: ModelSize | None, found: Derived) -> Self:
+        """The stage without any `auto` among its samplers' settings."""
+        return derive_evaluation(found.name, self, found.machine, model, found.origins)
 
     def answer_tokens(self, benchmark: BenchmarkConfig) -> int:
         """The longest written answer of a benchmark, in tokens."""

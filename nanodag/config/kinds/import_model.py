@@ -1,6 +1,7 @@
 """A stage that takes a model as it is."""
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 from nanodag.config.kind import MODEL, Kind
 from nanodag.config.stage_base import ExternalInput, StageBase
@@ -8,6 +9,8 @@ from nanodag.config.stage_base import ExternalInput, StageBase
 
 class ImportStage(StageBase):
     """A model that exists already, as a Hugging Face directory."""
+
+    plan_formula: ClassVar[str] = "nanodag.plan.others:IMPORT"
 
     model: str
     """The Hugging Face model: `hub:owner/name[@revision]` or `file:FOLDER`."""

@@ -1,7 +1,11 @@
 """Pretraining, from a shape or from a model."""
 
+from typing import Self
+
 from pydantic import Field
 
+from nanodag.config.derive_hardware import Derived
+from nanodag.config.derive_schedule import shaped
 from nanodag.config.kind import MODEL, TOKENIZER
 from nanodag.config.supervised import ShapeConfig, SupervisedKind, SupervisedStage
 
@@ -24,6 +28,11 @@ class PretrainStage(SupervisedStage):
     def is_from_scratch(self) -> bool:
         """True for random weights."""
         return not self.continues
+
+    def before_ranks(self, found: Derived) -> Self:
+        """The stage with its shape and schedule."""
+        stage = shaped(self, found.name, found.origins) if self.is_from_scratch else self
+        return super(PretrainStage, stage).before_ranks(found)
 
     def check_inputs(self) -> None:
         """Raise ValueError unless it begins at one thing, and says what that thing needs."""

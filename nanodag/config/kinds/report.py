@@ -1,5 +1,7 @@
 """The report over a run."""
 
+from typing import ClassVar
+
 from pydantic import Field, model_validator
 
 from nanodag.config.kind import PAGE, Kind
@@ -12,6 +14,8 @@ MAX_SEARCHED = 200_000_000  # bytes of each training source: about half a minute
 
 class ReportStage(StageBase):
     """report.md and report.html over its inputs."""
+
+    plan_formula: ClassVar[str] = "nanodag.plan.others:REPORT"
 
     contamination: tuple[SourceConfig, ...] = ()
     """Benchmark sources whose 13-grams are looked for in the training data."""

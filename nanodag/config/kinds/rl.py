@@ -1,32 +1,41 @@
 """Reinforcement learning."""
 
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from nanodag import registry
+from nanodag.config.derive_hardware import Derived, fit_rl, own_gpus, placed, rl_precision, rl_ranks_on_cpu
+from nanodag.config.derive_sampler import derive_sampler
+from nanodag.config.derive_schedule import model_of, width_from_scratch
+from nanodag.config.hardware_rules import ROOM_IN_TURNS
 from nanodag.config.kind import MODEL, Kind
 from nanodag.config.kinds.evaluation import BenchmarkConfig, EvalStage
+from nanodag.config.model_size import ModelSize
+from nanodag.config.ranges import check_lora
 from nanodag.config.rl_entries import EntryConfig, RewardConfig
 from nanodag.config.rl_evaluation import HELD_OUT, EvaluationSection
 from nanodag.config.rl_parts import OF_POLICY_LOSSES, CriticConfig, SamplerConfig, TeacherConfig
 from nanodag.config.rl_sections import AlgorithmSection, OptimizerSection, RolloutSection, WeightsSection
 from nanodag.config.section import Auto, Positive, operational, refuse_unused
-from nanodag.config.stage_base import ExternalInput, StageBase
+from nanodag.config.stage_base import ExternalInput, TrainedStage
 from nanodag.data.canonical import Wanted
 from nanodag.data.config import SourceConfig, mixes_by_epochs
+from nanodag.errors import ConfigError
 from nanodag.errors.words import listed
 from nanodag.inference.addresses import parse_address
 
 
-class RLStage(StageBase):
+class RLStage(TrainedStage):
     """GRPO and its relatives (input `model`)."""
 
     record_kind: ClassVar[Wanted | None] = "prompt"
     curves: ClassVar[Literal["", "loss", "rollouts"]] = "rollouts"
+    plan_formula: ClassVar[str] = "nanodag.plan.rl:RL"
     makes_rollouts: ClassVar[bool] = True
     asks_policy: ClassVar[bool] = True
+    scores_tokens: ClassVar[bool] = True
 
     data: tuple[SourceConfig, ...] = Field(min_length=1)
     """The prompts."""
@@ -427,6 +436,58 @@ class RLStage(StageBase):
             return max([ranks + len(own), *(number + 1 for number in own)])  # a number counts from the node's first
         gpus = int(self.sampler.replicas) * self.sampler.tensor_parallel if self.has_samplers else 0
         return max(ranks, gpus if self.sampler.engine == "sglang" else min(gpus, available))
+
+    @property
+    def trainer(self) -> OptimizerSection:
+        """The section with precision, zero_stage, micro_batch_tokens and activation_checkpointing."""
+        return self.optimizer
+
+    @property
+    def held_models(self) -> tuple[int, int]:
+        """Policy and critic; reference and teacher, which each rank holds whole (nanodag.rl.trainer.trainer)."""
+        algorithm = self.algorithm
+        return 1 + algorithm.has_critic, algorithm.has_reference + (algorithm.teacher.model != "none")
+
+    @property
+    def room_share(self) -> float:
+        """Share of a rank's memory that samplers leave to it."""
+        if not self.shares_memory:
+            return 1.0
+        if self.placement == "shared" and self.lends_states is not False:
+            return ROOM_IN_TURNS
+        return 1 - float(self.sampler.memory_fraction)
+
+    @property
+    def step_size(self) -> tuple[int, int, int, int]:
+        """Tokens of a step, tokens of a row; rows go to ranks in any way, and some ranks share each row."""
+        rollout = self.rollout
+        tokens = rollout.prompts_per_step * rollout.samples_per_prompt * rollout.max_new_tokens
+        return tokens, rollout.max_new_tokens, 0, self.optimizer.sequence_parallel
+
+    @property
+    def own_gpus(self) -> int:
+        """GPUs of a node that its ranks leave to samplers."""
+        return len(self.sampler.gpus) if isinstance(self.sampler.gpus, tuple) else 0
+
+    def before_ranks(self, found: Derived) -> Self:
+        """The stage with the trainer's precision, and the GPUs that samplers have to themselves."""
+        return own_gpus(rl_precision(self, model_of(found.pipeline, found.name), found), found)
+
+    def ranks_on_cpu(self, model: ModelSize | None, found: Derived) -> list[int]:
+        """How many ranks a node without GPUs may have beside its samplers."""
+        return rl_ranks_on_cpu(found)
+
+    def after_ranks(self, model: ModelSize | None, found: Derived) -> Self:
+        """The stage without any `auto`. Raises ConfigError for what its resources cannot do."""
+        stage = derive_sampler(found.name, placed(self, model, found), found.machine, model, found.origins)
+        stage = fit_rl(stage, model, found)
+        try:
+            stage.check_resources()
+        except ValueError as error:
+            raise ConfigError(f"stages.{found.name}.{error}.") from error
+        if stage.lora_rank and (width := width_from_scratch(found.pipeline, found.name)):
+            check_lora(found.name, stage.lora_rank, width, found.pipeline.unchecked)
+        return stage
 
     def own_evaluation(self, name: str) -> EvalStage | None:
         """The benchmarks that it asks its policy, as an eval stage with the same items, samples and seeds."""

@@ -14,6 +14,7 @@ class TokenizerStage(StageBase):
     """Byte-level BPE trained on the beginning of the mixture."""
 
     record_kind: ClassVar[Wanted | None] = "document"
+    plan_formula: ClassVar[str] = "nanodag.plan.others:TOKENIZER"
 
     data: tuple[SourceConfig, ...] = Field(min_length=1)
     """The mixture of documents that the tokenizer is trained on."""
@@ -21,6 +22,11 @@ class TokenizerStage(StageBase):
     """Tokens of the vocabulary, special tokens included."""
     max_bytes: int = Field(2_000_000_000, ge=10_000)
     """Bytes of text read from the mixture."""
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Tokens of the tokenizer that it makes."""
+        return self.vocabulary
 
 
 KIND = Kind(
