@@ -155,7 +155,7 @@ def test_a_benchmark_asks_and_judges_as_the_same_source_does_in_rl(run):
 
 def test_columns_rename_the_rows_of_a_form_that_reads_them_as_they_are(run):
     lines = [{"problem": one["question"], "solution": one["answer"]} for one in GSM8K]
-    assert scores_of(run(Scripted(GSM8K_TEXTS), "gsm8k", lines, options=FOREIGN), "exact_match") == [1, 0, 1, 0, 0]
+    assert scores_of(run(Scripted(GSM8K_TEXTS), "gsm8k", lines, options=FOREIGN), "exact_match") == [1, 0, 0, 1, 0]
 
 
 @pytest.mark.parametrize(
@@ -183,10 +183,12 @@ MMLU = [
 
 
 def test_mmlu_in_text_and_in_chat(run):
+    about = "The following are multiple choice questions (with answers) about s.\n\n"
     first = "Which?\nA. w\nB. x\nC. y\nD. z\nAnswer:"
     second = "What?\nA. a\nB. b\nC. c\nD. d\nAnswer:"
     likeliest_c = {" A": -3.0, " B": -2.0, " C": -1.0, " D": -4.0}
-    result = run(Scripted(logprobs={(p, a): v for p in (first, second) for a, v in likeliest_c.items()}), "mmlu", MMLU)
+    model = Scripted(logprobs={(about + p, a): v for p in (first, second) for a, v in likeliest_c.items()})
+    result = run(model, "mmlu", MMLU)
     assert scores_of(result, "acc") == [1, 0]
     assert result.records[0]["logprobs"] == [-3.0, -2.0, -1.0, -4.0]
     in_chat = [
@@ -651,9 +653,10 @@ def test_a_verdict_that_was_kept_is_not_made_again(run, tmp_path, monkeypatch):
     judged = []
     original = answers.gsm8k_reward
     monkeypatch.setattr(answers, "gsm8k_reward", lambda prompt, text: judged.append(text) or original(prompt, text))
+    texts = {f"<user>{word}": text for word, text in GSM8K_TEXTS.items()}
     with KeptLines(tmp_path / "kept.jsonl") as kept:
-        first = run(Scripted(GSM8K_TEXTS), "gsm8k", GSM8K, kept=kept)
-        again = run(Scripted(GSM8K_TEXTS), "gsm8k", GSM8K, kept=kept)
+        first = run(Scripted(texts), "gsm8k", GSM8K, chat=True, kept=kept)
+        again = run(Scripted(texts), "gsm8k", GSM8K, chat=True, kept=kept)
         assert (len(judged), again) == (5, first)
-        run(Scripted({**GSM8K_TEXTS, "Q1": "#### 25"}), "gsm8k", GSM8K, kept=kept)
+        run(Scripted({**texts, "<user>Q1": "#### 25"}), "gsm8k", GSM8K, chat=True, kept=kept)
     assert judged[5:] == ["#### 25"]

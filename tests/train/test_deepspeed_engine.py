@@ -169,16 +169,21 @@ def test_one_rank_comes_to_the_weights_of_a_loop_without_deepspeed(one_rank):
 def test_adapters_train_to_the_same_weights_at_any_stage_and_number_of_ranks(one_rank, two_ranks):
     wanted = one_rank[str(LORA[0])]
     for found in (one_rank[str(LORA[1])], two_ranks[str(LORA[0])], two_ranks[str(LORA[1])]):
-        assert_same(found, wanted)
+        # AdamW divides a gradient by its own size: where that is near 0, its rounding moves a weight by up to half a
+        # percent of a step of 0.01 (one of 128 by 2.24e-5 on a Zen 3).
+        assert_same(found, wanted, atol=5e-5)
 
 
 def test_samplers_get_the_same_weights_by_folder_and_in_buckets(one_rank, two_ranks):
     """Every ZeRO stage, one rank and two, with adapters and without, offloaded or not."""
     names = {name for case in (*FP32, *LORA) for name in one_rank[str(case)]["ways"]["folder"]}
     assert not any("parametrizations" in name for name in names)
-    for found in (*one_rank.values(), *two_ranks.values()):
+    biased = one_rank[str(BIASED[0])]["ways"]["folder"].keys()
+    assert len(biased - names) == 4 * SHAPE.depth
+    for case, found in (*one_rank.items(), *two_ranks.items()):
         ways = found["ways"]
-        assert ways["folder"] == ways["now"] == ways["kept"] and ways["folder"].keys() == names
+        expected = biased if case in map(str, BIASED) else names
+        assert ways["folder"] == ways["now"] == ways["kept"] and ways["folder"].keys() == expected
 
 
 @pytest.mark.parametrize("case", OFFLOADED, ids=str)
