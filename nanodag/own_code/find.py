@@ -23,8 +23,9 @@ _searched: list[str] = []  # folders that search_given has added to this process
 def search_last(folder: Path | str) -> None:
     """Search that folder last and no other pipeline file's, here and in all processes that this one starts, once they
     call `search_given`."""
+    folder = os.path.abspath(folder)  # a relative one would be another after a change of folder
     forget_others(folder)
-    os.environ[FOLDER_VARIABLE] = str(folder)
+    os.environ[FOLDER_VARIABLE] = folder
     search_given()
 
 
@@ -37,8 +38,9 @@ def search_given() -> None:
 
 def forget_others(folder: Path | str) -> None:
     """Take all other pipeline files' folders from the path, and forget what was imported from there: a module of
-    another file may have the same name."""
-    for other in [one for one in _searched if one != str(folder)]:
+    another file may have the same name. folder: "" for none."""
+    kept = os.path.abspath(folder) if folder else ""
+    for other in [one for one in _searched if one != kept]:
         _searched.remove(other)
         sys.path[:] = [path for path in sys.path if path != other]
         tops = {name for name, module in list(sys.modules.items()) if name not in OURS and _lies_in(module, other)}
@@ -49,8 +51,10 @@ def forget_others(folder: Path | str) -> None:
 
 
 def _lies_in(module: ModuleType, folder: str) -> bool:
-    """True for a module, or a package, that lies in that folder itself."""
-    file = Path(getattr(module, "__file__", None) or "")
+    """True for a module, or a package, that lies in that folder itself; false for one of Python's own without a file."""
+    if not (name := getattr(module, "__file__", None)):
+        return False
+    file = Path(name)
     return (file.parent.parent if file.name == "__init__.py" else file.parent) == Path(folder)
 
 
