@@ -75,6 +75,7 @@ def answering(answer: Callable[[Any], Any]) -> Callable[[Line], None]:
 def main() -> None:
     """Serve until CONTROL is closed."""
     control = socket.socket(fileno=int(sys.argv[1]))
+    control.set_inheritable(False)
     job = json.load(sys.stdin)  # anybody on the machine may read a command line
     pid = os.getpid()
     tree.adopt_orphans()
@@ -94,7 +95,8 @@ def main() -> None:
     signal.setitimer(signal.ITIMER_REAL, 0.0)
     gc.freeze()  # a collection in a fork would copy every page
     server = _Forks(control, serve, job["limits"])
-    control.sendall(said.encode() + b"\n")
+    with suppress(OSError):  # whoever asked is gone, which `run` sees
+        control.sendall(said.encode() + b"\n")
     server.run()
 
 
@@ -147,8 +149,9 @@ class _Forks:
                 byte, files, _, _ = socket.recv_fds(self._control, 1, 1)
                 if not byte:
                     return False
-                for connection in files:
-                    self._begin(socket.socket(fileno=connection))
+                for number in files:
+                    os.set_inheritable(number, False)  # what a fork starts does not speak for it
+                    self._begin(socket.socket(fileno=number))
             elif file in self._by_file:
                 fork = self._by_file[file]
                 if file == fork.output:
@@ -159,14 +162,16 @@ class _Forks:
         return True
 
     def _begin(self, connection: socket.socket) -> None:
-        parent, (output, printed) = os.getpid(), os.pipe()
+        parent, pipe = os.getpid(), list[int]()
         try:
+            pipe += os.pipe()
             pid = os.fork()
-        except OSError:  # too many processes, or too little memory: whoever waits for it may try again
+        except OSError:  # too many processes or files, or too little memory: whoever waits for it may try again
             connection.close()
-            os.close(output)
-            os.close(printed)
+            for end in pipe:
+                os.close(end)
             return
+        output, printed = pipe
         if not pid:
             self._be_fork(connection, printed, parent)
         os.close(printed)

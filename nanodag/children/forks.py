@@ -108,6 +108,8 @@ class ForkServer:
             self._end()
 
     def _hand_over(self, theirs: socket.socket) -> None:
+        if self._child is not None and not self._child.is_alive:  # what it started may still hold its end of the line
+            self._end()
         if self._child is None:
             self._start()
         assert self._child is not None and self._child.line is not None

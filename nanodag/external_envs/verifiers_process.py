@@ -81,8 +81,10 @@ def tasks_of(module: str, options: Mapping[str, Any], *, stop: int | None = None
         out_path, log_path = Path(folder) / "out", Path(folder) / "log"
         with out_path.open("wb") as out:
             child = _spawned(block_of(module, options), *asked, log_path=log_path, stdout=out)
-        has_ended = child.wait(TASKS_TIMEOUT_S)
-        child.stop(KILL_TIMEOUT_S, KILL)
+        try:
+            has_ended = child.wait(TASKS_TIMEOUT_S)
+        finally:
+            child.stop(KILL_TIMEOUT_S, KILL)
         if not has_ended:
             raise SourceError(f"verifiers has not loaded the tasks of {module} in {TASKS_TIMEOUT_S:g} s.")
         if child.code != 0:

@@ -51,7 +51,7 @@ def forget_others(folder: Path | str) -> None:
 
 
 def _lies_in(module: ModuleType, folder: str) -> bool:
-    """True for a module, or a package, that lies in that folder itself; false for one of Python's own without a file."""
+    """True for a module, or a package, that lies in that folder itself; one of Python's own may have no file."""
     if not (name := getattr(module, "__file__", None)):
         return False
     file = Path(name)

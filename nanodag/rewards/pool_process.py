@@ -7,6 +7,7 @@ and ends when its other end is closed. MAX_BYTES 0: no limit.
 `{"value", "components", "steps"}` or `{"error"}`. One reward of weight 1 is taken as it is, others are summed.
 """
 
+import os
 import resource
 import socket
 import sys
@@ -30,6 +31,7 @@ MAX_TEXT = 1000  # with file and line, or of what a server says
 def main() -> None:
     """Serve until the asking end is closed."""
     timeout_s, max_bytes, line = float(sys.argv[1]), int(sys.argv[2]), Line(socket.socket(fileno=int(sys.argv[3])))
+    os.set_inheritable(int(sys.argv[3]), False)
     if max_bytes:
         resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
     ignore_stop_signals()

@@ -223,6 +223,8 @@ class _Process:
             self._loaded.add(name)
         question = {"score": weights, "samples": [[sample.prompt, sample.completion] for sample in samples]}
         answers = self._request(question, self._timeout_s * len(samples), f"the reward {' + '.join(weights)}")
+        if isinstance(answers, dict):  # a function ended the interpreter, or returned what is no JSON
+            answers = [answers] * len(samples)
         return [
             SampleReward(reply.get("value"), reply.get("components", {}), reply.get("error", ""), reply.get("steps"))
             for reply in answers

@@ -11,7 +11,7 @@ from nanodag.rewards import sandbox
 from nanodag.rewards.reward_pool import RewardPool
 
 REWARDS = """
-import os, time
+import os, sys, time
 
 def kind(prompt, completion):
     if completion == "raise":
@@ -21,6 +21,8 @@ def kind(prompt, completion):
             time.sleep(1)
     if completion == "exit":
         os._exit(3)
+    if completion == "quit":
+        sys.exit("no reward")
     if completion == "print":
         print("noise" * 1000)
     if completion == "memory":
@@ -48,16 +50,17 @@ def own_reward(tmp_path, monkeypatch):
 
 def test_a_sample_that_raises_hangs_or_kills_fails_alone_with_its_reason(own_reward, tmp_path):
     with RewardPool(own_reward, num_processes=2, timeout_s=1.0) as pool:
-        kinds = ["abc", "raise", "hang", "exit", "memory", "nan", "print", "abcd"]
+        kinds = ["abc", "raise", "hang", "exit", "quit", "memory", "nan", "print", "abcd"]
         scores = dict(zip(kinds, pool.score([({}, kind) for kind in kinds]), strict=True))
     assert scores["abc"].value == 0.3 and scores["abcd"].value == 0.4 and scores["print"].value == 0.5
-    assert {kind: scores[kind].value for kind in ("raise", "hang", "exit", "memory", "nan")} == dict.fromkeys(
-        ("raise", "hang", "exit", "memory", "nan")
+    assert {kind: scores[kind].value for kind in ("raise", "hang", "exit", "quit", "memory", "nan")} == dict.fromkeys(
+        ("raise", "hang", "exit", "quit", "memory", "nan")
     )
     own = tmp_path / "my_rewards.py"
     assert scores["raise"].error == f"RuntimeError: a reason ({own}, line 6, in kind)"
     assert "took longer than 1 s" in scores["hang"].error
     assert "ended with code 3" in scores["exit"].error
+    assert "SystemExit: no reward" in scores["quit"].error
     assert "MemoryError" in scores["memory"].error
     assert "finite" in scores["nan"].error and f"{own}, line 4" in scores["nan"].error  # where the function begins
 
@@ -77,7 +80,7 @@ def test_a_group_reward_of_the_wrong_length_fails_its_group_with_the_reason(own_
         right = [future.result() for future in pool.submit_group({}, ["a", "bc"])]
     (reason,) = {score.error for score in failed}
     assert reason.startswith("ValueError: my_rewards:longest returned 1 rewards for 2 answers (")
-    assert reason.endswith("my_rewards.py, line 20, in longest)")
+    assert reason.endswith("my_rewards.py, line 22, in longest)")
     assert [score.value for score in right] == [0.0, 1.0]
 
 

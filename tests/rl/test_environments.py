@@ -455,6 +455,7 @@ def assert_none_is_left(seconds: float) -> None:
 def in_forks() -> list[int]:
     """Processes below the fork servers of this one."""
     servers = [one for one in psutil.Process().children() if "fork_server" in " ".join(one.cmdline())]
+    assert servers, "there is nothing to look at"
     return [child.pid for server in servers for child in server.children(recursive=True)]
 
 

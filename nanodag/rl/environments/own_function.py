@@ -1,12 +1,14 @@
 """A user's own function that generates, in forks of a process that has imported it once.
 
 The controller sends the sample; the fork asks for answers of the sampler, `{"ask": number, "request"}`, some at a time,
-hears `{"answer": number, "completion"}` or `{"answer": number, "error", "is_refusal"}`, and ends with `{"samples"}`.
+hears `{"answer": number, "completion"}` or `{"answer": number, "error", "is_refusal"}`, and ends with `{"samples"}`, or
+`{"unusable"}` where no sample can be played.
 """
 
 import asyncio
 import itertools
 import json
+import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -18,7 +20,7 @@ from pydantic import TypeAdapter
 from nanodag import registry
 from nanodag.children.fork_server import Line
 from nanodag.children.forks import Fork, ForkServer, Limits
-from nanodag.errors import BadRequest, SamplerError
+from nanodag.errors import BadRequest, ConfigError, MissingTool, SamplerError
 from nanodag.host.threads import MadeOnce, in_thread
 from nanodag.inference.protocol import Completion, Request, SamplingParams
 from nanodag.rl.environments.sample import Sample, TurnSampler
@@ -42,9 +44,12 @@ class ForkedFunction:
         asked: set[asyncio.Task[None]] = set()
         try:
             params, switches = sampler.params.model_dump(mode="json"), dict(sampler.switches)
-            await fork.send({"sample": _plain(_SAMPLE, sample), "params": params, "switches": switches})
+            first = {"sample": _plain(_SAMPLE, sample), "params": params, "switches": switches}
+            await fork.send({**first, "attempt": sampler.attempt})
             while "ask" in (message := await fork.hear()):
                 asked.add(asyncio.ensure_future(_answered(fork, sampler, message)))
+            if "unusable" in message:
+                raise ConfigError(message["unusable"])
             return [_SAMPLE.validate_python(one) for one in message["samples"]]
         finally:
             for task in asked:
@@ -87,8 +92,14 @@ def _serve(function: Callable[..., Any], encoding: Encoding, renderer: ChatRende
             encoding=encoding,
             renderer=renderer,
             switches=first["switches"],
+            attempt=first["attempt"],
         )
-        returned = await function(sampler, _SAMPLE.validate_python(first["sample"]))
+        sample = _SAMPLE.validate_python(first["sample"])
+        random.seed(sample.seed)  # the same numbers when it is played again
+        try:
+            returned = await function(sampler, sample)
+        except (ConfigError, MissingTool) as error:  # it is no failure of this sample
+            return {"unusable": str(error)}
         return {"samples": [_plain(_SAMPLE, sample) for sample in samples_in(returned)]}
 
     line.send(lambda: asyncio.run(samples()))
