@@ -30,7 +30,7 @@ def test_a_run_that_fails_is_told_of_and_its_address_is_in_no_log_and_no_record(
         assert speedrun("main-1", overrides=["notify.webhook=env:HOOK"], return_state=True).is_completed()
     (told,) = posted
     assert (told["flow"], told["run"], told["state"]) == ("speedrun", "main-1", "Failed")
-    assert told["text"].startswith("nanodag speedrun main-1: Failed\nsft: ") and "nanodag status main-1" in told["text"]
+    assert told["text"].startswith("nanodag speedrun main-1: Failed\nStage sft failed: ") and "nanodag status main-1" in told["text"]
     assert "secret" not in caplog.text and "secret" not in Store(project / "store").read_run("main-1").model_dump_json()
 
 
@@ -50,7 +50,7 @@ def test_a_block_of_prefects_is_told(project, tell):
         block = CustomWebhookNotificationBlock(name="x", url=f"{url}/hook", json_data={"it": "{{subject}}: {{body}}"})
         block.save("team", overwrite=True, _sync=True)
         fails(tell, "block:custom-webhook/team")
-    assert posted[0]["it"].startswith("nanodag main-1: nanodag speedrun main-1: Failed\nsft: ")
+    assert posted[0]["it"].startswith("nanodag main-1: nanodag speedrun main-1: Failed\nStage sft failed: ")
 
 
 @pytest.mark.parametrize(
