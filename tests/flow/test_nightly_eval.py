@@ -79,7 +79,7 @@ def test_a_worse_model_fails_the_night_sends_an_event_and_is_posted(store, proje
     second = nightly_eval(name="nightly-2", overrides=overrides, return_state=True)
     assert second.is_failed()
     assert "2 of 2 scores got worse" in second.message
-    assert "main/sft x exact_match 0.8, 1 before: -0.2" in second.message and "(nightly-1)" in second.message
+    assert "main/sft x exact_match 80.0 %, 100.0 % before: −20.0 points" in second.message and "(nightly-1)" in second.message
     ((event, payload),) = emitted
     assert event == "nanodag.nightly.worse" and len(payload["worse"]) == 2
     (told,) = posted
@@ -118,7 +118,7 @@ def test_a_night_that_cannot_begin_is_told_of(project, posted):
     state = nightly_eval(name="nightly-1", overrides=["notify.webhook=env:HOOK"], return_state=True)
     assert state.is_failed()
     (told,) = posted
-    assert (told["run"], told["state"]) == ("nightly-1", "Failed") and "ArtifactNotFound" in told["message"]
+    assert (told["run"], told["state"]) == ("nightly-1", "Failed") and "is there to be evaluated" in told["message"]
 
 
 def test_an_eval_that_fails_fails_the_night_and_the_others_are_still_compared(store, tell, unchecked):
