@@ -259,9 +259,9 @@ class Trainer:
     def _fingerprints(self) -> Fingerprints:
         """For the tensors that the sampler must then hold, as it will fingerprint them."""
         sampler = self.config.sampler
-        is_sglang = sampler.engine == "sglang"
-        dtype = getattr(torch, DTYPES[sampler.precision])
-        return Fingerprints("sglang", dtype) if is_sglang else Fingerprints("checkpoint")
+        if sampler.engine != "sglang":
+            return Fingerprints("checkpoint")
+        return Fingerprints("sglang", getattr(torch, DTYPES[sampler.precision]))
 
     @property
     def num_updates(self) -> int:
