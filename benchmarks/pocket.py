@@ -26,7 +26,7 @@ from tokenizers import Tokenizer
 
 from nanodag.data.adapters import open_adapter
 from nanodag.data.config import SourceConfig
-from nanodag.data.parts import Part, open_part
+from nanodag.data.held_out import Part, open_part
 from nanodag.evaluation.ngrams import bigram_bits, count_ngrams, unigram_bits
 from nanodag.evaluation.paired import paired
 from nanodag.store import Artifact, Store

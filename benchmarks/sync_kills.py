@@ -44,7 +44,7 @@ from nanodag.rl.fleet.samplers import Samplers
 from nanodag.rl.fleet.server_watch import ChildServer
 from nanodag.rl.fleet.shared_sync import SharedSync
 from nanodag.rl.fleet.weight_sync import DiskSync, WeightSync
-from nanodag.rl.trainer.giver import WeightGiver
+from nanodag.rl.trainer.weight_sender import WeightGiver
 from nanodag.sampler.fingerprints import Fingerprints
 
 CONTEXT = 128

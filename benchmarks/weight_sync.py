@@ -31,7 +31,7 @@ from nanodag.rl.fleet.broadcast_sync import DistributedSync
 from nanodag.rl.fleet.samplers import Samplers
 from nanodag.rl.fleet.shared_sync import SharedSync
 from nanodag.rl.fleet.weight_sync import DiskSync, WeightSync
-from nanodag.rl.trainer.giver import WeightGiver
+from nanodag.rl.trainer.weight_sender import WeightGiver
 from nanodag.sampler.fingerprints import Fingerprints
 from nanodag.train.shares import Shares
 

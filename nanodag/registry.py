@@ -19,8 +19,8 @@ from typing import Any, Literal, TypeVar
 
 from nanodag.errors import ConfigError
 from nanodag.errors.words import listed, nearest
-from nanodag.own_code.blame import with_place
 from nanodag.own_code.functions import function_at
+from nanodag.own_code.user_frame import with_place
 
 KINDS = ("advantage", "policy_loss", "aggregation", "kl", "correction", "reward", "generate", "filter", "optimizer")
 # Folders of this package that hold entries.

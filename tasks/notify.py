@@ -15,7 +15,7 @@ from prefect.states import State
 
 from nanodag.config import resolve
 from nanodag.errors import NanodagError, ServerBusy
-from nanodag.run.notice import notice, post
+from nanodag.run.notifications import notice, post
 from nanodag.run.record import pipeline_file, served_store
 
 PAUSES_S = (5.0, 15.0)  # before another try

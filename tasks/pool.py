@@ -20,7 +20,7 @@ from prefect.states import Cancelling
 
 from nanodag.errors import ConfigError, StageFailed, StageInterrupted, StageStopped
 from nanodag.run.record import Run, StageResult
-from nanodag.run.requests import requests_of
+from nanodag.run.resource_requests import requests_of
 from nanodag.server.local_server import HEARTBEAT_S
 
 FLOW = "pool_stage"

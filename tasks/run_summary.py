@@ -10,7 +10,7 @@ from prefect.states import State
 
 from nanodag.errors import NanodagError
 from nanodag.run.record import Run
-from nanodag.run.stale import advice, stale_stages
+from nanodag.run.stale_stages import advice, stale_stages
 
 
 def concluded(run: Run, state: State[Any]) -> State[Any]:

@@ -6,7 +6,7 @@ import time
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nanodag.api.leaving import CLIENT_CLOSED_REQUEST
+from nanodag.api.disconnects import CLIENT_CLOSED_REQUEST
 from nanodag.api.metrics import Metrics
 from nanodag.api.replies import usage
 from nanodag.errors.words import counted

@@ -20,15 +20,15 @@ from nanodag.api import access_log
 from nanodag.api.application import application
 from nanodag.api.engines import Engines
 from nanodag.api.follow import Followed, follow
-from nanodag.api.half_sent import WholeRequests
 from nanodag.api.launching import served_model, with_its_context
 from nanodag.api.metrics import Metrics
-from nanodag.api.passage import passed_on
 from nanodag.api.served_model import Limits, ServedModel
+from nanodag.api.sglang_routes import passed_on
+from nanodag.api.slow_requests import WholeRequests
 from nanodag.errors import ConfigError, NanodagError
 from nanodag.errors.words import counted
 from nanodag.host.scratch import Scratch
-from nanodag.inference.doors import DEFAULT_MAX_BODY_BYTES
+from nanodag.inference.access_checks import DEFAULT_MAX_BODY_BYTES
 from nanodag.inference.keys import read_keys
 from nanodag.model.headers import weights_digest
 from nanodag.store import Store

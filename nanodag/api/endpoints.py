@@ -14,8 +14,6 @@ from starlette.types import Receive, Scope, Send
 
 from nanodag import __version__
 from nanodag.api.access_log import SAMPLES
-from nanodag.api.answer import ParsedAnswer
-from nanodag.api.answering import Answering, SampledChoice
 from nanodag.api.bodies import (
     SGLANG_SAMPLING,
     ChatBody,
@@ -26,9 +24,11 @@ from nanodag.api.bodies import (
     TokenizeBody,
     parse_body,
 )
-from nanodag.api.leaving import left_unless_read, unless_left
+from nanodag.api.choice import ParsedAnswer
+from nanodag.api.disconnects import left_unless_read, unless_left
 from nanodag.api.metrics import Metrics
-from nanodag.api.prompts import ChatPrompt, chat_prompt
+from nanodag.api.parallel_samples import Answering, SampledChoice
+from nanodag.api.prompt_rendering import ChatPrompt, chat_prompt
 from nanodag.api.refusals import UNAVAILABLE, Refused, refusal_of
 from nanodag.api.replies import ChatReply, CompletionReply, Reply, usage
 from nanodag.api.served_model import Limits, ServedModel

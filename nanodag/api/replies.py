@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from nanodag.api.answer import CallPart, New, ScoredToken
-from nanodag.api.answering import SampledChoice
 from nanodag.api.bodies import ChatBody, CompletionBody
-from nanodag.api.prompts import is_forced
+from nanodag.api.choice import CallPart, New, ScoredToken
+from nanodag.api.parallel_samples import SampledChoice
+from nanodag.api.prompt_rendering import is_forced
 from nanodag.api.served_model import ServedModel
 from nanodag.api.token_text import Decoding, TokenText
 from nanodag.api.tool_format import Call

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from nanodag.api.token_text import TokenText
-from nanodag.inference.doors import DEFAULT_MAX_BODY_BYTES
+from nanodag.inference.access_checks import DEFAULT_MAX_BODY_BYTES
 from nanodag.inference.protocol import Completion, Request
 from nanodag.tokenizer.chat import ChatRenderer
 

@@ -5,7 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-from nanodag.chat.conversation import chat
+from nanodag.chat.terminal_chat import chat
 from nanodag.chat.tools import DEFAULT_TOOLS, TOOLS
 from nanodag.errors import NanodagError
 

@@ -33,7 +33,7 @@ IS_FOREIGN = not __package__
 if IS_FOREIGN:
     sys.path[0] = str(Path(__file__).resolve().parents[2])  # where nanodag is, in the place of this file's folder
 from nanodag.children import tree  # noqa: E402
-from nanodag.own_code.blame import with_place  # noqa: E402
+from nanodag.own_code.user_frame import with_place  # noqa: E402
 
 START_TIMEOUT_S = 120.0
 WATCH_S = 0.2

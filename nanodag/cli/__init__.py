@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from nanodag.cli import said
 from nanodag.cli import store as store_commands
+from nanodag.cli import store_options
 from nanodag.cli.env import env_app
 from nanodag.cli.nightly import nightly_app
 from nanodag.cli.parameters import Detach, File, ModelName, ModelStage, On, Overrides, Preset, RunName, ThisRun
@@ -324,7 +324,7 @@ def chat(
         serve_models(run, stage, also=also or [], is_following=False, file=file, options=options)
     if also:
         raise ConfigError("--also puts models side by side, which --web can show; the terminal talks to one.")
-    from nanodag.cli.use import chat_with
+    from nanodag.cli.chat_report_server import chat_with
 
     chat_with(run, stage, file=file, options=["--message", message] if message else [])
 
@@ -393,7 +393,7 @@ def report(run: RunName = "", file: File = "") -> None:
     \b
     nanodag report RUN
     """
-    from nanodag.cli.use import show_report
+    from nanodag.cli.chat_report_server import show_report
 
     show_report(run, file=file)
 
@@ -411,7 +411,7 @@ def test(
     \b
     nanodag test tests/store -k resume
     """
-    from nanodag.cli.use import run_tests
+    from nanodag.cli.chat_report_server import run_tests
 
     raise typer.Exit(run_tests(slow=slow, arguments=context.args))
 
@@ -423,7 +423,7 @@ def main() -> None:
     """Run the command; an error raised on purpose becomes its message and an exit code (2: wrong config)."""
 
     try:
-        app(said.take(sys.argv[1:]))
+        app(store_options.take(sys.argv[1:]))
     except NanodagError as error:
         typer.secho(f"error: {error}", fg="red", err=True)
         sys.exit(2 if isinstance(error, ConfigError) else 1)

@@ -24,7 +24,7 @@ def install(
     """
     from pathlib import Path
 
-    from nanodag.cli.shown import Shown
+    from nanodag.cli.progress_line import Shown
     from nanodag.external_envs.verifiers_install import VERIFIERS
     from nanodag.external_envs.verifiers_install import install as install_verifiers
 

@@ -8,7 +8,7 @@ import sys
 from nanodag.cli.live_table import make_console
 from nanodag.cli.nightly import settings
 from nanodag.errors import ConfigError, ServerError
-from nanodag.run.notice import post
+from nanodag.run.notifications import post
 from nanodag.server.local_server import server_of
 
 

@@ -11,7 +11,7 @@ from nanodag.errors import ArtifactNotFound, ConfigError, NanodagError
 from nanodag.errors.words import counted
 
 if TYPE_CHECKING:
-    from nanodag.viewer.shelf import Shelf
+    from nanodag.viewer.rollout_files import Shelf
     from nanodag.viewer.view import Wanted
 
 CLASHES = (
@@ -85,7 +85,7 @@ def rollouts(
     from nanodag.cli.show import find_run, print_stale
     from nanodag.config import resolve
     from nanodag.run.record import pipeline_file, store_of
-    from nanodag.viewer.shelf import shelf_of
+    from nanodag.viewer.rollout_files import shelf_of
     from nanodag.viewer.view import FAILED, Wanted
 
     store = store_of(resolve(pipeline_file(file)).pipeline)
@@ -108,8 +108,8 @@ def rollouts(
 def print_rollouts(shelf: "Shelf", wanted: "Wanted", *, most: int, step: int | None) -> None:
     """Print samples of a step, the newest where step is None: the first `most` of those that are wanted."""
     from nanodag.cli.live_table import make_console
-    from nanodag.viewer.cards import Painter
     from nanodag.viewer.printed import lines_of
+    from nanodag.viewer.sample_view import Painter
     from nanodag.viewer.view import first_samples
 
     steps = shelf.steps_with_rollouts()

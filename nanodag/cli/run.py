@@ -11,8 +11,8 @@ from pathlib import Path
 from rich.console import Console
 
 from nanodag.cli.live_table import STYLES, LiveTable, StageTable, make_console
-from nanodag.cli.said import command
 from nanodag.cli.show import how_to_build_stale, print_stale, print_summary, print_warnings
+from nanodag.cli.store_options import command
 from nanodag.config import Pipeline, Resolved, resolve
 from nanodag.config.kind import PAGE
 from nanodag.config.kinds import find_kind, recorded_kind
@@ -32,7 +32,7 @@ from nanodag.run.record import (
     store_of,
     unfinished,
 )
-from nanodag.run.stale import left_alone
+from nanodag.run.stale_stages import left_alone
 from nanodag.server.local_server import FINAL_STATES, Api, LocalServer, RunningServer, server_of
 from nanodag.store import Store
 from nanodag.store.run_record import RunRecord
@@ -152,8 +152,8 @@ def _why_it_ends(server: LocalServer, record: RunRecord) -> str:
 
 
 def choose_stale(console: Console, record: RunRecord | None, pipeline: Pipeline, *, build: bool, may_ask: bool) -> str:
-    """`build` or `keep`: what becomes of the stale stages of a run that is resumed (nanodag.run.stale). Says which
-    these are and what they took when they were built; asks where that is possible, and keeps them otherwise.
+    """`build` or `keep`: what becomes of the stale stages of a run that is resumed (nanodag.run.stale_stages). Says
+    which these are and what they took when they were built; asks where that is possible, and keeps them otherwise.
 
     record: the run's, None for a new one. build: that was asked for already.
     """

@@ -14,7 +14,7 @@ def server_start(overrides: Overrides = None, file: File = "", preset: Preset = 
     \b
     nanodag server start
     """
-    from nanodag.cli.use import start_server
+    from nanodag.cli.chat_report_server import start_server
 
     start_server(overrides or [], file=file, preset=preset)
 
@@ -28,7 +28,7 @@ def server_stop(overrides: Overrides = None, file: File = "", preset: Preset = "
     \b
     nanodag server stop
     """
-    from nanodag.cli.use import stop_server
+    from nanodag.cli.chat_report_server import stop_server
 
     stop_server(overrides or [], file=file, preset=preset)
 
@@ -36,6 +36,6 @@ def server_stop(overrides: Overrides = None, file: File = "", preset: Preset = "
 @server_app.command("status")
 def server_status(overrides: Overrides = None, file: File = "", preset: Preset = "auto") -> None:
     """Say whether the server is up. Exit code 0 when it is, 3 when it is not."""
-    from nanodag.cli.use import server_is_up
+    from nanodag.cli.chat_report_server import server_is_up
 
     raise typer.Exit(0 if server_is_up(overrides or [], file=file, preset=preset) else 3)

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nanodag.cli.live_table import STYLES, make_console
-from nanodag.cli.said import command
+from nanodag.cli.store_options import command
 from nanodag.config import Resolved, resolve
 from nanodag.config.derive_schedule import facts
 from nanodag.config.hardware_rules import reason_of
@@ -26,8 +26,8 @@ from nanodag.host.machine import machine_of
 from nanodag.run.preflight import check_names
 from nanodag.run.progress import progress_of, tracker_urls
 from nanodag.run.record import pipeline_file, state_of, store_of
-from nanodag.run.requests import requests_of
-from nanodag.run.stale import advice, stale_stages
+from nanodag.run.resource_requests import requests_of
+from nanodag.run.stale_stages import advice, stale_stages
 from nanodag.store import Store
 from nanodag.store.provenance import code_revision
 from nanodag.store.run_record import RunRecord, StageRecord

@@ -29,7 +29,7 @@ def verify(
     \b
     nanodag verify RUN --set-aside
     """
-    from nanodag.cli.keep import verify_store
+    from nanodag.cli.gc import verify_store
 
     raise typer.Exit(verify_store(names or [], set_aside=set_aside, file=file))
 
@@ -62,7 +62,7 @@ def gc(
     \b
     nanodag gc --keep-runs 5 --keep-best eval_rl.sort --yes
     """
-    from nanodag.cli.keep import collect
+    from nanodag.cli.gc import collect
 
     collect(keep_runs=keep_runs, keep_days=keep_days, keep_best=keep_best or [], yes=yes, file=file)
 
@@ -77,7 +77,7 @@ def lineage(
     \b
     nanodag lineage RUN:sft --picture sft.svg
     """
-    from nanodag.cli.look import show_lineage
+    from nanodag.cli.lineage import show_lineage
 
     show_lineage(key, picture=picture, file=file)
 
@@ -95,7 +95,7 @@ def diff(
     \b
     nanodag diff RUN OTHER
     """
-    from nanodag.cli.look import show_diff
+    from nanodag.cli.lineage import show_diff
 
     show_diff(run_a, run_b, show_all=show_all, file=file)
 
@@ -112,7 +112,7 @@ def export(
     \b
     nanodag export RUN:rl my-model
     """
-    from nanodag.cli.look import export_artifact
+    from nanodag.cli.lineage import export_artifact
 
     export_artifact(key, folder, file=file)
 
@@ -126,6 +126,6 @@ def reproduce(key: Key, file: File = "") -> None:
     \b
     nanodag reproduce RUN:tokenizer
     """
-    from nanodag.cli.look import reproduce_artifact
+    from nanodag.cli.lineage import reproduce_artifact
 
     raise typer.Exit(reproduce_artifact(key, file=file))

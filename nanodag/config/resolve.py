@@ -18,12 +18,12 @@ from nanodag.config.pipeline import Pipeline, full_path
 from nanodag.config.ranges import check_ranges
 from nanodag.config.section import in_sections
 from nanodag.config.trust import check_agents, check_trust
-from nanodag.config.unwise import unwise
+from nanodag.config.warnings import unwise
 from nanodag.errors import ConfigError
 from nanodag.errors.words import listed, nearest, said
 from nanodag.host.folders import PROJECT
 from nanodag.host.machine import Machine
-from nanodag.own_code.vouched import check_owner
+from nanodag.own_code.trusted_modules import check_owner
 
 KeyPath = tuple[str, ...]
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 from pydantic import Field, model_validator
 
 from nanodag.config.section import Auto, Natural, Positive, Section, StageSection, in_sections, operational
-from nanodag.data.canonical import Wanted
 from nanodag.data.config import SourceConfig
+from nanodag.data.records import Wanted
 from nanodag.registry import optimizer_named
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class StageBase(Section):
 
     record_kind: ClassVar[Wanted | None] = None
     curves: ClassVar[Literal["", "loss", "rollouts"]] = ""
-    plan_formula: ClassVar[str] = "nanodag.plan.others:UNKNOWN"
+    plan_formula: ClassVar[str] = "nanodag.plan.small_stages:UNKNOWN"
     makes_rollouts: ClassVar[bool] = False
     asks_policy: ClassVar[bool] = False
 

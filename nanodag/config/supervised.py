@@ -13,9 +13,9 @@ from nanodag.config.kind import MODEL, Kind
 from nanodag.config.model_size import ModelSize
 from nanodag.config.section import WHOLE, Auto, Natural, Positive, Precision, Rate, Share, StageSection, operational
 from nanodag.config.stage_base import ExternalInput, TrainedStage
-from nanodag.data.canonical import Wanted
 from nanodag.data.config import SourceConfig
 from nanodag.data.core_tasks import FEWEST_ITEMS, bundle_url
+from nanodag.data.records import Wanted
 
 
 class ShapeConfig(StageSection):

@@ -19,7 +19,7 @@ from nanodag.data import lists, spelling
 from nanodag.data.config import SourceConfig
 from nanodag.data.urls import parse_url
 from nanodag.errors import ConfigError
-from nanodag.own_code.vouched import Voucher
+from nanodag.own_code.trusted_modules import Voucher
 
 SHIPPED = frozenset(f"{module.__name__}:{name}" for module in (lists, spelling) for name in module.GENERATORS)
 

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from nanodag.data.canonical import Kind
+from nanodag.data.records import Kind
 
 Adapt = Callable[..., dict[str, Any]]
 ENTRIES: dict[tuple[str, Kind], Adapt] = {}

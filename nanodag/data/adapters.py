@@ -1,4 +1,4 @@
-"""Named adapters: one row of a source in, one canonical record out (nanodag.data.canonical).
+"""Named adapters: one row of a source in, one canonical record out (nanodag.data.records).
 
 An adapter has a name and, for each kind of record it can make, one function `(row, **options) -> record`: the same
 source is a conversation in SFT and a prompt in RL. A user's own function is named by import path, `module:function`; it
@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nanodag.data.adapter_entries import DEFAULTS, ENTRIES, Adapt
-from nanodag.data.canonical import KINDS, Kind, Wanted, check_record, record_texts
+from nanodag.data.records import KINDS, Kind, Wanted, check_record, record_texts
 from nanodag.data.urls import hub_path, parse_url
 from nanodag.errors import SourceError
 from nanodag.errors.words import listed, nearest
-from nanodag.own_code.blame import with_place
 from nanodag.own_code.functions import function_at
+from nanodag.own_code.user_frame import with_place
 
 _GENERIC: dict[Kind, str] = {"document": "text", "conversation": "messages", "prompt": "prompt"}
 

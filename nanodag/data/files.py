@@ -13,9 +13,9 @@ from typing import Any
 
 from nanodag.data.digests import file_sha256
 from nanodag.data.formats import JsonFile, ParquetFile, RowFile, TextFile
+from nanodag.data.json_views import DEFAULT_VIEWS, VIEWS
 from nanodag.data.sources import Block, Row, Source
 from nanodag.data.urls import SourceURL
-from nanodag.data.views import DEFAULT_VIEWS, VIEWS
 from nanodag.errors import MissingTool, SourceError
 
 _COMPRESSIONS = (".gz", ".zst")

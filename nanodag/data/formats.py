@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal, cast
 
-from nanodag.data.views import view_rows
+from nanodag.data.json_views import view_rows
 from nanodag.errors import MissingTool, SourceError
 
 Row = dict[str, Any]

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from nanodag.data.adapters import kind_of, open_adapter
-from nanodag.data.asking import asking
-from nanodag.data.canonical import Wanted, record_bytes
 from nanodag.data.config import SourceConfig, mixes_by_epochs
-from nanodag.data.parts import Part, open_part
+from nanodag.data.held_out import Part, open_part
+from nanodag.data.question_form import asking
+from nanodag.data.records import Wanted, record_bytes
 from nanodag.data.shuffle import RowOrder
 from nanodag.errors import ConfigError, SourceError
 

@@ -13,11 +13,11 @@ from typing import Any
 from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.evaluation.chat_core import chat_core_of
 from nanodag.evaluation.core import run_core
-from nanodag.evaluation.environment import is_environment, run_environment
 from nanodag.evaluation.evaluated_model import EvaluatedModel
 from nanodag.evaluation.forms import check_likelihood
 from nanodag.evaluation.harness import run_benchmark
 from nanodag.evaluation.results import BenchmarkResult
+from nanodag.evaluation.verifiers_benchmarks import is_environment, run_environment
 from nanodag.model.headers import matrix_parameters
 from nanodag.store.atomic import write_bytes, write_json
 from nanodag.store.kept_lines import KeptLines

@@ -24,9 +24,9 @@ from jinja2 import Environment, StrictUndefined
 from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.errors import ConfigError
 from nanodag.evaluation.forms import WRITTEN, FunctionName, find_form, read_form
+from nanodag.evaluation.generated_answer import Answer, Ending, answer_of
 from nanodag.evaluation.items import item_options
 from nanodag.evaluation.results import BenchmarkResult, Judged, judged_from, plain, result_of, written_record
-from nanodag.evaluation.written import Answer, Ending, answer_of
 from nanodag.inference.protocol import SamplingParams
 from nanodag.inference.seeds import derived_seed
 from nanodag.own_code.functions import function_at, function_in

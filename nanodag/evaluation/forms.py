@@ -10,8 +10,8 @@ import yaml
 from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.errors import ConfigError
 from nanodag.errors.words import nearest
-from nanodag.own_code.blame import with_place
 from nanodag.own_code.find import file_of
+from nanodag.own_code.user_frame import with_place
 
 FORMS = Path(__file__).parent / "benchmarks"
 MAX_INCLUDES = 20

@@ -21,9 +21,9 @@ from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.errors import ConfigError
 from nanodag.evaluation.evaluated_model import AskedBenchmark, CutScore, EvaluatedModel
 from nanodag.evaluation.forms import FORMS, find_form
+from nanodag.evaluation.generated_answer import Answer
 from nanodag.evaluation.items import item_options
 from nanodag.evaluation.results import BenchmarkResult, Judged, judged_from, plain, result_of, shortened, written_record
-from nanodag.evaluation.written import Answer
 from nanodag.store.kept_lines import KeptLines, content_key
 
 log = logging.getLogger(__name__)

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.data.adapters import open_adapter
-from nanodag.data.asking import asking, check_effect, with_names
-from nanodag.data.canonical import Kind, message_text
 from nanodag.data.config import SourceConfig
-from nanodag.data.parts import open_part
+from nanodag.data.held_out import open_part
+from nanodag.data.question_form import asking, check_effect, with_names
+from nanodag.data.records import Kind, message_text
 from nanodag.data.sources import Row, open_source
 from nanodag.errors import ConfigError, SourceError
 

@@ -9,9 +9,9 @@ from typing import Any
 from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.errors import ConfigError
 from nanodag.errors.words import counted
+from nanodag.evaluation.generated_answer import Answer
 from nanodag.evaluation.intervals import Score, score_of
 from nanodag.evaluation.samples import over_samples
-from nanodag.evaluation.written import Answer
 
 MAX_RECORDED_CHARACTERS = 20_000
 INVALID = "[invalid]"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # where nanodag is: not installed in SGLang's environment
 from nanodag.children.tree import killed_with_parent
-from nanodag.inference.server_environment import end_with_starter, take_token
+from nanodag.inference.server_variables import end_with_starter, take_token
 
 sys.path.pop()
 

@@ -22,7 +22,7 @@ from nanodag.errors import SamplerLost
 from nanodag.host.ports import LOOPBACK
 from nanodag.host.progress_timeout import Patience
 from nanodag.host.scratch import Scratch
-from nanodag.inference.server_environment import server_environment
+from nanodag.inference.server_variables import server_environment
 
 POLL_S = 0.02
 

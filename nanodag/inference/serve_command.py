@@ -12,7 +12,7 @@ from pathlib import Path
 from nanodag.errors import ConfigError
 from nanodag.host.ports import LOOPBACK
 from nanodag.inference.keys import read_keys
-from nanodag.inference.server_environment import PARENT_VARIABLE, TOKEN_VARIABLE
+from nanodag.inference.server_variables import PARENT_VARIABLE, TOKEN_VARIABLE
 from nanodag.inference.sglang_install import Device, find_python
 from nanodag.inference.sglang_options import Option, arguments
 from nanodag.inference.sglang_process import CONTEXT_RESERVE, CPU_OPTIONS, SHIM, sglang_environment

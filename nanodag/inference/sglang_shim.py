@@ -29,7 +29,7 @@ _ROOT = str(Path(__file__).resolve().parents[2])  # where nanodag is: not instal
 _WAS_THERE = _ROOT in sys.path
 if not _WAS_THERE:
     sys.path.append(_ROOT)
-from nanodag.inference.server_environment import end_with_starter, take_token  # noqa: E402 - it is found by that path
+from nanodag.inference.server_variables import end_with_starter, take_token  # noqa: E402 - it is found by that path
 
 CPU_VARIABLE = "NANODAG_SGLANG_CPU"
 STAND_IN = "sgl_kernel"

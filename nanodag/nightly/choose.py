@@ -20,7 +20,7 @@ from nanodag.errors import ArtifactNotFound, ConfigError, StoreError
 from nanodag.errors.words import counted, listed, nearest
 from nanodag.host.machine import Machine
 from nanodag.run.record import StageResult, result_of
-from nanodag.run.stale import advice, stale_stages
+from nanodag.run.stale_stages import advice, stale_stages
 from nanodag.store import Store
 from nanodag.store.run_record import RunRecord
 

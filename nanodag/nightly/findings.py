@@ -11,7 +11,7 @@ from nanodag.errors.words import counted
 from nanodag.nightly.compare import compare
 from nanodag.nightly.nights import Night, earlier_nights
 from nanodag.nightly.scores import scores_of
-from nanodag.run.composed import note_page, publish_page
+from nanodag.run.derived_runs import note_page, publish_page
 from nanodag.run.record import StageResult
 
 PAGE_STAGE = "trend"

@@ -13,7 +13,7 @@ from nanodag.config.cron import last_due, zone_of
 from nanodag.config.derive_sampler import this_machine
 from nanodag.errors import ConfigError, StoreBusy
 from nanodag.nightly.choose import Choice, choose, night_pipeline
-from nanodag.run.composed import machine_for, open_composed
+from nanodag.run.derived_runs import machine_for, open_composed
 from nanodag.run.preflight import check_before_start
 from nanodag.run.record import Run, pipeline_file, store_of
 from nanodag.store import Store

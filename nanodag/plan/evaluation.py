@@ -9,11 +9,11 @@ from nanodag.config.footprint import MAX_LOGITS
 from nanodag.config.kinds.evaluation import BenchmarkConfig, EvalStage
 from nanodag.evaluation.forms import is_written
 from nanodag.inference.number_formats import width_of
-from nanodag.plan import processes
+from nanodag.plan import host_memory
 from nanodag.plan.case import Case, Formula, S
 from nanodag.plan.cpu_work import CpuWork, core_of
+from nanodag.plan.environment_memory import verifiers_processes
 from nanodag.plan.memory import memory_faults
-from nanodag.plan.programs import verifiers_processes
 from nanodag.plan.sampling import PlannedSamplers, planned_samplers
 from nanodag.plan.sizes import Sizes, bytes_per_token, core_items, core_tokens, held_out_share
 from nanodag.plan.speeds import EVALUATION_START_S, GPU_SHARES, SGLANG_START_S, decoding_seconds, gpu_peak
@@ -93,7 +93,7 @@ def plan_evaluation(case: Case[EvalStage]) -> StagePlan:
     flops = tokens.all * model.forward_flops(CONTEXT)
     seconds, cpu_seconds = _seconds(case, samplers, tokens)
     core = core_of(case.machine, str(stage.precision))
-    on_disk = int(4 * read) + processes.MB
+    on_disk = int(4 * read) + host_memory.MB
     return case.plan(
         parameters=model.total,
         tokens=int(tokens.all),
@@ -225,8 +225,8 @@ def _processes(case: Case[EvalStage], samplers: PlannedSamplers | None) -> tuple
         "logits": min(MAX_LOGITS[case.device], scored * model.vocabulary // 4) * (wide + 4),
     }
     sources = [b.source for b in stage.benchmarks if b.source is not None]
-    data = int(processes.PARSED * case.sizes.in_memory(sources))
-    cpu = {"process": processes.EVALUATION, "data": data}
+    data = int(host_memory.PARSED * case.sizes.in_memory(sources))
+    cpu = {"process": host_memory.EVALUATION, "data": data}
     beside: tuple[Process, ...] = () if samplers is None else (samplers.process,)
     reserve = 0
     is_inside = case.device == "cpu" and stage.sampler.engine == "embedded"
@@ -234,7 +234,7 @@ def _processes(case: Case[EvalStage], samplers: PlannedSamplers | None) -> tuple
         beside, reserve = (), samplers.process.reserve
         cpu |= {f"sampler's {name}": num for name, num in samplers.process.host.items() if name != "process"}
     cuda = {"model": 4 * model.total, "data": data}
-    worker = processes.computing("worker", case.device, held, cuda=cuda, cpu=cpu, reserve=reserve)
+    worker = host_memory.computing("worker", case.device, held, cuda=cuda, cpu=cpu, reserve=reserve)
     if samplers is not None and any(source.url.startswith("verifiers:") for source in sources):
         beside += verifiers_processes(samplers.process.count * int(stage.sampler.max_batch))
     return worker, *beside
@@ -254,7 +254,7 @@ def _seconds(
     sources = [b.source for b in stage.benchmarks if b.source is not None]
     hashed = [case.sizes.of(source.url) for source in sources if held_out_share(source)]
     rows = sum(size.rows or 0 for size in hashed if size is not None)
-    start = processes.EVALUATION_S + case.sizes.in_memory(sources) / processes.PARSED_BYTES_S
+    start = host_memory.EVALUATION_S + case.sizes.in_memory(sources) / host_memory.PARSED_BYTES_S
     start += rows * HASHED_S + items * ITEM_S
     widest = _widest(case)
     context = 0 if widest is None else widest.prompt + widest.answer
@@ -262,7 +262,7 @@ def _seconds(
     decoding = core.decoding(model, tokens.written, cached_bytes=cached)
     decoding += CpuWork(0.0, core.reading(model, tokens.prompts, mean, scored=0.0).total)
     count = 1 if samplers is None else samplers.process.count
-    started = processes.SAMPLER_S * count if count > 1 else 0.0
+    started = host_memory.SAMPLER_S * count if count > 1 else 0.0
     seconds = start + reading.on(threads) + (started + decoding.total) / max(1, min(count, machine.cores))
     return seconds, start + started + reading.total + decoding.total
 

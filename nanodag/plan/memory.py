@@ -7,7 +7,7 @@ from nanodag.config.footprint import USABLE
 from nanodag.errors.words import size
 from nanodag.host.machine import Machine
 from nanodag.plan.case import Case, S
-from nanodag.plan.processes import HOST_SHARE
+from nanodag.plan.host_memory import HOST_SHARE
 from nanodag.plan.stage_plan import Fault, StagePlan
 
 

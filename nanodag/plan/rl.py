@@ -9,11 +9,11 @@ from nanodag.config.footprint import activations, head_memory, working
 from nanodag.config.kinds.rl import RLStage
 from nanodag.errors.words import size
 from nanodag.inference.number_formats import width_of
-from nanodag.plan import processes
+from nanodag.plan import host_memory
 from nanodag.plan.case import Case, Formula
 from nanodag.plan.cpu_work import core_of
+from nanodag.plan.environment_memory import programs_of
 from nanodag.plan.memory import memory_faults
-from nanodag.plan.programs import programs_of
 from nanodag.plan.rl_work import Step, asked_at_once, mean_prompt, prompts_a_step, seconds_of, step_of
 from nanodag.plan.sampling import PlannedSamplers, planned_samplers
 from nanodag.plan.sizes import Sizes, held_out_share
@@ -73,9 +73,9 @@ def plan_rl(case: Case[RLStage]) -> StagePlan:
     flops = steps * (step.trained * model.training_flops(step.length) + step.sampled * model.forward_flops(step.length))
     seconds, cpu_seconds = seconds_of(case, samplers, step)
     trainer, sampler = _by_placement(stage, _trainer(case), samplers.process)
-    controller = {"process": processes.CONTROLLER, "data": case.sizes.held_to_read(stage.data)}
+    controller = {"process": host_memory.CONTROLLER, "data": case.sizes.held_to_read(stage.data)}
     beside = [Process(name="controller", host=controller)]
-    beside.append(Process(name="rewards", count=rollout.reward_processes, host={"process": processes.REWARDS}))
+    beside.append(Process(name="rewards", count=rollout.reward_processes, host={"process": host_memory.REWARDS}))
     programs = programs_of(stage, max(step.samples, asked_at_once(stage)))
     read = int(steps * prompts_a_step(stage) * step.prompt * 4)
     files = int(steps * step.kept * TOKEN_BYTES_ON_DISK)
@@ -165,13 +165,13 @@ def _trainer(case: Case[RLStage]) -> Process:
         held["critic"] = state_of(stage, model, num_ranks=ranks, is_critic=True).total
     if algorithm.teacher.model != "none":
         held["teacher"] = whole
-    compiler = processes.compiler(model, compiled=optimizer.compile, device=case.device)
-    return processes.computing(
+    compiler = host_memory.compiler(model, compiled=optimizer.compile, device=case.device)
+    return host_memory.computing(
         "trainer",
         case.device,
         held,
         cuda={"model": 4 * model.total, "offloaded": state.host},
-        cpu={"offloaded": state.host, "process": processes.TRAINER + compiler.num_bytes},
+        cpu={"offloaded": state.host, "process": host_memory.TRAINER + compiler.num_bytes},
         count=ranks // resources.num_nodes,
     )
 

@@ -6,7 +6,7 @@ from statistics import fmean
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.rl_evaluation import HELD_OUT
 from nanodag.inference.number_formats import width_of
-from nanodag.plan import cpu_work, processes
+from nanodag.plan import cpu_work, host_memory
 from nanodag.plan.case import Case
 from nanodag.plan.cpu_work import CpuWork, core_of
 from nanodag.plan.evaluation import items_of, prompt_of
@@ -126,11 +126,11 @@ def seconds_of(case: Case[RLStage], samplers: PlannedSamplers, step: Step) -> tu
     decoding = sampler.decoding(model, sampled, cached_bytes=cached)
     decoding += CpuWork(0.0, sampler.reading(model, read, int(step.prompt), scored=0.0).total)
     handling = (stage.num_steps * step.samples + evaluated.answers) * SAMPLE_S
-    compiler = processes.compiler(model, compiled=optimizer.compile, device="cpu")
-    start = ranks * (processes.TRAINER_S + compiler.seconds) * stage.has_trainer
-    start += count * processes.SAMPLER_S + processes.CONTROLLER_S
-    start += case.sizes.in_memory(stage.data) / processes.PARSED_BYTES_S
-    start += rollout.reward_processes * processes.REWARDS_S
+    compiler = host_memory.compiler(model, compiled=optimizer.compile, device="cpu")
+    start = ranks * (host_memory.TRAINER_S + compiler.seconds) * stage.has_trainer
+    start += count * host_memory.SAMPLER_S + host_memory.CONTROLLER_S
+    start += case.sizes.in_memory(stage.data) / host_memory.PARSED_BYTES_S
+    start += rollout.reward_processes * host_memory.REWARDS_S
     total = training.total + decoding.total + handling
     training_s = training.on(threads) / min(ranks, cores)
     decoding_s = decoding.total / max(1, min(count, cores)) + handling

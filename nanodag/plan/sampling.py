@@ -11,7 +11,7 @@ from nanodag.config.rl_parts import SamplerConfig
 from nanodag.host.machine import Machine
 from nanodag.inference.cache_size import slot_tokens
 from nanodag.inference.number_formats import width_of
-from nanodag.plan import processes
+from nanodag.plan import host_memory
 from nanodag.plan.stage_plan import Process
 
 
@@ -75,8 +75,8 @@ def planned_samplers(
         )
         held["cache"] = slots * needed
         filled = slots * min(needed, slot_tokens(math.ceil(used)) * token)
-    cpu = {"cache": filled, "process": processes.SAMPLER}
-    process = processes.computing(
+    cpu = {"cache": filled, "process": host_memory.SAMPLER}
+    process = host_memory.computing(
         "sampler", device, held, cpu=cpu, count=replicas, gpus=parallel, reserve=held["cache"] - filled
     )
     return PlannedSamplers(at_once=slots * replicas, needed_bytes=needed, room=room, process=process)

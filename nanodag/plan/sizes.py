@@ -17,7 +17,7 @@ from nanodag.data.hub import mirrored_files
 from nanodag.data.shuffle import WINDOW_BYTES
 from nanodag.data.urls import HubPath, SourceURL, hub_path, parse_url
 from nanodag.errors import MissingTool, SourceError
-from nanodag.plan import processes
+from nanodag.plan import host_memory
 
 Habit = Literal["data", "half", "full"]
 """How long a model's answers are: as those of its data, half of what they may be, or all of it."""
@@ -162,8 +162,8 @@ class Sizes:
         """Bytes of host memory that a process takes to read a mixture: files that it parses as a whole, windows that it
         shuffles, and the library that reads parquet."""
         is_parquet = any(url.startswith("hub:") or ".parquet" in url for url in (source.url for source in sources))
-        windows = int(processes.WINDOWED * self.in_windows(sources))
-        return int(processes.PARSED * self.in_memory(sources)) + windows + processes.PARQUET * is_parquet
+        windows = int(host_memory.WINDOWED * self.in_windows(sources))
+        return int(host_memory.PARSED * self.in_memory(sources)) + windows + host_memory.PARQUET * is_parquet
 
     def downloaded(self, sources: Sequence[SourceConfig], read_bytes: float) -> int:
         """Bytes that come from the hub when so much text is read of a mixture: never more than its sets have."""

@@ -16,7 +16,7 @@ from nanodag.config.model_size import ModelSize
 from nanodag.config.supervised import SupervisedStage
 from nanodag.errors.words import counted
 from nanodag.inference.number_formats import width_of
-from nanodag.plan import cpu_work, processes
+from nanodag.plan import cpu_work, host_memory
 from nanodag.plan.case import Case, Formula
 from nanodag.plan.cpu_work import CpuWork, core_of
 from nanodag.plan.memory import memory_faults
@@ -120,17 +120,17 @@ def _processes(case: Case[SupervisedStage]) -> tuple[Process, ...]:
         held["logits"] = max(held["logits"], largest * (width_of(precision) + 4))
     if stage.patience:
         held["best weights"] = 4 * model.total // (ranks if stage.zero_stage else 1)
-    compiler = processes.compiler(model, compiled=stage.compile, device=device)
-    data = case.sizes.held_to_read(stage.data) + processes.PACKER
-    rank = processes.computing(
+    compiler = host_memory.compiler(model, compiled=stage.compile, device=device)
+    data = case.sizes.held_to_read(stage.data) + host_memory.PACKER
+    rank = host_memory.computing(
         "rank",
         device,
         held,
         cuda={"data": data, "model": 4 * model.total, "offloaded": state.host},
-        cpu={"offloaded": state.host, "process": processes.TRAINER + compiler.num_bytes, "data": data},
+        cpu={"offloaded": state.host, "process": host_memory.TRAINER + compiler.num_bytes, "data": data},
         count=ranks // resources.num_nodes,
     )
-    launcher = (Process(name="launcher", host={"process": processes.LAUNCHER}),) if ranks > 1 else ()
+    launcher = (Process(name="launcher", host={"process": host_memory.LAUNCHER}),) if ranks > 1 else ()
     return rank, *launcher
 
 
@@ -163,8 +163,8 @@ def _seconds(case: Case[SupervisedStage], steps: int | None) -> tuple[float | No
     work += core.reading(model, validations, length)
     work += core.reading(model, of_core, CORE_CONTEXT, scored=ANSWERS_SHARE)
     work += CpuWork(0.0, tokens * cpu_work.TOKEN_S + ranks * steps * cpu_work.STEP_S)
-    parsed = sizes.in_memory(stage.data) / processes.PARSED_BYTES_S
-    start = processes.TRAINER_S + processes.compiler(model, compiled=stage.compile, device="cpu").seconds + parsed
+    parsed = sizes.in_memory(stage.data) / host_memory.PARSED_BYTES_S
+    start = host_memory.TRAINER_S + host_memory.compiler(model, compiled=stage.compile, device="cpu").seconds + parsed
     busy = cpu_work.RANKS_BUSY if ranks > 1 else 1.0
     side_by_side = max(1, min(ranks, machine.cores))
     seconds = (ranks * start + work.on(int(stage.resources.threads)) / busy) / side_by_side

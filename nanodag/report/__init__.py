@@ -8,7 +8,7 @@ What the job gives (nanodag.worker.job.Job):
         {
           "preset": "pocket", "description": "...",
           "origins": {"rl.learning_rate": "override", ...},     dotted name -> where the value came from
-          "stale": {"rl": "sft was built since"},               stage -> why (nanodag.run.stale)
+          "stale": {"rl": "sft was built since"},               stage -> why (nanodag.run.stale_stages)
           "mirror": "none",                                     as in the pipeline, for the contamination count
           "stages": {
             "rl": {

@@ -14,7 +14,7 @@ from nanodag.report.gather import Comparison, columns_of, comparisons_of, stages
 from nanodag.report.page import PageSection, Part, Report
 from nanodag.report.tables import Cell, Table
 from nanodag.run.report_context import context_stages
-from nanodag.run.stale import stale_stages
+from nanodag.run.stale_stages import stale_stages
 from nanodag.store import Artifact, Store
 from nanodag.store.run_record import RunRecord, StageRecord
 

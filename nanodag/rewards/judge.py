@@ -19,7 +19,7 @@ import httpx
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from nanodag.data.canonical import message_text
+from nanodag.data.records import message_text
 from nanodag.errors import ConfigError
 from nanodag.host.folders import cache_folder
 from nanodag.registry import entry

@@ -18,7 +18,7 @@ from typing import Any
 from nanodag import registry as entries
 from nanodag.children.fork_server import Line
 from nanodag.errors import ConfigError
-from nanodag.own_code.blame import with_place
+from nanodag.own_code.user_frame import with_place
 from nanodag.rewards import time_limit
 from nanodag.rewards.reward import Reward
 from nanodag.rewards.weighted import weighted_sum

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nanodag.data.canonical import message_text
+from nanodag.data.records import message_text
 from nanodag.registry import entry
 from nanodag.rewards.reward import Reward
 

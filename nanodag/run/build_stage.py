@@ -27,7 +27,7 @@ from nanodag.own_code.find import file_of, required_file
 from nanodag.rl.rollouts.saved import saved_files
 from nanodag.run.record import Run, StageResult, result_of
 from nanodag.run.report_context import context_stages
-from nanodag.run.stale import config_digest, stale_stages
+from nanodag.run.stale_stages import config_digest, stale_stages
 from nanodag.run.work import job_of, work
 from nanodag.store import Artifact, stage_key
 from nanodag.store.provenance import environment

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanodag.errors import ArtifactNotFound, CorruptArtifact, NewerFormat
-from nanodag.run.stale import stale_stages
+from nanodag.run.stale_stages import stale_stages
 from nanodag.store import Artifact, Store, canonical_json
 from nanodag.store.run_record import RunRecord, StageRecord
 

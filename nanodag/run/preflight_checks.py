@@ -26,12 +26,12 @@ from nanodag.config.section import found_in
 from nanodag.config.stage_base import ExternalInput
 from nanodag.config.tracking import SERVICES
 from nanodag.data.adapters import kind_of, open_adapter
-from nanodag.data.asking import asking, check_effect, with_names
-from nanodag.data.canonical import Kind
 from nanodag.data.config import SourceConfig, mixes_by_epochs
 from nanodag.data.core_tasks import find_files
 from nanodag.data.files import FileSource
-from nanodag.data.parts import open_part
+from nanodag.data.held_out import open_part
+from nanodag.data.question_form import asking, check_effect, with_names
+from nanodag.data.records import Kind
 from nanodag.data.sources import open_source
 from nanodag.data.urls import parse_url
 from nanodag.errors import ConfigError, MissingTool, NanodagError, SourceError
@@ -40,9 +40,9 @@ from nanodag.evaluation.forms import FORMS, check_likelihood, find_form, form_fi
 from nanodag.external_envs.verifiers_process import module_file
 from nanodag.inference.sglang_install import find_python
 from nanodag.model.import_model import local_files, model_commit
-from nanodag.own_code.blame import with_place
 from nanodag.own_code.find import file_of, required_file, search_last
 from nanodag.own_code.functions import function_at
+from nanodag.own_code.user_frame import with_place
 from nanodag.registry import CALLED_WITH
 from nanodag.rewards import sandbox
 from nanodag.rewards.judge import read_judge

@@ -13,7 +13,7 @@ from nanodag.config.kinds import recorded_kind
 from nanodag.config.kinds.evaluation import EvalStage
 from nanodag.errors import StoreError
 from nanodag.errors.words import size
-from nanodag.run.stale import stale_stages
+from nanodag.run.stale_stages import stale_stages
 from nanodag.store import Store
 from nanodag.store.run_record import RunRecord, StageRecord
 from nanodag.worker.tracker import urls_in

@@ -23,9 +23,9 @@ from nanodag.errors.words import counted, nearest
 from nanodag.host.folders import PROJECT
 from nanodag.host.machine import Machine, detect, machine_of
 from nanodag.own_code.find import search_last
-from nanodag.own_code.vouched import check_owner
+from nanodag.own_code.trusted_modules import check_owner
 from nanodag.run.python_path import take_python_path
-from nanodag.run.stale import config_digest, following, inputs_in, left_alone, stale_stages
+from nanodag.run.stale_stages import config_digest, following, inputs_in, left_alone, stale_stages
 from nanodag.store import Artifact, Store
 from nanodag.store.provenance import code_revision, process_started
 from nanodag.store.run_record import ENDED_WELL, RunRecord, StageRecord, references_in
@@ -60,7 +60,7 @@ class Run:
         self.stop = threading.Event()
         self.to_do = self.order
         self.is_joined = False  # another process opened it and closes it; this one runs a stage of it
-        self.composed = ""  # `sweep` or `nightly` for a run that nanodag.run.composed opened
+        self.composed = ""  # `sweep` or `nightly` for a run that nanodag.run.derived_runs opened
         self.restarts: Counter[str] = Counter()  # by stage: how often it was begun in this process
         self.at_once = 1  # stages that train side by side where there is no GPU
 
@@ -154,7 +154,7 @@ def open_run(
     """Resolve the config and begin, or resume, the run of that name.
 
     only: stages that are run this time; what the record says of the others stays. keeps_stale: so stay finished
-    ones that are stale, unless they must be run for another reason (nanodag.run.stale.left_alone). flow_run:
+    ones that are stale, unless they must be run for another reason (nanodag.run.stale_stages.left_alone). flow_run:
     Prefect's id.
 
     Raises ConfigError for a wrong config or name, or a sweep's or night's, StoreBusy when a process that is alive
@@ -378,7 +378,7 @@ def locations_of(pipeline: Pipeline, store: Store) -> list[str]:
 
 def state_of(record: RunRecord) -> str:
     """A run's state as it is shown: `interrupted` of one whose process is gone, `stale` of one that has completed and
-    of which a stage was built again since (nanodag.run.stale)."""
+    of which a stage was built again since (nanodag.run.stale_stages)."""
     if record.state == "running" and not record.is_alive:
         return "interrupted"
     return "stale" if record.state == "completed" and stale_stages(record) else record.state

@@ -15,8 +15,8 @@ from pathlib import Path
 import uvicorn
 
 from nanodag.errors import BadRequest, MissingTool
-from nanodag.inference.doors import DEFAULT_MAX_BODY_BYTES, Doors
-from nanodag.inference.server_environment import end_with_starter, take_token
+from nanodag.inference.access_checks import DEFAULT_MAX_BODY_BYTES, Doors
+from nanodag.inference.server_variables import end_with_starter, take_token
 from nanodag.model.architecture import read_checkpoint
 from nanodag.sampler.sizes import DEFAULT_CACHE_BYTES
 

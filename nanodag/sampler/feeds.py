@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from nanodag.errors import BadRequest
 from nanodag.inference.protocol import Completion, FeedBody, completion_to_wire
-from nanodag.sampler.traffic import Traffic, body_of
+from nanodag.sampler.in_flight import Traffic, body_of
 
 
 class Feed:

@@ -26,7 +26,7 @@ from starlette.routing import Route
 from nanodag import __version__
 from nanodag.errors import BadRequest, SamplerError
 from nanodag.host.processor import numerics
-from nanodag.inference.doors import TooLarge
+from nanodag.inference.access_checks import TooLarge
 from nanodag.inference.protocol import (
     AbortBody,
     Completion,
@@ -42,9 +42,9 @@ from nanodag.sampler.engine import Engine
 from nanodag.sampler.engine_loop import EngineLoop
 from nanodag.sampler.feeds import EventStream, Feed, Feeds
 from nanodag.sampler.held_memory import held_memory
+from nanodag.sampler.in_flight import Traffic, body_of
 from nanodag.sampler.slots import ActiveRequest, Listener
 from nanodag.sampler.trace_endpoints import TraceEndpoints
-from nanodag.sampler.traffic import Traffic, body_of
 from nanodag.sampler.weight_endpoints import WeightEndpoints
 
 log = logging.getLogger(__name__)

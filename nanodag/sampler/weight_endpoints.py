@@ -33,8 +33,8 @@ from nanodag.inference.weight_bodies import (
 )
 from nanodag.sampler.engine import Engine
 from nanodag.sampler.fingerprints import fingerprints_of, overall
+from nanodag.sampler.in_flight import Traffic, body_of
 from nanodag.sampler.shared_tensors import opened
-from nanodag.sampler.traffic import Traffic, body_of
 from nanodag.sampler.weight_group import WeightGroup, find_store, split
 from nanodag.sampler.weights import Weights, WeightsBuilder, fingerprint_checkpoint
 

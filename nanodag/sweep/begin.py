@@ -10,7 +10,7 @@ from nanodag.config import resolve
 from nanodag.errors import ConfigError, StoreBusy
 from nanodag.nightly.nights import PREFIX as NIGHT
 from nanodag.run.build_stage import key_of, made_from
-from nanodag.run.composed import machine_for, open_composed
+from nanodag.run.derived_runs import machine_for, open_composed
 from nanodag.run.record import Run, StageResult, pipeline_file, result_of, store_of
 from nanodag.store.run_record import PointRecord, RunRecord, SweepRecord
 from nanodag.sweep.points import Sweep, make_sweep

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanodag.run.composed import note_page, page_key, publish_page
+from nanodag.run.derived_runs import note_page, page_key, publish_page
 from nanodag.run.record import Run, StageResult
 from nanodag.sweep.points import Sweep
 

@@ -15,8 +15,8 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from nanodag.errors import ConfigError, NanodagError
 from nanodag.report.page import TEMPLATES
 from nanodag.report.words import legible, shortened
-from nanodag.viewer.cards import COLOURS, Colour, Painter
-from nanodag.viewer.shelf import Shelf
+from nanodag.viewer.rollout_files import Shelf
+from nanodag.viewer.sample_view import COLOURS, Colour, Painter
 from nanodag.viewer.view import LONGEST_SAID, fate_choices, fates_of, timeline_svg, together, wanted_of
 
 HOST = "127.0.0.1"

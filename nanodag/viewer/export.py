@@ -21,7 +21,7 @@ from nanodag.errors import ConfigError
 from nanodag.rl.rollouts.rollout import Rollout, flatten_response
 from nanodag.rl.rollouts.saved import REPLAYED
 from nanodag.tokenizer.encoding import Encoding
-from nanodag.viewer.shelf import Read, Shelf
+from nanodag.viewer.rollout_files import Read, Shelf
 from nanodag.viewer.view import Wanted
 
 SUFFIXES = (".jsonl", ".parquet")

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from rich.text import Text
 
 from nanodag.report.words import legible, shortened
-from nanodag.viewer.cards import Branch, Card, Painter, PromptCards
-from nanodag.viewer.shelf import Read
+from nanodag.viewer.rollout_files import Read
+from nanodag.viewer.sample_view import Branch, Card, Painter, PromptCards
 
 SAID_LENGTH, HEARD_LENGTH, PROMPT_LENGTH = 2000, 400, 1000  # letters
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from nanodag.report.words import shortened
 from nanodag.rl.rollouts.stopwatch import Span
-from nanodag.viewer.cards import BLUE, GREEN
-from nanodag.viewer.shelf import FAILURES, Read
+from nanodag.viewer.rollout_files import FAILURES, Read
+from nanodag.viewer.sample_view import BLUE, GREEN
 
 GREY = "120,130,145"
 LONGEST_SAID = 40  # letters

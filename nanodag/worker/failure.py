@@ -15,7 +15,7 @@ from nanodag import errors
 from nanodag.config.kinds import recorded_kind
 from nanodag.errors import StageFailed, StageInterrupted, StageKilled, StageStopped
 from nanodag.errors.words import counted
-from nanodag.own_code.blame import is_users, place
+from nanodag.own_code.user_frame import is_users, place
 from nanodag.worker.job import STOPPED_EXIT_CODE
 
 TAIL_LINES = 15

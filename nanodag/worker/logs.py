@@ -13,7 +13,7 @@ import sysconfig
 import warnings
 from functools import lru_cache
 
-from nanodag.own_code import blame
+from nanodag.own_code import user_frame
 
 OURS = ("nanodag", "__main__")
 # As `set_up` writes them.
@@ -61,7 +61,7 @@ class ForPeople:
 
 def _is_of_a_library(path: str) -> bool:
     inside = "/site-packages/" in path or "/dist-packages/" in path or path.startswith(("<frozen", "<string>"))
-    return (inside or path.startswith(sysconfig.get_path("stdlib"))) and not path.startswith(blame.OURS)
+    return (inside or path.startswith(sysconfig.get_path("stdlib"))) and not path.startswith(user_frame.OURS)
 
 
 @lru_cache

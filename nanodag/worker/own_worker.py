@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from nanodag.config.kinds import find_kind
-from nanodag.own_code.vouched import is_beside
+from nanodag.own_code.trusted_modules import is_beside
 from nanodag.worker.job import read_job
 
 

@@ -7,9 +7,9 @@ import re
 import pytest
 
 from nanodag.api.access_log import log_speed
-from nanodag.api.answering import SampledChoice
 from nanodag.api.command import parse_arguments
 from nanodag.api.metrics import Metrics
+from nanodag.api.parallel_samples import SampledChoice
 from nanodag.inference.protocol import Request
 from tests.api.scripted import Scripted, app_of, ask, chat, model_of
 

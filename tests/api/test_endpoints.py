@@ -6,7 +6,7 @@ import json
 import httpx
 import pytest
 
-from nanodag.api.answer import ParsedAnswer
+from nanodag.api.choice import ParsedAnswer
 from nanodag.api.served_model import Limits
 from nanodag.api.tool_format import PlainReader
 from nanodag.errors import BadRequest, SamplerError, SamplerLost

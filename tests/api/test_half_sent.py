@@ -8,7 +8,7 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from nanodag.api import half_sent
+from nanodag.api import slow_requests
 
 LOOK_S = 0.1
 
@@ -32,11 +32,11 @@ async def said(http):
 def test_a_request_that_does_not_arrive_is_given_up_and_one_that_is_answered_slowly_is_not(
     monkeypatch, sent, is_answered
 ):
-    monkeypatch.setattr(half_sent, "LOOK_EVERY_S", LOOK_S)
+    monkeypatch.setattr(slow_requests, "LOOK_EVERY_S", LOOK_S)
     app = Starlette(routes=[Route("/", said, methods=["GET", "POST"])])
 
     async def main():
-        config = uvicorn.Config(app, http=half_sent.WholeRequests, lifespan="off", log_level="error", port=0)
+        config = uvicorn.Config(app, http=slow_requests.WholeRequests, lifespan="off", log_level="error", port=0)
         config.load()
         server = uvicorn.Server(config)
         server.lifespan = config.lifespan_class(config)

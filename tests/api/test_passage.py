@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from nanodag.api.engines import Engines
-from nanodag.api.passage import passed_on
 from nanodag.api.served_model import Limits
+from nanodag.api.sglang_routes import passed_on
 from tests.api.scripted import app_of, ask, model_of, refusal
 
 

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from nanodag.api.application import application
 from nanodag.api.engines import Engines
-from nanodag.api.passage import passed_on
 from nanodag.api.served_model import Limits
+from nanodag.api.sglang_routes import passed_on
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.sampler_process import SamplerProcess
 from nanodag.model.headers import weights_digest

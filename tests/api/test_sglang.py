@@ -8,8 +8,8 @@ import pytest
 from nanodag.api.application import application
 from nanodag.api.command import parse_arguments
 from nanodag.api.launching import served_model
-from nanodag.api.passage import passed_on
 from nanodag.api.served_model import Limits
+from nanodag.api.sglang_routes import passed_on
 from tests.evaluation.tiny import save_tiny_model
 from tests.sglang_python import python_or_skip
 

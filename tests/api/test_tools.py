@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from nanodag.api.answer import ParsedAnswer
 from nanodag.api.bodies import Function, Tool
+from nanodag.api.choice import ParsedAnswer
 from nanodag.api.served_model import Limits
 from nanodag.api.token_text import TokenText
 from nanodag.api.tool_format import BareReader, Call, TemplateReader, argument_of

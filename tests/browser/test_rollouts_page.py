@@ -11,7 +11,7 @@ from selenium.webdriver.common.by import By
 from nanodag.rl.rollouts.rollout import Rollout, Span, prompt_span, sampled_span, write_rollouts
 from nanodag.tokenizer.bpe import save_tokenizer
 from nanodag.viewer.app import make_app
-from nanodag.viewer.shelf import Shelf
+from nanodag.viewer.rollout_files import Shelf
 
 pytestmark = pytest.mark.slow
 

@@ -12,10 +12,10 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from nanodag.api.prompts import ChatPrompt, chat_prompt
+from nanodag.api.prompt_rendering import ChatPrompt, chat_prompt
 from nanodag.api.refusals import Refused
 from nanodag.api.tool_format import PlainReader
-from nanodag.chat.conversation import Dialogue, Talk
+from nanodag.chat.terminal_chat import Dialogue, Talk
 from nanodag.chat.tools import MAX_ROUNDS
 from nanodag.errors import BadRequest
 from nanodag.inference.protocol import Completion, FinishReason

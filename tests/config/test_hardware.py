@@ -8,7 +8,7 @@ from nanodag.config.derive_hardware import budget
 from nanodag.config.dial import num_parameters
 from nanodag.config.hardware_rules import RULES
 from nanodag.config.model_size import KNOWN, ModelSize, known_model
-from nanodag.config.unwise import unwise
+from nanodag.config.warnings import unwise
 from nanodag.errors import ConfigError
 from nanodag.host.folders import PROJECT
 from nanodag.host.machine import GIB, machine_of

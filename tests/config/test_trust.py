@@ -13,7 +13,7 @@ from nanodag.errors import ConfigError
 from nanodag.inference.sglang_options import OWN_OPTIONS, check_options
 from nanodag.own_code.find import FOLDER_VARIABLE, forget_others, search_last
 from nanodag.own_code.functions import function_at
-from nanodag.own_code.vouched import Voucher, check_owner, is_beside
+from nanodag.own_code.trusted_modules import Voucher, check_owner, is_beside
 from nanodag.run.python_path import note_python_path, take_python_path
 
 TOKENIZER = {"kind": "tokenizer", "data": ["file:text.txt"], "vocabulary": 512}

@@ -1,7 +1,7 @@
 import pytest
 
 from nanodag.data.adapters import kind_of, open_adapter
-from nanodag.data.canonical import held_out_score, record_bytes
+from nanodag.data.records import held_out_score, record_bytes
 from nanodag.errors import SourceError
 
 GSM8K = {"question": "How many?", "answer": "Half is 48/2 = <<48/2=24>>24.\nAll: 48+24 = <<48+24=72>>72.\n#### 1,072"}

@@ -8,9 +8,9 @@ from pydantic import ValidationError
 from nanodag.config.kinds.report import ReportStage
 from nanodag.config.kinds.rl import RLStage
 from nanodag.data.adapters import open_adapter
-from nanodag.data.asking import asking, check_effect, with_names
 from nanodag.data.config import SourceConfig
 from nanodag.data.mixture import Mixture
+from nanodag.data.question_form import asking, check_effect, with_names
 from nanodag.errors import SourceError
 
 BOXED = "{question}\nPut it within \\boxed{}."

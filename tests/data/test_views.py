@@ -2,8 +2,8 @@ import json
 
 import pytest
 
+from nanodag.data.json_views import hotpot_passages
 from nanodag.data.sources import open_source
-from nanodag.data.views import hotpot_passages
 from nanodag.errors import SourceError
 
 CONTENT = [

@@ -10,9 +10,9 @@ import pytest
 from nanodag.children.forks import EpisodeFailed, EpisodeLost
 from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.errors import ConfigError, StageFailed
-from nanodag.evaluation import environment
-from nanodag.evaluation.environment import run_environment
+from nanodag.evaluation import verifiers_benchmarks
 from nanodag.evaluation.evaluated_model import EvaluatedModel
+from nanodag.evaluation.verifiers_benchmarks import run_environment
 from nanodag.external_envs import verifiers_process
 from nanodag.external_envs.verifiers_install import VERIFIERS
 from nanodag.external_envs.verifiers_process import Outcome
@@ -44,8 +44,8 @@ def test_each_task_is_a_rollout_and_what_was_kept_is_not_run_again(model_folder,
     assert result.records[3]["details"] == {"error": "TaskError: no"} and result.records[3]["scores"]["reward"] == 0
     first = result.records[0]
     assert first["scores"]["length"] == len(first["output"]) > 0 and first["scores"]["turns"] == 1.0
-    monkeypatch.setattr(environment, "_served", None)  # nothing is sampled again
-    monkeypatch.setattr(environment, "MOST_FAILED", 1.0)
+    monkeypatch.setattr(verifiers_benchmarks, "_served", None)  # nothing is sampled again
+    monkeypatch.setattr(verifiers_benchmarks, "MOST_FAILED", 1.0)
     config = benchmark(source="verifiers:m[0:3]")
     with KeptLines(tmp_path / "kept.jsonl") as model.kept:
         assert run(model, config).records == result.records[:3]
@@ -62,7 +62,7 @@ def test_too_many_rollouts_that_fail_end_the_benchmark_and_settings_without_mean
 
 
 def test_an_environment_that_cannot_start_ends_the_benchmark_with_the_reason(model_folder, monkeypatch):
-    monkeypatch.setattr(environment, "_served", lambda settings, replicas: contextlib.nullcontext(("", "")))
+    monkeypatch.setattr(verifiers_benchmarks, "_served", lambda settings, replicas: contextlib.nullcontext(("", "")))
     model = EvaluatedModel(model_folder, precision="fp32", device="cpu", max_new_tokens=8)
     with pytest.raises(ConfigError, match=r"(?s)environment 'm' cannot be used.*colour"):
         run(model, benchmark(source="verifiers:m?colour=1"))
@@ -85,8 +85,8 @@ def test_options_of_a_benchmark_reach_the_environment_and_are_refused_without_on
     async def served(*unused):
         yield "", ""
 
-    monkeypatch.setattr(environment, "VerifiersProcess", Process)
-    monkeypatch.setattr(environment, "_served", served)
+    monkeypatch.setattr(verifiers_benchmarks, "VerifiersProcess", Process)
+    monkeypatch.setattr(verifiers_benchmarks, "_served", served)
     model = EvaluatedModel(model_folder, precision="fp32", device="cpu", max_new_tokens=8)
     with pytest.raises(StageFailed, match="1 of 1 rollouts failed: no"):
         run(model, benchmark(source="verifiers:m[0:1]", options={"agent.max_turns": 4, "agent.harness.id": "bash"}))
@@ -118,9 +118,9 @@ def test_a_rollout_whose_process_ended_is_played_again_alone_and_fails_if_it_end
         async def close(self):
             pass
 
-    monkeypatch.setattr(environment, "VerifiersProcess", Process)
-    monkeypatch.setattr(environment, "_served", lambda settings, replicas: contextlib.nullcontext(("", "")))
-    monkeypatch.setattr(environment, "MOST_FAILED", 0.5)
+    monkeypatch.setattr(verifiers_benchmarks, "VerifiersProcess", Process)
+    monkeypatch.setattr(verifiers_benchmarks, "_served", lambda settings, replicas: contextlib.nullcontext(("", "")))
+    monkeypatch.setattr(verifiers_benchmarks, "MOST_FAILED", 0.5)
     model = EvaluatedModel(model_folder, precision="fp32", device="cpu", max_new_tokens=8)
     result = run(model, benchmark(source="verifiers:m[0:3]"))
     assert [record["scores"]["reward"] for record in result.records] == [1.0, 1.0, 0.0]

@@ -13,14 +13,14 @@ from transformers import AutoModelForCausalLM
 
 from nanodag.config.kinds.evaluation import BenchmarkConfig, EvalSamplerConfig
 from nanodag.data.adapters import open_adapter
-from nanodag.data.asking import asking
 from nanodag.data.config import SourceConfig
+from nanodag.data.question_form import asking
 from nanodag.errors import ConfigError, SourceError
-from nanodag.evaluation import answers, writing
+from nanodag.evaluation import benchmark_functions, writing
 from nanodag.evaluation.evaluated_model import EvaluatedModel
 from nanodag.evaluation.forms import FORMS, shipped_forms
+from nanodag.evaluation.generated_answer import Answer
 from nanodag.evaluation.harness import run_benchmark
-from nanodag.evaluation.written import Answer
 from nanodag.inference.protocol import SamplingParams
 from nanodag.rewards.reward_pool import RewardPool
 from nanodag.store.kept_lines import KeptLines
@@ -651,8 +651,10 @@ def test_a_benchmark_killed_again_and_again_asks_each_item_once_and_ends_as_if_i
 
 def test_a_verdict_that_was_kept_is_not_made_again(run, tmp_path, monkeypatch):
     judged = []
-    original = answers.gsm8k_reward
-    monkeypatch.setattr(answers, "gsm8k_reward", lambda prompt, text: judged.append(text) or original(prompt, text))
+    original = benchmark_functions.gsm8k_reward
+    monkeypatch.setattr(
+        benchmark_functions, "gsm8k_reward", lambda prompt, text: judged.append(text) or original(prompt, text)
+    )
     texts = {f"<user>{word}": text for word, text in GSM8K_TEXTS.items()}
     with KeptLines(tmp_path / "kept.jsonl") as kept:
         first = run(Scripted(texts), "gsm8k", GSM8K, chat=True, kept=kept)

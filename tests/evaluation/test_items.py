@@ -3,8 +3,8 @@ import json
 import pytest
 
 from nanodag.data.adapters import open_adapter
-from nanodag.data.canonical import held_out_score
 from nanodag.data.config import SourceConfig
+from nanodag.data.records import held_out_score
 from nanodag.errors import SourceError
 from nanodag.evaluation.continuation import continuations
 from nanodag.evaluation.items import documents, problems, rows, select

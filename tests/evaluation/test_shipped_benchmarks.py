@@ -7,8 +7,8 @@ import pytest
 from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.evaluation.benchmark import open_benchmark
 from nanodag.evaluation.forms import shipped_forms
+from nanodag.evaluation.generated_answer import Answer
 from nanodag.evaluation.harness import run_benchmark
-from nanodag.evaluation.written import Answer
 from tests.evaluation.test_harness import Scripted
 
 

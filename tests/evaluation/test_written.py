@@ -1,7 +1,7 @@
 import pytest
 
 from nanodag.config.kinds.evaluation import ThinkingConfig
-from nanodag.evaluation.written import Answer, answer_of
+from nanodag.evaluation.generated_answer import Answer, answer_of
 
 TAGS = ThinkingConfig()
 

@@ -13,8 +13,8 @@ from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.data.adapters import open_adapter
 from nanodag.data.sources import open_source
 from nanodag.errors import ConfigError, SourceError
-from nanodag.evaluation.environment import run_environment
 from nanodag.evaluation.evaluated_model import EvaluatedModel
+from nanodag.evaluation.verifiers_benchmarks import run_environment
 from nanodag.external_envs.verifiers_process import VerifiersProcess, block_of, module_file
 from nanodag.host.folders import PROJECT
 from tests.evaluation.tiny import save_tiny_model

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from nanodag.errors import StageFailed, StageInterrupted, StageKilled, StageStopped
-from nanodag.own_code.blame import with_place
+from nanodag.own_code.user_frame import with_place
 from nanodag.worker import failure
 from nanodag.worker.failure import Ended, cause_of, explained
 

@@ -9,7 +9,7 @@ import tasks.notify
 from flows.speedrun import speedrun
 from nanodag.config.notify import NotifyConfig
 from nanodag.errors import ConfigError, ServerBusy, ServerError
-from nanodag.run.notice import MAX_TEXT, notice, post
+from nanodag.run.notifications import MAX_TEXT, notice, post
 from nanodag.store import Store
 from tests.http_server import listening
 

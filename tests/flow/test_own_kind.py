@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import yaml
 
+from nanodag.cli.chat_report_server import chat_with
 from nanodag.cli.show import show_status
-from nanodag.cli.use import chat_with
 from nanodag.config import Pipeline, resolve
 from nanodag.config.kinds import installed, recorded_kind, shipped
 from nanodag.errors import ConfigError, SourceError

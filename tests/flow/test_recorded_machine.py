@@ -14,7 +14,7 @@ from nanodag.nightly.nights import begin_night
 from nanodag.run.build_stage import build_stage
 from nanodag.run.record import join_run, open_run, recorded_run, unfinished
 from nanodag.run.reproduce import reproduce
-from nanodag.run.stale import config_digest
+from nanodag.run.stale_stages import config_digest
 from nanodag.store import Store
 from nanodag.sweep.begin import begin_sweep
 from tests.run_records import run_record, stage_record

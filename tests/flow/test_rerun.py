@@ -7,9 +7,9 @@ from flows.speedrun import speedrun
 from nanodag.cli.run import run_pipeline
 from nanodag.errors import ConfigError
 from nanodag.host.machine import detect
-from nanodag.run.composed import open_composed
+from nanodag.run.derived_runs import open_composed
 from nanodag.run.record import merged, open_run, recorded_run
-from nanodag.run.stale import following
+from nanodag.run.stale_stages import following
 from nanodag.store import Store
 from nanodag.store.run_record import NightRecord, SweepRecord
 

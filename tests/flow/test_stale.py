@@ -13,7 +13,7 @@ from nanodag.errors import ConfigError
 from nanodag.run.build_stage import _report_context, build_stage
 from nanodag.run.diff import compare
 from nanodag.run.record import open_run, recorded_inputs, recorded_run, state_of
-from nanodag.run.stale import left_alone, stale_stages
+from nanodag.run.stale_stages import left_alone, stale_stages
 from nanodag.store import Store
 from nanodag.store.run_record import Made
 from tests.run_records import run_record, stage_record

@@ -16,7 +16,7 @@ from nanodag.model.headers import (
     weight_files,
     weights_digest,
 )
-from nanodag.rl.control.facts import ModelFacts
+from nanodag.rl.control.model_facts import ModelFacts
 
 SHAPES = {"model.embed_tokens.weight": (10, 4), "model.layers.0.mlp.weight": (4, 6), "model.norm.weight": (4,)}
 

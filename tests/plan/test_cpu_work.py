@@ -13,8 +13,8 @@ from nanodag.host.machine import machine_of
 from nanodag.plan.case import Case, habit_of
 from nanodag.plan.cpu_work import LOGIT_S, MOVED_BYTES_S, CpuWork, core_of
 from nanodag.plan.make import plan_of
-from nanodag.plan.others import plan_tokenizer
 from nanodag.plan.sizes import Sizes
+from nanodag.plan.small_stages import plan_tokenizer
 
 FILE = PROJECT / "pipeline.yaml"
 CPU = "cpu:2:avx512_bf16:8GiB"

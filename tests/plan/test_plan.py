@@ -16,9 +16,9 @@ from nanodag.data.config import SourceConfig
 from nanodag.errors import ConfigError
 from nanodag.host.folders import PROJECT
 from nanodag.host.machine import machine_of
-from nanodag.plan import programs, sizes
+from nanodag.plan import environment_memory, sizes
+from nanodag.plan.host_memory import compiler
 from nanodag.plan.make import check_plan, plan_of
-from nanodag.plan.processes import compiler
 from nanodag.plan.sizes import CORE_CONTEXT, Sizes, bytes_per_token, core_items, core_tokens
 from nanodag.plan.speeds import decoding_seconds
 from nanodag.plan.stage_plan import Process, StagePlan
@@ -227,7 +227,7 @@ def test_an_evaluation_in_an_environment_counts_a_rollout_for_each_place_of_its_
     stages = pipeline.stages | {"eval_sft": plain.model_copy(update={"benchmarks": (benchmark,), "sampler": sampler})}
     plan = stage_of(plan_of(pipeline.model_copy(update={"stages": stages}), machine_of(CPU)), "eval_sft")
     (held,) = (process.host for process in plan.processes if process.name == "verifiers")
-    assert held["rollouts"] == int(replicas * 32 * programs.VERIFIERS_ROLLOUT)
+    assert held["rollouts"] == int(replicas * 32 * environment_memory.VERIFIERS_ROLLOUT)
 
 
 def test_a_stage_of_few_samples_counts_no_more_episodes_than_these():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nanodag.rl.rollouts.conversation import calls_in, turns_of
+from nanodag.rl.rollouts.readable_rollout import calls_in, turns_of
 from nanodag.rl.rollouts.rollout import Rollout, Span, prompt_span, sampled_span
 
 

@@ -7,7 +7,7 @@ import pytest
 from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import BadRequest
 from nanodag.inference.protocol import Request, SamplingParams
-from nanodag.rl.control.lending import Lending
+from nanodag.rl.control.memory_turns import Lending
 from nanodag.rl.fleet.broadcast_sync import DistributedSync
 from nanodag.rl.fleet.weight_sync import DiskSync
 from tests.rl.fake_samplers import World

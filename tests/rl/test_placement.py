@@ -7,7 +7,7 @@ import pytest
 from nanodag.errors import ConfigError
 from nanodag.inference.sampler_process import SamplerProcess
 from nanodag.inference.sglang_process import SGLangProcess
-from nanodag.rl.control.places import Places, places_of
+from nanodag.rl.control.gpu_placement import Places, places_of
 from nanodag.rl.control.services import Services
 from tests.rl.stages import make_job
 

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from nanodag.api.answer import ParsedAnswer
 from nanodag.api.bodies import Tool
+from nanodag.api.choice import ParsedAnswer
 from nanodag.api.token_text import TokenText
 from nanodag.api.tool_format import knows_calls, read_whole, reader_of
 from nanodag.inference.protocol import Completion, FinishReason

@@ -18,7 +18,7 @@ from nanodag.errors import ConfigError, SamplerLost, StageFailed
 from nanodag.inference.protocol import Completion, FinishReason, VersionSpan
 from nanodag.rl.control.generation import RolloutGenerator
 from nanodag.rl.environments.calculator import calculated
-from nanodag.rl.environments.conversation import Conversation
+from nanodag.rl.environments.message_policy import Conversation
 from nanodag.rl.environments.runner import Turns
 from nanodag.rl.environments.tools import declared_tools
 from nanodag.rl.rollouts.prompts import PolicyFormat, Prompt, rendered

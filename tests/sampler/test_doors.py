@@ -15,8 +15,8 @@ import torch
 from pydantic_core import to_json
 
 from nanodag.errors import BadRequest, SamplerError
+from nanodag.inference.access_checks import Doors
 from nanodag.inference.client import SamplerClient
-from nanodag.inference.doors import Doors
 from nanodag.inference.protocol import Request, SamplingParams
 from nanodag.inference.sampler_process import SamplerProcess
 from nanodag.model.architecture import read_checkpoint

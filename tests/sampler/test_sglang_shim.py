@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from nanodag.host.folders import PROJECT
-from nanodag.inference.server_environment import PARENT_VARIABLE, TOKEN_VARIABLE, server_environment
+from nanodag.inference.server_variables import PARENT_VARIABLE, TOKEN_VARIABLE, server_environment
 from nanodag.inference.sglang_process import SHIM
 from nanodag.inference.sglang_shim import CPU_VARIABLE
 from tests.fault.processes import is_running, wait_until
@@ -68,7 +68,7 @@ def test_a_part_of_a_server_that_is_killed_while_the_part_starts_ends_too(server
 
 
 def test_what_sglangs_environment_loads_of_nanodag_needs_the_standard_library_alone():
-    code = f"import sys; sys.path.append({str(PROJECT)!r}); import nanodag.inference.server_environment"
+    code = f"import sys; sys.path.append({str(PROJECT)!r}); import nanodag.inference.server_variables"
     subprocess.run([sys.executable, "-I", "-S", "-c", code], check=True)
 
 

@@ -24,7 +24,7 @@ from nanodag.errors import ConfigError
 from nanodag.host.folders import PROJECT
 from nanodag.host.machine import machine_of
 from nanodag.plan.make import plan_of
-from nanodag.run.requests import Requests, requests_of
+from nanodag.run.resource_requests import Requests, requests_of
 
 TEMPLATES = PROJECT / "docs" / "templates"
 KUBERNETES_JOB = json.loads((TEMPLATES / "kubernetes-job.json").read_text())

@@ -13,13 +13,13 @@ from typer.testing import CliRunner
 
 from nanodag.cli import app
 from nanodag.cli.rollouts import save_rollouts
-from nanodag.data.canonical import check_record
+from nanodag.data.records import check_record
 from nanodag.errors import ArtifactNotFound, ConfigError
 from nanodag.rl.rollouts.rollout import Rollout, Span, prompt_span, sampled_span, write_rollouts
 from nanodag.rl.rollouts.saved import REPLAYED
 from nanodag.tokenizer.bpe import save_tokenizer
 from nanodag.viewer.export import export_chats, export_pairs, export_rollouts
-from nanodag.viewer.shelf import Shelf
+from nanodag.viewer.rollout_files import Shelf
 from nanodag.viewer.view import Wanted
 
 STOP = 0

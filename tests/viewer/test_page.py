@@ -13,9 +13,9 @@ from nanodag.rl.rollouts.rollout import Rollout, Span, prompt_span, sampled_span
 from nanodag.store import Store
 from nanodag.tokenizer.bpe import save_tokenizer
 from nanodag.viewer.app import make_app, serve
-from nanodag.viewer.cards import LAST_LINES, Painter
 from nanodag.viewer.printed import lines_of
-from nanodag.viewer.shelf import Read, Shelf, shelf_of
+from nanodag.viewer.rollout_files import Read, Shelf, shelf_of
+from nanodag.viewer.sample_view import LAST_LINES, Painter
 from nanodag.viewer.view import Wanted, first_samples, timeline_svg, together
 from tests.run_records import run_record, stage_record
 
@@ -347,7 +347,7 @@ def test_a_failure_is_shown_with_its_reason_and_its_last_lines(shelf):
 
 
 def test_a_page_draws_no_more_than_so_many_tokens_however_long_the_samples_are(shelf, monkeypatch):
-    monkeypatch.setattr("nanodag.viewer.cards.TOKENS_A_PAGE", 90)
+    monkeypatch.setattr("nanodag.viewer.sample_view.TOKENS_A_PAGE", 90)
     spans = [said("x" * 500), *[heard("y"), said("z")] * 250]
     get = asked(shelf, rollout("p", 0, 1.0, spans), rollout("p", 1, 1.0, [said("<tool_call>" * 50)]))
     page = get()

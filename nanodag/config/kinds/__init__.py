@@ -16,10 +16,10 @@ from nanodag.config.kind import Kind
 from nanodag.config.stage_base import StageBase
 from nanodag.errors import ConfigError
 from nanodag.errors.words import listed, nearest
-from nanodag.own_code.blame import with_place
 from nanodag.own_code.find import forget_others, search_last
 from nanodag.own_code.functions import function_at
-from nanodag.own_code.vouched import Voucher, check_owner
+from nanodag.own_code.trusted_modules import Voucher, check_owner
+from nanodag.own_code.user_frame import with_place
 
 ENTRY_POINTS = "nanodag.kinds"
 

@@ -10,7 +10,7 @@ from nanodag.config.stage_base import ExternalInput, StageBase
 class ImportStage(StageBase):
     """A model that exists already, as a Hugging Face directory."""
 
-    plan_formula: ClassVar[str] = "nanodag.plan.others:IMPORT"
+    plan_formula: ClassVar[str] = "nanodag.plan.small_stages:IMPORT"
 
     model: str
     """The Hugging Face model: `hub:owner/name[@revision]` or `file:FOLDER`."""

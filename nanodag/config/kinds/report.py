@@ -6,8 +6,8 @@ from pydantic import Field, model_validator
 
 from nanodag.config.kind import PAGE, Kind
 from nanodag.config.stage_base import StageBase
-from nanodag.data.asking import check_effect
 from nanodag.data.config import SourceConfig
+from nanodag.data.question_form import check_effect
 
 MAX_SEARCHED = 200_000_000  # bytes of each training source: about half a minute
 
@@ -15,7 +15,7 @@ MAX_SEARCHED = 200_000_000  # bytes of each training source: about half a minute
 class ReportStage(StageBase):
     """report.md and report.html over its inputs."""
 
-    plan_formula: ClassVar[str] = "nanodag.plan.others:REPORT"
+    plan_formula: ClassVar[str] = "nanodag.plan.small_stages:REPORT"
 
     contamination: tuple[SourceConfig, ...] = ()
     """Benchmark sources whose 13-grams are looked for in the training data."""

@@ -20,8 +20,8 @@ from nanodag.config.rl_parts import OF_POLICY_LOSSES, CriticConfig, SamplerConfi
 from nanodag.config.rl_sections import AlgorithmSection, OptimizerSection, RolloutSection, WeightsSection
 from nanodag.config.section import Auto, Positive, operational, refuse_unused
 from nanodag.config.stage_base import ExternalInput, TrainedStage
-from nanodag.data.canonical import Wanted
 from nanodag.data.config import SourceConfig, mixes_by_epochs
+from nanodag.data.records import Wanted
 from nanodag.errors import ConfigError
 from nanodag.errors.words import listed
 from nanodag.inference.addresses import parse_address

@@ -6,15 +6,15 @@ from pydantic import Field
 
 from nanodag.config.kind import TOKENIZER, Kind
 from nanodag.config.stage_base import StageBase
-from nanodag.data.canonical import Wanted
 from nanodag.data.config import SourceConfig
+from nanodag.data.records import Wanted
 
 
 class TokenizerStage(StageBase):
     """Byte-level BPE trained on the beginning of the mixture."""
 
     record_kind: ClassVar[Wanted | None] = "document"
-    plan_formula: ClassVar[str] = "nanodag.plan.others:TOKENIZER"
+    plan_formula: ClassVar[str] = "nanodag.plan.small_stages:TOKENIZER"
 
     data: tuple[SourceConfig, ...] = Field(min_length=1)
     """The mixture of documents that the tokenizer is trained on."""

@@ -44,13 +44,13 @@ from nanodag.rl.control.checks import (
 )
 from nanodag.rl.control.evaluations import Evaluations
 from nanodag.rl.control.generation import RolloutGenerator
-from nanodag.rl.control.one_side import SavedRollouts
 from nanodag.rl.control.pool import pool_of
 from nanodag.rl.control.replay import ReplayBuffer, replay_metrics
 from nanodag.rl.control.sampler_traces import traced_samplers
 from nanodag.rl.control.schedule import Position, Schedule, StopRequested
 from nanodag.rl.control.services import Services
 from nanodag.rl.control.step_records import Records
+from nanodag.rl.control.without_trainer import SavedRollouts
 from nanodag.rl.environments.runner import Turns
 from nanodag.rl.environments.tools import declared_tools
 from nanodag.rl.fleet.memory import held_memory

@@ -30,10 +30,10 @@ from nanodag.inference.sglang_install import Device, find_python
 from nanodag.inference.sglang_process import CONTEXT_RESERVE
 from nanodag.model.architecture import read_checkpoint
 from nanodag.rewards.reward_pool import RewardPool
-from nanodag.rl.control.facts import SHARED_MEMORY, ModelFacts, all_here, sync_folder, urls_file
-from nanodag.rl.control.lending import Lending, NotLent
-from nanodag.rl.control.one_side import NoTrainer
-from nanodag.rl.control.places import Places, places_of
+from nanodag.rl.control.gpu_placement import Places, places_of
+from nanodag.rl.control.memory_turns import Lending, NotLent
+from nanodag.rl.control.model_facts import SHARED_MEMORY, ModelFacts, all_here, sync_folder, urls_file
+from nanodag.rl.control.without_trainer import NoTrainer
 from nanodag.rl.fleet.attached import Attachments, Needed
 from nanodag.rl.fleet.broadcast_sync import DistributedSync
 from nanodag.rl.fleet.router import Router

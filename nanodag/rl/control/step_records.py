@@ -15,9 +15,9 @@ from nanodag.config.rl_evaluation import HELD_OUT
 from nanodag.evaluation.intervals import score_of
 from nanodag.evaluation.results import BenchmarkResult
 from nanodag.rl.rollouts.batch import RolloutBatch
-from nanodag.rl.rollouts.conversation import text_of_turns
 from nanodag.rl.rollouts.metrics import rollout_metrics
 from nanodag.rl.rollouts.prompts import Ledger, Prompt
+from nanodag.rl.rollouts.readable_rollout import text_of_turns
 from nanodag.rl.rollouts.rollout import Rollout, groups_of, main_sequences, write_rollouts
 from nanodag.rl.rollouts.stopwatch import Span, chrome_trace
 from nanodag.store.atomic import write_bytes, write_json

@@ -5,7 +5,7 @@
         ...
         return 1.0
 
-It may be `async def`. task: `record`, the prompt's (nanodag.data.canonical); `base_url`, `api_key` and `model`, which
+It may be `async def`. task: `record`, the prompt's (nanodag.data.records); `base_url`, `api_key` and `model`, which
 are in OPENAI_BASE_URL and OPENAI_API_KEY, too; `seed`. It returns its reward, or a reward and its components, for the
 reward `reported`; or its answer, a text, for a reward that judges it; or None.
 """

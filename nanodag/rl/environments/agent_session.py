@@ -16,12 +16,12 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from nanodag.api.answer import ParsedAnswer
-from nanodag.api.answering import SampledChoice
 from nanodag.api.bodies import ChatBody, SamplingBody
+from nanodag.api.choice import ParsedAnswer
 from nanodag.api.endpoints import Endpoints
 from nanodag.api.metrics import Metrics
-from nanodag.api.prompts import ChatPrompt, chat_prompt, is_forced
+from nanodag.api.parallel_samples import SampledChoice
+from nanodag.api.prompt_rendering import ChatPrompt, chat_prompt, is_forced
 from nanodag.api.refusals import Refused
 from nanodag.api.replies import ChatReply
 from nanodag.api.served_model import Limits, ServedModel

@@ -12,7 +12,7 @@ from nanodag.host.threads import MadeOnce, in_thread
 from nanodag.inference.seeds import derived_seed
 from nanodag.registry import entry
 from nanodag.rl.environments import episode, observations, tool_calls
-from nanodag.rl.environments.conversation import Conversation
+from nanodag.rl.environments.message_policy import Conversation
 from nanodag.rl.environments.observations import Earned, Heard, Message
 from nanodag.rl.environments.sample import Sample, TurnSampler
 from nanodag.rl.rollouts.metrics import METRICS, TURNS

@@ -62,7 +62,7 @@ class Environment(Protocol):
     """Methods that an environment's class needs; `tools`, `metrics` and `roles` are optional."""
 
     def reset(self, *, seed: int, record: Mapping[str, Any]) -> Observation:
-        """Begin an episode, and say what the policy hears first. record: the prompt's (nanodag.data.canonical)."""
+        """Begin an episode, and say what the policy hears first. record: the prompt's (nanodag.data.records)."""
         ...
 
     def step(self, action: Action) -> tuple[Observation, float | Mapping[str, float], bool, Mapping[str, Any]]:

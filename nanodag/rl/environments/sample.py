@@ -17,7 +17,7 @@ from nanodag.tokenizer.encoding import Encoding
 class Sample:
     """One response as far as it is written. It is immutable: a turn or a tool result makes another one.
 
-    record: the prompt's (nanodag.data.canonical). spans: the prompt's, then sampled ones and those of tools. seed: of
+    record: the prompt's (nanodag.data.records). spans: the prompt's, then sampled ones and those of tools. seed: of
     the draws. max_sampled: `max_new_tokens`. max_tokens: the size of the context, prompt included.
     finish_reason: of the last turn; a sample that is returned must have one, `stop`, `text` or `length`. answer: what
     the reward sees; None for the text that was sampled after the last tool tokens. metadata: JSON values, kept with it.

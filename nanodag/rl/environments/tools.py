@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from nanodag.config.rl_entries import GenerateConfig
-from nanodag.rl.environments.conversation import Conversation, arguments_of
+from nanodag.rl.environments.message_policy import Conversation, arguments_of
 from nanodag.rl.environments.sample import Sample, TurnSampler
 
 CHARACTERS_A_TOKEN = 16  # more than nearly every token has: what is longer is cut before it is tokenised

@@ -14,7 +14,7 @@ from pathlib import Path
 from nanodag.config.pipeline import ClusterConfig
 from nanodag.errors import ConfigError, NodeLost
 from nanodag.inference.sampler_process import POLL_S, ServerProcess
-from nanodag.inference.server_environment import PARENT_VARIABLE, TOKEN_VARIABLE
+from nanodag.inference.server_variables import PARENT_VARIABLE, TOKEN_VARIABLE
 from nanodag.worker import nodes
 from nanodag.worker.job import stop_requested
 

@@ -4,7 +4,7 @@ A sampler that dies, or that does not answer for a while and is then killed, is 
 what it was asked is asked of another one meanwhile. Who answers a prompt does not show when the samplers are
 deterministic: its seed and the weights decide the tokens. A sampler that is lost again and again ends the stage.
 
-Servers that somebody else runs are among them while they answer (nanodag.rl.fleet.servers_of_others).
+Servers that somebody else runs are among them while they answer (nanodag.rl.fleet.external_servers).
 
 A stage's loop may stop between two calls: the samplers then go on, and what happened to them is met at the next call.
 """
@@ -24,11 +24,11 @@ from nanodag.host.threads import in_thread
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.protocol import Completion, PauseMode, Request
 from nanodag.rl.fleet.attached import Attachments, check_answers
+from nanodag.rl.fleet.external_servers import ServersOfOthers
 from nanodag.rl.fleet.replica import Current, Member, Replica
-from nanodag.rl.fleet.routed import RoutedPrompts
 from nanodag.rl.fleet.router import Router
+from nanodag.rl.fleet.router_client import RoutedPrompts
 from nanodag.rl.fleet.server_watch import ChildServer, ServerWatch
-from nanodag.rl.fleet.servers_of_others import ServersOfOthers
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -31,7 +31,7 @@ OVERLONG_IN_A_ROW = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One prompt of one pass over the data. record: canonical (nanodag.data.canonical). token_ids: what is sent. begun:
+    """One prompt of one pass over the data. record: canonical (nanodag.data.records). token_ids: what is sent. begun:
     its rollouts, when some of them go on in a later step (nanodag.rl.rollouts.segments)."""
 
     epoch: int

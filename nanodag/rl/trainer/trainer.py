@@ -5,7 +5,7 @@ It does what the controller asks for, one thing at a time, all ranks the same:
     load    take weights and optimizer state from a checkpoint folder, or begin
     train   one step on a file of rollouts: advantages by group or critic, packing, one or more updates
     export  write the weights as a Hugging Face directory, or those that were given last
-    layout, open_group, join_group, broadcast, share  give weights to the samplers (nanodag.rl.trainer.giver)
+    layout, open_group, join_group, broadcast, share  give weights to the samplers (nanodag.rl.trainer.weight_sender)
     save    write this rank's share of a checkpoint
     lend, take_back  the device's memory to the samplers, and back (nanodag.train.lent_memory)
     end     leave
@@ -41,15 +41,15 @@ from nanodag.rl.rollouts.saved import REPLAYED
 from nanodag.rl.trainer.buckets import WeightSource
 from nanodag.rl.trainer.credit import Credit
 from nanodag.rl.trainer.device_sums import DeviceSums
-from nanodag.rl.trainer.giver import WeightGiver
 from nanodag.rl.trainer.link import ControllerLink
-from nanodag.rl.trainer.merged_shares import MergedShares
+from nanodag.rl.trainer.lora_merge import MergedShares
 from nanodag.rl.trainer.policy import DeviceRow, check_beside, engine_of, load_policy, to_row
-from nanodag.rl.trainer.reference import Reference
+from nanodag.rl.trainer.reference_model import Reference
 from nanodag.rl.trainer.rows import pack
 from nanodag.rl.trainer.sequence_parallel import join
 from nanodag.rl.trainer.token_scores import Scores, write_scores
 from nanodag.rl.trainer.update import PolicyObjective, Scored, replayed_sums
+from nanodag.rl.trainer.weight_sender import WeightGiver
 from nanodag.sampler.fingerprints import Fingerprints
 from nanodag.sampler.held_memory import give_back, held_memory
 from nanodag.sampler.torch_trace import traced

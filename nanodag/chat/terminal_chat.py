@@ -20,12 +20,12 @@ from typing import Any
 
 from rich.console import Console
 
-from nanodag.api.answer import ParsedAnswer
 from nanodag.api.bodies import ChatBody
+from nanodag.api.choice import ParsedAnswer
 from nanodag.api.command import parse_arguments
 from nanodag.api.engines import Engines
 from nanodag.api.launching import served_model, with_its_context
-from nanodag.api.prompts import ChatPrompt, chat_prompt
+from nanodag.api.prompt_rendering import ChatPrompt, chat_prompt
 from nanodag.api.refusals import Refused
 from nanodag.api.served_model import ServedModel
 from nanodag.api.token_text import TokenText

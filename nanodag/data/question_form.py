@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from nanodag.data.adapters import renamed
-from nanodag.data.canonical import Kind
 from nanodag.data.config import QUESTION, SourceConfig
+from nanodag.data.records import Kind
 from nanodag.errors import SourceError
 from nanodag.errors.words import listed
 

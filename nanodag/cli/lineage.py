@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from nanodag.cli.keep import open_store
+from nanodag.cli.gc import open_store
 from nanodag.cli.live_table import make_console
 from nanodag.cli.show import find_run, print_stale
 from nanodag.config.kinds import recorded_kind

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from rich.markdown import Markdown
 
-from nanodag.cli import said
+from nanodag.cli import store_options
 from nanodag.cli.live_table import make_console
 from nanodag.cli.serve import found_model
 from nanodag.cli.show import find_run, print_stale
@@ -47,7 +47,8 @@ def show_report(name: str, *, file: str) -> None:
     reports = _made(record, PAGE)
     if not reports:
         raise ArtifactNotFound(
-            f"Run {record.run} has no report yet; see how far it is with: " + said.command(f"stages {record.run}")
+            f"Run {record.run} has no report yet; see how far it is with: "
+            + store_options.command(f"stages {record.run}")
         )
     folder = _files_of(store, record, reports[-1])
     console.print(Markdown((folder / "report.md").read_text()))
@@ -98,6 +99,6 @@ def stop_server(overrides: Sequence[str], *, file: str, preset: str) -> None:
 
 def server_is_up(overrides: Sequence[str], *, file: str, preset: str) -> bool:
     """Print where the server is; True when it is up."""
-    running, start = _server(overrides, file, preset).running(), said.command("server start")
+    running, start = _server(overrides, file, preset).running(), store_options.command("server start")
     make_console().print(f"Prefect UI: {running.url}" if running else f"No Prefect server is up. Start it: {start}")
     return running is not None

@@ -15,8 +15,8 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from nanodag.api.disconnects import left_unless_read, unless_left
 from nanodag.api.engines import Engines
-from nanodag.api.leaving import left_unless_read, unless_left
 from nanodag.api.refusals import Refused
 from nanodag.api.served_model import Limits, ServedModel
 from nanodag.errors import SamplerLost

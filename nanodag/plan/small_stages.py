@@ -4,7 +4,7 @@ from nanodag.config.kinds.import_model import ImportStage
 from nanodag.config.kinds.report import MAX_SEARCHED, ReportStage
 from nanodag.config.kinds.tokenizer import TokenizerStage
 from nanodag.config.stage_base import StageBase
-from nanodag.plan import processes
+from nanodag.plan import host_memory
 from nanodag.plan.case import Case, Formula
 from nanodag.plan.memory import memory_faults
 from nanodag.plan.stage_plan import Fault, Process, StagePlan
@@ -18,7 +18,7 @@ SEARCHED_BYTES_S = 11e6
 """Text that is searched for 13-grams of benchmarks in a second of a core."""
 LEAST_TEXT = 1_000_000
 """Bytes of text from which a tokenizer is worth learning."""
-KNOWN_WORDS = 150 * processes.MB
+KNOWN_WORDS = 150 * host_memory.MB
 """Memory of the tokenizer's training over 8 MB of text: words and pairs, which grow slower than the text."""
 
 
@@ -26,9 +26,9 @@ def plan_tokenizer(case: Case[TokenizerStage]) -> StagePlan:
     """The plan of a tokenizer's training."""
     stage, parsed = case.stage, case.sizes.in_memory(case.stage.data)
     num_bytes = min(stage.max_bytes, sum(case.sizes.text_bytes(source.url) for source in stage.data))
-    seconds = processes.SHORT_S + num_bytes / LEARNED_BYTES_S + parsed / processes.PARSED_BYTES_S
+    seconds = host_memory.SHORT_S + num_bytes / LEARNED_BYTES_S + parsed / host_memory.PARSED_BYTES_S
     words = int(KNOWN_WORDS * (num_bytes / 8e6) ** 0.6)
-    held = {"process": processes.TOKENIZER, "data": int(processes.PARSED * parsed), "words": words}
+    held = {"process": host_memory.TOKENIZER, "data": int(host_memory.PARSED * parsed), "words": words}
     return case.plan(
         read_bytes=num_bytes,
         download_bytes=case.sizes.downloaded(stage.data, num_bytes),
@@ -57,11 +57,11 @@ def plan_import(case: Case[ImportStage]) -> StagePlan:
         parameters=total,
         read_bytes=weights,
         download_bytes=weights if is_far else 0,
-        processes=(Process(name="worker", host={"process": processes.IMPORT}),),
+        processes=(Process(name="worker", host={"process": host_memory.IMPORT}),),
         disk_bytes=weights,
         kept_bytes=weights or 0,
-        seconds=processes.SHORT_S + (weights or 0) / (DOWNLOAD_BYTES_S if is_far else COPIED_BYTES_S),
-        cpu_seconds=processes.SHORT_S + (weights or 0) / COPIED_BYTES_S,
+        seconds=host_memory.SHORT_S + (weights or 0) / (DOWNLOAD_BYTES_S if is_far else COPIED_BYTES_S),
+        cpu_seconds=host_memory.SHORT_S + (weights or 0) / COPIED_BYTES_S,
         notes=() if total is not None else ("its model is not known yet",),
     )
 
@@ -73,15 +73,15 @@ def plan_report(case: Case[ReportStage]) -> StagePlan:
     largest = max((sizes.in_memory([source]) for source in searched.values()), default=0)
     num_bytes = sum(min(MAX_SEARCHED, sizes.text_bytes(url)) for url in searched)
     num_bytes += sum(sizes.text_bytes(source.url) for source in stage.contamination)
-    parsed = sizes.in_memory(list(searched.values())) / processes.PARSED_BYTES_S
-    seconds = processes.SHORT_S + num_bytes / SEARCHED_BYTES_S + parsed
-    held = {"process": processes.REPORT, "data": int(processes.PARSED * largest)}
+    parsed = sizes.in_memory(list(searched.values())) / host_memory.PARSED_BYTES_S
+    seconds = host_memory.SHORT_S + num_bytes / SEARCHED_BYTES_S + parsed
+    held = {"process": host_memory.REPORT, "data": int(host_memory.PARSED * largest)}
     return case.plan(
         read_bytes=num_bytes,
         download_bytes=sizes.downloaded([*searched.values(), *stage.contamination], num_bytes),
         processes=(Process(name="worker", host=held),),
-        disk_bytes=5 * processes.MB,
-        kept_bytes=5 * processes.MB,
+        disk_bytes=5 * host_memory.MB,
+        kept_bytes=5 * host_memory.MB,
         seconds=seconds,
         cpu_seconds=seconds,
     )

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nanodag.report.words import shortened
-from nanodag.rl.rollouts.conversation import Speech, calls_in, turns_of
 from nanodag.rl.rollouts.metrics import said_metrics
+from nanodag.rl.rollouts.readable_rollout import Speech, calls_in, turns_of
 from nanodag.rl.rollouts.rollout import Rollout
 from nanodag.rl.rollouts.rollout import Span as TokenSpan
 from nanodag.tokenizer.encoding import Encoding
-from nanodag.viewer.shelf import Read
+from nanodag.viewer.rollout_files import Read
 
 Colour = Literal["advantage", "difference", "logprob", "version", "none"]
 COLOURS: tuple[Colour, ...] = ("advantage", "difference", "logprob", "version", "none")

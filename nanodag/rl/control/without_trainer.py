@@ -13,7 +13,7 @@ from nanodag.data.shuffle import permutation
 from nanodag.errors import ConfigError, SourceError
 from nanodag.errors.words import counted
 from nanodag.rewards.reward import Reward
-from nanodag.rl.control.facts import ModelFacts
+from nanodag.rl.control.model_facts import ModelFacts
 from nanodag.rl.rollouts.batch import Dropped, RolloutBatch
 from nanodag.rl.rollouts.prompts import Prompt, PromptCursor
 from nanodag.rl.rollouts.rollout import Rollout, main_sequences

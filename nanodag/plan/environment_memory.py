@@ -10,7 +10,7 @@ such as a corpus.
 
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.rl_entries import MAX_CALLS, GenerateConfig
-from nanodag.plan.processes import MB
+from nanodag.plan.host_memory import MB
 from nanodag.plan.stage_plan import Process
 
 ENVIRONMENT = 60 * MB

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from nanodag.data.canonical import held_out_score
 from nanodag.data.config import SourceConfig
+from nanodag.data.records import held_out_score
 from nanodag.data.sources import Source, open_source
 from nanodag.errors import SourceError
 

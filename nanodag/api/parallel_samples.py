@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
-from nanodag.api.answer import ParsedAnswer
+from nanodag.api.choice import ParsedAnswer
 from nanodag.api.served_model import Backend, Limits
 from nanodag.inference.protocol import Request
 

@@ -21,8 +21,8 @@ import uvicorn
 
 from nanodag.api.application import application
 from nanodag.api.engines import Engines
-from nanodag.api.half_sent import WholeRequests
 from nanodag.api.served_model import Limits, ServedModel
+from nanodag.api.slow_requests import WholeRequests
 from nanodag.api.token_text import TokenText
 from nanodag.children.forks import EpisodeFailed, EpisodeLost
 from nanodag.config.kinds.evaluation import BenchmarkConfig
@@ -30,10 +30,10 @@ from nanodag.data.urls import SourceURL, parse_url
 from nanodag.errors import ConfigError, MissingTool, StageFailed
 from nanodag.evaluation.benchmark import sampling_params
 from nanodag.evaluation.evaluated_model import EvaluatedModel
+from nanodag.evaluation.generated_answer import Answer
 from nanodag.evaluation.items import held_out_records, select
 from nanodag.evaluation.results import BenchmarkResult, Judged, result_of, written_record
 from nanodag.evaluation.writing import SGLANG_CONTEXT, SamplerSettings, replicas_for
-from nanodag.evaluation.written import Answer
 from nanodag.external_envs.verifiers_process import Outcome, VerifiersProcess, block_of
 from nanodag.host.ports import LOOPBACK
 from nanodag.host.scratch import Scratch
