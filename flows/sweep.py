@@ -11,7 +11,7 @@ from prefect.states import Completed, Failed, State
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from nanodag.errors.words import counted
-from nanodag.sweep.begin import begin_sweep, find_built
+from nanodag.sweep.sweep_run import begin_sweep, find_built
 from tasks.notify import tell
 from tasks.stage_task import ending, outcome, own_flow_run, with_reason
 from tasks.sweep import build_missing, comparison

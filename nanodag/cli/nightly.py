@@ -32,7 +32,7 @@ def run_night(
     import time
 
     from nanodag.cli.live_table import make_console
-    from nanodag.cli.store_options import command
+    from nanodag.cli.parameters import command
     from nanodag.nightly.nights import PREFIX, check_choice
     from nanodag.run.python_path import note_python_path
 

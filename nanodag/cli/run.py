@@ -11,8 +11,8 @@ from pathlib import Path
 from rich.console import Console
 
 from nanodag.cli.live_table import STYLES, LiveTable, StageTable, make_console
+from nanodag.cli.parameters import command
 from nanodag.cli.show import how_to_build_stale, print_stale, print_summary, print_warnings
-from nanodag.cli.store_options import command
 from nanodag.config import Pipeline, Resolved, resolve
 from nanodag.config.kind import PAGE
 from nanodag.config.kinds import find_kind, recorded_kind

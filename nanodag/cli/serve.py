@@ -1,4 +1,4 @@
-"""`nanodag serve`: finds the models, then hands over to the serving process, which has their tokenizers."""
+"""`nanodag serve` and `chat`: find the models, then hand over to the process that has their tokenizers."""
 
 import os
 import sys
@@ -41,10 +41,22 @@ def serve(
     for other in also:
         one, folder = found_model(*_named(other, name), file)
         models[other if one in models else one] = folder
-    command = [sys.executable, "-m", SERVING, *(f"--model={one}={folder}" for one, folder in models.items())]
-    command += [*followed, *options]
-    # In this process's place, not as its child: a signal then reaches the one that ends the engines.
-    os.execve(sys.executable, command, worker_environment(usable_cores(), device=detect().device))
+    # It ends the engines, so a signal must reach it.
+    _hand_over(SERVING, *(f"--model={one}={folder}" for one, folder in models.items()), *followed, *options)
+
+
+def chat_with(name: str, stage: str, *, file: str, options: Sequence[str] = ()) -> NoReturn:
+    """Hand over to the chat program with the model of a run's stage, the last one there is unless named; with a folder,
+    or a model of the hub. options: of the program."""
+    _, folder = found_model(name, stage, file)
+    # In this process's place, not as its child: Ctrl-C ends an answer, and must not end a parent that waits.
+    _hand_over("nanodag.chat", str(folder), *options)
+
+
+def _hand_over(program: str, *arguments: str) -> NoReturn:
+    """Run a program of ours in this process's place, not as its child: signals then reach it."""
+    environment = worker_environment(usable_cores(), device=detect().device)
+    os.execve(sys.executable, [sys.executable, "-m", program, *arguments], environment)
 
 
 def _named(text: str, run: str) -> tuple[str, str]:

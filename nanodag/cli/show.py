@@ -1,4 +1,4 @@
-"""`nanodag config`, `status` and `stages`: what is, in tables."""
+"""`nanodag config`, `status`, `stages` and `report`: config, runs and stages as tables."""
 
 import json
 import time
@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markdown import Markdown
 from rich.table import Table
 from rich.text import Text
 
 from nanodag.cli.live_table import STYLES, make_console
-from nanodag.cli.store_options import command
+from nanodag.cli.parameters import command
 from nanodag.config import Resolved, resolve
 from nanodag.config.derive_schedule import facts
 from nanodag.config.hardware_rules import reason_of
+from nanodag.config.kind import PAGE
 from nanodag.config.kinds import recorded_kind
 from nanodag.config.reference import setting
 from nanodag.config.resolve import leaves
@@ -316,6 +318,23 @@ def show_stages(name: str, *, file: str) -> None:
             console.print(f"  {entry.reason}", style="red", markup=False, highlight=False)
     if stale:
         console.print(f"\nBuild again what is stale with: {how_to_build_stale(record.run)}", style=STYLES["stale"])
+
+
+def show_report(name: str, *, file: str) -> None:
+    """Print report.md, then the paths of its files."""
+    console = make_console()
+    store = store_of(resolve(pipeline_file(file)).pipeline)
+    record = find_run(store, name)
+    made = (s for s, entry in record.stages.items() if entry.has_ended_well and recorded_kind(entry.kind).makes == PAGE)
+    if not (reports := list(made)):
+        raise ArtifactNotFound(
+            f"Run {record.run} has no report yet; see how far it is with: {command(f'stages {record.run}')}"
+        )
+    folder = store.materialize(store.get(f"{record.run}:{reports[-1]}"))
+    console.print(Markdown((folder / "report.md").read_text()))
+    print_stale(console, record, reports[-1])
+    for path in sorted(folder.glob("report.*")):
+        console.print(str(path), soft_wrap=True, highlight=False)
 
 
 def _print_artifact(console: Console, store: Store, key: str, attempt: str) -> None:

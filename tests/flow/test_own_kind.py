@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from nanodag.cli.chat_report_server import chat_with
+from nanodag.cli.serve import chat_with
 from nanodag.cli.show import show_status
 from nanodag.config import Pipeline, resolve
 from nanodag.config.kinds import installed, recorded_kind, shipped
