@@ -20,8 +20,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from flows.deployments import find
 from nanodag.config import resolve
 from nanodag.nightly.findings import NightFindings
-from nanodag.nightly.nights import Skipped, begin_night, check_night
-from nanodag.nightly.switch import cron_of
+from nanodag.nightly.nights import Skipped, begin_night, check_night, cron_of
 from nanodag.run.record import pipeline_file
 from tasks.nightly import evaluated, nothing_got_worse, start_evals, trend
 from tasks.notify import tell

@@ -12,9 +12,8 @@ from nanodag.config import resolve
 from nanodag.errors import StoreBusy
 from nanodag.errors.words import counted, size
 from nanodag.run.record import pipeline_file, store_of
-from nanodag.run.retention import RetentionPolicy, best_of, free, plan
+from nanodag.run.retention import Finding, RetentionPolicy, best_of, check, free, plan, targets
 from nanodag.store import Store
-from nanodag.store.check import Finding, check, targets
 
 COLOURS = {"whole": "green", "damaged": "red", "newer": "yellow", "unfinished": "dim"}
 SHOWN = 40

@@ -62,8 +62,7 @@ def turn_on(overrides: Overrides = None, preset: Preset = "auto", file: File = "
     """
     from nanodag.cli.live_table import make_console
     from nanodag.errors import ArtifactNotFound
-    from nanodag.nightly.nights import check_choice
-    from nanodag.nightly.switch import cron_of, turn
+    from nanodag.nightly.nights import check_choice, cron_of, turn
 
     console = make_console()
     path, pipeline, store = settings(overrides or [], preset=preset, file=file)
@@ -86,7 +85,7 @@ def turn_off(preset: Preset = "auto", file: File = "") -> None:
     nanodag nightly off
     """
     from nanodag.cli.live_table import make_console
-    from nanodag.nightly.switch import turn
+    from nanodag.nightly.nights import turn
 
     running, _ = serve(*settings([], preset=preset, file=file), [])
     turn(running.api(), running.deployments["nightly_eval"], active=False)

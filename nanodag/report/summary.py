@@ -13,7 +13,7 @@ from nanodag.report import tables, words
 from nanodag.report.gather import Comparison, columns_of, comparisons_of, stages_of, warnings_of
 from nanodag.report.page import PageSection, Part, Report
 from nanodag.report.tables import Cell, Table
-from nanodag.run.report_context import context_stages
+from nanodag.run.record import context_stages
 from nanodag.run.stale_stages import stale_stages
 from nanodag.store import Artifact, Store
 from nanodag.store.run_record import RunRecord, StageRecord

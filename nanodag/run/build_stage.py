@@ -25,8 +25,7 @@ from nanodag.evaluation.forms import form_files
 from nanodag.model.import_model import model_identity
 from nanodag.own_code.find import file_of, required_file
 from nanodag.rl.rollouts.saved import saved_files
-from nanodag.run.record import Run, StageResult, result_of
-from nanodag.run.report_context import context_stages
+from nanodag.run.record import Run, StageResult, context_stages, result_of
 from nanodag.run.stale_stages import config_digest, stale_stages
 from nanodag.run.work import job_of, work
 from nanodag.store import Artifact, stage_key

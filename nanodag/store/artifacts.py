@@ -27,9 +27,17 @@ from typing import Any
 from nanodag.errors import ArtifactNotFound, CorruptArtifact, NewerFormat, StoreError
 from nanodag.host.folders import PRIVATE, user_cache
 from nanodag.store.atomic import files_below, locked, sha256_of, sizes_below, writing
-from nanodag.store.keys import FORMAT_VERSION, content_digest
 from nanodag.store.local_backend import LocalBackend
-from nanodag.store.manifest import ATTEMPT, MANIFEST, PARTS, Artifact, check_listing, parse_manifest
+from nanodag.store.manifest import (
+    ATTEMPT,
+    FORMAT_VERSION,
+    MANIFEST,
+    PARTS,
+    Artifact,
+    check_listing,
+    content_digest,
+    parse_manifest,
+)
 from nanodag.store.mirror import Mirror
 from nanodag.store.records import SAFE_NAME, RunRecords, safe_name
 from nanodag.store.remote_backend import RemoteBackend

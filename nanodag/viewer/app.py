@@ -15,7 +15,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from nanodag.errors import ConfigError, NanodagError
 from nanodag.report.page import TEMPLATES
 from nanodag.report.words import legible, shortened
-from nanodag.viewer.rollout_files import Shelf
+from nanodag.rl.rollouts.rollout_files import Shelf
 from nanodag.viewer.sample_view import COLOURS, Colour, Painter
 from nanodag.viewer.view import LONGEST_SAID, fate_choices, fates_of, timeline_svg, together, wanted_of
 

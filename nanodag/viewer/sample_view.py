@@ -14,8 +14,8 @@ from nanodag.rl.rollouts.metrics import said_metrics
 from nanodag.rl.rollouts.readable_rollout import Speech, calls_in, turns_of
 from nanodag.rl.rollouts.rollout import Rollout
 from nanodag.rl.rollouts.rollout import Span as TokenSpan
+from nanodag.rl.rollouts.rollout_files import Read
 from nanodag.tokenizer.encoding import Encoding
-from nanodag.viewer.rollout_files import Read
 
 Colour = Literal["advantage", "difference", "logprob", "version", "none"]
 COLOURS: tuple[Colour, ...] = ("advantage", "difference", "logprob", "version", "none")

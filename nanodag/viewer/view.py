@@ -3,45 +3,17 @@
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from nanodag.report.words import shortened
+from nanodag.rl.rollouts.rollout_files import FAILED, FAILURES, Read, Wanted
 from nanodag.rl.rollouts.stopwatch import Span
-from nanodag.viewer.rollout_files import FAILURES, Read
 from nanodag.viewer.sample_view import BLUE, GREEN
 
 GREY = "120,130,145"
 LONGEST_SAID = 40  # letters
-FAILED = "failed"  # asks for both of these fates
 LANES = {"generate": 0, "evaluate": 1, "samplers_wait": 0, "sync": 2, "train": 3, "trainer_waits": 3, "checkpoint": 4}
 LANE_NAMES = ("samplers", "evaluation", "weights", "trainer", "checkpoint")
 FILLS = {"generate": BLUE, "evaluate": "109,91,208", "sync": "220,122,9", "train": GREEN, "checkpoint": GREY}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """What was asked for. lowest, highest: of the reward; fate: empty for any, `failed` for whatever has failed;
-    prompt: part of a prompt's id; sample: its index, None for any."""
-
-    lowest: float | None = None
-    highest: float | None = None
-    fate: str = ""
-    finish: str = ""
-    role: str = ""
-    prompt: str = ""
-    sample: int | None = None
-
-    def is_met_by(self, read: Read) -> bool:
-        rollout = read.rollout
-        if self.lowest is not None and (rollout.reward is None or rollout.reward < self.lowest):
-            return False
-        if self.highest is not None and (rollout.reward is None or rollout.reward > self.highest):
-            return False
-        if self.finish not in ("", rollout.finish_reason) or self.role not in ("", rollout.role):
-            return False
-        if self.sample not in (None, rollout.sample_index) or self.prompt not in rollout.prompt_id:
-            return False
-        return self.fate in ("", read.fate) or (self.fate == FAILED and read.fate in FAILURES)
 
 
 def together(reads: Sequence[Read], most: int) -> list[list[Read]]:

@@ -16,8 +16,8 @@ from nanodag.children.child import Child, start_child
 from nanodag.host.ports import network_environment
 from nanodag.worker.failure import LOOK_BACK_LINES, Ended, cause_of, explained
 from nanodag.worker.job import Job, write_job
+from nanodag.worker.logs import Tail
 from nanodag.worker.own_worker import module_of
-from nanodag.worker.tail import Tail
 
 LOG_NAME = "worker.log"
 USAGE_NAME = "usage.jsonl"

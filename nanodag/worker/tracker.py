@@ -25,7 +25,7 @@ from nanodag.children.child import Child, start_child
 from nanodag.config.tracking import TrackingConfig, filled
 from nanodag.store.atomic import write_json
 from nanodag.worker import logs
-from nanodag.worker.tail import Tail
+from nanodag.worker.logs import Tail
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import pytest
 from nanodag.config.kinds.report import ReportStage
 from nanodag.errors.words import counted, duration, size
 from nanodag.report import tables, words
-from nanodag.report.contamination_table import contamination_table, training_urls
+from nanodag.report.__main__ import contamination_table, training_urls
 from nanodag.report.gather import columns_of, comparisons_of, stages_of
 from nanodag.report.lineage import lineage_svg
 from nanodag.report.page import build_report, to_html, to_markdown

@@ -12,7 +12,7 @@ import pytest
 
 from nanodag.errors import ArtifactNotFound, CorruptArtifact, StoreBusy, StoreError
 from nanodag.store import Store, content_digest, stage_key
-from nanodag.store.keys import canonical_json
+from nanodag.store.manifest import canonical_json
 from tests.run_records import run_record
 from tests.store.making import KEY, forge, product_in, publish, read_file, write_file
 
