@@ -152,7 +152,7 @@ def follow(store: Any, api: Any, name: str, flow_run: str) -> int:
     import time
 
     from nanodag.cli.live_table import LiveTable, make_console
-    from nanodag.server.local_server import FINAL_STATES
+    from nanodag.server.prefect_api import FINAL_STATES
 
     console = make_console()
 

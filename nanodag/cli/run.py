@@ -33,7 +33,8 @@ from nanodag.run.record import (
     unfinished,
 )
 from nanodag.run.stale_stages import left_alone
-from nanodag.server.local_server import FINAL_STATES, Api, LocalServer, RunningServer, server_of
+from nanodag.server.local_server import LocalServer, RunningServer, server_of
+from nanodag.server.prefect_api import FINAL_STATES, Api
 from nanodag.store import Store
 from nanodag.store.run_record import RunRecord
 

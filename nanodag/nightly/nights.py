@@ -21,7 +21,7 @@ from nanodag.nightly.choose import Choice, choose, night_pipeline
 from nanodag.run.derived_runs import machine_for, open_composed
 from nanodag.run.preflight import check_before_start
 from nanodag.run.record import Run, pipeline_file, store_of
-from nanodag.server.local_server import Api
+from nanodag.server.prefect_api import Api
 from nanodag.store import Store
 from nanodag.store.atomic import locked
 from nanodag.store.run_record import NightRecord, RunRecord

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import sys
 import threading
@@ -18,11 +19,12 @@ from nanodag.worker.failure import LOOK_BACK_LINES, Ended, cause_of, explained
 from nanodag.worker.job import Job, write_job
 from nanodag.worker.logs import Tail
 from nanodag.worker.own_worker import module_of
+from nanodag.worker.watchdog import STOP_TIMEOUT
 
 LOG_NAME = "worker.log"
 USAGE_NAME = "usage.jsonl"
 BEGAN_NAME = "began"  # when the try under way began: of one whose watchdog was killed too, nothing else remains
-WATCHDOG_TIMEOUT_S = 60.0  # over the watchdog's own grace period, SIGTERM and SIGKILL, for a group and its orphans
+ENDS_WITHIN = 3  # times stop_timeout_s a watchdog ends: SIGTERM and SIGKILL, for a group and its orphans
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,14 +77,25 @@ def worker_environment(threads: int, *, device: str = "cpu", gpus: str = "") -> 
 
 @contextlib.contextmanager
 def _spawned(
-    command: list[str], *, environment: Mapping[str, str], workspace: Path, niceness: int, hold: Sequence[int]
+    command: list[str],
+    *,
+    environment: Mapping[str, str],
+    workspace: Path,
+    niceness: int,
+    hold: Sequence[int],
+    stop_timeout_s: float,
 ) -> Iterator[Child]:
     """A process under the watchdog; ended with its whole group when the block is left, however it is left."""
     read_end, write_end = os.pipe()
     watched = [sys.executable, "-m", "nanodag.worker.watchdog", str(read_end), str(workspace / USAGE_NAME)]
     child = start_child(
         [*watched, str(niceness), *command],
-        environment=environment,
+        # torchrun ends its ranks by itself, and kills them after 30 s where it is not told otherwise.
+        environment={
+            **environment,
+            STOP_TIMEOUT: str(stop_timeout_s),
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(stop_timeout_s)),
+        },
         files=(read_end, *hold),
         log_path=workspace / LOG_NAME,
     )
@@ -92,8 +105,8 @@ def _spawned(
     finally:
         os.close(write_end)
         # It has seen the closed pipe; should another process hold a copy of that end, it hears of it by signal.
-        if not child.wait(WATCHDOG_TIMEOUT_S):
-            child.stop(WATCHDOG_TIMEOUT_S)
+        if not child.wait(ENDS_WITHIN * stop_timeout_s):
+            child.stop(ENDS_WITHIN * stop_timeout_s)
         child.kill()
 
 
@@ -137,7 +150,8 @@ def run_worker(
     began, oom_kills = time.monotonic(), _num_oom_kills()
     first_metrics = 0.0
     is_over_time = was_asked = False
-    with _spawned(command, environment=environment, workspace=job.workspace, niceness=niceness, hold=hold) as child:
+    how = {"niceness": niceness, "hold": hold, "stop_timeout_s": job.config.stop_timeout_s}
+    with _spawned(command, environment=environment, workspace=job.workspace, **how) as child:
         alive = True
         while alive and not (is_over_time or was_asked):
             alive = not child.wait(poll_s)

@@ -45,8 +45,7 @@ ADDRESS = "{address}"  # in a command: that of the node that runs it, as this ma
 SHARE_IT = "All nodes must share the store's local folder: put store.url, or store.local, where all of them see it."
 REACH_TIMEOUT_S = 600.0  # as long as a machine may take to start again
 AGAIN_AFTER_S = 5.0
-END_TIMEOUT_S = 30.0  # over the watchdog's grace period on the other side
-MOMENT_S = 30.0  # over the watchdog's grace period, after which it says what ended a node
+OVER_STOP_S = 10.0  # a watchdog may take that much longer than stop_timeout_s
 # What another node takes over of this one's environment, beside what is set for the stage.
 PASSED_ON = (
     *("NCCL_", "GLOO_", "UCX_", "FI_", "CUDA_", "TORCH", "DS_", "OMP_", "MKL_", "GOMP_", "MALLOC_", "HF_"),
@@ -153,6 +152,7 @@ class Nodes:
         self._num_nodes = resources.num_nodes
         self._ranks_per_node = int(resources.num_ranks) // self._num_nodes
         self._workspace = job.workspace
+        self.end_timeout_s = job.config.stop_timeout_s + OVER_STOP_S
         path = hostfile_of(self._cluster)
         hosts = read_hostfile(path)
         self._hosts = chosen(hosts, nodes=self._num_nodes, ranks_per_node=self._ranks_per_node, path=path)
@@ -194,7 +194,7 @@ class Nodes:
         """Have the other nodes end what they run, and wait until they have."""
         for child in self._others.values():
             child.tell(b"")
-        deadline = time.monotonic() + END_TIMEOUT_S
+        deadline = time.monotonic() + self.end_timeout_s
         for child in self._others.values():
             child.hang_up(deadline - time.monotonic())
 
@@ -306,7 +306,7 @@ def sampler_hosts(cluster: ClusterConfig, resources: Resources, count: int) -> l
     return [host.name for host in found[resources.num_nodes :]]
 
 
-def _wait_for_all(processes: Mapping[str, Child]) -> int:
+def _wait_for_all(processes: Mapping[str, Child], end_timeout_s: float) -> int:
     """Wait until every node has ended, one badly, or a stop is asked for; returns the code to end with.
 
     Raises NodeLost when a node went away, rather than having ended its ranks for what they did.
@@ -318,7 +318,7 @@ def _wait_for_all(processes: Mapping[str, Child]) -> int:
             break
         time.sleep(0.1)
     # The first to be seen need not be the one that the others fell over.
-    deadline = time.monotonic() + MOMENT_S
+    deadline = time.monotonic() + end_timeout_s
     while any(child.is_alive for child in processes.values()) and time.monotonic() < deadline:
         time.sleep(0.05)
     codes = {name: _code_of(child) or 0 for name, child in processes.items()}
@@ -339,12 +339,12 @@ def main() -> int:
         processes = nodes.start(module, os.environ)
         here = next(iter(processes.values()))
         try:
-            return _wait_for_all(processes)
+            return _wait_for_all(processes, nodes.end_timeout_s)
         finally:
             # Both at once: ranks here and there agree on the step after which they leave a checkpoint.
             here.send(signal.SIGTERM)
             nodes.end()
-            here.wait(END_TIMEOUT_S)
+            here.wait(nodes.end_timeout_s)
             here.kill()
 
 

@@ -11,7 +11,7 @@ import threading
 
 import pytest
 
-from nanodag.server.local_server import Api
+from nanodag.server.prefect_api import Api
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

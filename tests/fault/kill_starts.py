@@ -24,7 +24,7 @@ from pathlib import Path
 
 import psutil
 
-from nanodag.server.local_server import FINAL_STATES, Api
+from nanodag.server.prefect_api import FINAL_STATES, Api
 from tests.fault.project import FAKES, STAGES, Project
 
 LIGHT = Path(__file__).parent / "light"
@@ -37,6 +37,7 @@ TIMEOUT_S = 600.0
 COMMAND = """
 import os, signal, sys
 import nanodag.cli.run, nanodag.server.local_server as server
+from nanodag.server.prefect_api import Api
 left = [int(os.environ["KILL_AT"])]
 def step():
     left[0] -= 1
@@ -53,7 +54,7 @@ def stepping(owner, name):
 for owner, name in (
     (server, "write_json"), (server, "process_started"), (server, "start_child"),
     (server.LocalServer, "_end_strays"), (server.LocalServer, "_serve"), (server.LocalServer, "_ready"),
-    (server.Api, "create_run"), (server.Api, "num_active_runs"),
+    (Api, "create_run"), (Api, "num_active_runs"),
 ):
     stepping(owner, name)
 from nanodag.cli import main

@@ -7,7 +7,7 @@ import time
 import psutil
 import pytest
 
-from nanodag.server.local_server import Api
+from nanodag.server.prefect_api import Api
 from tests.fault.processes import alive, pids_in
 
 pytestmark = pytest.mark.timeout(600)

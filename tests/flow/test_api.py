@@ -8,7 +8,7 @@ from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL
 from prefect.states import Scheduled
 
-from nanodag.server.local_server import Api
+from nanodag.server.prefect_api import Api
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 
