@@ -5,13 +5,13 @@ rotary scaling ...) is refused by name: a checkpoint that loads is a checkpoint 
 """
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nanodag.errors import BadRequest
 from nanodag.errors.words import listed
-from nanodag.host.regular_file import exists, read_text, shortened
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3")
@@ -79,9 +79,9 @@ def read_checkpoint(path: Path) -> ModelFolder:
     Raises BadRequest: no such folder, no readable config.json, or an architecture that is not built here.
     """
     config_path = path / "config.json"
-    if not exists(config_path):
+    if not os.path.exists(config_path):
         raise BadRequest(
-            f"no config.json in {shortened(path)!r}: model_path must be the folder of a Hugging Face checkpoint"
+            f"no config.json in {str(path)!r:.200}: model_path must be the folder of a Hugging Face checkpoint"
         )
     config = read_json(config_path)
     try:
@@ -91,7 +91,7 @@ def read_checkpoint(path: Path) -> ModelFolder:
             raise
         raise BadRequest(f"{config_path} does not describe a model: {error}") from error
     generation_path = path / "generation_config.json"
-    generation = read_json(generation_path) if exists(generation_path) else {}
+    generation = read_json(generation_path) if os.path.exists(generation_path) else {}
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
     eos_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
     if not all(type(token) is int for token in eos_ids):
@@ -131,11 +131,9 @@ def _names(value: Any) -> tuple[str, ...]:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a file of a checkpoint. Raises BadRequest where there is none."""
     try:
-        content = json.loads(read_text(path))
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, BadRequest):
-            raise
-        raise BadRequest(f"{path} cannot be read as JSON: {error}") from error
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise BadRequest(f"{path!s:.200} cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
         raise BadRequest(f"{path} holds a {type(content).__name__}, not an object")
     return content

@@ -3,13 +3,13 @@
 import hashlib
 import json
 import math
+import os
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from nanodag.errors import BadRequest, ConfigError
-from nanodag.host.regular_file import exists
 from nanodag.model.architecture import read_json
 
 INDEX = "model.safetensors.index.json"
@@ -31,8 +31,8 @@ def weight_files(folder: Path) -> list[Path]:
     Raises BadRequest where there is neither, or where an index names a file that would lie elsewhere.
     """
     index = folder / INDEX
-    if not exists(index):
-        if not exists(folder / "model.safetensors"):
+    if not os.path.exists(index):
+        if not os.path.exists(folder / "model.safetensors"):
             raise BadRequest(f"{folder} holds neither model.safetensors nor {INDEX}; older formats are not read")
         return [folder / "model.safetensors"]
     names = read_json(index).get("weight_map")

@@ -26,7 +26,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nanodag.errors import BadRequest
-from nanodag.host.regular_file import regular
 from nanodag.model.architecture import Architecture
 from nanodag.model.headers import weight_files
 from nanodag.sampler.fingerprints import fingerprints_of
@@ -195,7 +194,7 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for file_path in weight_files(path):
         try:
-            with regular(file_path) as name, safe_open(name, framework="pt") as file:
+            with safe_open(file_path, framework="pt") as file:
                 tensors.update({key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118 (not a dict)
         except (OSError, SafetensorError) as error:
             raise BadRequest(f"{file_path} cannot be read: {error}") from error
