@@ -14,9 +14,10 @@ from prefect.states import State
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows.deployments import offer_runs
+from nanodag.run.record import open_run
 from tasks.notify import tell
 from tasks.run_summary import concluded
-from tasks.stage_task import begin, begin_again, ending, inputs_of, outcome, submit, with_reason
+from tasks.stage_task import begin_again, ending, inputs_of, outcome, own_flow_run, submit, with_reason
 
 
 @flow(
@@ -51,7 +52,9 @@ def speedrun(
     if begin_at or stale == "only":
         run = begin_again(name, begin_at=begin_at, stale=stale == "only", overrides=overrides)
     else:
-        run = begin(name, file=file, preset=preset, overrides=overrides, keeps_stale=stale == "keep" and not force)
+        keeps_stale = stale == "keep" and not force
+        asked = {"file": file, "preset": preset, "overrides": overrides, "keeps_stale": keeps_stale}
+        run = open_run(name, **asked, flow_run=own_flow_run())
     futures = {}
     with ending(run):
         offer_runs(run.store)

@@ -88,27 +88,28 @@ def task_of(kind: str) -> Task[..., Any]:
         retry_condition_fn=may_pass,
     )
     def stage(name: str, run: Run, inputs: dict[str, StageResult], force: bool = False) -> State[StageResult]:
-        state = _carried_out(name, run, inputs, force=force)
-        if definition.makes == PAGE and state.is_completed():
-            _show_page(run, state.data)
-        return state
+        progress = _Progress(name)
+        is_sent = run.pipeline.stages[name].resources.work_pool != "none" and not run.is_joined
+        send = functools.partial(build_in_pool, name, run, inputs, force=force) if is_sent else None
+        how = {"force": force, "on_line": _shown_in(get_run_logger()), "on_metrics": progress, "send": send}
+        try:
+            result = build_stage(run, name, inputs, max_restarts=len(RETRY_AFTER_S), **how)
+        except StageStopped as error:
+            return Cancelled(message=str(error))
+        except NanodagError as error:
+            _show_failure(run, name, error)
+            if isinstance(error, _PASSING) and run.restarts[name] <= len(RETRY_AFTER_S):
+                raise  # Prefect starts it again
+            return Failed(message=str(error), data=error)
+        if definition.makes == PAGE:
+            _show_page(run, result)
+        if result.was_found:
+            return Completed(name="Cached", message=f"found in the store: {result.key[:12]}", data=result)
+        progress.finish()
+        _show_result(run, result)
+        return Completed(message=f"published {result.key[:12]}, attempt {result.attempt}", data=result)
 
     return stage
-
-
-def begin(
-    name: str,
-    *,
-    file: str,
-    preset: str,
-    overrides: Sequence[str],
-    only: tuple[str, ...] = (),
-    keeps_stale: bool = False,
-) -> Run:
-    """The run of this flow run, and its record in the store. keeps_stale: of a run that is resumed,
-    stages that are stale are left as they are."""
-    asked = {"file": file, "preset": preset, "overrides": overrides, "only": only, "keeps_stale": keeps_stale}
-    return open_run(name, **asked, flow_run=own_flow_run())
 
 
 def own_flow_run() -> str:
@@ -125,7 +126,8 @@ def begin_again(
 ) -> Run:
     """A run that there is already, for one stage of it, for one and all that follow it, or for what is stale."""
     recorded = recorded_run(served_store(), name, stage=stage, begin_at=begin_at, stale=stale, overrides=overrides)
-    return begin(name, file=recorded.file, preset=recorded.preset, overrides=recorded.overrides, only=recorded.stages)
+    asked = {"file": recorded.file, "preset": recorded.preset, "overrides": recorded.overrides}
+    return open_run(name, **asked, only=recorded.stages, flow_run=own_flow_run())
 
 
 @contextmanager
@@ -188,11 +190,8 @@ def outcome(stages: Sequence[str], futures: Mapping[str, PrefectFuture[StageResu
     return Completed(message=f"{counted(len(futures), 'stage')}, {num_found} of them found in the store")
 
 
-def _carried_out(name: str, run: Run, inputs: Mapping[str, StageResult], *, force: bool) -> State[StageResult]:
-    """Build a stage, and show what comes of it."""
-    logger = get_run_logger()
-    progress = _Progress(name)
-
+def _shown_in(logger: Any) -> Callable[[str], None]:
+    """Log a worker's lines as far as they are for people."""
     is_for_people = logs.ForPeople()
 
     def on_line(line: str) -> None:
@@ -203,23 +202,7 @@ def _carried_out(name: str, run: Run, inputs: Mapping[str, StageResult], *, forc
         else:
             logger.info(line)
 
-    try:
-        is_sent = run.pipeline.stages[name].resources.work_pool != "none" and not run.is_joined
-        send = (lambda: build_in_pool(name, run, inputs, force=force)) if is_sent else None
-        how = {"force": force, "on_line": on_line, "on_metrics": progress, "send": send}
-        result = build_stage(run, name, inputs, max_restarts=len(RETRY_AFTER_S), **how)
-    except StageStopped as error:
-        return Cancelled(message=str(error))
-    except NanodagError as error:
-        _show_failure(run, name, error)
-        if isinstance(error, _PASSING) and run.restarts[name] <= len(RETRY_AFTER_S):
-            raise  # Prefect starts it again
-        return Failed(message=str(error), data=error)
-    if result.was_found:
-        return Completed(name="Cached", message=f"found in the store: {result.key[:12]}", data=result)
-    progress.finish()
-    _show_result(run, result)
-    return Completed(message=f"published {result.key[:12]}, attempt {result.attempt}", data=result)
+    return on_line
 
 
 class _Progress:

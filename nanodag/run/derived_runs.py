@@ -9,7 +9,7 @@ from nanodag.config import Pipeline, Resolved
 from nanodag.config.derive_sampler import this_machine
 from nanodag.host.machine import Machine, machine_of
 from nanodag.run.python_path import take_python_path
-from nanodag.run.record import Run, StageResult, begun_record, check_gpus, waiting_stage
+from nanodag.run.record import Run, StageResult, begun_record, check_gpus, lineage_of, waiting_stage
 from nanodag.store import Artifact, Store, stage_key
 from nanodag.store.provenance import environment
 from nanodag.store.run_record import Made, NightRecord, RunRecord, StageRecord, SweepRecord
@@ -79,10 +79,7 @@ def publish_page(
         kind=kind,
         stage=kind,
         config=dict(config),
-        lineage={
-            stage: {"stage": stage, "kind": r.kind, "key": r.key, "attempt": r.attempt, "digest": r.digest}
-            for stage, r in results.items()
-        },
+        lineage=lineage_of(results),
         sources={},
         metrics=dict(metrics),
         cost={},

@@ -350,6 +350,12 @@ def result_of(stage: str, artifact: Artifact, *, was_found: bool) -> StageResult
     )
 
 
+def lineage_of(inputs: Mapping[str, StageResult]) -> dict[str, dict[str, str]]:
+    """What a manifest says of each input: label -> stage, kind, key, attempt and digest."""
+    fields = ("stage", "kind", "key", "attempt", "digest")
+    return {label: {field: getattr(result, field) for field in fields} for label, result in inputs.items()}
+
+
 def stage_names() -> list[str]:
     """Every stage name of the presets in the pipeline file: the choices of a form."""
     return stages_in(read_document(pipeline_file("")))

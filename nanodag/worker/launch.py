@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,18 @@ LOG_NAME = "worker.log"
 USAGE_NAME = "usage.jsonl"
 BEGAN_NAME = "began"  # when the try under way began: of one whose watchdog was killed too, nothing else remains
 ENDS_WITHIN = 3  # times stop_timeout_s a watchdog ends: SIGTERM and SIGKILL, for a group and its orphans
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watch:
+    """What the caller of a worker hears, and says. on_line gets each line of its log, on_metrics each record of
+    metrics.jsonl, as they appear. stop: set to end it. restarts, restarts_left: as in nanodag.worker.failure.Ended."""
+
+    on_line: Callable[[str], None] = lambda line: None
+    on_metrics: Callable[[dict[str, Any]], None] = lambda metrics: None
+    stop: threading.Event = field(default_factory=threading.Event)
+    restarts: int = 0
+    restarts_left: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,24 +133,19 @@ def run_worker(
     gpus: str = "",
     niceness: int = 0,
     hold: Sequence[int] = (),
-    stop: threading.Event | None = None,
-    on_line: Callable[[str], None] = lambda line: None,
-    on_metrics: Callable[[dict[str, Any]], None] = lambda metrics: None,
+    watch: Watch | None = None,
     poll_s: float = 0.2,
     timeout_s: float = 7 * 24 * 3600.0,
-    restarts: int = 0,
-    restarts_left: int = 0,
 ) -> Result:
     """Run a stage's worker to its end and return what it published.
 
-    on_line gets each line of its log, on_metrics each record of metrics.jsonl, as they appear. When this call is left
-    by an exception (cancel, Ctrl-C), or once `stop` is set, the worker's whole process group is ended first. hold: file
-    descriptors of locks that must outlive this process until that is done. restarts, restarts_left: as in
-    nanodag.worker.failure.Ended.
+    When this call is left by an exception (cancel, Ctrl-C), or once `watch.stop` is set, the worker's whole process
+    group is ended first. hold: file descriptors of locks that must outlive this process until that is done.
 
     Raises StageFailed, or the class below it that fits (nanodag.worker.failure), with the reason, what to do, the
     workspace and the last log lines when no result was published.
     """
+    watch = watch or Watch()
     (job.workspace / "result.json").unlink(missing_ok=True)
     module = module_of(module, str(job.context.get("code", "")))
     command = worker_command(module, write_job(job), num_ranks=num_ranks, nodes=nodes)
@@ -157,13 +164,13 @@ def run_worker(
             alive = not child.wait(poll_s)
             for line in log_tail.lines():
                 last_lines.append(line)
-                on_line(line)
+                watch.on_line(line)
             for line in metrics_tail.lines():
                 first_metrics = first_metrics or time.monotonic()
                 with contextlib.suppress(ValueError):
-                    on_metrics(json.loads(line))
+                    watch.on_metrics(json.loads(line))
             is_over_time = time.monotonic() - began > timeout_s
-            was_asked = alive and stop is not None and stop.is_set()
+            was_asked = alive and watch.stop.is_set()
     end = time.monotonic()
     result_path = job.workspace / "result.json"
     if not result_path.exists():
@@ -174,8 +181,8 @@ def run_worker(
             timeout_s=timeout_s if is_over_time else 0.0,
             was_asked=was_asked,
             out_of_memory=_num_oom_kills() > oom_kills,
-            restarts=restarts,
-            restarts_left=restarts_left,
+            restarts=watch.restarts,
+            restarts_left=watch.restarts_left,
         )
         composed = str(job.context.get("composed", ""))
         cause = cause_of(ended, stage=job.name, kind=job.config.kind, run=job.run, composed=composed)
