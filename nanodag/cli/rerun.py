@@ -33,8 +33,10 @@ def rerun(
             "Say either --stage STAGE, for that stage alone, --from STAGE, for it and what follows it, or --stale, for "
             "what is stale."
         )
+    import time
+
     from nanodag.cli.live_table import make_console
-    from nanodag.cli.run import bury_the_dead, follow, take_over
+    from nanodag.cli.run import start, take_over
     from nanodag.cli.show import find_run, print_warnings
     from nanodag.config import resolve
     from nanodag.config.resolve import portable
@@ -43,7 +45,7 @@ def rerun(
     from nanodag.run.record import check_gpus, pipeline_file, recorded_run, store_of
     from nanodag.server.local_server import server_of
 
-    console, changes = make_console(), portable(overrides or [])
+    began, console, changes = time.monotonic(), make_console(), portable(overrides or [])
     store = store_of(resolve(pipeline_file(file)).pipeline)
     name = find_run(store, run).run
     recorded = recorded_run(store, name, stage=stage, begin_at=begin_at, stale=stale, overrides=changes)
@@ -57,13 +59,6 @@ def rerun(
     note_python_path(store.local, name)
     console.print(f"Run [bold]{name}[/]: {', '.join(recorded.stages)} again; store {store.url}")
     print_warnings(console, resolved)
-    running = server.ensure(lambda text: console.print(text, style="dim"))
-    api = running.api()
-    bury_the_dead(api, store)
     which = {"stage": stage} if stage else {"stale": "only"} if stale else {"begin_at": begin_at}
-    flow_run = api.create_run(
-        running.deployments["run_stage" if stage else "speedrun"],
-        name=f"{name}-{stage}" if stage else name,
-        parameters={"name": name, "overrides": changes, "force": force, **which},
-    )
-    raise typer.Exit(follow(console, store, server, running, name, flow_run, detach=detach))
+    parameters = {"overrides": changes, "force": force, **which}
+    raise typer.Exit(start(console, store, server, name, parameters, detach=detach, began=began))

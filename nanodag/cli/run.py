@@ -5,8 +5,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -33,7 +34,7 @@ from nanodag.run.record import (
     unfinished,
 )
 from nanodag.run.stale_stages import left_alone
-from nanodag.server.local_server import LocalServer, RunningServer, server_of
+from nanodag.server.local_server import LocalServer, server_of
 from nanodag.server.prefect_api import FINAL_STATES, Api
 from nanodag.store import Store
 from nanodag.store.run_record import RunRecord
@@ -77,19 +78,14 @@ def run_pipeline(
     if preset == "auto" and machine is None and resolved.machine.num_gpus:
         print_others(console, path, resolved)
     kept = choose_stale(console, store.find_run(name), pipeline, build=stale, may_ask=sys.stdin.isatty())
-    running = server.ensure(lambda text: console.print(text, style="dim"))
-    api = running.api()
-    bury_the_dead(api, store)
     parameters = {
-        "name": name,
         "preset": pipeline.preset,
         # The flow's process has another environment and working directory: it is told all that came from these.
         "overrides": merged([*portable(overrides), *locations_of(pipeline, store)]),
         "file": str(path),
         "stale": kept,
     }
-    flow_run = api.create_run(running.deployments["speedrun"], name=name, parameters=parameters)
-    return follow(console, store, server, running, name, flow_run, detach=detach, began=began)
+    return start(console, store, server, name, parameters, detach=detach, began=began)
 
 
 def print_placement(console: Console, resolved: Resolved) -> None:
@@ -177,24 +173,29 @@ def choose_stale(console: Console, record: RunRecord | None, pipeline: Pipeline,
     return "keep"
 
 
-def follow(
+def start(
     console: Console,
     store: Store,
     server: LocalServer,
-    running: RunningServer,
     name: str,
-    flow_run: str,
+    parameters: Mapping[str, Any],
     *,
     detach: bool,
-    began: float = 0.0,
+    began: float,
 ) -> int:
-    """Show a flow run of a run until it ends, unless detached; returns the command's exit code."""
+    """Start a flow run of a run, of one stage where `parameters` name one, and show it until it ends, unless detached;
+    returns the command's exit code. began: when the command did, by time.monotonic."""
+    running = server.ensure(lambda text: console.print(text, style="dim"))
+    api, stage = running.api(), parameters.get("stage", "")
+    bury_the_dead(api, store)
+    deployment = running.deployments["run_stage" if stage else "speedrun"]
+    about = {"name": f"{name}-{stage}" if stage else name, "parameters": {"name": name, **parameters}}
+    flow_run = api.create_run(deployment, **about)
     console.print(f"Prefect UI: {running.url}/runs/flow-run/{flow_run}")
     if detach:
         console.print(f"It goes on without this terminal; look with: {command(f'stages {name}')}")
         return 0
-    began = began or time.monotonic()
-    code = _Attended(console, store, running.api(), server, name, flow_run).wait()
+    code = _Attended(console, store, api, server, name, flow_run).wait()
     end = command("server stop")
     console.print(f"{duration(time.monotonic() - began)} in all. The UI stays up; end it with: {end}")
     return code

@@ -1,9 +1,14 @@
-"""Starts a stage's worker, watches it, and turns its end into a result or one readable error."""
+"""Starts a stage's worker, watches it, and turns its end into a result or one readable error.
+
+`python -m nanodag.worker.launch job.json` is the worker of a user's kind that stands beside the pipeline file. That
+folder is on no path of Python's, as what else lies there must hide no installed package.
+"""
 
 import contextlib
 import json
 import math
 import os
+import runpy
 import sys
 import threading
 import time
@@ -14,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from nanodag.children.child import Child, start_child
+from nanodag.config.kinds import find_kind
 from nanodag.host.ports import network_environment
+from nanodag.own_code.trusted_modules import is_beside
 from nanodag.worker.failure import LOOK_BACK_LINES, Ended, cause_of, explained
-from nanodag.worker.job import Job, write_job
+from nanodag.worker.job import Job, read_job, write_job
 from nanodag.worker.logs import Tail
-from nanodag.worker.own_worker import module_of
 from nanodag.worker.watchdog import STOP_TIMEOUT
 
 LOG_NAME = "worker.log"
@@ -147,7 +153,8 @@ def run_worker(
     """
     watch = watch or Watch()
     (job.workspace / "result.json").unlink(missing_ok=True)
-    module = module_of(module, str(job.context.get("code", "")))
+    if (code := str(job.context.get("code", ""))) and is_beside(module, Path(code)):
+        module = __name__
     command = worker_command(module, write_job(job), num_ranks=num_ranks, nodes=nodes)
     environment = worker_environment(threads, device=device, gpus=gpus)
     if nodes == 1 and num_ranks > 1:
@@ -234,3 +241,8 @@ def _num_oom_kills() -> int:
     path = Path("/proc/vmstat")
     lines = path.read_text().splitlines() if path.exists() else []
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+
+
+if __name__ == "__main__":
+    own_job = read_job(Path(sys.argv[1]))  # its kind is imported from beside the pipeline file; so is the worker
+    runpy.run_module(find_kind(own_job.config.kind).module, run_name="__main__", alter_sys=True)

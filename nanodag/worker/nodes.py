@@ -3,10 +3,10 @@
 `python -m nanodag.worker.nodes MODULE job.json` runs a supervised stage on all of them and ends as it ended;
 RL's controller asks `Nodes` for its trainer's ranks alone. This machine is the first node: rank 0, RL's controller and
 its samplers run here. The others are named by a hostfile of DeepSpeed's format (`worker-2 slots=8`) and reached by a
-command (ssh as a rule) that runs `nanodag.worker.node` there; on each node torchrun starts the ranks, which meet at
-this machine's address. What another node needs to know comes by that command's stdin, so no secret is seen in `ps`, and
-the end of stdin is the sign to end everything there: whatever becomes of this machine or of the connection, nothing is
-left running.
+command (ssh as a rule) that runs this module there without arguments; on each node torchrun starts the ranks, which
+meet at this machine's address. What another node needs to know comes by that command's stdin, so no secret is seen in
+`ps`, and the end of stdin is the sign to end everything there: whatever becomes of this machine or of the connection,
+nothing is left running.
 
 All nodes have the same Python environment at the same path, and share the folder of the stage's workspace.
 """
@@ -40,7 +40,7 @@ from nanodag.worker.job import STOPPED_EXIT_CODE, Job, leave_stopped, load_job, 
 
 log = logging.getLogger(__name__)
 
-NOT_SHARED_EXIT_CODE = 78  # EX_CONFIG of sysexits.h: nanodag.worker.node has no folder of that name
+NOT_SHARED_EXIT_CODE = 78  # EX_CONFIG of sysexits.h: a node has no folder of that name
 ADDRESS = "{address}"  # in a command: that of the node that runs it, as this machine reaches it
 SHARE_IT = "All nodes must share the store's local folder: put store.url, or store.local, where all of them see it."
 REACH_TIMEOUT_S = 600.0  # as long as a machine may take to start again
@@ -257,9 +257,9 @@ class Nodes:
 
 
 def reaching(cluster: ClusterConfig, host: str) -> list[str]:
-    """The command that runs `nanodag.worker.node` on another machine."""
+    """The command that runs this module on another machine."""
     command = [part.replace("{host}", host) for part in shlex.split(cluster.ssh_command)]
-    return [*command, sys.executable, "-m", "nanodag.worker.node"]
+    return [*command, sys.executable, "-m", "nanodag.worker.nodes"]
 
 
 def start_there(
@@ -332,6 +332,35 @@ def _code_of(child: Child) -> int | None:
     return None if child.is_alive else child.code
 
 
+def run_here() -> int:
+    """Be one of the other nodes. The first line of stdin says what to run; the watchdog then runs it, and ends it when
+    stdin ends."""
+    message = json.loads(_first_line())
+    up = Path(message["up"])
+    if not up.parent.is_dir():
+        return NOT_SHARED_EXIT_CODE
+    os.environ.update(message["environment"])
+    own = address_towards(message["address"])
+    os.environ.update(network_environment(own))
+    channel = os.dup(0)
+    os.set_inheritable(channel, True)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # what runs here has nothing to read
+    up.write_text(f"{message['token']} {own}")
+    command = [part.replace(ADDRESS, own) for part in message["command"]]
+    watched = [sys.executable, "-m", "nanodag.worker.watchdog", str(channel), message["usage"], "0", *command]
+    os.execv(sys.executable, watched)
+
+
+def _first_line() -> bytes:
+    """Up to the end of line and no further: what follows, the end of stdin, is for the watchdog."""
+    line = b""
+    while not line.endswith(b"\n"):
+        if not (byte := os.read(0, 1)):
+            raise SystemExit("nanodag.worker.nodes: stdin ended before it said what to run")
+        line += byte
+    return line
+
+
 def main() -> int:
     """Run a supervised stage on its nodes; returns the exit code."""
     module, job = sys.argv[1], load_job(sys.argv[2:])
@@ -350,7 +379,7 @@ def main() -> int:
 
 if __name__ == "__main__":
     try:
-        sys.exit(main())
+        sys.exit(main() if len(sys.argv) > 1 else run_here())
     except Exception:
         log.exception("The stage failed.")
         sys.exit(1)
