@@ -75,7 +75,7 @@ def nightly_eval(
 
 
 def schedule() -> dict[str, Any]:
-    """What the deployment is made with: the schedule of the pipeline that is served.
+    """Settings of the deployment: the schedule of the pipeline that is served.
 
     How it was switched since, by `nanodag nightly on` or in the UI, is kept as long as that pipeline's `nightly`
     section, which the deployment's version stands for, is the same.

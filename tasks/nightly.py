@@ -1,4 +1,4 @@
-"""What a night does: its evals, the trend page and the verdict."""
+"""Tasks of a night: its evals, the trend page and the verdict."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -155,7 +155,7 @@ def settle(flow_run_id: str, run: Run) -> None:
 
 
 def inputs_of(run: Run, stage: str, futures: Mapping[str, PrefectFuture[StageResult]]) -> dict[str, StageResult] | None:
-    """What a stage takes, waited for; None when one of its inputs did not come about, and the stage needs it.
+    """Inputs of a stage, waited for; None when one of its inputs did not come about, and the stage needs it.
 
     Inputs from stages that are not run this time are those of the run's record.
     """
@@ -174,7 +174,7 @@ def inputs_of(run: Run, stage: str, futures: Mapping[str, PrefectFuture[StageRes
 
 
 def outcome(stages: Sequence[str], futures: Mapping[str, PrefectFuture[StageResult]]) -> State[Any]:
-    """How a flow ends, once all its stages have: Failed with the reason of each stage that did, or Completed."""
+    """End of a flow, once all its stages have ended: Failed with the reason of each stage that did, or Completed."""
     reasons = []
     for stage, future in futures.items():
         future.wait()
@@ -231,7 +231,7 @@ class _Progress:
 
 
 def _show_result(run: Run, result: StageResult) -> None:
-    """What a stage reached and cost, as a table in the UI."""
+    """Show what a stage reached and cost, as a table in the UI."""
     artifact = run.store.attempt(result.key, result.attempt)
     is_scores = recorded_kind(artifact.kind).makes == SCORES
     lines = [f"# {result.stage} of {run.name}", "", *_table("reached", artifact.metrics, is_scores=is_scores)]
@@ -247,7 +247,7 @@ def _show_page(run: Run, result: StageResult) -> None:
 
 
 def _show_failure(run: Run, name: str, error: NanodagError) -> None:
-    """Why a stage failed, what to do, and where its files lie, as an artifact beside the failed task."""
+    """Show why a stage failed, what to do, and where its files lie, as an artifact beside the failed task."""
     reason, _, rest = str(error).partition("\n")
     head, _, log_lines = rest.partition("\nLast lines of ")
     advice = [line for line in head.splitlines() if not line.startswith("Folder: ")]

@@ -1,4 +1,4 @@
-"""What a sweep does: what the store does not have, so many stages at a time, and the comparison at the end."""
+"""Tasks of a sweep: what the store does not have, so many stages at a time, and the comparison at the end."""
 
 import re
 

@@ -128,8 +128,8 @@ def _cells(stage: StageProgress) -> dict[str, RenderableType]:
 
 
 class Shown:
-    """How far a long command is: one line that changes, in a terminal; elsewhere a line now and then. Use as a context;
-    call it with the line as often as there is time."""
+    """Progress of a long command: one line that changes, in a terminal; elsewhere a line now and then. Use as a
+    context; call it with the line as often as there is time."""
 
     def __init__(self) -> None:
         self._console = make_console()

@@ -89,7 +89,7 @@ def run_pipeline(
 
 
 def print_placement(console: Console, resolved: Resolved) -> None:
-    """What each stage that trains takes of the machine."""
+    """Print the GPUs, or ranks and threads, that each stage that trains takes."""
     taken: dict[str, list[str]] = {}
     for name, stage in resolved.pipeline.stages.items():
         resources = stage.resources
@@ -113,7 +113,7 @@ def print_others(console: Console, path: Path, resolved: Resolved) -> None:
 
 
 def _of_store(overrides: Sequence[str]) -> list[str]:
-    """Those that say which store is meant: a run's record is looked up there, before its preset is known."""
+    """Overrides that name the store: a run's record is looked up there, before its preset is known."""
     return [text for text in overrides if text.startswith("store")]
 
 
@@ -139,7 +139,7 @@ def take_over(store: Store, name: str, server: LocalServer, console: Console) ->
 
 
 def _why_it_ends(server: LocalServer, record: RunRecord) -> str:
-    """Why the process of a record is about to end, though it is alive; empty where it is not."""
+    """Reason for which the process of a record is about to end, though it is alive; empty where it is not."""
     if not record.flow_run:
         return ""
     if (running := server.running()) is None:

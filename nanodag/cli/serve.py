@@ -68,7 +68,7 @@ def _named(text: str, run: str) -> tuple[str, str]:
 
 
 def _is_elsewhere(name: str) -> bool:
-    """Whether a model is no run's: a folder, or one of the hub."""
+    """True for a model that is no run's: a folder, or one of the hub."""
     return "/" in name or (Path(name) / "config.json").is_file()
 
 

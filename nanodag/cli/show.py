@@ -66,13 +66,13 @@ def show_config(overrides: Sequence[str], *, preset: str, file: str, on: str = "
 
 
 def print_warnings(console: Console, resolved: Resolved) -> None:
-    """What was given by hand and is a bad idea on the machine."""
+    """Print settings that were given by hand and are a bad idea on the machine."""
     for text in resolved.warnings:
         console.print(f"Warning: {text}.", style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
 def explain_setting(name: str, overrides: Sequence[str], *, preset: str, file: str, on: str = "") -> None:
-    """What a setting is, what it may be, and its value in this pipeline with its origin."""
+    """Print a setting: its meaning, its range, and its value in this pipeline with its origin."""
     console = Console(soft_wrap=True)
     resolved = resolve(pipeline_file(file), preset, overrides, machine=machine_of(on) if on else None)
     details = setting(resolved, name)
@@ -234,7 +234,7 @@ NUM_WORDS = 5  # columns on the left, of words; the rest are numbers
 
 
 def _stage_table(record: RunRecord) -> Text:
-    """As columns of one text: rich's own tables take most of the time of this command."""
+    """Columns of one text: rich's own tables take most of the time of this command."""
     stale = stale_stages(record)
     rows = [TITLES, *(_stage_cells(name, entry, name in stale) for name, entry in record.stages.items())]
     widths = [max(len(row[column]) for row in rows) for column in range(len(TITLES))]
@@ -266,7 +266,7 @@ def _stage_cells(name: str, entry: StageRecord, is_stale: bool) -> tuple[str, ..
 
 
 def _took(entry: StageRecord) -> str:
-    """What a stage took over all its tries; beside it the last one, where there were several."""
+    """Time that a stage took over all its tries; beside it the last one, where there were several."""
     if entry.made is None:
         return ""
     last = entry.made.took_s

@@ -33,7 +33,7 @@ class Scratch:
 
     @property
     def name(self) -> str:
-        """Where it is, as a text."""
+        """Its path, as a text."""
         return str(self.path)
 
     def cleanup(self) -> None:

@@ -1,4 +1,4 @@
-"""What got worse: a night's scores against the last night's and the best ones, by paired tests on the same items.
+"""Scores that got worse: a night's against the last night's and the best ones, by paired tests on the same items.
 
 Many tests a night find something by chance, so their p-values are corrected (Holm): on a night on which nothing is
 worse, the chance that anything is called worse stays below `nightly.false_alarms`. The best of K earlier models is the

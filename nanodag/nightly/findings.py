@@ -1,4 +1,4 @@
-"""What a night comes to: scores, comparisons and the trend page, kept in the store and in the night's record."""
+"""Results of a night: scores, comparisons and the trend page, kept in the store and in the night's record."""
 
 import json
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ KEPT = (
 
 @dataclass(frozen=True, kw_only=True)
 class NightFindings:
-    """What a night found. worse: a line for each score that is worse by more than noise. page: trend.html; markdown:
+    """Findings of a night. worse: a line for each score that is worse by more than noise. page: trend.html; markdown:
     its tables."""
 
     night: str

@@ -51,7 +51,7 @@ def trend_report(
 
 
 def _tonight(scores: Sequence[NightScore], comparisons: Sequence[NightComparison]) -> list[Part]:
-    """What may have changed, what is worse first, then what has not, folded."""
+    """Table of scores that may have changed, what is worse first, then of those that have not, folded."""
     rows: dict[str, list[list[Cell]]] = {}
     for score in scores:
         metric = score.metric
@@ -177,7 +177,7 @@ def _when(night: RunRecord, zone: str) -> str:
 
 
 def _dates(nights: Sequence[RunRecord], zone: str) -> list[str]:
-    """What stands below each night: its day; its time, where all are of one day; both, where some are."""
+    """Label below each night: its day; its time, where all are of one day; both, where some are."""
     times = [datetime.fromtimestamp(night.night.due, ZoneInfo(zone)) for night in nights]
     num_days = len({time.date() for time in times})
     form = "%m-%d" if num_days == len(times) else "%H:%M" if num_days == 1 else "%m-%d\n%H:%M"

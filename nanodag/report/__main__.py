@@ -97,7 +97,7 @@ def _row(overlap: Overlap) -> list[Cell]:
 
 
 def _not_checked(overlap: Overlap) -> str:
-    """Why nothing can be said of a benchmark and a training source; empty where it was looked for."""
+    """Reason for which nothing can be said of a benchmark and a training source; empty where it was looked for."""
     if overlap.rows == 0:
         return "the benchmark source has no rows"
     if overlap.rows_too_short == overlap.rows:

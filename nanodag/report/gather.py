@@ -1,4 +1,4 @@
-"""What the report is about, read from the job's context and the stages' folders."""
+"""Stages, scores and comparisons of a report, read from the job's context and the stages' folders."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -97,7 +97,7 @@ class Comparison:
 
     @property
     def metric(self) -> str:
-        """What is compared."""
+        """Metric that is compared."""
         return str(self.after.benchmark(self.benchmark)["metric"])  # type: ignore[index] # both have it
 
     @property
@@ -209,7 +209,7 @@ def _nearest_evaluated(column: Column, columns: Sequence[Column], stages: Mappin
 
 
 def warnings_of(stages: Mapping[str, ReportedStage], stale: Mapping[str, str]) -> list[str]:
-    """What the reader of scores must know: what is stale, that RL learned nothing, and prompts that were too long.
+    """Warnings for the reader of scores: what is stale, that RL learned nothing, and prompts that were too long.
     stale: stage -> why."""
     warnings = [f"{name} is stale: {why}." for name, why in stale.items()]
     for stage in stages.values():

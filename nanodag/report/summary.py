@@ -1,4 +1,4 @@
-"""What a run has come to, in short: its scores, what got better and worse by more than noise, and what to beware of.
+"""Summary of a run: its scores, what got better and worse by more than noise, and what to beware of.
 
 It says what the report says, by the same functions, of the run as it is now: also where it has no report, or one that
 is stale.

@@ -145,7 +145,7 @@ def key_of(run: Run, stage: AnyStage, inputs: Inputs) -> tuple[str, dict[str, An
 
 
 def own_entries(stage: AnyStage) -> dict[str, Any]:
-    """What names each function, file and folder of the user's own in a key, by what stands in the config: the entry's
+    """Identity of each function, file and folder of the user's own in a key, by what stands in the config: the entry's
     name, as `process:module:function`, or the folder's path.
 
     Raises ConfigError for one that is not there."""
@@ -184,13 +184,13 @@ def _require_folder(path: str) -> None:
 
 
 def worker_identity(module: str) -> list[dict[str, Any]]:
-    """What names a worker's code in a key: of a package, its `__main__` too, which is what `python -m` runs."""
+    """Identity of a worker's code in a key: of a package, its `__main__` too, which is what `python -m` runs."""
     inner = f"{module}.__main__"
     return [code_identity(name) for name in (module, inner) if name == module or file_of(name) is not None]
 
 
 def code_identity(function: str) -> dict[str, Any]:
-    """What names a user's `module:function`, or module, in a key: its name and the sha256 of its module's file.
+    """Identity of a user's `module:function`, or module, in a key: its name and the sha256 of its module's file.
 
     Raises ConfigError when there is no such module.
     """
@@ -199,7 +199,7 @@ def code_identity(function: str) -> dict[str, Any]:
 
 
 def server_identity(url: str) -> dict[str, Any]:
-    """What names a teacher's server in a key: its URL, and the model that it says it serves, with its version.
+    """Identity of a teacher's server in a key: its URL, and the model that it says it serves, with its version.
 
     Raises ConfigError when it does not answer.
     """
@@ -234,7 +234,7 @@ def with_identities(value: Any, sources: Mapping[str, Any]) -> Any:
 
 
 def made_from(artifact: Artifact, config: AnyStage, inputs: Inputs, *, took_s: float = 0.0) -> Made:
-    """What a run's record says of a stage that has this result."""
+    """Entry of a run's record for a stage that has this result."""
     return Made(
         attempt=artifact.attempt,
         digest=artifact.digest,
@@ -306,7 +306,7 @@ def _on_devices(run: Run, name: str, key: str, job: Job) -> Iterator[None]:
 
 
 def job_of(run: Run, name: str, config: AnyStage, inputs: Mapping[str, StageResult], workspace: Path) -> Job:
-    """What a stage's worker is told. The files of its inputs are brought here, and verified, first."""
+    """Job of a stage's worker. The files of its inputs are brought here, and verified, first."""
     store = run.store
     return Job(
         name=name,
@@ -388,7 +388,8 @@ def _collect_records(job: Job) -> None:
 
 
 def _report_context(run: Run, name: str, inputs: Inputs) -> dict[str, Any]:
-    """What nanodag.report lists, for every stage above that has a result: its manifest, its files, its records."""
+    """Context of a report's job (nanodag.report), for every stage above that has a result: its manifest, its files, its
+    records."""
     record = run.store.read_run(run.name)
     above = {r.stage for r in inputs.values()}
     for stage in reversed(run.order[: run.order.index(name)]):

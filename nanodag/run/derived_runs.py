@@ -48,7 +48,7 @@ def open_composed(
 
 
 def machine_for(name: str, store: Store) -> Machine:
-    """What `auto` of a night or sweep follows from: the machine that it was begun on, else this one."""
+    """Machine that `auto` of a night or sweep follows from: the machine that it was begun on, else this one."""
     before = store.find_run(name)
     return machine_of(before.machine) if before is not None else this_machine()
 

@@ -246,7 +246,7 @@ class Checks:
         self.relied_on.update(str(path) for path in files)
 
     def _width_of(self, stage: AnyStage) -> int | None:
-        """Of the model that a stage begins at, where that is imported from a folder."""
+        """Width of the model that a stage begins at, where that is imported from a folder."""
         while not stage.known_model:
             if "model" not in stage.inputs:
                 return None
@@ -352,7 +352,8 @@ def _check_metadata(records: list[dict[str, Any]], rewards: list[str], url: str)
 
 
 def _is_few(source: SourceConfig) -> bool:
-    """Whether a share is held out of rows that are there and may be few: not of the hub, nor of what a stage makes."""
+    """True where a share is held out of rows that are there and may be few: not of the hub, nor of what a stage
+    makes."""
     return isinstance(source.held_out, float) and not source.url.startswith(("hub:", "input:"))
 
 

@@ -40,7 +40,7 @@ _REPORTED = (
 
 @dataclass(frozen=True, kw_only=True)
 class StageResult:
-    """What a stage hands to those after it. was_found: the store had it already; digest: its content's."""
+    """Result that a stage hands to those after it. was_found: the store had it already; digest: its content's."""
 
     stage: str
     kind: str
@@ -89,7 +89,7 @@ class Run:
         self.store.change_run(self.name, change)
 
     def entry(self, stage: str) -> StageRecord:
-        """What the run's record says about one stage."""
+        """Entry of one stage in the run's record."""
         return self.store.read_run(self.name).stages[stage]
 
     def close(self) -> None:
@@ -253,7 +253,7 @@ def _is_on_gpus(stage: AnyStage) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded:
-    """What it takes to open a run again. stages: those that are to be run. machine: what its `auto` followed from."""
+    """Arguments that open a run again. stages: those that are to be run. machine: what its `auto` followed from."""
 
     file: str
     preset: str
@@ -265,8 +265,8 @@ class Recorded:
 def recorded_run(
     store: Store, name: str, *, stage: str = "", begin_at: str = "", stale: bool = False, overrides: Sequence[str] = ()
 ) -> Recorded:
-    """What a run's record says, for one of its stages alone, for one (`begin_at`) and all that follow it, or for what
-    is stale or not finished (`stale`); with more overrides for these.
+    """Arguments of a run, from its record, for one of its stages alone, for one (`begin_at`) and all that follow it, or
+    for what is stale or not finished (`stale`); with more overrides for these.
 
     Raises ArtifactNotFound for an unknown run, ConfigError for a sweep or night, for an unknown stage, for nothing that
     is stale, or an override of another stage: its results would no longer be those of this run.
@@ -322,7 +322,8 @@ def merged(overrides: Sequence[str]) -> list[str]:
 
 
 def recorded_inputs(run: Run, stage: str, labels: Sequence[str]) -> dict[str, StageResult]:
-    """Those inputs of a stage as the run's record names them. Raises ArtifactNotFound when one is not there yet."""
+    """Inputs of a stage with these labels, as the run's record names them. Raises ArtifactNotFound when one is not
+    there yet."""
     stages = run.store.read_run(run.name).stages
     results = {}
     for label in labels:
@@ -351,7 +352,7 @@ def result_of(stage: str, artifact: Artifact, *, was_found: bool) -> StageResult
 
 
 def lineage_of(inputs: Mapping[str, StageResult]) -> dict[str, dict[str, str]]:
-    """What a manifest says of each input: label -> stage, kind, key, attempt and digest."""
+    """Manifest's entry of each input: label -> stage, kind, key, attempt and digest."""
     fields = ("stage", "kind", "key", "attempt", "digest")
     return {label: {field: getattr(result, field) for field in fields} for label, result in inputs.items()}
 

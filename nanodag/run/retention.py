@@ -35,7 +35,7 @@ class Best:
 
 @dataclass(frozen=True, kw_only=True)
 class RetentionPolicy:
-    """Which records of runs stay: the newest keep_runs, those that completed before others; those begun within
+    """Records of runs that stay: the newest keep_runs, those that completed before others; those begun within
     keep_days; 0 and 0 for all of them. A run that is under way stays. keep_days also holds for attempts that no run
     refers to. best: kept whatever refers to it, with what it was made from."""
 
@@ -81,7 +81,7 @@ def best_of(text: str) -> Best:
 
 
 def plan(store: Store, policy: RetentionPolicy) -> RemovalPlan:
-    """What can go. Raises StoreError when a run's record cannot be read: nobody knows what it refers to."""
+    """List what can go. Raises StoreError when a run's record cannot be read: nobody knows what it refers to."""
     records = store.all_records()
     retired = _retired(records, policy)
     staying = {name: record for name, record in records.items() if name not in retired}
@@ -270,7 +270,7 @@ def _attempts(
 
 
 def _references(records: Mapping[str, RunRecord]) -> set[ArtifactReference]:
-    """What records keep alive."""
+    """References that records keep alive."""
     return {reference for record in records.values() for reference in record.references()}
 
 
@@ -388,8 +388,8 @@ def check(store: Store, key: str, attempt: str) -> Finding:
 
 
 def targets(store: Store, name: str) -> list[tuple[str, str]]:
-    """What a name means: all that a run refers to, or every attempt of the key that begins so, or with an empty name
-    every attempt there is. Raises ArtifactNotFound when it means nothing."""
+    """Attempts that a name means: all that a run refers to, or every attempt of the key that begins so, or with an
+    empty name every attempt there is. Raises ArtifactNotFound when it means nothing."""
     keys = store.keys()
     if not name:
         return [(key, attempt) for key in keys for attempt in store.attempts(key)]

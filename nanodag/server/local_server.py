@@ -59,8 +59,8 @@ class ProcessId:
 
 @dataclass(frozen=True, kw_only=True)
 class RunningServer:
-    """What server.json says. serve: the supervisor of the process that serves. deployments: flow name -> deployment id,
-    none while it starts. serves: which code and pipeline file. settings: what the server was started with."""
+    """Content of server.json. serve: the supervisor of the process that serves. deployments: flow name -> deployment
+    id, none while it starts. serves: which code and pipeline file. settings: what the server was started with."""
 
     port: int
     server: ProcessId
@@ -76,7 +76,7 @@ class RunningServer:
         return f"http://{self.host}:{self.port}"
 
     def api(self) -> Api:
-        """Who answers there."""
+        """Client of its API."""
         return Api(self.url, login=read_login(self.password_file))
 
 
@@ -152,12 +152,12 @@ class LocalServer:
             raise
 
     def serves(self) -> bool:
-        """Whether a process that serves the flows is there, be it another than before."""
+        """True while a process that serves the flows is there, be it another than before."""
         record = self._recorded()
         return record is not None and record.serve.is_alive()
 
     def has_left_flows(self) -> bool:
-        """Whether what serves is there and the server's process is not: flow runs go on that nobody could cancel."""
+        """True where what serves is there and the server's process is not: flow runs go on that nobody could cancel."""
         record = self._recorded()
         return record is not None and record.serve.is_alive() and not record.server.is_alive()
 
@@ -177,7 +177,7 @@ class LocalServer:
         return self._environment(running.port)
 
     def _settings(self) -> str:
-        """What a change of makes another server necessary. Of the login only when its file changed."""
+        """Text of all whose change makes another server necessary. Of the login only when its file changed."""
         has_login = self._password_file != NO_LOGIN
         changed = f" {Path(self._password_file).stat().st_mtime_ns}" if has_login else ""
         return (
@@ -186,7 +186,8 @@ class LocalServer:
         )
 
     def _to_serve(self) -> str:
-        """What a change of makes another serve process necessary: the form offers the pipeline file's stages."""
+        """Text of all whose change makes another serve process necessary: the form offers the pipeline file's
+        stages."""
         return f"code {code_digest()}, {self._file} {hashlib.sha256(self._file.read_bytes()).hexdigest()[:8]}"
 
     def _recorded(self) -> RunningServer | None:

@@ -67,7 +67,7 @@ class Api:
         return {field: state.get(field) or "" for field in ("type", "name", "message")}
 
     def num_active_runs(self) -> int:
-        """How many flow runs are under way, or asked for and about to be taken by what serves."""
+        """Number of flow runs that are under way, or asked for and about to be taken by what serves."""
         under_way = {"state": {"type": {"any_": ["RUNNING", "PENDING", "CANCELLING"]}}}
         now = datetime.now(UTC).isoformat()  # a night that is to come is scheduled too
         asked_for = {

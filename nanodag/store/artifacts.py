@@ -90,7 +90,7 @@ class Store(RunRecords):
         return None
 
     def attempt(self, key: str, attempt: str) -> Artifact:
-        """That very attempt. Raises ArtifactNotFound when it is not there, CorruptArtifact when it is damaged,
+        """Attempt of that name. Raises ArtifactNotFound when it is not there, CorruptArtifact when it is damaged,
         NewerFormat when only a newer nanodag reads it."""
         try:
             return self._read_manifest(key, attempt)
@@ -198,7 +198,7 @@ class Store(RunRecords):
         return self._backend.put(artifact, parts, last + 1)
 
     def mirror(self, key: str, folder: Path) -> Mirror:
-        """What copies the checkpoints of a key's stage to a remote store. Raises StoreError when it is local."""
+        """Copier of the checkpoints of a key's stage to a remote store. Raises StoreError when it is local."""
         if not isinstance(self._backend, RemoteBackend):
             raise StoreError(f"The store {self.url} is local: checkpoints in it are there already, nothing to mirror.")
         return Mirror(self._backend, safe_name(key), folder)
@@ -226,7 +226,7 @@ class Store(RunRecords):
             return self._backend.set_aside(safe_name(key), safe_name(attempt))
 
     def leftovers(self) -> dict[str, int]:
-        """What killed writers left behind: path below the store -> bytes."""
+        """Files that killed writers left behind: path below the store -> bytes."""
         return self._backend.leftovers()
 
     def clear(self, leftover: str) -> None:

@@ -160,7 +160,7 @@ class LocalBackend:
         return str(target)
 
     def leftovers(self) -> dict[str, int]:
-        """What killed writers of this host left behind: path below the store -> bytes."""
+        """Files that killed writers of this host left behind: path below the store -> bytes."""
         sizes = {}
         for path in self.root.glob("artifacts/*/.*.tmp"):
             if is_leftover(path.name):

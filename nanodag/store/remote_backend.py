@@ -239,7 +239,7 @@ def _is_of_a_bucket(error: FileNotFoundError) -> bool:
 
 
 def _driver_errors() -> tuple[type[Exception], ...]:
-    """What the drivers that are loaded raise beside OSError."""
+    """Exceptions that the drivers that are loaded raise, OSError among them."""
     errors: list[type[Exception]] = [OSError]
     if "botocore.exceptions" in sys.modules:
         errors += [sys.modules["botocore.exceptions"].BotoCoreError, sys.modules["botocore.exceptions"].ClientError]

@@ -1,4 +1,4 @@
-"""What each point of a sweep reached: the metrics of its stage, the scores of its evals with their intervals."""
+"""Results of each point of a sweep: the metrics of its stage, the scores of its evals with their intervals."""
 
 import json
 import logging

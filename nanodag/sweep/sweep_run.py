@@ -72,7 +72,8 @@ def in_waves(sweep: Sweep, stages: Sequence[str]) -> list[str]:
 
 
 def find_built(run: Run) -> dict[str, StageResult]:
-    """What the store has of a run's stages, noted in its record at once; what needs a missing one is missing too."""
+    """Results that the store has of a run's stages, noted in its record at once; what needs a missing one is missing
+    too."""
     results: dict[str, StageResult] = {}
     notes: dict[str, dict[str, Any]] = {}
     now = time.time()

@@ -133,7 +133,7 @@ def refuse_odd(query: Mapping[str, str]) -> None:
 
 
 def _frame(shelf: Shelf, steps: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
-    """What the page has whether or not there are rollouts to show."""
+    """Variables that the page has whether or not there are rollouts to show."""
     is_held_out = query.get("set") == "eval"
     evaluations = shelf.evaluations()
     there = evaluations if is_held_out else [int(line["step"]) for line in steps]

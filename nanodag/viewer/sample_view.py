@@ -1,4 +1,4 @@
-"""What the page shows of each sample: its sequences, turn by turn, with a colour for each token. Nothing that a model
+"""View of each sample on the page: its sequences, turn by turn, with a colour for each token. Nothing that a model
 or an environment wrote may make the page large, or look like a part of it."""
 
 import codecs

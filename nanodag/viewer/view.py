@@ -1,4 +1,4 @@
-"""Which rollouts the page shows, in what order, and the picture of one step."""
+"""Rollouts that the page shows, their order, and the picture of one step."""
 
 import math
 from collections import Counter
@@ -31,7 +31,7 @@ def together(reads: Sequence[Read], most: int) -> list[list[Read]]:
 
 
 def first_samples(reads: Sequence[Read], most: int) -> list[Read]:
-    """What there is of the first samples, with all of their sequences, the samples of a prompt together."""
+    """Rollouts of the first samples, with all of their sequences, the samples of a prompt together."""
     ordered = [read for page in together(reads, len(reads)) for read in page]
     samples = dict.fromkeys((read.rollout.group_id, read.rollout.sample_index) for read in ordered)
     kept = set(list(samples)[:most])
@@ -39,12 +39,12 @@ def first_samples(reads: Sequence[Read], most: int) -> list[Read]:
 
 
 def fates_of(reads: Sequence[Read]) -> dict[str, int]:
-    """How many rollouts met which fate, most first."""
+    """Number of rollouts that met each fate, most first."""
     return dict(Counter(read.fate for read in reads).most_common())
 
 
 def fate_choices(fates: Mapping[str, int]) -> list[tuple[str, str]]:
-    """What may be asked for, and its words. fates: how many met each."""
+    """Fates that may be asked for, and their words. fates: how many met each."""
     choices = [(fate, f"{fate.replace('_', ' ')} ({count})") for fate, count in fates.items()]
     failed = sum(fates.get(fate, 0) for fate in FAILURES)
     return [(FAILED, f"any failure ({failed})"), *choices] if failed else choices

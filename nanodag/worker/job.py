@@ -1,4 +1,4 @@
-"""What a worker process sees: one job in, metrics lines while it works, one result out.
+"""Interface of a worker process: one job in, metrics lines while it works, one result out.
 
 `python -m nanodag.<module> <workspace>/job.json`. The job names the stage's resolved config, the folders of its inputs
 and the workspace. A worker leaves its product in `output/`, and `result.json` as its last act: success is a published

@@ -35,7 +35,7 @@ ENDS_WITHIN = 3  # times stop_timeout_s a watchdog ends: SIGTERM and SIGKILL, fo
 
 @dataclass(frozen=True, kw_only=True)
 class Watch:
-    """What the caller of a worker hears, and says. on_line gets each line of its log, on_metrics each record of
+    """Callbacks of a worker's caller, and its wish to stop. on_line gets each line of its log, on_metrics each record of
     metrics.jsonl, as they appear. stop: set to end it. restarts, restarts_left: as in nanodag.worker.failure.Ended."""
 
     on_line: Callable[[str], None] = lambda line: None
@@ -237,7 +237,7 @@ def _json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _num_oom_kills() -> int:
-    """How many processes the kernel's out-of-memory killer has ended on this machine, where /proc tells."""
+    """Number of processes that the kernel's out-of-memory killer has ended on this machine, where /proc tells."""
     path = Path("/proc/vmstat")
     lines = path.read_text().splitlines() if path.exists() else []
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)

@@ -89,11 +89,11 @@ class Tail:
 
     @classmethod
     def from_now(cls, path: Path) -> "Tail":
-        """Of what is written from now on."""
+        """Follow what is written from now on."""
         return cls(path, path.stat().st_size if path.exists() else 0)
 
     def lines(self) -> list[str]:
-        """What has been written since the last call."""
+        """Lines written since the last call."""
         if not self._path.exists():
             return []
         if self._path.stat().st_size < self._offset:  # rewritten by a worker that went back to a checkpoint
