@@ -35,7 +35,7 @@ ENDS_WITHIN = 3  # times stop_timeout_s a watchdog ends: SIGTERM and SIGKILL, fo
 
 @dataclass(frozen=True, kw_only=True)
 class Watch:
-    """Callbacks of a worker's caller, and its wish to stop. on_line gets each line of its log, on_metrics each record of
+    """Callbacks of a worker's caller, and its stop signal. on_line gets each line of its log, on_metrics each record of
     metrics.jsonl, as they appear. stop: set to end it. restarts, restarts_left: as in nanodag.worker.failure.Ended."""
 
     on_line: Callable[[str], None] = lambda line: None
