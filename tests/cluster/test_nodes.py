@@ -128,7 +128,9 @@ def reached(tmp_path, monkeypatch):
         monkeypatch.setattr(nodes, "AGAIN_AFTER_S", 0.1)
         monkeypatch.setattr(nodes, "REACH_TIMEOUT_S", 30.0)
         cluster = {"hostfile": str(tmp_path / "hostfile"), "ssh_command": f"sh {tmp_path}/reach {{host}}"}
-        config = SimpleNamespace(stop_timeout_s=20.0, resources=Resources(num_ranks=2, nodes=2, threads=1, device="cpu"))
+        config = SimpleNamespace(
+            stop_timeout_s=20.0, resources=Resources(num_ranks=2, nodes=2, threads=1, device="cpu")
+        )
         return Nodes(SimpleNamespace(config=config, context={"cluster": cluster}, workspace=tmp_path / "work"))
 
     (tmp_path / "work").mkdir()

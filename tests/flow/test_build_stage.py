@@ -18,8 +18,7 @@ from nanodag.run.progress import progress_of
 from nanodag.run.record import open_run
 from nanodag.run.retention import RetentionPolicy, plan
 from nanodag.worker.launch import begin_try, usage_of
-from tests.fault.processes import pids_in, wait_until
-from tests.flow.waiting import wait_for_step
+from tests.fault.processes import pids_in, wait_for_step, wait_until
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from nanodag.config import resolve
 from nanodag.errors import ConfigError, StageFailed
 from nanodag.run.build_stage import build_stage
 from nanodag.run.record import open_run
-from tests.flow.waiting import wait_for_step
+from tests.fault.processes import wait_for_step
 
 
 def test_another_machine_goes_on_from_the_mirrored_checkpoint(project, tell, monkeypatch):

@@ -22,7 +22,7 @@ from nanodag.run.preflight_checks import Checks
 from nanodag.run.record import open_run
 from nanodag.worker.job import Job, read_job, write_job
 from tasks.stage_task import task_of
-from tests.flow.conftest import NO_TRACKERS, STAGES
+from tests.fake_stages import NO_TRACKERS, STAGES
 
 MERGE = """
 import json

@@ -17,8 +17,8 @@ from nanodag.run.record import open_run
 from nanodag.run.reproduce import reproduce
 from nanodag.worker import tracker
 from nanodag.worker.job import write_job
+from tests.fake_stages import FAKES
 from tests.fault.processes import wait_until
-from tests.flow.conftest import FAKES
 
 WANDB = "tracking.trackers=[wandb]"
 CALLS = "wandb.jsonl"

@@ -8,7 +8,7 @@ from nanodag.config import order_of
 from nanodag.errors import ConfigError
 from nanodag.sweep.points import make_sweep, points_of
 from nanodag.sweep.sweep_run import in_waves
-from tests.flow.conftest import STAGES
+from tests.fake_stages import STAGES
 
 
 @pytest.fixture

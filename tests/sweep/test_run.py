@@ -13,7 +13,7 @@ from nanodag.run.record import result_of
 from nanodag.store import Store
 from nanodag.store.provenance import process_started
 from nanodag.sweep.sweep_run import begin_sweep, conclude, find_built
-from tests.flow.conftest import STAGES
+from tests.fake_stages import STAGES
 from tests.nightly.made_nights import FACTS, publish_eval
 from tests.run_records import run_record
 
