@@ -15,6 +15,7 @@ from nanodag.config.pipeline import read_stage
 from nanodag.worker.job import Job, read_job, write_job
 from tests.cluster.gives_weights import CUT_S
 from tests.cluster.namespaces import SSH_COMMAND, two_nodes
+from tests.fault.processes import wait_until
 from tests.rl import stages as rl_stages
 from tests.rl.models import save_tiny_model
 from tests.rl.test_broadcast_sync import expected
@@ -130,10 +131,7 @@ def test_killing_who_asked_ends_both_nodes_with_a_checkpoint(nodes, folder):
     wait_for_step(workspace, process, 2)
     process.kill()
     process.wait()
-    deadline = time.monotonic() + 40
-    while found := [*nodes.pids(nodes.here), *nodes.pids(nodes.there)]:
-        assert time.monotonic() < deadline, found
-        time.sleep(0.1)
+    wait_until(lambda: not [*nodes.pids(nodes.here), *nodes.pids(nodes.there)], 40, every_s=0.1)
     assert len(list((workspace / "checkpoints").glob("step-????????"))) == 1  # both agreed after which step
 
 

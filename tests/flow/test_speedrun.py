@@ -4,25 +4,20 @@ import json
 import os
 import signal
 import threading
-import time
 
 import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 
 from flows.speedrun import speedrun
+from nanodag.store import Store
+from tests.fault.processes import pids_in, wait_until
 
 pytestmark = pytest.mark.usefixtures("prefect_server", "project")
 
 
 def record_of(name, project):
-    return open_run_store(project).read_run(name)
-
-
-def open_run_store(project):
-    from nanodag.store import Store
-
-    return Store(project / "store")
+    return Store(project / "store").read_run(name)
 
 
 def states_of(name, project):
@@ -86,11 +81,9 @@ def test_a_killed_worker_is_started_again_and_goes_on_from_its_checkpoint(projec
     ended = []
     thread = threading.Thread(target=lambda: ended.append(speedrun("r", preset="tiny", return_state=True)))
     thread.start()
-    deadline = time.monotonic() + 60
-    while not (lines := [p for p in (project / "store" / "work").glob("*/metrics.jsonl") if is_at_step_2(p, "sft")]):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    os.kill(int((lines[0].parent / "pids").read_text().split()[-1]), signal.SIGKILL)
+    work = project / "store" / "work"
+    lines = wait_until(lambda: [p for p in work.glob("*/metrics.jsonl") if is_at_step_2(p, "sft")])
+    os.kill(pids_in(lines[0].parent)[-1], signal.SIGKILL)
     tell("sft", "")
     thread.join(120)
     assert ended[0].is_completed()
