@@ -13,7 +13,6 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from nanodag.cli.gc import open_store
 from nanodag.cli.live_table import make_console
 from nanodag.cli.show import find_run, print_stale
 from nanodag.config.kinds import recorded_kind
@@ -21,6 +20,7 @@ from nanodag.errors import CorruptArtifact, StoreError
 from nanodag.errors.words import counted, duration, size
 from nanodag.report.lineage import Origin, origin_of, picture_of
 from nanodag.run.diff import SECTIONS, DiffLine, compare
+from nanodag.run.record import served_store
 from nanodag.store import Artifact, Store
 from nanodag.store.atomic import copy_hashed, fsync_folders, write_bytes, writing
 
@@ -30,7 +30,7 @@ IS_MODEL = {"config.json", "tokenizer.json"}
 
 def show_lineage(key: str, *, picture: str, file: str) -> None:
     """Print the lineage as a tree; with `picture`, write it as an SVG too."""
-    console, store = make_console(), open_store(file)
+    console, store = make_console(), served_store(file)
     origin = origin_of(store, store.get(key))
     printed: set[int] = set()
     tree = Tree(_title("", origin), guide_style="dim")
@@ -69,7 +69,7 @@ def _grow(tree: Tree, origin: Origin, said: set[int]) -> None:
 
 def show_diff(first: str, second: str, *, show_all: bool, file: str) -> None:
     """Two runs side by side: the lines that are not the same."""
-    console, store = make_console(), open_store(file)
+    console, store = make_console(), served_store(file)
     before, after = find_run(store, first), find_run(store, second)
     rows = compare(store, before, after)
     for section in SECTIONS:
@@ -106,7 +106,7 @@ def _shown(value: Any) -> str:
 
 def export_artifact(key: str, folder: str, *, file: str) -> None:
     """Write an artifact's files into a new folder."""
-    console, store = make_console(), open_store(file)
+    console, store = make_console(), served_store(file)
     artifact = store.get(key)
     path = export(store, artifact, Path(folder))
     kind = recorded_kind(artifact.kind).name
@@ -120,7 +120,7 @@ def reproduce_artifact(key: str, *, file: str) -> int:
     """Run an artifact's stage again and compare; returns the exit code: 0 for the same bytes."""
     from nanodag.run.reproduce import reproduce
 
-    console, store = make_console(), open_store(file)
+    console, store = make_console(), served_store(file)
     artifact = store.get(key)
     kind = recorded_kind(artifact.kind).name
     console.print(f"Building {artifact.stage} ({kind}) of {artifact.key[:12]}/{artifact.attempt} again.")

@@ -107,14 +107,13 @@ def show_night(
     from rich.markdown import Markdown
 
     from nanodag.cli.live_table import make_console
-    from nanodag.config import resolve
     from nanodag.errors import ArtifactNotFound
     from nanodag.nightly.findings import PAGE_STAGE
     from nanodag.nightly.nights import nights_of
-    from nanodag.run.record import pipeline_file, store_of
+    from nanodag.run.record import served_store
 
     console = make_console()
-    store = store_of(resolve(pipeline_file(file)).pipeline)
+    store = served_store(file)
     nights = [n for n in nights_of(store) if PAGE_STAGE in n.stages and name in ("", n.run)]
     if not nights:
         raise ArtifactNotFound(f"{store.url} has no finished night{' ' + name if name else ''}: nanodag nightly run")

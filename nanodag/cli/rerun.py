@@ -42,11 +42,11 @@ def rerun(
     from nanodag.config.resolve import portable
     from nanodag.run.preflight import check_before_start
     from nanodag.run.python_path import note_python_path
-    from nanodag.run.record import check_gpus, pipeline_file, recorded_run, store_of
+    from nanodag.run.record import check_gpus, pipeline_file, recorded_run, served_store
     from nanodag.server.local_server import server_of
 
     began, console, changes = time.monotonic(), make_console(), portable(overrides or [])
-    store = store_of(resolve(pipeline_file(file)).pipeline)
+    store = served_store(file)
     name = find_run(store, run).run
     recorded = recorded_run(store, name, stage=stage, begin_at=begin_at, stale=stale, overrides=changes)
     path = pipeline_file(recorded.file)

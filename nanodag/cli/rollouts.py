@@ -82,11 +82,10 @@ def rollouts(
     )
     from nanodag.cli.live_table import make_console
     from nanodag.cli.show import find_run, print_stale
-    from nanodag.config import resolve
     from nanodag.rl.rollouts.rollout_files import FAILED, Wanted, shelf_of
-    from nanodag.run.record import pipeline_file, store_of
+    from nanodag.run.record import served_store
 
-    store = store_of(resolve(pipeline_file(file)).pipeline)
+    store = served_store(file)
     record = find_run(store, run)
     shelf = shelf_of(store, record, stage)
     print_stale(make_console(), record, shelf.stage)

@@ -9,14 +9,13 @@ from typing import NoReturn
 from rich.console import Console
 
 from nanodag.cli.show import find_run, print_stale
-from nanodag.config import resolve
 from nanodag.config.kind import MODEL
 from nanodag.config.kinds import recorded_kind
 from nanodag.errors import ArtifactNotFound, ConfigError
 from nanodag.errors.words import listed, nearest
 from nanodag.host.machine import detect
 from nanodag.host.processor import usable_cores
-from nanodag.run.record import pipeline_file, store_of
+from nanodag.run.record import served_store
 from nanodag.store import Store
 from nanodag.store.run_record import RunRecord
 from nanodag.worker.launch import worker_environment
@@ -32,7 +31,7 @@ def serve(
     models: dict[str, Path] = {}
     followed: list[str] = []
     if is_following:
-        store = store_of(resolve(pipeline_file(file)).pipeline)
+        store = served_store(file)
         followed = [f"--follow={find_run(store, name).run}", f"--follow-stage={stage}"]
         followed += [f"--store={store.url}", f"--store-local={store.local}"]
     else:
@@ -78,7 +77,7 @@ def found_model(name: str, stage: str, file: str) -> tuple[str, Path]:
         if stage:
             raise ConfigError(f"{name} is a model by itself and has no stage {stage!r}.")
         return _elsewhere_name(name), _elsewhere(name)
-    store = store_of(resolve(pipeline_file(file)).pipeline)
+    store = served_store(file)
     return _of_run(store, find_run(store, name), stage)
 
 

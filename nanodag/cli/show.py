@@ -27,7 +27,7 @@ from nanodag.errors.words import counted, duration, listed, nearest, size, tries
 from nanodag.host.machine import machine_of
 from nanodag.run.preflight import check_names
 from nanodag.run.progress import progress_of, tracker_urls
-from nanodag.run.record import pipeline_file, state_of, store_of
+from nanodag.run.record import pipeline_file, served_store, state_of
 from nanodag.run.resource_requests import requests_of
 from nanodag.run.stale_stages import advice, stale_stages
 from nanodag.store import Store
@@ -125,7 +125,7 @@ def show_status(name: str = "", *, file: str, all_runs: bool) -> None:
     """The runs of the store, newest last, with every stage's state, key, size and time; of one that is named its scores
     too."""
     console = make_console()
-    store = store_of(resolve(pipeline_file(file)).pipeline)
+    store = served_store(file)
     records = store.records_of_runs()
     if not records:
         console.print(f"No runs in {store.url} yet. Start one with: {command('run')}")
@@ -158,7 +158,7 @@ def show_status(name: str = "", *, file: str, all_runs: bool) -> None:
 
 def print_status(name: str = "", *, file: str, all_runs: bool) -> None:
     """The same runs as a JSON list, each with its stages: states, how far they are, and their trackers' URLs."""
-    store = store_of(resolve(pipeline_file(file)).pipeline)
+    store = served_store(file)
     records = list(store.records_of_runs().values())
     chosen = [find_run(store, name)] if name else records if all_runs else records[-NEWEST:]
     print(json.dumps([_run_values(store, record) for record in chosen], indent=2))
@@ -303,7 +303,7 @@ def find_run(store: Store, name: str) -> RunRecord:
 def show_stages(name: str, *, file: str) -> None:
     """Every stage of a run with its inputs, data, metrics and cost, from the manifests."""
     console = make_console()
-    store = store_of(resolve(pipeline_file(file)).pipeline)
+    store = served_store(file)
     record = find_run(store, name)
     console.print(Text.assemble((record.run, "bold"), f"  preset {record.preset}  {state_of(record)}"))
     if record.reason:
@@ -323,7 +323,7 @@ def show_stages(name: str, *, file: str) -> None:
 def show_report(name: str, *, file: str) -> None:
     """Print report.md, then the paths of its files."""
     console = make_console()
-    store = store_of(resolve(pipeline_file(file)).pipeline)
+    store = served_store(file)
     record = find_run(store, name)
     made = (s for s, entry in record.stages.items() if entry.has_ended_well and recorded_kind(entry.kind).makes == PAGE)
     if not (reports := list(made)):

@@ -256,14 +256,10 @@ def _build(
     if find_kind(stage.kind).makes == PAGE:
         job = replace(job, context={**job.context, **_report_context(run, name, inputs)})
     result, waited_s = work(run, job, lock, watch, on_devices=_on_devices(run, name, key, job))
-    usage, device = usage_of(job.workspace), str(stage.resources.device)
+    device = str(stage.resources.device)
     cost = {
         **result.cost,
-        "seconds": usage["seconds"],
-        "earlier_seconds": usage["earlier_seconds"],
-        "cpu_seconds": usage["cpu_s"],
-        "peak_bytes": usage["peak_bytes"],
-        "num_attempts": usage["num_attempts"],
+        **usage_of(job.workspace),
         "device": device,
         "start_s": round(result.start_s, 3),
         "work_s": round(result.work_s, 3),

@@ -370,9 +370,9 @@ def pipeline_file(file: str) -> Path:
     return here if here.exists() else PROJECT / "pipeline.yaml"
 
 
-def served_store() -> Store:
-    """The store that this process serves: of NANODAG_STORE, else of the pipeline file."""
-    return store_of(resolve(pipeline_file("")).pipeline)
+def served_store(file: str = "") -> Store:
+    """The store of NANODAG_STORE, else of the pipeline file: the one that this process serves, or looks into."""
+    return store_of(resolve(pipeline_file(file)).pipeline)
 
 
 def store_of(pipeline: Pipeline) -> Store:

@@ -219,14 +219,14 @@ def begin_try(workspace: Path) -> float:
 
 
 def usage_of(workspace: Path) -> dict[str, float]:
-    """Usage of all tries in a workspace: `seconds`, `earlier_seconds` (all but the last), `cpu_s` (over all nodes),
-    `peak_bytes` (of all processes on a node together), `num_attempts`."""
+    """Usage of all tries in a workspace: `seconds`, `earlier_seconds` (all but the last), `cpu_seconds` (over all
+    nodes), `peak_bytes` (of all processes on a node together), `num_attempts`."""
     lines = _json_lines(workspace / USAGE_NAME)
     everywhere = [*lines, *(line for path in sorted(workspace.glob("usage-*.jsonl")) for line in _json_lines(path))]
     return {
         "seconds": round(sum(line["seconds"] for line in lines), 3),
         "earlier_seconds": round(sum(line["seconds"] for line in lines[:-1]), 3),
-        "cpu_s": round(sum(line["cpu_s"] for line in everywhere), 3),
+        "cpu_seconds": round(sum(line["cpu_s"] for line in everywhere), 3),
         "peak_bytes": max((line.get("peak_bytes", 0) for line in everywhere), default=0),
         "num_attempts": len(lines),
     }

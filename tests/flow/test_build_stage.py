@@ -187,7 +187,7 @@ def test_a_try_that_was_killed_with_its_watchdog_still_counts(tmp_path):
         stream.write(json.dumps({"began": time.time(), "seconds": 5.0, "cpu_s": 4.0, "peak_bytes": 9}) + "\n")
     assert begin_try(tmp_path) == 35.0
     assert usage_of(tmp_path) == {
-        **{"seconds": 35.0, "earlier_seconds": 30.0, "cpu_s": 4.0, "peak_bytes": 9, "num_attempts": 2}
+        **{"seconds": 35.0, "earlier_seconds": 30.0, "cpu_seconds": 4.0, "peak_bytes": 9, "num_attempts": 2}
     }
 
 

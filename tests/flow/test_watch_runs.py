@@ -5,7 +5,7 @@ from datetime import timedelta
 import pytest
 from prefect.client.orchestration import get_client
 
-from flows import crashed
+from flows import serve
 from nanodag.server.local_server import HEARTBEAT_S
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
@@ -16,11 +16,11 @@ def test_it_is_registered_once_however_often_the_serving_process_starts(monkeypa
     with get_client(sync_client=True) as client:
         monkeypatch.setattr(client, "update_automation", lambda *given: changed.append(given))
         for _ in range(2):
-            crashed.register(client)
-        found = client.read_automations_by_name(crashed.NAME)
+            serve.watch_runs(client)
+        found = client.read_automations_by_name(serve.WATCH)
         assert changed == [], "a change has the server forget whose heartbeats it waits for"
-        monkeypatch.setattr(crashed, "WITHIN", timedelta(seconds=60))
-        crashed.register(client)
+        monkeypatch.setattr(serve, "WITHIN", timedelta(seconds=60))
+        serve.watch_runs(client)
     assert [automation.trigger.within for _, automation in changed] == [timedelta(seconds=60)]
     assert len(found) == 1 and found[0].enabled
     assert found[0].trigger.within == timedelta(seconds=90)
@@ -29,5 +29,5 @@ def test_it_is_registered_once_however_often_the_serving_process_starts(monkeypa
 
 
 def test_a_dead_run_is_marked_within_two_minutes_of_its_last_heartbeat():
-    assert crashed.WITHIN.total_seconds() >= 3 * HEARTBEAT_S, "two heartbeats may be lost"
-    assert crashed.WITHIN.total_seconds() + HEARTBEAT_S <= 120, "the window, and a heartbeat that was still to come"
+    assert serve.WITHIN.total_seconds() >= 3 * HEARTBEAT_S, "two heartbeats may be lost"
+    assert serve.WITHIN.total_seconds() + HEARTBEAT_S <= 120, "the window, and a heartbeat that was still to come"
