@@ -241,7 +241,6 @@ def _show_result(run: Run, result: StageResult) -> None:
 
 
 def _show_page(run: Run, result: StageResult) -> None:
-    """The report in the UI."""
     text = (run.store.materialize(run.store.attempt(result.key, result.attempt)) / "report.md").read_text()
     create_markdown_artifact(key=f"report-{run.name}".lower().replace("_", "-").replace(".", "-"), markdown=text)
 

@@ -105,7 +105,6 @@ def _shown(value: Any) -> str:
 
 
 def export_artifact(key: str, folder: str, *, file: str) -> None:
-    """Write an artifact's files into a new folder."""
     console, store = make_console(), served_store(file)
     artifact = store.get(key)
     path = export(store, artifact, Path(folder))

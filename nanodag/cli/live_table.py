@@ -148,7 +148,6 @@ class Shown:
             self._live.stop()
 
     def __call__(self, text: str) -> None:
-        """Show how far it is."""
         if self._console.is_terminal:
             self._live.update(Text(f"  {text}", style="dim", overflow="ellipsis", no_wrap=True))
         elif time.monotonic() - self._said_at > LINE_EVERY_S:

@@ -72,7 +72,6 @@ def _is_elsewhere(name: str) -> bool:
 
 
 def found_model(name: str, stage: str, file: str) -> tuple[str, Path]:
-    """The name and folder of one model."""
     if _is_elsewhere(name):
         if stage:
             raise ConfigError(f"{name} is a model by itself and has no stage {stage!r}.")

@@ -18,7 +18,6 @@ SHOWN = 40
 
 
 def add_to(app: typer.Typer) -> None:
-    """Make the commands part of `nanodag`."""
     for command in (verify, gc, lineage, diff, export, reproduce):
         app.command()(command)
 

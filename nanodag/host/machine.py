@@ -114,7 +114,6 @@ class Machine:
 
     @property
     def core(self) -> InstructionSet:
-        """Speed of one of its cores."""
         return INSTRUCTION_SETS[self.instruction_set]
 
     @property
@@ -276,7 +275,6 @@ class _Listed:
 
 @functools.cache
 def _listed_gpus() -> tuple[_Listed, ...]:
-    """All GPUs of this machine, as nvidia-smi lists them."""
     command = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total,compute_cap", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)

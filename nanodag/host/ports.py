@@ -39,7 +39,6 @@ def own_address(named: str) -> str:
 
 
 def interface_of(address: str) -> str:
-    """The network interface that has an address."""
     interfaces = [name for name, has in psutil.net_if_addrs().items() if any(entry.address == address for entry in has)]
     assert interfaces, f"no interface has {address}"
     return interfaces[0]

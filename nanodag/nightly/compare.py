@@ -43,7 +43,6 @@ class NightComparison:
     is_worse: bool = False
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values for the night's record."""
         name = {field: getattr(self.score, field) for field in ("label", "stage", "eval", "benchmark", "metric")}
         rest = {
             field: getattr(self, field)

@@ -33,7 +33,6 @@ class NightFindings:
     markdown: str
 
     def as_json(self) -> dict[str, Any]:
-        """For an event."""
         text = "\n".join(
             [f"nanodag {self.night}: {len(self.worse)} of {counted(self.num_scores, 'score')} got worse", *self.worse]
         )

@@ -53,7 +53,6 @@ class ReportedStage:
 
     @cached_property
     def results(self) -> dict[str, Any]:
-        """results.json of a stage that makes scores."""
         return json.loads((self.files / "results.json").read_text(encoding="utf-8"))
 
 
@@ -70,7 +69,6 @@ class Column:
         return next((e.results["benchmarks"][name] for e in self.evals if name in e.results["benchmarks"]), None)
 
     def samples_path(self, name: str) -> Path:
-        """The records of one benchmark."""
         return next(e.files / "samples" / f"{name}.jsonl" for e in self.evals if name in e.results["benchmarks"])
 
 
@@ -97,7 +95,6 @@ class Comparison:
 
     @property
     def metric(self) -> str:
-        """Metric that is compared."""
         return str(self.after.benchmark(self.benchmark)["metric"])  # type: ignore[index] # both have it
 
     @property

@@ -75,7 +75,6 @@ class Run:
         return order_of(self.pipeline)
 
     def note(self, stage: str, **fields: Any) -> None:
-        """Change what the run's record says about one stage."""
         self.store.change_run(self.name, lambda record: record.with_stage(stage, **fields))
 
     def note_key(self, stage: str, key: str) -> None:
@@ -89,7 +88,6 @@ class Run:
         self.store.change_run(self.name, change)
 
     def entry(self, stage: str) -> StageRecord:
-        """Entry of one stage in the run's record."""
         return self.store.read_run(self.name).stages[stage]
 
     def close(self) -> None:
@@ -340,7 +338,6 @@ def recorded_inputs(run: Run, stage: str, labels: Sequence[str]) -> dict[str, St
 
 
 def result_of(stage: str, artifact: Artifact, *, was_found: bool) -> StageResult:
-    """An artifact as the result of a run's stage."""
     return StageResult(
         stage=stage,
         kind=artifact.kind,
@@ -376,7 +373,6 @@ def served_store(file: str = "") -> Store:
 
 
 def store_of(pipeline: Pipeline) -> Store:
-    """The store that a pipeline names."""
     local = None if pipeline.store.local == "auto" else Path(pipeline.store.local)
     return Store(pipeline.store.url, local=local)
 

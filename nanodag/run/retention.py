@@ -270,7 +270,6 @@ def _attempts(
 
 
 def _references(records: Mapping[str, RunRecord]) -> set[ArtifactReference]:
-    """References that records keep alive."""
     return {reference for record in records.values() for reference in record.references()}
 
 
@@ -314,7 +313,6 @@ def _best(attempts: Mapping[ArtifactReference, Any], rules: tuple[Best, ...]) ->
 
 
 def _metric(values: Mapping[str, Any], name: str) -> Any:
-    """A metric by its dotted name."""
     if name in values:
         return values[name]
     head, dot, rest = name.partition(".")

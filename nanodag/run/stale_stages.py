@@ -77,5 +77,4 @@ def config_digest(stage: BaseModel) -> str:
 
 
 def advice(run: str) -> str:
-    """Command that builds what is stale."""
     return f"nanodag rerun {run} --stale"

@@ -76,7 +76,6 @@ class RunningServer:
         return f"http://{self.host}:{self.port}"
 
     def api(self) -> Api:
-        """Client of its API."""
         return Api(self.url, login=read_login(self.password_file))
 
 
@@ -173,7 +172,6 @@ class LocalServer:
         return was_up or were_strays
 
     def environment(self, running: RunningServer) -> dict[str, str]:
-        """For a process that asks the server."""
         return self._environment(running.port)
 
     def _settings(self) -> str:
@@ -359,7 +357,6 @@ class LocalServer:
 
 
 def server_of(pipeline: Pipeline, store: Store, file: Path) -> LocalServer:
-    """The Prefect server that belongs to a store."""
     home, facts = store.local / "prefect", store.local.stat()
     if facts.st_uid == os.geteuid() and facts.st_mode & stat.S_IRWXO:
         log.warning(

@@ -49,7 +49,6 @@ class Api:
         self._token: dict[str, str] | None = None
 
     def is_healthy(self) -> bool:
-        """True when the server answers."""
         try:
             return self._send("GET", "/health", timeout_s=2.0).status_code == 200
         except httpx.TransportError:

@@ -204,7 +204,6 @@ class Store(RunRecords):
         return Mirror(self._backend, safe_name(key), folder)
 
     def mirrored(self) -> list[str]:
-        """Keys whose checkpoints are mirrored."""
         return sorted(n for n in self._backend.names("checkpoints") if SAFE_NAME.fullmatch(n))
 
     def hide(self, key: str, attempt: str) -> str:
@@ -230,7 +229,6 @@ class Store(RunRecords):
         return self._backend.leftovers()
 
     def clear(self, leftover: str) -> None:
-        """Remove one of `leftovers`."""
         self._backend.clear(leftover)
 
     def workspace(self, key: str) -> Path:
@@ -251,7 +249,6 @@ class Store(RunRecords):
         return folder
 
     def discard_workspace(self, key: str) -> None:
-        """Remove a workspace whose result was published."""
         shutil.rmtree(self.local / "work" / safe_name(key), ignore_errors=True)
 
     @contextlib.contextmanager

@@ -67,7 +67,6 @@ class LocalBackend:
             write_bytes(target, text.encode())
 
     def remove(self, path: str) -> None:
-        """Remove a small file."""
         with writing(f"Removing {self.root / path}"):
             (self.root / path).unlink(missing_ok=True)
 
@@ -76,7 +75,6 @@ class LocalBackend:
         return (self.root / path).lstat().st_uid in (os.geteuid(), 0)
 
     def fetch(self, artifact: Artifact) -> Path:
-        """The artifact's folder on this host."""
         return self.root / artifact.folder
 
     def forget(self, artifact: Artifact, path: str) -> bool:
@@ -174,7 +172,6 @@ class LocalBackend:
         return sizes
 
     def clear(self, leftover: str) -> None:
-        """Remove one of `leftovers`."""
         path = self.root / leftover
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)

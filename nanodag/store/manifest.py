@@ -91,7 +91,6 @@ class Artifact:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of its files and records."""
         return self.num_bytes + sum(int(facts["bytes"]) for facts in self.records.values())
 
     @property

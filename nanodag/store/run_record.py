@@ -207,7 +207,6 @@ class RunRecord(_Part):
         return self.nightly
 
     def with_stage(self, stage: str, **fields: Any) -> "RunRecord":
-        """The same with fields of one stage changed."""
         return self.changed(stages={**self.stages, stage: self.stages[stage].changed(**fields)})
 
     def references(self) -> Iterator[ArtifactReference]:

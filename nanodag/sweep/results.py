@@ -118,7 +118,6 @@ def _difference(base: Path, samples: Path, metric: str) -> PairedDifference | No
 
 
 def as_json(rows: list[PointRow]) -> list[dict[str, Any]]:
-    """The rows as plain values."""
     return [
         {
             "number": row.point.number,

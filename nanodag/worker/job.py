@@ -96,7 +96,6 @@ def write_job(job: Job) -> Path:
 
 
 def read_job(path: Path) -> Job:
-    """The job that `write_job` wrote."""
     raw = json.loads(path.read_text())
     _vouch_for_kinds(raw["config"], raw.get("context", {}))
     return Job(
@@ -227,7 +226,6 @@ class MetricsLog:
                 self._board.add_scalar(f"{self._job.name}/{name}", value, step)
 
     def close(self) -> None:
-        """Flush and close every sink."""
         self._stream.close()
         if self._board is not None:
             self._board.close()

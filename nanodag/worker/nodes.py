@@ -168,7 +168,6 @@ class Nodes:
         self.end()
 
     def command(self, number: int, module: str) -> list[str]:
-        """torchrun for the ranks of one node."""
         return [
             *(sys.executable, "-m", "nanodag.train.torchrun"),
             *(f"--nnodes={self._num_nodes}", f"--node-rank={number}", f"--nproc-per-node={self._ranks_per_node}"),
