@@ -9,25 +9,15 @@ The DAG is a table in pipeline.yaml; what is drawn here is the one that comes wi
 
 from typing import Literal
 
-from prefect import flow
 from prefect.states import State
-from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows.deployments import offer_runs
 from nanodag.run.record import open_run
-from tasks.notify import tell
 from tasks.run_summary import concluded
-from tasks.stage_task import begin_again, ending, inputs_of, outcome, own_flow_run, submit, with_reason
+from tasks.stage_task import begin_again, ending, flow_of_stages, inputs_of, outcome, own_flow_run, submit
 
 
-@flow(
-    name="speedrun",
-    flow_run_name="{name}",
-    task_runner=ThreadPoolTaskRunner(max_workers=64),
-    on_failure=[tell],
-    on_crashed=[tell],
-)
-@with_reason
+@flow_of_stages(flow_run_name="{name}")
 def speedrun(
     name: str,
     preset: str = "auto",

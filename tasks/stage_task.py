@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
-from prefect import get_run_logger, task
+from prefect import Flow, flow, get_run_logger, task
 from prefect.artifacts import create_markdown_artifact, create_progress_artifact, update_progress_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
@@ -26,6 +26,7 @@ from prefect.client.schemas.objects import TaskRun
 from prefect.futures import PrefectFuture
 from prefect.runtime import deployment, flow_run
 from prefect.states import Cancelled, Completed, Failed, State
+from prefect.task_runners import ThreadPoolTaskRunner
 from prefect.tasks import Task
 
 from nanodag.children.tree import end_with_parent
@@ -38,6 +39,7 @@ from nanodag.run.build_stage import build_stage
 from nanodag.run.record import Run, StageResult, open_run, recorded_inputs, recorded_run, served_store
 from nanodag.worker import logs
 from nanodag.worker.respawn import SERVING
+from tasks.notify import tell
 from tasks.pool import build_in_pool
 
 PROGRESS_EVERY_S = 2.0
@@ -52,17 +54,23 @@ def may_pass(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool
     return isinstance(state.result(raise_on_failure=False), _PASSING)
 
 
-def with_reason(body: Callable[..., State[Any]]) -> Callable[..., State[Any]]:
-    """A flow's body that ends as Failed with the reason alone, where Prefect would put words and a class before it."""
+def flow_of_stages(*, flow_run_name: str | Callable[[], str], is_told: bool = True) -> Callable[..., Any]:
+    """Make a flow of a function, by its name, whose stages run side by side. It ends as Failed with an error's reason
+    alone, where Prefect would put words and a class before it. is_told: that it failed is told to `notify.webhook`."""
 
-    @functools.wraps(body)
-    def run(*args: Any, **kwargs: Any) -> State[Any]:
-        try:
-            return body(*args, **kwargs)
-        except NanodagError as error:
-            return Failed(message=str(error), data=error)
+    def made(body: Callable[..., State[Any]]) -> Flow[..., State[Any]]:
+        @functools.wraps(body)
+        def run(*args: Any, **kwargs: Any) -> State[Any]:
+            try:
+                return body(*args, **kwargs)
+            except NanodagError as error:
+                return Failed(message=str(error), data=error)
 
-    return run
+        hooks = {"on_failure": [tell], "on_crashed": [tell]} if is_told else {}
+        runner = ThreadPoolTaskRunner(max_workers=64)
+        return flow(run, name=body.__name__, flow_run_name=flow_run_name, task_runner=runner, **hooks)
+
+    return made
 
 
 def submit(
