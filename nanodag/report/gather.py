@@ -21,6 +21,19 @@ ASKED = ("form", "num_fewshot", "sampling")
 """What must agree for two scores of a benchmark to be of the same question."""
 
 
+def metrics_in(records: Path) -> list[dict[str, Any]]:
+    """The lines of a folder's metrics.jsonl; none where there is no such file."""
+    path = records / "metrics.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    return [json.loads(line) for line in lines if line.strip()]
+
+
+def curve_of(lines: Sequence[Mapping[str, Any]], name: str) -> tuple[list[float], list[float]]:
+    """Steps and values of one metric, over all lines that have it as a number."""
+    pairs = [(float(line["step"]), float(line[name])) for line in lines if _is_number(line.get(name))]
+    return [step for step, _ in pairs], [value for _, value in pairs]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ReportedStage:
     """One finished stage. Fields as in the context (nanodag.report); files and records: local folders."""
@@ -40,16 +53,10 @@ class ReportedStage:
 
     @cached_property
     def lines(self) -> list[dict[str, Any]]:
-        """The records of metrics.jsonl; empty for a stage that wrote none."""
-        path = self.records / "metrics.jsonl"
-        if not path.is_file():
-            return []
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        return metrics_in(self.records)
 
     def curve(self, name: str) -> tuple[list[float], list[float]]:
-        """Steps and values of one metric, over all lines that have it as a number."""
-        pairs = [(line["step"], line[name]) for line in self.lines if _is_number(line.get(name))]
-        return [float(step) for step, _ in pairs], [float(value) for _, value in pairs]
+        return curve_of(self.lines, name)
 
     @cached_property
     def results(self) -> dict[str, Any]:
