@@ -3,8 +3,11 @@
 import os
 import signal
 
+import httpx
 import psutil
 import pytest
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
 
 from nanodag.server.prefect_api import Api
 from tests.fault.processes import alive, pids_in, wait_until
@@ -138,6 +141,30 @@ def test_a_run_that_is_ended_leaves_no_worker_and_the_same_run_goes_on(project, 
     code, output = project.run("run", "--name", run)
     assert code == 0, output
     assert project.record(run)["stages"]["pretrain"]["made"]["cost"]["num_attempts"] == 2
+
+
+def test_a_web_page_of_another_origin_or_name_reads_nothing_and_creates_no_run(project):
+    """What a browser asks for a page: it shows an answer to no page that the answer does not allow."""
+    served = project.server()
+    url = f"http://127.0.0.1:{served['port']}"
+    create = f"{url}/api/deployments/{served['deployments']['speedrun']}/create_flow_run"
+    body = {"parameters": {"name": "attack"}, "state": {"type": "SCHEDULED", "name": "Scheduled"}}
+    num_runs = Api(url).ask("POST", "/flow_runs/count", {})
+    with httpx.Client(trust_env=False) as browser:
+        token = browser.get(f"{url}/api/csrf-token", params={"client": "me"}).json()["token"]
+        own = {"Prefect-Csrf-Client": "me", "Prefect-Csrf-Token": token}
+        for page in ({"Origin": "http://evil.example"}, {"Origin": "http://127.0.0.1:1"}, {"Origin": "null"}):
+            read = browser.get(f"{url}/api/csrf-token", params={"client": "me"}, headers=page)
+            assert "access-control-allow-origin" not in read.headers
+            asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "prefect-csrf-token"}
+            assert browser.options(create, headers={**page, **asks}).status_code == 400
+            assert browser.post(create, json=body, headers=page).status_code == 403, "which needs no leave to be sent"
+            with pytest.raises(InvalidStatus):
+                connect(f"{url.replace('http', 'ws')}/api/events/out", origin=page["Origin"]).close()
+        rebound = {"Host": f"rebound.example:{served['port']}", **own}  # the same origin, as a browser sees it
+        assert browser.post(create, json=body, headers=rebound).status_code == 400
+        assert browser.post(create, json={"parameters": {"nam": 1}}, headers=own).status_code in (409, 422), "allowed"
+    assert Api(url).ask("POST", "/flow_runs/count", {}) == num_runs
 
 
 def test_server_stop_ends_all_that_was_started(project):
