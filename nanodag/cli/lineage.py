@@ -1,7 +1,6 @@
 """`nanodag lineage`, `diff`, `export` and `reproduce`: where an artifact is from, and whether it would be the same."""
 
 import os
-import secrets
 import shutil
 import time
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from nanodag.report.lineage import Origin, origin_of, picture_of
 from nanodag.run.diff import SECTIONS, DiffLine, compare
 from nanodag.run.record import served_store
 from nanodag.store import Artifact, Store
-from nanodag.store.atomic import copy_hashed, fsync_folders, write_bytes, writing
+from nanodag.store.atomic import copy_hashed, fsync_folders, temporary_name, write_bytes, writing
 
 WIDEST = 60
 IS_MODEL = {"config.json", "tokenizer.json"}
@@ -161,7 +160,7 @@ def export(store: Store, artifact: Artifact, folder: Path) -> Path:
     if os.path.lexists(folder):
         raise StoreError(f"{folder} is there already, and nothing is overwritten. Name a folder that is not there yet.")
     source = store.materialize(artifact)
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    temporary = folder.with_name(temporary_name())
     with writing(f"Exporting into {folder}"):
         try:
             for name, facts in artifact.files.items():
