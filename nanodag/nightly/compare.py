@@ -73,8 +73,8 @@ def compare(
 ) -> list[NightComparison]:
     """Each score of tonight against last night's and the best's; what is worse by more than noise is marked.
 
-    scores: of nanodag.nightly.findings.scores_of. earlier: records of earlier nights, oldest first. A score whose model and items
-    are the last night's is not tested again.
+    scores: of nanodag.nightly.findings.scores_of. earlier: records of earlier nights, oldest first. A score whose model
+    and items are the last night's is not tested again.
     """
     made: list[NightComparison] = []
     for score in scores:
