@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -14,7 +13,7 @@ import pytest
 from nanodag.config.pipeline import read_stage
 from nanodag.worker.job import Job, read_job, write_job
 from tests.cluster.gives_weights import CUT_S
-from tests.cluster.namespaces import SSH_COMMAND, two_nodes
+from tests.cluster.namespaces import SSH_COMMAND, TWO
 from tests.fault.processes import wait_until
 from tests.rl import stages as rl_stages
 from tests.rl.models import save_tiny_model
@@ -23,7 +22,6 @@ from tests.train import stages
 
 pytestmark = pytest.mark.slow
 
-TWO = {"num_ranks": 2, "threads": 1, "device": "cpu"}
 # As the task does: a stage that was interrupted is started again.
 TWICE = """
 import sys
@@ -40,15 +38,6 @@ for attempt in (1, 2):
     except StageInterrupted as error:
         print(f"attempt {attempt}: {error}", flush=True)
 """
-
-
-@pytest.fixture(scope="module")
-def nodes():
-    if not (shutil.which("ip") and os.geteuid() == 0):
-        missing = "two nodes need root and Debian's package iproute2"
-        (pytest.fail if os.environ.get("NANODAG_CI") else pytest.skip)(missing)
-    with two_nodes() as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

@@ -45,3 +45,17 @@ def alive(pids: Iterable[int]) -> list[int]:
 def pids_in(workspace: Path) -> list[int]:
     """What a fake worker wrote: its own pid and its children's."""
     return [int(line) for line in (workspace / "pids").read_text().split()]
+
+
+def listening(pid: int) -> set[tuple[str, str]]:
+    """Every address that a process or what it started listens on, with what it is."""
+    found = set()
+    for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
+        try:
+            name = " ".join(process.cmdline()[1:4])
+            for connection in process.net_connections("inet"):
+                if connection.status == psutil.CONN_LISTEN:
+                    found.add((name, connection.laddr.ip))
+        except psutil.Error:  # it has ended
+            continue
+    return found
