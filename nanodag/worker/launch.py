@@ -95,17 +95,12 @@ def worker_environment(threads: int, *, device: str = "cpu", gpus: str = "") -> 
 
 @contextlib.contextmanager
 def _spawned(
-    command: list[str],
-    *,
-    environment: Mapping[str, str],
-    workspace: Path,
-    niceness: int,
-    hold: Sequence[int],
-    stop_timeout_s: float,
+    command: list[str], job: Job, *, environment: Mapping[str, str], niceness: int, hold: Sequence[int]
 ) -> Iterator[Child]:
     """A process under the watchdog; ended with its whole group when the block is left, however it is left."""
     read_end, write_end = os.pipe()
-    watched = [sys.executable, "-m", "nanodag.worker.watchdog", str(read_end), str(workspace / USAGE_NAME)]
+    stop_timeout_s = job.config.stop_timeout_s
+    watched = [sys.executable, "-m", "nanodag.worker.watchdog", str(read_end), str(job.workspace / USAGE_NAME)]
     child = start_child(
         [*watched, str(niceness), *command],
         # torchrun ends its ranks by itself, and kills them after 30 s where it is not told otherwise.
@@ -115,7 +110,7 @@ def _spawned(
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(stop_timeout_s)),
         },
         files=(read_end, *hold),
-        log_path=workspace / LOG_NAME,
+        log_path=job.workspace / LOG_NAME,
     )
     os.close(read_end)
     try:
@@ -164,8 +159,7 @@ def run_worker(
     began, oom_kills = time.monotonic(), _num_oom_kills()
     first_metrics = 0.0
     is_over_time = was_asked = False
-    how = {"niceness": niceness, "hold": hold, "stop_timeout_s": job.config.stop_timeout_s}
-    with _spawned(command, environment=environment, workspace=job.workspace, **how) as child:
+    with _spawned(command, job, environment=environment, niceness=niceness, hold=hold) as child:
         alive = True
         while alive and not (is_over_time or was_asked):
             alive = not child.wait(poll_s)
