@@ -242,8 +242,8 @@ def _show_result(run: Run, result: StageResult) -> None:
     """Show what a stage reached and cost, as a table in the UI."""
     artifact = run.store.attempt(result.key, result.attempt)
     is_scores = recorded_kind(artifact.kind).makes == SCORES
-    lines = [f"# {result.stage} of {run.name}", "", *_table("reached", artifact.metrics, is_scores=is_scores)]
-    lines += ["", *_table("cost", artifact.cost)]
+    lines = [f"# {result.stage} of {run.name}", "", *metrics_table("reached", artifact.metrics, is_scores=is_scores)]
+    lines += ["", *metrics_table("cost", artifact.cost)]
     lines += ["", f"key `{artifact.key}`, attempt {artifact.attempt}, content `{artifact.digest[:16]}`"]
     create_markdown_artifact(markdown="\n".join(lines), description=f"{result.stage}: metrics and cost")
 
@@ -267,7 +267,7 @@ def _show_failure(run: Run, name: str, error: NanodagError) -> None:
     create_markdown_artifact(markdown="\n".join(lines), description=reason[:200])
 
 
-def _table(title: str, values: Mapping[str, Any], *, is_scores: bool = False) -> list[str]:
+def metrics_table(title: str, values: Mapping[str, Any], *, is_scores: bool = False) -> list[str]:
     """A Markdown table of names, values and units. is_scores: they are scores by benchmark."""
     flat = {
         f"{name} {inner}".strip(): number

@@ -119,7 +119,7 @@ def _trend_section(nights: Sequence[RunRecord], label: str, stage: str, *, name:
             if (score.label, score.stage) == (label, stage):
                 series.setdefault((score.eval, score.benchmark), []).append((place, score))
     evals = {eval_name for eval_name, _ in series}
-    dates = _dates(nights, zone)
+    dates = dates_below(nights, zone)
     panels = [
         _panel(points, benchmark if len(evals) == 1 else f"{eval_name}: {benchmark}", dates)
         for (eval_name, benchmark), points in series.items()
@@ -176,7 +176,7 @@ def _when(night: RunRecord, zone: str) -> str:
     return f"{datetime.fromtimestamp(night.night.due, ZoneInfo(zone)):%Y-%m-%d %H:%M}"
 
 
-def _dates(nights: Sequence[RunRecord], zone: str) -> list[str]:
+def dates_below(nights: Sequence[RunRecord], zone: str) -> list[str]:
     """Label below each night: its day; its time, where all are of one day; both, where some are."""
     times = [datetime.fromtimestamp(night.night.due, ZoneInfo(zone)) for night in nights]
     num_days = len({time.date() for time in times})

@@ -254,7 +254,7 @@ def _build(
     began, stage = time.monotonic(), run.pipeline.stages[name]
     job = job_of(run, name, stage, inputs, run.store.workspace(key))
     if find_kind(stage.kind).makes == PAGE:
-        job = replace(job, context={**job.context, **_report_context(run, name, inputs)})
+        job = replace(job, context={**job.context, **report_context(run, name, inputs)})
     result, waited_s = work(run, job, lock, watch, on_devices=_on_devices(run, name, key, job))
     device = str(stage.resources.device)
     cost = {
@@ -383,7 +383,7 @@ def _collect_records(job: Job) -> None:
             shutil.copytree(folder, job.records / name, dirs_exist_ok=True)
 
 
-def _report_context(run: Run, name: str, inputs: Inputs) -> dict[str, Any]:
+def report_context(run: Run, name: str, inputs: Inputs) -> dict[str, Any]:
     """Context of a report's job (nanodag.report), for every stage above that has a result: its manifest, its files, its
     records."""
     record = run.store.read_run(run.name)

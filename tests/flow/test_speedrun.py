@@ -17,7 +17,7 @@ from flows.sweep import sweep
 from nanodag.config.kinds import shipped
 from nanodag.run.record import state_of
 from nanodag.store import Store
-from tasks.stage_task import _table
+from tasks.stage_task import metrics_table
 from tests.fault.processes import pids_in, wait_until
 
 pytestmark = pytest.mark.usefixtures("prefect_server", "project")
@@ -190,7 +190,7 @@ def test_points_share_what_comes_before_and_one_that_fails_does_not_stop_the_oth
 
 def test_each_row_has_a_name_a_value_and_its_unit():
     cost = {"seconds": 250.0, "peak_bytes": 3 * 2**29, "tokens": 327_680, "mfu": 0.31, "start_s": 2.5, "device": "a|b"}
-    assert _table("cost", cost) == [
+    assert metrics_table("cost", cost) == [
         "| cost | value | unit |",
         "|---|---:|---|",
         "| seconds | 4 min 10 s |  |",
@@ -203,11 +203,11 @@ def test_each_row_has_a_name_a_value_and_its_unit():
 
 
 def test_scores_are_in_percent_and_what_is_kept_by_benchmark_has_a_row_each():
-    assert _table("reached", {"sort": 0.415, "bits_per_byte": 1.8431}, is_scores=True)[2:] == [
+    assert metrics_table("reached", {"sort": 0.415, "bits_per_byte": 1.8431}, is_scores=True)[2:] == [
         "| sort | 41.5 | % |",
         "| bits per byte | 1.843 | bits a byte |",
     ]
-    assert _table("cost", {"seconds_by_benchmark": {"sort": 2.4, "reverse": 1.5}})[2:] == [
+    assert metrics_table("cost", {"seconds_by_benchmark": {"sort": 2.4, "reverse": 1.5}})[2:] == [
         "| seconds by benchmark sort | 2.4 s |  |",
         "| seconds by benchmark reverse | 1.5 s |  |",
     ]

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 import pytest
 
 from nanodag.nightly.compare import compare
-from nanodag.nightly.trend import _dates, trend_report
+from nanodag.nightly.trend import dates_below, trend_report
 from nanodag.report.page import to_html, to_markdown
 from tests.nightly.made_nights import night_record, publish_eval
 
@@ -83,4 +83,4 @@ def test_the_page_loads_nothing_from_elsewhere_and_has_a_point_a_night(report):
 )
 def test_nights_of_one_day_are_told_apart_by_their_times(times, said):
     due = [datetime.fromisoformat(time).replace(tzinfo=UTC).timestamp() for time in times]
-    assert _dates([night_record("n", [], due=d) for d in due], "UTC") == said
+    assert dates_below([night_record("n", [], due=d) for d in due], "UTC") == said
