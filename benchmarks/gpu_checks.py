@@ -46,7 +46,7 @@ def documents(device: Any, folder: Path) -> dict[str, Any]:
 
 def responses(device: Any, folder: Path) -> dict[str, Any]:
     """Attention of responses that share a prompt."""
-    from nanodag.model.group_attention import group_attention
+    from nanodag.model.attention import group_attention
 
     row = _row()
     return _compared(device, 1, row.num_tokens, lambda here, dtype: group_attention(row))

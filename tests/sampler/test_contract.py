@@ -357,6 +357,7 @@ def test_an_aborted_request_ends_with_what_it_has(sampler):
         chunks = client.stream(request(rid="mine", max_new_tokens=LONG))
         await anext(chunks)
         await client.abort("mine")
+        await client.abort("never heard of")
         one = [chunk async for chunk in chunks][-1]
         await others
         ((other,),) = await client.generate([request(max_new_tokens=3)])
