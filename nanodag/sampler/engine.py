@@ -7,7 +7,7 @@ A step decodes one token for every running sample, admits waiting ones into free
 however many samples start from them, and a prompt that a slot still holds is not run again), and draws. So samples come
 and go at every step. Weights change between steps: a token is computed from one set of weights only.
 
-Not thread-safe: ``loop.EngineLoop`` owns an engine for the server.
+Not thread-safe: ``engine_loop.EngineLoop`` owns an engine for the server.
 """
 
 import itertools
