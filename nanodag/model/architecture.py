@@ -224,7 +224,7 @@ def _windows(config: dict[str, Any], source: Path) -> dict[str, Any]:
         if has_others or len(kinds) != int(config["num_hidden_layers"]) or (named != layers and not is_free):
             raise BadRequest(
                 f"layer_types in {source} are not built here for a {model_type} model with sliding_window {window} for "
-                f"layers {list(layers)}: {shortened(str(kinds))}"
+                f"layers {list(layers)}: {kinds!s:.200}"
             )
         layers = named
     if window is not None and int(window) < 1:
