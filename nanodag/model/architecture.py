@@ -227,9 +227,11 @@ def _windows(config: dict[str, Any], source: Path) -> dict[str, Any]:
                 f"layers {list(layers)}: {kinds!s:.200}"
             )
         layers = named
-    if window is not None and int(window) < 1:
+    if window is None or not layers:
+        return {}
+    if int(window) < 1:
         raise BadRequest(f"{source}: sliding_window is {window}; a token sees itself at least")
-    return {"window": int(window), "windowed_layers": layers} if layers else {}
+    return {"window": int(window), "windowed_layers": layers}
 
 
 def _rope(config: dict[str, Any], source: Path) -> Rope:
