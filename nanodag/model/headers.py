@@ -45,7 +45,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Every tensor's shape by name. A safetensors file begins with the length of its JSON header, as 8 bytes."""
+    """Shapes of the tensors by name. A safetensors file begins with the length of its JSON header, as 8 bytes."""
     shapes: dict[str, tuple[int, ...]] = {}
     for path in weight_files(folder):
         with path.open("rb") as stream:
@@ -70,7 +70,7 @@ def weights_digest(folder: Path) -> str:
 
 
 def num_elements(shapes: dict[str, tuple[int, ...]]) -> int:
-    """Of all these tensors."""
+    """Number of elements of all these tensors."""
     return sum(math.prod(shape) for shape in shapes.values())
 
 
