@@ -17,6 +17,7 @@ from nanodag.config.kinds import shipped
 from nanodag.config.pipeline import AnyStage, Pipeline, full_path
 from nanodag.config.resolve import Resolved
 from nanodag.config.rl_entries import EntryConfig
+from nanodag.config.sampled_stage import SampledStage
 from nanodag.config.stage_base import StageBase
 from nanodag.config.supervised import ChatStage, SupervisedStage
 from nanodag.errors import ConfigError
@@ -163,7 +164,7 @@ def reference() -> str:
     ]
     stages = {name: kind.config for name, kind in shipped().items()}
     shown: list[type[BaseModel]] = []
-    bases: list[type[BaseModel]] = [Pipeline, StageBase, SupervisedStage, ChatStage, EntryConfig]
+    bases: list[type[BaseModel]] = [Pipeline, StageBase, SupervisedStage, ChatStage, SampledStage, EntryConfig]
     for model in [*bases, *stages.values()]:
         lines += _class_lines(model, shown)
     for kind in registry.KINDS:

@@ -9,16 +9,14 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from nanodag.config.derive import derive, with_core
+from nanodag.config.derive import derive, unwise, with_core
 from nanodag.config.derive_sampler import this_machine
 from nanodag.config.document import parse_yaml, read_yaml
 from nanodag.config.explain import explain
 from nanodag.config.kinds import find_kind, vouch_for
 from nanodag.config.pipeline import Pipeline, full_path
-from nanodag.config.ranges import check_ranges
 from nanodag.config.section import in_sections
 from nanodag.config.trust import check_agents, check_trust
-from nanodag.config.warnings import unwise
 from nanodag.errors import ConfigError
 from nanodag.errors.words import listed, nearest, said
 from nanodag.host.folders import PROJECT
@@ -85,7 +83,7 @@ def resolve(
     tree["preset"] = preset
     origins["preset"] = "the command line" if is_chosen else "the file's default"
     _absolute_paths(tree, file.absolute().parent)
-    from_file, unchanged = _what_may_run(tree), json.dumps(tree)
+    from_file, unchanged = _what_may_run(tree), json.dumps(tree["stages"])
     for text in environment_overrides():
         _override(tree, text, origins, f"environment {ENVIRONMENT[text.partition('=')[0]]}")
     for text in overrides:
@@ -106,13 +104,16 @@ def resolve(
         # As JSON, so that types are strict (no number for true, no text for a number) and a list may stand for a tuple.
         pipeline = Pipeline.model_validate_json(json.dumps(tree), strict=True)
         if pipeline.server.agents_of_file:
-            check_agents(pipeline, Pipeline.model_validate_json(unchanged, strict=True))
+            check_agents(pipeline, json.loads(unchanged))
     except ValidationError as error:
         raise ConfigError(explain(error, _kinds_in(tree), file, preset)) from None
     check_trust(pipeline, file.absolute())
     unchecked = tuple(full_path(pipeline.stages, name) for name in pipeline.unchecked)
     pipeline = pipeline.model_copy(update={"unchecked": unchecked})
-    check_ranges(pipeline, file, preset)
+    names = [name for name, _ in leaves(pipeline)] if unchecked else ()
+    for name in set(unchecked).difference(names):
+        near = nearest(name, names) or " Name it as messages do, as in rl.optimizer.micro_batch_tokens."
+        raise ConfigError(f"{file}, preset {preset!r}: unchecked: there is no setting {name!r:.100}.{near}")
     _check_nightly(pipeline, document, f"{file}, preset {preset!r}")
     pipeline, of_core, left_out = with_core(pipeline, machine)
     pipeline, derived = derive(pipeline, machine)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BeforeValidator, Field, model_validator
 
 from nanodag import registry
-from nanodag.config.section import Section, found_in
+from nanodag.config.section import Seconds, Section, found_in
 
 MAX_CALLS = 256  # of functions that generate, at once: each holds a thread and three file descriptors
 # After _bare_name a table is no JSON any more, in which a list would stand for a tuple.
@@ -122,7 +122,7 @@ class RewardConfig(EntryConfig):
     kind = "reward"
     special = "auto"
 
-    weight: float = 1.0
+    weight: float = Field(1.0, ge=-1_000_000, le=1_000_000)
     """Factor of the reward in the sum."""
 
 
@@ -153,7 +153,7 @@ class GenerateConfig(EntryConfig):
     package.module:function, or an agent: `agent:package.module:function`, or `agent` with the option `command`."""
     options: dict[str, bool | int | float | str | _Texts] = {}  # type: ignore[assignment]
     """Keyword arguments of the function; a program's `command` is a list of texts."""
-    timeout_s: float = Field(300.0, gt=0)
+    timeout_s: Seconds = 300.0
     """Seconds that the function may take without asking the sampler."""
 
     @model_validator(mode="after")

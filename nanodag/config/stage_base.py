@@ -1,11 +1,11 @@
 """Settings that every stage has (inputs, seed, resources), and the questions that every stage answers about itself."""
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
-from nanodag.config.section import Auto, Natural, Positive, Section, StageSection, in_sections, operational
+from nanodag.config.section import Auto, Natural, Seconds, Section, StageSection, in_sections, operational
 from nanodag.data.config import SourceConfig
 from nanodag.data.records import Wanted
 from nanodag.registry import optimizer_named
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 class Resources(StageSection):
     """Where a stage runs."""
 
-    num_ranks: Positive | Auto = "auto"
+    num_ranks: Annotated[int, Field(ge=1, le=100_000)] | Auto = "auto"
     """Training processes on all nodes together, one for each GPU. `auto`: all GPUs, or cores, that a step of the stage
     has work for."""
-    threads: Positive | Auto = "auto"
+    threads: Annotated[int, Field(ge=1, le=1024)] | Auto = "auto"
     """CPU threads of each process; `auto` shares out the cores."""
     device: Literal["cpu", "cuda"] | Auto = "auto"
     """The kind of device: `cpu` or `cuda`; `auto` takes the pipeline's `device`, and `cpu` for a stage that multiplies
     nothing."""
-    nodes: Positive | Auto = "auto"
+    nodes: Annotated[int, Field(ge=1, le=10_000)] | Auto = "auto"
     """Machines that share the stage: this one and others of cluster.hostfile. `auto`: one, unless the pipeline is
     resolved for a machine of several nodes."""
-    gpus_per_node: int = Field(0, ge=0)
+    gpus_per_node: int = Field(0, ge=0, le=10_000)
     """GPUs on each node; num_ranks follows from it. 0 leaves it open."""
     work_pool: str = Field("none", pattern=r"^[A-Za-z0-9][A-Za-z0-9 _.-]*$")
     """The Prefect work pool whose worker runs the stage; `none` runs it on the machine of the flow."""
@@ -115,7 +115,7 @@ class StageBase(Section):
     """Seed of all random numbers of the stage; `auto` takes the pipeline's."""
     resources: Resources = operational(Resources())
     """Where the stage runs."""
-    timeout_s: float = operational(7 * 24 * 3600.0, gt=0)
+    timeout_s: Seconds = operational(7 * 24 * 3600.0)
     """Seconds after which the stage is ended."""
 
     @classmethod

@@ -39,15 +39,26 @@ def check_trust(pipeline: Pipeline, file: Path) -> None:
                 voucher.check(f"stage {stage_name}", entry.own_module)
 
 
-def check_agents(pipeline: Pipeline, of_file: Pipeline) -> None:
-    """Raise ConfigError for an agent's program that an override names. of_file: the pipeline without overrides."""
-    in_file = dict(found_in(of_file.stages, GenerateConfig))
+def check_agents(pipeline: Pipeline, stages: Any) -> None:
+    """Raise ConfigError for an agent's program that an override names. stages: as the file has them, which may lack
+    settings that only an override gives."""
     for where, generate in found_in(pipeline.stages, GenerateConfig):
-        if generate.programs and (where not in in_file or generate.programs != in_file[where].programs):
+        if generate.programs and generate.programs != _programs_at(stages, where):
             raise ConfigError(
                 f"{where} names the agent's program {generate.programs!r:.300}, and with server.agents_of_file the "
                 "pipeline file alone may: write it there."
             )
+
+
+def _programs_at(stages: Any, where: str) -> dict[str, Any]:
+    """The program that the file names at a place; none where what it says there is no function."""
+    value = stages
+    try:
+        for part in where.split("."):
+            value = value[int(part)] if isinstance(value, list) else value[part]
+        return GenerateConfig.model_validate(value).programs
+    except (LookupError, TypeError, ValueError):
+        return {}
 
 
 def check_forms(pipeline: Pipeline, file: Path) -> None:

@@ -6,8 +6,7 @@ The switch is in Prefect, where its UI turns it too. Serving again keeps it, unt
 from collections.abc import Mapping
 from typing import Any
 
-from nanodag.config.cron import zone_of
-from nanodag.config.nightly import NightlyConfig
+from nanodag.config.nightly import NightlyConfig, zone_of
 from nanodag.errors import ServerError
 from nanodag.server.local_server import Api
 

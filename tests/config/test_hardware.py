@@ -4,11 +4,11 @@ import pytest
 
 from nanodag.cli.show import explain_setting, show_config
 from nanodag.config import resolve
+from nanodag.config.derive import unwise
 from nanodag.config.derive_hardware import budget
 from nanodag.config.dial import num_parameters
 from nanodag.config.hardware_rules import RULES
 from nanodag.config.model_size import KNOWN, ModelSize, known_model
-from nanodag.config.warnings import unwise
 from nanodag.errors import ConfigError
 from nanodag.host.folders import PROJECT
 from nanodag.host.machine import GIB, machine_of

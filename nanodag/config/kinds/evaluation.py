@@ -44,15 +44,15 @@ class BenchmarkConfig(Section):
     `lm_eval:folder/file.yaml`. `auto`: the form called like the benchmark."""
     source: SourceConfig | None = None
     """Where the items come from; CORE without one takes the pipeline's core_bundle."""
-    num_fewshot: int = Field(0, ge=0)
+    num_fewshot: int = Field(0, ge=0, le=1_000_000)
     """Worked examples before each item."""
     fewshot: SourceConfig | None = None
     """Where the worked examples come from."""
     limit: int = Field(0, ge=0)
     """Items, drawn at random by the stage's seed; 0 for all. Of CORE the first of each task, in nanochat's order."""
-    num_samples: int = Field(1, ge=1)
+    num_samples: int = Field(1, ge=1, le=1_000_000)
     """Answers that are written to each item."""
-    temperature: float = Field(0.0, ge=0.0)
+    temperature: float = Field(0.0, ge=0.0, le=10)
     """Sampling temperature; at 0 each token is the likeliest one."""
     top_p: float = Field(1.0, gt=0.0, le=1.0)
     """Tokens are drawn from the likeliest ones that together have this probability."""
@@ -67,7 +67,7 @@ class BenchmarkConfig(Section):
     """Strings that end an answer, beside those of the form. They end thinking too."""
     system: str = ""
     """The system prompt of a chat, before that of the item."""
-    max_new_tokens: Positive | Auto = "auto"
+    max_new_tokens: Annotated[int, Field(ge=1, le=100_000_000)] | Auto = "auto"
     """Longest written answer, in tokens, thinking included. `auto`: the stage's max_new_tokens."""
     thinking: ThinkingConfig | None = None
     """Thinking text between these tags is left out of the answer that is scored."""
@@ -146,17 +146,17 @@ class EvalSamplerConfig(Section):
     engine: Literal["embedded", "sglang"] | Auto = "auto"
     """`embedded`: the sampler of this package; `sglang`: SGLang in an environment of its own, never deterministic.
     `auto`: as RL's samplers, SGLang on GPUs where it is installed."""
-    replicas: Positive | Auto = operational("auto")
+    replicas: Annotated[int, Field(ge=1, le=1024)] | Auto = operational("auto")
     """Samplers at most; of embedded ones fewer where there is too little to write for so many. `auto`: one for each
     GPU of the machine, as far as others leave them; on a CPU a process a thread, 4 at most, and one of SGLang."""
-    max_batch: Positive | Auto = operational("auto")
+    max_batch: Annotated[int, Field(ge=1, le=1_000_000)] | Auto = operational("auto")
     """Answers that one sampler writes at once, as far as its cache holds them. `auto`: 256 on a GPU, 64 on a CPU."""
     cache_bytes: Positive | Auto = operational("auto")
     """Bytes of one sampler's keys and values. `auto`: 0.7 of a GPU less the weights; 0.25 of the host's memory for all
     samplers on a CPU."""
     python: str = operational("auto", min_length=1)
     """SGLang's Python interpreter; `auto` for what `nanodag sampler install` made."""
-    tensor_parallel: int = operational(1, ge=1)
+    tensor_parallel: int = operational(1, ge=1, le=1024)
     """GPUs of one SGLang server. Above 1 it is refused where `engine: auto` takes the embedded one."""
     options: dict[str, bool | int | float | str] = {}
     """Other options of SGLang's server, by name."""
@@ -181,7 +181,7 @@ class EvalStage(StageBase):
     """The benchmarks that the model is evaluated on."""
     precision: Precision | Auto = "auto"
     """Number format of the model. `auto`: bf16 on GPUs that multiply it faster, else fp32."""
-    micro_batch_tokens: Positive | Auto = operational("auto")
+    micro_batch_tokens: Annotated[int, Field(ge=1, le=10**12)] | Auto = operational("auto")
     """Tokens that are scored at once where likelihoods answer. A longer question goes alone, or with others that share
     most of it.
     `auto`: 16384 on a GPU, 1024 on a CPU, whose caches hold no more."""
@@ -192,7 +192,7 @@ class EvalStage(StageBase):
     bos: Literal["auto", "always", "never"] = "auto"
     """Whether texts outside the chat template begin with the tokenizer's bos token. `auto`: where the tokenizer itself
     puts it there, as lm-eval does."""
-    max_new_tokens: int = Field(256, ge=1)
+    max_new_tokens: int = Field(256, ge=1, le=100_000_000)
     """Longest written answer of a benchmark that does not say, in tokens. An item whose prompt leaves it no room in the
     model's positions is not asked and counts as wrong, as `too_long`."""
     sample_prompts: tuple[str, ...] = ()

@@ -16,7 +16,7 @@ class PretrainStage(SupervisedStage):
 
     shape: ShapeConfig = ShapeConfig()
     """The model's shape."""
-    tokens_per_parameter: float = Field(10.5, gt=0)
+    tokens_per_parameter: float = Field(10.5, gt=0, le=1_000_000)
     """Horizon in tokens for each parameter in matrices and output head, where horizon_tokens is auto."""
 
     @property
