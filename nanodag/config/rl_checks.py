@@ -169,7 +169,8 @@ CHECKS: tuple[Check, ...] = (
      "[teacher.model] and [teacher.url] are two teachers; leave one out"),
     (lambda s: s.algorithm.teacher.url != "none" and not s.algorithm.teacher.url.startswith(_URLS),
      "[teacher.url] must begin with http:// or https://, or be none"),
-    (lambda s: s.algorithm.teacher.model == s.algorithm.teacher.url == "none" and s.algorithm.teacher != TeacherConfig(),
+    (lambda s: s.algorithm.teacher.model == s.algorithm.teacher.url == "none"
+     and s.algorithm.teacher != TeacherConfig(),
      "[teacher.coefficient] means nothing without teacher.model or .url"),
     (lambda s: s.algorithm.teacher.url != "none" and s.rollout.temperature != 1.0,
      "algorithm.teacher.url with [rollout.temperature]: servers score a prompt at temperature 1; set it to 1.0, or use "
@@ -228,7 +229,7 @@ CHECKS: tuple[Check, ...] = (
     (lambda s: s.sampler.context != "auto" and s.sampler.context <= s.rollout.max_new_tokens,
      "[sampler.context] leaves no room for a prompt beside [rollout.max_new_tokens]; raise the one or lower the other"),
     (lambda s: "auto" not in (s.sampler.context, s.optimizer.micro_batch_tokens)
-     and s.optimizer.micro_batch_tokens < s.sampler.context,
+     and int(s.optimizer.micro_batch_tokens) < int(s.sampler.context),
      "[optimizer.micro_batch_tokens] cannot hold one rollout of [sampler.context] tokens; raise the one or lower the "
      "other"),
     # weights that come while rollouts are in flight
@@ -312,8 +313,8 @@ def _of_models(stage: "RLStage") -> Iterator[str]:
 def _of_samplers(stage: "RLStage") -> Iterator[str]:
     """A benchmark's answers in the sampler's context, and memory that samplers share with rank 0."""
     sampler, context = stage.sampler, stage.sampler.context
-    for benchmark in stage.evaluation.benchmarks if context != "auto" else ():
-        if benchmark.max_new_tokens != "auto" and context <= benchmark.max_new_tokens:
+    for benchmark in stage.evaluation.benchmarks:
+        if "auto" not in (context, benchmark.max_new_tokens) and int(context) <= int(benchmark.max_new_tokens):
             yield (
                 f"sampler.context {context} leaves no room for a prompt beside max_new_tokens "
                 f"{benchmark.max_new_tokens} of benchmark {benchmark.name}; raise the one or lower the other"
@@ -396,7 +397,7 @@ def _of_process_reward(stage: "RLStage", reward: "RewardConfig") -> Iterator[str
             f"rollout.overlong_buffer {stage.rollout.overlong_buffer} takes off a response's reward, and with "
             f"{reward.name} its steps are trained; set it to 0, and let the function score the length as a step"
         )
-    if stage.algorithm.kl_in == "reward" and not traits.needs_critic:
+    if stage.algorithm.kl_in == "reward" and not (traits is not None and traits.needs_critic):
         yield (
             f"algorithm.kl_in: reward takes a sum off a response's reward, and with {reward.name} its steps are "
             "trained; use kl_in: loss, or advantage gae"

@@ -1,7 +1,7 @@
 """A stage that is to be planned: its settings, the model that it begins at, the machine, and sizes of its data."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -34,7 +34,7 @@ class Case(Generic[S]):
     machine: Machine
     known_model: ModelSize | None
     sizes: Sizes
-    inputs: PlanConfig = PlanConfig()
+    inputs: PlanConfig = field(default_factory=PlanConfig)
     trained: Sequence[SourceConfig] = ()
 
     @property

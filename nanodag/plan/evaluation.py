@@ -95,7 +95,6 @@ def plan_evaluation(case: Case[EvalStage]) -> StagePlan:
         tokens=int(tokens.all),
         flops=flops,
         read_bytes=read,
-        download_bytes=case.sizes.downloaded([b.source for b in stage.benchmarks if b.source is not None], read),
         processes=_processes(case, samplers),
         num_gpus=max(1, samplers.process.count * samplers.process.gpus if samplers else 0) if is_on_gpu else 0,
         at_once=samplers.at_once if samplers else None,

@@ -87,7 +87,6 @@ def plan_rl(case: Case[RLStage]) -> StagePlan:
         steps=steps,
         flops=flops,
         read_bytes=read,
-        download_bytes=case.sizes.downloaded(stage.data, read),
         processes=((trainer,) * stage.has_trainer + (sampler,) * stage.has_samplers + (*beside, *programs)),
         num_gpus=stage.num_gpus(case.machine.num_gpus) if case.device == "cuda" else 0,
         at_once=samplers.at_once,

@@ -32,8 +32,6 @@ GENERATED_LONGEST = 38
 PROMPT_BYTES = 400
 """Text of a prompt of which nothing is known."""
 STREAM_ROW_BYTES = 2500
-PACKED = 0.45
-"""Bytes of parquet on the hub for each byte of English text in it."""
 CORE_CONTEXT = 1000
 """Tokens of a question of CORE with its worked examples, as the average token has them, for attention's share."""
 ENDLESS = 1 << 60
@@ -140,12 +138,6 @@ class Sizes:
         is_parquet = any(url.startswith("hub:") or ".parquet" in url for url in (source.url for source in sources))
         windows = int(host_memory.WINDOWED * self.in_windows(sources))
         return int(host_memory.PARSED * self.in_memory(sources)) + windows + host_memory.PARQUET * is_parquet
-
-    def downloaded(self, sources: Sequence[SourceConfig], read_bytes: float) -> int:
-        """Bytes that come from the hub when so much text is read of a mixture: never more than its sets have."""
-        hub = [source.url for source in sources if source.url.startswith("hub:")]
-        text = read_bytes * len(hub) / max(1, len(sources))
-        return int(PACKED * min(text, sum(map(self.text_bytes, hub))))
 
     def mean_prompt(self, url: str, vocabulary: int) -> float:
         """Tokens of a source's prompt on average: a third of a row where nobody says."""

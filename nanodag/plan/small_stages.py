@@ -34,7 +34,6 @@ def plan_tokenizer(case: Case[TokenizerStage]) -> StagePlan:
     held = {"process": host_memory.TOKENIZER, "data": int(host_memory.PARSED * parsed), "words": words}
     return case.plan(
         read_bytes=num_bytes,
-        download_bytes=case.sizes.downloaded(stage.data, num_bytes),
         processes=(Process(name="worker", host=held),),
         disk_bytes=200 * stage.vocabulary,
         kept_bytes=200 * stage.vocabulary,
@@ -59,7 +58,6 @@ def plan_import(case: Case[ImportStage]) -> StagePlan:
     return case.plan(
         parameters=total,
         read_bytes=weights,
-        download_bytes=weights if is_far else 0,
         processes=(Process(name="worker", host={"process": host_memory.IMPORT}),),
         disk_bytes=weights,
         kept_bytes=weights or 0,
@@ -81,7 +79,6 @@ def plan_report(case: Case[ReportStage]) -> StagePlan:
     held = {"process": host_memory.REPORT, "data": int(host_memory.PARSED * largest)}
     return case.plan(
         read_bytes=num_bytes,
-        download_bytes=sizes.downloaded([*searched.values(), *stage.contamination], num_bytes),
         processes=(Process(name="worker", host=held),),
         disk_bytes=5 * host_memory.MB,
         kept_bytes=5 * host_memory.MB,

@@ -64,13 +64,12 @@ class StagePlan:
     """One stage. What is None is not known beforehand.
 
     parameters: of its model. tokens: trained, or read and written by an evaluation. steps: of the optimizer, in RL
-    rounds. flops: model FLOPs of all devices. read_bytes: text or rows that the stage reads. download_bytes: of that,
-    from the hub as it is packed there. processes: what runs on a node at once. at_once: samples decoded together.
-    longest_prompt: tokens that fit beside the longest answer. disk_bytes: artifact and checkpoints at their most.
-    kept_bytes: the artifact, which stays. seconds: by the clock, with no other run on the machine. cpu_seconds: of all
-    cores, where it runs on a CPU. share: of the peak, for its main work. is_beside: it runs while another stage trains,
-    and adds nothing to the run's time. num_gpus: of a node, that it holds and its processes share. notes: what was
-    assumed.
+    rounds. flops: model FLOPs of all devices. read_bytes: text or rows that the stage reads. processes: what runs
+    on a node at once. at_once: samples decoded together. longest_prompt: tokens that fit beside the longest answer.
+    disk_bytes: artifact and checkpoints at their most. kept_bytes: the artifact, which stays. seconds: by the
+    clock, with no other run on the machine. cpu_seconds: of all cores that it holds on a CPU. share: of the peak,
+    for its main work. is_beside: it runs while another stage trains, and adds nothing to the run's time. num_gpus:
+    of a node, that it holds and its processes share. notes: what was assumed.
     """
 
     name: str
@@ -81,7 +80,6 @@ class StagePlan:
     steps: int | None = None
     flops: float | None = None
     read_bytes: int | None = None
-    download_bytes: int | None = None
     processes: Sequence[Process] = ()
     at_once: int | None = None
     longest_prompt: int | None = None

@@ -53,7 +53,6 @@ def plan_supervised(case: Case[SupervisedStage]) -> StagePlan:
         steps=steps,
         flops=flops,
         read_bytes=read,
-        download_bytes=None if read is None else case.sizes.downloaded(stage.data, read),
         processes=_processes(case),
         num_gpus=int(resources.num_ranks) // resources.num_nodes if case.device == "cuda" else 0,
         disk_bytes=(stage.keep_checkpoints + 1) * checkpoint + artifact_bytes(model, precision),

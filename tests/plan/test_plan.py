@@ -25,7 +25,6 @@ from nanodag.plan.make import check_plan, plan_of
 from nanodag.plan.sizes import CORE_CONTEXT, Sizes, bytes_per_token, core_items, core_tokens
 from nanodag.plan.small_stages import plan_tokenizer
 from nanodag.plan.speeds import CPU_SHARES, START_S, Devices
-from nanodag.plan.stage_plan import Process, StagePlan
 
 FILE = PROJECT / "pipeline.yaml"
 CPU, GPU, EIGHT = "cpu:2:avx2:8GiB", "1x24GB", "8xH100"
@@ -90,14 +89,6 @@ def test_price_is_that_of_the_machine_for_so_long():
     plan = plan_of(resolved("speedrun", EIGHT), machine_of(EIGHT), price_per_hour=24.0)
     assert plan.price_of(3600.0) == 24.0
     assert plan.as_json()["price"] == pytest.approx(24 * plan.seconds / 3600)
-
-
-def test_processes_that_share_a_gpu_add_up_and_others_do_not():
-    rank, sampler = Process(name="rank", count=8, device={"a": 10}, gpus=1), Process(name="s", device={"b": 5}, gpus=1)
-    stage = StagePlan(name="rl", kind="rl", device="cuda", processes=(rank, sampler), num_gpus=8)
-    assert stage.device_bytes == 15
-    crowded = StagePlan(name="rl", kind="rl", device="cuda", processes=(rank,), num_gpus=4)
-    assert crowded.device_bytes == 20
 
 
 FAULTS = [
