@@ -61,7 +61,7 @@ class Derived:
         self.name, self.machine, self.origins, self.pipeline = name, machine, origins, pipeline
 
     def note(self, setting: str, rule: str, **values: Any) -> None:
-        """Say that a setting of the stage follows from a rule of RULES. values: what its text has room for."""
+        """Note that a setting of the stage follows from a rule of RULES. values: what its text has room for."""
         self.origins[f"{self.name}.{setting}"] = f"derived: {self.machine.short}: {RULES[rule].rule.format(**values)}"
 
 
@@ -148,7 +148,7 @@ def placed(stage: _RL, model: ModelSize | None, found: Derived) -> _RL:
 
 
 def _gains_by_turns(stage: "RLStage", model: ModelSize | None, machine: Machine) -> bool:
-    """Whether the optimizer's states stay on the GPU where the trainer has it in turns, and beside samplers not."""
+    """True where the optimizer's states stay on the GPU where the trainer has it in turns, and beside samplers not."""
     is_alone = stage.resources.offload_optimizer == "auto" and not stage.sampler.nodes and stage.sampler.gpus == ()
     is_alone = is_alone and not stage.sampler.has_others
     if model is None or machine.gpu is None or stage.resources.device != "cuda":
@@ -216,7 +216,7 @@ def _nodes_and_ranks(stage: StageBase, model: ModelSize | None, found: Derived) 
 
 
 def _ranks_of_a_node(stage: StageBase, model: ModelSize | None, found: Derived) -> list[int]:
-    """How many ranks a node may have, in ascending order."""
+    """Numbers of ranks that a node may have, ascending."""
     if stage.resources.device != "cuda":
         return stage.ranks_on_cpu(model, found)
     found.note("resources.num_ranks", "ranks_cuda")
@@ -224,13 +224,13 @@ def _ranks_of_a_node(stage: StageBase, model: ModelSize | None, found: Derived) 
 
 
 def rl_ranks_on_cpu(found: Derived) -> list[int]:
-    """How many ranks of RL a node may have beside its samplers, in ascending order."""
+    """Numbers of ranks of RL that a node may have beside its samplers, ascending."""
     found.note("resources.num_ranks", "ranks_rl_cpu")
     return list(range(1, max(1, min(MAX_CPU_RANKS, found.machine.cores // RL_CORES_A_RANK)) + 1))
 
 
 def supervised_ranks_on_cpu(stage: "SupervisedStage", model: ModelSize, found: Derived) -> list[int]:
-    """How many ranks a node may have so that few cores are idle and memory holds a row of each, in ascending order."""
+    """Numbers of ranks with which few cores are idle and memory holds a row of each, ascending."""
     machine = found.machine
     found.note("resources.num_ranks", "ranks_cpu")
 
@@ -313,7 +313,7 @@ def _memory_is_unknown(model: ModelSize | None, found: Derived) -> bool:
 
 
 def _tokens(stage: TrainedStage, model: ModelSize | None, found: Derived, *, checkpointed: bool) -> int:
-    """How many tokens of a micro-batch fit on one rank's device; as many as one likes where nobody knows."""
+    """Tokens of a micro-batch that fit on one rank's device; as many as one likes where nobody knows."""
     resources = stage.resources
     if model is None or (resources.device == "cuda" and found.machine.gpu is None):
         return ENDLESS

@@ -49,7 +49,7 @@ INSTALL = "`nanodag sampler install --cuda` makes SGLang's environment"
 
 
 def this_machine() -> Machine:
-    """This one, with SGLang where its environment for GPUs is finished, or its interpreter named."""
+    """The machine that this is, with SGLang where its environment for GPUs is finished, or its interpreter named."""
     machine = detect()
     if machine.gpu is None:
         return machine
@@ -71,7 +71,7 @@ def engine_of(machine: Machine, device: str, model: ModelSize | None) -> tuple[s
 
 
 def replicas_of(*, device: str, gpus: int, tensor_parallel: int, is_exact: bool, threads: int) -> tuple[int, str]:
-    """How many samplers, and why. gpus: that the stage has. is_exact: each is deterministic.
+    """Number of samplers, and why. gpus: that the stage has. is_exact: each is deterministic.
 
     A sum that is split over threads has other bits, so a deterministic sampler has one thread, and several of them
     share the cores; another one on a CPU has all threads.

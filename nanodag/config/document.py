@@ -212,7 +212,7 @@ class _Reader:
         return tables
 
     def _plain(self, text: str, line: int) -> Any:
-        """What a scalar without quotes means."""
+        """The value of a scalar without quotes."""
         if text in _WORDS:
             return _WORDS[text]
         if _INTEGER.fullmatch(text):

@@ -1,4 +1,4 @@
-"""How each `auto` of a stage that trains follows from a machine, in words with reasons, and the numbers in them."""
+"""Rules by which each `auto` of a stage that trains follows from a machine, with reasons and numbers."""
 
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ TRITON_CAPABILITY = 7.0
 
 @dataclass(frozen=True)
 class Rule:
-    """How an `auto` is decided, as `nanodag config` says it, and why so. setting: its name in a stage. limit: what the
+    """Rule for an `auto`, as `nanodag config` says it, and its reason. setting: its name in a stage. limit: what the
     rule's text leaves room for, on a GPU."""
 
     setting: str
@@ -101,6 +101,6 @@ RULES = {
 
 
 def reason_of(origin: str) -> str:
-    """Why a rule is as it is, of the origin of a value that follows from one; empty of another."""
+    """Reason of the rule in a value's origin; empty where no rule is."""
     found = (rule.reason for rule in RULES.values() if rule.rule.partition("{")[0] in origin)
     return next(found, "") if origin.startswith("derived: ") else ""

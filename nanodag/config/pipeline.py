@@ -77,7 +77,7 @@ class ClusterConfig(Section):
 
 
 class StoreConfig(Section):
-    """Where artifacts and checkpoints are kept."""
+    """Store of artifacts and checkpoints."""
 
     url: str = Field("store", min_length=1)
     """The store: a folder or an fsspec URL. A relative path begins at the pipeline file's folder, in an override at the
@@ -197,7 +197,7 @@ def _is_loopback(host: str) -> bool:
 
 
 class NotifyConfig(Section):
-    """Who hears of a run, sweep or night that failed, and of a night that got worse."""
+    """Messages on a run, sweep or night that failed, and on a night that got worse."""
 
     webhook: str = "none"
     """Where a message goes: `env:NAME` for an address in an environment variable, `block:TYPE/NAME` for a notification

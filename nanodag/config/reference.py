@@ -1,4 +1,4 @@
-"""What may be said of a setting: words, type, range and default, from its class. `python -m nanodag.config.reference`
+"""Words, type, range and default of every setting, from its class. `python -m nanodag.config.reference`
 prints all of them as docs/reference/config.md has them."""
 
 import re
@@ -45,7 +45,7 @@ class Setting:
 
 
 def setting(resolved: Resolved, name: str) -> Setting:
-    """What a name means in a pipeline, `rl.clip_high` being short for `rl.algorithm.clip_high`.
+    """A setting of a pipeline by its name, `rl.clip_high` being short for `rl.algorithm.clip_high`.
 
     Raises ConfigError with the nearest name.
     """

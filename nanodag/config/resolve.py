@@ -1,4 +1,4 @@
-"""From pipeline.yaml, a preset and overrides to one resolved pipeline, with the origin of every value."""
+"""Resolution of pipeline.yaml, a preset and overrides into one pipeline, with the origin of every value."""
 
 import json
 import os
@@ -140,12 +140,13 @@ def _check_nightly(pipeline: Pipeline, document: Mapping[str, Any], where: str) 
 
 
 def _is_given(origin: str, of_ours: str) -> bool:
-    """Whether somebody wrote it. of_ours: how the origin of what our own presets say begins; tests look after those."""
+    """True where somebody wrote it. of_ours: how the origin of what our own presets say begins; tests look after
+    those."""
     return not origin.startswith(("default", "derived")) and not (of_ours and origin.startswith(of_ours))
 
 
 def _origin_of(name: str, origins: Mapping[str, str], inner: Mapping[str, str]) -> str:
-    """Of a value, of what is in it, or of the short form that was written for the table in which it stands."""
+    """Origin of a value, of what is in it, or of the short form written for its table."""
     if name in inner:
         return origins.get(name, inner[name])
     while name and name not in origins:
@@ -154,8 +155,8 @@ def _origin_of(name: str, origins: Mapping[str, str], inner: Mapping[str, str]) 
 
 
 def _what_may_run(tree: Any) -> dict[str, Any]:
-    """By dotted name, what FILE_ONLY means, and of each stage's samplers the interpreter and the options, of which
-    SGLang has some that import code, and the servers, which get prompts and keys."""
+    """Values of FILE_ONLY by dotted name, and of each stage's samplers the interpreter, the options, of which SGLang
+    has some that import code, and the servers, which get prompts and keys."""
     stages = _at(tree, ("stages",))
     of_samplers = [
         ("stages", str(name), "sampler", field)
@@ -184,7 +185,7 @@ def _at(tree: Any, path: KeyPath) -> Any:
 
 
 def environment_overrides() -> list[str]:
-    """What the variables of ENVIRONMENT say, as overrides."""
+    """Overrides by the variables of ENVIRONMENT."""
     settings = [(name, os.environ.get(variable)) for name, variable in ENVIRONMENT.items()]
     return [f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in settings if value]
 
@@ -229,7 +230,7 @@ def leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def read_document(file: Path) -> dict[str, Any]:
-    """What a pipeline file says: its presets, and beside them `default` and what is common to all of them.
+    """Read a pipeline file: its presets, and beside them `default` and what is common to all of them.
 
     Raises ConfigError for what is no such table; what a preset's fields say is looked at when it is resolved.
     """

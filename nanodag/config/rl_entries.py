@@ -45,12 +45,12 @@ class EntryConfig(Section):
         return self
 
     def __str__(self) -> str:
-        """As a message calls it."""
+        """Name with options, for messages."""
         return f"{self.name} with {self.options}" if self.options else self.name
 
     @property
     def traits(self) -> registry.Entry | None:
-        """What is known of it without importing it; None of a user's own function."""
+        """Traits known without importing it; None of a user's own function."""
         return None if self.name == self.special else registry.find(self.kind, self.name)
 
     @property
@@ -98,7 +98,7 @@ class PolicyLossConfig(EntryConfig):
 
 
 class AggregationConfig(EntryConfig):
-    """How token losses become one number."""
+    """Mean over token losses."""
 
     kind = "aggregation"
 
@@ -143,7 +143,7 @@ class FilterConfig(EntryConfig):
 
 
 class GenerateConfig(EntryConfig):
-    """How a response comes about: `one_turn` of the sampler, or an async function with turns of its own."""
+    """A way to a response: `one_turn` of the sampler, or an async function with turns of its own."""
 
     kind = "generate"
     special = "one_turn"
@@ -174,16 +174,16 @@ class GenerateConfig(EntryConfig):
 
     @property
     def programs(self) -> dict[str, Any]:
-        """Of an agent's options those that say which program runs, and where."""
+        """Options of an agent that say which program runs, and where."""
         is_agent = self.name.partition(":")[0] in ("agent", "verifiers")
         return {name: self.options[name] for name in PROGRAM_OPTIONS if is_agent and name in self.options}
 
     @property
     def is_one_turn(self) -> bool:
-        """Whether the sampler's answer to the prompt is the response."""
+        """True where the sampler's answer to the prompt is the response."""
         return self.name == self.special
 
 
 def entries_in(value: Any) -> Iterator[tuple[str, EntryConfig]]:
-    """Where in a config functions are named, and the functions."""
+    """Functions that a config names, each with its dotted place."""
     return found_in(value, EntryConfig)

@@ -56,5 +56,5 @@ class EvaluationSection(StageSection):
         return int(own.get(name, self.eval_every))
 
     def is_time(self, name: str, step: int, *, num_steps: int) -> bool:
-        """Whether the weights of a step are evaluated on a benchmark, or on the held-out prompts."""
+        """True where the weights of a step are evaluated on a benchmark, or on the held-out prompts."""
         return self.eval_at_start if step == 0 else step % self.interval(name) == 0 or step == num_steps

@@ -92,7 +92,7 @@ class SamplerConfig(Section):
 
     @property
     def has_others(self) -> bool:
-        """Whether samplers are used that somebody else runs."""
+        """True where samplers are used that somebody else runs."""
         return bool(self.urls) or self.urls_file != "none"
 
 
@@ -152,7 +152,7 @@ class ReferenceConfig(Section):
 
 
 class TeacherConfig(Section):
-    """On-policy distillation."""
+    """A teacher of on-policy distillation."""
 
     model: str = "none"
     """The teacher: `none`, `input` for the stage's input `teacher`, or the path of a Hugging Face folder with the same

@@ -35,7 +35,7 @@ SAMPLERS = "samplers"
 
 
 class SamplingSection(StageSection):
-    """Which responses are generated, which are kept, and what is taken off their rewards."""
+    """Responses: how many are generated, which are kept, and what is taken off their rewards."""
 
     prompts_per_step: int = Field(32, ge=1, le=100_000_000)
     """Groups that train one step."""
@@ -74,7 +74,7 @@ class SamplingSection(StageSection):
 
 
 class RolloutSection(SamplingSection):
-    """Where the rollouts come from that are trained, and how old they may be."""
+    """Source and age of the rollouts that are trained."""
 
     generate: GenerateConfig = GenerateConfig()
     """How a response is made: one turn of the sampler, or turns and tools."""
@@ -103,7 +103,7 @@ class RolloutSection(SamplingSection):
 
     @property
     def is_sampled(self) -> bool:
-        """Whether the rollouts that are trained are generated."""
+        """True where the rollouts that are trained are generated."""
         return self.source == SAMPLERS
 
     @property
@@ -123,7 +123,7 @@ class RolloutSection(SamplingSection):
 
 
 class AlgorithmSection(StageSection):
-    """What is computed from rollouts: advantages and the loss."""
+    """Advantages and the loss."""
 
     advantage: AdvantageConfig = AdvantageConfig(name="grpo")
     """The advantage estimator, by name or as package.module:function."""
@@ -179,12 +179,12 @@ class AlgorithmSection(StageSection):
 
     @property
     def has_reference(self) -> bool:
-        """Whether each rank holds a reference model."""
+        """True where each rank holds a reference model."""
         return self.kl_coefficient > 0 or self.kl_metric
 
     @property
     def has_critic(self) -> bool:
-        """Whether the advantage asks a critic."""
+        """True where the advantage asks a critic."""
         traits = self.advantage.traits
         return traits is not None and traits.needs_critic
 
@@ -205,7 +205,7 @@ class AlgorithmSection(StageSection):
 
 
 class OptimizerSection(StageSection):
-    """How the trainer steps, and in what it computes."""
+    """The trainer's steps and its number format."""
 
     learning_rate: float = Field(1e-6, gt=0, le=1)
     """AdamW's learning rate, the peak of its schedule."""
@@ -252,7 +252,7 @@ class OptimizerSection(StageSection):
 
 
 class WeightsSection(StageSection):
-    """How new weights reach the samplers."""
+    """New weights' way to the samplers."""
 
     sync: Literal["disk", "distributed", "ipc"] = operational("disk")
     """How weights reach the samplers: `disk`, a folder, in memory where there is room; `distributed`, a broadcast from

@@ -1,4 +1,4 @@
-"""What kinds share whose stages sample responses to prompts and reward them: RL, and the choice of the best."""
+"""Settings of stages that sample responses to prompts and reward them: RL, and the choice of the best."""
 
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -59,7 +59,7 @@ class SampledStage(StageBase):
 
     @property
     def has_samplers(self) -> bool:
-        """Whether anything is sampled."""
+        """True where anything is sampled."""
         return True
 
     @property

@@ -1,4 +1,4 @@
-"""What every part of the config shares: its base class, kinds of numbers, and fields that do not change a result."""
+"""Base class of every part of the config, kinds of numbers, and fields that do not change a result."""
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeVar
@@ -76,7 +76,7 @@ class StageSection(Section):
 
 
 def sections_of(stage: type[BaseModel]) -> dict[str, type[StageSection]]:
-    """By name, the sections of a stage's class."""
+    """Sections of a stage's class by name."""
     annotations = {name: field.annotation for name, field in stage.model_fields.items()}
     return {name: a for name, a in annotations.items() if isinstance(a, type) and issubclass(a, StageSection)}
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Resources(StageSection):
-    """Where a stage runs."""
+    """Devices, ranks and machines of a stage."""
 
     num_ranks: Annotated[int, Field(ge=1, le=100_000)] | Auto = "auto"
     """Training processes on all nodes together, one for each GPU. `auto`: all GPUs, or cores, that a step of the stage
@@ -174,12 +174,12 @@ class StageBase(Section):
 
     @property
     def measures_held_out(self) -> bool:
-        """Whether rows that its data hold out are read."""
+        """True where rows that its data hold out are read."""
         return False
 
     @property
     def asks_in_chat(self) -> bool:
-        """Whether the items of its benchmarks pass the chat template."""
+        """True where the items of its benchmarks pass the chat template."""
         return True
 
     @property
@@ -219,7 +219,7 @@ class StageBase(Section):
         return self
 
     def ranks_on_cpu(self, model: "ModelSize | None", found: "Derived") -> list[int]:
-        """How many ranks a node without GPUs may have, in ascending order."""
+        """Numbers of ranks that a node without GPUs may have, ascending."""
         found.note("resources.num_ranks", "ranks_one")
         return [1]
 

@@ -1,4 +1,4 @@
-"""What pretraining, midtraining and SFT share: shape, optimizer, schedule, the loop's settings."""
+"""Settings of pretraining, midtraining and SFT: shape, optimizer, schedule, the loop's settings."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -194,7 +194,7 @@ class SupervisedStage(TrainedStage):
 
     @property
     def measures_held_out(self) -> bool:
-        """Whether rows that its data hold out are read."""
+        """True where rows that its data hold out are read."""
         return self.validation_tokens > 0
 
     def external_inputs(self) -> Iterator[ExternalInput]:
@@ -229,7 +229,7 @@ class SupervisedStage(TrainedStage):
         return scheduled(self, found)
 
     def ranks_on_cpu(self, model: ModelSize | None, found: Derived) -> list[int]:
-        """How many ranks a node without GPUs may have, as far as its memory holds their rows."""
+        """Numbers of ranks that a node without GPUs has memory for."""
         return super().ranks_on_cpu(model, found) if model is None else supervised_ranks_on_cpu(self, model, found)
 
     def after_ranks(self, model: ModelSize | None, found: Derived) -> Self:
@@ -240,9 +240,9 @@ class SupervisedStage(TrainedStage):
 
 
 class ChatStage(SupervisedStage):
-    """From a model (input `model`), on conversations, loss on assistant tokens, and beside them on documents (`adapter:
-    text`), loss on every token. Validation is on held-out conversations; on documents, where no conversations are held
-    out."""
+    """Training of a model (input `model`) on conversations, loss on assistant tokens, and beside them on documents
+    (`adapter: text`), loss on every token. Validation is on held-out conversations; on documents, where no
+    conversations are held out."""
 
     record_kind: ClassVar[Wanted | None] = "chat"
 
@@ -264,7 +264,7 @@ class ChatStage(SupervisedStage):
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisedKind(Kind):
-    """What the kinds share that run the one supervised loop."""
+    """A kind that runs the one supervised loop."""
 
     module: str = "nanodag.train"
     code_version: int = 4

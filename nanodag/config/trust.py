@@ -1,4 +1,4 @@
-"""Which code of a user's own a pipeline may name: modules beside its file, and those of its `trusted_modules`.
+"""Code of a user's own that a pipeline may name: modules beside its file, and those of its `trusted_modules`.
 
 Sources (`python:`), adapters, rewards and the other entries of RL name functions as `module:function`. Presets and
 overrides come from elsewhere too, as a flow run's parameters do; they are data, so they may choose among functions that
@@ -75,8 +75,8 @@ def check_forms(pipeline: Pipeline, file: Path) -> None:
 
 
 def is_elsewhere(form: str, pipeline: Pipeline, file: Path) -> bool:
-    """Whether a form is neither shipped, nor lm-eval's, nor a file below the pipeline file's folder that is not in the
-    store, where others write."""
+    """True where a form is neither shipped, nor lm-eval's, nor a file below the pipeline file's folder that is not in
+    the store, where others write."""
     if form.startswith("lm_eval:"):
         inner = form.removeprefix("lm_eval:")
         return inner.startswith("/") or ".." in Path(inner).parts
@@ -88,7 +88,7 @@ def is_elsewhere(form: str, pipeline: Pipeline, file: Path) -> bool:
 
 
 def named_functions(pipeline: Pipeline) -> Iterator[tuple[str, str]]:
-    """Where a function of a source or an adapter stands, and its `module:function`."""
+    """Functions of sources and adapters: where each is named, and its `module:function`."""
     for source in sources_in(pipeline):
         if (url := parse_url(source.url)).kind in ("python", "verifiers"):
             yield source.url, url.path.replace("-", "_")

@@ -1,4 +1,4 @@
-"""Where a module of the user's own is found. Nothing is imported for it, not even the packages around it.
+"""Search for modules of the user's own. Nothing is imported for it, not even the packages around it.
 
 A worker looks where Python does: on the PYTHONPATH of whoever called `nanodag run`, among the installed packages, and
 last in the pipeline file's folder, so that a file there hides no installed package.
@@ -59,7 +59,7 @@ def _lies_in(module: ModuleType, folder: str) -> bool:
 
 
 def required_file(module: str, where: str, folders: Sequence[Path | str] = ()) -> Path:
-    """As `file_of`. where: what names the module. Raises ConfigError where there is none."""
+    """File of a module, as `file_of` finds it. where: what names the module. Raises ConfigError where there is none."""
     if (file := file_of(module, folders)) is None:
         raise ConfigError(
             f"{where}: there is no module {module} beside the pipeline file, on PYTHONPATH or among the installed "

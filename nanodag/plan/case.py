@@ -49,7 +49,7 @@ class Case(Generic[S]):
         return self.known_model
 
     def devices(self, precision: str, count: int, engine: str = "embedded") -> Devices:
-        """So many GPUs of the stage, or as many cores as that, as far as the machine has them."""
+        """Devices of the stage: so many GPUs, or cores as far as the machine has them."""
         if self.device == "cpu":
             count = max(1, min(count, self.machine.cores * self.stage.resources.num_nodes))
         return Devices(machine=self.machine, device=self.device, precision=precision, count=count, engine=engine)

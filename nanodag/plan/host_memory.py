@@ -114,6 +114,6 @@ def verifiers_processes(rollouts: int) -> tuple[Process, ...]:
 
 
 def _at_once(generate: GenerateConfig, unbounded: int) -> int:
-    """How many calls an entry lets run at a time: by its option, or what it has without one."""
+    """Calls that an entry lets run at a time: by its option, or what it has without one."""
     option = generate.traits.options.get("at_once") if generate.traits is not None else None
     return unbounded if option is None else int(generate.options.get("at_once", option.default))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""How many rows, and how much text, a source has: of generators by their parameters, of local files by their size, of
+"""Rows and text of sources: of generators by their parameters, of local files by their size, of
 a mirror's files by their footers, of others as the pipeline's `plan.data` says. No row is read.
 """
 

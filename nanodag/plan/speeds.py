@@ -1,4 +1,4 @@
-"""How fast machines are: FLOPs and bytes over what the machine's devices can do, times the share of it that each kind
+"""Speed of machines: FLOPs and bytes over what the machine's devices can do, times the share of it that each kind
 of work reaches. Peaks stand in nanodag.host.machine, measured of CPUs, stated of GPUs.
 
 The shares of CPUs were read off runs of `pocket` and `small` on two cores, ranks that wait for one another included:

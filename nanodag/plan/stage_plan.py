@@ -95,8 +95,8 @@ class StagePlan:
 
     @property
     def device_bytes(self) -> int:
-        """On the fullest GPU, at the fullest moment: processes that share one add up, but those that have it in turns
-        keep only what rests. 0 without a GPU."""
+        """Bytes on the fullest GPU, at the fullest moment: processes that share one add up, but those that have it in
+        turns keep only what rests. 0 without a GPU."""
         held = [process for process in self.processes if process.device]
         together = [p for p in held if not p.own_gpus]
         turns: list[Process | None] = [p for p in together if p.resting is not None]
@@ -107,7 +107,7 @@ class StagePlan:
 
     @property
     def host_bytes(self) -> int:
-        """In a node's memory, all processes together, as they are expected to take it."""
+        """Bytes in a node's memory, all processes together, as they are expected to take it."""
         return sum(process.count * process.on_host for process in self.processes)
 
     @property
@@ -116,6 +116,6 @@ class StagePlan:
         return self.host_bytes + sum(process.count * process.reserve for process in self.processes)
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, as plain values."""
+        """The plan as plain values."""
         more = {"device_bytes": self.device_bytes, "host_bytes": self.host_bytes}
         return {**asdict(self), **more, "faults": [fault.text(self.name) for fault in self.faults]}

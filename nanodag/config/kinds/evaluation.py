@@ -112,17 +112,17 @@ class BenchmarkConfig(Section):
 
     @property
     def is_core(self) -> bool:
-        """Whether it is CORE, which no form describes."""
+        """True where it is CORE, which no form describes."""
         return "core" in (self.form, self.name)
 
     @property
     def wants_bundle(self) -> bool:
-        """Whether its items come from the pipeline's core_bundle."""
+        """True where its items come from the pipeline's core_bundle."""
         return self.is_core and self.source is None
 
     @property
     def sampling(self) -> str:
-        """How answers are drawn, in words: `greedy`, `8 samples, temperature 0.7, top_p 0.9`."""
+        """Sampling of answers in words: `greedy`, `8 samples, temperature 0.7, top_p 0.9`."""
         if not self.temperature:
             return "greedy"
         said = [counted(self.num_samples, "sample"), f"temperature {self.temperature:g}"]
@@ -211,7 +211,7 @@ class EvalStage(StageBase):
 
     @property
     def asks_in_chat(self) -> bool:
-        """Whether the items of its benchmarks pass the chat template."""
+        """True where the items of its benchmarks pass the chat template."""
         return self.chat
 
     @property

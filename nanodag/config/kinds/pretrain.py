@@ -11,8 +11,8 @@ from nanodag.config.supervised import ShapeConfig, SupervisedKind, SupervisedSta
 
 
 class PretrainStage(SupervisedStage):
-    """On documents: from random weights of a shape (input `tokenizer`), or from a model that there is (input `model`;
-    continued pretraining: shape is left out, horizon_tokens given)."""
+    """Training on documents: from random weights of a shape (input `tokenizer`), or from a model that there is (input
+    `model`; continued pretraining: shape is left out, horizon_tokens given)."""
 
     shape: ShapeConfig = ShapeConfig()
     """The model's shape."""
@@ -21,7 +21,7 @@ class PretrainStage(SupervisedStage):
 
     @property
     def continues(self) -> bool:
-        """Whether it begins at the weights of another stage's model."""
+        """True where it begins at the weights of another stage's model."""
         return self.shape.depth == 0
 
     @property

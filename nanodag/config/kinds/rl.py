@@ -72,7 +72,7 @@ class RLStage(SampledStage, TrainedStage):
 
     @property
     def evaluated(self) -> list[str]:
-        """What policies are evaluated on: names of benchmarks, HELD_OUT for held-out prompts."""
+        """Evaluations of policies: names of benchmarks, HELD_OUT for held-out prompts."""
         has_prompts = self.evaluation.validation or any(source.held_out for source in self.data)
         names = [benchmark.name for benchmark in self.evaluation.benchmarks]
         return [*names, *[HELD_OUT] * bool(self.evaluation.eval_prompts and has_prompts)]
@@ -104,7 +104,7 @@ class RLStage(SampledStage, TrainedStage):
 
     @property
     def measures_held_out(self) -> bool:
-        """Whether rows that its data hold out are read."""
+        """True where rows that its data hold out are read."""
         return self.evaluation.eval_prompts > 0 and not self.evaluation.validation
 
     def num_gpus(self, available: int) -> int:
@@ -156,7 +156,7 @@ class RLStage(SampledStage, TrainedStage):
         return own_gpus(rl_precision(self, model_of(found.pipeline, found.name), found), found)
 
     def ranks_on_cpu(self, model: ModelSize | None, found: Derived) -> list[int]:
-        """How many ranks a node without GPUs may have beside its samplers."""
+        """Numbers of ranks that a node without GPUs may have beside its samplers."""
         return rl_ranks_on_cpu(found)
 
     def after_ranks(self, model: ModelSize | None, found: Derived) -> Self:
@@ -180,23 +180,23 @@ class RLStage(SampledStage, TrainedStage):
 
     @property
     def has_trainer(self) -> bool:
-        """Whether anything is trained."""
+        """True where anything is trained."""
         return self.only != "rollouts"
 
     @property
     def has_samplers(self) -> bool:
-        """Whether anything is sampled: to be trained, or in an evaluation."""
+        """True where anything is sampled: to be trained, or in an evaluation."""
         return self.rollout.is_sampled or bool(self.evaluated)
 
     @property
     def shares_memory(self) -> bool:
-        """Whether the trainer's devices hold samplers too."""
+        """True where the trainer's devices hold samplers too."""
         is_alone = not self.has_samplers or (self.sampler.has_others and self.sampler.replicas in ("auto", 0))
         return self.placement != "separate" and not is_alone
 
     @property
     def has_process_reward(self) -> bool:
-        """Whether the reward scores single steps of a response."""
+        """True where the reward scores single steps of a response."""
         return any(reward.traits is not None and reward.traits.scores_steps for reward in self.reward)
 
 
