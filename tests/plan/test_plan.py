@@ -146,8 +146,8 @@ def test_a_report_without_room_for_what_it_searches_is_told_to_search_nothing():
     ],
 )  # fmt: skip
 def test_what_no_smaller_batch_mends_is_one_fault_and_in_a_work_pool_none(preset, machine, stage, overrides, fault):
-    faults = [str(fault) for fault in stage_of(planned(preset, machine, *overrides), stage).faults]
-    assert len(faults) == 1 and fault in faults[0]
+    (found,) = stage_of(planned(preset, machine, *overrides), stage).faults
+    assert fault in found.text(stage)
     pool = (f"{stage}.work_pool=gpus", f"{stage}.device=cuda", "server.database=postgresql+asyncpg://u@h/d")
     elsewhere = stage_of(planned(preset, machine, *overrides, *pool), stage)
     assert not elsewhere.faults and "work pool" in elsewhere.notes[-1]
@@ -188,7 +188,7 @@ def test_servers_of_others_take_nothing_of_this_machine_and_nobody_knows_how_lon
 def test_rollouts_of_files_take_the_disk_that_sampled_ones_take_and_no_time_to_sample():
     sampled, of_files = (
         stage_of(planned("pocket", CPU, *more), "rl")
-        for more in ((), ("rl.source=file:/x.jsonl", "rl.eval_prompts=0", "rl.evaluation.benchmarks=[]"))
+        for more in (("rl.filters=[]",), ("rl.filters=[]", "rl.source=file:/x.jsonl", "rl.eval_prompts=0"))
     )
     assert of_files.kept_bytes == sampled.kept_bytes and 0 < of_files.seconds < sampled.seconds
     assert "sampler" not in {process.name for process in of_files.processes}
