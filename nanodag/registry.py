@@ -331,15 +331,14 @@ def _is_path(name: str) -> bool:
     return function.isidentifier() and all(part.isidentifier() for part in module.split("."))
 
 
-def _check_argument(kind: str, prefix: str, wanted: Argument, argument: str) -> None:
-    what = f"The {kind} {prefix}:{argument} needs"
-    if wanted == "url" and not argument.startswith(("http://", "https://")):
-        raise ConfigError(f"{what} a URL that begins with http:// or https://.")
-    if wanted == "function" and not _is_path(argument):
-        raise ConfigError(f"{what} a function as {prefix}:package.module:function.")
-    if wanted == "module" and not MODULE_NAME.fullmatch(argument):
-        raise ConfigError(f"{what} a module as {prefix}:my_module.")
-    if wanted == "folder" and not argument.startswith("/"):
-        raise ConfigError(f"{what} the absolute path of a Hugging Face directory.")
-    if wanted == "file" and not argument.startswith("/"):
-        raise ConfigError(f"{what} the absolute path of a file.")
+def _check_argument(kind: str, prefix: str, form: Argument, argument: str) -> None:
+    is_right, words = {
+        "": (True, ""),
+        "url": (argument.startswith(("http://", "https://")), "a URL that begins with http:// or https://"),
+        "function": (_is_path(argument), f"a function as {prefix}:package.module:function"),
+        "module": (MODULE_NAME.fullmatch(argument), f"a module as {prefix}:my_module"),
+        "folder": (argument.startswith("/"), "the absolute path of a Hugging Face directory"),
+        "file": (argument.startswith("/"), "the absolute path of a file"),
+    }[form]
+    if not is_right:
+        raise ConfigError(f"The {kind} {prefix}:{argument} needs {words}.")

@@ -25,13 +25,13 @@ def derive(pipeline: Pipeline, machine: Machine) -> tuple[Pipeline, dict[str, st
         origins["device"] = f"derived: {machine.short}: {RULES['device'].rule}"
     stages: dict[str, Any] = {}
     for name, stage in pipeline.stages.items():
-        found = Derived(name, machine, origins, pipeline)
+        derived = Derived(name, machine, origins, pipeline)
         if stage.seed == "auto":
             stage = stage.model_copy(update={"seed": pipeline.seed})
             origins[f"{name}.seed"] = "derived: the pipeline's seed"
-        stage = precision_of(device_of(stage, device, found).before_ranks(found), found)
+        stage = precision_of(device_of(stage, device, derived).before_ranks(derived), derived)
         model = model_of(pipeline, name)
-        stages[name] = spread(stage, model, found).after_ranks(model, found)
+        stages[name] = spread(stage, model, derived).after_ranks(model, derived)
     return pipeline.model_copy(update={"stages": stages, "device": device}), origins
 
 

@@ -102,5 +102,5 @@ RULES = {
 
 def reason_of(origin: str) -> str:
     """Reason of the rule in a value's origin; empty where no rule is."""
-    found = (rule.reason for rule in RULES.values() if rule.rule.partition("{")[0] in origin)
-    return next(found, "") if origin.startswith("derived: ") else ""
+    reasons = (rule.reason for rule in RULES.values() if rule.rule.partition("{")[0] in origin)
+    return next(reasons, "") if origin.startswith("derived: ") else ""

@@ -101,17 +101,15 @@ def zone_of(name: str) -> str:
 
     Raises ConfigError for another name that is none.
     """
-    wanted = (os.environ.get("TZ", "").lstrip(":") or _machine_zone()) if name == "local" else name
+    zone = (os.environ.get("TZ", "").lstrip(":") or _machine_zone()) if name == "local" else name
     try:
-        ZoneInfo(wanted)
+        ZoneInfo(zone)
     except (ZoneInfoNotFoundError, ValueError, OSError):
         if name != "local":
             raise ConfigError(f"There is no time zone {name!r}; give an IANA name such as Europe/Berlin.") from None
-        log.warning(
-            "This machine's time zone %r has no IANA name: nights are told by UTC. Set nightly.timezone.", wanted
-        )
+        log.warning("This machine's time zone %r has no IANA name: nights are told by UTC. Set nightly.timezone.", zone)
         return "UTC"
-    return wanted
+    return zone
 
 
 def _machine_zone() -> str:

@@ -284,14 +284,14 @@ class Pipeline(Section):
                 raise ValueError(f"stages.{name}.inputs.{label}: there is no stage {source!r}.{near}")
             if kind.takes_what_exists:
                 continue
-            if (wanted := kind.inputs.get(label)) is None:
+            if (product := kind.inputs.get(label)) is None:
                 near = nearest(label, kind.inputs) or f" Inputs of kind {stage.kind} are {listed(kind.inputs)}."
                 raise ValueError(f"stages.{name}.inputs: there is no input {label!r}.{near}")
-            if find_kind(self.stages[source].kind).makes != wanted:
-                makers = [n for n, s in self.stages.items() if find_kind(s.kind).makes == wanted]
+            if find_kind(self.stages[source].kind).makes != product:
+                makers = [n for n, s in self.stages.items() if find_kind(s.kind).makes == product]
                 raise ValueError(
                     f"stages.{name}.inputs.{label}: stage {source}, of kind {self.stages[source].kind}, is not a "
-                    f"{wanted}; name one of {listed(n for n in makers if n != name)}"
+                    f"{product}; name one of {listed(n for n in makers if n != name)}"
                 )
 
         for where, read in found_in(stage, SourceConfig):

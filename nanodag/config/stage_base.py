@@ -210,17 +210,17 @@ class StageBase(Section):
         """Tokens of the tokenizer that it makes; 0 where it makes none, or does not say."""
         return 0
 
-    def with_core(self, bundle: str, found: "Derived") -> "tuple[Self, bool]":
+    def with_core(self, bundle: str, derived: "Derived") -> "tuple[Self, bool]":
         """The stage with CORE's items from a bundle, and whether CORE was left out because that is `none`."""
         return self, False
 
-    def before_ranks(self, found: "Derived") -> Self:
+    def before_ranks(self, derived: "Derived") -> Self:
         """The stage without `auto` among the settings that its number of ranks follows from."""
         return self
 
-    def ranks_on_cpu(self, model: "ModelSize | None", found: "Derived") -> list[int]:
+    def ranks_on_cpu(self, model: "ModelSize | None", derived: "Derived") -> list[int]:
         """Numbers of ranks that a node without GPUs may have, ascending."""
-        found.note("resources.num_ranks", "ranks_one")
+        derived.note("resources.num_ranks", "ranks_one")
         return [1]
 
     @property
@@ -234,7 +234,7 @@ class StageBase(Section):
         ranks that belong together."""
         return 0, 0, 0, 1
 
-    def after_ranks(self, model: "ModelSize | None", found: "Derived") -> Self:
+    def after_ranks(self, model: "ModelSize | None", derived: "Derived") -> Self:
         """The stage without any `auto`, once its ranks are known. model: None where its size is not known."""
         return self
 

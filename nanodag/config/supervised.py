@@ -212,30 +212,30 @@ class SupervisedStage(TrainedStage):
         """Tokens of a step, tokens of a row, rows that ranks share out evenly; no ranks belong together."""
         return int(self.batch_tokens), self.sequence_length, int(self.batch_tokens) // self.sequence_length, 1
 
-    def with_core(self, bundle: str, found: Derived) -> tuple[Self, bool]:
+    def with_core(self, bundle: str, derived: Derived) -> tuple[Self, bool]:
         """The stage with the bundle that it is scored on while it trains."""
         if self.core_bundle != "auto":
             return self, False
         updates: dict[str, Any] = {"core_bundle": bundle}
-        found.origins[f"{found.name}.core_bundle"] = "derived: the pipeline's core_bundle"
+        derived.origins[f"{derived.name}.core_bundle"] = "derived: the pipeline's core_bundle"
         is_left_out = bundle == "none" and self.core_every > 0
         if is_left_out:
             updates["core_every"] = 0
-            found.origins[f"{found.name}.core_every"] = "derived: core_bundle is none"
+            derived.origins[f"{derived.name}.core_every"] = "derived: core_bundle is none"
         return self.model_copy(update=updates), is_left_out
 
-    def before_ranks(self, found: Derived) -> Self:
+    def before_ranks(self, derived: Derived) -> Self:
         """The stage with its schedule."""
-        return scheduled(self, found)
+        return scheduled(self, derived)
 
-    def ranks_on_cpu(self, model: ModelSize | None, found: Derived) -> list[int]:
+    def ranks_on_cpu(self, model: ModelSize | None, derived: Derived) -> list[int]:
         """Numbers of ranks that a node without GPUs has memory for."""
-        return super().ranks_on_cpu(model, found) if model is None else supervised_ranks_on_cpu(self, model, found)
+        return super().ranks_on_cpu(model, derived) if model is None else supervised_ranks_on_cpu(self, model, derived)
 
-    def after_ranks(self, model: ModelSize | None, found: Derived) -> Self:
+    def after_ranks(self, model: ModelSize | None, derived: Derived) -> Self:
         """The stage without any `auto`. Raises ConfigError for a batch that its ranks cannot share out."""
-        stage = fit_supervised(self, model, found)
-        check_batch(stage, found)
+        stage = fit_supervised(self, model, derived)
+        check_batch(stage, derived)
         return stage
 
 

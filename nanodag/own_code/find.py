@@ -40,7 +40,7 @@ def forget_others(folder: Path | str) -> None:
     """Take all other pipeline files' folders from the path, and forget what was imported from there: a module of
     another file may have the same name. folder: "" for none."""
     kept = os.path.abspath(folder) if folder else ""
-    for other in [one for one in _searched if one != kept]:
+    for other in [path for path in _searched if path != kept]:
         _searched.remove(other)
         sys.path[:] = [path for path in sys.path if path != other]
         tops = {name for name, module in list(sys.modules.items()) if name not in OURS and _lies_in(module, other)}

@@ -93,9 +93,9 @@ class BenchmarkConfig(Section):
     def _samples_fit(self) -> "BenchmarkConfig":
         if self.temperature == 0:
             for name, value in GREEDY_ONLY.items():
-                if (found := getattr(self, name)) != value:
+                if (own := getattr(self, name)) != value:
                     raise ValueError(
-                        f"benchmark {self.name!r}: {name} {found} means nothing at temperature 0, where all answers to "
+                        f"benchmark {self.name!r}: {name} {own} means nothing at temperature 0, where all answers to "
                         "an item are the same; set temperature"
                     )
         for metric in self.metrics:
@@ -125,10 +125,10 @@ class BenchmarkConfig(Section):
         """Sampling of answers in words: `greedy`, `8 samples, temperature 0.7, top_p 0.9`."""
         if not self.temperature:
             return "greedy"
-        said = [counted(self.num_samples, "sample"), f"temperature {self.temperature:g}"]
-        said += [f"top_p {self.top_p:g}"] if self.top_p < 1 else []
-        said += [f"top_k {self.top_k}"] if self.top_k else []
-        return ", ".join(said)
+        words = [counted(self.num_samples, "sample"), f"temperature {self.temperature:g}"]
+        words += [f"top_p {self.top_p:g}"] if self.top_p < 1 else []
+        words += [f"top_k {self.top_k}"] if self.top_k else []
+        return ", ".join(words)
 
     @property
     def metrics_over_samples(self) -> tuple[str, ...]:
@@ -232,30 +232,30 @@ class EvalStage(StageBase):
         """The stage with `auto` for what follows from a machine, its samplers too."""
         return super().on_another_machine(sampler=EvalSamplerConfig(), **updates)
 
-    def with_core(self, bundle: str, found: Derived) -> tuple[Self, bool]:
+    def with_core(self, bundle: str, derived: Derived) -> tuple[Self, bool]:
         """The stage with CORE's items where the benchmark names none. Raises ConfigError where CORE is left out and
         nothing else is evaluated."""
         if not any(benchmark.wants_bundle for benchmark in self.benchmarks):
             return self, False
-        found.origins[f"{found.name}.benchmarks"] = f"derived: core_bundle is {bundle}"
+        derived.origins[f"{derived.name}.benchmarks"] = f"derived: core_bundle is {bundle}"
         kept = tuple(benchmark for benchmark in self.benchmarks if not benchmark.wants_bundle)
         if bundle != "none":
             update = {"source": SourceConfig(url=bundle_url(bundle))}
             kept = tuple(b.model_copy(update=update) if b.wants_bundle else b for b in self.benchmarks)
         if not kept:
             raise ConfigError(
-                f"{found.name}.benchmarks: CORE alone, and core_bundle is none. Set core_bundle to the folder of its "
+                f"{derived.name}.benchmarks: CORE alone, and core_bundle is none. Set core_bundle to the folder of its "
                 "items, or give the benchmark a source."
             )
         return self.model_copy(update={"benchmarks": kept}), bundle == "none"
 
-    def before_ranks(self, found: Derived) -> Self:
+    def before_ranks(self, derived: Derived) -> Self:
         """The stage with its precision."""
-        return evaluation_precision(self, found)
+        return evaluation_precision(self, derived)
 
-    def after_ranks(self, model: ModelSize | None, found: Derived) -> Self:
+    def after_ranks(self, model: ModelSize | None, derived: Derived) -> Self:
         """The stage without any `auto` among its samplers' settings."""
-        return derive_evaluation(found.name, self, found.machine, model, found.origins)
+        return derive_evaluation(derived.name, self, derived.machine, model, derived.origins)
 
     def answer_tokens(self, benchmark: BenchmarkConfig) -> int:
         """The longest written answer of a benchmark, in tokens."""

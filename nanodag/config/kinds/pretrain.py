@@ -29,10 +29,10 @@ class PretrainStage(SupervisedStage):
         """True for random weights."""
         return not self.continues
 
-    def before_ranks(self, found: Derived) -> Self:
+    def before_ranks(self, derived: Derived) -> Self:
         """The stage with its shape and schedule."""
-        stage = shaped(self, found.name, found.origins) if self.is_from_scratch else self
-        return super(PretrainStage, stage).before_ranks(found)
+        stage = shaped(self, derived.name, derived.origins) if self.is_from_scratch else self
+        return super(PretrainStage, stage).before_ranks(derived)
 
     def check_inputs(self) -> None:
         """Raise ValueError unless it begins at one thing, and says what that thing needs."""

@@ -151,32 +151,32 @@ class RLStage(SampledStage, TrainedStage):
         """GPUs of a node that its ranks leave to samplers."""
         return len(self.sampler.gpus) if isinstance(self.sampler.gpus, tuple) else 0
 
-    def before_ranks(self, found: Derived) -> Self:
+    def before_ranks(self, derived: Derived) -> Self:
         """The stage with the trainer's precision, and the GPUs that samplers have to themselves."""
-        return own_gpus(rl_precision(self, model_of(found.pipeline, found.name), found), found)
+        return own_gpus(rl_precision(self, model_of(derived.pipeline, derived.name), derived), derived)
 
-    def ranks_on_cpu(self, model: ModelSize | None, found: Derived) -> list[int]:
+    def ranks_on_cpu(self, model: ModelSize | None, derived: Derived) -> list[int]:
         """Numbers of ranks that a node without GPUs may have beside its samplers."""
-        return rl_ranks_on_cpu(found)
+        return rl_ranks_on_cpu(derived)
 
-    def after_ranks(self, model: ModelSize | None, found: Derived) -> Self:
+    def after_ranks(self, model: ModelSize | None, derived: Derived) -> Self:
         """The stage without any `auto`. Raises ConfigError for what its resources cannot do."""
-        stage = derive_sampler(found.name, placed(self, model, found), found.machine, model, found.origins)
-        stage = fit_rl(stage, model, found)
+        stage = derive_sampler(derived.name, placed(self, model, derived), derived.machine, model, derived.origins)
+        stage = fit_rl(stage, model, derived)
         try:
             check(stage)
         except ValueError as error:
-            raise ConfigError(f"stages.{found.name}.{error}.") from error
-        if stage.lora_rank and (width := width_from_scratch(found.pipeline, found.name)):
-            check_lora(found.name, stage.lora_rank, width)
+            raise ConfigError(f"stages.{derived.name}.{error}.") from error
+        if stage.lora_rank and (width := width_from_scratch(derived.pipeline, derived.name)):
+            check_lora(derived.name, stage.lora_rank, width)
         return stage
 
     def own_evaluation(self, name: str) -> EvalStage | None:
         """The benchmarks that it asks its policy, as an eval stage with the same items, samples and seeds."""
         fields = set(BenchmarkConfig.model_fields)
-        asked = [benchmark.model_dump(mode="json", include=fields) for benchmark in self.evaluation.benchmarks]
-        made = {"kind": "eval", "inputs": {"model": name}, "benchmarks": asked, "seed": self.seed}
-        return EvalStage.model_validate(made | {"max_new_tokens": self.rollout.max_new_tokens}) if asked else None
+        benchmarks = [benchmark.model_dump(mode="json", include=fields) for benchmark in self.evaluation.benchmarks]
+        made = {"kind": "eval", "inputs": {"model": name}, "benchmarks": benchmarks, "seed": self.seed}
+        return EvalStage.model_validate(made | {"max_new_tokens": self.rollout.max_new_tokens}) if benchmarks else None
 
     @property
     def has_trainer(self) -> bool:

@@ -62,9 +62,11 @@ class SelectStage(SampledStage):
         """GPUs of a node that its samplers take."""
         return self.as_rl().num_gpus(available)
 
-    def after_ranks(self, model: ModelSize | None, found: Derived) -> Self:
+    def after_ranks(self, model: ModelSize | None, derived: Derived) -> Self:
         """The stage without any `auto`. Raises ConfigError for what its resources cannot do."""
-        return self.model_copy(update={"sampler": self.as_rl().before_ranks(found).after_ranks(model, found).sampler})
+        return self.model_copy(
+            update={"sampler": self.as_rl().before_ranks(derived).after_ranks(model, derived).sampler}
+        )
 
 
 KIND = Kind(
