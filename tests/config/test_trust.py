@@ -1,5 +1,6 @@
 """Which functions a pipeline may name: those beside its file, those its file trusts, and a list of ours."""
 
+import json
 import os
 import sys
 import textwrap
@@ -11,7 +12,7 @@ from nanodag.config import resolve
 from nanodag.config.kinds import vouch_for
 from nanodag.errors import ConfigError
 from nanodag.inference.sglang_options import OWN_OPTIONS, check_options
-from nanodag.own_code.find import FOLDER_VARIABLE, forget_others, search_last
+from nanodag.own_code.find import FOLDER_VARIABLE, file_of, forget_others, search_last
 from nanodag.own_code.functions import function_at
 from nanodag.own_code.trusted_modules import Voucher, check_owner, is_beside
 from nanodag.run.python_path import note_python_path, take_python_path
@@ -231,3 +232,38 @@ def test_of_two_pipeline_files_each_has_its_own_module_of_one_name(tmp_path, mon
         assert function_at("two_of_them:who")() == name
     forget_others("")
     assert "two_of_them" not in sys.modules and FOLDER_VARIABLE not in os.environ
+
+
+@pytest.fixture
+def modules(tmp_path):
+    (tmp_path / "mine_here.py").write_text("raise SystemExit('imported')")
+    (tmp_path / "json.py").write_text("")
+    (tmp_path / "sys.py").write_text("")
+    package = tmp_path / "package_here" / "inner"
+    package.mkdir(parents=True)
+    (tmp_path / "package_here" / "__init__.py").write_text("raise SystemExit('imported')")
+    (package / "leaf.py").write_text("")  # `inner` has no __init__.py: a namespace
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("module", "file"),
+    [
+        ("mine_here", "mine_here.py"),
+        ("package_here", "package_here/__init__.py"),
+        ("package_here.inner.leaf", "package_here/inner/leaf.py"),
+        ("package_here.inner", None),
+        ("package_here.nothing", None),
+        ("nothing_here", None),
+        ("mine_here.leaf", None),
+        ("sys", None),  # Python's own, whatever lies beside the pipeline file
+        ("", None),
+        ("../mine_here", None),
+    ],
+)
+def test_a_module_is_found_and_neither_it_nor_its_package_is_run(modules, module, file):
+    assert file_of(module, [modules]) == (None if file is None else modules / file)
+
+
+def test_a_file_beside_the_pipeline_hides_no_installed_module(modules):
+    assert str(file_of("json", [modules])) == json.__file__
