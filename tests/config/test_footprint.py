@@ -1,4 +1,4 @@
-"""The dial's numbers by hand, and memory by arithmetic, held against DeepSpeed-free oracles: sums by hand, and what autograd keeps."""
+"""The dial's numbers by hand, and memory by arithmetic: sums by hand, and what autograd keeps."""
 
 import pytest
 import torch
