@@ -209,7 +209,7 @@ def seconds_of(case: Case[RLStage], samplers: PlannedSamplers, step: Step) -> tu
     passes = 4 / 3 if stage.algorithm.has_reference else 1.0
     passes += 1 / 3 if optimizer.activation_checkpointing else 0.0
     training = trained * passes * model.training_flops(step.length) / (trainers.shares.trainer * trainers.peak)
-    decoding: float | None = 0.0
+    sampling = 0.0
     if count:
         precision, width = str(stage.sampler.precision), width_of(str(stage.sampler.precision))
         devices = case.devices(precision, count, str(stage.sampler.engine))
@@ -224,9 +224,9 @@ def seconds_of(case: Case[RLStage], samplers: PlannedSamplers, step: Step) -> tu
         if decoding is None:
             return None, None
         read = stage.num_steps * prompts_a_step(stage) * step.prompt + evaluated.read
-        decoding += read * model.forward_flops(step.length) / (devices.shares.likelihood * devices.peak)
+        sampling = decoding + read * model.forward_flops(step.length) / (devices.shares.likelihood * devices.peak)
     start = START_S[case.device] + case.sizes.in_memory(stage.data) / PARSED_BYTES_S
-    seconds = start + decoding + training + stage.num_steps * RL_STEP_S[case.device]
+    seconds = start + sampling + training + stage.num_steps * RL_STEP_S[case.device]
     return seconds, seconds * max(trainers.count, count) if case.device == "cpu" else None
 
 
