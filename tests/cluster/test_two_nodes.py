@@ -115,7 +115,7 @@ def test_a_node_that_loses_its_power_and_comes_back_ends_on_the_same_bytes(nodes
     said = process.communicate(timeout=300)[0]
     powered.join()
     log = (workspace / "worker.log").read_text()
-    assert "attempt 1:" in said and "lost a node: NodeLost: Node " in said, said + log[-4000:]
+    assert "attempt 1:" in said and "lost a node: Node " in said, said + log[-4000:]
     assert "attempt 2:" not in said and "not reached" in log
     assert stages.content(workspace / "output") == stages.content(one / "output")
     steps = [line["step"] for line in stages.metrics(workspace) if line["event"] == "step"]
