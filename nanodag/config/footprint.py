@@ -1,4 +1,4 @@
-"""How much memory a model takes where it is trained and where it samples: arithmetic on shapes, no torch.
+"""Memory of a model where it is trained and where it samples: arithmetic on shapes, no torch.
 
     shape, parameters = shape_of(24), num_parameters(shape_of(24), 32768)
     state = train_state(parameters, precision="bf16", zero_stage=1, num_ranks=8, optimizer="muon")
@@ -51,7 +51,7 @@ class TrainState:
 
     @property
     def total(self) -> int:
-        """On the device."""
+        """Bytes on the device."""
         return sum(self.on_device.values())
 
 

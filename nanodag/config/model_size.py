@@ -27,7 +27,7 @@ class ModelSize:
 
     @property
     def total(self) -> int:
-        """All parameters."""
+        """Number of parameters."""
         return self.parameters["total"]
 
     def token_bytes(self, element_bytes: int) -> int:

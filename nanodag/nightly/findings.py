@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanodag.config.cron import zone_of
+from nanodag.config.nightly import zone_of
 from nanodag.errors.words import counted
 from nanodag.nightly.compare import compare
 from nanodag.nightly.nights import Night, earlier_nights

@@ -13,9 +13,8 @@ from typing import Any
 from zoneinfo import ZoneInfo
 
 from nanodag.config import Pipeline, resolve
-from nanodag.config.cron import last_due, zone_of
 from nanodag.config.derive_sampler import this_machine
-from nanodag.config.nightly import NightlyConfig
+from nanodag.config.nightly import NightlyConfig, last_due, zone_of
 from nanodag.errors import ConfigError, ServerError, StoreBusy
 from nanodag.nightly.choose import Choice, choose, night_pipeline
 from nanodag.run.derived_runs import machine_for, open_composed

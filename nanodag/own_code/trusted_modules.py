@@ -1,4 +1,4 @@
-"""Which modules of a user's own may be imported: those beside the pipeline file, and those that it trusts."""
+"""Modules of a user's own that may be imported: those beside the pipeline file, and those that it trusts."""
 
 import stat
 import sys

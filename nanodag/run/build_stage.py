@@ -94,8 +94,9 @@ def build_stage(
                 artifact = None if force else run.store.lookup(key)
                 if artifact is None:
                     left = max(0, max_restarts - restarts)
-                    told = {"on_line": on_line, "on_metrics": on_metrics, "stop": run.stop}
-                    watch = Watch(**told, restarts=restarts, restarts_left=left)
+                    watch = Watch(
+                        on_line=on_line, on_metrics=on_metrics, stop=run.stop, restarts=restarts, restarts_left=left
+                    )
                     artifact, waited_s = _build(run, name, inputs, key, sources, lock, watch)
                 run.store.discard_workspace(key)
     except BaseException as error:

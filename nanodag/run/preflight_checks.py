@@ -19,7 +19,7 @@ from nanodag import registry
 from nanodag.config import AnyStage, Pipeline
 from nanodag.config.kinds import find_kind, vouch_for
 from nanodag.config.kinds.evaluation import BenchmarkConfig
-from nanodag.config.ranges import check_lora
+from nanodag.config.rl_checks import check_lora
 from nanodag.config.rl_entries import EntryConfig, entries_in
 from nanodag.config.rl_evaluation import PolicyBenchmarkConfig
 from nanodag.config.section import found_in
@@ -285,7 +285,7 @@ class Checks:
 
     def _lora(self, name: str, stage: AnyStage) -> None:
         if (width := self._width_of(stage)) is not None:
-            check_lora(name, stage.lora_rank, width, self._pipeline.unchecked)
+            check_lora(name, stage.lora_rank, width)
 
     def _function(self, stage: AnyStage, entry: EntryConfig) -> None:
         path, traits = entry.own_function, entry.traits

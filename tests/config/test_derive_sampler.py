@@ -11,6 +11,7 @@ from nanodag.config.dial import shape_of
 from nanodag.config.kinds.evaluation import EvalStage
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.model_size import ModelSize, known_model
+from nanodag.config.rl_checks import check
 from nanodag.errors import ConfigError
 from nanodag.host.folders import PROJECT
 from nanodag.host.machine import GIB, machine_of
@@ -61,7 +62,7 @@ def test_engine_replicas_determinism_and_precision_follow_from_the_machine(text,
     assert found == (engine, replicas, is_exact, precision)
     assert stage.weights.sync_check_every == (0 if engine == "sglang" else 20)
     assert sampler.start_timeout_s == (900 if engine == "sglang" else 120)
-    stage.check_resources()
+    check(stage)
     left = {name for name, value in sampler.model_dump().items() if value == "auto"}
     assert left == {"python", "gpus"} and all(why.startswith("derived: ") for why in origins.values())
 

@@ -7,7 +7,7 @@ from zoneinfo import ZoneInfo
 import pytest
 from prefect._vendor.croniter import croniter
 
-from nanodag.config.cron import last_due, zone_of
+from nanodag.config.nightly import last_due, zone_of
 from nanodag.errors import ConfigError
 
 BERLIN = ZoneInfo("Europe/Berlin")

@@ -450,10 +450,10 @@ class Controller:
         )
 
 
-def main(leave: Callable[[Job], dict[str, Any]] | None = None) -> None:
-    """Run the job named on the command line. leave: makes the product of the records, in the place of the trainer's
-    weights, and returns metrics."""
-    job = load_job()
+def main(job: Job | None = None, leave: Callable[[Job], dict[str, Any]] | None = None) -> None:
+    """Run an RL stage. job: that named on the command line unless given. leave: makes the product of the records, in
+    the place of the trainer's weights, and returns metrics."""
+    job = job or load_job()
     job = replace(job, config=with_num_steps(job.config, job.mirror))
     collect_rarely()
     services = Services(job)
