@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from nanodag.rl.control.model_facts import sync_folder
 from nanodag.rl.rollouts.rollout import groups_of, read_rollouts
-from nanodag.viewer.rollout_files import Shelf
+from nanodag.rl.rollouts.rollout_files import Shelf
 from nanodag.worker.job import STOPPED_EXIT_CODE
 from tests.fault.processes import is_running, wait_until
 from tests.rl.stages import (

@@ -30,7 +30,7 @@ from typing import Any
 from nanodag.config.kinds.rl import RLStage
 from nanodag.data.mixture import Mixture
 from nanodag.errors import NanodagError, StageFailed
-from nanodag.host.gc_tuning import collect_rarely
+from nanodag.host.process_memory import collect_rarely
 from nanodag.rewards import sandbox
 from nanodag.rl.control.benchmarks import PolicyBenchmarks
 from nanodag.rl.control.checks import (
@@ -450,10 +450,10 @@ class Controller:
         )
 
 
-def main(leave: Callable[[Job], dict[str, Any]] | None = None) -> None:
-    """Run the job named on the command line. leave: makes the product of the records, in the place of the trainer's
-    weights, and returns metrics."""
-    job = load_job()
+def main(job: Job | None = None, leave: Callable[[Job], dict[str, Any]] | None = None) -> None:
+    """Run an RL stage. job: that named on the command line unless given. leave: makes the product of the records, in
+    the place of the trainer's weights, and returns metrics."""
+    job = job or load_job()
     job = replace(job, config=with_num_steps(job.config, job.mirror))
     collect_rarely()
     services = Services(job)
