@@ -1,6 +1,5 @@
 """Samples of several sequences, and of several roles: what is compared, counted and trained."""
 
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from nanodag.rl.control.generation import with_rewards_of_samples
 from nanodag.rl.rollouts.metrics import rollout_metrics
 from nanodag.rl.rollouts.rollout import Rollout, from_json, reward_spread, to_json
 from nanodag.rl.trainer.credit import advantages_of
+from tests.rl import functions
 from tests.rl.fakes import FakeSampler, SeenPool
 from tests.rl.rollouts import rollout
 from tests.rl.turns import batch_of, generator_of, prompts
@@ -94,26 +94,10 @@ def test_the_reported_reward_is_what_was_reported():
         reported({"reported": None}, "text")
 
 
-async def two_sequences(sampler, sample):
-    main = await sampler.turn(sample)
-    side = await sampler.turn(sample.beginning(sampler.encode("another")))
-    return replace(main, reward=1.0, branches=(side,))
-
-
-async def an_untrained_role(sampler, sample):
-    judge = replace(await sampler.turn(sample.beginning(sampler.encode("judge"))), role="judge", is_trained=False)
-    return replace(await sampler.turn(sample), branches=(judge,))
-
-
-async def a_judge(sampler, sample):
-    judge = replace(await sampler.turn(sample.beginning(sampler.encode("judge"))), role="judge", reward=0.25)
-    return replace(await sampler.turn(sample), branches=(judge,))
-
-
 def generated(folder, ids, function: str):
     """The rollouts of one prompt, and what the reward saw."""
     pool = SeenPool()
-    values = {"generate": f"{__name__}:{function}"}
+    values = {"generate": f"{functions.__name__}:{function}"}
     generator = generator_of(folder, FakeSampler(lambda request: ids("a<|end|>")), pool, **values)
     ((_, group),) = batch_of(generator, prompts(folder)).kept
     return group, pool.seen

@@ -9,7 +9,6 @@ from nanodag.config import result_config
 from nanodag.errors import ConfigError, SamplerLost, StageFailed
 from nanodag.rl.control.generation import RolloutGenerator
 from nanodag.rl.environments.calculator import calculated
-from nanodag.rl.environments.message_policy import Conversation
 from nanodag.rl.environments.runner import Turns
 from nanodag.rl.environments.tools import declared_tools
 from nanodag.rl.rollouts.prompts import PolicyFormat, Prompt, rendered
@@ -18,6 +17,7 @@ from nanodag.run.build_stage import own_entries, with_identities
 from nanodag.tokenizer import layout
 from nanodag.tokenizer.chat import TemplateRenderer, load_renderer
 from nanodag.tokenizer.encoding import Encoding
+from tests.rl import functions
 from tests.rl.fakes import FakeSampler, SeenPool
 from tests.rl.templates import LLAMA3, QWEN3, QWEN25, renderer_of
 from tests.rl.turns import CONTEXT, batch_of, config, generator_of, prompts
@@ -25,37 +25,8 @@ from tests.tokenizer.chat_templates import CODER, GLM
 
 RESULT = "<|tool_result|>"
 
-# The functions under test are named by import path, as a user's.
-
-
-async def twice(sampler, sample, *, said: str = "sure?"):
-    sample = await sampler.turn(sample, max_tokens=4)
-    return await sampler.turn(sample.with_tool(sampler.encode(said)))
-
-
-async def one(sampler, sample):
-    return await sampler.turn(sample)
-
-
-async def asked_again(sampler, sample):
-    conversation, messages = Conversation(sampler, sample), list(sample.record["messages"])
-    answer = await conversation.answer(messages)
-    await conversation.answer([*messages, answer, {"role": "user", "content": "sure?"}])
-    return conversation.sample()
-
-
-async def fanned_out(sampler, sample):
-    sample = await sampler.turn(sample, max_tokens=2)
-    return list(await asyncio.gather(*(sampler.turn(one) for one in sample.forked(3))))
-
-
-async def answered_itself(sampler, sample):
-    sample = await sampler.turn(sample)
-    return type(sample)(**{name: getattr(sample, name) for name in sample.__slots__} | {"answer": "mine"})
-
-
 def here(name: str) -> str:
-    return f"{__name__}:{name}"
+    return f"{functions.__name__}:{name}"
 
 
 def group_of(folder, says, pool=None, **values):

@@ -38,12 +38,12 @@ def config(**values: Any) -> RLStage:
     return fakes.config(**(sizes | values))
 
 
-def generator_of(folder, sampler, pool=None, *, stage: RLStage | None = None, **values: Any) -> RolloutGenerator:
+def generator_of(folder, fake, pool=None, *, stage: RLStage | None = None, **values: Any) -> RolloutGenerator:
     """folder: of the tokenizer. pool: of rewards, `SeenPool` by default. values: of the config, where there is none."""
     stage, encoding, renderer = stage or config(**values), Encoding(folder), load_renderer(folder)
     size = max(VOCABULARY, encoding.size)
     turns = Turns(stage, encoding, renderer, context=int(stage.sampler.context), vocabulary=size)
-    return RolloutGenerator(stage, sampler, pool or fakes.SeenPool(), encoding, renderer.stop_ids, turns)
+    return RolloutGenerator(stage, fake, pool or fakes.SeenPool(), encoding, renderer.stop_ids, turns)
 
 
 def prompts(folder, count: int = 1, text: str = "{}?", **record: Any) -> list[Prompt]:
@@ -82,10 +82,10 @@ def batch_of(generator: RolloutGenerator, prompts: Sequence[Prompt]) -> RolloutB
     return asyncio.run(step())
 
 
-def rollouts_of(folder, sampler, records: Iterable[Mapping[str, Any]], **values: Any) -> list[Rollout]:
+def rollouts_of(folder, fake, records: Iterable[Mapping[str, Any]], **values: Any) -> list[Rollout]:
     """The rollouts of a prompt for each of these records, all at once; their rewards are those that were reported."""
     pool = fakes.FakePool(takes_reported=True)
-    generator = generator_of(folder, sampler, pool, filters=[], reward="reported", **values)
+    generator = generator_of(folder, fake, pool, filters=[], reward="reported", **values)
     (base,) = prompts(folder, text="hi")
     fields = [{**base.record, "prompt_id": f"p{number}", **record} for number, record in enumerate(records)]
 
