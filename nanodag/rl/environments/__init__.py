@@ -20,7 +20,7 @@ it changes there no other call sees.
     runner.py             calls the entry for each sample: time limit, what is returned, failures, lost processes
     sample.py             a sample, and the sampler that adds turns
     transcript.py         what a sample said: messages outside, token ids inside
-    conversation.py       a policy that is spoken to in messages
+    message_policy.py     a policy that is spoken to in messages
     own_function.py       a function of the user's own, in forks of a process that has imported it
     tools.py              a policy with one tool: calculator.py, interpreter.py
     class_environment.py  a class with `reset` and `step` (environment.py, observations.py, tool_calls.py), whose
