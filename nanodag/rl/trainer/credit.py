@@ -9,17 +9,14 @@ import torch
 from torch import Tensor
 
 from nanodag.config.kinds.rl import RLStage
-from nanodag.rl.advantages.distillation import distilled
-from nanodag.rl.advantages.gae import reward_of_last
-from nanodag.rl.advantages.process import process_grpo, step_rewards
+from nanodag.rl.advantages import distilled, process_grpo, reward_of_last, step_rewards
 from nanodag.rl.rollouts.rollout import Rollout, places_of_samples
 from nanodag.rl.trainer.critic import Critic
-from nanodag.rl.trainer.device_sums import DeviceSums
 from nanodag.rl.trainer.policy import DeviceRow, check_beside
 from nanodag.rl.trainer.reference_model import Reference
 from nanodag.rl.trainer.sequence_parallel import SequenceGroup
 from nanodag.rl.trainer.teacher_server import TeacherServer
-from nanodag.rl.trainer.update import PolicyObjective, Scored, sum_where
+from nanodag.rl.trainer.update import DeviceSums, PolicyObjective, Scored, sum_where
 from nanodag.train.deepspeed_engine import TrainEngine
 
 ByRow = list[list[Tensor]]

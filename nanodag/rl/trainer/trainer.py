@@ -35,12 +35,10 @@ from nanodag.errors import TrainingDiverged
 from nanodag.inference.number_formats import DTYPES
 from nanodag.model.folder import write_like
 from nanodag.model.lora import add_lora, merged
-from nanodag.rl.losses.aggregation import Totals
+from nanodag.rl.losses import Totals
 from nanodag.rl.rollouts.rollout import Rollout, groups_of, read_rollouts
 from nanodag.rl.rollouts.saved import REPLAYED
-from nanodag.rl.trainer.buckets import WeightSource
 from nanodag.rl.trainer.credit import Credit
-from nanodag.rl.trainer.device_sums import DeviceSums
 from nanodag.rl.trainer.link import ControllerLink
 from nanodag.rl.trainer.lora_merge import MergedShares
 from nanodag.rl.trainer.policy import DeviceRow, check_beside, engine_of, load_policy, to_row
@@ -48,8 +46,8 @@ from nanodag.rl.trainer.reference_model import Reference
 from nanodag.rl.trainer.rows import pack
 from nanodag.rl.trainer.sequence_parallel import join
 from nanodag.rl.trainer.token_scores import Scores, write_scores
-from nanodag.rl.trainer.update import PolicyObjective, Scored, replayed_sums
-from nanodag.rl.trainer.weight_sender import WeightGiver
+from nanodag.rl.trainer.update import DeviceSums, PolicyObjective, Scored, replayed_sums
+from nanodag.rl.trainer.weight_sender import WeightGiver, WeightSource
 from nanodag.sampler.fingerprints import Fingerprints
 from nanodag.sampler.held_memory import give_back, held_memory
 from nanodag.sampler.torch_trace import traced
