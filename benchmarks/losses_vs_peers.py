@@ -100,7 +100,7 @@ def of_ours(given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     from nanodag import registry as entries
     from nanodag.config.kinds.rl import RLStage
     from nanodag.rl.losses import Totals
-    from nanodag.rl.rollouts.shaping import with_overlong_penalty
+    from nanodag.rl.rollouts.filters import with_overlong_penalty
     from nanodag.rl.trainer.update import PolicyObjective, Scored
 
     tensors = {name: torch.from_numpy(array) for name, array in given.items()}

@@ -3,7 +3,7 @@
 from typing import Any
 
 from nanodag.errors import StageFailed
-from nanodag.rl.control.controller import main
+from nanodag.rl.__main__ import main
 from nanodag.viewer.export import export_chats
 from nanodag.viewer.rollout_files import Shelf
 from nanodag.worker.job import ROWS, Job

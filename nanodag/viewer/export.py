@@ -18,8 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from nanodag.errors import ConfigError
-from nanodag.rl.rollouts.rollout import Rollout, flatten_response
-from nanodag.rl.rollouts.saved import REPLAYED
+from nanodag.rl.rollouts.rollout import REPLAYED, Rollout, flatten_response
 from nanodag.tokenizer.encoding import Encoding
 from nanodag.viewer.rollout_files import Read, Shelf
 from nanodag.viewer.view import Wanted

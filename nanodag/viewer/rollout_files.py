@@ -9,9 +9,8 @@ from typing import Any
 from nanodag.config.kind import MODEL
 from nanodag.config.kinds import recorded_kind
 from nanodag.errors import ArtifactNotFound
-from nanodag.rl.rollouts.rollout import Rollout, read_rollouts
-from nanodag.rl.rollouts.saved import REPLAYED
-from nanodag.rl.rollouts.stopwatch import Span
+from nanodag.rl.rollouts.metrics import Timed
+from nanodag.rl.rollouts.rollout import REPLAYED, Rollout, read_rollouts
 from nanodag.store import Artifact, Store
 from nanodag.store.run_record import RunRecord, StageRecord
 
@@ -83,7 +82,7 @@ class Shelf:
             reads.append(Read(rollout=rollout, fate=_why_left(rollout, reasons.get(rollout.group_id, ""))))
         return reads
 
-    def timeline(self, step: int) -> list[Span]:
+    def timeline(self, step: int) -> list[Timed]:
         """What ended between the step before and this one: name, begin, end in seconds since 1970."""
         for line in _lines(self.records / "timeline.jsonl"):
             if line["step"] == step:

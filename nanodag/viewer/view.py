@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nanodag.report.words import shortened
-from nanodag.rl.rollouts.stopwatch import Span
+from nanodag.rl.rollouts.metrics import Timed
 from nanodag.viewer.rollout_files import FAILURES, Read
 from nanodag.viewer.sample_view import BLUE, GREEN
 
@@ -78,7 +78,7 @@ def fate_choices(fates: Mapping[str, int]) -> list[tuple[str, str]]:
     return [(FAILED, f"any failure ({failed})"), *choices] if failed else choices
 
 
-def timeline_svg(spans: Sequence[Span], *, width: int = 1080) -> str:
+def timeline_svg(spans: Sequence[Timed], *, width: int = 1080) -> str:
     """Bars over time, a lane for each side; waiting is hollow. Empty when there is nothing to draw."""
     known = [span for span in spans if span[0] in LANES]
     if not known:

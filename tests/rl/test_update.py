@@ -12,9 +12,9 @@ from nanodag.config.kinds.rl import RLStage
 from nanodag.config.rl_sections import AlgorithmSection
 from nanodag.errors import ConfigError
 from nanodag.rl.losses import PolicyLoss, Totals
+from nanodag.rl.rollouts.filters import with_overlong_penalty
 from nanodag.rl.rollouts.metrics import Sums, rollout_metrics, trainer_metrics
 from nanodag.rl.rollouts.rollout import groups_of, read_rollouts
-from nanodag.rl.rollouts.shaping import with_overlong_penalty
 from nanodag.rl.trainer.update import DeviceSums, PolicyObjective, Scored
 from tests.forks import run_script
 from tests.rl.models import rollout

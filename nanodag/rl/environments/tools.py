@@ -12,8 +12,8 @@ from nanodag.host.processor import usable_cores
 from nanodag.host.threads import in_thread
 from nanodag.registry import entry
 from nanodag.rewards.sandbox import run_python
-from nanodag.rl.environments.message_policy import Conversation, arguments_of
 from nanodag.rl.environments.sample import Sample, TurnSampler
+from nanodag.rl.environments.transcript import Conversation, arguments_of
 
 CHARACTERS_A_TOKEN = 16  # more than nearly every token has: what is longer is cut before it is tokenised
 

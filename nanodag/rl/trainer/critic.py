@@ -110,7 +110,7 @@ class Critic:
         returns: Sequence[Sequence[Tensor]],
         num_tokens: Sequence[int],
     ) -> tuple[DeviceSums, float]:
-        """As many passes over the step as the config says, an update for each part. Returns sums for
+        """Pass over the step as often as the config says, with an update for each part. Returns sums for
         metrics.critic_metrics and the largest gradient norm.
 
         Raises TrainingDiverged when a gradient is not finite.

@@ -22,14 +22,14 @@ from nanodag.rl.trainer.policy import DeviceRow
 
 @dataclass(slots=True)
 class DeviceSums:
-    """As nanodag.rl.rollouts.metrics.Sums, of tensors () of any dtype on one device; they are added up in float64. Of a
-    maximum over nothing, -inf, nothing is read. To read is to wait for the device, so a step reads once, at its end."""
+    """Sums of tensors () of any dtype on one device, added up in float64, as nanodag.rl.rollouts.metrics.Sums of
+    numbers. Of a maximum over nothing, -inf, nothing is read. To read is to wait for the device, so a step reads once,
+    at its end."""
 
     summed: dict[str, Tensor] = field(default_factory=dict)
     largest: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, other: "DeviceSums") -> None:
-        """Add another's numbers to these."""
         for name, value in other.summed.items():
             self.summed[name] = self.summed[name] + value.double() if name in self.summed else value.double()
         for name, value in other.largest.items():

@@ -76,7 +76,7 @@ class Buckets:
         return {name.removeprefix(self._prefix): self._shares.shapes[name] for name in self._buckets[number]}
 
     def begin(self, which: str) -> None:
-        """Before the first bucket: the trainer's own weights are kept as they are now."""
+        """Keep the trainer's own weights as they are now; to be called before the first bucket."""
         if which == NOW:
             self._shares.keep()
 
@@ -177,7 +177,6 @@ class WeightGiver:
         return reply
 
     def kept(self) -> Iterator[tuple[str, Tensor]]:
-        """As of `Buckets`."""
         return self._buckets.kept()
 
     def release(self) -> None:
@@ -185,7 +184,6 @@ class WeightGiver:
         self._shared = None
 
     def close(self) -> None:
-        """Leave the group, and let go of what is shared."""
         self.release()
         self._leave_group()
 
@@ -194,7 +192,7 @@ class WeightGiver:
         self._fingerprints = self._make_fingerprints() if fingerprint and self._rank == 0 else None
 
     def _bucket(self, number: int, which: str) -> Tensor | None:
-        """As `Buckets.together`; its tensors are fingerprinted where that was asked for."""
+        """See `Buckets.together`; its tensors are fingerprinted where that was asked for."""
         flat = self._buckets.together(number, which)
         if flat is not None and self._fingerprints is not None:
             for name, tensor in self._buckets.named(number, flat):
