@@ -26,9 +26,9 @@ class EvaluationSection(StageSection):
     """Steps between evaluations on held-out prompts."""
     eval_prompts: int = Field(128, ge=0)
     """Held-out prompts of an evaluation; 0 for none."""
-    eval_temperature: float = Field(0.0, ge=0)
+    eval_temperature: float = Field(0.0, ge=0, le=10)
     """Sampling temperature of an evaluation; at 0 each token is the likeliest one."""
-    eval_samples: int = Field(1, ge=1)
+    eval_samples: int = Field(1, ge=1, le=1_000_000)
     """Answers to each held-out prompt."""
     patience: int = Field(0, ge=0)
     """Evaluations in a row without a better score, by the metric of `keep: best:METRIC`, after which the stage ends and
@@ -56,14 +56,5 @@ class EvaluationSection(StageSection):
         return int(own.get(name, self.eval_every))
 
     def is_time(self, name: str, step: int, *, num_steps: int) -> bool:
-        """Whether the weights of a step are evaluated on a benchmark, or on the held-out prompts."""
+        """True where the weights of a step are evaluated on a benchmark, or on the held-out prompts."""
         return self.eval_at_start if step == 0 else step % self.interval(name) == 0 or step == num_steps
-
-    @model_validator(mode="after")
-    def _fits(self) -> "EvaluationSection":
-        if self.eval_samples > 1 and not self.eval_temperature:
-            raise ValueError(
-                f"eval_samples {self.eval_samples} would all be the same answer at eval_temperature 0; raise the "
-                "latter, or set eval_samples to 1"
-            )
-        return self

@@ -39,7 +39,7 @@ class Plan:
 
     @property
     def disk_bytes(self) -> int:
-        """At the most at any time, as far as stages are known: checkpoints go when their stage has ended."""
+        """Most bytes on disk at any time, as far as stages are known: checkpoints go when their stage has ended."""
         kept = list(accumulate((stage.kept_bytes for stage in self.stages), initial=0))
         return max(
             (before + (stage.disk_bytes or 0) for before, stage in zip(kept, self.stages, strict=False)), default=0
@@ -50,7 +50,7 @@ class Plan:
         return None if seconds is None else seconds / 3600 * self.price_per_hour
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, as plain values."""
+        """The plan as plain values."""
         machine = self.machine
         return {
             "preset": self.preset,

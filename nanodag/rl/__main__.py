@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from nanodag.errors import NanodagError
-from nanodag.host.gc_tuning import collect_rarely
+from nanodag.host.process_memory import collect_rarely
 from nanodag.rl.control.controller import Controller
 from nanodag.rl.control.services import Services
 from nanodag.rl.rollouts.prompts import with_num_steps
@@ -18,10 +18,10 @@ from nanodag.worker.job import Job, leave_when_stopped, load_job
 log = logging.getLogger("nanodag.rl")
 
 
-def main(leave: Callable[[Job], dict[str, Any]] | None = None) -> None:
-    """Run the job named on the command line. leave: makes the product of the records, in the place of the trainer's
-    weights, and returns metrics."""
-    job = load_job()
+def main(job: Job | None = None, leave: Callable[[Job], dict[str, Any]] | None = None) -> None:
+    """Run an RL stage. job: that named on the command line unless given. leave: makes the product of the records, in
+    the place of the trainer's weights, and returns metrics."""
+    job = job or load_job()
     job = replace(job, config=with_num_steps(job.config, job.mirror))
     collect_rarely()
     services = Services(job)

@@ -12,8 +12,7 @@ from nanodag.config.kinds.rl import RLStage
 from nanodag.rl.advantages import distilled, process_grpo, reward_of_last, step_rewards
 from nanodag.rl.rollouts.rollout import Rollout, places_of_samples
 from nanodag.rl.trainer.critic import Critic
-from nanodag.rl.trainer.policy import DeviceRow, check_beside
-from nanodag.rl.trainer.reference_model import Reference
+from nanodag.rl.trainer.policy import DeviceRow, Reference, check_beside
 from nanodag.rl.trainer.sequence_parallel import SequenceGroup
 from nanodag.rl.trainer.teacher_server import TeacherServer
 from nanodag.rl.trainer.update import DeviceSums, PolicyObjective, Scored, sum_where
