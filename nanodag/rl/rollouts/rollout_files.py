@@ -42,7 +42,7 @@ class Read:
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What was asked for. lowest, highest: of the reward; fate: empty for any, `failed` for whatever has failed;
+    """Rollouts to show. lowest, highest: of the reward; fate: empty for any, `failed` for whatever has failed;
     prompt: part of a prompt's id; sample: its index, None for any."""
 
     lowest: float | None = None
@@ -110,7 +110,7 @@ class Shelf:
         return reads
 
     def timeline(self, step: int) -> list[Timed]:
-        """What ended between the step before and this one: name, begin, end in seconds since 1970."""
+        """Spans that ended between the step before and this one: name, begin, end in seconds since 1970."""
         for line in _lines(self.records / "timeline.jsonl"):
             if line["step"] == step:
                 return [(name, begin, end) for name, begin, end in line["spans"]]
@@ -167,7 +167,7 @@ def shelf_of(store: Store, record: RunRecord, stage: str = "") -> Shelf:
 
 
 def _model_of(store: Store, artifact: Artifact) -> Artifact:
-    """Whose tokenizer the rollouts have: the stage's own product, or, where that is no model, its input."""
+    """Model whose tokenizer the rollouts have: the stage's own product, or, where that is no model, its input."""
     if recorded_kind(artifact.kind).makes == MODEL:
         return artifact
     source = artifact.lineage["model"]
