@@ -22,11 +22,11 @@ from nanodag.host.folders import PROJECT
 from nanodag.inference.protocol import Completion, FinishReason, VersionSpan
 from nanodag.rewards.reward_pool import SampleReward
 from nanodag.rl.control.generation import RolloutGenerator
-from nanodag.rl.environments import agent_function
+from nanodag.rl.environments import agents
 from nanodag.rl.environments.agent_session import _up_to
 from nanodag.rl.environments.api_server import the_api_server
 from nanodag.rl.environments.runner import Turns
-from nanodag.rl.rollouts.segments import finish_reason_of
+from nanodag.rl.rollouts.rollout import finish_reason_of
 from nanodag.tokenizer.chat import NativeRenderer, load_renderer
 from nanodag.tokenizer.encoding import Encoding
 from tests.rl.stages import VOCABULARY
@@ -222,7 +222,7 @@ def _module(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     yield
     forks.end_all()
-    agent_function._server.forget()
+    agents._server.forget()
 
 
 class Pool(SeenPool):

@@ -9,7 +9,7 @@ from torch.nn.functional import log_softmax
 from transformers import AutoModelForCausalLM
 
 from nanodag.config.kinds.rl import RLStage
-from nanodag.rl.advantages.distillation import distilled
+from nanodag.rl.advantages import distilled
 from tests.forks import run_script
 from tests.rl.models import save_tiny_model
 

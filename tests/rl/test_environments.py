@@ -21,14 +21,21 @@ from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import ConfigError, StageFailed
 from nanodag.inference.protocol import Completion, FinishReason, VersionSpan
 from nanodag.rewards.reward_pool import RewardPool
-from nanodag.rl.control.generation import RolloutGenerator
-from nanodag.rl.environments import episode
-from nanodag.rl.environments.environment import Action, ToolCall
+from nanodag.rl.control.generation import RolloutGenerator, check_failures
+from nanodag.rl.environments.environment import (
+    MAKE,
+    Action,
+    Earned,
+    ToolCall,
+    heard,
+    metrics_of,
+    number,
+    roles_of,
+    tools_of,
+)
 from nanodag.rl.environments.examples.rooms import Rooms
 from nanodag.rl.environments.examples.search import Search
-from nanodag.rl.environments.observations import Earned, heard, metrics_of, number, roles_of, tools_of
 from nanodag.rl.environments.runner import Turns
-from nanodag.rl.rollouts.failures import check_failures
 from nanodag.rl.rollouts.metrics import rollout_metrics
 from nanodag.rl.rollouts.prompts import Prompt
 from nanodag.rl.rollouts.rollout import Rollout
@@ -52,7 +59,7 @@ def world(name: str) -> str:
 
 def server_of(path: str, **options) -> ForkServer:
     path = path if ":" in path else f"{worlds.__name__}:{path}"
-    return ForkServer(f"{episode.__name__}:make", {"path": path, "options": options}, LIMITS, name="it")
+    return ForkServer(MAKE, {"path": path, "options": options}, LIMITS, name="it")
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,8 @@ import pytest
 from nanodag import registry as entries
 from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import ConfigError
-from nanodag.rl.control.generation import RolloutBatch, RolloutGenerator
+from nanodag.rl.control.generation import RolloutGenerator
+from nanodag.rl.rollouts.batch import RolloutBatch
 from nanodag.rl.rollouts.metrics import drop_counts
 from nanodag.rl.rollouts.prompts import Prompt
 from tests.rl.models import rollout

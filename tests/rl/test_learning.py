@@ -5,7 +5,7 @@ import random
 import pytest
 from scipy.stats import linregress
 
-from nanodag.rl.rollouts.learning import learning_of, why_nothing_was_learned
+from nanodag.rl.rollouts.metrics import learning_of, why_nothing_was_learned
 
 
 def lines_of(rewards, share=0.2):

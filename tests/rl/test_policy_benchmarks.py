@@ -9,7 +9,7 @@ from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import SamplerError
 from nanodag.evaluation.benchmark import open_benchmark
 from nanodag.inference.protocol import Completion, FinishReason, VersionSpan
-from nanodag.rl.control.benchmarks import PolicyBenchmarks
+from nanodag.rl.control.evaluations import PolicyBenchmarks
 from nanodag.rl.control.step_records import Records
 from nanodag.tokenizer.bpe import save_tokenizer
 from nanodag.tokenizer.chat import load_renderer

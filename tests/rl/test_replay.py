@@ -10,8 +10,7 @@ import pytest
 from nanodag.rl.control.replay import ReplayBuffer, replay_metrics
 from nanodag.rl.rollouts.batch import RolloutBatch
 from nanodag.rl.rollouts.prompts import Prompt
-from nanodag.rl.rollouts.rollout import Rollout, groups_of, prompt_span, read_rollouts, sampled_span
-from nanodag.rl.rollouts.saved import REPLAYED
+from nanodag.rl.rollouts.rollout import REPLAYED, Rollout, groups_of, prompt_span, read_rollouts, sampled_span
 from tests.rl.fakes import config
 from tests.rl.stages import end_group, make_job, metrics, run, same_in_the_end, slow_rewards, start, wait_for_step
 

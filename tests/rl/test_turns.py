@@ -17,10 +17,9 @@ from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import ConfigError, SamplerLost, StageFailed
 from nanodag.inference.protocol import Completion, FinishReason, VersionSpan
 from nanodag.rl.control.generation import RolloutGenerator
-from nanodag.rl.environments.calculator import calculated
-from nanodag.rl.environments.message_policy import Conversation
 from nanodag.rl.environments.runner import Turns
-from nanodag.rl.environments.tools import declared_tools
+from nanodag.rl.environments.tools import calculated, declared_tools
+from nanodag.rl.environments.transcript import Conversation
 from nanodag.rl.rollouts.prompts import PolicyFormat, Prompt, rendered
 from nanodag.rl.rollouts.rollout import flatten_response
 from nanodag.run.build_stage import _library_identity, own_entries, with_identities

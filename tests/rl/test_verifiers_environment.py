@@ -11,7 +11,7 @@ from nanodag.external_envs.verifiers_install import VERIFIERS
 from nanodag.external_envs.verifiers_process import MAX_BYTES
 from nanodag.rewards.reward_pool import RewardPool
 from nanodag.rl.control.generation import RolloutGenerator
-from nanodag.rl.environments import verifiers_environment
+from nanodag.rl.environments import agents
 from nanodag.rl.environments.runner import Turns, turns_loop
 from nanodag.rl.rollouts.metrics import rollout_metrics
 from nanodag.tokenizer.chat import load_renderer
@@ -29,9 +29,9 @@ def _fake(monkeypatch):
     monkeypatch.setattr(verifiers_process, "LOOK_EVERY_S", 0.1)
     yield
     for at_once in (64, 1):
-        process, _ = verifiers_environment._process('{"taskset": {"id": "m"}}', MAX_BYTES, at_once)
+        process = agents._process('{"taskset": {"id": "m"}}', MAX_BYTES, at_once)
         asyncio.run(turns_loop().do(process.close()))
-    verifiers_environment._process.forget()
+    agents._process.forget()
 
 
 def generated(folder, says, tasks, **values):  # noqa: F811

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from nanodag.external_envs.verifiers_process import MAX_BYTES
-from nanodag.rl.environments import verifiers_environment
+from nanodag.rl.environments import agents
 from nanodag.rl.environments.runner import turns_loop
 from nanodag.tokenizer.encoding import Encoding
 from tests.rl.test_turns import folder  # noqa: F401 - a fixture
@@ -101,9 +101,9 @@ def test_samples_of_broken_environments_fail_alone_and_leave_no_process(folder, 
         alone = generated(folder, says, tasks[:1], name="verifiers:hostile_env")
     finally:
         for at_once in (64, 1):
-            process, _ = verifiers_environment._process('{"taskset": {"id": "hostile_env"}}', MAX_BYTES, at_once)
+            process = agents._process('{"taskset": {"id": "hostile_env"}}', MAX_BYTES, at_once)
             asyncio.run(turns_loop().do(process.close()))
-        verifiers_environment._process.forget()
+        agents._process.forget()
     for one in rollouts:
         way = ways[int(one.prompt_id.removeprefix("p"))]
         if way in FINE:
