@@ -126,7 +126,7 @@ def waits(device: Any, folder: Path) -> dict[str, Any]:
 
     from benchmarks.gpu_parts import model_folder
     from nanodag.config.kinds.rl import RLStage
-    from nanodag.rl.losses.aggregation import Totals
+    from nanodag.rl.losses import Totals
     from nanodag.rl.trainer.policy import load_policy, to_row
     from nanodag.rl.trainer.update import PolicyObjective, Scored
 

@@ -2,7 +2,7 @@
 
 An entry is a function, or a class whose objects are called like one. `@entry(kind, name, ...)` above it gives it its
 name and its traits; its options are the keyword-only parameters of its signature. Both are read from the source, so
-that a config is checked without importing torch: a new entry is one function in one file below ROOMS.
+that a config is checked without importing torch: a new entry is one function in one file of ROOMS.
 
 A config names one of ours (`grpo`), a user's own by import path (`my_package.module:function`), or one made from an
 argument (`remote:http://...`). The same contract holds for all; tests/rl/test_contracts.py runs over ours.
@@ -23,8 +23,11 @@ from nanodag.own_code.functions import function_at
 from nanodag.own_code.user_frame import with_place
 
 KINDS = ("advantage", "policy_loss", "aggregation", "kl", "correction", "reward", "generate", "filter", "optimizer")
-# Folders of this package that hold entries.
-ROOMS = ("rewards", "rl/advantages", "rl/losses", "rl/rollouts", "rl/environments", "train/optimizers")
+# Files of this package that hold entries.
+ROOMS = (
+    *("rewards/**/*.py", "rl/advantages.py", "rl/losses.py", "rl/rollouts/**/*.py", "rl/environments/**/*.py"),
+    "train/optimizers/**/*.py",
+)
 REQUIRED = "required"
 EXAMPLES = "nanodag.rl.environments.examples."  # what is named from there is ours
 NAMED = "named"  # the keyword by which a `generate` that takes an argument gets it; it is no option
@@ -139,7 +142,7 @@ def optimizer_named(name: str) -> OptimizerEntry:
 def _shipped() -> dict[str, dict[str, Entry]]:
     package = Path(__file__).parent
     entries: dict[str, dict[str, Entry]] = {kind: {} for kind in KINDS}
-    for file in sorted(path for room in ROOMS for path in (package / room).rglob("*.py")):
+    for file in sorted(path for room in ROOMS for path in package.glob(room)):
         text = file.read_text(encoding="utf-8")
         if "\n@entry(" not in text:
             continue

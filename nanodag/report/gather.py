@@ -12,7 +12,7 @@ from nanodag.config.kinds import recorded_kind
 from nanodag.config.kinds.evaluation import EvalStage
 from nanodag.errors.words import counted
 from nanodag.evaluation.paired import FALSE_ALARMS, PairedDifference, holm, paired
-from nanodag.rl.rollouts.learning import why_nothing_was_learned
+from nanodag.rl.rollouts.metrics import why_nothing_was_learned
 
 HEADLINES = ("core", "chat_core")
 """Benchmarks that are means over many tasks: they stand first."""

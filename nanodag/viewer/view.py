@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from nanodag.report.words import shortened
+from nanodag.rl.rollouts.metrics import Timed
 from nanodag.rl.rollouts.rollout_files import FAILED, FAILURES, Read, Wanted
-from nanodag.rl.rollouts.stopwatch import Span
 from nanodag.viewer.sample_view import BLUE, GREEN
 
 GREY = "120,130,145"
@@ -50,7 +50,7 @@ def fate_choices(fates: Mapping[str, int]) -> list[tuple[str, str]]:
     return [(FAILED, f"any failure ({failed})"), *choices] if failed else choices
 
 
-def timeline_svg(spans: Sequence[Span], *, width: int = 1080) -> str:
+def timeline_svg(spans: Sequence[Timed], *, width: int = 1080) -> str:
     """Bars over time, a lane for each side; waiting is hollow. Empty when there is nothing to draw."""
     known = [span for span in spans if span[0] in LANES]
     if not known:

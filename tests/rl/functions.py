@@ -3,7 +3,7 @@
 import asyncio
 from dataclasses import replace
 
-from nanodag.rl.environments.message_policy import Conversation
+from nanodag.rl.environments.transcript import Conversation
 
 
 async def twice(sampler, sample, *, said: str = "sure?"):

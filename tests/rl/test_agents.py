@@ -19,7 +19,7 @@ from nanodag.config import resolve
 from nanodag.errors import SamplerLost
 from nanodag.host.folders import PROJECT
 from nanodag.rl.environments.agent_session import _up_to
-from nanodag.rl.rollouts.segments import finish_reason_of
+from nanodag.rl.rollouts.rollout import finish_reason_of
 from nanodag.tokenizer.chat import NativeRenderer
 from tests.rl import agents
 from tests.rl.fakes import FakeSampler, SeenPool, completion

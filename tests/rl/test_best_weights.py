@@ -6,7 +6,7 @@ import pytest
 from safetensors.torch import load_file
 
 from nanodag.data.mixture import Mixture
-from nanodag.rl.control.best_weights import BestWeights, best_step
+from nanodag.rl.control.evaluations import BestWeights, best_step
 from tests.rl.stages import (
     KILL,
     STOP,

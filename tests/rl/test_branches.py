@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from nanodag.rewards.reported import reported
-from nanodag.rl.advantages.grpo import grpo
+from nanodag.rl.advantages import grpo
 from nanodag.rl.control.generation import with_rewards_of_samples
 from nanodag.rl.rollouts.metrics import rollout_metrics
 from nanodag.rl.rollouts.rollout import Rollout, from_json, reward_spread, to_json

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from nanodag.errors import ConfigError
-from nanodag.rl.advantages.gae import gae, reward_of_last
-from nanodag.rl.losses.value_loss import value_loss
+from nanodag.rl.advantages import gae, reward_of_last
 from nanodag.rl.rollouts.metrics import Sums, critic_metrics
+from nanodag.rl.trainer.critic import value_loss
 from nanodag.rl.trainer.policy import check_beside
 from nanodag.tokenizer.bpe import save_tokenizer
 from tests.forks import call

@@ -11,12 +11,20 @@ import pytest
 from nanodag import registry
 from nanodag.children.forks import ForkServer, Limits
 from nanodag.errors import ConfigError, StageFailed
-from nanodag.rl.environments import episode
-from nanodag.rl.environments.environment import Action, ToolCall
+from nanodag.rl.control.generation import check_failures
+from nanodag.rl.environments.environment import (
+    MAKE,
+    Action,
+    Earned,
+    ToolCall,
+    heard,
+    metrics_of,
+    number,
+    roles_of,
+    tools_of,
+)
 from nanodag.rl.environments.examples.rooms import Rooms
 from nanodag.rl.environments.examples.search import Search
-from nanodag.rl.environments.observations import Earned, heard, metrics_of, number, roles_of, tools_of
-from nanodag.rl.rollouts.failures import check_failures
 from nanodag.rl.rollouts.metrics import rollout_metrics
 from nanodag.tokenizer.encoding import Encoding
 from tests.rl import worlds
@@ -29,7 +37,7 @@ EXAMPLES = [f"nanodag.rl.environments.examples.{name}" for name in ("search:Sear
 def server_of(path: str, **options) -> ForkServer:
     given = {"path": f"{worlds.__name__}:{path}", "options": options}
     limits = Limits(cpu_s=20, max_bytes=worlds.MAX_BYTES, max_processes=8)
-    return ForkServer(f"{episode.__name__}:make", given, limits, name="it")
+    return ForkServer(MAKE, given, limits, name="it")
 
 
 def played(server: ForkServer, steps: int = 3) -> list[dict]:

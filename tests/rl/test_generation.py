@@ -10,9 +10,10 @@ from nanodag.data.config import SourceConfig
 from nanodag.data.mixture import Mixture
 from nanodag.errors import ConfigError, SamplerError, StageFailed
 from nanodag.rewards.reward_pool import SampleReward
-from nanodag.rl.control.generation import group_seed
+from nanodag.rl.control.step_records import StepLines
 from nanodag.rl.rollouts.batch import read_batch, write_batch
-from nanodag.rl.rollouts.prompts import Ledger, first_prompts, read_ledger
+from nanodag.rl.rollouts.prompts import first_prompts, read_ledger
+from nanodag.rl.rollouts.segments import group_seed
 from tests.rl.fakes import (
     EQUAL,
     SPREAD,
@@ -236,13 +237,13 @@ def test_a_prompt_that_finds_spread_again_is_tried_in_every_pass(tmp_path):
 
 def test_the_ledger_drops_lines_of_steps_that_are_done_again_and_half_a_line(tmp_path):
     path = tmp_path / "ledger.jsonl"
-    ledger = Ledger(path)
+    ledger = StepLines(path, resume_step=0)
     for number, prompt in enumerate(cursor_over(tmp_path, [1] * 3).take(3), start=1):
-        ledger.record(number, prompt, "trained")
+        ledger.write({"step": number, "prompt_id": prompt.prompt_id})
     ledger.close()
     with path.open("a") as stream:
         stream.write('{"step": 9, "ep')
-    Ledger(path, resume_step=2).close()
+    StepLines(path, resume_step=2).close()
     assert [(line["step"], line["prompt_id"]) for line in read_ledger(path)] == [(1, "p0"), (2, "p1")]
 
 

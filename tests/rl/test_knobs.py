@@ -13,9 +13,9 @@ from nanodag.data.mixture import Mixture
 from nanodag.errors import ConfigError, StageFailed
 from nanodag.plan.rl import planned_steps
 from nanodag.plan.sizes import Sizes
-from nanodag.rl.control.best_weights import is_patience_over
 from nanodag.rl.control.checks import check_mismatch
-from nanodag.rl.rollouts.horizon import with_num_steps
+from nanodag.rl.control.evaluations import is_patience_over
+from nanodag.rl.rollouts.prompts import with_num_steps
 from nanodag.train.learning_rate import policy_rate
 from tests.forks import call
 from tests.rl.models import furthest, save_tiny_model, trainer_of, weights_of

@@ -8,8 +8,14 @@ import pytest
 from scipy.stats import linregress
 
 from nanodag.rl.control.checks import warn_of_first_step
-from nanodag.rl.rollouts.learning import learning_of, why_nothing_was_learned
-from nanodag.rl.rollouts.metrics import pass_at, repetition, rollout_metrics, speeds
+from nanodag.rl.rollouts.metrics import (
+    learning_of,
+    pass_at,
+    repetition,
+    rollout_metrics,
+    speeds,
+    why_nothing_was_learned,
+)
 from tests.rl.rollouts import rollout
 
 

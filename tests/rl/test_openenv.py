@@ -2,14 +2,13 @@
 
 import asyncio
 import json
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 from aiohttp import WSMsgType, web
 
 from nanodag.host.threads import LoopThread
-from nanodag.rl.environments import openenv, openenv_session
+from nanodag.rl.environments import class_environment, openenv_session
 from nanodag.rl.environments.environment import Action, ToolCall
 from nanodag.rl.environments.openenv_session import OpenEnv
 
@@ -163,10 +162,10 @@ def test_no_more_sessions_are_open_than_the_server_allows(monkeypatch):
         is_open.remove(sample)
 
     async def all_of_them():
-        sampler = SimpleNamespace(held=nullcontext)
-        await asyncio.gather(*(openenv.openenv(sampler, n, named="http://x", at_once=2) for n in range(4)))
+        sampler = SimpleNamespace(placed=lambda place: place)
+        await asyncio.gather(*(class_environment.openenv(sampler, n, named="http://x", at_once=2) for n in range(4)))
 
-    monkeypatch.setattr(openenv, "environment", episode)
+    monkeypatch.setattr(class_environment, "environment", episode)
     asyncio.run(all_of_them())
     assert max(numbers) == 2 and len(numbers) == 4
 

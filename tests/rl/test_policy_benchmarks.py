@@ -9,7 +9,7 @@ import pytest
 from nanodag.errors import SamplerError
 from nanodag.evaluation.benchmark import open_benchmark
 from nanodag.inference.protocol import FinishReason
-from nanodag.rl.control.benchmarks import PolicyBenchmarks
+from nanodag.rl.control.evaluations import PolicyBenchmarks
 from nanodag.rl.control.step_records import Records
 from nanodag.tokenizer.chat import load_renderer
 from nanodag.worker.job import Job

@@ -3,8 +3,8 @@
 import gzip
 import json
 
-from nanodag.config import result_config
-from nanodag.rl.rollouts.stopwatch import chrome_trace
+from nanodag.config.resolve import result_config
+from nanodag.rl.rollouts.metrics import chrome_trace
 from tests.rl.fakes import config
 from tests.rl.stages import digest, make_job, run
 

@@ -9,11 +9,11 @@ import pytest
 
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.rl_evaluation import HELD_OUT
-from nanodag.rl.control.step_records import Records
+from nanodag.rl.control.step_records import Records, StepLines
 from nanodag.rl.rollouts.batch import RolloutBatch
-from nanodag.rl.rollouts.prompts import Ledger, Prompt
+from nanodag.rl.rollouts.metrics import Stopwatch
+from nanodag.rl.rollouts.prompts import Prompt
 from nanodag.rl.rollouts.rollout import Span
-from nanodag.rl.rollouts.stopwatch import Stopwatch
 from nanodag.worker.job import Job, MetricsLog
 from tests.rl.rollouts import of_versions, rollout
 
@@ -102,10 +102,9 @@ def files_end_at(num_bytes: int):
 def test_cut_short_while_it_goes_back_to_a_checkpoint_a_process_has_removed_no_line(tmp_path):
     job = job_in(tmp_path)
     leave(Records(job, resume_step=-1), range(1, 4))
-    ledger = Ledger(job.records / "ledger.jsonl")
+    ledger = StepLines(job.records / "ledger.jsonl", resume_step=0)
     for step in range(1, 4):
-        prompt = Prompt(epoch=0, record={"prompt_id": f"p{step}"}, token_ids=(1,))
-        ledger.record(step, prompt, "trained")
+        ledger.write({"step": step})
     ledger.close()
     paths = [job.metrics_path, job.records / "timeline.jsonl", job.records / "ledger.jsonl"]
     before = [path.read_bytes() for path in paths]
@@ -113,7 +112,7 @@ def test_cut_short_while_it_goes_back_to_a_checkpoint_a_process_has_removed_no_l
         for begin in (
             lambda: Records(job, resume_step=2, evaluated={HELD_OUT: dict.fromkeys("123", 1.0)}),
             lambda: MetricsLog(job, resume_step=2),
-            lambda: Ledger(paths[2], resume_step=2),
+            lambda: StepLines(paths[2], resume_step=2),
         ):
             with pytest.raises(OSError, match="File too large"):
                 begin()

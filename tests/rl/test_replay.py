@@ -5,8 +5,7 @@ from dataclasses import replace
 from nanodag.rl.control.replay import ReplayBuffer, replay_metrics
 from nanodag.rl.rollouts.batch import RolloutBatch
 from nanodag.rl.rollouts.prompts import Prompt
-from nanodag.rl.rollouts.rollout import groups_of, read_rollouts
-from nanodag.rl.rollouts.saved import REPLAYED
+from nanodag.rl.rollouts.rollout import REPLAYED, groups_of, read_rollouts
 from tests.rl.fakes import config
 from tests.rl.rollouts import rollout
 from tests.rl.stages import make_job, metrics, run

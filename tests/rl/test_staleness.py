@@ -3,10 +3,18 @@
 import pytest
 
 from nanodag.errors import StageFailed
-from nanodag.rl.rollouts.batch import Dropped, RolloutBatch, read_batch, write_batch
+from nanodag.rl.rollouts.batch import (
+    Dropped,
+    RolloutBatch,
+    read_batch,
+    staleness_metrics,
+    staleness_of,
+    without_older,
+    without_stale,
+    write_batch,
+)
 from nanodag.rl.rollouts.prompts import Prompt
 from nanodag.rl.rollouts.rollout import Rollout
-from nanodag.rl.rollouts.staleness import staleness_metrics, staleness_of, without_older, without_stale
 from tests.rl.rollouts import of_versions
 
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from nanodag.errors import BadRequest, ConfigError, SamplerError
 from nanodag.inference.sampler_process import SamplerProcess
-from nanodag.rl.advantages.distillation import distilled
+from nanodag.rl.advantages import distilled
 from nanodag.rl.trainer import teacher_server
 from nanodag.rl.trainer.policy import load_policy, to_row
 from nanodag.rl.trainer.rows import pack

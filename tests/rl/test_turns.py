@@ -5,12 +5,11 @@ import json
 
 import pytest
 
-from nanodag.config import result_config
+from nanodag.config.resolve import result_config
 from nanodag.errors import ConfigError, SamplerLost, StageFailed
 from nanodag.rl.control.generation import RolloutGenerator
-from nanodag.rl.environments.calculator import calculated
 from nanodag.rl.environments.runner import Turns
-from nanodag.rl.environments.tools import declared_tools
+from nanodag.rl.environments.tools import calculated, declared_tools
 from nanodag.rl.rollouts.prompts import PolicyFormat, Prompt, rendered
 from nanodag.rl.rollouts.rollout import flatten_response
 from nanodag.run.build_stage import own_entries, with_identities

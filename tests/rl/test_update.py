@@ -12,13 +12,11 @@ from nanodag import registry
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.rl_sections import AlgorithmSection
 from nanodag.errors import ConfigError, TrainingDiverged
-from nanodag.rl.losses.aggregation import Totals
-from nanodag.rl.losses.policy_loss import PolicyLoss
+from nanodag.rl.losses import PolicyLoss, Totals
+from nanodag.rl.rollouts.filters import with_overlong_penalty
 from nanodag.rl.rollouts.metrics import Sums, rollout_metrics, trainer_metrics
 from nanodag.rl.rollouts.rollout import groups_of, read_rollouts
-from nanodag.rl.rollouts.shaping import with_overlong_penalty
-from nanodag.rl.trainer.device_sums import DeviceSums
-from nanodag.rl.trainer.update import PolicyObjective, Scored
+from nanodag.rl.trainer.update import DeviceSums, PolicyObjective, Scored
 from tests.forks import call
 from tests.rl.models import furthest, save_tiny_model, trainer_of, weights_of
 from tests.rl.rollouts import rollout

@@ -14,7 +14,7 @@ from nanodag.external_envs import verifiers_process
 from nanodag.external_envs.verifiers_install import VERIFIERS
 from nanodag.external_envs.verifiers_process import MAX_BYTES
 from nanodag.host.folders import PROJECT
-from nanodag.rl.environments import verifiers_environment
+from nanodag.rl.environments import agents
 from nanodag.rl.environments.runner import turns_loop
 from nanodag.rl.rollouts.metrics import rollout_metrics
 from tests.rl.fakes import FakeSampler
@@ -31,9 +31,9 @@ def generated(encoding, says, tasks, module: str):
     finally:
         for at_once in (64, 1):
             block = json.dumps({"taskset": {"id": module}})
-            process, _ = verifiers_environment._process(block, MAX_BYTES, at_once)
+            process = agents._process(block, MAX_BYTES, at_once)
             asyncio.run(turns_loop().do(process.close()))
-        verifiers_environment._process.forget()
+        agents._process.forget()
 
 
 def test_a_rollout_is_trained_by_what_its_rubric_says_and_fails_by_itself(encoding, ids, tmp_path, monkeypatch):

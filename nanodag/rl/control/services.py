@@ -33,7 +33,6 @@ from nanodag.rewards.reward_pool import RewardPool
 from nanodag.rl.control.gpu_placement import Places, places_of
 from nanodag.rl.control.memory_turns import Lending, NotLent
 from nanodag.rl.control.model_facts import SHARED_MEMORY, ModelFacts, all_here, sync_folder, urls_file
-from nanodag.rl.control.without_trainer import NoTrainer
 from nanodag.rl.fleet.attached import Attachments, Needed
 from nanodag.rl.fleet.broadcast_sync import DistributedSync
 from nanodag.rl.fleet.router import Router
@@ -42,7 +41,7 @@ from nanodag.rl.fleet.samplers import Samplers
 from nanodag.rl.fleet.server_watch import ChildServer
 from nanodag.rl.fleet.shared_sync import SharedSync
 from nanodag.rl.fleet.weight_sync import DiskSync, WeightSync
-from nanodag.rl.trainer.link import ADDRESS_VARIABLE, RankLink
+from nanodag.rl.trainer.link import ADDRESS_VARIABLE, NoTrainer, RankLink
 from nanodag.worker.children import Children
 from nanodag.worker.job import Job, stop_requested
 from nanodag.worker.launch import worker_environment

@@ -18,9 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from nanodag.errors import ConfigError
-from nanodag.rl.rollouts.rollout import Rollout, flatten_response
+from nanodag.rl.rollouts.rollout import REPLAYED, Rollout, flatten_response
 from nanodag.rl.rollouts.rollout_files import Read, Shelf, Wanted
-from nanodag.rl.rollouts.saved import REPLAYED
 from nanodag.tokenizer.encoding import Encoding
 
 SUFFIXES = (".jsonl", ".parquet")
@@ -30,7 +29,7 @@ ANY = Wanted()
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """What an export came to. rows: that were written. left_out: rollouts that were not, by the reason."""
+    """Outcome of an export. rows: that were written. left_out: rollouts that were not, by the reason."""
 
     rows: int
     left_out: Mapping[str, int]
@@ -132,7 +131,7 @@ def _reward(read: Read) -> float:
 
 
 def text_of(rollout: Rollout, encoding: Encoding) -> str:
-    """What follows the prompt, without the stop token."""
+    """The response's text, without the stop token."""
     return encoding.decode(rollout.without_stop(rollout.response_token_ids))
 
 
@@ -153,7 +152,7 @@ def _why_not(read: Read, lowest: float) -> str:
 
 
 def _reads(shelf: Shelf, wanted: Wanted, step: int | None) -> Iterator[tuple[int, Read]]:
-    """With the step of each. Raises ArtifactNotFound for a step that there is not."""
+    """Rollouts with the step of each. Raises ArtifactNotFound for a step that there is not."""
     for number in shelf.steps_with_rollouts() if step is None else (step,):
         for read in shelf.read(number):
             if read.fate != REPLAYED and wanted.is_met_by(read):

@@ -9,9 +9,8 @@ from typing import Any
 from nanodag.config.kind import MODEL
 from nanodag.config.kinds import recorded_kind
 from nanodag.errors import ArtifactNotFound
-from nanodag.rl.rollouts.rollout import Rollout, read_rollouts
-from nanodag.rl.rollouts.saved import REPLAYED
-from nanodag.rl.rollouts.stopwatch import Span
+from nanodag.rl.rollouts.metrics import Timed
+from nanodag.rl.rollouts.rollout import REPLAYED, Rollout, read_rollouts
 from nanodag.store import Artifact, Store
 from nanodag.store.run_record import RunRecord, StageRecord
 
@@ -43,7 +42,7 @@ class Read:
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What was asked for. lowest, highest: of the reward; fate: empty for any, `failed` for whatever has failed;
+    """Rollouts to show. lowest, highest: of the reward; fate: empty for any, `failed` for whatever has failed;
     prompt: part of a prompt's id; sample: its index, None for any."""
 
     lowest: float | None = None
@@ -110,8 +109,8 @@ class Shelf:
             reads.append(Read(rollout=rollout, fate=_why_left(rollout, reasons.get(rollout.group_id, ""))))
         return reads
 
-    def timeline(self, step: int) -> list[Span]:
-        """What ended between the step before and this one: name, begin, end in seconds since 1970."""
+    def timeline(self, step: int) -> list[Timed]:
+        """Spans that ended between the step before and this one: name, begin, end in seconds since 1970."""
         for line in _lines(self.records / "timeline.jsonl"):
             if line["step"] == step:
                 return [(name, begin, end) for name, begin, end in line["spans"]]
@@ -168,7 +167,7 @@ def shelf_of(store: Store, record: RunRecord, stage: str = "") -> Shelf:
 
 
 def _model_of(store: Store, artifact: Artifact) -> Artifact:
-    """Whose tokenizer the rollouts have: the stage's own product, or, where that is no model, its input."""
+    """Model whose tokenizer the rollouts have: the stage's own product, or, where that is no model, its input."""
     if recorded_kind(artifact.kind).makes == MODEL:
         return artifact
     source = artifact.lineage["model"]

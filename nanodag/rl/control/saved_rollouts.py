@@ -1,12 +1,9 @@
-"""What stands in the place of a side that a stage leaves out: of the trainer with `only: rollouts`, of what generates
-where `rollout.source` names files. No torch here."""
+"""Rollouts of files in place of a sampler's (`rollout.source`). No torch here."""
 
 import logging
-import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from nanodag.config.kinds.rl import RLStage
 from nanodag.data.shuffle import permutation
@@ -16,42 +13,12 @@ from nanodag.rewards.reward import Reward
 from nanodag.rl.control.model_facts import ModelFacts
 from nanodag.rl.rollouts.batch import Dropped, RolloutBatch
 from nanodag.rl.rollouts.prompts import Prompt, PromptCursor
-from nanodag.rl.rollouts.rollout import Rollout, main_sequences
-from nanodag.rl.rollouts.saved import (
-    GREEDY,
-    Saved,
-    SavedFiles,
-    SavedGroups,
-    check_steps,
-    groups_in,
-    read_saved,
-    saved_files,
-)
+from nanodag.rl.rollouts.rollout import GREEDY, Rollout, main_sequences
+from nanodag.rl.rollouts.saved import Saved, SavedFiles, SavedGroups, check_steps, groups_in, read_saved, saved_files
 
 log = logging.getLogger(__name__)
 
 NO_REWARD, TOO_LONG, NONE_GOOD = "no_reward", "too_long", "none_good_enough"
-
-
-class NoTrainer:
-    """In the place of the trainer's ranks, where nothing is trained: its weights stay those of `model`."""
-
-    num_ranks = 0
-
-    def __init__(self, model: Path) -> None:
-        self._model = model
-
-    def accept(self, *, timeout_s: float, check: Callable[[], None]) -> None:
-        """There is nobody to wait for."""
-
-    async def exchange(self, do: str, **arguments: Any) -> list[dict[str, Any]]:
-        """What a rank that made no update would say; `export` copies the model."""
-        if do == "export":
-            shutil.copytree(self._model, arguments["folder"], dirs_exist_ok=True)
-        return [{"num_updates": 0}]
-
-    def close(self) -> None:
-        """There is nobody to end."""
 
 
 class SavedRollouts:
@@ -143,9 +110,9 @@ class SavedRollouts:
                 "Name the records of a stage with a process reward, or another reward."
             )
         if not rollout.has_logprobs or GREEDY in rollout.metadata:
-            found = "no log-probabilities" if not rollout.has_logprobs else "greedy answers, which were not drawn"
+            fault = "no log-probabilities" if not rollout.has_logprobs else "greedy answers, which were not drawn"
             raise ConfigError(
-                f"{where} has {found}, and policy_loss {self._config.algorithm.policy_loss} needs those of the policy "
+                f"{where} has {fault}, and policy_loss {self._config.algorithm.policy_loss} needs those of the policy "
                 "that drew them. Set rollout.clone.best to imitate the best answers instead."
             )
 
@@ -174,7 +141,7 @@ def best_of(group: Sequence[Rollout], *, count: int, lowest: float) -> list[Roll
 
 
 def _prompt_of(saved: Saved, number: int) -> Prompt:
-    """Of a pass, with what was kept of it."""
+    """Prompt of a pass, with what was kept of it."""
     record = {"answer": "", **saved.asked, "prompt_id": saved.rollout.prompt_id}
     return Prompt(epoch=number, record=record, token_ids=saved.rollout.prompt_token_ids)
 
