@@ -19,7 +19,7 @@ PLAYERS = {
     "function": {"name": f"{worlds.__name__}:function"},
 }
 LIMITED = {
-    "class": {"options": {"step_s": 15.0, "max_bytes": worlds.MAX_BYTES, "max_processes": 8}},
+    "class": {"options": {"step_s": 15.0, "max_bytes": worlds.MAX_BYTES, "max_processes": 8, "max_turns": 4}},
     "agent": {"options": {"seconds": 15.0, "max_bytes": worlds.MAX_BYTES}},
     "function": {"timeout_s": 15.0},
 }
@@ -49,7 +49,6 @@ OWN = {
         "speaks for the policy": "a message has a role",
     },
     "agent": {
-        "leaks": "MemoryError",
         "guesses keys": "refused with [401]",
         "guesses keys of rewards": "refused with [401]",
         "calls after the end": "left",
