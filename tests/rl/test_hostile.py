@@ -55,7 +55,6 @@ OWN = {
         "asks nonsense": "refused with [4",
         "asks for many": "KeyError: 'none'",
         "says too much": "refused with [4",
-        "asks too much": "refused with [4",
         "reports nonsense": "refused with [4",
         "asks for what is not there": "refused with [4",
         "never asks": "the agent asked for no answer, so there is nothing to train",
@@ -112,7 +111,8 @@ def test_whatever_plays_a_sample_fails_alone_with_the_reason_and_its_last_words_
     assert fine.reward is not None and fine.finish_reason != "error" and same(rollouts[-1], fine)
     assert all(one.reward is not None for one in harmless)
     failed = dict(zip(reasons, rollouts[1 + len(harmless) : -1], strict=True))
-    assert all(rollout.finish_reason == "error" and rollout.reward is None for rollout in failed.values())
+    unhurt = [way for way, rollout in failed.items() if rollout.finish_reason != "error" or rollout.reward is not None]
+    assert not unhurt
     told = {way: rollout.metadata["generate_error"] for way, rollout in failed.items()}
     assert not {way: why for way, why in told.items() if reasons[way] not in why}
     assert failed["says why"].metadata["last_words"] == "2\n3\n4\n5\n6"
