@@ -33,7 +33,7 @@ from nanodag.config.kinds.rl import RLStage
 from nanodag.data.config import SourceConfig
 from nanodag.data.mixture import Mixture
 from nanodag.errors import SamplerLost
-from nanodag.host.gc_tuning import collect_rarely
+from nanodag.host.process_memory import collect_rarely
 from nanodag.inference import client as client_module
 from nanodag.inference.client import SamplerClient
 from nanodag.rewards.reward_pool import RewardPool

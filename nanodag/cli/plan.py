@@ -77,7 +77,7 @@ def _table(plan: Plan) -> Table:
 
 
 def _shares(plan: Plan) -> str:
-    """Which share of the peak each stage is taken to reach."""
+    """Share of the peak that each stage is taken to reach, in words."""
     reached: dict[float, list[str]] = {}
     for stage in plan.stages:
         if stage.share is not None:

@@ -20,6 +20,7 @@ from nanodag.host.machine import GIB, Machine, detect
 from nanodag.inference.cache_size import slot_tokens
 from nanodag.inference.number_formats import width_of
 from nanodag.inference.sglang_install import PYTHON_VARIABLE, default_folder, is_installed
+from nanodag.inference.sglang_options import check_no_window
 
 if TYPE_CHECKING:
     from nanodag.config.kinds.evaluation import EvalSamplerConfig, EvalStage
@@ -65,6 +66,8 @@ def engine_of(machine: Machine, device: str, model: ModelSize | None) -> tuple[s
         return "embedded", f"SGLang needs compute capability {SGLANG_CAPABILITY}, and this is {machine.gpu.capability}"
     if model is not None and model.shape.head_width not in SGLANG_HEADS:
         return "embedded", f"SGLang has no attention kernels for heads of {model.shape.head_width}"
+    if model is not None and model.window is not None:
+        return "embedded", f"SGLang leaves out the model's sliding window of {model.window} tokens"
     if not machine.sglang:
         return "embedded", f"SGLang is not installed; {INSTALL}"
     return "sglang", "SGLang is installed"
@@ -113,6 +116,8 @@ def derive_sampler(name: str, stage: _RL, machine: Machine, model: ModelSize | N
     replicas = fill("replicas", replicas, why)
     replicas = max(1, replicas)  # where it has none of its own, what follows is of one that it would start
     context = fill("context", *_context(stage, model))
+    if engine == "sglang" and model is not None:
+        check_no_window(model.window, context, f"{name}.sampler.engine")
     share = fill("memory_fraction", *_share(stage))
     weights = 0
     if model is not None:  # the embedded engine holds them twice while they change
@@ -231,6 +236,8 @@ def derive_evaluation(
     config, device = stage.sampler, str(stage.resources.device)
     fill = _Filler(config, f"{name}.sampler", origins)
     engine, tensor_parallel = _filled_engine(fill, config, machine, device, model)
+    if engine == "sglang" and model is not None:
+        check_no_window(model.window, model.max_positions, f"{name}.sampler.engine")
     replicas, why = replicas_of(
         device=device,
         gpus=stage.resources.gpus_per_node or machine.num_gpus,

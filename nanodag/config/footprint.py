@@ -122,7 +122,7 @@ def num_states(parameters: Mapping[str, int], optimizer: str, learned: int) -> i
 
 def layer_activations(shape: Shape, precision: Precision | str) -> int:
     """Bytes a token that one layer keeps for its backward pass, not compiled: what `before_attention`, the attention
-    and `after_attention` of nanodag.model.decoder save. A compiled layer keeps half to two thirds of it."""
+    and `after_attention` of nanodag.model.layer save. A compiled layer keeps half to two thirds of it."""
     width, mlp = shape.width, shape.mlp_width
     query, key = shape.num_heads * shape.head_width, shape.num_kv_heads * shape.head_width
     if precision == "bf16":  # norms are computed in float32 and keep their input so

@@ -12,11 +12,13 @@ from nanodag.inference.cache_size import token_bytes
 
 @dataclass(frozen=True)
 class ModelSize:
-    """A model's shape. max_positions: tokens of the longest sequence that it is declared for."""
+    """A model's shape. max_positions: tokens of the longest sequence that it is declared for. window: tokens that one
+    sees in layers with a sliding window, None where no layer has one."""
 
     shape: Shape
     vocabulary: int
     max_positions: int
+    window: int | None = None
 
     @property
     def parameters(self) -> dict[str, int]:

@@ -34,7 +34,7 @@ class JudgedItem:
 def judge_items(
     score: Score, document: Document, max_positions: int, task: Task, data: Sequence[Item], numbers: Sequence[int]
 ) -> list[JudgedItem]:
-    """Whether items of a task are answered rightly. data: all of the task's, of which few-shot examples are drawn;
+    """Judge a model's answers to items of a task. data: all of the task's, of which few-shot examples are drawn;
     numbers: those that are asked. `score` is called once, for no questions where there are no numbers."""
     asked = [_questions(document, max_positions, task, data, number) for number in numbers]
     scored = iter(score([question for questions, _ in asked for question in questions]))
@@ -50,7 +50,7 @@ def judge_items(
 def _questions(
     document: Document, max_positions: int, task: Task, data: Sequence[Item], number: int
 ) -> tuple[list[Question], bool]:
-    """What is scored for one item: one question with all choices, or one for each context, or one answer, nothing where
+    """Questions that score one item: one with all choices, or one for each context, or one answer, nothing where
     an answer alone is too long; and whether a prompt is too long."""
     tokens = [tuple(document(prompt)) for prompt in prompts_of(task, data, number)]
     wanted = tokens[1:] if task.kind == "language_modeling" else tokens
@@ -77,5 +77,5 @@ def _judge(task: Task, item: Item, answers: Sequence[AnswerScore], lengths: Sequ
 
 
 def _common(sequences: Sequence[tuple[int, ...]]) -> int:
-    """How many tokens all sequences begin with."""
+    """Number of tokens that all sequences begin with."""
     return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, zip(*sequences, strict=False)))

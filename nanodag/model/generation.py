@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nanodag.host.regular_file import exists
 from nanodag.model.architecture import read_json
 from nanodag.tokenizer.chat import end_ids
 from nanodag.tokenizer.encoding import Encoding
@@ -21,7 +20,7 @@ def generation_config(tokenizer: Path, config: Mapping[str, Any]) -> dict[str, A
     """
     path = tokenizer / GENERATION_FILE
     settings = {name: config[name] for name in TOKEN_IDS if config.get(name) is not None}
-    settings |= {name: value for name, value in (read_json(path) if exists(path) else {}).items() if value is not None}
+    settings |= {name: value for name, value in (read_json(path) if path.exists() else {}).items() if value is not None}
     eos = settings.get("eos_token_id", [])
     ends = list(dict.fromkeys([*(eos if isinstance(eos, list) else [eos]), *end_ids(tokenizer)]))
     encoding = Encoding(tokenizer)

@@ -109,4 +109,4 @@ def _model_of(pipeline: Pipeline, name: str, mirror: Path | None) -> ModelSize |
         mlp_width=read.intermediate_size,
         tied_embeddings=read.tied,
     )
-    return ModelSize(shape, read.vocab_size, read.max_positions)
+    return ModelSize(shape, read.vocab_size, read.max_positions, read.window)

@@ -74,7 +74,6 @@ class Checks:
                 self._try("tracking.trackers", name, partial(_need_package, name))
 
     def stage(self, name: str) -> None:
-        """Look at whatever a stage names."""
         stage = self._pipeline.stages[name]
         if stage.machines:
             hostfile = os.path.expandvars(self._pipeline.cluster.hostfile)
@@ -226,7 +225,6 @@ class Checks:
         self._try(where, f"benchmark {benchmark} chat {is_chat}", look)
 
     def _core(self, where: str, url: str) -> None:
-        """CORE's items are all there."""
         what = "; set core_bundle to the folder of nanochat's eval_bundle, or core_bundle=none to leave CORE out"
 
         def look() -> None:
@@ -246,7 +244,7 @@ class Checks:
         self.relied_on.update(str(path) for path in files)
 
     def _width_of(self, stage: AnyStage) -> int | None:
-        """Of the model that a stage begins at, where that is imported from a folder."""
+        """Width of the model that a stage begins at, where that is imported from a folder."""
         while not stage.known_model:
             if "model" not in stage.inputs:
                 return None
@@ -320,7 +318,6 @@ class Checks:
         self.relied_on.add(str(module_file(module)))
 
     def _module(self, path: str) -> Path:
-        """The file of a function's module."""
         file = required_file(path.partition(":")[0], path)
         self.relied_on.add(str(file))
         return file
@@ -352,7 +349,8 @@ def _check_metadata(records: list[dict[str, Any]], rewards: list[str], url: str)
 
 
 def _is_few(source: SourceConfig) -> bool:
-    """Whether a share is held out of rows that are there and may be few: not of the hub, nor of what a stage makes."""
+    """True where a share is held out of rows that are there and may be few: not of the hub, nor of what a stage
+    makes."""
     return isinstance(source.held_out, float) and not source.url.startswith(("hub:", "input:"))
 
 

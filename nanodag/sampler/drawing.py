@@ -1,4 +1,4 @@
-"""From scores to one token per row, with random numbers that depend on the request alone.
+"""Draw one token per row from scores, with random numbers that depend on the request alone.
 
 No vocabulary-wide random numbers are drawn: a token is where one uniform number falls in the cumulative distribution.
 That number comes from a counter-based generator keyed by (seed of the sample, number of the token). So the rest of the
@@ -49,7 +49,8 @@ def uniforms(keys: np.ndarray, counts: np.ndarray, attempt: int = 0) -> np.ndarr
 
 @dataclass(frozen=True, kw_only=True)
 class DrawSettings:
-    """How each of R rows is drawn, as arrays (R,); made again when a row changes hands, not at every token.
+    """Settings by which each of R rows is drawn, as arrays (R,); made again when a row changes hands, not at every
+    token.
 
     ``temperature`` is 1 and the others are off (top_k 0, top_p 1) where greedy.
     """

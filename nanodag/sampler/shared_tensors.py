@@ -39,8 +39,8 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 def share(
     flat: Tensor, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, count: int
 ) -> tuple[Tensor, list[str]]:
-    """What to keep as long as it is shared, and so many handles, in base64. flat: (num_bytes,) uint8, tensors whose
-    bytes lie one after the other; on a CPU it is copied into shared memory.
+    """An object to keep as long as it is shared, and so many handles, in base64. flat: (num_bytes,) uint8, tensors
+    whose bytes lie one after the other; on a CPU it is copied into shared memory.
 
     Raises RuntimeError where there is no room for it.
     """

@@ -1,4 +1,4 @@
-"""How much of what fits where: the cache's slots and their length, the shapes that a decode step may have."""
+"""Sizes of what fits into memory: the cache's slots and their length, the shapes that a decode step may have."""
 
 from nanodag.errors import BadRequest
 from nanodag.inference.cache_size import SLOT_UNIT, slot_tokens, token_bytes
@@ -43,7 +43,7 @@ def row_sizes(num_slots: int) -> tuple[int, ...]:
 
 
 def read_length(needed: int, capacity: int, *, in_chunks: bool) -> int:
-    """How far a step reads the cache to see ``needed`` tokens: rounded up, so that there are few shapes.
+    """Length of the cache that a step reads to see ``needed`` tokens: rounded up, so that there are few shapes.
 
     in_chunks: to whole chunks of attention, as deterministic mode needs.
     """

@@ -7,8 +7,8 @@ from typing import Any
 from nanodag.config.kinds.select import SelectStage
 from nanodag.errors import StageFailed
 from nanodag.rl.control.controller import main
-from nanodag.viewer.export import export_chats
-from nanodag.viewer.rollout_files import Shelf
+from nanodag.rl.rollouts.export import export_chats
+from nanodag.rl.rollouts.rollout_files import Shelf
 from nanodag.worker.job import ROWS, Job, load_job
 
 

@@ -1,4 +1,4 @@
-"""From sources to batches: draw, tokenise, pack, with an exact position after every batch.
+"""Batches of tokens made of sources: draw, tokenise, pack, with an exact position after every batch.
 
 Records are read in windows. A window is packed as a whole and its rows are shuffled, as packing puts long pieces first.
 It never crosses a pass over a source, so no record is trained again before all others of its source were.
@@ -163,7 +163,8 @@ class TokenBatches:
         return made.batch
 
     def take(self, number: int) -> list[Batch]:
-        """That many batches for one step. Among several ranks those of the open stretch; where they end, padding."""
+        """Take that many batches for one step. Among several ranks those of the open stretch; where they end,
+        padding."""
         batches: list[Batch] = []
         while len(batches) < number and self._has_batch():
             batches.append(next(self))
@@ -410,8 +411,8 @@ class _LengthsOf:
 
 
 def tokenising_threads(device: str, *, cores: int, ranks: int) -> int:
-    """How many a rank may have beside a GPU: four at most, and two cores stay for training and packing. None on a CPU,
-    where training needs the cores."""
+    """Number of threads a rank may have beside a GPU: four at most, and two cores stay for training and packing. None
+    on a CPU, where training needs the cores."""
     return 0 if device == "cpu" else max(0, min(4, cores // ranks - 2))
 
 

@@ -19,13 +19,13 @@ from nanodag.rl.control.checks import check_source
 from nanodag.rl.control.model_facts import ModelFacts
 from nanodag.rl.control.step_records import Records
 from nanodag.rl.control.without_trainer import SavedRollouts, best_of
+from nanodag.rl.rollouts.export import export_rollouts
 from nanodag.rl.rollouts.prompts import read_ledger
 from nanodag.rl.rollouts.rollout import Rollout, Span, prompt_span, read_rollouts, sampled_span, write_rollouts
+from nanodag.rl.rollouts.rollout_files import Shelf
 from nanodag.rl.rollouts.saved import GREEDY, REPLAYED, check_steps, read_saved, saved_files
 from nanodag.run.build_stage import key_of
 from nanodag.tokenizer.bpe import save_tokenizer
-from nanodag.viewer.export import export_rollouts
-from nanodag.viewer.rollout_files import Shelf
 from nanodag.worker.job import Job
 from tests.rl.fakes import config
 from tests.rl.stages import (

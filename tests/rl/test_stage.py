@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from nanodag.rl.control.model_facts import sync_folder
 from nanodag.rl.rollouts.prompts import read_ledger
 from nanodag.rl.rollouts.rollout import groups_of, read_rollouts
-from nanodag.viewer.rollout_files import Shelf
+from nanodag.rl.rollouts.rollout_files import Shelf
 from nanodag.worker.job import STOPPED_EXIT_CODE
 from tests.rl.stages import (
     benchmark,

@@ -30,7 +30,7 @@ from typing import Any
 from nanodag.config.kinds.rl import RLStage
 from nanodag.data.mixture import Mixture
 from nanodag.errors import NanodagError, StageFailed
-from nanodag.host.gc_tuning import collect_rarely
+from nanodag.host.process_memory import collect_rarely
 from nanodag.rewards import sandbox
 from nanodag.rl.control.benchmarks import PolicyBenchmarks
 from nanodag.rl.control.checks import (

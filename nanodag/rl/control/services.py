@@ -28,7 +28,7 @@ from nanodag.inference.number_formats import DTYPES, width_of
 from nanodag.inference.router_process import RouterClient, RouterProcess
 from nanodag.inference.sglang_install import Device, find_python
 from nanodag.inference.sglang_process import CONTEXT_RESERVE
-from nanodag.model.architecture import read_checkpoint
+from nanodag.model.architecture import check_sglang, read_checkpoint
 from nanodag.rewards.reward_pool import RewardPool
 from nanodag.rl.control.gpu_placement import Places, places_of
 from nanodag.rl.control.memory_turns import Lending, NotLent
@@ -75,6 +75,8 @@ class Services:
             log.warning("Samplers are the embedded ones, which are slower on a GPU than SGLang; why: %s", why)
         if self._config.sampler.engine == "sglang" and self.num_samplers:
             self._sglang_python = find_python(self._config.sampler.python, self._device)
+        if self._config.sampler.engine == "sglang":
+            check_sglang(job.inputs["model"], self.context, f"{job.name}.sampler.engine")
         sampler = self._config.sampler
         self._cluster = ClusterConfig(**job.context["cluster"]) if sampler.nodes else ClusterConfig()
         self._hosts = sampler_hosts(self._cluster, self._config.resources, sampler.nodes) if sampler.nodes else []

@@ -15,8 +15,7 @@ from nanodag.rl.advantages.process import process_grpo, step_rewards
 from nanodag.rl.rollouts.rollout import Rollout, places_of_samples
 from nanodag.rl.trainer.critic import Critic
 from nanodag.rl.trainer.device_sums import DeviceSums
-from nanodag.rl.trainer.policy import DeviceRow, check_beside
-from nanodag.rl.trainer.reference_model import Reference
+from nanodag.rl.trainer.policy import DeviceRow, Reference, check_beside
 from nanodag.rl.trainer.sequence_parallel import SequenceGroup
 from nanodag.rl.trainer.teacher_server import TeacherServer
 from nanodag.rl.trainer.update import PolicyObjective, Scored, sum_where

@@ -84,10 +84,11 @@ class SequenceGroup:
 
         exchange = _Exchange(self.handle, self.size)
 
-        def of_parts(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        def of_parts(query: Tensor, key: Tensor, value: Tensor, window: int | None = None) -> Tensor:
             whole = _ToHeads.apply(exchange, query[0], key[0], value[0])[:num_tokens]
             counts = [tensor.shape[2] // self.size for tensor in (query, key, value)]
-            out = attend(*(part[None] for part in whole.split(counts, dim=1)))[0]  # (T, H / S, D)
+            query_part, key_part, value_part = (part[None] for part in whole.split(counts, dim=1))
+            out = attend(query_part, key_part, value_part, window)[0]  # (T, H / S, D)
             if padding := query.shape[1] * self.size - num_tokens:  # pad copies in any case
                 out = functional.pad(out, (0, 0, 0, 0, 0, padding))
             return _ToTokens.apply(exchange, out)[None]

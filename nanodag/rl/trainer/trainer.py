@@ -43,16 +43,14 @@ from nanodag.rl.trainer.credit import Credit
 from nanodag.rl.trainer.device_sums import DeviceSums
 from nanodag.rl.trainer.link import ControllerLink
 from nanodag.rl.trainer.lora_merge import MergedShares
-from nanodag.rl.trainer.policy import DeviceRow, check_beside, engine_of, load_policy, to_row
-from nanodag.rl.trainer.reference_model import Reference
+from nanodag.rl.trainer.policy import DeviceRow, Reference, check_beside, engine_of, load_policy, to_row
 from nanodag.rl.trainer.rows import pack
 from nanodag.rl.trainer.sequence_parallel import join
 from nanodag.rl.trainer.token_scores import Scores, write_scores
 from nanodag.rl.trainer.update import PolicyObjective, Scored, replayed_sums
 from nanodag.rl.trainer.weight_sender import WeightGiver
+from nanodag.sampler.device import give_back, held_memory, traced
 from nanodag.sampler.fingerprints import Fingerprints
-from nanodag.sampler.held_memory import give_back, held_memory
-from nanodag.sampler.torch_trace import traced
 from nanodag.train.deepspeed_engine import leave
 from nanodag.train.learning_rate import policy_rate
 from nanodag.train.lent_memory import LentMemory

@@ -15,12 +15,11 @@ from nanodag.cli import app
 from nanodag.cli.rollouts import save_rollouts
 from nanodag.data.records import check_record
 from nanodag.errors import ArtifactNotFound, ConfigError
+from nanodag.rl.rollouts.export import export_chats, export_pairs, export_rollouts
 from nanodag.rl.rollouts.rollout import Rollout, Span, prompt_span, sampled_span, write_rollouts
+from nanodag.rl.rollouts.rollout_files import Shelf, Wanted
 from nanodag.rl.rollouts.saved import REPLAYED
 from nanodag.tokenizer.bpe import save_tokenizer
-from nanodag.viewer.export import export_chats, export_pairs, export_rollouts
-from nanodag.viewer.rollout_files import Shelf
-from nanodag.viewer.view import Wanted
 
 STOP = 0
 

@@ -1,4 +1,4 @@
-"""Where the rollouts of an RL stage lie, finished or under way, and reading them."""
+"""Rollouts of an RL stage, finished or under way: where they lie, how they are read, and which are asked for."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -20,6 +20,7 @@ NOT_TRAINED = "not_trained"  # the sequence of a role that learns nothing, in a 
 REWARD_FAILED = "reward_failed"
 GENERATE_FAILED = "generate_failed"
 FAILURES = (GENERATE_FAILED, REWARD_FAILED)
+FAILED = "failed"  # asks for both of these fates
 GROUP_FAILED = "group_failed"  # a sample with a reward, of a group in which too many others have none
 HELD_OUT = "held_out"
 
@@ -38,6 +39,32 @@ class Read:
     messages: tuple[Mapping[str, Any], ...] = ()
     advantages: tuple[float | None, ...] = ()
     differences: tuple[float | None, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What was asked for. lowest, highest: of the reward; fate: empty for any, `failed` for whatever has failed;
+    prompt: part of a prompt's id; sample: its index, None for any."""
+
+    lowest: float | None = None
+    highest: float | None = None
+    fate: str = ""
+    finish: str = ""
+    role: str = ""
+    prompt: str = ""
+    sample: int | None = None
+
+    def is_met_by(self, read: Read) -> bool:
+        rollout = read.rollout
+        if self.lowest is not None and (rollout.reward is None or rollout.reward < self.lowest):
+            return False
+        if self.highest is not None and (rollout.reward is None or rollout.reward > self.highest):
+            return False
+        if self.finish not in ("", rollout.finish_reason) or self.role not in ("", rollout.role):
+            return False
+        if self.sample not in (None, rollout.sample_index) or self.prompt not in rollout.prompt_id:
+            return False
+        return self.fate in ("", read.fate) or (self.fate == FAILED and read.fate in FAILURES)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,10 +19,9 @@ import pyarrow.parquet as pq
 
 from nanodag.errors import ConfigError
 from nanodag.rl.rollouts.rollout import Rollout, flatten_response
+from nanodag.rl.rollouts.rollout_files import Read, Shelf, Wanted
 from nanodag.rl.rollouts.saved import REPLAYED
 from nanodag.tokenizer.encoding import Encoding
-from nanodag.viewer.rollout_files import Read, Shelf
-from nanodag.viewer.view import Wanted
 
 SUFFIXES = (".jsonl", ".parquet")
 PARTIAL = ".partial"  # behind the process id of who writes it

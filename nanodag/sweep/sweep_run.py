@@ -1,19 +1,24 @@
-"""A sweep as a run: begun, and what of it the store has already looked up at once, without a task for each stage."""
+"""A sweep as a run: begun, what the store has of it looked up at once, and concluded by its page in the store."""
 
+import json
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from nanodag.config import resolve
 from nanodag.errors import ConfigError, StoreBusy
 from nanodag.nightly.nights import PREFIX as NIGHT
 from nanodag.run.build_stage import key_of, made_from
-from nanodag.run.derived_runs import machine_for, open_composed
+from nanodag.run.derived_runs import machine_for, note_page, open_composed, page_key, publish_page
 from nanodag.run.record import Run, StageResult, pipeline_file, result_of, store_of
 from nanodag.store.run_record import PointRecord, RunRecord, SweepRecord
 from nanodag.sweep.points import Sweep, make_sweep
+
+PAGE_STAGE = "comparison"
 
 
 def begin_sweep(
@@ -67,7 +72,8 @@ def in_waves(sweep: Sweep, stages: Sequence[str]) -> list[str]:
 
 
 def find_built(run: Run) -> dict[str, StageResult]:
-    """What the store has of a run's stages, noted in its record at once; what needs a missing one is missing too."""
+    """Results that the store has of a run's stages, noted in its record at once; what needs a missing one is missing
+    too."""
     results: dict[str, StageResult] = {}
     notes: dict[str, dict[str, Any]] = {}
     now = time.time()
@@ -90,3 +96,38 @@ def find_built(run: Run) -> dict[str, StageResult]:
 
     run.store.change_run(run.name, note)
     return results
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepFindings:
+    """page: sweep.html; markdown: its table."""
+
+    page: Path
+    markdown: str
+
+
+def conclude(sweep: Sweep, run: Run, results: Mapping[str, StageResult]) -> SweepFindings:
+    """Compare the points and publish the page; one about the same results is found, not drawn again.
+
+    results: stage of the sweep's pipeline -> its result; what failed is not in it.
+    """
+    config = {"stage": sweep.stage, "points": [[list(p.overrides), dict(p.stages)] for p in sweep.points]}
+    artifact = run.store.lookup(page_key(PAGE_STAGE, config, results))
+    if artifact is None:
+        # They draw, and resample: a sweep of which nothing changed needs neither.
+        from nanodag.report.page import to_html, to_markdown
+        from nanodag.sweep.results import as_json, rows_of
+        from nanodag.sweep.sweep_page import sweep_report
+
+        rows = rows_of(sweep, run, results)
+        report = sweep_report(run.name, sweep, rows)
+        files = {
+            "sweep.html": to_html(report),
+            "sweep.md": to_markdown(report),
+            "sweep.json": json.dumps(as_json(rows), indent=1),
+        }
+        metrics = {"num_points": len(rows), "num_failed": sum(row.artifact is None for row in rows)}
+        artifact = publish_page(run, PAGE_STAGE, config, results, files, metrics)
+    note_page(run, PAGE_STAGE, artifact)
+    folder = run.store.materialize(artifact)
+    return SweepFindings(page=folder / "sweep.html", markdown=(folder / "sweep.md").read_text(encoding="utf-8"))

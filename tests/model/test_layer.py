@@ -1,12 +1,12 @@
-"""Our own code for layers on a CPU against the same functions in torch."""
+"""The operations of layers in our own code on a CPU against those of torch."""
 
 import pytest
 import torch
 
-from nanodag.model import cpu_layer, decoder
+from nanodag.model.layer import OWN, TORCH, Functions, Heads, after_attention, before_attention
 
 TOKENS = 37  # runs of rows of two lengths
-HEADS = decoder.Heads(num_heads=3, num_kv_heads=1, head_dim=32, mlp_width=80, norm_eps=1e-6)
+HEADS = Heads(head_dim=32, mlp_width=80, norm_eps=1e-6)
 WIDTH = 48
 
 
@@ -17,7 +17,7 @@ def tensors(dtype: torch.dtype, *, has_norms: bool = True, has_biases: bool = Fa
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(dtype)
 
-    query, key = HEADS.num_heads * HEADS.head_dim, HEADS.num_kv_heads * HEADS.head_dim
+    query, key = 3 * HEADS.head_dim, HEADS.head_dim
     out = {"x": normal(TOKENS, WIDTH), "norm": normal(WIDTH), "after_norm": normal(WIDTH)}
     out |= {"q": normal(query, WIDTH) / 8, "k": normal(key, WIDTH) / 8, "v": normal(key, WIDTH) / 8}
     out |= {"attended": normal(TOKENS, query), "output": normal(WIDTH, query) / 8}
@@ -30,17 +30,16 @@ def tensors(dtype: torch.dtype, *, has_norms: bool = True, has_biases: bool = Fa
     return {name: tensor.requires_grad_() for name, tensor in out.items()}
 
 
-def outcome(module, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What both halves of a layer give, and the gradient of each argument."""
+def outcome(operations, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The results of both halves of a layer, and the gradient of each argument."""
     angles = torch.arange(TOKENS)[:, None, None] * torch.logspace(0, -3, 16)
     cos, sin = (turn.to(given["x"].dtype) for turn in (angles.cos(), angles.sin()))
     biases = tuple(given[n] for n in ("q_bias", "k_bias", "v_bias")) if "q_bias" in given else None
     norms = (given["q_norm"], given["k_norm"]) if "q_norm" in given else None
     before = (given["x"], cos, sin, given["norm"], (given["q"], given["k"], given["v"]), biases, norms)
-    found = module.before_attention(*before, heads=HEADS)
-    passed, *heads = found if len(found) == 4 else (given["x"], *found)
+    passed, *heads = before_attention(*before, heads=HEADS, operations=operations)
     weights = [given.get(name) for name in ("output", "output_bias", "after_norm", "gate", "up", "down")]
-    out = module.after_attention(passed, given["attended"], *weights, heads=HEADS)
+    out = after_attention(passed, given["attended"], *weights, heads=HEADS, operations=operations)
     results = {"query": heads[0], "key": heads[1], "value": heads[2], "out": out}
     total = sum(((result.float() * 3).sin() * (n + 1)).sum() for n, result in enumerate(results.values()))
     total.backward()
@@ -51,7 +50,7 @@ def outcome(module, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("has_norms, has_biases", [(True, False), (False, True)])
 def test_values_and_gradients_are_those_of_torch(has_norms, has_biases):
     given = [tensors(torch.float32, has_norms=has_norms, has_biases=has_biases) for _ in range(2)]
-    ours, expected = outcome(cpu_layer, given[0]), outcome(decoder, given[1])
+    ours, expected = outcome(OWN, given[0]), outcome(TORCH, given[1])
     for name, tensor in expected.items():
         torch.testing.assert_close(ours[name], tensor, rtol=2e-4, atol=2e-5 * float(tensor.abs().max()), msg=name)
 
@@ -59,8 +58,8 @@ def test_values_and_gradients_are_those_of_torch(has_norms, has_biases):
 def test_in_bfloat16_they_are_nearer_to_float32_than_torchs_own():
     short = tensors(torch.bfloat16)
     wide = {name: tensor.detach().float().requires_grad_() for name, tensor in short.items()}
-    exact, ours = outcome(decoder, wide), outcome(cpu_layer, short)
-    theirs = outcome(decoder, tensors(torch.bfloat16))
+    exact, ours = outcome(TORCH, wide), outcome(OWN, short)
+    theirs = outcome(TORCH, tensors(torch.bfloat16))
     for name in ("query", "key", "out"):
         assert (ours[name] - exact[name]).norm() <= (theirs[name] - exact[name]).norm(), name
     for name, tensor in exact.items():
@@ -77,11 +76,9 @@ def test_the_number_of_threads_changes_no_bit():
             gain = gain[0].clone()
             for tensor in (x, gain, gate):
                 tensor.requires_grad_()
-            passed, normed = cpu_layer.RowNorm.apply(x, gain, 1e-6)
-            turned = cpu_layer.Rotated.apply(
-                normed.view(TOKENS, 2, 32), gain[:32], gate[:, None, :16], x[:, None, :16], 1e-6
-            )
-            (cpu_layer.Gated.apply(turned.flatten(1), gate) * passed).sum().backward()
+            passed, normed = OWN.norm(x, gain, 1e-6)
+            turned = OWN.rotate(normed.view(TOKENS, 2, 32), gain[:32], gate[:, None, :16], x[:, None, :16], 1e-6)
+            (OWN.gate(turned.flatten(1), gate) * passed).sum().backward()
             found.append([x.grad, gain.grad, gate.grad])
         assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
     finally:
@@ -91,14 +88,21 @@ def test_the_number_of_threads_changes_no_bit():
 def test_a_number_that_is_none_stays_so():
     x = torch.ones(2, 16, dtype=torch.bfloat16)
     x[1, 3] = torch.nan
-    _, normed = cpu_layer.RowNorm.apply(x, torch.ones(16, dtype=torch.bfloat16), 1e-6)
+    _, normed = OWN.norm(x, torch.ones(16, dtype=torch.bfloat16), 1e-6)
     assert normed[0].isfinite().all() and normed[1].isnan().all()
-    assert cpu_layer.Gated.apply(x, torch.ones_like(x))[1, 3].isnan()
+    assert OWN.gate(x, torch.ones_like(x))[1, 3].isnan()
 
 
 def test_other_widths_are_left_to_torch():
-    x = torch.zeros(2, WIDTH)
-    assert cpu_layer.can_run(x, HEADS)
-    assert not cpu_layer.can_run(torch.zeros(2, 40), HEADS)
-    assert not cpu_layer.can_run(x, decoder.Heads(**{**vars(HEADS), "head_dim": 16}))
-    assert not cpu_layer.can_run(x.double(), HEADS)
+    before = Functions(compiled=False).before
+    for width, head_dim, dtype, is_ours in (
+        (48, 32, torch.float32, True),
+        (40, 32, torch.float32, False),
+        (48, 16, torch.float32, False),
+        (48, 32, torch.float64, False),
+    ):
+        x = torch.zeros(2, width, dtype=dtype, requires_grad=True)
+        weight, turn = torch.zeros(head_dim, width, dtype=dtype), torch.zeros(2, 1, head_dim // 2, dtype=dtype)
+        heads = Heads(head_dim=head_dim, mlp_width=80, norm_eps=1e-6)
+        _, query, _, _ = before(x, turn, turn, weight[0], (weight,) * 3, None, None, heads=heads, places=None)
+        assert (type(query.grad_fn).__name__ == "RotatedBackward") == is_ours
