@@ -9,7 +9,7 @@ from nanodag.config.derive_hardware import state_of
 from nanodag.config.footprint import activations, head_memory, working
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.kinds.select import SelectStage
-from nanodag.config.rl_evaluation import HELD_OUT
+from nanodag.config.rl_sections import HELD_OUT
 from nanodag.errors.words import size
 from nanodag.inference.number_formats import width_of
 from nanodag.plan import host_memory

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nanodag.config.kinds.rl import RLStage
-from nanodag.config.rl_evaluation import HELD_OUT
+from nanodag.config.rl_sections import HELD_OUT
 from nanodag.data.mixture import Mixture
 from nanodag.errors import ConfigError, StageFailed
 from nanodag.rl.control.benchmarks import PolicyBenchmarks
