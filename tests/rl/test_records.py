@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from nanodag.config.kinds.rl import RLStage
-from nanodag.config.rl_evaluation import HELD_OUT
+from nanodag.config.rl_sections import HELD_OUT
 from nanodag.rl.control.step_records import Records, StepLines
 from nanodag.rl.rollouts.batch import RolloutBatch
 from nanodag.rl.rollouts.metrics import Stopwatch
