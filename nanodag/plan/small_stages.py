@@ -38,7 +38,6 @@ def plan_tokenizer(case: Case[TokenizerStage]) -> StagePlan:
         disk_bytes=200 * stage.vocabulary,
         kept_bytes=200 * stage.vocabulary,
         seconds=seconds,
-        cpu_seconds=seconds,
     )
 
 
@@ -62,7 +61,6 @@ def plan_import(case: Case[ImportStage]) -> StagePlan:
         disk_bytes=weights,
         kept_bytes=weights or 0,
         seconds=SHORT_S + (weights or 0) / (DOWNLOAD_BYTES_S if is_far else COPIED_BYTES_S),
-        cpu_seconds=SHORT_S + (weights or 0) / COPIED_BYTES_S,
         notes=() if total is not None else ("its model is not known yet",),
     )
 
@@ -83,7 +81,6 @@ def plan_report(case: Case[ReportStage]) -> StagePlan:
         disk_bytes=5 * host_memory.MB,
         kept_bytes=5 * host_memory.MB,
         seconds=seconds,
-        cpu_seconds=seconds,
     )
 
 

@@ -21,7 +21,7 @@ from nanodag.config.kinds import find_kind, vouch_for
 from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.config.rl_checks import check_lora
 from nanodag.config.rl_entries import EntryConfig, entries_in
-from nanodag.config.rl_evaluation import PolicyBenchmarkConfig
+from nanodag.config.rl_sections import PolicyBenchmarkConfig
 from nanodag.config.section import found_in
 from nanodag.config.stage_base import ExternalInput
 from nanodag.config.tracking import SERVICES

@@ -369,12 +369,12 @@ class Engine:
         num_active = len(self.table.active_rows)
         if not num_active:
             return
-        wanted = self.row_sizes[bisect_left(self.row_sizes, num_active)]
-        if wanted == self._num_rows():
+        num_rows = self.row_sizes[bisect_left(self.row_sizes, num_active)]
+        if num_rows == self._num_rows():
             return
         free = self.table.free_rows().tolist()
         for row in reversed(self.table.active_rows.tolist()):
-            if row < wanted:
+            if row < num_rows:
                 return
             target = free.pop(0)
             self._forget_row(target)

@@ -28,9 +28,9 @@ import yaml
 
 from nanodag.config.pipeline import Pipeline
 from nanodag.host.folders import PROJECT
+from tests.doc_pages import FENCED, PAGES, named
 from tests.flow.reduced import reduce_stages, reduced_stages
 from tests.flow.tiny_mirror import TABLES, write_mirror
-from tests.test_docs import FENCED, PAGES, named
 
 MOST_NOT_RUN = 49  # may only get smaller
 NOT_RUN = {  # reason -> how commands and blocks begin

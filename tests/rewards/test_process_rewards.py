@@ -18,7 +18,7 @@ from nanodag.rl.rollouts.rollout import Rollout, Span, from_json, prompt_span, s
 from nanodag.run.build_stage import own_entries
 from nanodag.tokenizer.bpe import save_tokenizer
 from nanodag.tokenizer.encoding import Encoding
-from tests.rl.models import rollout
+from tests.rl.rollouts import rollout
 from tests.rl.stages import make_job, metrics, run
 
 FUNCTIONS = '''

@@ -2,12 +2,12 @@
 
 import asyncio
 import json
-import threading
 from types import SimpleNamespace
 
 import pytest
 from aiohttp import WSMsgType, web
 
+from nanodag.host.threads import LoopThread
 from nanodag.rl.environments import class_environment, openenv_session
 from nanodag.rl.environments.environment import Action, ToolCall
 from nanodag.rl.environments.openenv_session import OpenEnv
@@ -26,7 +26,7 @@ NO_PLACE = {"message": "full", "code": "CAPACITY_REACHED", "active_sessions": 1,
 
 
 class Refused(Exception):
-    pass
+    """What the server says of a message that it refuses."""
 
 
 class Game:
@@ -56,7 +56,7 @@ class Game:
                 errors = [{"loc": ["guess"], "msg": "Field required"}, {"loc": ["word"], "msg": "not permitted"}]
                 raise Refused({"message": "Invalid message", "code": "VALIDATION_ERROR", "errors": errors})
             if data["guess"] == "crash":
-                raise ValueError("boom")
+                raise Refused({"message": "boom", "code": "EXECUTION_ERROR"})
             observation = {"text": f"not {data['guess']}", "hint": ""}
         return {"observation": observation, "reward": 0.25, "done": done}
 
@@ -77,8 +77,6 @@ async def session(request):
             answer = {"type": "observation", "data": game.answer(json.loads(message.data))}
         except Refused as refused:
             answer = {"type": "error", "data": refused.args[0]}
-        except ValueError as error:
-            answer = {"type": "error", "data": {"message": str(error), "code": "EXECUTION_ERROR"}}
         await socket.send_str(json.dumps(answer))
     return socket
 
@@ -90,33 +88,20 @@ async def schema(request):
 @pytest.fixture(scope="module")
 def server():
     """The server's address."""
-    loop, started = asyncio.new_event_loop(), threading.Event()
-    found = []
 
-    async def serve():
+    async def serving():
         app = web.Application()
         app[TRIED] = []
         app.add_routes([web.get("/{kind}/schema", schema), web.get("/{kind}/ws", session)])
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        found.append(site._server.sockets[0].getsockname()[1])
-        started.set()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
         return runner
 
-    def run():
-        runner = loop.run_until_complete(serve())
-        loop.run_forever()
-        loop.run_until_complete(runner.cleanup())
-        loop.close()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    assert started.wait(10)
-    yield f"http://127.0.0.1:{found[0]}"
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
+    thread = LoopThread("openenv")
+    runner = asyncio.run(thread.do(serving()))
+    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    asyncio.run(thread.do(runner.cleanup()))
 
 
 def begun(url, **options):

@@ -19,7 +19,7 @@ from nanodag.rl.trainer.policy import load_policy, to_row
 from nanodag.rl.trainer.rows import pack
 from nanodag.rl.trainer.update import PolicyObjective, Scored
 from tests.rl.models import save_tiny_model
-from tests.rl.ragged import RAGGED
+from tests.rl.rollouts import RAGGED
 from tests.sampler.other_device import NAME, OtherDevice
 
 CPU = torch.device("cpu")

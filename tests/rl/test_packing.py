@@ -21,7 +21,7 @@ from nanodag.errors import ConfigError
 from nanodag.rl.rollouts.rollout import Rollout, Span, prompt_span, sampled_span
 from nanodag.rl.trainer.policy import load_policy, to_row
 from nanodag.rl.trainer.rows import pack
-from tests.rl.ragged import RAGGED, rollout
+from tests.rl.rollouts import RAGGED, rollout
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ from nanodag.data.records import check_record
 from nanodag.report.__main__ import training_urls
 from nanodag.rl.rollouts.rollout import read_rollouts
 from nanodag.rl.rollouts.rollout_files import shelf_of
-from nanodag.store import Store
+from nanodag.store.artifacts import Store
 from nanodag.worker.job import ROWS, Job, read_job, write_job
 from tests.config.stages import STAGES
 from tests.rl.stages import make_job, metrics, run

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from nanodag.config.kinds.rl import RLStage
-from nanodag.config.rl_evaluation import HELD_OUT
-from nanodag.config.rl_sections import RolloutSection
+from nanodag.config.rl_sections import HELD_OUT, RolloutSection
 from nanodag.data.mixture import Mixture
 from nanodag.errors import ConfigError, SamplerError, StageFailed
 from nanodag.errors.words import counted

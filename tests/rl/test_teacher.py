@@ -1,27 +1,72 @@
-"""A server as the teacher of on-policy distillation: the same numbers as the model at home, or a reason."""
+"""On-policy distillation: the gradient of the reverse KL to a teacher, a model at home or a server."""
 
-import json
 from pathlib import Path
 
 import httpx
 import pytest
 import torch
+from torch.nn.functional import log_softmax
 from transformers import AutoModelForCausalLM
 
-from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import BadRequest, ConfigError, SamplerError
 from nanodag.inference.sampler_process import SamplerProcess
+from nanodag.rl.advantages import distilled
 from nanodag.rl.trainer import teacher_server
 from nanodag.rl.trainer.policy import load_policy, to_row
 from nanodag.rl.trainer.rows import pack
 from nanodag.rl.trainer.teacher_server import TeacherServer
 from nanodag.run.build_stage import server_identity
 from nanodag.tokenizer.bpe import save_tokenizer
-from tests.forks import run_script
+from tests.forks import call
 from tests.http_server import Quiet, serving
-from tests.rl.models import rollout, save_tiny_model
+from tests.rl.models import save_tiny_model, trainer_of
+from tests.rl.rollouts import rollout
+from tests.rl.stages import BYTES
 
-BYTES = {bytes([value]): value for value in range(256)}
+RESPONSES = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
+
+
+def test_a_token_that_the_teacher_likes_less_than_the_policy_loses_advantage():
+    advantages, reverse_kl = distilled(
+        torch.tensor([1.0, 1.0, 0.0, 0.0]),
+        torch.tensor([-1.0, -2.0, -0.5, -0.5]),
+        torch.tensor([-3.0, -1.0, -0.5, -torch.inf]),
+        coefficient=0.5,
+    )
+    assert reverse_kl.tolist() == [2.0, -1.0, 0.0, 29.5]
+    assert advantages.tolist() == [0.0, 1.5, 0.0, -14.75]
+
+
+def trained(policy, teacher):
+    """The norm of the gradient of a step, and the sum of the reverse KL."""
+    values = {"temperature": 0.8, "gradient_clipping": 0, "filters": [], "max_new_tokens": 8}
+    asked = {"model": str(teacher), "coefficient": 0.5}
+    trainer = trainer_of(policy, precision="fp32", teacher=asked, sampler={"context": 64}, **values)
+    reply = trainer.train(1, [rollout("a", n, [1, 2], ids, reward=0.5) for n, ids in enumerate(RESPONSES)])
+    return reply["gradient_norm"], reply["sums"]["summed"]["teacher_kl"]
+
+
+def scores(folder: Path) -> tuple[torch.nn.Module, torch.Tensor]:
+    """The model and the log-probability of every response token, each response alone."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    found = []
+    for ids in RESPONSES:
+        logprobs = log_softmax(model(torch.tensor([[1, 2, *ids]])).logits[0, 1:-1] / 0.8, dim=-1)
+        found.append(logprobs.gather(1, torch.tensor(ids)[:, None]).squeeze(1))
+    return model, torch.cat(found)
+
+
+def test_where_rewards_are_equal_the_gradient_is_that_of_the_reverse_kl(tmp_path):
+    policy, teacher = save_tiny_model(tmp_path / "policy"), save_tiny_model(tmp_path / "teacher", seed=4)
+    norm, total = call(trained, policy, teacher)
+    model, own = scores(policy)
+    with torch.no_grad():
+        _, theirs = scores(teacher)
+    reverse_kl = own.detach() - theirs
+    (0.5 * reverse_kl * own).mean().backward()
+    wanted = torch.stack([p.grad.square().sum() for p in model.parameters()]).sum().sqrt().item()
+    assert norm == pytest.approx(wanted, rel=1e-4)
+    assert total == pytest.approx(reverse_kl.sum().item(), rel=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +93,7 @@ def rollouts() -> list:
 
 def test_a_servers_logprobs_are_those_of_the_model_at_home(folders, teacher):
     part = rollouts()
-    rows = [to_row(row, torch.device("cpu")) for row in pack(part, budget_tokens=40)[0]]
+    rows = rows_of(part, 40)
     found = TeacherServer(teacher.url, folders["a"], context=64).logprobs([part], [rows])
     policy = load_policy(folders["b"], temperature=1.0)
     with torch.no_grad():
@@ -56,30 +101,22 @@ def test_a_servers_logprobs_are_those_of_the_model_at_home(folders, teacher):
             torch.testing.assert_close(logprobs, policy(row)[0], rtol=0, atol=1e-4)
 
 
-# argv: policy, the teacher's setting and value, output
-TRAINED = """
-import json, sys
-from pathlib import Path
-from nanodag.config.kinds.rl import RLStage
-from nanodag.rl.trainer.trainer import Trainer
-from tests.rl.test_teacher_server import rollouts
-config = RLStage.of(kind="rl", data=["file:x"], precision="fp32", gradient_clipping=0, filters=[],
-                    sampler={"context": 64}, max_new_tokens=16, updates_per_step=2, micro_batch_tokens=4096,
-                    teacher={sys.argv[2]: sys.argv[3], "coefficient": 0.5})
-reply = Trainer(config, Path(sys.argv[1]), device="cpu").train(1, rollouts())
-Path(sys.argv[4]).write_text(json.dumps([reply["gradient_norm"], reply["sums"]["summed"]["teacher_kl"]]))
-"""
+def trained_by(policy, **teacher):
+    values = {"gradient_clipping": 0, "filters": [], "max_new_tokens": 16, "updates_per_step": 2}
+    asked = {**teacher, "coefficient": 0.5}
+    trainer = trainer_of(policy, precision="fp32", teacher=asked, sampler={"context": 64}, **values)
+    reply = trainer.train(1, rollouts())
+    return reply["gradient_norm"], reply["sums"]["summed"]["teacher_kl"]
+
+
+def both_trained(policy, url, model):
+    return trained_by(policy, url=url), trained_by(policy, model=str(model))
 
 
 @pytest.mark.slow
-def test_a_step_with_a_server_is_that_with_the_model_at_home(folders, teacher, tmp_path):
-    found = []
-    for name, value in (("url", teacher.url), ("model", folders["b"])):
-        arguments = [folders["a"], name, value, tmp_path / name]
-        done = run_script(TRAINED, *arguments)
-        assert done.returncode == 0, done.stderr[-3000:]
-        found.append(json.loads((tmp_path / name).read_text()))
-    assert found[0] == pytest.approx(found[1], rel=1e-4)
+def test_a_step_with_a_server_is_that_with_the_model_at_home(folders, teacher):
+    by_server, at_home = call(both_trained, folders["a"], teacher.url, folders["b"])
+    assert by_server == pytest.approx(at_home, rel=1e-4)
 
 
 def test_a_server_scores_a_prompt_as_sglang_does_and_may_sample_after_it(folders, teacher):
@@ -126,10 +163,12 @@ def test_a_teacher_with_another_tokenizer_or_too_short_a_context_is_refused_befo
         TeacherServer(teacher.url, other, context=64)
 
 
-class Server(Quiet):
-    """Fails `failures` times, then scores each token -id / 10. Its tokenizer is not here, and is that of bytes."""
+PLAIN = {"failures": 0, "version": "0", "first_id": 0, "calls": 0, "shortest": 0, "longest": 1000}
 
-    failures, version, first_id, calls = 0, "0", 0, 0
+
+class Server(Quiet):
+    """Fails `failures` times, then scores each token -id / 10. Its tokenizer is not here, and is that of bytes.
+    first_id: of its tokenizer. shortest: of a sequence that it scores. longest: of one that it takes."""
 
     def do_GET(self):
         self.answer({"model_path": "/nowhere", "weight_version": "0"})
@@ -140,34 +179,40 @@ class Server(Quiet):
         if Server.failures > 0:
             Server.failures -= 1
             return self.answer({"error": "busy"}, 503)
-        if "text" in body:
-            return self.answer(self.scored([Server.first_id + one for one in body["text"].encode()]))
-        many = body["input_ids"]
-        return self.answer(self.scored(many) if isinstance(many[0], int) else [self.scored(ids) for ids in many])
+        many = body["input_ids"] if "text" not in body else [Server.first_id + one for one in body["text"].encode()]
+        several = many if isinstance(many[0], list) else [many]
+        if max(map(len, several)) > Server.longest:
+            return self.answer({}, 400)
+        scored = [self.scored(ids) for ids in several]
+        self.answer(scored if several is many else scored[0])
 
     def scored(self, ids):
         triples = [[None if not place else -token / 10, token, None] for place, token in enumerate(ids)]
         meta = {"id": "r", "weight_version": Server.version, "finish_reason": {"type": "length", "length": 0}}
+        triples = triples if len(ids) >= Server.shortest else []
         return {"output_ids": [], "meta_info": meta | {"input_token_logprobs": triples}}
 
 
 @pytest.fixture
 def fake(monkeypatch):
-    Server.failures, Server.version, Server.first_id, Server.calls = 0, "0", 0, 0
+    async def instantly(seconds: float) -> None:
+        pass
+
+    for name, value in PLAIN.items():
+        setattr(Server, name, value)
     monkeypatch.setattr(teacher_server._ask.retry, "sleep", instantly)
     with serving(Server) as url:
         yield url
 
 
-async def instantly(seconds: float) -> None:
-    pass
+def rows_of(part, budget):
+    return [to_row(row, torch.device("cpu")) for row in pack(part, budget_tokens=budget)[0]]
 
 
 def test_a_server_elsewhere_is_compared_by_a_text_asked_again_and_asked_in_lots(fake, folders):
-    Server.failures = 0
     teacher = TeacherServer(fake, folders["a"], context=64)
     part = rollouts()  # 24: two lots
-    rows = [to_row(row, torch.device("cpu")) for row in pack(part, budget_tokens=1000)[0]]
+    rows = rows_of(part, 1000)
     Server.failures, Server.calls = 2, 0
     ((found,),) = teacher.logprobs([part], [rows])
     torch.testing.assert_close(found, -rows[0].targets / 10)
@@ -178,72 +223,29 @@ def test_a_server_elsewhere_is_compared_by_a_text_asked_again_and_asked_in_lots(
     Server.failures = 1000
     with pytest.raises(SamplerError, match="answered 503"):
         teacher.logprobs([part], [rows])
-    Server.failures, Server.first_id = 0, 1
-    with pytest.raises(ConfigError, match="has another tokenizer than the policy: of a text it makes"):
-        TeacherServer(fake, folders["a"], context=64)
-
-
-def test_a_server_that_does_not_say_the_logprobs_that_were_asked_is_refused(fake, folders, monkeypatch):
-    scored = Server.scored  # a text is still answered: only ids are not scored
-    monkeypatch.setattr(Server, "scored", lambda self, ids: scored(self, ids) if len(ids) > 64 else without_scores())
-    with pytest.raises(ConfigError, match="does not score prompts"):
-        TeacherServer(fake, folders["a"], context=64)
-
-
-def without_scores():
-    meta = {"id": "r", "weight_version": "0", "finish_reason": None, "input_token_logprobs": []}
-    return {"output_ids": [1], "meta_info": meta}
-
-
-def test_a_server_that_takes_no_prompt_as_long_as_a_rollout_is_refused_before_the_run(fake, folders, monkeypatch):
-    answer = Server.answer
-    monkeypatch.setattr(
-        Server, "answer", lambda self, found, status=200: (refuse if is_long(found) else answer)(self, found, status)
-    )
-    with pytest.raises(ConfigError, match=r"a sequence of 100 tokens \(sampler\.context\)"):
-        TeacherServer(fake, folders["a"], context=100)
-
-
-def is_long(found) -> bool:
-    triples = found.get("meta_info", {}).get("input_token_logprobs", [])
-    return len(triples) == 100  # the text that its tokenizer is known by is shorter
-
-
-def test_a_key_knows_the_server_and_what_it_says_it_serves(teacher, folders):
-    assert server_identity(teacher.url) == {
-        "kind": "server",
-        "url": teacher.url,
-        "model": str(folders["b"]),
-        "version": "3",
-    }
-    with pytest.raises(ConfigError, match="does not say which model it serves: ConnectError"):
-        server_identity("http://127.0.0.1:9")
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"teacher": {"url": "10.0.0.1:30000"}}, "must begin with http://"),
-        ({"teacher": {"url": "http://h", "model": "/m"}}, "are two teachers"),
-        ({"teacher": {"url": "http://h"}, "temperature": 0.8}, "score a prompt at temperature 1"),
-    ],
-)
-def test_a_server_that_cannot_be_the_teacher_is_refused(values, message):
-    with pytest.raises(ValueError, match=message):
-        RLStage.of(kind="rl", data=["file:x"], **values)
-
-
-def test_a_request_that_is_refused_is_not_sent_again(fake, folders, monkeypatch):
-    teacher = TeacherServer(fake, folders["a"], context=64)
-    monkeypatch.setattr(Server, "answer", refuse)
-    Server.calls = 0
-    rows = [to_row(row, torch.device("cpu")) for row in pack(rollouts(), budget_tokens=1000)[0]]
-    with pytest.raises(BadRequest):
-        teacher.logprobs([rollouts()], [rows])
+    Server.failures, Server.longest, Server.calls = 0, 0, 0
+    with pytest.raises(BadRequest):  # a request that is refused is not sent again
+        teacher.logprobs([part], [rows])
     assert Server.calls == 1
 
 
-def refuse(server, content, status=200):
-    server.send_response(400)
-    server.send_header("Content-Length", "0")
-    server.end_headers()
+@pytest.mark.parametrize(
+    ("way", "why"),
+    [
+        ({"first_id": 1}, "has another tokenizer than the policy: of a text it makes"),
+        ({"shortest": 65}, "does not score prompts"),  # a text that its tokenizer is known by is longer
+        ({"longest": 99}, r"a sequence of 100 tokens \(sampler\.context\)"),  # and shorter than this
+    ],
+)
+def test_a_server_that_cannot_teach_is_refused_before_the_run(fake, folders, monkeypatch, way, why):
+    for name, value in way.items():
+        monkeypatch.setattr(Server, name, value)
+    with pytest.raises(ConfigError, match=why):
+        TeacherServer(fake, folders["a"], context=100 if "longest" in way else 64)
+
+
+def test_a_key_knows_the_server_and_what_it_says_it_serves(teacher, folders):
+    known = {"kind": "server", "url": teacher.url, "model": str(folders["b"]), "version": "3"}
+    assert server_identity(teacher.url) == known
+    with pytest.raises(ConfigError, match="does not say which model it serves: ConnectError"):
+        server_identity("http://127.0.0.1:9")
