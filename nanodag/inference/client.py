@@ -100,8 +100,7 @@ class SamplerClient:
     @property
     def _http(self) -> aiohttp.ClientSession:
         """Made at first use: it belongs to the event loop that it is made in. No proxy of the environment is used."""
-        if self.is_closed:
-            raise SamplerLost(f"the connection to {self.url} was closed")
+        self._check_open()
         if self._session is None:
             connector = AskingAgain(limit=0, keepalive_timeout=KEEPALIVE_EXPIRY_S)
             self._session = aiohttp.ClientSession(connector=connector, timeout=self._timeout, headers=self._headers)
@@ -297,12 +296,17 @@ class SamplerClient:
 
     async def _is_well(self, path: str) -> bool:
         """Over a connection of its own: one that was open may have been lost."""
+        self._check_open()
         own = aiohttp.ClientSession(connector=AskingAgain(), timeout=self._timeout, headers=self._headers)
         try:
             async with own, own.get(self.url + path, allow_redirects=False) as response:
                 return response.status == OK
         except LOST as error:
             raise self._lost(path, error) from error
+
+    def _check_open(self) -> None:
+        if self.is_closed:
+            raise SamplerLost(f"the connection to {self.url} was closed")
 
     def check(self, request: Request) -> None:
         """Raise BadRequest for what is outside of vocab_size or context_length."""
