@@ -35,17 +35,12 @@ def save_tiny_model(
     return folder
 
 
-def trainer_of(
-    model: Path, *, beside: Mapping[str, Path] | None = None, beyond: Mapping[str, Any] | None = None, **values: Any
-) -> Any:
-    """A trainer of one rank; in a process of its own, as it imports DeepSpeed. beyond: settings of the optimizer that
-    a config would refuse."""
+def trainer_of(model: Path, *, beside: Mapping[str, Path] | None = None, **values: Any) -> Any:
+    """A trainer of one rank; in a process of its own, as it imports DeepSpeed."""
     from nanodag.rl.trainer.trainer import Trainer
 
     base = {"kind": "rl", "data": ["file:x"], "learning_rate": 1e-3, "micro_batch_tokens": 4096}
-    config = RLStage.of(**(base | values))
-    config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update=beyond)})
-    return Trainer(config, model, device="cpu", beside=beside)
+    return Trainer(RLStage.of(**(base | values)), model, device="cpu", beside=beside)
 
 
 def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
