@@ -50,8 +50,8 @@ def refusal(file, *overrides, preset="one"):
         ("rl.inputs.model=bse", "rl.inputs.model: there is no stage 'bse'. Did you mean 'base'?"),
         (
             "rl.reward=gms8k",
-            "rl.reward.0: there is no reward 'gms8k'; choose one of code, exact, f1, gsm8k, instruction_following, "
-            "math, boxed_math, multiple_choice, reasoning_gym, reported, short_answer, or name a function of your own "
+            "rl.reward.0: there is no reward 'gms8k'; choose one of code, instruction_following, exact, gsm8k, f1, "
+            "multiple_choice, short_answer, math, boxed_math, reasoning_gym, reported, or name a function of your own "
             "as package.module:function. Did you mean 'gsm8k'?",
         ),
         (

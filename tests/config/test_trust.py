@@ -203,7 +203,10 @@ def test_an_abbreviated_option_of_the_samplers_own_is_refused():
 
 def test_a_shipped_entry_that_takes_an_argument_is_no_source_or_adapter(pipeline):
     """Called with a row's parameters, it would import whatever they name."""
-    for url in ("python:nanodag.rewards.group_reward:GroupReward?path=evil:f", "python:nanodag.rewards.exact:exact"):
+    for url in (
+        "python:nanodag.rewards.function_rewards:GroupReward?path=evil:f",
+        "python:nanodag.rewards.text_rewards:exact",
+    ):
         with pytest.raises(ConfigError, match="neither stands beside"):
             pipeline(f'tokenizer.data=["{url}"]')
 

@@ -16,7 +16,7 @@ from nanodag.rl.environments.runner import Turns, turns_loop
 from nanodag.rl.rollouts.metrics import rollout_metrics
 from nanodag.tokenizer.chat import load_renderer
 from nanodag.tokenizer.encoding import Encoding
-from tests.external_envs.test_verifiers_process import FAKE
+from tests.external_envs.fake_verifiers_server import FAKE
 from tests.rl.stages import VOCABULARY
 from tests.rl.test_turns import Cursor, Script, config, folder, ids, prompts  # noqa: F401 - two are fixtures
 

@@ -14,8 +14,7 @@ from nanodag.config.rl_sections import RolloutSection
 from nanodag.errors import SamplerError
 from nanodag.errors.words import counted
 from nanodag.evaluation.benchmark import AskedItem, Benchmark, open_benchmark
-from nanodag.evaluation.generated_answer import Answer, Ending
-from nanodag.evaluation.results import BenchmarkResult
+from nanodag.evaluation.results import Answer, BenchmarkResult, Ending
 from nanodag.inference.protocol import Completion, Request
 from nanodag.rl.control.generation import Sampler
 from nanodag.tokenizer.chat import ChatRenderer

@@ -17,8 +17,8 @@ from typing import Protocol
 from nanodag.config.kinds.rl import RLStage
 from nanodag.inference.protocol import Completion, Request, SamplingParams
 from nanodag.inference.seeds import derived_seed
+from nanodag.rewards.function_rewards import token_places
 from nanodag.rewards.reward_pool import RewardPool, SampleReward
-from nanodag.rewards.step_reward import token_places
 from nanodag.rl.environments.runner import ANSWER, REPORTED, Turns
 from nanodag.rl.rollouts.batch import Dropped, RolloutBatch
 from nanodag.rl.rollouts.failures import REASON, check_failures, has_failed_reward
