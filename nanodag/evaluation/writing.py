@@ -29,7 +29,7 @@ from nanodag.inference.protocol import Completion, Request
 from nanodag.inference.sampler_process import ServerProcess
 from nanodag.inference.sglang_install import Device
 from nanodag.inference.sglang_process import CONTEXT_RESERVE
-from nanodag.model.architecture import read_checkpoint
+from nanodag.model.architecture import check_sglang, read_checkpoint
 from nanodag.sampler.engine import Engine
 
 START_TIMEOUT_S = {"embedded": 300.0, "sglang": 900.0}
@@ -59,6 +59,8 @@ class SamplerSettings:
         """What their processes are started with."""
         config, a = self.config, read_checkpoint(self.folder).architecture
         assert config.engine != "auto"  # derived
+        if config.engine == "sglang":
+            check_sglang(self.folder, context, "sampler.engine")
         each = token_bytes(
             num_layers=a.num_layers,
             num_kv_heads=a.num_kv_heads,

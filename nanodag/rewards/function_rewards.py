@@ -6,7 +6,7 @@
 `group` gets the whole group at once, to compare its answers; where it raises or hangs, the whole group fails.
 
 `process` scores single steps of a completion. completion[:end] is what was written when the step was done: the number
-of characters up to its end, 1 to len(completion). The steps are what is trained (nanodag.rl.advantages.process); the
+of characters up to its end, 1 to len(completion). The steps are what is trained (nanodag.rl.advantages); the
 total is what filters, metrics and evaluation see. So an outcome that is to be trained, too, is a step that ends at
 len(completion).
 """

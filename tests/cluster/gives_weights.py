@@ -18,7 +18,7 @@ from nanodag.inference.client import SamplerClient
 from nanodag.inference.sampler_process import SamplerProcess
 from nanodag.rl.fleet.broadcast_sync import DistributedSync
 from nanodag.rl.fleet.samplers import Samplers
-from tests.cluster.test_listening import listening
+from tests.fault.processes import listening
 from tests.rl.test_broadcast_sync import Trainer
 
 CUT_S = 3.0

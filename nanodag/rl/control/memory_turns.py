@@ -21,7 +21,7 @@ from nanodag.rl.fleet.weight_sync import Ask
 
 
 class Lending:
-    """Of one stage; the samplers begin. ask: of the trainer's ranks."""
+    """The turns of one stage; the samplers begin. ask: of the trainer's ranks."""
 
     def __init__(self, samplers: Samplers, ask: Ask) -> None:
         self._samplers, self._ask = samplers, ask
@@ -64,7 +64,7 @@ class NotLent:
     """Both sides keep what they have."""
 
     async def to_trainer(self) -> None:
-        """It has it."""
+        """Do nothing: the trainer has its memory."""
 
     @asynccontextmanager
     async def for_sync(self) -> AsyncIterator[None]:
