@@ -10,8 +10,8 @@ from nanodag.cli.live_table import make_console
 from nanodag.config import resolve
 from nanodag.errors.words import counted, duration, size
 from nanodag.host.machine import detect, machine_of
+from nanodag.plan.case import device_room, host_room
 from nanodag.plan.make import Plan, plan_of
-from nanodag.plan.memory import device_room, host_room
 from nanodag.run.record import pipeline_file
 
 MIN_WIDTH = 118

@@ -11,9 +11,8 @@ from nanodag.config.model_size import ModelSize
 from nanodag.evaluation.forms import is_written
 from nanodag.inference.number_formats import width_of
 from nanodag.plan import host_memory
-from nanodag.plan.case import Case, Formula, S
+from nanodag.plan.case import Case, Formula, S, memory_faults
 from nanodag.plan.host_memory import verifiers_processes
-from nanodag.plan.memory import memory_faults
 from nanodag.plan.sampling import PlannedSamplers, planned_samplers
 from nanodag.plan.sizes import Sizes, bytes_per_token, core_items, core_tokens, held_out_share
 from nanodag.plan.speeds import EVALUATION_START_S, PARSED_BYTES_S, SGLANG_START_S

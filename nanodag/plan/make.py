@@ -12,8 +12,7 @@ from nanodag.errors import ConfigError
 from nanodag.errors.words import counted, size
 from nanodag.host.machine import Machine
 from nanodag.own_code.functions import function_at
-from nanodag.plan.case import Case, Formula, case_of
-from nanodag.plan.memory import device_room, host_room, memory_faults
+from nanodag.plan.case import Case, Formula, case_of, device_room, host_room, memory_faults
 from nanodag.plan.stage_plan import Fault, StagePlan
 
 

@@ -13,10 +13,9 @@ from nanodag.config.rl_sections import HELD_OUT
 from nanodag.errors.words import size
 from nanodag.inference.number_formats import width_of
 from nanodag.plan import host_memory
-from nanodag.plan.case import Case, Formula
+from nanodag.plan.case import Case, Formula, memory_faults
 from nanodag.plan.evaluation import items_of, prompt_of
 from nanodag.plan.host_memory import programs_of
-from nanodag.plan.memory import memory_faults
 from nanodag.plan.sampling import PlannedSamplers, planned_samplers
 from nanodag.plan.sizes import Sizes, held_out_share
 from nanodag.plan.speeds import PARSED_BYTES_S, RL_STEP_S, START_S, Devices

@@ -5,8 +5,7 @@ from nanodag.config.kinds.report import MAX_SEARCHED, ReportStage
 from nanodag.config.kinds.tokenizer import TokenizerStage
 from nanodag.config.stage_base import StageBase
 from nanodag.plan import host_memory
-from nanodag.plan.case import Case, Formula
-from nanodag.plan.memory import memory_faults
+from nanodag.plan.case import Case, Formula, memory_faults
 from nanodag.plan.speeds import PARSED_BYTES_S
 from nanodag.plan.stage_plan import Fault, Process, StagePlan
 

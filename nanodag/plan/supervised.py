@@ -17,8 +17,7 @@ from nanodag.config.supervised import SupervisedStage
 from nanodag.errors.words import counted
 from nanodag.inference.number_formats import width_of
 from nanodag.plan import host_memory
-from nanodag.plan.case import Case, Formula
-from nanodag.plan.memory import memory_faults
+from nanodag.plan.case import Case, Formula, memory_faults
 from nanodag.plan.sizes import CORE_CONTEXT, bytes_per_token, core_items, core_tokens, held_out_share
 from nanodag.plan.speeds import PACKED_TOKENS_S, PARSED_BYTES_S, START_S, Devices
 from nanodag.plan.stage_plan import Fault, Process, StagePlan

@@ -1,6 +1,7 @@
 """Servers of somebody else, who ends them and starts them again at the same address; each in milliseconds."""
 
 import asyncio
+import json
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -9,12 +10,12 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 from nanodag import __version__
+from nanodag.engines.external import ExternalServers, Needed
+from nanodag.engines.fleet import Fleet
 from nanodag.inference.addresses import Address
 from nanodag.inference.client import SamplerClient
 from nanodag.model.architecture import Architecture, Rope
-from nanodag.rl.fleet.attached import Attachments, Needed
-from nanodag.rl.fleet.samplers import Samplers
-from tests.rl.fake_samplers import FakeServer, read_weights, write_weights
+from tests.engines.fake_samplers import FakeServer, read_weights, write_weights
 
 ROPE = Rope(theta=1e4, kind="default", factor=1.0, low_freq_factor=1.0, high_freq_factor=1.0, original_positions=64)
 SHAPE = Architecture(
@@ -44,7 +45,7 @@ class Foreign(FakeServer):
         self.hangs_on_weights = self.is_receiving = False
         self.can_answer = asyncio.Event()
         self.can_answer.set()
-        self.model = {"is_generation": True, "architecture": {**asdict(SHAPE), "rope": asdict(ROPE)}}
+        self.model = {"is_generation": True, "architecture": json.loads(json.dumps(asdict(SHAPE)))}
         self.server = {
             "engine": "embedded", "version": __version__, "dtype": "float32", "context_length": 64,
             "deterministic": True, "numerics": "avx2, torch 2",
@@ -120,7 +121,7 @@ async def fleet(folder, servers, *, file=None, needed=NEEDED, named=None, pause=
     write_weights(folder / "1", "one")
     write_weights(folder / "2", "two")
     urls = [Address(server.url) for server in servers] if named is None else named
-    attachments = Attachments(
+    external = ExternalServers(
         urls if file is None else [],
         file=file,
         needed=needed,
@@ -128,10 +129,11 @@ async def fleet(folder, servers, *, file=None, needed=NEEDED, named=None, pause=
         connect=_client,
         **{"every_s": 0.002, "longest_s": 0.01, "timeout_s": 0.3, "patience_s": 0.3, **options},
     )
-    samplers = Samplers(
-        [], model=folder / "1", version=-1, launch=None, connect=None, health_every_s=0.01, health_timeout_s=0.1,
-        attachments=attachments, pause=pause,
+    samplers = Fleet(
+        model=folder / "1", version=-1, launch=None, connect=None, health_every_s=0.01, health_timeout_s=0.1,
+        external=external, pause=pause,
     )  # fmt: skip
+    samplers.external = external
     try:
         yield samplers
     finally:
