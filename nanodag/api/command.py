@@ -16,7 +16,7 @@ from pathlib import Path
 import uvicorn
 from starlette.routing import BaseRoute
 
-from nanodag.api import access_log
+from nanodag.api import metrics as api_metrics
 from nanodag.api.application import application
 from nanodag.api.follow import Followed, follow
 from nanodag.api.launching import served_model, with_its_context
@@ -81,7 +81,7 @@ def main(
     with the server's address once models are up."""
     args = parse_arguments(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
-    access_log.log.setLevel(logging.WARNING if args.no_access_log else logging.INFO)
+    api_metrics.log.setLevel(logging.WARNING if args.no_access_log else logging.INFO)
     try:
         asyncio.run(_serve(args, extra_routes, ready))
     except NanodagError as error:
@@ -140,7 +140,7 @@ async def _serve(args: argparse.Namespace, extra_routes: Routes, ready: Callable
             timeout_graceful_shutdown=STOP_S,
         )
         server = _Server(config)
-        following.append(asyncio.ensure_future(access_log.log_speed(metrics)))
+        following.append(asyncio.ensure_future(api_metrics.log_speed(metrics)))
         for each in engines:
             each.is_stopping = lambda: server.should_exit
         if followed is not None and weights is not None:

@@ -122,7 +122,7 @@ def _check_prompt_tokens(prompts: Sequence[Any], model: ServedModel, limits: Lim
 
 
 class _Passed(Response):
-    """What an engine answers to a request, as it comes. The engine counts it as load until its last byte is sent, or
+    """Stream an engine's answer to a request, as it comes. The engine counts it as load until its last byte is sent, or
     whoever asked has left. load: samples that it asks for."""
 
     def __init__(

@@ -68,7 +68,7 @@ class Dialogue:
         self.messages.append({"role": "user", "content": text})
 
     def prompt(self) -> ChatPrompt:
-        """What the model is asked next, the oldest exchanges left out until an answer has room.
+        """The next request's messages, the oldest exchanges left out until an answer has room.
 
         Raises BadRequest, with the last question taken back, when it does not fit even alone or cannot be rendered.
         """
@@ -173,7 +173,7 @@ class Dialogue:
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """What connects a conversation with a model. ask: sends a request. say: shows a piece of the answer. tell: shows a
+    """Connection of a conversation with a model. ask: sends a request. say: shows a piece of the answer. tell: shows a
     line about it."""
 
     tokens: TokenText

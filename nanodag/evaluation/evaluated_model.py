@@ -23,7 +23,7 @@ from nanodag.config.kinds.evaluation import BenchmarkConfig, EvalSamplerConfig
 from nanodag.errors import ConfigError, SamplerError
 from nanodag.errors.words import counted
 from nanodag.evaluation.benchmark import sampling_params
-from nanodag.evaluation.generated_answer import Ending, answer_of
+from nanodag.evaluation.results import Ending, answer_of
 from nanodag.inference.cache_size import slot_tokens
 from nanodag.inference.number_formats import DTYPES
 from nanodag.inference.protocol import Completion, Request, SamplingParams

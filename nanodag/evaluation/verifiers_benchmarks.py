@@ -29,9 +29,8 @@ from nanodag.data.urls import SourceURL, parse_url
 from nanodag.errors import ConfigError, MissingTool, StageFailed
 from nanodag.evaluation.benchmark import sampling_params
 from nanodag.evaluation.evaluated_model import EvaluatedModel
-from nanodag.evaluation.generated_answer import Answer
 from nanodag.evaluation.items import held_out_records, select
-from nanodag.evaluation.results import BenchmarkResult, Judged, result_of, written_record
+from nanodag.evaluation.results import Answer, BenchmarkResult, Judged, result_of, written_record
 from nanodag.evaluation.writing import SGLANG_CONTEXT, SamplerSettings, fleet_of, replicas_for
 from nanodag.external_envs.verifiers_process import Outcome, VerifiersProcess, block_of
 from nanodag.host.ports import LOOPBACK

@@ -20,7 +20,7 @@ from nanodag.config.rl_entries import entries_in
 from nanodag.config.section import found_in
 from nanodag.config.trust import sources_in
 from nanodag.data.digests import file_sha256, folder_sha256
-from nanodag.data.sources import open_source
+from nanodag.data.opening import open_source
 from nanodag.errors import ConfigError, StageFailed, StageStopped, StoreBusy
 from nanodag.evaluation.forms import form_files
 from nanodag.host.machine import visible_gpus

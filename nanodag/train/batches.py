@@ -15,8 +15,8 @@ from typing import Any, Literal
 import numpy as np
 
 from nanodag.data.config import SourceConfig, mixes_by_epochs
-from nanodag.data.held_out import Part
 from nanodag.data.mixture import Drawn, Mixture
+from nanodag.data.opening import Part
 from nanodag.data.records import record_bytes
 from nanodag.data.shuffle import permutation
 from nanodag.errors import ConfigError, SourceError

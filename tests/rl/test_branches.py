@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanodag.rewards.reported import reported
+from nanodag.rewards.text_rewards import reported
 from nanodag.rl.advantages import grpo
 from nanodag.rl.control.generation import with_rewards_of_samples
 from nanodag.rl.rollouts.metrics import rollout_metrics

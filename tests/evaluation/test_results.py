@@ -1,3 +1,5 @@
+"""Written answers, and metrics over the samples of an item."""
+
 import math
 from fractions import Fraction
 from itertools import combinations, product
@@ -5,9 +7,9 @@ from itertools import combinations, product
 import numpy as np
 import pytest
 
-from nanodag.config.kinds.evaluation import BenchmarkConfig
+from nanodag.config.kinds.evaluation import BenchmarkConfig, ThinkingConfig
 from nanodag.evaluation.intervals import score_of
-from nanodag.evaluation.samples import majority, over_samples, pass_at
+from nanodag.evaluation.results import Answer, answer_of, majority, over_samples, pass_at
 
 
 @pytest.mark.parametrize("num_samples", [1, 2, 5, 7])
@@ -111,3 +113,30 @@ def test_the_mean_over_samples_is_always_told():
     asked = {"num_samples": 3, "temperature": 1, "metrics": ["pass@2", "maj@3"]}
     assert config(**asked).metrics_over_samples == ("pass@2", "maj@3", "avg@3")
     assert config(metrics=["pass@1"]).metrics_over_samples == ("pass@1", "avg@1")
+
+
+TAGS = ThinkingConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "is_open", "answer", "thinking"),
+    [
+        ("<think>a</think>\n\nb", False, "b", "a"),
+        ("a</think>b", False, "b", "a"),  # the prompt began to think
+        ("a</think>b", True, "b", "a"),
+        ("<think></think>b", False, "b", ""),
+        ("<think>a", False, "", "a"),  # it did not end
+        ("a", True, "", "a"),
+        ("x<think>a</think>y<think>b</think>z", False, "z", "a</think>y<think>b"),
+        ("a", False, "a", ""),
+        ("", False, "", ""),
+    ],
+)
+def test_the_answer_is_what_stands_behind_thinking(text, is_open, answer, thinking):
+    found = answer_of(text, ending="length", tags=TAGS, is_open=is_open)
+    assert (found, found.thinking, found.ending) == (answer, thinking, "length")
+
+
+def test_without_tags_a_text_is_its_own_answer():
+    found = answer_of("<think>a</think>b", ending="stop", tags=None, is_open=True)
+    assert (found, found.thinking, isinstance(found, Answer)) == ("<think>a</think>b", "", True)

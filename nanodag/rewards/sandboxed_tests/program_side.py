@@ -8,7 +8,17 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from nanodag.rewards.inside.wire import BINARY, ITEMS, LOGICAL, UNARY, Channel, ProgramGone, StandIn, decode, encode
+from nanodag.rewards.sandboxed_tests.wire import (
+    BINARY,
+    ITEMS,
+    LOGICAL,
+    UNARY,
+    Channel,
+    ProgramGone,
+    StandIn,
+    decode,
+    encode,
+)
 
 PROGRAM = "<program>"
 _OPERATIONS: dict[str, Callable[..., Any]] = {

@@ -1,15 +1,35 @@
-"""Whether a program passes its tests: both run in the sandbox, apart (nanodag.rewards.inside)."""
+"""Run a program against its tests, each in a sandbox of its own; two pipes connect them.
+
+The tests' side holds what is wanted. The program's side applies what it is asked to and answers with values. So a
+program that ends early, returns what equals everything or writes a verdict gains nothing. Plain values (wire.py) go by
+value. Anything else stays where it was made, and the other side holds a stand-in: `ProgramObject` for an object of the
+program, `Callback` for a function of the tests.
+
+A stand-in never meets a wanted value: compared or computed with anything but another stand-in it is unequal, or a
+TypeError. Lists, dicts and sets that a call changed are changed on the tests' side too.
+
+The modules of both sides are passed as text, so they import the standard library and one another only.
+"""
 
 import ast
 import json
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Literal
 
-from nanodag.rewards.inside import source
 from nanodag.rewards.sandbox import run_beside
 
 MAX_ERROR_CHARACTERS = 500
+_BEGIN = """
+import sys, types
+for name, text in {modules!r}.items():
+    module = sys.modules[name] = types.ModuleType(name)
+    exec(compile(text, name, "exec"), module.__dict__)
+sys.modules[name].main()
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,17 +43,17 @@ class Verdict:
 
     @property
     def share(self) -> float:
-        """Of the assertions, those that hold."""
+        """Share of the assertions that hold."""
         return self.num_passed / self.num_checks
 
     @property
     def passed(self) -> bool:
-        """Whether every test passed."""
+        """True when every test passed."""
         return self.num_passed == self.num_checks
 
 
 def run_tests(program: str, tests: Sequence[str], *, before: str, entry_point: str, timeout_s: float) -> Verdict:
-    """What becomes of a program's tests: Python text with assertions, loops, helpers, classes and exceptions.
+    """Run a program's tests: Python text with assertions, loops, helpers, classes and exceptions.
 
     Functions called `check` are called with the function entry_point. Names that the tests use and do not make are the
     program's. before: what stands in front of the program and is part of it; the tests have helpers of it too, their
@@ -48,8 +68,8 @@ def run_tests(program: str, tests: Sequence[str], *, before: str, entry_point: s
         return Verdict(0, 1, "TimeoutError: no time was left")
     job = {"program": program, "tests": list(tests), "before": before, "entry_point": entry_point}
     done = run_beside(
-        source("tests_side"),
-        source("program_side"),
+        _source("tests_side"),
+        _source("program_side"),
         stdin=lambda channel: json.dumps({**job, "channel": channel}),
         timeout_s=timeout_s,
     )
@@ -73,3 +93,10 @@ def _names_candidate(test: str) -> bool:
     except SyntaxError as error:
         raise ValueError(f"the test {test!r:.80} is no Python: {error}") from error
     return any(isinstance(node, ast.Name) and node.id == "candidate" for node in nodes)
+
+
+@cache
+def _source(side: Literal["program_side", "tests_side"]) -> str:
+    """The program of one side's sandbox."""
+    texts = {name: Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8") for name in ("wire", side)}
+    return _BEGIN.format(modules={f"{__name__}.{name}": text for name, text in texts.items()})

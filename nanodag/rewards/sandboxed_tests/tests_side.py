@@ -10,7 +10,7 @@ import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from nanodag.rewards.inside.wire import (
+from nanodag.rewards.sandboxed_tests.wire import (
     BINARY,
     ITEMS,
     LOGICAL,
@@ -70,7 +70,7 @@ class ProgramObject(StandIn):
         return self._once("int")
 
     def _once(self, operation: str) -> Any:
-        """What a test computes with is one number: a new one each time could make any sum of it come out."""
+        """Convert to a number, once: a new one each time could make any sum of it come out."""
         if operation not in self._as_number:
             self._as_number[operation] = self._side.ask(operation, self)
         return self._as_number[operation]
@@ -115,7 +115,7 @@ class TestsSide:
         self.error = ""
 
     def ask(self, operation: str, /, *args: Any, **named: Any) -> Any:
-        """What the program's side says to it; raises what it raised."""
+        """Ask the program's side; returns its value, or raises what it raised."""
         sent = [encode(argument, self._keep) for argument in args]
         self._channel.send(
             {"apply": operation, "args": sent, "named": {k: encode(v, self._keep) for k, v in named.items()}}
@@ -274,7 +274,7 @@ class Counted(ast.NodeTransformer):
 
 
 def _whole(before: str) -> ast.Module:
-    """What stands before an answer, as a module: a signature that ends it gets a body."""
+    """The text before an answer, as a module: a signature that ends it gets a body."""
     try:
         return ast.parse(before)
     except SyntaxError:

@@ -1,10 +1,14 @@
-"""`process:module:function`: a reward that scores single steps of a completion, beside the whole.
+"""Rewards by functions of the user's that get more than one answer, or give more than one score.
 
-    def function(prompt, completion) -> (total, [(end, score), ...])
+    group:module:function     function(prompt, completions) -> list of numbers or Reward, one for each completion
+    process:module:function   function(prompt, completion) -> (total, [(end, score), ...])
 
-completion[:end] is what was written when the step was done: the number of characters up to its end, 1 to
-len(completion). The steps are what is trained (nanodag.rl.advantages); the total is what filters, metrics and
-evaluation see. So an outcome that is to be trained, too, is a step that ends at len(completion).
+`group` gets the whole group at once, to compare its answers; where it raises or hangs, the whole group fails.
+
+`process` scores single steps of a completion. completion[:end] is what was written when the step was done: the number
+of characters up to its end, 1 to len(completion). The steps are what is trained (nanodag.rl.advantages); the
+total is what filters, metrics and evaluation see. So an outcome that is to be trained, too, is a step that ends at
+len(completion).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +17,22 @@ from typing import Any
 from nanodag.own_code.functions import function_at
 from nanodag.registry import entry
 from nanodag.rewards.reward import Reward
+
+
+@entry("reward", "group", argument="function")
+class GroupReward:
+    """Calls a user's function on whole groups. Raises ImportError or AttributeError when there is no such function."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self.function = function_at(path)
+
+    def score_batch(self, samples: Sequence[tuple[Mapping[str, Any], str]]) -> list[Reward]:
+        """The rewards of one group. Raises ValueError when the function returns another number of them."""
+        rewards = list(self.function(samples[0][0], [completion for _, completion in samples]))
+        if len(rewards) != len(samples):
+            raise ValueError(f"{self._path} returned {len(rewards)} rewards for {len(samples)} answers")
+        return [reward if isinstance(reward, Reward) else Reward(float(reward)) for reward in rewards]
 
 
 @entry("reward", "process", argument="function", scores_steps=True)

@@ -1,15 +1,45 @@
-"""The parts of a source: what trains, and what is held out from training."""
+"""Open a source by its URL (forms in nanodag.data.urls), whole or the part of it that is trained on or held out."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
+from nanodag.data import files, generators, hub
 from nanodag.data.config import SourceConfig
 from nanodag.data.records import held_out_score
-from nanodag.data.sources import Source, open_source
+from nanodag.data.sources import SlicedSource, Source
+from nanodag.data.urls import SourceURL, parse_url
 from nanodag.errors import SourceError
 
 Part = Literal["train", "held_out", "all"]
+
+
+def open_source(text: str, mirror: Path | None = None) -> Source:
+    """The source that a URL names. mirror: a folder that hub sources are read from instead of the hub.
+
+    Raises SourceError when the URL or what it points to is not there; rows are read later.
+    """
+    url = parse_url(text)
+    source = _open(url, mirror)
+    return source if url.start == 0 and url.stop is None else SlicedSource(source, url.start, url.stop)
+
+
+def _open(url: SourceURL, mirror: Path | None) -> Source:
+    match url.kind:
+        case "file":
+            return files.open_file(url)
+        case "package":
+            return files.open_package_file(url)
+        case "hub":
+            return hub.open_hub(url, mirror)
+        case "reasoning_gym":
+            return generators.open_reasoning_gym(url)
+        case "identity":
+            return generators.open_identity(url)
+        case "verifiers":
+            return generators.open_verifiers(url)
+        case _:
+            return generators.open_python(url)
 
 
 def open_part(config: SourceConfig, part: Part, mirror: Path | None) -> tuple[Source, Callable[[dict[str, Any]], bool]]:

@@ -1,4 +1,4 @@
-"""What the two sides say to one another: messages over pipes, and values in them."""
+"""Messages between the two sides, over pipes, and the values in them."""
 
 import builtins
 import json
