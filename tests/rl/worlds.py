@@ -145,14 +145,14 @@ def calls(task) -> dict[str, Callable[[], Any]]:
     own = task.api_key
     guessed = [own[:-1] + "x", own[::-1], "nanodag-", "Bearer", own.upper(), "nanodag-" + "A" * 43]
     bodies = [b"", b"{" * 9, b"[]", b"{}", b"null", b'{"messages": 3}', b'{"messages": [{"role": "tool"}]}']
-    odd = ({"n": 128}, {"temperature": 9})
-    bodies += [json.dumps({"messages": [agents.user("?")], **more}).encode() for more in odd]
+    many = json.dumps({"messages": [agents.user("?")], "n": 128, "temperature": 9}).encode()
     rewards = [b'{"reward": NaN}', b'{"reward": "1"}', b'{"x": 1}']
     return {
         "guesses keys": lambda: _told([_code(task, _HELLO, key=key) for key in guessed]),
         "guesses keys of rewards": lambda: _told([_code(task, b'{"reward": 9}', "/reward", key) for key in guessed]),
         "calls after the end": lambda: _late(task),
         "asks nonsense": lambda: _told([_code(task, body) for body in bodies]),
+        "asks for many": lambda: [_code(task, many)] and {}["none"],
         "says too much": lambda: _told([_code(task, b'{"messages": "' + b"x" * (1 << 22) + b'"}')]),
         "asks too much": lambda: _told([_code(task, json.dumps({"messages": [agents.user("x" * 100_000)]}).encode())]),
         "reports nonsense": lambda: _told([_code(task, reward, "/reward") for reward in rewards]),
