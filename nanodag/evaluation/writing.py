@@ -9,7 +9,6 @@ import asyncio
 import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,16 +18,16 @@ import torch
 
 from nanodag.config.derive_sampler import REPLICA_FLOPS, SGLANG_STATIC, SHARE_OF_HOST
 from nanodag.config.kinds.evaluation import EvalSamplerConfig
+from nanodag.engines.fleet import Fleet
+from nanodag.engines.start import CONTEXT_RESERVE, ServerProcess, start_engine
 from nanodag.host.machine import visible_gpus
 from nanodag.host.scratch import Scratch
 from nanodag.inference.cache_size import token_bytes
 from nanodag.inference.client import SamplerClient
-from nanodag.inference.engine_process import EngineSettings, start_engine
+from nanodag.inference.engine_settings import EngineSettings
 from nanodag.inference.number_formats import DTYPES, width_of
 from nanodag.inference.protocol import Completion, Request
-from nanodag.inference.sampler_process import ServerProcess
 from nanodag.inference.sglang_install import Device
-from nanodag.inference.sglang_process import CONTEXT_RESERVE
 from nanodag.model.architecture import read_checkpoint
 from nanodag.sampler.engine import Engine
 
@@ -178,59 +177,60 @@ class InProcess:
 
 
 class Replicas:
-    """Samplers that are processes."""
+    """Samplers that are processes. One that dies is started again, and what it was asked is asked again."""
 
     def __init__(self, settings: SamplerSettings, context: int, count: int) -> None:
         self.context, self.num_replicas = context, count
-        self._max_batch, self._token = int(settings.config.max_batch), secrets.token_hex(16)
-        self._vocab_size = read_checkpoint(settings.folder).architecture.vocab_size
+        self._max_batch = int(settings.config.max_batch)
         self._logs = Scratch("evaluation")
-        self._servers: list[ServerProcess] = []
-        engine = settings.engine(context, count, self._token)
-        with ThreadPoolExecutor(count) as pool:
-            starting = [pool.submit(self._start, engine, number, settings.folder) for number in range(count)]
+        self._fleet = fleet_of(settings, context, count, logs=self._logs.path)
+        self._runner = asyncio.Runner()
         try:
-            for future in starting:
-                future.result()
+            self._runner.run(self._fleet.start(count))
         except BaseException:
             self.close()
             raise
 
-    def _start(self, engine: EngineSettings, number: int, folder: Path) -> None:
-        log_path = Path(self._logs.name) / f"sampler-{number}.log"
-        self._servers.append(start_engine(engine, number, folder, log_path=log_path))
-
     def write(self, requests: Sequence[Request], on_written: OnWritten) -> None:
         """As AnswerWriter says."""
-        asyncio.run(self._write(requests, on_written))
+        self._runner.run(self._write(requests, on_written))
 
     async def _write(self, requests: Sequence[Request], on_written: OnWritten) -> None:
         waiting = deque(enumerate(requests))
 
-        async def work(client: SamplerClient) -> None:
+        async def work() -> None:
             while waiting:
                 number, request = waiting.popleft()
-                ((completion,),) = await client.generate([request])
+                ((completion,),) = await self._fleet.generate([request])
                 on_written(number, completion)
 
-        clients = [
-            SamplerClient(
-                server.url,
-                token=self._token,
-                request_timeout_s=REQUEST_TIMEOUT_S,
-                vocab_size=self._vocab_size,
-                context_length=self.context,
-            )
-            for server in self._servers
-        ]
+        working = [asyncio.ensure_future(work()) for _ in range(self._max_batch * self.num_replicas)]
         try:
-            await asyncio.gather(*(work(client) for _ in range(self._max_batch) for client in clients))
+            await asyncio.gather(*working)
         finally:
-            for client in clients:
-                await client.close()
+            for task in working:
+                task.cancel()
+            await asyncio.gather(*working, return_exceptions=True)
 
     def close(self) -> None:
         """As AnswerWriter says."""
-        for server in self._servers:
-            server.stop()
+        self._runner.run(self._fleet.end())
+        self._runner.close()
         self._logs.cleanup()
+
+
+def fleet_of(settings: SamplerSettings, context: int, count: int, *, logs: Path, name: str = "Sampler") -> Fleet:
+    """So many samplers of a model, not started yet. logs: their folder."""
+    token = secrets.token_hex(16)
+    engine = settings.engine(context, count, token)
+
+    def launch(number: int, folder: Path, version: str) -> ServerProcess:
+        return start_engine(engine.of_replica(number, folder, version), log_path=logs / f"sampler-{number}.log")
+
+    def connect(url: str) -> SamplerClient:
+        vocab_size = read_checkpoint(settings.folder).architecture.vocab_size
+        return SamplerClient(
+            url, token=token, request_timeout_s=REQUEST_TIMEOUT_S, vocab_size=vocab_size, context_length=context
+        )
+
+    return Fleet(model=settings.folder, version="0", launch=launch, connect=connect, name=name)

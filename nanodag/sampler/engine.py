@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from nanodag.errors import BadRequest, SamplerError
-from nanodag.inference.cache_size import PREFILL_TOKENS, slot_tokens
+from nanodag.inference.cache_size import DEFAULT_CACHE_BYTES, PREFILL_TOKENS, slot_tokens
 from nanodag.inference.number_formats import DTYPES
 from nanodag.inference.protocol import Completion, FinishReason, MemoryTag, Request, check_request
 from nanodag.model.architecture import check_same_shape, read_checkpoint
@@ -29,7 +29,7 @@ from nanodag.sampler.drawing import sample_key
 from nanodag.sampler.held_memory import give_back
 from nanodag.sampler.invariance import invariant_row_sizes
 from nanodag.sampler.model import SamplerModel
-from nanodag.sampler.sizes import DEFAULT_CACHE_BYTES, plan_cache, row_sizes
+from nanodag.sampler.sizes import plan_cache, row_sizes
 from nanodag.sampler.slots import ActiveRequest, ActiveSample, Listener, SlotTable, completion
 from nanodag.sampler.steps import CompiledSteps, TorchSteps
 from nanodag.sampler.stream_pace import StreamPace

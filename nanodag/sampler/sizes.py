@@ -6,7 +6,6 @@ from nanodag.model.architecture import Architecture
 
 ATTENTION_CHUNK = SLOT_UNIT
 """Tokens of the cache that deterministic attention takes at a time; slots are whole multiples of it."""
-DEFAULT_CACHE_BYTES = 2 << 30
 MIN_CONTEXT = 512
 
 

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 
 from nanodag.config.kinds.evaluation import EvalSamplerConfig
+from nanodag.evaluation import writing
 from nanodag.evaluation.evaluated_model import ONE_EMBEDDED, EvaluatedModel
 from nanodag.evaluation.writing import SamplerSettings, start_sampler
 from nanodag.inference.protocol import SamplingParams
 from nanodag.inference.sglang_install import default_folder, is_installed
-from nanodag.inference.sglang_process import SGLangProcess
 
 
 def test_sglang_servers_have_gpus_of_their_own_and_an_amount_of_cache(models, monkeypatch):
@@ -23,18 +23,18 @@ def test_sglang_servers_have_gpus_of_their_own_and_an_amount_of_cache(models, mo
     settings = SamplerSettings(folder=models["qwen3"], precision="bf16", device="cuda", threads=8, config=config)
     found = []
 
-    def start(*unnamed, **given):
+    def start(given, log_path):
         found.append(given)
-        return SimpleNamespace(stop=lambda: None)
+        return SimpleNamespace(url="http://x", stop=lambda: None)
 
-    monkeypatch.setattr(SGLangProcess, "start", start)
+    monkeypatch.setattr(writing, "start_engine", start)
     writer = start_sampler(settings, context=64, flops=1.0)
     writer.close()
     assert (writer.context, writer.num_replicas) == (192, 2), "the model's positions; two of five GPUs each"
-    assert sorted(given["first_gpu"] for given in found) == [0, 2]
+    assert sorted(given.gpus for given in found) == ["0,1", "2,3"]
     for given in found:
-        assert (given["context_length"], given["cache_tokens"], given["max_batch"]) == (192, 5000, 16)
-        assert given["options"] == {"skip-tokenizer-init": False, "x": 1} and given["dtype"] == "bfloat16"
+        assert (given.context_length, given.cache_tokens, given.max_batch) == (192, 5000, 16)
+        assert given.options == {"skip-tokenizer-init": False, "x": 1} and given.dtype == "bfloat16"
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 import pytest
 
-from nanodag.inference.sampler_process import SamplerProcess
+from nanodag.engines.start import ServerProcess
 from tests.forks import spawn_server
 
 
@@ -8,5 +8,5 @@ from tests.forks import spawn_server
 def samplers_are_forks():
     """A second of imports each, else."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SamplerProcess, "spawn", classmethod(spawn_server))
+        patch.setattr(ServerProcess, "spawn", classmethod(spawn_server))
         yield

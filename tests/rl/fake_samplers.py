@@ -13,10 +13,9 @@ from typing import Any
 
 from aiohttp import ClientSession, web
 
+from nanodag.engines.fleet import Fleet
+from nanodag.engines.router import Router, RouterClient
 from nanodag.inference.client import SamplerClient
-from nanodag.inference.router_process import RouterClient
-from nanodag.rl.fleet.router import Router
-from nanodag.rl.fleet.samplers import Samplers
 
 NUM_BUCKETS = 2
 PATIENCE_S = 20.0
@@ -299,8 +298,8 @@ class World:
         if self.has_router:
             self.router = FakeRouter()
             await self.router.start()
-            router = Router(self.router, launch=lambda: None, connect=RouterClient, every_s=0.002)
-        self.samplers = Samplers(
+            router = Router(self.router, launch=lambda: None, connect=RouterClient, health_every_s=0.002)
+        self.samplers = Fleet(
             self.servers,
             model=self.folder / "model",
             version=0,

@@ -9,11 +9,11 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 from nanodag import __version__
+from nanodag.engines.external import ExternalServers, Needed
+from nanodag.engines.fleet import Fleet
 from nanodag.inference.addresses import Address
 from nanodag.inference.client import SamplerClient
 from nanodag.model.architecture import Architecture, Rope
-from nanodag.rl.fleet.attached import Attachments, Needed
-from nanodag.rl.fleet.samplers import Samplers
 from tests.rl.fake_samplers import FakeServer, read_weights, write_weights
 
 ROPE = Rope(theta=1e4, kind="default", factor=1.0, low_freq_factor=1.0, high_freq_factor=1.0, original_positions=64)
@@ -120,7 +120,7 @@ async def fleet(folder, servers, *, file=None, needed=NEEDED, named=None, pause=
     write_weights(folder / "1", "one")
     write_weights(folder / "2", "two")
     urls = [Address(server.url) for server in servers] if named is None else named
-    attachments = Attachments(
+    external = ExternalServers(
         urls if file is None else [],
         file=file,
         needed=needed,
@@ -128,10 +128,11 @@ async def fleet(folder, servers, *, file=None, needed=NEEDED, named=None, pause=
         connect=_client,
         **{"every_s": 0.002, "longest_s": 0.01, "timeout_s": 0.3, "patience_s": 0.3, **options},
     )
-    samplers = Samplers(
-        [], model=folder / "1", version=-1, launch=None, connect=None, health_every_s=0.01, health_timeout_s=0.1,
-        attachments=attachments, pause=pause,
+    samplers = Fleet(
+        model=folder / "1", version=-1, launch=None, connect=None, health_every_s=0.01, health_timeout_s=0.1,
+        external=external, pause=pause,
     )  # fmt: skip
+    samplers.external = external
     try:
         yield samplers
     finally:

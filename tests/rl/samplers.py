@@ -3,9 +3,9 @@
 import asyncio
 from pathlib import Path
 
+from nanodag.engines.fleet import Fleet
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.protocol import Request, SamplingParams
-from nanodag.rl.fleet.samplers import Samplers
 from tests.server_info import server_info
 
 
@@ -34,7 +34,7 @@ def with_samplers(launch, model, work, *, count=2, **options):
 
     async def main():
         servers = [launch(number, model, 0) for number in range(count)]
-        samplers = Samplers(servers, model=model, version=0, launch=launch, connect=SamplerClient, **options)
+        samplers = Fleet(servers, model=model, version=0, launch=launch, connect=SamplerClient, **options)
         try:
             return await work(samplers, servers)
         finally:

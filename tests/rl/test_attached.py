@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 from aiohttp import web
 
+from nanodag.engines.external import layers_differ, misfits
 from nanodag.errors import BadRequest, SamplerError, SamplerLost
 from nanodag.inference.addresses import Address, parse_address, read_addresses
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.protocol import Request
-from nanodag.rl.fleet import broadcast_sync
-from nanodag.rl.fleet.attached import layers_differ, misfits
-from nanodag.rl.fleet.broadcast_sync import DistributedSync
+from nanodag.rl.sync import broadcast_sync
+from nanodag.rl.sync.broadcast_sync import DistributedSync
 from tests.rl.foreign import NEEDED, Foreign, again, fleet, given, until
 
 ASKED = [Request(input_ids=[1, 2])]
@@ -279,7 +279,7 @@ def test_those_that_do_not_fit_end_the_stage_at_its_begin_with_every_reason_and_
         async with fleet(tmp_path, servers) as samplers:
             servers[3].kill()
             with pytest.raises(SamplerError) as error:
-                await samplers._others.attachments.first_look()
+                await samplers.external.first_look()
             said = str(error.value)
             assert f"{servers[0].url}: its dtype is bfloat16" in said
             assert "answered 401: no key (" in said and "its key stands in a file behind its URL" in said
@@ -306,9 +306,9 @@ def test_a_router_or_web_server_is_refused_at_once_and_a_server_that_starts_is_w
     async def work():
         async with fleet(tmp_path, [Other()]) as samplers:
             if not is_refused:
-                return await samplers._others.attachments.first_look()
+                return await samplers.external.first_look()
             with pytest.raises(SamplerError, match=r"cannot be used.*/model_info of .*no router or web server"):
-                await samplers._others.attachments.first_look()
+                await samplers.external.first_look()
 
     asyncio.run(work())
 
@@ -319,7 +319,7 @@ def test_a_key_file_that_is_not_there_is_named(tmp_path):
         await server.start()
         async with fleet(tmp_path, [server], named=[Address(server.url, f"{tmp_path}/none")]) as samplers:
             with pytest.raises(BadRequest, match=r"key.* cannot be read"):
-                await samplers._others.attachments.attach(Address(server.url, f"{tmp_path}/none"))
+                await samplers.external.attach(Address(server.url, f"{tmp_path}/none"))
 
     asyncio.run(work())
 

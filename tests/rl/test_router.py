@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from nanodag.engines.router import Router, RouterClient, start_router
+from nanodag.engines.start import ServerProcess, is_healthy, start_engine
 from nanodag.errors import BadRequest, SamplerLost
 from nanodag.host.ports import free_port
 from nanodag.inference.client import SamplerClient
+from nanodag.inference.engine_settings import EngineSettings
 from nanodag.inference.protocol import Request, SamplingParams
-from nanodag.inference.router_process import RouterClient, RouterProcess
-from nanodag.inference.sampler_process import SamplerProcess, ServerProcess, is_healthy
-from nanodag.inference.sglang_process import SGLangProcess
-from nanodag.rl.fleet.router import Router
 from tests.rl.models import save_tiny_model
 from tests.rl.samplers import answers, requests, until_busy, with_samplers
 from tests.rl.stages import make_job, metrics, start
@@ -50,8 +49,9 @@ def launch_fake(folder):
 
 def launch_embedded(folder):
     def launch(number, path, version):
-        return SamplerProcess.start(
-            path, log_path=folder / f"log-{number}", weight_version=version, deterministic=True, max_batch=8
+        return start_engine(
+            EngineSettings(model=path, weight_version=version, deterministic=True, max_batch=8),
+            log_path=folder / f"log-{number}",
         )
 
     return launch
@@ -60,7 +60,9 @@ def launch_embedded(folder):
 def with_router(model, launch, launch_router, work, *, timeout_s=60.0, **options):
     """Run `work(samplers, servers, router)` with two samplers behind a router."""
 
-    router = Router(launch_router(), launch=launch_router, connect=RouterClient, every_s=0.2, timeout_s=timeout_s)
+    router = Router(
+        launch_router(), launch=launch_router, connect=RouterClient, health_every_s=0.2, health_timeout_s=timeout_s
+    )
 
     async def with_it(samplers, servers):
         return await work(samplers, servers, router)
@@ -93,7 +95,7 @@ def test_prompts_go_through_the_router_to_both_samplers_and_weights_to_each(mode
         assert await samplers.versions() == ["3", "3"]
         after = await answers(samplers, 4)
         assert {version for group in after for _, _, version in group} == {"3"} and before != after
-        os.kill(router._server.pid, signal.SIGSTOP)  # what is no generation needs no router
+        os.kill(router.replicas[0].server.pid, signal.SIGSTOP)  # what is no generation needs no router
         assert await samplers.versions() == ["3", "3"]
 
     with_fake(model, tmp_path, work)
@@ -118,8 +120,8 @@ def test_what_a_killed_sampler_was_asked_is_sent_again_and_another_one_takes_its
         assert await step == undisturbed
         members = await samplers.members()  # waits for the one that is started again
         assert samplers.num_restarts == 1 and router.num_restarts == 0
-        assert set(await router._client.servers()) == {member.server.url for member in members}
-        assert servers[1].url not in await router._client.servers()
+        assert set(await router.replicas[0].client.servers()) == {member.server.url for member in members}
+        assert servers[1].url not in await router.replicas[0].client.servers()
 
     with_fake(model, tmp_path, work)
 
@@ -134,7 +136,7 @@ def test_a_sampler_killed_while_all_are_paused_is_behind_the_router_before_they_
             while samplers.num_restarts == 0:
                 await asyncio.sleep(0.05)
             members = await samplers.members()
-            while set(await router._client.servers()) != {member.server.url for member in members}:
+            while set(await router.replicas[0].client.servers()) != {member.server.url for member in members}:
                 await asyncio.sleep(0.05)
         assert await step == undisturbed and router.num_restarts == 0
 
@@ -196,10 +198,10 @@ def test_a_router_that_is_killed_or_hangs_is_started_again_with_its_servers(mode
         undisturbed = await answers(samplers, 4)
         step = asyncio.ensure_future(answers(samplers, 4))
         await until_busy(servers[0].url)
-        os.kill(router._server.pid, how)
+        os.kill(router.replicas[0].server.pid, how)
         assert await step == undisturbed
         assert router.num_restarts == 1 and samplers.num_restarts == 0
-        assert set(await router._client.servers()) == {server.url for server in servers}
+        assert set(await router.replicas[0].client.servers()) == {server.url for server in servers}
 
     with_fake(model, tmp_path, work, timeout_s=2.0)
 
@@ -231,7 +233,7 @@ def test_what_is_refused_is_not_sent_again_and_what_fails_again_and_again_ends(m
 @pytest.mark.slow
 def test_a_router_that_cannot_start_says_why(tmp_path, python):
     with pytest.raises(SamplerLost, match=r"invalid choice: 'fastest'"):
-        RouterProcess.start(python, log_path=tmp_path / "log", request_timeout_s=60, options={"policy": "fastest"})
+        start_router(python, log_path=tmp_path / "log", request_timeout_s=60, options={"policy": "fastest"})
 
 
 @pytest.mark.slow
@@ -240,21 +242,19 @@ def test_two_sglang_servers_behind_the_router_outlive_kills_and_have_the_right_w
     other = save_tiny_model(tmp_path / "other", seed=5)
 
     def launch(number, path, version):
-        return SGLangProcess.start(
-            python,
-            path,
-            log_path=tmp_path / f"log-{number}",
-            device="cpu",
+        settings = EngineSettings(
+            engine="sglang",
+            python=str(python),
             dtype="float32",
             max_batch=8,
             context_length=CONTEXT // 2,
-            weight_version=version,
             memory_fraction=0.1,
             start_timeout_s=START_S,
         )
+        return start_engine(settings.of_replica(0, path, version), log_path=tmp_path / f"log-{number}")
 
     def launch_router():
-        return RouterProcess.start(python, log_path=tmp_path / "router.log", request_timeout_s=300)
+        return start_router(python, log_path=tmp_path / "router.log", request_timeout_s=300)
 
     def asked(count):
         params = SamplingParams(n=2, max_new_tokens=60, temperature=0.0, ignore_eos=True)
@@ -269,7 +269,7 @@ def test_two_sglang_servers_behind_the_router_outlive_kills_and_have_the_right_w
         assert await versions_of_answers(samplers) == {"0"}
         await samplers.update_weights_from_disk(str(other), 1)
         assert await versions_of_answers(samplers) == {"1"}
-        for victim in (servers[1], router._server):
+        for victim in (servers[1], router.replicas[0].server):
             step = asyncio.ensure_future(versions_of_answers(samplers))
             await asyncio.sleep(0.1)
             os.kill(victim.pid, signal.SIGKILL)

@@ -11,10 +11,11 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from nanodag.engines.start import start_engine
+from nanodag.engines.watch import ServerWatch
 from nanodag.errors import SamplerLost
 from nanodag.inference.client import SamplerClient
-from nanodag.inference.sampler_process import SamplerProcess
-from nanodag.rl.fleet.server_watch import ServerWatch
+from nanodag.inference.engine_settings import EngineSettings
 from tests.rl.models import save_tiny_model
 from tests.rl.samplers import answers, samplers_of, until_busy, with_samplers
 from tests.rl.stages import digest, make_job, metrics, run, start
@@ -28,8 +29,9 @@ def model(tmp_path_factory):
 
 def launch_in(folder, **options):
     def launch(number, path, version):
-        return SamplerProcess.start(
-            path, log_path=folder / f"log-{number}", weight_version=version, deterministic=True, max_batch=8, **options
+        return start_engine(
+            EngineSettings(model=path, weight_version=version, deterministic=True, max_batch=8, **options),
+            log_path=folder / f"log-{number}",
         )
 
     return launch

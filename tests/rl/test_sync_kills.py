@@ -8,14 +8,13 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.sync_kills import Bench, Case
+from nanodag.engines.router import RouterClient
+from nanodag.engines.watch import ServerWatch
 from nanodag.errors import SamplerLost
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.protocol import Request
-from nanodag.inference.router_process import RouterClient
-from nanodag.rl.fleet.broadcast_sync import DistributedSync
-from nanodag.rl.fleet.server_watch import ServerWatch
-from nanodag.rl.fleet.shared_sync import SharedSync
-from nanodag.rl.fleet.weight_sync import DiskSync
+from nanodag.rl.sync.broadcast_sync import DistributedSync, SharedSync
+from nanodag.rl.sync.weight_sync import DiskSync
 from tests.rl.fake_samplers import PATIENCE_S, World
 
 

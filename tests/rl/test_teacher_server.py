@@ -9,8 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from nanodag.config.kinds.rl import RLStage
+from nanodag.engines.start import start_engine
 from nanodag.errors import BadRequest, ConfigError, SamplerError
-from nanodag.inference.sampler_process import SamplerProcess
+from nanodag.inference.engine_settings import EngineSettings
 from nanodag.rl.trainer import teacher_server
 from nanodag.rl.trainer.policy import load_policy, to_row
 from nanodag.rl.trainer.rows import pack
@@ -33,7 +34,9 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def teacher(folders, tmp_path_factory):
     log = tmp_path_factory.mktemp("log") / "log"
-    with SamplerProcess.start(folders["b"], log_path=log, max_batch=4, weight_version=3, context_length=64) as process:
+    with start_engine(
+        EngineSettings(model=folders["b"], max_batch=4, weight_version=3, context_length=64), log_path=log
+    ) as process:
         yield process
 
 
@@ -61,6 +64,7 @@ TRAINED = """
 import json, sys
 from pathlib import Path
 from nanodag.config.kinds.rl import RLStage
+from nanodag.inference.engine_settings import EngineSettings
 from nanodag.rl.trainer.trainer import Trainer
 from tests.rl.test_teacher_server import rollouts
 config = RLStage.of(kind="rl", data=["file:x"], precision="fp32", gradient_clipping=0, filters=[],

@@ -5,10 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from nanodag.inference.serve_command import Served, serve_command
 
 from nanodag.errors import ConfigError
 from nanodag.inference import serve_command as module
-from nanodag.inference.serve_command import Served, serve_command
 
 MODEL = Path("/model")
 

@@ -44,6 +44,7 @@ from nanodag.rl.control.checks import (
 )
 from nanodag.rl.control.evaluations import Evaluations
 from nanodag.rl.control.generation import RolloutGenerator
+from nanodag.rl.control.memory_turns import held_memory
 from nanodag.rl.control.pool import pool_of
 from nanodag.rl.control.replay import ReplayBuffer, replay_metrics
 from nanodag.rl.control.sampler_traces import traced_samplers
@@ -53,7 +54,6 @@ from nanodag.rl.control.step_records import Records
 from nanodag.rl.control.without_trainer import SavedRollouts
 from nanodag.rl.environments.runner import Turns
 from nanodag.rl.environments.tools import declared_tools
-from nanodag.rl.fleet.memory import held_memory
 from nanodag.rl.rollouts.batch import RolloutBatch, read_batch, write_batch
 from nanodag.rl.rollouts.horizon import with_num_steps
 from nanodag.rl.rollouts.learning import learning_of

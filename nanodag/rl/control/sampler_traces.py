@@ -5,16 +5,16 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from nanodag.engines.fleet import Fleet
+from nanodag.engines.replica import Replica
 from nanodag.errors import NanodagError
 from nanodag.inference.client import SamplerClient
-from nanodag.rl.fleet.replica import Replica
-from nanodag.rl.fleet.samplers import Samplers
 
 log = logging.getLogger(__name__)
 
 
 @asynccontextmanager
-async def traced_samplers(samplers: Samplers, folder: Path) -> AsyncIterator[None]:
+async def traced_samplers(samplers: Fleet, folder: Path) -> AsyncIterator[None]:
     """Each sampler traces what it does inside, into a folder of its own below this one. A trace that fails, also
     because its sampler was lost, costs a warning."""
 

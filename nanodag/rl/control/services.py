@@ -14,6 +14,11 @@ from typing import Any, cast
 from nanodag.config.derive_sampler import SGLANG_STATIC
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.pipeline import ClusterConfig
+from nanodag.engines.external import ExternalServers, Needed
+from nanodag.engines.fleet import Fleet
+from nanodag.engines.router import Router, RouterClient, start_router
+from nanodag.engines.sampler_node import SamplerNode
+from nanodag.engines.start import CONTEXT_RESERVE, ServerProcess, start_engine, start_engines
 from nanodag.errors import ConfigError
 from nanodag.errors.words import counted
 from nanodag.host.folders import PRIVATE
@@ -23,25 +28,17 @@ from nanodag.host.processor import numerics
 from nanodag.inference.addresses import parse_address
 from nanodag.inference.cache_size import token_bytes
 from nanodag.inference.client import SamplerClient
-from nanodag.inference.engine_process import EngineSettings, start_engine
+from nanodag.inference.engine_settings import EngineSettings
 from nanodag.inference.number_formats import DTYPES, width_of
-from nanodag.inference.router_process import RouterClient, RouterProcess
 from nanodag.inference.sglang_install import Device, find_python
-from nanodag.inference.sglang_process import CONTEXT_RESERVE
 from nanodag.model.architecture import read_checkpoint
 from nanodag.rewards.reward_pool import RewardPool
 from nanodag.rl.control.gpu_placement import Places, places_of
 from nanodag.rl.control.memory_turns import Lending, NotLent
 from nanodag.rl.control.model_facts import SHARED_MEMORY, ModelFacts, all_here, sync_folder, urls_file
 from nanodag.rl.control.without_trainer import NoTrainer
-from nanodag.rl.fleet.attached import Attachments, Needed
-from nanodag.rl.fleet.broadcast_sync import DistributedSync
-from nanodag.rl.fleet.router import Router
-from nanodag.rl.fleet.sampler_node import SamplerNode
-from nanodag.rl.fleet.samplers import Samplers
-from nanodag.rl.fleet.server_watch import ChildServer
-from nanodag.rl.fleet.shared_sync import SharedSync
-from nanodag.rl.fleet.weight_sync import DiskSync, WeightSync
+from nanodag.rl.sync.broadcast_sync import DistributedSync, SharedSync
+from nanodag.rl.sync.weight_sync import DiskSync, WeightSync
 from nanodag.rl.trainer.link import ADDRESS_VARIABLE, RankLink
 from nanodag.worker.children import Children
 from nanodag.worker.job import Job, stop_requested
@@ -86,7 +83,7 @@ class Services:
             is_shared=bool(self._hosts) or not all_here(sampler),
         )
         self._token = secrets.token_hex(16)  # of this stage: samplers answer nobody else
-        self._servers: list[ChildServer] = []
+        self._servers: list[ServerProcess] = []
         self._router: Router | None = None
         self._places = self._find_places() if self._device == "cuda" else None
         self._nodes = Nodes(job) if self._config.resources.num_nodes > 1 else None
@@ -117,11 +114,13 @@ class Services:
         if is_lent:  # a trainer that starts has all of the memory; when it is ready it has none
             self.link.accept(timeout_s=START_TIMEOUT_S, check=self.children.check)
         model, version = self._job.inputs["model"], BEFORE_THE_FIRST if self._has_trainer else 0
-        starting = [_Background(self._launch, number, model, version) for number in range(self.num_samplers)]
+        starting = _Background(
+            lambda: asyncio.run(start_engines(lambda n: self._launch(n, model, version), self.num_samplers))
+        )
         router = _Background(self._launch_router) if self._has_router else None
         is_attached = self._has_samplers and self._config.sampler.has_others
-        attachments = self._attachments() if is_attached else None
-        looked = None if attachments is None else _Background(asyncio.run, attachments.first_look())
+        external = self._external_servers() if is_attached else None
+        looked = None if external is None else _Background(asyncio.run, external.first_look())
         self.pool = RewardPool(
             {entry.name: entry.weight for entry in self._config.reward},
             options={entry.name: entry.options for entry in self._config.reward},
@@ -130,12 +129,11 @@ class Services:
         )
         if not is_lent:
             self.link.accept(timeout_s=START_TIMEOUT_S, check=self.children.check)
-        for entry in starting:
-            self._servers.append(entry.result())
+        self._servers = starting.result()
         self._router = None if router is None else self._make_router(router.result())
         if looked is not None:
             looked.result()
-        self.samplers = Samplers(
+        self.samplers = Fleet(
             self._servers,
             model=self._job.inputs["model"],
             version=version,
@@ -146,11 +144,11 @@ class Services:
             max_restarts=self._config.sampler.max_restarts,
             router=self._router,
             pause=None if self._config.weights.sync_mode == "finish" else self._config.weights.sync_mode,
-            attachments=attachments,
+            external=external,
         )
         self.sync = self._make_sync()
         self.lending = Lending(self.samplers, self.link.exchange) if is_lent else NotLent()
-        others = "" if attachments is None else f"; {counted(len(attachments.named()), 'server')} of others are named"
+        others = "" if external is None else f"; {counted(len(external.named()), 'server')} of others are named"
         log.info("%d trainer ranks and %d samplers are up%s.", self.link.num_ranks, self.num_samplers, others)
 
     def _make_sync(self) -> WeightSync:
@@ -259,10 +257,10 @@ class Services:
         """Samples that one of them decodes at once."""
         return -(-int(self._config.sampler.max_batch) // self.num_samplers)
 
-    def _attachments(self) -> Attachments:
+    def _external_servers(self) -> ExternalServers:
         """The servers of others that the config names."""
         config = self._config.sampler
-        return Attachments(
+        return ExternalServers(
             [parse_address(text) for text in config.urls],
             file=urls_file(config),
             needed=Needed(
@@ -294,7 +292,7 @@ class Services:
         config = self._config.sampler
         return config.engine == "sglang" and config.router and self.num_samplers > 1 and not config.has_others
 
-    def _make_router(self, server: ChildServer) -> Router:
+    def _make_router(self, server: ServerProcess) -> Router:
         return Router(
             server,
             launch=self._launch_router,
@@ -305,12 +303,13 @@ class Services:
                 vocab_size=self.model.vocab_size,
                 context_length=self.context,
             ),
-            timeout_s=self._config.sampler.health_timeout_s,
+            max_restarts=self._config.sampler.max_restarts,
+            health_timeout_s=self._config.sampler.health_timeout_s,
         )
 
-    def _launch_router(self) -> ChildServer:
+    def _launch_router(self) -> ServerProcess:
         config = self._config.sampler
-        return RouterProcess.start(
+        return start_router(
             self._sglang_python,
             log_path=self._job.workspace / "router.log",
             request_timeout_s=config.request_timeout_s,
@@ -319,19 +318,15 @@ class Services:
             start_timeout_s=float(config.start_timeout_s),
         )
 
-    def _launch(self, number: int, model: Path, version: int) -> ChildServer:
+    def _launch(self, number: int, model: Path, version: int) -> ServerProcess:
         """Start a sampler with the weights in a folder."""
         return start_engine(
-            self._engine_settings(),
-            number,
-            model,
+            self._engine_settings(number).of_replica(number, model, version),
             log_path=self._job.workspace / f"sampler-{number}.log",
-            version=version,
-            gpus=self._gpus_of(number),
             elsewhere=self._node_of(number),
         )
 
-    def _engine_settings(self) -> EngineSettings:
+    def _engine_settings(self, number: int) -> EngineSettings:
         config = self._config.sampler
         is_sglang = config.engine == "sglang"
         # It cannot empty its cache of prompts in the midst of requests, so keys and values would outlive their weights.
@@ -344,6 +339,7 @@ class Services:
             dtype=DTYPES[config.precision],
             max_batch=self._samples_each,
             context_length=self.context,
+            gpus=self._gpus_of(number),
             threads=max(1, int(self._config.resources.threads) // self._samplers_each),
             seed=int(self._config.seed),
             token=self._token,

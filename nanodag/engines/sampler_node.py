@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from nanodag.config.pipeline import ClusterConfig
+from nanodag.engines.start import POLL_S, ServerProcess
 from nanodag.errors import ConfigError, NodeLost
-from nanodag.inference.sampler_process import POLL_S, ServerProcess
 from nanodag.inference.server_variables import PARENT_VARIABLE, TOKEN_VARIABLE
 from nanodag.worker import nodes
 from nanodag.worker.job import stop_requested
@@ -38,13 +38,13 @@ class NodeServer(ServerProcess):
 
 
 class SamplerNode:
-    """One node and its samplers; `Elsewhere` of nanodag.inference. number: of the sampler that is started next, for the
+    """One node and its samplers; `Elsewhere` of `start.py`. number: of the sampler that is started next, for the
     files that tell of it. folder: the workspace, which all nodes share."""
 
     host = nodes.ADDRESS
 
     def __init__(self, cluster: ClusterConfig, name: str, folder: Path, *, number: int) -> None:
-        self._cluster, self._name, self.folder = cluster, name, folder
+        self._cluster, self._name, self._folder = cluster, name, folder
         self._up, self._usage = folder / f"sampler-{number}.up", folder / f"usage-sampler-{number}.jsonl"
         self._token = ""
 
@@ -62,7 +62,7 @@ class SamplerNode:
             code = None if server.is_alive else server.code
             server.kill()
             if code == nodes.NOT_SHARED_EXIT_CODE:
-                raise ConfigError(f"{self._name} has no folder {self.folder}. {nodes.SHARE_IT}")
+                raise ConfigError(f"{self._name} has no folder {self._folder}. {nodes.SHARE_IT}")
             if time.monotonic() > deadline or stop_requested():
                 raise NodeLost(
                     f"{self._name}, a node of samplers, could not be reached in {nodes.REACH_TIMEOUT_S:.0f} s; the end "

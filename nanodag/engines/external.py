@@ -1,7 +1,7 @@
-"""Samplers that somebody else runs: named by URL, looked at before they are used, never stopped. No torch here.
+"""The external kind of engine: a server that somebody else runs, named by URL and never stopped. No torch here.
 
-Whoever runs them starts them with `nanodag sampler serve`, or with SGLang's own command. A stage has its servers to
-itself: it ends what runs there when it comes, and pushes its weights to them.
+It is started with `nanodag sampler serve`, or with SGLang's own command. A stage has its servers to itself: it ends
+what runs there when it comes, and pushes its weights to them.
 
     named     in rl.sampler.urls or a line of rl.sampler.urls_file, which may change while the stage runs
     attached  it answers, knows our key, and is what the stage needs: engine, version, model, precision, context
@@ -23,12 +23,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from nanodag import __version__
+from nanodag.engines.replica import NO_FOLDER, Opened, Replica, Weights
+from nanodag.engines.start import CONTEXT_RESERVE
 from nanodag.errors import BadRequest, ConfigError, SamplerError, SamplerLost
 from nanodag.inference.addresses import Address, read_addresses
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.keys import read_keys
 from nanodag.inference.protocol import Completion, Request
-from nanodag.inference.sglang_process import CONTEXT_RESERVE
 from nanodag.model.architecture import Architecture
 
 log = logging.getLogger(__name__)
@@ -41,8 +42,8 @@ LARGEST_LOGPROB = 0.01  # above 0 by rounding alone
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
-class AttachedServer:
-    """What `ServerProcess` is of a server of our own. To be killed means here to be asked no more."""
+class ExternalServer:
+    """A server of somebody else, as `ServerProcess` is one of ours. To kill it means to stop using it."""
 
     pid = 0
 
@@ -52,7 +53,7 @@ class AttachedServer:
         self.is_alive = True
 
     def kill(self) -> None:
-        """Ask it nothing more. It goes on."""
+        """Stop using it; its process keeps running."""
         self.is_alive = False
         self._client.is_closed = True
 
@@ -61,6 +62,64 @@ class AttachedServer:
     def tail(self) -> str:
         """Where its log is."""
         return f"(the log of {self.url} is with whoever started it)"
+
+
+class ExternalReplica(Replica):
+    """An engine whose server somebody else runs. It never ends the fleet, unless no engine is left."""
+
+    faults = SamplerError
+    must_answer = True
+
+    def __init__(self, number: int, url: str, servers: "ExternalServers") -> None:
+        super().__init__(number)
+        self.url, self._servers = url, servers
+
+    @property
+    def is_named(self) -> bool:  # type: ignore[override] # read alone
+        return self.url in self._servers.named()
+
+    @property
+    def name(self) -> str:
+        """Its number and address, for a message."""
+        return f"Sampler {self.number} ({self.url})"
+
+    async def open(self, weights: Weights) -> Opened:
+        """Begin with the server. Raises SamplerError when it does not answer, or does not fit."""
+        server, client = await self._servers.attach(self._servers.named()[self.url])
+        return server, client, Weights(NO_FOLDER, weights.version)
+
+    def pause_s(self, attempt: int) -> float:
+        """Time before that attempt to have it back."""
+        return min(self._servers.every_s * 2.0 ** min(attempt - 1, 16), self._servers.longest_s) if attempt else 0.0
+
+    def check(self, requests: Sequence[Request]) -> None:
+        """Raise BadRequest for what this machine refuses, which is no fault of the server."""
+        for request in requests:
+            self.client.check(request)
+
+    def check_answers(
+        self, requests: Sequence[Request], answers: Sequence[Sequence[Completion]], first: Any, last: Any
+    ) -> None:
+        """Raise SamplerError for answers that cannot be: of other weights than the server was given, without a
+        log-probability for each token."""
+        versions = [str(version) for version in range(first, last + 1)]
+        for request, group in zip(requests, answers, strict=True):
+            for answer in group:
+                _check_answer(request, answer, versions)
+
+    async def held_version(self, client: SamplerClient) -> str:
+        """The weights that it says it has. Raises SamplerLost where it was given others."""
+        version = await super().held_version(client)
+        if version != str(self.version):
+            raise SamplerLost(f"it says that it has weights {version}, and was given {self.version}")
+        return version
+
+    def went(self, error: SamplerError) -> None:
+        self._servers.note(self.url, error)
+
+    def came(self) -> None:
+        self._servers.note(self.url, None)
+        log.info("%s takes part, with weights %s", self.name, self.version)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,31 +208,27 @@ def layers_differ(fingerprints: Sequence[Mapping[str, str]], num_layers: int) ->
     return f"its model has {len(found)} layers, the stage's {num_layers}: serve the same model"
 
 
-def check_answers(requests: Sequence[Request], answers: Sequence[Sequence[Completion]], versions: range) -> None:
-    """Raise SamplerError for answers that cannot be: of other weights than the server was given, without a
-    log-probability for each token. versions: of the weights that it was given since it was asked."""
-    for request, group in zip(requests, answers, strict=True):
-        for answer in group:
-            said = {answer.weight_version, *(span.version for span in answer.weight_versions)}
-            if strange := said - {str(version) for version in versions}:
-                raise SamplerLost(
-                    f"it answered with weights {min(strange)!r:.80} and was given {versions[0]}: it was started again, "
-                    "or somebody else gives it weights"
-                )
-            if request.return_logprob and not (
-                len(answer.logprobs) == len(answer.output_ids) and all(map(_is_logprob, answer.logprobs))
-            ):
-                raise SamplerError("it answered with tokens that have no log-probabilities, or impossible ones")
-            if not all(type(token) is int and token >= 0 for token in answer.output_ids):
-                raise SamplerError("it answered with what is no token")
+def _check_answer(request: Request, answer: Completion, versions: Sequence[str]) -> None:
+    told = {answer.weight_version, *(span.version for span in answer.weight_versions)}
+    if strange := told - set(versions):
+        raise SamplerLost(
+            f"it answered with weights {min(strange)!r:.80} and was given {versions[0]}: it was started again, or "
+            "somebody else gives it weights"
+        )
+    if request.return_logprob and not (
+        len(answer.logprobs) == len(answer.output_ids) and all(map(_is_logprob, answer.logprobs))
+    ):
+        raise SamplerError("it answered with tokens that have no log-probabilities, or impossible ones")
+    if not all(type(token) is int and token >= 0 for token in answer.output_ids):
+        raise SamplerError("it answered with what is no token")
 
 
 def _is_logprob(value: Any) -> bool:
     return isinstance(value, int | float) and -math.inf < value < LARGEST_LOGPROB
 
 
-class Attachments:
-    """The addresses that are named now, and how to begin with the server at each.
+class ExternalServers:
+    """Addresses of external servers that are named now, and how to begin with the server at each.
 
     urls: addresses of the config. file: of further ones, looked at again when it changed; None for none. needed: what
     each must be. folder: where weights go that servers read, None where they get them by network. connect: a client
@@ -221,7 +276,7 @@ class Attachments:
                 log.warning("sampler.urls_file: %s. The servers that it named before stay.", error)
             self._fault = str(error)
 
-    async def attach(self, address: Address) -> tuple[AttachedServer, SamplerClient]:
+    async def attach(self, address: Address) -> tuple[ExternalServer, SamplerClient]:
         """Begin with a server: it answers, fits, and nothing runs there. Its weights are whatever they are.
 
         Raises SamplerError: BadRequest where it must be started otherwise, another one where it may answer later.
@@ -232,7 +287,7 @@ class Attachments:
         except BaseException:
             await client.close()
             raise
-        return AttachedServer(client), client
+        return ExternalServer(client), client
 
     def _key(self, address: Address) -> str:
         if not address.key_file:

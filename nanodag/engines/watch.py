@@ -4,7 +4,8 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
 from nanodag.errors import SamplerLost
@@ -13,6 +14,7 @@ from nanodag.inference.client import SamplerClient
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 PARTS = 10  # of the time in which a server is to answer
+LOOK_S = 0.25  # an end is seen as soon
 
 
 class ChildServer(Protocol):
@@ -68,21 +70,30 @@ class ServerWatch:
         self.is_excused = False
         self.may_generate = True  # False while it has no memory to: SGLang looks at its health by generating
 
-    async def over(self, work: Awaitable[T]) -> T:
-        """The result of a call; the server is watched meanwhile."""
+    def begin(self) -> None:
+        """Watch it from now on, until as many calls of `end` as of this."""
         self._num_calls += 1
         if self._looking is None:
             self._looking = asyncio.ensure_future(self.look())
-        try:
-            return await work
-        finally:
-            self._num_calls -= 1
-            if self._num_calls == 0:
-                self.end()
 
-    def end(self) -> None:
-        """Look no longer."""
-        if self._looking is not None:
+    @contextmanager
+    def during(self) -> Iterator[None]:
+        """Watch it inside."""
+        self.begin()
+        try:
+            yield
+        finally:
+            self.end()
+
+    async def over(self, work: Awaitable[T]) -> T:
+        """The result of a call; the server is watched meanwhile."""
+        with self.during():
+            return await work
+
+    def end(self, *, of_all: bool = False) -> None:
+        """End one `begin`, or all."""
+        self._num_calls = 0 if of_all else self._num_calls - 1
+        if self._num_calls <= 0 and self._looking is not None:
             self._looking.cancel()
             self._ended.add(self._looking)
             self._looking.add_done_callback(self._ended.discard)
@@ -90,7 +101,7 @@ class ServerWatch:
 
     async def leave(self) -> None:
         """End the watch, and wait until a health request in flight has been given up: it uses the client."""
-        self.end()
+        self.end(of_all=True)
         await asyncio.gather(*self._ended, return_exceptions=True)
 
     async def look(self) -> None:
@@ -98,8 +109,8 @@ class ServerWatch:
         ill_since, num_silent = math.inf, 0
         while True:
             if not num_silent:
-                await asyncio.sleep(self._every_s)
-            is_well = await self._answer()
+                await self._rest()
+            is_well = await self._answer() if self._server.is_alive else None
             num_silent = num_silent + 1 if is_well is None else 0
             if not self._server.is_alive:
                 return self._on_end(SamplerLost(f"the server at {self._server.url} has ended"))
@@ -111,6 +122,12 @@ class ServerWatch:
                 log.warning("%s has not been well for %g s: killed", self._server.url, self._timeout_s)
                 self._server.kill()
                 return self._on_end(SamplerLost(f"the server at {self._server.url} was not well and was killed"))
+
+    async def _rest(self) -> None:
+        due = time.monotonic() + self._every_s
+        while self._server.is_alive and (left_s := due - time.monotonic()) > 0:
+            await asyncio.sleep(min(left_s, LOOK_S))
+        await asyncio.sleep(0)
 
     async def _answer(self) -> bool | None:
         """Whether it says that it is well; None when it says nothing for timeout_s. They are waited for in parts: where

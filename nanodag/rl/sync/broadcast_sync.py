@@ -23,14 +23,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from nanodag.engines.fleet import Fleet
+from nanodag.engines.replica import Member
 from nanodag.errors import SamplerError, SamplerLost
 from nanodag.errors.words import counted
 from nanodag.host.ports import LOOPBACK, address_towards
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.weight_bodies import Bucket
-from nanodag.rl.fleet.replica import Member
-from nanodag.rl.fleet.samplers import Samplers
-from nanodag.rl.fleet.weight_sync import Ask, DiskSync, SyncCosts, check_versions, verified
+from nanodag.rl.sync.weight_sync import Ask, DiskSync, SyncCosts, check_versions, verified
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class DistributedSync:
 
     def __init__(
         self,
-        samplers: Samplers,
+        samplers: Fleet,
         ask: Ask,
         *,
         check_every: int,
@@ -160,7 +160,7 @@ class DistributedSync:
 
     def _now_given(self, folder: Path, version: int) -> None:
         """Have every sampler that comes from now on take these. What makes the trainer keep them is asked next."""
-        self._samplers.are_to_have(folder, version)
+        self._samplers.have_weights(folder, version)
         self._kept = folder
 
     async def _learn_buckets(self) -> None:
@@ -289,6 +289,46 @@ class DistributedSync:
             raise error
         await self._leave([client])
         log.info("weights %d: given to %s alone", version, client.url)
+
+
+class SharedSync(DistributedSync):
+    """By handles of tensors in memory that both sides see: rank 0 shares one bucket after the other, and each sampler
+    of this machine copies it. On a CPU it lies in /dev/shm, on a GPU in that GPU's memory."""
+
+    def _how(self) -> str:
+        return "shared"
+
+    async def _give_all(
+        self, members: Sequence[Member], folder: Path, version: int, *, fingerprint: bool
+    ) -> tuple[Replies, str]:
+        if elsewhere := [member.client.url for member in members if not is_here(member.client)]:
+            raise SamplerError(
+                f"weights.sync: ipc reaches samplers of this machine alone, and {elsewhere[0]} is on another one; "
+                "use weights.sync: distributed"
+            )
+        await self._learn_buckets()
+        self._now_given(folder, version)
+        failure, replies = "", []
+        for number in range(len(self._buckets)):
+            # Every bucket is asked for: the ranks keep in step, and the fingerprints become whole.
+            count = 0 if failure else len(members) * self._ranks_each
+            replies = await self._ask("share", number=number, which="now", count=count, fingerprint=fingerprint)
+            failure = failure or replies[0]["failure"]
+            if not failure:
+                handles = replies[0]["handles"]
+                calls = [
+                    self._take(member.client, handles[place :: len(members)], number, version)
+                    for place, member in enumerate(members)
+                ]
+                failure = await self._settled(members, calls)
+        return replies, failure
+
+    async def _take(self, client: SamplerClient, handles: Sequence[str], number: int, version: int) -> None:
+        """One sampler's copy of a bucket. handles: one for each of its ranks."""
+        if number == 0:
+            await client.begin_weight_update()
+        is_last = number + 1 == len(self._buckets)
+        await client.take_weights(handles, version=version if is_last else None, flush_cache=self._samplers.forgets)
 
 
 def is_here(client: SamplerClient) -> bool:

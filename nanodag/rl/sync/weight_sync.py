@@ -5,7 +5,7 @@ weights. The first weights and every `sync_check_every`th after them are verifie
 tensor that it gives away, and each sampler every tensor that it then holds (nanodag/sampler/fingerprints.py). A tensor
 that differs ends the stage with an error that names it.
 
-There are three ways; the others are nanodag.rl.fleet.broadcast_sync and shared_sync. disk: rank 0 writes a Hugging
+There are three ways; the others are in nanodag.rl.sync.broadcast_sync. disk: rank 0 writes a Hugging
 Face directory, parameters gathered in buckets, and the samplers read it. The directory must stay until the next weights
 are loaded, because a sampler that dies is started again with it.
 """
@@ -16,9 +16,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from nanodag.engines.fleet import Fleet
 from nanodag.errors import SamplerError
 from nanodag.errors.words import counted
-from nanodag.rl.fleet.samplers import Samplers
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class DiskSync:
 
     keeps_trainer = False
 
-    def __init__(self, samplers: Samplers, ask: Ask, *, check_every: int, costs: SyncCosts | None = None) -> None:
+    def __init__(self, samplers: Fleet, ask: Ask, *, check_every: int, costs: SyncCosts | None = None) -> None:
         self.costs = SyncCosts() if costs is None else costs
         self._samplers = samplers
         self._ask = ask
@@ -113,14 +113,14 @@ class DiskSync:
         """It was written when they were published."""
 
 
-async def check_versions(samplers: Samplers, version: int) -> None:
+async def check_versions(samplers: Fleet, version: int) -> None:
     """Raise SamplerError when a sampler does not say that it has these weights."""
     held_versions = await samplers.versions()
     if set(held_versions) != {str(version)}:
         raise SamplerError(f"The samplers say that they have weights {held_versions} after they were given {version}.")
 
 
-async def verified(samplers: Samplers, version: int, expected: Mapping[str, str]) -> str:
+async def verified(samplers: Fleet, version: int, expected: Mapping[str, str]) -> str:
     """What was verified, for a message; "" where there is nothing to compare with. Raises SamplerError, with the names
     of tensors, when a sampler holds others than the trainer gave away."""
     if not expected:
