@@ -183,10 +183,10 @@ class Replicas:
         self.context, self.num_replicas = context, count
         self._max_batch = int(settings.config.max_batch)
         self._logs = Scratch("evaluation")
-        self._fleet = fleet_of(settings, context, count, logs=self._logs.path)
+        self.fleet = fleet_of(settings, context, count, logs=self._logs.path)
         self._runner = asyncio.Runner()
         try:
-            self._runner.run(self._fleet.start(count))
+            self._runner.run(self.fleet.start(count))
         except BaseException:
             self.close()
             raise
@@ -201,7 +201,7 @@ class Replicas:
         async def work() -> None:
             while waiting:
                 number, request = waiting.popleft()
-                ((completion,),) = await self._fleet.generate([request])
+                ((completion,),) = await self.fleet.generate([request])
                 on_written(number, completion)
 
         working = [asyncio.ensure_future(work()) for _ in range(self._max_batch * self.num_replicas)]
@@ -214,7 +214,7 @@ class Replicas:
 
     def close(self) -> None:
         """As AnswerWriter says."""
-        self._runner.run(self._fleet.end())
+        self._runner.run(self.fleet.end())
         self._runner.close()
         self._logs.cleanup()
 

@@ -15,7 +15,7 @@ engine              continuous batching: Engine.generate for use in process
 engine_loop         the thread that runs an engine for the server
 traffic             requests in flight, and the moments between them at which weights may change
 weight_group        the process group through which weights are broadcast
-generation_server   the HTTP application; ``python -m nanodag.sampler --model-path DIR``
+generation_server   the HTTP application; ``python -m nanodag.sampler JSON``
 weight_endpoints    its endpoints about weights
 
 The protocol itself and the client are in nanodag.inference.

@@ -25,8 +25,8 @@ from nanodag.rl.sync.broadcast_sync import DistributedSync, SharedSync
 from nanodag.rl.trainer.weight_sender import WeightGiver
 from nanodag.sampler.fingerprints import Fingerprints
 from nanodag.train.shares import in_buckets
+from tests.engines.samplers import samplers_of, with_samplers
 from tests.rl.models import save_tiny_model
-from tests.rl.samplers import samplers_of, with_samplers
 from tests.rl.spread import BIG, two_shares
 from tests.rl.stages import digest, make_job, metrics, run, start
 

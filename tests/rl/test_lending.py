@@ -10,7 +10,7 @@ from nanodag.inference.protocol import Request, SamplingParams
 from nanodag.rl.control.memory_turns import Lending
 from nanodag.rl.sync.broadcast_sync import DistributedSync
 from nanodag.rl.sync.weight_sync import DiskSync
-from tests.rl.fake_samplers import World
+from tests.engines.fake_samplers import World
 from tests.rl.stages import digest, make_job, metrics, run, same_in_the_end
 
 ONE = Request(input_ids=[1], params=SamplingParams(max_new_tokens=1))

@@ -11,7 +11,7 @@ from nanodag.host.machine import machine_of
 from nanodag.rl.control.pool import RolloutPool, most_in_flight
 from nanodag.rl.rollouts.batch import RolloutBatch, read_batch, write_batch
 from nanodag.rl.rollouts.prompts import PromptCursor
-from tests.rl.fake_samplers import World
+from tests.engines.fake_samplers import World
 from tests.rl.fakes import STOP, FakeEncoding, FakePool, cursor_over, ids
 from tests.rl.test_generation import EQUAL, SPREAD, FakeSampler, MendedPool, RolloutGenerator, config
 from tests.virtual_clock import run_without_waiting

@@ -15,7 +15,7 @@ from nanodag.inference.client import SamplerClient
 from nanodag.inference.protocol import Request
 from nanodag.rl.sync.broadcast_sync import DistributedSync, SharedSync
 from nanodag.rl.sync.weight_sync import DiskSync
-from tests.rl.fake_samplers import PATIENCE_S, World
+from tests.engines.fake_samplers import PATIENCE_S, World
 
 
 def make_sync(way, world):

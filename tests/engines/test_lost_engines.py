@@ -16,8 +16,8 @@ from nanodag.engines.watch import ServerWatch
 from nanodag.errors import SamplerLost
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.engine_settings import EngineSettings
+from tests.engines.samplers import answers, samplers_of, until_busy, with_samplers
 from tests.rl.models import save_tiny_model
-from tests.rl.samplers import answers, samplers_of, until_busy, with_samplers
 from tests.rl.stages import digest, make_job, metrics, run, start
 from tests.server_info import server_info
 

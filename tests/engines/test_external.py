@@ -13,7 +13,7 @@ from nanodag.inference.client import SamplerClient
 from nanodag.inference.protocol import Request
 from nanodag.rl.sync import broadcast_sync
 from nanodag.rl.sync.broadcast_sync import DistributedSync
-from tests.rl.foreign import NEEDED, Foreign, again, fleet, given, until
+from tests.engines.foreign import NEEDED, Foreign, again, fleet, given, until
 
 ASKED = [Request(input_ids=[1, 2])]
 

@@ -16,8 +16,8 @@ from nanodag.host.ports import free_port
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.engine_settings import EngineSettings
 from nanodag.inference.protocol import Request, SamplingParams
+from tests.engines.samplers import answers, requests, until_busy, with_samplers
 from tests.rl.models import save_tiny_model
-from tests.rl.samplers import answers, requests, until_busy, with_samplers
 from tests.rl.stages import make_job, metrics, start
 from tests.server_info import server_info
 from tests.sglang_python import python_or_skip

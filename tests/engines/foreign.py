@@ -14,7 +14,7 @@ from nanodag.engines.fleet import Fleet
 from nanodag.inference.addresses import Address
 from nanodag.inference.client import SamplerClient
 from nanodag.model.architecture import Architecture, Rope
-from tests.rl.fake_samplers import FakeServer, read_weights, write_weights
+from tests.engines.fake_samplers import FakeServer, read_weights, write_weights
 
 ROPE = Rope(theta=1e4, kind="default", factor=1.0, low_freq_factor=1.0, high_freq_factor=1.0, original_positions=64)
 SHAPE = Architecture(
