@@ -60,7 +60,7 @@ class ExternalServer:
     stop = kill
 
     def tail(self) -> str:
-        """Where its log is."""
+        """Words on where its log is."""
         return f"(the log of {self.url} is with whoever started it)"
 
 
@@ -124,7 +124,7 @@ class ExternalReplica(Replica):
 
 @dataclass(frozen=True, kw_only=True)
 class Needed:
-    """What a server must be. precision: `float32` or `bfloat16`. context: tokens of a prompt and its response.
+    """Requirements on a server. precision: `float32` or `bfloat16`. context: tokens of a prompt and its response.
     numerics: what rounds as this stage's other samplers do, "" for whatever the first one says; only where
     is_deterministic. keeps_prompts: whether it may keep keys and values of prompts (SGLang's radix cache)."""
 
@@ -138,7 +138,7 @@ class Needed:
 
 
 def misfits(needed: Needed, model: Mapping[str, Any], server: Mapping[str, Any]) -> list[str]:
-    """What is wrong with a server, by its answers to /model_info and /server_info; each with what to do."""
+    """Faults of a server, by its answers to /model_info and /server_info; each with what to do."""
     engine = "embedded" if server.get("engine") == "embedded" else "sglang"
     if engine != needed.engine:
         return [f"it is engine {engine}, and the stage's sampler.engine is {needed.engine}: start that one"]
@@ -200,7 +200,7 @@ def _sglang(needed: Needed, model: Mapping[str, Any], server: Mapping[str, Any])
 
 
 def layers_differ(fingerprints: Sequence[Mapping[str, str]], num_layers: int) -> str:
-    """What is wrong with the layers that a server's tensors are of, "" for nothing. SGLang passes over tensors of
+    """Fault of the layers that a server's tensors are of, "" for none. SGLang passes over tensors of
     layers that it does not have, and keeps what it has too many."""
     found = {int(match[1]) for rank in fingerprints for name in rank if (match := _LAYER.search(name))}
     if found == set(range(num_layers)):

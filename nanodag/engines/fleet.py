@@ -98,7 +98,7 @@ class Fleet(Roster):
 
     @property
     def is_ready(self) -> bool:
-        """Whether one would answer now."""
+        """True when one would answer now."""
         return bool(self.up)
 
     @property
@@ -256,12 +256,12 @@ class Fleet(Roster):
 
     @property
     def pauses(self) -> bool:
-        """Whether weights come in the midst of requests."""
+        """True when weights come in the midst of requests."""
         return self._pause is not None
 
     @property
     def forgets(self) -> bool:
-        """Whether the engines forget prompts when weights come: SGLang cannot in the midst of requests."""
+        """True when the engines forget prompts when weights come: SGLang cannot in the midst of requests."""
         return self._pause != "in_place"
 
     async def update_weights_from_disk(self, path: str, version: int) -> None:
@@ -320,7 +320,7 @@ class Fleet(Roster):
         return list((await self.each(lambda replica, client: replica.held_version(client), are_up=True)).values())
 
     async def fingerprints(self) -> list[list[dict[str, str]]]:
-        """Of the weights that each engine holds, by rank and tensor; no rank of one that is left out."""
+        """Fingerprints of the weights that each engine holds, by rank and tensor; no rank of one that is left out."""
         held = await self.each(lambda replica, client: client.fingerprints(), are_up=True)
         return [held.get(replica, []) for replica in self.replicas]
 

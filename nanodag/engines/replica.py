@@ -59,15 +59,15 @@ class Replica:
     """
 
     is_own = False
-    """Whether the fleet starts and ends its processes."""
+    """True when the fleet starts and ends its processes."""
     is_awaited = False
-    """Whether the fleet waits for it where it is away, and ends where it is lost too often; else it is left out."""
+    """True when the fleet waits for it where it is away, and ends where it is lost too often; else it is left out."""
     must_answer = False
-    """Whether it counts as lost when it is silent while it takes weights."""
+    """True when it counts as lost when it is silent while it takes weights."""
     faults: type[SamplerError] = SamplerLost
     """Errors after which it is away."""
     is_named = True
-    """Whether it is to be among the fleet."""
+    """True when it is to be among the fleet."""
 
     server: ChildServer
     client: SamplerClient
@@ -91,7 +91,7 @@ class Replica:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it does not come back."""
+        """True when it does not come back."""
         return self.restart is not None and self.restart.done()
 
     @property

@@ -96,12 +96,12 @@ class Roster:
 
     @property
     def here(self) -> list[Replica]:
-        """Those that there are servers of, up or not."""
+        """Engines that there are servers of, up or not."""
         return [replica for replica in self.replicas if replica.is_here]
 
     @property
     def up(self) -> list[Replica]:
-        """Those that may be asked."""
+        """Engines that may be asked."""
         return [replica for replica in self.replicas if replica.is_up and replica.server.is_alive]
 
     async def choose(self) -> Replica:
@@ -275,7 +275,7 @@ class Roster:
         await asyncio.gather(*self._giving, return_exceptions=True)
 
     def let_go(self) -> None:
-        """Who comes back takes weights by itself again."""
+        """End `hold_back`: an engine that comes back takes weights by itself again."""
         self._may_give.set()
 
     async def _has_changed(self) -> None:

@@ -7,11 +7,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
-from typing import Protocol
 
 from pydantic_core import from_json
 
-from nanodag.engines.replica import NO_FOLDER, Replica
+from nanodag.engines.replica import NO_FOLDER
 from nanodag.engines.roster import Roster
 from nanodag.engines.start import ServerProcess, foreign_environment, is_healthy
 from nanodag.engines.watch import ChildServer
@@ -79,7 +78,7 @@ def start_router(
 
 
 class RouterClient(SamplerClient):
-    """Of a sampler's requests only ``generate`` is for a router, one prompt at once; the others go to the servers."""
+    """Client of a router. Only ``generate`` is for it, one prompt at once; other requests go to the servers."""
 
     async def health(self, *, generates: bool = True) -> bool:
         """True: it answers, whatever the servers behind it do. Raises SamplerLost if it does not."""
@@ -106,19 +105,6 @@ class RouterClient(SamplerClient):
             raise self._lost(path, error) from error
         if response.status not in (OK, HTTPStatus.ACCEPTED, HTTPStatus.NOT_FOUND):
             raise SamplerLost(f"{path} of the router at {self.url} answered {response.status}: {text}")
-
-
-class Behind(Protocol):
-    """The fleet behind a router."""
-
-    replicas: list[Replica]
-
-    @property
-    def up(self) -> list[Replica]: ...
-
-    async def choose(self) -> Replica: ...
-
-    def noticed(self, replica: Replica, server: ChildServer, error: SamplerError) -> None: ...
 
 
 class Router(Roster):
@@ -158,7 +144,7 @@ class Router(Roster):
         """The name under which the engines have a request that is given up."""
         return self._sent.pop(rid, rid)
 
-    async def generate(self, requests: Sequence[Request], fleet: Behind) -> list[list[Completion]]:
+    async def generate(self, requests: Sequence[Request], fleet: Roster) -> list[list[Completion]]:
         """For each prompt its `params.n` completions. A request that fails is sent again, with another rid: a paused
         server may still hold the request of a router that died, and SGLang refuses a second request of the same rid."""
         for attempt in range(self._restarts_each + 1):
@@ -189,7 +175,7 @@ class Router(Roster):
             f"The end of the router's log:\n{self.replicas[0].server.tail()}"
         ) from failure
 
-    async def ask(self, requests: Sequence[Request], fleet: Behind) -> list[list[Completion]]:
+    async def ask(self, requests: Sequence[Request], fleet: Roster) -> list[list[Completion]]:
         """The same once. Raises SamplerError when the router or a server behind it fails."""
         client = await self.arrange(fleet)
         asked = asyncio.gather(*(client.generate([request]) for request in requests))
@@ -199,7 +185,7 @@ class Router(Roster):
         """Note that the servers are others now, or that the router may be gone."""
         self._is_arranged = False
 
-    async def arrange(self, fleet: Behind) -> RouterClient:
+    async def arrange(self, fleet: Roster) -> RouterClient:
         """Have it run, with a fleet's servers behind it and no others. Raises SamplerLost when that cannot be."""
         async with self._lock:
             while True:
@@ -216,7 +202,7 @@ class Router(Roster):
                 else:
                     self._is_arranged = True
 
-    async def _register(self, client: RouterClient, fleet: Behind) -> None:
+    async def _register(self, client: RouterClient, fleet: Roster) -> None:
         """Add and remove servers until they are the right ones. Raises SamplerLost, TimeoutError."""
         added: set[str] = set()  # each is asked for once, although a server may be lost, and have to go, meanwhile
         removed: set[str] = set()

@@ -55,7 +55,7 @@ class _Missing:
 
 
 class _StandIn(types.ModuleType):
-    """Has every attribute that is asked for."""
+    """A module with every attribute."""
 
     def __getattr__(self, name: str) -> _Missing:
         if name.startswith("__"):

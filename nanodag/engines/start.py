@@ -26,10 +26,13 @@ from nanodag.host.ports import LOOPBACK, free_port, network_environment
 from nanodag.host.processor import SHAPE_CACHES
 from nanodag.host.progress_timeout import Patience
 from nanodag.host.threads import in_thread
+from nanodag.inference.cache_size import token_bytes
 from nanodag.inference.engine_settings import EngineSettings
+from nanodag.inference.number_formats import DTYPE_BYTES
 from nanodag.inference.server_variables import PARENT_VARIABLE, TOKEN_VARIABLE, server_environment
 from nanodag.inference.sglang_install import Device, find_python
 from nanodag.inference.sglang_options import Option, arguments
+from nanodag.model.architecture import read_checkpoint
 
 POLL_S = 0.02
 SHIM = Path(__file__).with_name("sglang_shim.py")
@@ -151,6 +154,18 @@ async def start_engines(start: Callable[[int], ServerProcess], count: int) -> li
     return servers
 
 
+def cache_tokens(model: Path, *, cache_bytes: int, dtype: str, context: int) -> int:
+    """Tokens that a cache of so many bytes holds, at least one context."""
+    a = read_checkpoint(model).architecture
+    each = token_bytes(
+        num_layers=a.num_layers,
+        num_kv_heads=a.num_kv_heads,
+        head_width=a.head_dim,
+        element_bytes=DTYPE_BYTES[dtype],
+    )
+    return max(cache_bytes // each, context + CONTEXT_RESERVE)
+
+
 def command_of(settings: EngineSettings) -> tuple[list[str], dict[str, str]]:
     """Command of a process, and its whole environment but for its token. Raises MissingTool where SGLang is not
     installed."""
@@ -169,7 +184,7 @@ def foreground_command(settings: EngineSettings) -> tuple[list[str], dict[str, s
 
 
 def _embedded(settings: EngineSettings) -> tuple[list[str], dict[str, str]]:
-    return [sys.executable, "-m", "nanodag.sampler", settings.model_dump_json(exclude_none=True)], dict(os.environ)
+    return [sys.executable, "-m", "nanodag.sampler", settings.model_dump_json(exclude_defaults=True)], dict(os.environ)
 
 
 def _sglang(settings: EngineSettings) -> tuple[list[str], dict[str, str]]:
@@ -220,7 +235,7 @@ def _sglang_environment(device: Device) -> dict[str, str]:
 
 
 def is_healthy(url: str) -> bool:
-    """Whether a server answers there that it serves."""
+    """True when a server answers there that it serves."""
     try:  # a client costs far more than a connection, which is refused for a minute
         socket.create_connection((httpx.URL(url).host, httpx.URL(url).port or 0), timeout=1.0).close()
         answer = httpx.get(url, timeout=5.0, trust_env=False, verify=False)

@@ -130,7 +130,7 @@ class ServerWatch:
         await asyncio.sleep(0)
 
     async def _answer(self) -> bool | None:
-        """Whether it says that it is well; None when it says nothing for timeout_s. They are waited for in parts: where
+        """True when it says that it is well; None for silence of timeout_s. They are waited for in parts: where
         this process does not run for long, one part is over, and what has come meanwhile is seen in the next."""
         asked = asyncio.ensure_future(
             self._client.health() if self.may_generate else self._client.health(generates=False)

@@ -54,7 +54,7 @@ Item = dict[str, Any]
 
 
 def is_environment(config: BenchmarkConfig) -> bool:
-    """Whether a benchmark is one of these."""
+    """True for a benchmark of this form."""
     return FORM in (config.form, config.name if config.form == "auto" else "")
 
 
@@ -111,7 +111,7 @@ def _items(config: BenchmarkConfig, *, chat: bool, seed: int, mirror: str) -> tu
 async def _outcomes(
     model: EvaluatedModel, block: Mapping[str, Any], asked: Sequence[tuple[Item, Mapping[str, Any]]]
 ) -> list[dict[str, Any]]:
-    """What each rollout came to, in order: `scores`, `reply` and `is_cut`, or `error` too. block: verifiers' own."""
+    """Outcome of each rollout, in order: `scores`, `reply` and `is_cut`, or `error` too. block: verifiers' own."""
     settings, kept = model.sampler_settings, model.kept
     tasks = [(item["record"]["metadata"]["task"], dict(params)) for item, params in asked]
     keys = [content_key("environment", block, *task) for task in tasks]
@@ -166,7 +166,7 @@ async def _outcomes(
 
 
 def _sampling(params: Mapping[str, Any]) -> dict[str, Any]:
-    """What each call of a rollout asks for. A rollout's seed is that of all its calls: their prompts differ."""
+    """Sampling settings of each call of a rollout. A rollout's seed is that of all its calls: their prompts differ."""
     asked = {"temperature": params["temperature"], "top_p": params["top_p"], "max_tokens": params["max_new_tokens"]}
     if params["top_k"] > 0:
         asked["top_k"] = params["top_k"]

@@ -19,13 +19,12 @@ import torch
 from nanodag.config.derive_sampler import REPLICA_FLOPS, SGLANG_STATIC, SHARE_OF_HOST
 from nanodag.config.kinds.evaluation import EvalSamplerConfig
 from nanodag.engines.fleet import Fleet
-from nanodag.engines.start import CONTEXT_RESERVE, ServerProcess, start_engine
+from nanodag.engines.start import ServerProcess, cache_tokens, start_engine
 from nanodag.host.machine import visible_gpus
 from nanodag.host.scratch import Scratch
-from nanodag.inference.cache_size import token_bytes
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.engine_settings import EngineSettings
-from nanodag.inference.number_formats import DTYPES, width_of
+from nanodag.inference.number_formats import DTYPES
 from nanodag.inference.protocol import Completion, Request
 from nanodag.inference.sglang_install import Device
 from nanodag.model.architecture import read_checkpoint
@@ -41,7 +40,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class SamplerSettings:
-    """Of the samplers of one model. config: derived. threads: that this stage may use."""
+    """Settings of the samplers of one model. config: derived. threads: that this stage may use."""
 
     folder: Path
     precision: str
@@ -51,23 +50,17 @@ class SamplerSettings:
 
     @property
     def is_exact(self) -> bool:
-        """Whether an answer is the same whatever is written beside it."""
+        """True when an answer is the same whatever is written beside it."""
         return self.device == "cpu" and self.config.engine == "embedded"
 
     def engine(self, context: int, replicas: int, token: str) -> EngineSettings:
-        """What their processes are started with."""
-        config, a = self.config, read_checkpoint(self.folder).architecture
+        """Description of each of so many replicas."""
+        config, dtype = self.config, DTYPES[self.precision]
         assert config.engine != "auto"  # derived
-        each = token_bytes(
-            num_layers=a.num_layers,
-            num_kv_heads=a.num_kv_heads,
-            head_width=a.head_dim,
-            element_bytes=width_of(self.precision),
-        )
         return EngineSettings(
             engine=config.engine,
             device=self.device,
-            dtype=DTYPES[self.precision],
+            dtype=dtype,
             max_batch=int(config.max_batch),
             context_length=context,
             threads=max(1, self.threads // replicas),
@@ -77,7 +70,7 @@ class SamplerSettings:
             deterministic=self.is_exact,
             python=config.python,
             tensor_parallel=config.tensor_parallel,
-            cache_tokens=max(int(config.cache_bytes) // each, context + CONTEXT_RESERVE),
+            cache_tokens=cache_tokens(self.folder, cache_bytes=int(config.cache_bytes), dtype=dtype, context=context),
             # Of what is free then, on a GPU: all of it, as the cache is bounded, but for SGLang's graphs.
             memory_fraction=SGLANG_STATIC if self.device == "cuda" else SHARE_OF_HOST,
             options={"skip-tokenizer-init": False, **config.options},  # it finds stop strings in the text
@@ -85,7 +78,7 @@ class SamplerSettings:
 
 
 class AnswerWriter(Protocol):
-    """What writes answers. context: prompt and answer together, in tokens. num_replicas: samplers."""
+    """A writer of answers. context: prompt and answer together, in tokens. num_replicas: samplers."""
 
     context: int
     num_replicas: int
@@ -112,8 +105,8 @@ def start_sampler(settings: SamplerSettings, *, context: int, flops: float) -> A
 
 
 def replicas_for(settings: SamplerSettings, flops: float) -> int:
-    """How many samplers a benchmark gets: one for each GPU, or tensor_parallel of them, that this process may use; on a
-    CPU as the config says; and of embedded ones none that would cost more to start than it computes."""
+    """Number of samplers of a benchmark: one for each GPU, or tensor_parallel of them, that this process may use; on a CPU
+    as the config says; and of embedded ones none that would cost more to start than it computes."""
     most = int(settings.config.replicas)
     if settings.device == "cuda":
         most = min(most, len(visible_gpus()) // settings.config.tensor_parallel)

@@ -126,7 +126,7 @@ class SamplerClient:
         return [[next(remaining) for _ in range(request.params.n)] for request in requests]
 
     async def prompt_ids(self, text: str) -> list[int]:
-        """What the sampler's own tokenizer makes of a text."""
+        """Tokens that the sampler's own tokenizer makes of a text."""
         params = params_to_wire(SamplingParams(max_new_tokens=1))
         body = {"text": text, "sampling_params": params, "return_logprob": True, "logprob_start_len": 0}
         return list(completion_from_wire(from_json(await self._call("POST", "/generate", body))).prompt_ids)
@@ -204,7 +204,7 @@ class SamplerClient:
         await self._call("POST", "/end_weight_update", {})
 
     async def fingerprints(self) -> list[dict[str, str]]:
-        """Of the weights that it holds, by tensor name; one dict a rank. See ``sampler/fingerprints.py``."""
+        """Fingerprints of its weights, by tensor name; one dict a rank. See ``sampler/fingerprints.py``."""
         answer = await self._call("POST", "/weights_checker", {"action": "checksum"})
         with self._understood("/weights_checker"):
             return [dict(rank["checksums"]) for rank in from_json(answer)["ranks"]]
@@ -260,11 +260,11 @@ class SamplerClient:
         return await self._is_well("/health_generate" if generates else "/health")
 
     async def model_info(self) -> dict[str, Any]:
-        """What the sampler says of its model: model_path, weight_version and more."""
+        """Table of its model: model_path, weight_version and more."""
         return await self._table(TABLES[0])
 
     async def server_info(self) -> dict[str, Any]:
-        """What the sampler says of itself: dtype, context_length, version and more."""
+        """Table of the sampler itself: dtype, context_length, version and more."""
         return await self._table(TABLES[1])
 
     async def _table(self, path: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ the beginning and end of what the trainer is asked for.
 
 import asyncio
 import json
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,9 @@ class FakeSampler(FakeServer):
         assert "weights" not in self.released
         if self.received is not None:
             raise ValueError("a session is open")
-        self.weights = read_weights(Path(body["model_path"]))
+        if (weights := read_weights(Path(body["model_path"]))) == "other shape":
+            raise ValueError("of another shape")
+        self.weights = weights
         self.version = body["weight_version"]
         return {}
 
@@ -158,7 +161,8 @@ class FakeSampler(FakeServer):
             raise ValueError(f"{' and '.join(sorted(self.released))} released")
         await self.world.may_answer.wait()
         meta = {"id": "x", "weight_version": self.version, "finish_reason": {"type": "length"}}
-        return {"output_ids": [1], "meta_info": {**meta, "output_token_logprobs": [[-1.0, 1, None]]}}
+        token = body["input_ids"][-1]
+        return {"output_ids": [token], "meta_info": {**meta, "output_token_logprobs": [[-1.0, token, None]]}}
 
 
 class FakeRouter(FakeServer):
@@ -168,8 +172,12 @@ class FakeRouter(FakeServer):
         super().__init__()
         self.behind: dict[str, str] = {}
         self.count = 0
+        self.hangs = False
+        self.sent: list[str | None] = []  # the rid of each prompt
 
     async def execute(self, name: str, request: web.Request, body: dict[str, Any]) -> web.Response:
+        if self.hangs:
+            await asyncio.sleep(PATIENCE_S)
         if name == "liveness":
             return web.json_response({})
         if name == "generate":
@@ -183,6 +191,7 @@ class FakeRouter(FakeServer):
 
     async def _forward(self, body: dict[str, Any]) -> web.Response:
         self.count += 1
+        self.sent.append(body.get("rid"))
         urls = sorted(self.behind.values())
         try:
             async with (
@@ -287,18 +296,25 @@ class World:
         self.may_answer = asyncio.Event()
         self.trainer = FakeTrainer(self)
         self.servers: list[FakeSampler] = []
+        self.started: list[str] = []  # versions, of each server
+        self.faults: list[Exception] = []  # of the next starts
+        self.held: threading.Event | None = None  # what a start waits for
         self._replaced: list[FakeSampler] = []
 
     async def __aenter__(self) -> "World":
         write_weights(self.folder / "model", "0")
         self._loop = asyncio.get_running_loop()
         for number in range(self.size):
+            self.started.append("0")
             await self._start(number, self.folder / "model", 0)
         router = None
         if self.has_router:
-            self.router = FakeRouter()
-            await self.router.start()
-            router = Router(self.router, launch=lambda: None, connect=RouterClient, health_every_s=0.002)
+            self.routers: list[FakeRouter] = []
+            router = Router(
+                await self._start_router(), launch=self._launch_router, connect=RouterClient, health_every_s=0.002,
+                health_timeout_s=0.2, max_restarts=self.options.get("max_restarts", 3),
+            )  # fmt: skip
+            self.router = router
         self.samplers = Fleet(
             self.servers,
             model=self.folder / "model",
@@ -314,7 +330,7 @@ class World:
     async def __aexit__(self, *error: object) -> None:
         self.samplers.close()
         await self.samplers.disconnect()
-        servers = [*self._replaced, *self.servers, *([self.router] if self.has_router else [])]
+        servers = [*self._replaced, *self.servers, *(self.routers if self.has_router else [])]
         for server in servers:
             server.kill()
         # What is just being accepted becomes a connection that nobody would close.
@@ -339,7 +355,21 @@ class World:
         self.servers[number : number + 1] = [server]
         return server
 
+    async def _start_router(self) -> FakeRouter:
+        router = FakeRouter()
+        await router.start()
+        self.routers.append(router)
+        return router
+
+    def _launch_router(self) -> FakeRouter:
+        return asyncio.run_coroutine_threadsafe(self._start_router(), self._loop).result(PATIENCE_S)
+
     def _launch(self, number: int, folder: Path, version: int) -> FakeSampler:
+        if self.faults:
+            raise self.faults.pop()
+        self.started.append(str(version))
+        if self.held is not None:
+            self.held.wait(PATIENCE_S)
         return asyncio.run_coroutine_threadsafe(self._start(number, folder, version), self._loop).result(PATIENCE_S)
 
     def _connect(self, url: str) -> SamplerClient:

@@ -179,34 +179,6 @@ def test_a_sampler_that_says_for_long_that_it_cannot_serve_is_replaced(model, tm
     with_samplers(launch_in(tmp_path), model, work, count=1, health_every_s=0.1, health_timeout_s=2.0)
 
 
-def test_a_sampler_that_is_started_again_has_the_current_weights(model, tmp_path):
-    other = save_tiny_model(tmp_path / "other", seed=5)
-
-    async def work(samplers, servers):
-        await samplers.update_weights_from_disk(str(other), 4)
-        (undisturbed,) = await answers(samplers, 1)
-        os.kill(servers[0].pid, signal.SIGKILL)
-        (again,) = await answers(samplers, 1)
-        assert again == undisturbed and {version for _, _, version in again} == {"4"}
-        found = await samplers.fingerprints()
-        assert samplers.num_restarts == 1
-        return found
-
-    (ranks,) = with_samplers(launch_in(tmp_path), model, work, count=1)
-    assert ranks[0]["model.norm.weight"]
-
-
-def test_a_sampler_lost_while_it_takes_weights_has_them_when_it_is_back(model, tmp_path):
-    other = save_tiny_model(tmp_path / "other", seed=5)
-
-    async def work(samplers, servers):
-        os.kill(servers[1].pid, signal.SIGKILL)
-        await samplers.update_weights_from_disk(str(other), 2)
-        assert await samplers.versions() == ["2", "2"]
-
-    with_samplers(launch_in(tmp_path), model, work)
-
-
 def test_all_samplers_are_paused_even_one_that_is_lost_meanwhile_and_all_resume(model, tmp_path):
     """With so short a patience that whoever is taken for ill is killed."""
 

@@ -3,27 +3,22 @@
 import asyncio
 import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from nanodag.engines.router import Router, RouterClient, start_router
-from nanodag.engines.start import ServerProcess, is_healthy, start_engine
+from nanodag.engines.start import start_engine
 from nanodag.errors import BadRequest, SamplerLost
-from nanodag.host.ports import free_port
-from nanodag.inference.client import SamplerClient
 from nanodag.inference.engine_settings import EngineSettings
 from nanodag.inference.protocol import Request, SamplingParams
-from tests.engines.samplers import answers, requests, until_busy, with_samplers
+from tests.engines.fake_samplers import PATIENCE_S, World
+from tests.engines.foreign import given, until
+from tests.engines.samplers import with_samplers
 from tests.rl.models import save_tiny_model
 from tests.rl.stages import make_job, metrics, start
-from tests.server_info import server_info
 from tests.sglang_python import python_or_skip
 
 START_S = 1500
-FAKE = Path(__file__).with_name("fake_router.py")
 CONTEXT = 256
 
 
@@ -37,197 +32,141 @@ def python():
     return python_or_skip()
 
 
-def launch_fake(folder):
-    def launch():
-        url = f"http://127.0.0.1:{(port := free_port())}"
-        server = ServerProcess(subprocess.Popen([sys.executable, str(FAKE), str(port)]), url, folder / "log-0")
-        server.wait_until(lambda: is_healthy(f"{url}/liveness"), 300)
-        return server
+def play(folder, scenario, **options):
+    """Run scenario(world, samplers) with two samplers behind a router, which answer at once unless they are told to
+    wait."""
 
-    return launch
+    async def main():
+        async with World(folder, has_router=True, **options) as world:
+            world.may_answer.set()
+            await asyncio.wait_for(scenario(world, world.samplers), PATIENCE_S)
 
-
-def launch_embedded(folder):
-    def launch(number, path, version):
-        return start_engine(
-            EngineSettings(model=path, weight_version=version, deterministic=True, max_batch=8),
-            log_path=folder / f"log-{number}",
-        )
-
-    return launch
+    asyncio.run(main())
 
 
-def with_router(model, launch, launch_router, work, *, timeout_s=60.0, **options):
-    """Run `work(samplers, servers, router)` with two samplers behind a router."""
-
-    router = Router(
-        launch_router(), launch=launch_router, connect=RouterClient, health_every_s=0.2, health_timeout_s=timeout_s
-    )
-
-    async def with_it(samplers, servers):
-        return await work(samplers, servers, router)
-
-    return with_samplers(launch, model, with_it, health_every_s=0.2, router=router, **options)
+def asking(samplers, count):
+    return [asyncio.ensure_future(samplers.generate([Request(input_ids=[n], rid=f"r{n}")])) for n in range(count)]
 
 
-def with_fake(model, folder, work, **options):
-    return with_router(model, launch_embedded(folder), launch_fake(folder), work, **options)
+async def answered(tasks):
+    return [completion.output_ids for ((completion,),) in await asyncio.gather(*tasks)]
 
 
-def counts(servers):
-    async def ask():
-        found = []
-        for server in servers:
-            async with SamplerClient(server.url) as client:
-                found.append((await server_info(client))["num_generated_tokens"])
-        return found
-
-    return ask()
+def busy(world):
+    """Numbers of the samplers that a prompt has reached."""
+    return {number for number, name, how in world.steps if (name, how) == ("generate", "asked")}
 
 
-def test_prompts_go_through_the_router_to_both_samplers_and_weights_to_each(model, tmp_path):
-    other = save_tiny_model(tmp_path / "other", seed=5)
-
-    async def work(samplers, servers, router):
-        before = await answers(samplers, 4)
-        assert all(count > 0 for count in await counts(servers))
-        await samplers.update_weights_from_disk(str(other), 3)
-        assert await samplers.versions() == ["3", "3"]
-        after = await answers(samplers, 4)
-        assert {version for group in after for _, _, version in group} == {"3"} and before != after
-        os.kill(router.replicas[0].server.pid, signal.SIGSTOP)  # what is no generation needs no router
-        assert await samplers.versions() == ["3", "3"]
-
-    with_fake(model, tmp_path, work)
+async def is_behind(world):
+    """Whether the samplers, and no others, are behind the router."""
+    return set(await world.router.replicas[0].client.servers()) == {server.url for server in world.servers}
 
 
-def test_several_prompts_in_one_call_are_answered_in_their_order(model, tmp_path):
-    async def work(samplers, servers, router):
-        one_by_one = [(await samplers.generate([request]))[0] for request in requests(3)]
-        assert [[c.output_ids for c in group] for group in await samplers.generate(requests(3))] == [
-            [c.output_ids for c in group] for group in one_by_one
-        ]
+def test_prompts_go_through_the_router_to_both_samplers_in_order_and_weights_to_each(tmp_path):
+    async def scenario(world, samplers):
+        ids = [[n] for n in range(5)]
+        groups = await samplers.generate([Request(input_ids=prompt) for prompt in ids])
+        assert [completion.output_ids for (completion,) in groups] == ids and busy(world) == {0, 1}
+        for version in (1, 2):
+            (tmp_path / str(version)).mkdir()
+            (tmp_path / str(version) / "weights").write_text(str(version))
+            await given(samplers, tmp_path, version)
+        world.routers[0].hangs = True  # what is no generation needs no router
+        assert await samplers.versions() == ["2", "2"] and {server.weights for server in world.servers} == {"2"}
 
-    with_fake(model, tmp_path, work)
-
-
-def test_what_a_killed_sampler_was_asked_is_sent_again_and_another_one_takes_its_place(model, tmp_path):
-    async def work(samplers, servers, router):
-        undisturbed = await answers(samplers, 6)
-        step = asyncio.ensure_future(answers(samplers, 6))
-        await until_busy(servers[1].url)
-        os.kill(servers[1].pid, signal.SIGKILL)
-        assert await step == undisturbed
-        members = await samplers.members()  # waits for the one that is started again
-        assert samplers.num_restarts == 1 and router.num_restarts == 0
-        assert set(await router.replicas[0].client.servers()) == {member.server.url for member in members}
-        assert servers[1].url not in await router.replicas[0].client.servers()
-
-    with_fake(model, tmp_path, work)
+    play(tmp_path, scenario)
 
 
-def test_a_sampler_killed_while_all_are_paused_is_behind_the_router_before_they_continue(model, tmp_path):
-    async def work(samplers, servers, router):
-        undisturbed = await answers(samplers, 6)
-        step = asyncio.ensure_future(answers(samplers, 6))
-        await until_busy(servers[1].url)
-        async with samplers.paused(), asyncio.timeout(30):
-            os.kill(servers[1].pid, signal.SIGKILL)
-            while samplers.num_restarts == 0:
-                await asyncio.sleep(0.05)
-            members = await samplers.members()
-            while set(await router.replicas[0].client.servers()) != {member.server.url for member in members}:
-                await asyncio.sleep(0.05)
-        assert await step == undisturbed and router.num_restarts == 0
+@pytest.mark.parametrize("victims", [(1,), (0, 1)])
+def test_what_killed_samplers_were_asked_is_sent_again_and_others_take_their_places(tmp_path, victims):
+    async def scenario(world, samplers):
+        world.may_answer.clear()
+        tasks = asking(samplers, 6)
+        await until(lambda: busy(world) == {0, 1})
+        for number in victims:
+            world.servers[number].kill()
+        await until(lambda: samplers.num_restarts == len(victims))  # it is noticed while others are asked
+        world.may_answer.set()
+        assert await answered(tasks) == [[n] for n in range(6)]
+        await samplers.members()
+        assert await is_behind(world) and world.router.num_restarts == 0
 
-    with_fake(model, tmp_path, work, pause="in_place")
-
-
-def test_a_request_that_is_sent_again_has_another_rid_and_is_aborted_under_it(model, tmp_path):
-    seen = []
-
-    async def work(samplers, servers, router):
-        async def generate(requests):
-            seen.append(requests[0].rid)
-            if len(seen) == 1:
-                raise SamplerLost("the router died")
-            await asyncio.sleep(60)
-
-        async def abort(rid):
-            aborted.append(rid)
-
-        router.generate, aborted = generate, []
-        asking = asyncio.ensure_future(samplers.generate([Request(input_ids=[1], rid="mine")]))
-        while len(seen) < 2:
-            await asyncio.sleep(0.01)
-        for member in await samplers.members():
-            member.client.abort = abort
-        asking.cancel()
-        await samplers.abort("mine")
-        assert seen == ["mine", "mine-attempt-2"] and set(aborted) == {"mine-attempt-2"}
-
-    with_fake(model, tmp_path, work)
+    play(tmp_path, scenario)
 
 
-def test_a_sampler_that_ends_while_others_answer_is_noticed_and_replaced(model, tmp_path):
-    async def work(samplers, servers, router):
-        step = asyncio.ensure_future(answers(samplers, 6))
-        await until_busy(servers[0].url)
-        os.kill(servers[0].pid, signal.SIGKILL)
-        while samplers.num_restarts == 0:  # nobody asks it for anything
-            await asyncio.sleep(0.05)
-        await step
+def test_a_sampler_killed_while_all_are_paused_is_behind_the_router_before_they_continue(tmp_path):
+    async def scenario(world, samplers):
+        async with samplers.paused():
+            world.servers[1].kill()
+            await samplers.members()
+            assert samplers.num_restarts == 1
+            while not await is_behind(world):
+                await asyncio.sleep(0.01)
 
-    with_fake(model, tmp_path, work)
-
-
-def test_when_both_samplers_are_killed_it_is_waited_for_one(model, tmp_path):
-    async def work(samplers, servers, router):
-        undisturbed = await answers(samplers, 2)
-        for server in servers:
-            os.kill(server.pid, signal.SIGKILL)
-        assert await answers(samplers, 2) == undisturbed
-        assert await samplers.versions() == ["0", "0"] and samplers.num_restarts == 2
-
-    with_fake(model, tmp_path, work)
+    play(tmp_path, scenario, pause="in_place")
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_router_that_is_killed_or_hangs_is_started_again_with_its_servers(model, tmp_path, how):
-    async def work(samplers, servers, router):
-        undisturbed = await answers(samplers, 4)
-        step = asyncio.ensure_future(answers(samplers, 4))
-        await until_busy(servers[0].url)
-        os.kill(router.replicas[0].server.pid, how)
-        assert await step == undisturbed
-        assert router.num_restarts == 1 and samplers.num_restarts == 0
-        assert set(await router.replicas[0].client.servers()) == {server.url for server in servers}
+def test_a_request_that_is_sent_again_has_another_rid_and_is_aborted_under_it(tmp_path):
+    async def scenario(world, samplers):
+        world.may_answer.clear()
+        (task,) = asking(samplers, 1)
+        await until(lambda: busy(world))
+        (number,) = busy(world)
+        world.servers[number].kill()
+        await until(lambda: len(world.routers[0].sent) == 2)
+        aborted = []
+        for server in world.servers:
+            server.abort_request = lambda body: _noted(aborted, body)
+        task.cancel()
+        await samplers.members()
+        await samplers.abort("r0")
+        assert world.routers[0].sent == ["r0", "r0-attempt-2"]
+        assert {body["rid"] for body in aborted} == {"r0-attempt-2"}
 
-    with_fake(model, tmp_path, work, timeout_s=2.0)
+    play(tmp_path, scenario)
 
 
-def test_what_is_refused_is_not_sent_again_and_what_fails_again_and_again_ends(model, tmp_path):
-    async def work(samplers, servers, router):
-        sent = []
-        generate = router.generate
+async def _noted(notes, body):
+    notes.append(body)
+    return {}
 
-        async def counted(requests):
-            sent.append(requests)
-            return await generate(requests)
 
-        router.generate = counted
-        with pytest.raises(BadRequest):
-            await samplers.generate([Request(input_ids=[1] * 500)])
-        assert len(sent) == 1
+@pytest.mark.parametrize("how", ["killed", "hangs"])
+def test_a_router_that_is_killed_or_hangs_is_started_again_with_its_servers(tmp_path, how):
+    async def scenario(world, samplers):
+        world.may_answer.clear()
+        tasks = asking(samplers, 4)
+        await until(lambda: busy(world) == {0, 1})
+        if how == "killed":
+            world.routers[0].kill()
+        else:
+            world.routers[0].hangs = True
+        await until(lambda: world.router.num_restarts == 1)
+        world.may_answer.set()
+        assert await answered(tasks) == [[n] for n in range(4)]
+        assert samplers.num_restarts == 0 and await is_behind(world)
 
-        async def failing(requests):
-            raise SamplerLost("it ended with code 1")
+    play(tmp_path, scenario)
 
-        router.generate = failing
-        with pytest.raises(SamplerLost, match=r"failed 2 times behind the router.*code 1"):
-            await samplers.generate(requests(1))
 
-    with_fake(model, tmp_path, work, max_restarts=1)
+def test_what_is_refused_is_not_sent_again_and_what_fails_again_and_again_ends(tmp_path):
+    async def scenario(world, samplers):
+        for error, num_sent, reason in (
+            (BadRequest("no"), 1, "no"),
+            (SamplerLost("it ended with code 1"), 2, r"failed 2 times behind the router.*code 1"),
+        ):
+            sent = []
+
+            async def failing(requests, fleet, error=error, sent=sent):
+                sent.append(requests)
+                raise error
+
+            world.router.ask = failing
+            with pytest.raises(type(error), match=reason):
+                await samplers.generate([Request(input_ids=[1])])
+            assert len(sent) == num_sent
+
+    play(tmp_path, scenario, max_restarts=1)
 
 
 @pytest.mark.slow
@@ -278,7 +217,8 @@ def test_two_sglang_servers_behind_the_router_outlive_kills_and_have_the_right_w
         assert samplers.num_restarts == 1 and router.num_restarts == 1
         assert await versions_of_answers(samplers) == {"1"}
 
-    with_router(model, launch, launch_router, work)
+    router = Router(launch_router(), launch=launch_router, connect=RouterClient, health_every_s=0.2)
+    with_samplers(launch, model, lambda *both: work(*both, router), health_every_s=0.2, router=router)
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ MEMORY_TAGS: tuple[MemoryTag, ...] = ("weights", "kv_cache")
 
 
 class Lending:
-    """Of one stage; the samplers begin. ask: of the trainer's ranks."""
+    """Turns of one stage; the samplers begin. ask: of the trainer's ranks."""
 
     def __init__(self, samplers: Fleet, ask: Ask) -> None:
         self._samplers, self._ask = samplers, ask
@@ -92,7 +92,7 @@ async def resume_memory(samplers: Fleet, tags: Sequence[MemoryTag]) -> None:
 
 
 async def held_memory(samplers: Fleet) -> list[dict[str, int]]:
-    """What those that are up say that they hold (`SamplerClient.memory`). Who does not answer is met by others."""
+    """Bytes that the samplers which are up say they hold (`SamplerClient.memory`); none of one that does not answer."""
     asked = [replica.client.memory() for replica in samplers.replicas if replica.is_up]
     found = await asyncio.gather(*asked, return_exceptions=True)
     for error in found:

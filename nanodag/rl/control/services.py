@@ -1,4 +1,4 @@
-"""What the controller works with: the trainer's ranks, samplers, the reward pool. Started together. No torch."""
+"""Services of the controller: the trainer's ranks, samplers, the reward pool. Started together. No torch."""
 
 import asyncio
 import logging
@@ -18,7 +18,7 @@ from nanodag.engines.external import ExternalServers, Needed
 from nanodag.engines.fleet import Fleet
 from nanodag.engines.router import Router, RouterClient, start_router
 from nanodag.engines.sampler_node import SamplerNode
-from nanodag.engines.start import CONTEXT_RESERVE, ServerProcess, start_engine, start_engines
+from nanodag.engines.start import ServerProcess, cache_tokens, start_engine, start_engines
 from nanodag.errors import ConfigError
 from nanodag.errors.words import counted
 from nanodag.host.folders import PRIVATE
@@ -26,10 +26,9 @@ from nanodag.host.machine import visible_gpus
 from nanodag.host.ports import LOOPBACK, free_port, network_environment, own_address
 from nanodag.host.processor import numerics
 from nanodag.inference.addresses import parse_address
-from nanodag.inference.cache_size import token_bytes
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.engine_settings import EngineSettings
-from nanodag.inference.number_formats import DTYPES, width_of
+from nanodag.inference.number_formats import DTYPES
 from nanodag.inference.sglang_install import Device, find_python
 from nanodag.model.architecture import read_checkpoint
 from nanodag.rewards.reward_pool import RewardPool
@@ -241,18 +240,6 @@ class Services:
         return int(self._config.sampler.replicas) if self._has_samplers else 0
 
     @property
-    def _cache_tokens(self) -> int:
-        """Tokens that an SGLang server's cache holds."""
-        a, config = read_checkpoint(self._job.inputs["model"]).architecture, self._config.sampler
-        each = token_bytes(
-            num_layers=a.num_layers,
-            num_kv_heads=a.num_kv_heads,
-            head_width=a.head_dim,
-            element_bytes=width_of(config.precision),
-        )
-        return max(int(config.cache_bytes) // each, self.context + CONTEXT_RESERVE)
-
-    @property
     def _samples_each(self) -> int:
         """Samples that one of them decodes at once."""
         return -(-int(self._config.sampler.max_batch) // self.num_samplers)
@@ -288,7 +275,7 @@ class Services:
 
     @property
     def _has_router(self) -> bool:
-        """Whether sglang-router stands before the samplers: the embedded ones are shared out to by the stage."""
+        """True when sglang-router stands before the samplers: the embedded ones are shared out to by the stage."""
         config = self._config.sampler
         return config.engine == "sglang" and config.router and self.num_samplers > 1 and not config.has_others
 
@@ -328,15 +315,15 @@ class Services:
 
     def _engine_settings(self, number: int) -> EngineSettings:
         config = self._config.sampler
-        is_sglang = config.engine == "sglang"
+        dtype = DTYPES[config.precision]
         # It cannot empty its cache of prompts in the midst of requests, so keys and values would outlive their weights.
         defaults = {"disable_radix_cache": True} if self._config.weights.sync_mode == "in_place" else {}
         if self._config.placement == "shared" and self._device == "cuda":  # on a CPU SGLang has nothing to save it with
             defaults["enable_memory_saver"] = True
         return EngineSettings(
-            engine="sglang" if is_sglang else "embedded",  # derived
+            engine="sglang" if config.engine == "sglang" else "embedded",  # derived
             device=self._device,
-            dtype=DTYPES[config.precision],
+            dtype=dtype,
             max_batch=self._samples_each,
             context_length=self.context,
             gpus=self._gpus_of(number),
@@ -348,14 +335,16 @@ class Services:
             deterministic=bool(config.deterministic),
             python=config.python,
             tensor_parallel=config.tensor_parallel,
-            cache_tokens=self._cache_tokens if is_sglang else None,
+            cache_tokens=cache_tokens(
+                self._job.inputs["model"], cache_bytes=int(config.cache_bytes), dtype=dtype, context=self.context
+            ),
             # Of what is free then, on a GPU: all of it, as the cache is bounded, but for SGLang's graphs.
             memory_fraction=SGLANG_STATIC if self._device == "cuda" else float(config.memory_fraction),
             options={**defaults, **config.options},
         )
 
     def _node_of(self, number: int) -> SamplerNode | None:
-        """Where a sampler is started; None for here."""
+        """The node on which a sampler is started; None for this machine."""
         if not self._hosts:
             return None
         host = self._hosts[number // self._samplers_each]

@@ -332,7 +332,7 @@ class SharedSync(DistributedSync):
 
 
 def is_here(client: SamplerClient) -> bool:
-    """Whether a sampler answers on loopback, so that it sees the folders of this machine."""
+    """True when a sampler answers on loopback, so that it sees the folders of this machine."""
     host = urlsplit(client.url).hostname or ""
     with suppress(ValueError):  # a name
         return ipaddress.ip_address(host).is_loopback

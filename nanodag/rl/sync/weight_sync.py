@@ -29,7 +29,7 @@ Ask = Callable[..., Awaitable[list[dict[str, Any]]]]
 
 
 class SyncCosts:
-    """What syncs have cost since it was asked last."""
+    """Costs of syncs since they were asked for last."""
 
     def __init__(self) -> None:
         self._noted: list[tuple[int, float, float]] = []
@@ -121,7 +121,7 @@ async def check_versions(samplers: Fleet, version: int) -> None:
 
 
 async def verified(samplers: Fleet, version: int, expected: Mapping[str, str]) -> str:
-    """What was verified, for a message; "" where there is nothing to compare with. Raises SamplerError, with the names
+    """Words on what was verified; "" where there is nothing to compare with. Raises SamplerError, with the names
     of tensors, when a sampler holds others than the trainer gave away."""
     if not expected:
         return ""
@@ -138,7 +138,7 @@ async def verified(samplers: Fleet, version: int, expected: Mapping[str, str]) -
 
 
 def differing(expected: Mapping[str, str], held: Mapping[str, str]) -> list[str]:
-    """What is wrong with each tensor that differs, is missing or was never given away; by name."""
+    """Fault of each tensor that differs, is missing or was never given away; by name."""
     return [
         f"{name} has fingerprint {held.get(name, 'none')} instead of {expected.get(name, 'none')}"
         for name in sorted({*expected, *held})
