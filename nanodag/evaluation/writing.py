@@ -105,8 +105,8 @@ def start_sampler(settings: SamplerSettings, *, context: int, flops: float) -> A
 
 
 def replicas_for(settings: SamplerSettings, flops: float) -> int:
-    """Number of samplers of a benchmark: one for each GPU, or tensor_parallel of them, that this process may use; on a CPU
-    as the config says; and of embedded ones none that would cost more to start than it computes."""
+    """Number of samplers of a benchmark: one for each GPU, or tensor_parallel of them, that this process may use; on a
+    CPU as the config says; and of embedded ones none that would cost more to start than it computes."""
     most = int(settings.config.replicas)
     if settings.device == "cuda":
         most = min(most, len(visible_gpus()) // settings.config.tensor_parallel)
