@@ -375,6 +375,8 @@ class Fleet(Roster):
             await self._router.disconnect()
 
     async def end(self) -> None:
-        """End them all, and the connections to them."""
+        """End them all, also one that is just being started, and the connections to them."""
         self.close()
+        starting = [replica.restart for replica in self.replicas if replica.restart is not None and replica.is_awaited]
+        await asyncio.gather(*starting, return_exceptions=True)
         await self.disconnect()

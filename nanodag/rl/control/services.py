@@ -265,13 +265,16 @@ class Services:
         )
 
     def _connect(self, url: str, token: str | None = None) -> SamplerClient:
-        return SamplerClient(
-            url,
-            token=self._token if token is None else token,
-            request_timeout_s=self._config.sampler.request_timeout_s,
-            vocab_size=self.model.vocab_size,
-            context_length=self.context,
-        )
+        return SamplerClient(url, token=self._token if token is None else token, **self._limits)
+
+    @property
+    def _limits(self) -> dict[str, Any]:
+        """Limits of a client."""
+        return {
+            "request_timeout_s": self._config.sampler.request_timeout_s,
+            "vocab_size": self.model.vocab_size,
+            "context_length": self.context,
+        }
 
     @property
     def _has_router(self) -> bool:
@@ -283,13 +286,7 @@ class Services:
         return Router(
             server,
             launch=self._launch_router,
-            connect=lambda url: RouterClient(
-                url,
-                token=self._token,
-                request_timeout_s=self._config.sampler.request_timeout_s,
-                vocab_size=self.model.vocab_size,
-                context_length=self.context,
-            ),
+            connect=lambda url: RouterClient(url, token=self._token, **self._limits),
             max_restarts=self._config.sampler.max_restarts,
             health_timeout_s=self._config.sampler.health_timeout_s,
         )
