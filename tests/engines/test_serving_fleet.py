@@ -1,13 +1,14 @@
 """A fleet that serves: engines that die are started again for ever, nobody waits for one, weights come one by one."""
 
 import asyncio
+import contextlib
 import threading
 
 import pytest
 
 from nanodag.engines import replica
 from nanodag.errors import SamplerError, SamplerLost
-from nanodag.inference.protocol import Request
+from nanodag.inference.protocol import Completion, Request
 from tests.engines.fake_samplers import PATIENCE_S, World, write_weights
 from tests.engines.foreign import until
 
@@ -115,3 +116,32 @@ def test_weights_that_an_engine_refuses_or_fails_at_and_those_of_another_shape_l
             assert await version_of(fleet) == "0"
 
     play(scenario)
+
+
+@pytest.mark.parametrize(("num_told", "asked"), [(0, [0, 1]), (1, [0])])
+def test_a_stream_is_asked_of_another_engine_only_as_long_as_nothing_was_told(play, num_told, asked):
+    async def scenario(world, fleet):
+        part = Completion(
+            rid="x", output_ids=[1], logprobs=[], finish_reason=None, weight_version="0", weight_versions=[],
+            num_prompt_tokens=1,
+        )  # fmt: skip
+        told, numbers = [], []
+
+        def stream_of(number):
+            async def stream(request):
+                numbers.append(number)
+                for _ in range(num_told or number):
+                    yield part
+                if number == 0:
+                    raise SamplerLost("gone")
+
+            return stream
+
+        for number, one in enumerate(fleet.replicas):
+            one.client.stream = stream_of(number)
+        with pytest.raises(SamplerLost, match="gone") if num_told else contextlib.nullcontext():
+            async for completion in fleet.answer(Request(input_ids=[1]), stream=True):
+                told.append(completion)
+        assert told == [part] and numbers == asked and fleet.load == 0
+
+    play(scenario, size=2)
