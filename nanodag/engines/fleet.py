@@ -362,7 +362,7 @@ class Fleet(Roster):
         if self._router is not None:
             self._router.disarrange()
             with suppress(SamplerLost):  # whoever generates next meets it
-                await self._router.arrange(self)
+                await self._router.with_servers_of(self)
 
     def close(self) -> None:
         if self._router is not None:

@@ -144,11 +144,10 @@ class Roster:
             replica = ExternalReplica(len(self.replicas), url, self._external)
             self.replicas.append(replica)
             replica.begin(self._come_back(replica))
-        for replica in self.up if self._may_give.is_set() else ():
-            if not replica.is_named:
-                log.info("%s is no longer named: it gets no more prompts.", replica.name)
-                replica.is_here = False
-                replica.begin(self._come_back(replica, is_well=True))
+        for unnamed in [replica for replica in self.up if self._may_give.is_set() and not replica.is_named]:
+            log.info("%s is no longer named: it gets no more prompts.", unnamed.name)
+            unnamed.is_here = False
+            unnamed.begin(self._come_back(unnamed, is_well=True))
 
     async def all_tried(self) -> None:
         """Wait, at first, until each external server that is named has been tried."""

@@ -177,7 +177,7 @@ class Router(Roster):
 
     async def ask(self, requests: Sequence[Request], fleet: Roster) -> list[list[Completion]]:
         """The same once. Raises SamplerError when the router or a server behind it fails."""
-        client = await self.arrange(fleet)
+        client = await self.with_servers_of(fleet)
         asked = asyncio.gather(*(client.generate([request]) for request in requests))
         return [group for (group,) in await self.replicas[0].watched(asked)]
 
@@ -185,7 +185,7 @@ class Router(Roster):
         """Note that the servers are others now, or that the router may be gone."""
         self._is_arranged = False
 
-    async def arrange(self, fleet: Roster) -> RouterClient:
+    async def with_servers_of(self, fleet: Roster) -> RouterClient:
         """Have it run, with a fleet's servers behind it and no others. Raises SamplerLost when that cannot be."""
         async with self._lock:
             while True:

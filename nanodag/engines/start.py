@@ -16,11 +16,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Protocol, Self, TypeVar
 
 import httpx
 
 from nanodag.children.child import Child, start_child
+from nanodag.engines.watch import ChildServer
 from nanodag.errors import SamplerLost
 from nanodag.host.ports import LOOPBACK, free_port, network_environment
 from nanodag.host.processor import SHAPE_CACHES
@@ -33,6 +34,8 @@ from nanodag.inference.server_variables import PARENT_VARIABLE, TOKEN_VARIABLE, 
 from nanodag.inference.sglang_install import Device, find_python
 from nanodag.inference.sglang_options import Option, arguments
 from nanodag.model.architecture import read_checkpoint
+
+Server = TypeVar("Server", bound=ChildServer)
 
 POLL_S = 0.02
 SHIM = Path(__file__).with_name("sglang_shim.py")
@@ -141,7 +144,7 @@ def start_engine(
     return server
 
 
-async def start_engines(start: Callable[[int], ServerProcess], count: int) -> list[ServerProcess]:
+async def start_engines(start: Callable[[int], Server], count: int) -> list[Server]:
     """Start several at once, each by its number; all of them are ended again where one does not start."""
     starting = (in_thread(partial(start, number)) for number in range(count))
     started = await asyncio.gather(*starting, return_exceptions=True)
