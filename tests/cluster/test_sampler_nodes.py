@@ -91,11 +91,10 @@ def test_a_sampler_of_another_node_has_started_when_it_is_reached_from_here(tmp_
     class Away:
         """It says by a file that its sampler is there, which nothing reaches for a while."""
 
-        host, folder = "there", tmp_path
+        host = "there"
 
         def spawn(self, command, *, log_path, env, token):
-            (ready,) = [word.partition("=")[2] for word in command if word.startswith("--ready-file=")]
-            Path(ready).write_text(json.dumps({"port": port}))
+            Path(json.loads(command[-1])["ready_file"]).write_text(json.dumps({"port": port}))
             threading.Thread(target=link, daemon=True).start()
             return ServerProcess(subprocess.Popen(["sleep", "60"]), "", log_path)
 

@@ -460,9 +460,9 @@ def test_two_replicas_write_what_one_does(models, monkeypatch, kind):
         assert both._sampler.num_replicas == 2
         assert seen == [(done, 16) for done in range(1, 17)]
     finally:
-        servers = both._sampler._servers
+        replicas = both._sampler.fleet.replicas
         both.close()
-    assert len(servers) == 2 and not any(server.is_alive for server in servers)
+    assert len(replicas) == 2 and not any(replica.server.is_alive for replica in replicas)
 
 
 def test_progress_reaches_the_end(run, model_folder):
