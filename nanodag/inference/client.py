@@ -19,7 +19,7 @@ import aiohttp
 from pydantic_core import from_json
 
 from nanodag.errors import BadRequest, NanodagError, SamplerError, SamplerLost
-from nanodag.inference.feed import FeedReader, lines
+from nanodag.inference.multiplexed_stream import FeedReader, lines
 from nanodag.inference.protocol import (
     Completion,
     MemoryTag,

@@ -19,7 +19,7 @@ from nanodag.engines.start import start_engine
 from nanodag.errors import BadRequest, SamplerError, SamplerLost
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.engine_settings import EngineSettings
-from nanodag.inference.feed import FeedReader
+from nanodag.inference.multiplexed_stream import FeedReader
 from nanodag.inference.protocol import Request, SamplingParams
 from nanodag.sampler.engine import Engine
 from nanodag.sampler.generation_server import SamplerServer

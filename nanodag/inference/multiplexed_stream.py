@@ -1,4 +1,4 @@
-"""The streams of one client of an embedded sampler, over one connection: see `sampler/feeds.py`."""
+"""The streams of one client of an embedded sampler, over one connection: see `sampler/multiplexed_stream.py`."""
 
 import asyncio
 import uuid
@@ -30,7 +30,7 @@ class FeedReader:
         self._ending: set[asyncio.Task[None]] = set()
 
     async def stream(self, rid: str, body: dict[str, Any]) -> AsyncGenerator[Completion, None]:
-        """What comes of a request, as it grows: each item is all of it so far. To close it ends the request. Raises
+        """Parts of a sample, as it grows: each item is all of it so far. To close it ends the request. Raises
         SamplerLost where the feed ends first, or is silent."""
         await self._be_open()
         told = self._told[rid] = asyncio.Queue()

@@ -22,7 +22,7 @@ from nanodag.sampler.in_flight import Traffic, body_of
 
 
 class Feed:
-    """What is to be told over one connection. It lives in the event loop."""
+    """Events that are to be told over one connection. It lives in the event loop."""
 
     def __init__(self) -> None:
         self.rids: set[str] = set()
@@ -45,7 +45,7 @@ class Feed:
         self._has_letters.set()
 
     async def letters(self) -> list[Completion]:
-        """What came since this was asked last, and at least one."""
+        """Events since this was asked last, and at least one."""
         await self._has_letters.wait()
         self._has_letters.clear()
         letters, self._letters = self._letters, []
