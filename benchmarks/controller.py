@@ -34,19 +34,18 @@ from nanodag.data.config import SourceConfig
 from nanodag.data.mixture import Mixture
 from nanodag.engines.fleet import Fleet
 from nanodag.errors import SamplerLost
-from nanodag.host.gc_tuning import collect_rarely
+from nanodag.host.process_memory import collect_rarely
 from nanodag.inference import client as client_module
 from nanodag.inference.client import SamplerClient
 from nanodag.rewards.reward_pool import RewardPool
-from nanodag.rl.control import generation as generation_module
 from nanodag.rl.control.generation import RolloutGenerator
 from nanodag.rl.control.pool import RolloutPool
 from nanodag.rl.control.step_records import Records
-from nanodag.rl.rollouts.batch import RolloutBatch
+from nanodag.rl.rollouts import segments as segments_module
+from nanodag.rl.rollouts.batch import RolloutBatch, staleness_metrics, without_stale
 from nanodag.rl.rollouts.metrics import rollout_metrics
 from nanodag.rl.rollouts.prompts import PromptCursor, read_ledger
 from nanodag.rl.rollouts.rollout import read_rollouts
-from nanodag.rl.rollouts.staleness import staleness_metrics, without_stale
 from nanodag.rl.trainer.rows import pack
 from nanodag.worker.job import Job
 
@@ -243,7 +242,7 @@ def measure(chosen: argparse.Namespace) -> bool:
     parts = Parts()
     parts.wrap(client_module, "from_json", "JSON of answers")
     parts.wrap(client_module, "completion_from_wire", "completions")
-    parts.wrap(generation_module, "rollouts_from", "rollouts")
+    parts.wrap(segments_module, "rollouts_from", "rollouts")
     with tempfile.TemporaryDirectory() as folder:
         stage = Stage(Path(folder), chosen, parts)
         profile = cProfile.Profile() if chosen.profile else None

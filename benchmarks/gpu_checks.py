@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +47,18 @@ def documents(device: Any, folder: Path) -> dict[str, Any]:
 
 def responses(device: Any, folder: Path) -> dict[str, Any]:
     """Attention of responses that share a prompt."""
-    from nanodag.model.group_attention import group_attention
+    from nanodag.model.attention import group_attention
 
     row = _row()
     return _compared(device, 1, row.num_tokens, lambda here, dtype: group_attention(row))
+
+
+def window(device: Any, folder: Path) -> dict[str, Any]:
+    """Attention of such responses through a sliding window."""
+    from nanodag.model.attention import group_attention
+
+    row = _row()
+    return _compared(device, 1, row.num_tokens, lambda here, dtype: partial(group_attention(row), window=100))
 
 
 def _row() -> Any:
@@ -117,7 +126,7 @@ def waits(device: Any, folder: Path) -> dict[str, Any]:
 
     from benchmarks.gpu_parts import model_folder
     from nanodag.config.kinds.rl import RLStage
-    from nanodag.rl.losses.aggregation import Totals
+    from nanodag.rl.losses import Totals
     from nanodag.rl.trainer.policy import load_policy, to_row
     from nanodag.rl.trainer.update import PolicyObjective, Scored
 
@@ -150,6 +159,7 @@ CHECKS: dict[str, Callable[[Any, Path], dict[str, Any]]] = {
     "measured_peak_teraflops": measured_peak,
     "documents": documents,
     "responses": responses,
+    "window": window,
     "head": head,
     "waits": waits,
 }

@@ -99,8 +99,8 @@ def of_ours(given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
     from nanodag import registry as entries
     from nanodag.config.kinds.rl import RLStage
-    from nanodag.rl.losses.aggregation import Totals
-    from nanodag.rl.rollouts.shaping import with_overlong_penalty
+    from nanodag.rl.losses import Totals
+    from nanodag.rl.rollouts.filters import with_overlong_penalty
     from nanodag.rl.trainer.update import PolicyObjective, Scored
 
     tensors = {name: torch.from_numpy(array) for name, array in given.items()}
@@ -143,9 +143,8 @@ def _of_critic(tensors: dict[str, Any], row: Any, real: Any) -> dict[str, np.nda
     """Whitened advantages and returns of gae, the value loss and its gradient, as the trainer's critic has them."""
     import torch
 
-    from nanodag.rl.advantages.gae import gae, reward_of_last
-    from nanodag.rl.losses.value_loss import value_loss
-    from nanodag.rl.trainer.critic import whitened
+    from nanodag.rl.advantages import gae, reward_of_last
+    from nanodag.rl.trainer.critic import value_loss, whitened
 
     rewards = reward_of_last(tensors["rewards"].double(), row.mask, row.sequence_ids)
     advantages, returns = gae(

@@ -36,9 +36,8 @@ from nanodag.rewards.reward_pool import SampleReward
 from nanodag.rl.control.generation import RolloutGenerator
 from nanodag.rl.control.pool import pool_of
 from nanodag.rl.control.schedule import Position, Schedule
-from nanodag.rl.rollouts.batch import RolloutBatch
+from nanodag.rl.rollouts.batch import RolloutBatch, staleness_metrics, without_stale
 from nanodag.rl.rollouts.prompts import PromptCursor
-from nanodag.rl.rollouts.staleness import staleness_metrics, without_stale
 
 STOP = 0
 MEAN, LONGEST = 100, 1000

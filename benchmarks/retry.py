@@ -18,7 +18,8 @@ import psutil
 
 from nanodag.config import resolve
 from nanodag.run.record import pipeline_file, store_of
-from nanodag.server.local_server import FINAL_STATES, Api, RunningServer, server_of
+from nanodag.server.local_server import RunningServer, server_of
+from nanodag.server.prefect_api import FINAL_STATES, Api
 from nanodag.store import Store
 
 STAGE = "pretrain"

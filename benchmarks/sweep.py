@@ -17,7 +17,7 @@ from typing import Any
 from nanodag.host.folders import PROJECT
 from nanodag.run.build_stage import key_of
 from nanodag.run.record import Run, StageResult, result_of
-from nanodag.sweep.begin import begin_sweep, find_built
+from nanodag.sweep.sweep_run import begin_sweep, find_built
 
 FACTS: dict[str, Any] = {"config": {}, "lineage": {}, "sources": {}, "metrics": {}, "cost": {}, "environment": {}}
 

@@ -1,4 +1,4 @@
-"""What the flows' deployments are called, and which runs and stages the form of `run-stage` offers."""
+"""Names of the flows' deployments, and the runs and stages that the form of `run-stage` offers."""
 
 import logging
 from typing import Any

@@ -9,23 +9,19 @@ import hashlib
 from datetime import datetime
 from typing import Any
 
-from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import DeploymentScheduleCreate
 from prefect.client.schemas.schedules import CronSchedule
 from prefect.runtime import flow_run
 from prefect.states import Completed, Failed, State
-from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows.deployments import find
 from nanodag.config import resolve
 from nanodag.nightly.findings import NightFindings
-from nanodag.nightly.nights import Skipped, begin_night, check_night
-from nanodag.nightly.switch import cron_of
+from nanodag.nightly.nights import Skipped, begin_night, check_night, cron_of
 from nanodag.run.record import pipeline_file
 from tasks.nightly import evaluated, nothing_got_worse, start_evals, trend
-from tasks.notify import tell
-from tasks.stage_task import ending, outcome, own_flow_run, with_reason
+from tasks.stage_task import ending, flow_of_stages, outcome, own_flow_run
 
 
 def _flow_run_name() -> str:
@@ -33,14 +29,7 @@ def _flow_run_name() -> str:
     return str(parameters.get("name") or f"nightly {flow_run.scheduled_start_time or datetime.now():%Y-%m-%d %H:%M}")
 
 
-@flow(
-    name="nightly_eval",
-    flow_run_name=_flow_run_name,
-    task_runner=ThreadPoolTaskRunner(max_workers=64),
-    on_failure=[tell],
-    on_crashed=[tell],
-)
-@with_reason
+@flow_of_stages(flow_run_name=_flow_run_name)
 def nightly_eval(
     name: str = "", preset: str = "auto", overrides: tuple[str, ...] = (), file: str = "", by_schedule: bool = False
 ) -> State[Any]:
@@ -76,7 +65,7 @@ def nightly_eval(
 
 
 def schedule() -> dict[str, Any]:
-    """What the deployment is made with: the schedule of the pipeline that is served.
+    """Settings of the deployment: the schedule of the pipeline that is served.
 
     How it was switched since, by `nanodag nightly on` or in the UI, is kept as long as that pipeline's `nightly`
     section, which the deployment's version stands for, is the same.

@@ -8,22 +8,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.states import State
-from prefect.task_runners import ThreadPoolTaskRunner
 
 from nanodag.run.record import Run, StageResult, join_run
 from nanodag.store import Store
-from tasks.stage_task import outcome, own_flow_run, submit, with_reason
+from tasks.stage_task import flow_of_stages, outcome, own_flow_run, submit
 
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 5.0
 
 
-@flow(name="pool_stage", flow_run_name="{run}-{stage}", task_runner=ThreadPoolTaskRunner(max_workers=2))
-@with_reason
+@flow_of_stages(flow_run_name="{run}-{stage}", is_told=False)
 def pool_stage(
     run: str,
     stage: str,

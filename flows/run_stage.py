@@ -1,22 +1,12 @@
 """One stage of a run, alone: on what the run's record says its inputs are."""
 
-from prefect import flow
 from prefect.states import State
-from prefect.task_runners import ThreadPoolTaskRunner
 
-from tasks.notify import tell
 from tasks.run_summary import concluded
-from tasks.stage_task import begin_again, ending, inputs_of, outcome, submit, with_reason
+from tasks.stage_task import begin_again, ending, flow_of_stages, inputs_of, outcome, submit
 
 
-@flow(
-    name="run_stage",
-    flow_run_name="{name}-{stage}",
-    task_runner=ThreadPoolTaskRunner(max_workers=2),
-    on_failure=[tell],
-    on_crashed=[tell],
-)
-@with_reason
+@flow_of_stages(flow_run_name="{name}-{stage}")
 def run_stage(name: str, stage: str, overrides: tuple[str, ...] = (), force: bool = False) -> State:
     """Run one stage of a run whose inputs are there already.
 

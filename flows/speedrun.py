@@ -9,24 +9,15 @@ The DAG is a table in pipeline.yaml; what is drawn here is the one that comes wi
 
 from typing import Literal
 
-from prefect import flow
 from prefect.states import State
-from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows.deployments import offer_runs
-from tasks.notify import tell
+from nanodag.run.record import open_run
 from tasks.run_summary import concluded
-from tasks.stage_task import begin, begin_again, ending, inputs_of, outcome, submit, with_reason
+from tasks.stage_task import begin_again, ending, flow_of_stages, inputs_of, outcome, own_flow_run, submit
 
 
-@flow(
-    name="speedrun",
-    flow_run_name="{name}",
-    task_runner=ThreadPoolTaskRunner(max_workers=64),
-    on_failure=[tell],
-    on_crashed=[tell],
-)
-@with_reason
+@flow_of_stages(flow_run_name="{name}")
 def speedrun(
     name: str,
     preset: str = "auto",
@@ -51,7 +42,9 @@ def speedrun(
     if begin_at or stale == "only":
         run = begin_again(name, begin_at=begin_at, stale=stale == "only", overrides=overrides)
     else:
-        run = begin(name, file=file, preset=preset, overrides=overrides, keeps_stale=stale == "keep" and not force)
+        keeps_stale = stale == "keep" and not force
+        asked = {"file": file, "preset": preset, "overrides": overrides, "keeps_stale": keeps_stale}
+        run = open_run(name, **asked, flow_run=own_flow_run())
     futures = {}
     with ending(run):
         offer_runs(run.store)

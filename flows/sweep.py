@@ -6,25 +6,15 @@ tokenizer ─> pretrain ─> sft-1 ─> eval_sft-1 ┐
 
 from typing import Any
 
-from prefect import flow
 from prefect.states import Completed, Failed, State
-from prefect.task_runners import ThreadPoolTaskRunner
 
 from nanodag.errors.words import counted
-from nanodag.sweep.begin import begin_sweep, find_built
-from tasks.notify import tell
-from tasks.stage_task import ending, outcome, own_flow_run, with_reason
+from nanodag.sweep.sweep_run import begin_sweep, find_built
+from tasks.stage_task import ending, flow_of_stages, outcome, own_flow_run
 from tasks.sweep import build_missing, comparison
 
 
-@flow(
-    name="sweep",
-    flow_run_name="{name}",
-    task_runner=ThreadPoolTaskRunner(max_workers=64),
-    on_failure=[tell],
-    on_crashed=[tell],
-)
-@with_reason
+@flow_of_stages(flow_run_name="{name}")
 def sweep(
     name: str,
     grid: tuple[str, ...] = (),

@@ -2,7 +2,7 @@
 
 An entry is a function, or a class whose objects are called like one. `@entry(kind, name, ...)` above it gives it its
 name and its traits; its options are the keyword-only parameters of its signature. Both are read from the source, so
-that a config is checked without importing torch: a new entry is one function in one file below ROOMS.
+that a config is checked without importing torch: a new entry is one function in one file of ROOMS.
 
 A config names one of ours (`grpo`), a user's own by import path (`my_package.module:function`), or one made from an
 argument (`remote:http://...`). The same contract holds for all; tests/rl/test_contracts.py runs over ours.
@@ -23,8 +23,11 @@ from nanodag.own_code.functions import function_at
 from nanodag.own_code.user_frame import with_place
 
 KINDS = ("advantage", "policy_loss", "aggregation", "kl", "correction", "reward", "generate", "filter", "optimizer")
-# Folders of this package that hold entries.
-ROOMS = ("rewards", "rl/advantages", "rl/losses", "rl/rollouts", "rl/environments", "train/optimizers")
+# Files of this package that hold entries.
+ROOMS = (
+    *("rewards/**/*.py", "rl/advantages.py", "rl/losses.py", "rl/rollouts/**/*.py", "rl/environments/**/*.py"),
+    "train/optimizers/**/*.py",
+)
 REQUIRED = "required"
 EXAMPLES = "nanodag.rl.environments.examples."  # what is named from there is ours
 NAMED = "named"  # the keyword by which a `generate` that takes an argument gets it; it is no option
@@ -50,6 +53,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "Sequence[str]": (list, tuple),
 }
 _IN_WORDS = {"Sequence[str]": "a list of texts"}
+_EXAMPLES = {"int": "4", "bool": "true", "str": "TEXT", "Sequence[str]": "[python, agent.py]"}  # others: 0.5
 
 F = TypeVar("F", bound=Callable[..., Any])
 Argument = Literal["", "url", "function", "module", "folder", "file"]
@@ -138,7 +142,7 @@ def optimizer_named(name: str) -> OptimizerEntry:
 def _shipped() -> dict[str, dict[str, Entry]]:
     package = Path(__file__).parent
     entries: dict[str, dict[str, Entry]] = {kind: {} for kind in KINDS}
-    for file in sorted(path for room in ROOMS for path in (package / room).rglob("*.py")):
+    for file in sorted(path for room in ROOMS for path in package.glob(room)):
         text = file.read_text(encoding="utf-8")
         if "\n@entry(" not in text:
             continue
@@ -306,15 +310,18 @@ def _check_options(kind: str, name: str, options: Mapping[str, Any], takes: Mapp
     if unknown := sorted(options.keys() - takes.keys()):
         raise ConfigError(_wrong_options(kind, name, f"has no option {unknown[0]!r}", takes))
     if missing := sorted(key for key, option in takes.items() if option.default == REQUIRED and key not in options):
-        raise ConfigError(_wrong_options(kind, name, f"needs the option {missing[0]!r}", takes))
+        raise ConfigError(_wrong_options(kind, name, f"needs the option {missing[0]!r}", takes, missing[0]))
     for key, value in options.items():
         if not takes[key].fits(value):
             words = _IN_WORDS.get(takes[key].type, takes[key].type)
-            raise ConfigError(_wrong_options(kind, name, f"takes {key} as {words}, not {value!r:.80}", takes))
+            raise ConfigError(_wrong_options(kind, name, f"takes {key} as {words}, not {value!r:.80}", takes, key))
 
 
-def _wrong_options(kind: str, name: str, what: str, takes: Mapping[str, Option]) -> str:
-    example = f", as in {{name: {name}, options: {{{min(takes)}: 0.5}}}}" if takes else ""
+def _wrong_options(kind: str, name: str, what: str, takes: Mapping[str, Option], option: str = "") -> str:
+    """option: that the example is of; the first one unless given."""
+    option = option or min(takes, default="")
+    value = _EXAMPLES.get(takes[option].type, "0.5") if option else ""
+    example = f", as in {{name: {name}, options: {{{option}: {value}}}}}" if option else ""
     return f"The {_said(kind)} {name!r} {what}; it takes {listed(sorted(takes)) if takes else 'no options'}{example}."
 
 
@@ -327,15 +334,14 @@ def _is_path(name: str) -> bool:
     return function.isidentifier() and all(part.isidentifier() for part in module.split("."))
 
 
-def _check_argument(kind: str, prefix: str, wanted: Argument, argument: str) -> None:
-    what = f"The {kind} {prefix}:{argument} needs"
-    if wanted == "url" and not argument.startswith(("http://", "https://")):
-        raise ConfigError(f"{what} a URL that begins with http:// or https://.")
-    if wanted == "function" and not _is_path(argument):
-        raise ConfigError(f"{what} a function as {prefix}:package.module:function.")
-    if wanted == "module" and not MODULE_NAME.fullmatch(argument):
-        raise ConfigError(f"{what} a module as {prefix}:my_module.")
-    if wanted == "folder" and not argument.startswith("/"):
-        raise ConfigError(f"{what} the absolute path of a Hugging Face directory.")
-    if wanted == "file" and not argument.startswith("/"):
-        raise ConfigError(f"{what} the absolute path of a file.")
+def _check_argument(kind: str, prefix: str, form: Argument, argument: str) -> None:
+    is_right, words = {
+        "": (True, ""),
+        "url": (argument.startswith(("http://", "https://")), "a URL that begins with http:// or https://"),
+        "function": (_is_path(argument), f"a function as {prefix}:package.module:function"),
+        "module": (MODULE_NAME.fullmatch(argument), f"a module as {prefix}:my_module"),
+        "folder": (argument.startswith("/"), "the absolute path of a Hugging Face directory"),
+        "file": (argument.startswith("/"), "the absolute path of a file"),
+    }[form]
+    if not is_right:
+        raise ConfigError(f"The {kind} {prefix}:{argument} needs {words}.")

@@ -1,1 +1,1 @@
-"""What Prefect sees of the stages (tasks/stage_task.py), nights and sweeps."""
+"""Prefect's view of the stages (tasks/stage_task.py), nights and sweeps."""

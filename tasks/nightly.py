@@ -1,4 +1,4 @@
-"""What a night does: its evals, the trend page and the verdict."""
+"""Tasks of a night: its evals, the trend page and the verdict."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -35,7 +35,6 @@ def start_evals(night: Night) -> dict[str, PrefectFuture[StageResult]]:
 
 
 def evaluated(night: Night, futures: Mapping[str, PrefectFuture[StageResult]]) -> dict[str, StageResult]:
-    """The results of the evals that succeeded."""
     evals = [stage for subject in night.subjects for stage in subject.evals if stage in futures]
     return {stage: futures[stage].result() for stage in evals if futures[stage].state.is_completed()}
 

@@ -80,7 +80,7 @@ def _template(client: SyncPrefectClient, pool: str) -> dict[str, Any]:
 
 
 def _environment(template: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """The job variable `env` with the heartbeat that flows/crashed.py waits for, where the pool's template offers it.
+    """The job variable `env` with the heartbeat that flows/serve.py waits for, where the pool's template offers it.
 
     A worker that was started without it tells Prefect every 180 s only that its stage runs: the stage would be marked
     as lost while it trains. What the template itself says is kept.

@@ -1,4 +1,4 @@
-"""What a run has come to, where its flow run is looked at."""
+"""Summary of a run, where its flow run is looked at."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from nanodag.run.stale_stages import advice, stale_stages
 
 
 def concluded(run: Run, state: State[Any]) -> State[Any]:
-    """How a flow ends, with what is stale now in its message; an artifact has scores, changes, warnings and stages."""
+    """End of a flow, with what is stale now in its message; an artifact has scores, changes, warnings and stages."""
     # They compare and render: a flow's start need not wait for what that takes.
     from nanodag.report.page import to_markdown
     from nanodag.report.summary import summary_of, summary_report

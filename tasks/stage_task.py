@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
-from prefect import get_run_logger, task
+from prefect import Flow, flow, get_run_logger, task
 from prefect.artifacts import create_markdown_artifact, create_progress_artifact, update_progress_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
@@ -26,6 +26,7 @@ from prefect.client.schemas.objects import TaskRun
 from prefect.futures import PrefectFuture
 from prefect.runtime import deployment, flow_run
 from prefect.states import Cancelled, Completed, Failed, State
+from prefect.task_runners import ThreadPoolTaskRunner
 from prefect.tasks import Task
 
 from nanodag.children.tree import end_with_parent
@@ -38,6 +39,7 @@ from nanodag.run.build_stage import build_stage
 from nanodag.run.record import Run, StageResult, open_run, recorded_inputs, recorded_run, served_store
 from nanodag.worker import logs
 from nanodag.worker.respawn import SERVING
+from tasks.notify import tell
 from tasks.pool import build_in_pool
 
 PROGRESS_EVERY_S = 2.0
@@ -52,17 +54,23 @@ def may_pass(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool
     return isinstance(state.result(raise_on_failure=False), _PASSING)
 
 
-def with_reason(body: Callable[..., State[Any]]) -> Callable[..., State[Any]]:
-    """A flow's body that ends as Failed with the reason alone, where Prefect would put words and a class before it."""
+def flow_of_stages(*, flow_run_name: str | Callable[[], str], is_told: bool = True) -> Callable[..., Any]:
+    """Make a flow of a function, by its name, whose stages run side by side. It ends as Failed with an error's reason
+    alone, where Prefect would put words and a class before it. is_told: that it failed is told to `notify.webhook`."""
 
-    @functools.wraps(body)
-    def run(*args: Any, **kwargs: Any) -> State[Any]:
-        try:
-            return body(*args, **kwargs)
-        except NanodagError as error:
-            return Failed(message=str(error), data=error)
+    def made(body: Callable[..., State[Any]]) -> Flow[..., State[Any]]:
+        @functools.wraps(body)
+        def run(*args: Any, **kwargs: Any) -> State[Any]:
+            try:
+                return body(*args, **kwargs)
+            except NanodagError as error:
+                return Failed(message=str(error), data=error)
 
-    return run
+        hooks = {"on_failure": [tell], "on_crashed": [tell]} if is_told else {}
+        runner = ThreadPoolTaskRunner(max_workers=64)
+        return flow(run, name=body.__name__, flow_run_name=flow_run_name, task_runner=runner, **hooks)
+
+    return made
 
 
 def submit(
@@ -88,27 +96,28 @@ def task_of(kind: str) -> Task[..., Any]:
         retry_condition_fn=may_pass,
     )
     def stage(name: str, run: Run, inputs: dict[str, StageResult], force: bool = False) -> State[StageResult]:
-        state = _carried_out(name, run, inputs, force=force)
-        if definition.makes == PAGE and state.is_completed():
-            _show_page(run, state.data)
-        return state
+        progress = _Progress(name)
+        is_sent = run.pipeline.stages[name].resources.work_pool != "none" and not run.is_joined
+        send = functools.partial(build_in_pool, name, run, inputs, force=force) if is_sent else None
+        how = {"force": force, "on_line": _shown_in(get_run_logger()), "on_metrics": progress, "send": send}
+        try:
+            result = build_stage(run, name, inputs, max_restarts=len(RETRY_AFTER_S), **how)
+        except StageStopped as error:
+            return Cancelled(message=str(error))
+        except NanodagError as error:
+            _show_failure(run, name, error)
+            if isinstance(error, _PASSING) and run.restarts[name] <= len(RETRY_AFTER_S):
+                raise  # Prefect starts it again
+            return Failed(message=str(error), data=error)
+        if definition.makes == PAGE:
+            _show_page(run, result)
+        if result.was_found:
+            return Completed(name="Cached", message=f"found in the store: {result.key[:12]}", data=result)
+        progress.finish()
+        _show_result(run, result)
+        return Completed(message=f"published {result.key[:12]}, attempt {result.attempt}", data=result)
 
     return stage
-
-
-def begin(
-    name: str,
-    *,
-    file: str,
-    preset: str,
-    overrides: Sequence[str],
-    only: tuple[str, ...] = (),
-    keeps_stale: bool = False,
-) -> Run:
-    """The run of this flow run, and its record in the store. keeps_stale: of a run that is resumed,
-    stages that are stale are left as they are."""
-    asked = {"file": file, "preset": preset, "overrides": overrides, "only": only, "keeps_stale": keeps_stale}
-    return open_run(name, **asked, flow_run=own_flow_run())
 
 
 def own_flow_run() -> str:
@@ -125,7 +134,8 @@ def begin_again(
 ) -> Run:
     """A run that there is already, for one stage of it, for one and all that follow it, or for what is stale."""
     recorded = recorded_run(served_store(), name, stage=stage, begin_at=begin_at, stale=stale, overrides=overrides)
-    return begin(name, file=recorded.file, preset=recorded.preset, overrides=recorded.overrides, only=recorded.stages)
+    asked = {"file": recorded.file, "preset": recorded.preset, "overrides": recorded.overrides}
+    return open_run(name, **asked, only=recorded.stages, flow_run=own_flow_run())
 
 
 @contextmanager
@@ -153,7 +163,7 @@ def settle(flow_run_id: str, run: Run) -> None:
 
 
 def inputs_of(run: Run, stage: str, futures: Mapping[str, PrefectFuture[StageResult]]) -> dict[str, StageResult] | None:
-    """What a stage takes, waited for; None when one of its inputs did not come about, and the stage needs it.
+    """Inputs of a stage, waited for; None when one of its inputs did not come about, and the stage needs it.
 
     Inputs from stages that are not run this time are those of the run's record.
     """
@@ -172,7 +182,7 @@ def inputs_of(run: Run, stage: str, futures: Mapping[str, PrefectFuture[StageRes
 
 
 def outcome(stages: Sequence[str], futures: Mapping[str, PrefectFuture[StageResult]]) -> State[Any]:
-    """How a flow ends, once all its stages have: Failed with the reason of each stage that did, or Completed."""
+    """End of a flow, once all its stages have ended: Failed with the reason of each stage that did, or Completed."""
     reasons = []
     for stage, future in futures.items():
         future.wait()
@@ -188,11 +198,8 @@ def outcome(stages: Sequence[str], futures: Mapping[str, PrefectFuture[StageResu
     return Completed(message=f"{counted(len(futures), 'stage')}, {num_found} of them found in the store")
 
 
-def _carried_out(name: str, run: Run, inputs: Mapping[str, StageResult], *, force: bool) -> State[StageResult]:
-    """Build a stage, and show what comes of it."""
-    logger = get_run_logger()
-    progress = _Progress(name)
-
+def _shown_in(logger: Any) -> Callable[[str], None]:
+    """Log a worker's lines as far as they are for people."""
     is_for_people = logs.ForPeople()
 
     def on_line(line: str) -> None:
@@ -203,23 +210,7 @@ def _carried_out(name: str, run: Run, inputs: Mapping[str, StageResult], *, forc
         else:
             logger.info(line)
 
-    try:
-        is_sent = run.pipeline.stages[name].resources.work_pool != "none" and not run.is_joined
-        send = (lambda: build_in_pool(name, run, inputs, force=force)) if is_sent else None
-        how = {"force": force, "on_line": on_line, "on_metrics": progress, "send": send}
-        result = build_stage(run, name, inputs, max_restarts=len(RETRY_AFTER_S), **how)
-    except StageStopped as error:
-        return Cancelled(message=str(error))
-    except NanodagError as error:
-        _show_failure(run, name, error)
-        if isinstance(error, _PASSING) and run.restarts[name] <= len(RETRY_AFTER_S):
-            raise  # Prefect starts it again
-        return Failed(message=str(error), data=error)
-    if result.was_found:
-        return Completed(name="Cached", message=f"found in the store: {result.key[:12]}", data=result)
-    progress.finish()
-    _show_result(run, result)
-    return Completed(message=f"published {result.key[:12]}, attempt {result.attempt}", data=result)
+    return on_line
 
 
 class _Progress:
@@ -248,23 +239,22 @@ class _Progress:
 
 
 def _show_result(run: Run, result: StageResult) -> None:
-    """What a stage reached and cost, as a table in the UI."""
+    """Show what a stage reached and cost, as a table in the UI."""
     artifact = run.store.attempt(result.key, result.attempt)
     is_scores = recorded_kind(artifact.kind).makes == SCORES
-    lines = [f"# {result.stage} of {run.name}", "", *_table("reached", artifact.metrics, is_scores=is_scores)]
-    lines += ["", *_table("cost", artifact.cost)]
+    lines = [f"# {result.stage} of {run.name}", "", *metrics_table("reached", artifact.metrics, is_scores=is_scores)]
+    lines += ["", *metrics_table("cost", artifact.cost)]
     lines += ["", f"key `{artifact.key}`, attempt {artifact.attempt}, content `{artifact.digest[:16]}`"]
     create_markdown_artifact(markdown="\n".join(lines), description=f"{result.stage}: metrics and cost")
 
 
 def _show_page(run: Run, result: StageResult) -> None:
-    """The report in the UI."""
     text = (run.store.materialize(run.store.attempt(result.key, result.attempt)) / "report.md").read_text()
     create_markdown_artifact(key=f"report-{run.name}".lower().replace("_", "-").replace(".", "-"), markdown=text)
 
 
 def _show_failure(run: Run, name: str, error: NanodagError) -> None:
-    """Why a stage failed, what to do, and where its files lie, as an artifact beside the failed task."""
+    """Show why a stage failed, what to do, and where its files lie, as an artifact beside the failed task."""
     reason, _, rest = str(error).partition("\n")
     head, _, log_lines = rest.partition("\nLast lines of ")
     advice = [line for line in head.splitlines() if not line.startswith("Folder: ")]
@@ -277,7 +267,7 @@ def _show_failure(run: Run, name: str, error: NanodagError) -> None:
     create_markdown_artifact(markdown="\n".join(lines), description=reason[:200])
 
 
-def _table(title: str, values: Mapping[str, Any], *, is_scores: bool = False) -> list[str]:
+def metrics_table(title: str, values: Mapping[str, Any], *, is_scores: bool = False) -> list[str]:
     """A Markdown table of names, values and units. is_scores: they are scores by benchmark."""
     flat = {
         f"{name} {inner}".strip(): number

@@ -1,4 +1,4 @@
-"""What a sweep does: what the store does not have, so many stages at a time, and the comparison at the end."""
+"""Tasks of a sweep: what the store does not have, so many stages at a time, and the comparison at the end."""
 
 import re
 
@@ -9,8 +9,8 @@ from prefect.futures import PrefectFuture
 
 from nanodag.config.kinds import find_kind
 from nanodag.run.record import Run, StageResult
-from nanodag.sweep.conclude import SweepFindings, conclude
 from nanodag.sweep.points import Sweep
+from nanodag.sweep.sweep_run import SweepFindings, conclude
 from tasks.stage_task import inputs_of, submit
 
 Futures = dict[str, PrefectFuture[StageResult]]

@@ -7,16 +7,8 @@ from nanodag.store.run_record import Made, RunRecord, StageRecord
 
 PLAIN: dict[str, Any] = {
     **{"created": 1.0, "started": 1.0, "state": "completed", "file": "/none/pipeline.yaml", "preset": "p"},
-    **{
-        "overrides": (),
-        "pipeline": {"stages": {}},
-        "origins": {},
-        "machine": "cpu:2:avx2:8GiB",
-        "stages": {},
-        "revision": "r",
-        "flow_run": "",
-    },
-    **{"pid": 1, "pid_started": -1.0},
+    **{"overrides": (), "pipeline": {"stages": {}}, "origins": {}, "machine": "cpu:2:avx2:8GiB", "stages": {}},
+    **{"revision": "r", "flow_run": "", "pid": 1, "pid_started": -1.0},
 }
 
 

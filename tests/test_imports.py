@@ -9,15 +9,16 @@ import pytest
 
 from nanodag.host.folders import PROJECT
 
-HEAVY = ("torch", "transformers", "deepspeed", "datasets", "lm_eval", "sglang", "reasoning_gym", "matplotlib")
+HEAVY = ("torch", "transformers", "deepspeed", "datasets", "lm_eval", "sglang", "reasoning_gym", "matplotlib", "sympy")
 SLOW_FOR_HELP = ("pydantic", "yaml", "httpx", "psutil")
 LIBRARY = ("nanodag.cli", "nanodag.cli.run", "nanodag.run.build_stage", "nanodag.server.local_server")
 CONTROL_PLANE = (
     *LIBRARY,
-    *("nanodag.cli.show", "nanodag.cli.chat_report_server"),
+    *("nanodag.cli.show", "nanodag.cli.serve"),
     *("nanodag.config", "nanodag.store", "nanodag.worker.launch", "nanodag.worker.job"),
     *("nanodag.data.sources", "nanodag.model.import_model", "nanodag.errors", "nanodag.run.preflight_checks"),
     *("nanodag.rl.control.controller", "nanodag.inference.client"),
+    *("nanodag.rewards.pool_process", "nanodag.rewards.math_answer"),
     *("flows.speedrun", "flows.run_stage", "flows.serve", "flows.nightly_eval", "flows.sweep"),
 )
 IMPORT_ALL = """

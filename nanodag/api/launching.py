@@ -14,7 +14,7 @@ from nanodag.host.machine import detect, visible_gpus
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.engine_settings import EngineSettings
 from nanodag.inference.sglang_install import Device
-from nanodag.model.architecture import check_same_shape, read_checkpoint, read_json
+from nanodag.model.architecture import check_same_shape, check_sglang, read_checkpoint, read_json
 from nanodag.tokenizer.chat import ChatRenderer, load_renderer
 
 STREAM_EVERY_S = 0.05
@@ -43,6 +43,8 @@ def served_model(
     token = secrets.token_hex(16)  # engines answer this process alone
     # What the engine would refuse after a start of seconds is refused here.
     architecture = read_checkpoint(folder).architecture if args.engine == "embedded" else None
+    if architecture is None:
+        check_sglang(folder, context, "--engine")
 
     def connect(url: str) -> SamplerClient:
         has_feed = args.engine == "embedded"

@@ -10,8 +10,7 @@ from typing import Any
 
 from nanodag.errors import BadRequest
 from nanodag.rewards.sandbox import why_no_walls
-from nanodag.rl.environments.calculator import calculated
-from nanodag.rl.environments.interpreter import printed
+from nanodag.rl.environments.tools import calculated, printed
 
 MAX_ROUNDS = 8  # of calls, for one answer
 MAX_RESULT_CHARACTERS = 4000

@@ -136,8 +136,8 @@ def killed_with_starter() -> None:
 
 
 def has_ended(child: "subprocess.Popen[bytes]") -> bool:
-    """Whether a child has ended. Where the system can look without fetching the exit code (not macOS), no other process
-    or group can have the child's id before that is fetched."""
+    """True once a child has ended. Where the system can look without fetching the exit code (not macOS), no other
+    process or group can have the child's id before that is fetched."""
     if child.returncode is not None or not hasattr(os, "waitid"):
         return child.poll() is not None
     try:

@@ -2,19 +2,21 @@
 
 import sys
 from importlib.metadata import version
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from nanodag.cli import store as store_commands
-from nanodag.cli import store_options
-from nanodag.cli.env import env_app
 from nanodag.cli.nightly import nightly_app
-from nanodag.cli.parameters import Detach, File, ModelName, ModelStage, On, Overrides, Preset, RunName, ThisRun
+from nanodag.cli.parameters import Detach, File, ModelName, ModelStage, On, Overrides, Preset, RunName, take
+from nanodag.cli.rerun import rerun
 from nanodag.cli.rollouts import rollouts
 from nanodag.cli.sampler import sampler_app
-from nanodag.cli.server import server_app
+from nanodag.cli.server import notify, server_app
+from nanodag.cli.sweep import sweep
 from nanodag.errors import ConfigError, NanodagError
+
+MAX_TEST_WORKERS = 4  # each takes 3 GB with what its tests start
 
 app = typer.Typer(
     name="nanodag",
@@ -26,6 +28,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+env_app = typer.Typer(help="Packages of environments, in Pythons of their own.", no_args_is_help=True)
 app.add_typer(server_app, name="server")
 app.add_typer(nightly_app, name="nightly")
 app.add_typer(sampler_app, name="sampler")
@@ -73,116 +76,9 @@ def run(
     raise typer.Exit(run_pipeline(overrides or [], preset=preset, file=file, name=name, stale=stale, detach=detach))
 
 
-@app.command()
-def notify(
-    overrides: Overrides = None,
-    preset: Preset = "auto",
-    file: File = "",
-) -> None:
-    """Send a trial message to notify.webhook.
-
-    It hears of runs and nights that fail, and of nights that got worse.
-
-    \b
-    nanodag notify
-    nanodag notify notify.webhook=env:NANODAG_WEBHOOK
-    """
-    from nanodag.cli.notify import send_trial
-
-    send_trial(overrides or [], preset=preset, file=file)
-
-
-@app.command()
-def rerun(
-    run: ThisRun,
-    overrides: Overrides = None,
-    stage: Annotated[str, typer.Option("--stage", "-s", metavar="STAGE", help="That stage alone.")] = "",
-    begin_at: Annotated[str, typer.Option("--from", metavar="STAGE", help="That stage and all that follow it.")] = "",
-    stale: Annotated[bool, typer.Option("--stale", help="What stands on a result that was built again since.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Build again though the store has it.")] = False,
-    file: File = "",
-    detach: Detach = False,
-) -> None:
-    """Run a stage again, all from one on, or what is stale.
-
-    Give --stage, --from or --stale. What comes before is taken as the run left it. Without other values and without
-    --force, what is finished is found in the store, and what failed goes on from its newest checkpoint.
-
-    \b
-    nanodag rerun RUN --stage rl rl.learning_rate=5e-7
-    nanodag rerun RUN --from sft --force
-    nanodag rerun RUN --stale
-    """
-    from nanodag.cli.rerun import rerun as run_again
-
-    code = run_again(
-        overrides or [],
-        run=run,
-        stage=stage,
-        begin_at=begin_at,
-        stale=stale,
-        force=force,
-        file=file,
-        detach=detach,
-    )
-    raise typer.Exit(code)
-
-
-@app.command()
-def sweep(
-    overrides: Overrides = None,
-    grid: Annotated[
-        list[str] | None,
-        typer.Option("--grid", "-g", metavar="NAME=[A,B]", help="An option and its values; may be repeated."),
-    ] = None,
-    point: Annotated[
-        list[str] | None, typer.Option("--point", metavar="'A=1 B=2'", help="The values of one point; may be repeated.")
-    ] = None,
-    stage: Annotated[
-        str,
-        typer.Option(
-            "--stage",
-            "-s",
-            metavar="STAGE",
-            help="What is compared. Default: the last one that a point sets a value of.",
-        ),
-    ] = "",
-    at_once: Annotated[
-        int, typer.Option("--at-once", "-j", metavar="N", min=1, help="How many stages train at a time.")
-    ] = 1,
-    preset: Preset = "auto",
-    file: File = "",
-    name: Annotated[
-        str,
-        typer.Option(
-            "--name", "-n", metavar="SWEEP", help="A new sweep's, or one to resume. Default: preset and time."
-        ),
-    ] = "",
-    detach: Detach = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and list the points, and run nothing.")] = False,
-) -> None:
-    """Run a stage with many settings, and compare them.
-
-    What the points have in common is run once. Every combination of the grid's values is a point.
-
-    \b
-    nanodag sweep --grid rl.learning_rate=[5e-5,1e-4] --grid rl.seed=[1,2]
-    """
-    from nanodag.cli.sweep import start_sweep
-
-    code = start_sweep(
-        overrides or [],
-        grid=grid or [],
-        points=point or [],
-        stage=stage,
-        at_once=at_once,
-        preset=preset,
-        file=file,
-        name=name,
-        detach=detach,
-        dry_run=dry_run,
-    )
-    raise typer.Exit(code)
+app.command()(notify)
+app.command()(rerun)
+app.command()(sweep)
 
 
 @app.command()
@@ -324,7 +220,7 @@ def chat(
         serve_models(run, stage, also=also or [], is_following=False, file=file, options=options)
     if also:
         raise ConfigError("--also puts models side by side, which --web can show; the terminal talks to one.")
-    from nanodag.cli.chat_report_server import chat_with
+    from nanodag.cli.serve import chat_with
 
     chat_with(run, stage, file=file, options=["--message", message] if message else [])
 
@@ -393,7 +289,7 @@ def report(run: RunName = "", file: File = "") -> None:
     \b
     nanodag report RUN
     """
-    from nanodag.cli.chat_report_server import show_report
+    from nanodag.cli.show import show_report
 
     show_report(run, file=file)
 
@@ -411,9 +307,47 @@ def test(
     \b
     nanodag test tests/store -k resume
     """
-    from nanodag.cli.chat_report_server import run_tests
+    import subprocess
 
-    raise typer.Exit(run_tests(slow=slow, arguments=context.args))
+    from nanodag.errors import MissingTool
+    from nanodag.host.folders import PROJECT
+    from nanodag.host.processor import usable_cores
+
+    if not (PROJECT / "tests").is_dir():
+        raise MissingTool(f"{PROJECT} has no tests; they come with a checkout of the project, not with a package.")
+    selection = [] if slow else ["-m", "not slow"]
+    # A file's tests stay together, for what they share. tests/conftest.py says what begins first.
+    beside = ["-n", str(min(usable_cores(), MAX_TEST_WORKERS)), "--dist", "loadfile", "--no-loadscope-reorder"]
+    command = [sys.executable, "-m", "pytest", *beside, *selection, *context.args]
+    raise typer.Exit(subprocess.run(command, cwd=PROJECT, check=False).returncode)
+
+
+@env_app.command("install")
+def env_install(
+    package: Annotated[Literal["verifiers"], typer.Argument(metavar="PACKAGE", help="verifiers.")],
+    folder: Annotated[
+        str, typer.Option("--folder", metavar="FOLDER", help="Where it lies. Default: ~/.cache/nanodag/verifiers.")
+    ] = "",
+) -> None:
+    """Make the Python environment of a package of environments.
+
+    It takes a minute or two and 570 MB. Interrupted, it goes on when called again. What pip says lies in install.log in
+    its folder.
+
+    \b
+    nanodag env install verifiers
+    """
+    from pathlib import Path
+
+    from nanodag.cli.live_table import Shown
+    from nanodag.external_envs.verifiers_install import VERIFIERS
+    from nanodag.external_envs.verifiers_install import install as install_verifiers
+
+    with Shown() as shown:
+        where = Path(folder).absolute() if folder else VERIFIERS.folder
+        python = install_verifiers(where, shown.say, show=shown)
+    if folder:
+        typer.echo(f"Name it to those who use it: {VERIFIERS.variable}={python}")
 
 
 store_commands.add_to(app)
@@ -423,7 +357,7 @@ def main() -> None:
     """Run the command; an error raised on purpose becomes its message and an exit code (2: wrong config)."""
 
     try:
-        app(store_options.take(sys.argv[1:]))
+        app(take(sys.argv[1:]))
     except NanodagError as error:
         typer.secho(f"error: {error}", fg="red", err=True)
         sys.exit(2 if isinstance(error, ConfigError) else 1)

@@ -1,6 +1,7 @@
 """`nanodag lineage`, `diff`, `export` and `reproduce`: where an artifact is from, and whether it would be the same."""
 
 import os
+import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,23 +12,24 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from nanodag.cli.gc import open_store
 from nanodag.cli.live_table import make_console
 from nanodag.cli.show import find_run, print_stale
 from nanodag.config.kinds import recorded_kind
-from nanodag.errors import StoreError
+from nanodag.errors import CorruptArtifact, StoreError
 from nanodag.errors.words import counted, duration, size
-from nanodag.report.ancestry import Origin, origin_of, picture_of
+from nanodag.report.lineage import Origin, origin_of, picture_of
 from nanodag.run.diff import SECTIONS, DiffLine, compare
-from nanodag.store.artifact_export import export
-from nanodag.store.atomic import write_bytes
+from nanodag.run.record import served_store
+from nanodag.store import Artifact, Store
+from nanodag.store.atomic import copy_hashed, fsync_folders, temporary_name, write_bytes, writing
 
 WIDEST = 60
+IS_MODEL = {"config.json", "tokenizer.json"}
 
 
 def show_lineage(key: str, *, picture: str, file: str) -> None:
     """Print the lineage as a tree; with `picture`, write it as an SVG too."""
-    console, store = make_console(), open_store(file)
+    console, store = make_console(), served_store(file)
     origin = origin_of(store, store.get(key))
     printed: set[int] = set()
     tree = Tree(_title("", origin), guide_style="dim")
@@ -66,7 +68,7 @@ def _grow(tree: Tree, origin: Origin, said: set[int]) -> None:
 
 def show_diff(first: str, second: str, *, show_all: bool, file: str) -> None:
     """Two runs side by side: the lines that are not the same."""
-    console, store = make_console(), open_store(file)
+    console, store = make_console(), served_store(file)
     before, after = find_run(store, first), find_run(store, second)
     rows = compare(store, before, after)
     for section in SECTIONS:
@@ -102,8 +104,7 @@ def _shown(value: Any) -> str:
 
 
 def export_artifact(key: str, folder: str, *, file: str) -> None:
-    """Write an artifact's files into a new folder."""
-    console, store = make_console(), open_store(file)
+    console, store = make_console(), served_store(file)
     artifact = store.get(key)
     path = export(store, artifact, Path(folder))
     kind = recorded_kind(artifact.kind).name
@@ -117,7 +118,7 @@ def reproduce_artifact(key: str, *, file: str) -> int:
     """Run an artifact's stage again and compare; returns the exit code: 0 for the same bytes."""
     from nanodag.run.reproduce import reproduce
 
-    console, store = make_console(), open_store(file)
+    console, store = make_console(), served_store(file)
     artifact = store.get(key)
     kind = recorded_kind(artifact.kind).name
     console.print(f"Building {artifact.stage} ({kind}) of {artifact.key[:12]}/{artifact.attempt} again.")
@@ -142,3 +143,34 @@ def reproduce_artifact(key: str, *, file: str) -> int:
 
 def _say(console: Console, line: str) -> None:
     console.print(line, style="dim", markup=False, soft_wrap=True)
+
+
+def export(store: Store, artifact: Artifact, folder: Path) -> Path:
+    """Copy a model, or a tokenizer, into a new folder, verified; it is whole when it has that name.
+
+    Raises StoreError when something has that name already, or the artifact is no Hugging Face folder, CorruptArtifact
+    when its bytes are not what they were.
+    """
+    if not IS_MODEL & set(artifact.files):
+        raise StoreError(
+            f"Artifact {artifact.folder} is of kind {artifact.kind}, no model and no tokenizer; its files lie in "
+            f"{store.materialize(artifact)}."
+        )
+    folder = folder.expanduser().absolute()
+    if os.path.lexists(folder):
+        raise StoreError(f"{folder} is there already, and nothing is overwritten. Name a folder that is not there yet.")
+    source = store.materialize(artifact)
+    temporary = folder.with_name(temporary_name())
+    with writing(f"Exporting into {folder}"):
+        try:
+            for name, facts in artifact.files.items():
+                target = temporary / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                if copy_hashed(source / name, target) != facts["sha256"]:
+                    raise CorruptArtifact(f"{source / name} changed while it was copied. Try again.")
+            fsync_folders(temporary)
+            os.rename(temporary, folder)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+    return folder

@@ -1,4 +1,4 @@
-"""The live table of a run's stages; plain lines where the output is no terminal."""
+"""The live table of a run's stages and the line of a long command; plain lines where the output is no terminal."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -125,3 +125,35 @@ def _cells(stage: StageProgress) -> dict[str, RenderableType]:
         "took": duration(stage.elapsed_s) if is_shown else "",
         "key": Text(stage.key[:12], style="dim"),
     }
+
+
+class Shown:
+    """Progress of a long command: one line that changes, in a terminal; elsewhere a line now and then. Use as a
+    context; call it with the line as often as there is time."""
+
+    def __init__(self) -> None:
+        self._console = make_console()
+        self._live = Live(console=self._console, refresh_per_second=4, transient=True)
+        self._said_at = time.monotonic()
+
+    def __enter__(self) -> "Shown":
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._console.is_terminal:
+            self._live.stop()
+
+    def __call__(self, text: str) -> None:
+        if self._console.is_terminal:
+            self._live.update(Text(f"  {text}", style="dim", overflow="ellipsis", no_wrap=True))
+        elif time.monotonic() - self._said_at > LINE_EVERY_S:
+            self._said_at = time.monotonic()
+            self.say(f"  {text}")
+
+    def say(self, text: str) -> None:
+        """Print a line that stays."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)

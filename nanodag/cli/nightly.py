@@ -32,7 +32,7 @@ def run_night(
     import time
 
     from nanodag.cli.live_table import make_console
-    from nanodag.cli.store_options import command
+    from nanodag.cli.parameters import command
     from nanodag.nightly.nights import PREFIX, check_choice
     from nanodag.run.python_path import note_python_path
 
@@ -62,8 +62,7 @@ def turn_on(overrides: Overrides = None, preset: Preset = "auto", file: File = "
     """
     from nanodag.cli.live_table import make_console
     from nanodag.errors import ArtifactNotFound
-    from nanodag.nightly.nights import check_choice
-    from nanodag.nightly.switch import cron_of, turn
+    from nanodag.nightly.nights import check_choice, cron_of, turn
 
     console = make_console()
     path, pipeline, store = settings(overrides or [], preset=preset, file=file)
@@ -86,7 +85,7 @@ def turn_off(preset: Preset = "auto", file: File = "") -> None:
     nanodag nightly off
     """
     from nanodag.cli.live_table import make_console
-    from nanodag.nightly.switch import turn
+    from nanodag.nightly.nights import turn
 
     running, _ = serve(*settings([], preset=preset, file=file), [])
     turn(running.api(), running.deployments["nightly_eval"], active=False)
@@ -108,14 +107,13 @@ def show_night(
     from rich.markdown import Markdown
 
     from nanodag.cli.live_table import make_console
-    from nanodag.config import resolve
     from nanodag.errors import ArtifactNotFound
     from nanodag.nightly.findings import PAGE_STAGE
     from nanodag.nightly.nights import nights_of
-    from nanodag.run.record import pipeline_file, store_of
+    from nanodag.run.record import served_store
 
     console = make_console()
-    store = store_of(resolve(pipeline_file(file)).pipeline)
+    store = served_store(file)
     nights = [n for n in nights_of(store) if PAGE_STAGE in n.stages and name in ("", n.run)]
     if not nights:
         raise ArtifactNotFound(f"{store.url} has no finished night{' ' + name if name else ''}: nanodag nightly run")
@@ -153,7 +151,7 @@ def follow(store: Any, api: Any, name: str, flow_run: str) -> int:
     import time
 
     from nanodag.cli.live_table import LiveTable, make_console
-    from nanodag.server.local_server import FINAL_STATES
+    from nanodag.server.prefect_api import FINAL_STATES
 
     console = make_console()
 

@@ -58,10 +58,8 @@ def _table(plan: Plan) -> Table:
     total = duration(plan.seconds) if plan.seconds is not None else ""
     columns = [("stage", "total"), ("model", ""), ("tokens", ""), ("steps", ""), ("FLOPs", "")]
     columns += [("a GPU", "")] if has_gpu else []
-    columns += [("memory", ""), ("at once", ""), ("prompt", ""), ("read", ""), ("from hub", "")]
-    cpu_seconds = [stage.cpu_seconds for stage in plan.stages if stage.cpu_seconds is not None]
+    columns += [("memory", ""), ("at once", ""), ("prompt", ""), ("read", "")]
     columns += [("disk", size(plan.disk_bytes))]
-    columns += [] if has_gpu else [("CPU", duration(sum(cpu_seconds)) if cpu_seconds else "")]
     columns += [("time", total)]
     columns += [("price", _price(plan.price_of(plan.seconds)))] if has_price else []
     for name, footer in columns:
@@ -71,8 +69,7 @@ def _table(plan: Plan) -> Table:
         cells += [size(stage.device_bytes) if stage.device_bytes else ""] if has_gpu else []
         cells += [size(stage.host_bytes) if stage.host_bytes else ""]
         cells += [_short(stage.at_once), _short(stage.longest_prompt)]
-        cells += [size(num) if num else "" for num in (stage.read_bytes, stage.download_bytes, stage.disk_bytes)]
-        cells += [] if has_gpu else [duration(stage.cpu_seconds) if stage.cpu_seconds is not None else ""]
+        cells += [size(num) if num else "" for num in (stage.read_bytes, stage.disk_bytes)]
         cells += [duration(stage.seconds) if stage.seconds is not None else ""]
         cells += [_price(plan.price_of(stage.seconds))] if has_price else []
         table.add_row(*cells, style="red" if stage.faults else "")
@@ -80,7 +77,7 @@ def _table(plan: Plan) -> Table:
 
 
 def _shares(plan: Plan) -> str:
-    """Which share of the peak each stage is taken to reach."""
+    """Share of the peak that each stage is taken to reach, in words."""
     reached: dict[float, list[str]] = {}
     for stage in plan.stages:
         if stage.share is not None:

@@ -1,46 +1,54 @@
-"""`nanodag rerun`: one stage of a run again, one and all that follow it, or what is stale; with other values where
-wanted."""
+"""`nanodag rerun`. Light: it imports what it needs when it runs."""
 
-from collections.abc import Sequence
+from typing import Annotated
 
-from nanodag.cli.live_table import make_console
-from nanodag.cli.run import bury_the_dead, follow, take_over
-from nanodag.cli.show import find_run, print_warnings
-from nanodag.config import resolve
-from nanodag.config.resolve import portable
+import typer
+
+from nanodag.cli.parameters import Detach, File, Overrides, ThisRun
 from nanodag.errors import ConfigError
-from nanodag.run.preflight import check_before_start
-from nanodag.run.python_path import note_python_path
-from nanodag.run.record import check_gpus, pipeline_file, recorded_run, store_of
-from nanodag.server.local_server import server_of
 
 
 def rerun(
-    overrides: Sequence[str],
-    *,
-    run: str,
-    stage: str,
-    begin_at: str,
-    stale: bool,
-    force: bool,
-    file: str,
-    detach: bool,
-) -> int:
-    """Run a stage of a run, one and what follows it, or what is stale, and return the command's exit code.
+    run: ThisRun,
+    overrides: Overrides = None,
+    stage: Annotated[str, typer.Option("--stage", "-s", metavar="STAGE", help="That stage alone.")] = "",
+    begin_at: Annotated[str, typer.Option("--from", metavar="STAGE", help="That stage and all that follow it.")] = "",
+    stale: Annotated[bool, typer.Option("--stale", help="What stands on a result that was built again since.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Build again though the store has it.")] = False,
+    file: File = "",
+    detach: Detach = False,
+) -> None:
+    """Run a stage again, all from one on, or what is stale.
 
-    stage, begin_at or stale: exactly one of them. What comes before is taken as the run's record says.
+    Give --stage, --from or --stale. What comes before is taken as the run left it. Without other values and without
+    --force, what is finished is found in the store, and what failed goes on from its newest checkpoint.
 
-    Raises ConfigError for a stage that the run does not have, an override of another one, or a wrong value.
+    \b
+    nanodag rerun RUN --stage rl rl.learning_rate=5e-7
+    nanodag rerun RUN --from sft --force
+    nanodag rerun RUN --stale
     """
     if bool(stage) + bool(begin_at) + stale != 1:
         raise ConfigError(
             "Say either --stage STAGE, for that stage alone, --from STAGE, for it and what follows it, or --stale, for "
             "what is stale."
         )
-    console = make_console()
-    store = store_of(resolve(pipeline_file(file)).pipeline)
+    import time
+
+    from nanodag.cli.live_table import make_console
+    from nanodag.cli.run import start, take_over
+    from nanodag.cli.show import find_run, print_warnings
+    from nanodag.config import resolve
+    from nanodag.config.resolve import portable
+    from nanodag.run.preflight import check_before_start
+    from nanodag.run.python_path import note_python_path
+    from nanodag.run.record import check_gpus, pipeline_file, recorded_run, served_store
+    from nanodag.server.local_server import server_of
+
+    began, console, changes = time.monotonic(), make_console(), portable(overrides or [])
+    store = served_store(file)
     name = find_run(store, run).run
-    recorded = recorded_run(store, name, stage=stage, begin_at=begin_at, stale=stale, overrides=portable(overrides))
+    recorded = recorded_run(store, name, stage=stage, begin_at=begin_at, stale=stale, overrides=changes)
     path = pipeline_file(recorded.file)
     resolved = resolve(path, recorded.preset, recorded.overrides, machine=recorded.machine)
     pipeline = resolved.pipeline
@@ -51,15 +59,6 @@ def rerun(
     note_python_path(store.local, name)
     console.print(f"Run [bold]{name}[/]: {', '.join(recorded.stages)} again; store {store.url}")
     print_warnings(console, resolved)
-    running = server.ensure(lambda text: console.print(text, style="dim"))
-    api = running.api()
-    bury_the_dead(api, store)
-    parameters = {"name": name, "overrides": portable(overrides), "force": force}
-    if stage:
-        flow_run = api.create_run(
-            running.deployments["run_stage"], name=f"{name}-{stage}", parameters={**parameters, "stage": stage}
-        )
-    else:
-        which = {"stale": "only"} if stale else {"begin_at": begin_at}
-        flow_run = api.create_run(running.deployments["speedrun"], name=name, parameters={**parameters, **which})
-    return follow(console, store, server, running, name, flow_run, detach=detach)
+    which = {"stage": stage} if stage else {"stale": "only"} if stale else {"begin_at": begin_at}
+    parameters = {"overrides": changes, "force": force, **which}
+    raise typer.Exit(start(console, store, server, name, parameters, detach=detach, began=began))

@@ -11,8 +11,7 @@ from nanodag.errors import ArtifactNotFound, ConfigError, NanodagError
 from nanodag.errors.words import counted
 
 if TYPE_CHECKING:
-    from nanodag.viewer.rollout_files import Shelf
-    from nanodag.viewer.view import Wanted
+    from nanodag.rl.rollouts.rollout_files import Shelf, Wanted
 
 CLASHES = (
     ("--print", "--export", "one prints samples, the other writes a file"),
@@ -83,12 +82,10 @@ def rollouts(
     )
     from nanodag.cli.live_table import make_console
     from nanodag.cli.show import find_run, print_stale
-    from nanodag.config import resolve
-    from nanodag.run.record import pipeline_file, store_of
-    from nanodag.viewer.rollout_files import shelf_of
-    from nanodag.viewer.view import FAILED, Wanted
+    from nanodag.rl.rollouts.rollout_files import FAILED, Wanted, shelf_of
+    from nanodag.run.record import served_store
 
-    store = store_of(resolve(pipeline_file(file)).pipeline)
+    store = served_store(file)
     record = find_run(store, run)
     shelf = shelf_of(store, record, stage)
     print_stale(make_console(), record, shelf.stage)
@@ -129,7 +126,7 @@ def save_rollouts(
     """Write what is wanted of the rollouts, or the conversations (`best`) or pairs made of them, and say how many.
     step: that one alone; None for all."""
     from nanodag.cli.live_table import make_console
-    from nanodag.viewer.export import export_chats, export_pairs, export_rollouts
+    from nanodag.rl.rollouts.export import export_chats, export_pairs, export_rollouts
 
     console = make_console()
     try:

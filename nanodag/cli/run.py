@@ -5,14 +5,15 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from nanodag.cli.live_table import STYLES, LiveTable, StageTable, make_console
+from nanodag.cli.parameters import command
 from nanodag.cli.show import how_to_build_stale, print_stale, print_summary, print_warnings
-from nanodag.cli.store_options import command
 from nanodag.config import Pipeline, Resolved, resolve
 from nanodag.config.kind import PAGE
 from nanodag.config.kinds import find_kind, recorded_kind
@@ -33,7 +34,8 @@ from nanodag.run.record import (
     unfinished,
 )
 from nanodag.run.stale_stages import left_alone
-from nanodag.server.local_server import FINAL_STATES, Api, LocalServer, RunningServer, server_of
+from nanodag.server.local_server import LocalServer, server_of
+from nanodag.server.prefect_api import FINAL_STATES, Api
 from nanodag.store import Store
 from nanodag.store.run_record import RunRecord
 
@@ -76,23 +78,18 @@ def run_pipeline(
     if preset == "auto" and machine is None and resolved.machine.num_gpus:
         print_others(console, path, resolved)
     kept = choose_stale(console, store.find_run(name), pipeline, build=stale, may_ask=sys.stdin.isatty())
-    running = server.ensure(lambda text: console.print(text, style="dim"))
-    api = running.api()
-    bury_the_dead(api, store)
     parameters = {
-        "name": name,
         "preset": pipeline.preset,
         # The flow's process has another environment and working directory: it is told all that came from these.
         "overrides": merged([*portable(overrides), *locations_of(pipeline, store)]),
         "file": str(path),
         "stale": kept,
     }
-    flow_run = api.create_run(running.deployments["speedrun"], name=name, parameters=parameters)
-    return follow(console, store, server, running, name, flow_run, detach=detach, began=began)
+    return start(console, store, server, name, parameters, detach=detach, began=began)
 
 
 def print_placement(console: Console, resolved: Resolved) -> None:
-    """What each stage that trains takes of the machine."""
+    """Print the GPUs, or ranks and threads, that each stage that trains takes."""
     taken: dict[str, list[str]] = {}
     for name, stage in resolved.pipeline.stages.items():
         resources = stage.resources
@@ -116,7 +113,7 @@ def print_others(console: Console, path: Path, resolved: Resolved) -> None:
 
 
 def _of_store(overrides: Sequence[str]) -> list[str]:
-    """Those that say which store is meant: a run's record is looked up there, before its preset is known."""
+    """Overrides that name the store: a run's record is looked up there, before its preset is known."""
     return [text for text in overrides if text.startswith("store")]
 
 
@@ -142,7 +139,7 @@ def take_over(store: Store, name: str, server: LocalServer, console: Console) ->
 
 
 def _why_it_ends(server: LocalServer, record: RunRecord) -> str:
-    """Why the process of a record is about to end, though it is alive; empty where it is not."""
+    """Reason for which the process of a record is about to end, though it is alive; empty where it is not."""
     if not record.flow_run:
         return ""
     if (running := server.running()) is None:
@@ -176,24 +173,29 @@ def choose_stale(console: Console, record: RunRecord | None, pipeline: Pipeline,
     return "keep"
 
 
-def follow(
+def start(
     console: Console,
     store: Store,
     server: LocalServer,
-    running: RunningServer,
     name: str,
-    flow_run: str,
+    parameters: Mapping[str, Any],
     *,
     detach: bool,
-    began: float = 0.0,
+    began: float,
 ) -> int:
-    """Show a flow run of a run until it ends, unless detached; returns the command's exit code."""
+    """Start a flow run of a run, of one stage where `parameters` name one, and show it until it ends, unless detached;
+    returns the command's exit code. began: when the command did, by time.monotonic."""
+    running = server.ensure(lambda text: console.print(text, style="dim"))
+    api, stage = running.api(), parameters.get("stage", "")
+    bury_the_dead(api, store)
+    deployment = running.deployments["run_stage" if stage else "speedrun"]
+    flow_name = f"{name}-{stage}" if stage else name
+    flow_run = api.create_run(deployment, name=flow_name, parameters={"name": name, **parameters})
     console.print(f"Prefect UI: {running.url}/runs/flow-run/{flow_run}")
     if detach:
         console.print(f"It goes on without this terminal; look with: {command(f'stages {name}')}")
         return 0
-    began = began or time.monotonic()
-    code = _Attended(console, store, running.api(), server, name, flow_run).wait()
+    code = _Attended(console, store, api, server, name, flow_run).wait()
     end = command("server stop")
     console.print(f"{duration(time.monotonic() - began)} in all. The UI stays up; end it with: {end}")
     return code

@@ -32,7 +32,7 @@ def install(
     import shutil
     from pathlib import Path
 
-    from nanodag.cli.progress_line import Shown
+    from nanodag.cli.live_table import Shown
     from nanodag.inference.sglang_install import PYTHON_VARIABLE, default_folder
     from nanodag.inference.sglang_install import install as install_sglang
 

@@ -1,4 +1,4 @@
-"""`nanodag serve`: finds the models, then hands over to the serving process, which has their tokenizers."""
+"""`nanodag serve` and `chat`: find the models, then hand over to the process that has their tokenizers."""
 
 import os
 import sys
@@ -9,14 +9,13 @@ from typing import NoReturn
 from rich.console import Console
 
 from nanodag.cli.show import find_run, print_stale
-from nanodag.config import resolve
 from nanodag.config.kind import MODEL
 from nanodag.config.kinds import recorded_kind
 from nanodag.errors import ArtifactNotFound, ConfigError
 from nanodag.errors.words import listed, nearest
 from nanodag.host.machine import detect
 from nanodag.host.processor import usable_cores
-from nanodag.run.record import pipeline_file, store_of
+from nanodag.run.record import served_store
 from nanodag.store import Store
 from nanodag.store.run_record import RunRecord
 from nanodag.worker.launch import worker_environment
@@ -32,7 +31,7 @@ def serve(
     models: dict[str, Path] = {}
     followed: list[str] = []
     if is_following:
-        store = store_of(resolve(pipeline_file(file)).pipeline)
+        store = served_store(file)
         followed = [f"--follow={find_run(store, name).run}", f"--follow-stage={stage}"]
         followed += [f"--store={store.url}", f"--store-local={store.local}"]
     else:
@@ -41,10 +40,22 @@ def serve(
     for other in also:
         one, folder = found_model(*_named(other, name), file)
         models[other if one in models else one] = folder
-    command = [sys.executable, "-m", SERVING, *(f"--model={one}={folder}" for one, folder in models.items())]
-    command += [*followed, *options]
-    # In this process's place, not as its child: a signal then reaches the one that ends the engines.
-    os.execve(sys.executable, command, worker_environment(usable_cores(), device=detect().device))
+    # It ends the engines, so a signal must reach it.
+    _hand_over(SERVING, *(f"--model={one}={folder}" for one, folder in models.items()), *followed, *options)
+
+
+def chat_with(name: str, stage: str, *, file: str, options: Sequence[str] = ()) -> NoReturn:
+    """Hand over to the chat program with the model of a run's stage, the last one there is unless named; with a folder,
+    or a model of the hub. options: of the program."""
+    _, folder = found_model(name, stage, file)
+    # In this process's place, not as its child: Ctrl-C ends an answer, and must not end a parent that waits.
+    _hand_over("nanodag.chat", str(folder), *options)
+
+
+def _hand_over(program: str, *arguments: str) -> NoReturn:
+    """Run a program of ours in this process's place, not as its child: signals then reach it."""
+    environment = worker_environment(usable_cores(), device=detect().device)
+    os.execve(sys.executable, [sys.executable, "-m", program, *arguments], environment)
 
 
 def _named(text: str, run: str) -> tuple[str, str]:
@@ -56,17 +67,16 @@ def _named(text: str, run: str) -> tuple[str, str]:
 
 
 def _is_elsewhere(name: str) -> bool:
-    """Whether a model is no run's: a folder, or one of the hub."""
+    """True for a model that is no run's: a folder, or one of the hub."""
     return "/" in name or (Path(name) / "config.json").is_file()
 
 
 def found_model(name: str, stage: str, file: str) -> tuple[str, Path]:
-    """The name and folder of one model."""
     if _is_elsewhere(name):
         if stage:
             raise ConfigError(f"{name} is a model by itself and has no stage {stage!r}.")
         return _elsewhere_name(name), _elsewhere(name)
-    store = store_of(resolve(pipeline_file(file)).pipeline)
+    store = served_store(file)
     return _of_run(store, find_run(store, name), stage)
 
 

@@ -1,10 +1,23 @@
-"""`nanodag server`: Prefect's server of a pipeline."""
+"""`nanodag server` and `notify`: Prefect's server of a pipeline. Light: each imports what it needs when it runs."""
+
+from typing import TYPE_CHECKING
 
 import typer
 
-from nanodag.cli.parameters import File, Overrides, Preset
+from nanodag.cli.parameters import File, Overrides, Preset, command
+
+if TYPE_CHECKING:
+    from nanodag.server.local_server import LocalServer
 
 server_app = typer.Typer(help="Prefect's server: the UI, and what executes runs.", no_args_is_help=True)
+
+
+def _server(overrides: list[str] | None, file: str, preset: str) -> "LocalServer":
+    from nanodag.cli.nightly import settings
+    from nanodag.server.local_server import server_of
+
+    path, pipeline, store = settings(overrides or [], preset=preset, file=file)
+    return server_of(pipeline, store, path)
 
 
 @server_app.command("start")
@@ -14,9 +27,11 @@ def server_start(overrides: Overrides = None, file: File = "", preset: Preset = 
     \b
     nanodag server start
     """
-    from nanodag.cli.chat_report_server import start_server
+    from nanodag.cli.live_table import make_console
 
-    start_server(overrides or [], file=file, preset=preset)
+    console = make_console()
+    running = _server(overrides, file, preset).ensure(lambda text: console.print(text, style="dim"))
+    console.print(f"Prefect UI: {running.url}")
 
 
 @server_app.command("stop")
@@ -28,14 +43,62 @@ def server_stop(overrides: Overrides = None, file: File = "", preset: Preset = "
     \b
     nanodag server stop
     """
-    from nanodag.cli.chat_report_server import stop_server
-
-    stop_server(overrides or [], file=file, preset=preset)
+    was_up = _server(overrides, file, preset).stop()
+    typer.echo("The Prefect server has ended." if was_up else "No Prefect server was up.")
 
 
 @server_app.command("status")
 def server_status(overrides: Overrides = None, file: File = "", preset: Preset = "auto") -> None:
     """Say whether the server is up. Exit code 0 when it is, 3 when it is not."""
-    from nanodag.cli.chat_report_server import server_is_up
+    running, start = _server(overrides, file, preset).running(), command("server start")
+    typer.echo(f"Prefect UI: {running.url}" if running else f"No Prefect server is up. Start it: {start}")
+    raise typer.Exit(0 if running else 3)
 
-    raise typer.Exit(0 if server_is_up(overrides or [], file=file, preset=preset) else 3)
+
+def notify(overrides: Overrides = None, preset: Preset = "auto", file: File = "") -> None:
+    """Send a trial message to notify.webhook.
+
+    It hears of runs and nights that fail, and of nights that got worse.
+
+    \b
+    nanodag notify
+    nanodag notify notify.webhook=env:NANODAG_WEBHOOK
+    """
+    import json
+    import os
+    import subprocess
+    import sys
+
+    from nanodag.cli.live_table import make_console
+    from nanodag.cli.nightly import settings
+    from nanodag.errors import ConfigError, ServerError
+    from nanodag.run.notifications import post
+    from nanodag.server.local_server import server_of
+
+    path, pipeline, store = settings(overrides or [], preset=preset, file=file)
+    webhook, console = pipeline.notify.webhook, make_console()
+    if webhook == "none":
+        raise ConfigError(
+            f"notify.webhook of preset {pipeline.preset} is none: nobody is told. Set it in {path}, or try one with: "
+            "nanodag notify notify.webhook=env:NAME"
+        )
+    body = {"run": "trial", "text": "nanodag: a trial of notify.webhook. Runs and nights that fail are told of here."}
+    if webhook.startswith("env:"):
+        post(webhook, body)
+        console.print(
+            f"Sent to the address in {webhook.removeprefix('env:')}. The server has the environment that it "
+            "was started in."
+        )
+        return
+    server = server_of(pipeline, store, path)
+    running = server.ensure(lambda text: console.print(text, style="dim"))
+    ended = subprocess.run(
+        [sys.executable, "-m", "tasks.notify", webhook, json.dumps(body)],
+        env={**os.environ, **server.environment(running)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if ended.returncode:
+        last = (ended.stderr.strip().splitlines() or [""])[-1]
+        # A service's error may hold the address.
+        reason = last if last.startswith("ValueError: Unable to find block") else last.partition(":")[0]
+        raise ServerError(f"notify.webhook {webhook} took no message: {reason}")
+    console.print(f"Sent to {webhook}.")

@@ -1,4 +1,4 @@
-"""`nanodag config`, `status` and `stages`: what is, in tables."""
+"""`nanodag config`, `status`, `stages` and `report`: config, runs and stages as tables."""
 
 import json
 import time
@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markdown import Markdown
 from rich.table import Table
 from rich.text import Text
 
 from nanodag.cli.live_table import STYLES, make_console
-from nanodag.cli.store_options import command
+from nanodag.cli.parameters import command
 from nanodag.config import Resolved, resolve
 from nanodag.config.derive_schedule import facts
 from nanodag.config.hardware_rules import reason_of
+from nanodag.config.kind import PAGE
 from nanodag.config.kinds import recorded_kind
 from nanodag.config.reference import setting
 from nanodag.config.resolve import leaves
@@ -25,7 +27,7 @@ from nanodag.errors.words import counted, duration, listed, nearest, size, tries
 from nanodag.host.machine import machine_of
 from nanodag.run.preflight import check_names
 from nanodag.run.progress import progress_of, tracker_urls
-from nanodag.run.record import pipeline_file, state_of, store_of
+from nanodag.run.record import pipeline_file, served_store, state_of
 from nanodag.run.resource_requests import requests_of
 from nanodag.run.stale_stages import advice, stale_stages
 from nanodag.store import Store
@@ -64,13 +66,13 @@ def show_config(overrides: Sequence[str], *, preset: str, file: str, on: str = "
 
 
 def print_warnings(console: Console, resolved: Resolved) -> None:
-    """What was given by hand and is a bad idea on the machine."""
+    """Print settings that were given by hand and are a bad idea on the machine."""
     for text in resolved.warnings:
         console.print(f"Warning: {text}.", style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
 def explain_setting(name: str, overrides: Sequence[str], *, preset: str, file: str, on: str = "") -> None:
-    """What a setting is, what it may be, and its value in this pipeline with its origin."""
+    """Print a setting: its meaning, its range, and its value in this pipeline with its origin."""
     console = Console(soft_wrap=True)
     resolved = resolve(pipeline_file(file), preset, overrides, machine=machine_of(on) if on else None)
     details = setting(resolved, name)
@@ -123,7 +125,7 @@ def show_status(name: str = "", *, file: str, all_runs: bool) -> None:
     """The runs of the store, newest last, with every stage's state, key, size and time; of one that is named its scores
     too."""
     console = make_console()
-    store = store_of(resolve(pipeline_file(file)).pipeline)
+    store = served_store(file)
     records = store.records_of_runs()
     if not records:
         console.print(f"No runs in {store.url} yet. Start one with: {command('run')}")
@@ -156,7 +158,7 @@ def show_status(name: str = "", *, file: str, all_runs: bool) -> None:
 
 def print_status(name: str = "", *, file: str, all_runs: bool) -> None:
     """The same runs as a JSON list, each with its stages: states, how far they are, and their trackers' URLs."""
-    store = store_of(resolve(pipeline_file(file)).pipeline)
+    store = served_store(file)
     records = list(store.records_of_runs().values())
     chosen = [find_run(store, name)] if name else records if all_runs else records[-NEWEST:]
     print(json.dumps([_run_values(store, record) for record in chosen], indent=2))
@@ -232,7 +234,7 @@ NUM_WORDS = 5  # columns on the left, of words; the rest are numbers
 
 
 def _stage_table(record: RunRecord) -> Text:
-    """As columns of one text: rich's own tables take most of the time of this command."""
+    """Columns of one text: rich's own tables take most of the time of this command."""
     stale = stale_stages(record)
     rows = [TITLES, *(_stage_cells(name, entry, name in stale) for name, entry in record.stages.items())]
     widths = [max(len(row[column]) for row in rows) for column in range(len(TITLES))]
@@ -264,7 +266,7 @@ def _stage_cells(name: str, entry: StageRecord, is_stale: bool) -> tuple[str, ..
 
 
 def _took(entry: StageRecord) -> str:
-    """What a stage took over all its tries; beside it the last one, where there were several."""
+    """Time that a stage took over all its tries; beside it the last one, where there were several."""
     if entry.made is None:
         return ""
     last = entry.made.took_s
@@ -301,7 +303,7 @@ def find_run(store: Store, name: str) -> RunRecord:
 def show_stages(name: str, *, file: str) -> None:
     """Every stage of a run with its inputs, data, metrics and cost, from the manifests."""
     console = make_console()
-    store = store_of(resolve(pipeline_file(file)).pipeline)
+    store = served_store(file)
     record = find_run(store, name)
     console.print(Text.assemble((record.run, "bold"), f"  preset {record.preset}  {state_of(record)}"))
     if record.reason:
@@ -316,6 +318,23 @@ def show_stages(name: str, *, file: str) -> None:
             console.print(f"  {entry.reason}", style="red", markup=False, highlight=False)
     if stale:
         console.print(f"\nBuild again what is stale with: {how_to_build_stale(record.run)}", style=STYLES["stale"])
+
+
+def show_report(name: str, *, file: str) -> None:
+    """Print report.md, then the paths of its files."""
+    console = make_console()
+    store = served_store(file)
+    record = find_run(store, name)
+    made = (s for s, entry in record.stages.items() if entry.has_ended_well and recorded_kind(entry.kind).makes == PAGE)
+    if not (reports := list(made)):
+        raise ArtifactNotFound(
+            f"Run {record.run} has no report yet; see how far it is with: {command(f'stages {record.run}')}"
+        )
+    folder = store.materialize(store.get(f"{record.run}:{reports[-1]}"))
+    console.print(Markdown((folder / "report.md").read_text()))
+    print_stale(console, record, reports[-1])
+    for path in sorted(folder.glob("report.*")):
+        console.print(str(path), soft_wrap=True, highlight=False)
 
 
 def _print_artifact(console: Console, store: Store, key: str, attempt: str) -> None:

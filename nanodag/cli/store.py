@@ -1,14 +1,23 @@
 """The commands that look after the store. Light: each imports what it needs when it runs."""
 
-from typing import Annotated
+import shutil
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from nanodag.cli.parameters import File, Key, ThisRun
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from nanodag.run.retention import Finding
+    from nanodag.store import Store
+
+COLOURS = {"whole": "green", "damaged": "red", "newer": "yellow", "unfinished": "dim"}
+SHOWN = 40
+
 
 def add_to(app: typer.Typer) -> None:
-    """Make the commands part of `nanodag`."""
     for command in (verify, gc, lineage, diff, export, reproduce):
         app.command()(command)
 
@@ -29,9 +38,59 @@ def verify(
     \b
     nanodag verify RUN --set-aside
     """
-    from nanodag.cli.gc import verify_store
+    from nanodag.cli.live_table import make_console
+    from nanodag.errors.words import size
+    from nanodag.run.record import served_store
+    from nanodag.run.retention import check, targets
 
-    raise typer.Exit(verify_store(names or [], set_aside=set_aside, file=file))
+    console, store = make_console(), served_store(file)
+    attempts = list(dict.fromkeys(t for name in (names or [""]) for t in targets(store, name)))
+    findings = []
+    for number, (key, attempt) in enumerate(attempts):
+        finding = check(store, key, attempt)
+        findings.append(finding)
+        if finding.state != "whole" or names:
+            _print_finding(console, finding)
+        elif console.is_terminal and number % 20 == 19:
+            console.print(f"{number + 1} of {len(attempts)} read", style="dim")
+    damaged = [f for f in findings if f.state == "damaged"]
+    for finding in damaged if set_aside else []:
+        _set_aside(console, store, finding)
+    records = {} if names else store.unreadable_runs()
+    for error in records.values():
+        console.print(f"unreadable {error}", style="red", markup=False, soft_wrap=True)
+    whole = [f for f in findings if f.state == "whole"]
+    console.print(
+        f"{len(whole)} whole ({size(sum(f.num_bytes for f in whole))}), {len(damaged)} damaged in {store.url}"
+    )
+    if damaged and not set_aside:
+        console.print("Take it out of the way with: nanodag verify --set-aside; the next run builds it again.")
+    raise typer.Exit(1 if damaged or records else 0)
+
+
+def _print_finding(console: "Console", finding: "Finding") -> None:
+    from rich.text import Text
+
+    line = Text.assemble(
+        (f"{finding.state:<10} ", COLOURS[finding.state]),
+        f"{finding.key[:12]}/{finding.attempt}  {finding.stage:<12} ",
+        (finding.text, "dim"),
+    )
+    console.print(line, soft_wrap=True)
+
+
+def _set_aside(console: "Console", store: "Store", finding: "Finding") -> None:
+    from nanodag.errors import StoreBusy
+
+    if finding.attempt not in store.attempts(finding.key):
+        return
+    try:
+        where = store.set_aside(finding.key, finding.attempt)
+    except StoreBusy:
+        console.print(f"{finding.key[:12]}/{finding.attempt} stays: somebody is building that key.", style="yellow")
+        return
+    shutil.rmtree(store.local / "cache" / finding.key / finding.attempt, ignore_errors=True)
+    console.print(f"{finding.key[:12]}/{finding.attempt} is now {where}", soft_wrap=True)
 
 
 def gc(
@@ -62,9 +121,39 @@ def gc(
     \b
     nanodag gc --keep-runs 5 --keep-best eval_rl.sort --yes
     """
-    from nanodag.cli.gc import collect
+    from rich.table import Table
 
-    collect(keep_runs=keep_runs, keep_days=keep_days, keep_best=keep_best or [], yes=yes, file=file)
+    from nanodag.cli.live_table import make_console
+    from nanodag.errors.words import counted, size
+    from nanodag.run.record import served_store
+    from nanodag.run.retention import RetentionPolicy, best_of, free, plan
+
+    console, store = make_console(), served_store(file)
+    best = tuple(map(best_of, keep_best or []))
+    policy = RetentionPolicy(keep_runs=keep_runs, keep_days=keep_days, best=best)
+    removal = plan(store, policy)
+    for note in removal.notes:
+        console.print(note, style="yellow", soft_wrap=True)
+    kept = f"{counted(removal.num_kept, 'artifact')}, {size(removal.kept_bytes)}"
+    if not removal.items:
+        console.print(f"Nothing can go: {kept}, all of use to a run.")
+        return
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for title in ("what", "name", "size", "why"):
+        table.add_column(title, justify="right" if title == "size" else "left", no_wrap=True)
+    for item in removal.items[:SHOWN]:
+        table.add_row(item.what, item.name, size(item.num_bytes) if item.num_bytes else "", item.why)
+    console.print(table)
+    if len(removal.items) > SHOWN:
+        console.print(f"and {len(removal.items) - SHOWN} more", style="dim")
+    console.print(f"{size(removal.num_bytes)} can go, of {store.url}; left: {kept}")
+    if not yes:
+        console.print("Nothing was removed. Do it with --yes.")
+        return
+    freed, stayed = free(store, removal)
+    for text in stayed:
+        console.print(f"Stayed: {text}", style="yellow", soft_wrap=True)
+    console.print(f"{size(freed)} freed.")
 
 
 def lineage(

@@ -1,37 +1,66 @@
-"""`nanodag sweep`: start a sweep and follow it."""
+"""`nanodag sweep`: start a sweep and follow it. Light: it imports what it needs when it runs."""
 
-import time
-from collections.abc import Sequence
+from typing import Annotated
 
-from nanodag.cli.live_table import make_console
-from nanodag.cli.nightly import follow, serve, settings
-from nanodag.config import resolve
-from nanodag.errors.words import counted
-from nanodag.run.preflight import check_before_start
-from nanodag.run.python_path import note_python_path
-from nanodag.run.record import pipeline_file, store_of, unfinished
-from nanodag.sweep.conclude import PAGE_STAGE
-from nanodag.sweep.points import make_sweep
+import typer
+
+from nanodag.cli.parameters import Detach, File, Overrides, Preset
 
 
-def start_sweep(
-    overrides: Sequence[str],
-    *,
-    grid: Sequence[str],
-    points: Sequence[str],
-    stage: str,
-    at_once: int,
-    preset: str,
-    file: str,
-    name: str,
-    detach: bool,
-    dry_run: bool,
-) -> int:
-    """Check every point, then run the sweep; returns the command's exit code. points: overrides of one point
-    each, separated by spaces."""
-    console = make_console()
-    listed = [text.split() for text in points]
-    made = make_sweep(pipeline_file(file), preset, overrides, grid, listed, stage)
+def sweep(
+    overrides: Overrides = None,
+    grid: Annotated[
+        list[str] | None,
+        typer.Option("--grid", "-g", metavar="NAME=[A,B]", help="An option and its values; may be repeated."),
+    ] = None,
+    point: Annotated[
+        list[str] | None, typer.Option("--point", metavar="'A=1 B=2'", help="The values of one point; may be repeated.")
+    ] = None,
+    stage: Annotated[
+        str,
+        typer.Option(
+            "--stage",
+            "-s",
+            metavar="STAGE",
+            help="What is compared. Default: the last one that a point sets a value of.",
+        ),
+    ] = "",
+    at_once: Annotated[
+        int, typer.Option("--at-once", "-j", metavar="N", min=1, help="How many stages train at a time.")
+    ] = 1,
+    preset: Preset = "auto",
+    file: File = "",
+    name: Annotated[
+        str,
+        typer.Option(
+            "--name", "-n", metavar="SWEEP", help="A new sweep's, or one to resume. Default: preset and time."
+        ),
+    ] = "",
+    detach: Detach = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and list the points, and run nothing.")] = False,
+) -> None:
+    """Run a stage with many settings, and compare them.
+
+    What the points have in common is run once. Every combination of the grid's values is a point.
+
+    \b
+    nanodag sweep --grid rl.learning_rate=[5e-5,1e-4] --grid rl.seed=[1,2]
+    """
+    import time
+
+    from nanodag.cli.live_table import make_console
+    from nanodag.cli.nightly import follow, serve, settings
+    from nanodag.config import resolve
+    from nanodag.errors.words import counted
+    from nanodag.run.preflight import check_before_start
+    from nanodag.run.python_path import note_python_path
+    from nanodag.run.record import pipeline_file, store_of, unfinished
+    from nanodag.sweep.points import make_sweep
+    from nanodag.sweep.sweep_run import PAGE_STAGE
+
+    console, changes = make_console(), overrides or []
+    grid, points = grid or [], [text.split() for text in point or []]
+    made = make_sweep(pipeline_file(file), preset, changes, grid, points, stage)
     shared = [name for name in made.pipeline.stages if name in made.points[0].stages]
     console.print(
         f"{counted(len(made.points), 'point')} of stage {made.stage}, {counted(len(made.pipeline.stages), 'stage')}; "
@@ -39,25 +68,25 @@ def start_sweep(
         highlight=False,
     )
     if dry_run:
-        for point in made.points:
-            console.print(f"{point.number:4d}  {' '.join(point.overrides)}", highlight=False, markup=False)
-        return 0
+        for one in made.points:
+            console.print(f"{one.number:4d}  {' '.join(one.overrides)}", highlight=False, markup=False)
+        return
     name = name or f"sweep-{resolve(pipeline_file(file), preset).pipeline.preset}-{time.strftime('%m%d-%H%M%S')}"
     store = store_of(made.pipeline)
     to_build = unfinished(made.pipeline, store.find_run(name))
     check_before_start(made.pipeline, file=pipeline_file(file), remembered=store.local / "checked", to_build=to_build)
     note_python_path(store.local, name)
-    path, pipeline, store = settings(list(overrides), preset=preset, file=file)
-    running, parameters = serve(path, pipeline, store, list(overrides))
-    about = {"name": name, "grid": list(grid), "points": listed, "stage": made.stage, "at_once": at_once}
+    path, pipeline, store = settings(changes, preset=preset, file=file)
+    running, parameters = serve(path, pipeline, store, changes)
+    about = {"name": name, "grid": grid, "points": points, "stage": made.stage, "at_once": at_once}
     api = running.api()
     flow_run = api.create_run(running.deployments["sweep"], name=name, parameters={**about, **parameters})
     console.print(f"Sweep [bold]{name}[/]: {running.url}/runs/flow-run/{flow_run}")
     if detach:
-        return 0
+        return
     code = follow(store, api, name, flow_run)
     record = store.find_run(name)
     if record is not None and PAGE_STAGE in record.stages:
         folder = store.materialize(store.get(f"{name}:{PAGE_STAGE}"))
         console.print(f"Table and plots: {folder / 'sweep.html'}", soft_wrap=True, highlight=False)
-    return code
+    raise typer.Exit(code)

@@ -61,7 +61,7 @@ class Derived:
         self.name, self.machine, self.origins, self.pipeline = name, machine, origins, pipeline
 
     def note(self, setting: str, rule: str, **values: Any) -> None:
-        """Say that a setting of the stage follows from a rule of RULES. values: what its text has room for."""
+        """Note that a setting of the stage follows from a rule of RULES. values: what its text has room for."""
         self.origins[f"{self.name}.{setting}"] = f"derived: {self.machine.short}: {RULES[rule].rule.format(**values)}"
 
 
@@ -72,83 +72,85 @@ def budget(memory: int) -> int:
     return power * 3 // 2 if usable >= power * 3 // 2 else power
 
 
-def device_of(stage: _S, of_pipeline: str, found: Derived) -> _S:
+def device_of(stage: _S, of_pipeline: str, derived: Derived) -> _S:
     """The stage on a device. of_pipeline: `cpu` or `cuda`. Raises ConfigError for GPUs of a stage on CPUs."""
     resources = stage.resources
     device = resources.device
     if device == "auto":
         is_on_cpu = find_kind(stage.kind).is_on_cpu
         device = "cpu" if is_on_cpu else of_pipeline  # type: ignore[assignment]
-        found.note("resources.device", "device_cpu" if is_on_cpu else "device_stage")
+        derived.note("resources.device", "device_cpu" if is_on_cpu else "device_stage")
     if resources.gpus_per_node and device == "cpu":
         raise ConfigError(
-            f"{found.name}.resources.gpus_per_node: {resources.gpus_per_node}, and this machine has no GPU."
+            f"{derived.name}.resources.gpus_per_node: {resources.gpus_per_node}, and this machine has no GPU."
         )
     return stage.model_copy(update={"resources": resources.model_copy(update={"device": device})})
 
 
-def precision_of(stage: _S, found: Derived) -> _S:
+def precision_of(stage: _S, derived: Derived) -> _S:
     """The stage in the precision that its device multiplies fastest."""
     if getattr(stage, "precision", "") != "auto":
         return stage
-    found.note("precision", "precision")
-    return stage.model_copy(update={"precision": _fastest(stage, found)})
+    derived.note("precision", "precision")
+    return stage.model_copy(update={"precision": _fastest(stage, derived)})
 
 
-def evaluation_precision(stage: _Eval, found: Derived) -> _Eval:
+def evaluation_precision(stage: _Eval, derived: Derived) -> _Eval:
     """The evaluation in the fastest precision of a GPU; on a CPU in float32."""
     if stage.precision != "auto":
         return stage
-    found.note("precision", "precision_evaluation")
-    return stage.model_copy(update={"precision": "fp32" if stage.resources.device == "cpu" else _fastest(stage, found)})
+    derived.note("precision", "precision_evaluation")
+    return stage.model_copy(
+        update={"precision": "fp32" if stage.resources.device == "cpu" else _fastest(stage, derived)}
+    )
 
 
-def rl_precision(stage: _RL, model: ModelSize | None, found: Derived) -> _RL:
+def rl_precision(stage: _RL, model: ModelSize | None, derived: Derived) -> _RL:
     """RL's trainer in the fastest precision; narrow models on a CPU in float32."""
     if stage.optimizer.precision != "auto":
         return stage
     is_narrow = stage.resources.device == "cpu" and model is not None and model.shape.width < LEAST_BF16_WIDTH
-    found.note("optimizer.precision", "precision_rl" if is_narrow else "precision")
-    precision = "fp32" if is_narrow else _fastest(stage, found)
+    derived.note("optimizer.precision", "precision_rl" if is_narrow else "precision")
+    precision = "fp32" if is_narrow else _fastest(stage, derived)
     return stage.model_copy(update={"optimizer": stage.optimizer.model_copy(update={"precision": precision})})
 
 
-def _fastest(stage: StageBase, found: Derived) -> str:
-    return "bf16" if found.machine.multiplies_bf16_fast(str(stage.resources.device)) else "fp32"
+def _fastest(stage: StageBase, derived: Derived) -> str:
+    return "bf16" if derived.machine.multiplies_bf16_fast(str(stage.resources.device)) else "fp32"
 
 
-def own_gpus(stage: _RL, found: Derived) -> _RL:
+def own_gpus(stage: _RL, derived: Derived) -> _RL:
     """The stage with the GPUs that samplers have to themselves, by number. Raises ConfigError where that leaves the
     trainer none, or one is not there."""
-    given, total = stage.sampler.gpus, found.machine.num_gpus
+    gpus, total = stage.sampler.gpus, derived.machine.num_gpus
     is_separate = stage.placement == "separate" and stage.resources.device == "cuda" and not stage.sampler.nodes
-    if given == "auto":
-        found.note("sampler.gpus", "sampler_gpus")
-        given = max(1, total // 2) if is_separate else ()
-    numbers = tuple(range(total - given, total)) if isinstance(given, int) else given
+    if gpus == "auto":
+        derived.note("sampler.gpus", "sampler_gpus")
+        gpus = max(1, total // 2) if is_separate else ()
+    numbers = tuple(range(total - gpus, total)) if isinstance(gpus, int) else gpus
     if is_separate and (not numbers or len(set(numbers)) != len(numbers) or not set(numbers) < set(range(total))):
         raise ConfigError(
-            f"{found.name}.sampler.gpus: {stage.sampler.gpus} of this machine's {total} leaves samplers or trainer "
+            f"{derived.name}.sampler.gpus: {stage.sampler.gpus} of this machine's {total} leaves samplers or trainer "
             f"without a GPU of its own; name some of {', '.join(map(str, range(total))) or 'none'}, not all."
         )
     return stage.model_copy(update={"sampler": stage.sampler.model_copy(update={"gpus": numbers})})
 
 
-def placed(stage: _RL, model: ModelSize | None, found: Derived) -> _RL:
+def placed(stage: _RL, model: ModelSize | None, derived: Derived) -> _RL:
     """The stage with its placement, once its ranks are known."""
     updates: dict[str, Any] = {}
     if stage.placement == "auto":
-        updates["placement"] = placement = "shared" if _gains_by_turns(stage, model, found.machine) else "beside"
-        found.note("placement", f"placement_{placement}")
+        updates["placement"] = placement = "shared" if _gains_by_turns(stage, model, derived.machine) else "beside"
+        derived.note("placement", f"placement_{placement}")
     if stage.lends_states == "auto":
         is_lent = updates.get("placement", stage.placement) == "shared" and stage.resources.device == "cuda"
         updates["lends_states"] = is_lent
-        found.note("lends_states", "lends_states")
+        derived.note("lends_states", "lends_states")
     return stage.model_copy(update=updates)
 
 
 def _gains_by_turns(stage: "RLStage", model: ModelSize | None, machine: Machine) -> bool:
-    """Whether the optimizer's states stay on the GPU where the trainer has it in turns, and beside samplers not."""
+    """True where the optimizer's states stay on the GPU where the trainer has it in turns, and beside samplers not."""
     is_alone = stage.resources.offload_optimizer == "auto" and not stage.sampler.nodes and stage.sampler.gpus == ()
     is_alone = is_alone and not stage.sampler.has_others
     if model is None or machine.gpu is None or stage.resources.device != "cuda":
@@ -166,38 +168,38 @@ def _gains_by_turns(stage: "RLStage", model: ModelSize | None, machine: Machine)
     return _room(beside, machine, 1) < states <= _room(shared, machine, 1)
 
 
-def spread(stage: _S, model: ModelSize | None, found: Derived) -> _S:
+def spread(stage: _S, model: ModelSize | None, derived: Derived) -> _S:
     """The stage with nodes, ranks and threads, once its device, precision and batch are known."""
-    machine, resources = found.machine, stage.resources
+    machine, resources = derived.machine, stage.resources
     nodes, ranks = resources.nodes, resources.num_ranks
     if ranks == "auto" and resources.gpus_per_node:
         nodes = 1 if nodes == "auto" else nodes
         ranks = nodes * resources.gpus_per_node
-        found.note("resources.num_ranks", "ranks_given")
+        derived.note("resources.num_ranks", "ranks_given")
     elif ranks == "auto":
-        nodes, ranks = _nodes_and_ranks(stage, model, found)
+        nodes, ranks = _nodes_and_ranks(stage, model, derived)
     elif nodes == "auto":
         nodes = machine.nodes if find_kind(stage.kind).trains and ranks % machine.nodes == 0 else 1
     updates: dict[str, Any] = {"nodes": nodes, "num_ranks": ranks}
     if resources.nodes == "auto":
-        found.note("resources.nodes", "nodes")
+        derived.note("resources.nodes", "nodes")
     if resources.threads == "auto":
         updates["threads"] = max(1, machine.cores * nodes // ranks)
-        found.note("resources.threads", "threads")
+        derived.note("resources.threads", "threads")
     if resources.offload_optimizer == "auto" and not find_kind(stage.kind).trains:
         updates["offload_optimizer"] = "none"
     return stage.model_copy(update={"resources": resources.model_copy(update=updates)})
 
 
-def _nodes_and_ranks(stage: StageBase, model: ModelSize | None, found: Derived) -> tuple[int, int]:
+def _nodes_and_ranks(stage: StageBase, model: ModelSize | None, derived: Derived) -> tuple[int, int]:
     """Nodes and ranks: as many ranks, on all nodes together, as a step has work for, on as few nodes as have room for
     these."""
-    machine, device, wanted = found.machine, str(stage.resources.device), stage.resources.nodes
+    machine, device, nodes = derived.machine, str(stage.resources.device), stage.resources.nodes
     if not find_kind(stage.kind).trains:
-        found.note("resources.num_ranks", "ranks_none")
-        return (1, 1) if wanted == "auto" else (wanted, wanted)
-    allowed = range(1, machine.nodes + 1) if wanted == "auto" else range(wanted, wanted + 1)
-    of_a_node = _ranks_of_a_node(stage, model, found)
+        derived.note("resources.num_ranks", "ranks_none")
+        return (1, 1) if nodes == "auto" else (nodes, nodes)
+    allowed = range(1, machine.nodes + 1) if nodes == "auto" else range(nodes, nodes + 1)
+    of_a_node = _ranks_of_a_node(stage, model, derived)
     tokens, length, rows, unit = stage.step_size
     most = allowed[-1] * of_a_node[-1]
     if model is not None:
@@ -206,33 +208,33 @@ def _nodes_and_ranks(stage: StageBase, model: ModelSize | None, found: Derived) 
     if unit > (there := allowed[-1] * (machine.num_gpus if device == "cuda" else machine.cores)):
         what = "GPUs" if device == "cuda" else "cores"
         raise ConfigError(
-            f"{found.name}.optimizer.sequence_parallel: {unit} ranks would share each row, and this machine has "
+            f"{derived.name}.optimizer.sequence_parallel: {unit} ranks would share each row, and this machine has "
             f"{there} {what} for them; lower it."
         )
-    totals = [(nodes * ranks, -nodes) for nodes in allowed for ranks in {*of_a_node, unit}]
+    totals = [(count * ranks, -count) for count in allowed for ranks in {*of_a_node, unit}]
     fitting = [(t, n) for t, n in totals if t <= most and t % unit == 0 and rows % t == 0]
     ranks, fewest = max(fitting, default=(allowed[0] * unit, -allowed[0]))
     return -fewest, ranks
 
 
-def _ranks_of_a_node(stage: StageBase, model: ModelSize | None, found: Derived) -> list[int]:
-    """How many ranks a node may have, in ascending order."""
+def _ranks_of_a_node(stage: StageBase, model: ModelSize | None, derived: Derived) -> list[int]:
+    """Numbers of ranks that a node may have, ascending."""
     if stage.resources.device != "cuda":
-        return stage.ranks_on_cpu(model, found)
-    found.note("resources.num_ranks", "ranks_cuda")
-    return list(range(1, max(1, found.machine.num_gpus - stage.own_gpus) + 1))
+        return stage.ranks_on_cpu(model, derived)
+    derived.note("resources.num_ranks", "ranks_cuda")
+    return list(range(1, max(1, derived.machine.num_gpus - stage.own_gpus) + 1))
 
 
-def rl_ranks_on_cpu(found: Derived) -> list[int]:
-    """How many ranks of RL a node may have beside its samplers, in ascending order."""
-    found.note("resources.num_ranks", "ranks_rl_cpu")
-    return list(range(1, max(1, min(MAX_CPU_RANKS, found.machine.cores // RL_CORES_A_RANK)) + 1))
+def rl_ranks_on_cpu(derived: Derived) -> list[int]:
+    """Numbers of ranks of RL that a node may have beside its samplers, ascending."""
+    derived.note("resources.num_ranks", "ranks_rl_cpu")
+    return list(range(1, max(1, min(MAX_CPU_RANKS, derived.machine.cores // RL_CORES_A_RANK)) + 1))
 
 
-def supervised_ranks_on_cpu(stage: "SupervisedStage", model: ModelSize, found: Derived) -> list[int]:
-    """How many ranks a node may have so that few cores are idle and memory holds a row of each, in ascending order."""
-    machine = found.machine
-    found.note("resources.num_ranks", "ranks_cpu")
+def supervised_ranks_on_cpu(stage: "SupervisedStage", model: ModelSize, derived: Derived) -> list[int]:
+    """Numbers of ranks with which few cores are idle and memory holds a row of each, ascending."""
+    machine = derived.machine
+    derived.note("resources.num_ranks", "ranks_cpu")
 
     def fits(ranks: int) -> bool:
         used = ranks * (machine.cores // ranks)
@@ -244,81 +246,83 @@ def supervised_ranks_on_cpu(stage: "SupervisedStage", model: ModelSize, found: D
     return [1, *filter(fits, range(2, min(MAX_CPU_RANKS, machine.cores) + 1))]
 
 
-def fit_supervised(stage: _Supervised, model: ModelSize | None, found: Derived) -> _Supervised:
+def fit_supervised(stage: _Supervised, model: ModelSize | None, derived: Derived) -> _Supervised:
     """The stage with offload, activation checkpointing, micro-batch and compilation, once its ranks are known."""
     device, ranks = str(stage.resources.device), int(stage.resources.num_ranks)
     if stage.resources.offload_optimizer == "auto":
         can = stage.optimizer.traits.offloads and stage.zero_stage > 0
-        stage = _offload(stage, model, can, found)
+        stage = _offload(stage, model, can, derived)
     of_rank = max(1, int(stage.batch_tokens) // ranks)
     limit = FULL_TOKENS[device]
     updates: dict[str, Any] = {}
-    if device == "cuda" and _memory_is_unknown(model, found):
+    if device == "cuda" and _memory_is_unknown(model, derived):
         limit = LEAST_TOKENS
     if stage.activation_checkpointing == "auto":
-        given = 0 if stage.micro_batch_tokens == "auto" else int(stage.micro_batch_tokens)
-        wanted = given or min(LEAST_TOKENS if device == "cuda" else stage.sequence_length, of_rank)
-        updates["activation_checkpointing"] = _tokens(stage, model, found, checkpointed=False) < wanted
-        found.note("activation_checkpointing", "checkpointing")
+        tokens = 0 if stage.micro_batch_tokens == "auto" else int(stage.micro_batch_tokens)
+        least = tokens or min(LEAST_TOKENS if device == "cuda" else stage.sequence_length, of_rank)
+        updates["activation_checkpointing"] = _tokens(stage, model, derived, checkpointed=False) < least
+        derived.note("activation_checkpointing", "checkpointing")
     stage = stage.model_copy(update=updates)
     updates = {}
     if stage.micro_batch_tokens == "auto":
-        room = _tokens(stage, model, found, checkpointed=bool(stage.activation_checkpointing))
+        room = _tokens(stage, model, derived, checkpointed=bool(stage.activation_checkpointing))
         updates["micro_batch_tokens"] = _dividing(of_rank, stage.sequence_length, min(limit, room))
-        found.note("micro_batch_tokens", "micro", limit=f"{limit:,}")
+        derived.note("micro_batch_tokens", "micro", limit=f"{limit:,}")
     if stage.compile == "auto":
-        updates["compile"] = _has_compiler(device, found.machine)
-        found.note("compile", "compile")
+        updates["compile"] = _has_compiler(device, derived.machine)
+        derived.note("compile", "compile")
     return stage.model_copy(update=updates)
 
 
-def fit_rl(stage: _RL, model: ModelSize | None, found: Derived) -> _RL:
+def fit_rl(stage: _RL, model: ModelSize | None, derived: Derived) -> _RL:
     """The trainer with offload, activation checkpointing, micro-batch and compilation, once its ranks are known."""
     device, context = str(stage.resources.device), int(stage.sampler.context)
     if stage.resources.offload_optimizer == "auto":
-        stage = _offload(stage, model, True, found)
+        stage = _offload(stage, model, True, derived)
     updates: dict[str, Any] = {}
     optimizer, limit = stage.optimizer, RL_TOKENS[device]
     if optimizer.activation_checkpointing == "auto":
         least = min(LEAST_TOKENS, limit) if device == "cuda" else context
-        wanted = least if optimizer.micro_batch_tokens == "auto" else int(optimizer.micro_batch_tokens)
-        room = _tokens(stage, model, found, checkpointed=False)
-        updates["activation_checkpointing"] = room < max(wanted, context)
-        found.note("optimizer.activation_checkpointing", "checkpointing")
+        tokens = least if optimizer.micro_batch_tokens == "auto" else int(optimizer.micro_batch_tokens)
+        room = _tokens(stage, model, derived, checkpointed=False)
+        updates["activation_checkpointing"] = room < max(tokens, context)
+        derived.note("optimizer.activation_checkpointing", "checkpointing")
     if optimizer.micro_batch_tokens == "auto":
         checkpointed = bool(updates.get("activation_checkpointing", optimizer.activation_checkpointing))
-        room = min(limit, _tokens(stage, model, found, checkpointed=checkpointed))
-        is_unknown = device == "cuda" and _memory_is_unknown(model, found)
+        room = min(limit, _tokens(stage, model, derived, checkpointed=checkpointed))
+        is_unknown = device == "cuda" and _memory_is_unknown(model, derived)
         most = RL_TOKENS_UNKNOWN if is_unknown else 1 << (max(room, 1).bit_length() - 1)
         updates["micro_batch_tokens"] = max(most, context)
-        found.note("optimizer.micro_batch_tokens", "micro_rl_unknown" if is_unknown else "micro_rl", limit=f"{limit:,}")
+        derived.note(
+            "optimizer.micro_batch_tokens", "micro_rl_unknown" if is_unknown else "micro_rl", limit=f"{limit:,}"
+        )
     if optimizer.compile == "auto":
         is_fast = device == "cuda" or optimizer.precision == "bf16"
-        updates["compile"] = is_fast and _has_compiler(device, found.machine)
-        found.note("optimizer.compile", "compile_rl")
+        updates["compile"] = is_fast and _has_compiler(device, derived.machine)
+        derived.note("optimizer.compile", "compile_rl")
     return stage.model_copy(update={"optimizer": optimizer.model_copy(update=updates)})
 
 
-def _offload(stage: _Trained, model: ModelSize | None, can: bool, found: Derived) -> _Trained:
+def _offload(stage: _Trained, model: ModelSize | None, can: bool, derived: Derived) -> _Trained:
     is_large = False
-    if can and stage.resources.device == "cuda" and model is not None and found.machine.gpu is not None:
-        is_large = 2 * _states(stage, model, int(stage.resources.num_ranks)) > _room(stage, found.machine, 1)
-    found.note("resources.offload_optimizer", "offload")
+    if can and stage.resources.device == "cuda" and model is not None and derived.machine.gpu is not None:
+        is_large = 2 * _states(stage, model, int(stage.resources.num_ranks)) > _room(stage, derived.machine, 1)
+    derived.note("resources.offload_optimizer", "offload")
     update = {"offload_optimizer": "cpu" if is_large else "none"}
     return stage.model_copy(update={"resources": stage.resources.model_copy(update=update)})
 
 
-def _memory_is_unknown(model: ModelSize | None, found: Derived) -> bool:
-    return model is None or found.machine.gpu is None
+def _memory_is_unknown(model: ModelSize | None, derived: Derived) -> bool:
+    return model is None or derived.machine.gpu is None
 
 
-def _tokens(stage: TrainedStage, model: ModelSize | None, found: Derived, *, checkpointed: bool) -> int:
-    """How many tokens of a micro-batch fit on one rank's device; as many as one likes where nobody knows."""
+def _tokens(stage: TrainedStage, model: ModelSize | None, derived: Derived, *, checkpointed: bool) -> int:
+    """Tokens of a micro-batch that fit on one rank's device; as many as one likes where nobody knows."""
     resources = stage.resources
-    if model is None or (resources.device == "cuda" and found.machine.gpu is None):
+    if model is None or (resources.device == "cuda" and derived.machine.gpu is None):
         return ENDLESS
     ranks = int(resources.num_ranks)
-    room = _room(stage, found.machine, ranks // resources.num_nodes) - _fixed(stage, model, ranks)
+    room = _room(stage, derived.machine, ranks // resources.num_nodes) - _fixed(stage, model, ranks)
     return max(0, room) // _of_token(stage, model, checkpointed=checkpointed)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanodag.config.footprint import USABLE
 from nanodag.config.model_size import ModelSize
-from nanodag.config.rl_parts import SGLANG_ONLY, SamplerConfig
+from nanodag.config.rl_parts import SamplerConfig
 from nanodag.config.section import Section
 from nanodag.errors import ConfigError
 from nanodag.errors.words import counted
@@ -20,6 +20,7 @@ from nanodag.host.machine import GIB, Machine, detect
 from nanodag.inference.cache_size import slot_tokens
 from nanodag.inference.number_formats import width_of
 from nanodag.inference.sglang_install import PYTHON_VARIABLE, default_folder, is_installed
+from nanodag.inference.sglang_options import check_no_window
 
 if TYPE_CHECKING:
     from nanodag.config.kinds.evaluation import EvalSamplerConfig, EvalStage
@@ -49,7 +50,7 @@ INSTALL = "`nanodag sampler install --cuda` makes SGLang's environment"
 
 
 def this_machine() -> Machine:
-    """This one, with SGLang where its environment for GPUs is finished, or its interpreter named."""
+    """The machine that this is, with SGLang where its environment for GPUs is finished, or its interpreter named."""
     machine = detect()
     if machine.gpu is None:
         return machine
@@ -65,13 +66,15 @@ def engine_of(machine: Machine, device: str, model: ModelSize | None) -> tuple[s
         return "embedded", f"SGLang needs compute capability {SGLANG_CAPABILITY}, and this is {machine.gpu.capability}"
     if model is not None and model.shape.head_width not in SGLANG_HEADS:
         return "embedded", f"SGLang has no attention kernels for heads of {model.shape.head_width}"
+    if model is not None and model.window is not None:
+        return "embedded", f"SGLang leaves out the model's sliding window of {model.window} tokens"
     if not machine.sglang:
         return "embedded", f"SGLang is not installed; {INSTALL}"
     return "sglang", "SGLang is installed"
 
 
 def replicas_of(*, device: str, gpus: int, tensor_parallel: int, is_exact: bool, threads: int) -> tuple[int, str]:
-    """How many samplers, and why. gpus: that the stage has. is_exact: each is deterministic.
+    """Number of samplers, and why. gpus: that the stage has. is_exact: each is deterministic.
 
     A sum that is split over threads has other bits, so a deterministic sampler has one thread, and several of them
     share the cores; another one on a CPU has all threads.
@@ -98,13 +101,7 @@ def derive_sampler(name: str, stage: _RL, machine: Machine, model: ModelSize | N
     """The stage with no `auto` among what concerns samplers. model: None where its size is not known beforehand."""
     config, device = stage.sampler, str(stage.resources.device)
     fill = _Filler(config, f"{name}.sampler", origins)
-    is_here = machine.sglang or config.python != "auto" or config.has_others  # there it is installed by others
-    engine, why = engine_of(replace(machine, sglang=is_here), device, model)
-    engine = fill("engine", engine, f"{machine}: {why}")
-    if engine == "embedded":  # what was set for SGLang means nothing to it
-        _check_one_gpu(config, f"{name}.sampler", why)
-        fill.without(SGLANG_ONLY)
-    tensor_parallel = int(fill.updates.get("tensor_parallel", config.tensor_parallel))
+    engine, tensor_parallel = _filled_engine(fill, config, machine, device, model)
     is_exact = fill("deterministic", engine == "embedded" and device == "cpu", f"engine {engine} on {device}")
     precision = fill("precision", stage.optimizer.precision, "the trainer's: two precisions would differ in their draw")
     threads = int(stage.resources.threads)
@@ -119,6 +116,8 @@ def derive_sampler(name: str, stage: _RL, machine: Machine, model: ModelSize | N
     replicas = fill("replicas", replicas, why)
     replicas = max(1, replicas)  # where it has none of its own, what follows is of one that it would start
     context = fill("context", *_context(stage, model))
+    if engine == "sglang" and model is not None:
+        check_no_window(model.window, context, f"{name}.sampler.engine")
     share = fill("memory_fraction", *_share(stage))
     weights = 0
     if model is not None:  # the embedded engine holds them twice while they change
@@ -129,16 +128,16 @@ def derive_sampler(name: str, stage: _RL, machine: Machine, model: ModelSize | N
     )  # fmt: skip
     rollout = stage.rollout
     samples = max(rollout.over_sampling, rollout.prompts_per_step) * rollout.samples_per_prompt
-    wanted, why = min(samples, MAX_BATCH["cuda"] * replicas), f"{samples} samples a step"
+    at_once, why = min(samples, MAX_BATCH["cuda"] * replicas), f"{samples} samples a step"
     if model is None:
-        fill("max_batch", max(replicas, wanted), why)
+        fill("max_batch", max(replicas, at_once), why)
         fill("cache_bytes", max(1, room // 2), f"half of {_gib(room)} a replica, whose weights are not known yet")
     else:
         slot = slot_tokens(context) * model.token_bytes(width_of(precision))
         fitting = max(1, room // slot) * replicas
         if engine == "embedded":  # SGLang shares its cache out by the page, as far as samples have come
-            wanted, why = min(wanted, fitting), f"{why}, {fitting} fit"
-        max_batch = fill("max_batch", max(replicas, wanted), why)
+            at_once, why = min(at_once, fitting), f"{why}, {fitting} fit"
+        max_batch = fill("max_batch", max(replicas, at_once), why)
         if engine == "embedded" and max_batch > fitting:
             origins[f"{name}.sampler.max_batch!"] = f"{fitting} fit in {_gib(room)} a replica"
         each = -(-max_batch // replicas)
@@ -162,14 +161,26 @@ def derive_sampler(name: str, stage: _RL, machine: Machine, model: ModelSize | N
     )
 
 
-def _check_one_gpu(config: "SamplerConfig | EvalSamplerConfig", name: str, why: str) -> None:
-    """Raise ConfigError for a model that is to be split over GPUs, where the embedded engine is taken."""
+def _filled_engine(
+    fill: "_Filler", config: "SamplerConfig | EvalSamplerConfig", machine: Machine, device: str, model: ModelSize | None
+) -> tuple[str, int]:
+    """The engine, and GPUs of one sampler. What was set for SGLang means nothing to the embedded one.
+
+    Raises ConfigError for a model that is to be split over GPUs, where the embedded engine is taken."""
+    is_of_others = isinstance(config, SamplerConfig) and config.has_others  # there it is installed by others
+    is_here = machine.sglang or config.python != "auto" or is_of_others
+    engine, why = engine_of(replace(machine, sglang=is_here), device, model)
+    engine = fill("engine", engine, f"{machine}: {why}")
+    if engine != "embedded":
+        return engine, config.tensor_parallel
     if config.tensor_parallel > 1:
         raise ConfigError(
-            f"{name}.tensor_parallel: {config.tensor_parallel} GPUs share a model with engine sglang only, and "
-            f"{name}.engine auto is the embedded one here ({why}), which takes one. Leave it out; or, for another "
+            f"{fill.name}.tensor_parallel: {config.tensor_parallel} GPUs share a model with engine sglang only, and "
+            f"{fill.name}.engine auto is the embedded one here ({why}), which takes one. Leave it out; or, for another "
             "machine, say which: --on 8xH100+sglang."
         )
+    fill.without(config.sglang_only)
+    return engine, 1
 
 
 def _order(stage: "RLStage") -> tuple[str, str]:
@@ -224,17 +235,12 @@ def derive_evaluation(
     benchmark needs, so it is no setting."""
     config, device = stage.sampler, str(stage.resources.device)
     fill = _Filler(config, f"{name}.sampler", origins)
-    is_here = machine.sglang or config.python != "auto"
-    engine, why = engine_of(replace(machine, sglang=is_here), device, model)
-    engine = fill("engine", engine, f"{machine}: {why}")
-    if engine == "embedded":
-        _check_one_gpu(config, f"{name}.sampler", why)
-        fill.without(config.sglang_only)
-    tensor_parallel = int(fill.updates.get("tensor_parallel", config.tensor_parallel))
-    gpus = stage.resources.gpus_per_node or machine.num_gpus
+    engine, tensor_parallel = _filled_engine(fill, config, machine, device, model)
+    if engine == "sglang" and model is not None:
+        check_no_window(model.window, model.max_positions, f"{name}.sampler.engine")
     replicas, why = replicas_of(
         device=device,
-        gpus=gpus,
+        gpus=stage.resources.gpus_per_node or machine.num_gpus,
         tensor_parallel=tensor_parallel,
         is_exact=engine == "embedded",
         threads=int(stage.resources.threads),
@@ -273,7 +279,7 @@ class _Filler:
 
     def __init__(self, section: Section, name: str, origins: dict[str, str]) -> None:
         self.updates: dict[str, Any] = {}
-        self._section, self._name, self._origins = section, name, origins
+        self._section, self.name, self._origins = section, name, origins
 
     def without(self, names: Sequence[str]) -> None:
         """Settings that mean nothing here, as they are by default."""
@@ -282,11 +288,11 @@ class _Filler:
 
     def __call__(self, field: str, value: Any, why: str) -> Any:
         """The setting: what is given, else the value."""
-        given = getattr(self._section, field)
-        if given != "auto":
-            return given
+        own = getattr(self._section, field)
+        if own != "auto":
+            return own
         self.updates[field] = value
-        self._origins[f"{self._name}.{field}"] = f"derived: {why}"
+        self._origins[f"{self.name}.{field}"] = f"derived: {why}"
         return value
 
 

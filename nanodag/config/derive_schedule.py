@@ -118,9 +118,9 @@ def _consistent(config: "ShapeConfig", derived: dict[str, Any], name: str, origi
     return out
 
 
-def scheduled(stage: _Supervised, found: "Derived") -> _Supervised:
+def scheduled(stage: _Supervised, derived: "Derived") -> _Supervised:
     """The stage with its horizon, batch and rates."""
-    name, pipeline, origins = found.name, found.pipeline, found.origins
+    name, pipeline, origins = derived.name, derived.pipeline, derived.origins
     updates: dict[str, Any] = {}
     source = pretrain_of(pipeline, name)
     optimizer: dict[str, Any] = {}
@@ -175,13 +175,13 @@ def scheduled(stage: _Supervised, found: "Derived") -> _Supervised:
     return stage.model_copy(update=updates)
 
 
-def check_batch(stage: "SupervisedStage", found: "Derived") -> None:
+def check_batch(stage: "SupervisedStage", derived: "Derived") -> None:
     """Raise ConfigError for a step that ranks and micro-batches do not share out evenly."""
     batch, micro, ranks = int(stage.batch_tokens), int(stage.micro_batch_tokens), int(stage.resources.num_ranks)
     if micro % stage.sequence_length or batch % (micro * ranks):
         raise ConfigError(
-            f"{found.name}: batch_tokens {batch} must be a multiple of micro_batch_tokens {micro} x num_ranks {ranks}, "
-            f"and micro_batch_tokens a multiple of sequence_length {stage.sequence_length}. Set batch_tokens to "
+            f"{derived.name}: batch_tokens {batch} must be a multiple of micro_batch_tokens {micro} x num_ranks {ranks}"
+            f", and micro_batch_tokens a multiple of sequence_length {stage.sequence_length}. Set batch_tokens to "
             f"{max(1, round(batch / (stage.sequence_length * ranks))) * stage.sequence_length * ranks}, "
             "micro_batch_tokens to auto."
         )

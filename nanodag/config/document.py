@@ -5,7 +5,6 @@ what it stands for. Unlike PyYAML's safe loader, `yes` and `1:30` are text; a ke
 is what YAML 1.1 and 1.2 read as different numbers (`010`). Keys are text. A whole number may have an exponent: 1e6.
 """
 
-import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from nanodag.errors import ConfigError
 MAX_BYTES = 1 << 20
 MAX_NODES = 100_000
 MAX_DEPTH = 50
-LARGEST_INTEGER = 2**63 - 1
+LARGEST = 10**15  # of any number: what is above is a slip, and would overflow somewhere
 
 # In C it is six times as fast, and a sweep reads the file once a point.
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -213,7 +212,7 @@ class _Reader:
         return tables
 
     def _plain(self, text: str, line: int) -> Any:
-        """What a scalar without quotes means."""
+        """The value of a scalar without quotes."""
         if text in _WORDS:
             return _WORDS[text]
         if _INTEGER.fullmatch(text):
@@ -229,7 +228,7 @@ class _Reader:
             return self._integer(text[2:], 8 if text[1] == "o" else 16, line)
         if _FLOAT.fullmatch(text):
             value = float(text)
-            if math.isinf(value):
+            if abs(value) > LARGEST:
                 raise self._wrong(line, f"the number {text:.20} is too large for any setting")
             is_whole = "e" in text.lower() and value.is_integer() and abs(value) < 2**53
             return int(value) if is_whole else value
@@ -238,8 +237,8 @@ class _Reader:
         return text
 
     def _integer(self, text: str, base: int, line: int) -> int:
-        value = int(text, base) if len(text) < 80 else LARGEST_INTEGER + 1
-        if abs(value) > LARGEST_INTEGER:
+        value = int(text, base) if len(text) < 80 else LARGEST + 1
+        if abs(value) > LARGEST:
             raise self._wrong(line, f"the number {text:.20}... of {len(text)} digits is too large for any setting")
         return value
 

@@ -1,4 +1,4 @@
-"""Says what is wrong with a config: the field, the value found, what is allowed, the nearest right name."""
+"""Messages on what is wrong with a config: the field, the value found, what is allowed, the nearest right name."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -73,7 +73,7 @@ def explain(error: ValidationError, kinds: Mapping[str, str], file: Path, preset
 
 
 def _owner(problem: Mapping[str, Any]) -> Sequence[int | str]:
-    """Where a problem is: of a value that a list lacks, the list."""
+    """Place of a problem; of a value that a list lacks, the list."""
     location = problem["loc"]
     return location[:-1] if problem["type"] == "missing" and isinstance(location[-1], int) else location
 
@@ -112,7 +112,7 @@ def _hint(kind: str, value: Any) -> str:
 
 
 def _unknown_keys(problems: Sequence[Mapping[str, Any]], kinds: Mapping[str, str]) -> dict[str, str]:
-    """What to say of keys that are none; in one line, where several of one stage are those of another kind."""
+    """Messages on unknown keys; one line where several of one stage are those of another kind."""
     by_owner: dict[tuple[int | str, ...], list[Mapping[str, Any]]] = {}
     for problem in problems:
         if problem["type"] == "extra_forbidden":
@@ -136,7 +136,7 @@ def _unknown_keys(problems: Sequence[Mapping[str, Any]], kinds: Mapping[str, str
 
 
 def _has(stage: type[BaseModel], key: str) -> bool:
-    """Whether a kind of stage has a setting of that name, short or not."""
+    """True where a kind of stage has a setting of that name, short or not."""
     return key in stage.model_fields or full_name(stage, key) != key
 
 

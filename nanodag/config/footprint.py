@@ -1,4 +1,4 @@
-"""How much memory a model takes where it is trained and where it samples: arithmetic on shapes, no torch.
+"""Memory of a model where it is trained and where it samples: arithmetic on shapes, no torch.
 
     shape, parameters = shape_of(24), num_parameters(shape_of(24), 32768)
     state = train_state(parameters, precision="bf16", zero_stage=1, num_ranks=8, optimizer="muon")
@@ -51,7 +51,7 @@ class TrainState:
 
     @property
     def total(self) -> int:
-        """On the device."""
+        """Bytes on the device."""
         return sum(self.on_device.values())
 
 
@@ -122,7 +122,7 @@ def num_states(parameters: Mapping[str, int], optimizer: str, learned: int) -> i
 
 def layer_activations(shape: Shape, precision: Precision | str) -> int:
     """Bytes a token that one layer keeps for its backward pass, not compiled: what `before_attention`, the attention
-    and `after_attention` of nanodag.model.decoder save. A compiled layer keeps half to two thirds of it."""
+    and `after_attention` of nanodag.model.layer save. A compiled layer keeps half to two thirds of it."""
     width, mlp = shape.width, shape.mlp_width
     query, key = shape.num_heads * shape.head_width, shape.num_kv_heads * shape.head_width
     if precision == "bf16":  # norms are computed in float32 and keep their input so
@@ -178,11 +178,6 @@ def lora_parameters(shape: Shape, rank: int) -> int:
     return shape.depth * rank * sides
 
 
-def sampler_weights(parameters: Mapping[str, int], precision: Precision | str) -> int:
-    """Bytes of the weights that a sampler multiplies by: a tied matrix once."""
-    return width_of(precision) * parameters["total"]
-
-
 def embedded_buffers(shape: Shape, vocabulary: int, slots: int, context: int) -> int:
     """Bytes that the embedded sampler works in beside weights and cache: scores and weights of the attention, logits,
     activations of a step and of the prompts that are run together. All float32."""
@@ -191,21 +186,3 @@ def embedded_buffers(shape: Shape, vocabulary: int, slots: int, context: int) ->
     step = slots * (3 * shape.width + query + 2 * key + 3 * shape.mlp_width + vocabulary)
     prompts = PREFILL_TOKENS * (4 * shape.width + 2 * (query + 2 * key) + 4 * shape.mlp_width)
     return FLOAT * (attention + step + prompts)
-
-
-def embedded_sampler(
-    shape: Shape,
-    vocabulary: int,
-    parameters: Mapping[str, int],
-    *,
-    precision: Precision | str,
-    slots: int,
-    context: int,
-    takes_weights: bool,
-) -> dict[str, int]:
-    """Bytes of an embedded sampler beside its cache, by what holds them. takes_weights: while it takes new ones, it
-    holds the old ones too."""
-    return {
-        "weights": (2 if takes_weights else 1) * sampler_weights(parameters, precision),
-        "logits and buffers": embedded_buffers(shape, vocabulary, slots, context),
-    }

@@ -1,4 +1,4 @@
-"""How each `auto` of a stage that trains follows from a machine, in words with reasons, and the numbers in them."""
+"""Rules by which each `auto` of a stage that trains follows from a machine, with reasons and numbers."""
 
 from dataclasses import dataclass
 
@@ -17,9 +17,9 @@ PROCESS_BYTES = GIB
 TRITON_CAPABILITY = 7.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Rule:
-    """How an `auto` is decided, as `nanodag config` says it, and why so. setting: its name in a stage. limit: what the
+    """Rule for an `auto`, as `nanodag config` says it, and its reason. setting: its name in a stage. limit: what the
     rule's text leaves room for, on a GPU."""
 
     setting: str
@@ -28,161 +28,79 @@ class Rule:
     limit: int = 0
 
 
+# fmt: off
 RULES = {
-    "device": Rule(
-        setting="device",
-        rule="GPUs where the machine has some",
-        reason="One GPU computes as much as thousands of cores. `device=cpu` moves all stages at once.",
-    ),
-    "device_stage": Rule(
-        setting="resources.device",
-        rule="the pipeline's `device`",
-        reason="A stage may be sent elsewhere on its own.",
-    ),
-    "device_cpu": Rule(
-        setting="resources.device",
-        rule="a stage of this kind multiplies no matrices",
-        reason="A tokenizer, an import or a report would hold a GPU that another stage waits for.",
-    ),
-    "nodes": Rule(
-        setting="resources.nodes",
-        rule="the machine's nodes, for stages that train",
-        reason="This machine counts as one node; more are described by a text, or set with `cluster.hostfile`.",
-    ),
-    "ranks_cuda": Rule(
-        setting="resources.num_ranks",
-        rule="all GPUs, as long as a step has 10 TFLOP for each",
-        reason=(
-            "Less is done in 20 ms at half of an H100's peak; then starting kernels and exchanging gradients take "
-            "longer than computing. Reasoned, not measured."
-        ),
-    ),
-    "ranks_cpu": Rule(
-        setting="resources.num_ranks",
-        rule="one a core, as long as a step has 20 GFLOP for each",
-        reason=(
-            "Measured on two cores: two ranks of one thread make 24,000 tokens a second, one rank of two threads "
-            "20,000, one thread 15,400: waking a thread costs as much as a small product. Beyond two cores it is "
-            f"reasoned: at most {MAX_CPU_RANKS} ranks, as each holds the weights and packs its own rows, and at most a "
-            "quarter of the cores idle."
-        ),
-    ),
-    "ranks_none": Rule(
-        setting="resources.num_ranks",
-        rule="one process, as the kind has no ranks",
-        reason="Only stages that train are spread.",
-    ),
-    "ranks_one": Rule(
-        setting="resources.num_ranks",
-        rule="one rank with all threads, for a model of unknown size",
-        reason="Each rank on a CPU would hold the whole model, and nobody knows how large that is.",
-    ),
-    "ranks_rl_cpu": Rule(
-        setting="resources.num_ranks",
-        rule=f"one for every {RL_CORES_A_RANK} cores",
-        reason="RL's rows are long, so threads pay, and samplers of one thread each want cores too.",
-    ),
-    "ranks_given": Rule(
-        setting="resources.num_ranks",
-        rule="nodes x gpus_per_node",
-        reason="`gpus_per_node` was given.",
-    ),
-    "threads": Rule(
-        setting="resources.threads",
-        rule="the cores, shared out to the ranks of a node",
-        reason="More threads than cores take turns.",
-    ),
-    "precision": Rule(
-        setting="precision",
-        rule="bf16 where the device multiplies it fast, else fp32",
-        reason=(
-            "GPUs from compute capability 8, AMX and AVX512-BF16 multiply it at least twice as fast. Others emulate "
-            "it: AVX2 makes 5 GFLOP a CPU-second in bf16 and 60 in fp32."
-        ),
-    ),
-    "precision_evaluation": Rule(
-        setting="precision",
-        rule="bf16 on a GPU that multiplies it fast, else fp32",
-        reason=(
-            "An evaluation on a CPU is short, so that scores without the rounding of bf16 cost little; on a GPU large "
-            "models are scored in what they were trained in."
-        ),
-    ),
-    "precision_rl": Rule(
-        setting="optimizer.precision",
-        rule=f"fp32 on a CPU for a model narrower than {LEAST_BF16_WIDTH}",
-        reason=(
-            "In bf16 trainer and sampler differ by up to 0.3 nats a token, in fp32 by 0.01 (measured); so small a "
-            "model trains in minutes either way."
-        ),
-    ),
-    "micro": Rule(
-        setting="micro_batch_tokens",
-        rule="the most that divides a step and fits, at most {limit}",
-        limit=FULL_TOKENS["cuda"],
-        reason=(
-            f"{FULL_TOKENS['cuda']:,} tokens fill any GPU, and {FULL_TOKENS['cpu']:,} any CPU; more only take memory. "
-            "Reasoned from the sizes of products, not measured on a GPU."
-        ),
-    ),
-    "checkpointing": Rule(
-        setting="activation_checkpointing",
-        rule=f"on a GPU where {LEAST_TOKENS:,} tokens, or a rank's whole step, do not fit without",
-        reason="It costs a third of the time, and smaller micro-batches would leave a GPU idle for more than that.",
-    ),
-    "compile": Rule(
-        setting="compile",
-        rule="wherever there is a compiler for the device",
-        reason="Norms, rotations and gates become one pass over memory; Triton knows GPUs from capability 7.",
-    ),
-    "compile_rl": Rule(
-        setting="optimizer.compile",
-        rule="on GPUs, and on CPUs in bf16",
-        reason="On a CPU it helps bf16 by a quarter, and fp32 hardly (measured).",
-    ),
-    "offload": Rule(
-        setting="resources.offload_optimizer",
-        rule="cpu where the optimizer's states would take over half of the GPU's share, and it can be offloaded",
-        reason="They are read once a step over PCIe, which costs less than micro-batches that are too small.",
-    ),
-    "micro_rl": Rule(
-        setting="optimizer.micro_batch_tokens",
-        rule="the most that fits beside the samplers, at most {limit}, and a whole rollout",
-        limit=RL_TOKENS["cuda"],
-        reason="Samplers have the share that `sampler.memory_fraction` says. A rollout cannot be cut.",
-    ),
-    "placement_beside": Rule(
-        setting="placement",
-        rule="beside the trainer, each with its share of the memory",
-        reason=(
-            "Nobody waits for memory. GPUs of their own are never chosen: on half of the GPUs a rank holds twice the "
-            "states. Reasoned, not measured."
-        ),
-    ),
-    "placement_shared": Rule(
-        setting="placement",
-        rule="in turns, as beside the samplers the optimizer's states would have to stay in host memory",
-        reason="Twice a step over PCIe for weights and states costs less than updating them on a CPU. Not measured.",
-    ),
-    "lends_states": Rule(
-        setting="lends_states",
-        rule="on GPUs in turns with the samplers",
-        reason="On a CPU the states would move from memory to memory.",
-    ),
-    "sampler_gpus": Rule(
-        setting="sampler.gpus",
-        rule="the last half of the node's GPUs with placement: separate, else none of their own",
-        reason="Which share pays depends on the lengths of prompts and answers; `seconds_trainer_waits` tells.",
-    ),
-    "micro_rl_unknown": Rule(
-        setting="optimizer.micro_batch_tokens",
-        rule=f"{RL_TOKENS_UNKNOWN:,}, or a whole rollout, for a model of unknown size",
-        reason="What slime's scripts give one GPU for small models.",
-    ),
+    "device": Rule("device", "GPUs where the machine has some",
+         "One GPU computes as much as thousands of cores. `device=cpu` moves all stages at once."),
+    "device_stage": Rule("resources.device", "the pipeline's `device`",
+         "A stage may be sent elsewhere on its own."),
+    "device_cpu": Rule("resources.device", "a stage of this kind multiplies no matrices",
+         "A tokenizer, an import or a report would hold a GPU that another stage waits for."),
+    "nodes": Rule("resources.nodes", "the machine's nodes, for stages that train",
+         "This machine counts as one node; more are described by a text, or set with `cluster.hostfile`."),
+    "ranks_cuda": Rule("resources.num_ranks", "all GPUs, as long as a step has 10 TFLOP for each",
+         "Less is done in 20 ms at half of an H100's peak; then starting kernels and exchanging gradients take longer "
+         "than computing. Reasoned, not measured."),
+    "ranks_cpu": Rule("resources.num_ranks", "one a core, as long as a step has 20 GFLOP for each",
+         "Measured on two cores: two ranks of one thread make 24,000 tokens a second, one rank of two threads 20,000, "
+         "one thread 15,400: waking a thread costs as much as a small product. Beyond two cores it is reasoned: at "
+         f"most {MAX_CPU_RANKS} ranks, as each holds the weights and packs its own rows, and at most a quarter of the "
+         "cores idle."),
+    "ranks_none": Rule("resources.num_ranks", "one process, as the kind has no ranks",
+         "Only stages that train are spread."),
+    "ranks_one": Rule("resources.num_ranks", "one rank with all threads, for a model of unknown size",
+         "Each rank on a CPU would hold the whole model, and nobody knows how large that is."),
+    "ranks_rl_cpu": Rule("resources.num_ranks", f"one for every {RL_CORES_A_RANK} cores",
+         "RL's rows are long, so threads pay, and samplers of one thread each want cores too."),
+    "ranks_given": Rule("resources.num_ranks", "nodes x gpus_per_node",
+         "`gpus_per_node` was given."),
+    "threads": Rule("resources.threads", "the cores, shared out to the ranks of a node",
+         "More threads than cores take turns."),
+    "precision": Rule("precision", "bf16 where the device multiplies it fast, else fp32",
+         "GPUs from compute capability 8, AMX and AVX512-BF16 multiply it at least twice as fast. Others emulate it: "
+         "AVX2 makes 5 GFLOP a CPU-second in bf16 and 60 in fp32."),
+    "precision_evaluation": Rule("precision", "bf16 on a GPU that multiplies it fast, else fp32",
+         "An evaluation on a CPU is short, so that scores without the rounding of bf16 cost little; on a GPU large "
+         "models are scored in what they were trained in."),
+    "precision_rl": Rule("optimizer.precision", f"fp32 on a CPU for a model narrower than {LEAST_BF16_WIDTH}",
+         "In bf16 trainer and sampler differ by up to 0.3 nats a token, in fp32 by 0.01 (measured); so small a model "
+         "trains in minutes either way."),
+    "micro": Rule("micro_batch_tokens", "the most that divides a step and fits, at most {limit}",
+         f"{FULL_TOKENS['cuda']:,} tokens fill any GPU, and {FULL_TOKENS['cpu']:,} any CPU; more only take memory. "
+         "Reasoned from the sizes of products, not measured on a GPU.", limit=FULL_TOKENS["cuda"]),
+    "checkpointing": Rule("activation_checkpointing",
+         f"on a GPU where {LEAST_TOKENS:,} tokens, or a rank's whole step, do not fit without",
+         "It costs a third of the time, and smaller micro-batches would leave a GPU idle for more than that."),
+    "compile": Rule("compile", "wherever there is a compiler for the device",
+         "Norms, rotations and gates become one pass over memory; Triton knows GPUs from capability 7."),
+    "compile_rl": Rule("optimizer.compile", "on GPUs, and on CPUs in bf16",
+         "On a CPU it helps bf16 by a quarter, and fp32 hardly (measured)."),
+    "offload": Rule("resources.offload_optimizer",
+         "cpu where the optimizer's states would take over half of the GPU's share, and it can be offloaded",
+         "They are read once a step over PCIe, which costs less than micro-batches that are too small."),
+    "micro_rl": Rule("optimizer.micro_batch_tokens",
+         "the most that fits beside the samplers, at most {limit}, and a whole rollout",
+         "Samplers have the share that `sampler.memory_fraction` says. A rollout cannot be cut.",
+         limit=RL_TOKENS["cuda"]),
+    "placement_beside": Rule("placement", "beside the trainer, each with its share of the memory",
+         "Nobody waits for memory. GPUs of their own are never chosen: on half of the GPUs a rank holds twice the "
+         "states. Reasoned, not measured."),
+    "placement_shared": Rule("placement",
+         "in turns, as beside the samplers the optimizer's states would have to stay in host memory",
+         "Twice a step over PCIe for weights and states costs less than updating them on a CPU. Not measured."),
+    "lends_states": Rule("lends_states", "on GPUs in turns with the samplers",
+         "On a CPU the states would move from memory to memory."),
+    "sampler_gpus": Rule("sampler.gpus",
+         "the last half of the node's GPUs with placement: separate, else none of their own",
+         "Which share pays depends on the lengths of prompts and answers; `seconds_trainer_waits` tells."),
+    "micro_rl_unknown": Rule("optimizer.micro_batch_tokens",
+         f"{RL_TOKENS_UNKNOWN:,}, or a whole rollout, for a model of unknown size",
+         "What slime's scripts give one GPU for small models."),
 }
+# fmt: on
 
 
 def reason_of(origin: str) -> str:
-    """Why a rule is as it is, of the origin of a value that follows from one; empty of another."""
-    found = (rule.reason for rule in RULES.values() if rule.rule.partition("{")[0] in origin)
-    return next(found, "") if origin.startswith("derived: ") else ""
+    """Reason of the rule in a value's origin; empty where no rule is."""
+    reasons = (rule.reason for rule in RULES.values() if rule.rule.partition("{")[0] in origin)
+    return next(reasons, "") if origin.startswith("derived: ") else ""

@@ -1,4 +1,4 @@
-"""What a kind of stage says of itself, in one place: everything that asks "which kinds" asks this."""
+"""Description of a kind of stage, in one place: everything that asks "which kinds" asks this."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -61,5 +61,5 @@ class Kind:
 
     @property
     def niceness(self) -> int:
-        """Of its worker's processes."""
+        """Niceness of its worker's processes."""
         return 10 if self.is_beside else 0

@@ -23,8 +23,7 @@ from pydantic_core import PydanticKnownError
 from nanodag.config.kind import CONVERSATIONS
 from nanodag.config.kinds import find_kind, known
 from nanodag.config.nightly import NightlyConfig
-from nanodag.config.notify import NotifyConfig
-from nanodag.config.section import Auto, Section, found_in, full_name
+from nanodag.config.section import Auto, Seconds, Section, found_in, full_name
 from nanodag.config.stage_base import StageBase
 from nanodag.config.tracking import TrackingConfig
 from nanodag.data.config import SourceConfig
@@ -32,6 +31,7 @@ from nanodag.data.urls import parse_url
 from nanodag.errors.words import listed, nearest
 
 _NO_STORES = {"memory": "is gone when its process ends", **dict.fromkeys(("http", "https"), "cannot be written to")}
+_WEBHOOK = re.compile(r"none|env:\w+|block:[a-z0-9-]+/[a-z0-9-]+")
 _STAGE_NAME = re.compile(r"[a-z][a-z0-9_-]{0,40}")
 
 
@@ -77,7 +77,7 @@ class ClusterConfig(Section):
 
 
 class StoreConfig(Section):
-    """Where artifacts and checkpoints are kept."""
+    """Store of artifacts and checkpoints."""
 
     url: str = Field("store", min_length=1)
     """The store: a folder or an fsspec URL. A relative path begins at the pipeline file's folder, in an override at the
@@ -111,16 +111,16 @@ class StoreConfig(Section):
 
 
 class DataSize(Section):
-    """Size of a data set on the hub. With a mirror its files say rows and row_bytes."""
+    """Size of a data set that is not generated. Files of a mirror, and parquet, say rows and row_bytes themselves."""
 
-    url: str = Field(pattern=r"^hub:")
+    url: str = Field(pattern=r"^\w+:")
     """The data set, as a source's URL has it, such as `hub:openai/gsm8k/main:train`."""
     rows: int = Field(0, ge=0)
     """All of its rows; 0 for a set whose end nobody reaches."""
     row_bytes: float = Field(1000.0, gt=0)
     """Bytes of text of a row, on average."""
     prompt_bytes: float = Field(0.0, ge=0)
-    """Bytes of a row's prompt, on average; 0 counts a third of the row, and half of max_new_tokens as its answer."""
+    """Bytes of a row's prompt, on average; 0 counts a third of the row."""
     longest_prompt_bytes: int = Field(0, ge=0)
     """Bytes of the longest prompt; 0 where nobody knows."""
 
@@ -128,11 +128,13 @@ class DataSize(Section):
 class PlanConfig(Section):
     """Inputs of `nanodag plan` that nobody can know before a run. They change no result."""
 
-    groups_with_spread: float = Field(0.607, ge=0, le=1)
-    """Share of RL's groups whose rewards differ, where the filter nonzero_spread drops the others. The default is that
-    of groups of 8 where nothing is known of how often the model is right (Jeffreys's prior)."""
+    groups_with_spread: Annotated[float, Field(ge=0, le=1)] | Auto = "auto"
+    """Share of RL's groups whose rewards differ, where the filter nonzero_spread drops the others. `auto`: that of
+    samples_per_prompt answers where nothing is known of how often the model is right, 0.61 of 8 and 0.72 of 16."""
+    answer_share: float = Field(0.5, gt=0, le=1)
+    """Mean length of answers, as a share of the longest one."""
     data: tuple[DataSize, ...] = ()
-    """Sizes of data sets on the hub. A set that is not here, nor in a mirror, leaves its columns empty."""
+    """Sizes of data sets. A set that is not here, nor in a mirror, leaves its columns empty."""
 
 
 class ServerConfig(Section):
@@ -140,7 +142,7 @@ class ServerConfig(Section):
 
     port: int = Field(4200, ge=1024, le=65535)
     """Port of Prefect's server."""
-    start_timeout_s: float = Field(120.0, gt=0)
+    start_timeout_s: Seconds = 120.0
     """Seconds without a sign of progress after which the server's start has failed."""
     host: str = Field("127.0.0.1", min_length=1)
     """Address or name that the server listens on."""
@@ -194,6 +196,26 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+class NotifyConfig(Section):
+    """Messages on a run, sweep or night that failed, and on a night that got worse."""
+
+    webhook: str = "none"
+    """Where a message goes: `env:NAME` for an address in an environment variable, `block:TYPE/NAME` for a notification
+    block of Prefect's such as `block:slack-webhook/team`, or `none`."""
+
+    @field_validator("webhook")
+    @classmethod
+    def _is_no_secret(cls, webhook: str) -> str:
+        if _WEBHOOK.fullmatch(webhook):
+            return webhook
+        if "://" in webhook:  # not shown
+            raise ValueError(
+                "an address is often a secret, and what stands here is kept in the records of runs: set it in an "
+                "environment variable and write env:NAME"
+            )
+        raise ValueError(f"{webhook!r} is neither none, env:NAME nor block:TYPE/NAME")
+
+
 class Pipeline(Section):
     """One resolved pipeline: the DAG as a table, and what is common to all stages."""
 
@@ -217,7 +239,8 @@ class Pipeline(Section):
     """Modules and packages whose functions may be named, beside the modules next to the pipeline file. An override
     cannot set it."""
     unchecked: tuple[str, ...] = ()
-    """Names of unusual numbers that are meant, such as rl.temperature (nanodag.config.ranges)."""
+    """Settings that are meant although the plan says that they do not fit the machine, such as
+    pretrain.micro_batch_tokens."""
     store: StoreConfig = StoreConfig()
     """Where artifacts and checkpoints stay."""
     server: ServerConfig = ServerConfig()
@@ -261,14 +284,14 @@ class Pipeline(Section):
                 raise ValueError(f"stages.{name}.inputs.{label}: there is no stage {source!r}.{near}")
             if kind.takes_what_exists:
                 continue
-            if (wanted := kind.inputs.get(label)) is None:
+            if (product := kind.inputs.get(label)) is None:
                 near = nearest(label, kind.inputs) or f" Inputs of kind {stage.kind} are {listed(kind.inputs)}."
                 raise ValueError(f"stages.{name}.inputs: there is no input {label!r}.{near}")
-            if find_kind(self.stages[source].kind).makes != wanted:
-                makers = [n for n, s in self.stages.items() if find_kind(s.kind).makes == wanted]
+            if find_kind(self.stages[source].kind).makes != product:
+                makers = [n for n, s in self.stages.items() if find_kind(s.kind).makes == product]
                 raise ValueError(
                     f"stages.{name}.inputs.{label}: stage {source}, of kind {self.stages[source].kind}, is not a "
-                    f"{wanted}; name one of {listed(n for n in makers if n != name)}"
+                    f"{product}; name one of {listed(n for n in makers if n != name)}"
                 )
 
         for where, read in found_in(stage, SourceConfig):

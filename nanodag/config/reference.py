@@ -1,4 +1,4 @@
-"""What may be said of a setting: words, type, range and default, from its class. `python -m nanodag.config.reference`
+"""Words, type, range and default of every setting, from its class. `python -m nanodag.config.reference`
 prints all of them as docs/reference/config.md has them."""
 
 import re
@@ -17,6 +17,7 @@ from nanodag.config.kinds import shipped
 from nanodag.config.pipeline import AnyStage, Pipeline, full_path
 from nanodag.config.resolve import Resolved
 from nanodag.config.rl_entries import EntryConfig
+from nanodag.config.sampled_stage import SampledStage
 from nanodag.config.stage_base import StageBase
 from nanodag.config.supervised import ChatStage, SupervisedStage
 from nanodag.errors import ConfigError
@@ -44,7 +45,7 @@ class Setting:
 
 
 def setting(resolved: Resolved, name: str) -> Setting:
-    """What a name means in a pipeline, `rl.clip_high` being short for `rl.algorithm.clip_high`.
+    """A setting of a pipeline by its name, `rl.clip_high` being short for `rl.algorithm.clip_high`.
 
     Raises ConfigError with the nearest name.
     """
@@ -163,7 +164,7 @@ def reference() -> str:
     ]
     stages = {name: kind.config for name, kind in shipped().items()}
     shown: list[type[BaseModel]] = []
-    bases: list[type[BaseModel]] = [Pipeline, StageBase, SupervisedStage, ChatStage, EntryConfig]
+    bases: list[type[BaseModel]] = [Pipeline, StageBase, SupervisedStage, ChatStage, SampledStage, EntryConfig]
     for model in [*bases, *stages.values()]:
         lines += _class_lines(model, shown)
     for kind in registry.KINDS:

@@ -1,4 +1,4 @@
-"""From pipeline.yaml, a preset and overrides to one resolved pipeline, with the origin of every value."""
+"""Resolution of pipeline.yaml, a preset and overrides into one pipeline, with the origin of every value."""
 
 import json
 import os
@@ -9,16 +9,14 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from nanodag.config.derive import derive, with_core
+from nanodag.config.derive import derive, unwise, with_core
 from nanodag.config.derive_sampler import this_machine
 from nanodag.config.document import parse_yaml, read_yaml
 from nanodag.config.explain import explain
 from nanodag.config.kinds import find_kind, vouch_for
 from nanodag.config.pipeline import Pipeline, full_path
-from nanodag.config.ranges import check_ranges
 from nanodag.config.section import in_sections
 from nanodag.config.trust import check_agents, check_trust
-from nanodag.config.warnings import unwise
 from nanodag.errors import ConfigError
 from nanodag.errors.words import listed, nearest, said
 from nanodag.host.folders import PROJECT
@@ -85,7 +83,7 @@ def resolve(
     tree["preset"] = preset
     origins["preset"] = "the command line" if is_chosen else "the file's default"
     _absolute_paths(tree, file.absolute().parent)
-    from_file, unchanged = _what_may_run(tree), json.dumps(tree)
+    from_file, unchanged = _what_may_run(tree), json.dumps(tree["stages"])
     for text in environment_overrides():
         _override(tree, text, origins, f"environment {ENVIRONMENT[text.partition('=')[0]]}")
     for text in overrides:
@@ -106,13 +104,16 @@ def resolve(
         # As JSON, so that types are strict (no number for true, no text for a number) and a list may stand for a tuple.
         pipeline = Pipeline.model_validate_json(json.dumps(tree), strict=True)
         if pipeline.server.agents_of_file:
-            check_agents(pipeline, Pipeline.model_validate_json(unchanged, strict=True))
+            check_agents(pipeline, json.loads(unchanged))
     except ValidationError as error:
         raise ConfigError(explain(error, _kinds_in(tree), file, preset)) from None
     check_trust(pipeline, file.absolute())
     unchecked = tuple(full_path(pipeline.stages, name) for name in pipeline.unchecked)
     pipeline = pipeline.model_copy(update={"unchecked": unchecked})
-    check_ranges(pipeline, file, preset)
+    names = [name for name, _ in leaves(pipeline)] if unchecked else ()
+    for name in set(unchecked).difference(names):
+        near = nearest(name, names) or " Name it as messages do, as in rl.optimizer.micro_batch_tokens."
+        raise ConfigError(f"{file}, preset {preset!r}: unchecked: there is no setting {name!r:.100}.{near}")
     _check_nightly(pipeline, document, f"{file}, preset {preset!r}")
     pipeline, of_core, left_out = with_core(pipeline, machine)
     pipeline, derived = derive(pipeline, machine)
@@ -139,12 +140,13 @@ def _check_nightly(pipeline: Pipeline, document: Mapping[str, Any], where: str) 
 
 
 def _is_given(origin: str, of_ours: str) -> bool:
-    """Whether somebody wrote it. of_ours: how the origin of what our own presets say begins; tests look after those."""
+    """True where somebody wrote it. of_ours: how the origin of what our own presets say begins; tests look after
+    those."""
     return not origin.startswith(("default", "derived")) and not (of_ours and origin.startswith(of_ours))
 
 
 def _origin_of(name: str, origins: Mapping[str, str], inner: Mapping[str, str]) -> str:
-    """Of a value, of what is in it, or of the short form that was written for the table in which it stands."""
+    """Origin of a value, of what is in it, or of the short form written for its table."""
     if name in inner:
         return origins.get(name, inner[name])
     while name and name not in origins:
@@ -153,8 +155,8 @@ def _origin_of(name: str, origins: Mapping[str, str], inner: Mapping[str, str]) 
 
 
 def _what_may_run(tree: Any) -> dict[str, Any]:
-    """By dotted name, what FILE_ONLY means, and of each stage's samplers the interpreter and the options, of which
-    SGLang has some that import code, and the servers, which get prompts and keys."""
+    """Values of FILE_ONLY by dotted name, and of each stage's samplers the interpreter, the options, of which SGLang
+    has some that import code, and the servers, which get prompts and keys."""
     stages = _at(tree, ("stages",))
     of_samplers = [
         ("stages", str(name), "sampler", field)
@@ -183,7 +185,7 @@ def _at(tree: Any, path: KeyPath) -> Any:
 
 
 def environment_overrides() -> list[str]:
-    """What the variables of ENVIRONMENT say, as overrides."""
+    """Overrides by the variables of ENVIRONMENT."""
     settings = [(name, os.environ.get(variable)) for name, variable in ENVIRONMENT.items()]
     return [f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in settings if value]
 
@@ -228,7 +230,7 @@ def leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def read_document(file: Path) -> dict[str, Any]:
-    """What a pipeline file says: its presets, and beside them `default` and what is common to all of them.
+    """Read a pipeline file: its presets, and beside them `default` and what is common to all of them.
 
     Raises ConfigError for what is no such table; what a preset's fields say is looked at when it is resolved.
     """

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BeforeValidator, Field, model_validator
 
 from nanodag import registry
-from nanodag.config.section import Section, found_in
+from nanodag.config.section import Seconds, Section, found_in
 
 MAX_CALLS = 256  # of functions that generate, at once: each holds a thread and three file descriptors
 # After _bare_name a table is no JSON any more, in which a list would stand for a tuple.
@@ -45,12 +45,12 @@ class EntryConfig(Section):
         return self
 
     def __str__(self) -> str:
-        """As a message calls it."""
+        """Name with options, for messages."""
         return f"{self.name} with {self.options}" if self.options else self.name
 
     @property
     def traits(self) -> registry.Entry | None:
-        """What is known of it without importing it; None of a user's own function."""
+        """Traits known without importing it; None of a user's own function."""
         return None if self.name == self.special else registry.find(self.kind, self.name)
 
     @property
@@ -98,7 +98,7 @@ class PolicyLossConfig(EntryConfig):
 
 
 class AggregationConfig(EntryConfig):
-    """How token losses become one number."""
+    """Mean over token losses."""
 
     kind = "aggregation"
 
@@ -122,7 +122,7 @@ class RewardConfig(EntryConfig):
     kind = "reward"
     special = "auto"
 
-    weight: float = 1.0
+    weight: float = Field(1.0, ge=-1_000_000, le=1_000_000)
     """Factor of the reward in the sum."""
 
 
@@ -143,7 +143,7 @@ class FilterConfig(EntryConfig):
 
 
 class GenerateConfig(EntryConfig):
-    """How a response comes about: `one_turn` of the sampler, or an async function with turns of its own."""
+    """A way to a response: `one_turn` of the sampler, or an async function with turns of its own."""
 
     kind = "generate"
     special = "one_turn"
@@ -153,7 +153,7 @@ class GenerateConfig(EntryConfig):
     package.module:function, or an agent: `agent:package.module:function`, or `agent` with the option `command`."""
     options: dict[str, bool | int | float | str | _Texts] = {}  # type: ignore[assignment]
     """Keyword arguments of the function; a program's `command` is a list of texts."""
-    timeout_s: float = Field(300.0, gt=0)
+    timeout_s: Seconds = 300.0
     """Seconds that the function may take without asking the sampler."""
 
     @model_validator(mode="after")
@@ -174,16 +174,16 @@ class GenerateConfig(EntryConfig):
 
     @property
     def programs(self) -> dict[str, Any]:
-        """Of an agent's options those that say which program runs, and where."""
+        """Options of an agent that say which program runs, and where."""
         is_agent = self.name.partition(":")[0] in ("agent", "verifiers")
         return {name: self.options[name] for name in PROGRAM_OPTIONS if is_agent and name in self.options}
 
     @property
     def is_one_turn(self) -> bool:
-        """Whether the sampler's answer to the prompt is the response."""
+        """True where the sampler's answer to the prompt is the response."""
         return self.name == self.special
 
 
 def entries_in(value: Any) -> Iterator[tuple[str, EntryConfig]]:
-    """Where in a config functions are named, and the functions."""
+    """Functions that a config names, each with its dotted place."""
     return found_in(value, EntryConfig)

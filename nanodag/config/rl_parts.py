@@ -1,10 +1,10 @@
 """Parts of an RL stage: its sampler, critic and teacher."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from nanodag.config.section import Auto, Fraction, Natural, Positive, Precision, Rate, Section, Share, operational
+from nanodag.config.section import Auto, Fraction, Natural, Positive, Precision, Seconds, Section, Share, operational
 from nanodag.inference.addresses import parse_address
 from nanodag.inference.sglang_options import OWN_OPTIONS, ROUTERS_OWN_OPTIONS, check_options
 
@@ -15,19 +15,21 @@ class SamplerConfig(Section):
     """The servers that rollouts come from. From `python` on, fields are for engine `sglang` alone; `engine: auto`
     leaves them out where it takes the embedded one."""
 
+    sglang_only: ClassVar[tuple[str, ...]] = SGLANG_ONLY
+
     engine: Literal["embedded", "sglang"] | Auto = "auto"
     """`embedded`: the sampler of this package; `sglang`: SGLang in an environment of its own, never deterministic.
     `auto`: SGLang on GPUs where it is installed."""
     precision: Precision | Auto = "auto"
     """Number format of the sampler's weights and products, on a GPU also of its cache. `auto`: the trainer's."""
-    max_batch: Positive | Auto = "auto"
+    max_batch: Annotated[int, Field(ge=1, le=1_000_000)] | Auto = "auto"
     """Requests decoded at once, by all replicas together. `auto`: a step's samples, as far as the cache holds them."""
-    context: Annotated[int, Field(ge=8)] | Auto = "auto"
+    context: Annotated[int, Field(ge=8, le=100_000_000)] | Auto = "auto"
     """Longest prompt plus response, in tokens. `auto`: rollout.max_new_tokens and 1,024 for the prompt."""
     deterministic: bool | Auto = "auto"
     """Whether a request returns the same bits alone, among others, or admitted late. `auto`: where that is possible,
     with the embedded engine on a CPU."""
-    replicas: Natural | Auto = operational("auto")
+    replicas: Annotated[int, Field(ge=0, le=1024)] | Auto = operational("auto")
     """Sampler processes of the stage's own. `auto`: one a GPU; on a CPU one, or a process a thread (4 at most) where
     they are deterministic. With `urls` or `urls_file`: none."""
     urls: tuple[str, ...] = operational(())
@@ -40,7 +42,7 @@ class SamplerConfig(Section):
     gpus: Positive | tuple[Natural, ...] | Auto = operational("auto")
     """With `placement: separate`, GPUs of this node that samplers have to themselves: how many, the last ones, or their
     numbers from 0. `auto`: half of them, none with sampler.nodes."""
-    nodes: Natural = operational(0)
+    nodes: int = operational(0, ge=0, le=10_000)
     """With `placement: separate`, nodes of cluster.hostfile that samplers have to themselves, after the trainer's."""
     memory_fraction: Fraction | Auto = operational("auto")
     """Share of a device's whole memory that a sampler takes for weights and cache, whatever else is there. `auto`, of a
@@ -48,19 +50,19 @@ class SamplerConfig(Section):
     cache_bytes: Positive | Auto = operational("auto")
     """Bytes of one replica's keys and values. `auto`: what max_batch samples of `context` tokens take, as far as
     memory_fraction allows."""
-    start_timeout_s: Rate | Auto = operational("auto")
+    start_timeout_s: Seconds | Auto = operational("auto")
     """Seconds without a sign of progress after which a sampler's start has failed. `auto`: 900 for SGLang, else
     120."""
-    request_timeout_s: float = operational(600.0, gt=0)
+    request_timeout_s: Seconds = operational(600.0)
     """Seconds that a request may take."""
-    health_timeout_s: float = operational(60.0, gt=0)
+    health_timeout_s: Seconds = operational(60.0)
     """Seconds without an answer after which a sampler is asked again; after as many again it is killed and started
     anew."""
     max_restarts: int = operational(3, ge=0)
     """How often in a row one sampler may be restarted."""
     python: str = operational("auto", min_length=1)
     """SGLang's Python interpreter; `auto` for what `nanodag sampler install` made."""
-    tensor_parallel: int = operational(1, ge=1)
+    tensor_parallel: int = operational(1, ge=1, le=1024)
     """GPUs of one SGLang server. Above 1 it is refused where `engine: auto` takes the embedded one."""
     options: dict[str, bool | int | float | str] = {}
     """Other options of SGLang's server, by name."""
@@ -92,7 +94,7 @@ class SamplerConfig(Section):
 
     @property
     def has_others(self) -> bool:
-        """Whether samplers are used that somebody else runs."""
+        """True where samplers are used that somebody else runs."""
         return bool(self.urls) or self.urls_file != "none"
 
 
@@ -112,14 +114,6 @@ class CloneConfig(Section):
     lowest_reward: float = 1.0
     """The least reward of an answer that is imitated."""
 
-    @model_validator(mode="after")
-    def _is_used(self) -> "CloneConfig":
-        if not self.best and self.lowest_reward != type(self).model_fields["lowest_reward"].default:
-            raise ValueError(
-                f"clone.lowest_reward {self.lowest_reward:g} means nothing with clone.best 0; leave it out"
-            )
-        return self
-
 
 class ReplayConfig(Section):
     """Groups of earlier steps that are trained again, beside fresh ones. It needs a correction."""
@@ -127,16 +121,8 @@ class ReplayConfig(Section):
     share: Share = 0.0
     """Share of a step's groups that earlier steps have trained. So many fewer are generated; the first steps, with too
     few to replay, are smaller. 0 for none."""
-    max_staleness: int = Field(8, ge=1)
+    max_staleness: int = Field(8, ge=1, le=100_000_000)
     """Most steps between the weights that sampled a replayed group's oldest token and its step."""
-
-    @model_validator(mode="after")
-    def _is_used(self) -> "ReplayConfig":
-        if not self.share and self.max_staleness != type(self).model_fields["max_staleness"].default:
-            raise ValueError(
-                f"replay.max_staleness {self.max_staleness} means nothing with replay.share 0; leave it out"
-            )
-        return self
 
 
 class CriticConfig(Section):
@@ -145,24 +131,18 @@ class CriticConfig(Section):
     model: str = "policy"
     """What the critic begins as: `policy`, `input` for the stage's input `critic`, or the path of a Hugging Face folder
     with the same tokenizer."""
-    learning_rate: float = Field(1e-5, gt=0)
+    learning_rate: float = Field(1e-5, gt=0, le=1)
     """AdamW's learning rate."""
     warmup_steps: int = Field(0, ge=0)
     """First steps, in which only the critic is trained."""
-    epochs: int = Field(1, ge=1)
+    epochs: int = Field(1, ge=1, le=1_000_000)
     """Passes over each step's rollouts, of updates_per_step updates each."""
-    value_clip: float = Field(0.2, ge=0)
+    value_clip: float = Field(0.2, ge=0, le=1000)
     """How far a value may move from that at the step's start; 0 for no clip."""
     gamma: float = Field(1.0, gt=0, le=1)
     """Discount of later rewards."""
     gae_lambda: float = Field(1.0, ge=0, le=1)
     """GAE's mix of short and long estimates of the advantage."""
-
-    @model_validator(mode="after")
-    def _model_is_a_folder(self) -> "CriticConfig":
-        if self.model not in ("policy", "input") and not self.model.startswith("/"):
-            raise ValueError(f"critic.model {self.model!r} is neither policy, input nor the absolute path of a folder")
-        return self
 
 
 class ReferenceConfig(Section):
@@ -172,36 +152,14 @@ class ReferenceConfig(Section):
     """The reference: `policy` for the model that the stage begins with, `input` for the stage's input `reference`, or
     the path of a Hugging Face folder with the same tokenizer."""
 
-    @model_validator(mode="after")
-    def _model_is_a_folder(self) -> "ReferenceConfig":
-        if self.model not in ("policy", "input") and not self.model.startswith("/"):
-            raise ValueError(
-                f"reference.model {self.model!r} is neither policy, input nor the absolute path of a folder"
-            )
-        return self
-
 
 class TeacherConfig(Section):
-    """On-policy distillation."""
+    """A teacher of on-policy distillation."""
 
     model: str = "none"
     """The teacher: `none`, `input` for the stage's input `teacher`, or the path of a Hugging Face folder with the same
     tokenizer."""
     url: str = "none"
     """A teacher server's address (nanodag.rl.trainer.teacher_server), in place of model; `none` for none."""
-    coefficient: float = Field(1.0, gt=0)
+    coefficient: float = Field(1.0, gt=0, le=1000)
     """Factor of the teacher's log-probability less the policy's, added to each token's advantage."""
-
-    @model_validator(mode="after")
-    def _model_is_a_folder(self) -> "TeacherConfig":
-        if self.model.startswith(("http://", "https://")):
-            raise ValueError(f"teacher.model {self.model} is a folder's setting; name a server as teacher.url")
-        if self.model not in ("none", "input") and not self.model.startswith("/"):
-            raise ValueError(f"teacher.model {self.model!r} is neither none, input nor the absolute path of a folder")
-        if self.url != "none" and self.model != "none":
-            raise ValueError(f"teacher.model {self.model} and teacher.url {self.url} are two teachers; leave one out")
-        if self.url != "none" and not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"teacher.url {self.url!r} must begin with http:// or https://, or be none")
-        if self.model == self.url == "none" and self.coefficient != type(self).model_fields["coefficient"].default:
-            raise ValueError(f"teacher.coefficient {self.coefficient} means nothing without teacher.model or .url")
-        return self

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from nanodag import registry
+from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.config.rl_entries import (
     AdvantageConfig,
     AggregationConfig,
@@ -22,21 +23,63 @@ from nanodag.config.section import (
     WHOLE,
     Auto,
     Natural,
+    Positive,
     Precision,
-    Rate,
+    Seconds,
     Share,
     StageSection,
     operational,
-    refuse_unused,
 )
+from nanodag.data.config import SourceConfig
 from nanodag.errors import ConfigError
 
+HELD_OUT = "eval_reward"
+"""What the evaluation on held-out prompts is called where benchmarks are called by their names."""
 SAMPLERS = "samplers"
 """The source of rollouts that are generated."""
 
 
-class RolloutSection(StageSection):
-    """Which responses are generated, which are kept, and what is taken off their rewards."""
+class SamplingSection(StageSection):
+    """Responses: how many are generated, which are kept, and what is taken off their rewards."""
+
+    prompts_per_step: int = Field(32, ge=1, le=100_000_000)
+    """Groups that train one step."""
+    samples_per_prompt: int = Field(8, ge=1, le=1_000_000)
+    """Responses of a group."""
+    over_sampling: int = Field(0, ge=0, le=100_000_000)
+    """Prompts generated for a step; the first prompts_per_step groups that pass the filters, in prompt order, are
+    trained. 0 generates just these."""
+    filters: tuple[FilterConfig, ...] = (FilterConfig(name="nonzero_spread"),)
+    """Filters that drop whole groups."""
+    curriculum_skip: float = Field(0.0, ge=0, le=0.95)
+    """Share of the prompts that were always or never solved last time and are skipped in a later pass."""
+    max_new_tokens: int = Field(256, ge=1, le=100_000_000)
+    """Longest response, in tokens."""
+    stop: tuple[Annotated[str, Field(min_length=1, max_length=256)], ...] = ()
+    """Texts that end a turn, beside the chat format's own end. The token that completes one is its last, and all that
+    was sampled is trained and seen by the reward. Special tokens are no text: name them in stop_token_ids."""
+    stop_token_ids: tuple[Natural, ...] = ()
+    """Token ids that end a turn, beside the chat format's own. The reward does not see such a token."""
+    template_options: dict[str, bool | int | float | str] = {}
+    """Switches of the model's chat template, such as {enable_thinking: false}, for all prompts; a source's own
+    template_options come first."""
+    temperature: float = Field(1.0, ge=1e-3, le=10)
+    """Sampling temperature. There is no top-p or top-k: the trainer scores the whole distribution."""
+    overlong_buffer: int = Field(0, ge=0)
+    """Last tokens before max_new_tokens over which the length penalty grows; 0 for no penalty."""
+    overlong_penalty: float = Field(1.0, gt=0, le=100)
+    """The largest length penalty."""
+    reward_timeout_s: Seconds = 10.0
+    """Seconds that a reward may take for one response."""
+    reward_processes: int = operational(1, ge=1, le=1024)
+    """Processes that compute rewards."""
+    max_failed_rewards: float = operational(0.25, ge=0, le=1)
+    """Share of the rewards of a step, or of an evaluation, that may fail: raise, take too long, end their process; and
+    of the samples whose function, environment or agent does. Above it the stage stops; below it they are left out."""
+
+
+class RolloutSection(SamplingSection):
+    """Source and age of the rollouts that are trained."""
 
     generate: GenerateConfig = GenerateConfig()
     """How a response is made: one turn of the sampler, or turns and tools."""
@@ -49,85 +92,23 @@ class RolloutSection(StageSection):
     """Imitation of the best answers in the files of `source`."""
     replay: ReplayConfig = ReplayConfig()
     """Groups of earlier steps that are trained again."""
-    prompts_per_step: int = Field(32, ge=1)
-    """Groups that train one step."""
-    samples_per_prompt: int = Field(8, ge=1)
-    """Responses of a group."""
     order: Literal["prompt", "arrival"] | Auto = "auto"
     """Which groups a step trains. `prompt`: the next ones in the data, which each run repeats. `arrival`: the first
     that are done and pass, while others stay in flight; none waits longer than max_staleness steps, and none is dropped
     for being slow. `auto`: `arrival` where sync_mode leaves requests in flight, without over_sampling and
     partial_rollout_tokens; else `prompt`."""
-    over_sampling: int = Field(0, ge=0)
-    """Prompts generated for a step; the first prompts_per_step groups that pass the filters, in prompt order, are
-    trained. 0 generates just these."""
-    filters: tuple[FilterConfig, ...] = (FilterConfig(name="nonzero_spread"),)
-    """Filters that drop whole groups."""
-    curriculum_skip: float = Field(0.0, ge=0, le=0.95)
-    """Share of the prompts that were always or never solved last time and are skipped in a later pass."""
-    max_new_tokens: int = Field(256, ge=1)
-    """Longest response, in tokens."""
-    stop: tuple[Annotated[str, Field(min_length=1, max_length=256)], ...] = ()
-    """Texts that end a turn, beside the chat format's own end. The token that completes one is its last, and all that
-    was sampled is trained and seen by the reward. Special tokens are no text: name them in stop_token_ids."""
-    stop_token_ids: tuple[Natural, ...] = ()
-    """Token ids that end a turn, beside the chat format's own. The reward does not see such a token."""
-    template_options: dict[str, bool | int | float | str] = {}
-    """Switches of the model's chat template, such as {enable_thinking: false}, for all prompts; a source's own
-    template_options come first."""
-    temperature: float = Field(1.0, gt=0)
-    """Sampling temperature. There is no top-p or top-k: the trainer scores the whole distribution."""
     partial_rollout_tokens: int = Field(0, ge=0)
     """Tokens after which a response pauses; it goes on in the next step when enough groups are done. 0 finishes each
     response."""
     partial_rollouts: Literal["mask", "correct"] = "mask"
     """Tokens that older weights sampled: `mask` leaves them out of the loss, `correct` trains them while max_staleness
     allows it."""
-    max_staleness: int = Field(0, ge=0)
+    max_staleness: int = Field(0, ge=0, le=100_000_000)
     """Steps that rollouts may be generated ahead of the trainer."""
-    overlong_buffer: int = Field(0, ge=0)
-    """Last tokens before max_new_tokens over which the length penalty grows; 0 for no penalty."""
-    overlong_penalty: float = Field(1.0, gt=0)
-    """The largest length penalty."""
-    reward_timeout_s: float = Field(10.0, gt=0)
-    """Seconds that a reward may take for one response."""
-    reward_processes: int = operational(1, ge=1)
-    """Processes that compute rewards."""
-    max_failed_rewards: float = operational(0.25, ge=0, le=1)
-    """Share of the rewards of a step, or of an evaluation, that may fail: raise, take too long, end their process; and
-    of the samples whose function, environment or agent does. Above it the stage stops; below it they are left out."""
-
-    @model_validator(mode="after")
-    def _fits(self) -> "RolloutSection":
-        if self.over_sampling and self.over_sampling < self.num_fresh:
-            less = f" less the {self.num_replayed} replayed" if self.num_replayed else ""
-            raise ValueError(
-                f"over_sampling {self.over_sampling} is below prompts_per_step {self.prompts_per_step}{less}; "
-                "raise it, or set it to 0 to generate just what is trained"
-            )
-        if self.curriculum_skip and self.samples_per_prompt == 1:
-            raise ValueError(
-                f"curriculum_skip {self.curriculum_skip} compares a prompt's samples, and samples_per_prompt is 1; "
-                "raise the latter"
-            )
-        is_alone = self.samples_per_prompt == 1 and self.generate.is_one_turn
-        if is_alone and any(entry.name == "nonzero_spread" for entry in self.filters):
-            raise ValueError(
-                "samples_per_prompt 1: the filter nonzero_spread drops every group of one; set filters to []"
-            )
-        if self.overlong_buffer > self.max_new_tokens:
-            raise ValueError(
-                f"overlong_buffer {self.overlong_buffer} is above max_new_tokens {self.max_new_tokens}; lower it"
-            )
-        if not self.overlong_buffer:
-            refuse_unused(self, ["overlong_penalty"], "overlong_buffer 0")
-        self._check_partial()
-        self._check_earlier()
-        return self
 
     @property
     def is_sampled(self) -> bool:
-        """Whether the rollouts that are trained are generated."""
+        """True where the rollouts that are trained are generated."""
         return self.source == SAMPLERS
 
     @property
@@ -145,56 +126,9 @@ class RolloutSection(StageSection):
         """The setting, if any, that chooses groups in the order of their prompts."""
         return next((name for name in ("over_sampling", "partial_rollout_tokens") if getattr(self, name)), "")
 
-    def _check_earlier(self) -> None:
-        """Of rollouts that were not made for their step."""
-        share, cap = self.replay.share, self.replay.max_staleness
-        if not self.is_sampled and share:
-            raise ValueError(
-                f"replay.share {share:g} keeps what samplers made, and source is {self.source}; leave it out"
-            )
-        if self.is_sampled and self.clone.best:
-            raise ValueError(f"clone.best {self.clone.best} chooses from files, and source is {SAMPLERS}; name a file")
-        if share and not 0 < self.num_replayed < self.prompts_per_step:
-            raise ValueError(
-                f"replay.share {share:g} of prompts_per_step {self.prompts_per_step} is {self.num_replayed} groups, "
-                "and a step needs replayed and fresh ones; change one of them"
-            )
-        if share and cap <= self.max_staleness:
-            raise ValueError(
-                f"replay.max_staleness {cap} is not above max_staleness {self.max_staleness}: what is trained once "
-                "would be too old to be trained again; raise it"
-            )
-
-    def _check_partial(self) -> None:
-        if self.stop and self.partial_rollout_tokens:
-            raise ValueError(
-                f"stop {list(self.stop)} with partial_rollout_tokens {self.partial_rollout_tokens}: a text that begins "
-                "in one segment and ends in the next would be missed; leave one of them out, or use stop_token_ids"
-            )
-        if self.order == "arrival" and (name := self.needs_prompt_order):
-            raise ValueError(
-                f"{name} {getattr(self, name)} chooses groups in the order of their prompts, and order is arrival, "
-                "which keeps groups in flight by itself; leave one of them out"
-            )
-        if self.partial_rollout_tokens and not self.over_sampling:
-            raise ValueError(
-                f"partial_rollout_tokens {self.partial_rollout_tokens} needs over_sampling: the groups that are under "
-                f"way at once, more than prompts_per_step {self.prompts_per_step}"
-            )
-        if self.partial_rollout_tokens and not self.generate.is_one_turn:
-            raise ValueError(
-                f"partial_rollout_tokens {self.partial_rollout_tokens} cuts one turn into segments, and generate "
-                f"{self.generate.name} has turns of its own; leave one of them out"
-            )
-        if self.partial_rollouts == "correct" and not (self.partial_rollout_tokens and self.max_staleness):
-            raise ValueError(
-                f"partial_rollouts: correct trains tokens of earlier steps: it needs partial_rollout_tokens (found "
-                f"{self.partial_rollout_tokens}) and max_staleness (found {self.max_staleness}) above 0"
-            )
-
 
 class AlgorithmSection(StageSection):
-    """What is computed from rollouts: advantages and the loss."""
+    """Advantages and the loss."""
 
     advantage: AdvantageConfig = AdvantageConfig(name="grpo")
     """The advantage estimator, by name or as package.module:function."""
@@ -202,22 +136,22 @@ class AlgorithmSection(StageSection):
     """The policy loss, by name or as package.module:function."""
     aggregation: AggregationConfig = AggregationConfig(name="token")
     """The mean over the loss: by `token`, by `sequence`, or divided by a `constant` (Dr. GRPO)."""
-    clip_low: float = Field(0.2, gt=0)
+    clip_low: float = Field(0.2, gt=0, le=1)
     """Lower clip of ppo_clip, gspo and cispo; the bound is 1 - clip_low. No effect while updates_per_step and
     epochs_per_step are both 1, as the ratio is then exactly 1."""
-    clip_high: float = Field(0.2, gt=0)
+    clip_high: float = Field(0.2, gt=0, le=100)
     """Upper clip of ppo_clip, gspo and cispo; the bound is 1 + clip_high. No effect while updates_per_step and
     epochs_per_step are both 1, as the ratio is then exactly 1."""
-    dual_clip: float = Field(0.0, ge=0)
+    dual_clip: float = Field(0.0, ge=0, le=1000)
     """Bound of ppo_clip for negative advantages; 0 for none. No effect while updates_per_step and epochs_per_step are
     both 1, as the ratio is then exactly 1."""
-    sapo_positive: float = Field(1.0, gt=0)
+    sapo_positive: float = Field(1.0, gt=0, le=1000)
     """SAPO's temperature for positive advantages."""
-    sapo_negative: float = Field(1.05, gt=0)
+    sapo_negative: float = Field(1.05, gt=0, le=1000)
     """SAPO's temperature for negative advantages."""
     kl_kind: KLConfig = KLConfig(name="low_var")
     """The estimator of the KL to the reference model."""
-    kl_coefficient: float = Field(0.0, ge=0)
+    kl_coefficient: float = Field(0.0, ge=0, le=100)
     """Weight of the KL to the reference model; 0 for none, and no reference model unless kl_metric is true."""
     kl_metric: bool = False
     """Whether the KL is computed and logged at kl_coefficient 0 too. Each rank then holds a reference model."""
@@ -229,18 +163,18 @@ class AlgorithmSection(StageSection):
     """The model that the KL is measured from."""
     reference_every: int = Field(0, ge=0)
     """Updates after which the current weights become the reference; 0 for never."""
-    entropy_coefficient: float = Field(0.0, ge=0)
+    entropy_coefficient: float = Field(0.0, ge=0, le=100)
     """Weight of the entropy bonus."""
     correction: CorrectionConfig = CorrectionConfig(name="none")
     """Importance correction for rollouts of older weights or of another engine."""
-    correction_cap: float = Field(2.0, gt=0)
+    correction_cap: float = Field(2.0, gt=0, le=1000)
     """Upper bound of the correction's ratio."""
     correction_floor: float = Field(0.0, ge=0)
     """Lower bound of the correction's ratio: tis and tis_sequence raise a smaller one to it, others leave it out."""
     correction_veto: float = Field(0.0, ge=0, lt=1)
     """Ratio of old to sampler probability below which one token leaves its whole response out, whatever the correction;
     0 for none. Usually 1e-4."""
-    opsm_limit: float = Field(0.0, ge=0)
+    opsm_limit: float = Field(0.0, ge=0, le=1000)
     """Off-policy sequence masking: largest mean of sampler less trainer log-probability, in nats a token, of a response
     with a negative advantage; 0 for none."""
     critic: CriticConfig = CriticConfig()
@@ -248,51 +182,14 @@ class AlgorithmSection(StageSection):
     teacher: TeacherConfig = TeacherConfig()
     """The teacher of on-policy distillation, on top of any advantage."""
 
-    @model_validator(mode="after")
-    def _fits(self) -> "AlgorithmSection":
-        if 0 < self.dual_clip <= 1:
-            raise ValueError(f"dual_clip {self.dual_clip} must be above 1 (usually 3), or 0 for none")
-        if self.kl_in == "reward" and not self.kl_coefficient:
-            raise ValueError("kl_in: reward takes nothing off while kl_coefficient is 0; raise it, or leave kl_in out")
-        if self.reference_every and not self.has_reference:
-            raise ValueError(
-                "reference_every refreshes nothing while kl_coefficient is 0; raise it, set kl_metric, or leave it out"
-            )
-        if self.reference.model != "policy" and not self.has_reference:
-            raise ValueError(
-                f"reference.model {self.reference.model} is asked nothing while kl_coefficient is 0; raise it, set "
-                "kl_metric, or leave reference out"
-            )
-        if self.reference.model != "policy" and self.reference_every:
-            raise ValueError(
-                f"reference_every {self.reference_every} would put the policy's weights in the place of "
-                f"reference.model {self.reference.model}; leave one of them out"
-            )
-        if self.kl_in == "reward" and self.kl_unbiased:
-            raise ValueError("kl_unbiased mends the gradient of a KL in the loss; kl_in: reward needs no mending")
-        if not self.kl_coefficient:
-            refuse_unused(self, ["kl_unbiased", *["kl_kind"] * (not self.kl_metric)], "kl_coefficient 0")
-        for label in ("policy_loss", "correction"):  # what a function of the user's own takes is seen when it is loaded
-            chosen: EntryConfig = getattr(self, label)
-            if (traits := chosen.traits) is not None:
-                unseen = [name for option, name in chosen.settings.items() if option not in traits.options]
-                refuse_unused(self, unseen, f"{label} {chosen.name}")
-        if self.correction_floor >= self.correction_cap:
-            raise ValueError(
-                f"correction_floor {self.correction_floor} is not below correction_cap {self.correction_cap}"
-            )
-        if not self.has_critic and self.critic != CriticConfig():
-            raise ValueError(f"critic means nothing to advantage {self.advantage}; leave it out, or use gae")
-        return self
-
     @property
     def has_reference(self) -> bool:
-        """Whether each rank holds a reference model."""
+        """True where each rank holds a reference model."""
         return self.kl_coefficient > 0 or self.kl_metric
 
     @property
     def has_critic(self) -> bool:
-        """Whether the advantage asks a critic."""
+        """True where the advantage asks a critic."""
         traits = self.advantage.traits
         return traits is not None and traits.needs_critic
 
@@ -313,44 +210,44 @@ class AlgorithmSection(StageSection):
 
 
 class OptimizerSection(StageSection):
-    """How the trainer steps, and in what it computes."""
+    """The trainer's steps and its number format."""
 
-    learning_rate: float = Field(1e-6, gt=0)
+    learning_rate: float = Field(1e-6, gt=0, le=1)
     """AdamW's learning rate, the peak of its schedule."""
     learning_rate_decay: Literal["none", "linear", "cosine"] = "none"
     """How the rate falls from the warm-up's end to the last step. The critic's rate stays."""
-    learning_rate_minimum: float = Field(0.0, ge=0)
+    learning_rate_minimum: float = Field(0.0, ge=0, le=1)
     """The rate that a decay ends at, one step after the last."""
     betas: tuple[Share, Share] = (0.9, 0.98)
     """AdamW's decay rates of the first and second moment."""
-    eps: float = Field(1e-8, gt=0)
+    eps: float = Field(1e-8, gt=0, le=0.1)
     """AdamW's term against division by zero."""
-    weight_decay: float = Field(0.1, ge=0)
+    weight_decay: float = Field(0.1, ge=0, le=10)
     """AdamW's decoupled weight decay."""
     warmup_steps: int = Field(0, ge=0)
     """Steps over which the learning rate rises from 0."""
-    gradient_clipping: float = Field(1.0, ge=0)
+    gradient_clipping: float = Field(1.0, ge=0, le=1_000_000)
     """Largest global gradient norm; 0 for no clipping."""
     gradient_limit: float = Field(0.0, ge=0)
     """Gradient norm before clipping above which a gradient counts as bad; 0 for no limit."""
     bad_gradient: Literal["stop", "skip"] = "stop"
     """What a bad or non-finite gradient does: `stop` ends the stage, `skip` leaves the update out."""
-    updates_per_step: int = Field(1, ge=1)
+    updates_per_step: int = Field(1, ge=1, le=100_000_000)
     """Optimizer steps over one step's rollouts, each on a part of them."""
-    epochs_per_step: int = Field(1, ge=1)
+    epochs_per_step: int = Field(1, ge=1, le=1_000_000)
     """Passes over one step's rollouts."""
-    lora_rank: int = Field(0, ge=0)
+    lora_rank: int = Field(0, ge=0, le=8192)
     """Rank of LoRA adapters on every matrix of the layers; 0 trains all weights."""
-    lora_alpha: float = Field(32.0, gt=0)
+    lora_alpha: float = Field(32.0, gt=0, le=100_000)
     """LoRA's scale, divided by the rank."""
     precision: Precision | Auto = "auto"
     """Number format of the trainer's weights and products; `auto` as in the supervised stages."""
     zero_stage: Annotated[Literal[1, 2, 3], WHOLE] = 3
     """DeepSpeed's ZeRO stage."""
-    micro_batch_tokens: Annotated[int, Field(ge=16)] | Auto = "auto"
+    micro_batch_tokens: Annotated[int, Field(ge=16, le=10**12)] | Auto = "auto"
     """Tokens that one rank holds at once, or sequence_parallel ranks together. `auto`: what fits beside the samplers,
     and a whole rollout at least."""
-    sequence_parallel: int = Field(1, ge=1)
+    sequence_parallel: int = Field(1, ge=1, le=1024)
     """Ranks that share each row (Ulysses)."""
     activation_checkpointing: bool | Auto = "auto"
     """Whether activations are computed again in the backward pass instead of kept; `auto` as in the supervised
@@ -358,22 +255,9 @@ class OptimizerSection(StageSection):
     compile: bool | Auto = operational("auto")
     """Whether torch.compile compiles the layers. `auto`: on GPUs, and on CPUs in bf16, as in the supervised stages."""
 
-    @model_validator(mode="after")
-    def _fits(self) -> "OptimizerSection":
-        if not self.lora_rank:
-            refuse_unused(self, ["lora_alpha"], "lora_rank 0")
-        if self.learning_rate_decay == "none":
-            refuse_unused(self, ["learning_rate_minimum"], "learning_rate_decay none")
-        if self.learning_rate_minimum > self.learning_rate:
-            raise ValueError(
-                f"learning_rate_minimum {self.learning_rate_minimum:g} is above learning_rate {self.learning_rate:g}; "
-                "lower it"
-            )
-        return self
-
 
 class WeightsSection(StageSection):
-    """How new weights reach the samplers."""
+    """New weights' way to the samplers."""
 
     sync: Literal["disk", "distributed", "ipc"] = operational("disk")
     """How weights reach the samplers: `disk`, a folder, in memory where there is room; `distributed`, a broadcast from
@@ -381,7 +265,7 @@ class WeightsSection(StageSection):
     sync_mode: Literal["finish", "abort", "retract", "in_place"] = "finish"
     """What happens to requests in flight when weights change. `finish` waits for them; `in_place` continues them with
     the new weights; `retract` also computes again what is cached; `abort` ends them and asks for the rest."""
-    sync_bucket_bytes: int = operational(64 << 20, ge=1)
+    sync_bucket_bytes: int = operational(64 << 20, ge=1, le=10**12)
     """Bytes given at once by `distributed` and `ipc`; a larger tensor goes alone."""
     sync_address: str = operational("auto", min_length=1)
     """Address or network interface of this machine on which rank 0 listens for samplers, with `distributed`. `auto`:
@@ -389,21 +273,63 @@ class WeightsSection(StageSection):
     sync_backend: Literal["gloo", "nccl"] = operational("gloo")
     """What carries `distributed`: `gloo`, through host memory, or `nccl`, between GPUs that trainer and samplers do not
     share."""
-    sync_timeout_s: float = operational(60.0, gt=0)
+    sync_timeout_s: Seconds = operational(60.0)
     """Seconds that one bucket may take."""
     sync_check_every: Natural | Auto = operational("auto")
     """The first sync and every one of that number is verified tensor by tensor; 0 for none. `auto`: 20, and 0 where
     weights cannot be verified yet: with SGLang on a GPU, or split over GPUs."""
-    mismatch_limit: Rate | Auto = operational("auto")
+    mismatch_limit: Annotated[float, Field(gt=0, le=1000)] | Auto = operational("auto")
     """Mean size of old less sampler log-probability, in nats a token, above which a step on fresh rollouts ends the
     stage: the sampler then does not have the weights that it says. `auto`: 0.01 in fp32, 0.3 in bf16."""
-    stale_mismatch_limit: float = operational(2.0, gt=0)
+    stale_mismatch_limit: float = operational(2.0, gt=0, le=1000)
     """The same for a step with stale rollouts, in which is also what the policy learned since."""
 
+
+class PolicyBenchmarkConfig(BenchmarkConfig):
+    """A benchmark that the policy is asked while it trains: an entry as eval stages have it, with an interval."""
+
+    every: Positive | Auto = "auto"
+    """Steps between evaluations on it. `auto`: eval_every."""
+
+
+class EvaluationSection(StageSection):
+    """The policy's own evaluation on held-out prompts and on benchmarks, while it trains."""
+
+    validation: tuple[SourceConfig, ...] = ()
+    """Held-out prompts that evaluate the policy."""
+    eval_every: int = Field(20, ge=1)
+    """Steps between evaluations on held-out prompts."""
+    eval_prompts: int = Field(128, ge=0)
+    """Held-out prompts of an evaluation; 0 for none."""
+    eval_temperature: float = Field(0.0, ge=0, le=10)
+    """Sampling temperature of an evaluation; at 0 each token is the likeliest one."""
+    eval_samples: int = Field(1, ge=1, le=1_000_000)
+    """Answers to each held-out prompt."""
+    patience: int = Field(0, ge=0)
+    """Evaluations in a row without a better score, by the metric of `keep: best:METRIC`, after which the stage ends and
+    leaves the best weights; 0 for never."""
+    eval_at_start: bool = True
+    """Whether the weights that the stage begins with are evaluated, too."""
+    benchmarks: tuple[PolicyBenchmarkConfig, ...] = ()
+    """Benchmarks that are asked as a chat and answered in writing, each with its own sampling and interval. Here `auto`
+    as max_new_tokens is that of rollouts. Items that do not fit into sampler.context count as wrong, as `too_long`."""
+
     @model_validator(mode="after")
-    def _fits(self) -> "WeightsSection":
-        if self.sync != "distributed":
-            refuse_unused(self, ["sync_address", "sync_backend"], f"sync: {self.sync}")
-        if self.sync == "disk":
-            refuse_unused(self, ["sync_bucket_bytes", "sync_timeout_s"], "sync: disk")
+    def _names_differ(self) -> "EvaluationSection":
+        names = [benchmark.name for benchmark in self.benchmarks]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"two benchmarks are called {twice[0]!r}; give each a name and say what it is with `form`")
+        if HELD_OUT in names:
+            raise ValueError(f"{HELD_OUT} is the reward on held-out prompts; give the benchmark another name")
+        if core := [benchmark.name for benchmark in self.benchmarks if benchmark.is_core]:
+            raise ValueError(f"benchmark {core[0]!r} is scored by likelihood; only an eval stage can ask it")
         return self
+
+    def interval(self, name: str) -> int:
+        """Steps between evaluations on a benchmark, or on the held-out prompts."""
+        own = {benchmark.name: benchmark.every for benchmark in self.benchmarks if benchmark.every != "auto"}
+        return int(own.get(name, self.eval_every))
+
+    def is_time(self, name: str, step: int, *, num_steps: int) -> bool:
+        """True where the weights of a step are evaluated on a benchmark, or on the held-out prompts."""
+        return self.eval_at_start if step == 0 else step % self.interval(name) == 0 or step == num_steps

@@ -1,6 +1,6 @@
-"""What every part of the config shares: its base class, kinds of numbers, and fields that do not change a result."""
+"""Base class of every part of the config, kinds of numbers, and fields that do not change a result."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -19,6 +19,9 @@ Positive = Annotated[int, Field(ge=1)]
 
 
 Rate = Annotated[float, Field(gt=0)]
+
+
+Seconds = Annotated[float, Field(ge=0.01, le=366 * 24 * 3600)]
 
 
 Share = Annotated[float, Field(ge=0, lt=1)]
@@ -73,7 +76,7 @@ class StageSection(Section):
 
 
 def sections_of(stage: type[BaseModel]) -> dict[str, type[StageSection]]:
-    """By name, the sections of a stage's class."""
+    """Sections of a stage's class by name."""
     annotations = {name: field.annotation for name, field in stage.model_fields.items()}
     return {name: a for name, a in annotations.items() if isinstance(a, type) and issubclass(a, StageSection)}
 
@@ -101,10 +104,3 @@ def in_sections(stage: type[BaseModel], table: Mapping[str, Any]) -> dict[str, A
             raise ConfigError(f"{name} stands twice: by its short name, and in the section {home}. Keep one.")
         full[home] = {**section, name: value}
     return full
-
-
-def refuse_unused(section: Section, names: Collection[str], why: str) -> None:
-    """Raise ValueError for a setting, other than its default, that nothing would look at."""
-    for name in sorted(names):
-        if (value := getattr(section, name)) != type(section).model_fields[name].default:
-            raise ValueError(f"{name} {value} means nothing with {why}; leave it out, or change the latter")

@@ -1,11 +1,11 @@
 """Settings that every stage has (inputs, seed, resources), and the questions that every stage answers about itself."""
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
-from nanodag.config.section import Auto, Natural, Positive, Section, StageSection, in_sections, operational
+from nanodag.config.section import Auto, Natural, Seconds, Section, StageSection, in_sections, operational
 from nanodag.data.config import SourceConfig
 from nanodag.data.records import Wanted
 from nanodag.registry import optimizer_named
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 
 
 class Resources(StageSection):
-    """Where a stage runs."""
+    """Devices, ranks and machines of a stage."""
 
-    num_ranks: Positive | Auto = "auto"
+    num_ranks: Annotated[int, Field(ge=1, le=100_000)] | Auto = "auto"
     """Training processes on all nodes together, one for each GPU. `auto`: all GPUs, or cores, that a step of the stage
     has work for."""
-    threads: Positive | Auto = "auto"
+    threads: Annotated[int, Field(ge=1, le=1024)] | Auto = "auto"
     """CPU threads of each process; `auto` shares out the cores."""
     device: Literal["cpu", "cuda"] | Auto = "auto"
     """The kind of device: `cpu` or `cuda`; `auto` takes the pipeline's `device`, and `cpu` for a stage that multiplies
     nothing."""
-    nodes: Positive | Auto = "auto"
+    nodes: Annotated[int, Field(ge=1, le=10_000)] | Auto = "auto"
     """Machines that share the stage: this one and others of cluster.hostfile. `auto`: one, unless the pipeline is
     resolved for a machine of several nodes."""
-    gpus_per_node: int = Field(0, ge=0)
+    gpus_per_node: int = Field(0, ge=0, le=10_000)
     """GPUs on each node; num_ranks follows from it. 0 leaves it open."""
     work_pool: str = Field("none", pattern=r"^[A-Za-z0-9][A-Za-z0-9 _.-]*$")
     """The Prefect work pool whose worker runs the stage; `none` runs it on the machine of the flow."""
@@ -115,8 +115,10 @@ class StageBase(Section):
     """Seed of all random numbers of the stage; `auto` takes the pipeline's."""
     resources: Resources = operational(Resources())
     """Where the stage runs."""
-    timeout_s: float = operational(7 * 24 * 3600.0, gt=0)
+    timeout_s: Seconds = operational(7 * 24 * 3600.0)
     """Seconds after which the stage is ended."""
+    stop_timeout_s: Seconds = operational(60.0)
+    """Seconds that its processes have to leave a checkpoint when they are told to stop; then they are killed."""
 
     @classmethod
     def of(cls, **settings: Any) -> Self:
@@ -174,12 +176,12 @@ class StageBase(Section):
 
     @property
     def measures_held_out(self) -> bool:
-        """Whether rows that its data hold out are read."""
+        """True where rows that its data hold out are read."""
         return False
 
     @property
     def asks_in_chat(self) -> bool:
-        """Whether the items of its benchmarks pass the chat template."""
+        """True where the items of its benchmarks pass the chat template."""
         return True
 
     @property
@@ -210,17 +212,17 @@ class StageBase(Section):
         """Tokens of the tokenizer that it makes; 0 where it makes none, or does not say."""
         return 0
 
-    def with_core(self, bundle: str, found: "Derived") -> "tuple[Self, bool]":
+    def with_core(self, bundle: str, derived: "Derived") -> "tuple[Self, bool]":
         """The stage with CORE's items from a bundle, and whether CORE was left out because that is `none`."""
         return self, False
 
-    def before_ranks(self, found: "Derived") -> Self:
+    def before_ranks(self, derived: "Derived") -> Self:
         """The stage without `auto` among the settings that its number of ranks follows from."""
         return self
 
-    def ranks_on_cpu(self, model: "ModelSize | None", found: "Derived") -> list[int]:
-        """How many ranks a node without GPUs may have, in ascending order."""
-        found.note("resources.num_ranks", "ranks_one")
+    def ranks_on_cpu(self, model: "ModelSize | None", derived: "Derived") -> list[int]:
+        """Numbers of ranks that a node without GPUs may have, ascending."""
+        derived.note("resources.num_ranks", "ranks_one")
         return [1]
 
     @property
@@ -234,7 +236,7 @@ class StageBase(Section):
         ranks that belong together."""
         return 0, 0, 0, 1
 
-    def after_ranks(self, model: "ModelSize | None", found: "Derived") -> Self:
+    def after_ranks(self, model: "ModelSize | None", derived: "Derived") -> Self:
         """The stage without any `auto`, once its ranks are known. model: None where its size is not known."""
         return self
 

@@ -1,4 +1,4 @@
-"""What pretraining, midtraining and SFT share: shape, optimizer, schedule, the loop's settings."""
+"""Settings of pretraining, midtraining and SFT: shape, optimizer, schedule, the loop's settings."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from nanodag.config.derive_hardware import Derived, fit_supervised, supervised_r
 from nanodag.config.derive_schedule import check_batch, scheduled
 from nanodag.config.kind import MODEL, Kind
 from nanodag.config.model_size import ModelSize
-from nanodag.config.section import WHOLE, Auto, Natural, Positive, Precision, Rate, Share, StageSection, operational
+from nanodag.config.section import WHOLE, Auto, Natural, Precision, Share, StageSection, operational
 from nanodag.config.stage_base import ExternalInput, TrainedStage
 from nanodag.data.config import SourceConfig
 from nanodag.data.core_tasks import FEWEST_ITEMS, bundle_url
@@ -23,21 +23,21 @@ class ShapeConfig(StageSection):
 
     depth: int = Field(0, ge=0, le=128)
     """Layers. Sizes that are `auto` follow from it (nanodag.config.dial). 0 takes the shape of inputs.model."""
-    width: Annotated[int, Field(ge=16)] | Auto = "auto"
+    width: Annotated[int, Field(ge=16, le=1_000_000)] | Auto = "auto"
     """Width of the residual stream, in elements."""
-    num_heads: Positive | Auto = "auto"
+    num_heads: Annotated[int, Field(ge=1, le=1_000_000)] | Auto = "auto"
     """Query heads of a layer."""
-    num_kv_heads: Positive | Auto = "auto"
+    num_kv_heads: Annotated[int, Field(ge=1, le=1_000_000)] | Auto = "auto"
     """Key-value heads of a layer; it divides num_heads."""
-    head_width: Annotated[int, Field(ge=8)] | Auto = "auto"
+    head_width: Annotated[int, Field(ge=8, le=1_000_000)] | Auto = "auto"
     """Width of a head, in elements; even, because rotary positions turn pairs."""
-    mlp_width: Annotated[int, Field(ge=16)] | Auto = "auto"
+    mlp_width: Annotated[int, Field(ge=16, le=1_000_000)] | Auto = "auto"
     """Inner width of the SwiGLU MLP, in elements."""
     tied_embeddings: bool | Auto = "auto"
     """Whether the token embedding and the output head share one matrix."""
     rope_theta: float = Field(10_000.0, gt=0)
     """Base of the rotary positions' wavelengths."""
-    max_positions: int = Field(2048, ge=16)
+    max_positions: int = Field(2048, ge=16, le=100_000_000)
     """Longest sequence that the model is declared for, in tokens."""
 
 
@@ -52,15 +52,15 @@ class OptimizerConfig(StageSection):
 
     name: OptimizerName = "muon"
     """A shipped optimizer: of all weights, or of matrices, with AdamW for the rest."""
-    learning_rate: Rate | Auto = "auto"
+    learning_rate: Annotated[float, Field(gt=0, le=1)] | Auto = "auto"
     """Peak learning rate; with an optimizer of matrices, AdamW's, of embeddings and head."""
-    matrix_lr: Rate | Auto = "auto"
+    matrix_lr: Annotated[float, Field(gt=0, le=1)] | Auto = "auto"
     """Peak learning rate of an optimizer of matrices."""
     betas: tuple[Share, Share] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moment."""
-    eps: float = Field(1e-8, gt=0)
+    eps: float = Field(1e-8, gt=0, le=0.1)
     """AdamW's term against division by zero."""
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: float = Field(0.0, ge=0, le=10)
     """Decoupled weight decay, a share of the learning rate a step."""
     momentum: float = Field(0.95, ge=0, lt=1)
     """Muon's momentum."""
@@ -106,11 +106,11 @@ class SupervisedStage(TrainedStage):
     capability 8, processors with AVX512-BF16 or AMX), else fp32."""
     zero_stage: Annotated[Literal[0, 1, 2, 3], WHOLE] = 1
     """DeepSpeed's ZeRO stage: what ranks share of optimizer states (1), gradients (2) and weights (3)."""
-    sequence_length: int = Field(2048, ge=8)
+    sequence_length: int = Field(2048, ge=8, le=100_000_000)
     """Tokens of a packed row."""
-    batch_tokens: Annotated[int, Field(ge=8)] | Auto = "auto"
+    batch_tokens: Annotated[int, Field(ge=8, le=10**12)] | Auto = "auto"
     """Tokens of a step, over all ranks; `auto` follows from depth and horizon."""
-    micro_batch_tokens: Annotated[int, Field(ge=8)] | Auto = "auto"
+    micro_batch_tokens: Annotated[int, Field(ge=8, le=10**12)] | Auto = "auto"
     """Tokens that one rank holds at once. `auto`: the largest number that divides a step, fits the device's memory, and
     is no larger than what fills the device."""
     horizon_tokens: Natural | Auto = "auto"
@@ -122,7 +122,7 @@ class SupervisedStage(TrainedStage):
     """The optimizer and its rates."""
     schedule: ScheduleConfig = ScheduleConfig()
     """How the learning rate changes over the steps."""
-    gradient_clipping: float = Field(1.0, ge=0)
+    gradient_clipping: float = Field(1.0, ge=0, le=1_000_000)
     """Largest global gradient norm; 0 for no clipping."""
     activation_checkpointing: bool | Auto = "auto"
     """Whether activations are computed again in the backward pass instead of kept: less memory, about a third more
@@ -194,7 +194,7 @@ class SupervisedStage(TrainedStage):
 
     @property
     def measures_held_out(self) -> bool:
-        """Whether rows that its data hold out are read."""
+        """True where rows that its data hold out are read."""
         return self.validation_tokens > 0
 
     def external_inputs(self) -> Iterator[ExternalInput]:
@@ -212,41 +212,41 @@ class SupervisedStage(TrainedStage):
         """Tokens of a step, tokens of a row, rows that ranks share out evenly; no ranks belong together."""
         return int(self.batch_tokens), self.sequence_length, int(self.batch_tokens) // self.sequence_length, 1
 
-    def with_core(self, bundle: str, found: Derived) -> tuple[Self, bool]:
+    def with_core(self, bundle: str, derived: Derived) -> tuple[Self, bool]:
         """The stage with the bundle that it is scored on while it trains."""
         if self.core_bundle != "auto":
             return self, False
         updates: dict[str, Any] = {"core_bundle": bundle}
-        found.origins[f"{found.name}.core_bundle"] = "derived: the pipeline's core_bundle"
+        derived.origins[f"{derived.name}.core_bundle"] = "derived: the pipeline's core_bundle"
         is_left_out = bundle == "none" and self.core_every > 0
         if is_left_out:
             updates["core_every"] = 0
-            found.origins[f"{found.name}.core_every"] = "derived: core_bundle is none"
+            derived.origins[f"{derived.name}.core_every"] = "derived: core_bundle is none"
         return self.model_copy(update=updates), is_left_out
 
-    def before_ranks(self, found: Derived) -> Self:
+    def before_ranks(self, derived: Derived) -> Self:
         """The stage with its schedule."""
-        return scheduled(self, found)
+        return scheduled(self, derived)
 
-    def ranks_on_cpu(self, model: ModelSize | None, found: Derived) -> list[int]:
-        """How many ranks a node without GPUs may have, as far as its memory holds their rows."""
-        return super().ranks_on_cpu(model, found) if model is None else supervised_ranks_on_cpu(self, model, found)
+    def ranks_on_cpu(self, model: ModelSize | None, derived: Derived) -> list[int]:
+        """Numbers of ranks that a node without GPUs has memory for."""
+        return super().ranks_on_cpu(model, derived) if model is None else supervised_ranks_on_cpu(self, model, derived)
 
-    def after_ranks(self, model: ModelSize | None, found: Derived) -> Self:
+    def after_ranks(self, model: ModelSize | None, derived: Derived) -> Self:
         """The stage without any `auto`. Raises ConfigError for a batch that its ranks cannot share out."""
-        stage = fit_supervised(self, model, found)
-        check_batch(stage, found)
+        stage = fit_supervised(self, model, derived)
+        check_batch(stage, derived)
         return stage
 
 
 class ChatStage(SupervisedStage):
-    """From a model (input `model`), on conversations, loss on assistant tokens, and beside them on documents (`adapter:
-    text`), loss on every token. Validation is on held-out conversations; on documents, where no conversations are held
-    out."""
+    """Training of a model (input `model`) on conversations, loss on assistant tokens, and beside them on documents
+    (`adapter: text`), loss on every token. Validation is on held-out conversations; on documents, where no
+    conversations are held out."""
 
     record_kind: ClassVar[Wanted | None] = "chat"
 
-    num_epochs: float = Field(1.0, gt=0)
+    num_epochs: float = Field(1.0, gt=0, le=1_000_000)
     """Passes over the data where horizon_tokens is auto."""
     overlong: Literal["truncate", "drop"] = "truncate"
     """What happens to a conversation longer than sequence_length: `truncate` or `drop`."""
@@ -264,7 +264,7 @@ class ChatStage(SupervisedStage):
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisedKind(Kind):
-    """What the kinds share that run the one supervised loop."""
+    """A kind that runs the one supervised loop."""
 
     module: str = "nanodag.train"
     code_version: int = 4

@@ -1,4 +1,4 @@
-"""Who gets the metrics of stages, beside metrics.jsonl."""
+"""Trackers that get the metrics of stages, beside metrics.jsonl."""
 
 import re
 from typing import Annotated, Literal

@@ -1,4 +1,4 @@
-"""Which code of a user's own a pipeline may name: modules beside its file, and those of its `trusted_modules`.
+"""Code of a user's own that a pipeline may name: modules beside its file, and those of its `trusted_modules`.
 
 Sources (`python:`), adapters, rewards and the other entries of RL name functions as `module:function`. Presets and
 overrides come from elsewhere too, as a flow run's parameters do; they are data, so they may choose among functions that
@@ -39,15 +39,26 @@ def check_trust(pipeline: Pipeline, file: Path) -> None:
                 voucher.check(f"stage {stage_name}", entry.own_module)
 
 
-def check_agents(pipeline: Pipeline, of_file: Pipeline) -> None:
-    """Raise ConfigError for an agent's program that an override names. of_file: the pipeline without overrides."""
-    in_file = dict(found_in(of_file.stages, GenerateConfig))
+def check_agents(pipeline: Pipeline, stages: Any) -> None:
+    """Raise ConfigError for an agent's program that an override names. stages: as the file has them, which may lack
+    settings that only an override gives."""
     for where, generate in found_in(pipeline.stages, GenerateConfig):
-        if generate.programs and (where not in in_file or generate.programs != in_file[where].programs):
+        if generate.programs and generate.programs != _programs_at(stages, where):
             raise ConfigError(
                 f"{where} names the agent's program {generate.programs!r:.300}, and with server.agents_of_file the "
                 "pipeline file alone may: write it there."
             )
+
+
+def _programs_at(stages: Any, where: str) -> dict[str, Any]:
+    """The program that the file names at a place; none where what it says there is no function."""
+    value = stages
+    try:
+        for part in where.split("."):
+            value = value[int(part)] if isinstance(value, list) else value[part]
+        return GenerateConfig.model_validate(value).programs
+    except (LookupError, TypeError, ValueError):
+        return {}
 
 
 def check_forms(pipeline: Pipeline, file: Path) -> None:
@@ -64,8 +75,8 @@ def check_forms(pipeline: Pipeline, file: Path) -> None:
 
 
 def is_elsewhere(form: str, pipeline: Pipeline, file: Path) -> bool:
-    """Whether a form is neither shipped, nor lm-eval's, nor a file below the pipeline file's folder that is not in the
-    store, where others write."""
+    """True where a form is neither shipped, nor lm-eval's, nor a file below the pipeline file's folder that is not in
+    the store, where others write."""
     if form.startswith("lm_eval:"):
         inner = form.removeprefix("lm_eval:")
         return inner.startswith("/") or ".." in Path(inner).parts
@@ -77,7 +88,7 @@ def is_elsewhere(form: str, pipeline: Pipeline, file: Path) -> bool:
 
 
 def named_functions(pipeline: Pipeline) -> Iterator[tuple[str, str]]:
-    """Where a function of a source or an adapter stands, and its `module:function`."""
+    """Functions of sources and adapters: where each is named, and its `module:function`."""
     for source in sources_in(pipeline):
         if (url := parse_url(source.url)).kind in ("python", "verifiers"):
             yield source.url, url.path.replace("-", "_")

@@ -41,7 +41,7 @@ class SourceConfig(BaseModel):
     weight: float | None = Field(None, gt=0)
     """Share of the mixture's text, relative to the other weights; the source repeats for ever. All sources of a mixture
     have one, or none."""
-    epochs: float | None = Field(None, gt=0)
+    epochs: float | None = Field(None, gt=0, le=1_000_000)
     """Passes over the source, fractions too, 1 unless given; the mixture ends when all are done."""
     held_out: Annotated[float, Field(ge=0, lt=1)] | Literal["last_shard"] = 0.0
     """What is kept from training and forms the validation part. A number: that share of the rows, chosen by a hash.

@@ -63,7 +63,7 @@ class StageFailed(NanodagError, RuntimeError):
 
 
 class StageInterrupted(StageFailed):
-    """What ended the worker may pass (a signal, the network, its sampler): started again, it may get through."""
+    """An end that may pass (a signal, the network, its sampler): started again, the worker may get through."""
 
 
 class StageKilled(StageInterrupted):

@@ -1,4 +1,4 @@
-"""How names, values and numbers are put into messages."""
+"""Names, values and numbers in messages."""
 
 import difflib
 from collections.abc import Iterable

@@ -14,8 +14,8 @@ Without torch and lm-eval, for RL and others too (an import contract says so):
 benchmark            items as chat messages, scores of the answers to them
 forms                which YAML form a config names, and what stands in it
 items                a benchmark's items out of our sources
-written              a written answer: its text, how it ended, its thinking
-answers              how forms score an answer
+generated_answer     a written answer: its text, how it ended, its thinking
+benchmark_functions  how forms score an answer
 samples              avg@n, pass@k, maj@n
 results              records, scores, counts
 intervals            mean, standard error, 95 % interval

@@ -27,7 +27,7 @@ from nanodag.inference.engine_settings import EngineSettings
 from nanodag.inference.number_formats import DTYPES
 from nanodag.inference.protocol import Completion, Request
 from nanodag.inference.sglang_install import Device
-from nanodag.model.architecture import read_checkpoint
+from nanodag.model.architecture import check_sglang, read_checkpoint
 from nanodag.sampler.engine import Engine
 
 START_TIMEOUT_S = {"embedded": 300.0, "sglang": 900.0}
@@ -57,6 +57,8 @@ class SamplerSettings:
         """Description of each of so many replicas."""
         config, dtype = self.config, DTYPES[self.precision]
         assert config.engine != "auto"  # derived
+        if config.engine == "sglang":
+            check_sglang(self.folder, context, "sampler.engine")
         return EngineSettings(
             engine=config.engine,
             device=self.device,

@@ -1,6 +1,7 @@
-"""Folders of this machine: the checkout, and what this user's processes share."""
+"""Folders of this machine, the checkout and what this user's processes share, and who may have written a file."""
 
 import os
+import stat
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,3 +25,10 @@ def user_cache() -> Path:
 def state_folder() -> Path:
     """Folder of state that this user's programs remember, such as what was typed. It can be deleted."""
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "nanodag"
+
+
+def may_be_of_others(status: os.stat_result) -> bool:
+    """True where a user other than this one and root may have written. A link's own mode says nothing: it is always
+    writable by everybody."""
+    may_all_write = bool(status.st_mode & stat.S_IWOTH) and not stat.S_ISLNK(status.st_mode)
+    return status.st_uid not in (os.geteuid(), 0) or may_all_write

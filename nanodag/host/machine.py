@@ -107,14 +107,13 @@ class Machine:
         return "cuda" if self.gpu is not None else "cpu"
 
     def multiplies_bf16_fast(self, device: str) -> bool:
-        """Whether it multiplies bfloat16 at least twice as fast as float32 on a device, `cpu` or `cuda`."""
+        """True where it multiplies bfloat16 at least twice as fast as float32 on a device, `cpu` or `cuda`."""
         if device == "cuda":
             return self.gpu is None or self.gpu.capability >= FAST_BF16_CAPABILITY
         return self.core.bf16 >= 2 * self.core.fp32
 
     @property
     def core(self) -> InstructionSet:
-        """How fast one of its cores is."""
         return INSTRUCTION_SETS[self.instruction_set]
 
     @property
@@ -269,7 +268,6 @@ class _Listed:
 
 @functools.cache
 def _listed_gpus() -> tuple[_Listed, ...]:
-    """All GPUs of this machine, as nvidia-smi lists them."""
     command = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total,compute_cap", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)

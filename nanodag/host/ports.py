@@ -39,20 +39,19 @@ def own_address(named: str) -> str:
 
 
 def interface_of(address: str) -> str:
-    """The network interface that has an address."""
     interfaces = [name for name, has in psutil.net_if_addrs().items() if any(entry.address == address for entry in has)]
     assert interfaces, f"no interface has {address}"
     return interfaces[0]
 
 
 def no_proxy_here() -> dict[str, str]:
-    """What keeps a proxy of this process's environment from standing before addresses of this machine."""
+    """Environment in which no proxy stands before addresses of this machine."""
     direct = ",".join([*filter(None, [os.environ.get("NO_PROXY") or os.environ.get("no_proxy")]), LOOPBACK])
     return {"NO_PROXY": direct, "no_proxy": direct}
 
 
 def network_environment(address: str = LOOPBACK) -> dict[str, str]:
-    """What makes gloo and NCCL listen and meet on the interface of this machine's address, and on no other. They would
-    else take that of the machine's name, or all. What the user set stays."""
+    """Environment in which gloo and NCCL listen and meet on the interface of this machine's address, and on no other.
+    They would else take that of the machine's name, or all. What the user set stays."""
     interface = interface_of(address)
     return {name: os.environ.get(name, interface) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}

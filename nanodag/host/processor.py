@@ -45,7 +45,7 @@ def control_group_files(name: str) -> list[Path]:
 
 
 def read_limit(path: Path) -> str:
-    """What a control group's file says; empty where it is not there."""
+    """Text of a control group's file; empty where it is not there."""
     try:
         return path.read_text(encoding="utf-8").strip()
     except OSError:
@@ -70,14 +70,14 @@ def instruction_set() -> str:
 
 
 def numerics(torch: str) -> str:
-    """What decides the bits of a sum here, beside the program: two machines that say the same round alike. torch: its
-    version."""
+    """Text of all that decides the bits of a sum here, beside the program: two machines that say the same round alike.
+    torch: its version."""
     return f"{instruction_set()}, torch {torch}"
 
 
 @functools.cache
 def processor_flags() -> frozenset[str]:
-    """What Linux says that the processor can do, as `avx2` and `avx512_bf16`; nothing elsewhere."""
+    """Linux's flags of the processor, as `avx2` and `avx512_bf16`; nothing elsewhere."""
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
         return frozenset()
     for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():

@@ -1,4 +1,4 @@
-"""How long a process that starts is waited for: as long as it gets on.
+"""Time limit for a process that starts: it is waited for as long as it gets on.
 
 On a machine that is busy with other work a start may take many times its usual time, and a limit of wall time would end
 it just before it is up. So what counts is silence: no processor time used and no line logged.

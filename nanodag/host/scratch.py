@@ -33,11 +33,9 @@ class Scratch:
 
     @property
     def name(self) -> str:
-        """Where it is, as a text."""
         return str(self.path)
 
     def cleanup(self) -> None:
-        """Remove it now."""
         self._end()
 
     def __enter__(self) -> str:

@@ -23,7 +23,6 @@ class MadeOnce(Generic[P, T]):
             return self._made(*arguments, **named)  # type: ignore[arg-type] # they are hashable, or it raises
 
     def forget(self) -> None:
-        """Make everything anew."""
         self._made.cache_clear()
 
 

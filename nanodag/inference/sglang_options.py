@@ -1,6 +1,8 @@
-"""Options of SGLang's server as the config passes them through."""
+"""Options of SGLang's server as the config passes them through, and what it does not compute."""
 
 from collections.abc import Mapping
+
+from nanodag.errors import ConfigError
 
 Option = bool | int | float | str
 
@@ -31,3 +33,13 @@ def arguments(settings: Mapping[str, Option]) -> list[str]:
         for name, value in settings.items()
         if value is not False  # 0 is a value
     ]
+
+
+def check_no_window(window: int | None, context: int, setting: str) -> None:
+    """Raise ConfigError for a sliding window shorter than the context, in tokens, of a model that SGLang is to sample:
+    it computes the model types that are trained here without. setting: that asks for SGLang."""
+    if window is not None and window < context:
+        raise ConfigError(
+            f"{setting}: sglang leaves out the model's sliding window of {window} tokens, and contexts have up to "
+            f"{context}; its answers would not be the model's. Set it to embedded."
+        )

@@ -1,19 +1,20 @@
-"""What a checkpoint's config.json says about its shape, for the model types that can be trained and sampled here.
+"""Shape of a checkpoint by its config.json, for the model types that can be trained and sampled here.
 
-Everything that would change the result and is not built here (another activation, sliding windows, other kinds of
-rotary scaling ...) is refused by name: a checkpoint that loads is a checkpoint that is computed as transformers does.
+Everything that would change the result and is not built here (another activation, other kinds of rotary scaling ...)
+is refused by name: a checkpoint that loads is a checkpoint that is computed as transformers does.
 """
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nanodag.errors import BadRequest
 from nanodag.errors.words import listed
-from nanodag.host.regular_file import exists, read_text, shortened
+from nanodag.inference.sglang_options import check_no_window
 
-MODEL_TYPES = ("llama", "qwen2", "qwen3")
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3")
 
 
@@ -31,7 +32,10 @@ class Rope:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """Shapes and constants of one decoder. Two checkpoints with equal architectures can take each other's weights."""
+    """Shapes and constants of one decoder. Two checkpoints with equal architectures can take each other's weights.
+
+    window: tokens that one sees in the windowed layers, itself among them; None where no layer is windowed.
+    """
 
     model_type: str
     vocab_size: int
@@ -48,6 +52,12 @@ class Architecture:
     max_positions: int
     qkv_bias: bool = False
     output_bias: bool = False
+    window: int | None = None
+    windowed_layers: tuple[int, ...] = ()
+
+    def window_of(self, layer: int) -> int | None:
+        """Tokens that one sees in this layer, itself among them; None: all before it."""
+        return self.window if layer in self.windowed_layers else None
 
     @property
     def heads_per_kv(self) -> int:
@@ -79,9 +89,9 @@ def read_checkpoint(path: Path) -> ModelFolder:
     Raises BadRequest: no such folder, no readable config.json, or an architecture that is not built here.
     """
     config_path = path / "config.json"
-    if not exists(config_path):
+    if not os.path.exists(config_path):
         raise BadRequest(
-            f"no config.json in {shortened(path)!r}: model_path must be the folder of a Hugging Face checkpoint"
+            f"no config.json in {str(path)!r:.200}: model_path must be the folder of a Hugging Face checkpoint"
         )
     config = read_json(config_path)
     try:
@@ -91,7 +101,7 @@ def read_checkpoint(path: Path) -> ModelFolder:
             raise
         raise BadRequest(f"{config_path} does not describe a model: {error}") from error
     generation_path = path / "generation_config.json"
-    generation = read_json(generation_path) if exists(generation_path) else {}
+    generation = read_json(generation_path) if os.path.exists(generation_path) else {}
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
     eos_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
     if not all(type(token) is int for token in eos_ids):
@@ -105,20 +115,28 @@ def read_checkpoint(path: Path) -> ModelFolder:
     )
 
 
+def check_sglang(folder: Path, context: int, setting: str) -> None:
+    """Raise ConfigError where SGLang would compute a model otherwise than transformers does. context: tokens of prompt
+    and answer together. setting: that asks for SGLang."""
+    config = read_json(folder / "config.json")
+    if config.get("model_type") in MODEL_TYPES and "num_hidden_layers" in config:
+        check_no_window(_windows(config, folder / "config.json").get("window"), context, setting)
+
+
 LAYER_UNIT = 16
 
 
 def cpu_layer_fits(*, width: int, head_dim: int, mlp_width: int) -> bool:
-    """Whether our own code for layers on a CPU (cpu_layer.py) takes a model of these widths."""
+    """True where `layer.c`, which computes layers on a CPU, takes a model of these widths."""
     return not any(size % LAYER_UNIT for size in (width, head_dim // 2, mlp_width))
 
 
-def check_same_shape(folder: ModelFolder, wanted: Architecture) -> None:
+def check_same_shape(folder: ModelFolder, architecture: Architecture) -> None:
     """Raise BadRequest where a folder's weights are not of this shape. Their longest context may be another."""
     differing = [
-        f"{name} {getattr(folder.architecture, name)} instead of {getattr(wanted, name)}"
+        f"{name} {getattr(folder.architecture, name)} instead of {getattr(architecture, name)}"
         for name in Architecture.__dataclass_fields__
-        if name != "max_positions" and getattr(folder.architecture, name) != getattr(wanted, name)
+        if name != "max_positions" and getattr(folder.architecture, name) != getattr(architecture, name)
     ]
     if differing:
         raise BadRequest(f"the checkpoint in {folder.path} is of another shape: {', '.join(differing)}")
@@ -131,11 +149,9 @@ def _names(value: Any) -> tuple[str, ...]:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a file of a checkpoint. Raises BadRequest where there is none."""
     try:
-        content = json.loads(read_text(path))
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, BadRequest):
-            raise
-        raise BadRequest(f"{path} cannot be read as JSON: {error}") from error
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise BadRequest(f"{path!s:.200} cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
         raise BadRequest(f"{path} holds a {type(content).__name__}, not an object")
     return content
@@ -148,6 +164,7 @@ def _architecture(config: dict[str, Any], source: Path) -> Architecture:
     _refuse_unbuilt(config, source)
     try:
         num_heads = int(config["num_attention_heads"])
+        has_bias = model_type != "mistral" and bool(config.get("attention_bias"))
         hidden_size = int(config["hidden_size"])
         architecture = Architecture(
             model_type=model_type,
@@ -164,9 +181,11 @@ def _architecture(config: dict[str, Any], source: Path) -> Architecture:
             qk_norm=model_type == "qwen3",
             rope=_rope(config, source),
             max_positions=int(config["max_position_embeddings"]),
-            # As transformers: Qwen2 has the first three whatever attention_bias says, the others all four or none.
-            qkv_bias=model_type == "qwen2" or bool(config.get("attention_bias")),
-            output_bias=model_type != "qwen2" and bool(config.get("attention_bias")),
+            # As transformers: Qwen2 has the first three whatever attention_bias says, Mistral none, the others all four
+            # or none.
+            qkv_bias=model_type == "qwen2" or has_bias,
+            output_bias=model_type != "qwen2" and has_bias,
+            **_windows(config, source),
         )
     except KeyError as error:
         raise BadRequest(f"{source} lacks {error.args[0]!r}") from error
@@ -183,14 +202,34 @@ def _refuse_unbuilt(config: dict[str, Any], source: Path) -> None:
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
         raise BadRequest(f"hidden_act {activation!r} in {source} is not built here; only 'silu' is")
-    windowed = config.get("use_sliding_window") or any(
-        kind != "full_attention" for kind in config.get("layer_types") or ()
-    )
-    if windowed:
-        raise BadRequest(f"{source} asks for sliding-window attention, which is not built here")
     for key in ("mlp_bias", "quantization_config"):
         if config.get(key):
             raise BadRequest(f"{key} in {source} is not built here")
+
+
+def _windows(config: dict[str, Any], source: Path) -> dict[str, Any]:
+    """The sliding window and the numbers of its layers, as transformers' configurations have them: all layers of a
+    Mistral; of a Qwen with use_sliding_window those from max_window_layers on, or those that layer_types name."""
+    model_type, kinds = config["model_type"], config.get("layer_types")
+    is_windowed = model_type == "mistral" or (model_type != "llama" and config.get("use_sliding_window"))
+    window = config.get("sliding_window", 4096) if is_windowed else None
+    first = 0 if model_type == "mistral" else int(config.get("max_window_layers", 28))
+    layers = () if window is None else tuple(range(first, int(config["num_hidden_layers"])))
+    if kinds is not None:
+        named = tuple(number for number, kind in enumerate(kinds) if kind == "sliding_attention")
+        has_others = not set(kinds) <= {"full_attention", "sliding_attention"}
+        is_free = model_type != "mistral" and window is not None
+        if has_others or len(kinds) != int(config["num_hidden_layers"]) or (named != layers and not is_free):
+            raise BadRequest(
+                f"layer_types in {source} are not built here for a {model_type} model with sliding_window {window} for "
+                f"layers {list(layers)}: {kinds!s:.200}"
+            )
+        layers = named
+    if window is None or not layers:
+        return {}
+    if int(window) < 1:
+        raise BadRequest(f"{source}: sliding_window is {window}; a token sees itself at least")
+    return {"window": int(window), "windowed_layers": layers}
 
 
 def _rope(config: dict[str, Any], source: Path) -> Rope:

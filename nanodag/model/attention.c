@@ -1,10 +1,11 @@
-/* Attention of training on CPU cores, forward and backward; cpu_attention.py calls it.
+/* Attention of training on CPU cores, forward and backward; attention.py calls it.
 
 Tokens lie in groups of pieces, each of which may go on from another one before it. Each token attends to the tokens of
 its piece up to itself, and to all those of the pieces that this one goes on from. So a packed document is a group of one
 piece, a prompt with its responses one of several, and questions behind the same examples a deeper tree. Only pairs of
 tokens that are seen are computed, but for the corners of blocks. Of a piece only the last tokens may ask: then queries,
-and what belongs to them, have rows of their own.
+and what belongs to them, have rows of their own. Through a window a token sees the last `window` of these tokens, itself
+among them.
 
 Everything is computed in float32, whatever the tensors hold. Of the probabilities only the logarithm of each row's sum
 is kept: to compute them again takes less time than to move them from and to memory. Every sum has one order, whatever
@@ -28,7 +29,8 @@ typedef struct {
 } Tokens;
 
 typedef struct {
-    int64_t num_groups, num_heads, num_kv_heads, head_dim, is_bf16, longest; /* longest: keys that a token can see */
+    int64_t num_groups, num_heads, num_kv_heads, head_dim, is_bf16;
+    int64_t longest, window; /* keys that a token can see behind all it goes on from, and that it sees at most */
     const int64_t *groups; /* (num_groups + 1,): the first piece of each; the last is the number of pieces */
     const int64_t *pieces; /* (pieces, 2): first token, number of tokens */
     const int64_t *before;  /* (pieces,): tokens of those that it goes on from; pieces in the order of a walk down the tree */
@@ -175,6 +177,12 @@ static float exponentials(float *scores, int64_t seen, int64_t end, float subtra
     return sum_of(totals);
 }
 
+/* Row r of the scores sees `window` keys at most: those before them are as nothing. */
+static void hide(int64_t count, int64_t seen, int64_t window, float *scores, int64_t stride) {
+    for (int64_t r = 0; r < count; r++)
+        for (int64_t j = 0; j < seen + r - window; j++) scores[r * stride + j] = -INFINITY;
+}
+
 /* Scores become exponentials, which are probabilities but for a factor for each row; the logarithm of each row's sum is
 kept. */
 static void softmax(int64_t count, int64_t seen, float *scores, int64_t stride, float *factors, float *logsumexp,
@@ -210,17 +218,22 @@ static void softmax_back(int64_t count, int64_t seen, int64_t D, const float *ou
     }
 }
 
+/* Keys that no query of a block sees, whose first sees the last of `seen` keys: whole panels, which are passed over. */
+INLINE int64_t out_of_sight(const Attention *a, int64_t seen) { return most(0, seen - a->window) / WIDE * WIDE; }
+
 /* `length` queries from row `first` on, of which the first sees `before` keys and its own. */
 static void attend(const Attention *a, const Scratch *s, int64_t first, int64_t length, int64_t before, int64_t head) {
     const int64_t D = a->head_dim;
     float factors[BLOCK];
     for (int64_t i = 0; i < length; i += BLOCK) {
-        int64_t count = least(BLOCK, length - i), seen = before + i + 1;
+        int64_t count = least(BLOCK, length - i), seen = before + i + 1, skipped = out_of_sight(a, seen), at = skipped * D;
+        seen -= skipped;
         take(a, a->query, first + i, count, head, 1 / sqrtf((float)D), s->queries);
-        score(count, seen, D, s->queries, s->key_panels, s->scores, s->stride);
+        score(count, seen, D, s->queries, s->key_panels + at, s->scores, s->stride);
+        hide(count, seen, a->window, s->scores, s->stride);
         float *logsumexp = a->logsumexp + (first + i) * a->num_heads + head;
         softmax(count, seen, s->scores, s->stride, factors, logsumexp, a->num_heads);
-        weigh(count, seen, D, s->scores, s->stride, s->values, s->outputs);
+        weigh(count, seen, D, s->scores, s->stride, s->values + at, s->outputs);
         for (int64_t r = 0; r < count; r++)
             for (int64_t d = 0; d < D; d++) s->outputs[r * D + d] *= factors[r];
         give(a, a->output, first + i, count, head, s->outputs);
@@ -231,18 +244,20 @@ static void attend_back(const Attention *a, const Scratch *s, int64_t first, int
     const int64_t D = a->head_dim;
     const float scale = 1 / sqrtf((float)D);
     for (int64_t i = 0; i < length; i += BLOCK) {
-        int64_t count = least(BLOCK, length - i), seen = before + i + 1;
+        int64_t count = least(BLOCK, length - i), seen = before + i + 1, skipped = out_of_sight(a, seen), at = skipped * D;
+        seen -= skipped;
         take(a, a->query, first + i, count, head, scale, s->queries);
         take(a, a->output, first + i, count, head, 1, s->outputs);
         take(a, a->d_output, first + i, count, head, 1, s->d_outputs);
-        score(count, seen, D, s->queries, s->key_panels, s->scores, s->stride);
+        score(count, seen, D, s->queries, s->key_panels + at, s->scores, s->stride);
+        hide(count, seen, a->window, s->scores, s->stride);
         const float *logsumexp = a->logsumexp + (first + i) * a->num_heads + head;
         softmax_again(count, seen, s->scores, s->stride, logsumexp, a->num_heads);
-        weigh_back(count, seen, D, s->scores, s->stride, s->d_outputs, s->d_values);
-        score(count, seen, D, s->d_outputs, s->value_panels, s->d_scores, s->stride);
+        weigh_back(count, seen, D, s->scores, s->stride, s->d_outputs, s->d_values + at);
+        score(count, seen, D, s->d_outputs, s->value_panels + at, s->d_scores, s->stride);
         softmax_back(count, seen, D, s->outputs, s->d_outputs, s->scores, s->d_scores, s->stride);
-        weigh_back(count, seen, D, s->d_scores, s->stride, s->queries, s->d_keys);
-        weigh(count, seen, D, s->d_scores, s->stride, s->keys, s->outputs);
+        weigh_back(count, seen, D, s->d_scores, s->stride, s->queries, s->d_keys + at);
+        weigh(count, seen, D, s->d_scores, s->stride, s->keys + at, s->outputs);
         for (int64_t d = 0; d < count * D; d++) s->outputs[d] *= scale;
         give(a, a->d_query, first + i, count, head, s->outputs);
     }

@@ -11,7 +11,7 @@ from nanodag.model.decoder import Decoder
 
 
 def qwen3_architecture(shape: Shape, *, vocabulary: int, rope_theta: float, max_positions: int) -> Architecture:
-    """What a Shape of the dial is as a Qwen3-type model."""
+    """Architecture of a Qwen3-type model with a Shape of the dial."""
     unused = {"factor": 1.0, "low_freq_factor": 0.0, "high_freq_factor": 0.0}
     rope = Rope(theta=rope_theta, kind="default", original_positions=0, **unused)
     return Architecture(

@@ -1,4 +1,5 @@
-"""Builds our C code with the machine's compiler, at first use, and keeps it in the user's cache folder.
+"""Builds our C code with the machine's compiler, at first use, keeps it in the user's cache folder, and runs it on as
+many threads as torch uses: a call through ctypes lets other threads run.
 
 What is built for one kind of processor stays apart from what is built for another.
 """
@@ -10,7 +11,12 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
+
+import torch
 
 from nanodag.errors import MissingTool
 from nanodag.host.folders import cache_folder
@@ -52,10 +58,25 @@ def _built(source: Path, compiler: str) -> Path:
 
 
 def _processor() -> str:
-    """What `-march=native` looks at: a home folder may be shared by machines of several kinds."""
+    """Description of the processor, which `-march=native` looks at: a home folder may be shared by machines of several
+    kinds."""
     information = Path("/proc/cpuinfo")
     if not information.exists():
         return platform.platform() + platform.processor()
-    wanted = ("model name", "flags", "Features", "CPU part")
+    fields = ("model name", "flags", "Features", "CPU part")
     lines = information.read_text(encoding="utf-8", errors="replace").split("\n\n")[0].splitlines()
-    return "\n".join(line for line in lines if line.startswith(wanted))
+    return "\n".join(line for line in lines if line.startswith(fields))
+
+
+def on_threads(work: Callable[[int, int], None]) -> None:
+    """Call work(thread, num_threads) once for each of torch's threads, at the same time."""
+    count = torch.get_num_threads()
+    if count == 1:
+        work(0, 1)
+    else:
+        list(_pool(count).map(work, range(count), [count] * count))
+
+
+@cache
+def _pool(count: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(count, thread_name_prefix="core")

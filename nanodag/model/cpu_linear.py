@@ -29,7 +29,7 @@ def times_transposed(x: Tensor, matrix: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """As torch.nn.functional.linear, of x (N, K) and weight (M, K) on a CPU."""
+    """Compute torch.nn.functional.linear of x (N, K) and weight (M, K) on a CPU."""
     if x.dtype != torch.float32:
         return functional.linear(x, weight, bias)
     product: Tensor = _Linear.apply(x, weight)

@@ -1,151 +1,29 @@
 """The decoder that is trained: Llama, Qwen2 and Qwen3 type, with the parameter names of transformers.
 
-Letters: B rows, T tokens a row, N = B * T, W width, H query heads, G key-value heads, D head width, V vocabulary, Q
-tokens whose last hidden states are wanted.
+Letters: B rows, T tokens a row, W width, D head width, V vocabulary, Q tokens whose last hidden states are asked for.
 
 Why not the classes of transformers: their layer is two dozen small operations with a Python call each, and their loss
-holds all logits. Here a layer is two pure functions of tensors around the attention, so that
+holds all logits. Here a layer is two pure functions of tensors (nanodag.model.layer) around the attention, so that
 - each is compiled once and serves every layer (its weights are arguments, not attributes), or is our own code;
 - ZeRO-3 can gather a layer's weights when the layer is called, compiled or not;
 - any attention can stand between them (nanodag.model.attention.Attend).
 Names and arithmetic agree with transformers, so a checkpoint of one is a checkpoint of the other.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from nanodag.model import cpu_layer
 from nanodag.model.architecture import Architecture
 from nanodag.model.attention import Attend, document_attention
-from nanodag.model.head import cross_entropy_sum, selected_logprobs
+from nanodag.model.head import IGNORED, cross_entropy_sum, selected_logprobs
+from nanodag.model.layer import Functions, Heads, rms_norm
 from nanodag.model.rope import rope_frequencies
 
-IGNORED = -100
-Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""As torch.nn.functional.linear."""
 Want = Literal["loss", "logprobs", "all_logprobs", "logits", "hidden"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Heads:
-    """What the layer's functions need to know beyond their tensors."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    mlp_width: int
-    norm_eps: float
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x over its root mean square along the last dimension, computed in float32, times weight."""
-    wide = x.float()
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return weight * (wide * scale).to(x.dtype)
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-
-
-def before_attention(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    norm: Tensor,
-    projections: tuple[Tensor, Tensor, Tensor],
-    biases: tuple[Tensor, Tensor, Tensor] | None,
-    qk_norms: tuple[Tensor, Tensor] | None,
-    *,
-    heads: Heads,
-    linear: Linear = functional.linear,
-    places: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """x (N, W), cos and sin (N, 1, D / 2) -> query (N, H, D), key and value (N, G, D). places: (Q,), of which alone the
-    query is wanted: (Q, H, D)."""
-    h = rms_norm(x, norm, heads.norm_eps)
-    counts = (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads)
-    query, key, value = (
-        linear(inputs, weight, None if biases is None else biases[i]).unflatten(-1, (count, heads.head_dim))
-        for i, (inputs, weight, count) in enumerate(zip((at(h, places), h, h), projections, counts, strict=True))
-    )
-    if qk_norms is not None:
-        query, key = rms_norm(query, qk_norms[0], heads.norm_eps), rms_norm(key, qk_norms[1], heads.norm_eps)
-    return _rotated(query, at(cos, places), at(sin, places)), _rotated(key, cos, sin), value
-
-
-def at(rows: Tensor, places: Tensor | None) -> Tensor:
-    """The rows at some places; without places all."""
-    return rows if places is None else rows.index_select(0, places)
-
-
-def after_attention(
-    x: Tensor,
-    attended: Tensor,
-    output: Tensor,
-    output_bias: Tensor | None,
-    norm: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    down: Tensor,
-    *,
-    heads: Heads,
-    linear: Linear = functional.linear,
-) -> Tensor:
-    """The rest of a layer: x (N, W) and attended (N, H * D) -> (N, W)."""
-    x = x + linear(attended, output, output_bias)
-    h = rms_norm(x, norm, heads.norm_eps)
-    return x + linear(functional.silu(linear(h, gate, None)) * linear(h, up, None), down, None)
-
-
-class Functions:
-    """The layer's two halves, one pair for all layers of a model: our own code on a CPU where it takes the layer, else
-    the functions above, compiled or not. compiled may be switched, and linear where they are not compiled."""
-
-    def __init__(self, *, compiled: bool) -> None:
-        self.compiled = compiled
-        self.linear: Linear = functional.linear
-
-    def before(
-        self, x: Tensor, cos: Tensor, sin: Tensor, *weights: Any, heads: Heads, places: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """x as the layer's other half is to take it, and `before_attention`."""
-        if cpu_layer.can_run(x, heads):
-            x, query, key, value = cpu_layer.before_attention(x, cos, sin, *weights, heads=heads, places=places)
-        elif self.compiled:
-            query, key, value = self._compiled[0](*_any_length(x, cos, sin), *weights, heads=heads)
-            query = at(query, places)
-        else:
-            query, key, value = before_attention(x, cos, sin, *weights, heads=heads, linear=self.linear, places=places)
-        return at(x, places), query, key, value
-
-    def after(self, x: Tensor, attended: Tensor, *weights: Any, heads: Heads) -> Tensor:
-        """`after_attention`."""
-        if cpu_layer.can_run(x, heads):
-            return cpu_layer.after_attention(x, attended, *weights, heads=heads)
-        if self.compiled:
-            return self._compiled[1](*_any_length(x, attended), *weights, heads=heads)
-        return after_attention(x, attended, *weights, heads=heads, linear=self.linear)
-
-    @cached_property
-    def _compiled(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """At first use: torch's compiler takes a second to import."""
-        return torch.compile(before_attention), torch.compile(after_attention)
-
-
-def _any_length(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Compile for any number of tokens: stages differ in it, RL's micro-batches too."""
-    for tensor in tensors:
-        torch._dynamo.maybe_mark_dynamic(tensor, 0)
-    return tensors
 
 
 class Norm(nn.Module):
@@ -182,18 +60,13 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     """One decoder layer. It computes on all its weights at once, so ZeRO-3 must gather all (a leaf module)."""
 
-    def __init__(self, of: Architecture, functions: Functions) -> None:
+    def __init__(self, of: Architecture, functions: Functions, window: int | None) -> None:
         super().__init__()
+        self.window = window
         self.input_layernorm, self.post_attention_layernorm = Norm(of.hidden_size), Norm(of.hidden_size)
         self.self_attn, self.mlp = SelfAttention(of), MLP(of)
         self._functions = functions
-        self._heads = Heads(
-            num_heads=of.num_heads,
-            num_kv_heads=of.num_kv_heads,
-            head_dim=of.head_dim,
-            mlp_width=of.intermediate_size,
-            norm_eps=of.norm_eps,
-        )
+        self._heads = Heads(head_dim=of.head_dim, mlp_width=of.intermediate_size, norm_eps=of.norm_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, places: Tensor | None = None) -> Tensor:
         """x (B, T, W), cos and sin (B, T, 1, D / 2) -> (B, T, W). places: (Q,) of one row, to which it is computed
@@ -210,7 +83,7 @@ class Layer(nn.Module):
         )
         key, value = key.unflatten(0, rows), value.unflatten(0, rows)
         rows = rows if places is None else (1, len(places))
-        attended = attend(query.unflatten(0, rows), key, value)
+        attended = attend(query.unflatten(0, rows), key, value, self.window)
         del query, key, value
         out = self._functions.after(
             flat,
@@ -239,14 +112,14 @@ class Head(nn.Module):
         if want == "logits":
             return functional.linear(hidden, self.weight)
         assert targets is not None
-        flat, wanted = hidden.flatten(0, 1), targets.flatten()
+        flat, labels = hidden.flatten(0, 1), targets.flatten()
         if want == "loss":
-            return cross_entropy_sum(flat, self.weight, wanted, places=places)
+            return cross_entropy_sum(flat, self.weight, labels, places=places)
         if want == "all_logprobs":
-            return selected_logprobs(flat, self.weight, wanted, temperature=temperature, with_entropy=True)
-        chosen = (wanted != IGNORED).nonzero().squeeze(1)
+            return selected_logprobs(flat, self.weight, labels, temperature=temperature, with_entropy=True)
+        chosen = (labels != IGNORED).nonzero().squeeze(1)
         return selected_logprobs(
-            flat.index_select(0, chosen), self.weight, wanted[chosen], temperature=temperature, with_entropy=True
+            flat.index_select(0, chosen), self.weight, labels[chosen], temperature=temperature, with_entropy=True
         )
 
 
@@ -256,7 +129,7 @@ class Body(nn.Module):
     def __init__(self, of: Architecture, functions: Functions) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(of.vocab_size, of.hidden_size)
-        self.layers = nn.ModuleList(Layer(of, functions) for _ in range(of.num_layers))
+        self.layers = nn.ModuleList(Layer(of, functions, of.window_of(number)) for number in range(of.num_layers))
         self.norm = LastNorm(of)
 
 

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nanodag.host.regular_file import exists
 from nanodag.model.architecture import read_json
 from nanodag.tokenizer.chat import end_ids
 from nanodag.tokenizer.encoding import Encoding
@@ -21,12 +20,12 @@ def generation_config(tokenizer: Path, config: Mapping[str, Any]) -> dict[str, A
     """
     path = tokenizer / GENERATION_FILE
     settings = {name: config[name] for name in TOKEN_IDS if config.get(name) is not None}
-    settings |= {name: value for name, value in (read_json(path) if exists(path) else {}).items() if value is not None}
+    settings |= {name: value for name, value in (read_json(path) if path.exists() else {}).items() if value is not None}
     eos = settings.get("eos_token_id", [])
     ends = list(dict.fromkeys([*(eos if isinstance(eos, list) else [eos]), *end_ids(tokenizer)]))
     encoding = Encoding(tokenizer)
     bos, pad = encoding.named("bos_token"), encoding.named("pad_token")
     by_tokenizer = {"bos_token_id": bos, "pad_token_id": next(iter(ends), None) if pad is None else pad}
-    found = {name: token_id for name, token_id in by_tokenizer.items() if token_id is not None}
+    named = {name: token_id for name, token_id in by_tokenizer.items() if token_id is not None}
     settings.pop("_from_model_config", None)  # with it transformers 4 takes config.json's ids instead
-    return {**found, **settings, **({"eos_token_id": ends} if ends else {})}
+    return {**named, **settings, **({"eos_token_id": ends} if ends else {})}

@@ -2,7 +2,7 @@
 
 Letters: N tokens, H hidden width, V vocabulary. The plain way, `log_softmax(hidden @ weight.T)`, holds several (N, V)
 tensors in float32; with a vocabulary of 150,000 that is most of the memory of a step. Here the tokens are taken in
-blocks of at most `block_bytes` of logits; on a CPU our own code walks over a block once (nanodag.model.cpu_head).
+blocks of at most `block_bytes` of logits; on a CPU `head.c` walks over a block once, where torch takes seven walks.
 
 Two ways, by what is known when:
 - `cross_entropy_sum`: the gradient is known in the forward pass up to one factor, so it is computed there, block by
@@ -13,7 +13,10 @@ Two ways, by what is known when:
 Sums are float32 in either dtype; logits are rounded to the dtype of `hidden`, as in `transformers`.
 """
 
-from collections.abc import Iterator
+import ctypes
+from ctypes import Structure, c_double, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,10 +25,12 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from nanodag.config.footprint import HEAD_BLOCK_BYTES
-from nanodag.model import cpu_head
+from nanodag.model.c_library import c_library, on_threads
 from nanodag.model.cpu_linear import times_transposed
 
-CHUNK_ELEMENTS = 1 << 18  # on a CPU in float64
+SOURCE = Path(__file__).with_name("head.c")
+DTYPES = (torch.float32, torch.bfloat16)
+LANES = 16  # at most: how much longer a row's scratch is than V
 IGNORED = -100
 # Tokens that carry loss are taken in multiples of this. A CPU's matmul library compiles a kernel for each new shape and
 # keeps it (5 MB for a bfloat16 head): a different number of tokens in every batch took 90 MB more at every step.
@@ -95,14 +100,8 @@ class _SelectedLogprobs(torch.autograd.Function):
         logits = hidden.new_empty(0)
         for block in blocks:
             logits = times_transposed(hidden[block], weight)
-            if cpu_head.can_score(logits):
-                found = cpu_head.score(logits, targets[block], temperature, with_entropy=entropy)
-                selected[block], logsumexp[block], entropies[block] = found
-                continue
-            for chunk in _chunks(block, weight):
-                scores = _scores(logits, block, chunk, temperature)
-                selected[chunk] = scores.gather(1, targets[chunk, None]).squeeze(1)
-                logsumexp[chunk], entropies[chunk] = _normaliser(scores, entropy)
+            of_block = score(logits, targets[block], temperature, with_entropy=entropy)
+            selected[block], logsumexp[block], entropies[block] = of_block
         keep = len(blocks) == 1 and any(ctx.needs_input_grad)
         ctx.save_for_backward(hidden, weight, targets, logsumexp, entropies, logits if keep else None)
         ctx.temperature, ctx.block_bytes, ctx.entropy = temperature, block_bytes, entropy
@@ -117,33 +116,15 @@ class _SelectedLogprobs(torch.autograd.Function):
         for block in _blocks(hidden.shape[0], weight, ctx.block_bytes):
             # The kept logits are not written over: the graph may be walked twice (retain_graph).
             logits = times_transposed(hidden[block], weight) if kept is None else kept
-            if cpu_head.can_score(logits):
-                d_logits = cpu_head.score_back(
-                    logits,
-                    targets[block],
-                    ctx.temperature,
-                    logsumexp=logsumexp[block],
-                    entropies=entropies[block],
-                    d_logprobs=d_logprobs[block],
-                    d_entropies=d_entropies[block] if ctx.entropy and d_entropies is not None else None,
-                )
-                gradients.add(block, d_logits)
-                continue
-            d_logits = torch.empty_like(logits)
-            for chunk in _chunks(block, weight):
-                scores = _scores(logits, block, chunk, ctx.temperature)
-                d_scores = scores.sub_(logsumexp[chunk, None])  # log-probabilities of every token
-                if ctx.entropy and d_entropies is not None:
-                    probabilities = d_scores.exp()
-                    # dH/ds_j = -p_j (log p_j + H)
-                    d_scores = d_scores.add_(entropies[chunk, None]).mul_(-d_entropies[chunk, None])
-                    d_scores = d_scores.sub_(d_logprobs[chunk, None]).mul_(probabilities)
-                else:
-                    d_scores = d_scores.exp_().mul_(-d_logprobs[chunk, None])
-                d_scores.scatter_add_(1, targets[chunk, None], d_logprobs[chunk, None])
-                if ctx.temperature != 1.0:
-                    d_scores.div_(ctx.temperature)
-                d_logits[_within(block, chunk)] = d_scores
+            d_logits = score_back(
+                logits,
+                targets[block],
+                ctx.temperature,
+                logsumexp=logsumexp[block],
+                entropies=entropies[block],
+                d_logprobs=d_logprobs[block],
+                d_entropies=d_entropies[block] if ctx.entropy and d_entropies is not None else None,
+            )
             gradients.add(block, d_logits)
         return *gradients.result(), None, None, None, None
 
@@ -158,24 +139,8 @@ class _CrossEntropySum(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for block in _blocks(used.shape[0], weight, block_bytes):
             logits = times_transposed(used[block], weight)
-            if cpu_head.can_score(logits):
-                losses = cpu_head.losses(logits, labels[block], with_gradient=needs_gradient)
-                total += (losses if is_real is None else losses * is_real[block, 0]).sum()
-                if needs_gradient:
-                    gradients.add(block, logits)
-                continue
-            for chunk in _chunks(block, weight):
-                scores = _scores(logits, block, chunk, 1.0)
-                selected = scores.gather(1, labels[chunk, None])
-                highest = scores.amax(1, keepdim=True)
-                exponentials = scores.sub_(highest).exp_()
-                sums = exponentials.sum(1, keepdim=True)
-                losses = sums.log() + highest - selected
-                total += (losses if is_real is None else losses * is_real[chunk]).sum()
-                if needs_gradient:
-                    d_scores = exponentials.div_(sums)
-                    d_scores.scatter_add_(1, labels[chunk, None], torch.full_like(sums, -1.0))
-                    logits[_within(block, chunk)] = d_scores  # the logits are not needed again
+            of_block = losses(logits, labels[block], with_gradient=needs_gradient)
+            total += (of_block if is_real is None else of_block * is_real[block]).sum()
             if needs_gradient:
                 gradients.add(block, logits)
         if needs_gradient:
@@ -215,14 +180,14 @@ class _Gradients:
 
 
 def _rounded_up(hidden: Tensor, targets: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The chosen rows of both and as many zeros as ROW_UNIT asks for; and (M, 1) float32, 1 for a row that is real.
+    """The chosen rows of both and as many zeros as ROW_UNIT asks for; and (M,) float32, 1 for a row that is real.
 
     What is added has no part in the weight's gradient, because its hidden state is 0.
     """
     count = rows.numel()
     padding = min(-count % ROW_UNIT, targets.numel() - count)
     used = functional.pad(hidden[rows], (0, 0, 0, padding))
-    is_real = functional.pad(used.new_ones((count, 1), dtype=torch.float32), (0, 0, 0, padding))
+    is_real = functional.pad(used.new_ones(count, dtype=torch.float32), (0, padding))
     return used, functional.pad(targets[rows], (0, padding)), is_real
 
 
@@ -231,19 +196,90 @@ def _blocks(num_tokens: int, weight: Tensor, block_bytes: int) -> list[slice]:
     return [slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size)]
 
 
-def _chunks(block: slice, weight: Tensor) -> Iterator[slice]:
-    size = max(1, CHUNK_ELEMENTS // weight.shape[0]) if weight.device.type == "cpu" else block.stop - block.start
-    for start in range(block.start, block.stop, size):
-        yield slice(start, min(start + size, block.stop))
+def losses(logits: Tensor, targets: Tensor, *, with_gradient: bool) -> Tensor:
+    """-log p of each target, (N,) float32; with_gradient: the logits (N, V) become its gradient."""
+    if _is_own(logits):
+        results = torch.empty(len(logits))
+        _run("losses", logits, targets, 1.0, d_logits=logits if with_gradient else None, losses=results)
+        return results
+    scores = _scores(logits, 1.0)
+    selected = scores.gather(1, targets[:, None])
+    highest = scores.amax(1, keepdim=True)
+    exponentials = scores.sub_(highest).exp_()
+    sums = exponentials.sum(1, keepdim=True)
+    if with_gradient:
+        d_scores = exponentials.div_(sums)
+        logits.copy_(d_scores.scatter_add_(1, targets[:, None], torch.full_like(sums, -1.0)))
+    return (sums.log() + highest - selected).squeeze(1)
 
 
-def _within(block: slice, chunk: slice) -> slice:
-    return slice(chunk.start - block.start, chunk.stop - block.start)
+def score(logits: Tensor, targets: Tensor, temperature: float, *, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Over the temperature: each target's logit, logsumexp, and entropy (0 where not asked for), (N,) float32 each."""
+    if _is_own(logits):
+        selected, logsumexp, entropies = torch.zeros(3, len(logits)).unbind()
+        outputs = {"selected": selected, "logsumexp": logsumexp, "entropies": entropies if with_entropy else None}
+        _run("score", logits, targets, temperature, **outputs)
+        return selected, logsumexp, entropies
+    scores = _scores(logits, temperature)
+    return scores.gather(1, targets[:, None]).squeeze(1), *_normaliser(scores, with_entropy)
 
 
-def _scores(logits: Tensor, block: slice, chunk: slice, temperature: float) -> Tensor:
-    """The chunk's logits over the temperature in a float32 tensor of its own, which may be written over."""
-    scores = logits[_within(block, chunk)].to(torch.float32, copy=True)
+def score_back(
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float,
+    *,
+    logsumexp: Tensor,
+    entropies: Tensor,
+    d_logprobs: Tensor,
+    d_entropies: Tensor | None,
+) -> Tensor:
+    """The gradient of the logits (N, V), in their dtype, from those of log-probabilities and entropies."""
+    if _is_own(logits):
+        d_logits = torch.empty_like(logits)
+        _run(
+            "score_back",
+            logits,
+            targets,
+            temperature,
+            d_logits=d_logits,
+            logsumexp=logsumexp,
+            entropies=entropies,
+            d_logprobs=d_logprobs.contiguous(),
+            d_entropies=None if d_entropies is None else d_entropies.contiguous(),
+        )
+        return d_logits
+    d_scores = _scores(logits, temperature).sub_(logsumexp[:, None])  # log-probabilities of every token
+    if d_entropies is not None:
+        probabilities = d_scores.exp()
+        # dH/ds_j = -p_j (log p_j + H)
+        d_scores = d_scores.add_(entropies[:, None]).mul_(-d_entropies[:, None])
+        d_scores = d_scores.sub_(d_logprobs[:, None]).mul_(probabilities)
+    else:
+        d_scores = d_scores.exp_().mul_(-d_logprobs[:, None])
+    d_scores.scatter_add_(1, targets[:, None], d_logprobs[:, None])
+    if temperature != 1.0:
+        d_scores.div_(temperature)
+    return d_scores.to(logits.dtype)
+
+
+def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Likeliest token of each row of logits (N, V), the first of several, (N,) int64; and logsumexp, (N,) float32."""
+    if not _is_own(logits):
+        return logits.argmax(-1), logits.float().logsumexp(-1)
+    places, logsumexp = torch.zeros(len(logits), dtype=torch.int64), torch.zeros(len(logits))
+    _run("likeliest", logits, places, 1.0, places=places, logsumexp=logsumexp)
+    return places, logsumexp
+
+
+def _is_own(logits: Tensor) -> bool:
+    """True for logits that `head.c` takes."""
+    return logits.device.type == "cpu" and logits.dtype in DTYPES
+
+
+def _scores(logits: Tensor, temperature: float) -> Tensor:
+    """The logits over the temperature in a float32 tensor of its own, which may be written over."""
+    scores = logits.to(torch.float32, copy=True)
     return scores if temperature == 1.0 else scores.div_(temperature)
 
 
@@ -258,3 +294,49 @@ def _normaliser(scores: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor]:
     # H = log(sum) - E[shifted]
     entropy = sums.log() - exponentials.mul_(shifted).sum(1) / sums
     return sums.log().add_(highest.squeeze(1)), entropy
+
+
+class _Rows(Structure):
+    _fields_ = [
+        *((name, c_int64) for name in ("num_rows", "vocabulary", "is_bf16")),
+        *((name, c_void_p) for name in ("logits", "d_logits", "targets")),
+        ("temperature", c_double),
+        *((name, c_void_p) for name in ("losses", "selected", "logsumexp", "entropies")),
+        *((name, c_void_p) for name in ("d_logprobs", "d_entropies", "places")),
+    ]
+
+
+def _run(function: str, logits: Tensor, targets: Tensor, temperature: float, **tensors: Tensor | None) -> None:
+    kept = {"logits": logits, "targets": targets.contiguous(), **tensors}
+    for name, tensor in kept.items():
+        assert tensor is None or tensor.is_contiguous(), name
+    num_rows, vocabulary = logits.shape
+    places = targets.numpy()  # its bounds are no question to torch, which on other devices is one to wait for
+    lowest, highest = (int(places.min()), int(places.max())) if num_rows else (0, 0)
+    if lowest < 0 or highest >= vocabulary:  # C would read beyond the row
+        raise IndexError(f"targets are from {lowest} to {highest}; the vocabulary has {vocabulary} tokens")
+    addresses = {name: None if tensor is None else tensor.data_ptr() for name, tensor in kept.items()}
+    rows = _Rows(
+        num_rows=num_rows,
+        vocabulary=vocabulary,
+        is_bf16=logits.dtype == torch.bfloat16,
+        temperature=temperature,
+        **addresses,
+    )
+    reference, call = ctypes.byref(rows), getattr(_library(), function)
+
+    def work(thread: int, num_threads: int) -> None:
+        scratch = torch.empty(vocabulary + LANES)
+        bounds = (num_rows * place // num_threads for place in (thread, thread + 1))
+        call(reference, *bounds, scratch.data_ptr())
+
+    on_threads(work)
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    library = c_library(SOURCE, "the losses of training on a CPU")
+    for name in ("losses", "score", "score_back", "likeliest"):
+        function = getattr(library, name)
+        function.argtypes, function.restype = [c_void_p, c_int64, c_int64, c_void_p], None
+    return library

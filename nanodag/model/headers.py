@@ -3,13 +3,13 @@
 import hashlib
 import json
 import math
+import os
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from nanodag.errors import BadRequest, ConfigError
-from nanodag.host.regular_file import exists
 from nanodag.model.architecture import read_json
 
 INDEX = "model.safetensors.index.json"
@@ -31,8 +31,8 @@ def weight_files(folder: Path) -> list[Path]:
     Raises BadRequest where there is neither, or where an index names a file that would lie elsewhere.
     """
     index = folder / INDEX
-    if not exists(index):
-        if not exists(folder / "model.safetensors"):
+    if not os.path.exists(index):
+        if not os.path.exists(folder / "model.safetensors"):
             raise BadRequest(f"{folder} holds neither model.safetensors nor {INDEX}; older formats are not read")
         return [folder / "model.safetensors"]
     names = read_json(index).get("weight_map")
@@ -45,7 +45,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Every tensor's shape by name. A safetensors file begins with the length of its JSON header, as 8 bytes."""
+    """Shapes of the tensors by name. A safetensors file begins with the length of its JSON header, as 8 bytes."""
     shapes: dict[str, tuple[int, ...]] = {}
     for path in weight_files(folder):
         with path.open("rb") as stream:
@@ -70,7 +70,7 @@ def weights_digest(folder: Path) -> str:
 
 
 def num_elements(shapes: dict[str, tuple[int, ...]]) -> int:
-    """Of all these tensors."""
+    """Number of elements of all these tensors."""
     return sum(math.prod(shape) for shape in shapes.values())
 
 
@@ -79,7 +79,7 @@ def head_parameters(folder: Path) -> int:
     multiplied with."""
     shapes = tensor_shapes(folder)
     name = "lm_head.weight" if "lm_head.weight" in shapes else "embed_tokens"
-    return num_elements({found: shape for found, shape in shapes.items() if name in found})
+    return num_elements({tensor: shape for tensor, shape in shapes.items() if name in tensor})
 
 
 def matrix_parameters(folder: Path) -> int:

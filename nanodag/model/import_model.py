@@ -29,7 +29,7 @@ _HUB = re.compile(r"hub:(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 
 
 def model_identity(model: str, mirror: Path | None = None) -> dict[str, Any]:
-    """What names a model in a stage's key: the sha256 of its files, or its name on the hub at a commit.
+    """Identity of a model in a stage's key: the sha256 of its files, or its name on the hub at a commit.
 
     Raises ConfigError for a name of another form, SourceError when nothing lies there.
     """

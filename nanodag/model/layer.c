@@ -1,5 +1,5 @@
 /* What stands between the matrix products of a decoder's layer on CPU cores, forward and backward: norms, rotary
-positions and the gate, in one walk each; cpu_layer.py calls it.
+positions and the gate, in one walk each; layer.py calls it.
 
 All is computed in float32 and rounded once. The gradient of a weight is summed in PARTS runs of rows, whatever the number
 of threads, so that its sum has one order.

@@ -18,7 +18,7 @@ BETWEEN = ".parametrizations.weight."  # of torch's names: layer.parametrization
 
 
 class LowRank(nn.Module):
-    """What is added to a weight of shape (out, in). down: (rank, in), up: (out, rank)."""
+    """Low-rank addition to a weight of shape (out, in). down: (rank, in), up: (out, rank)."""
 
     def __init__(self, weight: Tensor, *, rank: int, scale: float, generator: torch.Generator) -> None:
         super().__init__()

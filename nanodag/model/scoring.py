@@ -4,7 +4,7 @@ Letters: T tokens of a batch, N scored tokens, M places that predict them, S seq
 
 Whatever questions and answers begin with is read once a batch: a context for all its answers, examples for all
 questions behind them. Their tokens make a tree, whose sequences lie one after the other in one row, without padding
-(nanodag.model.group_attention). Four choices of 5 tokens behind a context of 30 cost 46 tokens instead of 136, of one
+(nanodag.model.attention). Four choices of 5 tokens behind a context of 30 cost 46 tokens instead of 136, of one
 token nothing beyond the context. The last layer is computed at the places that predict alone, but for its keys and
 values.
 """
@@ -24,11 +24,10 @@ from torch import Tensor
 
 from nanodag.config.footprint import MAX_LOGITS
 from nanodag.errors import ConfigError, TrainingDiverged
-from nanodag.model import cpu_head
-from nanodag.model.attention import on_device
+from nanodag.model.attention import attention, on_device
 from nanodag.model.cpu_linear import times_transposed
 from nanodag.model.decoder import Decoder
-from nanodag.model.group_attention import tree_attention
+from nanodag.model.head import likeliest
 from nanodag.store.kept_lines import KeptLines, content_key
 
 WORTH_SHARING = 16
@@ -59,7 +58,7 @@ class Question:
         return longest * (1 + sum(len(answer) > 1 for answer in self.answers))
 
     def fits(self, max_positions: int) -> bool:
-        """Whether the context leaves its longest answer room."""
+        """True where the context leaves room for the longest answer."""
         return len(self.context) + max(map(len, self.answers)) - 1 <= max_positions
 
 
@@ -75,7 +74,7 @@ class AnswerScore:
 class QuestionBatch:
     """Questions with their numbers, and the row that they make.
 
-    ids, positions: (T,) int64. sequences: (S, 3) int64, as nanodag.model.group_attention has them. predict_at, targets:
+    ids, positions: (T,) int64. sequences: (S, 3) int64, as nanodag.model.attention has them. predict_at, targets:
     (N,) int64, the place that predicts each scored token, question by question and answer by answer; and these tokens.
     """
 
@@ -116,21 +115,21 @@ def score_questions(
     batches = in_batches(questions, micro_batch_tokens=micro_batch_tokens, max_positions=max_positions)
     scores: list[list[AnswerScore]] = [[] for _ in questions]
     known = [None if kept is None else kept.get(_key(batch)) for batch in batches]
-    computed = _each_batch(models, [batch for batch, found in zip(batches, known, strict=True) if found is None])
+    computed = _each_batch(models, [batch for batch, rows in zip(batches, known, strict=True) if rows is None])
     num_done = 0
     for batch, before in zip(batches, known, strict=True):
         if before is not None:
-            found = [[AnswerScore(*one) for one in row] for row in before]
+            rows = [[AnswerScore(*answer) for answer in row] for row in before]
         else:
-            found = next(computed)
-            if not all(math.isfinite(one.logprob) for row in found for one in row):
+            rows = next(computed)
+            if not all(math.isfinite(answer.logprob) for row in rows for answer in row):
                 raise TrainingDiverged(
                     "The model's log-probabilities are not finite: its weights have diverged or are damaged, so there "
                     "is nothing to score. Evaluate an earlier checkpoint, or train it again with a lower rate."
                 )
             if kept is not None:
-                kept.add({_key(batch): [[(one.logprob, one.is_greedy) for one in row] for row in found]})
-        for (index, _), row_scores in zip(batch.questions, found, strict=True):
+                kept.add({_key(batch): [[(answer.logprob, answer.is_greedy) for answer in row] for row in rows]})
+        for (index, _), row_scores in zip(batch.questions, rows, strict=True):
             scores[index] = row_scores
         num_done += len(batch.questions)
         on_batch(num_done, batch.num_tokens)
@@ -138,8 +137,8 @@ def score_questions(
 
 
 def in_batches(questions: Sequence[Question], *, micro_batch_tokens: int, max_positions: int) -> list[QuestionBatch]:
-    """All questions, those that begin alike beside one another, in batches of at most micro_batch_tokens; one that is
-    longer comes with those alone that share most of it. The largest batch comes first: an out-of-memory at once.
+    """Sort questions, those that begin alike beside one another, into batches of at most micro_batch_tokens; one that
+    is longer comes with those alone that share most of it. The largest batch comes first: an out-of-memory at once.
     Contexts are cut as in `score_questions`, which says what is raised."""
     fitted = [_fit(question, max_positions) for question in questions]
     batches: list[list[tuple[int, Question]]] = []
@@ -177,7 +176,7 @@ def _num_shared(one: Question, other: Question) -> int:
 
 
 def _num_common(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two sequences begin with."""
+    """Number of tokens that two sequences begin with."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
@@ -229,7 +228,7 @@ def score_batch(
     ids, positions = (on_device(values, device)[None] for values in (batch.ids, batch.positions))
     # What is predicted from one place has its logits computed once.
     places, rows = np.unique(batch.predict_at, return_inverse=True)  # (M,) and (N,)
-    attend, attend_last = tree_attention(batch.sequences), tree_attention(batch.sequences, places)
+    attend, attend_last = attention(batch.sequences), attention(batch.sequences, places)
     at = on_device(places, device)
     hidden = forward(ids, positions, want="hidden", attend=attend, attend_last=attend_last, places=at)[0]  # (M, D)
     with head() as weight:
@@ -245,34 +244,27 @@ def _score_targets(weight: Tensor, hidden: Tensor, rows: Tensor, targets: Tensor
     for start in range(0, len(hidden), size):
         logits = times_transposed(hidden[start : start + size], weight)  # (n, V)
         chosen = ((rows >= start) & (rows < start + size)).nonzero()[:, 0]
-        places, wanted = (rows[chosen] - start).to(logits.device), targets[chosen].to(logits.device)
-        likeliest, logsumexp = _of_rows(logits)
-        logprobs[chosen] = (logits[places, wanted].float() - logsumexp[places]).cpu()
-        greedy[chosen] = (likeliest[places] == wanted).cpu()
+        places, tokens = (rows[chosen] - start).to(logits.device), targets[chosen].to(logits.device)
+        first, logsumexp = likeliest(logits)
+        logprobs[chosen] = (logits[places, tokens].float() - logsumexp[places]).cpu()
+        greedy[chosen] = (first[places] == tokens).cpu()
     return logprobs.tolist(), greedy.tolist()
-
-
-def _of_rows(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The likeliest token of each row of logits (n, V), (n,) int64, and its logsumexp, (n,) float32."""
-    if cpu_head.can_score(logits):
-        return cpu_head.likeliest(logits)
-    return logits.argmax(-1), logits.float().logsumexp(-1)
 
 
 def batch_of(questions: list[tuple[int, Question]]) -> QuestionBatch:
     """Questions with their numbers as one row: a tree of those that begin alike, each beside the next one."""
-    asked: list[tuple[int, int, tuple[int, ...]]] = []  # number of the tree, first token that predicts, what is read
+    reads: list[tuple[int, int, tuple[int, ...]]] = []  # number of the tree, first token that predicts, what is read
     tree, before = 0, questions[0][1]
     for _, question in questions:
         tree += question is not before and not _num_shared(before, question)
-        asked += [(tree, len(question.context) - 1, (*question.context, *answer[:-1])) for answer in question.answers]
+        reads += [(tree, len(question.context) - 1, (*question.context, *answer[:-1])) for answer in question.answers]
         before = question
-    texts = sorted({(tree, read) for tree, _, read in asked})
+    texts = sorted({(tree, read) for tree, _, read in reads})
     parts, part_of = _parts(texts)
     starts = np.cumsum([0, *(end - begin for _, begin, end, _ in parts)])
     number_of = dict(zip(texts, part_of, strict=True))
     predict_at = [
-        place for tree, first, read in asked for place in _places(parts, starts, number_of[tree, read], first)
+        place for tree, first, read in reads for place in _places(parts, starts, number_of[tree, read], first)
     ]
     return QuestionBatch(
         questions=questions,
@@ -316,14 +308,14 @@ def _parts(texts: Sequence[tuple[int, tuple[int, ...]]]) -> tuple[list[Part], li
 
 
 def _places(parts: Sequence[Part], starts: np.ndarray, number: int, first: int) -> list[int]:
-    """Where the tokens of a text lie, from its token `first` on. number: its last part. starts: of each part."""
-    found: list[range] = []
+    """Places of the tokens of a text, from its token `first` on. number: its last part. starts: of each part."""
+    runs: list[range] = []
     while True:
         _, begin, end, behind = parts[number]
         start = int(starts[number])
-        found.append(range(start + max(first - begin, 0), start + end - begin))
+        runs.append(range(start + max(first - begin, 0), start + end - begin))
         if begin <= first:
-            return [place for places in reversed(found) for place in places]
+            return [place for places in reversed(runs) for place in places]
         number = behind
 
 

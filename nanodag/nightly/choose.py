@@ -1,4 +1,5 @@
-"""Which models a night evaluates, and on what: from the records of runs and the `nightly` section of the pipeline."""
+"""Models that a night evaluates, and their evaluations: from the records of runs and the `nightly` section of the
+pipeline."""
 
 import fnmatch
 import hashlib
@@ -191,7 +192,7 @@ def _subject(store: Store, label: str, record: RunRecord, stage: str) -> Subject
 
 
 def _own_benchmarks(raw: Mapping[str, Any] | None) -> bool:
-    """Whether a recorded stage asks its policy benchmarks while it trains."""
+    """True where a recorded stage asks its policy benchmarks while it trains."""
     return raw is not None and recorded_kind(raw["kind"]).config.asks_policy and bool(raw["evaluation"]["benchmarks"])
 
 

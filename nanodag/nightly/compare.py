@@ -1,4 +1,4 @@
-"""What got worse: a night's scores against the last night's and the best ones, by paired tests on the same items.
+"""Scores that got worse: a night's against the last night's and the best ones, by paired tests on the same items.
 
 Many tests a night find something by chance, so their p-values are corrected (Holm): on a night on which nothing is
 worse, the chance that anything is called worse stays below `nightly.false_alarms`. The best of K earlier models is the
@@ -43,7 +43,6 @@ class NightComparison:
     is_worse: bool = False
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values for the night's record."""
         name = {field: getattr(self.score, field) for field in ("label", "stage", "eval", "benchmark", "metric")}
         rest = {
             field: getattr(self, field)
@@ -74,8 +73,8 @@ def compare(
 ) -> list[NightComparison]:
     """Each score of tonight against last night's and the best's; what is worse by more than noise is marked.
 
-    scores: of nanodag.nightly.scores. earlier: records of earlier nights, oldest first. A score whose model and items
-    are the last night's is not tested again.
+    scores: of nanodag.nightly.findings.scores_of. earlier: records of earlier nights, oldest first. A score whose model
+    and items are the last night's is not tested again.
     """
     made: list[NightComparison] = []
     for score in scores:

@@ -1,4 +1,4 @@
-"""What a night comes to: scores, comparisons and the trend page, kept in the store and in the night's record."""
+"""Results of a night: scores, comparisons and the trend page, kept in the store and in the night's record."""
 
 import json
 from collections.abc import Mapping
@@ -6,20 +6,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanodag.config.cron import zone_of
+from nanodag.config.nightly import zone_of
 from nanodag.errors.words import counted
 from nanodag.nightly.compare import compare
 from nanodag.nightly.nights import Night, earlier_nights
-from nanodag.nightly.scores import scores_of
 from nanodag.run.derived_runs import note_page, publish_page
 from nanodag.run.record import StageResult
+from nanodag.store.run_record import NightScore
 
 PAGE_STAGE = "trend"
+KEPT = (
+    *("metric", "higher_is_better", "form", "chat", "num_fewshot", "sampling"),
+    *("value", "stderr", "low", "high", "num_items"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class NightFindings:
-    """What a night found. worse: a line for each score that is worse by more than noise. page: trend.html; markdown:
+    """Findings of a night. worse: a line for each score that is worse by more than noise. page: trend.html; markdown:
     its tables."""
 
     night: str
@@ -29,11 +33,29 @@ class NightFindings:
     markdown: str
 
     def as_json(self) -> dict[str, Any]:
-        """For an event."""
         text = "\n".join(
             [f"nanodag {self.night}: {len(self.worse)} of {counted(self.num_scores, 'score')} got worse", *self.worse]
         )
         return {"night": self.night, "num_scores": self.num_scores, "worse": list(self.worse), "text": text}
+
+
+def scores_of(night: Night, results: Mapping[str, StageResult]) -> list[NightScore]:
+    """One score a model and benchmark, in the order of the config. results: the night's stage name -> its result;
+    stages that failed are not in it."""
+    scores = []
+    for subject in night.subjects:
+        for name, (eval_name, _) in subject.evals.items():
+            if name not in results:
+                continue
+            result = results[name]
+            folder = night.run.store.materialize(night.run.store.attempt(result.key, result.attempt))
+            benchmarks = json.loads((folder / "results.json").read_text(encoding="utf-8"))["benchmarks"]
+            for benchmark, values in benchmarks.items():
+                line = {"label": subject.label, "stage": subject.stage, "eval": eval_name, "benchmark": benchmark}
+                artifact = {"key": result.key, "attempt": result.attempt, "digest": result.digest}
+                kept = {field: values[field] for field in KEPT if field in values}
+                scores.append(NightScore(**line, run=subject.run, **kept, **artifact, was_found=result.was_found))
+    return scores
 
 
 def conclude(night: Night, results: Mapping[str, StageResult]) -> NightFindings:

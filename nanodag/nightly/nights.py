@@ -1,21 +1,26 @@
-"""Nights as runs of the store: which one is due, who runs it, what earlier ones found."""
+"""Nights as runs of the store: which one is due, who runs it, what earlier ones found, and the schedule's switch.
+
+The switch is in Prefect, where its UI turns it too. Serving again keeps it, until the nightly section changes.
+"""
 
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 from zoneinfo import ZoneInfo
 
 from nanodag.config import Pipeline, resolve
-from nanodag.config.cron import last_due, zone_of
 from nanodag.config.derive_sampler import this_machine
-from nanodag.errors import ConfigError, StoreBusy
+from nanodag.config.nightly import NightlyConfig, last_due, zone_of
+from nanodag.errors import ConfigError, ServerError, StoreBusy
 from nanodag.nightly.choose import Choice, choose, night_pipeline
 from nanodag.run.derived_runs import machine_for, open_composed
 from nanodag.run.preflight import check_before_start
 from nanodag.run.record import Run, pipeline_file, store_of
+from nanodag.server.prefect_api import Api
 from nanodag.store import Store
 from nanodag.store.atomic import locked
 from nanodag.store.run_record import NightRecord, RunRecord
@@ -159,3 +164,25 @@ def earlier_nights(store: Store, name: str, limit: int) -> list[RunRecord]:
     """The records of the newest `limit` nights before this one that have scores, oldest first."""
     before = itertools.takewhile(lambda record: record.run != name, nights_of(store))
     return [record for record in before if record.night.scores][-limit:]
+
+
+def cron_of(config: NightlyConfig) -> dict[str, Any]:
+    """The schedule as Prefect takes it."""
+    return {"cron": config.schedule, "timezone": zone_of(config.timezone)}
+
+
+def read_switch(api: Api, deployment: str) -> dict[str, Any]:
+    """The schedule of the deployment `nightly_eval`: `id`, `active`, `schedule`, `parameters`."""
+    schedules = api.ask("GET", f"/deployments/{deployment}/schedules")
+    if len(schedules) != 1:
+        raise ServerError(
+            f"The deployment of nightly_eval has {len(schedules)} schedules instead of one; remove what was added in "
+            "Prefect's UI, or restart with: nanodag server stop; nanodag server start"
+        )
+    return schedules[0]
+
+
+def turn(api: Api, deployment: str, *, active: bool, **changes: Mapping[str, Any]) -> None:
+    """Turn the schedule on or off. changes: its `schedule` and `parameters`, kept when not given."""
+    schedule = read_switch(api, deployment)
+    api.ask("PATCH", f"/deployments/{deployment}/schedules/{schedule['id']}", {"active": active, **changes})

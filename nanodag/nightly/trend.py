@@ -51,7 +51,7 @@ def trend_report(
 
 
 def _tonight(scores: Sequence[NightScore], comparisons: Sequence[NightComparison]) -> list[Part]:
-    """What may have changed, what is worse first, then what has not, folded."""
+    """Table of scores that may have changed, what is worse first, then of those that have not, folded."""
     rows: dict[str, list[list[Cell]]] = {}
     for score in scores:
         metric = score.metric
@@ -119,7 +119,7 @@ def _trend_section(nights: Sequence[RunRecord], label: str, stage: str, *, name:
             if (score.label, score.stage) == (label, stage):
                 series.setdefault((score.eval, score.benchmark), []).append((place, score))
     evals = {eval_name for eval_name, _ in series}
-    dates = _dates(nights, zone)
+    dates = dates_below(nights, zone)
     panels = [
         _panel(points, benchmark if len(evals) == 1 else f"{eval_name}: {benchmark}", dates)
         for (eval_name, benchmark), points in series.items()
@@ -176,8 +176,8 @@ def _when(night: RunRecord, zone: str) -> str:
     return f"{datetime.fromtimestamp(night.night.due, ZoneInfo(zone)):%Y-%m-%d %H:%M}"
 
 
-def _dates(nights: Sequence[RunRecord], zone: str) -> list[str]:
-    """What stands below each night: its day; its time, where all are of one day; both, where some are."""
+def dates_below(nights: Sequence[RunRecord], zone: str) -> list[str]:
+    """Label below each night: its day; its time, where all are of one day; both, where some are."""
     times = [datetime.fromtimestamp(night.night.due, ZoneInfo(zone)) for night in nights]
     num_days = len({time.date() for time in times})
     form = "%m-%d" if num_days == len(times) else "%H:%M" if num_days == 1 else "%m-%d\n%H:%M"

@@ -1,4 +1,4 @@
-"""Where a module of the user's own is found. Nothing is imported for it, not even the packages around it.
+"""Search for modules of the user's own. Nothing is imported for it, not even the packages around it.
 
 A worker looks where Python does: on the PYTHONPATH of whoever called `nanodag run`, among the installed packages, and
 last in the pipeline file's folder, so that a file there hides no installed package.
@@ -40,7 +40,7 @@ def forget_others(folder: Path | str) -> None:
     """Take all other pipeline files' folders from the path, and forget what was imported from there: a module of
     another file may have the same name. folder: "" for none."""
     kept = os.path.abspath(folder) if folder else ""
-    for other in [one for one in _searched if one != kept]:
+    for other in [path for path in _searched if path != kept]:
         _searched.remove(other)
         sys.path[:] = [path for path in sys.path if path != other]
         tops = {name for name, module in list(sys.modules.items()) if name not in OURS and _lies_in(module, other)}
@@ -59,7 +59,7 @@ def _lies_in(module: ModuleType, folder: str) -> bool:
 
 
 def required_file(module: str, where: str, folders: Sequence[Path | str] = ()) -> Path:
-    """As `file_of`. where: what names the module. Raises ConfigError where there is none."""
+    """File of a module, as `file_of` finds it. where: what names the module. Raises ConfigError where there is none."""
     if (file := file_of(module, folders)) is None:
         raise ConfigError(
             f"{where}: there is no module {module} beside the pipeline file, on PYTHONPATH or among the installed "

@@ -11,7 +11,7 @@ from nanodag.own_code.find import search_given
 
 
 def function_at(path: str) -> Any:
-    """What `module:name` names.
+    """The object that `module:name` names.
 
     A function or class must come from that module's own package: the config vouches for a module
     (nanodag.config.trust), not for all that it imports, such as `subprocess.getoutput`.
@@ -33,8 +33,8 @@ def function_at(path: str) -> Any:
 
 
 def function_in(file: Path, name: str) -> Any:
-    """What is called `name` in a Python file, which this process runs once. Raises AttributeError when there is no such
-    thing, and whatever the file raises."""
+    """The object called `name` in a Python file, which this process runs once. Raises AttributeError when there is no
+    such thing, and whatever the file raises."""
     module = str(file.with_suffix(""))  # as lm-eval calls it
     if module not in sys.modules:
         spec = importlib.util.spec_from_file_location(module, file)

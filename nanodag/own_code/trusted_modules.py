@@ -1,4 +1,4 @@
-"""Which modules of a user's own may be imported: those beside the pipeline file, and those that it trusts."""
+"""Modules of a user's own that may be imported: those beside the pipeline file, and those that it trusts."""
 
 import stat
 import sys
@@ -8,8 +8,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from nanodag.errors import ConfigError
-from nanodag.host.folders import PROJECT
-from nanodag.host.ownership import may_be_of_others
+from nanodag.host.folders import PROJECT, may_be_of_others
 from nanodag.own_code.find import OURS, required_file
 
 

@@ -1,7 +1,7 @@
 """A stage that is to be planned: its settings, the model that it begins at, the machine, and sizes of its data."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -10,13 +10,15 @@ from nanodag.config.derive_schedule import began_at
 from nanodag.config.derive_schedule import model_of as derived_model_of
 from nanodag.config.dial import Shape
 from nanodag.config.model_size import ModelSize
+from nanodag.config.pipeline import PlanConfig
 from nanodag.config.stage_base import StageBase
 from nanodag.data.config import SourceConfig
 from nanodag.errors import BadRequest, ConfigError, SourceError
 from nanodag.host.machine import Machine
 from nanodag.model.architecture import read_checkpoint
 from nanodag.model.import_model import local_files
-from nanodag.plan.sizes import Habit, Sizes
+from nanodag.plan.sizes import Sizes
+from nanodag.plan.speeds import Devices
 from nanodag.plan.stage_plan import Fault, StagePlan
 
 S = TypeVar("S", bound=StageBase)
@@ -24,16 +26,15 @@ S = TypeVar("S", bound=StageBase)
 
 @dataclass(frozen=True, kw_only=True)
 class Case(Generic[S]):
-    """One stage on one machine. habit: how long its model's answers are. spread: share of RL's groups whose rewards
-    differ. trained: sources that the inputs were trained on."""
+    """One stage on one machine. inputs: of the plan that nobody can know. trained: sources that the inputs were trained
+    on."""
 
     name: str
     stage: S
     machine: Machine
     known_model: ModelSize | None
     sizes: Sizes
-    habit: Habit = "half"
-    spread: float = 1.0
+    inputs: PlanConfig = field(default_factory=PlanConfig)
     trained: Sequence[SourceConfig] = ()
 
     @property
@@ -46,6 +47,12 @@ class Case(Generic[S]):
         """The model's size, of a stage that is planned because it is known."""
         assert self.known_model is not None
         return self.known_model
+
+    def devices(self, precision: str, count: int, engine: str = "embedded") -> Devices:
+        """Devices of the stage: so many GPUs, or cores as far as the machine has them."""
+        if self.device == "cpu":
+            count = max(1, min(count, self.machine.cores * self.stage.resources.num_nodes))
+        return Devices(machine=self.machine, device=self.device, precision=precision, count=count, engine=engine)
 
     def plan(self, **numbers: object) -> StagePlan:
         """The stage's plan with these numbers."""
@@ -64,28 +71,16 @@ class Formula:
 def case_of(pipeline: Pipeline, name: str, machine: Machine) -> Case[StageBase]:
     """The case of a stage of a resolved pipeline."""
     stage, mirror = pipeline.stages[name], None if pipeline.mirror == "none" else Path(pipeline.mirror)
-    inputs = [pipeline.stages[source] for source in stage.inputs.values()]
+    before = [pipeline.stages[source] for source in stage.inputs.values()]
     return Case(
         name=name,
         stage=stage,
         machine=machine,
         known_model=_model_of(pipeline, name, mirror),
         sizes=Sizes(pipeline.plan.data, mirror),
-        habit=habit_of(pipeline, name),
-        spread=pipeline.plan.groups_with_spread,
-        trained=[source for other in inputs for source in other.learned_sources],
+        inputs=pipeline.plan,
+        trained=[source for other in before for source in other.learned_sources],
     )
-
-
-def habit_of(pipeline: Pipeline, name: str) -> Habit:
-    """How long the answers of a stage's model are: as its data's once it was trained on conversations here, to the last
-    token where it has seen text alone, and half of what they may be where it is an import, of which nobody knows."""
-    stage = pipeline.stages[name]
-    while "model" in stage.inputs:
-        stage = pipeline.stages[stage.inputs["model"]]
-        if stage.is_chat:
-            return "data"
-    return "half" if stage.known_model else "full"
 
 
 def _model_of(pipeline: Pipeline, name: str, mirror: Path | None) -> ModelSize | None:
@@ -114,4 +109,4 @@ def _model_of(pipeline: Pipeline, name: str, mirror: Path | None) -> ModelSize |
         mlp_width=read.intermediate_size,
         tied_embeddings=read.tied,
     )
-    return ModelSize(shape, read.vocab_size, read.max_positions)
+    return ModelSize(shape, read.vocab_size, read.max_positions, read.window)

@@ -7,25 +7,22 @@ from itertools import product
 from nanodag.config.derive_sampler import REPLICA_FLOPS, SHARE_IN_EVALUATION, SHARE_OF_HOST
 from nanodag.config.footprint import MAX_LOGITS
 from nanodag.config.kinds.evaluation import BenchmarkConfig, EvalStage
+from nanodag.config.model_size import ModelSize
 from nanodag.evaluation.forms import is_written
 from nanodag.inference.number_formats import width_of
 from nanodag.plan import host_memory
 from nanodag.plan.case import Case, Formula, S
-from nanodag.plan.cpu_work import CpuWork, core_of
-from nanodag.plan.environment_memory import verifiers_processes
+from nanodag.plan.host_memory import verifiers_processes
 from nanodag.plan.memory import memory_faults
 from nanodag.plan.sampling import PlannedSamplers, planned_samplers
 from nanodag.plan.sizes import Sizes, bytes_per_token, core_items, core_tokens, held_out_share
-from nanodag.plan.speeds import EVALUATION_START_S, GPU_SHARES, SGLANG_START_S, decoding_seconds, gpu_peak
+from nanodag.plan.speeds import EVALUATION_START_S, PARSED_BYTES_S, SGLANG_START_S
 from nanodag.plan.stage_plan import Fault, Process, StagePlan
-from nanodag.plan.supervised import ANSWERS_SHARE
 
 CONTINUATION_BYTES = 64 * 5.75
 """Text of an item of `continuation`: 32 words, and four phrases of 8."""
 ITEM_S = 1e-3
-"""CPU-seconds of an item beside its tokens: lm-eval's requests, its record, its share of the intervals."""
-HASHED_S = 1.2e-5
-"""CPU-seconds of a row that a hash counts among the held-out ones or not."""
+"""Seconds of an item beside its tokens: lm-eval's requests, its record, its share of the intervals."""
 UNKNOWN_ITEMS, UNKNOWN_BYTES = 1000, 500.0
 """Items of a benchmark, and text of one, of which nothing is known."""
 CORE_RECORD_BYTES = 150
@@ -33,7 +30,7 @@ CORE_RECORD_BYTES = 150
 PROMPT_ROOM = 512
 """Tokens of the longest prompt of a written benchmark that is not known."""
 CONTEXT = 500
-"""Tokens before one that is read or written, on average: what attention on a GPU is counted for."""
+"""Tokens before one that is read or written, on average, as far as the model's positions go."""
 
 
 @dataclass(frozen=True)
@@ -90,25 +87,21 @@ def plan_evaluation(case: Case[EvalStage]) -> StagePlan:
     if case.known_model is None:
         return case.plan(read_bytes=read, notes=("its model is not known yet",))
     model, samplers, tokens = case.model, samplers_of(case), _tokens(case)
-    flops = tokens.all * model.forward_flops(CONTEXT)
-    seconds, cpu_seconds = _seconds(case, samplers, tokens)
-    core = core_of(case.machine, str(stage.precision))
+    flops = tokens.all * model.forward_flops(_context(model))
     on_disk = int(4 * read) + host_memory.MB
     return case.plan(
         parameters=model.total,
         tokens=int(tokens.all),
         flops=flops,
         read_bytes=read,
-        download_bytes=case.sizes.downloaded([b.source for b in stage.benchmarks if b.source is not None], read),
         processes=_processes(case, samplers),
         num_gpus=max(1, samplers.process.count * samplers.process.gpus if samplers else 0) if is_on_gpu else 0,
         at_once=samplers.at_once if samplers else None,
         longest_prompt=model.max_positions - max(map(stage.answer_tokens, stage.benchmarks)) if samplers else None,
         disk_bytes=on_disk,
         kept_bytes=on_disk,
-        seconds=seconds,
-        cpu_seconds=cpu_seconds,
-        share=GPU_SHARES[str(stage.sampler.engine)].likelihood if is_on_gpu else core.share(flops, cpu_seconds),
+        seconds=_seconds(case, samplers, tokens),
+        share=case.devices(str(stage.precision), 1).shares.likelihood,
     )
 
 
@@ -199,12 +192,12 @@ def _tokens(case: Case[EvalStage]) -> _Tokens:
     scored = prompts = written = 0.0
     words = case.model.vocabulary
     for benchmark in case.stage.benchmarks:
-        items, url = items_of(benchmark, case.sizes), _url_of(benchmark)
+        items = items_of(benchmark, case.sizes)
         if benchmark.is_core:
             scored += core_tokens(benchmark.limit, words)
         elif is_written(benchmark):
             most = case.stage.answer_tokens(benchmark)
-            answer = case.sizes.mean_answer(url, words, case.habit, most=most) if url else most / 2
+            answer = case.inputs.answer_share * most
             prompts += items * prompt_of(benchmark, case)
             written += items * benchmark.num_samples * answer
         else:
@@ -240,54 +233,36 @@ def _processes(case: Case[EvalStage], samplers: PlannedSamplers | None) -> tuple
     return worker, *beside
 
 
-def _seconds(
-    case: Case[EvalStage], samplers: PlannedSamplers | None, tokens: _Tokens
-) -> tuple[float | None, float | None]:
-    """Seconds by the clock, and of a CPU's cores."""
-    if case.device == "cuda":
-        return _gpu_seconds(case, samplers, tokens), None
-    stage, model, machine = case.stage, case.model, case.machine
-    core, threads = core_of(machine, str(stage.precision)), int(stage.resources.threads)
-    items = sum(items_of(benchmark, case.sizes) for benchmark in stage.benchmarks)
-    mean = int(tokens.scored / max(1, items))
-    reading = core.reading(model, tokens.scored, mean, scored=ANSWERS_SHARE)
-    sources = [b.source for b in stage.benchmarks if b.source is not None]
-    hashed = [case.sizes.of(source.url) for source in sources if held_out_share(source)]
-    rows = sum(size.rows or 0 for size in hashed if size is not None)
-    start = host_memory.EVALUATION_S + case.sizes.in_memory(sources) / host_memory.PARSED_BYTES_S
-    start += rows * HASHED_S + items * ITEM_S
-    widest = _widest(case)
-    context = 0 if widest is None else widest.prompt + widest.answer
-    cached = context / 2 * model.token_bytes(width_of(str(stage.precision)))
-    decoding = core.decoding(model, tokens.written, cached_bytes=cached)
-    decoding += CpuWork(0.0, core.reading(model, tokens.prompts, mean, scored=0.0).total)
-    count = 1 if samplers is None else samplers.process.count
-    started = host_memory.SAMPLER_S * count if count > 1 else 0.0
-    seconds = start + reading.on(threads) + (started + decoding.total) / max(1, min(count, machine.cores))
-    return seconds, start + started + reading.total + decoding.total
+def _context(model: ModelSize) -> int:
+    return min(CONTEXT, model.max_positions // 2)
 
 
-def _gpu_seconds(case: Case[EvalStage], samplers: PlannedSamplers | None, tokens: _Tokens) -> float | None:
-    model, precision, engine = case.model, str(case.stage.precision), str(case.stage.sampler.engine)
-    peak = gpu_peak(case.machine, precision, ranks=1)
-    if not peak:
+def _seconds(case: Case[EvalStage], samplers: PlannedSamplers | None, tokens: _Tokens) -> float | None:
+    stage, model, is_on_gpu = case.stage, case.model, case.device == "cuda"
+    precision, engine = str(stage.precision), str(stage.sampler.engine)
+    devices = case.devices(precision, 1 if is_on_gpu else int(stage.resources.threads), engine)
+    if not devices.peak:
         return None
-    flops = model.forward_flops(CONTEXT)
-    reading = (tokens.scored + tokens.prompts) * flops / (GPU_SHARES[engine].likelihood * peak)
-    if samplers is None:
-        return EVALUATION_START_S + reading
-    decoding = decoding_seconds(
-        machine=case.machine,
-        engine=engine,
-        samplers=samplers.process.count,
-        tokens=tokens.written,
-        weight_bytes=width_of(precision) * model.total,
-        cache_bytes=CONTEXT * model.token_bytes(width_of(precision)),
-        flops_per_token=flops,
-        at_once=max(1, samplers.at_once // samplers.process.count),
-    )
-    start = EVALUATION_START_S + (SGLANG_START_S if engine == "sglang" else 0.0)
-    return None if decoding is None else start + reading + decoding
+    rate = devices.shares.likelihood * devices.peak
+    sources = [b.source for b in stage.benchmarks if b.source is not None]
+    context = _context(model)
+    seconds = EVALUATION_START_S[case.device] + case.sizes.in_memory(sources) / PARSED_BYTES_S
+    seconds += ITEM_S * sum(items_of(benchmark, case.sizes) for benchmark in stage.benchmarks)
+    seconds += (tokens.scored + tokens.prompts) * model.forward_flops(context) / rate
+    if samplers is not None:
+        count, width = samplers.process.count, width_of(precision)
+        decoding = case.devices(precision, count, engine).decoding_s(
+            model,
+            tokens.written,
+            weight_bytes=width * model.total,
+            context=context,
+            token_bytes=model.token_bytes(width),
+            at_once=max(1, samplers.at_once // count),
+        )
+        if decoding is None:
+            return None
+        seconds += decoding + (SGLANG_START_S if is_on_gpu and engine == "sglang" else 0.0)
+    return seconds
 
 
 EVALUATION = Formula(plan_evaluation, faults_of_evaluation)

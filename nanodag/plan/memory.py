@@ -1,4 +1,4 @@
-"""Whether a stage's processes fit a machine, and which change of a setting makes them fit."""
+"""Fit of a stage's processes to a machine, and changes of settings that make them fit."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -22,8 +22,8 @@ def host_room(machine: Machine) -> int:
 
 
 def fits(plan: StagePlan, machine: Machine) -> bool:
-    """Whether all processes of a stage have room. Where the machine has no GPU, what one would hold is not judged: the
-    lack is a fault of its own, and a stage of a work pool runs elsewhere."""
+    """True where all processes of a stage have room. Where the machine has no GPU, what one would hold is not judged:
+    the lack is a fault of its own, and a stage of a work pool runs elsewhere."""
     fits_device = machine.gpu is None or plan.device_bytes <= device_room(machine)
     return fits_device and plan.most_host_bytes <= host_room(machine)
 

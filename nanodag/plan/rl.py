@@ -2,22 +2,24 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from statistics import fmean
 
 from nanodag.config.derive_hardware import state_of
 from nanodag.config.footprint import activations, head_memory, working
 from nanodag.config.kinds.rl import RLStage
+from nanodag.config.kinds.select import SelectStage
+from nanodag.config.rl_sections import HELD_OUT
 from nanodag.errors.words import size
 from nanodag.inference.number_formats import width_of
 from nanodag.plan import host_memory
 from nanodag.plan.case import Case, Formula
-from nanodag.plan.cpu_work import core_of
-from nanodag.plan.environment_memory import programs_of
+from nanodag.plan.evaluation import items_of, prompt_of
+from nanodag.plan.host_memory import programs_of
 from nanodag.plan.memory import memory_faults
-from nanodag.plan.rl_work import Step, asked_at_once, mean_prompt, prompts_a_step, seconds_of, step_of
 from nanodag.plan.sampling import PlannedSamplers, planned_samplers
 from nanodag.plan.sizes import Sizes, held_out_share
-from nanodag.plan.speeds import GPU_SHARES
+from nanodag.plan.speeds import PARSED_BYTES_S, RL_STEP_S, START_S, Devices
 from nanodag.plan.stage_plan import Fault, Process, StagePlan
 from nanodag.plan.supervised import artifact_bytes
 
@@ -71,7 +73,6 @@ def plan_rl(case: Case[RLStage]) -> StagePlan:
     stage, model, rollout, precision = case.stage, case.model, case.stage.rollout, str(case.stage.optimizer.precision)
     samplers, step = samplers_of(case), step_of(case)
     flops = steps * (step.trained * model.training_flops(step.length) + step.sampled * model.forward_flops(step.length))
-    seconds, cpu_seconds = seconds_of(case, samplers, step)
     trainer, sampler = _by_placement(stage, _trainer(case), samplers.process)
     controller = {"process": host_memory.CONTROLLER, "data": case.sizes.held_to_read(stage.data)}
     beside = [Process(name="controller", host=controller)]
@@ -79,25 +80,151 @@ def plan_rl(case: Case[RLStage]) -> StagePlan:
     programs = programs_of(stage, max(step.samples, asked_at_once(stage)))
     read = int(steps * prompts_a_step(stage) * step.prompt * 4)
     files = int(steps * step.kept * TOKEN_BYTES_ON_DISK)
-    is_on_gpu, core = case.device == "cuda", core_of(case.machine, precision)
     return case.plan(
         parameters=model.total,
         tokens=int(steps * step.trained),
         steps=steps,
         flops=flops,
         read_bytes=read,
-        download_bytes=case.sizes.downloaded(stage.data, read),
         processes=((trainer,) * stage.has_trainer + (sampler,) * stage.has_samplers + (*beside, *programs)),
-        num_gpus=stage.num_gpus(case.machine.num_gpus) if is_on_gpu else 0,
+        num_gpus=stage.num_gpus(case.machine.num_gpus) if case.device == "cuda" else 0,
         at_once=samplers.at_once,
         longest_prompt=min(int(stage.sampler.context), model.max_positions) - rollout.max_new_tokens,
         disk_bytes=_disk(case) + files,
         kept_bytes=artifact_bytes(model, precision) + files,
-        seconds=seconds,
-        cpu_seconds=cpu_seconds,
-        share=GPU_SHARES[str(stage.sampler.engine)].trainer if is_on_gpu else core.share(flops, cpu_seconds),
+        seconds=seconds_of(case, samplers, step),
+        share=_trainers(case).shares.trainer,
         notes=_notes(stage, step, programs),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """Tokens of a step. prompt, answer: of one rollout, on average. groups: that are trained. samples, sampled: drawn.
+    kept: of the answers in its files of rollouts. trained: that pass the trainer, a group's prompt once."""
+
+    prompt: float
+    answer: float
+    groups: float
+    samples: int
+    sampled: float
+    kept: float
+    trained: float
+
+    @property
+    def length(self) -> int:
+        return int(self.prompt + self.answer)
+
+
+def step_of(case: Case[RLStage]) -> Step:
+    """A step's tokens, of prompts and answers of the mean lengths."""
+    rollout, prompt = case.stage.rollout, mean_prompt(case)
+    answer = case.inputs.answer_share * rollout.max_new_tokens
+    is_chosen = bool(rollout.over_sampling) or not rollout.is_sampled
+    is_filtered = any(entry.name == "nonzero_spread" for entry in rollout.filters) and not is_chosen
+    groups = rollout.prompts_per_step * (_spread(case) if is_filtered else 1.0)
+    samples = prompts_a_step(case.stage) * rollout.samples_per_prompt
+    again = rollout.num_replayed if rollout.is_sampled else rollout.prompts_per_step  # groups that exist
+    return Step(
+        prompt=prompt,
+        answer=answer,
+        groups=groups,
+        samples=samples,
+        sampled=samples * answer,
+        kept=(samples + again * rollout.samples_per_prompt) * answer,
+        trained=groups * (prompt + rollout.samples_per_prompt * answer),
+    )
+
+
+def _spread(case: Case[RLStage]) -> float:
+    """Share of groups whose rewards differ; `auto` for n answers that are right or wrong: 1 - 2 C(2n, n) / 4^n, the
+    mean over Jeffreys's prior of how often the model is right."""
+    if (share := case.inputs.groups_with_spread) != "auto":
+        return share
+    size = case.stage.rollout.samples_per_prompt
+    return 1 - 2 * math.comb(2 * size, size) / 4**size
+
+
+def mean_prompt(case: Case[RLStage]) -> float:
+    """Tokens of a prompt, on average over the sources."""
+    return fmean(case.sizes.mean_prompt(source.url, case.model.vocabulary) for source in case.stage.data)
+
+
+def prompts_a_step(stage: RLStage) -> int:
+    """Prompts that a step asks."""
+    rollout = stage.rollout
+    return (rollout.over_sampling or rollout.num_fresh) if rollout.is_sampled else 0
+
+
+def asked_at_once(stage: RLStage) -> int:
+    """Held-out samples that one evaluation asks for."""
+    evaluation = stage.evaluation
+    has_held_out = evaluation.validation or any(source.held_out for source in stage.data)
+    return evaluation.eval_prompts * evaluation.eval_samples if has_held_out else 0
+
+
+@dataclass(frozen=True)
+class _Evaluated:
+    """Work of all evaluations of a stage. read, sampled: tokens of prompts, of answers."""
+
+    answers: float
+    read: float
+    sampled: float
+
+
+def _evaluated(case: Case[RLStage], step: Step) -> _Evaluated:
+    evaluation, last, longest = case.stage.evaluation, case.stage.num_steps, case.stage.rollout.max_new_tokens
+
+    def times(name: str) -> int:
+        return sum(evaluation.is_time(name, number, num_steps=last) for number in range(last + 1))
+
+    answers = float(times(HELD_OUT) * asked_at_once(case.stage))
+    read, sampled = answers / evaluation.eval_samples * step.prompt, answers * step.answer
+    for benchmark in evaluation.benchmarks:
+        questions = times(benchmark.name) * items_of(benchmark, case.sizes)
+        most = longest if benchmark.max_new_tokens == "auto" else benchmark.max_new_tokens
+        answers += questions * benchmark.num_samples
+        read += questions * prompt_of(benchmark, case)
+        sampled += questions * benchmark.num_samples * step.answer / longest * most  # as much of its limit
+    return _Evaluated(answers, read, sampled)
+
+
+def _trainers(case: Case[RLStage]) -> Devices:
+    resources = case.stage.resources
+    threads = 1 if case.device == "cuda" else int(resources.threads)
+    return case.devices(str(case.stage.optimizer.precision), int(resources.num_ranks) * threads)
+
+
+def seconds_of(case: Case[RLStage], samplers: PlannedSamplers, step: Step) -> float | None:
+    """Seconds by the clock, sampling and training one after the other: where they run at the same time they share the
+    device. None where servers of others sample, or the GPU is not known."""
+    stage, model, optimizer = case.stage, case.model, case.stage.optimizer
+    count = samplers.process.count if stage.has_samplers else 0
+    trainers, evaluated = _trainers(case), _evaluated(case, step)
+    if (stage.has_samplers and not count) or not trainers.peak:
+        return None
+    trained = stage.num_steps * step.trained * (optimizer.epochs_per_step if stage.has_trainer else 0)
+    passes = 4 / 3 if stage.algorithm.has_reference else 1.0
+    passes += 1 / 3 if optimizer.activation_checkpointing else 0.0
+    training = trained * passes * model.training_flops(step.length) / (trainers.shares.trainer * trainers.peak)
+    sampling = 0.0
+    if count:
+        precision, width = str(stage.sampler.precision), width_of(str(stage.sampler.precision))
+        devices = case.devices(precision, count, str(stage.sampler.engine))
+        decoding = devices.decoding_s(
+            model,
+            stage.num_steps * step.sampled + evaluated.sampled,
+            weight_bytes=width * model.total,
+            context=step.length,
+            token_bytes=model.token_bytes(width),
+            at_once=max(1, samplers.at_once // count),
+        )
+        if decoding is None:
+            return None
+        read = stage.num_steps * prompts_a_step(stage) * step.prompt + evaluated.read
+        sampling = decoding + read * model.forward_flops(step.length) / (devices.shares.likelihood * devices.peak)
+    start = START_S[case.device] + case.sizes.in_memory(stage.data) / PARSED_BYTES_S
+    return start + sampling + training + stage.num_steps * RL_STEP_S[case.device]
 
 
 def _notes(stage: RLStage, step: Step, programs: Sequence[Process]) -> tuple[str, ...]:
@@ -116,13 +243,11 @@ def faults_of_rl(plan: StagePlan, case: Case[RLStage]) -> list[Fault]:
     """Faults: what does not fit, and what would make the stage's results void."""
     if not plan.processes:
         return []
-    micro = case.stage.optimizer.micro_batch_tokens
+    setting, value = "optimizer.micro_batch_tokens", case.stage.optimizer.micro_batch_tokens
+    if not case.stage.has_trainer:
+        setting, value = "sampler.max_batch", case.stage.sampler.max_batch
     candidates = _candidates(case)
-    setting = "optimizer.micro_batch_tokens"
-    return [
-        *memory_faults(plan, case, plan_rl, setting=setting, value=micro, candidates=candidates),
-        *_void(case),
-    ]
+    return [*memory_faults(plan, case, plan_rl, setting=setting, value=value, candidates=candidates), *_void(case)]
 
 
 def _void(case: Case[RLStage]) -> Iterator[Fault]:
@@ -165,13 +290,13 @@ def _trainer(case: Case[RLStage]) -> Process:
         held["critic"] = state_of(stage, model, num_ranks=ranks, is_critic=True).total
     if algorithm.teacher.model != "none":
         held["teacher"] = whole
-    compiler = host_memory.compiler(model, compiled=optimizer.compile, device=case.device)
+    compiler = host_memory.compiler_bytes(model, compiled=optimizer.compile, device=case.device)
     return host_memory.computing(
         "trainer",
         case.device,
         held,
         cuda={"model": 4 * model.total, "offloaded": state.host},
-        cpu={"offloaded": state.host, "process": host_memory.TRAINER + compiler.num_bytes},
+        cpu={"offloaded": state.host, "process": host_memory.TRAINER + compiler},
         count=ranks // resources.num_nodes,
     )
 
@@ -257,4 +382,9 @@ def _smaller_trainers(stage: RLStage) -> Iterator[Changed]:
                 yield tuple(f"{name}={str(value).lower()}" for name, value in written.items()), changed
 
 
+def _as_rl(case: Case[SelectStage]) -> Case[RLStage]:
+    return replace(case, stage=case.stage.as_rl())  # type: ignore[return-value, arg-type]
+
+
 RL = Formula(plan_rl, faults_of_rl)
+SELECT = Formula(lambda case: plan_rl(_as_rl(case)), lambda plan, case: faults_of_rl(plan, _as_rl(case)))

@@ -1,26 +1,21 @@
-"""How many rows, and how much text, a source has: of generators by their parameters, of local files by their size, of
-sets on the hub as the pipeline's `plan.data` says, or by the footers of a mirror's files. No row is read.
+"""Rows and text of sources: of generators by their parameters, of local files by their size, of
+a mirror's files by their footers, of others as the pipeline's `plan.data` says. No row is read.
 """
 
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
 
 from nanodag.config.pipeline import DataSize
 from nanodag.data.config import SourceConfig
 from nanodag.data.core_tasks import TASKS
 from nanodag.data.hub import mirrored_files
 from nanodag.data.shuffle import WINDOW_BYTES
-from nanodag.data.urls import HubPath, SourceURL, hub_path, parse_url
+from nanodag.data.urls import SourceURL, hub_path, parse_url
 from nanodag.errors import MissingTool, SourceError
 from nanodag.plan import host_memory
-
-Habit = Literal["data", "half", "full"]
-"""How long a model's answers are: as those of its data, half of what they may be, or all of it."""
 
 CHAT_TOKENS = 7
 """Tokens that the chat template adds to a question and its answer."""
@@ -31,28 +26,16 @@ EXTRA_INSTRUCTION = 60
 DENSER = 0.9
 """Bytes a token of questions, which have numbers, as a share of those of prose."""
 PROBLEM_BYTES = 60
-"""Text of a generated problem that is in no table."""
+"""Text of a generated problem; of ours 11 to 68."""
+GENERATED_LONGEST = 38
+"""Tokens of the longest prompt of a generator of ours or of reasoning-gym."""
 PROMPT_BYTES = 400
 """Text of a prompt of which nothing is known."""
 STREAM_ROW_BYTES = 2500
-PACKED = 0.45
-"""Bytes of parquet on the hub for each byte of English text in it."""
 CORE_CONTEXT = 1000
 """Tokens of a question of CORE with its worked examples, as the average token has them, for attention's share."""
 ENDLESS = 1 << 60
 MIRRORED_FOOTERS = 16
-# Of what this package and reasoning-gym generate: text of a row, its tokens in chat form, those of its prompt. Measured
-# with pocket's tokenizer.
-GENERATED = {
-    "reverse": (31, 22.5, 14.2),
-    "pick": (23, 18.1, 16.1),
-    "add": (11, 16.0, 14.0),
-    "sort": (34, 27.0, 17.0),
-    "chain_sum": (68, 33.7, 31.5),
-}
-GENERATED_LONGEST = 24  # tokens of a prompt of GENERATED, at most
-# Rows of known files: name of the file -> rows and text of a row.
-FILES = {"hotpotqa.json": (66_635, 519)}
 BLOCK_FORMATS = (".parquet", ".jsonl", ".ndjson", ".txt")
 
 
@@ -71,28 +54,31 @@ class SourceSize:
 
 
 class Sizes:
-    """Sizes of sources, as far as they are known beforehand. stated: of sets on the hub. mirror: a folder that stands
+    """Sizes of sources, as far as they are known beforehand. stated: in the pipeline file. mirror: a folder that stands
     for the hub; the footers of its files are read."""
 
     def __init__(self, stated: Sequence[DataSize] = (), mirror: Path | None = None) -> None:
-        self._stated = {_name_of(hub_path(parse_url(size.url))): size for size in stated}
+        self._stated = {_name_of(parse_url(size.url)): size for size in stated}
         self._mirror = mirror
 
     def of(self, url: str) -> SourceSize | None:
         """Size of one source; None where nothing is known beforehand."""
         parsed = parse_url(url)
-        whole = self._of_hub(parsed) if parsed.kind == "hub" else _whole(parsed)
+        whole = self._stated_or_counted(parsed)
         if whole is None or (parsed.start == 0 and parsed.stop is None):
             return whole
         end = parsed.stop if whole.rows is None else min(parsed.stop or whole.rows, whole.rows)
         return whole if end is None else replace(whole, rows=max(0, end - parsed.start))
 
-    def _of_hub(self, url: SourceURL) -> SourceSize | None:
-        of_files = _mirrored(tuple(mirrored_files(url, self._mirror))) if self._mirror is not None else None
-        stated = self._stated.get(_name_of(hub_path(url)))
-        if stated is None:
-            return of_files
-        size = of_files or SourceSize(stated.rows or None, stated.row_bytes)
+    def _stated_or_counted(self, url: SourceURL) -> SourceSize | None:
+        if url.kind != "hub":
+            size = _whole(url)
+        else:
+            size = _mirrored(tuple(mirrored_files(url, self._mirror))) if self._mirror is not None else None
+        if (stated := self._stated.get(_name_of(url))) is None:
+            return size
+        if size is None or size.rows is None:
+            size = replace(size or SourceSize(None, 0.0), rows=stated.rows or None, row_bytes=stated.row_bytes)
         return replace(size, prompt_bytes=stated.prompt_bytes, longest_prompt_bytes=stated.longest_prompt_bytes)
 
     def text_bytes(self, url: str) -> int:
@@ -123,25 +109,13 @@ class Sizes:
             return None
         return int(sum((tokens or 0.0) * held_out_share(s) for tokens, s in zip(each, held_out, strict=True)))
 
-    def attended_length(self, sources: Sequence[SourceConfig], vocabulary: int, row: int, *, is_chat: bool) -> int:
-        """Tokens of the piece that a token lies in, on average over a mixture, at most a row's: pieces of a packed row
-        do not see one another. The row where a source's size is not known."""
-        lengths, shares = [], []
-        for source in sources:
-            size, tokens = self.of(source.url), self._tokens_of_rows(source, vocabulary, is_chat=is_chat)
-            if size is None or not size.rows or tokens is None:
-                return row
-            lengths.append(min(float(row), tokens / size.rows))
-            shares.append(source.weight if source.weight is not None else tokens * (source.epochs or 1.0))
-        return math.ceil(sum(length * share for length, share in zip(lengths, shares, strict=True)) / sum(shares))
-
     def _tokens_of_rows(self, source: SourceConfig, vocabulary: int, *, is_chat: bool) -> float | None:
         """Tokens of all rows of a source, once."""
-        size, generated = self.of(source.url), _generated(source.url)
+        size = self.of(source.url)
         if size is None or size.rows is None:
             return None
         template = 1 if source.adapter == "text" or not is_chat else CHAT_TOKENS
-        return size.rows * (generated[1] if generated else size.row_bytes / bytes_per_token(vocabulary) + template)
+        return size.rows * (size.row_bytes / bytes_per_token(vocabulary) + template)
 
     def in_memory(self, sources: Sequence[SourceConfig]) -> int:
         """Bytes of files that a process holds as a whole."""
@@ -165,35 +139,16 @@ class Sizes:
         windows = int(host_memory.WINDOWED * self.in_windows(sources))
         return int(host_memory.PARSED * self.in_memory(sources)) + windows + host_memory.PARQUET * is_parquet
 
-    def downloaded(self, sources: Sequence[SourceConfig], read_bytes: float) -> int:
-        """Bytes that come from the hub when so much text is read of a mixture: never more than its sets have."""
-        hub = [source.url for source in sources if source.url.startswith("hub:")]
-        text = read_bytes * len(hub) / max(1, len(sources))
-        return int(PACKED * min(text, sum(map(self.text_bytes, hub))))
-
     def mean_prompt(self, url: str, vocabulary: int) -> float:
         """Tokens of a source's prompt on average: a third of a row where nobody says."""
-        if (generated := _generated(url)) is not None:
-            return generated[2]
         size = self.of(url)
         num_bytes = PROMPT_BYTES if size is None else size.prompt_bytes or size.row_bytes / 3
         return num_bytes / (DENSER * bytes_per_token(vocabulary)) + TEMPLATE_TOKENS
 
-    def mean_answer(self, url: str, vocabulary: int, habit: Habit, *, most: int) -> float:
-        """Tokens of an answer to a source's prompts on average, at most so many."""
-        if habit == "full":
-            return float(most)
-        generated, size = _generated(url), self.of(url)
-        if habit == "data" and generated is not None:
-            return min(float(most), generated[1] - generated[2])
-        if habit == "half" or size is None or not size.prompt_bytes:
-            return 0.5 * most
-        return min(float(most), (size.row_bytes - size.prompt_bytes) / (DENSER * bytes_per_token(vocabulary)))
-
     def longest_prompt(self, url: str, vocabulary: int) -> int | None:
         """Tokens of a source's longest prompt; None of one that is not known."""
-        if (generated := _generated(url)) is not None:
-            return max(GENERATED_LONGEST, int(1.2 * generated[2]))
+        if url.startswith(("python:nanodag.", "reasoning_gym:")):
+            return GENERATED_LONGEST
         size = self.of(url)
         if size is None or not size.longest_prompt_bytes:
             return None
@@ -201,7 +156,11 @@ class Sizes:
         return tokens + TEMPLATE_TOKENS + EXTRA_INSTRUCTION
 
 
-def _name_of(path: HubPath) -> tuple[str, str, str]:
+def _name_of(url: SourceURL) -> tuple[str, ...]:
+    """The source that a URL names, its parameters and its slice left out."""
+    if url.kind != "hub":
+        return url.kind, url.path
+    path = hub_path(url)
     return path.name, path.config, path.split
 
 
@@ -214,7 +173,7 @@ def _whole(url: SourceURL) -> SourceSize | None:
     rows = url.parameters.get("size", 10_000)
     if (url.kind == "python" and not url.path.startswith("nanodag.")) or not isinstance(rows, int):
         return None
-    return SourceSize(rows, GENERATED.get(url.path.rpartition(":")[2], (PROBLEM_BYTES,))[0])
+    return SourceSize(rows, PROBLEM_BYTES)
 
 
 @functools.cache
@@ -244,12 +203,11 @@ def _files(url: SourceURL) -> SourceSize | None:
         num_bytes = sum(path.stat().st_size for path in paths)
     except (OSError, SourceError, MissingTool):
         return None
-    name, suffix = paths[0].name, paths[0].suffix
+    suffix = paths[0].suffix
     if suffix == ".parquet" and (of_footers := _mirrored(tuple(paths))) and of_footers.rows:
         return replace(of_footers, in_blocks=int(of_footers.rows * of_footers.row_bytes))
-    rows, row_bytes = FILES.get(name, (None, STREAM_ROW_BYTES))
     whole, blocks = num_bytes if suffix == ".json" else 0, num_bytes if suffix in BLOCK_FORMATS else 0
-    return SourceSize(rows, row_bytes, in_memory=whole, in_blocks=blocks)
+    return SourceSize(None, STREAM_ROW_BYTES, in_memory=whole, in_blocks=blocks)
 
 
 def bytes_per_token(vocabulary: int) -> float:
@@ -278,9 +236,3 @@ def core_tokens(limit: int, vocabulary: int) -> float:
     """Tokens that go through the model for one CORE on so many items a task."""
     text = sum(min(task.num_items, limit or task.num_items) * task.item_bytes for task in TASKS)
     return text / bytes_per_token(vocabulary)
-
-
-def _generated(url: str) -> tuple[int, float, float] | None:
-    """The row of GENERATED that a source's function has."""
-    is_known = url.startswith(("python:nanodag.", "reasoning_gym:"))
-    return GENERATED.get(parse_url(url).path.rpartition(":")[2]) if is_known else None

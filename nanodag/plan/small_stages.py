@@ -7,8 +7,11 @@ from nanodag.config.stage_base import StageBase
 from nanodag.plan import host_memory
 from nanodag.plan.case import Case, Formula
 from nanodag.plan.memory import memory_faults
+from nanodag.plan.speeds import PARSED_BYTES_S
 from nanodag.plan.stage_plan import Fault, Process, StagePlan
 
+SHORT_S = 1.0
+"""Seconds of a worker without a model."""
 DOWNLOAD_BYTES_S = 50e6
 COPIED_BYTES_S = 500e6
 """Bytes a second of a model that is copied and hashed."""
@@ -26,17 +29,15 @@ def plan_tokenizer(case: Case[TokenizerStage]) -> StagePlan:
     """The plan of a tokenizer's training."""
     stage, parsed = case.stage, case.sizes.in_memory(case.stage.data)
     num_bytes = min(stage.max_bytes, sum(case.sizes.text_bytes(source.url) for source in stage.data))
-    seconds = host_memory.SHORT_S + num_bytes / LEARNED_BYTES_S + parsed / host_memory.PARSED_BYTES_S
+    seconds = SHORT_S + num_bytes / LEARNED_BYTES_S + parsed / PARSED_BYTES_S
     words = int(KNOWN_WORDS * (num_bytes / 8e6) ** 0.6)
     held = {"process": host_memory.TOKENIZER, "data": int(host_memory.PARSED * parsed), "words": words}
     return case.plan(
         read_bytes=num_bytes,
-        download_bytes=case.sizes.downloaded(stage.data, num_bytes),
         processes=(Process(name="worker", host=held),),
         disk_bytes=200 * stage.vocabulary,
         kept_bytes=200 * stage.vocabulary,
         seconds=seconds,
-        cpu_seconds=seconds,
     )
 
 
@@ -56,12 +57,10 @@ def plan_import(case: Case[ImportStage]) -> StagePlan:
     return case.plan(
         parameters=total,
         read_bytes=weights,
-        download_bytes=weights if is_far else 0,
         processes=(Process(name="worker", host={"process": host_memory.IMPORT}),),
         disk_bytes=weights,
         kept_bytes=weights or 0,
-        seconds=host_memory.SHORT_S + (weights or 0) / (DOWNLOAD_BYTES_S if is_far else COPIED_BYTES_S),
-        cpu_seconds=host_memory.SHORT_S + (weights or 0) / COPIED_BYTES_S,
+        seconds=SHORT_S + (weights or 0) / (DOWNLOAD_BYTES_S if is_far else COPIED_BYTES_S),
         notes=() if total is not None else ("its model is not known yet",),
     )
 
@@ -73,17 +72,15 @@ def plan_report(case: Case[ReportStage]) -> StagePlan:
     largest = max((sizes.in_memory([source]) for source in searched.values()), default=0)
     num_bytes = sum(min(MAX_SEARCHED, sizes.text_bytes(url)) for url in searched)
     num_bytes += sum(sizes.text_bytes(source.url) for source in stage.contamination)
-    parsed = sizes.in_memory(list(searched.values())) / host_memory.PARSED_BYTES_S
-    seconds = host_memory.SHORT_S + num_bytes / SEARCHED_BYTES_S + parsed
+    parsed = sizes.in_memory(list(searched.values())) / PARSED_BYTES_S
+    seconds = SHORT_S + num_bytes / SEARCHED_BYTES_S + parsed
     held = {"process": host_memory.REPORT, "data": int(host_memory.PARSED * largest)}
     return case.plan(
         read_bytes=num_bytes,
-        download_bytes=sizes.downloaded([*searched.values(), *stage.contamination], num_bytes),
         processes=(Process(name="worker", host=held),),
         disk_bytes=5 * host_memory.MB,
         kept_bytes=5 * host_memory.MB,
         seconds=seconds,
-        cpu_seconds=seconds,
     )
 
 

@@ -1,18 +1,21 @@
-"""How fast GPUs are: the share of their peak that each kind of work reaches. CPUs stand in nanodag.plan.cpu_work.
+"""Speed of machines: FLOPs and bytes over what the machine's devices can do, times the share of it that each kind
+of work reaches. Peaks stand in nanodag.host.machine, measured of CPUs, stated of GPUs.
 
-Peaks of GPUs stand in nanodag.host.machine. The shares are what such software usually reaches, and none was measured
-with this code.
+The shares of CPUs were read off runs of `pocket` and `small` on two cores, ranks that wait for one another included:
+models as small as theirs move more than they multiply, so bf16 gains less than its peak says. The shares of GPUs are
+what such software usually reaches; none was measured with this code.
 """
 
 from dataclasses import dataclass
 
+from nanodag.config.model_size import ModelSize
 from nanodag.host.machine import Machine
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeakShares:
     """Share of the peak that a kind of work reaches. training: a compiled supervised step. trainer: of RL. likelihood:
-    evaluation's forward passes. decoding: of what memory bandwidth allows."""
+    forward passes. decoding: of what memory bandwidth allows on a GPU, of the peak on a CPU."""
 
     training: float
     trainer: float
@@ -24,41 +27,60 @@ GPU_SHARES = {
     "embedded": PeakShares(training=0.40, trainer=0.25, likelihood=0.20, decoding=0.15),
     "sglang": PeakShares(training=0.40, trainer=0.25, likelihood=0.20, decoding=0.50),
 }
-START_S = 60.0
-"""Seconds to start a worker that trains on a GPU: imports, the model, the first compiled step."""
-EVALUATION_START_S = 40.0
-"""Seconds to start an evaluation on a GPU."""
+CPU_SHARES = {
+    "fp32": PeakShares(training=0.52, trainer=0.60, likelihood=0.65, decoding=0.70),
+    "bf16": PeakShares(training=0.37, trainer=0.45, likelihood=0.45, decoding=0.35),
+}
+START_S = {"cuda": 60.0, "cpu": 8.0}
+"""Seconds to start a worker that trains: imports, the model, the first step, which a GPU's compiles."""
+EVALUATION_START_S = {"cuda": 40.0, "cpu": 3.5}
+"""Seconds to start an evaluation."""
 SGLANG_START_S = 60.0
 """Seconds to start SGLang's servers, once in an evaluation."""
-RL_STEP_S = 2.0
-"""Seconds of an RL step on a GPU beside sampling and training: rewards, new weights."""
+RL_STEP_S = {"cuda": 2.0, "cpu": 0.15}
+"""Seconds of an RL step beside sampling and training: rewards, the optimizer's step, new weights."""
 PACKED_TOKENS_S = 455_000
 """Tokens a second of a core that the data thread packs: below what a GPU takes, it sets the pace."""
+PARSED_BYTES_S = 100e6
+"""Bytes of a JSON file that are read as a whole, in a second of a core."""
 
 
-def gpu_peak(machine: Machine, precision: str, *, ranks: int) -> float:
-    """FLOPs a second of so many GPUs; 0 where the machine's GPU is not known."""
-    return ranks * machine.gpu.peak_in(precision) if machine.gpu is not None else 0.0
+@dataclass(frozen=True, kw_only=True)
+class Devices:
+    """GPUs, or cores, that some work is spread over. count: of them, on all nodes."""
 
+    machine: Machine
+    device: str
+    precision: str
+    count: int
+    engine: str = "embedded"
 
-def decoding_seconds(
-    *,
-    machine: Machine,
-    engine: str,
-    samplers: int,
-    tokens: float,
-    weight_bytes: float,
-    cache_bytes: float,
-    flops_per_token: float,
-    at_once: int,
-) -> float | None:
-    """Seconds to decode so many tokens on GPUs, shared out to so many samplers that decode at_once samples each.
+    @property
+    def shares(self) -> PeakShares:
+        """The shares of their peak that work reaches."""
+        return GPU_SHARES[self.engine] if self.device == "cuda" else CPU_SHARES[self.precision]
 
-    A GPU reads all weights and the samples' cache for each step. cache_bytes: of one sample, on average. None where
-    the machine's speed is not known.
-    """
-    if machine.gpu is None or not machine.gpu.bandwidth or not machine.gpu.peak:
-        return None
-    share = GPU_SHARES[engine].decoding
-    step = (weight_bytes + at_once * cache_bytes) / machine.gpu.bandwidth + at_once * flops_per_token / machine.gpu.peak
-    return tokens / (samplers * at_once) * step / share
+    @property
+    def peak(self) -> float:
+        """FLOPs a second of all of them; 0 where the machine's GPU is not known."""
+        if self.device == "cuda":
+            return self.count * self.machine.gpu.peak_in(self.precision) if self.machine.gpu is not None else 0.0
+        core = self.machine.core
+        return self.count * (core.bf16 if self.precision == "bf16" else core.fp32)
+
+    def decoding_s(
+        self, model: ModelSize, tokens: float, *, weight_bytes: float, context: int, token_bytes: int, at_once: int
+    ) -> float | None:
+        """Seconds to decode so many tokens, with a sampler on each device, which decodes at_once samples of a context.
+
+        A GPU reads all weights and the samples' cache for each step. token_bytes: of one token's keys and values. None
+        where the machine's speed is not known.
+        """
+        flops, share = model.forward_flops(context), self.shares.decoding
+        if self.device == "cpu":
+            return tokens * flops / (share * self.peak)
+        gpu = self.machine.gpu
+        if gpu is None or not gpu.bandwidth or not gpu.peak:
+            return None
+        step = (weight_bytes + at_once * context * token_bytes) / gpu.bandwidth + at_once * flops / gpu.peak
+        return tokens / (self.count * at_once) * step / share

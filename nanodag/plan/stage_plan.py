@@ -64,13 +64,12 @@ class StagePlan:
     """One stage. What is None is not known beforehand.
 
     parameters: of its model. tokens: trained, or read and written by an evaluation. steps: of the optimizer, in RL
-    rounds. flops: model FLOPs of all devices. read_bytes: text or rows that the stage reads. download_bytes: of that,
-    from the hub as it is packed there. processes: what runs on a node at once. at_once: samples decoded together.
-    longest_prompt: tokens that fit beside the longest answer. disk_bytes: artifact and checkpoints at their most.
-    kept_bytes: the artifact, which stays. seconds: by the clock, with no other run on the machine. cpu_seconds: of all
-    cores, where it runs on a CPU. share: of the peak, for its main work. is_beside: it runs while another stage trains,
-    and adds nothing to the run's time. num_gpus: of a node, that it holds and its processes share. notes: what was
-    assumed.
+    rounds. flops: model FLOPs of all devices. read_bytes: text or rows that the stage reads. processes: what runs
+    on a node at once. at_once: samples decoded together. longest_prompt: tokens that fit beside the longest answer.
+    disk_bytes: artifact and checkpoints at their most. kept_bytes: the artifact, which stays. seconds: by the
+    clock, with no other run on the machine. share: of the peak,
+    for its main work. is_beside: it runs while another stage trains, and adds nothing to the run's time. num_gpus:
+    of a node, that it holds and its processes share. notes: what was assumed.
     """
 
     name: str
@@ -81,14 +80,12 @@ class StagePlan:
     steps: int | None = None
     flops: float | None = None
     read_bytes: int | None = None
-    download_bytes: int | None = None
     processes: Sequence[Process] = ()
     at_once: int | None = None
     longest_prompt: int | None = None
     disk_bytes: int | None = None
     kept_bytes: int = 0
     seconds: float | None = None
-    cpu_seconds: float | None = None
     share: float | None = None
     is_beside: bool = False
     num_gpus: int = 0
@@ -97,8 +94,8 @@ class StagePlan:
 
     @property
     def device_bytes(self) -> int:
-        """On the fullest GPU, at the fullest moment: processes that share one add up, but those that have it in turns
-        keep only what rests. 0 without a GPU."""
+        """Bytes on the fullest GPU, at the fullest moment: processes that share one add up, but those that have it in
+        turns keep only what rests. 0 without a GPU."""
         held = [process for process in self.processes if process.device]
         together = [p for p in held if not p.own_gpus]
         turns: list[Process | None] = [p for p in together if p.resting is not None]
@@ -109,7 +106,7 @@ class StagePlan:
 
     @property
     def host_bytes(self) -> int:
-        """In a node's memory, all processes together, as they are expected to take it."""
+        """Bytes in a node's memory, all processes together, as they are expected to take it."""
         return sum(process.count * process.on_host for process in self.processes)
 
     @property
@@ -118,6 +115,6 @@ class StagePlan:
         return self.host_bytes + sum(process.count * process.reserve for process in self.processes)
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, as plain values."""
+        """The plan as plain values."""
         more = {"device_bytes": self.device_bytes, "host_bytes": self.host_bytes}
         return {**asdict(self), **more, "faults": [fault.text(self.name) for fault in self.faults]}

@@ -16,18 +16,15 @@ from nanodag.config.model_size import ModelSize
 from nanodag.config.supervised import SupervisedStage
 from nanodag.errors.words import counted
 from nanodag.inference.number_formats import width_of
-from nanodag.plan import cpu_work, host_memory
+from nanodag.plan import host_memory
 from nanodag.plan.case import Case, Formula
-from nanodag.plan.cpu_work import CpuWork, core_of
 from nanodag.plan.memory import memory_faults
 from nanodag.plan.sizes import CORE_CONTEXT, bytes_per_token, core_items, core_tokens, held_out_share
-from nanodag.plan.speeds import GPU_SHARES, PACKED_TOKENS_S, START_S, gpu_peak
+from nanodag.plan.speeds import PACKED_TOKENS_S, PARSED_BYTES_S, START_S, Devices
 from nanodag.plan.stage_plan import Fault, Process, StagePlan
 
 COMPILED_SHARE = 0.65
 """Share of a layer's activations that a compiled one keeps."""
-ANSWERS_SHARE = 0.5
-"""Share of an item's scored tokens that its answers are: their logits are computed."""
 
 
 def plan_supervised(case: Case[SupervisedStage]) -> StagePlan:
@@ -47,8 +44,6 @@ def plan_supervised(case: Case[SupervisedStage]) -> StagePlan:
     model, resources, precision = case.model, stage.resources, str(stage.precision)
     flops = None if tokens is None else float(tokens) * model.training_flops(stage.sequence_length)
     read = None if tokens is None else int((tokens + _validated(stage)) * bytes_per_token(model.vocabulary))
-    seconds, cpu_seconds = _seconds(case, steps)
-    core = core_of(case.machine, precision)
     states = num_states(model.parameters, stage.optimizer.name, model.total)
     checkpoint = 4 * (model.total + states) + (4 * model.total if stage.patience else 0)
     return case.plan(
@@ -57,14 +52,12 @@ def plan_supervised(case: Case[SupervisedStage]) -> StagePlan:
         steps=steps,
         flops=flops,
         read_bytes=read,
-        download_bytes=None if read is None else case.sizes.downloaded(stage.data, read),
         processes=_processes(case),
         num_gpus=int(resources.num_ranks) // resources.num_nodes if case.device == "cuda" else 0,
         disk_bytes=(stage.keep_checkpoints + 1) * checkpoint + artifact_bytes(model, precision),
         kept_bytes=artifact_bytes(model, precision),
-        seconds=seconds,
-        cpu_seconds=cpu_seconds,
-        share=GPU_SHARES["embedded"].training if case.device == "cuda" else core.share(flops, cpu_seconds),
+        seconds=_seconds(case, steps),
+        share=_devices(case).shares.training,
         notes=tuple(notes),
     )
 
@@ -120,14 +113,14 @@ def _processes(case: Case[SupervisedStage]) -> tuple[Process, ...]:
         held["logits"] = max(held["logits"], largest * (width_of(precision) + 4))
     if stage.patience:
         held["best weights"] = 4 * model.total // (ranks if stage.zero_stage else 1)
-    compiler = host_memory.compiler(model, compiled=stage.compile, device=device)
+    compiler = host_memory.compiler_bytes(model, compiled=stage.compile, device=device)
     data = case.sizes.held_to_read(stage.data) + host_memory.PACKER
     rank = host_memory.computing(
         "rank",
         device,
         held,
         cuda={"data": data, "model": 4 * model.total, "offloaded": state.host},
-        cpu={"offloaded": state.host, "process": host_memory.TRAINER + compiler.num_bytes, "data": data},
+        cpu={"offloaded": state.host, "process": host_memory.TRAINER + compiler, "data": data},
         count=ranks // resources.num_nodes,
     )
     launcher = (Process(name="launcher", host={"process": host_memory.LAUNCHER}),) if ranks > 1 else ()
@@ -139,36 +132,26 @@ def artifact_bytes(model: ModelSize, precision: str) -> int:
     return width_of(precision) * model.total + 100 * model.vocabulary
 
 
-def _seconds(case: Case[SupervisedStage], steps: int | None) -> tuple[float | None, float | None]:
-    """Seconds by the clock, and of a CPU's cores."""
-    if steps is None:
-        return None, None
-    stage, model, sizes, machine = case.stage, case.model, case.sizes, case.machine
-    ranks, tokens = int(stage.resources.num_ranks), steps * int(stage.batch_tokens)
-    held_out = sizes.held_out_tokens(stage.data, model.vocabulary, is_chat=stage.is_chat)
+def _seconds(case: Case[SupervisedStage], steps: int | None) -> float | None:
+    stage, model, resources = case.stage, case.model, case.stage.resources
+    devices = _devices(case)
+    if steps is None or not devices.peak:
+        return None
+    tokens, peak, shares = steps * int(stage.batch_tokens), devices.peak, devices.shares
+    held_out = case.sizes.held_out_tokens(stage.data, model.vocabulary, is_chat=stage.is_chat)
     validated = stage.validation_tokens if held_out is None else min(stage.validation_tokens, held_out)
     validations = (steps // stage.validation_every + 1) * validated
-    of_core = _core_tokens(stage, model, steps)
-    if case.device == "cuda":
-        peak, shares = gpu_peak(machine, str(stage.precision), ranks=ranks), GPU_SHARES["embedded"]
-        if not peak:
-            return None, None
-        worked = tokens * (4 / 3 if stage.activation_checkpointing else 1.0) + validations / 3
-        computing = worked * model.training_flops(stage.sequence_length) / (shares.training * peak)
-        scoring = of_core * model.forward_flops(CORE_CONTEXT) / (shares.likelihood * peak)
-        return START_S + max(computing, tokens / (ranks * PACKED_TOKENS_S)) + scoring, None
-    core = core_of(machine, str(stage.precision))
-    length = sizes.attended_length(stage.data, model.vocabulary, stage.sequence_length, is_chat=stage.is_chat)
-    work = core.training(model, tokens, length, checkpointing=bool(stage.activation_checkpointing))
-    work += core.reading(model, validations, length)
-    work += core.reading(model, of_core, CORE_CONTEXT, scored=ANSWERS_SHARE)
-    work += CpuWork(0.0, tokens * cpu_work.TOKEN_S + ranks * steps * cpu_work.STEP_S)
-    parsed = sizes.in_memory(stage.data) / host_memory.PARSED_BYTES_S
-    start = host_memory.TRAINER_S + host_memory.compiler(model, compiled=stage.compile, device="cpu").seconds + parsed
-    busy = cpu_work.RANKS_BUSY if ranks > 1 else 1.0
-    side_by_side = max(1, min(ranks, machine.cores))
-    seconds = (ranks * start + work.on(int(stage.resources.threads)) / busy) / side_by_side
-    return seconds, ranks * start + work.total
+    worked = tokens * (4 / 3 if stage.activation_checkpointing else 1.0) + validations / 3
+    computing = worked * model.training_flops(stage.sequence_length) / (shares.training * peak)
+    scoring = _core_tokens(stage, model, steps) * model.forward_flops(CORE_CONTEXT) / (shares.likelihood * peak)
+    start = START_S[case.device] + case.sizes.in_memory(stage.data) / PARSED_BYTES_S
+    return start + max(computing, tokens / (int(resources.num_ranks) * PACKED_TOKENS_S)) + scoring
+
+
+def _devices(case: Case[SupervisedStage]) -> Devices:
+    resources = case.stage.resources
+    threads = 1 if case.device == "cuda" else int(resources.threads)
+    return case.devices(str(case.stage.precision), int(resources.num_ranks) * threads)
 
 
 def _candidates(stage: SupervisedStage) -> Iterator[tuple[tuple[str, ...], SupervisedStage]]:

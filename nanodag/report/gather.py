@@ -1,4 +1,4 @@
-"""What the report is about, read from the job's context and the stages' folders."""
+"""Stages, scores and comparisons of a report, read from the job's context and the stages' folders."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,13 +12,26 @@ from nanodag.config.kinds import recorded_kind
 from nanodag.config.kinds.evaluation import EvalStage
 from nanodag.errors.words import counted
 from nanodag.evaluation.paired import FALSE_ALARMS, PairedDifference, holm, paired
-from nanodag.rl.rollouts.learning import why_nothing_was_learned
+from nanodag.rl.rollouts.metrics import why_nothing_was_learned
 
 HEADLINES = ("core", "chat_core")
 """Benchmarks that are means over many tasks: they stand first."""
 NO_CLEAR = "no clear difference"
 ASKED = ("form", "num_fewshot", "sampling")
 """What must agree for two scores of a benchmark to be of the same question."""
+
+
+def metrics_in(records: Path) -> list[dict[str, Any]]:
+    """The lines of a folder's metrics.jsonl; none where there is no such file."""
+    path = records / "metrics.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    return [json.loads(line) for line in lines if line.strip()]
+
+
+def curve_of(lines: Sequence[Mapping[str, Any]], name: str) -> tuple[list[float], list[float]]:
+    """Steps and values of one metric, over all lines that have it as a number."""
+    pairs = [(float(line["step"]), float(line[name])) for line in lines if _is_number(line.get(name))]
+    return [step for step, _ in pairs], [value for _, value in pairs]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,20 +53,13 @@ class ReportedStage:
 
     @cached_property
     def lines(self) -> list[dict[str, Any]]:
-        """The records of metrics.jsonl; empty for a stage that wrote none."""
-        path = self.records / "metrics.jsonl"
-        if not path.is_file():
-            return []
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        return metrics_in(self.records)
 
     def curve(self, name: str) -> tuple[list[float], list[float]]:
-        """Steps and values of one metric, over all lines that have it as a number."""
-        pairs = [(line["step"], line[name]) for line in self.lines if _is_number(line.get(name))]
-        return [float(step) for step, _ in pairs], [float(value) for _, value in pairs]
+        return curve_of(self.lines, name)
 
     @cached_property
     def results(self) -> dict[str, Any]:
-        """results.json of a stage that makes scores."""
         return json.loads((self.files / "results.json").read_text(encoding="utf-8"))
 
 
@@ -70,7 +76,6 @@ class Column:
         return next((e.results["benchmarks"][name] for e in self.evals if name in e.results["benchmarks"]), None)
 
     def samples_path(self, name: str) -> Path:
-        """The records of one benchmark."""
         return next(e.files / "samples" / f"{name}.jsonl" for e in self.evals if name in e.results["benchmarks"])
 
 
@@ -97,7 +102,6 @@ class Comparison:
 
     @property
     def metric(self) -> str:
-        """What is compared."""
         return str(self.after.benchmark(self.benchmark)["metric"])  # type: ignore[index] # both have it
 
     @property
@@ -209,7 +213,7 @@ def _nearest_evaluated(column: Column, columns: Sequence[Column], stages: Mappin
 
 
 def warnings_of(stages: Mapping[str, ReportedStage], stale: Mapping[str, str]) -> list[str]:
-    """What the reader of scores must know: what is stale, that RL learned nothing, and prompts that were too long.
+    """Warnings for the reader of scores: what is stale, that RL learned nothing, and prompts that were too long.
     stale: stage -> why."""
     warnings = [f"{name} is stale: {why}." for name, why in stale.items()]
     for stage in stages.values():

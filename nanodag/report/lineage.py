@@ -1,10 +1,16 @@
-"""The DAG as a picture: boxes from left to right, inputs before what was made of them."""
+"""Lineage up to the data, and the DAG as a picture: boxes from left to right, inputs before what was made of them."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from html import escape
+from pathlib import Path
+from typing import Any
 
 from nanodag.config.kind import SCORES, Kind
+from nanodag.config.kinds import recorded_kind
+from nanodag.errors import ArtifactNotFound, CorruptArtifact, NewerFormat
 from nanodag.report.gather import ReportedStage, stage_behind
+from nanodag.store import Artifact, Store
 
 BOX_WIDTH, BOX_HEIGHT, GAP_X, GAP_Y = 132, 46, 44, 18
 # Class and colour of a box. In a page its style sheet goes before the colours, which are for an SVG that stands alone.
@@ -89,3 +95,63 @@ def _arrow(source: tuple[int, int], target: tuple[int, int]) -> str:
         f'<path class="arrow" d="M{start_x} {start_y}C{start_x + bend} {start_y} {end_x - bend} {end_y} {end_x - 2} '
         f'{end_y}" fill="none" stroke="#9aa3af" stroke-width="1.3" marker-end="url(#arrow)"/>'
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """An artifact with what it was made from. artifact: None where the store has it no more; then `what` says which.
+    inputs: input name -> Origin."""
+
+    what: str
+    artifact: Artifact | None
+    inputs: Mapping[str, "Origin"] = field(default_factory=dict)
+
+
+def origin_of(store: Store, artifact: Artifact) -> Origin:
+    """The whole lineage of an artifact. One that is used twice is the same object twice."""
+    known: dict[tuple[str, str], Origin] = {}
+
+    def of(found: Artifact) -> Origin:
+        name = (found.key, found.attempt)
+        if name not in known:
+            inputs = {label: above(source) for label, source in found.lineage.items()}
+            known[name] = Origin(what=f"{found.stage} {found.key[:12]}/{found.attempt}", artifact=found, inputs=inputs)
+        return known[name]
+
+    def above(source: Mapping[str, Any]) -> Origin:
+        try:
+            return of(store.attempt(str(source["key"]), str(source["attempt"])))
+        except ArtifactNotFound:
+            why = "not in the store any more"
+        except (CorruptArtifact, NewerFormat) as error:
+            why = str(error)
+        return Origin(what=f"{source['stage']} {source['key'][:12]}/{source['attempt']}: {why}", artifact=None)
+
+    return of(artifact)
+
+
+def picture_of(origin: Origin) -> str:
+    """The lineage as an SVG: what the store has of it."""
+    stages: dict[str, ReportedStage] = {}
+
+    def add(found: Origin) -> None:
+        for source in found.inputs.values():
+            add(source)
+        artifact = found.artifact
+        if artifact is None or any((s.key, s.attempt) == (artifact.key, artifact.attempt) for s in stages.values()):
+            return
+        name = artifact.stage if artifact.stage not in stages else f"{artifact.stage} {artifact.key[:4]}"
+        nowhere = Path()
+        stages[name] = ReportedStage(
+            name=name,
+            kind=recorded_kind(artifact.kind),
+            files=nowhere,
+            records=nowhere,
+            **{
+                name: getattr(artifact, name)
+                for name in ("key", "attempt", "digest", "metrics", "cost", "config", "lineage", "environment")
+            },
+        )
+
+    add(origin)
+    return lineage_svg(stages)

@@ -60,7 +60,7 @@ class PageSection:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What both pages show. warnings: what the reader must know before all else."""
+    """Content of both pages. warnings: what the reader must know before all else."""
 
     title: str
     subtitle: str

@@ -52,7 +52,7 @@ def panels_svg(panels: Sequence[Panel], *, name: str) -> str:
     """Panels, to stand side by side. name: makes ids within the SVGs unique to the page."""
     pictures = []
     for number, panel in enumerate(panels):
-        figure, axis = _figure()
+        figure, axis = figure_of_page()
         num_rows = _draw(axis, panel)
         # A legend of more rows than most makes the picture higher, and the axes no lower.
         figure.set_size_inches(WIDTH, HEIGHT + max(0, num_rows - USUAL_ROWS) * LEGEND_ROW / 72)
@@ -65,7 +65,7 @@ def scores_svg(columns: Sequence[Column], *, name: str) -> str:
     benchmarks = [b for b in benchmarks_of(columns) if sum(c.benchmark(b) is not None for c in columns) > 0]
     pictures = []
     for number, benchmark in enumerate(benchmarks):
-        figure, axis = _figure(width=2.3, height=2.5)
+        figure, axis = figure_of_page(width=2.3, height=2.5)
         scores = [(i, c.benchmark(benchmark)) for i, c in enumerate(columns)]
         there = [(i, score) for i, score in scores if score is not None]
         scale = 100 if is_share(there[0][1]["metric"]) else 1
@@ -161,12 +161,12 @@ def _draw(axis: Any, panel: Panel) -> int:
     elif panel.x_label == "step":
         axis.xaxis.get_major_locator().set_params(integer=True)
     axis.set_xlabel(panel.x_label, fontsize=8)
-    num_rows = _add_legend(axis, list(panel.lines)) if len(panel.lines) > 1 else 0
+    num_rows = add_legend(axis, list(panel.lines)) if len(panel.lines) > 1 else 0
     axis.set_title(shortened(panel.title, 2 * LONGEST_TITLE), fontsize=9, loc="left", pad=6 + LEGEND_ROW * num_rows)
     return num_rows
 
 
-def _add_legend(axis: Any, labels: Sequence[str]) -> int:
+def add_legend(axis: Any, labels: Sequence[str]) -> int:
     """Put the legend between the title and the axes, where it covers nothing; returns how many rows it has."""
     widest = max(map(len, labels))
     num_columns = max(1, min(len(labels), int(LEGEND_POINTS / (26 + 4.2 * widest))))
@@ -200,7 +200,7 @@ def _thinned(xs: Sequence[float], ys: Sequence[float]) -> tuple[list[float], lis
     return [xs[run][-1] for run in runs], [sum(ys[run]) / len(ys[run]) for run in runs]
 
 
-def _figure(*, width: float = WIDTH, height: float = HEIGHT) -> tuple["Figure", Any]:
+def figure_of_page(*, width: float = WIDTH, height: float = HEIGHT) -> tuple["Figure", Any]:
     """A figure with one set of axes, whose colours are those of VARIABLES."""
     import matplotlib
     from matplotlib.figure import Figure

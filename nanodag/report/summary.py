@@ -1,4 +1,4 @@
-"""What a run has come to, in short: its scores, what got better and worse by more than noise, and what to beware of.
+"""Summary of a run: its scores, what got better and worse by more than noise, and what to beware of.
 
 It says what the report says, by the same functions, of the run as it is now: also where it has no report, or one that
 is stale.
@@ -13,7 +13,7 @@ from nanodag.report import tables, words
 from nanodag.report.gather import Comparison, columns_of, comparisons_of, stages_of, warnings_of
 from nanodag.report.page import PageSection, Part, Report
 from nanodag.report.tables import Cell, Table
-from nanodag.run.report_context import context_stages
+from nanodag.run.record import context_stages
 from nanodag.run.stale_stages import stale_stages
 from nanodag.store import Artifact, Store
 from nanodag.store.run_record import RunRecord, StageRecord

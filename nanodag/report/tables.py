@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanodag.config.resolve import leaves
-from nanodag.config.rl_evaluation import HELD_OUT
+from nanodag.config.rl_sections import HELD_OUT
 from nanodag.errors.words import duration, size, tries
 from nanodag.evaluation.paired import read_records
 from nanodag.report import words
@@ -221,7 +221,7 @@ def reached_table(stages: Mapping[str, ReportedStage]) -> Table | None:
 
 
 def rows_table(stages: Mapping[str, ReportedStage]) -> Table | None:
-    """How many rows of each source a stage trained on, and how often each; None where no stage counted them."""
+    """Rows of each source that a stage trained on, and how often each; None where no stage counted them."""
     rows = [
         [Cell(text=name), Cell(text=source["url"]), Cell(text=f"{source['rows']:,}"), Cell(text=_times(source))]
         for name, stage in stages.items()
@@ -237,7 +237,7 @@ def _times(source: Mapping[str, Any]) -> str:
 
 
 def policy_table(stage: ReportedStage) -> Table | None:
-    """What an RL stage's own evaluations came to: its start, its best and its last weights. None without any."""
+    """Scores of an RL stage's own evaluations: its start, its best and its last weights. None without any."""
     asked: dict[str, list[Mapping[str, Any]]] = {}
     for line in stage.lines:
         name = line.get("benchmark") or HELD_OUT
@@ -276,7 +276,7 @@ def _policy_cell(line: Mapping[str, Any], name: str) -> Cell:
 
 
 def samples_table(columns: Sequence[Column]) -> Table | None:
-    """What each model answers to the same prompts; None when no eval stage was given any."""
+    """Answers of each model to the same prompts; None when no eval stage was given any."""
     prompts: dict[str, None] = {}
     answers: dict[tuple[str, str], str] = {}
     for column in columns:
@@ -336,7 +336,7 @@ def _written(record: Mapping[str, Any]) -> str | None:
 
 
 def lineage_table(stages: Mapping[str, ReportedStage]) -> Table:
-    """Which bytes were made of which."""
+    """Digests of each stage and of its inputs."""
     rows = [
         [
             Cell(text=stage.name),
@@ -369,7 +369,8 @@ def config_table(stage: ReportedStage, origins: Mapping[str, str]) -> Table:
 
 
 def environment_table(stages: Mapping[str, ReportedStage]) -> Table | None:
-    """Where the stages ran, one row for each setting that they share or differ in; None when nothing was recorded."""
+    """Environments of the stages, one row for each setting that they share or differ in; None when nothing was
+    recorded."""
     stages_by_setting: dict[tuple[str, str], list[str]] = {}
     for stage in stages.values():
         for name, value in leaves(dict(stage.environment)):

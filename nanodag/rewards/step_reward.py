@@ -3,7 +3,7 @@
     def function(prompt, completion) -> (total, [(end, score), ...])
 
 completion[:end] is what was written when the step was done: the number of characters up to its end, 1 to
-len(completion). The steps are what is trained (nanodag.rl.advantages.process); the total is what filters, metrics and
+len(completion). The steps are what is trained (nanodag.rl.advantages); the total is what filters, metrics and
 evaluation see. So an outcome that is to be trained, too, is a step that ends at len(completion).
 """
 

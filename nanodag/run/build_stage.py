@@ -5,6 +5,7 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,18 +23,18 @@ from nanodag.data.digests import file_sha256, folder_sha256
 from nanodag.data.sources import open_source
 from nanodag.errors import ConfigError, StageFailed, StageStopped, StoreBusy
 from nanodag.evaluation.forms import form_files
+from nanodag.host.machine import visible_gpus
 from nanodag.model.import_model import model_identity
 from nanodag.own_code.find import file_of, required_file
 from nanodag.rl.rollouts.saved import saved_files
-from nanodag.run.record import Run, StageResult, result_of
-from nanodag.run.report_context import context_stages
+from nanodag.run.record import Run, StageResult, context_stages, lineage_of, result_of
 from nanodag.run.stale_stages import config_digest, stale_stages
-from nanodag.run.work import job_of, work
 from nanodag.store import Artifact, stage_key
 from nanodag.store.provenance import environment
 from nanodag.store.run_record import Made
+from nanodag.worker.devices import STEP_BACK_S, devices_folder, devices_for, hold, named_gpus
 from nanodag.worker.job import Job
-from nanodag.worker.launch import LOG_NAME, Result, begin_try, usage_of
+from nanodag.worker.launch import LOG_NAME, Result, Watch, begin_try, run_worker, usage_of
 from nanodag.worker.tracker import FOLDER as TRACKERS
 
 log = logging.getLogger(__name__)
@@ -57,10 +58,10 @@ def build_stage(
     send: Callable[[], None] | None = None,
     max_restarts: int = 0,
 ) -> StageResult:
-    """The result of one stage of a run: found in the store, or built.
+    """Find the result of one stage of a run in the store, or build it.
 
     inputs: input name -> result of that stage. force: build another attempt even where one is found. on_line and
-    on_metrics: as in nanodag.worker.launch.run_worker. send: has the stage built elsewhere, in the same store, and
+    on_metrics: as in nanodag.worker.launch.Watch. send: has the stage built elsewhere, in the same store, and
     returns when it is. max_restarts: how often the caller calls this again, after a StageInterrupted.
 
     Raises StageFailed, or another NanodagError, after the run's record says so too.
@@ -92,9 +93,14 @@ def build_stage(
                 # Another process may have published it while this one waited.
                 artifact = None if force else run.store.lookup(key)
                 if artifact is None:
-                    build = _Build(run, name, inputs, key, sources, lock)
-                    artifact = build(on_line, on_metrics, restarts, max(0, max_restarts - restarts))
-                    waited_s = build.waited_s
+                    watch = Watch(
+                        on_line=on_line,
+                        on_metrics=on_metrics,
+                        stop=run.stop,
+                        restarts=restarts,
+                        restarts_left=max(0, max_restarts - restarts),
+                    )
+                    artifact, waited_s = _build(run, name, inputs, key, sources, lock, watch)
                 run.store.discard_workspace(key)
     except BaseException as error:
         state = "stopped" if run.stop.is_set() else "failed"
@@ -143,7 +149,7 @@ def key_of(run: Run, stage: AnyStage, inputs: Inputs) -> tuple[str, dict[str, An
 
 
 def own_entries(stage: AnyStage) -> dict[str, Any]:
-    """What names each function, file and folder of the user's own in a key, by what stands in the config: the entry's
+    """Identity of each function, file and folder of the user's own in a key, by what stands in the config: the entry's
     name, as `process:module:function`, or the folder's path.
 
     Raises ConfigError for one that is not there."""
@@ -182,13 +188,13 @@ def _require_folder(path: str) -> None:
 
 
 def worker_identity(module: str) -> list[dict[str, Any]]:
-    """What names a worker's code in a key: of a package, its `__main__` too, which is what `python -m` runs."""
+    """Identity of a worker's code in a key: of a package, its `__main__` too, which is what `python -m` runs."""
     inner = f"{module}.__main__"
     return [code_identity(name) for name in (module, inner) if name == module or file_of(name) is not None]
 
 
 def code_identity(function: str) -> dict[str, Any]:
-    """What names a user's `module:function`, or module, in a key: its name and the sha256 of its module's file.
+    """Identity of a user's `module:function`, or module, in a key: its name and the sha256 of its module's file.
 
     Raises ConfigError when there is no such module.
     """
@@ -197,7 +203,7 @@ def code_identity(function: str) -> dict[str, Any]:
 
 
 def server_identity(url: str) -> dict[str, Any]:
-    """What names a teacher's server in a key: its URL, and the model that it says it serves, with its version.
+    """Identity of a teacher's server in a key: its URL, and the model that it says it serves, with its version.
 
     Raises ConfigError when it does not answer.
     """
@@ -232,7 +238,7 @@ def with_identities(value: Any, sources: Mapping[str, Any]) -> Any:
 
 
 def made_from(artifact: Artifact, config: AnyStage, inputs: Inputs, *, took_s: float = 0.0) -> Made:
-    """What a run's record says of a stage that has this result."""
+    """Entry of a run's record for a stage that has this result."""
     return Made(
         attempt=artifact.attempt,
         digest=artifact.digest,
@@ -244,92 +250,130 @@ def made_from(artifact: Artifact, config: AnyStage, inputs: Inputs, *, took_s: f
     )
 
 
-class _Build:
-    """One stage that the store does not have."""
+def _build(
+    run: Run, name: str, inputs: Inputs, key: str, sources: Mapping[str, Any], lock: int, watch: Watch
+) -> tuple[Artifact, float]:
+    """Build a stage that the store does not have, and publish it; returns with it the seconds that it waited for a
+    device of the machine."""
+    began, stage = time.monotonic(), run.pipeline.stages[name]
+    job = job_of(run, name, stage, inputs, run.store.workspace(key))
+    if find_kind(stage.kind).makes == PAGE:
+        job = replace(job, context={**job.context, **report_context(run, name, inputs)})
+    result, waited_s = work(run, job, lock, watch, on_devices=_on_devices(run, name, key, job))
+    device = str(stage.resources.device)
+    cost = {
+        **result.cost,
+        **usage_of(job.workspace),
+        "device": device,
+        "start_s": round(result.start_s, 3),
+        "work_s": round(result.work_s, 3),
+        "waited_s": round(waited_s, 3),
+        "orchestration_s": round(time.monotonic() - began - waited_s - result.start_s - result.work_s, 3),
+    }
+    _collect_records(job)
+    artifact = run.store.publish(
+        key,
+        job.output,
+        records=job.records,
+        kind=stage.kind,
+        stage=name,
+        config=stage.model_dump(mode="json"),
+        lineage=lineage_of(inputs),
+        sources=sources,
+        metrics=result.metrics,
+        cost=cost,
+        environment=environment(device),
+    )
+    if run.pipeline.store.mirror_checkpoints:
+        run.store.mirror(key, job.checkpoints).drop()
+    return artifact, waited_s
 
-    def __init__(self, run: Run, name: str, inputs: Inputs, key: str, sources: dict[str, Any], lock: int) -> None:
-        self._run, self._name, self._inputs = run, name, inputs
-        self._key, self._sources, self._lock, self._began = key, sources, lock, time.monotonic()
-        self.waited_s = 0.0  # for a device of the machine
-        self._stage = run.pipeline.stages[name]
 
-    def __call__(
-        self,
-        on_line: Callable[[str], None],
-        on_metrics: Callable[[dict[str, Any]], None],
-        restarts: int,
-        restarts_left: int,
-    ) -> Artifact:
-        run = self._run
-        job = job_of(run, self._name, self._stage, self._inputs, run.store.workspace(self._key))
-        if find_kind(self._stage.kind).makes == PAGE:
-            job = replace(job, context={**job.context, **_report_context(run, self._name, self._inputs)})
-        done = work(
-            run,
-            job,
-            self._lock,
-            on_devices=self._on_devices(job),
-            on_line=on_line,
-            on_metrics=on_metrics,
-            restarts=restarts,
-            restarts_left=restarts_left,
-        )
-        self.waited_s = done.waited_s
-        artifact = self._publish(job, done.result)
-        if run.pipeline.store.mirror_checkpoints:
-            run.store.mirror(self._key, job.checkpoints).drop()
-        return artifact
+@contextlib.contextmanager
+def _on_devices(run: Run, name: str, key: str, job: Job) -> Iterator[None]:
+    """Say that the stage is running. Go on from mirrored checkpoints, and mirror new ones while the worker works, where
+    that is asked for."""
+    tried = {"earlier_s": begin_try(job.workspace), "workspace": str(job.workspace)}
+    run.note(name, state="running", started=time.time(), key=key, **tried)
+    log.info("Stage %s: key %s, workspace %s", name, key[:12], job.workspace)
+    if not run.pipeline.store.mirror_checkpoints:
+        yield
+        return
+    mirror = run.store.mirror(key, job.checkpoints)
+    mirror.restore()
+    with mirror:
+        yield
 
-    @contextlib.contextmanager
-    def _on_devices(self, job: Job) -> Iterator[None]:
-        """Say that the stage is running. Go on from mirrored checkpoints, and mirror new ones while the worker works,
-        where that is asked for."""
-        tried = {"earlier_s": begin_try(job.workspace), "workspace": str(job.workspace)}
-        self._run.note(self._name, state="running", started=time.time(), key=self._key, **tried)
-        log.info("Stage %s: key %s, workspace %s", self._name, self._key[:12], job.workspace)
-        if not self._run.pipeline.store.mirror_checkpoints:
-            yield
-            return
-        mirror = self._run.store.mirror(self._key, job.checkpoints)
-        mirror.restore()
-        with mirror:
-            yield
 
-    def _publish(self, job: Job, result: Result) -> Artifact:
-        usage = usage_of(job.workspace)
-        device = str(self._stage.resources.device)
-        cost = {
-            **result.cost,
-            "seconds": usage["seconds"],
-            "earlier_seconds": usage["earlier_seconds"],
-            "cpu_seconds": usage["cpu_s"],
-            "peak_bytes": usage["peak_bytes"],
-            "num_attempts": usage["num_attempts"],
-            "device": device,
-            "start_s": round(result.start_s, 3),
-            "work_s": round(result.work_s, 3),
-            "waited_s": round(self.waited_s, 3),
-            "orchestration_s": round(
-                time.monotonic() - self._began - self.waited_s - result.start_s - result.work_s, 3
-            ),
-        }
-        _collect_records(job)
-        return self._run.store.publish(
-            self._key,
-            job.output,
-            records=job.records,
-            kind=self._stage.kind,
-            stage=self._name,
-            config=self._stage.model_dump(mode="json"),
-            lineage={
-                label: {"stage": r.stage, "kind": r.kind, "key": r.key, "attempt": r.attempt, "digest": r.digest}
-                for label, r in self._inputs.items()
-            },
-            sources=self._sources,
-            metrics=result.metrics,
-            cost=cost,
-            environment=environment(device),
-        )
+def job_of(run: Run, name: str, config: AnyStage, inputs: Mapping[str, StageResult], workspace: Path) -> Job:
+    """Job of a stage's worker. The files of its inputs are brought here, and verified, first."""
+    store = run.store
+    return Job(
+        name=name,
+        run=run.name,
+        config=config,
+        inputs={label: store.materialize(store.attempt(r.key, r.attempt)) for label, r in inputs.items()},
+        workspace=workspace,
+        context={
+            "preset": run.pipeline.preset,
+            "mirror": run.pipeline.mirror,
+            "store": str(store.local),
+            "code": str(run.code_path),
+            "trusted_modules": list(run.pipeline.trusted_modules),
+            "composed": run.composed,
+            "tracking": run.pipeline.tracking.model_dump(mode="json"),
+            "trackers_folder": str(store.local / "trackers"),
+            **({"cluster": run.pipeline.cluster.model_dump(mode="json")} if config.machines else {}),
+        },
+    )
+
+
+def work(
+    run: Run,
+    job: Job,
+    lock: int,
+    watch: Watch,
+    *,
+    on_devices: AbstractContextManager[Any] | None = None,
+    steps_back: bool = False,
+) -> tuple[Result, float]:
+    """Wait for devices of this machine, and run the job there; returns with its result the seconds that it waited.
+
+    lock: the descriptor of the key's lock, which the worker holds as long as it lives; it comes before the devices: who
+    holds devices waits for nobody, so no two wait for each other. on_devices: entered once they are held, left when the
+    worker has ended. steps_back: GPUs that another stage waits for are left to it. nanodag.worker.launch.run_worker
+    says what is raised.
+    """
+    stage, kind = job.config, find_kind(job.config.kind)
+    device = str(stage.resources.device)
+    devices = devices_for(
+        device=device,
+        num_gpus=stage.num_gpus(len(visible_gpus())),
+        spare_gpus=stage.spare_gpus,
+        is_beside=kind.is_beside,
+        at_once=run.at_once,
+    )
+    step_back_s = STEP_BACK_S if (kind.is_beside or steps_back) and device == "cuda" else 0.0
+    asked = time.monotonic()
+    with hold(devices_folder(run.store), devices, stop=run.stop, step_back_s=step_back_s) as held:
+        waited_s = time.monotonic() - asked
+        with on_devices or contextlib.nullcontext():
+            result = run_worker(
+                kind.module,
+                job,
+                num_ranks=int(stage.resources.num_ranks) if kind.has_ranks else 1,
+                nodes=stage.resources.num_nodes if kind.has_ranks else 1,
+                threads=int(stage.resources.threads),
+                device=device,
+                gpus=named_gpus(held.numbers) if device == "cuda" else "",
+                niceness=kind.niceness,
+                hold=(lock, *held.descriptors),
+                watch=watch,
+                timeout_s=stage.timeout_s,
+            )
+    if not job.output.is_dir():
+        raise StageFailed(f"Stage {job.name} said that it is done but left no folder {job.output}.")
+    return result, waited_s
 
 
 def _collect_records(job: Job) -> None:
@@ -343,8 +387,9 @@ def _collect_records(job: Job) -> None:
             shutil.copytree(folder, job.records / name, dirs_exist_ok=True)
 
 
-def _report_context(run: Run, name: str, inputs: Inputs) -> dict[str, Any]:
-    """What nanodag.report lists, for every stage above that has a result: its manifest, its files, its records."""
+def report_context(run: Run, name: str, inputs: Inputs) -> dict[str, Any]:
+    """Context of a report's job (nanodag.report), for every stage above that has a result: its manifest, its files, its
+    records."""
     record = run.store.read_run(run.name)
     above = {r.stage for r in inputs.values()}
     for stage in reversed(run.order[: run.order.index(name)]):

@@ -9,7 +9,7 @@ from nanodag.config import Pipeline, Resolved
 from nanodag.config.derive_sampler import this_machine
 from nanodag.host.machine import Machine, machine_of
 from nanodag.run.python_path import take_python_path
-from nanodag.run.record import Run, StageResult, begun_record, check_gpus, waiting_stage
+from nanodag.run.record import Run, StageResult, begun_record, check_gpus, lineage_of, waiting_stage
 from nanodag.store import Artifact, Store, stage_key
 from nanodag.store.provenance import environment
 from nanodag.store.run_record import Made, NightRecord, RunRecord, StageRecord, SweepRecord
@@ -48,13 +48,12 @@ def open_composed(
 
 
 def machine_for(name: str, store: Store) -> Machine:
-    """What `auto` of a night or sweep follows from: the machine that it was begun on, else this one."""
+    """Machine that `auto` of a night or sweep follows from: the machine that it was begun on, else this one."""
     before = store.find_run(name)
     return machine_of(before.machine) if before is not None else this_machine()
 
 
 def page_key(kind: str, config: Mapping[str, Any], results: Mapping[str, StageResult]) -> str:
-    """The key of a page about these results."""
     inputs = {stage: result.digest for stage, result in results.items()}
     return stage_key(kind=kind, code_version=1, config=config, inputs=inputs, sources={})
 
@@ -79,10 +78,7 @@ def publish_page(
         kind=kind,
         stage=kind,
         config=dict(config),
-        lineage={
-            stage: {"stage": stage, "kind": r.kind, "key": r.key, "attempt": r.attempt, "digest": r.digest}
-            for stage, r in results.items()
-        },
+        lineage=lineage_of(results),
         sources={},
         metrics=dict(metrics),
         cost={},

@@ -15,7 +15,7 @@ MAX_TEXT = 3000
 
 
 def notice(*, flow: str, run: str, state: str, message: str, look: str) -> dict[str, str]:
-    """What is told of a flow run that ended badly. state: Prefect's name of how. message: a line for each stage that
+    """Message about a flow run that ended badly. state: Prefect's name of how. message: a line for each stage that
     failed or score that got worse. look: the address of its page. `text` is what chat programs show."""
     text = f"nanodag {flow} {run}: {state}\n{message}"
     if len(text) > MAX_TEXT:

@@ -1,4 +1,4 @@
-"""What can be known of a pipeline before anything starts: functions, files, models, benchmarks and the first rows.
+"""Checks of a pipeline before anything starts: functions, files, models, benchmarks and the first rows.
 
 A short process looks (nanodag.run.preflight_checks), with a worker's environment: what it imports, the user's own
 modules too, never gets into the command's process. Only the user's kinds of stages do: their configs are read there.
@@ -80,7 +80,7 @@ def check_names(
 
 
 def state_of(path: str) -> list[int]:
-    """What changes with a file: its size and the time of its last change; empty where there is none."""
+    """State of a file that changes with it: its size and the time of its last change; empty where there is none."""
     try:
         facts = os.stat(path)
     except OSError:
@@ -97,7 +97,8 @@ def _still_holds(mark: Path) -> bool:
 
 
 def _look(asked: dict[str, Any]) -> dict[str, Any]:
-    """What the process found. What a user's module prints goes nowhere; where one ends the process, that is a fault."""
+    """Findings of the process. What a user's module prints goes nowhere; where one ends the process, that is a
+    fault."""
     memory, total = min(psutil.virtual_memory().available, usable_memory()), usable_memory()
     environment = os.environ | {"PYTHONSAFEPATH": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK": "1"}
     with tempfile.TemporaryDirectory(prefix="nanodag-") as folder:

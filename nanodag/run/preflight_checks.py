@@ -19,9 +19,9 @@ from nanodag import registry
 from nanodag.config import AnyStage, Pipeline
 from nanodag.config.kinds import find_kind, vouch_for
 from nanodag.config.kinds.evaluation import BenchmarkConfig
-from nanodag.config.ranges import check_lora
+from nanodag.config.rl_checks import check_lora
 from nanodag.config.rl_entries import EntryConfig, entries_in
-from nanodag.config.rl_evaluation import PolicyBenchmarkConfig
+from nanodag.config.rl_sections import PolicyBenchmarkConfig
 from nanodag.config.section import found_in
 from nanodag.config.stage_base import ExternalInput
 from nanodag.config.tracking import SERVICES
@@ -74,7 +74,6 @@ class Checks:
                 self._try("tracking.trackers", name, partial(_need_package, name))
 
     def stage(self, name: str) -> None:
-        """Look at whatever a stage names."""
         stage = self._pipeline.stages[name]
         if stage.machines:
             hostfile = os.path.expandvars(self._pipeline.cluster.hostfile)
@@ -226,7 +225,6 @@ class Checks:
         self._try(where, f"benchmark {benchmark} chat {is_chat}", look)
 
     def _core(self, where: str, url: str) -> None:
-        """CORE's items are all there."""
         what = "; set core_bundle to the folder of nanochat's eval_bundle, or core_bundle=none to leave CORE out"
 
         def look() -> None:
@@ -246,7 +244,7 @@ class Checks:
         self.relied_on.update(str(path) for path in files)
 
     def _width_of(self, stage: AnyStage) -> int | None:
-        """Of the model that a stage begins at, where that is imported from a folder."""
+        """Width of the model that a stage begins at, where that is imported from a folder."""
         while not stage.known_model:
             if "model" not in stage.inputs:
                 return None
@@ -287,7 +285,7 @@ class Checks:
 
     def _lora(self, name: str, stage: AnyStage) -> None:
         if (width := self._width_of(stage)) is not None:
-            check_lora(name, stage.lora_rank, width, self._pipeline.unchecked)
+            check_lora(name, stage.lora_rank, width)
 
     def _function(self, stage: AnyStage, entry: EntryConfig) -> None:
         path, traits = entry.own_function, entry.traits
@@ -320,7 +318,6 @@ class Checks:
         self.relied_on.add(str(module_file(module)))
 
     def _module(self, path: str) -> Path:
-        """The file of a function's module."""
         file = required_file(path.partition(":")[0], path)
         self.relied_on.add(str(file))
         return file
@@ -352,7 +349,8 @@ def _check_metadata(records: list[dict[str, Any]], rewards: list[str], url: str)
 
 
 def _is_few(source: SourceConfig) -> bool:
-    """Whether a share is held out of rows that are there and may be few: not of the hub, nor of what a stage makes."""
+    """True where a share is held out of rows that are there and may be few: not of the hub, nor of what a stage
+    makes."""
     return isinstance(source.held_out, float) and not source.url.startswith(("hub:", "input:"))
 
 

@@ -1,4 +1,4 @@
-"""How far each stage of a run is, read from its record, from metrics.jsonl in the workspaces, and from manifests."""
+"""Progress of each stage of a run, read from its record, from metrics.jsonl in the workspaces, and from manifests."""
 
 import json
 import time
@@ -107,7 +107,7 @@ def _last_lines(store: Store, entry: StageRecord) -> list[dict[str, Any]]:
 
 
 def _rate(points: Sequence[tuple[float, float, Any]]) -> float:
-    """What was done a second over the last SPEED_WINDOW_S, 0 where nothing is known. points: time, how much is done,
+    """Amount done a second over the last SPEED_WINDOW_S, 0 where nothing is known. points: time, how much is done,
     and of what: each phase counts for itself."""
     recent = [p for p in points if p[2] == points[-1][2] and p[0] >= points[-1][0] - SPEED_WINDOW_S]
     if len(recent) < 2 or recent[-1][0] <= recent[0][0]:
@@ -131,7 +131,7 @@ def _amount(line: Mapping[str, Any]) -> str:
 
 
 def _said(lines: Sequence[Mapping[str, Any]]) -> str:
-    """What the stage has last said of its loss, reward or score."""
+    """Last loss, reward or score that the stage wrote, in words."""
     for line in reversed(lines):
         if line["event"] == "eval" and isinstance(score := line.get(line.get("benchmark", "")), int | float):
             return _score(line["benchmark"], score)
@@ -142,7 +142,7 @@ def _said(lines: Sequence[Mapping[str, Any]]) -> str:
 
 @lru_cache(maxsize=1024)
 def _reached_by(store: Store, key: str, attempt: str) -> str:
-    """What an artifact's manifest says of its loss, reward or score. An artifact never changes, so it is read once."""
+    """Loss, reward or score in an artifact's manifest, in words. An artifact never changes, so it is read once."""
     try:
         artifact = store.attempt(key, attempt)
     except StoreError:  # removed, or damaged; that is said where it is needed

@@ -6,7 +6,7 @@ import stat
 import sys
 from pathlib import Path
 
-from nanodag.host.ownership import may_be_of_others
+from nanodag.host.folders import may_be_of_others
 from nanodag.store.atomic import write_bytes, writing
 
 

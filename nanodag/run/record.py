@@ -7,7 +7,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,10 +32,15 @@ from nanodag.store.run_record import ENDED_WELL, RunRecord, StageRecord, referen
 
 log = logging.getLogger(__name__)
 
+_REPORTED = (
+    *("kind", "key", "attempt", "digest", "metrics", "cost"),
+    *("config", "sources", "environment", "created"),
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class StageResult:
-    """What a stage hands to those after it. was_found: the store had it already; digest: its content's."""
+    """Result that a stage hands to those after it. was_found: the store had it already; digest: its content's."""
 
     stage: str
     kind: str
@@ -70,7 +75,6 @@ class Run:
         return order_of(self.pipeline)
 
     def note(self, stage: str, **fields: Any) -> None:
-        """Change what the run's record says about one stage."""
         self.store.change_run(self.name, lambda record: record.with_stage(stage, **fields))
 
     def note_key(self, stage: str, key: str) -> None:
@@ -84,7 +88,6 @@ class Run:
         self.store.change_run(self.name, change)
 
     def entry(self, stage: str) -> StageRecord:
-        """What the run's record says about one stage."""
         return self.store.read_run(self.name).stages[stage]
 
     def close(self) -> None:
@@ -248,7 +251,7 @@ def _is_on_gpus(stage: AnyStage) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded:
-    """What it takes to open a run again. stages: those that are to be run. machine: what its `auto` followed from."""
+    """Arguments that open a run again. stages: those that are to be run. machine: what its `auto` followed from."""
 
     file: str
     preset: str
@@ -260,8 +263,8 @@ class Recorded:
 def recorded_run(
     store: Store, name: str, *, stage: str = "", begin_at: str = "", stale: bool = False, overrides: Sequence[str] = ()
 ) -> Recorded:
-    """What a run's record says, for one of its stages alone, for one (`begin_at`) and all that follow it, or for what
-    is stale or not finished (`stale`); with more overrides for these.
+    """Arguments of a run, from its record, for one of its stages alone, for one (`begin_at`) and all that follow it, or
+    for what is stale or not finished (`stale`); with more overrides for these.
 
     Raises ArtifactNotFound for an unknown run, ConfigError for a sweep or night, for an unknown stage, for nothing that
     is stale, or an override of another stage: its results would no longer be those of this run.
@@ -317,7 +320,8 @@ def merged(overrides: Sequence[str]) -> list[str]:
 
 
 def recorded_inputs(run: Run, stage: str, labels: Sequence[str]) -> dict[str, StageResult]:
-    """Those inputs of a stage as the run's record names them. Raises ArtifactNotFound when one is not there yet."""
+    """Inputs of a stage with these labels, as the run's record names them. Raises ArtifactNotFound when one is not
+    there yet."""
     stages = run.store.read_run(run.name).stages
     results = {}
     for label in labels:
@@ -334,7 +338,6 @@ def recorded_inputs(run: Run, stage: str, labels: Sequence[str]) -> dict[str, St
 
 
 def result_of(stage: str, artifact: Artifact, *, was_found: bool) -> StageResult:
-    """An artifact as the result of a run's stage."""
     return StageResult(
         stage=stage,
         kind=artifact.kind,
@@ -343,6 +346,12 @@ def result_of(stage: str, artifact: Artifact, *, was_found: bool) -> StageResult
         digest=artifact.digest,
         was_found=was_found,
     )
+
+
+def lineage_of(inputs: Mapping[str, StageResult]) -> dict[str, dict[str, str]]:
+    """Manifest's entry of each input: label -> stage, kind, key, attempt and digest."""
+    fields = ("stage", "kind", "key", "attempt", "digest")
+    return {label: {field: getattr(result, field) for field in fields} for label, result in inputs.items()}
 
 
 def stage_names() -> list[str]:
@@ -358,13 +367,12 @@ def pipeline_file(file: str) -> Path:
     return here if here.exists() else PROJECT / "pipeline.yaml"
 
 
-def served_store() -> Store:
-    """The store that this process serves: of NANODAG_STORE, else of the pipeline file."""
-    return store_of(resolve(pipeline_file("")).pipeline)
+def served_store(file: str = "") -> Store:
+    """The store of NANODAG_STORE, else of the pipeline file: the one that this process serves, or looks into."""
+    return store_of(resolve(pipeline_file(file)).pipeline)
 
 
 def store_of(pipeline: Pipeline) -> Store:
-    """The store that a pipeline names."""
     local = None if pipeline.store.local == "auto" else Path(pipeline.store.local)
     return Store(pipeline.store.url, local=local)
 
@@ -382,3 +390,32 @@ def state_of(record: RunRecord) -> str:
     if record.state == "running" and not record.is_alive:
         return "interrupted"
     return "stale" if record.state == "completed" and stale_stages(record) else record.state
+
+
+def context_stages(
+    store: Store, record: RunRecord, stages: Iterable[str], *, is_read: Callable[[Artifact], bool]
+) -> dict[str, Any]:
+    """The finished ones of these stages, as nanodag.report lists them: manifest, files, records.
+
+    stages: in the DAG's order. is_read: whether a stage's files and records are wanted too; the others have none.
+    """
+    shown: dict[str, Any] = {}
+    for stage in stages:
+        entry = record.stages[stage]
+        if entry.artifact is None:
+            continue
+        artifact = store.attempt(*entry.artifact)
+        # Another run may have built this artifact under other stage names; here it is called as in this run. What it
+        # was made of may be the run's no more: then it is what the manifest says.
+        lineage = {
+            label: {"stage": source, **{f: shown[source][f] for f in ("kind", "key", "attempt", "digest")}}
+            if shown[source]["digest"] == artifact.lineage.get(label, {}).get("digest")
+            else artifact.lineage[label]
+            for label, source in entry.inputs.items()
+            if source in shown and label in artifact.lineage
+        }
+        folders = {"files": "", "records": ""}
+        if is_read(artifact):
+            folders = {"files": str(store.materialize(artifact)), "records": str(store.records(artifact))}
+        shown[stage] = {**{field: getattr(artifact, field) for field in _REPORTED}, "lineage": lineage, **folders}
+    return shown

@@ -16,12 +16,12 @@ from nanodag.config.pipeline import read_stage
 from nanodag.errors import ArtifactNotFound, StoreError
 from nanodag.errors.words import counted
 from nanodag.host.machine import detect
-from nanodag.run.build_stage import key_of
+from nanodag.run.build_stage import job_of, key_of, work
 from nanodag.run.record import Run, StageResult, pipeline_file, result_of
-from nanodag.run.work import job_of, work
 from nanodag.store import Artifact, Store, content_digest
 from nanodag.store.atomic import files_below, sha256_of
 from nanodag.store.provenance import environment
+from nanodag.worker.launch import Watch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ def reproduce(
     with store.building(name) as lock:
         workspace = store.workspace(name)
         job = job_of(run, artifact.stage, stage, inputs, workspace)
-        result = work(run, job, lock, on_line=on_line, steps_back=True).result
+        result, _ = work(run, job, lock, Watch(on_line=on_line, stop=run.stop), steps_back=True)
         hashes = {p.relative_to(job.output).as_posix(): sha256_of(p) for p in files_below(job.output)}
         files = _compared({name: facts["sha256"] for name, facts in artifact.files.items()}, hashes)
         is_same = all(state == "same" for state in files.values())

@@ -1,4 +1,4 @@
-"""What a cluster is asked for, so that a stage has what it needs: by the job of a work pool, or by sbatch."""
+"""Resources that a cluster is asked for on behalf of a stage: by the job of a work pool, or by sbatch."""
 
 import math
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Requests:
-    """What a stage needs on each of its nodes. memory: bytes of host memory, 0 where it is not known."""
+    """Needs of a stage on each of its nodes. memory: bytes of host memory, 0 where it is not known."""
 
     nodes: int
     gpus: int
@@ -25,7 +25,7 @@ class Requests:
     memory: int
 
     def job_variables(self, template: Mapping[str, Any]) -> dict[str, Any]:
-        """Those variables of a work pool's base job template that say `gpus`, `cpus` and `memory`, filled in; what is
+        """Variables of a work pool's base job template that say `gpus`, `cpus` and `memory`, filled in; what is
         not known is left to the pool."""
         values: dict[str, int | str] = {"gpus": self.gpus, "cpus": self.cpus}
         if self.memory:
@@ -46,7 +46,7 @@ class Requests:
 
 
 def requests_of(pipeline: Pipeline, name: str, machine: Machine) -> Requests:
-    """What a stage of a resolved pipeline needs, on such a machine."""
+    """Needs of a stage of a resolved pipeline, on such a machine."""
     stage = pipeline.stages[name]
     resources, nodes = stage.resources, int(stage.resources.nodes)
     (plan,) = plan_of(pipeline, machine, stages=[name]).stages

@@ -1,4 +1,4 @@
-"""What a store can do without, and how it is let go: `nanodag gc`.
+"""Removal of what a store can do without (`nanodag gc`), and the check of what it has (`nanodag verify`).
 
 An attempt stays as long as a run's record names it, or an attempt that stays was made from it. Beside that a policy
 says which runs' records stay. What goes is taken out of sight first; then the records are read again, and what a run
@@ -16,7 +16,6 @@ from typing import Any
 from nanodag.errors import ArtifactNotFound, ConfigError, CorruptArtifact, NewerFormat, StoreBusy, StoreError
 from nanodag.store import Artifact, Store
 from nanodag.store.atomic import sizes_below
-from nanodag.store.check import targets
 from nanodag.store.run_record import ArtifactReference, RunRecord
 
 log = logging.getLogger(__name__)
@@ -36,7 +35,7 @@ class Best:
 
 @dataclass(frozen=True, kw_only=True)
 class RetentionPolicy:
-    """Which records of runs stay: the newest keep_runs, those that completed before others; those begun within
+    """Records of runs that stay: the newest keep_runs, those that completed before others; those begun within
     keep_days; 0 and 0 for all of them. A run that is under way stays. keep_days also holds for attempts that no run
     refers to. best: kept whatever refers to it, with what it was made from."""
 
@@ -82,7 +81,7 @@ def best_of(text: str) -> Best:
 
 
 def plan(store: Store, policy: RetentionPolicy) -> RemovalPlan:
-    """What can go. Raises StoreError when a run's record cannot be read: nobody knows what it refers to."""
+    """List what can go. Raises StoreError when a run's record cannot be read: nobody knows what it refers to."""
     records = store.all_records()
     retired = _retired(records, policy)
     staying = {name: record for name, record in records.items() if name not in retired}
@@ -271,7 +270,6 @@ def _attempts(
 
 
 def _references(records: Mapping[str, RunRecord]) -> set[ArtifactReference]:
-    """What records keep alive."""
     return {reference for record in records.values() for reference in record.references()}
 
 
@@ -315,7 +313,6 @@ def _best(attempts: Mapping[ArtifactReference, Any], rules: tuple[Best, ...]) ->
 
 
 def _metric(values: Mapping[str, Any], name: str) -> Any:
-    """A metric by its dotted name."""
     if name in values:
         return values[name]
     head, dot, rest = name.partition(".")
@@ -354,3 +351,54 @@ def _copies(store: Store, attempts: Mapping[ArtifactReference, Any], kept: set[A
 
 def _bytes(artifact: Any) -> int:
     return artifact.stored_bytes if isinstance(artifact, Artifact) else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """state: `whole`, `damaged`, `newer` (only a newer nanodag reads it) or `unfinished` (its writer is at it, or was
+    killed). text: what is wrong."""
+
+    key: str
+    attempt: str
+    stage: str
+    state: str
+    num_bytes: int
+    text: str
+
+
+def check(store: Store, key: str, attempt: str) -> Finding:
+    """Hash every file of an attempt; a remote one is pulled for that."""
+    stage, num_bytes = "", 0
+    try:
+        artifact = store.attempt(key, attempt)
+        stage, num_bytes = artifact.stage, artifact.num_bytes
+        store.materialize(artifact)
+        store.records(artifact)
+        state, text = "whole", ""
+    except ArtifactNotFound:
+        is_there = attempt in store.attempts(key)
+        state, text = ("unfinished", "no manifest yet") if is_there else ("damaged", "it is not in the store")
+    except NewerFormat as error:
+        state, text = "newer", str(error)
+    except CorruptArtifact as error:
+        state, text = "damaged", str(error)
+    return Finding(key=key, attempt=attempt, stage=stage, state=state, num_bytes=num_bytes, text=text)
+
+
+def targets(store: Store, name: str) -> list[tuple[str, str]]:
+    """Attempts that a name means: all that a run refers to, or every attempt of the key that begins so, or with an
+    empty name every attempt there is. Raises ArtifactNotFound when it means nothing."""
+    keys = store.keys()
+    if not name:
+        return [(key, attempt) for key in keys for attempt in store.attempts(key)]
+    if name in store.runs():
+        entries = store.read_run(name).stages.values()
+        return [(entry.key, entry.made.attempt) for entry in entries if entry.made is not None]
+    prefix, _, attempt = name.partition("/")
+    keys = [key for key in keys if key.startswith(prefix)]
+    if len(keys) != 1:
+        raise ArtifactNotFound(
+            f"{name!r} is no run of {store.url}, and {len(keys)} keys begin so. Keys may be abbreviated as long as one "
+            "begins so; runs are listed by: nanodag status"
+        )
+    return [(keys[0], a) for a in store.attempts(keys[0]) if a.startswith(attempt)]

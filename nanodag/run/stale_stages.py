@@ -1,4 +1,4 @@
-"""What of a run stands on results that are not the run's any more: after one of its stages was built again alone.
+"""Stages that stand on results that are not their run's any more: after one of its stages was built again alone.
 
 A finished stage notes in the run's record what it was made of. It is stale once one of these is another one by now, its
 own config is, or what it was made of is stale itself. Its artifact stays what it is, and what it was made of can be
@@ -28,7 +28,7 @@ def stale_stages(record: RunRecord) -> dict[str, str]:
 
 
 def _why(record: RunRecord, entry: StageRecord, made: Made, stale: Mapping[str, str]) -> str:
-    """Why a finished stage is stale; empty when it is not. stale: those before it."""
+    """Reason for which a finished stage is stale; empty when it is not. stale: those before it."""
     if made.config != entry.config:
         return "its config is another one now"
     for label, source in entry.inputs.items():
@@ -39,7 +39,7 @@ def _why(record: RunRecord, entry: StageRecord, made: Made, stale: Mapping[str, 
 
 
 def left_alone(record: RunRecord, pipeline: Pipeline) -> dict[str, str]:
-    """What a run that is resumed leaves as it is, unless it is told otherwise: its stale stages, with why.
+    """Stale stages that a run that is resumed leaves as they are, unless it is told otherwise, with why.
 
     Not among them is what must be run in any case: a stage that is not finished, or has another config in this
     pipeline than it was built with, and all that follows it.
@@ -72,10 +72,9 @@ def following(inputs: Mapping[str, Mapping[str, str]], first: str) -> tuple[str,
 
 
 def config_digest(stage: BaseModel) -> str:
-    """What a stage's config is told by: 16 hex digits over the part that changes its result."""
+    """Digest of a stage's config: 16 hex digits over the part that changes its result."""
     return hashlib.sha256(canonical_json(result_config(stage)).encode()).hexdigest()[:16]
 
 
 def advice(run: str) -> str:
-    """How to build what is stale."""
     return f"nanodag rerun {run} --stale"

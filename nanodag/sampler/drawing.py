@@ -1,4 +1,4 @@
-"""From scores to one token per row, with random numbers that depend on the request alone.
+"""Draw one token per row from scores, with random numbers that depend on the request alone.
 
 No vocabulary-wide random numbers are drawn: a token is where one uniform number falls in the cumulative distribution.
 That number comes from a counter-based generator keyed by (seed of the sample, number of the token). So the rest of the
@@ -49,7 +49,8 @@ def uniforms(keys: np.ndarray, counts: np.ndarray, attempt: int = 0) -> np.ndarr
 
 @dataclass(frozen=True, kw_only=True)
 class DrawSettings:
-    """How each of R rows is drawn, as arrays (R,); made again when a row changes hands, not at every token.
+    """Settings by which each of R rows is drawn, as arrays (R,); made again when a row changes hands, not at every
+    token.
 
     ``temperature`` is 1 and the others are off (top_k 0, top_p 1) where greedy.
     """
@@ -134,9 +135,9 @@ def likeliest(scores: Tensor, count: int) -> list[Top]:
 
 def _likeliest(scores: Tensor, rows: np.ndarray | None) -> np.ndarray:
     """(S,) int64: the best token of some rows, or of all."""
-    wanted = scores if rows is None else scores[torch.from_numpy(rows).to(scores.device)]
+    chosen = scores if rows is None else scores[torch.from_numpy(rows).to(scores.device)]
     # Several times faster than argmax on a CPU.
-    return wanted.max(dim=-1).indices.cpu().numpy()
+    return chosen.max(dim=-1).indices.cpu().numpy()
 
 
 def _gather(probabilities: Tensor, tokens: np.ndarray) -> np.ndarray:

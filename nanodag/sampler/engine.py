@@ -7,7 +7,7 @@ A step decodes one token for every running sample, admits waiting ones into free
 however many samples start from them, and a prompt that a slot still holds is not run again), and draws. So samples come
 and go at every step. Weights change between steps: a token is computed from one set of weights only.
 
-Not thread-safe: ``loop.EngineLoop`` owns an engine for the server.
+Not thread-safe: ``engine_loop.EngineLoop`` owns an engine for the server.
 """
 
 import itertools
@@ -25,20 +25,18 @@ from nanodag.inference.cache_size import DEFAULT_CACHE_BYTES, PREFILL_TOKENS, sl
 from nanodag.inference.number_formats import DTYPES
 from nanodag.inference.protocol import Completion, FinishReason, MemoryTag, Request, check_request
 from nanodag.model.architecture import check_same_shape, read_checkpoint
+from nanodag.sampler.device import give_back
 from nanodag.sampler.drawing import sample_key
-from nanodag.sampler.held_memory import give_back
 from nanodag.sampler.invariance import invariant_row_sizes
 from nanodag.sampler.model import SamplerModel
 from nanodag.sampler.sizes import plan_cache, row_sizes
-from nanodag.sampler.slots import ActiveRequest, ActiveSample, Listener, SlotTable, completion
+from nanodag.sampler.slots import ActiveRequest, ActiveSample, Listener, SlotTable, StreamPace, completion
 from nanodag.sampler.steps import CompiledSteps, TorchSteps
-from nanodag.sampler.stream_pace import StreamPace
 from nanodag.sampler.text import Text
 from nanodag.sampler.weights import Weights, WeightsBuilder, load_weights
 
 STEP_PREFILL_TOKENS = 4096
 """New prompts that one step takes in; more would hold up what is running."""
-"""Prompt tokens that are run together: activations of more no longer fit a core's cache."""
 
 
 class Engine:
@@ -362,7 +360,7 @@ class Engine:
             del self._prompt_rows[key]
 
     def _note_version(self, sample: ActiveSample, count: int) -> None:
-        """From token number ``count`` on, the sample is drawn with the present weights."""
+        """Note that the sample is drawn with the present weights from token number ``count`` on."""
         if not sample.spans or sample.spans[-1][0] != self.weight_version:
             sample.spans.append((self.weight_version, count))
 
@@ -371,12 +369,12 @@ class Engine:
         num_active = len(self.table.active_rows)
         if not num_active:
             return
-        wanted = self.row_sizes[bisect_left(self.row_sizes, num_active)]
-        if wanted == self._num_rows():
+        num_rows = self.row_sizes[bisect_left(self.row_sizes, num_active)]
+        if num_rows == self._num_rows():
             return
         free = self.table.free_rows().tolist()
         for row in reversed(self.table.active_rows.tolist()):
-            if row < wanted:
+            if row < num_rows:
                 return
             target = free.pop(0)
             self._forget_row(target)
@@ -438,5 +436,5 @@ class Engine:
 
 
 def _fits(length: int, batch: Sequence[tuple[np.ndarray, list[int]]]) -> bool:
-    """Whether a prompt of that many tokens joins a batch of shorter ones without much padding."""
+    """True where a prompt of that many tokens joins a batch of shorter ones without much padding."""
     return (len(batch) + 1) * length <= PREFILL_TOKENS and length <= 1.25 * len(batch[0][0])

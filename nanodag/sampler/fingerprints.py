@@ -77,13 +77,13 @@ class Fingerprints:
             self._open[name] = (place + 1, digest)
 
     def all(self) -> dict[str, str]:
-        """By name, of everything that was added."""
+        """Fingerprints of everything that was added, by name."""
         assert not self._open, f"these lack parts: {sorted(self._open)}"
         return dict(self._found)
 
 
 def fingerprints_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Of every tensor, in the layout of a checkpoint."""
+    """Fingerprints of every tensor, in the layout of a checkpoint."""
     fingerprints = Fingerprints("checkpoint")
     for name, tensor in tensors.items():
         fingerprints.add(name, tensor)

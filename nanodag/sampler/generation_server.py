@@ -38,9 +38,9 @@ from nanodag.inference.protocol import (
     Request,
     completion_to_wire,
 )
+from nanodag.sampler.device import held_memory
 from nanodag.sampler.engine import Engine
 from nanodag.sampler.engine_loop import EngineLoop
-from nanodag.sampler.held_memory import held_memory
 from nanodag.sampler.in_flight import Traffic, body_of
 from nanodag.sampler.multiplexed_stream import EventStream, Feed, Feeds
 from nanodag.sampler.slots import ActiveRequest, Listener
@@ -55,7 +55,7 @@ DEFAULT_MAX_TEXT_BYTES = 1 << 20
 
 
 class SamplerServer:
-    """What lies behind the endpoints. Its coroutines run in one event loop, the engine in the loop's thread."""
+    """State and actions behind the endpoints. Its coroutines run in one event loop, the engine in the loop's thread."""
 
     def __init__(self, engine: Engine, loop: EngineLoop, *, max_text_bytes: int = DEFAULT_MAX_TEXT_BYTES) -> None:
         """max_text_bytes: of the prompts of one request that are given as text: a tokenizer takes seconds for a MB."""
@@ -161,7 +161,7 @@ class SamplerServer:
             return await asyncio.to_thread(self.engine.text.encode, text)
 
     async def _run(self, http: HttpRequest, requests: list[Request]) -> list[list[Completion]] | None:
-        """All samples of all requests, by request; None if the client went away before the last."""
+        """Wait for all samples of all requests, by request; None if the client went away before the last."""
         results: list[list[Any]] = [[None] * request.params.n for request in requests]
         num_missing = itertools.count(sum(len(group) for group in results) - 1, -1)
         finished = asyncio.get_running_loop().create_future()
@@ -359,7 +359,7 @@ class SamplerServer:
 
 
 class _Post:
-    """What the engine's thread tells coroutines. The event loop is woken once for all that it is told in a step: a
+    """Messages of the engine's thread to coroutines. The event loop is woken once for all that it is told in a step: a
     wake is a system call, and dearer than what there is to tell."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -367,7 +367,7 @@ class _Post:
         self._letters: deque[tuple[asyncio.Queue[Any] | Feed, Any]] = deque()
 
     def send(self, queue: "asyncio.Queue[Any] | Feed", letter: object) -> None:
-        """From the engine's thread."""
+        """Add a message, from the engine's thread."""
         self._letters.append((queue, letter))
         if not self._is_woken:
             self._is_woken = True

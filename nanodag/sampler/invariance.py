@@ -1,4 +1,4 @@
-"""Which numbers of rows give the same bits in every row on this machine.
+"""Numbers of rows that give the same bits in every row on this machine.
 
 A matmul library picks its kernel by the shape, and may treat rows at the edge of a tile differently; nothing promises
 that row 3 of 64 gets the same bits as row 0 of 1. Deterministic mode needs that, so it is tried: one sample is put into
@@ -60,7 +60,7 @@ def _random_weights(model: SamplerModel) -> Iterator[None]:
 
 
 def _bits(model: SamplerModel, rows: int) -> list[torch.Tensor] | None:
-    """What every row came to; None if rows differ, or differ with the length read."""
+    """Results of every row; None if rows differ, or differ with the length read."""
     prompt = np.random.default_rng(0).integers(0, model.architecture.vocab_size, size=min(24, model.capacity - 1))
     tokens, positions = np.full(rows, int(prompt[0])), np.full(rows, len(prompt))
     seen: list[torch.Tensor] | None = None

@@ -159,7 +159,7 @@ class Kernel:
         self._library.decode(self._reference, table, rows)
 
     def logits(self, table: Any, rows: int) -> Tensor:
-        """As Model.logits, over the table's temperatures."""
+        """Scores of Model.logits, over the table's temperatures."""
         self._library.logits(self._reference, table, rows)
         return self._logits[:rows]
 

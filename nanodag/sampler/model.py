@@ -5,7 +5,7 @@
 each pair (rows, length) the views of all buffers are made once and kept (``decode_views.py``).
 
 On one CPU thread prompts and steps are calls of compiled code (``kernel.py``, ``steps.py``); the torch path below is
-for every other device and shape, and what the compiled one is checked against.
+for every other device and shape and for sliding windows, and what the compiled one is checked against.
 
 Deterministic mode. The compiled code sums in one order whatever runs beside. In torch, the bits for one slot must not
 depend on which other slots are busy, on its own number, or on how far the cache is read for a longer neighbour. So
@@ -83,7 +83,7 @@ class SamplerModel:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it has weights and a cache; without it computes nothing."""
+        """True with weights and a cache; without either it computes nothing."""
         return hasattr(self, "weights") and hasattr(self, "buffers")
 
     def drop_weights(self) -> None:
@@ -105,8 +105,8 @@ class SamplerModel:
         self._bind()
 
     def _bind(self) -> None:
-        is_whole = self.is_whole
-        self.kernel = bind(self.architecture, self.weights, self.buffers, self.rotations) if is_whole else None
+        is_taken = self.is_whole and self.architecture.window is None  # the compiled code knows no window
+        self.kernel = bind(self.architecture, self.weights, self.buffers, self.rotations) if is_taken else None
 
     @torch.inference_mode()
     def prefill(self, prompts: Sequence[np.ndarray], slots: Sequence[Sequence[int]]) -> None:
@@ -134,7 +134,7 @@ class SamplerModel:
         last = torch.tensor([p * longest + len(prompt) - 1 for p, prompt in enumerate(prompts)], device=self.device)
         x = self.weights.embed(torch.from_numpy(ids).to(self.device).view(-1))
         for index, layer in enumerate(self.weights.layers):
-            attended, key, value = self._prefill_attention(layer, x, len(prompts), longest)
+            attended, key, value = self._prefill_attention(index, x, len(prompts), longest)
             for cache, new in ((self.buffers.keys[index], key), (self.buffers.values[index], value)):
                 slots_of_cache = cache.view(self.num_slots, a.num_kv_heads, self.capacity, a.head_dim)
                 slots_of_cache[slot_index, :, :longest] = new[source_index]
@@ -143,11 +143,9 @@ class SamplerModel:
             self._add_rest(layer, x, attended)
         self.buffers.prompt_hidden[slot_index] = x[source_index]
 
-    def _prefill_attention(
-        self, layer: LayerWeights, x: Tensor, num_prompts: int, length: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """(P*T, H) -> attention output (P*T, Q*D), keys and values (P, K, T, D)."""
-        a = self.architecture
+    def _prefill_attention(self, index: int, x: Tensor, num_prompts: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Attention of the layer of this number: (P*T, H) -> output (P*T, Q*D), keys and values (P, K, T, D)."""
+        a, layer, window = self.architecture, self.weights.layers[index], self.architecture.window_of(index)
         group = a.heads_per_kv
         qkv = _multiply(_normalised(x, a.norm_eps), layer.qkv, layer.qkv_bias)
         heads = qkv.view(num_prompts, length, a.num_kv_heads, group + 2, a.head_dim)
@@ -161,13 +159,16 @@ class SamplerModel:
         key, value = heads[..., group, :].transpose(1, 2), heads[..., group + 1, :].transpose(1, 2)
         key, value = key.to(self.buffers.cache_dtype), value.to(self.buffers.cache_dtype)
         dtype = self.buffers.attention_dtype
+        mask = None
+        if window is not None and window < length:
+            mask = torch.ones(length, length, dtype=torch.bool, device=self.device).tril().triu(1 - window)
         attended = functional.scaled_dot_product_attention(
-            query.to(dtype), key.to(dtype), value.to(dtype), is_causal=True, enable_gqa=group > 1
+            query.to(dtype), key.to(dtype), value.to(dtype), mask, is_causal=mask is None, enable_gqa=group > 1
         )
         return attended.transpose(1, 2).reshape(num_prompts * length, -1).float(), key, value
 
     def _add_rest(self, layer: LayerWeights, x: Tensor, attended: Tensor) -> None:
-        """What follows a layer's attention, added to x (N, H)."""
+        """Add the rest of a layer, after its attention, to x (N, H)."""
         x += _multiply(attended, layer.output, layer.output_bias)
         gate, up = _multiply(_normalised(x, self.architecture.norm_eps), layer.gate_up).chunk(2, dim=-1)
         x += _multiply(functional.silu(gate).mul_(up), layer.down)
@@ -178,8 +179,8 @@ class SamplerModel:
         likeliest tokens at each of these places, none for 0. Touches no slot."""
         a, ids = self.architecture, torch.from_numpy(prompt).to(self.device)
         x = self.weights.embed(ids)
-        for layer in self.weights.layers:
-            attended, _, _ = self._prefill_attention(layer, x, 1, len(prompt))
+        for index, layer in enumerate(self.weights.layers):
+            attended, _, _ = self._prefill_attention(index, x, 1, len(prompt))
             self._add_rest(layer, x, attended)
         logprobs: list[float] = []
         tops: list[Top] = []
@@ -247,16 +248,28 @@ class SamplerModel:
         v.rotation_heads.copy_(v.rotation_rows_expanded)
         torch.add(v.cache_base, v.positions_column, out=v.cache_index_rows)
         v.mask_flat.index_fill_(0, v.cache_index, 0.0)
+        masks = v.mask_chunks if self.deterministic else [v.mask]
+        windowed = masks if self.architecture.window is None else self._windowed(masks, v.positions)
         for index, layer in enumerate(self.weights.layers):
-            self._decode_attention(v, layer, index)
+            is_windowed = self.architecture.window_of(index) is not None
+            self._decode_attention(v, layer, index, windowed if is_windowed else masks)
             self._normalise(v)
             _multiply_into(v.gate_up, v.normed, layer.gate_up)
             torch.ops.aten.silu.out(v.gate, out=v.activated)
             v.activated.mul_(v.up)
             _add_product(v.x, v.activated, layer.down)
 
-    def _decode_attention(self, v: DecodeViews, layer: LayerWeights, index: int) -> None:
-        """Add one layer's attention to v.x, and this token's key and value to the cache."""
+    def _windowed(self, masks: Sequence[Tensor], positions: Tensor) -> list[Tensor]:
+        """Masks (R*K, G, L each) of all tokens up to those at positions (R,), as windowed layers have them."""
+        window, ends = self.architecture.window, np.cumsum([mask.shape[2] for mask in masks])
+        assert window is not None
+        first = (positions + 1 - window).repeat_interleave(self.architecture.num_kv_heads)[:, None, None]
+        places = torch.arange(int(ends[-1]), device=self.device).tensor_split(torch.from_numpy(ends[:-1]))
+        return [mask.masked_fill(at < first, -torch.inf) for mask, at in zip(masks, places, strict=True)]
+
+    def _decode_attention(self, v: DecodeViews, layer: LayerWeights, index: int, masks: Sequence[Tensor]) -> None:
+        """Add one layer's attention to v.x, and this token's key and value to the cache. masks: (R*K, G, L), of the
+        tokens that are seen, for each chunk of the cache, or one for all of it."""
         self._normalise(v)
         _multiply_into(v.qkv, v.normed, layer.qkv)
         if layer.qkv_bias is not None:
@@ -271,26 +284,26 @@ class SamplerModel:
         v.key_rows[index].index_copy_(0, v.cache_index, v.key.to(self.buffers.cache_dtype))
         v.value_rows[index].index_copy_(0, v.cache_index, v.value.to(self.buffers.cache_dtype))
         if self.deterministic:
-            self._attend_in_chunks(v, index)
+            self._attend_in_chunks(v, index, masks)
         elif dtype != torch.float32:
             query, keys, values, mask = (
-                part.unsqueeze(1) for part in (v.query.to(dtype), v.keys[index], v.values[index], v.mask)
+                part.unsqueeze(1) for part in (v.query.to(dtype), v.keys[index], v.values[index], masks[0])
             )
             attended = functional.scaled_dot_product_attention(query, keys, values, mask, scale=self._score_scale)
             v.attended.copy_(attended.squeeze(1))
         else:
-            torch.baddbmm(v.mask, v.query, v.keys_transposed[index].float(), alpha=self._score_scale, out=v.scores)
+            torch.baddbmm(masks[0], v.query, v.keys_transposed[index].float(), alpha=self._score_scale, out=v.scores)
             torch.softmax(v.scores, -1, out=v.weights)
             torch.bmm(v.weights, v.values[index].float(), out=v.attended)
         _add_product(v.x, v.attended_rows, layer.output)
         if layer.output_bias is not None:
             v.x.add_(layer.output_bias)
 
-    def _attend_in_chunks(self, v: DecodeViews, index: int) -> None:
+    def _attend_in_chunks(self, v: DecodeViews, index: int, masks: Sequence[Tensor]) -> None:
         """Attention whose bits do not depend on how many masked chunks follow: they add exact zeros, in order."""
         keys, values = v.key_chunks[index], v.value_chunks[index]
         for chunk, scores in enumerate(v.score_chunks):
-            torch.baddbmm(v.mask_chunks[chunk], v.query, keys[chunk].float(), alpha=self._score_scale, out=scores)
+            torch.baddbmm(masks[chunk], v.query, keys[chunk].float(), alpha=self._score_scale, out=scores)
         v.chunked_scores.sub_(v.chunked_scores.amax(dim=(0, 3), keepdim=True)).exp_()
         sums = v.chunked_scores.sum(-1, keepdim=True)
         total = sums[0]

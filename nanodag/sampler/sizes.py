@@ -1,4 +1,4 @@
-"""How much of what fits where: the cache's slots and their length, the shapes that a decode step may have."""
+"""Sizes of what fits into memory: the cache's slots and their length, the shapes that a decode step may have."""
 
 from nanodag.errors import BadRequest
 from nanodag.inference.cache_size import SLOT_UNIT, slot_tokens, token_bytes
@@ -22,18 +22,18 @@ def plan_cache(
     each = token_bytes(
         num_layers=a.num_layers, num_kv_heads=a.num_kv_heads, head_width=a.head_dim, element_bytes=element_bytes
     )
-    wanted = context_length or a.max_positions
+    context = context_length or a.max_positions
     if context_length is None:
         least = min(MIN_CONTEXT, a.max_positions)
-        wanted = min(wanted, max(cache_bytes // (max_batch * each) // ATTENTION_CHUNK * ATTENTION_CHUNK, least))
-    slot_bytes = each * slot_tokens(wanted)
+        context = min(context, max(cache_bytes // (max_batch * each) // ATTENTION_CHUNK * ATTENTION_CHUNK, least))
+    slot_bytes = each * slot_tokens(context)
     num_slots = min(max_batch, cache_bytes // slot_bytes)
     if num_slots < 1:
         raise BadRequest(
-            f"one sample of {wanted} tokens needs {slot_bytes >> 20} MiB of cache, more than the "
+            f"one sample of {context} tokens needs {slot_bytes >> 20} MiB of cache, more than the "
             f"{cache_bytes >> 20} MiB allowed: lower context_length or raise cache_bytes"
         )
-    return num_slots, wanted
+    return num_slots, context
 
 
 def row_sizes(num_slots: int) -> tuple[int, ...]:
@@ -42,7 +42,7 @@ def row_sizes(num_slots: int) -> tuple[int, ...]:
 
 
 def read_length(needed: int, capacity: int, *, in_chunks: bool) -> int:
-    """How far a step reads the cache to see ``needed`` tokens: rounded up, so that there are few shapes.
+    """Length of the cache that a step reads to see ``needed`` tokens: rounded up, so that there are few shapes.
 
     in_chunks: to whole chunks of attention, as deterministic mode needs.
     """

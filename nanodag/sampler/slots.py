@@ -1,8 +1,10 @@
-"""The table of running samples: one row per cache slot, in arrays, so that a step is a few numpy calls.
+"""The table of running samples: one row per cache slot, in arrays, so that a step is a few numpy calls; and how often
+those who read streams are told of what came.
 
 Letters: B slots, C capacity of a slot in tokens.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -12,6 +14,12 @@ from nanodag.inference.protocol import GREEDY_BELOW, Completion, FinishReason, R
 from nanodag.sampler.drawing import DrawSettings, sample_key
 
 MAX_TOP_K = 1 << 31  # more than any vocabulary
+REPORT_CPU_S = 60e-6
+"""Cost of one report to a stream for this process, HTTP included: half a token of a model of 6 M parameters."""
+MAX_REPORT_SHARE = 0.03
+"""Share of the engine's time for streams whose parts are joined; many streams are told of less often to keep it."""
+MAX_SILENCE_S = 0.5
+"""Longest silence of a stream for the sake of that share."""
 
 Listener = Callable[[int, Completion], None]
 """Called with the sample's number and what there is of it; finish_reason None means that more will follow."""
@@ -35,12 +43,12 @@ class ActiveRequest:
 
     @property
     def is_scored(self) -> bool:
-        """Whether the logprobs of the prompt are asked for."""
+        """True where the request asks for logprobs of the prompt."""
         return self.request.score_prompt and self.request.return_logprob
 
     @property
     def num_top(self) -> int:
-        """How many of the likeliest tokens are told at each place."""
+        """Number of likeliest tokens that are told at each place."""
         return self.request.top_logprobs if self.request.return_logprob else 0
 
 
@@ -194,7 +202,7 @@ class SlotTable:
 
 
 def completion(sample: ActiveSample, reason: FinishReason | None, version: str, text: str | None) -> Completion:
-    """What there is of a sample, for its listener; where it hears of each token once, what it has not heard of."""
+    """The sample so far, for its listener; only what is new to a listener that hears of each token once."""
     count, told = len(sample.output_ids), sample.num_told
     starts = [start for _, start in sample.spans] + [count]
     spans = [
@@ -220,3 +228,23 @@ def completion(sample: ActiveSample, reason: FinishReason | None, version: str, 
         top_logprobs=sample.top_logprobs[told:count],
         prompt_top_logprobs=[None, *running.prompt_top_logprobs] if tells_prompt and running.num_top else [],
     )
+
+
+class StreamPace:
+    """every_s: the least time between two reports; 0 for a report after every token. Many streams are told of less
+    often, so that reports take no more than MAX_REPORT_SHARE of the engine's thread."""
+
+    def __init__(self, every_s: float) -> None:
+        self._every_s = every_s
+        self._told_at = self._told_at_cpu = 0.0  # when streams were told of last: clock, thread
+
+    def is_due(self, num_streams: int) -> bool:
+        """True where all streams are to be told of now."""
+        if not self._every_s:
+            return True
+        since_s, worked_s = time.monotonic() - self._told_at, time.thread_time() - self._told_at_cpu
+        worth_s = num_streams * REPORT_CPU_S / MAX_REPORT_SHARE
+        if since_s < self._every_s or (worked_s < worth_s and since_s < MAX_SILENCE_S):
+            return False
+        self._told_at, self._told_at_cpu = time.monotonic(), time.thread_time()
+        return True

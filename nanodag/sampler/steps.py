@@ -75,7 +75,7 @@ class _Table(Structure):
 
 
 class CompiledSteps:
-    """As TorchSteps, in compiled code: arrays of the table are handed over once, not at every token."""
+    """TorchSteps in compiled code: arrays of the table are handed over once, not at every token."""
 
     def __init__(self, kernel: Kernel, table: SlotTable) -> None:
         self._kernel, self._table = kernel, table

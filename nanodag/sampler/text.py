@@ -6,7 +6,6 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from nanodag.errors import BadRequest
-from nanodag.host.regular_file import regular
 from nanodag.inference.protocol import SamplingParams
 
 SPARE_TOKENS = 4
@@ -18,10 +17,7 @@ class Text:
     def __init__(self, path: Path) -> None:
         """Raises BadRequest if the file cannot be read."""
         try:
-            with regular(path) as name:
-                self._tokenizer = Tokenizer.from_file(name)
-        except BadRequest:
-            raise
+            self._tokenizer = Tokenizer.from_file(str(path))
         # The library raises a bare Exception for a malformed file.
         except Exception as error:
             raise BadRequest(f"{path} cannot be read as a tokenizer: {error}") from error

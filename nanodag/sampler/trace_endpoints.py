@@ -10,8 +10,8 @@ from starlette.routing import Route
 
 from nanodag.errors import BadRequest
 from nanodag.inference.protocol import StartProfileBody, StopProfileBody
+from nanodag.sampler.device import traced
 from nanodag.sampler.in_flight import Traffic, body_of
-from nanodag.sampler.torch_trace import traced
 
 
 class TraceEndpoints:

@@ -60,7 +60,8 @@ class _Session:
 
 @dataclass(frozen=True)
 class _Received:
-    """Of the weights in memory, when they came in buckets. sums: of the engine's own tensors, when they were made."""
+    """Fingerprints of the weights in memory, when they came in buckets. sums: of the engine's own tensors, when they
+    were made."""
 
     fingerprints: list["asyncio.Future[dict[str, str]]"]
     sums: list[int]

@@ -27,11 +27,11 @@ from nanodag.host.ports import address_towards
 from nanodag.inference.bound_store import BoundStore
 
 DEVICES = {"gloo": "cpu", "nccl": "cuda"}
-"""What tensors of a group lie on, by its backend."""
+"""Device of a group's tensors by its backend."""
 
 
 def open_store(address: str, timeout_s: float) -> TCPStore:
-    """Where members of a group find each other, on a free port of an address; for rank 0. It goes with this process.
+    """Meeting place of a group's members, on a free port of an address; for rank 0. It goes with this process.
     Raises OSError when this machine does not have the address."""
     return BoundStore(address, 0, None, True, timedelta(seconds=timeout_s), wait_for_workers=False)
 

@@ -26,7 +26,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nanodag.errors import BadRequest
-from nanodag.host.regular_file import regular
 from nanodag.model.architecture import Architecture
 from nanodag.model.headers import weight_files
 from nanodag.sampler.fingerprints import fingerprints_of
@@ -35,7 +34,7 @@ VOCABULARY_BLOCK = 64
 # A bfloat16 matmul of torch on a CPU costs some 18 us whatever its size; below this many elements float32 is faster.
 MIN_BFLOAT16_ELEMENTS = 1 << 16
 TURNED_ELEMENTS = 1 << 17
-"""Of a matrix that are put into the layout at once: half a MiB of float32."""
+"""Elements of a matrix that are put into the layout at once: half a MiB of float32."""
 
 
 @dataclass(kw_only=True)
@@ -70,7 +69,7 @@ class Weights:
         return self.embedding.index_select(0, token_ids).float()
 
     def tensors(self) -> Iterator[Tensor]:
-        """Every tensor, in one fixed order."""
+        """The tensors, in one fixed order."""
         if self.embedding is not None:
             yield self.embedding
         for layer in self.layers:
@@ -82,7 +81,7 @@ class Weights:
         yield self.head
 
     def sums(self) -> list[int]:
-        """Of each tensor's bits, read as integers: what changes one of them changes its sum."""
+        """Sum of each tensor's bits, read as integers: what changes one of them changes its sum."""
         return [int(_as_integers(tensor).sum(dtype=torch.int64)) for tensor in self.tensors()]
 
     def differing(self, other: "Weights") -> list[str]:
@@ -147,8 +146,8 @@ class WeightsBuilder:
                 self._build(index)
 
     def whole(self) -> Weights:
-        """All of them. Raises BadRequest: a tensor that is missing, has another shape, holds NaN or infinity, or that
-        this architecture has no place for."""
+        """Finish the weights. Raises BadRequest: a tensor that is missing, has another shape, holds NaN or infinity, or
+        that this architecture has no place for."""
         a, take = self._architecture, self._take
         for index in range(a.num_layers):
             if index not in self._layers:
@@ -178,7 +177,7 @@ def _is_of_layer(name: str) -> bool:
 
 
 def _layer_names(a: Architecture, has_qkv_bias: bool, has_output_bias: bool) -> list[str]:
-    """What a layer is made of, without its prefix."""
+    """Names of a layer's tensors, without its prefix."""
     names = [f"self_attn.{n}_proj.weight" for n in "qkvo"] + [f"mlp.{n}_proj.weight" for n in ("gate", "up", "down")]
     names += ["input_layernorm.weight", "post_attention_layernorm.weight"]
     names += [f"self_attn.{n}_norm.weight" for n in "qk" if a.qk_norm]
@@ -195,7 +194,7 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for file_path in weight_files(path):
         try:
-            with regular(file_path) as name, safe_open(name, framework="pt") as file:
+            with safe_open(file_path, framework="pt") as file:
                 tensors.update({key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118 (not a dict)
         except (OSError, SafetensorError) as error:
             raise BadRequest(f"{file_path} cannot be read: {error}") from error

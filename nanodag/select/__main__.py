@@ -1,29 +1,33 @@
 """`python -m nanodag.select job.json`: rollouts as an RL stage samples them, and the best of them as rows.jsonl."""
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
+from nanodag.config.kinds.select import SelectStage
 from nanodag.errors import StageFailed
-from nanodag.rl.control.controller import main
-from nanodag.viewer.export import export_chats
-from nanodag.viewer.rollout_files import Shelf
-from nanodag.worker.job import ROWS, Job
+from nanodag.rl.__main__ import main
+from nanodag.rl.rollouts.export import export_chats
+from nanodag.rl.rollouts.rollout_files import Shelf
+from nanodag.worker.job import ROWS, Job, load_job
 
 
-def leave_best(job: Job) -> dict[str, Any]:
+def leave_best(stage: SelectStage, job: Job) -> dict[str, Any]:
     """Write the best answers into the output; returns what the stage's metrics say of them. Raises StageFailed where
     there is none."""
     shelf = Shelf(run=job.run, stage=job.name, records=job.records, metrics=job.metrics_path, model=job.inputs["model"])
     job.output.mkdir(parents=True, exist_ok=True)
-    chosen = export_chats(shelf, job.output / ROWS, best=job.config.best, lowest=job.config.lowest_reward)
+    chosen = export_chats(shelf, job.output / ROWS, best=stage.best, lowest=stage.lowest_reward)
     if not chosen.rows:
         why = ", ".join(f"{count} {reason}" for reason, count in chosen.left_out.items())
         raise StageFailed(
-            f"No answer was good enough ({why}). Lower lowest_reward, now {job.config.lowest_reward:g}, sample more "
-            "often (rollout.samples_per_prompt), or ask easier prompts."
+            f"No answer was good enough ({why}). Lower lowest_reward, now {stage.lowest_reward:g}, sample more often "
+            "(rollout.samples_per_prompt), or ask easier prompts."
         )
     left_out = {f"left_out_{reason.replace(' ', '_')}": count for reason, count in chosen.left_out.items()}
     return {"conversations": chosen.rows, **left_out}
 
 
 if __name__ == "__main__":
-    main(leave_best)
+    job = load_job()
+    main(replace(job, config=job.config.as_rl()), partial(leave_best, job.config))

@@ -1,4 +1,4 @@
-"""Starts, finds and stops Prefect's server and the process that serves our flows; talks to it by HTTP.
+"""Starts, finds and stops Prefect's server and the process that serves our flows.
 
 Both belong to one store and keep everything below <store's local folder>/prefect: a Prefect that the user has elsewhere
 is neither read nor changed. They listen on loopback unless told otherwise, and send nothing out. They outlive the
@@ -11,7 +11,6 @@ import hashlib
 import json
 import logging
 import os
-import secrets
 import signal
 import socket
 import stat
@@ -19,11 +18,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
-import httpx
 import psutil
 
 from nanodag.children.child import start_child
@@ -33,7 +29,7 @@ from nanodag.errors import ServerError
 from nanodag.host.folders import PRIVATE
 from nanodag.host.ports import free_port
 from nanodag.host.progress_timeout import Patience
-from nanodag.server.login import NO_LOGIN, read_login
+from nanodag.server.prefect_api import BUSY_FOR_S, NO_LOGIN, Api, read_login
 from nanodag.store import Store, write_json
 from nanodag.store.atomic import locked, writing
 from nanodag.store.provenance import code_digest, is_alive, process_started
@@ -42,14 +38,12 @@ log = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
 TAIL_LINES = 15
-BUSY_FOR_S = 30.0
 HEARTBEAT_S = 30  # how often a flow's process says that it is there
 _MAY_BE_UNDER_WAY = (
     "Flow runs may be under way, so nothing was ended. Try again; or end it and them, they go on from their "
     "checkpoints when run again: nanodag server stop"
 )
 _PROGRAMS = ("flows.prefect_server", "nanodag.worker.respawn")
-FINAL_STATES = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +59,8 @@ class ProcessId:
 
 @dataclass(frozen=True, kw_only=True)
 class RunningServer:
-    """What server.json says. serve: the supervisor of the process that serves. deployments: flow name -> deployment id,
-    none while it starts. serves: which code and pipeline file. settings: what the server was started with."""
+    """Content of server.json. serve: the supervisor of the process that serves. deployments: flow name -> deployment
+    id, none while it starts. serves: which code and pipeline file. settings: what the server was started with."""
 
     port: int
     server: ProcessId
@@ -81,8 +75,7 @@ class RunningServer:
     def url(self) -> str:
         return f"http://{self.host}:{self.port}"
 
-    def api(self) -> "Api":
-        """Who answers there."""
+    def api(self) -> Api:
         return Api(self.url, login=read_login(self.password_file))
 
 
@@ -158,12 +151,12 @@ class LocalServer:
             raise
 
     def serves(self) -> bool:
-        """Whether a process that serves the flows is there, be it another than before."""
+        """True while a process that serves the flows is there, be it another than before."""
         record = self._recorded()
         return record is not None and record.serve.is_alive()
 
     def has_left_flows(self) -> bool:
-        """Whether what serves is there and the server's process is not: flow runs go on that nobody could cancel."""
+        """True where what serves is there and the server's process is not: flow runs go on that nobody could cancel."""
         record = self._recorded()
         return record is not None and record.serve.is_alive() and not record.server.is_alive()
 
@@ -179,11 +172,10 @@ class LocalServer:
         return was_up or were_strays
 
     def environment(self, running: RunningServer) -> dict[str, str]:
-        """For a process that asks the server."""
         return self._environment(running.port)
 
     def _settings(self) -> str:
-        """What a change of makes another server necessary. Of the login only when its file changed."""
+        """Text of all whose change makes another server necessary. Of the login only when its file changed."""
         has_login = self._password_file != NO_LOGIN
         changed = f" {Path(self._password_file).stat().st_mtime_ns}" if has_login else ""
         return (
@@ -192,7 +184,8 @@ class LocalServer:
         )
 
     def _to_serve(self) -> str:
-        """What a change of makes another serve process necessary: the form offers the pipeline file's stages."""
+        """Text of all whose change makes another serve process necessary: the form offers the pipeline file's
+        stages."""
         return f"code {code_digest()}, {self._file} {hashlib.sha256(self._file.read_bytes()).hexdigest()[:8]}"
 
     def _recorded(self) -> RunningServer | None:
@@ -364,7 +357,6 @@ class LocalServer:
 
 
 def server_of(pipeline: Pipeline, store: Store, file: Path) -> LocalServer:
-    """The Prefect server that belongs to a store."""
     home, facts = store.local / "prefect", store.local.stat()
     if facts.st_uid == os.geteuid() and facts.st_mode & stat.S_IRWXO:
         log.warning(
@@ -376,86 +368,6 @@ def server_of(pipeline: Pipeline, store: Store, file: Path) -> LocalServer:
         home.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
         os.listdir(home)  # refused to any other user
     return LocalServer(home, store_url=store.url, file=file, settings=pipeline.server)
-
-
-class Api:
-    """The few calls of Prefect's REST API that are needed. url: of the server, without /api. login: user, password."""
-
-    def __init__(self, url: str, *, login: tuple[str, str] | None = None) -> None:
-        self._url = f"{url}/api"
-        self._login = login
-        self._client = secrets.token_hex(16)
-        self._token: dict[str, str] | None = None
-
-    def is_healthy(self) -> bool:
-        """True when the server answers."""
-        try:
-            return self._send("GET", "/health", timeout_s=2.0).status_code == 200
-        except httpx.TransportError:
-            return False
-
-    def create_run(self, deployment: str, *, name: str, parameters: Mapping[str, Any]) -> str:
-        """Create a flow run of a deployment; returns its id."""
-        # With the key, asking again for want of an answer makes no second run.
-        body = {"name": name, "parameters": dict(parameters), "idempotency_key": secrets.token_hex(16)}
-        return str(self.ask("POST", f"/deployments/{deployment}/create_flow_run", body)["id"])
-
-    def run_state(self, flow_run: str) -> dict[str, str]:
-        """`type`, `name` and `message` of a flow run's state."""
-        state = self.ask("GET", f"/flow_runs/{flow_run}")["state"] or {"type": "PENDING", "name": "Pending"}
-        return {field: state.get(field) or "" for field in ("type", "name", "message")}
-
-    def num_active_runs(self) -> int:
-        """How many flow runs are under way, or asked for and about to be taken by what serves."""
-        under_way = {"state": {"type": {"any_": ["RUNNING", "PENDING", "CANCELLING"]}}}
-        now = datetime.now(UTC).isoformat()  # a night that is to come is scheduled too
-        asked_for = {
-            "state": {"type": {"any_": ["SCHEDULED"]}},
-            "expected_start_time": {"before_": now},
-            "parent_task_run_id": {"is_null_": True},  # a stage of a work pool may wait for a worker for ever
-        }
-        return sum(int(self.ask("POST", "/flow_runs/count", {"flow_runs": one})) for one in (under_way, asked_for))
-
-    def set_state(self, flow_run: str, kind: str, message: str, *, name: str = "") -> None:
-        """Ask for a state; `CANCELLING` has the runner end the flow's process, `SCHEDULED` runs it again."""
-        state = {"type": kind, "name": name or kind.capitalize(), "message": message}
-        self.ask("POST", f"/flow_runs/{flow_run}/set_state", {"state": state, "force": kind == "CRASHED"})
-
-    def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """The answer as JSON, None for an empty one. Raises ServerError when there is none, or it is a refusal."""
-        deadline = time.monotonic() + BUSY_FOR_S
-        try:
-            # 503 is how Prefect says that its database is locked by another writer.
-            while (answer := self._send(method, path, body)).status_code == 503 and time.monotonic() < deadline:
-                time.sleep(0.2)
-        except httpx.TransportError as error:
-            raise ServerError(f"Prefect's server at {self._url} does not answer: {error}.") from error
-        if answer.status_code >= 400:
-            what = f"{answer.status_code}: {answer.text[:500]}"
-            raise ServerError(f"Prefect's server refused {method} {path} with {what}")
-        return answer.json() if answer.content else None
-
-    def _send(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout_s: float = 30.0
-    ) -> httpx.Response:
-        # trust_env: a proxy of the user's has no business with loopback. verify: nothing here is encrypted, and loading
-        # certificates takes longer than the call.
-        with httpx.Client(timeout=timeout_s, trust_env=False, verify=False, auth=self._login) as client:
-            if method == "GET":
-                return client.request(method, self._url + path)
-            for is_new in (self._token is None, True):  # a token has an end
-                self._token = self._new_token(client) if is_new else self._token
-                answer = client.request(method, self._url + path, json=body, headers=self._token)
-                if answer.status_code != httpx.codes.FORBIDDEN:
-                    break
-            return answer
-
-    def _new_token(self, client: httpx.Client) -> dict[str, str]:
-        """The headers without which the server changes nothing: no page of another origin can read a token."""
-        answer = client.get(f"{self._url}/csrf-token", params={"client": self._client})
-        if answer.status_code != httpx.codes.OK:
-            return {}  # it asks for none; or the request itself will be refused for the same reason
-        return {"Prefect-Csrf-Client": self._client, "Prefect-Csrf-Token": answer.json()["token"]}
 
 
 def _is_free(host: str, port: int) -> bool:

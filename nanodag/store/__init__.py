@@ -3,7 +3,6 @@
 from nanodag.store.artifacts import Store
 from nanodag.store.atomic import write_json
 from nanodag.store.checkpoints import Checkpoints
-from nanodag.store.keys import canonical_json, content_digest, stage_key
-from nanodag.store.manifest import Artifact
+from nanodag.store.manifest import Artifact, canonical_json, content_digest, stage_key
 
 __all__ = ["Artifact", "Checkpoints", "Store", "canonical_json", "content_digest", "stage_key", "write_json"]

@@ -27,9 +27,17 @@ from typing import Any
 from nanodag.errors import ArtifactNotFound, CorruptArtifact, NewerFormat, StoreError
 from nanodag.host.folders import PRIVATE, user_cache
 from nanodag.store.atomic import files_below, locked, sha256_of, sizes_below, writing
-from nanodag.store.keys import FORMAT_VERSION, content_digest
 from nanodag.store.local_backend import LocalBackend
-from nanodag.store.manifest import ATTEMPT, MANIFEST, PARTS, Artifact, check_listing, parse_manifest
+from nanodag.store.manifest import (
+    ATTEMPT,
+    FORMAT_VERSION,
+    MANIFEST,
+    PARTS,
+    Artifact,
+    check_listing,
+    content_digest,
+    parse_manifest,
+)
 from nanodag.store.mirror import Mirror
 from nanodag.store.records import SAFE_NAME, RunRecords, safe_name
 from nanodag.store.remote_backend import RemoteBackend
@@ -82,7 +90,7 @@ class Store(RunRecords):
         return None
 
     def attempt(self, key: str, attempt: str) -> Artifact:
-        """That very attempt. Raises ArtifactNotFound when it is not there, CorruptArtifact when it is damaged,
+        """Attempt of that name. Raises ArtifactNotFound when it is not there, CorruptArtifact when it is damaged,
         NewerFormat when only a newer nanodag reads it."""
         try:
             return self._read_manifest(key, attempt)
@@ -190,13 +198,12 @@ class Store(RunRecords):
         return self._backend.put(artifact, parts, last + 1)
 
     def mirror(self, key: str, folder: Path) -> Mirror:
-        """What copies the checkpoints of a key's stage to a remote store. Raises StoreError when it is local."""
+        """Copier of the checkpoints of a key's stage to a remote store. Raises StoreError when it is local."""
         if not isinstance(self._backend, RemoteBackend):
             raise StoreError(f"The store {self.url} is local: checkpoints in it are there already, nothing to mirror.")
         return Mirror(self._backend, safe_name(key), folder)
 
     def mirrored(self) -> list[str]:
-        """Keys whose checkpoints are mirrored."""
         return sorted(n for n in self._backend.names("checkpoints") if SAFE_NAME.fullmatch(n))
 
     def hide(self, key: str, attempt: str) -> str:
@@ -218,11 +225,10 @@ class Store(RunRecords):
             return self._backend.set_aside(safe_name(key), safe_name(attempt))
 
     def leftovers(self) -> dict[str, int]:
-        """What killed writers left behind: path below the store -> bytes."""
+        """Files that killed writers left behind: path below the store -> bytes."""
         return self._backend.leftovers()
 
     def clear(self, leftover: str) -> None:
-        """Remove one of `leftovers`."""
         self._backend.clear(leftover)
 
     def workspace(self, key: str) -> Path:
@@ -243,7 +249,6 @@ class Store(RunRecords):
         return folder
 
     def discard_workspace(self, key: str) -> None:
-        """Remove a workspace whose result was published."""
         shutil.rmtree(self.local / "work" / safe_name(key), ignore_errors=True)
 
     @contextlib.contextmanager

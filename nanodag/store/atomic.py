@@ -3,10 +3,12 @@
 import contextlib
 import errno
 import fcntl
+import functools
 import hashlib
 import json
 import logging
 import os
+import re
 import secrets
 import stat
 import time
@@ -14,12 +16,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from nanodag.errors import NanodagError, StoreBusy, StoreError
 
 log = logging.getLogger(__name__)
 
 BLOCK_BYTES = 1 << 20
 NOT_REGULAR = -2
+_TEMPORARY = re.compile(r"\.(?P<host>[0-9a-f]{6})-(?P<pid>\d+)-[0-9a-f]{8}\.tmp")
 _MENDS = {
     errno.ENOSPC: "The disk is full: free some of it (nanodag gc shows what the store can do without), then resume",
     errno.EDQUOT: "Your disk quota is used up: free some of it (nanodag gc), then resume",
@@ -108,10 +113,34 @@ def fsync_folders(folder: Path) -> None:
         fsync_path(path)
 
 
+def temporary_name() -> str:
+    """A name that no reader looks at, and that tells whether its writer is still there."""
+    return f".{_host()}-{os.getpid()}-{secrets.token_hex(4)}.tmp"
+
+
+def is_leftover(name: str) -> bool:
+    """True for a temporary name whose writer was a process of this host and is gone.
+
+    A store may be shared: another host's processes cannot be seen from here, so theirs never are.
+    """
+    match = _TEMPORARY.fullmatch(name)
+    return match is not None and match["host"] == _host() and not psutil.pid_exists(int(match["pid"]))
+
+
+@functools.cache
+def _host() -> str:
+    """6 hex digits that name the world in which a process id means something: the machine, or the container on it."""
+    try:
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:  # not Linux
+        namespace = ""
+    return hashlib.sha256(f"{os.uname().nodename}\0{namespace}".encode()).hexdigest()[:6]
+
+
 def write_bytes(path: Path, content: bytes) -> None:
     """Write a file so that at any instant either the old or the new content is there, also after a power cut."""
     # rename() is atomic only within one filesystem, so the temporary file sits next to its target.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    temporary = path.with_name(temporary_name())
     try:
         with temporary.open("wb") as stream:
             stream.write(content)

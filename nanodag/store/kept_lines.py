@@ -1,4 +1,4 @@
-"""What an evaluation has finished, kept as it goes: a killed one goes on behind it. No torch here.
+"""Answers of an evaluation, kept as it goes: a killed one goes on behind it. No torch here.
 
 A file holds a JSON object a line, each behind a check sum. Lines are only added. The end of a line that a kill or a
 power cut left half written is not there, and is cut off at the next start.

@@ -1,27 +1,27 @@
 """A store's bytes on a local folder. An artifact becomes visible all at once, by rename()."""
 
-import contextlib
 import errno
-import hashlib
 import os
-import re
 import secrets
 import shutil
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from nanodag.errors import CorruptArtifact, StoreError
-from nanodag.store.atomic import copy_hashed, fsync_folders, fsync_path, sizes_below, write_bytes, writing
+from nanodag.store.atomic import (
+    copy_hashed,
+    fsync_folders,
+    fsync_path,
+    is_leftover,
+    sizes_below,
+    temporary_name,
+    write_bytes,
+    writing,
+)
 from nanodag.store.manifest import MANIFEST, Artifact, manifest_text, parse_manifest
 
 Parts = Mapping[str, Path | None]
-
-# Small files are written in no time, but another host's writers cannot be seen from here.
-ABANDONED_AFTER_S = 3600.0
-_SMALL_TEMPORARY = re.compile(r"\..+\.(?P<pid>\d+)-[0-9a-f]{8}\.tmp")
-_TEMPORARY = re.compile(r"\.(?P<host>[0-9a-f]{6})-(?P<pid>\d+)-[0-9a-f]{8}\.tmp")
 
 
 class LocalBackend:
@@ -67,7 +67,6 @@ class LocalBackend:
             write_bytes(target, text.encode())
 
     def remove(self, path: str) -> None:
-        """Remove a small file."""
         with writing(f"Removing {self.root / path}"):
             (self.root / path).unlink(missing_ok=True)
 
@@ -76,7 +75,6 @@ class LocalBackend:
         return (self.root / path).lstat().st_uid in (os.geteuid(), 0)
 
     def fetch(self, artifact: Artifact) -> Path:
-        """The artifact's folder on this host."""
         return self.root / artifact.folder
 
     def forget(self, artifact: Artifact, path: str) -> bool:
@@ -160,67 +158,20 @@ class LocalBackend:
         return str(target)
 
     def leftovers(self) -> dict[str, int]:
-        """What killed writers of this host left behind: path below the store -> bytes."""
+        """Files that killed writers of this host left behind: path below the store -> bytes."""
         sizes = {}
-        for path in self.root.glob("artifacts/*/.*.tmp"):
+        for path in (*self.root.glob("artifacts/*/.*.tmp"), *self.root.glob("runs/.*.tmp")):
             if is_leftover(path.name):
-                size = sum(n for n in sizes_below(path).values() if n > 0)
+                size = sum(n for n in sizes_below(path).values() if n > 0) if path.is_dir() else path.stat().st_size
                 sizes[path.relative_to(self.root).as_posix()] = size
-        for path in self.root.glob("runs/.*.tmp"):
-            with contextlib.suppress(FileNotFoundError):  # it has got its name meanwhile
-                facts = path.stat()
-                if facts.st_mtime < time.time() - ABANDONED_AFTER_S and not _is_written(path.name):
-                    sizes[path.relative_to(self.root).as_posix()] = facts.st_size
         return sizes
 
     def clear(self, leftover: str) -> None:
-        """Remove one of `leftovers`."""
         path = self.root / leftover
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
-
-
-def temporary_name() -> str:
-    """A name that no reader looks at, and that tells whether its writer is still there."""
-    return f".{_host()}-{os.getpid()}-{secrets.token_hex(4)}.tmp"
-
-
-def is_leftover(name: str) -> bool:
-    """True for a temporary name whose writer was a process of this host and is gone.
-
-    A store may be shared: another host's processes cannot be seen from here, so theirs never are.
-    """
-    match = _TEMPORARY.fullmatch(name)
-    if match is None or match["host"] != _host():
-        return False
-    return not _is_process(int(match["pid"]))
-
-
-def _is_written(name: str) -> bool:
-    """True when the process that a small file's temporary name tells of (nanodag.store.atomic.write_bytes) is there."""
-    match = _SMALL_TEMPORARY.fullmatch(name)
-    return match is not None and _is_process(int(match["pid"]))
-
-
-def _is_process(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # alive, someone else's
-        return True
-    return True
-
-
-def _host() -> str:
-    """6 hex digits that name the world in which a process id means something: the machine, or the container on it."""
-    try:
-        namespace = os.readlink("/proc/self/ns/pid")
-    except OSError:  # not Linux
-        namespace = ""
-    return hashlib.sha256(f"{os.uname().nodename}\0{namespace}".encode()).hexdigest()[:6]
 
 
 def _copy(artifact: Artifact, parts: Parts, destination: Path) -> None:

@@ -1,4 +1,4 @@
-"""The manifest of an artifact: what it is, what it came from, what it cost.
+"""Keys of results, and the manifest of an artifact: what it is, what it came from, what it cost.
 
 A manifest is data that anybody may have written: it is checked before a name in it becomes a path.
 """
@@ -13,7 +13,46 @@ from typing import Any
 
 from nanodag.errors import CorruptArtifact, NewerFormat
 from nanodag.store.atomic import NOT_REGULAR
-from nanodag.store.keys import FORMAT_VERSION, content_digest
+
+FORMAT_VERSION = 1
+
+
+def canonical_json(value: Any) -> str:
+    """The one JSON text of a value: sorted keys, no spaces, no NaN (raises ValueError)."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def stage_key(
+    *,
+    kind: str,
+    code_version: int,
+    config: Mapping[str, Any],
+    inputs: Mapping[str, str],
+    sources: Mapping[str, Any],
+) -> str:
+    """40 hex digits that name a stage's result.
+
+    config: the result-changing part only. inputs: input name -> content digest of the artifact. sources: identities of
+    the data that is read (nanodag.data). code_version: raised by hand when a kind's code changes what it makes.
+    """
+    recipe = {
+        "format": FORMAT_VERSION,
+        "kind": kind,
+        "code_version": code_version,
+        "config": config,
+        "inputs": inputs,
+        "sources": sources,
+    }
+    return hashlib.sha256(canonical_json(recipe).encode()).hexdigest()[:40]
+
+
+def content_digest(sha256_by_path: Mapping[str, str]) -> str:
+    """64 hex digits over names and contents of an artifact's files, whatever their order, times or place."""
+    digest = hashlib.sha256()
+    for path in sorted(sha256_by_path):
+        digest.update(f"{path}\0{sha256_by_path[path]}\n".encode())
+    return digest.hexdigest()
+
 
 MANIFEST = "manifest.json"
 PARTS = ("files", "records")
@@ -52,7 +91,6 @@ class Artifact:
 
     @property
     def stored_bytes(self) -> int:
-        """Those of its records too."""
         return self.num_bytes + sum(int(facts["bytes"]) for facts in self.records.values())
 
     @property

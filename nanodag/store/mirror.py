@@ -68,7 +68,6 @@ class Mirror:
         return None
 
     def drop(self) -> None:
-        """Remove what was mirrored."""
         self._backend.clear(self._home)
 
     def copy_newest(self) -> bool:

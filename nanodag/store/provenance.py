@@ -1,4 +1,4 @@
-"""What a result was made with: code revision, package versions, machine."""
+"""Provenance of a result: code revision, package versions, machine."""
 
 import functools
 import hashlib

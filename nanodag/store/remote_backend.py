@@ -25,7 +25,7 @@ _WITHOUT_FOLDERS = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss
 
 
 class RemoteBackend:
-    """Everything below an fsspec URL. cache: local folder for copies."""
+    """Everything below an fsspec URL, by the methods of LocalBackend. cache: local folder for copies."""
 
     def __init__(self, url: str, cache: Path) -> None:
         import fsspec
@@ -47,7 +47,6 @@ class RemoteBackend:
         self._has_folders = not protocols & _WITHOUT_FOLDERS
 
     def names(self, folder: str) -> list[str]:
-        """As LocalBackend.names."""
         self._fs.invalidate_cache()
         try:
             with self._asking(f"Listing {folder}"):
@@ -69,7 +68,6 @@ class RemoteBackend:
         return {path[len(base) + path.index(base) + 1 :]: facts for path, facts in listing.items()}
 
     def read_text(self, path: str) -> str:
-        """As LocalBackend.read_text."""
         with self._asking(f"Reading {path}"):
             return self._fs.cat_file(f"{self._root}/{path}").decode()
 
@@ -96,7 +94,6 @@ class RemoteBackend:
             self._fs.mv(temporary, target)
 
     def remove(self, path: str) -> None:
-        """As LocalBackend.remove."""
         with self._asking(f"Removing {path}"), contextlib.suppress(FileNotFoundError):
             self._fs.rm_file(f"{self._root}/{path}")
 
@@ -116,7 +113,6 @@ class RemoteBackend:
         return folder
 
     def forget(self, artifact: Artifact, path: str) -> bool:
-        """As LocalBackend.forget."""
         (self._cache / artifact.key / artifact.attempt / path).unlink(missing_ok=True)
         return True
 
@@ -175,7 +171,6 @@ class RemoteBackend:
         return attempt
 
     def delete(self, key: str, attempt: str, hidden: str) -> None:
-        """As LocalBackend.delete."""
         self.clear(f"artifacts/{key}/{attempt}")
 
     def set_aside(self, key: str, attempt: str) -> str:
@@ -202,7 +197,6 @@ class RemoteBackend:
         return {folder: size for folder, size in sizes.items() if folder not in whole and newest[folder] < limit}
 
     def clear(self, leftover: str) -> None:
-        """As LocalBackend.clear."""
         with self._asking(f"Removing {leftover}"), contextlib.suppress(FileNotFoundError):
             self._fs.rm(f"{self._root}/{leftover}", recursive=True)
 
@@ -239,7 +233,7 @@ def _is_of_a_bucket(error: FileNotFoundError) -> bool:
 
 
 def _driver_errors() -> tuple[type[Exception], ...]:
-    """What the drivers that are loaded raise beside OSError."""
+    """Exceptions that the drivers that are loaded raise, OSError among them."""
     errors: list[type[Exception]] = [OSError]
     if "botocore.exceptions" in sys.modules:
         errors += [sys.modules["botocore.exceptions"].BotoCoreError, sys.modules["botocore.exceptions"].ClientError]

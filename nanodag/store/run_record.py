@@ -1,4 +1,4 @@
-"""What `runs/<run>.json` says: one run, its stages, and every artifact that `gc` must keep for it.
+"""Records of runs (`runs/<run>.json`): one run, its stages, and every artifact that `gc` must keep for it.
 
 A record is checked as a whole when it is read. One of another format, or with a field that does not fit, is refused by
 its file's name. A record is never edited: `changed` and `with_stage` return another one.
@@ -27,7 +27,8 @@ RunState = Literal["running", "completed", "failed", "stopped", "interrupted", "
 
 
 class ArtifactReference(NamedTuple):
-    """What a record keeps alive: one attempt; without one every attempt under the key, and the key's workspace."""
+    """Reference that keeps an artifact alive: one attempt; without one every attempt under the key, and the key's
+    workspace."""
 
     key: Key
     attempt: Attempt | None = None
@@ -42,8 +43,8 @@ class _Part(BaseModel):
 
 
 class Made(_Part):
-    """What a stage was finished with. inputs: label -> content digest of what it was made from. config: digest of the
-    config that it was made with. took_s: what finding or building it took, without the wait for a device."""
+    """Result that a stage was finished with. inputs: label -> content digest of what it was made from. config: digest
+    of the config that it was made with. took_s: what finding or building it took, without the wait for a device."""
 
     attempt: Attempt
     digest: str
@@ -93,12 +94,12 @@ class StageRecord(_Part):
 
     @property
     def artifact(self) -> tuple[Key, Attempt] | None:
-        """What it was finished with, whatever it is doing now."""
+        """Key and attempt that it was finished with, whatever it is doing now."""
         return (self.key, self.made.attempt) if self.made is not None else None
 
     @property
     def reference(self) -> ArtifactReference | None:
-        """What must stay for it: of a stage that is not finished all that there is under its key."""
+        """Reference to what must stay for it: of a stage that is not finished all that there is under its key."""
         if self.has_ended_well and self.artifact is not None:
             return ArtifactReference(*self.artifact)
         return ArtifactReference(self.key) if self.key else None
@@ -113,7 +114,7 @@ class PointRecord(_Part):
 
 
 class SweepRecord(_Part):
-    """What makes a run a sweep. stage: the one that is compared."""
+    """Part of a record that makes a run a sweep. stage: the one that is compared."""
 
     stage: str
     points: tuple[PointRecord, ...]
@@ -146,8 +147,8 @@ class NightScore(_Part):
 
 
 class NightRecord(_Part):
-    """What makes a run a night. due: when its schedule was due, or when it was asked for; missing: what could not be
-    evaluated, and why; stale: which models are stale in their runs."""
+    """Part of a record that makes a run a night. due: when its schedule was due, or when it was asked for; missing:
+    what could not be evaluated, and why; stale: which models are stale in their runs."""
 
     by_schedule: bool
     due: float
@@ -201,12 +202,11 @@ class RunRecord(_Part):
 
     @property
     def night(self) -> NightRecord:
-        """What makes it a night; asked for only of runs that are one."""
+        """Part that makes it a night; asked for only of runs that are one."""
         assert self.nightly is not None
         return self.nightly
 
     def with_stage(self, stage: str, **fields: Any) -> "RunRecord":
-        """The same with fields of one stage changed."""
         return self.changed(stages={**self.stages, stage: self.stages[stage].changed(**fields)})
 
     def references(self) -> Iterator[ArtifactReference]:

@@ -145,7 +145,7 @@ def _joined(
 
 
 def _needed(pipeline: Pipeline, stage: str) -> list[str]:
-    """What a stage needs, inputs first, the stage itself, and its evals."""
+    """Stages that a stage needs, inputs first, the stage itself, and its evals."""
     order = order_of(pipeline)
     wanted = {stage}
     for name in reversed(order):

@@ -1,4 +1,4 @@
-"""What each point of a sweep reached: the metrics of its stage, the scores of its evals with their intervals."""
+"""Results of each point of a sweep: the metrics of its stage, the scores of its evals with their intervals."""
 
 import json
 import logging
@@ -12,6 +12,7 @@ from nanodag.config.kind import SCORES
 from nanodag.config.kinds import find_kind
 from nanodag.errors import SourceError
 from nanodag.evaluation.paired import PairedDifference, holm, paired
+from nanodag.report.gather import curve_of, metrics_in
 from nanodag.run.record import Run, StageResult
 from nanodag.store import Artifact
 from nanodag.sweep.points import Point, Sweep
@@ -55,12 +56,7 @@ class PointRow:
 
     def curve(self, name: str) -> tuple[list[float], list[float]]:
         """Steps and values of one metric over training."""
-        path = self.records / "metrics.jsonl" if self.records is not None else None
-        if path is None or not path.is_file():
-            return [], []
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-        pairs = [(line["step"], line[name]) for line in lines if isinstance(line.get(name), int | float)]
-        return [float(step) for step, _ in pairs], [float(value) for _, value in pairs]
+        return curve_of(metrics_in(self.records), name) if self.records is not None else ([], [])
 
 
 def rows_of(sweep: Sweep, run: Run, results: Mapping[str, StageResult]) -> list[PointRow]:
@@ -118,7 +114,6 @@ def _difference(base: Path, samples: Path, metric: str) -> PairedDifference | No
 
 
 def as_json(rows: list[PointRow]) -> list[dict[str, Any]]:
-    """The rows as plain values."""
     return [
         {
             "number": row.point.number,

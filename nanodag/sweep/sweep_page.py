@@ -147,7 +147,7 @@ def _score_panel(
 
 
 def _axis_of(option: str, rows: Sequence[PointRow]) -> tuple[dict[int, float], list[tuple[float, str]], str]:
-    """Where each point stands on an option's axis, the ticks, and the axis's name; nothing where it is no number."""
+    """Place of each point on an option's axis, the ticks, and the axis's name; nothing where it is no number."""
     try:
         values = {row.point.number: float(row.point.values[option]) for row in rows}
     except (KeyError, ValueError):

@@ -1,4 +1,4 @@
-"""From sources to batches: draw, tokenise, pack, with an exact position after every batch.
+"""Batches of tokens made of sources: draw, tokenise, pack, with an exact position after every batch.
 
 Records are read in windows. A window is packed as a whole and its rows are shuffled, as packing puts long pieces first.
 It never crosses a pass over a source, so no record is trained again before all others of its source were.
@@ -163,7 +163,8 @@ class TokenBatches:
         return made.batch
 
     def take(self, number: int) -> list[Batch]:
-        """That many batches for one step. Among several ranks those of the open stretch; where they end, padding."""
+        """Take that many batches for one step. Among several ranks those of the open stretch; where they end,
+        padding."""
         batches: list[Batch] = []
         while len(batches) < number and self._has_batch():
             batches.append(next(self))
@@ -365,7 +366,7 @@ class TokenBatches:
         return next(self._mixture, None), state
 
     def _tokenised(self, drawn: Sequence[Drawn]) -> list[Piece]:
-        return self._pieces_of([one.record for one in drawn])
+        return self._pieces_of([record.record for record in drawn])
 
     def _fitting(self, piece: Piece) -> Piece | None:
         """The piece as the packer may have it, or None for one that is dropped."""
@@ -384,8 +385,8 @@ class TokenBatches:
         self._counts = replace(self._counts, **{k: getattr(self._counts, k) + n for k, n in amounts.items()})
 
     def _position(self) -> _Position:
-        given = self._given if self._window else None
-        position = self._window_start, self._number, given, self._progress
+        num_given = self._given if self._window else None
+        position = self._window_start, self._number, num_given, self._progress
         return _Position(*position, self._counts, tuple(self._trained))
 
 
@@ -410,8 +411,8 @@ class _LengthsOf:
 
 
 def tokenising_threads(device: str, *, cores: int, ranks: int) -> int:
-    """How many a rank may have beside a GPU: four at most, and two cores stay for training and packing. None on a CPU,
-    where training needs the cores."""
+    """Number of threads a rank may have beside a GPU: four at most, and two cores stay for training and packing. None
+    on a CPU, where training needs the cores."""
     return 0 if device == "cpu" else max(0, min(4, cores // ranks - 2))
 
 
@@ -439,9 +440,9 @@ def _tokenising(kind: str, tokenizer_path: Path) -> tuple[Tokenise, int, int]:
     renderer = load_renderer(tokenizer_path)
 
     def from_both(records: Sequence[dict[str, Any]]) -> list[Piece]:
-        asked = [r for r in records if "messages" in r]
-        switches = [r.get("template_options", NO_SWITCHES) for r in asked]
-        chats = iter(renderer.render_batch([r["messages"] for r in asked], switches))
+        chat_records = [r for r in records if "messages" in r]
+        switches = [r.get("template_options", NO_SWITCHES) for r in chat_records]
+        chats = iter(renderer.render_batch([r["messages"] for r in chat_records], switches))
         documents = iter(from_documents([r for r in records if "text" in r]))
         return [next(documents) if "text" in r else conversation_piece(*next(chats)) for r in records]
 

@@ -39,7 +39,7 @@ class Cursor(Protocol):
 
 @dataclass
 class Progress:
-    """How far a stage is. tokens: input tokens trained, without padding; labels: of them with loss; seconds: of
+    """Progress of a stage. tokens: input tokens trained, without padding; labels: of them with loss; seconds: of
     training steps, as the first rank's clock has them; validation_loss: the last one; best_loss: the lowest, at
     best_step; evals_since_best: validations since then; core: the last CORE, of the weights of core_step."""
 

@@ -73,7 +73,7 @@ def _world_size() -> int:
 
 
 def _store() -> dist.Store:
-    """Where ranks meet: torchrun's, or the first rank's, which listens on MASTER_ADDR only."""
+    """Meeting place of ranks: torchrun's, or the first rank's, which listens on MASTER_ADDR only."""
     is_master = os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     return BoundStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), _world_size(), is_master)
 
@@ -217,7 +217,7 @@ class TrainEngine:
             dist.barrier()
 
     def weights(self, *, bucket_bytes: int = GATHER_BYTES) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter whole, on the rank's device, in the training precision, as (name, tensor).
+        """Yield every parameter whole, on the rank's device, in the training precision, as (name, tensor).
 
         A tensor is valid until the next one is asked for. All ranks must walk through, to the end; at most bucket_bytes
         are gathered at once.
@@ -292,12 +292,12 @@ class TrainEngine:
         return snapshot
 
     def _weight_tensors(self) -> list[Tensor]:
-        """What this rank holds of the weights between two steps, in the training precision."""
+        """Shares of the weights that this rank holds between two steps, in the training precision."""
         parameters: list[Any] = list(self.model.parameters())  # ZeRO-3 gives them attributes
         return [p.ds_tensor for p in parameters] if self.zero_stage == 3 else [p.data for p in parameters]
 
     def _gradient_buffers(self) -> list[Tensor]:
-        """What DeepSpeed keeps between two steps for gradients that are yet to come."""
+        """Tensors that DeepSpeed keeps between two steps for gradients that are yet to come."""
         buckets = getattr(self._zero, "ipg_buckets", {}).values()
         held = [getattr(bucket, "buffer", None) for bucket in buckets]
         held.append(getattr(self._zero, "grad_partitions_flat_buffer", None))
@@ -378,7 +378,7 @@ class TrainEngine:
 
 
 def _position(tensor: Tensor, flats: list[Tensor]) -> tuple[int, int]:
-    """Which flat buffer a view lies in, and at which element."""
+    """The flat buffer that a view lies in, and its first element there."""
     for index, flat in enumerate(flats):
         begin = (tensor.data_ptr() - flat.data_ptr()) // flat.element_size()
         if 0 <= begin < flat.numel():

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from nanodag.store.atomic import locked, writing
-from nanodag.store.keys import canonical_json
+from nanodag.store.manifest import canonical_json
 from nanodag.train.packing import Batch
 
 log = logging.getLogger(__name__)

@@ -49,7 +49,7 @@ class Objective(Protocol):
     """One way to train a model."""
 
     def count(self, batch: Batch) -> float:
-        """What this batch adds to the denominator; known before the model runs."""
+        """This batch's part of the denominator; known before the model runs."""
         ...
 
     def loss(self, model: Model, batch: DeviceBatch) -> tuple[Tensor, float, dict[str, float]]:

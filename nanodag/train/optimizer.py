@@ -196,8 +196,8 @@ class SegmentedOptimizer(torch.optim.Optimizer):
         return math.sqrt(float(total))
 
     def planes(self, of: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Iterator[tuple[str, Segment, Tensor]]:
-        """Every tensor that a checkpoint needs: (`weights` or one of PLANES, segment, a view that may be written to).
-        of: where a whole tensor is to be read in place of itself."""
+        """Yield every tensor that a checkpoint needs: (`weights` or one of PLANES, segment, a view that may be written
+        to). of: where a whole tensor is to be read in place of itself."""
         masters = [of(master.detach()).view(-1) for master in self.masters]
         states = [[of(state) for state in run.states] for run in self._runs]
         for segment in self.segments:

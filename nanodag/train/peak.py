@@ -35,7 +35,7 @@ def known_peak(name: str, memory: int, capability: float) -> float:
 
 
 def precisions_of(capability: float) -> tuple[torch.dtype, ...]:
-    """In which a GPU is measured. Before Ampere cuBLAS refuses bfloat16, or emulates it."""
+    """Number formats in which a GPU is measured. Before Ampere cuBLAS refuses bfloat16, or emulates it."""
     return (torch.float32, torch.bfloat16) if capability >= FAST_BF16_CAPABILITY else (torch.float32,)
 
 

@@ -1,4 +1,4 @@
-"""From a job to the parts of the loop: model, data, held-out data, plan, samples, export."""
+"""Parts of the loop by a job: model, data, held-out data, plan, samples, export."""
 
 import logging
 import math
@@ -31,15 +31,13 @@ from nanodag.store.checkpoints import Checkpoints
 from nanodag.tokenizer.encoding import Encoding
 from nanodag.train.batches import TokenBatches, tokenising_threads
 from nanodag.train.checkpoint import newest_of_all, planned_steps
-from nanodag.train.core_score import CoreScore
 from nanodag.train.deepspeed_engine import TrainEngine
-from nanodag.train.greedy_samples import Uncompiled, greedy
 from nanodag.train.held_out_rows import HeldOutRows, held_out_rows
 from nanodag.train.loop import TrainPlan
 from nanodag.train.objective import NextToken, Objective
 from nanodag.train.packing import Batch, make_batch
 from nanodag.train.peak import matmul_peak
-from nanodag.train.validation import Validation, ValidationLoss
+from nanodag.train.validation import CoreScore, Uncompiled, Validation, ValidationLoss, greedy
 from nanodag.worker.job import Job
 
 log = logging.getLogger(__name__)
@@ -172,7 +170,7 @@ def _model(job: Job, tokenizer_path: Path) -> Decoder:
 
 
 def architecture_of(job: Job, tokenizer_path: Path) -> Architecture:
-    """Of the model that a stage trains: its input's, else what its config says."""
+    """Architecture of the model that a stage trains: its input's, else by its config."""
     if "model" in job.inputs:
         return read_checkpoint(job.inputs["model"]).architecture
     config = job.config
@@ -298,7 +296,7 @@ class _Data:
         return held_out_rows(self._job.held_out, recipe, make)
 
     def _tokenizer_files(self) -> list[Path]:
-        """What decides how text and conversations become tokens."""
+        """Digest of all that decides how text and conversations become tokens."""
         names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
         return [path for name in names if (path := self._tokenizer_path / name).exists()]
 

@@ -28,7 +28,7 @@ RANK_FILE = "state-{rank:05d}-of-{num_files:05d}.safetensors"
 
 @dataclass(frozen=True, kw_only=True)
 class Common:
-    """What is the same on every rank. num_updates: the optimizer's steps."""
+    """State that is the same on every rank. num_updates: the optimizer's steps."""
 
     num_updates: int
     num_files: int
@@ -52,7 +52,7 @@ def write_state(folder: Path, rank: int, common: Common, tensors: dict[str, Tens
 
 
 class SavedState:
-    """What `write_state` wrote, open for reading parts of it, by any number of ranks. shapes: of the parameters that
+    """Files of `write_state`, open for reading parts of it, by any number of ranks. shapes: of the parameters that
     it is for. Use as a context manager.
 
     Entering raises CorruptArtifact, naming file and values, when files are missing or disagree, or when it is the state

@@ -15,7 +15,7 @@ from nanodag.inference.bound_store import BoundStore
 
 
 def main() -> None:
-    """As torch.distributed.run, with its arguments."""
+    """Run torch.distributed.run with its arguments."""
     # Before the modules that take it from there are imported.
     torch.distributed.TCPStore = BoundStore  # type: ignore[misc] # a class is replaced on purpose
     from torch.distributed.run import main as run

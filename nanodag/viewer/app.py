@@ -15,7 +15,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from nanodag.errors import ConfigError, NanodagError
 from nanodag.report.page import TEMPLATES
 from nanodag.report.words import legible, shortened
-from nanodag.viewer.rollout_files import Shelf
+from nanodag.rl.rollouts.rollout_files import Shelf
 from nanodag.viewer.sample_view import COLOURS, Colour, Painter
 from nanodag.viewer.view import LONGEST_SAID, fate_choices, fates_of, timeline_svg, together, wanted_of
 
@@ -133,7 +133,7 @@ def refuse_odd(query: Mapping[str, str]) -> None:
 
 
 def _frame(shelf: Shelf, steps: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
-    """What the page has whether or not there are rollouts to show."""
+    """Variables that the page has whether or not there are rollouts to show."""
     is_held_out = query.get("set") == "eval"
     evaluations = shelf.evaluations()
     there = evaluations if is_held_out else [int(line["step"]) for line in steps]

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from rich.text import Text
 
 from nanodag.report.words import legible, shortened
-from nanodag.viewer.rollout_files import Read
+from nanodag.rl.rollouts.rollout_files import Read
 from nanodag.viewer.sample_view import Branch, Card, Painter, PromptCards
 
 SAID_LENGTH, HEARD_LENGTH, PROMPT_LENGTH = 2000, 400, 1000  # letters

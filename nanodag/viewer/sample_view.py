@@ -1,4 +1,4 @@
-"""What the page shows of each sample: its sequences, turn by turn, with a colour for each token. Nothing that a model
+"""View of each sample on the page: its sequences, turn by turn, with a colour for each token. Nothing that a model
 or an environment wrote may make the page large, or look like a part of it."""
 
 import codecs
@@ -14,8 +14,8 @@ from nanodag.rl.rollouts.metrics import said_metrics
 from nanodag.rl.rollouts.readable_rollout import Speech, calls_in, turns_of
 from nanodag.rl.rollouts.rollout import Rollout
 from nanodag.rl.rollouts.rollout import Span as TokenSpan
+from nanodag.rl.rollouts.rollout_files import Read
 from nanodag.tokenizer.encoding import Encoding
-from nanodag.viewer.rollout_files import Read
 
 Colour = Literal["advantage", "difference", "logprob", "version", "none"]
 COLOURS: tuple[Colour, ...] = ("advantage", "difference", "logprob", "version", "none")

@@ -1,47 +1,19 @@
-"""Which rollouts the page shows, in what order, and the picture of one step."""
+"""Rollouts that the page shows, their order, and the picture of one step."""
 
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from nanodag.report.words import shortened
-from nanodag.rl.rollouts.stopwatch import Span
-from nanodag.viewer.rollout_files import FAILURES, Read
+from nanodag.rl.rollouts.metrics import Timed
+from nanodag.rl.rollouts.rollout_files import FAILED, FAILURES, Read, Wanted
 from nanodag.viewer.sample_view import BLUE, GREEN
 
 GREY = "120,130,145"
 LONGEST_SAID = 40  # letters
-FAILED = "failed"  # asks for both of these fates
 LANES = {"generate": 0, "evaluate": 1, "samplers_wait": 0, "sync": 2, "train": 3, "trainer_waits": 3, "checkpoint": 4}
 LANE_NAMES = ("samplers", "evaluation", "weights", "trainer", "checkpoint")
 FILLS = {"generate": BLUE, "evaluate": "109,91,208", "sync": "220,122,9", "train": GREEN, "checkpoint": GREY}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """What was asked for. lowest, highest: of the reward; fate: empty for any, `failed` for whatever has failed;
-    prompt: part of a prompt's id; sample: its index, None for any."""
-
-    lowest: float | None = None
-    highest: float | None = None
-    fate: str = ""
-    finish: str = ""
-    role: str = ""
-    prompt: str = ""
-    sample: int | None = None
-
-    def is_met_by(self, read: Read) -> bool:
-        rollout = read.rollout
-        if self.lowest is not None and (rollout.reward is None or rollout.reward < self.lowest):
-            return False
-        if self.highest is not None and (rollout.reward is None or rollout.reward > self.highest):
-            return False
-        if self.finish not in ("", rollout.finish_reason) or self.role not in ("", rollout.role):
-            return False
-        if self.sample not in (None, rollout.sample_index) or self.prompt not in rollout.prompt_id:
-            return False
-        return self.fate in ("", read.fate) or (self.fate == FAILED and read.fate in FAILURES)
 
 
 def together(reads: Sequence[Read], most: int) -> list[list[Read]]:
@@ -59,7 +31,7 @@ def together(reads: Sequence[Read], most: int) -> list[list[Read]]:
 
 
 def first_samples(reads: Sequence[Read], most: int) -> list[Read]:
-    """What there is of the first samples, with all of their sequences, the samples of a prompt together."""
+    """Rollouts of the first samples, with all of their sequences, the samples of a prompt together."""
     ordered = [read for page in together(reads, len(reads)) for read in page]
     samples = dict.fromkeys((read.rollout.group_id, read.rollout.sample_index) for read in ordered)
     kept = set(list(samples)[:most])
@@ -67,18 +39,18 @@ def first_samples(reads: Sequence[Read], most: int) -> list[Read]:
 
 
 def fates_of(reads: Sequence[Read]) -> dict[str, int]:
-    """How many rollouts met which fate, most first."""
+    """Number of rollouts that met each fate, most first."""
     return dict(Counter(read.fate for read in reads).most_common())
 
 
 def fate_choices(fates: Mapping[str, int]) -> list[tuple[str, str]]:
-    """What may be asked for, and its words. fates: how many met each."""
+    """Fates that may be asked for, and their words. fates: how many met each."""
     choices = [(fate, f"{fate.replace('_', ' ')} ({count})") for fate, count in fates.items()]
     failed = sum(fates.get(fate, 0) for fate in FAILURES)
     return [(FAILED, f"any failure ({failed})"), *choices] if failed else choices
 
 
-def timeline_svg(spans: Sequence[Span], *, width: int = 1080) -> str:
+def timeline_svg(spans: Sequence[Timed], *, width: int = 1080) -> str:
     """Bars over time, a lane for each side; waiting is hollow. Empty when there is nothing to draw."""
     known = [span for span in spans if span[0] in LANES]
     if not known:

@@ -38,7 +38,6 @@ class Children:
         return process
 
     def add(self, name: str, process: Child) -> None:
-        """Watch a process that was started elsewhere."""
         with self._lock:
             first = not self._processes
             self._processes[name] = process
@@ -74,7 +73,6 @@ class Children:
         self.kill()
 
     def kill(self) -> None:
-        """End all at once."""
         self.release()
         for process in self._processes.values():
             process.kill()

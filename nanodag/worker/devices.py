@@ -47,9 +47,9 @@ class Held:
 
 
 def devices_for(*, device: str, num_gpus: int, is_beside: bool, at_once: int = 1, spare_gpus: int = 0) -> Devices:
-    """What a stage occupies: num_gpus GPUs, and up to spare_gpus more that are free; on CPUs one of the at_once devices
-    for stages that train, or the one for those that run beside them. Who asks with a smaller at_once shares the first
-    of these devices.
+    """Devices that a stage occupies: num_gpus GPUs, and up to spare_gpus more that are free; on CPUs one of the at_once
+    devices for stages that train, or the one for those that run beside them. Who asks with a smaller at_once shares the
+    first of these devices.
 
     Raises ConfigError when this machine has fewer GPUs: it would wait for ever.
     """
@@ -67,7 +67,7 @@ def devices_for(*, device: str, num_gpus: int, is_beside: bool, at_once: int = 1
 
 
 def devices_folder(store: Store) -> Path:
-    """Where the devices of this machine lie, for `hold`: several machines may share a store's local folder."""
+    """Folder of the devices of this machine, for `hold`: several machines may share a store's local folder."""
     return store.local / "locks" / "devices" / socket.gethostname()
 
 
@@ -109,7 +109,7 @@ def hold(
 
 
 def named_gpus(numbers: Sequence[int]) -> str:
-    """Those devices as a value of CUDA_VISIBLE_DEVICES."""
+    """Devices as a value of CUDA_VISIBLE_DEVICES."""
     gpus = visible_gpus()
     return ",".join(gpus[number] for number in numbers)
 

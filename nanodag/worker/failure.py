@@ -1,4 +1,5 @@
-"""Why a worker ended without a result: one readable reason, what to do next, and whether starting again may help.
+"""Cause for which a worker ended without a result: one readable reason, what to do next, and whether starting again may
+help.
 
 Read from what every worker leaves, whatever it died of: its exit code and the last lines of its log. Several processes
 may have written there, each with its own traceback or a line of level ERROR; the last one counts that does not just say
@@ -48,7 +49,7 @@ _TORCHRUN_KILLED = re.compile(r"Unable to shutdown process (?P<pid>\d+) via")
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How a worker ended. code: its exit code, 128 + signal for one that a signal ended. lines: its log's last ones.
+    """End of a worker. code: its exit code, 128 + signal for one that a signal ended. lines: its log's last ones.
     timeout_s: the limit that it exceeded, 0 for none. was_asked: to stop, by us. out_of_memory: the kernel's
     out-of-memory killer was at work on this machine meanwhile. restarts_left: how often it is started again by itself
     if that may help; restarts: how often it was."""
@@ -194,7 +195,7 @@ def _message(line: str) -> str:
 
 
 def _commands(stage: str, run: str, composed: str) -> dict[str, str]:
-    """How one goes on. retry: with what there is. again, onward: with another value of the stage, which follows."""
+    """Ways to go on. retry: with what there is. again, onward: with another value of the stage, which follows."""
     if composed == "sweep":
         command = f"nanodag sweep --name {run}"
         retry = f"the sweep in the UI, or: {command}, with what it was started with"
@@ -219,7 +220,8 @@ def explained(cause: Cause, *, stage: str, folder: Path, log_name: str, lines: S
 
 
 def _by_itself(ended: Ended) -> str:
-    """What is done without being asked, before an advice for when that does not help; nothing, once it did not."""
+    """Words on what is done without being asked, before an advice for when that does not help; nothing, once it did
+    not."""
     if ended.restarts_left:
         times = "once more" if ended.restarts_left == 1 else f"{ended.restarts_left} times at most"
         return f"It is started again by itself, {times}. Should that not do: "

@@ -1,4 +1,4 @@
-"""What a worker process sees: one job in, metrics lines while it works, one result out.
+"""Interface of a worker process: one job in, metrics lines while it works, one result out.
 
 `python -m nanodag.<module> <workspace>/job.json`. The job names the stage's resolved config, the folders of its inputs
 and the workspace. A worker leaves its product in `output/`, and `result.json` as its last act: success is a published
@@ -96,7 +96,6 @@ def write_job(job: Job) -> Path:
 
 
 def read_job(path: Path) -> Job:
-    """The job that `write_job` wrote."""
     raw = json.loads(path.read_text())
     _vouch_for_kinds(raw["config"], raw.get("context", {}))
     return Job(
@@ -227,7 +226,6 @@ class MetricsLog:
                 self._board.add_scalar(f"{self._job.name}/{name}", value, step)
 
     def close(self) -> None:
-        """Flush and close every sink."""
         self._stream.close()
         if self._board is not None:
             self._board.close()

@@ -1,28 +1,48 @@
-"""Starts a stage's worker, watches it, and turns its end into a result or one readable error."""
+"""Starts a stage's worker, watches it, and turns its end into a result or one readable error.
+
+`python -m nanodag.worker.launch job.json` is the worker of a user's kind that stands beside the pipeline file. That
+folder is on no path of Python's, as what else lies there must hide no installed package.
+"""
 
 import contextlib
 import json
+import math
 import os
+import runpy
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from nanodag.children.child import Child, start_child
+from nanodag.config.kinds import find_kind
 from nanodag.host.ports import network_environment
+from nanodag.own_code.trusted_modules import is_beside
 from nanodag.worker.failure import LOOK_BACK_LINES, Ended, cause_of, explained
-from nanodag.worker.job import Job, write_job
-from nanodag.worker.own_worker import module_of
-from nanodag.worker.tail import Tail
+from nanodag.worker.job import Job, read_job, write_job
+from nanodag.worker.logs import Tail
+from nanodag.worker.watchdog import STOP_TIMEOUT
 
 LOG_NAME = "worker.log"
 USAGE_NAME = "usage.jsonl"
 BEGAN_NAME = "began"  # when the try under way began: of one whose watchdog was killed too, nothing else remains
-WATCHDOG_TIMEOUT_S = 60.0  # over the watchdog's own grace period, SIGTERM and SIGKILL, for a group and its orphans
+ENDS_WITHIN = 3  # times stop_timeout_s a watchdog ends: SIGTERM and SIGKILL, for a group and its orphans
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watch:
+    """Callbacks of a worker's caller, and its stop signal. on_line gets each line of its log, on_metrics each record of
+    metrics.jsonl, as they appear. stop: set to end it. restarts, restarts_left: as in nanodag.worker.failure.Ended."""
+
+    on_line: Callable[[str], None] = lambda line: None
+    on_metrics: Callable[[dict[str, Any]], None] = lambda metrics: None
+    stop: threading.Event = field(default_factory=threading.Event)
+    restarts: int = 0
+    restarts_left: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,16 +95,22 @@ def worker_environment(threads: int, *, device: str = "cpu", gpus: str = "") -> 
 
 @contextlib.contextmanager
 def _spawned(
-    command: list[str], *, environment: Mapping[str, str], workspace: Path, niceness: int, hold: Sequence[int]
+    command: list[str], job: Job, *, environment: Mapping[str, str], niceness: int, hold: Sequence[int]
 ) -> Iterator[Child]:
     """A process under the watchdog; ended with its whole group when the block is left, however it is left."""
     read_end, write_end = os.pipe()
-    watched = [sys.executable, "-m", "nanodag.worker.watchdog", str(read_end), str(workspace / USAGE_NAME)]
+    stop_timeout_s = job.config.stop_timeout_s
+    watched = [sys.executable, "-m", "nanodag.worker.watchdog", str(read_end), str(job.workspace / USAGE_NAME)]
     child = start_child(
         [*watched, str(niceness), *command],
-        environment=environment,
+        # torchrun ends its ranks by itself, and kills them after 30 s where it is not told otherwise.
+        environment={
+            **environment,
+            STOP_TIMEOUT: str(stop_timeout_s),
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(stop_timeout_s)),
+        },
         files=(read_end, *hold),
-        log_path=workspace / LOG_NAME,
+        log_path=job.workspace / LOG_NAME,
     )
     os.close(read_end)
     try:
@@ -92,8 +118,8 @@ def _spawned(
     finally:
         os.close(write_end)
         # It has seen the closed pipe; should another process hold a copy of that end, it hears of it by signal.
-        if not child.wait(WATCHDOG_TIMEOUT_S):
-            child.stop(WATCHDOG_TIMEOUT_S)
+        if not child.wait(ENDS_WITHIN * stop_timeout_s):
+            child.stop(ENDS_WITHIN * stop_timeout_s)
         child.kill()
 
 
@@ -108,26 +134,22 @@ def run_worker(
     gpus: str = "",
     niceness: int = 0,
     hold: Sequence[int] = (),
-    stop: threading.Event | None = None,
-    on_line: Callable[[str], None] = lambda line: None,
-    on_metrics: Callable[[dict[str, Any]], None] = lambda metrics: None,
+    watch: Watch | None = None,
     poll_s: float = 0.2,
     timeout_s: float = 7 * 24 * 3600.0,
-    restarts: int = 0,
-    restarts_left: int = 0,
 ) -> Result:
     """Run a stage's worker to its end and return what it published.
 
-    on_line gets each line of its log, on_metrics each record of metrics.jsonl, as they appear. When this call is left
-    by an exception (cancel, Ctrl-C), or once `stop` is set, the worker's whole process group is ended first. hold: file
-    descriptors of locks that must outlive this process until that is done. restarts, restarts_left: as in
-    nanodag.worker.failure.Ended.
+    When this call is left by an exception (cancel, Ctrl-C), or once `watch.stop` is set, the worker's whole process
+    group is ended first. hold: file descriptors of locks that must outlive this process until that is done.
 
     Raises StageFailed, or the class below it that fits (nanodag.worker.failure), with the reason, what to do, the
     workspace and the last log lines when no result was published.
     """
+    watch = watch or Watch()
     (job.workspace / "result.json").unlink(missing_ok=True)
-    module = module_of(module, str(job.context.get("code", "")))
+    if (code := str(job.context.get("code", ""))) and is_beside(module, Path(code)):
+        module = __name__
     command = worker_command(module, write_job(job), num_ranks=num_ranks, nodes=nodes)
     environment = worker_environment(threads, device=device, gpus=gpus)
     if nodes == 1 and num_ranks > 1:
@@ -137,19 +159,19 @@ def run_worker(
     began, oom_kills = time.monotonic(), _num_oom_kills()
     first_metrics = 0.0
     is_over_time = was_asked = False
-    with _spawned(command, environment=environment, workspace=job.workspace, niceness=niceness, hold=hold) as child:
+    with _spawned(command, job, environment=environment, niceness=niceness, hold=hold) as child:
         alive = True
         while alive and not (is_over_time or was_asked):
             alive = not child.wait(poll_s)
             for line in log_tail.lines():
                 last_lines.append(line)
-                on_line(line)
+                watch.on_line(line)
             for line in metrics_tail.lines():
                 first_metrics = first_metrics or time.monotonic()
                 with contextlib.suppress(ValueError):
-                    on_metrics(json.loads(line))
+                    watch.on_metrics(json.loads(line))
             is_over_time = time.monotonic() - began > timeout_s
-            was_asked = alive and stop is not None and stop.is_set()
+            was_asked = alive and watch.stop.is_set()
     end = time.monotonic()
     result_path = job.workspace / "result.json"
     if not result_path.exists():
@@ -160,8 +182,8 @@ def run_worker(
             timeout_s=timeout_s if is_over_time else 0.0,
             was_asked=was_asked,
             out_of_memory=_num_oom_kills() > oom_kills,
-            restarts=restarts,
-            restarts_left=restarts_left,
+            restarts=watch.restarts,
+            restarts_left=watch.restarts_left,
         )
         composed = str(job.context.get("composed", ""))
         cause = cause_of(ended, stage=job.name, kind=job.config.kind, run=job.run, composed=composed)
@@ -191,14 +213,14 @@ def begin_try(workspace: Path) -> float:
 
 
 def usage_of(workspace: Path) -> dict[str, float]:
-    """Usage of all tries in a workspace: `seconds`, `earlier_seconds` (all but the last), `cpu_s` (over all nodes),
-    `peak_bytes` (of all processes on a node together), `num_attempts`."""
+    """Usage of all tries in a workspace: `seconds`, `earlier_seconds` (all but the last), `cpu_seconds` (over all
+    nodes), `peak_bytes` (of all processes on a node together), `num_attempts`."""
     lines = _json_lines(workspace / USAGE_NAME)
     everywhere = [*lines, *(line for path in sorted(workspace.glob("usage-*.jsonl")) for line in _json_lines(path))]
     return {
         "seconds": round(sum(line["seconds"] for line in lines), 3),
         "earlier_seconds": round(sum(line["seconds"] for line in lines[:-1]), 3),
-        "cpu_s": round(sum(line["cpu_s"] for line in everywhere), 3),
+        "cpu_seconds": round(sum(line["cpu_s"] for line in everywhere), 3),
         "peak_bytes": max((line.get("peak_bytes", 0) for line in everywhere), default=0),
         "num_attempts": len(lines),
     }
@@ -209,7 +231,12 @@ def _json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _num_oom_kills() -> int:
-    """How many processes the kernel's out-of-memory killer has ended on this machine, where /proc tells."""
+    """Number of processes that the kernel's out-of-memory killer has ended on this machine, where /proc tells."""
     path = Path("/proc/vmstat")
     lines = path.read_text().splitlines() if path.exists() else []
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+
+
+if __name__ == "__main__":
+    own_job = read_job(Path(sys.argv[1]))  # its kind is imported from beside the pipeline file; so is the worker
+    runpy.run_module(find_kind(own_job.config.kind).module, run_name="__main__", alter_sys=True)

@@ -1,4 +1,4 @@
-"""What worker processes write into their log, and which of its lines are for people.
+"""Logs of worker processes: how they are written, read as they grow, and which lines are for people.
 
 Everything stands in worker.log. What libraries say below an error (progress, advice to their own callers, warnings of
 what they deprecate) is no news of the run, so it is shown nowhere else.
@@ -12,6 +12,7 @@ import sys
 import sysconfig
 import warnings
 from functools import lru_cache
+from pathlib import Path
 
 from nanodag.own_code import user_frame
 
@@ -77,3 +78,31 @@ def _is_library(name: str) -> bool:
         if spec is not None:
             return module in sys.stdlib_module_names or _is_of_a_library(spec.origin or "")
     return False
+
+
+class Tail:
+    """New whole lines of a growing file. offset: where they begin; what lies before has been read."""
+
+    def __init__(self, path: Path, offset: int = 0) -> None:
+        self._path = path
+        self._offset = offset
+
+    @classmethod
+    def from_now(cls, path: Path) -> "Tail":
+        """Follow what is written from now on."""
+        return cls(path, path.stat().st_size if path.exists() else 0)
+
+    def lines(self) -> list[str]:
+        """Lines written since the last call."""
+        if not self._path.exists():
+            return []
+        if self._path.stat().st_size < self._offset:  # rewritten by a worker that went back to a checkpoint
+            self._offset = 0
+        with self._path.open("rb") as stream:
+            stream.seek(self._offset)
+            block = stream.read()
+        whole, _, _ = block.rpartition(b"\n")
+        if not whole:
+            return []
+        self._offset += len(whole) + 1
+        return whole.decode(errors="replace").split("\n")

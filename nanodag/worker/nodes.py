@@ -3,10 +3,10 @@
 `python -m nanodag.worker.nodes MODULE job.json` runs a supervised stage on all of them and ends as it ended;
 RL's controller asks `Nodes` for its trainer's ranks alone. This machine is the first node: rank 0, RL's controller and
 its samplers run here. The others are named by a hostfile of DeepSpeed's format (`worker-2 slots=8`) and reached by a
-command (ssh as a rule) that runs `nanodag.worker.node` there; on each node torchrun starts the ranks, which meet at
-this machine's address. What another node needs to know comes by that command's stdin, so no secret is seen in `ps`, and
-the end of stdin is the sign to end everything there: whatever becomes of this machine or of the connection, nothing is
-left running.
+command (ssh as a rule) that runs this module there without arguments; on each node torchrun starts the ranks, which
+meet at this machine's address. What another node needs to know comes by that command's stdin, so no secret is seen in
+`ps`, and the end of stdin is the sign to end everything there: whatever becomes of this machine or of the connection,
+nothing is left running.
 
 All nodes have the same Python environment at the same path, and share the folder of the stage's workspace.
 """
@@ -40,13 +40,12 @@ from nanodag.worker.job import STOPPED_EXIT_CODE, Job, leave_stopped, load_job, 
 
 log = logging.getLogger(__name__)
 
-NOT_SHARED_EXIT_CODE = 78  # EX_CONFIG of sysexits.h: nanodag.worker.node has no folder of that name
+NOT_SHARED_EXIT_CODE = 78  # EX_CONFIG of sysexits.h: a node has no folder of that name
 ADDRESS = "{address}"  # in a command: that of the node that runs it, as this machine reaches it
 SHARE_IT = "All nodes must share the store's local folder: put store.url, or store.local, where all of them see it."
 REACH_TIMEOUT_S = 600.0  # as long as a machine may take to start again
 AGAIN_AFTER_S = 5.0
-END_TIMEOUT_S = 30.0  # over the watchdog's grace period on the other side
-MOMENT_S = 30.0  # over the watchdog's grace period, after which it says what ended a node
+OVER_STOP_S = 10.0  # a watchdog may take that much longer than stop_timeout_s
 # What another node takes over of this one's environment, beside what is set for the stage.
 PASSED_ON = (
     *("NCCL_", "GLOO_", "UCX_", "FI_", "CUDA_", "TORCH", "DS_", "OMP_", "MKL_", "GOMP_", "MALLOC_", "HF_"),
@@ -153,6 +152,7 @@ class Nodes:
         self._num_nodes = resources.num_nodes
         self._ranks_per_node = int(resources.num_ranks) // self._num_nodes
         self._workspace = job.workspace
+        self.end_timeout_s = job.config.stop_timeout_s + OVER_STOP_S
         path = hostfile_of(self._cluster)
         hosts = read_hostfile(path)
         self._hosts = chosen(hosts, nodes=self._num_nodes, ranks_per_node=self._ranks_per_node, path=path)
@@ -168,7 +168,6 @@ class Nodes:
         self.end()
 
     def command(self, number: int, module: str) -> list[str]:
-        """torchrun for the ranks of one node."""
         return [
             *(sys.executable, "-m", "nanodag.train.torchrun"),
             *(f"--nnodes={self._num_nodes}", f"--node-rank={number}", f"--nproc-per-node={self._ranks_per_node}"),
@@ -194,7 +193,7 @@ class Nodes:
         """Have the other nodes end what they run, and wait until they have."""
         for child in self._others.values():
             child.tell(b"")
-        deadline = time.monotonic() + END_TIMEOUT_S
+        deadline = time.monotonic() + self.end_timeout_s
         for child in self._others.values():
             child.hang_up(deadline - time.monotonic())
 
@@ -257,9 +256,9 @@ class Nodes:
 
 
 def reaching(cluster: ClusterConfig, host: str) -> list[str]:
-    """The command that runs `nanodag.worker.node` on another machine."""
+    """The command that runs this module on another machine."""
     command = [part.replace("{host}", host) for part in shlex.split(cluster.ssh_command)]
-    return [*command, sys.executable, "-m", "nanodag.worker.node"]
+    return [*command, sys.executable, "-m", "nanodag.worker.nodes"]
 
 
 def start_there(
@@ -306,7 +305,7 @@ def sampler_hosts(cluster: ClusterConfig, resources: Resources, count: int) -> l
     return [host.name for host in found[resources.num_nodes :]]
 
 
-def _wait_for_all(processes: Mapping[str, Child]) -> int:
+def _wait_for_all(processes: Mapping[str, Child], end_timeout_s: float) -> int:
     """Wait until every node has ended, one badly, or a stop is asked for; returns the code to end with.
 
     Raises NodeLost when a node went away, rather than having ended its ranks for what they did.
@@ -318,7 +317,7 @@ def _wait_for_all(processes: Mapping[str, Child]) -> int:
             break
         time.sleep(0.1)
     # The first to be seen need not be the one that the others fell over.
-    deadline = time.monotonic() + MOMENT_S
+    deadline = time.monotonic() + end_timeout_s
     while any(child.is_alive for child in processes.values()) and time.monotonic() < deadline:
         time.sleep(0.05)
     codes = {name: _code_of(child) or 0 for name, child in processes.items()}
@@ -332,6 +331,35 @@ def _code_of(child: Child) -> int | None:
     return None if child.is_alive else child.code
 
 
+def run_here() -> int:
+    """Be one of the other nodes. The first line of stdin says what to run; the watchdog then runs it, and ends it when
+    stdin ends."""
+    message = json.loads(_first_line())
+    up = Path(message["up"])
+    if not up.parent.is_dir():
+        return NOT_SHARED_EXIT_CODE
+    os.environ.update(message["environment"])
+    own = address_towards(message["address"])
+    os.environ.update(network_environment(own))
+    channel = os.dup(0)
+    os.set_inheritable(channel, True)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # what runs here has nothing to read
+    up.write_text(f"{message['token']} {own}")
+    command = [part.replace(ADDRESS, own) for part in message["command"]]
+    watched = [sys.executable, "-m", "nanodag.worker.watchdog", str(channel), message["usage"], "0", *command]
+    os.execv(sys.executable, watched)
+
+
+def _first_line() -> bytes:
+    """Up to the end of line and no further: what follows, the end of stdin, is for the watchdog."""
+    line = b""
+    while not line.endswith(b"\n"):
+        if not (byte := os.read(0, 1)):
+            raise SystemExit("nanodag.worker.nodes: stdin ended before it said what to run")
+        line += byte
+    return line
+
+
 def main() -> int:
     """Run a supervised stage on its nodes; returns the exit code."""
     module, job = sys.argv[1], load_job(sys.argv[2:])
@@ -339,18 +367,18 @@ def main() -> int:
         processes = nodes.start(module, os.environ)
         here = next(iter(processes.values()))
         try:
-            return _wait_for_all(processes)
+            return _wait_for_all(processes, nodes.end_timeout_s)
         finally:
             # Both at once: ranks here and there agree on the step after which they leave a checkpoint.
             here.send(signal.SIGTERM)
             nodes.end()
-            here.wait(END_TIMEOUT_S)
+            here.wait(nodes.end_timeout_s)
             here.kill()
 
 
 if __name__ == "__main__":
     try:
-        sys.exit(main())
+        sys.exit(main() if len(sys.argv) > 1 else run_here())
     except Exception:
         log.exception("The stage failed.")
         sys.exit(1)

@@ -25,7 +25,7 @@ from nanodag.children.child import Child, start_child
 from nanodag.config.tracking import TrackingConfig, filled
 from nanodag.store.atomic import write_json
 from nanodag.worker import logs
-from nanodag.worker.tail import Tail
+from nanodag.worker.logs import Tail
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,6 @@ def _start(name: str, workspace: Path) -> Child:
 
 
 def numbers_in(values: Mapping[str, Any]) -> dict[str, float]:
-    """Values of a line that are numbers."""
     return {k: float(v) for k, v in values.items() if isinstance(v, int | float) and not isinstance(v, bool)}
 
 
@@ -97,8 +96,6 @@ class RunRequest:
 
 
 class TrackerRun(Protocol):
-    """An open run of a tracker."""
-
     def log(self, metrics: dict[str, Any], step: int) -> object: ...
 
     def finish(self) -> object: ...

@@ -2,8 +2,8 @@
 
 `python -m nanodag.worker.watchdog FD USAGE NICENESS COMMAND...`: FD is the read end of a pipe whose write end only the
 asking process holds. When that end closes (the asker ended, by SIGKILL too) the command's whole process group is ended:
-SIGTERM, then SIGKILL after GRACE_S. One line of JSON with what the command took is appended to the file USAGE. Exits
-with the command's code, or 128 + signal.
+SIGTERM, then SIGKILL after the seconds in the environment's STOP_TIMEOUT. One line of JSON with what the command took
+is appended to the file USAGE. Exits with the command's code, or 128 + signal.
 """
 
 import contextlib
@@ -22,7 +22,8 @@ from pathlib import Path
 from nanodag.children.child import start_child
 from nanodag.children.tree import PEAK_EVERY_S, MemoryPeak, adopt_orphans, children_of, has_ended, killed_with_parent
 
-GRACE_S = 20.0
+STOP_TIMEOUT = "NANODAG_STOP_TIMEOUT_S"
+STOP_TIMEOUT_S = 20.0  # where it is not set
 
 Child = subprocess.Popen[bytes]
 
@@ -57,7 +58,7 @@ def main() -> int:
                     asker_ended = asker_ended or key.fd == descriptor
                     selector.unregister(key.fd)  # an end that has been seen would be seen for ever
         memory.look()
-    end_group(child)  # the command, or what it left behind
+    end_group(child, float(os.environ.get(STOP_TIMEOUT, STOP_TIMEOUT_S)))  # the command, or what it left behind
     _write_usage(usage_path, began, child.returncode, memory.highest)
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
 
@@ -76,7 +77,7 @@ def _write_usage(path: Path, began: float, code: int, peak_bytes: int) -> None:
         stream.write(json.dumps(line) + "\n")
 
 
-def end_group(child: Child, grace_s: float = GRACE_S) -> None:
+def end_group(child: Child, grace_s: float) -> None:
     """End every process of the child's group, then what it left in other groups: SIGTERM, SIGKILL after grace_s."""
     _end(partial(os.killpg, child.pid), child, grace_s)
     for orphan in children_of(os.getpid()):

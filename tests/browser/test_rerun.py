@@ -5,7 +5,7 @@ import time
 import psutil
 import pytest
 
-from nanodag.server.local_server import Api
+from nanodag.server.prefect_api import Api
 from tests.fault.processes import alive, pids_in, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -106,7 +106,8 @@ def test_run_stage_takes_run_stage_overrides_and_force_from_its_form(project, ui
 def test_cancel_leaves_no_process_and_retry_goes_on(project, ui, order):
     """wait: the worker leaves a checkpoint when told to end; hold: it is deaf to that and has to be killed."""
     project.tell("pretrain", order)
-    code, output = project.run("run", f"pretrain.seed={len(order) + ord(order[0])}", "--name", order, "--detach")
+    values = [f"pretrain.seed={len(order) + ord(order[0])}", "pretrain.stop_timeout_s=10"]
+    code, output = project.run("run", *values, "--name", order, "--detach")
     assert code == 0, output
     workspace = project.wait_for_step(order, "pretrain", 2)
     running = project.record(order)

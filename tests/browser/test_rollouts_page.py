@@ -9,9 +9,9 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 
 from nanodag.rl.rollouts.rollout import Rollout, Span, prompt_span, sampled_span, write_rollouts
+from nanodag.rl.rollouts.rollout_files import Shelf
 from nanodag.tokenizer.bpe import save_tokenizer
 from nanodag.viewer.app import make_app
-from nanodag.viewer.rollout_files import Shelf
 
 pytestmark = pytest.mark.slow
 

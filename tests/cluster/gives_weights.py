@@ -19,7 +19,7 @@ from nanodag.engines.start import ServerProcess, start_engine
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.engine_settings import EngineSettings
 from nanodag.rl.sync.broadcast_sync import DistributedSync
-from tests.cluster.test_listening import listening
+from tests.fault.processes import listening
 from tests.rl.test_broadcast_sync import Trainer
 
 CUT_S = 3.0

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 SSH_COMMAND = "ip netns exec {host}"
+TWO = {"num_ranks": 2, "threads": 1, "device": "cpu"}  # resources of a trainer
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,11 @@ import pytest
 
 from nanodag.tokenizer.bpe import save_tokenizer
 from nanodag.worker.job import write_job
-from tests.cluster.namespaces import SSH_COMMAND
-from tests.cluster.test_two_nodes import TWO, nodes
+from tests.cluster.namespaces import SSH_COMMAND, TWO
 from tests.rl import stages
 from tests.rl.models import save_tiny_model
 from tests.rl.operators import Operator
 
-__all__ = ["nodes"]  # a fixture
 pytestmark = pytest.mark.slow
 
 CUT_S = 20.0

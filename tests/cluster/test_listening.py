@@ -16,22 +16,9 @@ from nanodag.inference.bound_store import BoundStore
 from nanodag.inference.client import SamplerClient
 from nanodag.rl.sync.broadcast_sync import address_for, is_here
 from nanodag.worker.launch import worker_command
+from tests.fault.processes import listening
 from tests.rl.stages import make_job as make_rl_job
 from tests.rl.stages import metrics, start
-
-
-def listening(pid: int) -> set[tuple[str, str]]:
-    """Every address that a process or what it started listens on, with what it is."""
-    found = set()
-    for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
-        try:
-            name = " ".join(process.cmdline()[1:4])
-            for connection in process.net_connections("inet"):
-                if connection.status == psutil.CONN_LISTEN:
-                    found.add((name, connection.laddr.ip))
-        except psutil.Error:  # it has ended
-            continue
-    return found
 
 
 def seen_until_end(process) -> set[tuple[str, str]]:

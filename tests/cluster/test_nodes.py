@@ -128,7 +128,9 @@ def reached(tmp_path, monkeypatch):
         monkeypatch.setattr(nodes, "AGAIN_AFTER_S", 0.1)
         monkeypatch.setattr(nodes, "REACH_TIMEOUT_S", 30.0)
         cluster = {"hostfile": str(tmp_path / "hostfile"), "ssh_command": f"sh {tmp_path}/reach {{host}}"}
-        config = SimpleNamespace(resources=Resources(num_ranks=2, nodes=2, threads=1, device="cpu"))
+        config = SimpleNamespace(
+            stop_timeout_s=20.0, resources=Resources(num_ranks=2, nodes=2, threads=1, device="cpu")
+        )
         return Nodes(SimpleNamespace(config=config, context={"cluster": cluster}, workspace=tmp_path / "work"))
 
     (tmp_path / "work").mkdir()
@@ -151,7 +153,7 @@ def test_a_node_that_is_not_there_yet_is_asked_again(reached, tmp_path, monkeypa
 def test_a_command_that_neither_reaches_a_node_nor_ends_is_given_up_at_the_time_limit(reached, monkeypatch):
     made = reached("exec sleep 1000")
     monkeypatch.setattr(nodes, "REACH_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(nodes, "END_TIMEOUT_S", 0.1)
+    made.end_timeout_s = 0.1
     with pytest.raises(NodeLost, match=r"there could not be reached in 0 s: .* has not ended"), made:
         made.start("nanodag.train", {})
     assert [child.code for child in made._others.values()] == [-9]
@@ -161,7 +163,7 @@ def test_a_hostfile_may_be_named_by_a_variable(reached, tmp_path, monkeypatch):
     made = reached("exit 0")
     (tmp_path / "hostfile").rename(tmp_path / "hostfile-77")
     monkeypatch.setenv("JOB", "77")
-    config = SimpleNamespace(resources=Resources(num_ranks=2, nodes=2, threads=1, device="cpu"))
+    config = SimpleNamespace(stop_timeout_s=20.0, resources=Resources(num_ranks=2, nodes=2, threads=1, device="cpu"))
     cluster = {"hostfile": f"{tmp_path}/hostfile-$JOB", "ssh_command": "ssh {host}"}
     again = Nodes(SimpleNamespace(config=config, context={"cluster": cluster}, workspace=tmp_path / "work"))
     assert again._hosts == made._hosts

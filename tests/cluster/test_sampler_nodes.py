@@ -21,6 +21,7 @@ from nanodag.inference.client import SamplerClient
 from nanodag.inference.engine_settings import EngineSettings
 from nanodag.inference.protocol import Request, SamplingParams
 from nanodag.worker import nodes
+from tests.fault.processes import wait_until
 from tests.rl.models import save_tiny_model
 
 
@@ -64,10 +65,8 @@ def test_a_sampler_of_another_node_answers_with_its_token_and_ends_when_it_is_hu
         assert below and "ready on port" in server.tail()
     finally:
         server.stop()
-    deadline = time.monotonic() + 30
-    while any(process.is_running() for process in below) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not server.is_alive and not any(process.is_running() for process in below)
+    wait_until(lambda: not any(process.is_running() for process in below), 30)
+    assert not server.is_alive
     assert (tmp_path / "usage-sampler-3.jsonl").exists()
 
 

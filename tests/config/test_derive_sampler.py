@@ -1,5 +1,7 @@
 """What samplers get on described machines: engine, replicas, determinism, batch, context, memory."""
 
+from dataclasses import replace
+
 import pytest
 
 from nanodag.config import derive_sampler as derive_sampler_module
@@ -9,6 +11,8 @@ from nanodag.config.dial import shape_of
 from nanodag.config.kinds.evaluation import EvalStage
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.model_size import ModelSize, known_model
+from nanodag.config.rl_checks import check
+from nanodag.errors import ConfigError
 from nanodag.host.folders import PROJECT
 from nanodag.host.machine import GIB, machine_of
 from nanodag.model.architecture import Architecture, Rope
@@ -58,9 +62,17 @@ def test_engine_replicas_determinism_and_precision_follow_from_the_machine(text,
     assert found == (engine, replicas, is_exact, precision)
     assert stage.weights.sync_check_every == (0 if engine == "sglang" else 20)
     assert sampler.start_timeout_s == (900 if engine == "sglang" else 120)
-    stage.check_resources()
+    check(stage)
     left = {name for name, value in sampler.model_dump().items() if value == "auto"}
     assert left == {"python", "gpus"} and all(why.startswith("derived: ") for why in origins.values())
+
+
+def test_a_sliding_window_shorter_than_the_context_is_not_given_to_sglang():
+    windowed = replace(DEPTH_12, window=256)
+    assert sampler_on("8xH100", windowed).sampler.engine == "embedded"
+    with pytest.raises(ConfigError, match=r"^rl\.sampler\.engine: sglang leaves out .* window of 256 tokens"):
+        sampler_on("8xH100", windowed, sampler={"engine": "sglang"})
+    assert sampler_on("8xH100", replace(windowed, window=4096), sampler={"engine": "sglang"}).sampler.engine == "sglang"
 
 
 def test_without_sglang_a_gpu_gets_the_embedded_engine_and_the_command_that_installs_the_other():

@@ -101,3 +101,33 @@ def test_an_nvidia_smi_that_fails_is_no_gpu_and_said(nvidia_smi, tmp_path, caplo
     host._listed_gpus.cache_clear()
     assert detect().num_gpus == 0
     assert "counts as one without: no driver" in caplog.text
+
+
+FLAGS = {
+    "other": {"sse4_2"},
+    "avx2": {"avx2"},
+    "avx512": {"avx2", "avx512f"},
+    "avx512_bf16": {"avx2", "avx512f", "avx512_bf16"},
+    "amx": {"avx2", "avx512f", "avx512_bf16", "amx_bf16"},
+}
+
+
+@pytest.mark.parametrize(
+    ("flags", "limit", "expected"),
+    [*((name, "", name) for name in FLAGS), ("amx", "AVX2", "avx2"), ("amx", "avx512_core_bf16", "avx512_bf16"),
+     ("amx", "ALL", "amx")],
+)  # fmt: skip
+def test_the_instruction_set_is_the_widest_that_the_processor_has_or_is_told_to_use(
+    flags, limit, expected, monkeypatch
+):
+    for name in processor.ISA_LIMITS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(processor, "processor_flags", lambda: frozenset(FLAGS[flags]))
+    if limit:
+        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    assert detect().instruction_set == expected
+
+
+@pytest.mark.parametrize(("gpu", "is_fast"), [("8xH100", True), ("1xA100", True), ("1x24GB", True), ("1xT4", False)])
+def test_gpus_take_bf16_from_ampere_on(gpu, is_fast):
+    assert machine_of(gpu).multiplies_bf16_fast("cuda") == is_fast

@@ -146,76 +146,48 @@ def test_a_module_that_is_not_there_is_refused_when_the_config_is_read(folder, o
     [
         ("rl.reward=mine_pf:f", "rl.reward.0: mine_pf:f: mine_pf.py has no function f"),
         ("rl.evaluation.benchmarks=[{name: arc_easy, source: 'file:q.jsonl'}]",
-         "rl.evaluation.benchmarks.0: Benchmark 'arc_easy' (form arc_easy) is scored by likelihood; only an eval"),
-        ("rl.evaluation.benchmarks=[{name: gsm8k, source: 'file:empty.jsonl'}]",
-         "rl.evaluation.benchmarks.0: file:empty.jsonl is empty: it has no rows"),
+         "(form arc_easy) is scored by likelihood"),
+        ("rl.evaluation.benchmarks=[{name: gsm8k, source: 'file:empty.jsonl'}]", "file:empty.jsonl is empty"),
         ("rl.reward=mine_pf:NUMBER", "rl.reward.0: mine_pf:NUMBER is no function: mine_pf.py has it as 5"),
-        ("rl.reward=mine_pf:reward_of_one",
-         "rl.reward.0: mine_pf:reward_of_one is called with (prompt, completion): too many positional arguments"),
+        ("rl.reward=mine_pf:reward_of_one", "(prompt, completion): too many positional arguments"),
         ("rl.reward=group:mine_pf:f", "rl.reward.0: mine_pf:f: mine_pf.py has no function f"),
         ("rl.reward=model:/nowhere", "rl.reward.0: Model 'file:/nowhere': there is no folder /nowhere."),
-        ("rl.reward=broken_pf:f", "rl.reward.0: broken_pf:f cannot be imported: ModuleNotFoundError: No module named "
-         "'nothing_of_this_name' (broken_pf.py, line 2, in <module>)"),
-        ("rl.advantage=mine_pf:reward",
-         "rl.algorithm.advantage: mine_pf:reward is called with (rewards, group_ids, num_tokens): too many "
-         "positional arguments"),
-        ("rl.policy_loss=mine_pf:short_loss", "rl.algorithm.policy_loss: mine_pf:short_loss is called with "
-         "(trainer_logprobs, old_logprobs, advantages, mask, sequence_ids): too many positional arguments"),
-        ("rl.correction=mine_pf:short_loss", "rl.algorithm.correction: mine_pf:short_loss is called with "
-         "(old_logprobs, sampler_logprobs, mask, sequence_ids): too many positional arguments"),
+        ("rl.reward=broken_pf:f", "(broken_pf.py, line 2, in <module>)"),
+        ("rl.advantage=mine_pf:reward", "(rewards, group_ids, num_tokens): too many"),
+        ("rl.policy_loss=mine_pf:short_loss", "mask, sequence_ids): too many positional"),
+        ("rl.correction=mine_pf:short_loss", "mask, sequence_ids): too many positional"),
         ("rl.policy_loss=mine_pf:no", "rl.algorithm.policy_loss: mine_pf:no: mine_pf.py has no function no"),
         ("rl.filters=['mine_pf:no']", "rl.rollout.filters.0: mine_pf:no: mine_pf.py has no function no"),
-        ("rl.filters=[{name: 'mine_pf:drop', options: {lowst: 1}}]",
-         "rl.rollout.filters.0: The filter 'mine_pf:drop' has no option 'lowst'; it takes lowest, as in {name: "
-         "mine_pf:drop, "
-         "options: {lowest: 0.5}}."),
+        ("rl.filters=[{name: 'mine_pf:drop', options: {lowst: 1}}]", "has no option 'lowst'; it takes lowest"),
         ("rl.generate=mine_pf:no", "rl.rollout.generate: mine_pf:no: mine_pf.py has no function no"),
-        ("rl.generate={name: 'environment:mine_pf:World', options: {max_turns: 3, round: 1}}", "rl.rollout.generate: "
-         "mine_pf:World is called with (): got an unexpected keyword argument 'round'"),
-        ("rl.generate={name: 'agent:mine_pf:no', options: {python: /nowhere}}", "rl.rollout.generate: the agent's "
-         "python /nowhere is no program; give an interpreter's path, or auto"),
-        ("rl.teacher={model: /nowhere}",
-         "rl.algorithm.teacher.model: Model 'file:/nowhere': there is no folder /nowhere."),
+        ("rl.generate={name: 'environment:mine_pf:World', options: {max_turns: 3, round: 1}}",
+         "rl.rollout.generate: mine_pf:World is called with (): got an unexpected keyword argument"),
+        ("rl.generate={name: 'agent:mine_pf:no', options: {python: /nowhere}}",
+         "the agent's python /nowhere is no program"),
+        ("rl.teacher={model: /nowhere}", "rl.algorithm.teacher.model: Model 'file:/nowhere': there is no folder"),
         ("model.model=file:/nowhere", "model.model: Model 'file:/nowhere': there is no folder /nowhere."),
-        ("rl={inputs: {model: model}, lora_rank: 65}", "rl.optimizer.lora_rank: rl.optimizer.lora_rank: 65 is above "
-         "64, the width of the "
-         "model, so adapters would be larger than what they adapt. Lower it; or, if it is meant, say so with "
-         "unchecked=[rl.optimizer.lora_rank]."),
-        ("rl.data=['file:/nowhere.jsonl']", "rl.data.0: Source 'file:/nowhere.jsonl' matches no file (/nowhere.jsonl). "
-         "It must name files ending in .parquet, .jsonl, .ndjson, .json, .txt, all but parquet also with .gz or .zst."),
+        ("rl={inputs: {model: model}, lora_rank: 65}", "rl.optimizer.lora_rank: 65 is above 64, the width"),
+        ("rl.data=['file:/nowhere.jsonl']", "rl.data.0: Source 'file:/nowhere.jsonl' matches no file"),
         ("rl.data=['file:empty.jsonl']", "rl.data.0: file:empty.jsonl is empty: it has no rows"),
-        ("rl.reward=code", "rl.data.0: the reward code reads metadata.tests of a prompt, and row 0 of file:p.jsonl has "
-         "none; give it with an adapter or in the rows, or name another reward"),
+        ("rl.reward=code", "rl.data.0: the reward code reads metadata.tests of a prompt, and row 0 of file:p.jsonl"),
         ("rl.data=['file:p.jsonl[5:]']", "rl.data.0: file:p.jsonl[5:] is empty: it has no rows"),
-        ("rl.data=['file:q.jsonl']", "rl.data.0: Adapter 'prompt' cannot make a prompt of row 0 of file:q.jsonl: "
-         "no column 'prompt'. The row's columns are choices, question; choose another adapter or repair the row."),
-        ("rl.data=[{url: 'file:p.jsonl', columns: {answer: label}}]", "rl.data.0: Adapter 'prompt' cannot make a "
-         "prompt of row 0 of file:p.jsonl: no column 'label'. The row's columns are answer, prompt;"),
-        ("rl.data=[{url: 'file:p.jsonl', columns: {question: prompt}}]", "rl.data.0: Adapter 'prompt' cannot make a "
-         "prompt of row 0 of file:p.jsonl: `columns` names 'question', which it does not read; it reads answer, "
-         "messages, metadata, prompt, prompt_id, reward."),
-        ("base.data=[{url: 'file:text.txt', reward: math}]", "base.data.0: file:text.txt: reward 'math' means nothing "
-         "to documents, which nobody asks. Leave it out."),
+        ("rl.data=['file:q.jsonl']", "rl.data.0: Adapter 'prompt' cannot make a prompt of row 0 of file:q.jsonl: no"),
+        ("rl.data=[{url: 'file:p.jsonl', columns: {answer: label}}]",
+         "no column 'label'. The row's columns are answer"),
+        ("rl.data=[{url: 'file:p.jsonl', columns: {question: prompt}}]", "`columns` names 'question', which it does"),
+        ("base.data=[{url: 'file:text.txt', reward: math}]", "'math' means nothing to documents"),
         ("eval.benchmarks=[{name: gsm8k, source: {url: 'file:q.jsonl', columns: {answer: label}}}]",
-         "eval.benchmarks.0: file:q.jsonl: there is no column 'label', only choices, question."),
+         "eval.benchmarks.0: file:q.jsonl: there is no column 'label', only choices,"),
         ("eval.benchmarks=[{name: gsm8k, source: {url: 'file:q.jsonl', reward: math}}]",
-         "eval.benchmarks.0: file:q.jsonl: reward 'math' means nothing to rows as they are; a benchmark reads prompts "
-         "with `form: problems`. Leave it out."),
+         "eval.benchmarks.0: file:q.jsonl: reward 'math' means nothing to rows as they are; a benchmark reads"),
         ("rl.data=['python:mine_pf:no']", "rl.data.0: Source 'python:mine_pf:no': mine_pf.py has no function no."),
-        ("rl.data=['python:mine_pf:failing_rows']", "rl.data.0: python:mine_pf:failing_rows cannot be read: "
-         "KeyError: 'answer_column' (mine_pf.py, line 19, in failing_rows)"),
-        ("rl.data=[{url: 'file:p.jsonl', weight: 1}, 'file:q.jsonl']",
-         "rl.data: In one mixture file:p.jsonl has a weight and file:q.jsonl has none."),
-        ("base.data=['hub:a/b']", "base.data.0: Source 'hub:a/b' is not in the mirror: there is no "
-         "/nowhere/a/b/default/train.parquet. The mirror /nowhere is not a folder."),
-        ("base.data=['package:no-such-dist/x.json']", "base.data.0: Source 'package:no-such-dist/x.json' reads a file "
-         "of the package no-such-dist, which is not installed."),
-        ("eval.benchmarks=[{name: contination, source: 'file:text.txt'}]",
-         "eval.benchmarks.0: Benchmark 'contination' has no form 'contination'"),
-        ("eval.benchmarks=[{name: gsm8k}]",
-         "eval.benchmarks.0: Benchmark 'gsm8k' needs `source:`, where its items come from."),
-        ("eval.benchmarks=[{name: gsm8k, source: 'file:p.jsonl'}]", "eval.benchmarks.0: file:p.jsonl has no column "
-         "'question', which gsm8k_chat.yaml asks for; it has prompt, answer"),
+        ("rl.data=['python:mine_pf:failing_rows']", "KeyError: 'answer_column' (mine_pf.py, line 19, in"),
+        ("rl.data=[{url: 'file:p.jsonl', weight: 1}, 'file:q.jsonl']", "a weight and file:q.jsonl has none"),
+        ("base.data=['hub:a/b']", "base.data.0: Source 'hub:a/b' is not in the mirror: there is no"),
+        ("base.data=['package:no-such-dist/x.json']", "no-such-dist, which is not installed"),
+        ("eval.benchmarks=[{name: contination, source: 'file:text.txt'}]", "has no form 'contination'"),
+        ("eval.benchmarks=[{name: gsm8k}]", "eval.benchmarks.0: Benchmark 'gsm8k' needs `source:`, where its items"),
+        ("eval.benchmarks=[{name: gsm8k, source: 'file:p.jsonl'}]", "'question', which gsm8k_chat.yaml asks for"),
         ("base.data=['file:cut.jsonl.gz']", "base.data.0: "),
         ("tracking.trackers=[wandb]", "tracking.trackers: wandb is not installed; run: pip install 'nanodag[wandb]'"),
     ],
@@ -223,7 +195,7 @@ def test_a_module_that_is_not_there_is_refused_when_the_config_is_read(folder, o
 def test_what_is_not_there_is_one_line(folder, monkeypatch, override, said):
     monkeypatch.chdir(folder)
     found = faults(folder, override, "mirror=/nowhere")
-    assert [fault.replace(f"{folder}/", "") for fault in found] and found[0].startswith(said), found
+    assert [fault.replace(f"{folder}/", "") for fault in found] and said in found[0], found
     assert "\n" not in found[0] and (len(found) == 1 or "mixture" in found[0])
 
 

@@ -57,7 +57,7 @@ def test_options_with_a_setting_of_their_own_name_one_that_exists():
 def test_a_short_name_says_what_the_setting_is_and_where_its_value_came_from():
     found = setting(resolve(FILE, "gsm8k-rl", ["rl.clip_low=0.1"]), "rl.clip_high")
     assert (found.name, found.type, found.default, found.value) == (
-        "rl.algorithm.clip_high", "number, above 0", "0.2", 0.28
+        "rl.algorithm.clip_high", "number, above 0, at most 100", "0.2", 0.28
     )  # fmt: skip
     assert found.words.startswith("Upper clip of ppo_clip") and found.origin == "preset gsm8k-rl"
 

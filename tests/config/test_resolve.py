@@ -38,7 +38,7 @@ def test_every_shipped_preset_loads_with_an_origin_for_every_value(preset):
         assert resolved.origins[name], name
         assert (
             value != "auto"
-            or name in ("store.local", "rl.reward")
+            or name in ("store.local", "rl.reward", "plan.groups_with_spread")
             or ".adapter" in name
             or ".form" in name
             or name.endswith((".bos", ".sampler.python", ".sync_address"))

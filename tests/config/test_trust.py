@@ -1,5 +1,6 @@
 """Which functions a pipeline may name: those beside its file, those its file trusts, and a list of ours."""
 
+import json
 import os
 import sys
 import textwrap
@@ -11,7 +12,7 @@ from nanodag.config import resolve
 from nanodag.config.kinds import vouch_for
 from nanodag.errors import ConfigError
 from nanodag.inference.sglang_options import OWN_OPTIONS, check_options
-from nanodag.own_code.find import FOLDER_VARIABLE, forget_others, search_last
+from nanodag.own_code.find import FOLDER_VARIABLE, file_of, forget_others, search_last
 from nanodag.own_code.functions import function_at
 from nanodag.own_code.trusted_modules import Voucher, check_owner, is_beside
 from nanodag.run.python_path import note_python_path, take_python_path
@@ -35,10 +36,7 @@ def pipeline(tmp_path):
     return of
 
 
-@pytest.mark.parametrize(
-    "url",
-    ["python:mine:rows?count=3", "python:pack.rows:rows", "python:nanodag.data.lists:sort?count=5"],
-)
+@pytest.mark.parametrize("url", ["python:mine:rows?n=3", "python:pack.rows:rows", "python:nanodag.data.lists:sort?n=5"])
 def test_a_module_beside_the_file_and_a_shipped_generator_may_be_named(pipeline, url):
     assert pipeline(f'tokenizer.data=["{url}"]').stages["tokenizer"].data[0].url == url
 
@@ -51,6 +49,8 @@ def test_a_module_beside_the_file_and_a_shipped_generator_may_be_named(pipeline,
         "python:yaml:unsafe_load",
         "python:nanodag.data.lists:_share_of",
         "python:nanodag.worker.launch:run_worker",
+        "python:nanodag.rewards.group_reward:GroupReward?path=evil:f",
+        "python:nanodag.rewards.exact:exact",
         "python:nowhere:rows",
     ],
 )
@@ -88,28 +88,12 @@ def test_every_place_where_rl_names_a_function_is_looked_at(pipeline, fields):
     pipeline(stages=rl(**{"data": ["file:text.txt"], **fields}), trusted_modules=["yaml"])
 
 
-def test_a_module_of_pythons_own_is_refused_though_it_is_trusted(pipeline):
+def test_trust_covers_a_package_and_nothing_that_only_begins_alike_or_is_pythons_own(pipeline):
+    pipeline('tokenizer.data=["python:yaml.loader:f"]', trusted_modules=["yaml"])
     with pytest.raises(ConfigError, match="a module of Python's own"):
         pipeline('tokenizer.data=["python:os.path:expandvars"]', trusted_modules=["os"])
-
-
-def test_trust_covers_a_package_and_nothing_that_only_begins_alike(pipeline):
-    pipeline('tokenizer.data=["python:yaml.loader:f"]', trusted_modules=["yaml"])
     with pytest.raises(ConfigError, match="there is no module yamlish beside"):
         pipeline('tokenizer.data=["python:yamlish:f"]', trusted_modules=["yaml"])
-
-
-@pytest.mark.parametrize(
-    "override",
-    [
-        "trusted_modules=[subprocess]",
-        "cluster.ssh_command=sh -c id {host}",
-        'cluster={"ssh_command": "sh -c id {host}"}',
-    ],
-)
-def test_no_override_says_which_code_may_run(pipeline, override):
-    with pytest.raises(ConfigError, match="an override cannot set it"):
-        pipeline(override)
 
 
 def test_a_function_is_named_where_it_is_defined(tmp_path, monkeypatch):
@@ -133,35 +117,20 @@ def test_a_function_is_named_where_it_is_defined(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "override", ["rl.sampler.python=/tmp/own", 'rl.sampler={"engine": "sglang", "python": "/tmp/own"}']
-)
-def test_no_override_names_the_interpreter_of_samplers(pipeline, override):
-    stages = rl(data=["file:text.txt"], sampler={"engine": "sglang"})
-    with pytest.raises(ConfigError, match=r"rl\.sampler\.python says which code .* an override cannot set it"):
-        pipeline(override, stages=stages)
-
-
-EVAL = {"kind": "eval", "inputs": {"model": "import"}}
-
-
-@pytest.mark.parametrize("form", ["/elsewhere/x.yaml", "lm_eval:../../x.yaml", "lm_eval:/x.yaml"])
-def test_a_form_from_elsewhere_is_refused_as_it_may_name_functions(pipeline, form):
-    stages = {"import": {"kind": "import", "model": "file:m"}, "eval": {**EVAL, "benchmarks": [{"name": "x"}]}}
-    with pytest.raises(ConfigError, match="lies elsewhere, and a form may name functions"):
-        pipeline(f'eval.benchmarks=[{{"name": "x", "form": "{form}"}}]', stages=stages)
-    pipeline('eval.benchmarks=[{"name": "x", "form": "lm_eval:piqa/piqa.yaml"}]', stages=stages)
-
-
-@pytest.mark.parametrize(
     "override",
     [
+        "trusted_modules=[subprocess]",
+        "cluster.ssh_command=sh -c id {host}",
+        'cluster={"ssh_command": "sh -c id {host}"}',
         "cluster.hostfile=/tmp/hosts",
+        "rl.sampler.python=/tmp/own",
+        'rl.sampler={"engine": "sglang", "python": "/tmp/own"}',
         'rl.sampler.options={"forward_hooks": "x"}',
         'rl.sampler.urls=["http://elsewhere:1 /etc/passwd"]',
         "rl.sampler.urls_file=/tmp/urls",
     ],
 )
-def test_no_override_names_hosts_or_options_of_samplers(pipeline, override):
+def test_no_override_says_which_code_may_run_or_where_keys_are_sent(pipeline, override):
     stages = rl(data=["file:text.txt"], sampler={"engine": "sglang"})
     with pytest.raises(ConfigError, match="an override cannot set it"):
         pipeline(override, stages=stages)
@@ -184,16 +153,19 @@ def test_a_server_can_refuse_agents_that_an_override_names(pipeline, override):
     pipeline("rl.rollout.generate.options.seconds=9.0", stages=stages, server={"agents_of_file": True})
     if "generate" in override:
         pipeline(override, stages=stages)
+    del stages["rl"]["data"]
+    pipeline("rl.data=['file:text.txt']", stages=stages, server={"agents_of_file": True})  # which completes the file
 
 
 def test_a_pipeline_file_that_everybody_may_write_is_not_run(tmp_path):
     file = tmp_path / "pipeline.yaml"
-    file.write_text("")
+    file.write_text("presets: {one: {stages: {t: {kind: tokenizer, data: ['file:x']}}}}\ndefault: one\n")
     file.chmod(0o644)
     check_owner(file)
     file.chmod(0o666)
-    with pytest.raises(ConfigError, match="with mode -rw-rw-rw-"):
-        check_owner(file)
+    for read in (check_owner, resolve):
+        with pytest.raises(ConfigError, match=r"with mode -rw-rw-rw-; .* not writable by everybody"):
+            read(file)
 
 
 def test_an_abbreviated_option_of_the_samplers_own_is_refused():
@@ -201,19 +173,16 @@ def test_an_abbreviated_option_of_the_samplers_own_is_refused():
         check_options("options", {"hos": "0.0.0.0"}, OWN_OPTIONS)
 
 
-def test_a_shipped_entry_that_takes_an_argument_is_no_source_or_adapter(pipeline):
-    """Called with a row's parameters, it would import whatever they name."""
-    for url in ("python:nanodag.rewards.group_reward:GroupReward?path=evil:f", "python:nanodag.rewards.exact:exact"):
-        with pytest.raises(ConfigError, match="neither stands beside"):
-            pipeline(f'tokenizer.data=["{url}"]')
+FORMS = ("/elsewhere/evil", "../../evil", "a/b", "store/artifacts/k/evil.yaml", "/x/e.yaml", "lm_eval:../../x.yaml")
 
 
-@pytest.mark.parametrize("form", ["/elsewhere/evil", "../../evil", "a/b", "store/artifacts/k/evil.yaml", "/x/e.yaml"])
-def test_a_form_is_shipped_or_lies_below_the_pipeline_files_folder_and_not_in_the_store(pipeline, form):
-    with pytest.raises(ConfigError, match="lies elsewhere"):
-        evaluated = {"kind": "eval", "inputs": {"model": "start"}, "benchmarks": [{"name": "x", "form": form}]}
-        start = {"kind": "import", "model": "file:start"}
-        pipeline(stages={"start": start, "evaluated": evaluated})
+@pytest.mark.parametrize("form", [*FORMS, "lm_eval:/x.yaml"])
+def test_a_form_may_name_functions_so_it_is_shipped_or_lies_beside_the_file_and_not_in_the_store(pipeline, form):
+    evaluated = {"kind": "eval", "inputs": {"model": "start"}, "benchmarks": [{"name": "x"}]}
+    stages = {"start": {"kind": "import", "model": "file:start"}, "evaluated": evaluated}
+    with pytest.raises(ConfigError, match="lies elsewhere, and a form may name functions"):
+        pipeline(f'evaluated.benchmarks=[{{"name": "x", "form": "{form}"}}]', stages=stages)
+    pipeline('evaluated.benchmarks=[{"name": "x", "form": "lm_eval:piqa/piqa.yaml"}]', stages=stages)
 
 
 def test_a_folder_that_others_may_write_vouches_for_no_module(tmp_path):
@@ -233,14 +202,6 @@ def test_a_folder_without_init_is_no_package_beside_the_file(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "__init__.py").touch()
     assert is_beside("mine.inner", tmp_path) and not is_beside("mine.a-b", tmp_path)
-
-
-def test_the_file_is_looked_at_whoever_reads_it(tmp_path):
-    path = tmp_path / "pipeline.yaml"
-    path.write_text("presets: {one: {stages: {t: {kind: tokenizer, data: ['file:x']}}}}\ndefault: one\n")
-    path.chmod(0o666)
-    with pytest.raises(ConfigError, match="not writable by everybody"):
-        resolve(path)
 
 
 def test_a_noted_python_path_of_another_user_is_not_taken(tmp_path, monkeypatch):
@@ -271,3 +232,38 @@ def test_of_two_pipeline_files_each_has_its_own_module_of_one_name(tmp_path, mon
         assert function_at("two_of_them:who")() == name
     forget_others("")
     assert "two_of_them" not in sys.modules and FOLDER_VARIABLE not in os.environ
+
+
+@pytest.fixture
+def modules(tmp_path):
+    (tmp_path / "mine_here.py").write_text("raise SystemExit('imported')")
+    (tmp_path / "json.py").write_text("")
+    (tmp_path / "sys.py").write_text("")
+    package = tmp_path / "package_here" / "inner"
+    package.mkdir(parents=True)
+    (tmp_path / "package_here" / "__init__.py").write_text("raise SystemExit('imported')")
+    (package / "leaf.py").write_text("")  # `inner` has no __init__.py: a namespace
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("module", "file"),
+    [
+        ("mine_here", "mine_here.py"),
+        ("package_here", "package_here/__init__.py"),
+        ("package_here.inner.leaf", "package_here/inner/leaf.py"),
+        ("package_here.inner", None),
+        ("package_here.nothing", None),
+        ("nothing_here", None),
+        ("mine_here.leaf", None),
+        ("sys", None),  # Python's own, whatever lies beside the pipeline file
+        ("", None),
+        ("../mine_here", None),
+    ],
+)
+def test_a_module_is_found_and_neither_it_nor_its_package_is_run(modules, module, file):
+    assert file_of(module, [modules]) == (None if file is None else modules / file)
+
+
+def test_a_file_beside_the_pipeline_hides_no_installed_module(modules):
+    assert str(file_of("json", [modules])) == json.__file__

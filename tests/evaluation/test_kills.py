@@ -102,7 +102,8 @@ def test_killed_twenty_times_at_random_a_stage_ends_on_the_same_bytes_and_leaves
             if role is not None:
                 killed[role] += 1
                 at[phase_of(job)] += 1
-            text = log.read_text() + (job.workspace / "worker.log").read_text()
+            logs = [log, job.workspace / "worker.log"]  # a stage that is killed early has not begun its own
+            text = "".join(path.read_text() for path in logs if path.exists())
             assert role is not None or asker.returncode == 0, text[-6000:]
             assert role != "asker" or asker.returncode == -signal.SIGKILL
         assert bytes_of(job) == bytes_of(whole)

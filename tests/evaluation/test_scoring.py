@@ -4,10 +4,10 @@ import time
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 
 from nanodag.errors import ConfigError, TrainingDiverged
-from nanodag.model import group_attention, scoring
+from nanodag.model import attention, scoring
 from nanodag.model.folder import load
 from nanodag.model.scoring import Question, batch_of, score_questions
 from tests.flash import bottom_right
@@ -55,18 +55,19 @@ def test_answers_that_share_a_context_score_as_each_alone(model, oracle, micro_b
             assert score.is_greedy == is_greedy
 
 
-@pytest.mark.parametrize("way", group_attention.WAYS)
-def test_every_way_of_attention_gives_the_same_scores(way, tmp_path, monkeypatch):
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("back_end", attention.BACK_ENDS)
+def test_every_back_end_of_attention_gives_the_same_scores(back_end, window, tmp_path, monkeypatch):
     """With heads of 16, as the compiled attention takes them, two queries to a key."""
-    config = LlamaConfig(
+    config = MistralConfig(
         vocab_size=280, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=16, intermediate_size=48, initializer_range=0.4, max_position_embeddings=192,
+        head_dim=16, intermediate_size=48, initializer_range=0.4, max_position_embeddings=192, sliding_window=window,
     )  # fmt: skip
     torch.manual_seed(0)
-    oracle = LlamaForCausalLM(config).eval()
+    oracle = MistralForCausalLM(config).eval()
     oracle.save_pretrained(tmp_path)
-    monkeypatch.setattr(group_attention, "way_of", lambda *of: way)
-    monkeypatch.setattr(group_attention, "attend_within", bottom_right)
+    monkeypatch.setattr(attention, "back_end_of", lambda query: back_end)
+    monkeypatch.setattr(attention, "attend_within", bottom_right)
     found = score_questions([load(tmp_path)], QUESTIONS, micro_batch_tokens=100, max_positions=192)
     for question, scores in zip(QUESTIONS, found, strict=True):
         expected = [one_by_one(oracle, question.context, answer) for answer in question.answers]

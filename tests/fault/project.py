@@ -5,34 +5,22 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-FAKES = Path(__file__).parent.parent / "fakes"
+from tests import fake_stages
+from tests.fake_stages import FAKES, NO_TRACKERS, SOURCE
+from tests.fault.processes import wait_until
+
 CODE = "from nanodag.cli import main; main()"
 STAGES = {
-    "tokenizer": {"kind": "tokenizer", "data": ["file:text.txt"], "vocabulary": 512},
-    "pretrain": {
-        "kind": "pretrain",
-        "inputs": {"tokenizer": "tokenizer"},
-        "data": ["file:text.txt"],
-        "shape": {"depth": 1},
-        "sequence_length": 8,
-        "batch_tokens": 64,
-        "horizon_tokens": 64,
-    },
-    "eval_base": {
-        "kind": "eval",
-        "inputs": {"model": "pretrain"},
-        "benchmarks": [{"name": "continuation", "source": "file:text.txt"}],
-    },
+    **{name: fake_stages.STAGES[name] for name in ("tokenizer", "pretrain")},
+    "eval_base": fake_stages.STAGES["eval_base"] | {"benchmarks": [{"name": "continuation", "source": SOURCE}]},
     "report": {"kind": "report", "inputs": ["pretrain", "eval_base"]},
 }
-NO_TRACKERS = {"trackers": []}  # TensorBoard would be half of what a fake stage takes
 
 
 class Project:
@@ -103,11 +91,10 @@ class Project:
 
     def wait_for_step(self, run: str, stage: str, step: int, timeout_s: float = 300.0) -> Path:
         """The workspace of a stage, once it has written that step's metrics."""
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
+
+        def reached() -> Path | None:
             key = self.record(run)["stages"].get(stage, {}).get("key", "none")
             path = self.folder / "store" / "work" / key / "metrics.jsonl"
-            if path.exists() and f'"step": {step}' in path.read_text():
-                return path.parent
-            time.sleep(0.05)
-        raise AssertionError(f"{stage} of {run} did not get to step {step}")
+            return path.parent if path.exists() and f'"step": {step}' in path.read_text() else None
+
+        return wait_until(reached, timeout_s, every_s=0.05)

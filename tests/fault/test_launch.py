@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from nanodag.worker.watchdog import STOP_TIMEOUT
 from tests.fault.processes import is_running, wait_until
 
 GROUP = """
@@ -95,8 +96,8 @@ def test_a_killed_watchdog_takes_the_ranks_of_torchrun_along(tmp_path, ended, mo
     wait_until(lambda: not any(is_running(int(pid)) for pid in pids.read_text().split()), timeout_s=5.0)
 
 
-@pytest.mark.slow
-def test_a_worker_deaf_to_sigterm_is_killed_after_the_grace_period(asked):
+def test_a_worker_deaf_to_sigterm_is_killed_after_the_time_that_it_has_to_stop(asked, monkeypatch):
+    monkeypatch.setenv(STOP_TIMEOUT, "0.5")
     asker, watchdog, pids = asked("deaf")
     asker.send_signal(signal.SIGKILL)
     wait_until(lambda: not any(is_running(pid) for pid in [watchdog, *pids]))

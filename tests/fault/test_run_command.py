@@ -2,13 +2,15 @@
 
 import os
 import signal
-import time
 
+import httpx
 import psutil
 import pytest
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
 
-from nanodag.server.local_server import Api
-from tests.fault.processes import alive, pids_in
+from nanodag.server.prefect_api import Api
+from tests.fault.processes import alive, pids_in, wait_until
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -44,10 +46,7 @@ def test_a_failed_stage_is_named_and_a_retry_as_in_the_ui_builds_only_what_faile
     flow_run = project.record("failing")["flow_run"]
     api = Api(f"http://127.0.0.1:{project.server()['port']}")
     api.set_state(flow_run, "SCHEDULED", "", name="AwaitingRetry")
-    deadline = time.monotonic() + 300
-    while (state := api.run_state(flow_run))["type"] != "COMPLETED":
-        assert time.monotonic() < deadline, state
-        time.sleep(0.2)
+    wait_until(lambda: api.run_state(flow_run)["type"] == "COMPLETED", 300, every_s=0.2)
     assert {name for name, s in states(project, "failing").items() if s == "built"} == {"eval_base", "report"}
 
 
@@ -92,70 +91,80 @@ def test_a_killed_serving_process_takes_its_flows_along_is_started_again_and_a_r
     supervisor = psutil.Process(project.server()["serve"]["pid"])
     supervisor.children()[0].kill()
     api = Api(f"http://127.0.0.1:{project.server()['port']}")
-    deadline = time.monotonic() + 300
-    while (state := api.run_state(before["flow_run"]))["type"] != "CRASHED" or alive(
-        [*pids_in(workspace), before["pid"]]
-    ):
-        still = alive([before["pid"], *pids_in(workspace)])
-        assert time.monotonic() < deadline, (state, [psutil.Process(pid) for pid in still], project.serve_log())
-        time.sleep(0.2)
+    wait_until(
+        lambda: api.run_state(before["flow_run"])["type"] == "CRASHED"
+        and not alive([*pids_in(workspace), before["pid"]]),
+        300, every_s=0.2,
+    )  # fmt: skip
     project.tell("pretrain", "")
     api.set_state(before["flow_run"], "SCHEDULED", "", name="AwaitingRetry")
-    while api.run_state(before["flow_run"])["type"] != "COMPLETED":
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    wait_until(lambda: api.run_state(before["flow_run"])["type"] == "COMPLETED", 300, every_s=0.2)
     assert supervisor.is_running() and len(supervisor.children()) == 1
     assert project.record("unserved")["stages"]["pretrain"]["made"]["cost"]["num_attempts"] == 2
 
 
-def test_ctrl_c_stops_the_workers_and_the_same_run_goes_on(project):
-    project.tell("pretrain", "wait")
-    process = project.command("run", "pretrain.seed=1", "--name", "stopped")
-    workspace = project.wait_for_step("stopped", "pretrain", 2)
+def press_ctrl_c(project, process, run):
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 130 and "nanodag run --name stopped" in output
-    assert not alive(pids_in(workspace))
-    assert states(project, "stopped")["pretrain"] == "stopped"
-    project.tell("pretrain", "")
-    code, output = project.run("run", "--name", "stopped")
-    assert code == 0, output
-    assert project.record("stopped")["stages"]["pretrain"]["made"]["cost"]["num_attempts"] == 2
 
 
-def test_a_killed_flow_leaves_no_worker_and_the_same_run_goes_on(project):
-    project.tell("pretrain", "wait")
-    process = project.command("run", "pretrain.seed=2", "--name", "crashed")
-    workspace = project.wait_for_step("crashed", "pretrain", 2)
-    os.kill(project.record("crashed")["pid"], signal.SIGKILL)
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 1 and "nanodag run --name crashed" in output
-    assert not alive(pids_in(workspace))
-    project.tell("pretrain", "")
-    code, output = project.run("run", "--name", "crashed")
-    assert code == 0, output
+def kill_flow(project, process, run):
+    os.kill(project.record(run)["pid"], signal.SIGKILL)
 
 
-@pytest.mark.slow
-def test_with_flow_and_server_process_killed_the_same_run_goes_on(project):
-    project.tell("pretrain", "wait")
-    code, output = project.run("run", "pretrain.seed=3", "--name", "lost", "--detach")
-    assert code == 0, output
-    workspace = project.wait_for_step("lost", "pretrain", 2)
-    code, output = project.run("run", "--name", "lost")
+def kill_flow_and_server(project, process, run):
+    code, output = project.run("run", "--name", run)
     assert code == 1 and "is under way in process" in output
     server = project.server()
-    for pid in (server["serve"]["pid"], server["server"]["pid"], project.record("lost")["pid"]):
+    for pid in (server["serve"]["pid"], server["server"]["pid"], project.record(run)["pid"]):
         os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + 300
-    while alive(pids_in(workspace)):
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-    assert "interrupted" in project.run("status")[1]
+
+
+@pytest.mark.parametrize(
+    ("number", "end", "code", "state"),
+    [
+        (1, press_ctrl_c, 130, "stopped"),
+        (2, kill_flow, 1, "interrupted"),
+        pytest.param(3, kill_flow_and_server, 1, "interrupted", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_that_is_ended_leaves_no_worker_and_the_same_run_goes_on(project, number, end, code, state):
+    project.tell("pretrain", "wait")
+    run = f"ended-{number}"
+    process = project.command("run", f"pretrain.seed={number}", "--name", run)
+    workspace = project.wait_for_step(run, "pretrain", 2)
+    end(project, process, run)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == code and f"nanodag run --name {run}" in output
+    wait_until(lambda: not alive(pids_in(workspace)), 300)
+    assert state in project.run("status", run)[1]
     project.tell("pretrain", "")
-    code, output = project.run("run", "--name", "lost")
+    code, output = project.run("run", "--name", run)
     assert code == 0, output
-    assert project.record("lost")["stages"]["pretrain"]["made"]["cost"]["num_attempts"] == 2
+    assert project.record(run)["stages"]["pretrain"]["made"]["cost"]["num_attempts"] == 2
+
+
+def test_a_web_page_of_another_origin_or_name_reads_nothing_and_creates_no_run(project):
+    """What a browser asks for a page: it shows an answer to no page that the answer does not allow."""
+    served = project.server()
+    url = f"http://127.0.0.1:{served['port']}"
+    create = f"{url}/api/deployments/{served['deployments']['speedrun']}/create_flow_run"
+    body = {"parameters": {"name": "attack"}, "state": {"type": "SCHEDULED", "name": "Scheduled"}}
+    num_runs = Api(url).ask("POST", "/flow_runs/count", {})
+    with httpx.Client(trust_env=False) as browser:
+        for page in ({"Origin": "http://evil.example"}, {"Origin": "http://127.0.0.1:1"}, {"Origin": "null"}):
+            read = browser.get(f"{url}/api/csrf-token", params={"client": "me"}, headers=page)
+            assert "access-control-allow-origin" not in read.headers
+            asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "prefect-csrf-token"}
+            assert browser.options(create, headers={**page, **asks}).status_code == 400
+            assert browser.post(create, json=body, headers=page).status_code == 403, "which needs no leave to be sent"
+            with pytest.raises(InvalidStatus):
+                connect(f"{url.replace('http', 'ws')}/api/events/out", origin=page["Origin"]).close()
+        token = browser.get(f"{url}/api/csrf-token", params={"client": "me"}).json()["token"]
+        own = {"Prefect-Csrf-Client": "me", "Prefect-Csrf-Token": token}
+        rebound = {"Host": f"rebound.example:{served['port']}", **own}  # the same origin, as a browser sees it
+        assert browser.post(create, json=body, headers=rebound).status_code == 400
+        assert browser.post(create, json={"parameters": {"nam": 1}}, headers=own).status_code in (409, 422), "allowed"
+    assert Api(url).ask("POST", "/flow_runs/count", {}) == num_runs
 
 
 def test_server_stop_ends_all_that_was_started(project):

@@ -327,15 +327,6 @@ def test_a_product_that_changes_while_it_is_published_is_not(store, product, goo
     assert is_whole(store, good)
 
 
-def test_a_damaged_record_of_a_run_is_named_and_hides_no_other(store):
-    store.write_run(run_record("good"))
-    store.write_run(run_record("bad"))
-    (store.local / "runs" / "bad.json").write_text('{"n": ')
-    assert store.runs() == ["good"] and list(store.unreadable_runs()) == ["bad"]
-    with pytest.raises(CorruptArtifact, match=r"runs/bad\.json"):
-        store.read_run("bad")
-
-
 def test_a_clock_that_jumps_lets_no_run_that_is_alive_look_dead(monkeypatch):
     record = run_record("r", state="running", pid=os.getpid(), pid_started=process_started(psutil.Process()))
     boot_time = psutil.boot_time()

@@ -1,39 +1,12 @@
-"""Pipelines of fake stages (tests/fakes): real processes, real store, no training; one Prefect server for all."""
+"""A project of fake stages for each test; one Prefect server for all."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import yaml
 
 from nanodag.config.kinds import shipped
-
-FAKES = Path(__file__).parent.parent / "fakes"
-SOURCE = "file:text.txt"
-
-STAGES = {
-    "tokenizer": {"kind": "tokenizer", "data": [SOURCE], "vocabulary": 512},
-    "pretrain": {
-        "kind": "pretrain",
-        "inputs": {"tokenizer": "tokenizer"},
-        "data": [SOURCE],
-        "shape": {"depth": 1},
-        "sequence_length": 8,
-        "batch_tokens": 64,
-        "horizon_tokens": 64,
-    },
-    "eval_base": {"kind": "eval", "inputs": {"model": "pretrain"}, "benchmarks": [{"name": "x"}]},
-    "sft": {
-        "kind": "sft",
-        "inputs": {"model": "pretrain"},
-        "data": [SOURCE],
-        "sequence_length": 8,
-        "batch_tokens": 64,
-    },
-    "eval_sft": {"kind": "eval", "inputs": {"model": "sft"}, "benchmarks": [{"name": "x"}]},
-    "report": {"kind": "report", "inputs": ["pretrain", "sft", "eval_base", "eval_sft"]},
-}
-NO_TRACKERS = {"trackers": []}  # TensorBoard would be half of what a fake stage takes
+from tests.fake_stages import FAKES, NO_TRACKERS, STAGES
 
 
 @pytest.fixture

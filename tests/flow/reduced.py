@@ -60,7 +60,7 @@ def reduce_stages(stages: dict[str, Any]) -> None:
 def _raise_held_out(value: Any) -> None:
     """Have each source of the hub hold out a share of which a mirror of 40 rows has some."""
     if isinstance(value, dict):
-        if str(value.get("url")).startswith("hub:") and isinstance(value.get("held_out"), float):
+        if str(value.get("url")).startswith("hub:") and isinstance(value.get("held_out"), float) and value["held_out"]:
             value["held_out"] = 0.2
         value = list(value.values())
     for inner in value if isinstance(value, list | tuple) else ():

@@ -19,65 +19,39 @@ def cause(*lines, code=1, kind="sft", **how):
     return cause_of(Ended(code=code, lines=[*TRACEBACK, *lines], **how), stage="sft", kind=kind, run="r")
 
 
+RERUN = "nanodag rerun r --"
+AGAIN = "by itself"
+
+
 @pytest.mark.parametrize(
     ("line", "error", "what", "advice"),
     [
+        ("nanodag.errors.SourceError: row 7", StageFailed, "cannot use its data: row 7", "leave it out of sft.data."),
+        ("nanodag.errors.TrainingDiverged: nan", StageFailed, "diverged: nan", f"{RERUN}from sft sft.optimizer.learn"),
         (
-            "nanodag.errors.SourceError: file:a.jsonl: row 7 has no field 'messages'",
+            "torch.OutOfMemoryError: CUDA out",
             StageFailed,
-            "cannot use its data: file:a.jsonl: row 7 has no field 'messages'",
-            "Mend that source or leave it out of sft.data.",
+            "ran out of memory: torch.Out",
+            f"{RERUN}stage sft sft.micro",
         ),
         (
-            "nanodag.errors.TrainingDiverged: The loss is nan at step 12.",
+            "RuntimeError: can't allocate memory",
             StageFailed,
-            "diverged: The loss is nan at step 12.",
-            "nanodag rerun r --from sft sft.optimizer.learning_rate=",
-        ),
-        (
-            "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
-            StageFailed,
-            "ran out of memory: torch.OutOfMemoryError: CUDA out of memory.",
-            "nanodag rerun r --stage sft sft.micro_batch_tokens=",
-        ),
-        (
-            "RuntimeError: [enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory",
-            StageFailed,
-            "ran out of memory: RuntimeError:",
+            "ran out of memory: RuntimeError",
             "sft.micro_batch_tokens=",
         ),
         ("MemoryError", StageFailed, "ran out of memory: MemoryError", "sft.micro_batch_tokens="),
+        ("OSError: [Errno 28] No space left", StageFailed, "ran out of disk space: OSError", "Free some of the disk"),
+        ("nanodag.errors.SamplerLost: gone", StageInterrupted, "lost its sampler: gone", AGAIN),
+        ("requests.exceptions.ConnectionError: x", StageInterrupted, "lost the network: requests", "can be reached"),
+        ("httpx.ConnectTimeout", StageInterrupted, "lost the network: httpx.ConnectTimeout", AGAIN),
         (
-            "OSError: [Errno 28] No space left on device: 'x'",
+            "nanodag.errors.CorruptArtifact: a",
             StageFailed,
-            "ran out of disk space: OSError: [Errno 28]",
-            "Free some of the disk",
-        ),
-        (
-            "nanodag.errors.SamplerLost: http://127.0.0.1:9 was lost 3 times",
-            StageInterrupted,
-            "lost its sampler: http://127.0.0.1:9",
-            "It is started again by itself",
-        ),
-        (
-            "requests.exceptions.ConnectionError: HTTPSConnectionPool(host='huggingface.co')",
-            StageInterrupted,
-            "lost the network: requests.exceptions.ConnectionError",
-            "Look whether the address above can be reached",
-        ),
-        ("httpx.ConnectTimeout", StageInterrupted, "lost the network: httpx.ConnectTimeout", "by itself"),
-        (
-            "nanodag.errors.CorruptArtifact: the bytes of a differ from their recorded sha256",
-            StageFailed,
-            "was given bytes that are not those recorded: the bytes of a differ",
+            "was given bytes that are not those",
             "does not count as done",
         ),
-        (
-            "KeyError: 'loss'",
-            StageFailed,
-            "failed: KeyError: 'loss'",
-            "Retry the run in the UI, or: nanodag run --name r",
-        ),
+        ("KeyError: 'loss'", StageFailed, "failed: KeyError: 'loss'", "in the UI, or: nanodag run --name r"),
     ],
 )
 def test_an_exception_becomes_a_reason_and_what_to_do(line, error, what, advice):
@@ -185,11 +159,7 @@ def test_the_message_has_reason_advice_folder_and_log_in_that_order(tmp_path):
 @pytest.mark.parametrize(
     ("composed", "retry", "again"),
     [
-        (
-            "sweep",
-            "nanodag sweep --name s",
-            "nanodag sweep --name s, with what it was started with and sft.micro_batch",
-        ),
+        ("sweep", "nanodag sweep --name s", "with what it was started with and sft.micro_batch"),
         ("nightly", "Retry the night in the UI", "in the pipeline file, that stage's micro_batch_tokens="),
     ],
 )

@@ -16,7 +16,8 @@ from nanodag.children.child import start_child
 from nanodag.config.pipeline import ServerConfig
 from nanodag.errors import ServerError, StoreError
 from nanodag.server import local_server as server_module
-from nanodag.server.local_server import Api, LocalServer, ProcessId, RunningServer
+from nanodag.server.local_server import LocalServer, ProcessId, RunningServer
+from nanodag.server.prefect_api import Api
 from nanodag.store.provenance import process_started
 
 

@@ -15,8 +15,8 @@ import tasks.nightly
 from flows.nightly_eval import nightly_eval, schedule
 from flows.speedrun import speedrun
 from nanodag.config.kinds import shipped
-from nanodag.nightly.switch import read_switch, turn
-from nanodag.server.local_server import Api
+from nanodag.nightly.nights import read_switch, turn
+from nanodag.server.prefect_api import Api
 from nanodag.store import Store
 from tests.http_server import listening
 

@@ -7,7 +7,7 @@ from prefect.blocks.notifications import CustomWebhookNotificationBlock
 
 import tasks.notify
 from flows.speedrun import speedrun
-from nanodag.config.notify import NotifyConfig
+from nanodag.config.pipeline import NotifyConfig
 from nanodag.errors import ConfigError, ServerBusy, ServerError
 from nanodag.run.notifications import MAX_TEXT, notice, post
 from nanodag.store import Store

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from nanodag.cli.chat_report_server import chat_with
+from nanodag.cli.serve import chat_with
 from nanodag.cli.show import show_status
 from nanodag.config import Pipeline, resolve
 from nanodag.config.kinds import installed, recorded_kind, shipped
@@ -22,7 +22,7 @@ from nanodag.run.preflight_checks import Checks
 from nanodag.run.record import open_run
 from nanodag.worker.job import Job, read_job, write_job
 from tasks.stage_task import task_of
-from tests.flow.conftest import NO_TRACKERS, STAGES
+from tests.fake_stages import NO_TRACKERS, STAGES
 
 MERGE = """
 import json

@@ -16,7 +16,7 @@ from nanodag.run.record import join_run, open_run, recorded_run, unfinished
 from nanodag.run.reproduce import reproduce
 from nanodag.run.stale_stages import config_digest
 from nanodag.store import Store
-from nanodag.sweep.begin import begin_sweep
+from nanodag.sweep.sweep_run import begin_sweep
 from tests.run_records import run_record, stage_record
 
 LAPTOP, SERVER, GPUS = "cpu:2:avx2:8GiB", "cpu:16:amx:64GiB", "8xH100"

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nanodag.cli import store_options
+from nanodag.cli import parameters
 from nanodag.cli.live_table import make_console
 from nanodag.cli.run import run_pipeline, take_over
 from nanodag.cli.show import how_to_build_stale
@@ -21,26 +21,26 @@ from nanodag.run.record import open_run
 
 @pytest.fixture(autouse=True)
 def silent(monkeypatch):
-    monkeypatch.setattr(store_options, "_said", [])
+    monkeypatch.setattr(parameters, "_TYPED", [])
     for name in ("NANODAG_STORE", "NANODAG_STORE_LOCAL", "NANODAG_MIRROR"):
         monkeypatch.setenv(name, "")  # so that what is set is taken back
 
 
 def test_every_command_takes_the_store_wherever_it_stands():
     given = ["stages", "store.url=/else where", "mine", "-f", "my.yaml"]
-    assert store_options.take(given) == ["stages", "mine", "-f", "my.yaml"]
+    assert parameters.take(given) == ["stages", "mine", "-f", "my.yaml"]
     assert environment_overrides() == ['store.url="/else where"']
-    assert store_options.command("server stop") == "nanodag server stop 'store.url=/else where' --file my.yaml"
+    assert parameters.command("server stop") == "nanodag server stop 'store.url=/else where' --file my.yaml"
 
 
 def test_what_goes_on_to_the_flow_stays_an_override():
     given = ["run", "store.url=s3://b/x", "store.local=/fast", "rl.seed=1"]
-    assert store_options.take(given) == given
+    assert parameters.take(given) == given
     assert environment_overrides() == ['store.url="s3://b/x"', 'store.local="/fast"']
 
 
 def test_the_command_that_builds_what_is_stale_means_the_same_store(monkeypatch):
-    monkeypatch.setattr(store_options, "_said", ["store.url=/elsewhere"])
+    monkeypatch.setattr(parameters, "_TYPED", ["store.url=/elsewhere"])
     assert how_to_build_stale("mine") == "nanodag rerun mine --stale store.url=/elsewhere"
 
 

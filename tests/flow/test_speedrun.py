@@ -1,28 +1,30 @@
-"""The whole flow on fake stages, under a real Prefect server."""
+"""Whole flows on fake stages, under a real Prefect server: pipelines, one stage alone, sweeps."""
 
 import json
 import os
 import signal
 import threading
-import time
+from dataclasses import replace
 
 import pytest
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey, FlowRunFilter, FlowRunFilterId
+from prefect.client.schemas.sorting import ArtifactSort
 
+from flows.run_stage import run_stage
 from flows.speedrun import speedrun
+from flows.sweep import sweep
+from nanodag.config.kinds import shipped
+from nanodag.run.record import state_of
+from nanodag.store import Store
+from tasks.stage_task import metrics_table
+from tests.fault.processes import pids_in, wait_until
 
 pytestmark = pytest.mark.usefixtures("prefect_server", "project")
 
 
 def record_of(name, project):
-    return open_run_store(project).read_run(name)
-
-
-def open_run_store(project):
-    from nanodag.store import Store
-
-    return Store(project / "store")
+    return Store(project / "store").read_run(name)
 
 
 def states_of(name, project):
@@ -86,11 +88,9 @@ def test_a_killed_worker_is_started_again_and_goes_on_from_its_checkpoint(projec
     ended = []
     thread = threading.Thread(target=lambda: ended.append(speedrun("r", preset="tiny", return_state=True)))
     thread.start()
-    deadline = time.monotonic() + 60
-    while not (lines := [p for p in (project / "store" / "work").glob("*/metrics.jsonl") if is_at_step_2(p, "sft")]):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    os.kill(int((lines[0].parent / "pids").read_text().split()[-1]), signal.SIGKILL)
+    work = project / "store" / "work"
+    lines = wait_until(lambda: [p for p in work.glob("*/metrics.jsonl") if is_at_step_2(p, "sft")])
+    os.kill(pids_in(lines[0].parent)[-1], signal.SIGKILL)
     tell("sft", "")
     thread.join(120)
     assert ended[0].is_completed()
@@ -122,3 +122,92 @@ def artifacts_of(flow_run):
 
 def is_at_step_2(path, stage):
     return json.loads((path.parent / "job.json").read_text())["name"] == stage and '"step": 2' in path.read_text()
+
+
+@pytest.fixture
+def store(project, monkeypatch):
+    monkeypatch.setenv("NANODAG_STORE", str(project / "store"))
+    assert speedrun("r", preset="tiny", return_state=True).is_completed()
+    return Store(project / "store")
+
+
+def test_a_stage_alone_has_the_pipelines_key_and_force_adds_an_attempt(store):
+    before = store.read_run("r").stages
+    assert run_stage("r", "sft", return_state=True).message == "1 stage, 1 of them found in the store"
+    assert run_stage("r", "sft", force=True, return_state=True).is_completed()
+    after = store.read_run("r").stages
+    assert after["sft"].artifact == (before["sft"].key, "0002")
+    assert store.read_run("r").state == "completed"
+    assert {n: s for n, s in after.items() if n != "sft"} == {n: s for n, s in before.items() if n != "sft"}
+
+
+def test_an_override_of_the_stage_makes_another_key_and_one_of_another_stage_is_refused(store):
+    before = store.read_run("r").stages["sft"].key
+    done = run_stage("r", "sft", overrides=("sft.seed=9",), return_state=True)
+    assert done.is_completed() and store.read_run("r").stages["sft"].key != before
+    assert done.message.endswith("Stale now: eval_sft, report; build again with: nanodag rerun r --stale")
+    with get_client(sync_client=True) as client:
+        wanted = ArtifactFilter(key=ArtifactFilterKey(any_=["run-r"]))
+        text = client.read_artifacts(artifact_filter=wanted, sort=ArtifactSort.CREATED_DESC, limit=1)[0].data
+    assert "eval\\_sft is stale: sft was built since" in text
+    same = {"preset": "tiny", "overrides": ("sft.seed=9",), "return_state": True}
+    kept = speedrun("r", **same)
+    assert kept.message.startswith("4 stages, 4 of them found") and "Stale now: eval_sft, report" in kept.message
+    mended = speedrun("r", stale="only", return_state=True)
+    assert mended.message == "2 stages, 0 of them found in the store"
+    assert state_of(store.read_run("r")) == "completed"
+    state = run_stage("r", "sft", overrides=("pretrain.seed=9",), return_state=True)
+    assert state.is_failed() and state.message.startswith("Override 'pretrain.seed=9' is not of stage sft")
+
+
+def test_a_stage_whose_input_is_missing_says_which(store, project):
+    store.change_run("r", lambda record: record.with_stage("pretrain", state="failed"))
+    state = run_stage("r", "sft", return_state=True)
+    assert state.is_failed() and "Stage sft of run r needs stage pretrain, which is failed" in state.message
+    kept = store.read_run("r").stages["sft"]
+    assert (kept.made.attempt, kept.state) == ("0001", "found"), "what was there before is still known"
+    assert run_stage("nobody", "sft", return_state=True).is_failed()
+
+
+def test_points_share_what_comes_before_and_one_that_fails_does_not_stop_the_others(project, tell, monkeypatch):
+    monkeypatch.setitem(shipped(), "eval", replace(shipped()["eval"], module="fake_eval"))
+    tell("sft-2", "fail")
+    asked = {"grid": ("sft.seed=[1,2]",), "preset": "tiny", "at_once": 2}
+    state = sweep("s", **asked, return_state=True)
+    assert state.is_failed() and "sft-2 was told to fail" in state.message
+    assert states_of("s", project) == {
+        **{"tokenizer": "built", "pretrain": "built", "sft-1": "built", "eval_sft-1": "built"},
+        **{"sft-2": "failed", "eval_sft-2": "not run", "comparison": "built"},
+    }
+    tell("sft-2", "")
+    again = sweep("s", **asked, return_state=True)
+    assert again.message == "2 points, 4 of 6 stages found in the store"
+    built = {stage for stage, state in states_of("s", project).items() if state == "built"}
+    assert built == {"sft-2", "eval_sft-2", "comparison"}
+    third = sweep("other-name", **asked, return_state=True)
+    assert third.message == "2 points, 6 of 6 stages found in the store"
+
+
+def test_each_row_has_a_name_a_value_and_its_unit():
+    cost = {"seconds": 250.0, "peak_bytes": 3 * 2**29, "tokens": 327_680, "mfu": 0.31, "start_s": 2.5, "device": "a|b"}
+    assert metrics_table("cost", cost) == [
+        "| cost | value | unit |",
+        "|---|---:|---|",
+        "| seconds | 4 min 10 s |  |",
+        "| peak bytes | 1.6 GB |  |",
+        "| tokens | 328 k | tokens |",
+        "| mfu | 31.0 | % |",
+        "| start | 2.5 s |  |",
+        "| device | a\\|b |  |",
+    ]
+
+
+def test_scores_are_in_percent_and_what_is_kept_by_benchmark_has_a_row_each():
+    assert metrics_table("reached", {"sort": 0.415, "bits_per_byte": 1.8431}, is_scores=True)[2:] == [
+        "| sort | 41.5 | % |",
+        "| bits per byte | 1.843 | bits a byte |",
+    ]
+    assert metrics_table("cost", {"seconds_by_benchmark": {"sort": 2.4, "reverse": 1.5}})[2:] == [
+        "| seconds by benchmark sort | 2.4 s |  |",
+        "| seconds by benchmark reverse | 1.5 s |  |",
+    ]

@@ -10,7 +10,7 @@ from nanodag.cli.run import choose_stale
 from nanodag.cli.show import show_stages, show_status
 from nanodag.config import resolve
 from nanodag.errors import ConfigError
-from nanodag.run.build_stage import _report_context, build_stage
+from nanodag.run.build_stage import build_stage, report_context
 from nanodag.run.diff import compare
 from nanodag.run.record import open_run, recorded_inputs, recorded_run, state_of
 from nanodag.run.stale_stages import left_alone, stale_stages
@@ -74,7 +74,7 @@ def test_after_one_stage_alone_the_run_is_stale_its_report_says_so_and_building_
     stale = {"eval_sft": "sft was built since", "report": "sft was built since"}
     assert stale_stages(record) == stale and state_of(record) == "stale"
     run = open_run("r", file="", preset="tiny", overrides=["sft.seed=9"], only=("report",))
-    context = _report_context(run, "report", recorded_inputs(run, "report", list(run.pipeline.stages["report"].inputs)))
+    context = report_context(run, "report", recorded_inputs(run, "report", list(run.pipeline.stages["report"].inputs)))
     run.close()
     assert context["stale"] == {"eval_sft": "sft was built since"}
     new, old = context["stages"]["sft"], context["stages"]["eval_sft"]["lineage"]["model"]

@@ -12,14 +12,13 @@ import pytest
 from nanodag.cli.show import print_status, show_status
 from nanodag.config import resolve
 from nanodag.errors import ConfigError, StageFailed
-from nanodag.run.build_stage import build_stage
+from nanodag.run.build_stage import build_stage, job_of
 from nanodag.run.record import open_run
 from nanodag.run.reproduce import reproduce
-from nanodag.run.work import job_of
 from nanodag.worker import tracker
 from nanodag.worker.job import write_job
+from tests.fake_stages import FAKES
 from tests.fault.processes import wait_until
-from tests.flow.conftest import FAKES
 
 WANDB = "tracking.trackers=[wandb]"
 CALLS = "wandb.jsonl"

@@ -68,6 +68,11 @@ def hugging_face_models(folder):
     yield transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**common, head_dim=8, tie_word_embeddings=True))
     yield transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**common))
     yield transformers.LlamaForCausalLM(transformers.LlamaConfig(**common, rope_parameters=llama3))
+    window = {"use_sliding_window": True, "sliding_window": 7}
+    kinds = ["sliding_attention", "full_attention"]
+    yield transformers.MistralForCausalLM(transformers.MistralConfig(**common, head_dim=16, sliding_window=13))
+    yield transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**common, **window, max_window_layers=1))
+    yield transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**common, **window, head_dim=16, layer_types=kinds))
     yield transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**common, head_dim=32, attention_bias=True))
     yield transformers.LlamaForCausalLM(transformers.LlamaConfig(**common, attention_bias=True))
 

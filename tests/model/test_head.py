@@ -8,8 +8,7 @@ from torch.nn.functional import cross_entropy, log_softmax
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanodag.model import cpu_head
-from nanodag.model.head import cross_entropy_sum, selected_logprobs
+from nanodag.model.head import cross_entropy_sum, likeliest, selected_logprobs
 
 BLOCKS = [1 << 20, 7 * 11 * 4]  # all tokens in one block; seven tokens a block, the last one smaller
 
@@ -166,6 +165,6 @@ def test_the_likeliest_token_is_the_first_of_equals_as_torch_has_it(dtype):
     logits[3, 36] = 9.0
     logits[4] = -torch.inf
     logits[4, 7] = -1e30
-    places, logsumexp = cpu_head.likeliest(logits)
+    places, logsumexp = likeliest(logits)
     assert places.tolist() == logits.argmax(-1).tolist() and places[2:5].tolist() == [5, 36, 7]
     torch.testing.assert_close(logsumexp, logits.float().logsumexp(-1))

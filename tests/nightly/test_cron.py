@@ -1,29 +1,22 @@
 """When a schedule was last due: worked out by hand, and against the cron code that Prefect carries."""
 
 import random
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from zoneinfo import ZoneInfo
 
 import pytest
 from prefect._vendor.croniter import croniter
 
-from nanodag.config.cron import last_due, zone_of
+from nanodag.config.nightly import last_due, zone_of
 from nanodag.errors import ConfigError
 
 BERLIN = ZoneInfo("Europe/Berlin")
 
 
 def test_three_in_the_morning_is_last_nights_until_it_is_three_again():
-    assert last_due("0 3 * * *", datetime(2026, 11, 20, 2, 59, tzinfo=BERLIN)) == datetime(
-        2026, 11, 19, 3, tzinfo=BERLIN
-    )
-    assert last_due("0 3 * * *", datetime(2026, 11, 20, 3, 0, tzinfo=BERLIN)) == datetime(
-        2026, 11, 20, 3, tzinfo=BERLIN
-    )
-
-
-def test_after_a_week_off_one_night_is_due_not_seven():
-    assert last_due("0 3 * * *", datetime(2026, 11, 27, 9, 0, tzinfo=UTC)) == datetime(2026, 11, 27, 3, tzinfo=UTC)
+    three = datetime(2026, 11, 20, 3, tzinfo=BERLIN)
+    assert last_due("0 3 * * *", three - timedelta(minutes=1)) == three - timedelta(days=1)
+    assert last_due("0 3 * * *", three) == three
 
 
 def test_it_agrees_with_croniter_on_random_schedules():
@@ -51,16 +44,12 @@ def test_it_agrees_with_croniter_on_random_schedules():
         ("0 25 * * *", "bad hour"),
         ("0 3 * * MONTAG", "bad day-of-week"),
         ("*/0 3 * * *", "bad minute"),
+        ("0 3 31 2 *", "bad day-of-month"),  # a day that never comes
     ],
 )
 def test_a_wrong_schedule_names_its_field(cron, said):
     with pytest.raises(ConfigError, match=said):
         last_due(cron, datetime(2026, 11, 20, tzinfo=UTC))
-
-
-def test_a_day_that_never_comes_is_refused():
-    with pytest.raises(ConfigError, match="bad day-of-month"):
-        last_due("0 3 31 2 *", datetime(2026, 11, 20, tzinfo=UTC))
 
 
 def test_the_local_zone_is_the_one_that_tz_names(monkeypatch):

@@ -1,11 +1,12 @@
-"""The trend page."""
+"""The trend page: what is worse than what, and the dates below its curves."""
 
 import re
+from datetime import UTC, datetime
 
 import pytest
 
 from nanodag.nightly.compare import compare
-from nanodag.nightly.trend import trend_report
+from nanodag.nightly.trend import dates_below, trend_report
 from nanodag.report.page import to_html, to_markdown
 from tests.nightly.made_nights import night_record, publish_eval
 
@@ -67,3 +68,19 @@ def test_the_page_loads_nothing_from_elsewhere_and_has_a_point_a_night(report):
     assert page.count("<svg") == 1
     for day in ("11-20", "11-21", "11-22"):
         assert f">{day}</text>" in page
+
+
+@pytest.mark.parametrize(
+    ("times", "said"),
+    [
+        (["2026-11-20T02:00", "2026-11-21T02:00"], ["11-20", "11-21"]),
+        (["2026-11-20T02:00", "2026-11-20T14:30"], ["02:00", "14:30"]),
+        (
+            ["2026-11-19T02:00", "2026-11-20T02:00", "2026-11-20T14:30"],
+            ["11-19\n02:00", "11-20\n02:00", "11-20\n14:30"],
+        ),
+    ],
+)
+def test_nights_of_one_day_are_told_apart_by_their_times(times, said):
+    due = [datetime.fromisoformat(time).replace(tzinfo=UTC).timestamp() for time in times]
+    assert dates_below([night_record("n", [], due=d) for d in due], "UTC") == said

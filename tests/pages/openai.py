@@ -5,8 +5,13 @@ import urllib.request
 from types import SimpleNamespace
 
 
+class _Part(SimpleNamespace):
+    def __getattr__(self, name):  # OpenAI's client has None for what an answer leaves out
+        return None
+
+
 def _read(text):
-    return json.loads(text, object_hook=lambda table: SimpleNamespace(**table))
+    return json.loads(text, object_hook=lambda table: _Part(**table))
 
 
 class OpenAI:

@@ -28,9 +28,9 @@ import yaml
 
 from nanodag.config.pipeline import Pipeline
 from nanodag.host.folders import PROJECT
+from tests.doc_pages import FENCED, PAGES, named
 from tests.flow.reduced import reduce_stages, reduced_stages
 from tests.flow.tiny_mirror import TABLES, write_mirror
-from tests.test_docs import FENCED, PAGES, named
 
 MOST_NOT_RUN = 49  # may only get smaller
 NOT_RUN = {  # reason -> how commands and blocks begin
@@ -166,7 +166,7 @@ class Reader:
     def run(self, command: str, folder: Path) -> None:
         print(f"$ {command}")
         code = self.start(command, folder).wait(900)
-        assert code == 0, f"{command}\nends with {code}\n{(folder / 'output').read_text()[-3000:]}"
+        assert code == 0, f"{command}\nends with {code}\n{(folder / 'output').read_text(errors='replace')[-3000:]}"
 
     def serve(self, command: str, folder: Path) -> subprocess.Popen:
         """A command under way that answers at the port."""
@@ -179,7 +179,7 @@ class Reader:
                     return process
             time.sleep(0.1)
         end(process)
-        raise AssertionError(f"{command}\nserves nothing\n{(folder / 'output').read_text()[-3000:]}")
+        raise AssertionError(f"{command}\nserves nothing\n{(folder / 'output').read_text(errors='replace')[-3000:]}")
 
 
 def end(process: subprocess.Popen) -> None:
@@ -224,6 +224,7 @@ def meanings(home: Path, port: int) -> dict[str, str]:
         "url: /data/": f"url: {home}/data/",
         "/models/": f"{home}/models/",
         "--step 20": "--step 1",
+        "held_out: 0.001": "held_out: 0.1",  # of 40 rows
         "--keep-runs 5 ": "--keep-runs 99 ",
         "--keep-runs 10 ": "--keep-runs 99 ",
     }
@@ -357,5 +358,7 @@ def write_added(part: dict[str, Any], extended: Path, path: Path) -> None:
             stages[name] = value
         else:
             stages.setdefault(STAGE_OF.get(name, "rl"), {})[name] = value
+    if "data" in stages.get("sft", {}):
+        stages["sft"].setdefault("patience", 0)  # it waits for a loss on held-out rows, which a page may not have
     whole["presets"]["added"] = {"extends": whole["default"], "stages": stages}
     path.write_text(yaml.safe_dump(whole | {"default": "added"}, sort_keys=False))

@@ -10,18 +10,21 @@ import pytest
 from nanodag.cli.plan import show_plan
 from nanodag.config import resolve
 from nanodag.config.derive_schedule import model_of as derived_model
+from nanodag.config.dial import shape_of
 from nanodag.config.kinds.evaluation import BenchmarkConfig
+from nanodag.config.kinds.tokenizer import TokenizerStage
+from nanodag.config.model_size import ModelSize
 from nanodag.config.rl_entries import GenerateConfig
 from nanodag.data.config import SourceConfig
 from nanodag.errors import ConfigError
 from nanodag.host.folders import PROJECT
 from nanodag.host.machine import machine_of
-from nanodag.plan import environment_memory, sizes
-from nanodag.plan.host_memory import compiler
+from nanodag.plan import host_memory, sizes
+from nanodag.plan.case import Case
 from nanodag.plan.make import check_plan, plan_of
 from nanodag.plan.sizes import CORE_CONTEXT, Sizes, bytes_per_token, core_items, core_tokens
-from nanodag.plan.speeds import decoding_seconds
-from nanodag.plan.stage_plan import Process, StagePlan
+from nanodag.plan.small_stages import plan_tokenizer
+from nanodag.plan.speeds import CPU_SHARES, START_S, Devices
 
 FILE = PROJECT / "pipeline.yaml"
 CPU, GPU, EIGHT = "cpu:2:avx2:8GiB", "1x24GB", "8xH100"
@@ -88,14 +91,6 @@ def test_price_is_that_of_the_machine_for_so_long():
     assert plan.as_json()["price"] == pytest.approx(24 * plan.seconds / 3600)
 
 
-def test_processes_that_share_a_gpu_add_up_and_others_do_not():
-    rank, sampler = Process(name="rank", count=8, device={"a": 10}, gpus=1), Process(name="s", device={"b": 5}, gpus=1)
-    stage = StagePlan(name="rl", kind="rl", device="cuda", processes=(rank, sampler), num_gpus=8)
-    assert stage.device_bytes == 15
-    crowded = StagePlan(name="rl", kind="rl", device="cuda", processes=(rank,), num_gpus=4)
-    assert crowded.device_bytes == 20
-
-
 FAULTS = [
     (GPU, "single-gpu", ("pretrain.micro_batch_tokens=524288",), "pretrain.micro_batch_tokens"),
     ("1x12GB", "single-gpu", ("pretrain.micro_batch_tokens=262144",), "pretrain.micro_batch_tokens"),
@@ -126,11 +121,6 @@ def test_a_fault_names_the_setting_and_a_change_that_mends_it(machine, preset, o
     assert not [fault for fault in after if fault.startswith(named)]
 
 
-def test_more_gpus_than_there_are_is_a_fault():
-    faults = planned("speedrun", EIGHT, "pretrain.num_ranks=16").faults
-    assert any("16 GPUs are wanted, and a node has 8" in fault for fault in faults)
-
-
 def test_a_disk_that_is_too_small_is_a_fault_of_the_stage_at_which_it_is_full():
     machine = replace(machine_of(CPU), disk=60_000_000)
     faults = plan_of(resolved("pocket", CPU), machine).faults
@@ -147,10 +137,20 @@ def test_a_report_without_room_for_what_it_searches_is_told_to_search_nothing():
     assert not stage_of(plan_of(resolved("pocket", CPU, "report.contamination=[]"), machine), "report").faults
 
 
-def test_a_machine_that_nothing_of_a_stage_fits_is_told_so():
-    pipeline, machine = resolved("speedrun", EIGHT), machine_of("8x8GB")
-    (plan,) = plan_of(pipeline, machine, stages=["rl"]).stages
-    assert plan.faults and "nothing that was tried" in plan.faults[0].why
+@pytest.mark.parametrize(
+    ("preset", "machine", "stage", "overrides", "fault"),
+    [
+        ("speedrun", EIGHT, "pretrain", ["pretrain.num_ranks=16"], "16 GPUs are wanted, and a node has 8"),
+        ("gsm8k-rl", "1x3GB", "rl", [], "nothing that was tried"),
+        ("pocket", CPU, "pretrain", ["pretrain.resources.device=cuda", "pretrain.num_ranks=1"], "machine has no GPU"),
+    ],
+)  # fmt: skip
+def test_what_no_smaller_batch_mends_is_one_fault_and_in_a_work_pool_none(preset, machine, stage, overrides, fault):
+    (found,) = stage_of(planned(preset, machine, *overrides), stage).faults
+    assert fault in found.text(stage)
+    pool = (f"{stage}.work_pool=gpus", f"{stage}.device=cuda", "server.database=postgresql+asyncpg://u@h/d")
+    elsewhere = stage_of(planned(preset, machine, *overrides, *pool), stage)
+    assert not elsewhere.faults and "work pool" in elsewhere.notes[-1]
 
 
 def test_a_disk_without_room_for_one_checkpoint_says_how_much_is_needed():
@@ -188,7 +188,7 @@ def test_servers_of_others_take_nothing_of_this_machine_and_nobody_knows_how_lon
 def test_rollouts_of_files_take_the_disk_that_sampled_ones_take_and_no_time_to_sample():
     sampled, of_files = (
         stage_of(planned("pocket", CPU, *more), "rl")
-        for more in ((), ("rl.source=file:/x.jsonl", "rl.eval_prompts=0", "rl.evaluation.benchmarks=[]"))
+        for more in (("rl.filters=[]",), ("rl.filters=[]", "rl.source=file:/x.jsonl", "rl.eval_prompts=0"))
     )
     assert of_files.kept_bytes == sampled.kept_bytes and 0 < of_files.seconds < sampled.seconds
     assert "sampler" not in {process.name for process in of_files.processes}
@@ -227,7 +227,7 @@ def test_an_evaluation_in_an_environment_counts_a_rollout_for_each_place_of_its_
     stages = pipeline.stages | {"eval_sft": plain.model_copy(update={"benchmarks": (benchmark,), "sampler": sampler})}
     plan = stage_of(plan_of(pipeline.model_copy(update={"stages": stages}), machine_of(CPU)), "eval_sft")
     (held,) = (process.host for process in plan.processes if process.name == "verifiers")
-    assert held["rollouts"] == int(replicas * 32 * environment_memory.VERIFIERS_ROLLOUT)
+    assert held["rollouts"] == int(replicas * 32 * host_memory.VERIFIERS_ROLLOUT)
 
 
 def test_a_stage_of_few_samples_counts_no_more_episodes_than_these():
@@ -250,12 +250,6 @@ def test_files_that_are_shuffled_by_blocks_take_a_window_of_memory_and_others_no
     assert 800 < small < 4000 and others == [4000, 300, 4000, 0, 0]
     found = Sizes().of(f"file:{tmp_path}/large.parquet")
     assert found is not None and found.rows == 5000
-
-
-def test_a_stage_of_a_work_pool_is_not_held_against_this_machine():
-    pool = ("pretrain.work_pool=gpus", "pretrain.device=cuda", "server.database=postgresql+asyncpg://u@h/d")
-    plan = planned("single-gpu", GPU, *pool, "pretrain.micro_batch_tokens=524288")
-    assert not stage_of(plan, "pretrain").faults and "work pool" in stage_of(plan, "pretrain").notes[-1]
 
 
 def test_json_has_every_stage_with_what_each_process_holds(capsys):
@@ -320,29 +314,71 @@ def test_a_larger_vocabulary_has_more_bytes_a_token():
 def test_torchs_compiler_is_counted_where_our_own_code_does_not_take_the_layers():
     ours = derived_model(resolved("pocket", CPU), "pretrain")
     other = replace(ours, shape=replace(ours.shape, mlp_width=520))
-    asked = [(ours, True, "cpu"), (other, True, "cpu"), (other, False, "cpu"), (ours, True, "cuda")]
-    found = [compiler(model, compiled=compiled, device=device).seconds > 0 for model, compiled, device in asked]
-    assert found == [False, True, False, True]
+    cases = [(ours, True, "cpu"), (other, True, "cpu"), (other, False, "cpu"), (ours, True, "cuda")]
+    found = [host_memory.compiler_bytes(model, compiled=compiled, device=device) for model, compiled, device in cases]
+    assert [bool(num_bytes) for num_bytes in found] == [False, True, False, True]
 
 
-def test_a_gpu_that_decodes_one_sample_is_bound_by_its_bandwidth():
-    machine = machine_of("1xH100")
-    seconds = decoding_seconds(
-        machine=machine,
-        engine="sglang",
-        samplers=1,
-        tokens=100,
-        weight_bytes=3350e9 / 100,
-        cache_bytes=0,
-        flops_per_token=0,
-        at_once=1,
+def test_a_gpu_that_decodes_one_sample_is_bound_by_its_bandwidth_and_a_core_by_its_products():
+    model, sample = ModelSize(shape_of(3), 2048, 512), {"context": 0, "token_bytes": 0, "at_once": 1}
+    gpu = Devices(machine=machine_of("1xH100"), device="cuda", precision="bf16", count=1, engine="sglang")
+    free = model.forward_flops(0) / gpu.machine.gpu.peak
+    seconds = gpu.decoding_s(model, 100, weight_bytes=3350e9 / 100, **sample)
+    assert seconds == pytest.approx(100 * (0.01 + free) / 0.5)
+    cores = Devices(machine=machine_of("cpu:2:avx512_bf16:8GiB"), device="cpu", precision="fp32", count=2)
+    seconds = cores.decoding_s(model, 100, weight_bytes=0, **sample)
+    assert seconds == pytest.approx(100 * model.forward_flops(0) / (CPU_SHARES["fp32"].decoding * 2 * 240e9))
+
+
+def test_training_takes_its_flops_over_the_share_of_the_peak_that_it_reaches():
+    pretrain = stage_of(planned("pocket", "cpu:2:avx2:8GiB", *OF_POCKET, "pretrain.validation_tokens=0"), "pretrain")
+    parsed = pretrain.seconds - START_S["cpu"] - pretrain.flops / (CPU_SHARES["fp32"].training * 2 * 120e9)
+    assert 0 < parsed < 1
+
+
+def test_an_evaluation_beside_training_adds_nothing_to_the_runs_time():
+    plan = planned("pocket", "cpu:2:avx512_bf16:8GiB")
+    alone, beside = stage_of(plan, "eval_rl"), stage_of(plan, "eval_base")
+    assert beside.is_beside and not alone.is_beside
+    assert plan.seconds == pytest.approx(sum(stage.seconds for stage in plan.stages if not stage.is_beside))
+
+
+def test_groups_that_a_filter_drops_are_not_trained_as_many_as_a_coin_of_unknown_bias_makes_equal():
+    def tokens(*overrides):
+        return stage_of(planned("pocket", CPU, "rl.over_sampling=0", *overrides), "rl").tokens
+
+    whole = tokens("plan.groups_with_spread=1")
+    assert whole == pytest.approx(2 * tokens("plan.groups_with_spread=0.5"), rel=1e-5)
+    assert tokens("rl.samples_per_prompt=2") == pytest.approx(
+        tokens("rl.samples_per_prompt=2", "plan.groups_with_spread=1") / 4, rel=1e-5
     )
-    assert seconds == pytest.approx(100 * 0.01 / 0.5)
 
 
-def test_a_gpu_that_is_not_there_is_one_fault_and_in_a_work_pool_none():
-    given = ["pretrain.resources.device=cuda", "pretrain.num_ranks=1"]
-    faults = [str(fault) for fault in stage_of(planned("pocket", CPU, *given), "pretrain").faults]
-    assert len(faults) == 1 and "the machine has no GPU" in faults[0]
-    elsewhere = ["pretrain.resources.work_pool=gpus", "server.database=postgresql+asyncpg://nobody@nowhere/none"]
-    assert not stage_of(planned("pocket", CPU, *given, *elsewhere), "pretrain").faults
+def test_text_of_a_mirror_is_what_its_footers_say_and_of_a_set_elsewhere_what_the_pipeline_says(tmp_path):
+    folder, stated = tmp_path / "openai/gsm8k/main", resolved("small", CPU).plan.data
+    folder.mkdir(parents=True)
+    pq.write_table(pa.table({"question": [f"{n:100d}" for n in range(50)]}), folder / "train.parquet")
+    (folder / "test.parquet").write_bytes(b"no parquet")
+    train, test = "hub:openai/gsm8k/main:train", "hub:openai/gsm8k/main:test"
+    assert 5000 <= Sizes(stated, tmp_path).text_bytes(train) < 6000
+    assert Sizes(stated).text_bytes(train) == 7473 * 530
+    assert Sizes(stated, tmp_path).text_bytes(test) == 1319 * 540, "what reads it says that it is damaged"
+
+
+def test_a_tokenizer_reads_no_more_text_than_its_files_have(tmp_path):
+    (tmp_path / "book.txt").write_text("a" * 300_000)
+    data = [{"url": f"file:{tmp_path}/*.txt"}]
+    stage = TokenizerStage(kind="tokenizer", data=data, vocabulary=512, max_bytes=1_000_000)
+    case = Case(name="tokenizer", stage=stage, machine=machine_of(CPU), known_model=None, sizes=Sizes())
+    assert plan_tokenizer(case).read_bytes == 300_000
+    (tmp_path / "other.txt").write_text("a" * 900_000)
+    assert plan_tokenizer(case).read_bytes == 1_000_000
+
+
+def test_a_cache_on_a_cpu_takes_what_prompts_fill_and_must_have_room_for_the_rest():
+    rl = stage_of(planned("small", "cpu:2:avx512_bf16:8GiB"), "rl")
+    sampler = next(process for process in rl.processes if process.name == "sampler")
+    slots, token = 64, 2 * 4 * 256 * 2  # bfloat16, as the weights
+    assert sampler.host["cache"] + sampler.reserve == slots * 1024 * token
+    assert sampler.host["cache"] == slots * 256 * token  # 78 of a prompt and 128 of an answer, up to whole pages
+    assert rl.most_host_bytes == rl.host_bytes + 2 * sampler.reserve

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 import pytest
 
 from nanodag.report.page import PageSection, Part, Report, to_html
-from nanodag.report.plots import Panel, _add_legend, _figure, panels_svg
+from nanodag.report.plots import Panel, add_legend, figure_of_page, panels_svg
 from nanodag.report.tables import Cell, Table
 
 LINES = {f"a label of some length {n}": ((1, 2, 3), (n, 9 - n, n)) for n in range(4)}
@@ -51,10 +51,10 @@ def test_steps_are_whole_numbers(plots):
 def test_a_legend_stands_between_title_and_axes(num_lines):
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    figure, axis = _figure()
+    figure, axis = figure_of_page()
     for label in list(LINES)[:num_lines]:
         axis.plot(*LINES[label], label=label)
-    num_rows = _add_legend(axis, list(LINES)[:num_lines])
+    num_rows = add_legend(axis, list(LINES)[:num_lines])
     title = axis.set_title("title", fontsize=9, loc="left", pad=6 + 11 * num_rows)
     FigureCanvasAgg(figure).draw()
     legend = axis.get_legend().get_window_extent()

@@ -12,7 +12,7 @@ import pytest
 from nanodag.config.kinds.report import ReportStage
 from nanodag.errors.words import counted, duration, size
 from nanodag.report import tables, words
-from nanodag.report.contamination_table import contamination_table, training_urls
+from nanodag.report.__main__ import contamination_table, training_urls
 from nanodag.report.gather import columns_of, comparisons_of, stages_of
 from nanodag.report.lineage import lineage_svg
 from nanodag.report.page import build_report, to_html, to_markdown
@@ -37,7 +37,7 @@ def report_of(run, **more):
     return build_report("r1", run, **{"price_per_hour": 0.0, "contamination": None, "missing": (), **more})
 
 
-def test_models_are_columns_in_the_order_of_the_dag(run):
+def test_models_are_columns_in_the_order_of_the_dag_and_two_of_a_kind_are_named_by_their_stages(run):
     columns = columns_of(stages_of(run))
     assert [column.label for column in columns] == ["BASE", "SFT", "CONTROL", "RL"]
 
@@ -47,11 +47,6 @@ def test_stages_come_after_their_inputs_whatever_order_the_job_lists_them_in(run
     assert list(shuffled["stages"])[:3] == ["control", "eval_base", "eval_control"]
     expected = ["tokenizer", "pretrain", "sft", "eval_base", "control", "rl", "eval_sft", "eval_control", "eval_rl"]
     assert list(stages_of(shuffled)) == expected == list(stages_of(run))
-
-
-def test_two_models_of_a_kind_are_named_by_their_stages(run):
-    names = [c.label for c in columns_of(stages_of(run)) if c.stage.kind.name == "sft"]
-    assert names == ["SFT", "CONTROL"]
 
 
 def test_the_table_of_scores(run):

@@ -11,15 +11,14 @@ from nanodag.errors import ConfigError
 from nanodag.own_code.find import FOLDER_VARIABLE
 from nanodag.rewards.reward_pool import RewardPool, SampleReward
 from nanodag.rewards.step_reward import token_places
-from nanodag.rl.advantages.grpo import grpo
-from nanodag.rl.advantages.process import process_grpo, step_rewards
+from nanodag.rl.advantages import grpo, process_grpo, step_rewards
 from nanodag.rl.control.generation import RolloutGenerator
 from nanodag.rl.rollouts.filters import nonzero_spread
 from nanodag.rl.rollouts.rollout import Rollout, Span, from_json, prompt_span, sampled_span, to_json
 from nanodag.run.build_stage import own_entries
 from nanodag.tokenizer.bpe import save_tokenizer
 from nanodag.tokenizer.encoding import Encoding
-from tests.rl.models import rollout
+from tests.rl.rollouts import rollout
 from tests.rl.stages import make_job, metrics, run
 
 FUNCTIONS = '''

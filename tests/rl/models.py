@@ -1,11 +1,13 @@
-"""Tiny models and rollouts for the tests of this folder."""
+"""Tiny models and their trainers."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from nanodag.rl.rollouts.rollout import Rollout, prompt_span, sampled_span
+from nanodag.config.kinds.rl import RLStage
 from nanodag.tokenizer.bpe import save_tokenizer
 from nanodag.tokenizer.layout import SPECIAL_TOKENS
 
@@ -33,15 +35,22 @@ def save_tiny_model(
     return folder
 
 
-def rollout(
-    group: str, sample: int, prompt: list[int], response: list[int], *, reward: float, logprob: float = -2.0
-) -> Rollout:
-    """One rollout of one sampled span."""
-    return Rollout(
-        group_id=group,
-        prompt_id=group,
-        sample_index=sample,
-        spans=(prompt_span(prompt), sampled_span(response, [logprob] * len(response), version=0)),
-        finish_reason="stop",
-        reward=reward,
-    )
+def trainer_of(model: Path, *, beside: Mapping[str, Path] | None = None, **values: Any) -> Any:
+    """A trainer of one rank; in a process of its own, as it imports DeepSpeed."""
+    from nanodag.rl.trainer.trainer import Trainer
+
+    base = {"kind": "rl", "data": ["file:x"], "learning_rate": 1e-3, "micro_batch_tokens": 4096}
+    return Trainer(RLStage.of(**(base | values)), model, device="cpu", beside=beside)
+
+
+def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in trainer.engine.weights()}
+
+
+def furthest(found: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """The largest difference between two models' weights."""
+    return max((tensor - other[name].detach()).abs().max().item() for name, tensor in found.items())
+
+
+def all_files(folder: Path) -> dict[Path, bytes]:
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -3,10 +3,12 @@
 import hashlib
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,13 +21,14 @@ from nanodag.host.machine import machine_of
 from nanodag.own_code.find import FOLDER_VARIABLE
 from nanodag.rl.rollouts.prompts import read_ledger
 from nanodag.tokenizer.bpe import save_tokenizer
-from nanodag.worker.job import Job, write_job
+from nanodag.worker.job import STOPPED_EXIT_CODE, Job, write_job
 from nanodag.worker.launch import worker_environment
 from tests import forks
 from tests.rl.models import save_tiny_model
 
 BYTES = {bytes([value]): value for value in range(256)}
 VOCABULARY = 266
+KILL, STOP = signal.SIGKILL, signal.SIGTERM
 STARTED = "started"  # in the workspace: when its last process was
 MACHINE = machine_of("cpu:2:avx2:8GiB")
 REWARD = '''
@@ -167,11 +170,19 @@ def without_time(lines: list[dict]) -> list[dict]:
 
 
 def same_in_the_end(job, undisturbed) -> None:
-    """Product, metrics, evaluations and ledger are what they would have been."""
+    """Product, metrics, evaluations, ledger and kept weights are what they would have been."""
     assert digest(job.output) == digest(undisturbed.output)
     assert without_time(metrics(job)) == without_time(metrics(undisturbed))
     assert without_time(metrics(job, "eval")) == without_time(metrics(undisturbed, "eval"))
     assert read_ledger(job.records / "ledger.jsonl") == read_ledger(undisturbed.records / "ledger.jsonl")
+    assert digest(job.records / "weights") == digest(undisturbed.records / "weights")
+
+
+def outcomes_of(job: Job) -> list[dict[str, Any]]:
+    """The lines of the ledger, which has each prompt of a pass once at most."""
+    lines = read_ledger(job.records / "ledger.jsonl")
+    assert max(Counter((line["epoch"], line["prompt_id"]) for line in lines).values()) == 1
+    return lines
 
 
 def end_group(process) -> bool:
@@ -179,6 +190,22 @@ def end_group(process) -> bool:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     return process.wait() == -signal.SIGKILL
+
+
+def disturb(job: Job, *windows: tuple[int, int, signal.Signals], fresh: bool = False) -> int:
+    """Start the stage for each window, first and last step and signal, and send its process group the signal at a
+    moment after one of these steps, 0 for its start. Returns how often the signal ended it."""
+    moment, num_ended = random.Random(os.getpid()), 0
+    for first, last, signum in windows:
+        process, step = start(job, fresh=fresh), moment.randint(first, last)
+        if step:
+            wait_for_step(job, process, step)
+        time.sleep(moment.random() * (0.1 if step else 1.0))
+        with suppress(ProcessLookupError):  # its group is not there yet, or not any more
+            os.killpg(process.pid, signum)
+        num_ended += process.wait(timeout=120) in (STOPPED_EXIT_CODE, -signum)
+        end_group(process)
+    return num_ended
 
 
 def left_of(folder: Path, words: str) -> list[psutil.Process]:

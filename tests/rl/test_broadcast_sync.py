@@ -188,7 +188,7 @@ def test_a_sampler_lost_in_mid_broadcast_is_replaced_and_none_keeps_a_mixture(pa
         await sync.load(tmp_path / "policy-1", 1)
         held, took = await samplers.fingerprints(), time.monotonic() - began
         trainer.weights.take(models[2])
-        trainer.giver.broadcaster._timeout_s = TIMEOUT_S
+        trainer.giver._timeout_s = TIMEOUT_S
         await sync.load(tmp_path / "policy-2", 2)
         return held, took, await samplers.fingerprints(), samplers.num_restarts
 

@@ -5,8 +5,7 @@ import torch
 
 from nanodag import registry as entries
 from nanodag.errors import ConfigError
-from nanodag.rl.losses.aggregation import Totals
-from nanodag.rl.losses.kl import unbiased
+from nanodag.rl.losses import Totals, unbiased
 
 T = 24  # tokens of three responses of 11, 7 and 6 tokens
 SEQUENCE_IDS = torch.tensor([0] * 11 + [1] * 7 + [2] * 6)

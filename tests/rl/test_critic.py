@@ -1,24 +1,21 @@
 """PPO's critic: advantages and value loss against numbers worked out by hand, its updates in plain PyTorch, a stage."""
 
 import json
-import os
-import random
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import ConfigError
-from nanodag.rl.advantages.gae import gae, reward_of_last
-from nanodag.rl.losses.value_loss import value_loss
+from nanodag.rl.advantages import gae, reward_of_last
 from nanodag.rl.rollouts.metrics import Sums, critic_metrics
+from nanodag.rl.trainer.critic import value_loss
 from nanodag.rl.trainer.policy import check_beside
 from nanodag.tokenizer.bpe import save_tokenizer
-from tests.forks import run_script
-from tests.rl.models import save_tiny_model
-from tests.rl.stages import end_group, make_job, metrics, run, same_in_the_end, start, wait_for_step
+from tests.forks import call
+from tests.rl.models import save_tiny_model, trainer_of
+from tests.rl.rollouts import rollout
+from tests.rl.stages import make_job, metrics, run
 
 MASK = torch.tensor([True, True, True, True, False, True])
 IDS = torch.tensor([0, 0, 0, 1, 1, 1])
@@ -42,30 +39,21 @@ def test_gae_worked_out_by_hand_passes_over_what_a_tool_said():
     assert returns.tolist() == [1.25, 3.0, 8.0, 1.5, 0.0, 1.0]
 
 
-def test_with_gamma_and_lambda_1_a_return_is_the_rewards_to_come_whatever_the_values_say():
-    values, rewards = torch.randn(6), torch.tensor([0.5, 0.0, 2.0, 1.0, 9.0, 3.0])
-    _, returns = gae(rewards, values, MASK, IDS, gamma=1.0, gae_lambda=1.0)
-    assert returns.tolist() == pytest.approx([2.5, 2.0, 2.0, 4.0, 0.0, 3.0], abs=1e-6)
-
-
-def test_gae_equals_the_sum_of_discounted_errors_on_ragged_responses():
+@pytest.mark.parametrize(("gamma", "gae_lambda"), [(0.9, 0.7), (1.0, 1.0)])
+def test_gae_equals_the_sum_of_discounted_errors_on_ragged_responses(gamma, gae_lambda):
     """Equation 16 as it stands, without the recursion."""
-    draw = torch.Generator().manual_seed(3)
-    lengths = [5, 1, 9, 3]
+    draw, lengths = torch.Generator().manual_seed(3), [5, 1, 9, 3]
     ids = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))
     values, rewards = torch.randn(2, sum(lengths), generator=draw, dtype=torch.float64)
     mask = torch.rand(sum(lengths), generator=draw) > 0.2
-    found, _ = gae(rewards, values, mask, ids, gamma=0.9, gae_lambda=0.7)
+    found, _ = gae(rewards, values, mask, ids, gamma=gamma, gae_lambda=gae_lambda)
     for response in range(4):
-        places = ((ids == response) & mask).nonzero().squeeze(1).tolist()
-        following = [*[values[place].item() for place in places[1:]], 0.0][: len(places)]
-        errors = [
-            rewards[place].item() + 0.9 * after - values[place].item()
-            for place, after in zip(places, following, strict=True)
-        ]
-        for t, place in enumerate(places):
-            wanted = sum((0.9 * 0.7) ** (k - t) * errors[k] for k in range(t, len(places)))
-            assert found[place].item() == pytest.approx(wanted)
+        own = (ids == response) & mask
+        following = torch.cat([values[own][1:], torch.zeros(1)])[: int(own.sum())]
+        errors = rewards[own] + gamma * following - values[own]
+        for t, advantage in enumerate(found[own].tolist()):
+            rest = errors[t:] * (gamma * gae_lambda) ** torch.arange(len(errors) - t)
+            assert advantage == pytest.approx(rest.sum().item())
 
 
 def test_nothing_trained_gives_nothing():
@@ -99,73 +87,50 @@ def test_explained_variance_by_hand_is_the_same_on_two_ranks():
     assert "value_explained" not in critic_metrics([equal], num_updates=1)
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"critic": {"warmup_steps": 2}}, "critic means nothing to advantage grpo"),
-        ({"advantage": "gae", "critic": {"warmup_steps": 9}, "num_steps": 9}, "leaves the policy untrained"),
-        ({"advantage": "gae", "critic": {"value_clip": 0.5}}, "bounds nothing while a step updates the critic once"),
-        ({"advantage": "gae", "critic": {"model": "critic"}}, "neither policy, input nor the absolute path"),
-        ({"advantage": "gae", "critic": {"model": "input"}, "inputs": {"model": "sft"}}, "do not fit together"),
-        ({"inputs": {"model": "sft", "teacher": "sft"}}, "teacher.model 'none' and inputs"),
-        ({"samples_per_prompt": 1, "filters": []}, "leaves advantage grpo nothing to compare"),
-        ({"samples_per_prompt": 1, "advantage": "gae"}, "groups of one|group of one"),
-    ],
-)
-def test_a_critic_that_cannot_work_is_refused(values, message):
-    with pytest.raises(ValueError, match=message):
-        RLStage.of(kind="rl", data=["file:x"], **values)
+def samples():
+    """Prompt, response and reward of six samples in two groups."""
+    draw = torch.Generator().manual_seed(1)
+    return [
+        ([1, 2 + g], torch.randint(3, 30, (2 + s,), generator=draw).tolist(), float((g + s) % 2))
+        for g in range(2)
+        for s in range(3)
+    ]
 
 
-# One process with a policy and a critic under ZeRO; argv: model, critic.model, ZeRO stage, output, the input critic.
-TRAINED = """
-import sys
-from pathlib import Path
-import torch
-from nanodag.config.kinds.rl import RLStage
-from nanodag.rl.trainer.trainer import Trainer
-from tests.rl.models import rollout
-model, critic, stage, folder = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])
-config = RLStage.of(kind="rl", data=["file:x"], precision="fp32", zero_stage=stage, learning_rate=1e-3, advantage="gae",
-                 weight_decay=0.0, gradient_clipping=0, updates_per_step=2, sampler={"context": 64}, max_new_tokens=8,
-                 micro_batch_tokens=64, inputs={"model": "sft"} | ({"critic": "other"} if critic == "input" else {}),
-                 critic={"model": critic, "learning_rate": 1e-2, "epochs": 2, "value_clip": 0.05, "gamma": 0.9,
-                         "gae_lambda": 0.8, "warmup_steps": 1})
-beside = {"critic": Path(sys.argv[5])}
-trainer = Trainer(config, model, device="cpu", beside=beside)
-draw = torch.Generator().manual_seed(1)
-rollouts = [rollout(str(g), s, [1, 2 + g], torch.randint(3, 30, (2 + s,), generator=draw).tolist(),
-                    reward=float((g + s) % 2)) for g in range(2) for s in range(3)]
-replies = [trainer.train(1, rollouts)]
-folder.mkdir()
-trainer.save(folder)
-replies.append(trainer.train(2, rollouts))
-after = {name: tensor.clone() for name, tensor in trainer._credit.critic.engine.full_state_dict().items()}
-again = Trainer(config, model, device="cpu", beside=beside)
-again.load(folder)
-assert again.train(2, rollouts) == {**replies[1], "peak_flops": again._peak_flops}
-for name, tensor in again._credit.critic.engine.full_state_dict().items():
-    assert torch.equal(tensor, after[name]), name
-policy = trainer.engine.full_state_dict()
-torch.save({"replies": replies, "critic": after, "policy": policy}, folder / "out.pt")
-"""
+def trained(folder, model, critic, zero_stage):
+    """The replies of two steps with a policy and a critic, the critic's weights; a checkpoint between them is exact."""
+    own = {"model": "policy" if critic == model else "input", "learning_rate": 1e-2, "epochs": 2, "value_clip": 0.05}
+    values = {"critic": {**own, "gamma": 0.9, "gae_lambda": 0.8, "warmup_steps": 1}, "zero_stage": zero_stage}
+    values |= {"weight_decay": 0.0, "gradient_clipping": 0, "updates_per_step": 2, "max_new_tokens": 8}
+    values |= {"inputs": {"model": "sft"} | ({} if critic == model else {"critic": "other"})}
+    values |= {"advantage": "gae", "precision": "fp32", "sampler": {"context": 64}, "micro_batch_tokens": 64}
+    first, again = (trainer_of(model, beside={"critic": critic}, **values) for _ in range(2))
+    rollouts = [rollout(str(n // 3), n % 3, prompt, ids, reward=reward)
+                for n, (prompt, ids, reward) in enumerate(samples())]  # fmt: skip
+    replies = [first.train(1, rollouts)]
+    folder.mkdir()
+    first.save(folder)
+    replies.append(first.train(2, rollouts))
+    again.load(folder)
+    measured = {"peak_flops": 0.0}
+    assert {**again.train(2, rollouts), **measured} == {**replies[1], **measured}
+    after, others = (dict(one._credit.critic.engine.full_state_dict()) for one in (first, again))
+    assert all(torch.equal(tensor, others[name]) for name, tensor in after.items())
+    return replies, {name: tensor.clone() for name, tensor in after.items()}
 
 
 @pytest.mark.parametrize(("zero_stage", "own_model"), [(3, False), (1, True)])
 def test_a_critic_is_trained_as_in_plain_pytorch_and_resumes_exactly(tmp_path, zero_stage, own_model):
     model = save_tiny_model(tmp_path / "model")
     critic = save_tiny_model(tmp_path / "critic", seed=5) if own_model else model
-    arguments = [model, "input" if own_model else "policy", zero_stage, tmp_path / "out", critic]
-    done = run_script(TRAINED, *arguments)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = torch.load(tmp_path / "out" / "out.pt")
-    first, second = found["replies"]
+    replies, weights = call(trained, tmp_path / "out", model, critic, zero_stage)
+    first, second = replies
     assert (first["num_updates"], first["gradient_norm"], second["num_updates"]) == (0, 0.0, 2)
-    wanted = PlainCritic(critic)
-    explained = [wanted.step(), wanted.step()]
-    for name, parameter in wanted.named_parameters():
-        torch.testing.assert_close(found["critic"][name], parameter.detach(), rtol=1e-4, atol=2e-5, msg=name)
-    for reply, (loss, share) in zip(found["replies"], explained, strict=True):
+    plain = PlainCritic(critic)
+    explained = [plain.step(), plain.step()]
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(weights[name], parameter.detach(), rtol=1e-4, atol=2e-5, msg=name)
+    for reply, (loss, share) in zip(replies, explained, strict=True):
         measured = critic_metrics([Sums(**reply["critic"])], num_updates=4)
         assert measured["value_loss"] == pytest.approx(loss, rel=1e-4)
         assert measured.get("value_explained", 0.0) == pytest.approx(share, abs=1e-4)
@@ -184,12 +149,7 @@ class PlainCritic(torch.nn.Module):
         torch.nn.init.zeros_(self.head.weight)
         torch.nn.init.zeros_(self.head.bias)
         self._optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, betas=(0.9, 0.98), weight_decay=0.0)
-        draw = torch.Generator().manual_seed(1)
-        self._samples = [
-            ([1, 2 + g], torch.randint(3, 30, (2 + s,), generator=draw).tolist(), float((g + s) % 2))
-            for g in range(2)
-            for s in range(3)
-        ]
+        self._samples = samples()
 
     def values(self, prompt, response):
         hidden = self.decoder.model(torch.tensor([prompt + response])).last_hidden_state[0]
@@ -249,38 +209,20 @@ PPO = {
     "critic": {"learning_rate": 1e-2, "warmup_steps": 2, "gae_lambda": 0.95, "epochs": 2},
     "filters": [],
     "num_steps": 10,
-    "checkpoint_every": 2,
+    "checkpoint_every": 10,
     "eval_every": 10,
 }
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    job = make_job(tmp_path_factory.mktemp("ppo"), **PPO)
+def test_a_ppo_stage_warms_its_critic_up_and_then_learns(tmp_path):
+    job = make_job(tmp_path, **PPO)
     run(job)
-    return job
-
-
-def test_a_ppo_stage_warms_its_critic_up_and_then_learns(finished):
-    steps = metrics(finished)
+    steps = metrics(job)
     assert [line["version"] for line in steps] == [0, 0, *range(1, 9)]
     assert [line["gradient_norm"] > 0 for line in steps] == [False, False, *[True] * 8]
     assert all(line["critic_gradient_norm"] > 0 and line["value_loss"] > 0 for line in steps)
     assert steps[0]["value_mean"] == 0.0 and abs(steps[0].get("value_explained", 0.0)) < 1e-9
     assert steps[-1]["value_explained"] > 0 or steps[-1]["value_mean"] > 0
     assert all(line["mismatch_largest"] < 1e-4 for line in steps)
-    evals = metrics(finished, "eval")
+    evals = metrics(job, "eval")
     assert evals[-1]["eval_reward"] > evals[0]["eval_reward"]
-
-
-@pytest.mark.slow
-def test_a_ppo_stage_that_is_killed_ends_on_the_same_bytes(finished, tmp_path):
-    job = make_job(tmp_path, **PPO)
-    moment = random.Random(os.getpid())
-    for step in (moment.randint(1, 2), moment.randint(3, 5)):
-        process = start(job)
-        wait_for_step(job, process, step)
-        time.sleep(moment.random() * 0.2)
-        end_group(process)
-    run(job)
-    same_in_the_end(job, finished)

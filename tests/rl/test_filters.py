@@ -3,29 +3,15 @@
 import pytest
 
 from nanodag import registry as entries
-from nanodag.config.kinds.rl import RLStage
-from nanodag.errors import ConfigError
-from nanodag.rl.control.generation import RolloutBatch, RolloutGenerator
 from nanodag.rl.rollouts.metrics import drop_counts
-from nanodag.rl.rollouts.prompts import Prompt
-from tests.rl.models import rollout
-
-PROMPT = Prompt(epoch=0, record={"prompt_id": "a"}, token_ids=(1,))
+from tests.rl.fakes import STOP, FakePool, FakeSampler, answers, cursor_over, dropped, kept, step
+from tests.rl.rollouts import rollout
 
 
 def group(*rewards: float, responses=((2,), (2, 3), (2, 3, 4))):
     return [
         rollout("a", i, [1], list(responses[i % len(responses)]), reward=reward) for i, reward in enumerate(rewards)
     ]
-
-
-def judged(filters, *groups, **config) -> RolloutBatch:
-    stage = RLStage.of(kind="rl", data=["file:x"], filters=filters, **config)
-    generator = RolloutGenerator(stage, None, None, None, ())
-    batch = RolloutBatch()
-    for one in groups:
-        generator._judge(PROMPT, one, batch)
-    return batch
 
 
 @pytest.mark.parametrize(
@@ -48,18 +34,19 @@ def test_a_filter_drops_a_group_for_its_reason(name, options, members, reason):
     assert entries.load("filter", name, options)(members) == reason
 
 
-def test_every_drop_is_counted_by_the_first_filter_that_says_so():
+def test_every_drop_is_counted_by_the_first_filter_that_says_so(tmp_path):
     filters = ["nonzero_spread", {"name": "mean_reward", "options": {"lowest": 0.3}}]
-    batch = judged(filters, group(0, 0, 0), group(1, 0, 0, 0), group(1, 1, 0), group(2, 2))
-    assert drop_counts([drop.reason for drop in batch.dropped]) == {
-        "dropped_zero_spread": 2.0,
-        "dropped_reward_too_low": 1.0,
-    }
-    assert len(batch.kept) == 1
+    sampler = answers({0: "0000", 1: "1000", 2: "1110", 3: "2222"})
+    batch = step(sampler, cursor_over(tmp_path, [1] * 4), filters=filters, samples_per_prompt=4, prompts_per_step=4)
+    counts = drop_counts([reason for _, reason in dropped(batch)])
+    assert counts == {"dropped_zero_spread": 2.0, "dropped_reward_too_low": 1.0} and kept(batch) == ["p2"]
 
 
-def test_the_overlong_penalty_is_taken_off_before_filters_look():
-    batch = judged(["nonzero_spread"], group(1, 1, 1), max_new_tokens=3, overlong_buffer=2, overlong_penalty=0.5)
+def test_the_overlong_penalty_is_taken_off_before_filters_look(tmp_path):
+    sampler = FakeSampler(lambda request: [[STOP], [5, STOP], [5, 5, STOP]])
+    values = {"max_new_tokens": 3, "overlong_buffer": 2, "overlong_penalty": 0.5, "samples_per_prompt": 3}
+    values |= {"filters": ["nonzero_spread"], "prompts_per_step": 1}
+    batch = step(sampler, cursor_over(tmp_path, [1]), pool=FakePool(lambda answer: 1.0), **values)
     assert [one.reward for one in batch.trained] == [1.0, 0.75, 0.5]
 
 
@@ -70,18 +57,3 @@ def own(group, *, largest):
 
 def test_a_users_own_filter_gets_its_options():
     assert entries.load("filter", f"{__name__}:own", {"largest": 2})(group(1, 0, 1)) == "too_many"
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ("no_such_filter", "no filter 'no_such_filter'"),
-        ({"name": "length", "options": {"longest": 3}}, "has no option 'longest'; it takes highest, lowest, truncated"),
-        ("diversity", "needs the option 'lowest'"),
-        ("length", "needs an option"),
-        ({"name": "nonzero_spread", "options": {"lowest": 1}}, "takes no options"),
-    ],
-)
-def test_a_filter_that_does_not_exist_or_would_do_nothing_is_refused(given, message):
-    with pytest.raises((ValueError, ConfigError), match=message):
-        RLStage.of(kind="rl", data=["file:x"], filters=[given])

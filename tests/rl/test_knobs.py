@@ -13,11 +13,13 @@ from nanodag.data.mixture import Mixture
 from nanodag.errors import ConfigError, StageFailed
 from nanodag.plan.rl import planned_steps
 from nanodag.plan.sizes import Sizes
-from nanodag.rl.control.best_weights import is_patience_over
 from nanodag.rl.control.checks import check_mismatch
-from nanodag.rl.rollouts.horizon import with_num_steps
+from nanodag.rl.control.evaluations import is_patience_over
+from nanodag.rl.rollouts.prompts import with_num_steps
 from nanodag.train.learning_rate import policy_rate
-from tests.forks import run_script
+from tests.forks import call
+from tests.rl.models import furthest, save_tiny_model, trainer_of, weights_of
+from tests.rl.rollouts import rollout
 from tests.rl.stages import MACHINE
 
 
@@ -57,25 +59,6 @@ def test_a_decay_goes_by_steps_in_which_some_updates_may_be_left_out():
     # step 3 of 4, its second half, after two updates only; with a critic that warms up in step 1, three are left
     assert policy_rate(section, steps_done=2.5, num_updates=2, num_steps=4) == 1 - 2.5 / 4
     assert policy_rate(section, steps_done=2.5, num_updates=2, num_steps=4, first_step=1) == 1 - 1.5 / 3
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"learning_rate_minimum": 1e-7}, "learning_rate_minimum 1e-07 means nothing with learning_rate_decay none"),
-        ({"learning_rate_decay": "cosine", "learning_rate_minimum": 1e-3}, "0.001 is above learning_rate 1e-06"),
-        ({"reference": {"model": "/m"}}, "reference.model /m is asked nothing"),
-        ({"reference": {"model": "/m"}, "kl_metric": True, "reference_every": 3}, "leave one of them out"),
-        ({"reference": {"model": "m"}, "kl_metric": True}, "neither policy, input nor the absolute path"),
-        ({"reference": {"model": "input"}, "kl_metric": True}, "name a stage as inputs.reference"),
-        ({"num_epochs": 1.0, "num_steps": 50}, "num_epochs 1 and num_steps 50 both say"),
-        ({"num_epochs": 1.0, "data": [{"url": "file:x", "weight": 1.0}]}, "mixture by weights"),
-        ({"patience": 3}, "patience 3 waits for a better score, and keep is last"),
-    ],
-)
-def test_settings_that_do_not_fit_together_are_refused(values, message):
-    with pytest.raises(ValueError, match=message):
-        stage(**values)
 
 
 def test_epochs_are_as_many_steps_as_their_training_prompts_fill(tmp_path):
@@ -130,34 +113,20 @@ def test_patience_ends_after_so_many_evaluations_behind_the_best():
     assert is_patience_over({0: 0.1, 2: 0.5}, patience=1, is_highest=False)
 
 
-STEPS = """
-import sys, warnings
-from pathlib import Path
-warnings.simplefilter("ignore")
-from nanodag.config.kinds.rl import RLStage
-from nanodag.rl.trainer.trainer import Trainer
-from tests.rl.models import rollout, save_tiny_model
-
-folder = Path(sys.argv[1])
-model, other = save_tiny_model(folder / "model"), save_tiny_model(folder / "other", seed=3)
-groups = [rollout(f"g{g}", i, [1 + g], [4 + i, 5], reward=float(i)) for g in range(2) for i in range(2)]
-config = RLStage.of(
-    kind="rl", data=["file:x"], precision="fp32", max_new_tokens=8, sampler={"context": 16}, micro_batch_tokens=64,
-    learning_rate=1e-3, learning_rate_decay="linear", eps=100.0, weight_decay=0.0, gradient_clipping=0.0,
-    updates_per_step=2, kl_metric=True, kl_kind="k1", reference={"model": str(other)},
-)
-trainer = Trainer(config, model, device="cpu")
-before = {name: tensor.clone() for name, tensor in trainer.engine.weights()}
-reply = trainer.train(3, groups, num_steps=4)
-moved = max(float((tensor - before[name]).abs().max()) for name, tensor in trainer.engine.weights())
-print(reply["learning_rate"], moved, reply["sums"]["summed"]["kl"])
-"""
+def one_step(folder):
+    """The rate of the third of four steps, by how much it moved the weights, and KL to the reference."""
+    model, other = save_tiny_model(folder / "model"), save_tiny_model(folder / "other", seed=3)
+    groups = [rollout(f"g{g}", i, [1 + g], [4 + i, 5], reward=float(i)) for g in range(2) for i in range(2)]
+    values = {"learning_rate_decay": "linear", "eps": 100.0, "weight_decay": 0.0, "gradient_clipping": 0.0}
+    values |= {"updates_per_step": 2, "kl_metric": True, "kl_kind": "k1", "reference": {"model": str(other)}}
+    trainer = trainer_of(model, precision="fp32", max_new_tokens=8, sampler={"context": 16}, **values)
+    before = weights_of(trainer)
+    reply = trainer.train(3, groups, num_steps=4)
+    return reply["learning_rate"], furthest(weights_of(trainer), before), reply["sums"]["summed"]["kl"]
 
 
 def test_the_trainer_takes_the_decayed_rate_adamws_eps_and_the_reference_of_ones_own(tmp_path):
-    done = run_script(STEPS, tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    rate, moved, kl = map(float, done.stdout.splitlines()[-1].split())
+    rate, moved, kl = call(one_step, tmp_path)
     assert rate == pytest.approx(1e-3 * (1 - 2.5 / 4))  # the second update of step 3 of 4
     assert 0 < moved < 1e-4  # at an eps of 1e-8 a first update moves each weight by the rate, whatever its gradient
     assert abs(kl) > 0.1  # the first update is of the reference's own weights where it is the policy's

@@ -4,14 +4,13 @@ import asyncio
 
 import pytest
 
-from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import BadRequest
 from nanodag.inference.protocol import Request, SamplingParams
 from nanodag.rl.control.memory_turns import Lending
 from nanodag.rl.sync.broadcast_sync import DistributedSync
 from nanodag.rl.sync.weight_sync import DiskSync
 from tests.engines.fake_samplers import World
-from tests.rl.stages import digest, make_job, metrics, run, same_in_the_end
+from tests.rl.stages import make_job, metrics, run, same_in_the_end
 
 ONE = Request(input_ids=[1], params=SamplingParams(max_new_tokens=1))
 
@@ -94,32 +93,12 @@ def test_a_sampler_killed_at_any_step_of_the_turns_has_weights_and_memory_in_the
 
 
 @pytest.mark.parametrize("sync", ["disk", pytest.param("distributed", marks=pytest.mark.slow)])
-def test_a_stage_in_turns_ends_on_the_bytes_of_one_side_by_side(tmp_path, sync):
-    jobs = []
-    for placement in ("beside", "shared"):
-        (tmp_path / placement).mkdir()
-        given = {"placement": placement, "lends_states": placement == "shared", "sync": sync}
-        jobs.append(make_job(tmp_path / placement, **given))
-        run(jobs[-1])
-    beside, shared = jobs
-    assert digest(shared.output) == digest(beside.output)
-    lines = [metrics(job) for job in jobs]
-    assert all(line["trainer_peak_bytes"] > 1 << 20 < line["sampler_peak_bytes"] for job in lines for line in job)
+def test_a_stage_in_turns_ends_on_the_bytes_of_one_side_by_side(plain, tmp_path, sync):
+    shared = make_job(tmp_path, placement="shared", lends_states=True, sync=sync)
+    run(shared)
+    same_in_the_end(shared, plain)
     resting = {"trainer_resting_bytes", "sampler_resting_bytes"}
-    assert not resting & set(lines[0][1]) and resting <= set(lines[1][1])
-    same_in_the_end(shared, beside)
-
-
-@pytest.mark.parametrize(
-    ("given", "why"),
-    [
-        ({"placement": "shared", "max_staleness": 1}, "need memory while it works"),
-        ({"placement": "beside", "lends_states": True}, "nobody takes turns"),
-        ({"placement": "shared", "sampler": {"gpus": 4}}, "sampler.gpus 4 with placement: shared"),
-        ({"placement": "separate", "sampler": {"gpus": 4, "nodes": 1}}, "leave one of them out"),
-        ({"placement": "separate", "resources": {"device": "cpu"}}, "share its cores"),
-    ],
-)
-def test_what_a_placement_cannot_do_is_refused_with_the_way_out(given, why):
-    with pytest.raises(ValueError, match=why):
-        RLStage.of(kind="rl", data=["file:x"], **given)
+    for job in (shared, plain):
+        lines = metrics(job)
+        assert all(line["trainer_peak_bytes"] > 1 << 20 < line["sampler_peak_bytes"] for line in lines)
+        assert resting <= set(lines[1]) if job is shared else not resting & set(lines[1])

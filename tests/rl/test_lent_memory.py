@@ -1,14 +1,14 @@
-"""Memory that the trainer lends to the samplers: it is free meanwhile, and comes back bit by bit."""
+"""Memory that the trainer lends to the samplers, or has on the host: the same steps, bit by bit."""
 
-import json
 import mmap
 
 import torch
 
 from nanodag.host import process_memory
 from nanodag.train.lent_memory import LentMemory
-from tests.forks import run_script
-from tests.rl.models import save_tiny_model
+from tests.forks import call
+from tests.rl.models import all_files, save_tiny_model, trainer_of
+from tests.rl.rollouts import rollout
 
 CPU = torch.device("cpu")
 
@@ -44,50 +44,58 @@ def test_a_process_knows_what_it_takes_and_the_most_since_it_was_asked():
     assert process_memory.peak_bytes() - before > 30 << 20
 
 
-# argv: model, output
-STEPS = """
-import json, sys
-from pathlib import Path
-from nanodag.config.kinds.rl import RLStage
-from nanodag.rl.trainer.trainer import Trainer
-from tests.rl.models import rollout
-part = [rollout(str(g), s, [1, 2 + g], [3 + s, 5, 7 + g][: 1 + s], reward=float((g + s) % 2))
-        for g in range(2) for s in range(3)]
-out = Path(sys.argv[2])
-found = []
-for stage, precision, advantage in ((3, "bf16", "gae"), (2, "fp32", "grpo"), (1, "bf16", "grpo")):
-    for is_lent in (False, True):
-        config = RLStage.of(kind="rl", data=["file:x"], precision=precision, learning_rate=1e-3, advantage=advantage,
-                            max_new_tokens=8, sampler={"context": 64}, micro_batch_tokens=4096, zero_stage=stage,
-                            kl_coefficient=0.1, reference_every=1, placement="shared", lends_states=True)
-        trainer = Trainer(config, Path(sys.argv[1]), device="cpu")
-        sums = []
-        for step in (1, 2, 3):
-            sums.append(trainer.train(step, part)["sums"])
-            if is_lent:
-                before = trainer.memory()["peak_bytes"]
-                for what in ("states", "weights"):
-                    trainer.lend(what)
-                    assert all(memory.is_lent and memory.num_bytes > 10**4 for memory in trainer._lent[what])
-                assert all(m.untyped_storage().nbytes() == 0 for m in trainer.engine._updates.masters)
-                assert all(p.untyped_storage().nbytes() == 0 for p in trainer._reference.policy.parameters())
-            (out / f"{stage}-{is_lent}").mkdir(exist_ok=True)
-            trainer.save(out / f"{stage}-{is_lent}")
-            trainer.take_back()
-        trainer.load(out / f"{stage}-{is_lent}")
-        found.append([sums, trainer.export(out / f"{stage}-{is_lent}-hf", fingerprint=True)])
-(out / "found.json").write_text(json.dumps(found))
-"""
+PART = [rollout(str(g), s, [1, 2 + g], [3 + s, 5, 7 + g][: 1 + s], reward=float((g + s) % 2))
+        for g in range(2) for s in range(3)]  # fmt: skip
+SIZES = {"max_new_tokens": 8, "sampler": {"context": 64}}
+SHARED = {"kl_coefficient": 0.1, "reference_every": 1, "placement": "shared", "lends_states": True}
+SETTINGS = ((3, "bf16", "gae"), (2, "fp32", "grpo"), (1, "bf16", "grpo"))
+
+
+def stepped(folder, model, is_lent, zero_stage, precision, advantage):
+    """The sums of three steps, the digests of the weights, and the files of a checkpoint that was saved while all was
+    lent, where it is."""
+    values = {"zero_stage": zero_stage, "precision": precision, "advantage": advantage}
+    trainer, sums = trainer_of(model, **values, **SIZES, **SHARED), []
+    folder.mkdir()
+    for step in (1, 2, 3):
+        sums.append(trainer.train(step, PART)["sums"])
+        if is_lent:
+            for what in ("states", "weights"):
+                trainer.lend(what)
+                assert all(memory.is_lent and memory.num_bytes > 10**4 for memory in trainer._lent[what])
+            lent = [*trainer.engine._updates.masters, *trainer._reference.policy.parameters()]
+            assert all(tensor.untyped_storage().nbytes() == 0 for tensor in lent)
+        trainer.save(folder)
+        trainer.take_back()
+    trainer.load(folder)
+    return sums, trainer.export(folder.with_suffix(".hf"), fingerprint=True), all_files(folder)
+
+
+def lent_or_not(folder, model):
+    return [
+        [stepped(folder / f"{setting[0]}-{is_lent}", model, is_lent, *setting) for is_lent in (False, True)]
+        for setting in SETTINGS
+    ]
 
 
 def test_a_trainer_that_lends_all_it_holds_after_each_step_takes_the_same_steps(tmp_path):
-    done = run_script(STEPS, save_tiny_model(tmp_path / "model"), tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert found[::2] == found[1::2] and len(found) == 6 and len(found[0][1]) > 10
-    for stage in (1, 2, 3):
-        kept, lent = (
-            {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-            for folder in (tmp_path / f"{stage}-False", tmp_path / f"{stage}-True")
-        )
-        assert kept == lent
+    for kept, lent in call(lent_or_not, tmp_path, save_tiny_model(tmp_path / "model")):
+        assert kept == lent and len(kept[1]) > 10 and kept[2]
+
+
+def offloaded_or_not(folder, model):
+    found = []
+    for where in ("none", "cpu"):
+        resources = {"offload_optimizer": where, "offload_param": where}
+        trainer = trainer_of(model, precision="bf16", advantage="gae", resources=resources, **SIZES)
+        replies = [trainer.train(step, PART) for step in (1, 2)]
+        engines = (trainer.engine, trainer._credit.critic.engine)
+        assert [engine._zero.offload_optimizer for engine in engines] == [where == "cpu"] * 2
+        own = [[reply["sums"], reply["critic"], reply["gradient_norm"]] for reply in replies]
+        found.append([own, trainer.export(folder / where, fingerprint=True)])
+    return found
+
+
+def test_an_offloaded_policy_and_critic_take_the_same_steps_and_send_the_same_weights(tmp_path):
+    plain, offloaded = call(offloaded_or_not, tmp_path, save_tiny_model(tmp_path / "model"))
+    assert offloaded == plain and len(plain[1]) > 10

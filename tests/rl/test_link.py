@@ -50,13 +50,10 @@ def ranks():
         process.wait()
 
 
-def test_every_rank_is_asked_and_replies_come_in_rank_order(ranks):
-    link, _ = ranks
-    replies = asyncio.run(link.exchange("say", word="hello"))
-    assert replies == [{"rank": 0, "said": "hello"}, {"rank": 1, "said": "hello"}]
+SAID = [{"rank": rank, "said": "hello"} for rank in (0, 1)]
 
 
-def test_replies_are_waited_for_beside_other_work(ranks):
+def test_every_rank_is_asked_and_replies_come_in_rank_order_beside_other_work(ranks):
     link, _ = ranks
 
     async def ask() -> list:
@@ -68,14 +65,7 @@ def test_replies_are_waited_for_beside_other_work(ranks):
         assert worked > 1
         return await replies
 
-    for _ in range(2):
-        assert asyncio.run(ask()) == [{"rank": 0, "said": "hello"}, {"rank": 1, "said": "hello"}]
-
-
-def test_an_error_of_a_rank_is_raised_by_its_kind(ranks):
-    link, _ = ranks
-    with pytest.raises(TrainingDiverged, match="Trainer rank 1: the loss is nan at step 3"):
-        asyncio.run(link.exchange("fail", rank=1))
+    assert [asyncio.run(ask()) for _ in range(2)] == [SAID, SAID]
 
 
 def test_a_question_waits_for_the_reply_to_one_that_was_given_up(ranks):
@@ -85,16 +75,22 @@ def test_a_question_waits_for_the_reply_to_one_that_was_given_up(ranks):
         given_up = asyncio.ensure_future(link.exchange("say", word="first"))
         await asyncio.sleep(0)
         given_up.cancel()
-        return await link.exchange("say", word="second")
+        return await link.exchange("say", word="hello")
 
-    assert asyncio.run(ask()) == [{"rank": 0, "said": "second"}, {"rank": 1, "said": "second"}]
+    assert asyncio.run(ask()) == SAID
 
 
-def test_a_rank_that_is_killed_is_noticed_at_once(ranks):
-    link, _ = ranks
+@pytest.mark.parametrize(
+    ("do", "error", "why"),
+    [
+        ("fail", TrainingDiverged, "Trainer rank 1: the loss is nan at step 3"),
+        ("die", StageFailed, "Trainer rank 1 ended while it was asked to die"),
+    ],
+)
+def test_an_error_of_a_rank_is_raised_by_its_kind_and_its_end_is_noticed_at_once(ranks, do, error, why):
     began = time.monotonic()
-    with pytest.raises(StageFailed, match="Trainer rank 1 ended while it was asked to die"):
-        asyncio.run(link.exchange("die", rank=1))
+    with pytest.raises(error, match=why):
+        asyncio.run(ranks[0].exchange(do, rank=1))
     assert time.monotonic() - began < 60
 
 
@@ -124,16 +120,22 @@ def test_ranks_end_when_the_controller_is_killed_even_in_the_middle_of_work():
                 rank.communicate()
 
 
-def test_whoever_looks_what_listens_here_is_sent_away(tmp_path):
+READY = b'{"ready": true}\n'
+
+
+@pytest.fixture
+def link():
     link = RankLink(1)
-    host, port, token = link.address.split(":")
-    with socket.create_connection((host, int(port))) as scanner, socket.create_connection((host, int(port))) as other:
-        scanner.sendall(b"GET / HTTP/1.1\r\n")
-        other.sendall(b"[1]\n")
-        with socket.create_connection((host, int(port))) as rank:
-            rank.sendall(json.dumps({"token": token, "rank": 0}).encode() + b'\n{"ready": true}\n')
-            link.accept(timeout_s=10, check=rounds(50))
+    yield link
     link.close()
+
+
+def connected(link, hello: bytes = b""):
+    """A connection to the link that has said this, or is of rank 0."""
+    host, port, token = link.address.split(":")
+    connection = socket.create_connection((host, int(port)))
+    connection.sendall(hello or json.dumps({"token": token, "rank": 0}).encode() + b"\n")
+    return connection
 
 
 def rounds(count: int):
@@ -147,35 +149,29 @@ def rounds(count: int):
     return check
 
 
+def test_whoever_looks_what_listens_here_is_sent_away(link):
+    with connected(link, b"GET / HTTP/1.1\r\n"), connected(link, b"[1]\n"), connected(link) as rank:
+        rank.sendall(READY)
+        link.accept(timeout_s=10, check=rounds(50))
+
+
 @pytest.mark.parametrize("pause_s", [0.0, 0.5])
-def test_a_rank_that_is_ready_is_heard_whether_it_says_so_with_its_hello_or_later(pause_s):
-    link = RankLink(1)
-    host, port, token = link.address.split(":")
-    with socket.create_connection((host, int(port))) as rank:
-        hello = json.dumps({"token": token, "rank": 0}).encode() + b"\n"
-        rank.sendall(hello + b'{"ready": true}\n' * (pause_s == 0))
-        late = threading.Timer(pause_s, rank.sendall, [b'{"ready": true}\n'])
+def test_a_rank_that_is_ready_is_heard_whether_it_says_so_with_its_hello_or_later(link, pause_s):
+    with connected(link) as rank:
+        late = threading.Timer(pause_s, rank.sendall, [READY])
         late.start()
         link.accept(timeout_s=10, check=rounds(50))
         late.join()
-    link.close()
 
 
-def test_while_a_rank_loads_its_model_the_end_of_another_is_noticed():
-    link = RankLink(1)
-    host, port, token = link.address.split(":")
-    with socket.create_connection((host, int(port))) as rank:
-        rank.sendall(json.dumps({"token": token, "rank": 0}).encode() + b"\n")
-        with pytest.raises(StageFailed, match="waited for in vain"):
-            link.accept(timeout_s=10, check=rounds(4))
-    link.close()
+def test_while_a_rank_loads_its_model_the_end_of_another_is_noticed(link):
+    with connected(link), pytest.raises(StageFailed, match="waited for in vain"):
+        link.accept(timeout_s=10, check=rounds(4))
 
 
-def test_a_rank_that_never_comes_is_named():
-    link = RankLink(1)
+def test_a_rank_that_never_comes_is_named(link):
     with pytest.raises(StageFailed, match=r"ranks \[0\] did not connect within 0 s"):
         link.accept(timeout_s=0.1, check=lambda: None)
-    link.close()
 
 
 def test_a_child_that_ends_unasked_ends_the_others_and_is_named():

@@ -5,27 +5,30 @@ import math
 import pytest
 import torch
 
-from nanodag.rl.advantages.dr_grpo import dr_grpo
-from nanodag.rl.advantages.grpo import grpo
-from nanodag.rl.advantages.reinforce_pp import reinforce_pp
-from nanodag.rl.advantages.reinforce_pp_baseline import reinforce_pp_baseline
-from nanodag.rl.advantages.rloo import rloo
-from nanodag.rl.losses.aggregation import Totals, by_constant, by_sequence, by_token
-from nanodag.rl.losses.cispo import cispo
-from nanodag.rl.losses.corrections import (
+from nanodag.rl.advantages import dr_grpo, grpo, reinforce_pp, reinforce_pp_baseline, rloo
+from nanodag.rl.losses import (
+    Totals,
+    by_constant,
+    by_sequence,
+    by_token,
+    cispo,
     geometric_masked,
+    gspo,
+    k1,
+    k2,
+    k3,
+    low_var,
     not_vetoed,
+    off_policy_kept,
+    ppo_clip,
+    reinforce,
+    sapo,
     sequence_masked,
     sequence_truncated,
     token_masked,
     truncated,
+    unbiased,
 )
-from nanodag.rl.losses.gspo import gspo
-from nanodag.rl.losses.kl import k1, k2, k3, low_var, unbiased
-from nanodag.rl.losses.opsm import off_policy_kept
-from nanodag.rl.losses.ppo_clip import ppo_clip
-from nanodag.rl.losses.reinforce import reinforce
-from nanodag.rl.losses.sapo import sapo
 
 GROUP = torch.zeros(4, dtype=torch.int64)
 LENGTHS = torch.tensor([5, 6, 7, 8])

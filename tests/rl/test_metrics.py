@@ -1,13 +1,22 @@
-"""What the numbers of a step mean, on rollouts small enough to count by hand."""
+"""Numbers of a step, on rollouts small enough to count by hand, and whether they say that a stage learned."""
 
+import random
 from dataclasses import replace
 from itertools import combinations
 
 import pytest
+from scipy.stats import linregress
 
 from nanodag.rl.control.checks import warn_of_first_step
-from nanodag.rl.rollouts.metrics import pass_at, repetition, rollout_metrics, speeds
-from tests.rl.models import rollout
+from nanodag.rl.rollouts.metrics import (
+    learning_of,
+    pass_at,
+    repetition,
+    rollout_metrics,
+    speeds,
+    why_nothing_was_learned,
+)
+from tests.rl.rollouts import rollout
 
 
 @pytest.mark.parametrize(("size", "solved"), [(4, 0), (4, 1), (5, 3), (8, 8)])
@@ -25,6 +34,14 @@ def test_pass_at_k_is_a_mean_over_groups_large_enough():
     assert found["pass_at_1"] == pytest.approx((0.25 + 1) / 2) and found["pass_at_2"] == pytest.approx((0.5 + 1) / 2)
     assert found["pass_at_4"] == 1.0 and "pass_at_8" not in found
     assert found["pass_rate"] == pytest.approx(3 / 6) and found["pass_at_n"] == 1.0
+
+
+def test_numbers_of_rollouts_by_hand():
+    group = [rollout("a", i, [1], [2] * (i + 1), reward=float(i == 2)) for i in range(3)]
+    found = rollout_metrics([*group, *(rollout("b", i, [1], [2], reward=0.0) for i in range(2))])
+    assert found["reward"] == found["pass_rate"] == pytest.approx(0.2)
+    assert found["pass_at_n"] == found["zero_spread_share"] == 0.5
+    assert found["response_tokens"] == pytest.approx(8 / 5) and found["response_tokens_largest"] == 3.0
 
 
 @pytest.mark.parametrize(
@@ -66,3 +83,51 @@ def test_the_first_step_says_that_nothing_was_trained_and_that_most_responses_we
     caplog.clear()
     warn_of_first_step({"truncated_share": 0.4, "reward": 0.25}, is_trained=True, max_new_tokens=64)
     assert not caplog.records
+
+
+def lines_of(rewards, share=0.2):
+    steps = [{"event": "step", "step": n, "reward": r, "zero_spread_share": share} for n, r in enumerate(rewards, 1)]
+    return [{"event": "eval", "step": 0, "eval_reward": 0.1}, *steps]
+
+
+def noisy(slope, steps=100):
+    noise = random.Random(1)
+    return [0.4 + slope * n + noise.gauss(0, 0.05) for n in range(steps)]
+
+
+def test_a_reward_that_rises_is_learning_and_one_that_only_wavers_is_not():
+    rises, wavers = learning_of(lines_of(noisy(0.002))), learning_of(lines_of(noisy(0.0)))
+    assert why_nothing_was_learned(rises) == [] and rises["reward_p"] < 1e-6
+    assert rises["reward_last"] - rises["reward_first"] == pytest.approx(0.198, abs=0.04)
+    (said,) = why_nothing_was_learned(wavers)
+    assert said.startswith("the reward stayed flat, 0.") and "no trend beyond noise" in said
+
+
+def test_a_reward_that_falls_is_said_to_fall():
+    (said,) = why_nothing_was_learned(learning_of(lines_of(noisy(-0.002))))
+    assert said.startswith("the reward fell, from 0.4")
+
+
+def test_the_trend_is_the_line_of_least_squares_and_its_noise():
+    # by hand, x = 1..8: sum of squares 42, of products 4
+    found = learning_of(lines_of([0, 0, 1, 1, 0, 0, 1, 1]))
+    assert found["reward_last"] - found["reward_first"] == pytest.approx(7 * 4 / 42)
+    assert found["reward_p"] == pytest.approx(linregress(range(8), [0, 0, 1, 1, 0, 0, 1, 1]).pvalue)
+
+
+def test_the_same_reward_in_every_step_is_flat_and_a_line_without_noise_is_not():
+    assert learning_of(lines_of([0.5] * 10))["reward_p"] == 1.0
+    assert why_nothing_was_learned(learning_of(lines_of([n / 10 for n in range(10)]))) == []
+
+
+def test_groups_all_alike_and_no_update_are_said():
+    alike = learning_of(lines_of([0.0] * 3, share=1.0))
+    assert why_nothing_was_learned(alike) == [
+        "the rewards in each group were all alike, so there was nothing to prefer."
+    ]
+    assert why_nothing_was_learned({"version": 0} | alike) == ["no update of the weights was made."]
+
+
+def test_a_few_steps_are_too_few_to_speak_of_a_trend():
+    assert why_nothing_was_learned(learning_of(lines_of([0.5, 0.4, 0.5]))) == []
+    assert why_nothing_was_learned(learning_of([])) == [] == why_nothing_was_learned({"version": 3})

@@ -5,7 +5,6 @@ from safetensors.torch import load_file
 
 from nanodag.rl.rollouts.rollout import read_rollouts
 from nanodag.rl.rollouts.saved import saved_files
-from tests.rl.fakes import config
 from tests.rl.models import save_tiny_model
 from tests.rl.operators import Operator
 from tests.rl.stages import VOCABULARY, digest, make_job, metrics, run
@@ -15,28 +14,24 @@ def steps_of(job):
     return saved_files(f"file:{job.records}/rollouts").files
 
 
-def test_rollouts_alone_are_those_of_the_first_weights_and_training_alone_ends_on_the_stages_bytes(tmp_path):
-    jobs = {}
-    for name, values in (
-        ("whole", {"eval_prompts": 0}),
-        ("rollouts", {"only": "rollouts"}),
-        ("training", {"source": f"file:{tmp_path}/whole/workspace/records/rollouts", "eval_prompts": 0}),
-    ):
+def test_rollouts_alone_are_those_of_the_first_weights_and_training_alone_ends_on_the_stages_bytes(plain, tmp_path):
+    source = {"source": f"file:{plain.records}/rollouts", "eval_prompts": 0}
+    jobs = []
+    for name, values in (("rollouts", {"only": "rollouts"}), ("training", source)):
         (tmp_path / name).mkdir()
-        jobs[name] = make_job(tmp_path / name, **values)
-        run(jobs[name])
-    whole, rollouts, training = ([list(read_rollouts(path)) for path in steps_of(job)] for job in jobs.values())
-    assert rollouts[0] == whole[0] and rollouts[1] != whole[1] and training == whole
-    assert digest(jobs["training"].output) == digest(jobs["whole"].output)
-    assert not list(jobs["training"].workspace.glob("sampler-*.log")) and not metrics(jobs["training"], "eval")
-    assert metrics(jobs["training"])[1]["gradient_norm"] == metrics(jobs["whole"])[1]["gradient_norm"]
-    left, begun = (
-        load_file(job / "model.safetensors") for job in (jobs["rollouts"].output, jobs["rollouts"].inputs["model"])
-    )
+        jobs.append(make_job(tmp_path / name, **values))
+        run(jobs[-1])
+    alone, training = jobs
+    sampled, replayed, whole = ([list(read_rollouts(path)) for path in steps_of(job)] for job in (*jobs, plain))
+    assert sampled[0] == whole[0] and sampled[1] != whole[1] and replayed == whole
+    assert digest(training.output) == digest(plain.output)
+    assert not list(training.workspace.glob("sampler-*.log")) and not metrics(training, "eval")
+    assert metrics(training)[1]["gradient_norm"] == metrics(plain)[1]["gradient_norm"]
+    left, begun = (load_file(folder / "model.safetensors") for folder in (alone.output, alone.inputs["model"]))
     assert left.keys() == begun.keys() and all(left[name].equal(begun[name]) for name in left)
-    steps = metrics(jobs["rollouts"])
+    steps = metrics(alone)
     assert [line["reward"] > 0 for line in steps] == [True, True] and "loss" not in steps[0]
-    assert [line["step"] for line in metrics(jobs["rollouts"], "eval")] == [0]
+    assert [line["step"] for line in metrics(alone, "eval")] == [0]
 
 
 def test_rollouts_alone_go_on_past_the_lag_in_order_of_arrival_and_without_a_group_that_passes(tmp_path):
@@ -68,25 +63,3 @@ def test_rollouts_alone_come_from_servers_of_others_that_had_other_weights(tmp_p
         run(job)
     for path in steps_of(own):
         assert list(read_rollouts(job.records / "rollouts" / path.name)) == list(read_rollouts(path))
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (
-            {"only": "rollouts", "sync": "distributed", "sampler": {"urls": ["http://127.0.0.1:30000"]}},
-            "there is no trainer to give it",
-        ),
-        ({"sync": "ipc", "sampler": {"urls": ["http://node2:30000"]}}, "ipc with sampler.urls http://node2:30000"),
-        ({"sync": "ipc", "placement": "separate", "sampler": {"nodes": 1}}, "ipc with sampler.nodes 1"),
-        (
-            {"sync": "ipc", "placement": "separate", "sampler": {"gpus": 1}, "resources": {"device": "cuda"}},
-            "ipc with placement: separate",
-        ),
-        ({"only": "rollouts", "source": "file:/r"}, "nothing would be generated or trained"),
-        ({"only": "rollouts", "keep": "best:asked", "benchmarks": [{"name": "asked"}]}, "nothing changes the weights"),
-    ],
-)
-def test_sides_that_do_not_fit_together_are_refused(values, message):
-    with pytest.raises(ValueError, match=message):
-        config(**values)

@@ -2,14 +2,13 @@
 
 import asyncio
 import json
-import threading
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 from aiohttp import WSMsgType, web
 
-from nanodag.rl.environments import openenv, openenv_session
+from nanodag.host.threads import LoopThread
+from nanodag.rl.environments import class_environment, openenv_session
 from nanodag.rl.environments.environment import Action, ToolCall
 from nanodag.rl.environments.openenv_session import OpenEnv
 
@@ -27,7 +26,7 @@ NO_PLACE = {"message": "full", "code": "CAPACITY_REACHED", "active_sessions": 1,
 
 
 class Refused(Exception):
-    pass
+    """What the server says of a message that it refuses."""
 
 
 class Game:
@@ -57,7 +56,7 @@ class Game:
                 errors = [{"loc": ["guess"], "msg": "Field required"}, {"loc": ["word"], "msg": "not permitted"}]
                 raise Refused({"message": "Invalid message", "code": "VALIDATION_ERROR", "errors": errors})
             if data["guess"] == "crash":
-                raise ValueError("boom")
+                raise Refused({"message": "boom", "code": "EXECUTION_ERROR"})
             observation = {"text": f"not {data['guess']}", "hint": ""}
         return {"observation": observation, "reward": 0.25, "done": done}
 
@@ -78,8 +77,6 @@ async def session(request):
             answer = {"type": "observation", "data": game.answer(json.loads(message.data))}
         except Refused as refused:
             answer = {"type": "error", "data": refused.args[0]}
-        except ValueError as error:
-            answer = {"type": "error", "data": {"message": str(error), "code": "EXECUTION_ERROR"}}
         await socket.send_str(json.dumps(answer))
     return socket
 
@@ -91,33 +88,20 @@ async def schema(request):
 @pytest.fixture(scope="module")
 def server():
     """The server's address."""
-    loop, started = asyncio.new_event_loop(), threading.Event()
-    found = []
 
-    async def serve():
+    async def serving():
         app = web.Application()
         app[TRIED] = []
         app.add_routes([web.get("/{kind}/schema", schema), web.get("/{kind}/ws", session)])
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        found.append(site._server.sockets[0].getsockname()[1])
-        started.set()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
         return runner
 
-    def run():
-        runner = loop.run_until_complete(serve())
-        loop.run_forever()
-        loop.run_until_complete(runner.cleanup())
-        loop.close()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    assert started.wait(10)
-    yield f"http://127.0.0.1:{found[0]}"
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
+    thread = LoopThread("openenv")
+    runner = asyncio.run(thread.do(serving()))
+    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    asyncio.run(thread.do(runner.cleanup()))
 
 
 def begun(url, **options):
@@ -178,10 +162,10 @@ def test_no_more_sessions_are_open_than_the_server_allows(monkeypatch):
         is_open.remove(sample)
 
     async def all_of_them():
-        sampler = SimpleNamespace(held=nullcontext)
-        await asyncio.gather(*(openenv.openenv(sampler, n, named="http://x", at_once=2) for n in range(4)))
+        sampler = SimpleNamespace(placed=lambda place: place)
+        await asyncio.gather(*(class_environment.openenv(sampler, n, named="http://x", at_once=2) for n in range(4)))
 
-    monkeypatch.setattr(openenv, "environment", episode)
+    monkeypatch.setattr(class_environment, "environment", episode)
     asyncio.run(all_of_them())
     assert max(numbers) == 2 and len(numbers) == 4
 

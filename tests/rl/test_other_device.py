@@ -12,16 +12,14 @@ from torch.func import functional_call
 
 from nanodag import registry as entries
 from nanodag.config.kinds.rl import RLStage
-from nanodag.rl.advantages.distillation import distilled
-from nanodag.rl.advantages.gae import gae, reward_of_last
-from nanodag.rl.advantages.process import step_rewards
-from nanodag.rl.losses.aggregation import Totals
+from nanodag.rl.advantages import distilled, gae, reward_of_last, step_rewards
+from nanodag.rl.losses import Totals
 from nanodag.rl.trainer.critic import ValueModel, whitened
 from nanodag.rl.trainer.policy import load_policy, to_row
 from nanodag.rl.trainer.rows import pack
 from nanodag.rl.trainer.update import PolicyObjective, Scored
 from tests.rl.models import save_tiny_model
-from tests.rl.ragged import RAGGED
+from tests.rl.rollouts import RAGGED
 from tests.sampler.other_device import NAME, OtherDevice
 
 CPU = torch.device("cpu")

@@ -1,23 +1,27 @@
 """Packed rows: who is where, who sees whom, and the same numbers as without packing."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torch.nn.functional import log_softmax
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from nanodag.errors import ConfigError
-from nanodag.model import group_attention
 from nanodag.rl.rollouts.rollout import Rollout, Span, prompt_span, sampled_span
 from nanodag.rl.trainer.policy import load_policy, to_row
 from nanodag.rl.trainer.rows import pack
-from tests.flash import bottom_right
-from tests.rl.ragged import RAGGED, rollout
+from tests.rl.rollouts import RAGGED, rollout
 
 CPU = torch.device("cpu")
 
@@ -38,6 +42,10 @@ MODELS = {
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=8)),
     "wide heads": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=16)),
+    "window": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=3)),
+    "wide heads, window": lambda: Qwen3ForCausalLM(
+        Qwen3Config(**SHAPE, head_dim=16, use_sliding_window=True, sliding_window=2, max_window_layers=1)
+    ),
 }
 
 
@@ -192,108 +200,3 @@ def test_activation_checkpointing_changes_no_gradient(tmp_path):
         row = to_row(pack(RAGGED, budget_tokens=100)[0][0], CPU)
         found.append(torch.autograd.grad(policy(row)[0].sum(), list(policy.parameters())))
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
-
-
-def by_hand(query, key, value, row):
-    """Each response behind its prompt, one after the other, in float64."""
-    query, key, value = (t[0].double() for t in (query, key, value))
-    key, value = (t.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for t in (key, value))
-    out = torch.zeros_like(query)
-    for start, length, prompt in row.responses.tolist():
-        before, shared = row.prompts[prompt].tolist()
-        places = [*range(before, before + shared), *range(start, start + length)]
-        scores = torch.einsum("qhd,khd->hqk", query[places], key[places]) / query.shape[-1] ** 0.5
-        scores = scores.masked_fill(torch.ones(scores.shape[1:]).triu(1).bool(), float("-inf"))
-        out = out.index_copy(0, torch.tensor(places), torch.einsum("hqk,khd->qhd", scores.softmax(-1), value[places]))
-    return out[None]
-
-
-@pytest.mark.parametrize("way", group_attention.WAYS)
-@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
-def test_every_way_of_attention_equals_the_formula_in_value_and_gradient(way, dtype, atol, monkeypatch):
-    monkeypatch.setattr(group_attention, "way_of", lambda *of: way)
-    monkeypatch.setattr(group_attention, "attend_within", bottom_right)
-    torch.manual_seed(0)
-    ((row,),) = pack(RAGGED, budget_tokens=100)
-    tensors = [torch.randn(1, row.num_tokens, heads, 16).to(dtype).requires_grad_() for heads in (4, 2, 2)]
-    exact = [t.detach().double().requires_grad_() for t in tensors]
-    out, wanted = group_attention.group_attention(row)(*tensors), by_hand(*exact, row)
-    torch.testing.assert_close(out.double(), wanted, rtol=0, atol=atol)
-    mix = torch.randn(out.shape)
-    found = torch.autograd.grad((out.float() * mix).sum(), tensors)
-    for gradient, other in zip(found, torch.autograd.grad((wanted * mix).sum(), exact), strict=True):
-        torch.testing.assert_close(gradient.double(), other, rtol=0, atol=atol)
-
-
-@pytest.mark.parametrize("way", group_attention.WAYS)
-def test_where_the_last_tokens_of_each_sequence_ask_they_are_answered_as_among_all(way, monkeypatch):
-    monkeypatch.setattr(group_attention, "way_of", lambda *of: way)
-    monkeypatch.setattr(group_attention, "attend_within", bottom_right)
-    torch.manual_seed(0)
-    ((row,),) = pack(RAGGED, budget_tokens=100)
-    query, key, value = (torch.randn(1, row.num_tokens, heads, 16) for heads in (4, 2, 2))
-    sequences = [*row.prompts.tolist(), *(response[:2] for response in row.responses.tolist())]
-    places = np.array(sorted({n for start, length in sequences for n in range(start + length // 2, start + length)}))
-    whole = group_attention.group_attention(row)(query, key, value)
-    attend = group_attention.tree_attention(group_attention.sequences_of(row), places)
-    found = attend(query[:, places], key, value)
-    assert 0 < len(places) < row.num_tokens
-    torch.testing.assert_close(found, whole[:, places], rtol=0, atol=1e-6)
-
-
-def test_sequences_of_flash_attention_written_out():
-    ((row,),) = pack([RAGGED[0], RAGGED[2], RAGGED[5]], budget_tokens=100)
-    # the row: the prompt 1 2 3, then 4 5 of (4, 5, 6), 9 of (9, 10), and nothing of (22,)
-    keys, queries, num_keys = group_attention.flash_layout(group_attention.sequences_of(row))
-    assert queries.tolist() == [3, 2, 1] and num_keys.tolist() == [3, 5, 4]
-    assert keys.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 5]
-
-
-@pytest.mark.parametrize(
-    ("device", "capability", "dtype", "head_dim", "way"),
-    [
-        ("cuda", (9, 0), torch.bfloat16, 64, "flash"),
-        ("cuda", (8, 0), torch.bfloat16, 128, "flash"),
-        ("cuda", (8, 0), torch.float32, 64, "causal"),
-        ("cuda", (7, 5), torch.bfloat16, 64, "causal"),
-        ("cuda", (9, 0), torch.bfloat16, 20, "causal"),
-        ("cpu", None, torch.float32, 64, "own"),
-        ("cpu", None, torch.bfloat16, 16, "own"),
-        ("cpu", None, torch.float32, 20, "causal"),
-    ],
-)
-def test_the_way_of_attention_by_what_a_device_can(device, capability, dtype, head_dim, way, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    query = SimpleNamespace(device=torch.device(device), dtype=dtype, shape=(1, 9, 14, head_dim))
-    assert group_attention.way_of(query) == way
-
-
-class LargestTensor(TorchDispatchMode):
-    """Inside, `num_bytes` is the size of the largest tensor that an operation made."""
-
-    num_bytes = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        found = function(*args, **(kwargs or {}))
-        tensors = [value for value in tree_flatten(found)[0] if isinstance(value, torch.Tensor)]
-        self.num_bytes = max([self.num_bytes, *(tensor.untyped_storage().nbytes() for tensor in tensors)])
-        return found
-
-
-@pytest.mark.parametrize(
-    ("way", "device", "dtype"),
-    [("flash", "meta", torch.bfloat16), ("causal", "cpu", torch.float32), ("own", "cpu", torch.float32)],
-)
-def test_no_way_for_long_rows_holds_anything_of_queries_by_keys(way, device, dtype, monkeypatch):
-    """On `meta` the kernel of CUDA is asked what it makes of these shapes; the others compute."""
-    monkeypatch.setattr(group_attention, "way_of", lambda *of: way)
-    ((row,),) = pack([rollout("a", s, [1] * 1024, [2] * 1024) for s in range(2)], budget_tokens=4096)
-    tensors = [
-        torch.zeros(1, row.num_tokens, heads, 16, dtype=dtype, device=device, requires_grad=True) for heads in (2, 1, 1)
-    ]
-    with LargestTensor() as largest:
-        out = group_attention.group_attention(row)(*tensors)
-        gradients = torch.autograd.grad(out.float().sum(), tensors)
-    assert out.shape == tensors[0].shape and out.dtype == dtype
-    assert [gradient.shape for gradient in gradients] == [tensor.shape for tensor in tensors]
-    assert largest.num_bytes < 2 * 1024 * 2048 / 2, "a mask of bytes has twice as many"

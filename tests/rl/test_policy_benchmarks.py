@@ -2,75 +2,51 @@
 
 import asyncio
 import json
+from dataclasses import replace
 
 import pytest
 
-from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import SamplerError
 from nanodag.evaluation.benchmark import open_benchmark
-from nanodag.inference.protocol import Completion, FinishReason, VersionSpan
-from nanodag.rl.control.benchmarks import PolicyBenchmarks
+from nanodag.inference.protocol import FinishReason
+from nanodag.rl.control.evaluations import PolicyBenchmarks
 from nanodag.rl.control.step_records import Records
-from nanodag.tokenizer.bpe import save_tokenizer
 from nanodag.tokenizer.chat import load_renderer
-from nanodag.tokenizer.encoding import Encoding
 from nanodag.worker.job import Job
-from tests.rl.fakes import config
-
-BYTES = {bytes([value]): value for value in range(256)}
-
-
-class Scripted:
-    """Answers each request as `answer` says, and keeps the requests."""
-
-    def __init__(self, answer, encoding, stop) -> None:
-        self.answer, self.encoding, self.stop, self.requests = answer, encoding, stop, []
-
-    async def generate(self, requests):
-        await asyncio.sleep(0)
-        self.requests += requests
-        return [[self._completion(*self.answer(request))] for request in requests]
-
-    def _completion(self, text, ending) -> Completion:
-        ids = [*self.encoding.encode(text), *[self.stop] * (ending == "stop")]
-        return Completion(
-            rid="r",
-            output_ids=ids,
-            logprobs=[],
-            finish_reason=FinishReason(type=ending, message="not finite" * (ending == "abort")),
-            weight_version="1",
-            weight_versions=[VersionSpan(version="1", start=0, end=len(ids))],
-            num_prompt_tokens=1,
-        )
-
-    async def abort(self, rid) -> None:
-        raise AssertionError(rid)
+from tests.rl.fakes import FakeSampler, completion, config
+from tests.rl.turns import ids_of
 
 
 @pytest.fixture
-def opened(tmp_path):
-    """Of values of a benchmark and an answer: the benchmarks, the sampler, and the config."""
-    save_tokenizer(BYTES, tmp_path)
-    rows = [{"question": f"{n} + 0?", "answer": f"#### {n}"} for n in range(3)] + [
-        {"question": "9" * 90, "answer": "#### 9"}
-    ]
+def opened(tmp_path, folder, encoding):
+    """opened(answer, values of a benchmark): the benchmarks, the sampler, the config and the renderer. answer(): the
+    next answer's text, with special tokens by name, and how it ended."""
+    rows = [{"question": f"{n} + 0?", "answer": f"#### {n}"} for n in range(3)]
+    rows += [{"question": "9" * 90, "answer": "#### 9"}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def make(answer, **values):
-        one = {"name": "gsm8k", "source": f"file:{tmp_path}/rows.jsonl", **values}
-        stage = config(benchmarks=[one], max_new_tokens=16)
-        encoding, renderer = Encoding(tmp_path), load_renderer(tmp_path)
-        sampler = Scripted(answer, encoding, renderer.stop_ids[0])
-        asked = PolicyBenchmarks(stage, sampler, encoding, renderer, context=64, mirror=None)
-        return asked, sampler, stage, renderer
+    def made(answer, **values):
+        stage = config(
+            benchmarks=[{"name": "gsm8k", "source": f"file:{tmp_path}/rows.jsonl", **values}], max_new_tokens=16
+        )
+        renderer = load_renderer(folder)
 
-    return make
+        def says(request):
+            text, ending = answer()
+            whole = completion([*ids_of(encoding, text), *[renderer.stop_ids[0]] * (ending == "stop")], ending)
+            reason = FinishReason(type="abort", message="not finite") if ending == "abort" else whole.finish_reason
+            return replace(whole, finish_reason=reason)
+
+        sampler = FakeSampler(says)
+        return PolicyBenchmarks(stage, sampler, encoding, renderer, context=64, mirror=None), sampler, stage, renderer
+
+    return made
 
 
 def test_a_policy_is_asked_what_an_eval_stage_asks_and_scored_as_there(opened):
     values = {"num_samples": 2, "temperature": 0.7, "metrics": ["pass@2"], "stop": ["END"], "max_new_tokens": 9}
     answers = iter(["#### 0", "x", "#### 1END#### 5", "#### 1", "no", "#### 3"])
-    asked, sampler, stage, renderer = opened(lambda _: (next(answers), "stop"), **values)
+    asked, sampler, stage, renderer = opened(lambda: (next(answers), "stop"), **values)
     found = asyncio.run(asked.result("gsm8k"))
     benchmark = open_benchmark(stage.evaluation.benchmarks[0], seed=5)
     short = benchmark.items[:3]
@@ -88,22 +64,18 @@ def test_a_policy_is_asked_what_an_eval_stage_asks_and_scored_as_there(opened):
 
 
 def test_an_answer_that_reached_its_limit_is_counted_and_one_that_was_given_up_ends_the_evaluation(opened):
-    asked, sampler, *_ = opened(lambda _: ("#### 1", "length"))
+    asked, sampler, *_ = opened(lambda: ("#### 1", "length"))
     found = asyncio.run(asked.result("gsm8k"))
     assert found.counts["truncated"] == 3 and found.scores["exact_match"].value == 1 / 4
     assert [request.params.max_new_tokens for request in sampler.requests] == [16] * 3
-    asked, *_ = opened(lambda _: ("", "abort"))
+    asked, *_ = opened(lambda: ("", "abort"))
     with pytest.raises(SamplerError, match="gsm8k: a sampler gave up an answer: not finite"):
         asyncio.run(asked.result("gsm8k"))
 
 
 def test_thinking_between_special_tokens_is_left_out_and_other_special_tokens_are_no_text(opened):
     tags = {"begin": "<|tool_call|>", "end": "<|tool_call_end|>"}
-    asked, sampler, *_ = opened(lambda _: ("", "stop"), thinking=tags)
-    begin, end = (sampler.encoding.token_id(tag) for tag in tags.values())
-    other = sampler.encoding.token_id("<|pad|>")
-    text = [begin, *sampler.encoding.encode("hm"), end, other, *sampler.encoding.encode("#### 1")]
-    sampler.encoding = type("Ids", (), {"encode": lambda self, _: text})()
+    asked, *_ = opened(lambda: (f"{tags['begin']}hm{tags['end']}<|pad|>#### 1", "stop"), thinking=tags)
     record = asyncio.run(asked.result("gsm8k")).records[1]
     assert (record["output"], record["thinking"], record["scores"]["exact_match"]) == ("#### 1", "hm", 1.0)
 
@@ -120,28 +92,10 @@ def test_each_named_set_has_its_interval_and_the_start_can_be_left_out():
     assert config(eval_every=4).evaluation.is_time("eval_reward", 0, num_steps=10)
 
 
-@pytest.mark.parametrize(
-    ("sets", "why"),
-    [
-        ([{"name": "a"}, {"name": "a"}], "two benchmarks are called 'a'"),
-        ([{"name": "eval_reward"}], "give the benchmark another name"),
-        ([{"name": "core"}], "benchmark 'core' is scored by likelihood; only an eval stage can ask it"),
-        (
-            [{"name": "a", "max_new_tokens": 64}],
-            "sampler.context 64 leaves no room .* max_new_tokens 64 of benchmark a",
-        ),
-    ],
-)
-def test_sets_that_cannot_be_asked_are_refused(sets, why):
-    with pytest.raises(ValueError, match=why):
-        config(benchmarks=sets, max_new_tokens=8, sampler={"context": 64})
-
-
 def test_scores_that_the_checkpoint_does_not_have_are_written_again_and_there_once(opened, tmp_path):
-    asked, *_ = opened(lambda _: ("#### 1", "stop"))
+    asked, *_ = opened(lambda: ("#### 1", "stop"))
     result = asyncio.run(asked.result("gsm8k"))
-    stage = RLStage.of(kind="rl", data=["file:x"])
-    job = Job(name="rl", run="test", config=stage, inputs={}, workspace=tmp_path)
+    job = Job(name="rl", run="test", config=config(), inputs={}, workspace=tmp_path)
     records = Records(job, resume_step=-1)
     for step in (1, 2, 3):
         assert records.benchmark(step, result, 0.1) == 1 / 4

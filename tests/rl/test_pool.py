@@ -7,32 +7,45 @@ import pytest
 from benchmarks.pool import run
 from nanodag.config.derive_sampler import derive_sampler
 from nanodag.errors import SamplerError, StageFailed
-from nanodag.host.machine import machine_of
 from nanodag.rl.control.pool import RolloutPool, most_in_flight
-from nanodag.rl.rollouts.batch import RolloutBatch, read_batch, write_batch
+from nanodag.rl.rollouts.batch import read_batch, write_batch
 from nanodag.rl.rollouts.prompts import PromptCursor
 from tests.engines.fake_samplers import World
-from tests.rl.fakes import STOP, FakeEncoding, FakePool, cursor_over, ids
-from tests.rl.test_generation import EQUAL, SPREAD, FakeSampler, MendedPool, RolloutGenerator, config
+from tests.rl.fakes import (
+    EQUAL,
+    SPREAD,
+    FakePool,
+    FakeSampler,
+    answers,
+    config,
+    cursor_over,
+    dropped,
+    generator,
+    ids,
+    kept,
+    mended,
+)
+from tests.rl.stages import MACHINE
 from tests.virtual_clock import run_without_waiting
 
-MACHINE = machine_of("cpu:2:avx2:8GiB")
 RESOURCES = {"num_ranks": 1, "threads": 1, "device": "cpu"}
 
 
 class HeldSampler(FakeSampler):
-    """Answers a prompt when it is let go; SPREAD where nothing else is said."""
+    """Answers a prompt when it is let go; SPREAD where nothing else is said. begun: the prompts' numbers."""
 
-    def __init__(self, answers: dict[int, str] | None = None) -> None:
-        super().__init__({number: SPREAD for number in range(99)} | (answers or {}))
+    def __init__(self, of: dict[int, str] | None = None) -> None:
         self.begun: list[int] = []
         self.gates: dict[int, asyncio.Event] = {}
+        plain = answers({number: SPREAD for number in range(99)} | (of or {})).says
 
-    async def generate(self, requests):
-        number = requests[0].input_ids[0] - 1
-        self.begun.append(number)
-        await self.gates.setdefault(number, asyncio.Event()).wait()
-        return await super().generate(requests)
+        async def says(request):
+            number = request.input_ids[0] - 1
+            self.begun.append(number)
+            await self.gates.setdefault(number, asyncio.Event()).wait()
+            return await plain(request)
+
+        super().__init__(says)
 
     async def let_go(self, *numbers: int) -> None:
         for number in numbers:
@@ -45,21 +58,22 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-def pool_of(sampler, cursor: PromptCursor, rewards=FakePool, *, num_steps=9, lag=1, **more) -> RolloutPool:
+def pool_of(sampler, cursor: PromptCursor, score=float, *, num_steps=9, lag=1, **more) -> RolloutPool:
     more = {"max_in_flight": 99, **more}
-    made = RolloutGenerator(config(prompts_per_step=2), sampler, rewards(), FakeEncoding(), (STOP,))
+    made = generator(sampler, FakePool(score))
     return RolloutPool(made, cursor, num_steps=num_steps, prompts_per_step=2, max_staleness=lag, **more)
 
 
-def kept(batch: RolloutBatch) -> list[str]:
-    return ids(prompt for prompt, _ in batch.kept)
+def begun(tmp_path, sampler, lengths=(1,) * 20, **more):
+    """A pool, and its first step."""
+    pool = pool_of(sampler, cursor_over(tmp_path, list(lengths)), **more)
+    return pool, asyncio.create_task(pool.take(1))
 
 
 def test_a_slow_group_holds_up_nobody_until_it_is_due(tmp_path):
     async def stage():
         sampler = HeldSampler()
-        pool = pool_of(sampler, cursor_over(tmp_path, [1] * 20))
-        first = asyncio.create_task(pool.take(1))
+        pool, first = begun(tmp_path, sampler)
         await settled()
         assert sampler.begun == [0, 1, 2, 3]  # what steps 1 and 2 train
         await sampler.let_go(1, 3)
@@ -82,8 +96,7 @@ def test_a_slow_group_holds_up_nobody_until_it_is_due(tmp_path):
 def test_a_step_takes_old_groups_in_time_for_those_that_the_next_one_could_not_train(tmp_path):
     async def stage():
         sampler = HeldSampler()
-        pool = pool_of(sampler, cursor_over(tmp_path, [1] * 20), lag=2)
-        first = asyncio.create_task(pool.take(1))
+        pool, first = begun(tmp_path, sampler, lag=2)
         await sampler.let_go(4, 5)  # of 0 to 5, all of policy 0
         await first
         pool.policy = 1
@@ -101,14 +114,13 @@ def test_a_step_takes_old_groups_in_time_for_those_that_the_next_one_could_not_t
 def test_a_group_that_is_dropped_makes_room_for_the_next_prompt(tmp_path):
     async def stage():
         sampler = HeldSampler({0: EQUAL, 2: EQUAL})
-        pool = pool_of(sampler, cursor_over(tmp_path, [1, 1, 1, 1, 11, 1, 1, 1]))
-        first = asyncio.create_task(pool.take(1))
+        _, first = begun(tmp_path, sampler, [1, 1, 1, 1, 11, 1, 1, 1])
         await settled()
         await sampler.let_go(0, 2)
         assert sampler.begun == [0, 1, 2, 3, 5, 6]
         await sampler.let_go(3, 6)
         found = await first
-        assert kept(found) == ["p3", "p6"] and ids(drop.prompt for drop in found.dropped) == ["p0", "p2"]
+        assert kept(found) == ["p3", "p6"] and [name for name, _ in dropped(found)] == ["p0", "p2"]
         assert ids(prompt for prompt, _ in found.passed_over) == ["p4"]  # too long
 
     asyncio.run(stage())
@@ -117,8 +129,7 @@ def test_a_group_that_is_dropped_makes_room_for_the_next_prompt(tmp_path):
 def test_no_more_groups_are_in_flight_than_keep_samplers_busy(tmp_path):
     async def stage():
         sampler = HeldSampler()
-        pool = pool_of(sampler, cursor_over(tmp_path, [1] * 9), max_in_flight=3)
-        first = asyncio.create_task(pool.take(1))
+        _, first = begun(tmp_path, sampler, max_in_flight=3)
         await settled()
         assert sampler.begun == [0, 1, 2]
         await sampler.let_go(1)
@@ -130,7 +141,7 @@ def test_no_more_groups_are_in_flight_than_keep_samplers_busy(tmp_path):
 
 def test_where_nothing_passes_a_step_ends_with_what_it_has(tmp_path):
     async def stage():
-        sampler = FakeSampler(dict.fromkeys(range(40), EQUAL))
+        sampler = answers(dict.fromkeys(range(40), EQUAL))
         return await pool_of(sampler, cursor_over(tmp_path, [1] * 40)).take(1)
 
     found = asyncio.run(stage())
@@ -145,8 +156,7 @@ def test_what_a_group_raises_ends_the_step(tmp_path):
 
     async def stage():
         sampler = Broken()
-        pool = pool_of(sampler, cursor_over(tmp_path, [1] * 9))
-        first = asyncio.create_task(pool.take(1))
+        _, first = begun(tmp_path, sampler)
         await sampler.let_go(2)
         await first
 
@@ -155,22 +165,18 @@ def test_what_a_group_raises_ends_the_step(tmp_path):
 
 
 def test_rewards_that_fail_too_often_end_the_stage(tmp_path):
-    sampler = FakeSampler(dict.fromkeys(range(9), "?1"))
+    sampler = answers(dict.fromkeys(range(9), "?1"))
     with pytest.raises(StageFailed, match=r"of step 1 .* max_failed_rewards 0\.25"):
         asyncio.run(pool_of(sampler, cursor_over(tmp_path, [1] * 9)).take(1))
 
 
 def test_when_three_of_eight_samplers_are_lost_at_once_every_prompt_is_trained_once(tmp_path):
-    class Ones(FakePool):
-        def _score(self, completion):
-            return super()._score("1")
-
-    values = {"prompts_per_step": 12, "samples_per_prompt": 1, "max_new_tokens": 1, "filters": []}
-    settings = config(**values, advantage="reinforce_pp")
+    values = {"prompts_per_step": 12, "samples_per_prompt": 1, "max_new_tokens": 1}
+    values |= {"filters": [], "advantage": "reinforce_pp"}
 
     async def stage():
         async with World(tmp_path, size=8) as world:
-            made = RolloutGenerator(settings, world.samplers, Ones(), FakeEncoding(), (STOP,))
+            made = generator(world.samplers, FakePool(lambda answer: 1.0), **values)
             cursor = cursor_over(tmp_path, [1] * 24)
             pool = RolloutPool(made, cursor, num_steps=2, prompts_per_step=12, max_staleness=1, max_in_flight=99)
             first = asyncio.create_task(pool.take(1))
@@ -190,9 +196,7 @@ def test_when_three_of_eight_samplers_are_lost_at_once_every_prompt_is_trained_o
 def test_a_checkpoint_keeps_what_is_done_and_begins_the_rest_again(tmp_path):
     async def before():
         sampler = HeldSampler({4: EQUAL})
-        cursor = cursor_over(tmp_path, [1] * 20)
-        pool = pool_of(sampler, cursor, lag=2)
-        first = asyncio.create_task(pool.take(1))
+        pool, first = begun(tmp_path, sampler, lag=2)
         await sampler.let_go(0, 1)
         await first
         second = asyncio.create_task(pool.take(2))
@@ -215,14 +219,13 @@ def test_a_checkpoint_keeps_what_is_done_and_begins_the_rest_again(tmp_path):
 
     state = asyncio.run(before())
     found = asyncio.run(after(state))
-    assert kept(found) == ["p3", "p5"] and ids(drop.prompt for drop in found.dropped) == ["p4"]
+    assert kept(found) == ["p3", "p5"] and [name for name, _ in dropped(found)] == ["p4"]
 
 
 def test_rewards_that_failed_are_computed_again_when_a_pool_is_restored(tmp_path):
     async def before():
         sampler = HeldSampler({0: "??"})
-        pool = pool_of(sampler, cursor_over(tmp_path, [1] * 9))
-        first = asyncio.create_task(pool.take(1))
+        pool, first = begun(tmp_path, sampler)
         await sampler.let_go(0, 1)
         assert not first.done()
         return pool.state()
@@ -230,7 +233,7 @@ def test_rewards_that_failed_are_computed_again_when_a_pool_is_restored(tmp_path
     async def after(state):
         cursor = cursor_over(tmp_path, [1] * 9)
         cursor.load_state_dict(state.cursor)
-        pool = pool_of(HeldSampler(), cursor, MendedPool)
+        pool = pool_of(HeldSampler(), cursor, mended)
         await pool.restore(state.batch, state.policies, step=0, policy=0)
         return pool.state()
 
@@ -244,18 +247,14 @@ def test_what_ends_after_a_stop_was_asked_for_does_not_count(tmp_path):
     async def stage():
         stopping: list[bool] = []
         sampler = HeldSampler()
-        pool = pool_of(sampler, cursor_over(tmp_path, [1] * 9), is_stopping=lambda: bool(stopping))
-        first = asyncio.create_task(pool.take(1))
+        pool, first = begun(tmp_path, sampler, is_stopping=lambda: bool(stopping))
         await sampler.let_go(1)
         stopping.append(True)  # what computes rewards may be gone
         await sampler.let_go(0, 2)
         assert not first.done()
         state = pool.state()
-        assert kept(state.batch) == ["p1"] and [saved["record"]["prompt_id"] for saved in state.cursor["waiting"]] == [
-            "p0",
-            "p2",
-            "p3",
-        ]
+        waiting = [saved["record"]["prompt_id"] for saved in state.cursor["waiting"]]
+        assert kept(state.batch) == ["p1"] and waiting == ["p0", "p2", "p3"]
 
     asyncio.run(stage())
 

@@ -3,8 +3,8 @@
 import gzip
 import json
 
-from nanodag.config import result_config
-from nanodag.rl.rollouts.stopwatch import chrome_trace
+from nanodag.config.resolve import result_config
+from nanodag.rl.rollouts.metrics import chrome_trace
 from tests.rl.fakes import config
 from tests.rl.stages import digest, make_job, run
 
@@ -20,21 +20,17 @@ def test_a_profile_is_no_part_of_a_key():
     assert result_config(config(profile_steps=[5])) == result_config(config())
 
 
-def test_a_profiled_step_leaves_traces_of_each_rank_and_sampler_and_the_same_bytes(tmp_path):
-    jobs = []
-    for name, values in (("plain", {}), ("profiled", {"profile_steps": [2]})):
-        (tmp_path / name).mkdir()
-        jobs.append(make_job(tmp_path / name, eval_prompts=0, **values))
-        run(jobs[-1])
-    plain, profiled = jobs
-    assert digest(plain.output) == digest(profiled.output) and not (plain.records / "profile").exists()
-    (folder,) = (profiled.records / "profile").iterdir()
+def test_a_profiled_step_leaves_traces_of_each_rank_and_sampler_and_the_same_bytes(plain, tmp_path):
+    job = make_job(tmp_path, profile_steps=[2])
+    run(job)
+    assert digest(plain.output) == digest(job.output) and not (plain.records / "profile").exists()
+    (folder,) = (job.records / "profile").iterdir()
     assert folder.name == "step-00000002"
     (sampled,) = folder.glob("sampler-0/*.trace.json.gz")
-    for path, wanted in ((folder / "trainer-0.trace.json.gz", "aten::"), (sampled, "aten::")):
-        names = {event.get("name", "") for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]}
-        assert any(name.startswith(wanted) for name in names), path
+    for path in (folder / "trainer-0.trace.json.gz", sampled):
+        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+        assert any(event.get("name", "").startswith("aten::") for event in events), path
     timeline = json.loads((folder / "timeline.json").read_text())["traceEvents"]
     assert {"train", "generate", "sync"} <= {event["name"] for event in timeline}
-    log = (profiled.workspace / "worker.log").read_text()
+    log = (job.workspace / "worker.log").read_text()
     assert "no trace" not in log and "not traced" not in log

@@ -8,15 +8,14 @@ from dataclasses import replace
 import pytest
 
 from nanodag.config.kinds.rl import RLStage
-from nanodag.config.rl_evaluation import HELD_OUT
-from nanodag.rl.control.step_records import Records
+from nanodag.config.rl_sections import HELD_OUT
+from nanodag.rl.control.step_records import Records, StepLines
 from nanodag.rl.rollouts.batch import RolloutBatch
-from nanodag.rl.rollouts.prompts import Ledger, Prompt
+from nanodag.rl.rollouts.metrics import Stopwatch
+from nanodag.rl.rollouts.prompts import Prompt
 from nanodag.rl.rollouts.rollout import Span
-from nanodag.rl.rollouts.stopwatch import Stopwatch
 from nanodag.worker.job import Job, MetricsLog
-from tests.rl.models import rollout as of_model
-from tests.rl.versions import rollout
+from tests.rl.rollouts import of_versions, rollout
 
 VALUES = {"sampled_tokens": 4, "seconds_generate": 0.5}
 
@@ -34,7 +33,7 @@ def leave(records: Records, steps: range) -> None:
     for step in steps:
         records.step(step, {"step": 1.0, "generate": 9.0}, VALUES)
         records.timeline(step, [("train", 1.0, 2.0)])
-        records.evaluation(step, [rollout([0])], 0.1)
+        records.evaluation(step, [of_versions([0])], 0.1)
     records.close()
 
 
@@ -43,6 +42,8 @@ def test_an_evaluation_that_the_checkpoint_does_not_have_is_done_again_and_there
     leave(Records(job, resume_step=-1), range(1, 4))
     records = Records(job, resume_step=2, evaluated={HELD_OUT: {"1": 1.0}})
     found = lines(job.metrics_path)
+    # those that the step trained on, not those generated beside it
+    assert (found[0]["seconds_generate"], found[0]["seconds_step"]) == (0.5, 1.0)
     assert [(line["event"], line["step"]) for line in found] == [("step", 1), ("eval", 1), ("step", 2)]
     assert [line["step"] for line in lines(job.records / "timeline.jsonl")] == [1, 2]
     leave(records, range(3, 4))
@@ -53,7 +54,8 @@ def test_an_evaluation_has_the_interval_of_its_mean_over_prompts(tmp_path):
     job = job_in(tmp_path)
     records = Records(job, resume_step=-1)
     of = {"a": (0.0, 0.5), "b": (1.0, 1.0), "c": (0.5, 0.5)}  # means 0.25, 1, 0.5: the error is 0.2205
-    given = [replace(rollout([0]), group_id=name, reward=reward) for name, rewards in of.items() for reward in rewards]
+    pairs = [(name, reward) for name, rewards in of.items() for reward in rewards]
+    given = [replace(of_versions([0]), group_id=name, reward=reward) for name, reward in pairs]
     records.evaluation(1, [*given, replace(given[0], reward=None)], 0.1)
     records.evaluation(2, given[:2], 0.1)
     records.close()
@@ -100,10 +102,9 @@ def files_end_at(num_bytes: int):
 def test_cut_short_while_it_goes_back_to_a_checkpoint_a_process_has_removed_no_line(tmp_path):
     job = job_in(tmp_path)
     leave(Records(job, resume_step=-1), range(1, 4))
-    ledger = Ledger(job.records / "ledger.jsonl")
+    ledger = StepLines(job.records / "ledger.jsonl", resume_step=0)
     for step in range(1, 4):
-        prompt = Prompt(epoch=0, record={"prompt_id": f"p{step}"}, token_ids=(1,))
-        ledger.record(step, prompt, "trained")
+        ledger.write({"step": step})
     ledger.close()
     paths = [job.metrics_path, job.records / "timeline.jsonl", job.records / "ledger.jsonl"]
     before = [path.read_bytes() for path in paths]
@@ -111,18 +112,11 @@ def test_cut_short_while_it_goes_back_to_a_checkpoint_a_process_has_removed_no_l
         for begin in (
             lambda: Records(job, resume_step=2, evaluated={HELD_OUT: dict.fromkeys("123", 1.0)}),
             lambda: MetricsLog(job, resume_step=2),
-            lambda: Ledger(paths[2], resume_step=2),
+            lambda: StepLines(paths[2], resume_step=2),
         ):
             with pytest.raises(OSError, match="File too large"):
                 begin()
     assert [path.read_bytes() for path in paths] == before
-
-
-def test_seconds_of_the_rollouts_are_those_that_the_step_trained_on_not_those_generated_beside_it(tmp_path):
-    job = job_in(tmp_path)
-    leave(Records(job, resume_step=-1), range(1, 2))
-    line = lines(job.metrics_path)[0]
-    assert line["seconds_generate"] == 0.5 and line["seconds_step"] == 1.0
 
 
 def test_a_stopwatch_gives_sums_and_spans_once():
@@ -144,8 +138,8 @@ def test_the_right_answers_of_a_steps_prompts_are_kept_and_go_with_it(tmp_path):
     asked = [{"role": "user", "content": "sort"}]
     prompts = [Prompt(epoch=0, record={"prompt_id": "p", "answer": "1 2", "messages": asked}, token_ids=(1,))]
     for step in (1, 2):
-        records.rollouts(step, RolloutBatch(kept=[(prompts[0], [rollout([0])])]))
-        records.evaluation(step, [rollout([0])], 0.1, prompts, too_long=3)
+        records.rollouts(step, RolloutBatch(kept=[(prompts[0], [of_versions([0])])]))
+        records.evaluation(step, [of_versions([0])], 0.1, prompts, too_long=3)
     records.close()
     assert [line["eval_too_long"] for line in lines(job.metrics_path) if line["event"] == "eval"] == [3, 3]
     folder = job.records / "rollouts"
@@ -155,34 +149,27 @@ def test_the_right_answers_of_a_steps_prompts_are_kept_and_go_with_it(tmp_path):
     assert {path.name.split(".")[0][-1] for path in folder.iterdir()} == {"1"}
 
 
-def test_responses_are_shown_group_by_group_in_turn(tmp_path):
-    job = job_in(tmp_path)
-    job = replace(job, config=job.config.model_copy(update={"log_responses": 3}))
-    records = Records(job, resume_step=-1)
-    shown = [two_of(group, sample) for group in ("a", "b") for sample in (0, 1)]
-    records.responses(4, shown, lambda ids: "".join(map(str, ids)))
+def shown(folder, count: int, rollouts) -> list[dict]:
+    """The responses that are shown of these."""
+    job = job_in(folder)
+    records = Records(replace(job, config=job.config.model_copy(update={"log_responses": count})), resume_step=-1)
+    records.responses(4, rollouts, lambda ids: "".join(map(str, ids)))
     records.close()
     (line,) = lines(job.metrics_path)
     assert (line["event"], line["step"]) == ("sample", 4)
-    assert [(row["prompt_id"], row["prompt"], row["response"], row["reward"]) for row in line["responses"]] == [
-        ("a", "12", "30", 0.5), ("b", "12", "30", 0.5), ("a", "12", "31", 0.5)
-    ]  # fmt: skip
+    return line["responses"]
+
+
+def test_responses_are_shown_group_by_group_in_turn(tmp_path):
+    rollouts = [rollout(group, sample, [1, 2], [3, sample], reward=0.5) for group in ("a", "b") for sample in (0, 1)]
+    found = [(row["prompt_id"], row["prompt"], row["response"], row["reward"]) for row in shown(tmp_path, 3, rollouts)]
+    assert found == [("a", "12", "30", 0.5), ("b", "12", "30", 0.5), ("a", "12", "31", 0.5)]
 
 
 def test_a_response_of_turns_names_its_speakers_and_its_branches_follow_it(tmp_path):
-    job = job_in(tmp_path)
-    job = replace(job, config=job.config.model_copy(update={"log_responses": 1}))
-    records = Records(job, resume_step=-1)
-    main = of_model("a", 0, [1], [2], reward=1.0)
+    main, other = (rollout("a", sample, [1], [2], reward=1.0) for sample in (0, 1))
     main = replace(main, spans=(*main.spans, Span(kind="tool", token_ids=(3,)), main.spans[-1]))
-    judged = replace(of_model("a", 0, [4], [5], reward=1.0), branch=1, role="judge")
-    records.responses(1, [main, judged, two_of("a", 1)], lambda ids: "".join(map(str, ids)))
-    records.close()
-    (line,) = lines(job.metrics_path)
-    assert [(r["response"], r["turns"], r["branch"], r["role"]) for r in line["responses"]] == [
-        ("[model]\n2\n\n[tool]\n3\n\n[model]\n2", 2, 0, ""), ("5", 1, 1, "judge")
-    ]  # fmt: skip
-
-
-def two_of(group, sample):
-    return of_model(group, sample, [1, 2], [3, sample], reward=0.5)
+    judged = replace(rollout("a", 0, [4], [5], reward=1.0), branch=1, role="judge")
+    rows = shown(tmp_path, 1, [main, judged, other])
+    wanted = [("[model]\n2\n\n[tool]\n3\n\n[model]\n2", 2, 0, ""), ("5", 1, 1, "judge")]
+    assert [(row["response"], row["turns"], row["branch"], row["role"]) for row in rows] == wanted

@@ -115,15 +115,33 @@ def of(work: FakeWork, kind: str) -> list[int]:
 
 
 SPEEDS = [{}, {"train": 40}, {"generate": 40}, {"evaluate": 60, "publish": 9}]
+ALL = list(range(1, STEPS + 1))
 
 
+def exact(lag: int) -> dict[int, int]:
+    """Which policy samples each step's batch."""
+    return {step: max(0, step - 1 - lag) for step in ALL}
+
+
+@pytest.mark.parametrize("keeps_trainer", [False, True])
+@pytest.mark.parametrize("is_exact", [True, False])
 @pytest.mark.parametrize("slow", SPEEDS)
 @pytest.mark.parametrize("lag", [0, 1, 2, 4])
-def test_which_weights_sample_a_batch_depends_on_its_step_alone(lag, slow):
-    work = run_schedule(FakeWork(evals=(0, 2, 5), saves=(2, 4), slow=slow), lag)
-    assert work.sampled_by == {step: max(0, step - 1 - lag) for step in range(1, STEPS + 1)}
-    assert of(work, "train") == of(work, "note") == [1, 2, 3, 4, 5]
-    assert of(work, "evaluate") == [0, 2, 5] and of(work, "save") == [2, 4]
+def test_which_weights_sample_a_batch_depends_on_its_step_alone_and_what_runs_beside_a_step_on_the_lag(
+    lag, slow, is_exact, keeps_trainer
+):
+    work = FakeWork(evals=(0, 2, 5), saves=(2, 4), slow=slow)
+    run_schedule(work, lag, is_exact=is_exact, keeps_trainer=keeps_trainer)
+    assert of(work, "train") == of(work, "note") == ALL and of(work, "evaluate") == [0, 2, 5]
+    assert all(step - 1 - policy <= lag for step, policy in work.sampled_by.items())
+    if is_exact:
+        assert work.sampled_by == exact(lag) and of(work, "save") == [2, 4]
+    assert any({"train", "generate"} <= both for both in work.beside) == (lag > 0)
+    if keeps_trainer:  # no step changes weights that the samplers are still to take
+        for policy in of(work, "load"):  # noted when it ends, as a step is: no later step is before it
+            later = range(policy + 1, STEPS + 1)
+            assert all(work.log.index(("train", step)) > work.log.index(("load", policy)) for step in later)
+        assert frozenset({"load", "train"}) not in work.beside
 
 
 @pytest.mark.parametrize("slow", SPEEDS)
@@ -133,7 +151,7 @@ def test_in_turns_nothing_of_the_samplers_runs_beside_a_step(slow, is_exact):
     for takes_turns in (True, False):
         work = FakeWork(evals=(0, 2, 5), saves=(2, 4), slow=slow)
         run_schedule(work, 0, takes_turns=takes_turns, is_exact=is_exact)
-        assert of(work, "train") == [1, 2, 3, 4, 5] and of(work, "evaluate") == [0, 2, 5]
+        assert of(work, "train") == ALL and of(work, "evaluate") == [0, 2, 5]
         overlaps = [busy for busy in work.beside if all(busy & side for side in sides)]
         assert not overlaps if takes_turns else (overlaps or "evaluate" not in slow)
     resumed = FakeWork(evals=(2,), slow=slow)
@@ -143,31 +161,9 @@ def test_in_turns_nothing_of_the_samplers_runs_beside_a_step(slow, is_exact):
     assert of(resumed, "train") == [3, 4, 5] and of(resumed, "evaluate") == [2]
 
 
-@pytest.mark.parametrize("is_exact", [True, False])
-@pytest.mark.parametrize("slow", SPEEDS)
-@pytest.mark.parametrize("lag", [0, 1, 2, 4])
-def test_no_step_changes_weights_that_the_samplers_are_still_to_take(lag, slow, is_exact):
-    work = FakeWork(evals=(0, 2, 5), saves=(2, 4), slow=slow)
-    run_schedule(work, lag, is_exact=is_exact, keeps_trainer=True)
-    if is_exact:
-        assert work.sampled_by == {step: max(0, step - 1 - lag) for step in range(1, STEPS + 1)}
-    assert of(work, "train") == of(work, "note") == [1, 2, 3, 4, 5] and of(work, "evaluate") == [0, 2, 5]
-    for policy in of(work, "load"):  # noted when it ends, as a step is: no later step is before it
-        assert all(work.log.index(("train", step)) > work.log.index(("load", policy)) for step in range(policy + 1, 6))
-    assert frozenset({"load", "train"}) not in work.beside
-    if lag:
-        assert any({"train", "generate"} <= both for both in work.beside)
-
-
-@pytest.mark.parametrize("lag", [1, 3])
-def test_with_a_lag_a_step_trains_while_the_next_rollouts_are_generated(lag):
-    work = run_schedule(FakeWork(evals=(2,), slow={"train": 30}), lag)
-    assert {"generate", "train"} in work.beside and any({"evaluate", "train"} <= busy for busy in work.beside)
-
-
-def test_without_a_lag_nothing_is_generated_while_a_step_trains():
-    work = run_schedule(FakeWork(), 0)
-    assert not any({"generate", "train"} <= busy for busy in work.beside)
+def test_with_a_lag_a_step_trains_while_weights_are_evaluated():
+    work = run_schedule(FakeWork(evals=(2,), slow={"train": 30}), 1)
+    assert any({"evaluate", "train"} <= busy for busy in work.beside)
 
 
 @pytest.mark.parametrize(
@@ -203,10 +199,9 @@ def test_the_last_weights_are_published_only_to_be_evaluated():
     assert of(run_schedule(FakeWork(evals=(5,)), 1), "publish") == [0, 1, 2, 3, 4, 5]
 
 
-def test_where_bytes_are_not_promised_the_newest_weights_sample_and_the_cap_holds():
+def test_where_bytes_are_not_promised_the_newest_weights_sample():
     work = run_schedule(FakeWork(slow={"generate": 40}), 3, is_exact=False)
     assert work.sampled_by[STEPS] > STEPS - 1 - 3
-    assert all(step - 1 - policy <= 3 for step, policy in work.sampled_by.items())
 
 
 class ChangingWork(FakeWork):
@@ -237,11 +232,9 @@ IN_FLIGHT = {"is_exact": False, "loads_in_flight": True}
 @pytest.mark.parametrize("keeps_trainer", [False, True])
 @pytest.mark.parametrize("lag", [1, 3])
 def test_weights_may_come_in_the_midst_of_a_batch_but_never_while_they_are_evaluated(lag, keeps_trainer, slow):
-    work = ChangingWork(
-        evals=(0, 2, 3, 5), saves=(1, 2, 3, 4), slow=slow
-    )  # what is evaluated sees that its weights stay
+    work = ChangingWork(evals=(0, 2, 3, 5), saves=(1, 2, 3, 4), slow=slow)  # an evaluation sees that its weights stay
     run_schedule(work, lag, keeps_trainer=keeps_trainer, **IN_FLIGHT)
-    assert of(work, "train") == of(work, "note") == of(work, "generate") == [1, 2, 3, 4, 5]
+    assert of(work, "train") == of(work, "note") == of(work, "generate") == ALL
     assert of(work, "evaluate") == [0, 2, 3, 5] and of(work, "load") == sorted(set(of(work, "load")))
     for step, policies in work.seen.items():
         assert policies == sorted(policies) and policies[0] >= step - 1 - lag and policies[-1] < step
@@ -250,34 +243,6 @@ def test_weights_may_come_in_the_midst_of_a_batch_but_never_while_they_are_evalu
     is_long = slow.get("generate", 0) == 200
     assert any(len(set(policies)) > 1 for policies in work.seen.values()) or not is_long
     assert any({"load", "generate"} <= both for both in work.beside) or not is_long
-
-
-@pytest.mark.parametrize("moment", [("load", 1), ("train", 2), ("train", 5), ("generate", 4), ("evaluate", 2)])
-def test_asked_to_stop_in_the_midst_of_a_batch_the_rest_follows(moment):
-    work = ChangingWork(evals=(0, 2, 5), slow={"generate": 60}, stop_at=moment)
-    begun = schedule(work, 1, **IN_FLIGHT)
-    with pytest.raises(StopRequested):
-        asyncio.run(begun.run())
-    found = begun.position
-    work.check_that_nothing_is_lost(found)
-    assert found.policy <= found.step + 1
-    rest = ChangingWork(evals=work.evals, slow={"generate": 60})
-    rest.kept = range(found.policy, found.step)
-    run_schedule(rest, 1, position=found, **IN_FLIGHT)
-    assert of(work, "train") + of(rest, "train") == [1, 2, 3, 4, 5]
-    assert of(work, "evaluate") + of(rest, "evaluate") == [0, 2, 5]
-
-
-@pytest.mark.parametrize("kind", ["generate", "train", "evaluate", "load", "publish"])
-def test_an_error_ends_both_sides_and_the_batch_that_is_under_way(kind):
-    work = ChangingWork(evals=(2,), fail=(kind, 2, StageFailed("broken")), slow={"generate": 60})
-
-    async def ended_without_tasks():
-        with pytest.raises(StageFailed, match="broken"):
-            await schedule(work, 1, **IN_FLIGHT).run()
-        return asyncio.all_tasks() - {asyncio.current_task()}
-
-    assert not asyncio.run(ended_without_tasks())
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2])
@@ -292,29 +257,45 @@ def test_from_every_checkpoint_the_rest_is_sampled_by_the_same_weights(lag):
         assert of(rest, "train") == list(range(position.step + 1, STEPS + 1))
 
 
-@pytest.mark.parametrize("lag", [0, 1, 2])
-@pytest.mark.parametrize("moment", [("generate", 1), ("generate", 4), ("train", 2), ("train", 5), ("evaluate", 2)])
-def test_asked_to_stop_a_step_is_finished_and_the_rest_follows_from_where_it_stopped(lag, moment):
-    work = FakeWork(evals=(0, 2, 5), slow={"evaluate": 20}, stop_at=moment)
-    begun = schedule(work, lag)
+MOMENTS = [("generate", 1), ("generate", 4), ("train", 2), ("train", 5), ("evaluate", 2)]
+CHANGING = (ChangingWork, 1, {"generate": 60}, IN_FLIGHT)
+
+
+@pytest.mark.parametrize(
+    ("kind", "lag", "slow", "options", "moment"),
+    [
+        *((FakeWork, lag, {"evaluate": 20}, {}, moment) for lag in (0, 1, 2) for moment in MOMENTS),
+        *((*CHANGING, moment) for moment in (*MOMENTS[1:], ("load", 1))),
+    ],
+)
+def test_asked_to_stop_a_step_is_finished_and_the_rest_follows_from_where_it_stopped(kind, lag, slow, options, moment):
+    work = kind(evals=(0, 2, 5), slow=slow, stop_at=moment)
+    begun = schedule(work, lag, **options)
     with pytest.raises(StopRequested):
         asyncio.run(begun.run())
-    found = begun.position
-    work.check_that_nothing_is_lost(found)
-    assert found.step == max([0, *of(work, "train")]) == max([0, *of(work, "note")])
-    rest = FakeWork(evals=work.evals)
-    rest.kept = range(found.policy, found.step)  # the controller keeps these weights in the checkpoint
-    run_schedule(rest, lag, position=found)
-    assert work.sampled_by | rest.sampled_by == {step: max(0, step - 1 - lag) for step in range(1, STEPS + 1)}
-    assert of(work, "train") + of(rest, "train") == [1, 2, 3, 4, 5]
-    assert of(work, "evaluate") + of(rest, "evaluate") == [0, 2, 5]
+    position = begun.position
+    work.check_that_nothing_is_lost(position)
+    if kind is FakeWork:
+        assert position.step == max([0, *of(work, "train")]) == max([0, *of(work, "note")])
+    assert position.policy <= position.step + 1
+    rest = kind(evals=work.evals, slow=slow)
+    rest.kept = range(position.policy, position.step)  # the controller keeps these weights in the checkpoint
+    run_schedule(rest, lag, position=position, **options)
+    assert of(work, "train") + of(rest, "train") == ALL and of(work, "evaluate") + of(rest, "evaluate") == [0, 2, 5]
+    assert kind is ChangingWork or work.sampled_by | rest.sampled_by == exact(lag)
 
 
+@pytest.mark.parametrize(("made", "options"), [(FakeWork, {}), (ChangingWork, IN_FLIGHT)])
 @pytest.mark.parametrize("kind", ["generate", "train", "evaluate", "load", "publish"])
-def test_an_error_on_either_side_ends_both(kind):
-    work = FakeWork(evals=(2,), fail=(kind, 2, StageFailed("broken")))
-    with pytest.raises(StageFailed, match="broken"):
-        run_schedule(work, 1)
+def test_an_error_on_either_side_ends_both_and_the_batch_that_is_under_way(made, options, kind):
+    work = made(evals=(2,), fail=(kind, 2, StageFailed("broken")), slow={"generate": 60} if options else {})
+
+    async def ended_without_tasks():
+        with pytest.raises(StageFailed, match="broken"):
+            await schedule(work, 1, **options).run()
+        return asyncio.all_tasks() - {asyncio.current_task()}
+
+    assert not asyncio.run(ended_without_tasks())
 
 
 def test_a_sampler_that_the_stop_signal_ended_is_no_error():

@@ -3,75 +3,42 @@
 import asyncio
 import json
 
-import pytest
-
-from nanodag.config.kinds.rl import RLStage
-from nanodag.inference.protocol import Completion, FinishReason, VersionSpan
-from nanodag.rl.control.generation import RolloutGenerator
-from tests.rl.fakes import STOP, FakeEncoding, FakePool, config, cursor_over, ids
+from tests.rl.fakes import STOP, FakePool, FakeSampler, cursor_over, dropped, generator, ids, kept
 
 LONGEST = 6
 
 
-class WritingSampler:
-    """Sample i of prompt n is to become `texts[n][i]` and then stop; it writes on from wherever it is asked to."""
+def writes(texts: dict[int, list[str]]) -> FakeSampler:
+    """Sample i of prompt n is to become `texts[n][i]` and then stop; it is written on from wherever it is asked for."""
 
-    def __init__(self, texts: dict[int, list[str]]) -> None:
-        self.texts, self.version, self.requests, self.aborted = texts, 0, [], []
-
-    async def generate(self, requests):
-        self.requests += requests
-        return [self.answers(request) for request in requests]
-
-    async def abort(self, rid) -> None:
-        self.aborted.append(rid)
-
-    def answers(self, request):
+    def says(request):
         number, sofar = request.input_ids[0] - 1, request.input_ids[1:]
-        wanted = [[*map(ord, text), STOP] for text in self.texts[number]]
+        wholes = [[*map(ord, text), STOP] for text in texts[number]]
         if request.params.n == 1:
-            wanted = [wanted[int(request.rid.rpartition("-")[2])]]
-        return [self.completion(request, full[len(sofar) :]) for full in wanted]
+            wholes = [wholes[int(request.rid.rpartition("-")[2])]]
+        return [whole[len(sofar) :] for whole in wholes]
 
-    def completion(self, request, rest: list[int]) -> Completion:
-        given = rest[: request.params.max_new_tokens]
-        version = str(self.version)
-        return Completion(
-            rid=request.rid,
-            output_ids=given,
-            logprobs=[-0.5] * len(given),
-            finish_reason=FinishReason(type="stop" if given[-1] == STOP else "length"),
-            weight_version=version,
-            weight_versions=[VersionSpan(version=version, start=0, end=len(given))],
-            num_prompt_tokens=len(request.input_ids),
-        )
+    return FakeSampler(says)
 
 
-class Lengths(FakePool):
-    """The reward of an answer is how long it is."""
-
-    def _score(self, completion):
-        return super()._score(str(len(completion)))
-
-
-def generator(sampler: WritingSampler, **values) -> RolloutGenerator:
+def steps_of(sampler: FakeSampler, **values):
+    """step(cursor, number): what the step with that number makes, sampled by the weights of the one before it."""
     options = {"partial_rollout_tokens": 2, "max_new_tokens": LONGEST, "over_sampling": 2} | values
-    return RolloutGenerator(config(**options), sampler, Lengths(), FakeEncoding(), (STOP,))
+    made = generator(sampler, FakePool(len), **options)
 
+    def step(cursor, number: int):
+        sampler.version = number - 1
+        return asyncio.run(made.step(cursor, number))
 
-def step(made: RolloutGenerator, cursor, number: int):
-    made._sampler.version = number - 1
-    return asyncio.run(made.step(cursor, number))
+    return step
 
 
 def test_groups_that_are_not_finished_when_a_step_is_full_go_on_in_the_next_and_tokens_keep_their_version(tmp_path):
-    sampler = WritingSampler({0: ["a", "abcd"], 1: ["a", ""], 2: ["", "a"]})
-    made, cursor = generator(sampler, prompts_per_step=1), cursor_over(tmp_path, [1] * 3)
-    first = step(made, cursor, 1)
-    assert ids(prompt for prompt, _ in first.kept) == ["p1"] and first.num_partial == 1
-    second = step(made, cursor, 2)
-    assert ids(prompt for prompt, _ in second.kept) == ["p2"] and second.num_partial == 1
-    ((prompt, (short, long)),) = step(made, cursor, 3).kept
+    step = steps_of(writes({0: ["a", "abcd"], 1: ["a", ""], 2: ["", "a"]}), prompts_per_step=1)
+    cursor = cursor_over(tmp_path, [1] * 3)
+    first, second = step(cursor, 1), step(cursor, 2)
+    assert [(kept(batch), batch.num_partial) for batch in (first, second)] == [(["p1"], 1), (["p2"], 1)]
+    ((prompt, (short, long)),) = step(cursor, 3).kept
     assert prompt.prompt_id == "p0" and prompt.begun == ()
     assert short.sampled_token_ids == (ord("a"), STOP) and short.versions == (0, 0)
     assert long.sampled_token_ids == (*map(ord, "abcd"), STOP) and long.versions == (0, 0, 1, 1, 2)
@@ -79,25 +46,22 @@ def test_groups_that_are_not_finished_when_a_step_is_full_go_on_in_the_next_and_
 
 
 def test_a_step_goes_on_in_rounds_and_refills_until_it_has_its_groups(tmp_path):
-    sampler = WritingSampler({0: ["abc", "a"], 1: ["a", "a"], 2: ["", "a"], 3: ["", "a"]})
-    made, cursor = generator(sampler, filters=["nonzero_spread"]), cursor_over(tmp_path, [1] * 5)
-    found = step(made, cursor, 1)
-    assert ids(prompt for prompt, _ in found.kept) == ["p0", "p2"] and found.num_partial == 0
-    assert ids(drop.prompt for drop in found.dropped) == ["p1"]
+    step = steps_of(writes({0: ["abc", "a"], 1: ["a", "a"], 2: ["", "a"], 3: ["", "a"]}), filters=["nonzero_spread"])
+    cursor = cursor_over(tmp_path, [1] * 5)
+    batch = step(cursor, 1)
+    assert kept(batch) == ["p0", "p2"] and batch.num_partial == 0 and dropped(batch) == [("p1", "zero_spread")]
     assert ids(cursor.take(1)) == ["p3"]
 
 
 def test_what_is_finished_and_not_needed_is_begun_again_in_the_next_step(tmp_path):
-    sampler = WritingSampler({n: ["", "a"] for n in range(4)})
-    made, cursor = generator(sampler, prompts_per_step=1), cursor_over(tmp_path, [1] * 4)
-    step(made, cursor, 1)
+    cursor = cursor_over(tmp_path, [1] * 4)
+    steps_of(writes({n: ["", "a"] for n in range(4)}), prompts_per_step=1)(cursor, 1)
     assert [(prompt.prompt_id, prompt.begun) for prompt in cursor.take(1)] == [("p1", ())]
 
 
 def test_only_the_unfinished_sample_is_asked_for_again_with_what_it_has_and_a_seed_of_its_own(tmp_path):
-    sampler = WritingSampler({0: ["abcd", "abcdefgh"], 1: ["", "abcdefgh"]})
-    made, cursor = generator(sampler, prompts_per_step=1), cursor_over(tmp_path, [1] * 2)
-    ((_, group),) = step(made, cursor, 2).kept
+    sampler = writes({0: ["abcd", "abcdefgh"], 1: ["", "abcdefgh"]})
+    ((_, group),) = steps_of(sampler, prompts_per_step=1)(cursor_over(tmp_path, [1] * 2), 2).kept
     begun, again = sampler.requests[0], [r for r in sampler.requests[2:] if r.input_ids[0] == 1]
     assert begun.params.n == 2 and begun.params.max_new_tokens == 2
     assert [r.rid for r in again] == ["step-2-p0@0-0", "step-2-p0@0-1"] * 2
@@ -107,18 +71,11 @@ def test_only_the_unfinished_sample_is_asked_for_again_with_what_it_has_and_a_se
 
 
 def test_what_was_begun_survives_a_save(tmp_path):
-    sampler = WritingSampler({0: ["abcde", "a"], 1: ["", "a"]})
-    made, cursor = generator(sampler, prompts_per_step=1), cursor_over(tmp_path, [1] * 2)
-    assert step(made, cursor, 1).num_partial == 1
+    step = steps_of(writes({0: ["abcde", "a"], 1: ["", "a"]}), prompts_per_step=1)
+    cursor = cursor_over(tmp_path, [1] * 2)
+    assert step(cursor, 1).num_partial == 1
     saved = json.loads(json.dumps(cursor.state_dict()))
-    whole = step(made, cursor, 2)
+    whole = step(cursor, 2)
     again = cursor_over(tmp_path, [1] * 2)
     again.load_state_dict(saved)
-    assert step(made, again, 2).kept == whole.kept and again.state_dict() == cursor.state_dict()
-
-
-def test_settings_that_cannot_work_are_refused():
-    with pytest.raises(ValueError, match=r"needs partial_rollout_tokens \(found 8\) and max_staleness \(found 0\)"):
-        RLStage.of(kind="rl", data=["file:x"], over_sampling=64, partial_rollout_tokens=8, partial_rollouts="correct")
-    with pytest.raises(ValueError, match="partial_rollout_tokens 8 needs over_sampling"):
-        RLStage.of(kind="rl", data=["file:x"], partial_rollout_tokens=8)
+    assert step(again, 2).kept == whole.kept and again.state_dict() == cursor.state_dict()

@@ -1,16 +1,17 @@
 """Best of n as a stage: what it leaves, what reads it, and what names it."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from nanodag.config.kinds.select import SelectStage
 from nanodag.config.pipeline import Pipeline
 from nanodag.data.records import check_record
-from nanodag.report.contamination_table import training_urls
+from nanodag.report.__main__ import training_urls
 from nanodag.rl.rollouts.rollout import read_rollouts
-from nanodag.store import Store
-from nanodag.viewer.rollout_files import shelf_of
+from nanodag.rl.rollouts.rollout_files import shelf_of
+from nanodag.store.artifacts import Store
 from nanodag.worker.job import ROWS, Job, read_job, write_job
 from tests.config.stages import STAGES
 from tests.rl.stages import make_job, metrics, run
@@ -20,8 +21,19 @@ SELECT = {"kind": "select", "inputs": {"model": "base"}, "data": ["file:/p.jsonl
 SFT = {"kind": "sft", "inputs": {"model": "base", "conversations": "best"}, "data": ["input:conversations"]}
 
 
+def select_job(folder, **values):
+    """A job of kind select on the prompts, the reward and the sampler of a tiny RL stage."""
+    job = make_job(folder)
+    shared = ("inputs", "data", "seed", "resources", "reward", "sampler", "num_steps", "checkpoint_every")
+    settings = {name: getattr(job.config, name) for name in shared}
+    settings |= {"prompts_per_step": 2, "samples_per_prompt": 4, "max_new_tokens": 8}
+    job = replace(job, config=SelectStage.of(kind="select", **(settings | values)))
+    write_job(job)
+    return job
+
+
 def test_the_stage_leaves_the_best_finished_answer_to_each_prompt_as_a_conversation(tmp_path):
-    job = make_job(tmp_path, kind="select", best=1, lowest_reward=-1.0, samples_per_prompt=4, eval_prompts=0)
+    job = select_job(tmp_path, lowest_reward=-1.0)
     run(job)
     rows = [json.loads(line) for line in (job.output / ROWS).read_text().splitlines()]
     best: dict[str, float] = {}
@@ -41,7 +53,7 @@ def test_the_stage_leaves_the_best_finished_answer_to_each_prompt_as_a_conversat
 
 
 def test_a_stage_without_a_good_answer_fails_and_says_what_was_left_out(tmp_path):
-    job = make_job(tmp_path, kind="select", lowest_reward=100.0, num_steps=1, eval_prompts=0)
+    job = select_job(tmp_path, lowest_reward=100.0, num_steps=1)
     with pytest.raises(AssertionError, match="No answer was good enough"):
         run(job)
 
@@ -62,8 +74,9 @@ def test_a_source_of_an_input_becomes_its_file_in_the_worker_with_its_slice(tmp_
         ({"best": SELECT, "sft": {**SFT, "inputs": {"model": "base"}}}, "needs an input 'conversations'"),
         ({"sft": {**SFT, "inputs": {"model": "base", "conversations": "base"}}}, "is not a conversations"),
         ({"best": {**SELECT, "data": ["input:conversations"]}}, "needs an input 'conversations'"),
-        ({"best": {**SELECT, "rollout": {"generate": "calculator"}}}, "use one_turn"),
-        ({"best": {**SELECT, "only": "both"}}, "only"),
+        ({"best": {**SELECT, "rollout": {"generate": "calculator"}}}, "rollout.generate"),
+        ({"best": {**SELECT, "rollout": {"over_sampling": 8}}}, "over_sampling 8 is below the 32 new groups"),
+        ({"best": {**SELECT, "reward": {"f1": 0}}}, "a weight of 0"),
     ],
 )  # fmt: skip
 def test_what_makes_no_sense_is_refused_before_work_begins(stages, message):

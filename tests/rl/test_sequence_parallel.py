@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from benchmarks import long_rows
-from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import ConfigError
 from nanodag.rl.trainer.policy import load_policy
 from nanodag.rl.trainer.sequence_parallel import SequenceGroup
@@ -34,12 +33,6 @@ def test_a_model_whose_heads_cannot_be_shared_out_is_refused(tmp_path):
     load_policy(model, temperature=1.0, group=SequenceGroup(size=2))
     with pytest.raises(ConfigError, match=r"sequence_parallel 4 .* 4 query and 2 key-value heads"):
         load_policy(model, temperature=1.0, group=SequenceGroup(size=4))
-
-
-@pytest.mark.parametrize(("num_ranks", "shared_by"), [(3, 2), (2, 4), (1, 2)])
-def test_ranks_that_cannot_be_grouped_are_refused(num_ranks, shared_by):
-    with pytest.raises(ValueError, match=f"num_ranks {num_ranks} is not a multiple"):
-        RLStage.of(kind="rl", data=["file:x"], resources={"num_ranks": num_ranks}, sequence_parallel=shared_by)
 
 
 @pytest.mark.slow

@@ -2,28 +2,30 @@
 
 import json
 import os
-import random
 import signal
 import statistics
 import time
-from collections import Counter
-from pathlib import Path
+from contextlib import suppress
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from nanodag.rl.control.model_facts import sync_folder
-from nanodag.rl.rollouts.prompts import read_ledger
 from nanodag.rl.rollouts.rollout import groups_of, read_rollouts
-from nanodag.viewer.rollout_files import Shelf
+from nanodag.rl.rollouts.rollout_files import Shelf
 from nanodag.worker.job import STOPPED_EXIT_CODE
+from tests.fault.processes import is_running, wait_until
 from tests.rl.stages import (
+    KILL,
+    STOP,
     benchmark,
-    digest,
+    disturb,
     end_group,
     make_job,
     metrics,
+    outcomes_of,
     run,
     same_in_the_end,
     slow_rewards,
@@ -31,17 +33,7 @@ from tests.rl.stages import (
     wait_for_step,
 )
 
-TWO_RANKS = {"num_ranks": 2, "threads": 1, "device": "cpu"}
-AHEAD = {"max_staleness": 1, "correction": "tis", "num_steps": 6, "checkpoint_every": 2, "eval_every": 3}
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """A stage of six steps that nothing disturbed."""
-    folder = tmp_path_factory.mktemp("stage")
-    job = make_job(folder, num_steps=6, checkpoint_every=2, eval_every=3, benchmarks=named_sets(folder))
-    run(job)
-    return job
+SIX = {"num_steps": 6, "checkpoint_every": 2, "eval_every": 3}
 
 
 def named_sets(folder):
@@ -50,30 +42,40 @@ def named_sets(folder):
     return [benchmark(folder, "greedy", limit=3), benchmark(folder, "drawn", **drawn)]
 
 
+def results_of(job):
+    return json.loads((job.workspace / "result.json").read_text())
+
+
+def log_of(job) -> str:
+    return (job.workspace / "worker.log").read_text()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A stage of six steps that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("stage")
+    job = make_job(folder, **SIX, benchmarks=named_sets(folder))
+    run(job)
+    return job
+
+
 def test_a_stage_leaves_a_model_that_transformers_loads_and_learns_something(finished):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     AutoTokenizer.from_pretrained(finished.output)
-    model = AutoModelForCausalLM.from_pretrained(finished.output)
-    assert model.dtype == torch.float32
-    before = load_file(finished.inputs["model"] / "model.safetensors")
-    after = load_file(finished.output / "model.safetensors")
+    assert AutoModelForCausalLM.from_pretrained(finished.output).dtype == torch.float32
+    before, after = (load_file(folder / "model.safetensors") for folder in (finished.inputs["model"], finished.output))
     assert before.keys() == after.keys() and any(not torch.equal(before[name], after[name]) for name in before)
-    result = json.loads((finished.workspace / "result.json").read_text())
-    assert result["metrics"]["eval_reward"] > result["metrics"]["eval_reward_before"]
-    assert result["cost"]["flops"] > 0
+    result = results_of(finished)
+    assert result["metrics"]["eval_reward"] > result["metrics"]["eval_reward_before"] and result["cost"]["flops"] > 0
 
 
 def test_every_step_is_on_policy_and_trainer_and_sampler_agree_on_logprobs(finished):
     steps = metrics(finished)
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
     for line in steps:
-        assert (
-            line["staleness"] == line["staleness_largest"] == 0
-            and line["ratio"] == 1.0
-            and line["clipped_share"] == 0.0
-        )
-        assert line["mismatch_largest"] < 1e-4
+        assert line["staleness"] == line["staleness_largest"] == 0 and line["mismatch_largest"] < 1e-4
+        assert line["ratio"] == 1.0 and line["clipped_share"] == 0.0
         assert line["seconds_generate"] > 0 and line["seconds_train"] > 0 and line["seconds_sync"] > 0
     evals = [(line["step"], line.get("benchmark", "held out")) for line in metrics(finished, "eval")]
     assert [step for step, name in evals if name == "held out"] == [0, 3, 6]
@@ -84,7 +86,7 @@ def test_each_named_set_is_scored_at_its_interval_and_its_scores_are_told(finish
     scores = {name: {line["step"]: line[f"benchmark_{name}"] for line in lines if line["benchmark"] == name}
               for name in ("greedy", "drawn")}  # fmt: skip
     assert [list(found) for found in scores.values()] == [[0, 3, 6], [0, 2, 4, 6]]
-    told = json.loads((finished.workspace / "result.json").read_text())["metrics"]
+    told = results_of(finished)["metrics"]
     for name, found in scores.items():
         assert (told[f"benchmark_{name}_before"], told[f"benchmark_{name}"]) == (found[0], found[6])
     written = (finished.records / "benchmarks" / "step-00000004.drawn.jsonl").read_text()
@@ -101,14 +103,8 @@ def test_rollouts_of_a_step_are_whole_groups_of_the_policy_version_before_it(fin
 
 
 def test_what_the_trainer_thought_of_each_token_lies_beside_its_rollout(finished):
-    shelf = Shelf(
-        run="r",
-        stage="rl",
-        records=finished.records,
-        metrics=finished.metrics_path,
-        model=finished.output,
-    )
-    reads = shelf.read(4)
+    folders = {"records": finished.records, "metrics": finished.metrics_path, "model": finished.output}
+    reads = Shelf(run="r", stage="rl", **folders).read(4)
     assert {read.fate for read in reads} == {"trained"} and len(reads) == 8
     for group in groups_of(read.rollout for read in reads).values():
         rewards = [rollout.reward for rollout in group]
@@ -120,88 +116,51 @@ def test_what_the_trainer_thought_of_each_token_lies_beside_its_rollout(finished
 
 
 def test_the_ledger_has_each_prompt_of_a_pass_once(finished):
-    lines = read_ledger(finished.records / "ledger.jsonl")
-    assert len(lines) == 12
-    assert max(Counter((line["epoch"], line["prompt_id"]) for line in lines).values()) == 1
-    assert {line["outcome"] for line in lines} == {"trained"}
+    assert [line["outcome"] for line in outcomes_of(finished)] == ["trained"] * 12
 
 
 def test_killed_at_random_moments_and_started_again_a_stage_ends_on_the_same_bytes(finished, tmp_path):
-    job = make_job(tmp_path, num_steps=6, checkpoint_every=2, eval_every=3, benchmarks=named_sets(tmp_path))
+    job = make_job(tmp_path, **SIX, benchmarks=named_sets(tmp_path))
     slow_rewards(tmp_path)
-    moment = random.Random(os.getpid())
-    for step in (moment.randint(1, 2), moment.randint(3, 5)):
-        process = start(job)
-        wait_for_step(job, process, step)
-        time.sleep(moment.random() * 0.2)
-        end_group(process)
+    assert disturb(job, (1, 2, KILL), (3, 5, KILL))
     run(job, fresh=True)
     same_in_the_end(job, finished)
 
 
-@pytest.fixture(scope="module")
-def finished_ahead(tmp_path_factory):
-    """The same with rollouts generated one step ahead."""
-    job = make_job(tmp_path_factory.mktemp("ahead"), **AHEAD)
+def test_asked_to_stop_a_stage_leaves_a_checkpoint_and_goes_on_to_the_same_bytes(finished, tmp_path):
+    job = make_job(tmp_path, **SIX | {"checkpoint_every": 100}, benchmarks=named_sets(tmp_path))
+    slow_rewards(tmp_path)
+    assert disturb(job, (3, 3, STOP))  # as a launcher does it: everything in the group gets it
     run(job)
-    return job
+    assert "going on after step" in log_of(job)
+    same_in_the_end(job, finished)
 
 
-def test_one_step_ahead_every_token_but_the_first_steps_is_one_step_stale_and_the_run_learns(finished_ahead):
-    steps = metrics(finished_ahead)
+def test_one_step_ahead_every_token_but_the_first_steps_is_one_step_stale_and_the_run_learns(tmp_path):
+    job = make_job(tmp_path, **SIX, max_staleness=1, correction="tis")
+    run(job)
+    steps = metrics(job)
     assert [line["staleness"] for line in steps] == [0, 1, 1, 1, 1, 1] == [line["staleness_largest"] for line in steps]
     for step in range(1, 7):
-        rollouts = read_rollouts(finished_ahead.records / "rollouts" / f"step-{step:08d}.jsonl")
+        rollouts = read_rollouts(job.records / "rollouts" / f"step-{step:08d}.jsonl")
         assert {version for rollout in rollouts for version in rollout.versions} == {max(0, step - 2)}
     assert steps[0]["mismatch_largest"] < 1e-4 < steps[1]["mismatch_largest"]  # what the policy learned meanwhile
-    result = json.loads((finished_ahead.workspace / "result.json").read_text())
-    assert result["metrics"]["eval_reward"] > result["metrics"]["eval_reward_before"]
-    lines = read_ledger(finished_ahead.records / "ledger.jsonl")
-    assert len(lines) == 12 and {line["outcome"] for line in lines} == {"trained"}
-    assert max(Counter((line["epoch"], line["prompt_id"]) for line in lines).values()) == 1
-
-
-@pytest.mark.slow
-def test_one_step_ahead_a_stage_killed_and_one_asked_to_stop_end_on_the_same_bytes(finished_ahead, tmp_path):
-    job = make_job(tmp_path, **AHEAD)
-    slow_rewards(tmp_path)
-    moment = random.Random(os.getpid())
-    for step, signum in ((moment.randint(1, 2), signal.SIGKILL), (moment.randint(3, 5), signal.SIGTERM)):
-        process = start(job)
-        wait_for_step(job, process, step)
-        time.sleep(moment.random() * 0.2)
-        os.killpg(process.pid, signum)
-        process.wait(timeout=60)
-    run(job)
-    same_in_the_end(job, finished_ahead)
-
-
-def test_asked_to_stop_a_stage_leaves_a_checkpoint_and_goes_on_to_the_same_bytes(finished, tmp_path):
-    job = make_job(tmp_path, num_steps=6, checkpoint_every=100, eval_every=3, benchmarks=named_sets(tmp_path))
-    process = start(job)
-    wait_for_step(job, process, 3)
-    os.killpg(process.pid, signal.SIGTERM)  # as a launcher does it: everything in the group gets it
-    assert process.wait(timeout=300) == STOPPED_EXIT_CODE, (job.workspace / "worker.log").read_text()[-4000:]
-    run(job)
-    assert "going on after step" in (job.workspace / "worker.log").read_text()
-    assert digest(job.output) == digest(finished.output)
+    result = results_of(job)["metrics"]
+    assert result["eval_reward"] > result["eval_reward_before"]
+    assert [line["outcome"] for line in outcomes_of(job)] == ["trained"] * 12
 
 
 def test_asked_to_stop_while_it_starts_a_stage_ends_at_once_with_all_that_it_started(tmp_path):
     job = make_job(tmp_path)
     process = start(job)
     try:
-        deadline = time.monotonic() + 60
-        while len(started := set(members(process.pid)) - {process.pid}) < 2:  # the trainer's rank, then the sampler
-            assert time.monotonic() < deadline and process.poll() is None
-            time.sleep(0.002)
-        os.kill(min(started), signal.SIGSTOP)  # the rank will never be ready
+        wait_until(lambda: len(members(process.pid)) > 2, every_s=0.002)  # the trainer's rank, then the sampler
+        os.kill(min(set(members(process.pid)) - {process.pid}), signal.SIGSTOP)  # the rank will never be ready
         os.kill(process.pid, signal.SIGTERM)
         assert process.wait(timeout=60) == STOPPED_EXIT_CODE
-        assert (job.workspace / "worker.log").read_text().endswith("stopped as asked, before the first step\n")
-        while members(process.pid) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert members(process.pid) == [] and not sync_folder(job.workspace, 1, num_copies=1).exists()
+        assert log_of(job).endswith("stopped as asked, before the first step\n")
+        wait_until(lambda: not members(process.pid))
+        assert not sync_folder(job.workspace, 1, num_copies=1).exists()
     finally:
         end_group(process)
 
@@ -210,41 +169,33 @@ def test_when_the_trainer_is_killed_the_stage_ends_within_seconds_and_says_so(tm
     job = make_job(tmp_path, num_steps=10_000, eval_prompts=0, checkpoint_every=10_000)
     process = start(job, fresh=True)
     wait_for_step(job, process, 1)
-    pid = next(pid for pid in members(process.pid) if "nanodag.rl.trainer.trainer" in command(pid))
-    os.kill(pid, signal.SIGKILL)
+    os.kill(trainer := trainer_in(process.pid), signal.SIGKILL)
     assert process.wait(timeout=60) == 128 + signal.SIGKILL
-    last = (job.workspace / "worker.log").read_text().splitlines()[-1]
-    assert f"pid {pid}) was ended by SIGKILL" in last
-    deadline = time.monotonic() + 60
-    while members(process.pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert members(process.pid) == []
+    assert f"pid {trainer}) was ended by SIGKILL" in log_of(job).splitlines()[-1]
+    wait_until(lambda: not members(process.pid))
 
 
 def members(group: int) -> list[int]:
     """Live processes of a process group."""
     found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            if int(fields[2]) == group and fields[0] != "Z":
-                found.append(int(entry.name))
+    for pid in psutil.pids():
+        with suppress(ProcessLookupError):
+            found += [pid] if os.getpgid(pid) == group and is_running(pid) else []
     return found
 
 
-def command(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+def trainer_in(group: int) -> int:
+    """The trainer's rank, where processes of the stage are interpreters of their own."""
+    command = "nanodag.rl.trainer.trainer"
+    return next(pid for pid in members(group) if command in " ".join(psutil.Process(pid).cmdline()))
 
 
 @pytest.mark.slow
 def test_with_adapters_a_stage_leaves_a_model_whose_layers_matrices_alone_have_changed(tmp_path):
-    job = make_job(tmp_path, num_steps=3, lora_rank=2, lora_alpha=8, sync_check_every=1, resources=TWO_RANKS)
+    resources = {"num_ranks": 2, "threads": 1, "device": "cpu"}
+    job = make_job(tmp_path, num_steps=3, lora_rank=2, lora_alpha=8, sync_check_every=1, resources=resources)
     run(job)
-    before = load_file(job.inputs["model"] / "model.safetensors")
-    after = load_file(job.output / "model.safetensors")
+    before, after = (load_file(folder / "model.safetensors") for folder in (job.inputs["model"], job.output))
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert before.keys() == after.keys()
     assert changed == {name for name in before if ".layers." in name and name.endswith("proj.weight")}
@@ -252,39 +203,35 @@ def test_with_adapters_a_stage_leaves_a_model_whose_layers_matrices_alone_have_c
 
 
 def test_a_reward_that_always_fails_ends_the_stage_with_its_reason(tmp_path):
-    job = make_job(tmp_path, eval_prompts=0)
-    (tmp_path / "tiny_reward.py").write_text(
-        "def vowels(prompt, completion):\n    raise RuntimeError('no such luck')\n"
-    )
+    job, module = make_job(tmp_path, eval_prompts=0), tmp_path / "tiny_reward.py"
+    module.write_text("def vowels(prompt, completion):\n    raise RuntimeError('no such luck')\n")
     assert start(job).wait(timeout=300) == 1
-    last = (job.workspace / "worker.log").read_text().splitlines()[-1]
+    last = log_of(job).splitlines()[-1]
     assert "reward failed for 8 of 8 samples of step 1" in last and "RuntimeError: no such luck" in last
-    assert f"({tmp_path / 'tiny_reward.py'}, line 2, in vowels)" in last
+    assert f"({module}, line 2, in vowels)" in last
 
 
 @pytest.mark.slow
 def test_a_mended_reward_judges_what_a_checkpoint_holds_of_its_failures(tmp_path):
-    settings = AHEAD | {"max_staleness": 3, "max_failed_rewards": 1.0, "checkpoint_every": 100, "eval_prompts": 0}
-    job = make_job(tmp_path, **settings, filters=[], advantage="reinforce_pp")
-    mended = (tmp_path / "tiny_reward.py").read_text()
-    fails = "    with open(__file__ + '.judged', 'ab') as judged:\n        judged.write(b'.')\n"
+    settings = {"max_staleness": 3, "max_failed_rewards": 1.0, "checkpoint_every": 100, "eval_prompts": 0}
+    settings |= {"num_steps": 6, "correction": "tis", "filters": [], "advantage": "reinforce_pp"}
+    job, module, judged = make_job(tmp_path, **settings), tmp_path / "tiny_reward.py", tmp_path / "judged"
+    mended = module.read_text()
+    fails = f"    with open({str(judged)!r}, 'ab') as file:\n        file.write(b'.')\n"
     fails += "    if sum(map(ord, completion)) % 2:\n        raise RuntimeError('odd')\n"
-    (tmp_path / "tiny_reward.py").write_text(mended.replace("    return", fails + "    return"))
+    module.write_text(mended.replace("    return", fails + "    return"))
     process = start(job, fresh=True)
     wait_for_step(job, process, 1)
-    trainer = next(pid for pid in members(process.pid) if "nanodag.rl.trainer.trainer" in command(pid))
-    os.kill(trainer, signal.SIGSTOP)
-    deadline, ahead = time.monotonic() + 60, max(line["step"] for line in metrics(job)) + 3
-    while (tmp_path / "tiny_reward.py.judged").stat().st_size < 8 * ahead:  # so that batches wait
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    os.kill(trainer := trainer_in(process.pid), signal.SIGSTOP)
+    ahead = max(line["step"] for line in metrics(job)) + 3
+    wait_until(lambda: judged.stat().st_size >= 8 * ahead)  # so that batches wait
     os.killpg(process.pid, signal.SIGTERM)
     time.sleep(0.2)  # the stop is known before the trainer can take what waits
     os.kill(trainer, signal.SIGCONT)
-    assert process.wait(timeout=300) == STOPPED_EXIT_CODE, (job.workspace / "worker.log").read_text()[-4000:]
+    assert process.wait(timeout=300) == STOPPED_EXIT_CODE, log_of(job)[-4000:]
     batches = list(job.checkpoints.rglob("batch-*.json"))
     assert any("RuntimeError: odd" in path.read_text() for path in batches)  # or this test shows nothing
-    (tmp_path / "tiny_reward.py").write_text(mended)
+    module.write_text(mended)
     run(job)
     resumed = min(int(path.stem.rpartition("-")[2]) for path in batches)
     failed = {line["step"]: line["reward_failed"] for line in metrics(job)}

@@ -3,11 +3,19 @@
 import pytest
 
 from nanodag.errors import StageFailed
-from nanodag.rl.rollouts.batch import Dropped, RolloutBatch, read_batch, write_batch
+from nanodag.rl.rollouts.batch import (
+    Dropped,
+    RolloutBatch,
+    read_batch,
+    staleness_metrics,
+    staleness_of,
+    without_older,
+    without_stale,
+    write_batch,
+)
 from nanodag.rl.rollouts.prompts import Prompt
 from nanodag.rl.rollouts.rollout import Rollout
-from nanodag.rl.rollouts.staleness import staleness_metrics, staleness_of, without_older, without_stale
-from tests.rl.versions import rollout
+from tests.rl.rollouts import of_versions
 
 
 def prompt(name: str) -> Prompt:
@@ -35,7 +43,7 @@ def test_a_version_that_the_trainer_has_not_reached_is_an_error():
 
 
 def test_tokens_above_the_cap_are_masked_and_the_rest_of_the_response_is_trained():
-    found = without_stale(batch([rollout([0, 1, 2]), rollout([2, 2])]), [0, 1, 2], largest=1)
+    found = without_stale(batch([of_versions([0, 1, 2]), of_versions([2, 2])]), [0, 1, 2], largest=1)
     assert masks(found) == [(0, 1, 1), (1, 1)] and not found.dropped
     assert staleness_metrics(found.trained, [0, 1, 2]) == {
         "staleness": 0.25,
@@ -45,32 +53,32 @@ def test_tokens_above_the_cap_are_masked_and_the_rest_of_the_response_is_trained
 
 
 def test_a_group_whose_every_token_is_above_the_cap_is_dropped_with_its_reason():
-    found = without_stale(batch([rollout([0, 0])], [rollout([1])]), [0, 1, 2], largest=1)
+    found = without_stale(batch([of_versions([0, 0])], [of_versions([1])]), [0, 1, 2], largest=1)
     assert [group[0].versions for _, group in found.kept] == [(1,)]
     assert [(drop.prompt.prompt_id, drop.reason) for drop in found.dropped] == [("p0", "too_stale")]
 
 
 def test_older_tokens_of_partial_rollouts_are_masked_though_the_cap_would_allow_it():
-    given = batch([rollout([0, 0, 1]), rollout([1, 1])])
+    given = batch([of_versions([0, 0, 1]), of_versions([1, 1])])
     assert without_stale(given, [0, 1, 2], largest=2) is given
     assert masks(without_older(given)) == [(0, 0, 1), (1, 1)]
-    given.failed.append(rollout([2], reward=None))
+    given.failed.append(of_versions([2], reward=None))
     assert [drop.reason for drop in without_older(given).dropped] == ["too_stale"]
-    fresh = batch([rollout([1, 1])])
+    fresh = batch([of_versions([1, 1])])
     assert without_older(fresh) is fresh
 
 
 def test_what_is_fresh_enough_is_left_as_it_is():
-    given = batch([rollout([1, 2])])
+    given = batch([of_versions([1, 2])])
     assert without_stale(given, [0, 1, 2], largest=1) is given
     assert staleness_metrics([], [0]) == {"staleness": 0.0, "staleness_largest": 0.0, "masked_tokens": 0.0}
 
 
 def test_a_batch_that_waits_is_written_and_read_bit_for_bit(tmp_path):
     given = RolloutBatch(
-        kept=[(prompt("a"), [rollout([1], reward=0.1 + 0.2), rollout([1], sample=1)])],
-        failed=[rollout([1], reward=None, sample=2)],
-        dropped=[Dropped(prompt("b"), [rollout([0])], "zero_spread")],
+        kept=[(prompt("a"), [of_versions([1], reward=0.1 + 0.2), of_versions([1], sample=1)])],
+        failed=[of_versions([1], reward=None, sample=2)],
+        dropped=[Dropped(prompt("b"), [of_versions([0])], "zero_spread")],
         passed_over=[(prompt("c"), "prompt_too_long")],
         num_partial=3,
         seconds=0.25,

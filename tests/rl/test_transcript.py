@@ -1,20 +1,17 @@
 """Conversations that go on: which ids are asked, and which sequences are trained."""
 
-import random
-
 import pytest
 
-from nanodag.inference.protocol import Completion, FinishReason, VersionSpan
-from nanodag.rl.environments.sample import Sample
 from nanodag.rl.environments.transcript import Transcript
 from nanodag.rl.rollouts.rollout import prompt_span
 from nanodag.tokenizer.encoding import Encoding
+from tests.rl.fakes import completion
 from tests.rl.templates import FORGETFUL, LLAMA3, QWEN3, QWEN25, renderer_of
+from tests.rl.transcripts import QUESTION, base, num_continued, said
 
 TEMPLATES = {"ours": None, "qwen2.5": QWEN25, "qwen3": QWEN3, "llama3": LLAMA3, "forgetful": FORGETFUL}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"sum": {"type": "string"}}}}}]
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"sum": "1+1"}'}}
-QUESTION = {"role": "user", "content": "What is 1+1?"}
 THANKS = {"role": "user", "content": "Thanks. And é?"}
 
 
@@ -28,23 +25,6 @@ def formats(tmp_path_factory):
 def spelled(encoding, text):
     """Ids of a text, a token a byte: never what the tokenizer itself would give."""
     return [encoding.encode_bytes(bytes([value]))[0] for value in text.encode() if value < 128]
-
-
-def completion(ids, *, is_cut=False):
-    return Completion(
-        rid="r", output_ids=list(ids), logprobs=[-0.1 * (place + 1) for place in range(len(ids))],
-        finish_reason=FinishReason(type="length" if is_cut else "stop"), weight_version="1",
-        weight_versions=[VersionSpan(version="1", start=0, end=len(ids))], num_prompt_tokens=1,
-    )  # fmt: skip
-
-
-def base(**values):
-    limits = {"max_sampled": 99, "max_tokens": 999}
-    return Sample(**({"record": {}, "spans": (prompt_span([1]),), "seed": 5} | limits | values))
-
-
-def said(text, calls=()):
-    return {"role": "assistant", "content": text} | ({"tool_calls": list(calls)} if calls else {})
 
 
 @pytest.mark.parametrize(
@@ -64,7 +44,7 @@ def test_an_answer_is_continued_by_its_own_ids_and_one_that_was_cut_off_gets_its
     end = renderer.stop_ids[0]
     sampled = [*spelled(encoding, "It is two"), *([] if is_cut else [end])]
     assert first.sequence is None and encoding.encode("It is two") != sampled[:9]
-    transcript.answered(first, completion(sampled, is_cut=is_cut))
+    transcript.answered(first, completion(sampled, "length" if is_cut else "stop"))
     second = transcript.asked([QUESTION, said("It is two"), THANKS])
     assert second.sequence == 0 and second.ids[: len(first.ids) + len(sampled)] == (*first.ids, *sampled)
     added = second.ids[len(first.ids) + len(sampled) :]
@@ -148,42 +128,10 @@ def test_an_empty_thought_that_the_template_takes_back_begins_a_further_sequence
     assert second.sequence is None and encoding.decode(second.ids).count("<think>") == 1
 
 
-def talked(formats, name, seed):
-    """An agent that asks at random: it goes on with one of its conversations, or begins another. What it was answered,
-    with the ids that were asked, and the sample."""
-    renderer, encoding = formats[name]
-    transcript, draw = Transcript(renderer, encoding), random.Random(seed)
-    ordinary = [token for token in range(encoding.size) if token not in encoding.special_ids]
-    told, conversations = [], [[QUESTION]]
-    for number in range(draw.randint(1, 8)):
-        messages = draw.choice(conversations)
-        asked = transcript.asked(messages)
-        is_cut = draw.random() < 0.3
-        ids = draw.choices(ordinary, k=draw.randint(1, 6)) + ([] if is_cut else [renderer.stop_ids[0]])
-        answer = completion(ids, is_cut=is_cut)
-        transcript.answered(asked, answer)
-        told.append((asked, ids))
-        goes_on = [*messages, said(transcript.text_of(answer)), {"role": "user", "content": f"{number}?"}]
-        conversations += [goes_on, [{"role": "user", "content": f"{number}!"}]]
-    return told, transcript.sample(base())
-
-
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_each_sampled_token_is_trained_once_behind_the_very_ids_that_it_was_sampled_from(formats, name):
-    num_continued = 0
-    for seed in range(12):
-        told, sample = talked(formats, name, seed)
-        found = []
-        for sequence in (sample, *sample.branches):
-            assert [span.kind for span in sequence.spans[:2]] == ["prompt", "sampled"]
-            for place, span in enumerate(sequence.spans):
-                if span.kind == "sampled":
-                    before = tuple(token for one in sequence.spans[:place] for token in one.token_ids)
-                    found.append((before, span.token_ids))
-        assert sorted(found) == sorted((asked.ids, tuple(ids)) for asked, ids in told)
-        assert sample.last_turn == tuple(told[-1][1])
-        num_continued += sum(asked.sequence is not None for asked, _ in told)
-    assert num_continued > 10 if name != "forgetful" else num_continued == 0
+    count = num_continued(*formats[name], num_seeds=12)
+    assert count > 10 if name != "forgetful" else count == 0
 
 
 def test_a_conversation_that_goes_on_twice_is_two_sequences_whoever_was_first(formats):

@@ -1,77 +1,143 @@
-"""`generate: verifiers:MODULE` with a fake of verifiers' process and of the sampler: what becomes of a sample."""
+"""`generate: verifiers:MODULE`: what becomes of samples, with a fake of verifiers' process and with the package."""
 
 import asyncio
+import json
+import os
+import random
 import sys
-from dataclasses import replace
+from contextlib import suppress
 
+import psutil
 import pytest
 
 from nanodag.external_envs import verifiers_process
 from nanodag.external_envs.verifiers_install import VERIFIERS
 from nanodag.external_envs.verifiers_process import MAX_BYTES
-from nanodag.rewards.reward_pool import RewardPool
-from nanodag.rl.control.generation import RolloutGenerator
-from nanodag.rl.environments import verifiers_environment
-from nanodag.rl.environments.runner import Turns, turns_loop
+from nanodag.host.folders import PROJECT
+from nanodag.rl.environments import agents
+from nanodag.rl.environments.runner import turns_loop
 from nanodag.rl.rollouts.metrics import rollout_metrics
-from nanodag.tokenizer.chat import load_renderer
-from nanodag.tokenizer.encoding import Encoding
-from tests.external_envs.test_verifiers_process import FAKE
-from tests.rl.stages import VOCABULARY
-from tests.rl.test_turns import Cursor, Script, config, folder, ids, prompts  # noqa: F401 - two are fixtures
+from tests.rl.fakes import FakeSampler
+from tests.rl.turns import ids_of, rollouts_of
+from tests.verifiers_python import python_or_skip
 
 
-@pytest.fixture
-def _fake(monkeypatch):
+def generated(encoding, says, tasks, module: str):
+    """The rollouts of a group of two for each task; the environment's processes have ended."""
+    values = {"generate": {"name": f"verifiers:{module}"}, "sampler": {"context": 200, "max_batch": 64}}
+    records = [{"metadata": {"task": task}} for task in tasks]
+    try:
+        return rollouts_of(encoding.folder, FakeSampler(says), records, **values)
+    finally:
+        for at_once in (64, 1):
+            block = json.dumps({"taskset": {"id": module}})
+            process = agents._process(block, MAX_BYTES, at_once)
+            asyncio.run(turns_loop().do(process.close()))
+        agents._process.forget()
+
+
+def test_a_rollout_is_trained_by_what_its_rubric_says_and_fails_by_itself(encoding, ids, tmp_path, monkeypatch):
     monkeypatch.setenv(VERIFIERS.variable, sys.executable)
-    monkeypatch.setattr(verifiers_process, "SERVER", FAKE)
+    monkeypatch.setattr(verifiers_process, "SERVER", PROJECT / "tests/external_envs/fake_verifiers_server.py")
     monkeypatch.setattr(verifiers_process, "HEALTH_TIMEOUT_S", 0.3)
     monkeypatch.setattr(verifiers_process, "LOOK_EVERY_S", 0.1)
-    yield
-    for at_once in (64, 1):
-        process, _ = verifiers_environment._process('{"taskset": {"id": "m"}}', MAX_BYTES, at_once)
-        asyncio.run(turns_loop().do(process.close()))
-    verifiers_environment._process.forget()
-
-
-def generated(folder, says, tasks, **values):  # noqa: F811
-    """The rollouts of one step, a group of two for each task."""
-    script, encoding, renderer, pool = Script(says), Encoding(folder), load_renderer(folder), RewardPool("reported")
-    named = {"name": "verifiers:m", **values}
-    stage = config(generate=named, filters=[], prompts_per_step=len(tasks), max_failed_rewards=0.9)
-    turns = Turns(stage, encoding, renderer, context=200, vocabulary=VOCABULARY)
-    generator = RolloutGenerator(stage, script, pool, encoding, renderer.stop_ids, turns)
-    asked = prompts(lambda text: [266 - 10, *text[-2:].encode()], len(tasks))
-    given = [
-        replace(prompt, record={**prompt.record, "metadata": {"task": task}, "reward": "reported"})
-        for prompt, task in zip(asked, tasks, strict=True)
-    ]
-
-    async def step():
-        return await generator.step(Cursor(given), 1)
-
-    try:
-        return asyncio.run(step()).all_rollouts
-    finally:
-        pool.close()
-
-
-@pytest.mark.usefixtures("_fake")
-def test_a_rollout_is_trained_by_what_its_rubric_says_and_fails_by_itself(folder, ids, tmp_path):  # noqa: F811
-    tasks = [
-        {"do": "answer", "say": "hi"},
-        {"do": "fail", "say": "hi"},
-        {"do": "die once", "file": str(tmp_path / "died"), "say": "hi"},
-        {"do": "die"},
-        {"do": "block"},
-    ]
-    rollouts = generated(folder, lambda request: ids("hello<|end|>"), tasks)
+    dies_once = {"do": "die once", "file": str(tmp_path / "died"), "say": "hi"}
+    tasks = [{"do": "answer", "say": "hi"}, {"do": "fail", "say": "hi"}, dies_once, {"do": "die"}, {"do": "block"}]
+    rollouts = generated(encoding, lambda request: ids("hello<|end|>"), tasks, "m")
     fine = [one for one in rollouts if one.prompt_id in ("p0", "p2")]
     assert [one.reward for one in fine] == [0.5] * 4 and all("pid" in one.reward_components for one in fine)
-    assert all(Encoding(folder).decode(one.sampled_token_ids) == "hello<|end|>" for one in fine)
+    assert all(encoding.decode(one.sampled_token_ids) == "hello<|end|>" for one in fine)
     metrics = rollout_metrics(fine)
     assert metrics["turns"] == 1.0 and metrics["metric_length"] == 5.0
     reasons = {one.prompt_id: one.metadata["generate_error"] for one in rollouts if one.finish_reason == "error"}
     assert reasons.keys() == {"p1", "p3", "p4"} and reasons["p1"] == "TaskError: no"
     assert "ended with code 3" in reasons["p3"] and "a last word" in reasons["p3"]
     assert "ended with code -9" in reasons["p4"]
+
+
+HOSTILE = """
+import asyncio, math, os, signal, subprocess, sys, time
+
+import verifiers.v1 as vf
+
+REWARDS = {"nan": math.nan, "inf": math.inf, "huge": 1e300, "text": "much", "list": [1.0], "none": None, "well": 0.5}
+
+
+class Data(vf.TaskData):
+    way: str
+
+
+class Task(vf.Task[Data]):
+    async def setup(self, trace, runtime):
+        if self.data.way == "raise in setup":
+            raise KeyError("none")
+
+    @vf.reward
+    async def given(self, trace: vf.Trace) -> float:
+        way = self.data.way
+        if way == "raise":
+            raise RuntimeError("no")
+        if way == "exit":
+            sys.exit(3)
+        if way == "die":
+            os._exit(3)
+        if way == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if way == "leave":
+            subprocess.Popen(["sleep", "3601"])
+        if way == "fork" and os.fork() == 0:
+            time.sleep(3602)
+        if way == "wait":
+            await asyncio.sleep(3600)
+        return REWARDS.get(way, 0.5)
+
+    @vf.metric
+    async def count(self, trace: vf.Trace) -> float:
+        if self.data.way == "raise in metric":
+            raise ValueError("no number")
+        return {"nan metric": math.nan, "text metric": "x"}.get(self.data.way, 1.0)
+
+
+class Hostile(vf.Taskset[Task, vf.TasksetConfig]):
+    def load(self):
+        return [Task(Data(prompt="hi", way="well"), self.config.task)]
+
+
+__all__ = ["Hostile"]
+"""
+CHEAP = ("nan", "inf", "huge", "text", "list", "none", "raise in setup", "raise", "raise in metric", "nan metric")
+DEADLY = ("exit", "die", "kill")  # they take the process with them, and samples beside them begin anew
+FINE = ("well", "leave", "fork")  # what is left behind ends with the process
+
+
+def left(mark):
+    """What runs with this in its environment: whatever the environment's process has started, however deep."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if mark in process.environ().values() and process.pid != os.getpid():
+                found.append(process.cmdline())
+    return found
+
+
+@pytest.mark.slow
+def test_samples_of_broken_environments_fail_alone_and_leave_no_process(encoding, tmp_path, monkeypatch):
+    python_or_skip()
+    (tmp_path / "hostile_env.py").write_text(HOSTILE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("HOSTILE_MARK", str(tmp_path))
+    draw = random.Random(7)
+    ways = [*FINE, *DEADLY, *(draw.choice(CHEAP) for _ in range(400)), *["well"] * 100]
+    tasks = [{"prompt": f"hi {number}", "way": way} for number, way in enumerate(ways)]
+
+    def says(request):  # by its seed alone
+        return [97 + request.params.sampling_seed % 26, *ids_of(encoding, "ello<|end|>")]
+
+    rollouts = generated(encoding, says, tasks, "hostile_env")
+    alone = generated(encoding, says, tasks[:1], "hostile_env")
+    for one in rollouts:
+        way = ways[int(one.prompt_id.removeprefix("p"))]
+        assert one.reward == (0.5 if way in FINE else None), (way, one.metadata)
+        assert way in (*FINE, "huge") or one.metadata.get("generate_error"), (way, one.metadata)
+    assert [one.spans for one in rollouts if one.prompt_id == "p0"] == [one.spans for one in alone]
+    assert left(str(tmp_path)) == []

@@ -1,20 +1,23 @@
-"""Environments of tests: some that work, and a generator of those that go wrong, each in its own way; and an agent and
-a function that go wrong in these ways.
+"""Environments of tests: some that work, and one, an agent and a function that go wrong in every way that we know.
 
 They run in processes of their own, which find them by this module's name.
 """
 
+import asyncio
 import json
 import os
 import random
 import socket
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+
+from tests.rl import agents
 
 MAX_BYTES = 512 << 20  # of an episode, where a test bounds it
 
@@ -141,15 +144,25 @@ def calls(task) -> dict[str, Callable[[], Any]]:
     """What an agent does wrong with the API, by name; each returns what its function does."""
     own = task.api_key
     guessed = [own[:-1] + "x", own[::-1], "nanodag-", "Bearer", own.upper(), "nanodag-" + "A" * 43]
+    bodies = [b"", b"{" * 9, b"[]", b"{}", b"null", b'{"messages": 3}', b'{"messages": [{"role": "tool"}]}']
+    odd = ({"n": 128}, {"temperature": 9})
+    bodies += [json.dumps({"messages": [agents.user("?")], **more}).encode() for more in odd]
+    rewards = [b'{"reward": NaN}', b'{"reward": "1"}', b'{"x": 1}']
     return {
-        "guesses keys": lambda: _told([said(task, key=key) for key in guessed]),
+        "guesses keys": lambda: _told([_code(task, _HELLO, key=key) for key in guessed]),
+        "guesses keys of rewards": lambda: _told([_code(task, b'{"reward": 9}', "/reward", key) for key in guessed]),
         "calls after the end": lambda: _late(task),
-        "says no JSON": lambda: _told([_posted(task, b"{" * 9, own)]),
-        "says too much": lambda: _told([_posted(task, b'{"messages": "' + b"x" * (1 << 22) + b'"}', own)]),
-        "asks for what is not there": lambda: _told([_posted(task, b"{}", own, path="/../reward")]),
+        "asks nonsense": lambda: _told([_code(task, body) for body in bodies]),
+        "says too much": lambda: _told([_code(task, b'{"messages": "' + b"x" * (1 << 22) + b'"}')]),
+        "asks too much": lambda: _told([_code(task, json.dumps({"messages": [agents.user("x" * 100_000)]}).encode())]),
+        "reports nonsense": lambda: _told([_code(task, reward, "/reward") for reward in rewards]),
+        "asks for what is not there": lambda: _told(
+            [_code(task, None, path, method="GET") for path in ("/x", "/../reward", "/models/" + "x" * 5000)]
+        ),
         "never asks": lambda: 1.0,
         "hangs up": lambda: [_hung_up(task) for _ in range(5)] and {}["none"],
         "rewards infinity": lambda: float("inf"),
+        "rewards a table": lambda: {"reward": 1},
     }
 
 
@@ -158,29 +171,45 @@ def agent(task):
     way = task.record["answer"]
     if way == "never asks":
         return 1.0
-    if said(task) != 200:
+    if _code(task, _HELLO) != 200:
         raise RuntimeError("the first call was refused")
-    return 0.5 if way == "fine" else {**ways(), **calls(task)}[way]()
+    if way == "leaves a thread":
+        threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()
+    return 0.5 if way in ("fine", "leaves a thread") else {**ways(), **calls(task)}[way]()
+
+
+def samples(before, sample) -> dict[str, Callable[[], Any]]:
+    """What a function gives back that cannot be trained, by name. before: the sample without a turn."""
+    return {
+        "gives no turn": lambda: before,
+        "gives junk": lambda: "a string",
+        "gives an unknown token": lambda: sample.with_tool([1 << 20]),
+        "forgets the prompt": lambda: replace(sample, spans=sample.spans[1:]),
+        "gives too much": lambda: sample.with_tool([1] * 300),
+        "gives branches of branches": lambda: replace(sample, branches=(replace(sample, branches=(sample,)),)),
+        "gives a branch without a turn": lambda: replace(sample, branches=(sample.beginning([1]),)),
+        "trains no role without a name": lambda: replace(sample, is_trained=False),
+        "trains nothing": lambda: replace(sample, role="judge", is_trained=False),
+        "reports NaN": lambda: replace(sample, reward=float("nan")),
+    }
 
 
 async def function(sampler, sample):
     """One turn that is worth 0.5, unless the prompt's answer names another way, which comes after the turn."""
+    before, way = sample, sample.record["answer"]
     sample = await sampler.turn(sample)
-    way = sample.record["answer"]
-    return replace(sample, reward=0.5) if way == "fine" else ways()[way]()
+    if way == "waits":
+        await asyncio.sleep(3600)
+    return replace(sample, reward=0.5) if way == "fine" else {**ways(), **samples(before, sample)}[way]()
 
 
-def said(task, key: str = "") -> int:
+_HELLO = json.dumps({"model": "policy", "messages": [agents.user("hi")]}).encode()
+
+
+def _code(task, body, path: str = "/chat/completions", key: str = "", method: str = "POST") -> int:
     """The code with which a call is answered."""
-    body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": "hi"}]})
-    return _posted(task, body.encode(), key or task.api_key)
-
-
-def _posted(task, body: bytes, key: str, path: str = "/chat/completions") -> int:
-    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-    request = urllib.request.Request(task.base_url + path, body, headers)
     try:
-        with urllib.request.urlopen(request, timeout=30) as reply:
+        with urllib.request.urlopen(agents.request(task, path, body, key, method), timeout=30) as reply:
             return reply.status
     except urllib.error.HTTPError as error:
         return error.code
@@ -193,7 +222,7 @@ def _told(codes: list[int]) -> None:
 
 def _late(task) -> None:
     """Leave a process that calls when the sample has ended, and raise."""
-    _daemon(lambda: [said(task) for _ in range(50) if not time.sleep(0.02)])
+    _daemon(lambda: [_code(task, _HELLO) for _ in range(50) if not time.sleep(0.02)])
     raise RuntimeError("left")
 
 

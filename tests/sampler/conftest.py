@@ -10,12 +10,10 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import (
-    LlamaConfig,
     LlamaForCausalLM,
+    MistralForCausalLM,
     PreTrainedModel,
-    Qwen2Config,
     Qwen2ForCausalLM,
-    Qwen3Config,
     Qwen3ForCausalLM,
 )
 
@@ -37,13 +35,9 @@ def build_model(kind: str, seed: int = 0, **overrides) -> PreTrainedModel:
         sizes["head_dim"] = 16  # not hidden_size / heads
     sizes.update(overrides)
     torch.manual_seed(seed)
-    classes = {
-        "llama": (LlamaConfig, LlamaForCausalLM),
-        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    }
-    config_class, model_class = classes[kind]
-    model = model_class(config_class(**sizes)).eval()
+    classes = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
+    model_class = {one.config_class.model_type: one for one in classes}[kind]
+    model = model_class(model_class.config_class(**sizes)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # transformers starts gains at 1 and biases at 0, which would hide a gain or bias that is not applied.

@@ -1,4 +1,4 @@
-"""The sampler's own forward pass against transformers' on random models of all three types."""
+"""The sampler's own forward pass against transformers' on random models of all types."""
 
 import numpy as np
 import pytest
@@ -24,6 +24,10 @@ VARIANTS = [
     ("qwen3", {}),
     ("qwen3", {"tie_word_embeddings": True, "vocab_size": 128}),
     ("qwen3", {"attention_bias": True}),
+    ("mistral", {"sliding_window": None}),
+    ("mistral", {"sliding_window": 11}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 80, "max_window_layers": 1}),
+    ("qwen3", {"use_sliding_window": True, "sliding_window": 1, "max_window_layers": 0}),
 ]
 
 

@@ -3,7 +3,6 @@
 import asyncio
 import io
 import json
-import os
 import shutil
 import socket
 import time
@@ -178,18 +177,6 @@ def refused(server, folder):
     assert answer.status_code == 400, answer.text
     assert ask(server).status_code == 200 and time.monotonic() - began < 60
     return answer.json()["message"]
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "generation_config.json"])
-def test_a_fifo_in_place_of_a_file_is_refused_at_once(server, copy, name):
-    (copy / name).unlink(missing_ok=True)
-    os.mkfifo(copy / name)
-    assert f"{name} is not a regular file" in refused(server, copy)
-
-
-def test_an_index_that_is_a_fifo_is_refused_at_once(server, copy):
-    os.mkfifo(copy / "model.safetensors.index.json")
-    assert "index.json is not a regular file" in refused(server, copy)
 
 
 @pytest.mark.parametrize("name", ["../other/model.safetensors", "/etc/passwd", "..", "", "a/b", "./model.safetensors"])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-import nanodag.sampler.stream_pace
+import nanodag.sampler.slots
 from nanodag.errors import BadRequest, SamplerError
 from nanodag.inference.protocol import Request, SamplingParams
 from nanodag.sampler.engine import Engine
@@ -68,8 +68,8 @@ def test_a_prompt_is_run_once_for_all_its_samples_even_if_they_wait_for_slots(en
 def test_streams_take_no_more_than_their_share_of_the_engine_but_for_a_limit_of_silence(
     folder, monkeypatch, silence_s, told
 ):
-    monkeypatch.setattr(nanodag.sampler.stream_pace, "REPORT_CPU_S", 1e9)
-    monkeypatch.setattr(nanodag.sampler.stream_pace, "MAX_SILENCE_S", silence_s)
+    monkeypatch.setattr(nanodag.sampler.slots, "REPORT_CPU_S", 1e9)
+    monkeypatch.setattr(nanodag.sampler.slots, "MAX_SILENCE_S", silence_s)
     engine, counts = Engine(folder, max_batch=2, stream_every_s=1e-9), []
     engine.submit(
         request(max_new_tokens=8, ignore_eos=True), lambda _, now: counts.append(len(now.output_ids)), stream=True
@@ -344,8 +344,9 @@ def test_a_request_that_cannot_be_served_is_refused_before_any_runs(engine, want
     [
         ({"model_type": "gpt2"}, "model_type 'gpt2'"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"use_sliding_window": True}, "sliding-window"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window None for layers"),
+        ({"layer_types": ["full_attention", "chunked_attention"], "use_sliding_window": True}, "chunked_attention"),
+        ({"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 0}, "sliding_window is 0"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type 'yarn'"),
         ({"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),

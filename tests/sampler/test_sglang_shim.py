@@ -6,8 +6,8 @@ import sys
 
 import psutil
 import pytest
-from nanodag.inference.sglang_shim import CPU_VARIABLE
 
+from nanodag.engines.sglang_shim import CPU_VARIABLE
 from nanodag.engines.start import SHIM
 from nanodag.host.folders import PROJECT
 from nanodag.inference.server_variables import PARENT_VARIABLE, TOKEN_VARIABLE, server_environment

@@ -1,18 +1,14 @@
 """Artifacts: whole or not there, found again, verified when read; on a local folder and behind fsspec."""
 
 import json
-import os
-import signal
 import subprocess
-import sys
 import threading
-import time
 
 import pytest
 
 from nanodag.errors import ArtifactNotFound, CorruptArtifact, StoreBusy, StoreError
 from nanodag.store import Store, content_digest, stage_key
-from nanodag.store.keys import canonical_json
+from nanodag.store.manifest import canonical_json
 from tests.run_records import run_record
 from tests.store.making import KEY, forge, product_in, publish, read_file, write_file
 
@@ -182,46 +178,6 @@ def test_a_key_prefix_finds_the_artifact_when_it_is_the_only_one(store, product)
     assert store.get("ab").key.startswith("ab")
     with pytest.raises(ArtifactNotFound, match="2 keys"):
         store.get("a")
-
-
-PUBLISH_FOR_EVER = """
-import sys
-from pathlib import Path
-from nanodag.store import Store
-store = Store(sys.argv[1], local=Path(sys.argv[3]))
-print("ready", flush=True)
-while True:
-    store.publish("a" * 40, Path(sys.argv[2]), kind="k", stage="s", config={}, lineage={}, sources={}, metrics={},
-                  cost={}, environment={})
-"""
-
-
-@pytest.mark.parametrize("where", ["local", "fsspec"])
-def test_killed_at_any_instant_a_publisher_leaves_only_whole_artifacts(tmp_path, product, where):
-    for number in range(40):
-        (product / f"file-{number}").write_bytes(os.urandom(2000))
-    url = str(tmp_path / "s") if where == "local" else f"local://{tmp_path}/s"
-    for delay_s in (0.0, 0.013, 0.03, 0.07):
-        command = [sys.executable, "-c", PUBLISH_FOR_EVER, url, str(product), str(tmp_path / "here")]
-        writer = subprocess.Popen(command, stdout=subprocess.PIPE)
-        writer.stdout.readline()
-        time.sleep(delay_s)
-        writer.send_signal(signal.SIGKILL)
-        writer.wait()
-        writer.stdout.close()
-        store = Store(url, local=tmp_path / "here")
-        for attempt in store.attempts(KEY):
-            try:
-                artifact = store.attempt(KEY, attempt)
-            except ArtifactNotFound:
-                assert store.is_remote, "a local attempt is there with its manifest or not at all"
-                continue
-            assert len(artifact.files) == 42
-            store.materialize(artifact)
-        publish(store, product)
-        assert store.lookup(KEY) is not None
-    if where == "local":
-        assert not list((tmp_path / "s" / "artifacts" / KEY).glob(".*.tmp")), "the next publisher cleans up"
 
 
 def test_a_key_depends_on_every_part_and_not_on_order():

@@ -1,6 +1,5 @@
 """What goes and what stays: nothing that a run refers to ever goes."""
 
-import os
 import random
 import time
 
@@ -9,6 +8,7 @@ import pytest
 from nanodag.errors import ConfigError
 from nanodag.run.retention import Best, RetentionPolicy, best_of, free, plan
 from nanodag.store import Store
+from nanodag.store.atomic import temporary_name
 from tests.run_records import built, run_record, stage_record
 from tests.store.making import forge, product_in, publish
 
@@ -230,37 +230,19 @@ def test_leftovers_of_killed_writers_go_and_those_of_other_hosts_stay(tmp_path, 
     good = publish(store, product)
     write_run(store, "r", good)
     home = store.local / "artifacts" / good.key
-    from nanodag.store.local_backend import _host
-
-    for name in (f".{_host()}-999999999-00000000.tmp", f".{_host()}-1-00000000.tmp", ".abcdef-999999999-00000000.tmp"):
+    _, pid, number = temporary_name().split("-")
+    of_dead, of_living = (temporary_name().replace(f"-{pid}-", f"-{other}-") for other in (999_999_999, 1))
+    for name in (of_dead, of_living, f".abcdef-{pid}-{number}"):
         (home / name).mkdir()
         (home / name / "half").write_text("abc")
-    assert can_go(store) == {("leftover", f"artifacts/{good.key}/.{_host()}-999999999-00000000.tmp")}
-    publish(store, product)  # the next publisher clears away the same
-    assert sorted(p.name for p in home.glob(".*")) == sorted(
-        [f".{_host()}-1-00000000.tmp", ".abcdef-999999999-00000000.tmp"]
-    )
-
-
-def test_a_records_temporary_file_is_left_over_when_it_is_old_and_its_writer_gone(tmp_path):
-    store = Store(tmp_path / "s")
-    store.write_run(run_record("r"))
-    names = {"dead": ".r.json.999999999-00000000.tmp", "alive": f".r.json.{os.getpid()}-00000000.tmp"}
-    for name in names.values():
         (store.local / "runs" / name).write_text("{")
-    assert can_go(store) == set(), "somebody may be about to give them their name"
-    for name in names.values():
-        os.utime(store.local / "runs" / name, (OLD, OLD))
-    assert can_go(store) == {("leftover", f"runs/{names['dead']}")}
-    free(store, plan(store, RetentionPolicy()))
-    assert {path.name for path in (store.local / "runs").iterdir()} == {"r.json", names["alive"]}
-
-
-def test_a_records_temporary_file_may_go_while_gc_looks(tmp_path):
-    store = Store(tmp_path / "s")
-    store.write_run(run_record("r"))
-    (store.local / "runs" / ".r.json.999999999-00000000.tmp").symlink_to(tmp_path / "gone")
-    assert can_go(store) == set()
+    places = (f"artifacts/{good.key}", "runs")
+    assert can_go(store) == {("leftover", f"{place}/{of_dead}") for place in places}
+    publish(store, product)  # the next publisher clears away the same
+    assert {path.name for path in home.glob(".*")} == {of_living, f".abcdef-{pid}-{number}"}
+    free(store, plan(store, RetentionPolicy()), settle_s=0)
+    names = {path.name for path in (store.local / "runs").iterdir()}
+    assert names == {"r.json", of_living, f".abcdef-{pid}-{number}"}
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -104,24 +104,6 @@ def test_a_copy_gone_bad_is_pulled_again_and_a_bad_original_is_an_error(store, p
         store.materialize(made)
 
 
-@pytest.mark.parametrize("damage", ["truncated", "deleted", "no manifest", "half a manifest"])
-def test_a_damaged_attempt_gives_way_to_the_one_before(store, product, damage):
-    good, bad = publish(store, product), publish(store, product)
-    assert store.lookup(KEY) == bad
-    if damage == "truncated":
-        overwrite(store, f"{bad.folder}/files/weights", b"abc")
-    elif damage == "half a manifest":
-        overwrite(store, f"{bad.folder}/manifest.json", b'{"format": 1,')
-    else:
-        name = "manifest.json" if damage == "no manifest" else "files/weights"
-        store._backend._fs.rm_file(f"{store._backend._root}/{bad.folder}/{name}")
-    assert store.lookup(KEY) == good
-    if damage in ("truncated", "deleted"):
-        with pytest.raises(CorruptArtifact):
-            store.materialize(bad)
-    assert (store.materialize(good) / "weights").read_bytes() == b"abcdefgh"
-
-
 def test_random_kills_leave_no_corrupt_read(server, tmp_path):
     command = [sys.executable, str(PUBLISHING), f"s3://{BUCKET}/{tmp_path.name}", str(tmp_path), "6", "3"]
     environment = {**os.environ, "PYTHONPATH": str(PROJECT)}

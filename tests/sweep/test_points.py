@@ -1,15 +1,14 @@
 """From a grid to one pipeline in which what points share stands once."""
 
-import importlib
-
 import pytest
 import yaml
 
+from nanodag.cli.sweep import sweep as start_sweep
 from nanodag.config import order_of
 from nanodag.errors import ConfigError
-from nanodag.sweep.begin import in_waves
 from nanodag.sweep.points import make_sweep, points_of
-from tests.flow.conftest import STAGES
+from nanodag.sweep.sweep_run import in_waves
+from tests.fake_stages import STAGES
 
 
 @pytest.fixture
@@ -25,13 +24,10 @@ def test_a_sweep_checks_what_its_record_has_not_finished(file, monkeypatch):
     def stop(pipeline, *, to_build, **about):
         raise ConfigError(" ".join(sorted(to_build)))
 
-    asked = {"grid": ["sft.num_epochs=[1,2]"], "points": [], "stage": "", "at_once": 1, "preset": "tiny"}
-    about = {"file": str(file), "name": "s", "detach": True, "dry_run": False}
-    cli = importlib.import_module("nanodag.cli.sweep")  # the name in nanodag.cli is the command
-    monkeypatch.setattr(cli, "check_before_start", stop)
-    monkeypatch.setattr(cli, "unfinished", lambda pipeline, record: ["sft-2", "eval_sft-2"])
+    monkeypatch.setattr("nanodag.run.preflight.check_before_start", stop)
+    monkeypatch.setattr("nanodag.run.record.unfinished", lambda pipeline, record: ["sft-2", "eval_sft-2"])
     with pytest.raises(ConfigError, match=r"^eval_sft-2 sft-2$"):
-        cli.start_sweep([], **asked, **about)
+        start_sweep(grid=["sft.num_epochs=[1,2]"], preset="tiny", file=str(file), name="s")
 
 
 def test_a_grid_has_every_combination_and_lists_multiply_it():

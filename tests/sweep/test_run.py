@@ -12,9 +12,8 @@ from nanodag.run.build_stage import key_of
 from nanodag.run.record import result_of
 from nanodag.store import Store
 from nanodag.store.provenance import process_started
-from nanodag.sweep.begin import begin_sweep, find_built
-from nanodag.sweep.conclude import conclude
-from tests.flow.conftest import STAGES
+from nanodag.sweep.sweep_run import begin_sweep, conclude, find_built
+from tests.fake_stages import STAGES
 from tests.nightly.made_nights import FACTS, publish_eval
 from tests.run_records import run_record
 

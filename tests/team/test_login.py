@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from nanodag.config.pipeline import ServerConfig
 from nanodag.errors import ConfigError
-from nanodag.server.login import read_login
+from nanodag.server.prefect_api import read_login
 from nanodag.worker.launch import worker_environment
 
 

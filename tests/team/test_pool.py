@@ -2,12 +2,12 @@
 
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
 
-from nanodag.server.local_server import Api
+from nanodag.server.prefect_api import Api
+from tests.fault.processes import wait_until
 from tests.fault.project import STAGES, Project
 from tests.team.postgres import PASSWORD
 
@@ -31,10 +31,8 @@ def project(database, tmp_path_factory):
     code, output = made.run("run", "--name", "early")
     assert code == 1 and "Prefect has no work pool 'team'" in output and "prefect worker start" in output
     made.workers = {name: start_worker(made, name) for name in ("first", "second")}
-    deadline = time.monotonic() + 120
-    while not all(b"started!" in (made.folder / f"{name}.log").read_bytes() for name in made.workers):
-        assert all(worker.poll() is None for worker in made.workers.values()) and time.monotonic() < deadline
-        time.sleep(0.2)
+    logs = [made.folder / f"{name}.log" for name in made.workers]
+    wait_until(lambda: all(b"started!" in log.read_bytes() for log in logs), 120, every_s=0.2)
     yield made
     for worker in made.workers.values():
         worker.terminate()
@@ -70,10 +68,9 @@ def test_two_workers_share_the_stages_of_one_run(project):
     for stage in ("eval_base", "eval_too"):
         project.tell(stage, "wait")
     process = project.command("run", "--name", "shared")
-    deadline = time.monotonic() + 500
-    while len(found := workers_of(project.record("shared"), "eval_base", "eval_too")) < 2:
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
-        time.sleep(0.2)
+    evals = ("eval_base", "eval_too")
+    wait_until(lambda: len(workers_of(project.record("shared"), *evals)) == 2, 500, every_s=0.2)
+    found = workers_of(project.record("shared"), *evals)
     for stage in ("eval_base", "eval_too"):
         project.tell(stage, "")
     output = process.communicate(timeout=300)[0]
@@ -82,6 +79,10 @@ def test_two_workers_share_the_stages_of_one_run(project):
     stages = project.record("shared")["stages"]
     assert {stage["state"] for stage in stages.values()} == {"built", "found"}
     assert workers_of({"stages": stages}, "tokenizer") == [] and len(workers_of({"stages": stages}, "pretrain")) == 1
+
+
+def stage_of(project, run):
+    return project.record(run)["stages"].get("pretrain", {})
 
 
 def workers_of(record, *stages):
@@ -107,19 +108,13 @@ def test_a_stage_that_fails_on_a_worker_fails_the_run_with_its_reason(project):
 def test_cancelling_the_run_ends_its_stage_on_the_worker(project):
     project.tell("pretrain", "wait")
     process = project.command("run", "--name", "stopped", "pretrain.seed=12")
-    deadline = time.monotonic() + 500
-    while project.record("stopped")["stages"].get("pretrain", {}).get("state") != "running":
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.2)
+    wait_until(lambda: stage_of(project, "stopped").get("state") == "running", 500, every_s=0.2)
     process.terminate()
     output = process.communicate(timeout=300)[0]
     project.tell("pretrain", "")
     assert process.returncode == 130, output
     api = Api(f"http://127.0.0.1:{project.server()['port']}")
-    deadline = time.monotonic() + 120
-    while api.num_active_runs():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    wait_until(lambda: not api.num_active_runs(), 120, every_s=0.2)
     workspace = project.record("stopped")["stages"]["pretrain"]["workspace"]
     left = subprocess.run(["pgrep", "-f", workspace], check=False, capture_output=True, text=True).stdout
     assert left == ""
@@ -129,17 +124,13 @@ def test_a_worker_that_is_gone_with_all_that_it_ran_is_replaced_by_another(proje
     """As when its machine loses power. Last: the project has one worker less then."""
     project.tell("pretrain", "wait")
     process = project.command("run", "--name", "orphan", "pretrain.seed=13")
-    stage: dict = {}
-    deadline = time.monotonic() + 500
-    while stage.get("state") != "running":
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.2)
-        stage = project.record("orphan")["stages"].get("pretrain", {})
-    lost = psutil.Process(project.workers[stage["worker"]].pid)
+    wait_until(lambda: stage_of(project, "orphan").get("state") == "running", 500, every_s=0.2)
+    name = stage_of(project, "orphan")["worker"]
+    lost = psutil.Process(project.workers[name].pid)
     for victim in [lost, *lost.children(recursive=True)]:
         victim.kill()
     project.tell("pretrain", "")
     output = process.communicate(timeout=500)[0]
     assert process.returncode == 0, output
     after = project.record("orphan")["stages"]["pretrain"]
-    assert after["state"] == "built" and {stage["worker"], after["worker"]} == {"first", "second"}
+    assert after["state"] == "built" and {name, after["worker"]} == {"first", "second"}

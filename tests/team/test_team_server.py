@@ -10,7 +10,7 @@ import httpx
 import psutil
 import pytest
 
-from nanodag.server.local_server import Api
+from nanodag.server.prefect_api import Api
 from tests.fault.project import Project
 from tests.team.postgres import PASSWORD, missing
 

@@ -22,8 +22,8 @@ from nanodag.errors import TrainingDiverged  # noqa: E402
 from nanodag.model.build import initialise, qwen3_architecture  # noqa: E402
 from nanodag.model.decoder import Decoder, Layer  # noqa: E402
 from nanodag.model.lora import add_lora, merged  # noqa: E402
-from nanodag.rl.trainer.buckets import KEPT, NOW, Buckets  # noqa: E402
 from nanodag.rl.trainer.lora_merge import MergedShares  # noqa: E402
+from nanodag.rl.trainer.weight_sender import KEPT, NOW, Buckets  # noqa: E402
 from nanodag.sampler.fingerprints import Fingerprints  # noqa: E402
 from nanodag.train.deepspeed_engine import TrainEngine, leave  # noqa: E402
 

@@ -63,7 +63,7 @@ def shipped() -> dict[str, Kind]:
 
 @cache
 def installed() -> Mapping[str, EntryPoint]:
-    """What installed packages offer, by name. Nothing of them is imported before it is named."""
+    """Kinds of installed packages, by name. None is imported before it is named."""
     return {point.name: point for point in entry_points(group=ENTRY_POINTS)}
 
 
@@ -73,7 +73,7 @@ def known() -> dict[str, Kind]:
 
 
 def vouch_for(file: Path, modules: Sequence[str]) -> None:
-    """From now on kinds may be named that stand beside this pipeline file, or in these modules, and no others."""
+    """Allow own kinds that stand beside this pipeline file, or in these modules, and no others from now on."""
     global _voucher
     forget_others(file.parent)
     voucher = Voucher(file=file, trusted_modules=tuple(modules))

@@ -44,15 +44,15 @@ class BenchmarkConfig(Section):
     `lm_eval:folder/file.yaml`. `auto`: the form called like the benchmark."""
     source: SourceConfig | None = None
     """Where the items come from; CORE without one takes the pipeline's core_bundle."""
-    num_fewshot: int = Field(0, ge=0)
+    num_fewshot: int = Field(0, ge=0, le=1_000_000)
     """Worked examples before each item."""
     fewshot: SourceConfig | None = None
     """Where the worked examples come from."""
     limit: int = Field(0, ge=0)
     """Items, drawn at random by the stage's seed; 0 for all. Of CORE the first of each task, in nanochat's order."""
-    num_samples: int = Field(1, ge=1)
+    num_samples: int = Field(1, ge=1, le=1_000_000)
     """Answers that are written to each item."""
-    temperature: float = Field(0.0, ge=0.0)
+    temperature: float = Field(0.0, ge=0.0, le=10)
     """Sampling temperature; at 0 each token is the likeliest one."""
     top_p: float = Field(1.0, gt=0.0, le=1.0)
     """Tokens are drawn from the likeliest ones that together have this probability."""
@@ -67,7 +67,7 @@ class BenchmarkConfig(Section):
     """Strings that end an answer, beside those of the form. They end thinking too."""
     system: str = ""
     """The system prompt of a chat, before that of the item."""
-    max_new_tokens: Positive | Auto = "auto"
+    max_new_tokens: Annotated[int, Field(ge=1, le=100_000_000)] | Auto = "auto"
     """Longest written answer, in tokens, thinking included. `auto`: the stage's max_new_tokens."""
     thinking: ThinkingConfig | None = None
     """Thinking text between these tags is left out of the answer that is scored."""
@@ -93,9 +93,9 @@ class BenchmarkConfig(Section):
     def _samples_fit(self) -> "BenchmarkConfig":
         if self.temperature == 0:
             for name, value in GREEDY_ONLY.items():
-                if (found := getattr(self, name)) != value:
+                if (own := getattr(self, name)) != value:
                     raise ValueError(
-                        f"benchmark {self.name!r}: {name} {found} means nothing at temperature 0, where all answers to "
+                        f"benchmark {self.name!r}: {name} {own} means nothing at temperature 0, where all answers to "
                         "an item are the same; set temperature"
                     )
         for metric in self.metrics:
@@ -112,23 +112,23 @@ class BenchmarkConfig(Section):
 
     @property
     def is_core(self) -> bool:
-        """Whether it is CORE, which no form describes."""
+        """True where it is CORE, which no form describes."""
         return "core" in (self.form, self.name)
 
     @property
     def wants_bundle(self) -> bool:
-        """Whether its items come from the pipeline's core_bundle."""
+        """True where its items come from the pipeline's core_bundle."""
         return self.is_core and self.source is None
 
     @property
     def sampling(self) -> str:
-        """How answers are drawn, in words: `greedy`, `8 samples, temperature 0.7, top_p 0.9`."""
+        """Sampling of answers in words: `greedy`, `8 samples, temperature 0.7, top_p 0.9`."""
         if not self.temperature:
             return "greedy"
-        said = [counted(self.num_samples, "sample"), f"temperature {self.temperature:g}"]
-        said += [f"top_p {self.top_p:g}"] if self.top_p < 1 else []
-        said += [f"top_k {self.top_k}"] if self.top_k else []
-        return ", ".join(said)
+        words = [counted(self.num_samples, "sample"), f"temperature {self.temperature:g}"]
+        words += [f"top_p {self.top_p:g}"] if self.top_p < 1 else []
+        words += [f"top_k {self.top_k}"] if self.top_k else []
+        return ", ".join(words)
 
     @property
     def metrics_over_samples(self) -> tuple[str, ...]:
@@ -146,17 +146,17 @@ class EvalSamplerConfig(Section):
     engine: Literal["embedded", "sglang"] | Auto = "auto"
     """`embedded`: the sampler of this package; `sglang`: SGLang in an environment of its own, never deterministic.
     `auto`: as RL's samplers, SGLang on GPUs where it is installed."""
-    replicas: Positive | Auto = operational("auto")
+    replicas: Annotated[int, Field(ge=1, le=1024)] | Auto = operational("auto")
     """Samplers at most; of embedded ones fewer where there is too little to write for so many. `auto`: one for each
     GPU of the machine, as far as others leave them; on a CPU a process a thread, 4 at most, and one of SGLang."""
-    max_batch: Positive | Auto = operational("auto")
+    max_batch: Annotated[int, Field(ge=1, le=1_000_000)] | Auto = operational("auto")
     """Answers that one sampler writes at once, as far as its cache holds them. `auto`: 256 on a GPU, 64 on a CPU."""
     cache_bytes: Positive | Auto = operational("auto")
     """Bytes of one sampler's keys and values. `auto`: 0.7 of a GPU less the weights; 0.25 of the host's memory for all
     samplers on a CPU."""
     python: str = operational("auto", min_length=1)
     """SGLang's Python interpreter; `auto` for what `nanodag sampler install` made."""
-    tensor_parallel: int = operational(1, ge=1)
+    tensor_parallel: int = operational(1, ge=1, le=1024)
     """GPUs of one SGLang server. Above 1 it is refused where `engine: auto` takes the embedded one."""
     options: dict[str, bool | int | float | str] = {}
     """Other options of SGLang's server, by name."""
@@ -181,7 +181,7 @@ class EvalStage(StageBase):
     """The benchmarks that the model is evaluated on."""
     precision: Precision | Auto = "auto"
     """Number format of the model. `auto`: bf16 on GPUs that multiply it faster, else fp32."""
-    micro_batch_tokens: Positive | Auto = operational("auto")
+    micro_batch_tokens: Annotated[int, Field(ge=1, le=10**12)] | Auto = operational("auto")
     """Tokens that are scored at once where likelihoods answer. A longer question goes alone, or with others that share
     most of it.
     `auto`: 16384 on a GPU, 1024 on a CPU, whose caches hold no more."""
@@ -192,7 +192,7 @@ class EvalStage(StageBase):
     bos: Literal["auto", "always", "never"] = "auto"
     """Whether texts outside the chat template begin with the tokenizer's bos token. `auto`: where the tokenizer itself
     puts it there, as lm-eval does."""
-    max_new_tokens: int = Field(256, ge=1)
+    max_new_tokens: int = Field(256, ge=1, le=100_000_000)
     """Longest written answer of a benchmark that does not say, in tokens. An item whose prompt leaves it no room in the
     model's positions is not asked and counts as wrong, as `too_long`."""
     sample_prompts: tuple[str, ...] = ()
@@ -211,7 +211,7 @@ class EvalStage(StageBase):
 
     @property
     def asks_in_chat(self) -> bool:
-        """Whether the items of its benchmarks pass the chat template."""
+        """True where the items of its benchmarks pass the chat template."""
         return self.chat
 
     @property
@@ -232,30 +232,30 @@ class EvalStage(StageBase):
         """The stage with `auto` for what follows from a machine, its samplers too."""
         return super().on_another_machine(sampler=EvalSamplerConfig(), **updates)
 
-    def with_core(self, bundle: str, found: Derived) -> tuple[Self, bool]:
+    def with_core(self, bundle: str, derived: Derived) -> tuple[Self, bool]:
         """The stage with CORE's items where the benchmark names none. Raises ConfigError where CORE is left out and
         nothing else is evaluated."""
         if not any(benchmark.wants_bundle for benchmark in self.benchmarks):
             return self, False
-        found.origins[f"{found.name}.benchmarks"] = f"derived: core_bundle is {bundle}"
+        derived.origins[f"{derived.name}.benchmarks"] = f"derived: core_bundle is {bundle}"
         kept = tuple(benchmark for benchmark in self.benchmarks if not benchmark.wants_bundle)
         if bundle != "none":
             update = {"source": SourceConfig(url=bundle_url(bundle))}
             kept = tuple(b.model_copy(update=update) if b.wants_bundle else b for b in self.benchmarks)
         if not kept:
             raise ConfigError(
-                f"{found.name}.benchmarks: CORE alone, and core_bundle is none. Set core_bundle to the folder of its "
+                f"{derived.name}.benchmarks: CORE alone, and core_bundle is none. Set core_bundle to the folder of its "
                 "items, or give the benchmark a source."
             )
         return self.model_copy(update={"benchmarks": kept}), bundle == "none"
 
-    def before_ranks(self, found: Derived) -> Self:
+    def before_ranks(self, derived: Derived) -> Self:
         """The stage with its precision."""
-        return evaluation_precision(self, found)
+        return evaluation_precision(self, derived)
 
-    def after_ranks(self, model: ModelSize | None, found: Derived) -> Self:
+    def after_ranks(self, model: ModelSize | None, derived: Derived) -> Self:
         """The stage without any `auto` among its samplers' settings."""
-        return derive_evaluation(found.name, self, found.machine, model, found.origins)
+        return derive_evaluation(derived.name, self, derived.machine, model, derived.origins)
 
     def answer_tokens(self, benchmark: BenchmarkConfig) -> int:
         """The longest written answer of a benchmark, in tokens."""

@@ -11,17 +11,17 @@ from nanodag.config.supervised import ShapeConfig, SupervisedKind, SupervisedSta
 
 
 class PretrainStage(SupervisedStage):
-    """On documents: from random weights of a shape (input `tokenizer`), or from a model that there is (input `model`;
-    continued pretraining: shape is left out, horizon_tokens given)."""
+    """Training on documents: from random weights of a shape (input `tokenizer`), or from a model that there is (input
+    `model`; continued pretraining: shape is left out, horizon_tokens given)."""
 
     shape: ShapeConfig = ShapeConfig()
     """The model's shape."""
-    tokens_per_parameter: float = Field(10.5, gt=0)
+    tokens_per_parameter: float = Field(10.5, gt=0, le=1_000_000)
     """Horizon in tokens for each parameter in matrices and output head, where horizon_tokens is auto."""
 
     @property
     def continues(self) -> bool:
-        """Whether it begins at the weights of another stage's model."""
+        """True where it begins at the weights of another stage's model."""
         return self.shape.depth == 0
 
     @property
@@ -29,10 +29,10 @@ class PretrainStage(SupervisedStage):
         """True for random weights."""
         return not self.continues
 
-    def before_ranks(self, found: Derived) -> Self:
+    def before_ranks(self, derived: Derived) -> Self:
         """The stage with its shape and schedule."""
-        stage = shaped(self, found.name, found.origins) if self.is_from_scratch else self
-        return super(PretrainStage, stage).before_ranks(found)
+        stage = shaped(self, derived.name, derived.origins) if self.is_from_scratch else self
+        return super(PretrainStage, stage).before_ranks(derived)
 
     def check_inputs(self) -> None:
         """Raise ValueError unless it begins at one thing, and says what that thing needs."""

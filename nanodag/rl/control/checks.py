@@ -1,4 +1,4 @@
-"""What must hold while an RL stage runs: functions that raise where it does not. No torch here."""
+"""Checks of a running RL stage: functions that raise where something does not hold. No torch here."""
 
 import logging
 from collections.abc import Awaitable, Collection, Mapping, Sequence
@@ -18,8 +18,8 @@ CUT_FROM = 0.5
 
 
 async def unless_stopped(work: Awaitable[T]) -> T:
-    """What it finds. Raises StopRequested when a stop was asked for meanwhile: the signal may have ended what computes
-    rewards."""
+    """Result of the work. Raises StopRequested when a stop was asked for meanwhile: the signal may have ended what
+    computes rewards."""
     try:
         result = await work
     except StageFailed:

@@ -17,22 +17,20 @@ a stage that was killed at any instant and started again ends on the same bytes 
 import asyncio
 import json
 import logging
-import os
 import shutil
-import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from nanodag.config.kinds.rl import RLStage
 from nanodag.data.mixture import Mixture
+from nanodag.engines.fleet import Fleet
+from nanodag.engines.replica import Replica
 from nanodag.errors import NanodagError, StageFailed
-from nanodag.host.gc_tuning import collect_rarely
+from nanodag.inference.client import SamplerClient
 from nanodag.rewards import sandbox
-from nanodag.rl.control.benchmarks import PolicyBenchmarks
 from nanodag.rl.control.checks import (
     EMPTY_STEPS_IN_A_ROW,
     check_mismatch,
@@ -47,34 +45,37 @@ from nanodag.rl.control.generation import RolloutGenerator
 from nanodag.rl.control.memory_turns import held_memory
 from nanodag.rl.control.pool import pool_of
 from nanodag.rl.control.replay import ReplayBuffer, replay_metrics
-from nanodag.rl.control.sampler_traces import traced_samplers
+from nanodag.rl.control.saved_rollouts import SavedRollouts
 from nanodag.rl.control.schedule import Position, Schedule, StopRequested
 from nanodag.rl.control.services import Services
 from nanodag.rl.control.step_records import Records
-from nanodag.rl.control.without_trainer import SavedRollouts
 from nanodag.rl.environments.runner import Turns
 from nanodag.rl.environments.tools import declared_tools
-from nanodag.rl.rollouts.batch import RolloutBatch, read_batch, write_batch
-from nanodag.rl.rollouts.horizon import with_num_steps
-from nanodag.rl.rollouts.learning import learning_of
+from nanodag.rl.rollouts.batch import (
+    RolloutBatch,
+    read_batch,
+    staleness_metrics,
+    without_older,
+    without_stale,
+    write_batch,
+)
 from nanodag.rl.rollouts.metrics import (
-    Sums,
-    critic_metrics,
+    Stopwatch,
+    cost_of,
     drop_counts,
+    learning_of,
     rollout_metrics,
     sampler_memory,
     speeds,
-    trainer_metrics,
+    update_metrics,
 )
 from nanodag.rl.rollouts.prompts import PolicyFormat, PromptCursor
 from nanodag.rl.rollouts.rollout import Rollout
-from nanodag.rl.rollouts.staleness import staleness_metrics, without_older, without_stale
-from nanodag.rl.rollouts.stopwatch import Stopwatch
 from nanodag.store.atomic import write_json
 from nanodag.store.checkpoints import Checkpoints
 from nanodag.tokenizer.chat import load_renderer
 from nanodag.tokenizer.encoding import Encoding
-from nanodag.worker.job import Job, finish, leave_stopped, leave_when_stopped, load_job, stop_can_wait, stop_requested
+from nanodag.worker.job import Job, finish, leave_stopped, stop_can_wait, stop_requested
 
 log = logging.getLogger(__name__)
 
@@ -87,38 +88,42 @@ class Controller:
         self._config: RLStage = job.config
         self._services = services
         self._runner = runner
-        renderer, rollout = load_renderer(job.inputs["model"]), self._config.rollout
-        asked = PolicyFormat(renderer, rollout.template_options, declared_tools(rollout.generate))
-        stop_ids = (*renderer.stop_ids, *rollout.stop_token_ids)
-        longest = services.context - self._config.rollout.max_new_tokens
+        rollout, generate = self._config.rollout, self._config.rollout.generate
+        renderer, encoding = load_renderer(job.inputs["model"]), Encoding(job.inputs["model"])
+        self._encoding = encoding
+        policy_format = PolicyFormat(renderer, rollout.template_options, declared_tools(generate))
         mixture = Mixture(self._config.data, kind="prompt", seed=int(self._config.seed), repeat=True, mirror=job.mirror)
         self._cursor = PromptCursor(
             mixture,
-            asked,
-            longest=longest,
-            skip_share=self._config.rollout.curriculum_skip,
+            policy_format,
+            longest=services.context - rollout.max_new_tokens,
+            skip_share=rollout.curriculum_skip,
             seed=int(self._config.seed),
         )
         self._used_up = self._cursor.state_dict()  # by finished rollout batches, not by one under way
-        encoding = self._encoding = Encoding(job.inputs["model"])
-        turns = None
-        generate = self._config.rollout.generate
         if self._config.has_samplers and generate.traits is not None and generate.traits.needs_sandbox:
             sandbox.walls()  # MissingTool now, not an error in each sample
+        turns = None
         if not generate.is_one_turn:
             vocabulary = services.model.vocab_size
             turns = Turns(self._config, encoding, renderer, context=services.context, vocabulary=vocabulary)
+        stop_ids = (*renderer.stop_ids, *rollout.stop_token_ids)
         generator = RolloutGenerator(self._config, services.samplers, services.pool, encoding, stop_ids, turns)
         self._generator: RolloutGenerator | SavedRollouts = generator
         self._pool = pool_of(self._config, generator, self._cursor, is_stopping=stop_requested)
-        if not self._config.rollout.is_sampled:
+        if not rollout.is_sampled:
             self._generator, self._pool = SavedRollouts(self._config, services.model), None
         self._replay = ReplayBuffer(self._config)
-        benchmarks = PolicyBenchmarks(
-            self._config, services.samplers, encoding, renderer, context=services.context, mirror=job.mirror
-        )
         self._stopwatch = Stopwatch()
-        self._evaluations = Evaluations(job, generator, benchmarks, asked, longest=longest, timed=self._stopwatch.timed)
+        self._evaluations = Evaluations(
+            job,
+            generator,
+            services.samplers,
+            encoding,
+            policy_format,
+            context=services.context,
+            timed=self._stopwatch.timed,
+        )
         self._checkpoints = Checkpoints(job.checkpoints, keep=self._config.keep_checkpoints)
         totals = {"sampled": 0, "prompt": 0, "computed": 0, "scored": 0, "empty_steps": 0}
         self._state: dict[str, Any] = {"version": 0, "versions": [0], "totals": totals}
@@ -189,11 +194,9 @@ class Controller:
                 shutil.rmtree(folder, ignore_errors=True)  # not every sync leaves a folder
 
     async def generate(self, step: int) -> RolloutBatch:
-        """What a step will train on."""
+        """Generate what a step will train on."""
         is_traced = step in self._config.profile_steps and self._config.rollout.is_sampled
-        async with (
-            traced_samplers(self._services.samplers, self._records.profile(step)) if is_traced else nullcontext()
-        ):
+        async with _traced(self._services.samplers, self._records.profile(step)) if is_traced else nullcontext():
             with self._stopwatch.timed("generate"):
                 if self._pool is not None:
                     return await self._pool.take(step)
@@ -202,7 +205,7 @@ class Controller:
         return batch
 
     def is_evaluation_due(self, policy: int) -> bool:
-        """Whether the weights of a policy are to be evaluated and have not been."""
+        """True where the weights of a policy are to be evaluated and have not been."""
         return bool(self._evaluations.due(policy))
 
     async def evaluate(self, policy: int) -> None:
@@ -274,12 +277,13 @@ class Controller:
                 await self._services.link.exchange("export", folder=str(kept))
 
     def _is_given(self, policy: int) -> bool:
-        """Whether samplers get the weights of a policy: where something changes them, to sample or to be evaluated."""
+        """True where samplers get the weights of a policy: where something changes them, to sample or to be
+        evaluated."""
         return self._config.has_trainer and (self._config.rollout.is_sampled or self.is_evaluation_due(policy))
 
     @property
     def _are_weights_lent(self) -> bool:
-        """Whether the samplers lose their weights whenever it is the trainer's turn."""
+        """True where the samplers lose their weights whenever it is the trainer's turn."""
         return self._config.placement == "shared"
 
     async def _update(self, step: int, path: str) -> dict[str, float]:
@@ -296,20 +300,7 @@ class Controller:
             # one more than may be used, so that what is too old is seen to be
             oldest = max(self._config.rollout.max_staleness, self._config.rollout.replay.max_staleness)
             state["versions"] = [*state["versions"], state["version"]][-oldest - 2 :]
-        values = trainer_metrics([Sums(**reply["sums"]) for reply in replies], num_updates=first["num_passes"])
-        if "critic" in first:
-            num_updates = first["num_parts"] * self._config.algorithm.critic.epochs
-            values |= critic_metrics([Sums(**reply["critic"]) for reply in replies], num_updates=num_updates)
-            values["critic_gradient_norm"] = first["critic_gradient_norm"]
-        return values | {
-            "gradient_norm": first["gradient_norm"],
-            "skipped_updates": first["skipped_updates"],
-            "learning_rate": first["learning_rate"],
-            "computed_tokens": sum(reply["computed_tokens"] for reply in replies),
-            "scored_tokens": sum(reply["scored_tokens"] for reply in replies),
-            "peak_flops": sum(reply["peak_flops"] for reply in replies),
-            "trainer_peak_bytes": max(reply["peak_bytes"] for reply in replies),
-        }
+        return update_metrics(replies, critic_epochs=self._config.algorithm.critic.epochs)
 
     def _count(self, batch: RolloutBatch, values: dict[str, float], sampled: int) -> None:
         """Add up what the stage's cost is made of; end it when nothing is left to learn from. sampled: tokens."""
@@ -331,7 +322,7 @@ class Controller:
     # Checkpoints and the end
 
     def is_checkpoint_due(self, step: int) -> bool:
-        """Whether to save after a step."""
+        """True where a checkpoint is saved after a step."""
         return step % self._config.checkpoint_every == 0
 
     async def save(self, position: Position) -> None:
@@ -396,7 +387,7 @@ class Controller:
 
     @property
     def _source_identity(self) -> dict[str, Any]:
-        """Of the files that are trained; empty where there are none."""
+        """Identity of the files that are trained; empty where there are none."""
         return self._generator.identity if isinstance(self._generator, SavedRollouts) else {}
 
     def _judged_again(self, step: int, waiting: Sequence[RolloutBatch]) -> tuple[RolloutBatch, ...]:
@@ -433,40 +424,27 @@ class Controller:
         metrics |= {"kept_step": kept} if kept is not None else {}
         metrics |= leave(self._job) if leave is not None else {}
         metrics |= self._evaluations.metrics()
-        # 2 FLOPs a parameter and token forward, 4 backward; prompts are run once for a group on both sides, and have no
-        # logits.
-        forward, head = totals["sampled"] + totals["prompt"], model.num_head_parameters
-        body = model.num_matrix_parameters - head
-        flops = body * (6 * totals["computed"] + 2 * forward) + head * (6 * totals["scored"] + 2 * totals["sampled"])
-        finish(
-            self._job,
-            metrics=metrics,
-            cost={
-                "tokens": totals["computed"],
-                "forward_tokens": forward,
-                "sampled_tokens": totals["sampled"],
-                "flops": flops,
-            },
-        )
+        head = model.num_head_parameters
+        cost = cost_of(totals, num_parameters=model.num_matrix_parameters - head, num_head_parameters=head)
+        finish(self._job, metrics=metrics, cost=cost)
 
 
-def main(leave: Callable[[Job], dict[str, Any]] | None = None) -> None:
-    """Run the job named on the command line. leave: makes the product of the records, in the place of the trainer's
-    weights, and returns metrics."""
-    job = load_job()
-    job = replace(job, config=with_num_steps(job.config, job.mirror))
-    collect_rarely()
-    services = Services(job)
-    leave_when_stopped(services.abandon)
+@asynccontextmanager
+async def _traced(samplers: Fleet, folder: Path) -> AsyncIterator[None]:
+    """Each sampler traces what it does inside, into a folder of its own below this one. A trace that fails, also
+    because its sampler was lost, costs a warning."""
+
+    async def start(replica: Replica, client: SamplerClient) -> None:
+        own = folder / f"sampler-{replica.number}"
+        own.mkdir(parents=True, exist_ok=True)
+        await client.start_profile(own)
+
     try:
-        with services, asyncio.Runner() as runner:
-            try:
-                Controller(job, services, runner).run(leave)
-            except NanodagError as error:
-                raise services.children.cause_of(error) from error
-            finally:
-                runner.run(services.samplers.disconnect())
+        await samplers.each(start, are_up=True)
     except NanodagError as error:
-        log.error("%s: %s", type(error).__name__, error)
-        sys.stderr.flush()
-        os._exit(services.children.exit_code)
+        log.warning("samplers are not traced for %s: %s", folder.name, error)
+    yield
+    try:
+        await samplers.each(lambda replica, client: client.stop_profile(), are_up=True)
+    except NanodagError as error:
+        log.warning("no trace of a sampler for %s: %s", folder.name, error)

@@ -1,49 +1,235 @@
-"""Evaluations of a stage's policies: held-out prompts, benchmarks, and which weights are the best. No torch here."""
+"""Evaluations of a stage's policies: held-out prompts, benchmarks, and which weights are the best. No torch here.
 
+A benchmark is an entry as eval stages have it. Items, order, seeds of samples and scoring are those of an eval stage;
+the answers come from the stage's own samplers, and the longest prompt and answer are bounded by their context.
+
+For a stage that leaves its best weights (`keep: best:<metric>`) the trainer writes each set of weights that is to be
+evaluated as the folder that the stage would end with. It stays until its score is known, and after that while no later
+one is better. A checkpoint has hard links to these folders: they take no room twice, their bytes are verified with it,
+and they outlive whatever is removed here. So a stage that was killed resumes with the best weights of its checkpoint.
+"""
+
+import asyncio
 import logging
+import math
+import os
+import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from nanodag.config.kinds.rl import RLStage
-from nanodag.config.rl_evaluation import HELD_OUT
+from nanodag.config.rl_sections import HELD_OUT, RolloutSection
 from nanodag.data.mixture import Mixture
-from nanodag.errors import ConfigError, StageFailed
-from nanodag.rl.control.benchmarks import PolicyBenchmarks
-from nanodag.rl.control.best_weights import BestWeights, is_patience_over
+from nanodag.errors import ConfigError, SamplerError, StageFailed
+from nanodag.errors.words import counted
+from nanodag.evaluation.benchmark import AskedItem, Benchmark, open_benchmark
+from nanodag.evaluation.generated_answer import Answer, Ending
+from nanodag.evaluation.results import BenchmarkResult
+from nanodag.inference.protocol import Completion, Request
 from nanodag.rl.control.checks import unless_stopped
 from nanodag.rl.control.generation import RolloutGenerator
 from nanodag.rl.control.step_records import Records
 from nanodag.rl.rollouts.prompts import PolicyFormat, Prompt, first_prompts
+from nanodag.rl.rollouts.segments import Sampler
+from nanodag.tokenizer.chat import ChatRenderer
+from nanodag.tokenizer.encoding import Encoding
 from nanodag.worker.job import Job
 
 log = logging.getLogger(__name__)
 
 
+class PolicyBenchmarks:
+    """The benchmarks of a stage, opened. context: tokens of a sampler's slot. mirror: a folder, None for the hub."""
+
+    def __init__(
+        self,
+        config: RLStage,
+        sampler: Sampler,
+        encoding: Encoding,
+        renderer: ChatRenderer,
+        *,
+        context: int,
+        mirror: Path | None,
+    ) -> None:
+        opened = [
+            open_benchmark(one, seed=int(config.seed), mirror=str(mirror or "")) for one in config.evaluation.benchmarks
+        ]
+        self._asked = {
+            one.config.name: _Asked(one, encoding, renderer, config.rollout, context=context) for one in opened
+        }
+        self._sampler = sampler
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._asked)
+
+    def higher_is_better(self, name: str) -> bool:
+        """True where more is better by the main metric of a benchmark."""
+        return self._asked[name].benchmark.higher_is_better
+
+    async def result(self, name: str) -> BenchmarkResult:
+        """Ask every item, and score the answers. Raises SamplerError for an answer that a sampler gave up."""
+        asked = self._asked[name]
+        answers = await asyncio.gather(*(asked.answers(item, self._sampler) for item in asked.benchmark.items))
+        by_id = {item.id: given for item, given in zip(asked.benchmark.items, answers, strict=True)}
+        # in a thread: a program of a code benchmark may run for seconds, while rollouts must go on
+        return await asyncio.to_thread(asked.benchmark.result, by_id)
+
+
+class _Asked:
+    """A benchmark and the prompts of its items. rollout: how the policy is asked, where the benchmark does not say."""
+
+    def __init__(
+        self,
+        benchmark: Benchmark,
+        encoding: Encoding,
+        renderer: ChatRenderer,
+        rollout: RolloutSection,
+        *,
+        context: int,
+    ) -> None:
+        self.benchmark = benchmark
+        self._config = benchmark.config
+        self._encoding = encoding
+        self._stop_ids = (*renderer.stop_ids, *rollout.stop_token_ids)
+        own = self._config.max_new_tokens
+        self._longest = rollout.max_new_tokens if own == "auto" else own
+        self._room = context - self._longest
+        source = self._config.source
+        switches = {**rollout.template_options, **(source.template_options if source is not None else {})}
+        self._prompts = {item.id: renderer.prompt(item.messages, switches) for item in benchmark.items}
+        self._kept_ids = self._ids_of_tags()
+        if num_over := sum(len(prompt) > self._room for prompt in self._prompts.values()):
+            log.warning(
+                "Benchmark %s: %d of %s are longer than %d tokens, what sampler.context leaves beside max_new_tokens; "
+                "they are not asked, and count as wrong and as too_long.",
+                self._config.name, num_over, counted(len(self._prompts), "prompt"), self._room,
+            )  # fmt: skip
+
+    async def answers(self, item: AskedItem, sampler: Sampler) -> list[Answer]:
+        """The answers of one item, in the order of the samples."""
+        prompt = self._prompts[item.id]
+        if len(prompt) > self._room:
+            return [Answer(ending="too_long")] * self._config.num_samples
+        params = [
+            self.benchmark.params(item, number, max_new_tokens=self._longest, stop_token_ids=self._stop_ids)
+            for number in range(self._config.num_samples)
+        ]
+        requests = [
+            Request(input_ids=prompt, params=one, rid=f"eval-{self._config.name}-{item.id}-{n}", return_logprob=False)
+            for n, one in enumerate(params)
+        ]
+        completions = [completion for (completion,) in await sampler.generate(requests)]
+        is_open = self._config.thinking is not None and self._encoding.decode(prompt).rstrip().endswith(
+            self._config.thinking.begin
+        )
+        return [
+            self._answer(completion, stops=one.stop or (), is_open=is_open)
+            for completion, one in zip(completions, params, strict=True)
+        ]
+
+    def _answer(self, completion: Completion, *, stops: Sequence[str], is_open: bool) -> Answer:
+        reason = completion.finish_reason
+        if reason is None or reason.type == "abort":
+            message = "" if reason is None else f": {reason.message}"
+            raise SamplerError(f"Benchmark {self._config.name}: a sampler gave up an answer{message}")
+        ids, hidden = completion.output_ids, self._encoding.special_ids - self._kept_ids
+        ids = ids[:-1] if ids and ids[-1] in self._stop_ids else ids
+        text = self._encoding.decode([token for token in ids if token not in hidden])
+        end = min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))
+        ending: Ending = "length" if reason.type == "length" else "stop"
+        return self.benchmark.answer(text[:end], ending=ending, is_open=is_open)
+
+    def _ids_of_tags(self) -> frozenset[int]:
+        """Special tokens that are thinking tags: the answer is found by them."""
+        if self._config.thinking is None:
+            return frozenset()
+        known = self._encoding.token_ids()
+        tags = (self._config.thinking.begin, self._config.thinking.end)
+        return frozenset(known[tag] for tag in tags if tag in known)
+
+
+class BestWeights:
+    """Folders `policy-<step>` of weights. folder: of the stage, on the file system of its checkpoints; what a process
+    before left there is removed."""
+
+    def __init__(self, folder: Path, *, is_highest: bool) -> None:
+        self._folder, self.is_highest = folder, is_highest
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+
+    def of(self, step: int) -> Path:
+        """Folder of the weights of a step, which may still have to be written."""
+        return self._folder / f"policy-{step}"
+
+    def prune(self, values: Mapping[int, float | None]) -> None:
+        """Remove weights whose score is known and is not the best. values: scores by step."""
+        best = best_step(values, is_highest=self.is_highest)
+        for step in values:
+            if step != best:
+                shutil.rmtree(self.of(step), ignore_errors=True)
+
+    def save(self, checkpoint: Path) -> None:
+        """Link what there is into a checkpoint that is being written."""
+        shutil.copytree(self._folder, checkpoint / self._folder.name, copy_function=os.link)
+
+    def load(self, checkpoint: Path) -> None:
+        """Go back to what a checkpoint has."""
+        shutil.rmtree(self._folder)
+        shutil.copytree(checkpoint / self._folder.name, self._folder, copy_function=os.link)
+
+    def leave(self, values: Mapping[int, float | None], output: Path) -> int | None:
+        """Make the best weights the stage's product; returns their step, None where no evaluation has a score."""
+        best = best_step(values, is_highest=self.is_highest)
+        if best is not None:
+            shutil.rmtree(output, ignore_errors=True)  # of a process that was killed here
+            shutil.copytree(self.of(best), output, copy_function=os.link)
+        return best
+
+
+def best_step(values: Mapping[int, float | None], *, is_highest: bool) -> int | None:
+    """The step with the best score, the earliest of equal ones; None where there is no score."""
+    known = {step: value for step, value in values.items() if value is not None and math.isfinite(value)}
+    sign = 1 if is_highest else -1
+    return min(known, key=lambda step: (-sign * known[step], step), default=None)
+
+
+def is_patience_over(values: Mapping[int, float | None], *, patience: int, is_highest: bool) -> bool:
+    """True once `patience` evaluations, or more, came after the best one; never before there is a score."""
+    best = best_step(values, is_highest=is_highest)
+    return best is not None and sum(step > best for step in values) >= patience
+
+
 class Evaluations:
-    """What each policy is evaluated on, and the scores so far. longest: tokens of a held-out prompt. timed: counts the
-    time that something takes."""
+    """The held-out prompts and benchmarks of a stage, and the scores of its policies so far. context: tokens of a
+    sampler's slot. timed: counts the time that something takes."""
 
     def __init__(
         self,
         job: Job,
         generator: RolloutGenerator,
-        benchmarks: PolicyBenchmarks,
-        renderer: PolicyFormat,
+        sampler: Sampler,
+        encoding: Encoding,
+        policy_format: PolicyFormat,
         *,
-        longest: int,
+        context: int,
         timed: Callable[[str], AbstractContextManager[None]],
     ) -> None:
         self._config: RLStage = job.config
-        self._generator, self._benchmarks, self._timed = generator, benchmarks, timed
-        self._held_out, self._num_too_long = _held_out_prompts(job, renderer, longest)
+        self._generator, self._timed = generator, timed
+        self._benchmarks = PolicyBenchmarks(
+            self._config, sampler, encoding, policy_format.renderer, context=context, mirror=job.mirror
+        )
+        longest = context - self._config.rollout.max_new_tokens
+        self._held_out, self._num_too_long = _held_out_prompts(job, policy_format, longest)
         self._best = self._best_weights(job.workspace / "best")
         self.scores: dict[str, dict[str, float | None]] = {}  # by HELD_OUT or benchmark, then policy, as JSON has it
 
     def due(self, policy: int) -> list[str]:
-        """What a policy is to be evaluated on and has not been: HELD_OUT, names of benchmarks. Weights that stay are
+        """Evaluations of a policy that are due and not done: HELD_OUT, names of benchmarks. Weights that stay are
         evaluated once."""
         config = self._config
         if not config.has_samplers or (policy and not config.has_trainer):
@@ -61,7 +247,7 @@ class Evaluations:
                 self._best.prune(self._scores(name))
 
     def weights_to_keep(self, policy: int) -> Path | None:
-        """Where the weights of a policy are to be written that may turn out to be the best; None for others, and where
+        """Folder to write the weights of a policy into that may turn out to be the best; None for others, and where
         they are there already."""
         if self._best is None or self._config.best_metric not in self.due(policy):
             return None
@@ -80,7 +266,7 @@ class Evaluations:
             self._best.load(checkpoint)
 
     def is_over(self) -> bool:
-        """Whether `patience` evaluations have brought nothing better."""
+        """True once `patience` evaluations have brought nothing better."""
         assert self._best is not None, "the config asks for the best weights where it has patience"
         scores, patience = self._scores(self._config.best_metric), self._config.evaluation.patience
         return is_patience_over(scores, patience=patience, is_highest=self._best.is_highest)
@@ -139,8 +325,8 @@ class Evaluations:
         return BestWeights(folder, is_highest=name == HELD_OUT or self._benchmarks.higher_is_better(name))
 
 
-def _held_out_prompts(job: Job, renderer: PolicyFormat, longest: int) -> tuple[list[Prompt], int]:
-    """Those that each evaluation asks, and how many were too long to be asked."""
+def _held_out_prompts(job: Job, policy_format: PolicyFormat, longest: int) -> tuple[list[Prompt], int]:
+    """The prompts that each evaluation asks, and how many were too long to be asked."""
     config: RLStage = job.config
     if config.evaluation.eval_prompts == 0:
         return [], 0
@@ -155,4 +341,4 @@ def _held_out_prompts(job: Job, renderer: PolicyFormat, longest: int) -> tuple[l
         once=True,
         mirror=job.mirror,
     )
-    return first_prompts(mixture, renderer, count=config.evaluation.eval_prompts, longest=longest)
+    return first_prompts(mixture, policy_format, count=config.evaluation.eval_prompts, longest=longest)

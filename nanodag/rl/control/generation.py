@@ -8,53 +8,45 @@ order of arrival are nanodag.rl.control.pool's.
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import takewhile
-from typing import Protocol
 
 from nanodag.config.kinds.rl import RLStage
-from nanodag.inference.protocol import Completion, Request, SamplingParams
+from nanodag.errors import StageFailed
+from nanodag.errors.words import counted
+from nanodag.inference.protocol import SamplingParams
 from nanodag.inference.seeds import derived_seed
+from nanodag.rewards.reported import REPORTED
 from nanodag.rewards.reward_pool import RewardPool, SampleReward
 from nanodag.rewards.step_reward import token_places
-from nanodag.rl.environments.runner import ANSWER, REPORTED, Turns
+from nanodag.rl.environments.runner import Turns
 from nanodag.rl.rollouts.batch import Dropped, RolloutBatch
-from nanodag.rl.rollouts.failures import REASON, check_failures, has_failed_reward
+from nanodag.rl.rollouts.filters import shaped
 from nanodag.rl.rollouts.prompts import Prompt, PromptCursor
-from nanodag.rl.rollouts.rollout import Rollout, main_sequences, places_of_samples, reward_spread
-from nanodag.rl.rollouts.saved import GREEDY
-from nanodag.rl.rollouts.segments import (
-    as_it_ended,
-    continued,
-    group_seed,
-    is_unfinished,
-    joined,
-    requests_for,
-    rollouts_from,
-    was_ended,
+from nanodag.rl.rollouts.rollout import (
+    ANSWER,
+    FAILED,
+    GREEDY,
+    LAST_WORDS,
+    REASON,
+    Rollout,
+    main_sequences,
+    places_of_samples,
+    reward_spread,
 )
-from nanodag.rl.rollouts.shaping import shaped
+from nanodag.rl.rollouts.segments import GroupRequests, Sampler, group_seed, is_unfinished
 from nanodag.tokenizer.encoding import Encoding
 
+log = logging.getLogger(__name__)
+
+WARNED_ABOVE = 0.01
 WAVES_A_STEP = 16
 NO_STEP = 0
-MAX_PARTS = 1000  # of one completion that is ended again and again
 REWARD_FAILED = "reward_failed"
 GENERATE_FAILED = "generate_failed"
-
-
-class Sampler(Protocol):
-    """What is needed of a sampler client."""
-
-    async def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
-        """For each prompt its `params.n` completions."""
-        ...
-
-    async def abort(self, rid: str) -> None:
-        """End a request that is under way."""
-        ...
 
 
 class RolloutGenerator:
@@ -159,7 +151,7 @@ class RolloutGenerator:
         for number, prompt in enumerate(prompts):
             drawn = derived_seed(seed, "evaluation", prompt.group_id) if asked.eval_temperature else None
             one = params.model_copy(update={"sampling_seed": drawn})
-            groups.append(_Group(prompt, one, f"eval-{number}", self._sampler))
+            groups.append(GroupRequests(prompt, one, f"eval-{number}", self._sampler))
         rollouts = [rollout for group in await asyncio.gather(*map(self._rollouts, groups)) for rollout in group]
         if not asked.eval_temperature:
             rollouts = [replace(rollout, metadata={**rollout.metadata, GREEDY: True}) for rollout in rollouts]
@@ -227,10 +219,7 @@ class RolloutGenerator:
         return used
 
     def _judge(self, prompt: Prompt, group: list[Rollout], batch: RolloutBatch) -> None:
-        self._choose(prompt, self._shaped(group), batch)
-
-    def _shaped(self, group: Sequence[Rollout]) -> list[Rollout]:
-        return self._shared([shaped(rollout, self._config) for rollout in group])
+        self._choose(prompt, self._shared([shaped(rollout, self._config) for rollout in group]), batch)
 
     def _choose(self, prompt: Prompt, group: list[Rollout], batch: RolloutBatch) -> None:
         """Keep or drop a group whose rewards are those that are trained on."""
@@ -248,7 +237,7 @@ class RolloutGenerator:
         batch.kept.append((prompt, scored))
         batch.failed += [rollout for rollout in group if rollout.reward is None]
 
-    def _group(self, step: int, prompt: Prompt) -> "_Group":
+    def _group(self, step: int, prompt: Prompt) -> GroupRequests:
         config = self._config
         params = SamplingParams(
             n=config.rollout.samples_per_prompt,
@@ -260,9 +249,9 @@ class RolloutGenerator:
         )
         rid, is_ended = f"step-{step}-{prompt.group_id}", config.weights.sync_mode == "abort"
         segment = config.rollout.partial_rollout_tokens
-        return _Group(prompt, params, rid, self._sampler, segment=segment, is_ended_by_syncs=is_ended)
+        return GroupRequests(prompt, params, rid, self._sampler, segment=segment, is_ended_by_syncs=is_ended)
 
-    async def _rollouts(self, group: "_Group") -> list[Rollout]:
+    async def _rollouts(self, group: GroupRequests) -> list[Rollout]:
         """The group's rollouts, with rewards unless some are unfinished."""
         rollouts = await self._responses(group)
         return rollouts if any(map(is_unfinished, rollouts)) else await self._scored(group.prompt, rollouts)
@@ -293,11 +282,10 @@ class RolloutGenerator:
         mended = [shaped(new, self._config) if has_failed_reward(old) else old for old, new in pairs]
         return self._shared(mended)
 
-    async def _responses(self, group: "_Group") -> list[Rollout]:
+    async def _responses(self, group: GroupRequests) -> list[Rollout]:
         if self._turns is not None:
             return await self._turns.group(group.prompt, group.params, group.ask, group.rid)
-        requests = requests_for(group.prompt, group.params, group.rid, segment=group.segment)
-        return rollouts_from(group.prompt, await group.ask(requests), longest=self._config.rollout.max_new_tokens)
+        return await group.rollouts()
 
     def _answer(self, rollout: Rollout) -> str:
         """The text that the reward sees, if no function says another: what was sampled after the last tool tokens,
@@ -320,53 +308,46 @@ class RolloutGenerator:
         return replace(rollout.with_reward(score.value, score.components), steps=steps)
 
 
-class _Group:
-    """What is asked for one prompt. segment: most tokens of a response now, 0 for all, as an evaluation asks.
-    under_way: names of requests that were sent and not answered. is_ended_by_syncs: new weights end what is under way,
-    which is then continued by a new request."""
+def has_failed_reward(rollout: Rollout) -> bool:
+    """True where there is a response, and no reward of it."""
+    return rollout.reward is None and rollout.finish_reason != "error"
 
-    def __init__(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        rid: str,
-        sampler: Sampler,
-        *,
-        segment: int = 0,
-        is_ended_by_syncs: bool = False,
-    ) -> None:
-        self.prompt, self.params, self.rid, self.segment = prompt, params, rid, segment
-        self._sampler = sampler
-        self._is_ended_by_syncs = is_ended_by_syncs
-        self.under_way: dict[str, None] = {}
 
-    async def ask(self, requests: Sequence[Request]) -> list[list[Completion]]:
-        """The sampler's answers."""
-        answers = await self._asked(requests)
-        if not self._is_ended_by_syncs:
-            return answers
-        whole = [
-            asyncio.gather(*(self._to_its_end(request, index, completion) for index, completion in enumerate(answer)))
-            for request, answer in zip(requests, answers, strict=True)
-        ]
-        return [list(completions) for completions in await asyncio.gather(*whole)]
+def check_failures(rollouts: Sequence[Rollout], *, of: str, max_failed_rewards: float) -> None:
+    """Warn, once for each function, when it failed for more than WARNED_ABOVE of the samples.
 
-    async def _to_its_end(self, request: Request, index: int, completion: Completion) -> Completion:
-        for _ in range(MAX_PARTS):
-            completion = as_it_ended(request, completion)
-            if not was_ended(completion):
-                break
-            ((rest,),) = await self._asked([continued(request, index, completion)])
-            completion = joined(completion, rest)
-        return completion
+    of: what they were sampled for, as in `step 3`. Raises StageFailed when more than max_failed_rewards of the samples
+    or of the rewards failed, or all of them.
+    """
+    rollouts = main_sequences(rollouts)
+    broken = [rollout for rollout in rollouts if rollout.finish_reason == "error"]
+    answered = [rollout for rollout in rollouts if rollout.finish_reason != "error"]
+    failed = [rollout for rollout in answered if has_failed_reward(rollout)]
+    if broken:
+        reason, words = str(broken[0].metadata[FAILED]), str(broken[0].metadata.get(LAST_WORDS, ""))
+        reason += f"; its last words: {' | '.join(words.splitlines())}" if words else ""
+        mend = "Repair it, raise generate.timeout_s"
+        what = f"function that generates failed for {_share(broken, rollouts, of)}. The first reason: {reason}"
+        _check_share(what, mend, len(broken) / len(rollouts), limit=max_failed_rewards)
+    if failed:
+        mend = "Repair the reward function and start the stage again, raise reward_timeout_s"
+        what = f"reward failed for {_share(failed, answered, of)}. The first reason: {failed[0].metadata.get(REASON)}"
+        _check_share(what, mend, len(failed) / len(answered), limit=max_failed_rewards)
 
-    async def _asked(self, requests: Sequence[Request]) -> list[list[Completion]]:
-        rids = [str(request.rid) for request in requests]
-        self.under_way.update(dict.fromkeys(rids))
-        answers = await self._sampler.generate(requests)
-        for rid in rids:
-            del self.under_way[rid]
-        return answers
+
+def _share(failed: Sequence[Rollout], tried: Sequence[Rollout], of: str) -> str:
+    return f"{len(failed)} of {counted(len(tried), 'sample')} of {of} ({len(failed) / len(tried):.1%})"
+
+
+def _check_share(what: str, mend: str, share: float, *, limit: float) -> None:
+    message = f"The {what.rstrip('.')}."
+    if share > limit or share == 1.0:
+        raise StageFailed(
+            f"{message} The limit is max_failed_rewards {limit:g}, and all is always too many. {mend}, or raise "
+            "max_failed_rewards."
+        )
+    if share > WARNED_ABOVE:
+        log.warning("%s These samples are left out.", message)
 
 
 def with_rewards_of_samples(rollouts: Sequence[Rollout], *, reported_weight: float) -> list[Rollout]:
@@ -374,7 +355,7 @@ def with_rewards_of_samples(rollouts: Sequence[Rollout], *, reported_weight: flo
     reported, with that. reported_weight: of the reward `reported` among the stage's; at 0 what roles report means
     nothing."""
     mains = {(one.group_id, one.sample_index): one for one in main_sequences(rollouts)}
-    found = []
+    shared = []
     for rollout, place in zip(rollouts, places_of_samples(rollouts), strict=True):
         first = rollouts[place]
         main, own = mains[first.group_id, first.sample_index], first.metadata.get(REPORTED)
@@ -383,11 +364,11 @@ def with_rewards_of_samples(rollouts: Sequence[Rollout], *, reported_weight: flo
         elif main is not rollout:
             reason = {REASON: main.metadata[REASON]} if REASON in main.metadata else {}
             rollout = rollout.with_reward(main.reward, main.reward_components, **reason)
-        found.append(rollout)
-    return found
+        shared.append(rollout)
+    return shared
 
 
 def _last_words(rollout: Rollout) -> list[int]:
-    """What was sampled after the last tool tokens."""
+    """Ids that were sampled after the last tool tokens."""
     last = takewhile(lambda span: span.kind != "tool", reversed(rollout.spans[1:]))
     return [token for span in reversed(list(last)) for token in span.token_ids]

@@ -1,4 +1,4 @@
-"""Which GPUs each process of an RL stage sees. Pure functions of what the stage has on a node; no torch."""
+"""GPUs that each process of an RL stage sees. Pure functions of what the stage has on a node; no torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

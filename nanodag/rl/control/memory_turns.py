@@ -28,7 +28,7 @@ MEMORY_TAGS: tuple[MemoryTag, ...] = ("weights", "kv_cache")
 
 
 class Lending:
-    """Turns of one stage; the samplers begin. ask: of the trainer's ranks."""
+    """The turns of one stage; the samplers begin. ask: of the trainer's ranks."""
 
     def __init__(self, samplers: Fleet, ask: Ask) -> None:
         self._samplers, self._ask = samplers, ask
@@ -71,7 +71,7 @@ class NotLent:
     """Both sides keep what they have."""
 
     async def to_trainer(self) -> None:
-        """It has it."""
+        """Do nothing: the trainer has its memory."""
 
     @asynccontextmanager
     async def for_sync(self) -> AsyncIterator[None]:

@@ -1,8 +1,9 @@
-"""What a stage's services are before they start: the model, where its samplers run, where weights pass. No torch."""
+"""Facts about a stage's services before they start: the model, where its samplers run, where weights pass. No torch."""
 
 import hashlib
 import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 from nanodag.config.rl_parts import SamplerConfig
@@ -13,23 +14,15 @@ from nanodag.model.headers import faults_of_config, head_parameters, matrix_para
 SHARED_MEMORY = Path("/dev/shm")
 
 
+@dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """What a Hugging Face directory says of its model without loading it."""
+    """Facts about the model of a Hugging Face directory, without loading it."""
 
-    def __init__(
-        self,
-        *,
-        num_matrix_parameters: int,
-        num_head_parameters: int,
-        num_bytes: int,
-        max_positions: int,
-        vocab_size: int,
-    ) -> None:
-        self.num_matrix_parameters = num_matrix_parameters
-        self.num_head_parameters = num_head_parameters
-        self.num_bytes = num_bytes
-        self.max_positions = max_positions
-        self.vocab_size = vocab_size
+    num_matrix_parameters: int
+    num_head_parameters: int
+    num_bytes: int
+    max_positions: int
+    vocab_size: int
 
     @classmethod
     @faults_of_config()
@@ -51,14 +44,14 @@ def urls_file(config: SamplerConfig) -> Path | None:
 
 
 def all_here(config: SamplerConfig) -> bool:
-    """Whether every sampler runs on this machine; those of a file may be anywhere."""
+    """True where every sampler runs on this machine; those of a file may be anywhere."""
     return config.urls_file == "none" and all(parse_address(text).is_here for text in config.urls)
 
 
 def sync_folder(workspace: Path, model_bytes: int, *, num_copies: int, is_shared: bool = False) -> Path:
-    """Where weights pass from trainer to sampler: in memory where there is room for the copies in float32, else in the
-    workspace, also where other machines must see it (is_shared). num_copies: what samplers have, and what waits for
-    them.
+    """Folder by which weights pass from trainer to sampler: in memory where there is room for the copies in float32,
+    else in the workspace, also where other machines must see it (is_shared). num_copies: what samplers have, and what
+    waits for them.
 
     The name depends on the workspace alone, so a restart finds and removes what a killed process left.
     """

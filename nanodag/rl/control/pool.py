@@ -44,7 +44,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class PoolState:
-    """What a checkpoint has of it. cursor: the position in the prompts, those in flight given back; batch: groups that
+    """Checkpoint of a pool. cursor: the position in the prompts, those in flight given back; batch: groups that
     are done; policies: by group id, those that the samplers had when these began."""
 
     cursor: dict[str, Any]
@@ -116,7 +116,8 @@ class RolloutPool:
         return batch
 
     def _ready(self, step: int) -> list[Group] | None:
-        """What a step takes, the groups that began first; None while it lacks some or must wait for one that is due."""
+        """Groups that a step takes, those that began first; None while it lacks some or must wait for one that is
+        due."""
         self._fill(step)
         done = [group for group in self._groups if group.judged is not None]
         if len(self._dropped) >= WAVES_A_STEP * self._size:
@@ -133,7 +134,7 @@ class RolloutPool:
         return taken
 
     def state(self) -> PoolState:
-        """As it is now; nothing that happens later changes it."""
+        """Snapshot of the pool; nothing that happens later changes it."""
         in_flight = [group.prompt for group in self._groups if group.judged is None]
         done = {group.prompt.group_id: group for group in self._groups if group.judged is not None}
         batch = joined([group.judged for group in done.values() if group.judged is not None])

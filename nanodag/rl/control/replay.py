@@ -13,11 +13,9 @@ from typing import Any
 
 from nanodag.config.kinds.rl import RLStage
 from nanodag.inference.seeds import derived_seed
-from nanodag.rl.rollouts.batch import RolloutBatch
+from nanodag.rl.rollouts.batch import RolloutBatch, staleness_of
 from nanodag.rl.rollouts.prompts import Prompt
-from nanodag.rl.rollouts.rollout import Rollout, from_json, to_json
-from nanodag.rl.rollouts.saved import REPLAYED
-from nanodag.rl.rollouts.staleness import staleness_of
+from nanodag.rl.rollouts.rollout import REPLAYED, Rollout, from_json, to_json
 from nanodag.store.atomic import write_bytes
 
 FILE = "replay.jsonl"
@@ -46,7 +44,7 @@ class _Kept:
 
 
 class ReplayBuffer:
-    """What one stage keeps. Of a stage without `replay` nothing is kept, and nothing taken."""
+    """The groups that one stage keeps; none without `replay`."""
 
     def __init__(self, config: RLStage) -> None:
         self._seed = int(config.seed)
@@ -85,7 +83,7 @@ class ReplayBuffer:
 
 
 def replay_metrics(batch: RolloutBatch, versions: Sequence[int]) -> dict[str, float]:
-    """Of a step's groups that were replayed: how many, their share, mean and largest staleness of their trained tokens,
+    """Metrics of a step's replayed groups: how many, their share, mean and largest staleness of their trained tokens,
     in steps. Empty where there is none."""
     replayed = [one for one in batch.trained if REPLAYED in one.metadata]
     if not replayed:

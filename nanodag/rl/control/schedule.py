@@ -40,54 +40,6 @@ class StopRequested(Exception):
     """A stop was asked for; a checkpoint can be written."""
 
 
-class Work(Protocol):
-    """What the loops call. The samplers': load, generate, evaluate. The trainer's: train, publish, note, save."""
-
-    async def load(self, policy: int) -> None:
-        """Give the samplers the weights of a policy, which were published."""
-        ...
-
-    async def generate(self, step: int) -> RolloutBatch:
-        """What a step will train on."""
-        ...
-
-    def is_evaluation_due(self, policy: int) -> bool:
-        """Whether the weights of a policy are to be evaluated and have not been."""
-        ...
-
-    async def evaluate(self, policy: int) -> None:
-        """Answer the held-out prompts."""
-        ...
-
-    async def train(self, step: int, batch: RolloutBatch) -> None:
-        """One step."""
-        ...
-
-    async def publish(self, policy: int) -> None:
-        """Put the trainer's weights where `load` finds them."""
-        ...
-
-    def note(self, step: int) -> None:
-        """Write down what a step was like."""
-        ...
-
-    def is_checkpoint_due(self, step: int) -> bool:
-        """Whether to save after a step."""
-        ...
-
-    async def save(self, position: "Position") -> None:
-        """Write a checkpoint. What is saved is as it was when this was called, while the samplers go on."""
-        ...
-
-    def check(self) -> None:
-        """Raise when something that is needed has ended. Called often."""
-        ...
-
-    def is_stop_requested(self) -> bool:
-        """Whether to leave at the next place where that is possible."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Position:
     """The state of the loops. step: steps trained; policy: the one whose weights the samplers have, or wait for;
@@ -96,6 +48,35 @@ class Position:
     step: int = 0
     policy: int = 0
     waiting: tuple[RolloutBatch, ...] = ()
+
+
+class Work(Protocol):
+    """The work of the loops; nanodag.rl.control.controller does it. The samplers': `load` a policy's published weights,
+    `generate` what a step trains on, `evaluate`. The trainer's: `train` a step, `publish` its weights where `load`
+    finds them, `note` what the step was like, `save` a checkpoint of what is there when that is called. `check` raises
+    when something that is needed has ended; it is called often."""
+
+    async def load(self, policy: int) -> None: ...
+
+    async def generate(self, step: int) -> RolloutBatch: ...
+
+    def is_evaluation_due(self, policy: int) -> bool: ...
+
+    async def evaluate(self, policy: int) -> None: ...
+
+    async def train(self, step: int, batch: RolloutBatch) -> None: ...
+
+    async def publish(self, policy: int) -> None: ...
+
+    def note(self, step: int) -> None: ...
+
+    def is_checkpoint_due(self, step: int) -> bool: ...
+
+    async def save(self, position: Position) -> None: ...
+
+    def check(self) -> None: ...
+
+    def is_stop_requested(self) -> bool: ...
 
 
 class Schedule:
@@ -223,7 +204,7 @@ class Schedule:
             self._now_taken(policy)
 
     def _ends_early(self) -> bool:
-        """Whether the stage is over; the trainer's side is told."""
+        """True once the stage is over; the trainer's side is told."""
         if self._is_over is not None and self._is_over():
             self._has_ended_early = True
             self._changed.set()
@@ -252,7 +233,8 @@ class Schedule:
         return self._step + len(self._waiting)
 
     async def _batches(self, policy: int) -> None:
-        """Those that a policy's weights are fresh enough for; with loads_in_flight until there are fresher ones."""
+        """Generate the batches that a policy's weights are fresh enough for; with loads_in_flight until there are
+        fresher ones."""
         while self._under_way is not None or (
             self._num_generated < self._last_step(policy) and not self._is_outdated(policy)
         ):

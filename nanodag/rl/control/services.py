@@ -30,15 +30,14 @@ from nanodag.inference.client import SamplerClient
 from nanodag.inference.engine_settings import EngineSettings
 from nanodag.inference.number_formats import DTYPES
 from nanodag.inference.sglang_install import Device, find_python
-from nanodag.model.architecture import read_checkpoint
+from nanodag.model.architecture import check_sglang, read_checkpoint
 from nanodag.rewards.reward_pool import RewardPool
 from nanodag.rl.control.gpu_placement import Places, places_of
 from nanodag.rl.control.memory_turns import Lending, NotLent
 from nanodag.rl.control.model_facts import SHARED_MEMORY, ModelFacts, all_here, sync_folder, urls_file
-from nanodag.rl.control.without_trainer import NoTrainer
 from nanodag.rl.sync.broadcast_sync import DistributedSync, SharedSync
 from nanodag.rl.sync.weight_sync import DiskSync, WeightSync
-from nanodag.rl.trainer.link import ADDRESS_VARIABLE, RankLink
+from nanodag.rl.trainer.link import ADDRESS_VARIABLE, NoTrainer, RankLink
 from nanodag.worker.children import Children
 from nanodag.worker.job import Job, stop_requested
 from nanodag.worker.launch import worker_environment
@@ -71,6 +70,8 @@ class Services:
             log.warning("Samplers are the embedded ones, which are slower on a GPU than SGLang; why: %s", why)
         if self._config.sampler.engine == "sglang" and self.num_samplers:
             self._sglang_python = find_python(self._config.sampler.python, self._device)
+        if self._config.sampler.engine == "sglang":
+            check_sglang(job.inputs["model"], self.context, f"{job.name}.sampler.engine")
         sampler = self._config.sampler
         self._cluster = ClusterConfig(**job.context["cluster"]) if sampler.nodes else ClusterConfig()
         self._hosts = sampler_hosts(self._cluster, self._config.resources, sampler.nodes) if sampler.nodes else []

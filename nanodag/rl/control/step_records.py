@@ -1,4 +1,4 @@
-"""What a stage leaves behind as it goes: metrics, ledger, rollouts. Each is there once, however often it was killed."""
+"""Records of a stage: metrics, ledger, rollouts. Each is there once, however often the stage was killed."""
 
 import json
 import logging
@@ -11,15 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from nanodag.config.kinds.rl import RLStage
-from nanodag.config.rl_evaluation import HELD_OUT
+from nanodag.config.rl_sections import HELD_OUT
 from nanodag.evaluation.intervals import score_of
 from nanodag.evaluation.results import BenchmarkResult
 from nanodag.rl.rollouts.batch import RolloutBatch
-from nanodag.rl.rollouts.metrics import rollout_metrics
-from nanodag.rl.rollouts.prompts import Ledger, Prompt
+from nanodag.rl.rollouts.metrics import Timed, chrome_trace, rollout_metrics
+from nanodag.rl.rollouts.prompts import Prompt
 from nanodag.rl.rollouts.readable_rollout import text_of_turns
 from nanodag.rl.rollouts.rollout import Rollout, groups_of, main_sequences, write_rollouts
-from nanodag.rl.rollouts.stopwatch import Span, chrome_trace
 from nanodag.store.atomic import write_bytes, write_json
 from nanodag.worker.job import Job, MetricsLog
 
@@ -27,6 +26,21 @@ log = logging.getLogger(__name__)
 
 NONE: Mapping[str, Container[str]] = {}
 PARTIAL = ".partial"
+
+
+class StepLines:
+    """A file of JSON lines, each of a step. resume_step: lines of later steps, left by a process that was killed, are
+    removed, and a last one that is cut off."""
+
+    def __init__(self, path: Path, *, resume_step: int) -> None:
+        _filter_lines(path, lambda line: line["step"] <= resume_step)
+        self._stream = path.open("a", encoding="utf-8", buffering=1)  # a line written survives this process
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        self._stream.write(json.dumps(line) + "\n")
+
+    def close(self) -> None:
+        self._stream.close()
 
 
 class Records:
@@ -48,8 +62,8 @@ class Records:
                 shutil.rmtree(path)
         _drop_evaluations(job.metrics_path, evaluated)
         self._metrics = MetricsLog(job, resume_step=resume_step)
-        self._timeline = _kept_lines(job.records / "timeline.jsonl", resume_step).open("a", encoding="utf-8")
-        self._ledger = Ledger(job.records / "ledger.jsonl", resume_step=resume_step)
+        self._timeline = StepLines(job.records / "timeline.jsonl", resume_step=resume_step)
+        self._ledger = StepLines(job.records / "ledger.jsonl", resume_step=resume_step)
 
     def rollouts(self, step: int, batch: RolloutBatch) -> str:
         """Write the rollouts of a step; returns the file of those that are trained."""
@@ -108,13 +122,12 @@ class Records:
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def timeline(self, step: int, spans: Sequence[Span]) -> None:
-        """What ended between the step before and this one, and when it began: a line of timeline.jsonl; of a step that
-        is profiled also a Chrome trace."""
+    def timeline(self, step: int, spans: Sequence[Timed]) -> None:
+        """Spans that ended between the step before and this one: a line of timeline.jsonl; of a step that is profiled
+        also a Chrome trace."""
         if step in self._config.profile_steps:
             write_json(self.profile(step) / "timeline.json", chrome_trace(spans))
-        self._timeline.write(json.dumps({"step": step, "spans": spans}) + "\n")
-        self._timeline.flush()
+        self._timeline.write({"step": step, "spans": spans})
 
     def evaluation(
         self,
@@ -169,24 +182,23 @@ class Records:
         return score.value
 
     def ledger(self, step: int, batch: RolloutBatch) -> None:
-        """What became of the prompts that a step used up."""
-        for prompt, _ in batch.kept:
-            self._ledger.record(step, prompt, "trained")
-        for drop in batch.dropped:
-            self._ledger.record(step, drop.prompt, "dropped", drop.reason)
-        for prompt, reason in batch.passed_over:
-            self._ledger.record(step, prompt, "dropped", reason)
-        self._ledger.flush()
+        """Note what became of the prompts that a step used up."""
+        outcomes = [(prompt, "trained", "") for prompt, _ in batch.kept]
+        outcomes += [(drop.prompt, "dropped", drop.reason) for drop in batch.dropped]
+        outcomes += [(prompt, "dropped", reason) for prompt, reason in batch.passed_over]
+        for prompt, outcome, reason in outcomes:
+            line = {"step": step, "epoch": prompt.epoch, "prompt_id": prompt.prompt_id}
+            self._ledger.write({**line, "outcome": outcome, "reason": reason})
 
     def close(self) -> None:
-        """Close every file."""
         self._metrics.close()
         self._ledger.close()
         self._timeline.close()
 
 
 def _interval(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Of the mean reward, 95 %, over prompts: answers to one prompt are alike. Empty for less than two prompts."""
+    """Interval of the mean reward, 95 %, over prompts: answers to one prompt are alike. Empty for less than two
+    prompts."""
     rewards: dict[str, list[float]] = {}
     for rollout in main_sequences(rollouts):
         if rollout.reward is not None:
@@ -213,12 +225,6 @@ def _drop_evaluations(path: Path, evaluated: Mapping[str, Container[str]]) -> No
         return line["event"] != "eval" or str(line["step"]) in evaluated.get(line.get("benchmark", HELD_OUT), ())
 
     _filter_lines(path, is_kept)
-
-
-def _kept_lines(path: Path, step: int) -> Path:
-    """The file, without lines of later steps."""
-    _filter_lines(path, lambda line: line["step"] <= step)
-    return path
 
 
 def _filter_lines(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> None:

@@ -1,4 +1,4 @@
-"""Whatever answers a policy turn by turn: `rl.generate` names it, and one protocol stands before all of it.
+"""Environments: the other side of a policy's turns. `rl.generate` names one, and all have one protocol.
 
 Contract of an entry: `async def generate(sampler, sample, **options) -> Sample | sequence of Samples`.
 
@@ -19,16 +19,14 @@ it changes there no other call sees.
 
     runner.py             calls the entry for each sample: time limit, what is returned, failures, lost processes
     sample.py             a sample, and the sampler that adds turns
-    transcript.py         what a sample said: messages outside, token ids inside
-    conversation.py       a policy that is spoken to in messages
+    transcript.py         what a sample said: messages outside, token ids inside; a policy that is spoken to in messages
     own_function.py       a function of the user's own, in forks of a process that has imported it
-    tools.py              a policy with one tool: calculator.py, interpreter.py
-    class_environment.py  a class with `reset` and `step` (environment.py, observations.py, tool_calls.py), whose
-                          episodes are forks (episode.py); openenv.py and openenv_session.py are one over a server
-    agent_function.py     a function that asks the policy by OpenAI's API, in a fork (agent_fork.py)
-    agent_command.py      a program in the sandbox that does (sandbox_proxy.py)
-    verifiers_environment.py  an environment of the `verifiers` package, an agent as well
-    api_server.py         the API for all of them; agent_session.py: what one key opens; sample_context.py: its life
+    tools.py              a policy with one tool: a calculator, a Python interpreter
+    class_environment.py  a class with `reset` and `step` (environment.py), whose episodes are forks;
+                          openenv_session.py is one over a server
+    agents.py             a function in a fork (agent_fork.py), a program in the sandbox (sandbox_proxy.py), an
+                          environment of the `verifiers` package, which ask the policy by OpenAI's API
+    api_server.py         the API for all of them; agent_session.py: what one key opens
 
 What an agent has said and heard becomes sequences: each call's ids are kept, with log-probabilities and versions.
 """

@@ -13,9 +13,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
-
 from nanodag.api.bodies import ChatBody, SamplingBody
 from nanodag.api.choice import ParsedAnswer
 from nanodag.api.endpoints import Endpoints
@@ -30,10 +27,10 @@ from nanodag.api.tool_format import PlainReader
 from nanodag.errors import BadRequest, SamplerError
 from nanodag.inference.protocol import Completion, FinishReason, Request
 from nanodag.inference.seeds import derived_seed
-from nanodag.rl.environments.observations import number
+from nanodag.rl.environments.environment import number
 from nanodag.rl.environments.sample import Sample, TurnSampler
 from nanodag.rl.environments.transcript import Asked, Message, Transcript
-from nanodag.rl.rollouts.segments import finish_reason_of, span_of
+from nanodag.rl.rollouts.rollout import finish_reason_of, span_of
 
 MODEL = "policy"  # the name by which an agent asks for the model
 ROLE = "agent"  # of its sequences, which begin with prompts of the agent's own
@@ -79,29 +76,17 @@ class Session:
         self.reward: float | None = None
         self.components: Mapping[str, float] = {}
 
-    async def chat(self, http: HttpRequest) -> Response:
-        """POST /v1/chat/completions."""
-        return await _Endpoints(self).chat(http)
-
-    async def completions(self, http: HttpRequest) -> Response:
-        """POST /v1/completions."""
-        return await _Endpoints(self).completions(http)
-
-    async def list_models(self, http: HttpRequest) -> Response:
-        """GET /v1/models."""
-        return await _Endpoints(self).list_models(http)
-
-    async def one_model(self, http: HttpRequest) -> Response:
-        """GET /v1/models/NAME."""
-        return await _Endpoints(self).one_model(http)
+    def endpoints(self) -> Endpoints:
+        """The API's endpoints for one request of this sample."""
+        return _Endpoints(self)
 
     def report(self, reward: Any, components: Any = None) -> None:
         """Keep what the agent says its reward is; the last word counts. Raises ValueError for what is no number."""
-        given = {} if components is None else components
-        if not isinstance(given, Mapping) or len(given) > MAX_COMPONENTS:
-            raise ValueError(f"components must be an object of at most {MAX_COMPONENTS} numbers; found {given!r:.100}")
+        parts = {} if components is None else components
+        if not isinstance(parts, Mapping) or len(parts) > MAX_COMPONENTS:
+            raise ValueError(f"components must be an object of at most {MAX_COMPONENTS} numbers; found {parts!r:.100}")
         self.reward = number(reward, "the reward")
-        self.components = {str(name)[:80]: number(value, f"component {name!r:.80}") for name, value in given.items()}
+        self.components = {str(name)[:80]: number(value, f"component {name!r:.80}") for name, value in parts.items()}
 
     def end(self) -> None:
         """From now on nothing is answered and nothing is kept; calls under way are ended."""
@@ -116,14 +101,14 @@ class Session:
         was asked."""
         if self._broken is not None:
             raise self._broken
-        found = sorted((one for one in self._texts if one.num_sampled), key=lambda one: one.token_ids)
+        sequences = sorted((one for one in self._texts if one.num_sampled), key=lambda one: one.token_ids)
         if self._calls:
             most = max(range(len(self._calls)), key=lambda number: self._calls[number].rank)
             chats = self._transcript.sample(self._given, last=most)
-            found = [chats, *chats.branches, *found]
-        if not found:
+            sequences = [chats, *chats.branches, *sequences]
+        if not sequences:
             raise ValueError("the agent asked for no answer, so there is nothing to train")
-        main, *others = found
+        main, *others = sequences
         return replace(
             main,
             branches=tuple(replace(one, role=ROLE, branches=()) for one in others),
@@ -310,7 +295,7 @@ class _Endpoints(Endpoints):
         return _Reply(model, body, derived_seed(self._asked[0].repeat, *self._asked[0].ids))
 
     def most_new(self, model: ServedModel, ids: Sequence[int], max_tokens: int | None, param: str) -> int:
-        """As far as there is room: what a program asks for at most was not written for this context."""
+        """Cut to the room that there is: a program's own limit was not written for this context."""
         try:
             room = super().most_new(model, ids, None, param)
         except Refused as error:

@@ -36,6 +36,7 @@ from nanodag.inference.access_checks import DEFAULT_MAX_BODY_BYTES, Doors
 from nanodag.rl.environments.agent_session import Session, gone
 from nanodag.rl.environments.runner import turns_loop
 
+POST = ["POST"]
 KEYS_REMEMBERED = 100_000  # of samples that have ended
 BACKLOG = 1024
 MAX_ANSWER = 1 << 20
@@ -56,13 +57,12 @@ class ApiServer:
         self._listen(listener)
 
     def admit(self, session: Session) -> str:
-        """The key of a session, from now on valid."""
+        """Register a session; returns its API key."""
         key = f"nanodag-{secrets.token_urlsafe(32)}"
         self._sessions[key] = session
         return key
 
     def dismiss(self, key: str) -> None:
-        """End a key and its session."""
         self._sessions.pop(key).end()
         self._ended.add(key)
         self._order.append(key)
@@ -109,12 +109,12 @@ class ApiServer:
 
         return Starlette(
             routes=[
-                Route("/v1/models", of_session(Session.list_models), methods=["GET"]),
-                Route("/v1/models/{name:path}", of_session(Session.one_model), methods=["GET"]),
-                Route("/v1/chat/completions", of_session(Session.chat), methods=["POST"]),
-                Route("/v1/completions", of_session(Session.completions), methods=["POST"]),
-                Route("/v1/reward", of_session(_reward), methods=["POST"]),
-                Route("/v1/answer", of_session(_answer), methods=["POST"]),
+                Route("/v1/models", of_session(lambda one, http: one.endpoints().list_models(http))),
+                Route("/v1/models/{name:path}", of_session(lambda one, http: one.endpoints().one_model(http))),
+                Route("/v1/chat/completions", of_session(lambda one, http: one.endpoints().chat(http)), methods=POST),
+                Route("/v1/completions", of_session(lambda one, http: one.endpoints().completions(http)), methods=POST),
+                Route("/v1/reward", of_session(_reward), methods=POST),
+                Route("/v1/answer", of_session(_answer), methods=POST),
             ],
             exception_handlers=EXCEPTIONS,
         )
@@ -140,7 +140,6 @@ def the_api_server() -> ApiServer:
 
 
 async def _reward(session: Session, http: HttpRequest) -> Response:
-    """POST /v1/reward."""
     body = await _object(http, {"reward", "components"})
     try:
         session.report(body.get("reward"), body.get("components"))
@@ -150,7 +149,6 @@ async def _reward(session: Session, http: HttpRequest) -> Response:
 
 
 async def _answer(session: Session, http: HttpRequest) -> Response:
-    """POST /v1/answer."""
     body = await _object(http, {"answer"})
     if not isinstance(body.get("answer"), str) or len(body["answer"]) > MAX_ANSWER:
         raise Refused(f"answer must be a text of at most {MAX_ANSWER} characters", param="answer")

@@ -11,11 +11,10 @@ from nanodag.errors import ConfigError
 from nanodag.host.threads import MadeOnce, in_thread
 from nanodag.inference.seeds import derived_seed
 from nanodag.registry import entry
-from nanodag.rl.environments import episode, observations, tool_calls
-from nanodag.rl.environments.message_policy import Conversation
-from nanodag.rl.environments.observations import Earned, Heard, Message
-from nanodag.rl.environments.sample import Sample, TurnSampler
-from nanodag.rl.rollouts.metrics import METRICS, TURNS
+from nanodag.rl.environments.environment import MAKE, Earned, Heard, Message, heard, metrics_of, tool_message, tools_of
+from nanodag.rl.environments.sample import Sample, TurnSampler, places
+from nanodag.rl.environments.transcript import Conversation
+from nanodag.rl.rollouts.rollout import METRICS, TURNS
 from nanodag.tokenizer.chat import NativeRenderer
 
 ROLE = "policy"  # of who speaks where the environment has no roles
@@ -64,13 +63,13 @@ async def environment(
 def _server(path: str, options: str, limits: Limits) -> ForkServer:
     """The fork server of an environment, for all samples. path: `module:Class`. options: of its constructor, as
     JSON."""
-    given = {"path": path, "options": json.loads(options)}
-    return ForkServer(f"{episode.__name__}:make", given, limits, name=f"The environment {path!r}")
+    arguments = {"path": path, "options": json.loads(options)}
+    return ForkServer(MAKE, arguments, limits, name=f"The environment {path!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeLength:
-    """How long an episode may be; see `environment`."""
+    """Limits of an episode; see `environment`."""
 
     max_turns: int
     turn_tokens: int
@@ -106,15 +105,15 @@ class _Play:
         while isinstance(outcome, Heard):
             if num_turns == self._length.max_turns:
                 outcome = "turns"
-            elif (said := await self._said(outcome)) is None:
+            elif (message := await self._said(outcome)) is None:
                 outcome = "tokens"
             else:
-                outcome = await self._stepped(outcome.role, said)
+                outcome = await self._stepped(outcome.role, message)
                 num_turns += 1
         if not num_turns:
             most = self._given.max_tokens
             raise ValueError(f"the first observation leaves no room in a context of {most} tokens")
-        metrics = observations.metrics_of((await self._asked("end")).get("metrics"))
+        metrics = metrics_of((await self._asked("end")).get("metrics"))
         return self._sample(outcome, {TURNS: num_turns, ENDED: outcome, METRICS: metrics})
 
     async def _asked(self, name: str, **given: Any) -> dict[str, Any]:
@@ -123,9 +122,9 @@ class _Play:
     async def _begin(self) -> Heard:
         seed = derived_seed("environment", str(self._given.record["prompt_id"]))
         answer = await self._asked("reset", seed=seed, record=dict(self._given.record))
-        self._tools = observations.tools_of(answer.get("tools"))
+        self._tools = tools_of(answer.get("tools"))
         self._check_tools()
-        return observations.heard(
+        return heard(
             answer.get("observation"), roles=self._names, speaker=self._names[0], call_ids=(), may_be_none=True
         )
 
@@ -136,17 +135,17 @@ class _Play:
         if isinstance(renderer, NativeRenderer) and len(self._tools) > 1:
             raise ValueError(f"nanodag's own chat format has one tool, and the environment has {len(self._tools)}")
 
-    async def _said(self, heard: Heard) -> Message | None:
-        """Answer of the role that has heard this; None where there is no room for it."""
-        given, role = self._given, heard.role
+    async def _said(self, observation: Heard) -> Message | None:
+        """Answer of the role that hears an observation; None where there is no room for it."""
+        given, role = self._given, observation.role
         speaker = self._speakers.get(role)
         if speaker is None:
             own = replace(given, seed=derived_seed(given.seed, "role", role))
             speaker = self._speakers[role] = _Speaker(Conversation(self._sampler, own, self._tools))
-        new = given.record["messages"] if heard.messages is None else heard.messages
-        if heard.messages and sum(len(one["content"]) for one in new) > LONGEST_TOKEN * given.max_tokens:
+        new = given.record["messages"] if observation.messages is None else observation.messages
+        if observation.messages and sum(len(one["content"]) for one in new) > LONGEST_TOKEN * given.max_tokens:
             return None
-        messages = [*([] if heard.is_anew else speaker.messages), *new]
+        messages = [*([] if observation.is_anew else speaker.messages), *new]
         said = await speaker.conversation.answer(messages, max_tokens=self._length.turn_tokens)
         if said is not None:
             speaker.messages, speaker.has_spoken = [*messages, said], True
@@ -154,12 +153,12 @@ class _Play:
 
     async def _stepped(self, role: str, said: Message) -> Heard | Ended:
         """The observation after a turn, or what ended the episode."""
-        call_ids, wrong = tool_calls.ids_of(said), tool_calls.wrong(said, self._tools)
+        call_ids, wrong = _call_ids(said), _wrong_calls(said, self._tools)
         is_cut = self._speakers[role].conversation.is_cut
         if wrong and not is_cut:
-            answers = [observations.tool_message(*pair) for pair in zip(call_ids, wrong, strict=True)]
+            answers = [tool_message(*pair) for pair in zip(call_ids, wrong, strict=True)]
             return Heard(role=role, messages=answers)
-        calls = [] if wrong else tool_calls.given(said)
+        calls = [] if wrong else _calls(said)
         answer = await self._asked("step", text=said["content"], calls=calls, is_cut=is_cut, role=role)
         self._earned.add(answer.get("reward"), answer.get("info"), self._names)
         done = answer.get("done")
@@ -167,8 +166,8 @@ class _Play:
             raise ValueError(f"done is {done!r:.80}; it must be true or false")
         if done or is_cut:
             return "done" if done else "tokens"
-        found = answer.get("observation")
-        return observations.heard(found, roles=self._names, speaker=role, call_ids=call_ids, may_be_none=False)
+        observation = answer.get("observation")
+        return heard(observation, roles=self._names, speaker=role, call_ids=call_ids, may_be_none=False)
 
     def _sample(self, ended: Ended, metadata: Mapping[str, Any]) -> Sample:
         speakers = self._speakers
@@ -192,3 +191,64 @@ class _Play:
         first, reward = replace(first, branches=()), self._earned.by_role.get(name)
         named = [replace(one, role=name or ROLE, is_trained=self._roles[name]) for one in (first, *others)]
         return [replace(named[0], reward=reward), *named[1:]]
+
+
+@entry("generate", "openenv", argument="url")
+async def openenv(
+    sampler: TurnSampler,
+    sample: Sample,
+    *,
+    named: str,
+    max_turns: int = 16,
+    step_s: float = 30.0,
+    at_once: int = 64,
+    action: str = "auto",
+    observation: str = "auto",
+) -> Sample:
+    """An environment that an OpenEnv server runs, which you start yourself.
+
+    max_turns: of an episode. step_s: seconds that the server may take for an answer. at_once: sessions, as many as the
+    server allows (its `max_concurrent_envs`). action, observation: fields, as
+    nanodag.rl.environments.openenv_session has them.
+    """
+    async with sampler.placed(places(f"openenv:{named}", at_once)):
+        return await environment(
+            sampler,
+            sample,
+            named="nanodag.rl.environments.openenv_session:OpenEnv",
+            max_turns=max_turns,
+            step_s=step_s,
+            url=named,
+            action=action,
+            observation=observation,
+        )
+
+
+def _call_ids(message: Mapping[str, Any]) -> list[str]:
+    return [call["id"] for call in message.get("tool_calls", ())]
+
+
+def _calls(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Each call's `name` and `arguments`; of calls of which none is wrong."""
+    return [{"name": function["name"], "arguments": _arguments(function)} for function in _functions(message)]
+
+
+def _wrong_calls(message: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Answers to all calls where one of them is wrong; empty where none is. tools: that there are."""
+    names = [tool["function"]["name"] for tool in tools]
+    mistakes = [_wrong(function, names) for function in _functions(message)]
+    return [f"error: {what or 'not called, as another call is wrong'}" for what in mistakes] if any(mistakes) else []
+
+
+def _functions(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [call["function"] for call in message.get("tool_calls", ())]
+
+
+def _arguments(function: Mapping[str, Any]) -> Any:
+    return json.loads(function["arguments"] or "{}")
+
+
+def _wrong(function: Mapping[str, Any], names: Sequence[str]) -> str:
+    if function["name"] not in names:
+        return f"there is no tool {function['name'][:80]!r}; there is {', '.join(names)}"
+    return "" if isinstance(_arguments(function), dict) else "the arguments must be a JSON object"

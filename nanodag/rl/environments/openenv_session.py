@@ -60,8 +60,8 @@ class OpenEnv:
 
     def reset(self, *, seed: int, record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         """Begin a session. record: `metadata.reset` of it goes to the server's reset beside the seed."""
-        given = (record.get("metadata") or {}).get("reset") or {}
-        told = self._begun({"seed": seed % SEEDS, **given})
+        options = (record.get("metadata") or {}).get("reset") or {}
+        told = self._begun({"seed": seed % SEEDS, **options})
         if self._is_mcp:
             answer = self._asked("step", {"type": "list_tools"})
             listed = self._observed("step", answer)["observation"]["tools"]
@@ -79,7 +79,7 @@ class OpenEnv:
         return [*before, {**last, "content": f"{last['content']}\n\n{text}" if text else last["content"]}]
 
     def tools(self) -> Sequence[Mapping[str, Any]]:
-        """As the server lists them, in OpenAI's form."""
+        """The server's tools, in OpenAI's form."""
         return self._tools
 
     def step(self, action: Action) -> tuple[str | list[str], float, bool, Mapping[str, Any]]:
@@ -177,8 +177,8 @@ def _mistakes(answer: Mapping[str, Any]) -> str:
     """Mistakes of an action that does not fit its schema; empty for another answer."""
     if _code(answer) != "VALIDATION_ERROR":
         return ""
-    found = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in answer["data"].get("errors", ())]
-    return "; ".join(found) or str(answer["data"].get("message", "invalid action"))
+    mistakes = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in answer["data"].get("errors", ())]
+    return "; ".join(mistakes) or str(answer["data"].get("message", "invalid action"))
 
 
 def _plain(result: Any) -> Any:

@@ -61,8 +61,8 @@ class ForkedFunction:
 @MadeOnce
 def _server(name: str, options: str, folder: str) -> ForkServer:
     """The fork server of a function. options: as JSON."""
-    given = {"name": name, "options": json.loads(options), "folder": folder}
-    return ForkServer(f"{__name__}:make", given, Limits(), name=f"generate {name}", max_answer_bytes=MAX_ANSWER_BYTES)
+    setup = {"name": name, "options": json.loads(options), "folder": folder}
+    return ForkServer(f"{__name__}:make", setup, Limits(), name=f"generate {name}", max_answer_bytes=MAX_ANSWER_BYTES)
 
 
 async def _answered(fork: Fork, sampler: TurnSampler, message: Mapping[str, Any]) -> None:

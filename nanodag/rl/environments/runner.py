@@ -27,14 +27,11 @@ from nanodag.rewards.reward import Reward
 from nanodag.rl.environments.own_function import ForkedFunction, samples_in
 from nanodag.rl.environments.sample import Sample, TurnSampler
 from nanodag.rl.environments.tools import TOOLS
-from nanodag.rl.rollouts.failures import FAILED, LAST_WORDS
 from nanodag.rl.rollouts.prompts import Prompt
-from nanodag.rl.rollouts.rollout import Rollout, Span, prompt_span
-from nanodag.rl.rollouts.segments import finish_reason_of
+from nanodag.rl.rollouts.rollout import ANSWER, FAILED, LAST_WORDS, Rollout, Span, finish_reason_of, prompt_span
 from nanodag.tokenizer.chat import ChatRenderer
 from nanodag.tokenizer.encoding import Encoding
 
-ANSWER = "answer"  # the metadata that has what the reward sees, where the function says it
 LONGEST_REASON = 1000  # letters
 POLL_S = 0.2
 MAX_PLAYS = 4  # of a sample whose process somebody else kills again and again
@@ -76,18 +73,8 @@ class Turns:
             self._call(self._sample(prompt, derived_seed(seed, "sample", number)), single, ask, f"{rid}-{number}")
             for number in range(params.n)
         ]
-        answered = await _all(calls)
-        rollouts: list[Rollout] = []
-        num_samples = 0
-        for outcome in answered:
-            if isinstance(outcome, Exception):
-                rollouts.append(_failed(prompt, num_samples, outcome))
-                num_samples += 1
-            else:
-                for sample in outcome:
-                    rollouts += _sequences(prompt, num_samples, sample)
-                    num_samples += 1
-        return rollouts
+        outcomes = [outcome for answered in await _all(calls) for outcome in answered]
+        return [rollout for number, outcome in enumerate(outcomes) for rollout in _rollouts(prompt, number, outcome)]
 
     def _sample(self, prompt: Prompt, seed: int) -> Sample:
         return Sample(
@@ -98,7 +85,7 @@ class Turns:
             max_tokens=self._context,
         )
 
-    async def _call(self, sample: Sample, params: SamplingParams, ask: Ask, rid: str) -> list[Sample] | Exception:
+    async def _call(self, sample: Sample, params: SamplingParams, ask: Ask, rid: str) -> Sequence[Sample | Exception]:
         """The samples of one call, or why there are none."""
         async with self._places:
             line = _Line(ask, rid)
@@ -112,7 +99,7 @@ class Turns:
             except Exception as error:
                 if line.broken is not None:
                     raise line.broken from error
-                return error
+                return [error]
 
     async def _played(self, sample: Sample, params: SamplingParams, line: "_Line", attempt: int) -> list[Sample]:
         """The samples of one attempt. Raises what it raised; TimeoutError when it hangs."""
@@ -175,8 +162,8 @@ class Turns:
             raise ValueError("a sample that is not trained must say its role")
         if not isinstance(sample.role, str):
             raise ValueError(f"role is {sample.role!r:.80}, no text")
-        said = [ids, dict(sample.metadata), sample.answer, sample.reward, dict(sample.components)]
-        json.dumps(said, allow_nan=False)
+        values = [ids, dict(sample.metadata), sample.answer, sample.reward, dict(sample.components)]
+        json.dumps(values, allow_nan=False)
         if sample.reward is not None:
             Reward(float(sample.reward), {name: float(value) for name, value in sample.components.items()})
 
@@ -184,8 +171,8 @@ class Turns:
 def _why(error: Exception) -> dict[str, str]:
     """Metadata that say why a sample failed."""
     reason = str(error) if isinstance(error, EpisodeFailed) else f"{type(error).__name__}: {error}"
-    said = {FAILED: reason, LAST_WORDS: str(getattr(error, "last_words", ""))}
-    return {name: _shortened(text) for name, text in said.items() if text}
+    texts = {FAILED: reason, LAST_WORDS: str(getattr(error, "last_words", ""))}
+    return {name: _shortened(text) for name, text in texts.items() if text}
 
 
 def _shortened(text: str) -> str:
@@ -206,7 +193,7 @@ class _Line:
 
     @property
     def idle_s(self) -> float:
-        """How long nothing has been asked of the sampler."""
+        """Seconds since the sampler was last busy with this call."""
         return 0.0 if self._num_waiting or self._num_held else time.monotonic() - self._last
 
     @contextmanager
@@ -253,7 +240,7 @@ def turns_loop() -> LoopThread:
 
 
 async def _all(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Their results; when one raises, the others are ended."""
+    """Results of calls; when one raises, the others are ended."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         return await asyncio.gather(*tasks)
@@ -263,9 +250,20 @@ async def _all(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _sequences(prompt: Prompt, index: int, sample: Sample) -> list[Rollout]:
-    """The rollouts of a sample: its main sequence and its branches."""
-    return [_rollout(prompt, index, branch, one) for branch, one in enumerate((sample, *sample.branches))]
+def _rollouts(prompt: Prompt, index: int, outcome: Sample | Exception) -> list[Rollout]:
+    """The sequences of a sample, the main one and its branches; of one that failed a rollout without a response."""
+    if isinstance(outcome, Sample):
+        return [_rollout(prompt, index, branch, one) for branch, one in enumerate((outcome, *outcome.branches))]
+    return [
+        Rollout(
+            group_id=prompt.group_id,
+            prompt_id=prompt.prompt_id,
+            sample_index=index,
+            spans=(prompt_span(prompt.token_ids),),
+            finish_reason="error",
+            metadata=_why(outcome),
+        )
+    ]
 
 
 def _rollout(prompt: Prompt, index: int, branch: int, sample: Sample) -> Rollout:
@@ -290,14 +288,3 @@ def _rollout(prompt: Prompt, index: int, branch: int, sample: Sample) -> Rollout
 
 def _untrained(span: Span) -> Span:
     return replace(span, mask=(0,) * len(span.mask))
-
-
-def _failed(prompt: Prompt, index: int, error: Exception) -> Rollout:
-    return Rollout(
-        group_id=prompt.group_id,
-        prompt_id=prompt.prompt_id,
-        sample_index=index,
-        spans=(prompt_span(prompt.token_ids),),
-        finish_reason="error",
-        metadata=_why(error),
-    )

@@ -1,14 +1,16 @@
 """The arguments of a `generate` function: a sample to continue, and a sampler that adds turns. No torch here."""
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from nanodag.errors import ConfigError
+from nanodag.host.threads import MadeOnce
 from nanodag.inference.protocol import Completion, Request, SamplingParams
 from nanodag.inference.seeds import derived_seed
-from nanodag.rl.rollouts.rollout import FinishReason, Span, prompt_span
-from nanodag.rl.rollouts.segments import finish_reason_of, span_of
+from nanodag.rl.rollouts.rollout import FinishReason, Span, finish_reason_of, prompt_span, span_of
 from nanodag.tokenizer.chat import NO_SWITCHES, ChatRenderer, Switches
 from nanodag.tokenizer.encoding import Encoding
 
@@ -48,7 +50,6 @@ class Sample:
 
     @property
     def num_sampled(self) -> int:
-        """How many tokens the sampler drew."""
         return sum(len(span.token_ids) for span in self.spans if span.kind == "sampled")
 
     @property
@@ -58,7 +59,7 @@ class Sample:
 
     @property
     def room(self) -> int:
-        """How many tokens may still be sampled. Tool tokens take from the context, not from `max_new_tokens`."""
+        """Number of tokens that may still be sampled. Tool tokens take from the context, not from `max_new_tokens`."""
         return max(0, min(self.max_sampled - self.num_sampled, self.max_tokens - len(self.token_ids)))
 
     def with_tool(self, token_ids: Sequence[int]) -> "Sample":
@@ -76,6 +77,14 @@ class Sample:
     def forked(self, count: int) -> "list[Sample]":
         """Copies with seeds of their own, so that they continue differently."""
         return [replace(self, seed=derived_seed(self.seed, "fork", number)) for number in range(count)]
+
+
+@MadeOnce
+def places(what: str, at_once: int) -> asyncio.Semaphore:
+    """The places that all samples of an environment or agent share. Raises ConfigError where there are none."""
+    if at_once < 1:
+        raise ConfigError(f"{what}: at_once {at_once} must be above 0.")
+    return asyncio.Semaphore(at_once)
 
 
 class TurnSampler:

@@ -1,19 +1,31 @@
-"""The numbers of a step: what rollouts look like, and what the trainer's ranks counted. No torch here."""
+"""The numbers of a step: what rollouts look like, what the trainer's ranks counted, and what took how long; and whether
+a whole stage learned anything. No torch here.
+"""
 
+import math
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import comb
-from statistics import fmean, median
+from statistics import fmean, linear_regression, median
+from typing import Any
 
-from nanodag.rl.rollouts.rollout import Rollout, groups_of, main_sequences, reward_spread
-from nanodag.rl.rollouts.shaping import OVERLONG
+from nanodag.evaluation.intervals import student_p
+from nanodag.rl.rollouts.filters import OVERLONG
+from nanodag.rl.rollouts.rollout import METRICS, TURNS, Rollout, groups_of, main_sequences, reward_spread
 
 SOLVED_FROM = 0.999
-METRICS, TURNS = "metrics", "turns"  # in a rollout's metadata: numbers that an environment says by name, and its turns
 GRAM = 4
 SMALLEST_VARIANCE = 1e-12
 REPEATED_FROM = 0.5
+ALIKE_FROM = 0.999
+FEWEST_STEPS = 8  # with fewer, the noise of a step's reward is not known well enough to speak of a trend
+NOISE = 0.05
+Timed = tuple[str, float, float]
+"""name, begin, end: seconds since 1970."""
+TRAINERS = ("train", "checkpoint", "trainer_waits")
 
 
 @dataclass(slots=True)
@@ -24,7 +36,6 @@ class Sums:
     largest: dict[str, float]
 
     def add(self, other: "Sums") -> None:
-        """Add another's numbers to these."""
         for name, value in other.summed.items():
             self.summed[name] = self.summed.get(name, 0.0) + value
         for name, value in other.largest.items():
@@ -63,8 +74,21 @@ def trainer_metrics(ranks: Sequence[Sums], *, num_updates: int) -> dict[str, flo
     return metrics | total.largest
 
 
+def update_metrics(replies: Sequence[Mapping[str, Any]], *, critic_epochs: int) -> dict[str, float]:
+    """Metrics of a step's updates. replies: of the trainer's ranks, which say the same but for sums and sizes."""
+    first = replies[0]
+    values = trainer_metrics([Sums(**reply["sums"]) for reply in replies], num_updates=first["num_passes"])
+    if "critic" in first:
+        num_updates = first["num_parts"] * critic_epochs
+        values |= critic_metrics([Sums(**reply["critic"]) for reply in replies], num_updates=num_updates)
+        values["critic_gradient_norm"] = first["critic_gradient_norm"]
+    values |= {name: first[name] for name in ("gradient_norm", "skipped_updates", "learning_rate")}
+    values |= {name: sum(r[name] for r in replies) for name in ("computed_tokens", "scored_tokens", "peak_flops")}
+    return values | {"trainer_peak_bytes": max(reply["peak_bytes"] for reply in replies)}
+
+
 def critic_metrics(ranks: Sequence[Sums], *, num_updates: int) -> dict[str, float]:
-    """Of the trained tokens of all ranks. num_updates: of the critic.
+    """Means over the trained tokens of all ranks. num_updates: of the critic.
 
     value_loss: the mean over the updates. value_clipped_share: tokens whose gradient the bound cut off. value_mean,
     return_mean: before the step. value_explained: 1 - Var(return - value) / Var(return), the explained variance of the
@@ -159,6 +183,20 @@ def speeds(
     return metrics
 
 
+def cost_of(totals: Mapping[str, int], *, num_parameters: int, num_head_parameters: int) -> dict[str, int]:
+    """Tokens and FLOPs of a stage: 2 a parameter and token forward, 4 backward; prompts are run once for a group on
+    both sides, and have no logits. num_parameters: of the matrices but the head."""
+    forward = totals["sampled"] + totals["prompt"]
+    flops = num_parameters * (6 * totals["computed"] + 2 * forward)
+    flops += num_head_parameters * (6 * totals["scored"] + 2 * totals["sampled"])
+    return {
+        "tokens": totals["computed"],
+        "forward_tokens": forward,
+        "sampled_tokens": totals["sampled"],
+        "flops": flops,
+    }
+
+
 def sampler_memory(held: Sequence[Mapping[str, int]]) -> dict[str, float]:
     """The most bytes that one has held, of those that say it."""
     peaks = [each["peak_bytes"] for each in held if "peak_bytes" in each]
@@ -166,7 +204,7 @@ def sampler_memory(held: Sequence[Mapping[str, int]]) -> dict[str, float]:
 
 
 def drop_counts(reasons: Sequence[str]) -> dict[str, float]:
-    """How many groups were dropped for which reason."""
+    """Number of groups that were dropped, by the reason."""
     return {f"dropped_{reason}": float(count) for reason, count in sorted(Counter(reasons).items())}
 
 
@@ -211,3 +249,97 @@ def _environment_means(rollouts: Sequence[Rollout]) -> Mapping[str, float]:
         for name, value in said_metrics(rollout).items():
             values.setdefault(f"metric_{name}", []).append(value)
     return {name: fmean(of_name) for name, of_name in sorted(values.items())}
+
+
+# A whole stage
+
+
+def learning_of(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Summary of a whole stage, from the records of metrics.jsonl.
+
+    reward_first, reward_last: ends of the straight line through the steps' rewards; reward_p: of "there is no trend"
+    (two-sided, Student's t), left out below FEWEST_STEPS steps. zero_spread_share: mean over the steps.
+    """
+    steps = [line for line in lines if line.get("event", "step") == "step" and line.get("step", 0) > 0]
+    summary: dict[str, float] = {}
+    if shares := [float(line["zero_spread_share"]) for line in steps if "zero_spread_share" in line]:
+        summary["zero_spread_share"] = fmean(shares)
+    pairs = [(float(line["step"]), float(line["reward"])) for line in steps if "reward" in line]
+    if len(pairs) < FEWEST_STEPS:
+        return summary
+    xs, ys = zip(*pairs, strict=True)
+    slope, intercept = linear_regression(xs, ys)
+    summary |= {"reward_first": intercept + slope * xs[0], "reward_last": intercept + slope * xs[-1]}
+    residual = sum((y - intercept - slope * x) ** 2 for x, y in pairs) / (len(pairs) - 2)
+    stderr = math.sqrt(residual / sum((x - fmean(xs)) ** 2 for x in xs))
+    is_flat = abs(slope) <= 1e-12  # a reward that is the same in every step has neither trend nor noise
+    summary["reward_p"] = 1.0 if is_flat else student_p(slope, stderr, len(pairs) - 2) if stderr else 0.0
+    return summary
+
+
+def why_nothing_was_learned(metrics: Mapping[str, Any]) -> list[str]:
+    """Reasons to believe that an RL stage learned nothing, from the metrics that it ended with; none, normally."""
+    if metrics.get("version", 1) == 0:
+        return ["no update of the weights was made."]
+    reasons = []
+    if metrics.get("zero_spread_share", 0.0) >= ALIKE_FROM:
+        reasons.append("the rewards in each group were all alike, so there was nothing to prefer.")
+    if "reward_p" in metrics:
+        first, last = metrics["reward_first"], metrics["reward_last"]
+        if metrics["reward_p"] >= NOISE:
+            reasons.append(f"the reward stayed flat, {first:.3g} at first, {last:.3g} at last: no trend beyond noise.")
+        elif last < first:
+            reasons.append(f"the reward fell, from {first:.3g} at first to {last:.3g} at last.")
+    return reasons
+
+
+# Time
+
+
+def chrome_trace(spans: Sequence[Timed]) -> dict[str, Any]:
+    """The spans as chrome://tracing and ui.perfetto.dev read them: a row for the trainer's side, one for the
+    samplers'."""
+    rows = {"trainer": 0, "samplers": 1}
+    names = [
+        {"ph": "M", "name": "thread_name", "pid": 0, "tid": tid, "args": {"name": side}} for side, tid in rows.items()
+    ]
+    events = [
+        {
+            "ph": "X",
+            "name": name,
+            "pid": 0,
+            "tid": rows["trainer" if name in TRAINERS else "samplers"],
+            "ts": round(begin * 1e6),
+            "dur": round((end - begin) * 1e6),
+        }
+        for name, begin, end in spans
+    ]
+    return {"traceEvents": [*names, *events], "displayTimeUnit": "ms"}
+
+
+class Stopwatch:
+    """Seconds by name. Parts that overlap count in full, so they may add up to more than `step`, the wall time."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._spans: list[Timed] = []
+        self._began = time.monotonic()
+        self._offset = time.time() - self._began
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Add what the block takes."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            ended = time.monotonic()
+            self._seconds[name] = self._seconds.get(name, 0.0) + ended - began
+            self._spans.append((name, round(began + self._offset, 4), round(ended + self._offset, 4)))
+
+    def taken(self) -> tuple[dict[str, float], list[Timed]]:
+        """Since this was called last: seconds by name, `step` among them, the wall time; and what ended when."""
+        now = time.monotonic()
+        seconds, spans = {**self._seconds, "step": now - self._began}, self._spans
+        self._seconds, self._spans, self._began = {}, [], now
+        return seconds, spans

@@ -8,22 +8,22 @@ once with its reason, and the ledger shows it.
 import hashlib
 import json
 import logging
+import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any
 
+from nanodag.config.kinds.rl import RLStage
 from nanodag.data.mixture import Drawn, Mixture
 from nanodag.errors import ConfigError
 from nanodag.errors.words import counted
 from nanodag.rl.rollouts.rollout import Rollout, from_json, to_json
-from nanodag.store.atomic import write_bytes
 from nanodag.tokenizer.chat import NO_SWITCHES, ChatRenderer, Messages, Switches, Tools
 
 log = logging.getLogger(__name__)
 
-Outcome = Literal["trained", "dropped"]
 OVERLONG = "prompt_too_long"
 NO_SPREAD_BEFORE = "no_spread_before"
 OVERLONG_IN_A_ROW = 1000
@@ -51,7 +51,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class PolicyFormat:
-    """How a stage asks its policy: in the model's chat format, with switches of its template and declared tools."""
+    """The form of a stage's prompts: the model's chat format, with switches of its template and declared tools."""
 
     renderer: ChatRenderer
     switches: Switches
@@ -62,39 +62,9 @@ class PolicyFormat:
         return self.renderer.prompt(messages, {**self.switches, **switches}, tools=self.tools)
 
 
-class Ledger:
-    """`ledger.jsonl`: one line for each prompt that was trained or dropped, in the step that did it.
-
-    resume_step: lines of later steps, left by a process that was killed, are removed.
-    """
-
-    def __init__(self, path: Path, *, resume_step: int = 0) -> None:
-        kept = [line for line in read_ledger(path) if line["step"] <= resume_step]
-        write_bytes(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
-        self._stream: TextIO = path.open("a", encoding="utf-8")
-
-    def record(self, step: int, prompt: Prompt, outcome: Outcome, reason: str = "") -> None:
-        """Note what became of a prompt in a step."""
-        line = {
-            "step": step,
-            "epoch": prompt.epoch,
-            "prompt_id": prompt.prompt_id,
-            "outcome": outcome,
-            "reason": reason,
-        }
-        self._stream.write(json.dumps(line) + "\n")
-
-    def flush(self) -> None:
-        """Hand the lines to the operating system: they survive this process."""
-        self._stream.flush()
-
-    def close(self) -> None:
-        """Write what is left and close the file."""
-        self._stream.close()
-
-
 def read_ledger(path: Path) -> list[dict[str, Any]]:
-    """The lines of a ledger; a last line that is cut off is left out."""
+    """The lines of `ledger.jsonl`, one for each prompt that was trained or dropped, in the step that did it; a last
+    line that is cut off is left out."""
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").split("\n")
@@ -187,7 +157,7 @@ class PromptCursor:
 
 
 def rendered(record: Mapping[str, Any], renderer: PolicyFormat) -> tuple[int, ...]:
-    """What is sent of a record."""
+    """The prompt's token ids, from its record."""
     return tuple(renderer.prompt(record["messages"], record.get("template_options", NO_SWITCHES)))
 
 
@@ -213,3 +183,22 @@ def first_prompts(
             longest,
         )
     return prompts, num_overlong
+
+
+def with_num_steps(config: RLStage, mirror: Path | None = None) -> RLStage:
+    """The stage with num_steps in the place of num_epochs: num_epochs times the training prompts, divided by those that
+    a step generates, rounded up.
+
+    Each prompt counts once, also one that is too long. With over_sampling a step may use up more prompts than it trains
+    on, so the data are then passed over more often. Every prompt is read once for it. Raises ConfigError for a mixture
+    by weights, which has no end, and for settings that do not fit the steps.
+    """
+    if not config.num_epochs:
+        return config
+    num_prompts = sum(1 for _ in Mixture(config.data, kind="prompt", seed=int(config.seed), mirror=mirror))
+    num_steps = max(1, math.ceil(config.num_epochs * num_prompts / config.rollout.num_fresh))
+    log.info("%s make %g epochs of %s.", counted(num_steps, "step"), config.num_epochs, counted(num_prompts, "prompt"))
+    try:
+        return type(config).model_validate({**config.model_dump(), "num_steps": num_steps, "num_epochs": 0.0})
+    except ValueError as error:
+        raise ConfigError(f"num_epochs {config.num_epochs:g} of {num_prompts} prompts: {error}") from error

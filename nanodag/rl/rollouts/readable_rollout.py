@@ -28,7 +28,7 @@ class Speech:
 
 
 def turns_of(rollout: Rollout, decode: Callable[[Sequence[int]], str]) -> list[Speech]:
-    """What follows the prompt; spans without a token are left out. decode: special tokens by name."""
+    """The turns after the prompt; spans without a token are left out. decode: special tokens by name."""
     turns, start = [], 0
     for span in rollout.spans[1:]:
         if span.token_ids:
@@ -47,7 +47,7 @@ def text_of_turns(rollout: Rollout, decode: Callable[[Sequence[int]], str]) -> s
 
 
 def calls_in(text: str) -> list[tuple[int, int]]:
-    """Where the calls of tools stand in what a model said: begin and end of each."""
+    """Begin and end of each tool call in what a model said."""
     calls = []
     for opening, closing in _CALLS:
         end = 0

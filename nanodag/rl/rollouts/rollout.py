@@ -2,8 +2,7 @@
 
 A rollout is an ordered list of spans. Text is never tokenised again: the trainer gets the sampled ids themselves,
 with the log-probability and the policy version of each sampled token. Rollouts are kept as JSON lines, one object a
-line. Each object has its `format`, so a file stays readable when this module has changed. This module needs the
-standard library and orjson.
+line. Each object has its `format`, so a file stays readable when this module has changed.
 
 One line, spelled out (format 1):
 
@@ -24,15 +23,25 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import chain, groupby, repeat
 from pathlib import Path
 from typing import Any, Literal
 
 import orjson
 
-from nanodag.errors import SourceError
+from nanodag.errors import SamplerError, SourceError
+from nanodag.inference.protocol import Completion
 
 FORMAT_VERSION = 1
+
+# Keys of a rollout's metadata
+REASON = "reward_error"  # why there is no reward
+FAILED = "generate_error"  # why there is no response
+LAST_WORDS = "last_words"  # the last lines that what failed has written, where there are any
+ANSWER = "answer"  # the text that the reward sees, where a function that generates says it
+METRICS, TURNS = "metrics", "turns"  # numbers that an environment says by name, and its turns
+REPLAYED = "replayed"  # the step that trained it first, where a later one trained it again
+GREEDY = "greedy"  # its tokens were not drawn, so their log-probabilities are not of how they came about
 
 SpanKind = Literal["prompt", "sampled", "tool"]
 FinishReason = Literal["stop", "text", "length", "abort", "error"]
@@ -74,7 +83,6 @@ class Span:
 
 
 def prompt_span(token_ids: Sequence[int]) -> Span:
-    """A prompt."""
     return Span(kind="prompt", token_ids=tuple(token_ids))
 
 
@@ -146,17 +154,15 @@ class Rollout:
 
     @property
     def has_logprobs(self) -> bool:
-        """Whether each sampled token has its log-probability."""
+        """True where each sampled token has its log-probability."""
         return all(len(span.logprobs) == len(span.token_ids) for span in self.spans if span.kind == "sampled")
 
     @property
     def num_sampled(self) -> int:
-        """How many tokens the sampler drew."""
         return sum(len(span.token_ids) for span in self.spans if span.kind == "sampled")
 
     @property
     def num_trained(self) -> int:
-        """How many tokens are trained."""
         return sum(sum(span.mask) for span in self.spans)
 
     def without_stop(self, ids: Sequence[int]) -> Sequence[int]:
@@ -175,7 +181,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """What follows the prompt, flattened, one entry a token. Tool tokens have mask 0, logprob 0.0 and version -1. A
+    """The response flattened, one entry a token. Tool tokens have mask 0, logprob 0.0 and version -1. A
     log-probability that nobody knows is NaN."""
 
     token_ids: tuple[int, ...]
@@ -200,6 +206,30 @@ def flatten_response(rollout: Rollout) -> Response:
     return Response(tuple(token_ids), tuple(mask), tuple(logprobs), tuple(versions))
 
 
+def span_of(completion: Completion) -> Span:
+    """A sampler's answer as a span of tokens that are trained."""
+    ids, logprobs = tuple(completion.output_ids), tuple(completion.logprobs)
+    if logprobs and max(logprobs) > 0.0:  # rounding may leave 1e-7
+        logprobs = tuple(min(value, 0.0) for value in logprobs)
+    return Span(
+        kind="sampled",
+        token_ids=ids,
+        mask=(1,) * len(ids),
+        logprobs=logprobs,
+        versions=tuple(
+            chain.from_iterable(repeat(int(v.version), v.end - v.start) for v in completion.weight_versions)
+        ),
+    )
+
+
+def finish_reason_of(completion: Completion) -> FinishReason:
+    """`stop`, `text` or `length`. Raises SamplerError for a completion that the sampler gave up."""
+    reason = completion.finish_reason
+    if reason is None or reason.type == "abort":
+        raise SamplerError(f"The sampler ended request {completion.rid}: {reason.message if reason else 'no reason'}.")
+    return "text" if isinstance(reason.matched, str) else reason.type
+
+
 # Groups
 
 
@@ -214,7 +244,6 @@ def groups_of(rollouts: Iterable[Rollout]) -> dict[str, list[Rollout]]:
 
 
 def place_in_group(rollout: Rollout) -> tuple[int, int]:
-    """What a group's rollouts are sorted by."""
     return rollout.sample_index, rollout.branch
 
 
@@ -224,7 +253,7 @@ def main_sequences(rollouts: Iterable[Rollout]) -> list[Rollout]:
 
 
 def places_of_samples(rollouts: Sequence[Rollout]) -> list[int]:
-    """For each rollout the place of the one whose reward it has: the first of its sample with its role."""
+    """Place of the rollout whose reward each one has: the first of its sample with its role."""
     first: dict[tuple[str, int, str], int] = {}
     return [first.setdefault((one.group_id, one.sample_index, one.role), at) for at, one in enumerate(rollouts)]
 

@@ -17,16 +17,12 @@ import orjson
 
 from nanodag.data.digests import file_sha256
 from nanodag.errors import ConfigError, SourceError
-from nanodag.rl.rollouts.rollout import Rollout, Span, from_record, place_in_group, prompt_span
+from nanodag.rl.rollouts.rollout import REPLAYED, Rollout, Span, from_record, place_in_group, prompt_span
 
 Choose = Callable[[Sequence[Rollout]], tuple[list[Rollout], str]]
 FILE = "file:"
 BESIDE = (".answers", ".scores-")
 """What stands in the names of files beside those of rollouts."""
-REPLAYED = "replayed"
-"""In a rollout's metadata: the step that trained it first, where a later one trained it again."""
-GREEDY = "greedy"
-"""In a rollout's metadata: its tokens were not drawn, so their log-probabilities are not of how they came about."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +33,7 @@ class SavedFiles:
     steps: Mapping[int, Path] = field(default_factory=dict)
 
     def identity(self) -> dict[str, Any]:
-        """What names their content in a key: the sha256 of each file."""
+        """Identity of their content in a key: the sha256 of each file."""
         if self.steps:
             return {"kind": "rollouts", "steps": {str(step): file_sha256(path) for step, path in self.steps.items()}}
         return {"kind": "rollouts", "files": [file_sha256(path) for path in self.files]}
@@ -114,7 +110,7 @@ def groups_in(found: Iterable[Saved]) -> list[list[Saved]]:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a group's rollouts begin in a file, in bytes."""
+    """Offsets of a group's rollouts in a file, in bytes."""
 
     path: Path
     begins: tuple[int, ...]
@@ -181,8 +177,8 @@ def _group_at(place: _Place) -> list[Saved]:
 def _parsed(line: bytes, begin: int, path: Path) -> Saved:
     record = orjson.loads(line)
     if isinstance(record, dict) and "response_ids" in record:
-        asked = {name: record[name] for name in ("answer", "messages") if record.get(name)}
-        return Saved(begin, str(record.get("step", "")), _from_row(record), asked)
+        prompt_part = {name: record[name] for name in ("answer", "messages") if record.get(name)}
+        return Saved(begin, str(record.get("step", "")), _from_row(record), prompt_part)
     if isinstance(record, dict) and "spans" not in record:
         raise ValueError("it has neither spans nor response_ids; text without tokens is what an `sft` stage trains")
     rollout = from_record(record)

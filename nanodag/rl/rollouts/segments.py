@@ -6,29 +6,32 @@ long responses do not hold up all others (Kimi k1.5, arXiv:2501.12599, section 2
 length of a segment depends on counts, never on time. Each token keeps the version that sampled it.
 """
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain, repeat
+from itertools import chain
+from typing import Protocol
 
-from nanodag.errors import SamplerError
 from nanodag.inference import protocol
 from nanodag.inference.protocol import Completion, Request, SamplingParams
 from nanodag.inference.seeds import derived_seed
 from nanodag.rl.rollouts.prompts import Prompt
-from nanodag.rl.rollouts.rollout import FinishReason, Rollout, Span, prompt_span
+from nanodag.rl.rollouts.rollout import Rollout, Span, finish_reason_of, prompt_span, span_of
+
+MAX_PARTS = 1000  # of one completion that is ended again and again
 
 
 def group_seed(seed: int, step: int, group_id: str) -> int:
-    """What the samples of a group are drawn with."""
+    """Seed that the samples of a group are drawn with."""
     return derived_seed(seed, step, group_id)
 
 
 def is_unfinished(rollout: Rollout) -> bool:
-    """Whether a rollout goes on in another step."""
+    """True for a rollout that continues in another step."""
     return rollout.finish_reason == "abort"
 
 
-def requests_for(prompt: Prompt, params: SamplingParams, rid: str, *, segment: int) -> list[Request]:
+def _requests_for(prompt: Prompt, params: SamplingParams, rid: str, *, segment: int) -> list[Request]:
     """One request for all samples of a new prompt; one for each unfinished sample of a prompt that was begun.
 
     params: of whole responses. segment: most tokens that a response gets now, 0 for all.
@@ -40,35 +43,31 @@ def requests_for(prompt: Prompt, params: SamplingParams, rid: str, *, segment: i
         return [Request(input_ids=list(prompt.token_ids), params=params, rid=rid)]
     requests = []
     for rollout in filter(is_unfinished, prompt.begun):
-        changes = {
-            "n": 1,
-            "max_new_tokens": min(segment, longest - rollout.num_sampled),
-            "sampling_seed": group_seed(params.sampling_seed or 0, rollout.sample_index, str(rollout.num_sampled)),
-        }
+        index, begun = rollout.sample_index, rollout.num_sampled
         requests.append(
             Request(
                 input_ids=[*prompt.token_ids, *rollout.sampled_token_ids],
-                params=params.model_copy(update=changes),
-                rid=f"{rid}-{rollout.sample_index}",
+                params=_rest(params, index, begun, most=min(segment, longest - begun)),
+                rid=f"{rid}-{index}",
             )
         )
     return requests
 
 
+def _rest(params: SamplingParams, index: int, begun: int, *, most: int) -> SamplingParams:
+    """Parameters for the rest of sample `index`, of which `begun` tokens are there, at most `most` more."""
+    seed = group_seed(params.sampling_seed or 0, index, str(begun))
+    return params.model_copy(update={"n": 1, "max_new_tokens": most, "sampling_seed": seed})
+
+
 def rollouts_from(prompt: Prompt, answers: Sequence[Sequence[Completion]], *, longest: int) -> list[Rollout]:
-    """The group as it is after `answers` to its `requests_for`. longest: tokens of a whole response.
+    """The group as it is after the answers to its requests. longest: tokens of a whole response.
 
     Raises SamplerError for a completion that the sampler gave up.
     """
-    if not prompt.begun:
-        (completions,) = answers
-        begun = [_nothing_yet(prompt, index) for index in range(len(completions))]
-        return [_extended(rollout, completion, longest) for rollout, completion in zip(begun, completions, strict=True)]
-    following = iter(answers)
-    return [
-        _extended(rollout, next(following)[0], longest) if is_unfinished(rollout) else rollout
-        for rollout in prompt.begun
-    ]
+    begun = prompt.begun or [_nothing_yet(prompt, index) for index in range(len(answers[0]))]
+    completions = chain.from_iterable(answers)
+    return [_extended(one, next(completions), longest) if is_unfinished(one) else one for one in begun]
 
 
 def _nothing_yet(prompt: Prompt, index: int) -> Rollout:
@@ -97,33 +96,22 @@ def _extended(rollout: Rollout, completion: Completion, longest: int) -> Rollout
     reason = finish_reason_of(completion)
     if reason == "length" and len(sampled.token_ids) < longest:
         reason = "abort"
-    return Rollout(
-        group_id=rollout.group_id,
-        prompt_id=rollout.prompt_id,
-        sample_index=rollout.sample_index,
-        spans=(prompt, sampled),
-        finish_reason=reason,
-    )
+    return replace(rollout, spans=(prompt, sampled), finish_reason=reason)
 
 
-def continued(request: Request, index: int, completion: Completion) -> Request:
-    """What is asked for the rest of a completion that was ended early, the index-th of a request."""
+def _continued(request: Request, index: int, completion: Completion) -> Request:
+    """Request for the rest of a completion that was ended early, the index-th of a request."""
     params, begun = request.params, len(completion.output_ids)
     assert params.max_new_tokens is not None
-    changes = {
-        "n": 1,
-        "max_new_tokens": params.max_new_tokens - begun,
-        "sampling_seed": group_seed(params.sampling_seed or 0, index, str(begun)),
-    }
     return replace(
         request,
         input_ids=[*request.input_ids, *completion.output_ids],
-        params=params.model_copy(update=changes),
+        params=_rest(params, index, begun, most=params.max_new_tokens - begun),
         rid=f"{request.rid}-{index}-{begun}",
     )
 
 
-def joined(begun: Completion, rest: Completion) -> Completion:
+def _joined(begun: Completion, rest: Completion) -> Completion:
     """A completion and its continuation, as one."""
     before = len(begun.output_ids)
     later = [replace(span, start=span.start + before, end=span.end + before) for span in rest.weight_versions]
@@ -137,16 +125,16 @@ def joined(begun: Completion, rest: Completion) -> Completion:
     )
 
 
-def was_ended(completion: Completion) -> bool:
-    """Whether the sampler was told to end it."""
+def _was_ended(completion: Completion) -> bool:
+    """True where the sampler was told to end it."""
     return completion.finish_reason is not None and completion.finish_reason.type == "abort"
 
 
-def as_it_ended(request: Request, completion: Completion) -> Completion:
+def _as_it_ended(request: Request, completion: Completion) -> Completion:
     """A completion with the reason of its own for which it ended, where it was told to end at that very token: SGLang
     looks no further then."""
     ids, params = completion.output_ids, request.params
-    if not was_ended(completion):
+    if not _was_ended(completion):
         return completion
     if ids and ids[-1] in params.stop_token_ids:
         return replace(completion, finish_reason=protocol.FinishReason(type="stop", matched=ids[-1]))
@@ -155,25 +143,67 @@ def as_it_ended(request: Request, completion: Completion) -> Completion:
     return completion
 
 
-def span_of(completion: Completion) -> Span:
-    """What the sampler answered, as a span of tokens that are trained."""
-    ids, logprobs = tuple(completion.output_ids), tuple(completion.logprobs)
-    if logprobs and max(logprobs) > 0.0:  # rounding may leave 1e-7
-        logprobs = tuple(min(value, 0.0) for value in logprobs)
-    return Span(
-        kind="sampled",
-        token_ids=ids,
-        mask=(1,) * len(ids),
-        logprobs=logprobs,
-        versions=tuple(
-            chain.from_iterable(repeat(int(v.version), v.end - v.start) for v in completion.weight_versions)
-        ),
-    )
+class Sampler(Protocol):
+    """The methods of a sampler client that rollouts need."""
+
+    async def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
+        """The `params.n` completions of each prompt."""
+        ...
+
+    async def abort(self, rid: str) -> None:
+        """End a request that is under way."""
+        ...
 
 
-def finish_reason_of(completion: Completion) -> FinishReason:
-    """`stop`, `text` or `length`. Raises SamplerError for a completion that the sampler gave up."""
-    reason = completion.finish_reason
-    if reason is None or reason.type == "abort":
-        raise SamplerError(f"The sampler ended request {completion.rid}: {reason.message if reason else 'no reason'}.")
-    return "text" if isinstance(reason.matched, str) else reason.type
+class GroupRequests:
+    """The requests of one prompt. segment: most tokens of a response now, 0 for all, as an evaluation asks.
+    under_way: names of requests that were sent and not answered. is_ended_by_syncs: new weights end what is under way,
+    which is then continued by a new request."""
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        rid: str,
+        sampler: Sampler,
+        *,
+        segment: int = 0,
+        is_ended_by_syncs: bool = False,
+    ) -> None:
+        self.prompt, self.params, self.rid, self._segment = prompt, params, rid, segment
+        self._sampler = sampler
+        self._is_ended_by_syncs = is_ended_by_syncs
+        self.under_way: dict[str, None] = {}
+
+    async def rollouts(self) -> list[Rollout]:
+        """The group's rollouts, as far as they are sampled."""
+        requests = _requests_for(self.prompt, self.params, self.rid, segment=self._segment)
+        return rollouts_from(self.prompt, await self.ask(requests), longest=self.params.max_new_tokens or 0)
+
+    async def ask(self, requests: Sequence[Request]) -> list[list[Completion]]:
+        """The sampler's answers."""
+        answers = await self._asked(requests)
+        if not self._is_ended_by_syncs:
+            return answers
+        whole = [
+            asyncio.gather(*(self._to_its_end(request, index, completion) for index, completion in enumerate(answer)))
+            for request, answer in zip(requests, answers, strict=True)
+        ]
+        return [list(completions) for completions in await asyncio.gather(*whole)]
+
+    async def _to_its_end(self, request: Request, index: int, completion: Completion) -> Completion:
+        for _ in range(MAX_PARTS):
+            completion = _as_it_ended(request, completion)
+            if not _was_ended(completion):
+                break
+            ((rest,),) = await self._asked([_continued(request, index, completion)])
+            completion = _joined(completion, rest)
+        return completion
+
+    async def _asked(self, requests: Sequence[Request]) -> list[list[Completion]]:
+        rids = [str(request.rid) for request in requests]
+        self.under_way.update(dict.fromkeys(rids))
+        answers = await self._sampler.generate(requests)
+        for rid in rids:
+            del self.under_way[rid]
+        return answers

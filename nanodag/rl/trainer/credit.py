@@ -1,4 +1,4 @@
-"""Which token gets how much of the credit: advantages of a step's tokens, by group, by a critic, from a teacher."""
+"""Credit of each token: advantages of a step's tokens, by group, by a critic, from a teacher."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -9,17 +9,13 @@ import torch
 from torch import Tensor
 
 from nanodag.config.kinds.rl import RLStage
-from nanodag.rl.advantages.distillation import distilled
-from nanodag.rl.advantages.gae import reward_of_last
-from nanodag.rl.advantages.process import process_grpo, step_rewards
+from nanodag.rl.advantages import distilled, process_grpo, reward_of_last, step_rewards
 from nanodag.rl.rollouts.rollout import Rollout, places_of_samples
 from nanodag.rl.trainer.critic import Critic
-from nanodag.rl.trainer.device_sums import DeviceSums
-from nanodag.rl.trainer.policy import DeviceRow, check_beside
-from nanodag.rl.trainer.reference_model import Reference
+from nanodag.rl.trainer.policy import DeviceRow, Reference, check_beside
 from nanodag.rl.trainer.sequence_parallel import SequenceGroup
 from nanodag.rl.trainer.teacher_server import TeacherServer
-from nanodag.rl.trainer.update import PolicyObjective, Scored, sum_where
+from nanodag.rl.trainer.update import DeviceSums, PolicyObjective, Scored, sum_where
 from nanodag.train.deepspeed_engine import TrainEngine
 
 ByRow = list[list[Tensor]]
@@ -44,9 +40,7 @@ class Credit:
         critic, teacher = config.algorithm.critic, config.algorithm.teacher
         self.critic: Critic | None = None
         if config.algorithm.has_critic:
-            input_path = {"policy": inputs["model"], "input": inputs.get("critic")}.get(critic.model)
-            folder = Path(input_path or critic.model)
-            check_beside("critic.model", folder, inputs["model"], context=int(config.sampler.context))
+            folder = folder_beside(config, "critic", critic.model, inputs)
             self.critic = Critic(config, folder, device=device, group=group)
         else:
             is_cloned = bool(config.rollout.clone.best)
@@ -55,8 +49,7 @@ class Credit:
         if teacher.url != "none":
             self.teacher = TeacherServer(teacher.url, inputs["model"], context=int(config.sampler.context))
         elif teacher.model != "none":
-            folder = inputs["teacher"] if teacher.model == "input" else Path(teacher.model)
-            check_beside("teacher.model", folder, inputs["model"], context=int(config.sampler.context))
+            folder = folder_beside(config, "teacher", teacher.model, inputs)
             self.teacher = Reference(folder, temperature=config.rollout.temperature, engine=engine, group=group)
 
     def is_policy_trained(self, step: int) -> bool:
@@ -84,7 +77,7 @@ class Credit:
 
     @torch.no_grad()
     def teacher_logprobs(self, parts: Sequence[Sequence[Rollout]], rows: Sequence[Sequence[DeviceRow]]) -> ByRow | None:
-        """What the teacher thinks of the tokens of each row, (N,) float32; None without one."""
+        """The teacher's log-probabilities of the tokens of each row, (N,) float32; None without one."""
         if isinstance(self.teacher, Reference):
             policy = self.teacher.policy
             return [[policy(row)[0] for row in part] for part in rows]
@@ -121,7 +114,7 @@ class Credit:
         return [[own[row.rollouts][row.sequence_ids] for row in part] for own, part in zip(by_part, rows, strict=True)]
 
     def _by_step(self, parts: Sequence[Sequence[Rollout]], rows: Sequence[Sequence[DeviceRow]]) -> ByRow:
-        """By the scores of steps. A row's tokens are those of its rollouts, one after the other."""
+        """Advantages by the scores of steps. A row's tokens are those of its rollouts, one after the other."""
         rollouts = [rollout for part in parts for rollout in part]
         steps = [rollout.steps or () for rollout in rollouts]
         sizes = [len(rollout.response_token_ids) for rollout in rollouts]
@@ -166,20 +159,30 @@ class Credit:
         old: ByRow | None,
         reference: ByRow | None,
     ) -> Tensor | None:
-        """What KL takes off the reward of each rollout, (B,) float32; None where it takes nothing."""
+        """Share of KL that is taken off the reward of each rollout, (B,) float32; None where it takes nothing."""
         if self._config.algorithm.kl_in != "reward":
             return None
         assert old is not None and reference is not None
         return torch.cat(list(map(self._kl_penalties, rows, old, reference, map(len, parts))))
 
     def _kl_penalties(self, rows: list[DeviceRow], old: list[Tensor], reference: list[Tensor], size: int) -> Tensor:
-        """What KL takes off the reward of each rollout of a part, (size,) float32: each rank has its rows, and all need
-        the same rewards."""
+        """Share of KL to take off the reward of each rollout of a part, (size,) float32: each rank has its rows, and
+        all need the same rewards."""
         kl_by_rollout = torch.zeros(size, dtype=torch.float64, device=self._engine.device)
         for row, old_logprobs, reference_logprobs in zip(rows, old, reference, strict=True):
             kl_by_rollout += self._objective.kl_of_rollouts(row, old_logprobs, reference_logprobs, size)
         summed = self._engine.summed(*self._group.counted(*kl_by_rollout.tolist()))
         return self._config.algorithm.kl_coefficient * torch.tensor(summed, dtype=torch.float32)
+
+
+def folder_beside(config: RLStage, section: str, model: str, inputs: Mapping[str, Path]) -> Path:
+    """Folder of the model that a section names: `policy`, `input` or a path. Raises ConfigError for one that cannot
+    read the policy's rollouts."""
+    if model == "policy":
+        return inputs["model"]
+    folder = inputs[section] if model == "input" else Path(model)
+    check_beside(f"{section}.model", folder, inputs["model"], context=int(config.sampler.context))
+    return folder
 
 
 def imitated(rewards: Tensor, group_ids: Tensor, num_tokens: Tensor) -> Tensor:

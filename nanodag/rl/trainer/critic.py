@@ -17,11 +17,10 @@ from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import TrainingDiverged
 from nanodag.model.decoder import Decoder
 from nanodag.model.folder import load
-from nanodag.rl.advantages.gae import gae
-from nanodag.rl.losses.value_loss import value_loss
-from nanodag.rl.trainer.device_sums import DeviceSums
+from nanodag.rl.advantages import gae
 from nanodag.rl.trainer.policy import DeviceRow, engine_of, hidden_states
 from nanodag.rl.trainer.sequence_parallel import ALONE, SequenceGroup
+from nanodag.rl.trainer.update import DeviceSums
 
 FOLDER = "critic"
 
@@ -111,7 +110,7 @@ class Critic:
         returns: Sequence[Sequence[Tensor]],
         num_tokens: Sequence[int],
     ) -> tuple[DeviceSums, float]:
-        """As many passes over the step as the config says, an update for each part. Returns sums for
+        """Pass over the step as often as the config says, with an update for each part. Returns sums for
         metrics.critic_metrics and the largest gradient norm.
 
         Raises TrainingDiverged when a gradient is not finite.
@@ -168,6 +167,20 @@ def whitened(
     (squares,) = summed(float((trained - mean).square().sum()))
     scale = (squares / max(count - 1.0, 1.0) + 1e-8) ** -0.5
     return [[((tensor - mean) * scale).float() for tensor in tensors] for tensors in advantages]
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float) -> tuple[Tensor, Tensor]:
+    """max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2 of each token, and where the bound acts.
+
+    values: (T,) float32, with gradient. old_values: of the critic at the start of the step. returns: what to predict.
+    clip c: 0 for none. Returns (T,) float32 and (T,) bool. Source: openai/baselines ppo2; verl's compute_value_loss,
+    TRL's PPOTrainer, OpenRLHF's ValueLoss.
+    """
+    plain = (values - returns).square()
+    if not clip:
+        return plain / 2, torch.zeros_like(values, dtype=torch.bool)
+    bounded = (values.clamp(old_values - clip, old_values + clip) - returns).square()
+    return torch.maximum(plain, bounded) / 2, bounded > plain
 
 
 def _quality(row: DeviceRow, values: Tensor, returns: Tensor) -> DeviceSums:

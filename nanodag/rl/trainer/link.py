@@ -13,10 +13,12 @@ import os
 import queue
 import secrets
 import select
+import shutil
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from nanodag.errors import NanodagError, StageFailed, TrainingDiverged
@@ -38,7 +40,7 @@ class RankLink:
 
     @property
     def address(self) -> str:
-        """What ranks find under ADDRESS_VARIABLE in their environment."""
+        """Value of ADDRESS_VARIABLE in the ranks' environment."""
         host, port = self._server.getsockname()
         return f"{host}:{port}:{self._token}"
 
@@ -116,6 +118,27 @@ class RankLink:
         return reply
 
 
+class NoTrainer:
+    """In the place of the trainer's ranks, where nothing is trained: its weights stay those of `model`."""
+
+    num_ranks = 0
+
+    def __init__(self, model: Path) -> None:
+        self._model = model
+
+    def accept(self, *, timeout_s: float, check: Callable[[], None]) -> None:
+        """Return at once."""
+
+    async def exchange(self, do: str, **arguments: Any) -> list[dict[str, Any]]:
+        """The reply of a rank that made no update; `export` copies the model."""
+        if do == "export":
+            shutil.copytree(self._model, arguments["folder"], dirs_exist_ok=True)
+        return [{"num_updates": 0}]
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
 class ControllerLink:
     """A rank's side. A thread reads, so the rank notices at once that the controller has gone, and ends. It does so in
     the middle of a step too, or stuck in a collective."""
@@ -130,15 +153,12 @@ class ControllerLink:
         threading.Thread(target=self._read, daemon=True).start()
 
     def next(self) -> dict[str, Any]:
-        """What the controller asks for next."""
         return self._waiting.get()
 
     def reply(self, values: Mapping[str, Any]) -> None:
-        """Say that it is done."""
         self._lines.write(dict(values))
 
     def fail(self, error: BaseException) -> None:
-        """Say that it failed."""
         self._lines.write({"error": type(error).__name__, "message": str(error) or type(error).__name__})
 
     def _read(self) -> None:
@@ -177,7 +197,7 @@ class _Lines:
         self.socket.sendall(json.dumps(message).encode() + b"\n")
 
     def has_more(self, *, within_s: float = 0.0) -> bool:
-        """Whether `read` has something to begin with: what came with the line before it, or what comes within that
+        """True where `read` has something to begin with: what came with the line before it, or what comes within that
         time, the end included."""
         if self._rest:
             return True

@@ -15,7 +15,7 @@ from nanodag.train.shares import Shares
 
 
 class MergedShares:
-    """What `Shares` is of a model without adapters. scale: alpha over rank."""
+    """Counterpart of `Shares` for a model with adapters. scale: alpha over rank."""
 
     def __init__(self, shares: Shares, *, scale: float) -> None:
         self._shares, self._scale = shares, scale
@@ -29,12 +29,12 @@ class MergedShares:
         self.num_bytes = {name: shares.num_bytes[parts[0]] for name, parts in self._parts.items()}
 
     def keep(self) -> None:
-        """As of `Shares`; adapters are kept by themselves."""
+        """Keep the shares; adapters are kept by themselves."""
         self._shares.keep()
 
     @torch.no_grad()
     def together(self, names: Sequence[str], *, kept: bool = False) -> Tensor | None:
-        """As of `Shares`: the bytes of the merged tensors."""
+        """Bytes of the merged tensors, brought together as by `Shares`."""
         parts = [part for name in names for part in self._parts[name]]
         flat = self._shares.together(parts, kept=kept)
         if flat is None or len(parts) == len(names):

@@ -1,11 +1,12 @@
-"""The policy that is trained: a decoder that scores packed rollouts."""
+"""The policy that is trained, a decoder that scores packed rollouts; and the frozen one that it is compared with."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from nanodag.config.kinds.rl import RLStage
@@ -13,15 +14,17 @@ from nanodag.config.supervised import OptimizerConfig
 from nanodag.errors import ConfigError
 from nanodag.errors.words import counted
 from nanodag.model.architecture import read_checkpoint
-from nanodag.model.attention import on_device
+from nanodag.model.attention import group_attention, on_device
 from nanodag.model.decoder import Decoder, Layer
 from nanodag.model.folder import load
-from nanodag.model.group_attention import group_attention
 from nanodag.model.headers import faults_of_config
 from nanodag.rl.trainer.rows import MicroBatch
 from nanodag.rl.trainer.sequence_parallel import ALONE, SequenceGroup, Share
 from nanodag.tokenizer.encoding import Encoding
 from nanodag.train.deepspeed_engine import TrainEngine
+from nanodag.train.lent_memory import LentMemory
+
+REFERENCE_FILE = "reference.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,38 @@ def load_policy(
     """The policy in a Hugging Face directory, in float32 on CPU."""
     decoder = load(folder, compiled=compiled, activation_checkpointing=checkpointing)
     return Policy(decoder, temperature=temperature, group=group)
+
+
+class Reference:
+    """The frozen policy that KL is measured from: the model that the stage began with, or a later one. Every rank holds
+    all of it, in the training precision. A refreshed one is part of a checkpoint."""
+
+    def __init__(self, model_path: Path, *, temperature: float, engine: TrainEngine, group: SequenceGroup) -> None:
+        policy = load_policy(model_path, temperature=temperature, group=group).requires_grad_(False)
+        self.policy = policy.to(engine.device, engine.dtype)
+        self._engine = engine
+        self.lent = LentMemory(self.policy.parameters(), device=engine.device)
+
+    @torch.no_grad()
+    def refresh(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Take the trainer's weights of now; every rank must call it."""
+        parameters = dict(self.policy.named_parameters())
+        for name, tensor in weights:
+            parameters[name].copy_(tensor)
+
+    def save(self, folder: Path) -> None:
+        """Write it into a checkpoint, from rank 0."""
+        if self._engine.rank == 0:
+            parameters = self.policy.named_parameters()
+            tensors = {name: self.lent.readable(tensor).cpu().contiguous() for name, tensor in parameters}
+            save_file(tensors, folder / REFERENCE_FILE)
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        """Take back what `save` wrote."""
+        saved = load_file(folder / REFERENCE_FILE)
+        for name, parameter in self.policy.named_parameters():
+            parameter.copy_(saved[name])
 
 
 def engine_of(model: nn.Module, config: RLStage, *, learning_rate: float, device: str) -> TrainEngine:

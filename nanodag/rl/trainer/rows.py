@@ -115,8 +115,8 @@ def _halve_the_largest(rollouts: Sequence[Rollout], pieces: Sequence[_Piece]) ->
 
 
 def _rows(pieces: Sequence[_Piece], budget: int, num_ranks: int) -> list[list[_Piece]]:
-    """As few rows as fit, a multiple of the ranks where the pieces allow it, filled evenly: largest piece first into
-    the emptiest row."""
+    """The fewest rows that fit, a multiple of the ranks where the pieces allow it, filled evenly: largest piece first
+    into the emptiest row."""
     ordered = sorted(pieces, key=lambda piece: (-piece.size, piece.rollouts))
     wanted = max(1, -(-sum(piece.size for piece in pieces) // budget))
     while True:

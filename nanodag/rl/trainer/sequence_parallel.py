@@ -29,7 +29,7 @@ from nanodag.train.deepspeed_engine import start_ranks
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one rank computes of a row. token_ids, position_ids: (1, ceil(T / S)), filled up with zeros. places: which
+    """One rank's part of a row. token_ids, position_ids: (1, ceil(T / S)), filled up with zeros. places: which
     of the N tokens to score are its own; predictors: where in its part; targets: (1, len(places))."""
 
     token_ids: Tensor
@@ -52,7 +52,7 @@ class SequenceGroup:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank counts for the group."""
+        """True on the rank that counts for the group."""
         return self.place == 0
 
     def check(self, model: Architecture) -> None:
@@ -84,10 +84,11 @@ class SequenceGroup:
 
         exchange = _Exchange(self.handle, self.size)
 
-        def of_parts(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        def of_parts(query: Tensor, key: Tensor, value: Tensor, window: int | None = None) -> Tensor:
             whole = _ToHeads.apply(exchange, query[0], key[0], value[0])[:num_tokens]
             counts = [tensor.shape[2] // self.size for tensor in (query, key, value)]
-            out = attend(*(part[None] for part in whole.split(counts, dim=1)))[0]  # (T, H / S, D)
+            query_part, key_part, value_part = (part[None] for part in whole.split(counts, dim=1))
+            out = attend(query_part, key_part, value_part, window)[0]  # (T, H / S, D)
             if padding := query.shape[1] * self.size - num_tokens:  # pad copies in any case
                 out = functional.pad(out, (0, 0, 0, 0, 0, padding))
             return _ToTokens.apply(exchange, out)[None]
@@ -95,8 +96,8 @@ class SequenceGroup:
         return of_parts
 
     def whole(self, own: Tensor, share: Share, num_tokens: int) -> Tensor:
-        """What each rank found of the N tokens that it scored, put together: (N,) from (len(places),). A gradient flows
-        into this rank's alone."""
+        """Values of the N tokens, put together from the ranks that scored them: (N,) from (len(places),). A gradient
+        flows into this rank's alone."""
         if self.handle is None:
             return own
         gathered = own.new_zeros(num_tokens).index_copy(0, share.places, own.detach())
@@ -104,13 +105,13 @@ class SequenceGroup:
         return gathered.index_copy(0, share.places, own)
 
     def of_first(self, values: Tensor) -> Tensor:
-        """What the first rank of the group has, in place of this one's."""
+        """Values of the first rank of the group, in place of this one's."""
         if self.handle is not None:
             dist.broadcast(values, group=self.handle, group_src=0)
         return values
 
     def counted(self, *values: float) -> list[float]:
-        """What this rank adds to a sum over all ranks: its group's numbers, or zeros."""
+        """This rank's terms of a sum over all ranks: its group's numbers, or zeros."""
         return [value if self.is_first else 0.0 for value in values]
 
 

@@ -39,19 +39,20 @@ class TeacherServer:
         asyncio.run(self._check(policy, context))
 
     def logprobs(self, parts: Sequence[Sequence[Rollout]], rows: Sequence[Sequence[DeviceRow]]) -> list[list[Tensor]]:
-        """Of the tokens of each row of each part of a step, (N,) float32; 0 in a row without trained tokens.
+        """Log-probabilities of the tokens of each row of each part of a step, (N,) float32; 0 in a row without trained
+        tokens.
 
         Raises SamplerError when the server fails ATTEMPTS times, or has other weights than at the beginning.
         """
-        asked = [
+        pairs = [
             (part[index].prompt_token_ids, part[index].response_token_ids)
             for part, part_rows in zip(parts, rows, strict=True)
             for row in part_rows
             if row.mask.any()
             for index in row.rollouts.tolist()
         ]
-        scored = iter(asyncio.run(self._scored([[*prompt, *response] for prompt, response in asked])))
-        answers = iter([next(scored)[len(prompt) :] for prompt, _ in asked])
+        scored = iter(asyncio.run(self._scored([[*prompt, *response] for prompt, response in pairs])))
+        answers = iter([next(scored)[len(prompt) :] for prompt, _ in pairs])
 
         def of_row(row: DeviceRow) -> Tensor:
             if not row.mask.any():

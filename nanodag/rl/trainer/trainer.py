@@ -35,25 +35,21 @@ from nanodag.errors import TrainingDiverged
 from nanodag.inference.number_formats import DTYPES
 from nanodag.model.folder import write_like
 from nanodag.model.lora import add_lora, merged
-from nanodag.rl.losses.aggregation import Totals
-from nanodag.rl.rollouts.rollout import Rollout, groups_of, read_rollouts
-from nanodag.rl.rollouts.saved import REPLAYED
-from nanodag.rl.trainer.buckets import WeightSource
-from nanodag.rl.trainer.credit import Credit
-from nanodag.rl.trainer.device_sums import DeviceSums
+from nanodag.rl.losses import Totals
+from nanodag.rl.rollouts.rollout import REPLAYED, Rollout, groups_of, read_rollouts
+from nanodag.rl.trainer.credit import Credit, folder_beside
+from nanodag.rl.trainer.critic import Critic
 from nanodag.rl.trainer.link import ControllerLink
 from nanodag.rl.trainer.lora_merge import MergedShares
-from nanodag.rl.trainer.policy import DeviceRow, check_beside, engine_of, load_policy, to_row
-from nanodag.rl.trainer.reference_model import Reference
+from nanodag.rl.trainer.policy import DeviceRow, Reference, engine_of, load_policy, to_row
 from nanodag.rl.trainer.rows import pack
 from nanodag.rl.trainer.sequence_parallel import join
 from nanodag.rl.trainer.token_scores import Scores, write_scores
-from nanodag.rl.trainer.update import PolicyObjective, Scored, replayed_sums
-from nanodag.rl.trainer.weight_sender import WeightGiver
+from nanodag.rl.trainer.update import DeviceSums, PolicyObjective, Scored, replayed_sums
+from nanodag.rl.trainer.weight_sender import WeightGiver, WeightSource
+from nanodag.sampler.device import give_back, held_memory, traced
 from nanodag.sampler.fingerprints import Fingerprints
-from nanodag.sampler.held_memory import give_back, held_memory
-from nanodag.sampler.torch_trace import traced
-from nanodag.train.deepspeed_engine import leave
+from nanodag.train.deepspeed_engine import TrainEngine, leave
 from nanodag.train.learning_rate import policy_rate
 from nanodag.train.lent_memory import LentMemory
 from nanodag.train.peak import matmul_peak
@@ -87,10 +83,11 @@ class Trainer:
         if config.optimizer.lora_rank:
             add_lora(policy, rank=config.optimizer.lora_rank, alpha=config.optimizer.lora_alpha, seed=int(config.seed))
         self.engine = engine_of(policy, config, learning_rate=config.optimizer.learning_rate, device=device)
+        inputs = {**(beside or {}), "model": model_path}
         self._reference: Reference | None = None
         if config.algorithm.has_reference:
             self._reference = Reference(
-                self._reference_path(beside or {}),
+                folder_beside(config, "reference", config.algorithm.reference.model, inputs),
                 temperature=config.rollout.temperature,
                 engine=self.engine,
                 group=self._group,
@@ -100,7 +97,7 @@ class Trainer:
             engine=self.engine,
             group=self._group,
             objective=self._objective,
-            inputs={**(beside or {}), "model": model_path},
+            inputs=inputs,
             device=device,
         )
         self.giver = WeightGiver(
@@ -114,14 +111,6 @@ class Trainer:
         self._peak_flops = matmul_peak(device)
         self._last_losses: deque[Tensor] = deque(maxlen=LOSSES_KEPT)
         self.last_scores: list[tuple[list[Rollout], list[Scores]]] = []  # of the last step, for write_scores
-
-    def _reference_path(self, inputs: Mapping[str, Path]) -> Path:
-        model = self.config.algorithm.reference.model
-        if model == "policy":
-            return self.model_path
-        folder = inputs["reference"] if model == "input" else Path(model)
-        check_beside("reference.model", folder, self.model_path, context=int(self.config.sampler.context))
-        return folder
 
     def train(self, step: int, rollouts: Sequence[Rollout], *, num_steps: int | None = None) -> dict[str, Any]:
         """One step: as many updates as the config says over these rollouts. Returns sums for metrics.trainer_metrics.
@@ -214,19 +203,20 @@ class Trainer:
 
     def save(self, folder: Path) -> None:
         """Write this rank's share of a checkpoint."""
-        self.engine.save(folder)
-        if self._credit.critic is not None:
-            self._credit.critic.save(folder)
-        if self._reference is not None and self.config.algorithm.reference_every:
-            self._reference.save(folder)
+        for part in self._saved_parts():
+            part.save(folder)
 
     def load(self, folder: Path) -> None:
         """Take back what `save` wrote."""
-        self.engine.load(folder)
+        for part in self._saved_parts():
+            part.load(folder)
+
+    def _saved_parts(self) -> Iterator[TrainEngine | Critic | Reference]:
+        yield self.engine
         if self._credit.critic is not None:
-            self._credit.critic.load(folder)
+            yield self._credit.critic
         if self._reference is not None and self.config.algorithm.reference_every:
-            self._reference.load(folder)
+            yield self._reference
 
     def lend(self, what: str) -> None:
         """Give memory of the device to the samplers. what: `states` of optimizers and gradients; or `weights`, those of
@@ -257,7 +247,7 @@ class Trainer:
         }
 
     def _fingerprints(self) -> Fingerprints:
-        """For the tensors that the sampler must then hold, as it will fingerprint them."""
+        """Fingerprints for the tensors that the sampler must then hold, as it will compute them."""
         sampler = self.config.sampler
         if sampler.engine != "sglang":
             return Fingerprints("checkpoint")
@@ -265,7 +255,6 @@ class Trainer:
 
     @property
     def num_updates(self) -> int:
-        """Optimizer steps so far."""
         return self.engine.num_updates
 
     def _shares(self) -> WeightSource:
@@ -302,7 +291,7 @@ class Trainer:
         return norm
 
     def _refresh_reference(self, updates_before: int) -> None:
-        """After every `reference_every` updates, at the end of the step in which they were done."""
+        """Refresh after every `reference_every` updates, at the end of the step in which they were done."""
         every = self.config.algorithm.reference_every
         if self._reference is not None and every and self.num_updates // every > updates_before // every:
             self._reference.refresh(self._weights())

@@ -8,25 +8,47 @@ are imitated (`rollout.clone`), the policy loss is a token's negative log-likeli
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nanodag.config.kinds.rl import RLStage
-from nanodag.rl.losses.aggregation import Totals
-from nanodag.rl.losses.corrections import none, not_vetoed
-from nanodag.rl.losses.kl import unbiased
-from nanodag.rl.losses.opsm import off_policy_kept
-from nanodag.rl.losses.reinforce import reinforce
-from nanodag.rl.losses.sequences import sequence_sums
-from nanodag.rl.trainer.device_sums import DeviceSums
+from nanodag.rl.losses import Totals, none, not_vetoed, off_policy_kept, reinforce, sequence_sums, unbiased
+from nanodag.rl.rollouts.metrics import Sums
 from nanodag.rl.trainer.policy import DeviceRow
 
 
+@dataclass(slots=True)
+class DeviceSums:
+    """Sums of tensors () of any dtype on one device, added up in float64, as nanodag.rl.rollouts.metrics.Sums of
+    numbers. Of a maximum over nothing, -inf, nothing is read. To read is to wait for the device, so a step reads once,
+    at its end."""
+
+    summed: dict[str, Tensor] = field(default_factory=dict)
+    largest: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, other: "DeviceSums") -> None:
+        for name, value in other.summed.items():
+            self.summed[name] = self.summed[name] + value.double() if name in self.summed else value.double()
+        for name, value in other.largest.items():
+            here = value.double()
+            self.largest[name] = torch.maximum(self.largest[name], here) if name in self.largest else here
+
+    def read(self) -> Sums:
+        """The numbers, in one copy from the device."""
+        tensors = [*self.summed.values(), *self.largest.values()]
+        values = torch.stack([tensor.double() for tensor in tensors]).tolist() if tensors else []
+        largest = zip(self.largest, values[len(self.summed) :], strict=True)
+        return Sums(
+            dict(zip(self.summed, values, strict=False)),
+            {name: value for name, value in largest if value != float("-inf")},
+        )
+
+
 class PolicyObjective:
-    """The loss that a config chose, its entries loaded. kl: the estimator of a token's KL (nanodag.rl.losses.kl)."""
+    """The loss that a config chose, its entries loaded. kl: the estimator of a token's KL (nanodag.rl.losses)."""
 
     def __init__(self, config: RLStage) -> None:
         self._algorithm = algorithm = config.algorithm

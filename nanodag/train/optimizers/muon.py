@@ -109,8 +109,8 @@ def _exchange_and_update(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Every rank gets all matrices of the bucket, updates its share of them, gets all updates. Both exchanges are sums
-    in which each element has one term that is not zero, so they are exact."""
+    """Update a bucket: every rank gets all its matrices, updates a share of them, gets all updates. Both exchanges are
+    sums in which each element has one term that is not zero, so they are exact."""
     begins, total = {}, 0
     for name in names:
         begins[name] = total

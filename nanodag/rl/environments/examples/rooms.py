@@ -44,7 +44,7 @@ class Rooms:
     def step(self, action: Action) -> tuple[Observation, float, bool, Mapping[str, Any]]:
         self._num_commands += 1
         verb, _, thing = action.text.strip().lower().partition(" ")
-        reward, is_open, said = 0.0, False, ""
+        reward, is_open, remark = 0.0, False, ""
         if verb == "go" and self._beyond(thing) is not None:
             self._here = self._beyond(thing) or self._here
         elif (verb, thing) == ("take", "key") and self._here == self._key and not self._has_key:
@@ -53,8 +53,8 @@ class Rooms:
             is_open, reward = True, 0.5
         else:
             self._num_wrong += 1
-            said = "That is not possible. "
-        return said + self._seen(), reward, is_open or self._num_commands >= self._max_commands, {}
+            remark = "That is not possible. "
+        return remark + self._seen(), reward, is_open or self._num_commands >= self._max_commands, {}
 
     def metrics(self) -> dict[str, float]:
         return {"commands": self._num_commands, "wrong_commands": self._num_wrong}

@@ -51,10 +51,10 @@ class Search:
 
     def step(self, action: Action) -> tuple[Observation, float, bool, Mapping[str, Any]]:
         if action.calls:
-            found = [self.found(str(call.arguments.get("query", ""))) for call in action.calls]
-            self._num_searches += len(found)
-            self._is_found = self._is_found or any(self._answer in _bare(text) for text in found)
-            return found, 0.0, False, {}
+            results = [self.found(str(call.arguments.get("query", ""))) for call in action.calls]
+            self._num_searches += len(results)
+            self._is_found = self._is_found or any(self._answer in _bare(text) for text in results)
+            return results, 0.0, False, {}
         is_right = self._answer == _bare(action.text)
         searched = self._search_reward * self._is_found
         return "", is_right + searched, True, {"components": {"right": float(is_right), "searched": searched}}

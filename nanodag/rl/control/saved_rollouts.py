@@ -1,0 +1,150 @@
+"""Rollouts of files in place of a sampler's (`rollout.source`). No torch here."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from nanodag.config.kinds.rl import RLStage
+from nanodag.data.shuffle import permutation
+from nanodag.errors import ConfigError, SourceError
+from nanodag.errors.words import counted
+from nanodag.rewards.reward import Reward
+from nanodag.rl.control.model_facts import ModelFacts
+from nanodag.rl.rollouts.batch import Dropped, RolloutBatch
+from nanodag.rl.rollouts.prompts import Prompt, PromptCursor
+from nanodag.rl.rollouts.rollout import GREEDY, Rollout, main_sequences
+from nanodag.rl.rollouts.saved import Saved, SavedFiles, SavedGroups, check_steps, groups_in, read_saved, saved_files
+
+log = logging.getLogger(__name__)
+
+NO_REWARD, TOO_LONG, NONE_GOOD = "no_reward", "too_long", "none_good_enough"
+
+
+class SavedRollouts:
+    """In the place of a RolloutGenerator, where rollouts exist: the groups of the files that `rollout.source` names.
+
+    A step follows from its number alone. The folder of a stage's records gives each step what that stage trained in it.
+    Of other files each pass has all groups once, in an order of its own that the stage's seed decides.
+    """
+
+    def __init__(self, config: RLStage, model: ModelFacts) -> None:
+        self._config, self._vocabulary = config, model.vocab_size
+        self._longest = min(model.max_positions, int(config.optimizer.micro_batch_tokens))
+        self._filters = [entry.load() for entry in config.rollout.filters]
+        found = saved_files(config.rollout.source)
+        check_steps(found, num_steps=config.num_steps)
+        self._files, self._states = found, found.states()
+        self.identity = found.identity()
+        self._groups = SavedGroups(() if found.steps else found.files, self._choose)
+        if not found.steps:
+            self._report(found)
+
+    async def step(self, cursor: PromptCursor, step: int) -> RolloutBatch:
+        """The groups of one step. Raises SourceError for a file that has changed."""
+        for path, seen, state in zip(self._files.files, self._states, self._files.states(), strict=True):
+            if state != seen:
+                raise SourceError(f"{path} has changed since the stage began. Leave it as it was, and run it again.")
+        if self._files.steps:
+            return self._as_it_was(self._files.steps[step])
+        size, total = self._config.rollout.prompts_per_step, len(self._groups)
+        turns = [divmod(place, total) for place in range(size * (step - 1), size * step)]
+        orders = {turn: permutation(total, int(self._config.seed), turn) for turn, _ in turns}
+        return RolloutBatch(kept=[self._of_pass(turn, int(orders[turn][place])) for turn, place in turns])
+
+    async def judged_again(
+        self, cursor: PromptCursor, step: int, waiting: Sequence[RolloutBatch]
+    ) -> tuple[RolloutBatch, ...]:
+        """The rollout batches of a checkpoint, as they are."""
+        return tuple(waiting)
+
+    def _of_pass(self, turn: int, number: int) -> tuple[Prompt, list[Rollout]]:
+        group = self._groups.read(number)
+        name = f"{number}:{group[0].rollout.prompt_id}@{turn}"  # files of several runs have groups of the same name
+        chosen, _ = self._choose([replace(saved.rollout, group_id=name) for saved in group])
+        return _prompt_of(group[0], turn), chosen
+
+    def _as_it_was(self, path: Path) -> RolloutBatch:
+        batch = RolloutBatch()
+        for group in groups_in(read_saved(path)):
+            rollouts = [saved.rollout for saved in group]
+            epoch = rollouts[0].group_id.rpartition("@")[2]
+            prompt = _prompt_of(group[0], int(epoch) if epoch.isdigit() else 0)
+            chosen, reason = self._choose(rollouts)
+            if reason:
+                batch.dropped.append(Dropped(prompt, rollouts, reason, len(batch.kept)))
+            else:
+                batch.kept.append((prompt, chosen))
+        return batch
+
+    def _choose(self, group: Sequence[Rollout]) -> tuple[list[Rollout], str]:
+        for rollout in group:
+            self._check(rollout)
+        too_long = {rollout.sample_index for rollout in group if _num_tokens(rollout) > self._longest}
+        fitting = [rollout for rollout in group if rollout.sample_index not in too_long]
+        scored = [rollout for rollout in fitting if rollout.reward is not None and rollout.num_sampled]
+        samples = main_sequences(scored)
+        if not samples:
+            return [], NO_REWARD if fitting else TOO_LONG
+        if (clone := self._config.rollout.clone).best:
+            best = best_of(scored, count=clone.best, lowest=clone.lowest_reward)
+            return best, "" if best else NONE_GOOD
+        return scored, next((reason for judge in self._filters if (reason := judge(samples)) is not None), "")
+
+    def _check(self, rollout: Rollout) -> None:
+        where = f"rollout.source {self._config.rollout.source}: group {rollout.group_id}"
+        largest = max(max(span.token_ids, default=0) for span in rollout.spans)
+        if largest >= self._vocabulary:
+            raise SourceError(
+                f"{where} has the token id {largest}, and the model has {self._vocabulary}: another tokenizer made it."
+            )
+        try:
+            Reward(rollout.reward or 0.0, steps=rollout.steps)
+        except (ValueError, TypeError) as error:
+            raise SourceError(f"{where}: {error}.") from error
+        if self._config.rollout.clone.best:
+            return
+        if self._config.has_process_reward and rollout.steps is None:
+            raise ConfigError(
+                f"{where} has no scores of steps, and advantage {self._config.algorithm.advantage} is made of them. "
+                "Name the records of a stage with a process reward, or another reward."
+            )
+        if not rollout.has_logprobs or GREEDY in rollout.metadata:
+            fault = "no log-probabilities" if not rollout.has_logprobs else "greedy answers, which were not drawn"
+            raise ConfigError(
+                f"{where} has {fault}, and policy_loss {self._config.algorithm.policy_loss} needs those of the policy "
+                "that drew them. Set rollout.clone.best to imitate the best answers instead."
+            )
+
+    def _report(self, found: SavedFiles) -> None:
+        """Say what there is. Raises ConfigError where that is nothing."""
+        left_out = ", ".join(f"{count} {reason}" for reason, count in self._groups.left_out.items()) or "none"
+        if not len(self._groups):
+            raise ConfigError(
+                f"rollout.source {self._config.rollout.source} has no group to train on; left out: {left_out}. Change "
+                "rollout.filters or rollout.clone, or name other files."
+            )
+        passes = self._config.num_steps * self._config.rollout.prompts_per_step / len(self._groups)
+        what = f"{counted(len(self._groups), 'group')} of {counted(len(found.files), 'file')}"
+        log.info("Trained: %s, in %.3g passes; left out: %s.", what, passes, left_out)
+
+
+def best_of(group: Sequence[Rollout], *, count: int, lowest: float) -> list[Rollout]:
+    """The finished answers of a group with the highest rewards, `lowest` at least, each answer once; of equal rewards
+    the earlier ones. An answer comes with its further sequences, but not with those of other roles."""
+    samples = main_sequences(group)
+    finished = [one for one in samples if one.finish_reason in ("stop", "text") and (one.reward or 0.0) >= lowest]
+    different = {one.response_token_ids: one for one in reversed(finished)}
+    ranked = sorted(different.values(), key=lambda one: (-(one.reward or 0.0), one.sample_index))
+    chosen = {(one.sample_index, one.role) for one in ranked[:count]}
+    return [one for one in group if (one.sample_index, one.role) in chosen]
+
+
+def _prompt_of(saved: Saved, number: int) -> Prompt:
+    """Prompt of a pass, with what was kept of it."""
+    record = {"answer": "", **saved.asked, "prompt_id": saved.rollout.prompt_id}
+    return Prompt(epoch=number, record=record, token_ids=saved.rollout.prompt_token_ids)
+
+
+def _num_tokens(rollout: Rollout) -> int:
+    return sum(len(span.token_ids) for span in rollout.spans)

@@ -1,0 +1,302 @@
+"""Agents: whatever asks the policy by OpenAI's API while it works on a sample. No torch here.
+
+`agent:package.module:function`, a Python function in a process of its own:
+
+    def agent(task):
+        client = openai.OpenAI(base_url=task.base_url, api_key=task.api_key)
+        ...
+        return 1.0
+
+It may be `async def`. task: `record`, the prompt's (nanodag.data.records); `base_url`, `api_key` and `model`, which
+are in OPENAI_BASE_URL and OPENAI_API_KEY, too; `seed`. It returns its reward, or a reward and its components, for the
+reward `reported`; or its answer, a text, for a reward that judges it; or None.
+
+`{name: agent, options: {command: [python, agent.py], folder: ...}}`, any program, in the sandbox. It finds the API in
+OPENAI_BASE_URL and OPENAI_API_KEY, its prompt's record as JSON in the file NANODAG_TASK, a seed in NANODAG_SEED. It has
+no network beside the API, sees its folder and its library read-only, and writes below /tmp/work, which is gone when it
+ends. What it prints is its answer, unless it posts one or `answer_file` names a file.
+
+`verifiers:MODULE`, a rollout of the `verifiers` package.
+
+Each goes through `visited`, from the key of its session to the sample that came of it.
+"""
+
+import asyncio
+import json
+import shutil
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from nanodag.children.forks import EpisodeFailed, EpisodeLost, ForkServer, Limits
+from nanodag.errors import ConfigError
+from nanodag.external_envs.verifiers_process import Outcome, VerifiersProcess, block_of
+from nanodag.host.threads import MadeOnce, in_thread
+from nanodag.own_code.find import required_file
+from nanodag.registry import entry
+from nanodag.rewards import sandbox
+from nanodag.rl.environments import agent_fork
+from nanodag.rl.environments.agent_session import MODEL, CallLimits, Session
+from nanodag.rl.environments.api_server import MAX_ANSWER, ApiServer, the_api_server
+from nanodag.rl.environments.sample import Sample, TurnSampler, places
+from nanodag.rl.rollouts.rollout import METRICS, TURNS
+
+MAX_FILE_BYTES = 1 << 30  # that a function may write
+SOCKET = "/inside/api"  # of the API in the sandbox
+
+
+@dataclass(frozen=True, kw_only=True)
+class Visit:
+    """An agent's access. session: takes what it says of its reward and answer."""
+
+    server: ApiServer
+    session: Session
+    api_key: str
+
+    @property
+    def base_url(self) -> str:
+        """The address, as `OPENAI_BASE_URL` has it."""
+        return self.server.base_url
+
+
+async def visited(
+    sampler: TurnSampler,
+    sample: Sample,
+    limits: CallLimits,
+    run: Callable[[Visit], Awaitable[None]],
+    *,
+    place: AbstractAsyncContextManager[Any],
+) -> Sample:
+    """The sample that comes of `run`, which is awaited while its key is valid.
+
+    place: entered before that; to wait there counts as no time of the agent's. An agent that fails once a call of its
+    was refused for a limit was cut off: its sample has the answer and the reward that were said until then, else none
+    and 0. Raises EpisodeFailed for other failures, EpisodeLost for one that was killed, SamplerError where the sampler
+    is to blame, ValueError where nothing was asked or what was said is of no use.
+    """
+    server, session = the_api_server(), Session(sampler, sample, limits)
+    async with sampler.placed(place):
+        visit = Visit(server=server, session=session, api_key=server.admit(session))
+        try:
+            await _unless_over(run(visit), session)
+        except EpisodeLost:
+            raise  # from its beginning it asks for the same again, and is answered the same
+        except EpisodeFailed:
+            if not session.cut:
+                raise
+            session.answer = session.answer or ""
+            session.reward = session.reward or 0.0
+        finally:
+            server.dismiss(visit.api_key)
+    return session.result()
+
+
+async def _unless_over(running: Awaitable[None], session: Session) -> None:
+    """Wait for an agent to end, or to be of no use any more: then it is ended."""
+    agent, over = asyncio.ensure_future(running), asyncio.ensure_future(session.over.wait())
+    try:
+        await asyncio.wait({agent, over}, return_when=asyncio.FIRST_COMPLETED)
+        if agent.done():
+            await agent
+    finally:
+        for task in (agent, over):
+            task.cancel()
+        await asyncio.gather(agent, over, return_exceptions=True)
+
+
+def _take(session: Session, returned: Any) -> None:
+    """Keep the result of an agent's function: nothing, its reward, with components, or its answer. Raises ValueError
+    for anything else."""
+    if isinstance(returned, str):
+        session.answer = returned
+    elif isinstance(returned, list | tuple) and len(returned) == 2:
+        session.report(*returned)
+    elif returned is not None:
+        session.report(returned)
+
+
+@entry("generate", "agent", argument="function")
+async def function_agent(
+    sampler: TurnSampler,
+    sample: Sample,
+    *,
+    named: str,
+    python: str = "auto",
+    seconds: float = 300.0,
+    max_calls: int = 32,
+    max_tokens: int = 0,
+    max_bytes: int = 4 << 30,
+    at_once: int = 16,
+) -> Sample:
+    """A function of yours that asks the policy by OpenAI's API, in a process of its own.
+
+    python: the interpreter that has its packages. seconds: of a sample. at_once: processes. The others as
+    nanodag.rl.environments.agent_session has them; max_bytes: address space of a process.
+    """
+    server = _server(named, python, max_bytes)
+    if seconds <= 0:
+        raise ConfigError(f"agent {named}: seconds {seconds:g} must be above 0.")
+
+    async def run(visit: Visit) -> None:
+        task = {
+            "record": dict(sample.record),
+            "base_url": visit.base_url,
+            "api_key": visit.api_key,
+            "model": MODEL,
+            "seed": sample.seed,
+        }
+        fork = await in_thread(server.fork)
+        try:
+            _take(visit.session, (await fork.ask(task, seconds)).get("returned"))
+        finally:
+            fork.close()
+
+    limits = CallLimits(max_calls=max_calls, max_tokens=max_tokens)
+    return await visited(sampler, sample, limits, run, place=places(f"agent {named}", at_once))
+
+
+@MadeOnce
+def _server(named: str, python: str, max_bytes: int) -> ForkServer:
+    """The fork server of a function, for all samples. Raises ConfigError for an interpreter or a module that is not
+    there."""
+    path = sys.executable if python == "auto" else shutil.which(python)
+    if path is None:
+        raise ConfigError(f"The agent's python {python!r} is no program. Give the path of an interpreter, or `auto`.")
+    module = named.partition(":")[0]
+    file = required_file(module, "agent")
+    folder = file.parents[module.count(".") + (file.name == "__init__.py")]  # from which it is imported
+    return ForkServer(
+        f"{agent_fork.__name__}:make",
+        {"path": named, "folders": [str(folder)]},
+        Limits(max_bytes=max_bytes, max_file_bytes=MAX_FILE_BYTES, shown_bytes=0),
+        name=f"The agent {named}",
+        python=path,
+        max_answer_bytes=MAX_ANSWER,
+    )
+
+
+@entry("generate", "agent", needs_sandbox=True)
+async def command_agent(
+    sampler: TurnSampler,
+    sample: Sample,
+    *,
+    command: Sequence[str],
+    folder: str = "",
+    library: str = "",
+    answer_file: str = "",
+    seconds: float = 300.0,
+    max_calls: int = 32,
+    max_tokens: int = 0,
+    max_bytes: int = 1 << 30,
+    max_processes: int = 32,
+    at_once: int = 8,
+) -> Sample:
+    """A program in the sandbox that asks the policy by OpenAI's API.
+
+    folder: where it runs, such as that of its script. library: of a Python environment, whose `bin` is searched first.
+    answer_file: below its work folder. seconds: of a sample. max_bytes: address space of each of its processes.
+    at_once: programs that run at a time. The others as nanodag.rl.environments.agent_session has them.
+    """
+    given_up = threading.Event()
+
+    async def run(visit: Visit) -> None:
+        walls = sandbox.walls()
+        outside = {
+            "socket": "" if walls is None else SOCKET,
+            "base_url": visit.base_url,
+            "command": list(command),
+            "folder": folder,
+            "answer_file": answer_file,
+            "record": dict(sample.record),
+            "environment": {
+                "OPENAI_API_KEY": visit.api_key,
+                "NANODAG_SEED": str(sample.seed),
+                "PATH": ":".join([*([f"{library}/bin"] if library else []), f"{sys.base_prefix}/bin", "/usr/bin:/bin"]),
+            },
+        }
+        further = sandbox.Further(
+            read_only=tuple(path for path in (folder, library) if path),
+            shown=((str(visit.server.socket_path), SOCKET),),
+            max_processes=max_processes,
+        )
+        finished = await in_thread(
+            lambda: sandbox.run_python(
+                _proxy(),
+                stdin=json.dumps(outside, default=str),
+                timeout_s=seconds,
+                max_bytes=max_bytes,
+                further=further,
+                is_given_up=given_up.is_set,
+            )
+        )
+        if finished.timed_out:
+            raise EpisodeFailed(f"it took longer than {seconds:g} s", finished.stderr)
+        if finished.returncode:
+            raise EpisodeFailed(f"it ended with code {finished.returncode}", finished.stderr)
+        if visit.session.answer is None and finished.stdout.strip():
+            visit.session.answer = finished.stdout.strip()
+
+    limits = CallLimits(max_calls=max_calls, max_tokens=max_tokens)
+    try:
+        return await visited(sampler, sample, limits, run, place=places("agent", at_once))
+    finally:
+        given_up.set()
+
+
+@cache
+def _proxy() -> str:
+    return Path(__file__).with_name("sandbox_proxy.py").read_text(encoding="utf-8")
+
+
+@entry("generate", "verifiers", argument="module")
+async def verifiers(
+    sampler: TurnSampler,
+    sample: Sample,
+    *,
+    named: str,
+    max_calls: int = 64,
+    max_tokens: int = 0,
+    max_bytes: int = 8 << 30,
+    at_once: int = 64,
+    **options: Any,
+) -> Sample:
+    """An environment of the `verifiers` package, in a process of its Python environment; further options are verifiers'
+    own, such as `agent.max_turns`.
+
+    max_calls, max_tokens: as nanodag.rl.environments.agent_session has them. max_bytes: memory of the process, with all
+    that it starts; one that takes more is ended. at_once: rollouts. The prompt's `metadata.task` is the task, as data
+    of `verifiers:` have it.
+    """
+    if "task" not in sample.record["metadata"]:
+        raise ValueError(f"the prompt has no metadata.task; take it from data as verifiers:{named}")
+    block = json.dumps(block_of(named, options), sort_keys=True)
+    outcomes: list[Outcome] = []
+
+    # Another rollout may have ended the process. So a lost one has one to itself, and fails by its own fault alone.
+    at_once = at_once if sampler.attempt == 0 else 1
+    process = _process(block, max_bytes, at_once)
+
+    async def run(visit: Visit) -> None:
+        task = sample.record["metadata"]["task"]
+        outcome = await process.rollout(task, base_url=visit.base_url, api_key=visit.api_key, model=MODEL)
+        visit.session.report(outcome.reward, outcome.components)
+        outcomes.append(outcome)
+
+    limits = CallLimits(max_calls=max_calls, max_tokens=max_tokens)
+    made = await visited(sampler, sample, limits, run, place=places(f"verifiers:{named} {block}", at_once))
+    for outcome in outcomes:  # none where a limit of ours cut the sample off
+        metadata = {**made.metadata, METRICS: dict(outcome.metrics), TURNS: outcome.turns}
+        reason = "length" if outcome.is_cut else made.finish_reason
+        made = replace(made, metadata=metadata, finish_reason=reason)
+    return made
+
+
+@MadeOnce
+def _process(block: str, max_bytes: int, at_once: int) -> VerifiersProcess:
+    """The process of an environment, for all samples. It belongs to the event loop of turns."""
+    return VerifiersProcess(json.loads(block), max_bytes=max_bytes)

@@ -1,0 +1,229 @@
+"""Writes what an RL stage sampled into one file that other tools read. No torch here.
+
+`.jsonl` holds a JSON object a line, `.parquet` the same as columns; a mapping of reward components is JSON text there.
+"""
+
+import glob
+import json
+import math
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from nanodag.errors import ConfigError
+from nanodag.rl.rollouts.rollout import REPLAYED, Rollout, flatten_response
+from nanodag.rl.rollouts.rollout_files import Read, Shelf, Wanted
+from nanodag.tokenizer.encoding import Encoding
+
+SUFFIXES = (".jsonl", ".parquet")
+PARTIAL = ".partial"  # behind the process id of who writes it
+ANY = Wanted()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """Outcome of an export. rows: that were written. left_out: rollouts that were not, by the reason."""
+
+    rows: int
+    left_out: Mapping[str, int]
+
+
+def export_rollouts(shelf: Shelf, path: Path, wanted: Wanted = ANY, *, step: int | None = None) -> Exported:
+    """Every sequence that was sampled for training, in the order of the steps: text, tokens, log-probabilities. What
+    was replayed stands where it was trained first. wanted, step: what is left of them, here and in the other exports.
+
+    A row: step, fate (`trained`, a filter's reason, ...), prompt_id, group_id, sample_index, branch, role, messages,
+    answer (the right one), response, turns (kind and text of each span), reward, reward_components, finish_reason,
+    prompt_ids; and of the same length response_ids, mask, logprobs (nats, null where nobody knows them), versions, as
+    nanodag.rl.rollouts.rollout has them. Raises ConfigError for another suffix.
+    """
+    encoding = Encoding(shelf.model)
+    count = _write(path, (_row(number, read, encoding) for number, read in _reads(shelf, wanted, step)))
+    return Exported(rows=count, left_out={})
+
+
+def export_chats(
+    shelf: Shelf, path: Path, wanted: Wanted = ANY, *, step: int | None = None, best: int, lowest: float
+) -> Exported:
+    """Conversations that an `sft` stage reads with `file:PATH`: of each prompt the `best` answers with a reward of
+    `lowest` or more, as rejection sampling trains on.
+
+    A row: messages with the answer, reward, prompt_id, step. The same answer to a prompt counts once. Answers that were
+    cut, answers with text of a tool, further sequences of a sample, and prompts whose messages were not kept are left
+    out. Raises ConfigError for another suffix.
+    """
+    encoding = Encoding(shelf.model)
+    left_out: dict[str, int] = defaultdict(int)
+    by_prompt: dict[str, dict[str, dict[str, Any]]] = {}
+    for number, read in _reads(shelf, wanted, step):
+        if reason := _why_not(read, lowest):
+            left_out[reason] += 1
+            continue
+        text = text_of(read.rollout, encoding)
+        answer = {"role": "assistant", "content": text}
+        row = {
+            "messages": [*map(dict, read.messages), answer],
+            "reward": read.rollout.reward,
+            "prompt_id": read.rollout.prompt_id,
+            "step": number,
+        }
+        known = by_prompt.setdefault(read.rollout.prompt_id, {})
+        if text in known:
+            left_out["the same answer"] += 1
+        if text not in known or known[text]["reward"] < row["reward"]:
+            known[text] = row
+    chosen: list[dict[str, Any]] = []
+    for answers in by_prompt.values():
+        ranked = sorted(answers.values(), key=lambda row: -row["reward"])  # of equal rewards the earlier one
+        chosen += ranked[:best]
+        left_out["not among the best"] += len(ranked[best:])
+    return Exported(rows=_write(path, chosen), left_out={reason: n for reason, n in left_out.items() if n})
+
+
+def export_pairs(shelf: Shelf, path: Path, wanted: Wanted = ANY, *, step: int | None = None, lowest: float) -> Exported:
+    """Preference pairs, as DPO trainers take them: of each group the answer with the highest reward, `lowest` at least,
+    and the one with the least. A group whose rewards are equal has no pair.
+
+    A row, as TRL's conversational preferences: prompt (messages), chosen and rejected (a message each, in a list), and
+    score_chosen, score_rejected, prompt_id, step. What `export_chats` leaves out is left out. Raises ConfigError for
+    another suffix.
+    """
+    encoding = Encoding(shelf.model)
+    left_out: dict[str, int] = defaultdict(int)
+    groups: dict[tuple[int, str], list[Read]] = {}
+    for number, read in _reads(shelf, wanted, step):
+        if reason := _why_not(read, -math.inf):
+            left_out[reason] += 1
+        else:
+            groups.setdefault((number, read.rollout.group_id), []).append(read)
+    rows = []
+    for (number, _), reads in groups.items():
+        ranked = sorted(reads, key=_reward, reverse=True)  # of equal rewards the earlier one first
+        best, worst = ranked[0], ranked[-1]
+        if _reward(best) < lowest or _reward(best) == _reward(worst):
+            left_out["in a group without a pair"] += len(reads)
+            continue
+        left_out["neither best nor worst"] += len(reads) - 2
+        answers = {name: text_of(read.rollout, encoding) for name, read in (("chosen", best), ("rejected", worst))}
+        rows.append(
+            {
+                "prompt": [dict(message) for message in best.messages],
+                **{name: [{"role": "assistant", "content": text}] for name, text in answers.items()},
+                "score_chosen": _reward(best),
+                "score_rejected": _reward(worst),
+                "prompt_id": best.rollout.prompt_id,
+                "step": number,
+            }
+        )
+    return Exported(rows=_write(path, rows), left_out={reason: n for reason, n in left_out.items() if n})
+
+
+def _reward(read: Read) -> float:
+    assert read.rollout.reward is not None
+    return read.rollout.reward
+
+
+def text_of(rollout: Rollout, encoding: Encoding) -> str:
+    """The response's text, without the stop token."""
+    return encoding.decode(rollout.without_stop(rollout.response_token_ids))
+
+
+def _why_not(read: Read, lowest: float) -> str:
+    """Why a rollout is no example; empty where it may be one."""
+    rollout = read.rollout
+    if rollout.branch:
+        return "a further sequence of a sample"
+    if rollout.reward is None:
+        return "no reward"
+    if rollout.reward < lowest:
+        return "reward too low"
+    if rollout.finish_reason not in ("stop", "text"):
+        return "cut"
+    if any(span.kind == "tool" for span in rollout.spans):
+        return "with text of a tool"
+    return "" if read.messages else "messages not kept"
+
+
+def _reads(shelf: Shelf, wanted: Wanted, step: int | None) -> Iterator[tuple[int, Read]]:
+    """Rollouts with the step of each. Raises ArtifactNotFound for a step that there is not."""
+    for number in shelf.steps_with_rollouts() if step is None else (step,):
+        for read in shelf.read(number):
+            if read.fate != REPLAYED and wanted.is_met_by(read):
+                yield number, read
+
+
+def _row(step: int, read: Read, encoding: Encoding) -> dict[str, Any]:
+    rollout, response = read.rollout, flatten_response(read.rollout)
+    return {
+        "step": step,
+        "fate": read.fate,
+        "prompt_id": rollout.prompt_id,
+        "group_id": rollout.group_id,
+        "sample_index": rollout.sample_index,
+        "branch": rollout.branch,
+        "role": rollout.role,
+        "messages": [dict(message) for message in read.messages],
+        "answer": read.answer,
+        "response": text_of(rollout, encoding),
+        "turns": [{"kind": span.kind, "text": encoding.decode(span.token_ids)} for span in rollout.spans[1:]],
+        "reward": rollout.reward,
+        "reward_components": dict(rollout.reward_components),
+        "finish_reason": rollout.finish_reason,
+        "prompt_ids": list(rollout.prompt_token_ids),
+        "response_ids": list(response.token_ids),
+        "mask": list(response.mask),
+        "logprobs": [None if value != value else value for value in response.logprobs],
+        "versions": list(response.versions),
+    }
+
+
+def _write(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
+    """Write rows whole or not at all; returns how many. What exports that were killed have left of the same file is
+    removed."""
+    if path.suffix not in SUFFIXES:
+        raise ConfigError(f"{path} must end in {' or '.join(SUFFIXES)}, which says how it is written.")
+    partial = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
+    for other in path.parent.glob(f".{glob.escape(path.name)}.*{PARTIAL}"):
+        pid = other.name.removesuffix(PARTIAL).rpartition(".")[2]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+            other.unlink(missing_ok=True)
+    try:
+        count = _write_lines(partial, rows) if path.suffix == ".jsonl" else _write_columns(partial, rows)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return count
+
+
+def _write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
+    count = 0
+    with path.open("w", encoding="utf-8", errors="surrogatepass") as file:
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
+            count += 1
+    return count
+
+
+def _write_columns(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
+    table = pa.Table.from_pylist([_as_columns(row) for row in rows])
+    pq.write_table(table, path)
+    return int(table.num_rows)
+
+
+def _as_columns(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Mappings whose names differ from row to row as JSON text."""
+    named = {k: json.dumps(v, sort_keys=True) if isinstance(v, Mapping) else v for k, v in row.items()}
+    spoken = {name: [_as_text(message) for message in row[name]] for name in ("messages", "prompt") if name in row}
+    return named | spoken
+
+
+def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
+    content = message["content"]
+    return {**message, "content": content if isinstance(content, str) else json.dumps(content)}

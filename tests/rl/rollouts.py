@@ -1,0 +1,44 @@
+"""Rollouts as tests need them."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from nanodag.rl.rollouts.rollout import Rollout, prompt_span, sampled_span
+
+
+def rollout(
+    group: str,
+    sample: int,
+    prompt: Sequence[int],
+    response: Sequence[int],
+    *,
+    reward: float | None = 0.0,
+    logprob: float = -2.0,
+    versions: Sequence[int] = (),
+    **fields: Any,
+) -> Rollout:
+    """One rollout of one sampled span, all its tokens by version 0 where none are given."""
+    span = sampled_span(response, [logprob] * len(response), version=0)
+    spans = (prompt_span(prompt), replace(span, versions=tuple(versions)) if versions else span)
+    values = {"prompt_id": group, "sample_index": sample, "spans": spans, "finish_reason": "stop", "reward": reward}
+    return Rollout(**{"group_id": group, **values, **fields})
+
+
+def of_versions(versions: Sequence[int], *, reward: float | None = 1.0, sample: int = 0) -> Rollout:
+    """A rollout by the policy versions of its tokens."""
+    return rollout("p@0", sample, [1, 2], range(len(versions)), reward=reward, versions=versions, prompt_id="p")
+
+
+# Six rollouts of three groups, in the order in which they came, no two of one length.
+RAGGED = [
+    rollout(group, sample, prompt, response, reward=float(sample), logprob=-0.5)
+    for group, sample, prompt, response in (
+        ("a", 0, [1, 2, 3], [4, 5, 6]),
+        ("b", 0, [7], [8]),
+        ("a", 1, [1, 2, 3], [9, 10]),
+        ("b", 1, [7], [11, 12, 13, 14]),
+        ("c", 0, [15, 16, 17, 18, 19], [20, 21]),
+        ("a", 2, [1, 2, 3], [22]),
+    )
+]
