@@ -1,6 +1,7 @@
 """Servers of somebody else, who ends them and starts them again at the same address; each in milliseconds."""
 
 import asyncio
+import json
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -44,7 +45,7 @@ class Foreign(FakeServer):
         self.hangs_on_weights = self.is_receiving = False
         self.can_answer = asyncio.Event()
         self.can_answer.set()
-        self.model = {"is_generation": True, "architecture": {**asdict(SHAPE), "rope": asdict(ROPE)}}
+        self.model = {"is_generation": True, "architecture": json.loads(json.dumps(asdict(SHAPE)))}
         self.server = {
             "engine": "embedded", "version": __version__, "dtype": "float32", "context_length": 64,
             "deterministic": True, "numerics": "avx2, torch 2",
