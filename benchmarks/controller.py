@@ -32,6 +32,7 @@ from aiohttp import web
 from nanodag.config.kinds.rl import RLStage
 from nanodag.data.config import SourceConfig
 from nanodag.data.mixture import Mixture
+from nanodag.engines.fleet import Fleet
 from nanodag.errors import SamplerLost
 from nanodag.host.process_memory import collect_rarely
 from nanodag.inference import client as client_module
@@ -40,7 +41,6 @@ from nanodag.rewards.reward_pool import RewardPool
 from nanodag.rl.control.generation import RolloutGenerator
 from nanodag.rl.control.pool import RolloutPool
 from nanodag.rl.control.step_records import Records
-from nanodag.rl.fleet.samplers import Samplers
 from nanodag.rl.rollouts import segments as segments_module
 from nanodag.rl.rollouts.batch import RolloutBatch, staleness_metrics, without_stale
 from nanodag.rl.rollouts.metrics import rollout_metrics
@@ -175,7 +175,7 @@ class Stage:
         self.cursor = PromptCursor(mixture, words, longest=1 << 20)
         start = partial(Server, num_tokens=chosen.tokens, delay_s=chosen.delay)
         self.servers = [start(number) for number in range(chosen.servers)]
-        self.samplers = Samplers(
+        self.samplers = Fleet(
             self.servers,
             model=folder,
             version=0,

@@ -1,8 +1,8 @@
 """Holds the plan of a run against what its stages then took: `python -m benchmarks.plan RUN`.
 
 Reads the run's record: its resolved pipeline, the machine that it was resolved for, and the cost of each stage that
-was built. Prints memory at its peak, seconds by the clock and CPU-seconds, each predicted and measured, with the error.
-On a busy machine only memory and CPU-seconds mean something. Bounds: memory within 25 %, time within 30 %.
+was built. Prints memory at its peak and seconds by the clock, each predicted and measured, with the error. On a busy
+machine only memory means something. Bounds: memory within 25 %, time within 30 %.
 
 `--predict PRESET OVERRIDES...` prints the predictions alone, to be written down before a run.
 """
@@ -20,17 +20,17 @@ from nanodag.run.record import pipeline_file, store_of
 from nanodag.store.run_record import RunRecord
 
 MEMORY_BOUND, TIME_BOUND = 0.25, 0.30
-COLUMNS = ("memory", "seconds", "cpu_seconds")
+COLUMNS = ("memory", "seconds")
 
 
 def predicted(plan: StagePlan) -> dict[str, float]:
-    """Bytes of host memory, seconds, and CPU-seconds."""
-    return {"memory": plan.host_bytes, "seconds": plan.seconds or 0.0, "cpu_seconds": plan.cpu_seconds or 0.0}
+    """Bytes of host memory, and seconds."""
+    return {"memory": plan.host_bytes, "seconds": plan.seconds or 0.0}
 
 
 def measured(cost: Mapping[str, float]) -> dict[str, float]:
     """The same of a stage that was built."""
-    return {"memory": cost["peak_bytes"], "seconds": cost["seconds"], "cpu_seconds": cost["cpu_seconds"]}
+    return {"memory": cost["peak_bytes"], "seconds": cost["seconds"]}
 
 
 def error_of(guess: float, found: float) -> float:

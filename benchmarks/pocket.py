@@ -24,10 +24,10 @@ import psutil
 import yaml
 from tokenizers import Tokenizer
 
+from benchmarks.ngrams import bigram_bits, count_ngrams, unigram_bits
 from nanodag.data.adapters import open_adapter
 from nanodag.data.config import SourceConfig
-from nanodag.data.held_out import Part, open_part
-from nanodag.evaluation.ngrams import bigram_bits, count_ngrams, unigram_bits
+from nanodag.data.opening import Part, open_part
 from nanodag.evaluation.paired import paired
 from nanodag.store import Artifact, Store
 

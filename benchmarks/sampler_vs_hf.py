@@ -215,13 +215,13 @@ def sampler_side(args: argparse.Namespace, prompts: "torch.Tensor") -> Side:  # 
 def http_side(args: argparse.Namespace, prompts: "torch.Tensor") -> Side:  # noqa: F821
     import atexit
 
+    from nanodag.engines.start import start_engine
     from nanodag.inference.client import SamplerClient
-    from nanodag.inference.sampler_process import SamplerProcess
+    from nanodag.inference.engine_settings import EngineSettings
 
     log = tempfile.NamedTemporaryFile(suffix=".log")  # noqa: SIM115 (lives as long as the process)
-    process = SamplerProcess.start(
-        args.model, log_path=log.name, dtype=args.dtype, max_batch=len(prompts), threads=args.threads
-    )
+    settings = EngineSettings(model=args.model, dtype=args.dtype, max_batch=len(prompts), threads=args.threads)
+    process = start_engine(settings, log_path=log.name)
     atexit.register(process.stop)
     requests = requests_of(args, prompts)
 

@@ -1,6 +1,6 @@
 """What becomes of samplers killed while they take weights: `python -m benchmarks.sync_kills`.
 
-Two servers of a tiny model, and the code of a stage that gives them weights: Samplers, DiskSync, DistributedSync or
+Two servers of a tiny model, and the code of a stage that gives them weights: Fleet, DiskSync, DistributedSync or
 SharedSync, the trainer's WeightGiver. First one sync of each way is run undisturbed and its steps are written down:
 each request to each server (about to be sent, under way, answered), and each thing that the trainer is asked for (about
 to begin, at each bucket, done). Then each run gives new weights and kills (SIGKILL) the server at one step; runs are
@@ -30,20 +30,17 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from nanodag.engines.fleet import Fleet
+from nanodag.engines.router import Router, RouterClient, start_router
+from nanodag.engines.start import ServerProcess, start_engine
 from nanodag.errors.words import counted
 from nanodag.inference.client import SamplerClient
+from nanodag.inference.engine_settings import EngineSettings
 from nanodag.inference.protocol import Request, SamplingParams
-from nanodag.inference.router_process import RouterClient, RouterProcess
-from nanodag.inference.sampler_process import SamplerProcess
 from nanodag.inference.sglang_install import find_python
-from nanodag.inference.sglang_process import SGLangProcess
 from nanodag.model.folder import write_like
-from nanodag.rl.fleet.broadcast_sync import DistributedSync
-from nanodag.rl.fleet.router import Router
-from nanodag.rl.fleet.samplers import Samplers
-from nanodag.rl.fleet.server_watch import ChildServer
-from nanodag.rl.fleet.shared_sync import SharedSync
-from nanodag.rl.fleet.weight_sync import DiskSync, WeightSync
+from nanodag.rl.sync.broadcast_sync import DistributedSync, SharedSync
+from nanodag.rl.sync.weight_sync import DiskSync, WeightSync
 from nanodag.rl.trainer.weight_sender import WeightGiver
 from nanodag.sampler.fingerprints import Fingerprints
 
@@ -176,8 +173,8 @@ class Bench:
         servers = await asyncio.gather(*(asyncio.to_thread(self._launch, number, model, 0) for number in range(2)))
         router = None
         if self.has_router:
-            router = Router(self._launch_router(), launch=self._launch_router, connect=RouterClient, every_s=0.5)
-        self.samplers = Samplers(
+            router = Router(self._launch_router(), launch=self._launch_router, connect=RouterClient, health_every_s=0.5)
+        self.samplers = Fleet(
             servers,
             model=model,
             version=0,
@@ -251,29 +248,22 @@ class Bench:
 
         return Client(url)
 
-    def _launch(self, number: int, model: Path, version: int) -> ChildServer:
-        common: dict[str, Any] = {"log_path": self.folder / f"log-{number}", "weight_version": version, "max_batch": 8}
-        server: ChildServer
-        if self.engine == "embedded":
-            server = SamplerProcess.start(model, context_length=CONTEXT, start_timeout_s=START_S, **common)
-        else:
-            options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "memory_fraction": 0.1}
-            server = SGLangProcess.start(
-                find_python("auto", "cpu"),
-                model,
-                context_length=CONTEXT,
-                options={"disable_radix_cache": True},
-                start_timeout_s=START_S,
-                **options,
-                **common,
-            )
+    def _launch(self, number: int, model: Path, version: int) -> ServerProcess:
+        settings = EngineSettings(
+            engine=self.engine,
+            dtype="float32",
+            max_batch=8,
+            context_length=CONTEXT,
+            memory_fraction=0.1,
+            options={"disable_radix_cache": True},
+            start_timeout_s=START_S,
+        )
+        server = start_engine(settings.of_replica(number, model, version), log_path=self.folder / f"log-{number}")
         self._numbers[server.url] = number
         return server
 
-    def _launch_router(self) -> ChildServer:
-        return RouterProcess.start(
-            find_python("auto", "cpu"), log_path=self.folder / "router.log", request_timeout_s=300
-        )
+    def _launch_router(self) -> ServerProcess:
+        return start_router(find_python("auto", "cpu"), log_path=self.folder / "router.log", request_timeout_s=300)
 
 
 def request(number: int, n: int = 8) -> Request:

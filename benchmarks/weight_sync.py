@@ -24,13 +24,13 @@ import torch
 from torch import distributed as dist
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from nanodag.engines.fleet import Fleet
+from nanodag.engines.start import ServerProcess, start_engine
 from nanodag.inference.client import SamplerClient
-from nanodag.inference.sampler_process import SamplerProcess
+from nanodag.inference.engine_settings import EngineSettings
 from nanodag.model.folder import write_like
-from nanodag.rl.fleet.broadcast_sync import DistributedSync
-from nanodag.rl.fleet.samplers import Samplers
-from nanodag.rl.fleet.shared_sync import SharedSync
-from nanodag.rl.fleet.weight_sync import DiskSync, WeightSync
+from nanodag.rl.sync.broadcast_sync import DistributedSync, SharedSync
+from nanodag.rl.sync.weight_sync import DiskSync, WeightSync
 from nanodag.rl.trainer.weight_sender import WeightGiver
 from nanodag.sampler.fingerprints import Fingerprints
 from nanodag.train.shares import Shares
@@ -105,17 +105,13 @@ async def measure(name: str, folder: Path, *, rounds: int, replicas: int, bucket
     trainer = Trainer(model, folder / "model", dtype, bucket_bytes)
     names = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
     servers = [
-        SamplerProcess.start(
-            folder / "model",
+        start_engine(
+            EngineSettings(model=folder / "model", dtype=names[dtype], max_batch=8, context_length=256),
             log_path=folder / f"log-{number}",
-            dtype=names[dtype],
-            max_batch=8,
-            context_length=256,
-            weight_version=0,
         )
         for number in range(replicas)
     ]
-    samplers = Samplers(servers, model=folder / "model", version=0, launch=_no_launch, connect=SamplerClient)
+    samplers = Fleet(servers, model=folder / "model", version=0, launch=_no_launch, connect=SamplerClient)
     never = 1 << 30  # after the first
     ways: dict[str, WeightSync] = {
         "disk": DiskSync(samplers, trainer.ask, check_every=never),
@@ -151,7 +147,7 @@ async def measure(name: str, folder: Path, *, rounds: int, replicas: int, bucket
         )
 
 
-def _no_launch(number: int, model: Path, version: int) -> SamplerProcess:
+def _no_launch(number: int, model: Path, version: int) -> ServerProcess:
     raise AssertionError("a sampler was lost")
 
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
 
-from nanodag.inference.sampler_process import ServerProcess
+from nanodag.engines.start import ServerProcess
 from nanodag.inference.server_variables import PARENT_VARIABLE, server_environment
 
 CPU_ONLY = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}

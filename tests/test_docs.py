@@ -27,6 +27,7 @@ FOLDERS = ("tutorial", "how-to", "reference", "explanation")
 BESIDE = ("GPU.md", "LOG.md", "glossary.md")
 MAX_WORDS = 25
 
+
 def lacking(find: Callable[[str], Iterator[str]]) -> list[str]:
     """What `find` says is missing of what the code of a page names, with the page."""
     return [f"{named(page)}: {what}" for page in WRITTEN for text in code_of(page) for what in find(text)]

@@ -18,7 +18,7 @@ CONTROL_PLANE = (
     *("nanodag.config", "nanodag.store", "nanodag.worker.launch", "nanodag.worker.job"),
     *("nanodag.data.sources", "nanodag.model.import_model", "nanodag.errors", "nanodag.run.preflight_checks"),
     *("nanodag.rl.control.controller", "nanodag.inference.client"),
-    *("nanodag.rewards.pool_process", "nanodag.rewards.math_answer"),
+    *("nanodag.rewards.pool_process", "nanodag.rewards.text_rewards"),
     *("flows.speedrun", "flows.run_stage", "flows.serve", "flows.nightly_eval", "flows.sweep"),
 )
 IMPORT_ALL = """

@@ -13,10 +13,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, ExceptionHandler, Message, Receive, Scope, Send
 
-from nanodag.api.access_log import AccessLog
 from nanodag.api.disconnects import CLIENT_CLOSED_REQUEST, Left
 from nanodag.api.endpoints import Endpoints
-from nanodag.api.metrics import Metrics
+from nanodag.api.metrics import AccessLog, Metrics
 from nanodag.api.refusals import Refused, refusal_of
 from nanodag.api.served_model import Limits, ServedModel
 from nanodag.errors import SamplerError

@@ -7,7 +7,7 @@ answer depends on are passed over, and so is every field that is null or has its
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 from pydantic_core import from_json
 
 from nanodag.api.refusals import Refused
@@ -62,14 +62,14 @@ class RequestBody(BaseModel):
 
 
 class StreamOptions(RequestBody):
-    """What a stream has beside the answer."""
+    """Options of a stream."""
 
     include_usage: bool = False
     continuous_usage_stats: Literal[False] = False
 
 
 class SamplingBody(RequestBody):
-    """What both endpoints have. stop: strings that end an answer and are not part of it."""
+    """Fields of both endpoints. stop: strings that end an answer and are not part of it."""
 
     model: str = ""
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
@@ -225,7 +225,7 @@ class DetokenizeBody(RequestBody):
     """POST /detokenize."""
 
     model: str = ""
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], FailFast()]
 
 
 Parsed = TypeVar("Parsed", bound=RequestBody)
@@ -239,7 +239,8 @@ def parse_body(model: type[Parsed], raw: bytes) -> Parsed:
         raise Refused(f"the body is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise Refused(f"the body must be a JSON object, not a {type(content).__name__}")
-    _check_lists(content, free="prompt" if issubclass(model, CompletionBody) else "")
+    free = "prompt" if issubclass(model, CompletionBody) else "tokens" if model is DetokenizeBody else ""
+    _check_lists(content, free=free)
     try:
         body = model.model_validate(_without_nulls(content))
     except ValidationError as error:
@@ -252,7 +253,8 @@ def parse_body(model: type[Parsed], raw: bytes) -> Parsed:
 
 def _check_lists(content: dict[str, Any], *, free: str) -> None:
     """Refuse long lists and objects before their items are looked at: each wrong one would be an error of its own, kept
-    and counted. free: a field whose ids are bounded by the model's context."""
+    and counted. free: a field of ids that the model's context or the body's bytes bound, and of which one error is
+    told."""
     messages = content.get("messages")
     parts = [message for message in messages if isinstance(message, dict)] if isinstance(messages, list) else []
     for name, value in [pair for part in (content, *parts[:MAX_ITEMS]) for pair in part.items()]:

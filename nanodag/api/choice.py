@@ -34,7 +34,7 @@ class CallPart:
 
 @dataclass(kw_only=True)
 class New:
-    """What came of an answer since it was last looked at."""
+    """Additions to an answer since it was last looked at."""
 
     content: str = ""
     calls: list[Call] = field(default_factory=list)
@@ -96,7 +96,7 @@ class ParsedAnswer:
             self._end(reason)
 
     def new(self) -> New:
-        """What may be said by now and was not yet."""
+        """Take what may be told by now and was not yet."""
         visible = len(self._content) - (0 if self.finish_reason else self._num_held())
         new = New(content=self._content[self._num_said : visible], calls=self.calls[self._num_calls_said :])
         self._num_said, self._num_calls_said = max(visible, self._num_said), len(self.calls)
@@ -105,7 +105,7 @@ class ParsedAnswer:
         return new
 
     def call_parts(self) -> list[CallPart]:
-        """What came of calls since this was asked last, the one that is still open included."""
+        """Additions to calls since the last look, the one that is still open included."""
         open_call = self.reader.told() if self.finish_reason is None else None
         parts = []
         for index, call in enumerate([*self.calls, *([open_call] if open_call is not None else [])]):

@@ -16,15 +16,15 @@ from pathlib import Path
 import uvicorn
 from starlette.routing import BaseRoute
 
-from nanodag.api import access_log
+from nanodag.api import metrics as api_metrics
 from nanodag.api.application import application
-from nanodag.api.engines import Engines
 from nanodag.api.follow import Followed, follow
 from nanodag.api.launching import served_model, with_its_context
 from nanodag.api.metrics import Metrics
 from nanodag.api.served_model import Limits, ServedModel
 from nanodag.api.sglang_routes import passed_on
 from nanodag.api.slow_requests import WholeRequests
+from nanodag.engines.fleet import Fleet
 from nanodag.errors import ConfigError, NanodagError
 from nanodag.errors.words import counted
 from nanodag.host.scratch import Scratch
@@ -81,7 +81,7 @@ def main(
     with the server's address once models are up."""
     args = parse_arguments(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
-    access_log.log.setLevel(logging.WARNING if args.no_access_log else logging.INFO)
+    api_metrics.log.setLevel(logging.WARNING if args.no_access_log else logging.INFO)
     try:
         asyncio.run(_serve(args, extra_routes, ready))
     except NanodagError as error:
@@ -98,7 +98,7 @@ async def _serve(args: argparse.Namespace, extra_routes: Routes, ready: Callable
     own = Scratch("serve")
     scratch = own.path
     followed, weights = None, None
-    engines: list[Engines] = []
+    engines: list[Fleet] = []
     following: list[asyncio.Task[None]] = []
     try:
         if args.follow:
@@ -116,9 +116,9 @@ async def _serve(args: argparse.Namespace, extra_routes: Routes, ready: Callable
             first = number * args.replicas
             model = served_model(args, served[number], folder, version, scratch, first=first, num_models=len(folders))
             models[model.name] = model
-        engines = [model.backend for model in models.values() if isinstance(model.backend, Engines)]
+        engines = [model.backend for model in models.values() if isinstance(model.backend, Fleet)]
         with _cancelled_by_sigterm():
-            await asyncio.gather(*(each.start() for each in engines))
+            await asyncio.gather(*(each.start(args.replicas) for each in engines))
         models = {name: await with_its_context(model) for name, model in models.items()}
         limits, metrics = _limits(args), Metrics(models)
         app = application(
@@ -140,9 +140,9 @@ async def _serve(args: argparse.Namespace, extra_routes: Routes, ready: Callable
             timeout_graceful_shutdown=STOP_S,
         )
         server = _Server(config)
-        following.append(asyncio.ensure_future(access_log.log_speed(metrics)))
+        following.append(asyncio.ensure_future(api_metrics.log_speed(metrics)))
         for each in engines:
-            each.is_ending = lambda: server.should_exit
+            each.is_stopping = lambda: server.should_exit
         if followed is not None and weights is not None:
             following.append(asyncio.ensure_future(follow(followed, engines[0], weights.version)))
         listener.listen()  # who comes as soon as it is said waits for the server
@@ -154,7 +154,7 @@ async def _serve(args: argparse.Namespace, extra_routes: Routes, ready: Callable
         for task in following:
             task.cancel()
         await asyncio.gather(*following, return_exceptions=True)
-        await asyncio.gather(*(each.close() for each in engines))
+        await asyncio.gather(*(each.end() for each in engines))
         listener.close()
         own.cleanup()
 

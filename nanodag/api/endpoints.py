@@ -13,7 +13,6 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from nanodag import __version__
-from nanodag.api.access_log import SAMPLES
 from nanodag.api.bodies import (
     SGLANG_SAMPLING,
     ChatBody,
@@ -26,7 +25,7 @@ from nanodag.api.bodies import (
 )
 from nanodag.api.choice import ParsedAnswer
 from nanodag.api.disconnects import left_unless_read, unless_left
-from nanodag.api.metrics import Metrics
+from nanodag.api.metrics import SAMPLES, Metrics
 from nanodag.api.parallel_samples import Answering, SampledChoice
 from nanodag.api.prompt_rendering import ChatPrompt, chat_prompt
 from nanodag.api.refusals import UNAVAILABLE, Refused, refusal_of
@@ -41,7 +40,7 @@ LARGE_BODY_BYTES = 1 << 18  # read beside the event loop
 
 
 class Endpoints:
-    """What lies behind the routes. models: by name; the first is asked where a request names none."""
+    """Handlers of the routes. models: by name; the first is asked where a request names none."""
 
     def __init__(self, models: Mapping[str, ServedModel], limits: Limits, metrics: Metrics) -> None:
         self._models, self._limits, self._metrics = models, limits, metrics
@@ -154,7 +153,7 @@ class Endpoints:
         return self._models[name]
 
     async def _tokenized(self, model: ServedModel, work: Callable[[], Any]) -> Any:
-        """What it returns, made beside the event loop. It ends at the model's context, and with whoever asked."""
+        """Run a function beside the event loop. It ends at the model's context, and with whoever asked."""
         with bounded(model.context_length):
             try:
                 return await asyncio.to_thread(work)
@@ -333,7 +332,7 @@ def further_params(model: ServedModel, body: SamplingBody) -> dict[str, Any]:
 
 
 def _grammar(model: ServedModel, body: ChatBody) -> dict[str, Any]:
-    """What holds an answer to a form. Raises Refused for an engine without grammars."""
+    """Sampling fields that hold an answer to a form. Raises Refused for an engine without grammars."""
     wanted = body.response_format
     if wanted.type == "text":
         return {}

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from nanodag.api.engines import Engines, takes
 from nanodag.config.kind import MODEL
 from nanodag.config.kinds import recorded_kind
+from nanodag.engines.fleet import Fleet
 from nanodag.errors import ArtifactNotFound, NanodagError, SamplerError
 from nanodag.host.threads import in_thread
 from nanodag.store import Store
@@ -86,7 +86,7 @@ class Followed:
         return folder
 
 
-async def follow(followed: Followed, engines: Engines, version: str) -> None:
+async def follow(followed: Followed, engines: Fleet, version: str) -> None:
     """Give the engines each new set of weights. version: what they have.
 
     What they refuse is passed over. What cannot be read is tried again, ever more seldom, and said once.
@@ -106,7 +106,10 @@ async def follow(followed: Followed, engines: Engines, version: str) -> None:
                 log.warning("Following: %s", error)
             told, pause_s = str(error), min(2 * pause_s, MAX_PAUSE_S)
             continue
-        if await takes(engines, folder, newest.version):
-            print(f"{engines.name} answers with {newest.version} now.", flush=True)
-        else:
+        try:
+            await engines.take_weights(folder, newest.version)
+        except SamplerError as error:
+            log.warning("%s keeps its weights: %s", engines.name, error)
             followed.drop(folder)
+        else:
+            print(f"{engines.name} answers with {newest.version} now.", flush=True)

@@ -5,19 +5,20 @@ import secrets
 from dataclasses import replace
 from pathlib import Path
 
-from nanodag.api.engines import Engines
 from nanodag.api.served_model import ServedModel
 from nanodag.api.token_text import TokenText
+from nanodag.engines.fleet import Fleet
+from nanodag.engines.start import ServerProcess, start_engine
 from nanodag.errors import BadRequest, ConfigError, SourceError
 from nanodag.host.machine import detect, visible_gpus
 from nanodag.inference.client import SamplerClient
-from nanodag.inference.engine_process import EngineSettings, start_engine
-from nanodag.inference.sampler_process import ServerProcess
+from nanodag.inference.engine_settings import EngineSettings
 from nanodag.inference.sglang_install import Device
 from nanodag.model.architecture import check_same_shape, check_sglang, read_checkpoint, read_json
 from nanodag.tokenizer.chat import ChatRenderer, load_renderer
 
 STREAM_EVERY_S = 0.05
+UNWELL_S = 60.0  # an engine that does not answer for so long is ended
 SGLANG_START_S = 600.0
 LARGEST_SGLANG_CONTEXT = 8192  # unless another one is asked for
 SGLANG_MEMORY = {"cpu": 0.5, "cuda": 0.85}  # of what is free, over all replicas that share a device
@@ -53,7 +54,7 @@ def served_model(
 
     def launch(number: int, weights: Path, version: str) -> ServerProcess:
         log_path = logs / f"{name.replace('/', '-')}-{number}.log"
-        return start_engine(settings, first + number, weights, log_path=log_path, version=version)
+        return start_engine(settings.of_replica(first + number, weights, version), log_path=log_path)
 
     def check(weights: Path) -> None:
         if architecture is not None:
@@ -65,7 +66,17 @@ def served_model(
         name=name,
         tokens=tokens,
         renderer=_renderer(folder),
-        backend=Engines(name, folder, version, num_replicas=args.replicas, launch=launch, connect=connect, check=check),
+        backend=Fleet(
+            model=folder,
+            version=version,
+            launch=launch,
+            connect=connect,
+            name=name,
+            max_restarts=None,
+            health_timeout_s=UNWELL_S / 2,  # it is asked twice
+            is_watched_idle=True,
+            check=check,
+        ),
         context_length=context,
         vocab_size=vocab_size,
         is_sglang=args.engine == "sglang",
@@ -76,11 +87,10 @@ def served_model(
 
 async def with_its_context(model: ServedModel) -> ServedModel:
     """The same, with the context that its engine, which is up, says that it has."""
-    engines = model.backend
-    assert isinstance(engines, Engines)
+    assert isinstance(model.backend, Fleet)
     if model.is_sglang:
         return model
-    return replace(model, context_length=int((await engines.least_busy().client.model_info())["context_length"]))
+    return replace(model, context_length=int((await model.backend.least_busy().client.model_info())["context_length"]))
 
 
 def _settings(args: argparse.Namespace, device: Device, context: int, token: str, num_models: int) -> EngineSettings:

@@ -114,7 +114,7 @@ def offered(body: ChatBody) -> list[Tool]:
 
 
 def is_forced(body: ChatBody) -> bool:
-    """Whether the answer has to be a call."""
+    """True when the answer has to be a call."""
     return body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool)
 
 
@@ -160,8 +160,8 @@ def _declared(tools: Sequence[Tool]) -> list[dict[str, Any]]:
 
 
 def _beginning(calls: CallFormat | None, tools: Sequence[Tool]) -> str:
-    """How an answer begins that has to be a call: then any engine writes one. Raises Refused for a format in which that
-    cannot be said beforehand."""
+    """Beginning of an answer that has to be a call: then any engine writes one. Raises Refused for a format in which
+    that cannot be said beforehand."""
     if calls is None or not calls.opening:
         raise Refused(
             "this model's format of tool calls cannot be forced: set tool_choice to auto", param="tool_choice"

@@ -1,4 +1,4 @@
-"""What a request is refused with, in OpenAI's form: {"error": {message, type, param, code}}."""
+"""Refusals of requests, in OpenAI's form: {"error": {message, type, param, code}}."""
 
 import logging
 from typing import Any
@@ -32,7 +32,7 @@ class Refused(Exception):
 
 
 def refusal_of(error: BaseException) -> Refused:
-    """What a client hears of an error in the midst of its request."""
+    """Refusal for an error in the midst of a request."""
     match error:
         case Refused():
             return error

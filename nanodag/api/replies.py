@@ -19,7 +19,7 @@ LOWEST = -9999.0  # OpenAI's number for "never"; JSON has no infinity
 
 
 class Reply:
-    """What both endpoints have in common. kind: of the object, as OpenAI calls it. warnings: told where an answer ends,
+    """Reply of either endpoint. kind: of the object, as OpenAI calls it. warnings: told where an answer ends,
     such as fields that have no effect."""
 
     def __init__(self, kind: str, prefix: str, model: ServedModel) -> None:
@@ -51,7 +51,7 @@ class Reply:
         raise NotImplementedError
 
     def warning(self, sample: SampledChoice) -> str:
-        """What is to be said of an answer beside it; nothing for most."""
+        """Warnings about an answer; none for most."""
         return ""
 
     def first(self, sample: SampledChoice) -> list[dict[str, Any]]:
@@ -68,7 +68,7 @@ class Reply:
 
 
 class ChatReply(Reply):
-    """Of /v1/chat/completions."""
+    """Reply of /v1/chat/completions."""
 
     def __init__(self, model: ServedModel, body: ChatBody) -> None:
         super().__init__("chat.completion", "chatcmpl", model)
@@ -90,7 +90,7 @@ class ChatReply(Reply):
         return {"index": sample.index, "message": message, "logprobs": self._scores(new.scored), **_end(sample)}
 
     def call_id(self, choice: int, number: int) -> str:
-        """What names a tool call, the number-th of a choice; asked once for each."""
+        """Identity of a tool call, the number-th of a choice; asked once for each."""
         return f"call_{uuid.uuid4().hex[:24]}"
 
     def first(self, sample: SampledChoice) -> list[dict[str, Any]]:
@@ -125,7 +125,7 @@ class ChatReply(Reply):
 
 
 class CompletionReply(Reply):
-    """Of /v1/completions."""
+    """Reply of /v1/completions."""
 
     def __init__(self, model: ServedModel, body: CompletionBody) -> None:
         super().__init__("text_completion", "cmpl", model)

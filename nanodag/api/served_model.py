@@ -1,4 +1,4 @@
-"""What the API serves: a model by name, and the engine behind it."""
+"""Served model: its name, and the engine behind it."""
 
 import time
 from collections.abc import AsyncGenerator
@@ -13,7 +13,7 @@ from nanodag.tokenizer.chat import ChatRenderer
 
 
 class Backend(Protocol):
-    """What continues token ids. An engine behind SGLang's protocol, or what stands before one and writes it down."""
+    """Engine that continues token ids: one behind SGLang's protocol, or what stands before one and writes it down."""
 
     def answer(self, request: Request, *, stream: bool) -> AsyncGenerator[Completion, None]:
         """One sample (params.n is 1), as it grows: each item holds all of it so far, the last has a finish reason.
@@ -25,7 +25,7 @@ class Backend(Protocol):
 
     @property
     def is_ready(self) -> bool:
-        """Whether it would answer now."""
+        """True when it would answer now."""
         ...
 
     @property
@@ -35,7 +35,7 @@ class Backend(Protocol):
 
     @property
     def num_restarts(self) -> int:
-        """How many of its engines were started again."""
+        """Number of its engines' restarts."""
         ...
 
 
@@ -58,8 +58,8 @@ class ServedModel:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Of one request, and of all at once. max_waiting: samples in flight, those that the engines run included; more
-    are answered 429. Tokens: None for what the model's context allows."""
+    """Limits of one request, and of all at once. max_waiting: samples in flight, those that the engines run included;
+    more are answered 429. Tokens: None for what the model's context allows."""
 
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
     max_prompt_tokens: int | None = None

@@ -16,9 +16,9 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from nanodag.api.disconnects import left_unless_read, unless_left
-from nanodag.api.engines import Engines
 from nanodag.api.refusals import Refused
 from nanodag.api.served_model import Limits, ServedModel
+from nanodag.engines.fleet import Fleet
 from nanodag.errors import SamplerLost
 from nanodag.inference.client import LOST
 from nanodag.inference.protocol import SamplingParams
@@ -28,7 +28,7 @@ READ = ("/model_info", "/get_model_info", "/server_info", "/get_server_info", "/
 
 
 def passed_on(models: Mapping[str, ServedModel], limits: Limits) -> list[Route]:
-    """The routes. Every model's backend is an `Engines`."""
+    """The routes. Every model's backend is an `Fleet`."""
 
     def model_of(http: HttpRequest) -> ServedModel:
         name = http.query_params.get("model") or next(iter(models))
@@ -54,7 +54,7 @@ def passed_on(models: Mapping[str, ServedModel], limits: Limits) -> list[Route]:
         _check_new_tokens(params, limits)
         with bounded(limits.max_prompt_tokens or model.context_length):
             await unless_left(http, asyncio.to_thread(_check_prompt_tokens, prompts, model, limits))
-        assert isinstance(model.backend, Engines)
+        assert isinstance(model.backend, Fleet)
         if model.backend.load + num_samples > limits.max_waiting:
             raise Refused(
                 f"{model.backend.load} answers are under way or wait, and {num_samples} more would be above "
@@ -122,7 +122,7 @@ def _check_prompt_tokens(prompts: Sequence[Any], model: ServedModel, limits: Lim
 
 
 class _Passed(Response):
-    """What an engine answers to a request, as it comes. The engine counts it as load until its last byte is sent, or
+    """Stream an engine's answer to a request, as it comes. The engine counts it as load until its last byte is sent, or
     whoever asked has left. load: samples that it asks for."""
 
     def __init__(
@@ -134,7 +134,7 @@ class _Passed(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         engines = self._model.backend
-        assert isinstance(engines, Engines)
+        assert isinstance(engines, Fleet)
         replica = engines.least_busy()
         replica.load += self._load
         try:

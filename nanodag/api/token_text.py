@@ -33,7 +33,7 @@ class TokenText:
         return ids_of(text)
 
     def stepped(self, stream: DecodeStream, token: int) -> str | None:
-        """What a token adds to the text of a stream, None where that is not certain yet."""
+        """Text that a token adds to a stream, None where that is not certain yet."""
         return stream.step(self._tokenizer, token)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -65,11 +65,11 @@ class Decoding:
         self._waiting: list[int] = []
 
     def step(self, token: int) -> str:
-        """What this token adds to the text."""
+        """Text that this token adds."""
         piece = self._tokens.stepped(self._stream, token)
         self._waiting = [*self._waiting, token] if piece is None else []
         return piece or ""
 
     def rest(self) -> str:
-        """What is left at the end: bytes that never became a character, as U+FFFD."""
+        """Rest at the end: bytes that never became a character, as U+FFFD."""
         return self._tokens.decode(self._waiting) if self._waiting else ""

@@ -1,4 +1,4 @@
-"""How tool calls are read out of an answer while it grows.
+"""Readers of tool calls out of an answer while it grows.
 
 nanodag's own format is text between two special tokens (`nanodag.tokenizer.layout`). Other chat templates show how they
 write calls (`nanodag.tokenizer.call_format`); a tokenizer that brings a `response_template` of its own is read by that.
@@ -43,11 +43,11 @@ class Reader(Protocol):
         ...
 
     def take(self, token: int, piece: str) -> str:
-        """What this token adds to the content."""
+        """Content that this token adds."""
         ...
 
     def end(self) -> str:
-        """What is left when no more comes."""
+        """Rest of the content at the end."""
         ...
 
 
@@ -191,7 +191,7 @@ class TemplateReader:
         return ""
 
     def _no_call(self, value: Any) -> str:
-        """What an open call that is none is as content; nothing where a client was told of it."""
+        """Text of an open call that is none; empty where a client was told of it."""
         if self._is_told and (begun := self._begun()) is not None:
             self.calls.append(begun)
             self.is_cut = True
@@ -275,14 +275,14 @@ def _begun(raw: str, keys: tuple[str, str]) -> Call | None:
 
 
 def knows_calls(renderer: ChatRenderer) -> bool:
-    """Whether a model of this chat format is told of tools, and writes calls in a form that is read here."""
+    """True when a model of this chat format is told of tools, and writes calls in a form that is read here."""
     if not isinstance(renderer, TemplateRenderer):
         return True
     return renderer.takes_tools and renderer.calls is not None
 
 
 def reader_of(renderer: ChatRenderer, tools: Sequence[Tool], *, is_open: bool = False, forced: str = "") -> Reader:
-    """What reads an answer of a model that `knows_calls`. is_open, forced: how the prompt made it begin. Raises Refused
+    """Reader of an answer of a model that `knows_calls`. is_open, forced: how the prompt made it begin. Raises Refused
     for a tool that a call in its format cannot be for."""
     if isinstance(renderer, NativeRenderer):
         return NativeReader(renderer, tools[0], is_open=is_open) if tools else PlainReader(renderer.tool_tokens)

@@ -23,7 +23,6 @@ from rich.console import Console
 from nanodag.api.bodies import ChatBody
 from nanodag.api.choice import ParsedAnswer
 from nanodag.api.command import parse_arguments
-from nanodag.api.engines import Engines
 from nanodag.api.launching import served_model, with_its_context
 from nanodag.api.prompt_rendering import ChatPrompt, chat_prompt
 from nanodag.api.refusals import Refused
@@ -31,6 +30,7 @@ from nanodag.api.served_model import ServedModel
 from nanodag.api.token_text import TokenText
 from nanodag.chat.history import typed_lines
 from nanodag.chat.tools import DEFAULT_TOOLS, MAX_ROUNDS, TOOLS, call
+from nanodag.engines.fleet import Fleet
 from nanodag.errors import BadRequest, SamplerError, SourceError
 from nanodag.host.scratch import Scratch
 from nanodag.inference.protocol import Completion, Request, SamplingParams
@@ -68,7 +68,7 @@ class Dialogue:
         self.messages.append({"role": "user", "content": text})
 
     def prompt(self) -> ChatPrompt:
-        """What the model is asked next, the oldest exchanges left out until an answer has room.
+        """The next request's messages, the oldest exchanges left out until an answer has room.
 
         Raises BadRequest, with the last question taken back, when it does not fit even alone or cannot be rendered.
         """
@@ -173,7 +173,7 @@ class Dialogue:
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """What connects a conversation with a model. ask: sends a request. say: shows a piece of the answer. tell: shows a
+    """Connection of a conversation with a model. ask: sends a request. say: shows a piece of the answer. tell: shows a
     line about it."""
 
     tokens: TokenText
@@ -257,10 +257,10 @@ def chat(
         if is_terminal:
             console.print(f"[dim]Loading {model_folder} ... (/help for commands)[/dim]")
         engines = model.backend
-        assert isinstance(engines, Engines)
+        assert isinstance(engines, Fleet)
         try:
             with _interrupts_kept_away():
-                runner.run(engines.start())
+                runner.run(engines.start(1))
             conversation = _begun(runner.run(with_its_context(model)), temperature, max_new_tokens, tools)
             conversation.begin_again(system)
             talk = Talk(conversation, model, runner, console, is_terminal)
@@ -272,7 +272,7 @@ def chat(
             console.print(str(error), style="red", markup=False)
             return 1
         finally:
-            runner.run(engines.close())
+            runner.run(engines.end())
 
 
 def _begun(model: ServedModel, temperature: float, max_new_tokens: int, tools: Sequence[str]) -> Dialogue:

@@ -1,4 +1,4 @@
-"""What a model may call in a chat: a calculator, and Python in the sandbox. No torch here.
+"""Tools of a chat: a calculator, and Python in the sandbox. No torch here.
 
 Both are those of RL (`nanodag.rl.environments`), so a policy that learnt to call them finds the same ones here.
 """

@@ -10,8 +10,8 @@ from nanodag.cli.live_table import make_console
 from nanodag.config import resolve
 from nanodag.errors.words import counted, duration, size
 from nanodag.host.machine import detect, machine_of
+from nanodag.plan.case import device_room, host_room
 from nanodag.plan.make import Plan, plan_of
-from nanodag.plan.memory import device_room, host_room
 from nanodag.run.record import pipeline_file
 
 MIN_WIDTH = 118
@@ -59,9 +59,7 @@ def _table(plan: Plan) -> Table:
     columns = [("stage", "total"), ("model", ""), ("tokens", ""), ("steps", ""), ("FLOPs", "")]
     columns += [("a GPU", "")] if has_gpu else []
     columns += [("memory", ""), ("at once", ""), ("prompt", ""), ("read", "")]
-    cpu_seconds = [stage.cpu_seconds for stage in plan.stages if stage.cpu_seconds is not None]
     columns += [("disk", size(plan.disk_bytes))]
-    columns += [] if has_gpu else [("CPU", duration(sum(cpu_seconds)) if cpu_seconds else "")]
     columns += [("time", total)]
     columns += [("price", _price(plan.price_of(plan.seconds)))] if has_price else []
     for name, footer in columns:
@@ -72,7 +70,6 @@ def _table(plan: Plan) -> Table:
         cells += [size(stage.host_bytes) if stage.host_bytes else ""]
         cells += [_short(stage.at_once), _short(stage.longest_prompt)]
         cells += [size(num) if num else "" for num in (stage.read_bytes, stage.disk_bytes)]
-        cells += [] if has_gpu else [duration(stage.cpu_seconds) if stage.cpu_seconds is not None else ""]
         cells += [duration(stage.seconds) if stage.seconds is not None else ""]
         cells += [_price(plan.price_of(stage.seconds))] if has_price else []
         table.add_row(*cells, style="red" if stage.faults else "")

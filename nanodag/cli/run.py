@@ -189,8 +189,8 @@ def start(
     api, stage = running.api(), parameters.get("stage", "")
     bury_the_dead(api, store)
     deployment = running.deployments["run_stage" if stage else "speedrun"]
-    run_name = f"{name}-{stage}" if stage else name
-    flow_run = api.create_run(deployment, name=run_name, parameters={"name": name, **parameters})
+    flow_name = f"{name}-{stage}" if stage else name
+    flow_run = api.create_run(deployment, name=flow_name, parameters={"name": name, **parameters})
     console.print(f"Prefect UI: {running.url}/runs/flow-run/{flow_run}")
     if detach:
         console.print(f"It goes on without this terminal; look with: {command(f'stages {name}')}")

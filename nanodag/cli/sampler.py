@@ -90,7 +90,7 @@ def serve(
     import os
 
     from nanodag.cli.sampler_serve import served_by
-    from nanodag.inference.serve_command import serve_command
+    from nanodag.engines.start import foreground_command
 
     served = served_by(
         model,
@@ -105,7 +105,7 @@ def serve(
         options=option or [],
         file=file,
     )
-    command, environment = serve_command(served)
+    command, environment = foreground_command(served)
     name = served.host if served.host not in ("0.0.0.0", "::") else os.uname().nodename
     typer.echo(f"A stage names it in sampler.urls as http://{name}:{port}{' FILE-OF-ITS-KEY' if api_key_file else ''}")
     os.execve(command[0], command, environment)  # in this process's place: a signal then reaches the server

@@ -1,15 +1,23 @@
-"""`nanodag sampler serve`: what is to be served, with nothing left open."""
+"""`nanodag sampler serve`: the description of what is served, with nothing left open."""
 
 from collections.abc import Sequence
-from typing import cast
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic import ValidationError
 
 from nanodag.cli.serve import found_model
 from nanodag.config.derive_sampler import engine_of, this_machine
 from nanodag.errors import ConfigError
+from nanodag.host.ports import LOOPBACK
+from nanodag.inference.engine_settings import EngineSettings
+from nanodag.inference.keys import read_keys
 from nanodag.inference.number_formats import DTYPES
-from nanodag.inference.serve_command import Served
 from nanodag.inference.sglang_install import Device
 from nanodag.inference.sglang_options import Option
+
+HERE = (LOOPBACK, "localhost", "::1")
+OWN = ("model-path", "model", "host", "port", "token", "api-key", "admin-api-key", "weight-version")
 
 
 def served_by(
@@ -25,9 +33,9 @@ def served_by(
     names: Sequence[str],
     options: Sequence[str],
     file: str,
-) -> Served:
+) -> EngineSettings:
     """The server that these options of the command mean, on this machine. Raises ConfigError for one that means none,
-    ArtifactNotFound where there is no such model."""
+    and for one within reach of others without a key; ArtifactNotFound where there is no such model."""
     machine = this_machine()
     device = cast(Device, machine.device)
     if engine == "auto":
@@ -38,22 +46,40 @@ def served_by(
         dtype = "bfloat16" if machine.multiplies_bf16_fast(device) else "float32"
     if dtype not in DTYPES.values():
         raise ConfigError(f"--dtype {dtype!r} is neither float32 nor bfloat16 nor auto.")
+    if engine == "sglang" and (deterministic or names):
+        raise ConfigError("--deterministic and --allow-host are of engine embedded; leave them out.")
+    further: dict[str, Any] = dict(map(_option, options))
+    for name in further:
+        if name.replace("_", "-") in OWN:
+            raise ConfigError(f"--option {name} is said otherwise: by --model, --host, --port or --api-key-file.")
+    if engine == "embedded":
+        further = {name.replace("-", "_"): value for name, value in further.items()}
+        further |= {"deterministic": device == "cpu" if deterministic is None else deterministic, "allow_host": names}
+    else:
+        further = {"options": further}
+    token = _key(host, key_file)
     run, colon, stage = model.rpartition(":")
     is_run = bool(colon) and "/" not in model
     _, folder = found_model(run, stage, file) if is_run else found_model(model, "", file)
-    return Served(
-        engine=engine,
-        model=folder,
-        device=device,
-        dtype=dtype,
-        host=host,
-        port=port,
-        key_file=key_file,
-        context=context,
-        is_deterministic=engine == "embedded" and device == "cpu" if deterministic is None else deterministic,
-        names=tuple(names),
-        options=dict(map(_option, options)),
-    )
+    try:
+        return EngineSettings.model_validate({
+            "engine": engine, "model": folder, "device": device, "dtype": dtype, "host": host, "port": port,
+            "token": token, "context_length": context or None, **further,
+        })  # fmt: skip
+    except ValidationError as error:
+        wrong = "; ".join(f"{problem['loc'][0]}: {problem['msg']}" for problem in error.errors())
+        raise ConfigError(f"--option {wrong}. There are: {', '.join(EngineSettings.model_fields)}.") from error
+
+
+def _key(host: str, key_file: str) -> str:
+    if key_file:
+        return read_keys(Path(key_file).expanduser(), named="--api-key-file")[0]
+    if host not in HERE:
+        raise ConfigError(
+            f"--host {host} is within reach of others: name the file of a key with --api-key-file, or serve on "
+            f"{LOOPBACK}."
+        )
+    return ""
 
 
 def _option(text: str) -> tuple[str, Option]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanodag.config.footprint import USABLE
 from nanodag.config.model_size import ModelSize
-from nanodag.config.rl_parts import SGLANG_ONLY, SamplerConfig
+from nanodag.config.rl_parts import SamplerConfig
 from nanodag.config.section import Section
 from nanodag.errors import ConfigError
 from nanodag.errors.words import counted
@@ -101,13 +101,7 @@ def derive_sampler(name: str, stage: _RL, machine: Machine, model: ModelSize | N
     """The stage with no `auto` among what concerns samplers. model: None where its size is not known beforehand."""
     config, device = stage.sampler, str(stage.resources.device)
     fill = _Filler(config, f"{name}.sampler", origins)
-    is_here = machine.sglang or config.python != "auto" or config.has_others  # there it is installed by others
-    engine, why = engine_of(replace(machine, sglang=is_here), device, model)
-    engine = fill("engine", engine, f"{machine}: {why}")
-    if engine == "embedded":  # what was set for SGLang means nothing to it
-        _check_one_gpu(config, f"{name}.sampler", why)
-        fill.without(SGLANG_ONLY)
-    tensor_parallel = int(fill.updates.get("tensor_parallel", config.tensor_parallel))
+    engine, tensor_parallel = _filled_engine(fill, config, machine, device, model)
     is_exact = fill("deterministic", engine == "embedded" and device == "cpu", f"engine {engine} on {device}")
     precision = fill("precision", stage.optimizer.precision, "the trainer's: two precisions would differ in their draw")
     threads = int(stage.resources.threads)
@@ -167,14 +161,26 @@ def derive_sampler(name: str, stage: _RL, machine: Machine, model: ModelSize | N
     )
 
 
-def _check_one_gpu(config: "SamplerConfig | EvalSamplerConfig", name: str, why: str) -> None:
-    """Raise ConfigError for a model that is to be split over GPUs, where the embedded engine is taken."""
+def _filled_engine(
+    fill: "_Filler", config: "SamplerConfig | EvalSamplerConfig", machine: Machine, device: str, model: ModelSize | None
+) -> tuple[str, int]:
+    """The engine, and GPUs of one sampler. What was set for SGLang means nothing to the embedded one.
+
+    Raises ConfigError for a model that is to be split over GPUs, where the embedded engine is taken."""
+    is_of_others = isinstance(config, SamplerConfig) and config.has_others  # there it is installed by others
+    is_here = machine.sglang or config.python != "auto" or is_of_others
+    engine, why = engine_of(replace(machine, sglang=is_here), device, model)
+    engine = fill("engine", engine, f"{machine}: {why}")
+    if engine != "embedded":
+        return engine, config.tensor_parallel
     if config.tensor_parallel > 1:
         raise ConfigError(
-            f"{name}.tensor_parallel: {config.tensor_parallel} GPUs share a model with engine sglang only, and "
-            f"{name}.engine auto is the embedded one here ({why}), which takes one. Leave it out; or, for another "
+            f"{fill.name}.tensor_parallel: {config.tensor_parallel} GPUs share a model with engine sglang only, and "
+            f"{fill.name}.engine auto is the embedded one here ({why}), which takes one. Leave it out; or, for another "
             "machine, say which: --on 8xH100+sglang."
         )
+    fill.without(config.sglang_only)
+    return engine, 1
 
 
 def _order(stage: "RLStage") -> tuple[str, str]:
@@ -229,19 +235,12 @@ def derive_evaluation(
     benchmark needs, so it is no setting."""
     config, device = stage.sampler, str(stage.resources.device)
     fill = _Filler(config, f"{name}.sampler", origins)
-    is_here = machine.sglang or config.python != "auto"
-    engine, why = engine_of(replace(machine, sglang=is_here), device, model)
-    engine = fill("engine", engine, f"{machine}: {why}")
-    if engine == "embedded":
-        _check_one_gpu(config, f"{name}.sampler", why)
-        fill.without(config.sglang_only)
+    engine, tensor_parallel = _filled_engine(fill, config, machine, device, model)
     if engine == "sglang" and model is not None:
         check_no_window(model.window, model.max_positions, f"{name}.sampler.engine")
-    tensor_parallel = int(fill.updates.get("tensor_parallel", config.tensor_parallel))
-    gpus = stage.resources.gpus_per_node or machine.num_gpus
     replicas, why = replicas_of(
         device=device,
-        gpus=gpus,
+        gpus=stage.resources.gpus_per_node or machine.num_gpus,
         tensor_parallel=tensor_parallel,
         is_exact=engine == "embedded",
         threads=int(stage.resources.threads),
@@ -280,7 +279,7 @@ class _Filler:
 
     def __init__(self, section: Section, name: str, origins: dict[str, str]) -> None:
         self.updates: dict[str, Any] = {}
-        self._section, self._name, self._origins = section, name, origins
+        self._section, self.name, self._origins = section, name, origins
 
     def without(self, names: Sequence[str]) -> None:
         """Settings that mean nothing here, as they are by default."""
@@ -293,7 +292,7 @@ class _Filler:
         if own != "auto":
             return own
         self.updates[field] = value
-        self._origins[f"{self._name}.{field}"] = f"derived: {why}"
+        self._origins[f"{self.name}.{field}"] = f"derived: {why}"
         return value
 
 

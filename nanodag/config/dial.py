@@ -21,7 +21,7 @@ REFERENCE_DEPTH = 12
 REFERENCE_BATCH_TOKENS = 2**19
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Shape:
     """A Qwen3-type model's shape. Widths in elements."""
 

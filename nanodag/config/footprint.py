@@ -178,11 +178,6 @@ def lora_parameters(shape: Shape, rank: int) -> int:
     return shape.depth * rank * sides
 
 
-def sampler_weights(parameters: Mapping[str, int], precision: Precision | str) -> int:
-    """Bytes of the weights that a sampler multiplies by: a tied matrix once."""
-    return width_of(precision) * parameters["total"]
-
-
 def embedded_buffers(shape: Shape, vocabulary: int, slots: int, context: int) -> int:
     """Bytes that the embedded sampler works in beside weights and cache: scores and weights of the attention, logits,
     activations of a step and of the prompts that are run together. All float32."""
@@ -191,21 +186,3 @@ def embedded_buffers(shape: Shape, vocabulary: int, slots: int, context: int) ->
     step = slots * (3 * shape.width + query + 2 * key + 3 * shape.mlp_width + vocabulary)
     prompts = PREFILL_TOKENS * (4 * shape.width + 2 * (query + 2 * key) + 4 * shape.mlp_width)
     return FLOAT * (attention + step + prompts)
-
-
-def embedded_sampler(
-    shape: Shape,
-    vocabulary: int,
-    parameters: Mapping[str, int],
-    *,
-    precision: Precision | str,
-    slots: int,
-    context: int,
-    takes_weights: bool,
-) -> dict[str, int]:
-    """Bytes of an embedded sampler beside its cache, by what holds them. takes_weights: while it takes new ones, it
-    holds the old ones too."""
-    return {
-        "weights": (2 if takes_weights else 1) * sampler_weights(parameters, precision),
-        "logits and buffers": embedded_buffers(shape, vocabulary, slots, context),
-    }

@@ -48,34 +48,22 @@ class ModelSize:
         return self.training_flops(length) / 3
 
 
-def _shape(depth: int, width: int, heads: int, kv_heads: int, head_width: int, mlp_width: int, *, tied: bool) -> Shape:
-    return Shape(
-        depth=depth,
-        width=width,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_width=head_width,
-        mlp_width=mlp_width,
-        tied_embeddings=tied,
-    )
-
-
 # From each model's config.json: layers, width, heads, key-value heads, head width, inner width, tied; vocabulary.
 _QWEN = 151_936
 KNOWN: dict[str, tuple[Shape, int]] = {
-    "Qwen/Qwen2.5-0.5B": (_shape(24, 896, 14, 2, 64, 4864, tied=True), _QWEN),
-    "Qwen/Qwen2.5-1.5B": (_shape(28, 1536, 12, 2, 128, 8960, tied=True), _QWEN),
-    "Qwen/Qwen2.5-3B": (_shape(36, 2048, 16, 2, 128, 11008, tied=True), _QWEN),
-    "Qwen/Qwen2.5-7B": (_shape(28, 3584, 28, 4, 128, 18944, tied=False), 152_064),
-    "Qwen/Qwen3-0.6B": (_shape(28, 1024, 16, 8, 128, 3072, tied=True), _QWEN),
-    "Qwen/Qwen3-1.7B": (_shape(28, 2048, 16, 8, 128, 6144, tied=True), _QWEN),
-    "Qwen/Qwen3-4B": (_shape(36, 2560, 32, 8, 128, 9728, tied=True), _QWEN),
-    "Qwen/Qwen3-8B": (_shape(36, 4096, 32, 8, 128, 12288, tied=False), _QWEN),
-    "HuggingFaceTB/SmolLM2-135M": (_shape(30, 576, 9, 3, 64, 1536, tied=True), 49_152),
-    "HuggingFaceTB/SmolLM2-360M": (_shape(32, 960, 15, 5, 64, 2560, tied=True), 49_152),
-    "HuggingFaceTB/SmolLM2-1.7B": (_shape(24, 2048, 32, 32, 64, 8192, tied=True), 49_152),
-    "meta-llama/Llama-3.2-1B": (_shape(16, 2048, 32, 8, 64, 8192, tied=True), 128_256),
-    "meta-llama/Llama-3.2-3B": (_shape(28, 3072, 24, 8, 128, 8192, tied=True), 128_256),
+    "Qwen/Qwen2.5-0.5B": (Shape(24, 896, 14, 2, 64, 4864, tied_embeddings=True), _QWEN),
+    "Qwen/Qwen2.5-1.5B": (Shape(28, 1536, 12, 2, 128, 8960, tied_embeddings=True), _QWEN),
+    "Qwen/Qwen2.5-3B": (Shape(36, 2048, 16, 2, 128, 11008, tied_embeddings=True), _QWEN),
+    "Qwen/Qwen2.5-7B": (Shape(28, 3584, 28, 4, 128, 18944, tied_embeddings=False), 152_064),
+    "Qwen/Qwen3-0.6B": (Shape(28, 1024, 16, 8, 128, 3072, tied_embeddings=True), _QWEN),
+    "Qwen/Qwen3-1.7B": (Shape(28, 2048, 16, 8, 128, 6144, tied_embeddings=True), _QWEN),
+    "Qwen/Qwen3-4B": (Shape(36, 2560, 32, 8, 128, 9728, tied_embeddings=True), _QWEN),
+    "Qwen/Qwen3-8B": (Shape(36, 4096, 32, 8, 128, 12288, tied_embeddings=False), _QWEN),
+    "HuggingFaceTB/SmolLM2-135M": (Shape(30, 576, 9, 3, 64, 1536, tied_embeddings=True), 49_152),
+    "HuggingFaceTB/SmolLM2-360M": (Shape(32, 960, 15, 5, 64, 2560, tied_embeddings=True), 49_152),
+    "HuggingFaceTB/SmolLM2-1.7B": (Shape(24, 2048, 32, 32, 64, 8192, tied_embeddings=True), 49_152),
+    "meta-llama/Llama-3.2-1B": (Shape(16, 2048, 32, 8, 64, 8192, tied_embeddings=True), 128_256),
+    "meta-llama/Llama-3.2-3B": (Shape(28, 3072, 24, 8, 128, 8192, tied_embeddings=True), 128_256),
 }
 
 # By how their names begin: positions that all models of a family have at least.

@@ -11,8 +11,8 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from nanodag import registry
-from nanodag.config.rl_evaluation import HELD_OUT
 from nanodag.config.rl_parts import OF_POLICY_LOSSES, CriticConfig, ReferenceConfig, TeacherConfig
+from nanodag.config.rl_sections import HELD_OUT
 from nanodag.config.section import full_name
 from nanodag.data.config import mixes_by_epochs
 from nanodag.errors import ConfigError

@@ -1,6 +1,6 @@
 """Parts of an RL stage: its sampler, critic and teacher."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -14,6 +14,8 @@ SGLANG_ONLY = ("python", "tensor_parallel", "options", "router", "router_options
 class SamplerConfig(Section):
     """The servers that rollouts come from. From `python` on, fields are for engine `sglang` alone; `engine: auto`
     leaves them out where it takes the embedded one."""
+
+    sglang_only: ClassVar[tuple[str, ...]] = SGLANG_ONLY
 
     engine: Literal["embedded", "sglang"] | Auto = "auto"
     """`embedded`: the sampler of this package; `sglang`: SGLang in an environment of its own, never deterministic.

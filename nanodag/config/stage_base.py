@@ -117,7 +117,7 @@ class StageBase(Section):
     """Where the stage runs."""
     timeout_s: Seconds = operational(7 * 24 * 3600.0)
     """Seconds after which the stage is ended."""
-    stop_timeout_s: float = operational(60.0, gt=0)
+    stop_timeout_s: Seconds = operational(60.0)
     """Seconds that its processes have to leave a checkpoint when they are told to stop; then they are killed."""
 
     @classmethod

@@ -1,4 +1,4 @@
-"""What a config says about one source of data."""
+"""Config of one source of data."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal

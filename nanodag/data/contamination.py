@@ -1,4 +1,4 @@
-"""How much of a benchmark stands in the training data, word for word: counts of shared 13-grams.
+"""Contamination of the training data by a benchmark, word for word: counts of shared 13-grams.
 
 Words are runs of letters and digits in lower case. An n-gram lies within one text field of a row, so that neither the
 column order nor a prompt's wording makes one. Training data is streamed; memory holds 8 bytes for each n-gram of the
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from nanodag.data.sources import open_source
+from nanodag.data.opening import open_source
 
 _WORD = re.compile(r"\w+")
 _FILTER_BITS = 24

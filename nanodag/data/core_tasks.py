@@ -17,7 +17,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
-from nanodag.data.sources import open_source
+from nanodag.data.opening import open_source
 from nanodag.errors import SourceError
 
 Kind = Literal["multiple_choice", "schema", "language_modeling"]

@@ -42,7 +42,7 @@ def folder_sha256(folder: Path, *, without: Collection[str] = ()) -> str:
 
 
 def default_cache_path() -> Path:
-    """Where digests are remembered."""
+    """Default file of remembered digests."""
     return cache_folder() / "digests.jsonl"
 
 

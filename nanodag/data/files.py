@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nanodag.data.digests import file_sha256
-from nanodag.data.formats import JsonFile, ParquetFile, RowFile, TextFile
-from nanodag.data.json_views import DEFAULT_VIEWS, VIEWS
+from nanodag.data.formats import DEFAULT_VIEWS, VIEWS, JsonFile, ParquetFile, RowFile, TextFile
 from nanodag.data.sources import Block, Row, Source
 from nanodag.data.urls import SourceURL
 from nanodag.errors import MissingTool, SourceError

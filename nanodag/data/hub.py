@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from nanodag.data.files import FileSource
-from nanodag.data.shards import FetchedSource, Shard, ShardedSource
-from nanodag.data.sources import Block, Row, Source
+from nanodag.data.shards import FetchedSource, RemoteFile, ShardedSource
+from nanodag.data.sources import Block, Row, Shard, Source
 from nanodag.data.urls import HubPath, SourceURL, hub_path
 from nanodag.errors import MissingTool, SourceError
 
@@ -110,7 +110,7 @@ class HubSource(Source):
             return datasets.load_dataset_builder(**self._named)
 
     @cached_property
-    def _files(self) -> list[Shard] | None:
+    def _files(self) -> list[RemoteFile] | None:
         """The split's files in the hub's order; None where they are not parquet."""
         by_split = self._builder.config.data_files or {}
         with self._reading():
@@ -144,14 +144,14 @@ class HubSource(Source):
             ) from error
 
 
-def _sized(urls: list[str]) -> list[Shard]:
+def _sized(urls: list[str]) -> list[RemoteFile]:
     """Files with their sizes, which listing their folders tells."""
     from fsspec.core import url_to_fs
 
     paths = [url_to_fs(url) for url in urls]
     folders = {path.rpartition("/")[0]: fs for fs, path in paths}
     sizes = {entry["name"]: entry["size"] for folder, fs in folders.items() for entry in fs.ls(folder, detail=True)}
-    return [Shard(url, int(sizes.get(path) or 0)) for url, (_, path) in zip(urls, paths, strict=True)]
+    return [RemoteFile(url, int(sizes.get(path) or 0)) for url, (_, path) in zip(urls, paths, strict=True)]
 
 
 def mirrored_files(url: SourceURL, mirror: Path) -> list[Path]:

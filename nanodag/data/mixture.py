@@ -11,7 +11,7 @@ from typing import Any
 
 from nanodag.data.adapters import kind_of, open_adapter
 from nanodag.data.config import SourceConfig, mixes_by_epochs
-from nanodag.data.held_out import Part, open_part
+from nanodag.data.opening import Part, open_part
 from nanodag.data.question_form import asking
 from nanodag.data.records import Wanted, record_bytes
 from nanodag.data.shuffle import RowOrder

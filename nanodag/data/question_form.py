@@ -1,4 +1,4 @@
-"""How the records of a source are asked: what its config says around the question, and who judges the answer.
+"""Form of a source's questions: the text around them, their template switches, and who judges the answer.
 
 This comes after a row was adapted and after it was held out or not. So one problem is on one side of that with and
 without an instruction, and contamination is looked for in the data's own words.

@@ -18,7 +18,7 @@ from typing import Any
 
 from nanodag.data.files import FileSource
 from nanodag.data.formats import ParquetFile, RowFile
-from nanodag.data.sources import Row, Source
+from nanodag.data.sources import Row, Shard, Source
 from nanodag.errors import SourceError
 from nanodag.host.folders import cache_folder
 
@@ -30,7 +30,7 @@ _ATTEMPTS = 5
 
 
 @dataclass(frozen=True)
-class Shard:
+class RemoteFile:
     """One file by its fsspec URL, which names one content for ever. num_bytes: its size; 0 where nobody says."""
 
     url: str
@@ -108,7 +108,7 @@ class Shard:
 class FetchedSource(FileSource):
     """The rows of shards that are fetched now. Their files are held open: the cache may remove their names."""
 
-    def __init__(self, shards: Sequence[Shard]) -> None:
+    def __init__(self, shards: Sequence[RemoteFile]) -> None:
         files: list[RowFile] = []
         for shard in shards:
             files.append(ParquetFile(shard.fetch(), is_held=True))
@@ -120,7 +120,7 @@ class FetchedSource(FileSource):
 class ShardedSource(Source):
     """Rows of shards that are fetched one after the other."""
 
-    def __init__(self, shards: Sequence[Shard]) -> None:
+    def __init__(self, shards: Sequence[RemoteFile]) -> None:
         self._shards = list(shards)
 
     def identity(self) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def make_room(folder: Path, num_bytes: int) -> None:
 
 
 def _is_used_now(path: Path) -> bool:
-    """Whether the file is there; its time says that it was used just now."""
+    """True when the file is there; its time says that it was used just now."""
     try:
         os.utime(path)
     except FileNotFoundError:

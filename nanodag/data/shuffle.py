@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from nanodag.data.shards import ROWS_OF_A_SHARD, Shard
-from nanodag.data.sources import Block, Row, Source
+from nanodag.data.shards import ROWS_OF_A_SHARD
+from nanodag.data.sources import Block, Row, Shard, Source
 from nanodag.errors import CorruptArtifact
 
 WINDOW_BYTES = 64 << 20  # of blocks that are shuffled together
@@ -74,7 +74,7 @@ class RowOrder:
 
     @property
     def can_tell_passes(self) -> bool:
-        """Whether `passes` counts parts of one."""
+        """True when `passes` counts parts of one."""
         return bool(self._source.shards()) or self.length is not None
 
     def next_row(self) -> tuple[int, int, Row] | None:

@@ -1,4 +1,4 @@
-"""Sources of rows, opened by URL (forms in nanodag.data.urls).
+"""Sources of rows; nanodag.data.opening opens them by URL.
 
 A source has an identity, which goes into stage keys, and rows, numbered from 0. Rows come in blocks: a row group of a
 parquet file, a few thousand lines of a jsonl file. One block at a time is in memory, and a shuffle can go to any of
@@ -9,13 +9,7 @@ Compressed text, and what is no parquet on the hub, have neither: they are read 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from nanodag.data.urls import SourceURL, parse_url
-
-if TYPE_CHECKING:
-    from nanodag.data.shards import Shard
+from typing import Any, Protocol
 
 Row = dict[str, Any]
 
@@ -28,18 +22,28 @@ class Block:
     num_bytes: int
 
 
+class Shard(Protocol):
+    """A file of a source that is fetched when its turn comes."""
+
+    def fetch_ahead(self) -> None:
+        """Fetch it beside other work; opening it waits for that."""
+
+    def open(self) -> "Source":
+        """Its rows, in blocks."""
+
+
 class Source(ABC):
     """Rows by number. A subclass has blocks and reads them, or overrides `rows` and has none."""
 
     @abstractmethod
     def identity(self) -> dict[str, Any]:
-        """What names this data in a stage's key: equal exactly when the rows are the same. JSON values only."""
+        """Identity of this data in a stage's key: equal exactly when the rows are the same. JSON values only."""
 
     def blocks(self) -> Sequence[Block] | None:
         """The blocks in order of their rows, or None where rows can only be read from the front."""
         return None
 
-    def shards(self) -> "Sequence[Shard] | None":
+    def shards(self) -> Sequence[Shard] | None:
         """The files in order, where each is fetched when its turn comes; None elsewhere."""
         return None
 
@@ -142,33 +146,3 @@ class _Window(Sequence[Row]):
         if not 0 <= index < len(self):
             raise IndexError(index)
         return self._rows[self._low + index]
-
-
-def open_source(text: str, mirror: Path | None = None) -> Source:
-    """The source that a URL names. mirror: a folder that hub sources are read from instead of the hub.
-
-    Raises SourceError when the URL or what it points to is not there; rows are read later.
-    """
-    url = parse_url(text)
-    source = _open(url, mirror)
-    return source if url.start == 0 and url.stop is None else SlicedSource(source, url.start, url.stop)
-
-
-def _open(url: SourceURL, mirror: Path | None) -> Source:
-    from nanodag.data import files, generators, hub
-
-    match url.kind:
-        case "file":
-            return files.open_file(url)
-        case "package":
-            return files.open_package_file(url)
-        case "hub":
-            return hub.open_hub(url, mirror)
-        case "reasoning_gym":
-            return generators.open_reasoning_gym(url)
-        case "identity":
-            return generators.open_identity(url)
-        case "verifiers":
-            return generators.open_verifiers(url)
-        case _:
-            return generators.open_python(url)

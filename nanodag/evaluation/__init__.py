@@ -14,19 +14,15 @@ Without torch and lm-eval, for RL and others too (an import contract says so):
 benchmark            items as chat messages, scores of the answers to them
 forms                which YAML form a config names, and what stands in it
 items                a benchmark's items out of our sources
-generated_answer     a written answer: its text, how it ended, its thinking
-benchmark_functions  how forms score an answer
-samples              avg@n, pass@k, maj@n
-results              records, scores, counts
+benchmark_functions  how forms put an item and score an answer
+results              written answers, records, scores, counts; avg@n, pass@k, maj@n
 intervals            mean, standard error, 95 % interval
 paired               two checkpoints on the same items
 
 With them:
 
 harness              one lm-eval run a benchmark
-continuation         items made out of held-out text
 evaluated_model      the model as lm-eval sees it
 writing              texts by embedded samplers
-core                 CORE as a benchmark: one number over 22 tasks
-ngrams               what a base model must beat
+core                 CORE and ChatCORE: one number over 22 tasks, over six in chats
 """

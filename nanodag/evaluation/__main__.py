@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nanodag.config.kinds.evaluation import BenchmarkConfig
-from nanodag.evaluation.chat_core import chat_core_of
-from nanodag.evaluation.core import run_core
+from nanodag.evaluation.core import chat_core_of, run_core
 from nanodag.evaluation.evaluated_model import EvaluatedModel
 from nanodag.evaluation.forms import check_likelihood
 from nanodag.evaluation.harness import run_benchmark
@@ -140,7 +139,7 @@ def _asked(job: Job, checkpoint: EvaluatedModel, benchmark: BenchmarkConfig, for
 
 
 def _samples(checkpoint: EvaluatedModel, prompts: tuple[str, ...], *, chat: bool) -> list[dict[str, str]]:
-    """What the model makes of the config's sample prompts, greedily."""
+    """Greedy completions of the config's sample prompts."""
     if not prompts:
         return []
     checkpoint.is_chat = chat

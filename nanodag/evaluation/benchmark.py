@@ -24,9 +24,18 @@ from jinja2 import Environment, StrictUndefined
 from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.errors import ConfigError
 from nanodag.evaluation.forms import WRITTEN, FunctionName, find_form, read_form
-from nanodag.evaluation.generated_answer import Answer, Ending, answer_of
 from nanodag.evaluation.items import item_options
-from nanodag.evaluation.results import BenchmarkResult, Judged, judged_from, plain, result_of, written_record
+from nanodag.evaluation.results import (
+    Answer,
+    BenchmarkResult,
+    Ending,
+    Judged,
+    answer_of,
+    judged_from,
+    plain,
+    result_of,
+    written_record,
+)
 from nanodag.inference.protocol import SamplingParams
 from nanodag.inference.seeds import derived_seed
 from nanodag.own_code.functions import function_at, function_in
@@ -47,7 +56,7 @@ def sampling_params(
     until: Sequence[str],
     stop_token_ids: Sequence[int] = (),
 ) -> SamplingParams:
-    """How one answer is drawn. seed, max_new_tokens: of the stage, where the benchmark has none of its own. until: the
+    """Sampling of one answer. seed, max_new_tokens: of the stage, where the benchmark has none of its own. until: the
     form's stop strings. The answer's seed follows from (seed, item, sample), so it does not depend on what else is
     asked, or by how many samplers."""
     own_seed = seed if config.seed == "auto" else config.seed
@@ -132,7 +141,8 @@ class Benchmark:
     def params(
         self, item: AskedItem, sample: int, *, max_new_tokens: int, stop_token_ids: Sequence[int] = ()
     ) -> SamplingParams:
-        """How sample number `sample` of an item is drawn. max_new_tokens: where the benchmark does not say."""
+        """Sampling parameters of sample number `sample` of an item. max_new_tokens: where the benchmark does not
+        say."""
         return sampling_params(
             self.config,
             item_id=item.id,
@@ -144,7 +154,7 @@ class Benchmark:
         )
 
     def answer(self, text: str, *, ending: Ending, is_open: bool = False) -> Answer:
-        """What a model wrote, as `answer_of` says."""
+        """Answer that a model wrote, as `answer_of` has it."""
         return answer_of(text, ending=ending, tags=self.config.thinking, is_open=is_open)
 
     def judge(self, item: AskedItem, answer: Answer) -> Judged:

@@ -1,11 +1,20 @@
-"""CORE as a benchmark of an eval stage (`core`): one number, with the accuracy of each task beside it.
+"""CORE and ChatCORE: many tasks as one number, the mean of their scores, each centred by chance.
+
+CORE is a benchmark of an eval stage (`core`), with the accuracy of each task beside it.
 
 source: the bundle's files, `file:BUNDLE/eval_data/*/*.jsonl` (also .gz or .zst); without one, the pipeline's
 core_bundle. limit: items a task. What is asked is nanodag.data.core_tasks', how it is scored
 nanodag.model.core_scoring's: training scores the same.
+
+ChatCORE is of nanochat's six chat tasks. A chat stage that has benchmarks of these names, all asked as a chat, gets it
+beside them. 0 is guessing, 1 all right. The questions are put in the words of our own forms, so the number compares
+models of this project; nanochat words them otherwise, lets GSM8K and SpellingBee use a tool, and has words of its own
+to spell. Source: karpathy/nanochat scripts/chat_eval.py (tasks, chances, mean).
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from nanodag.config.kinds.evaluation import BenchmarkConfig
@@ -13,8 +22,19 @@ from nanodag.data.core_tasks import TASKS, Item, Task, centred, find_files, read
 from nanodag.errors import ConfigError
 from nanodag.evaluation.evaluated_model import EvaluatedModel
 from nanodag.evaluation.intervals import Score, centred_mean, score_of
+from nanodag.evaluation.paired import read_records
 from nanodag.evaluation.results import BenchmarkResult
 from nanodag.model.core_scoring import CHUNK_ITEMS, JudgedItem, judge_items
+
+CHAT_CORE = "chat_core"
+CHAT_TASKS: Mapping[str, float] = {  # benchmark -> the score of guessing
+    "arc_easy_chat": 0.25,
+    "arc_challenge_chat": 0.25,
+    "mmlu": 0.25,
+    "gsm8k": 0.0,
+    "humaneval": 0.0,
+    "spelling_bee": 0.0,
+}
 
 
 def run_core(checkpoint: EvaluatedModel, config: BenchmarkConfig) -> BenchmarkResult:
@@ -60,7 +80,7 @@ def _url_of(config: BenchmarkConfig) -> str:
 
 
 def score_task(checkpoint: EvaluatedModel, task: Task, data: Sequence[Item]) -> list[JudgedItem]:
-    """Whether each item is answered rightly."""
+    """Verdicts of a task's items, in order."""
     judged: list[JudgedItem] = []
     for start in range(0, len(data), CHUNK_ITEMS):
         numbers = range(start, min(start + CHUNK_ITEMS, len(data)))
@@ -71,3 +91,41 @@ def score_task(checkpoint: EvaluatedModel, task: Task, data: Sequence[Item]) -> 
 def _core_of(scores: Mapping[str, Score]) -> Score:
     given = [(scores[task.label], task.baseline) for task in TASKS]
     return centred_mean([(score.value, score.stderr, score.num_items, chance) for score, chance in given])
+
+
+def chat_core_of(results: Mapping[str, Mapping[str, Any]], samples: Path) -> BenchmarkResult | None:
+    """ChatCORE of a stage's results; None where one of the tasks is not there, or was not asked as a chat.
+
+    results: by benchmark, as in results.json. samples: the folder of their records. Its records are the tasks' items,
+    with weights that make each task count as much, so two models are compared item by item.
+    """
+    if not all(results.get(name, {}).get("chat") for name in CHAT_TASKS):
+        return None
+    records = [record for name in CHAT_TASKS for record in _chat_records(name, results[name]["metric"], samples)]
+    counts = Counter(record["part"] for record in records)
+    tasks = [(results[name]["value"], results[name]["stderr"], counts[name], CHAT_TASKS[name]) for name in CHAT_TASKS]
+    return BenchmarkResult(
+        name=CHAT_CORE,
+        form=CHAT_CORE,
+        metric=CHAT_CORE,
+        base_metric=CHAT_CORE,
+        higher_is_better=True,
+        is_chat=True,
+        num_fewshot=0,
+        scores={CHAT_CORE: centred_mean(tasks)},
+        records=records,
+    )
+
+
+def _chat_records(name: str, metric: str, samples: Path) -> list[dict[str, Any]]:
+    given = read_records(samples / f"{name}.jsonl")
+    return [
+        {
+            "id": f"{name}:{record['id']}",
+            "part": name,
+            "weight": 1 / len(given),
+            "scores": {CHAT_CORE: centred(record["scores"][metric], CHAT_TASKS[name])},
+            **{count: record[count] for count in ("too_long", "unparsed", "truncated") if count in record},
+        }
+        for record in given
+    ]

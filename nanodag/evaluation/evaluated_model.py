@@ -23,7 +23,7 @@ from nanodag.config.kinds.evaluation import BenchmarkConfig, EvalSamplerConfig
 from nanodag.errors import ConfigError, SamplerError
 from nanodag.errors.words import counted
 from nanodag.evaluation.benchmark import sampling_params
-from nanodag.evaluation.generated_answer import Ending, answer_of
+from nanodag.evaluation.results import Ending, answer_of
 from nanodag.inference.cache_size import slot_tokens
 from nanodag.inference.number_formats import DTYPES
 from nanodag.inference.protocol import Completion, Request, SamplingParams
@@ -123,7 +123,7 @@ class EvaluatedModel(TemplateLM):
 
     @property
     def sampler_settings(self) -> "SamplerSettings":
-        """What samplers of it are started with."""
+        """Settings that its samplers are started with."""
         from nanodag.evaluation.writing import SamplerSettings
 
         return SamplerSettings(
@@ -162,7 +162,7 @@ class EvaluatedModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text that has no context: the start of a document."""
+        """The token before a text that has no context: the start of a document."""
         start = self.tokenizer.bos_token_id
         return self.tokenizer.eos_token_id if start is None else start
 
@@ -253,7 +253,7 @@ class EvaluatedModel(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
-        """What the model writes as the benchmark under way says, without thinking: Answers in the order given. A
+        """Texts that the model writes as the benchmark under way says, without thinking: Answers in the order given. A
         request's number among the documents says which sample of its item it is (nanodag.evaluation.harness)."""
         assert self.under_way is not None
         config, tags = self.under_way.config, self.under_way.config.thinking
@@ -345,7 +345,7 @@ class EvaluatedModel(TemplateLM):
 
     @cached_property
     def _stop_ids(self) -> list[int]:
-        """What ends a text: the end tokens of generation_config.json and tokenizer, and a next document's start."""
+        """Tokens that end a text: those of generation_config.json and tokenizer, and a next document's start."""
         path = self.folder / "generation_config.json"
         named = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
         ends = named if isinstance(named, list) else [named]

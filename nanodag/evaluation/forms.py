@@ -1,4 +1,4 @@
-"""How benchmarks are asked: which YAML file a config names, and what stands in it. No torch here, and lm-eval is not
+"""Forms of benchmarks: which YAML file a config names, and what stands in it. No torch here, and lm-eval is not
 imported."""
 
 import importlib.util
@@ -50,7 +50,7 @@ def find_form(config: BenchmarkConfig, *, chat: bool) -> tuple[Path, bool]:
 
 
 def is_written(config: BenchmarkConfig) -> bool:
-    """Whether a benchmark's items are answered in writing. Raises ConfigError for a form that does not exist."""
+    """True when a benchmark's items are answered in writing. Raises ConfigError for a form that does not exist."""
     return not config.is_core and read_form(_file_of(config, chat=True)[0]).get("output_type", WRITTEN) == WRITTEN
 
 
@@ -145,7 +145,7 @@ def _parts(path: Path, below: tuple[Path, ...] = ()) -> list[tuple[Path, dict[st
 
 
 def _functions(value: Any) -> list[FunctionName]:
-    """Those that a form names, at any depth."""
+    """Functions that a form names, at any depth."""
     if isinstance(value, FunctionName):
         return [value]
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()

@@ -21,9 +21,17 @@ from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.errors import ConfigError
 from nanodag.evaluation.evaluated_model import AskedBenchmark, CutScore, EvaluatedModel
 from nanodag.evaluation.forms import FORMS, find_form
-from nanodag.evaluation.generated_answer import Answer
 from nanodag.evaluation.items import item_options
-from nanodag.evaluation.results import BenchmarkResult, Judged, judged_from, plain, result_of, shortened, written_record
+from nanodag.evaluation.results import (
+    Answer,
+    BenchmarkResult,
+    Judged,
+    judged_from,
+    plain,
+    result_of,
+    shortened,
+    written_record,
+)
 from nanodag.store.kept_lines import KeptLines, content_key
 
 log = logging.getLogger(__name__)
@@ -96,7 +104,7 @@ def run_benchmark(
 
 
 def _keep_what_is_returned(task: Any, kept: KeptLines | None) -> list[Mapping[str, Any]]:
-    """What the form's `process_results` returns, answer by answer in the order of lm-eval's samples. lm-eval gets the
+    """Results of the form's `process_results`, answer by answer in the order of lm-eval's samples. lm-eval gets the
     metrics only: it takes the mean of whatever else there is. A verdict that was kept is not made again: a program may
     take seconds in the sandbox."""
     returned: list[Mapping[str, Any]] = []

@@ -1,4 +1,4 @@
-"""What a list of item scores says about a model: mean, standard error, 95 % interval."""
+"""Statistics of a list of item scores: mean, standard error, 95 % interval."""
 
 import math
 from collections.abc import Sequence

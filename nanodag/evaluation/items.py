@@ -1,4 +1,4 @@
-"""Where a benchmark's items come from: our sources, read for lm-eval as its `custom_dataset`.
+"""Items of a benchmark out of our sources, read for lm-eval as its `custom_dataset`.
 
 Each function here is named in a YAML file of benchmarks/ and called by lm-eval with the `dataset_kwargs` that
 `item_options` makes. It returns a table of splits: `test`, and `fewshot` where worked examples were asked
@@ -9,6 +9,7 @@ text form and chat form have the same ids, so a base and a chat model can be com
 import hashlib
 import heapq
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -17,16 +18,20 @@ from typing import TYPE_CHECKING, Any
 from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.data.adapters import open_adapter
 from nanodag.data.config import SourceConfig
-from nanodag.data.held_out import open_part
+from nanodag.data.opening import open_part, open_source
 from nanodag.data.question_form import asking, check_effect, with_names
 from nanodag.data.records import Kind, message_text
-from nanodag.data.sources import Row, open_source
+from nanodag.data.sources import Row
 from nanodag.errors import ConfigError, SourceError
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 Item = dict[str, Any]
+NUM_CHOICES = 4
+CONTEXT_WORDS = 32
+PHRASE_WORDS = 8
+_WORD = re.compile(r"\S+")
 
 
 def rows(**options: Any) -> "dict[str, Dataset]":
@@ -45,8 +50,27 @@ def documents(**options: Any) -> "dict[str, Dataset]":
     return _splits(_documents, options)
 
 
+def continuations(**options: Any) -> "dict[str, Dataset]":
+    """`test`: `context`, `choices` (phrases of 8 words), `right` (number of the text's own), for lm-eval.
+
+    The 32 words before are the context. The other phrases stand at the same place of other documents of the selection,
+    so neither length nor place gives the answer away. Raises SourceError for fewer than 4 documents of 40 words.
+    """
+    from datasets import Dataset
+
+    source = SourceConfig.model_validate(options["source"])
+    mirror = Path(options["mirror"]) if options.get("mirror") else None
+    chosen = select(_pieces(source, mirror), options["limit"], options["seed"])
+    if len(chosen) < NUM_CHOICES:
+        raise SourceError(
+            f"Benchmark {options['benchmark']}: {source.url} has {len(chosen)} held-out documents of "
+            f"{CONTEXT_WORDS + PHRASE_WORDS} words or more; it needs {NUM_CHOICES}. Raise held_out or the limit."
+        )
+    return {"test": Dataset.from_list([_with_choices(number, chosen) for number in range(len(chosen))])}
+
+
 def item_options(config: BenchmarkConfig, *, seed: int, mirror: str) -> dict[str, Any]:
-    """What the functions above are called with. seed: of the draw. mirror: a folder, empty for the hub.
+    """Arguments of the functions above. seed: of the draw. mirror: a folder, empty for the hub.
 
     Raises ConfigError where worked examples are asked for and no source of them is named.
     """
@@ -155,3 +179,25 @@ def _problems(source: SourceConfig, mirror: Path | None) -> Iterator[tuple[Row, 
             "record": json.dumps(kept, sort_keys=True, ensure_ascii=False, default=str),
         }
         yield row, item
+
+
+def _pieces(source: SourceConfig, mirror: Path | None) -> Iterator[tuple[Row, Item]]:
+    for _, row, record in held_out_records(source, "document", mirror):
+        words = list(_WORD.finditer(record["text"]))
+        if len(words) >= CONTEXT_WORDS + PHRASE_WORDS:
+            cut, end = words[CONTEXT_WORDS - 1].end(), words[CONTEXT_WORDS + PHRASE_WORDS - 1].end()
+            phrase = " ".join(record["text"][cut:end].split())  # its blank in front is lm-eval's target_delimiter
+            yield row, {"context": record["text"][:cut], "phrase": phrase}
+
+
+def _with_choices(number: int, chosen: list[Item]) -> Item:
+    """The item with the phrases of the next three documents as wrong choices, in an order drawn from its id."""
+    item = chosen[number]
+    phrases = [chosen[(number + step) % len(chosen)]["phrase"] for step in range(NUM_CHOICES)]
+    order = sorted(range(NUM_CHOICES), key=lambda k: hashlib.blake2b(f"{item['item_id']}:{k}".encode()).digest())
+    return {
+        "context": item["context"],
+        "choices": [phrases[k] for k in order],
+        "right": order.index(0),
+        "item_id": item["item_id"],
+    }

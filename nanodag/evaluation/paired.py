@@ -1,4 +1,4 @@
-"""Which of two checkpoints is better, judged on the same items.
+"""Comparison of two checkpoints on the same items.
 
 Two checkpoints that answer the same 400 items differ by less noise than two that answer different ones: what counts is
 the difference item by item. Records are those of `samples/<benchmark>.jsonl` (nanodag.evaluation). A benchmark made of

@@ -1,21 +1,54 @@
-"""What comes out of a benchmark: a record for each item, scores with intervals, and counts. No torch here."""
+"""Results of a benchmark: written answers, a record for each item, scores with intervals, and counts. No torch here."""
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from nanodag.config.kinds.evaluation import BenchmarkConfig
+from nanodag.config.kinds.evaluation import OVER_SAMPLES, BenchmarkConfig, ThinkingConfig
 from nanodag.errors import ConfigError
 from nanodag.errors.words import counted
-from nanodag.evaluation.generated_answer import Answer
 from nanodag.evaluation.intervals import Score, score_of
-from nanodag.evaluation.samples import over_samples
 
 MAX_RECORDED_CHARACTERS = 20_000
 INVALID = "[invalid]"
 """What filters of lm-eval make of an answer in which they find nothing."""
+Ending = Literal["stop", "length", "too_long"]
+
+
+class Answer(str):
+    """The text that is scored. It is a `str`, so that lm-eval passes it on with what is known of it.
+
+    ending: `stop` (by itself or at a stop string), `length` (it reached its limit: truncated) or `too_long` (the prompt
+    left it no room, so it is empty and was not asked for). thinking: what was left out.
+    """
+
+    ending: Ending
+    thinking: str
+
+    def __new__(cls, text: Any = "", *, ending: Ending = "stop", thinking: str = "") -> "Answer":
+        made = super().__new__(cls, text)
+        made.ending, made.thinking = ending, thinking
+        return made
+
+
+def answer_of(text: str, *, ending: Ending, tags: ThinkingConfig | None, is_open: bool = False) -> Answer:
+    """The answer in a text, without its thinking where tags are given.
+
+    The answer is what stands behind the last end tag, blanks in front left out. Text that begins to think and does not
+    end it is all thinking, and the answer empty. is_open: the prompt itself ends with the begin tag.
+    """
+    if tags is None:
+        return Answer(text, ending=ending)
+    thinking, end, answer = text.rpartition(tags.end)
+    if not end and (is_open or tags.begin in text):
+        thinking, answer = text, ""
+    elif not end:
+        return Answer(text, ending=ending)
+    _, begin, inner = thinking.partition(tags.begin)
+    return Answer(answer.lstrip(), ending=ending, thinking=inner if begin else thinking)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +62,7 @@ class Judged:
 
 
 def plain(returned: Mapping[str, Any]) -> dict[str, Any]:
-    """What a form's `process_results` returned, as JSON has it: numbers of numpy become Python's.
+    """Convert what a form's `process_results` returned to JSON: numbers of numpy become Python's.
 
     Raises ConfigError for what JSON cannot hold, such as a score that is not finite.
     """
@@ -43,7 +76,8 @@ def plain(returned: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def judged_from(returned: Mapping[str, Any], text: str, metrics: Sequence[str]) -> Judged:
-    """Of what a form's `process_results` returned for an answer: its metrics, and maybe `parsed` and `details`.
+    """Verdict from what a form's `process_results` returned for an answer: its metrics, and maybe `parsed` and
+    `details`.
 
     text: as lm-eval's filters left it; it is the parsed answer where the function does not name one. metrics: of the
     form, the main one first. Raises ConfigError for a metric that the function did not return.
@@ -179,8 +213,8 @@ def written_record(
 
 
 def _scores(config: BenchmarkConfig, judged: Sequence[Judged]) -> dict[str, float]:
-    """Of an item: the metrics over samples that the benchmark asks for, made of the form's first one, and the means of
-    the form's others; of a single sample that asks for none, the form's as they are."""
+    """Scores of an item: the metrics over samples that the benchmark asks for, made of the form's first one, and the
+    means of the form's others; of a single sample that asks for none, the form's as they are."""
     means = {name: math.fsum(one.scores[name] for one in judged) / len(judged) for name in judged[0].scores}
     if not config.metrics_over_samples:
         return means
@@ -210,3 +244,45 @@ def shortened(value: Any) -> Any:
     if isinstance(value, list):
         return [shortened(inner) for inner in value]
     return value
+
+
+def over_samples(metric: str, scores: Sequence[float], parsed: Sequence[str]) -> float:
+    """An item's value of `avg@n`, `pass@k` or `maj@n`. scores, parsed: of each of its n samples; parsed is empty where
+    no answer could be parsed. Raises ValueError for another name or count."""
+    match = OVER_SAMPLES.fullmatch(metric)
+    if match is None or not scores:
+        raise ValueError(f"{metric!r} is no metric over {len(scores)} samples")
+    kind, count = match[1], int(match[2])
+    if kind == "pass":
+        return pass_at(count, len(scores), sum(score >= 1.0 for score in scores))
+    if count != len(scores):
+        raise ValueError(f"{metric} of {len(scores)} samples")
+    return math.fsum(scores) / count if kind == "avg" else majority(scores, parsed)
+
+
+def pass_at(k: int, num_samples: int, num_right: int) -> float:
+    """The chance that one of k samples is right, drawn without putting back from num_samples of which num_right are.
+
+    It is unbiased: its mean over draws of num_samples answers is 1 - (1 - p)^k. Raises ValueError for a k above
+    num_samples.
+
+    Source: Chen et al., arXiv:2107.03374, eq. 1.
+    """
+    if not 1 <= k <= num_samples:
+        raise ValueError(f"pass@{k} needs {k} samples; there are {num_samples}")
+    return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
+
+
+def majority(scores: Sequence[float], parsed: Sequence[str]) -> float:
+    """The score of the answer that most samples gave, as parsed. Samples without one have no vote; without any vote it
+    is 0. Answers with equally many votes share: the mean of their scores, as if one of them were drawn.
+
+    Source: self-consistency, Wang et al., arXiv:2203.11171.
+    """
+    votes = Counter(answer for answer in parsed if answer)
+    if not votes:
+        return 0.0
+    most = max(votes.values())
+    leading = {answer for answer, count in votes.items() if count == most}
+    # All leading answers have equally many samples, so the mean over samples is the mean over answers.
+    return math.fsum(s for s, answer in zip(scores, parsed, strict=True) if answer in leading) / (most * len(leading))

@@ -20,7 +20,6 @@ from typing import Any
 import uvicorn
 
 from nanodag.api.application import application
-from nanodag.api.engines import Engines
 from nanodag.api.served_model import Limits, ServedModel
 from nanodag.api.slow_requests import WholeRequests
 from nanodag.api.token_text import TokenText
@@ -30,16 +29,12 @@ from nanodag.data.urls import SourceURL, parse_url
 from nanodag.errors import ConfigError, MissingTool, StageFailed
 from nanodag.evaluation.benchmark import sampling_params
 from nanodag.evaluation.evaluated_model import EvaluatedModel
-from nanodag.evaluation.generated_answer import Answer
 from nanodag.evaluation.items import held_out_records, select
-from nanodag.evaluation.results import BenchmarkResult, Judged, result_of, written_record
-from nanodag.evaluation.writing import SGLANG_CONTEXT, SamplerSettings, replicas_for
+from nanodag.evaluation.results import Answer, BenchmarkResult, Judged, result_of, written_record
+from nanodag.evaluation.writing import SGLANG_CONTEXT, SamplerSettings, fleet_of, replicas_for
 from nanodag.external_envs.verifiers_process import Outcome, VerifiersProcess, block_of
 from nanodag.host.ports import LOOPBACK
 from nanodag.host.scratch import Scratch
-from nanodag.inference.client import SamplerClient
-from nanodag.inference.engine_process import start_engine
-from nanodag.inference.sampler_process import ServerProcess
 from nanodag.model.architecture import read_checkpoint
 from nanodag.model.headers import matrix_parameters
 from nanodag.store.kept_lines import content_key
@@ -58,7 +53,7 @@ Item = dict[str, Any]
 
 
 def is_environment(config: BenchmarkConfig) -> bool:
-    """Whether a benchmark is one of these."""
+    """True for a benchmark of this form."""
     return FORM in (config.form, config.name if config.form == "auto" else "")
 
 
@@ -115,7 +110,7 @@ def _items(config: BenchmarkConfig, *, chat: bool, seed: int, mirror: str) -> tu
 async def _outcomes(
     model: EvaluatedModel, block: Mapping[str, Any], asked: Sequence[tuple[Item, Mapping[str, Any]]]
 ) -> list[dict[str, Any]]:
-    """What each rollout came to, in order: `scores`, `reply` and `is_cut`, or `error` too. block: verifiers' own."""
+    """Outcome of each rollout, in order: `scores`, `reply` and `is_cut`, or `error` too. block: verifiers' own."""
     settings, kept = model.sampler_settings, model.kept
     tasks = [(item["record"]["metadata"]["task"], dict(params)) for item, params in asked]
     keys = [content_key("environment", block, *task) for task in tasks]
@@ -170,7 +165,7 @@ async def _outcomes(
 
 
 def _sampling(params: Mapping[str, Any]) -> dict[str, Any]:
-    """What each call of a rollout asks for. A rollout's seed is that of all its calls: their prompts differ."""
+    """Sampling settings of each call of a rollout. A rollout's seed is that of all its calls: their prompts differ."""
     asked = {"temperature": params["temperature"], "top_p": params["top_p"], "max_tokens": params["max_new_tokens"]}
     if params["top_k"] > 0:
         asked["top_k"] = params["top_k"]
@@ -208,31 +203,21 @@ def _record(
 @asynccontextmanager
 async def _served(settings: SamplerSettings, replicas: int) -> AsyncIterator[tuple[str, str]]:
     """The address and the key of the API over samplers of a model, as long as the context lasts."""
-    folder, token, key = settings.folder, secrets.token_hex(16), secrets.token_urlsafe(32)
+    folder, key = settings.folder, secrets.token_urlsafe(32)
     architecture = read_checkpoint(folder).architecture
     context = min(architecture.max_positions, SGLANG_CONTEXT)
-    engine = settings.engine(context, replicas, token)
-    with Scratch("environment") as logs:
-
-        def launch(number: int, weights: Path, version: str) -> ServerProcess:
-            log_path = Path(logs) / f"sampler-{number}.log"
-            return start_engine(engine, number, weights, log_path=log_path, version=version)
-
-        def connect(url: str) -> SamplerClient:
-            return SamplerClient(url, token=token, request_timeout_s=TIMEOUT_S)
-
-        engines = Engines(MODEL, folder, "0", num_replicas=replicas, launch=launch, connect=connect)
+    with Scratch("environment") as logs, socket.create_server((LOOPBACK, 0), backlog=1024) as listener:
+        fleet = fleet_of(settings, context, replicas, logs=Path(logs), name=MODEL)
         model = ServedModel(
             name=MODEL,
             tokens=TokenText(folder),
             renderer=load_renderer(folder),
-            backend=engines,
+            backend=fleet,
             context_length=context,
             vocab_size=architecture.vocab_size,
-            is_sglang=engine.engine == "sglang",
+            is_sglang=settings.config.engine == "sglang",
         )
         limits = Limits(max_waiting=1 << 20, request_timeout_s=TIMEOUT_S)
-        listener = socket.create_server((LOOPBACK, 0), backlog=1024)
         config = uvicorn.Config(
             application({MODEL: model}, limits=limits, keys=[key]),
             http=WholeRequests, log_level="warning", lifespan="off", access_log=False, log_config=None,
@@ -240,11 +225,10 @@ async def _served(settings: SamplerSettings, replicas: int) -> AsyncIterator[tup
         server = uvicorn.Server(config)
         server.install_signal_handlers = lambda: None  # type: ignore[attr-defined] # the worker has its own
         try:
-            await engines.start()
+            await fleet.start(replicas)
             serving = asyncio.create_task(server._serve(sockets=[listener]))
             yield f"http://{LOOPBACK}:{listener.getsockname()[1]}/v1", key
             server.should_exit = True
             await serving
         finally:
-            await engines.close()
-            listener.close()
+            await fleet.end()

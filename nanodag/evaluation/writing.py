@@ -9,7 +9,6 @@ import asyncio
 import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,16 +18,15 @@ import torch
 
 from nanodag.config.derive_sampler import REPLICA_FLOPS, SGLANG_STATIC, SHARE_OF_HOST
 from nanodag.config.kinds.evaluation import EvalSamplerConfig
+from nanodag.engines.fleet import Fleet
+from nanodag.engines.start import ServerProcess, cache_tokens, start_engine
 from nanodag.host.machine import visible_gpus
 from nanodag.host.scratch import Scratch
-from nanodag.inference.cache_size import token_bytes
 from nanodag.inference.client import SamplerClient
-from nanodag.inference.engine_process import EngineSettings, start_engine
-from nanodag.inference.number_formats import DTYPES, width_of
+from nanodag.inference.engine_settings import EngineSettings
+from nanodag.inference.number_formats import DTYPES
 from nanodag.inference.protocol import Completion, Request
-from nanodag.inference.sampler_process import ServerProcess
 from nanodag.inference.sglang_install import Device
-from nanodag.inference.sglang_process import CONTEXT_RESERVE
 from nanodag.model.architecture import check_sglang, read_checkpoint
 from nanodag.sampler.engine import Engine
 
@@ -42,7 +40,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class SamplerSettings:
-    """Of the samplers of one model. config: derived. threads: that this stage may use."""
+    """Settings of the samplers of one model. config: derived. threads: that this stage may use."""
 
     folder: Path
     precision: str
@@ -52,25 +50,19 @@ class SamplerSettings:
 
     @property
     def is_exact(self) -> bool:
-        """Whether an answer is the same whatever is written beside it."""
+        """True when an answer is the same whatever is written beside it."""
         return self.device == "cpu" and self.config.engine == "embedded"
 
     def engine(self, context: int, replicas: int, token: str) -> EngineSettings:
-        """What their processes are started with."""
-        config, a = self.config, read_checkpoint(self.folder).architecture
+        """Description of each of so many replicas."""
+        config, dtype = self.config, DTYPES[self.precision]
         assert config.engine != "auto"  # derived
         if config.engine == "sglang":
             check_sglang(self.folder, context, "sampler.engine")
-        each = token_bytes(
-            num_layers=a.num_layers,
-            num_kv_heads=a.num_kv_heads,
-            head_width=a.head_dim,
-            element_bytes=width_of(self.precision),
-        )
         return EngineSettings(
             engine=config.engine,
             device=self.device,
-            dtype=DTYPES[self.precision],
+            dtype=dtype,
             max_batch=int(config.max_batch),
             context_length=context,
             threads=max(1, self.threads // replicas),
@@ -80,7 +72,7 @@ class SamplerSettings:
             deterministic=self.is_exact,
             python=config.python,
             tensor_parallel=config.tensor_parallel,
-            cache_tokens=max(int(config.cache_bytes) // each, context + CONTEXT_RESERVE),
+            cache_tokens=cache_tokens(self.folder, cache_bytes=int(config.cache_bytes), dtype=dtype, context=context),
             # Of what is free then, on a GPU: all of it, as the cache is bounded, but for SGLang's graphs.
             memory_fraction=SGLANG_STATIC if self.device == "cuda" else SHARE_OF_HOST,
             options={"skip-tokenizer-init": False, **config.options},  # it finds stop strings in the text
@@ -88,7 +80,7 @@ class SamplerSettings:
 
 
 class AnswerWriter(Protocol):
-    """What writes answers. context: prompt and answer together, in tokens. num_replicas: samplers."""
+    """A writer of answers. context: prompt and answer together, in tokens. num_replicas: samplers."""
 
     context: int
     num_replicas: int
@@ -115,7 +107,7 @@ def start_sampler(settings: SamplerSettings, *, context: int, flops: float) -> A
 
 
 def replicas_for(settings: SamplerSettings, flops: float) -> int:
-    """How many samplers a benchmark gets: one for each GPU, or tensor_parallel of them, that this process may use; on a
+    """Number of samplers of a benchmark: one for each GPU, or tensor_parallel of them, that this process may use; on a
     CPU as the config says; and of embedded ones none that would cost more to start than it computes."""
     most = int(settings.config.replicas)
     if settings.device == "cuda":
@@ -180,59 +172,60 @@ class InProcess:
 
 
 class Replicas:
-    """Samplers that are processes."""
+    """Samplers that are processes. One that dies is started again, and what it was asked is asked again."""
 
     def __init__(self, settings: SamplerSettings, context: int, count: int) -> None:
         self.context, self.num_replicas = context, count
-        self._max_batch, self._token = int(settings.config.max_batch), secrets.token_hex(16)
-        self._vocab_size = read_checkpoint(settings.folder).architecture.vocab_size
+        self._max_batch = int(settings.config.max_batch)
         self._logs = Scratch("evaluation")
-        self._servers: list[ServerProcess] = []
-        engine = settings.engine(context, count, self._token)
-        with ThreadPoolExecutor(count) as pool:
-            starting = [pool.submit(self._start, engine, number, settings.folder) for number in range(count)]
+        self.fleet = fleet_of(settings, context, count, logs=self._logs.path)
+        self._runner = asyncio.Runner()
         try:
-            for future in starting:
-                future.result()
+            self._runner.run(self.fleet.start(count))
         except BaseException:
             self.close()
             raise
 
-    def _start(self, engine: EngineSettings, number: int, folder: Path) -> None:
-        log_path = Path(self._logs.name) / f"sampler-{number}.log"
-        self._servers.append(start_engine(engine, number, folder, log_path=log_path))
-
     def write(self, requests: Sequence[Request], on_written: OnWritten) -> None:
         """As AnswerWriter says."""
-        asyncio.run(self._write(requests, on_written))
+        self._runner.run(self._write(requests, on_written))
 
     async def _write(self, requests: Sequence[Request], on_written: OnWritten) -> None:
         waiting = deque(enumerate(requests))
 
-        async def work(client: SamplerClient) -> None:
+        async def work() -> None:
             while waiting:
                 number, request = waiting.popleft()
-                ((completion,),) = await client.generate([request])
+                ((completion,),) = await self.fleet.generate([request])
                 on_written(number, completion)
 
-        clients = [
-            SamplerClient(
-                server.url,
-                token=self._token,
-                request_timeout_s=REQUEST_TIMEOUT_S,
-                vocab_size=self._vocab_size,
-                context_length=self.context,
-            )
-            for server in self._servers
-        ]
+        working = [asyncio.ensure_future(work()) for _ in range(self._max_batch * self.num_replicas)]
         try:
-            await asyncio.gather(*(work(client) for _ in range(self._max_batch) for client in clients))
+            await asyncio.gather(*working)
         finally:
-            for client in clients:
-                await client.close()
+            for task in working:
+                task.cancel()
+            await asyncio.gather(*working, return_exceptions=True)
 
     def close(self) -> None:
         """As AnswerWriter says."""
-        for server in self._servers:
-            server.stop()
+        self._runner.run(self.fleet.end())
+        self._runner.close()
         self._logs.cleanup()
+
+
+def fleet_of(settings: SamplerSettings, context: int, count: int, *, logs: Path, name: str = "Sampler") -> Fleet:
+    """So many samplers of a model, not started yet. logs: their folder."""
+    token = secrets.token_hex(16)
+    engine = settings.engine(context, count, token)
+
+    def launch(number: int, folder: Path, version: str) -> ServerProcess:
+        return start_engine(engine.of_replica(number, folder, version), log_path=logs / f"sampler-{number}.log")
+
+    def connect(url: str) -> SamplerClient:
+        vocab_size = read_checkpoint(settings.folder).architecture.vocab_size
+        return SamplerClient(
+            url, token=token, request_timeout_s=REQUEST_TIMEOUT_S, vocab_size=vocab_size, context_length=context
+        )
+
+    return Fleet(model=settings.folder, version="0", launch=launch, connect=connect, name=name)

@@ -37,7 +37,7 @@ def silent(text: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class PackageEnvironment:
-    """Where a guest lives. name: of its folder. package: the distribution that it is for. listed: the list of pins.
+    """Environment of a guest. name: of its folder. package: the distribution that it is for. listed: the list of pins.
     variable: names the interpreter of one that exists. command: what makes it, for messages."""
 
     name: str
@@ -58,7 +58,7 @@ class PackageEnvironment:
         return [line for line in lines if "==" in line and line[0] != "#"]
 
     def is_installed(self, folder: Path) -> bool:
-        """Whether it was finished, from the list as it is now."""
+        """True when it was finished with the list as it is now."""
         mark = folder / MARK
         return mark.is_file() and mark.read_text() == self._digest()
 
@@ -113,7 +113,7 @@ class PackageEnvironment:
 
 
 def progress_of(lines: Sequence[str], total: int, num_unpacked: int = 0) -> str:
-    """How far pip is by what it has said: `package 3 of 146: numpy, 21.5 MB downloaded`. total: 0 where nobody knows
+    """Progress of pip by what it printed: `package 3 of 146: numpy, 21.5 MB downloaded`. total: 0 where nobody knows
     beforehand how many packages there are. num_unpacked: of those that are fetched and those that were there."""
     packages = [match[1] or match[2] for line in lines if (match := _PACKAGE.match(line))]
     of = f" of {total}" if total else ""

@@ -210,7 +210,7 @@ class _Running:
         await in_thread(lambda: self.child.wait(KILL_TIMEOUT_S))
 
     def end(self) -> str:
-        """How it ended, with the end of its log."""
+        """Its end in words, with the end of its log."""
         how = "it runs" if self.is_alive else f"it ended with code {self.child.code}{self.fault}"
         return f"{how}; the end of its log:\n{_end(self.child.tail(LOG_LINES))}"
 

@@ -243,13 +243,6 @@ def visible_gpus() -> list[str]:
     return ([found.index for found in _listed_gpus()] or ["0"]) if named is None else named
 
 
-def gpu_of_replica(number: int) -> str:
-    """The GPU of a sampler, of those that this process may use, as CUDA_VISIBLE_DEVICES names it: each has its own as
-    far as there are so many, then they share."""
-    gpus = visible_gpus()
-    return gpus[number % len(gpus)]
-
-
 def _gpus() -> tuple[Gpu | None, int]:
     """The weakest model of GPU that CUDA may use here, and how many GPUs."""
     listed, names = _listed_gpus(), _named_gpus()

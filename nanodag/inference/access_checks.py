@@ -1,4 +1,4 @@
-"""Who may ask a server of ours, and for how much: looked at before anything of a request's body is read. No torch.
+"""Checks on who may ask a server of ours, and for how much: made before anything of a request's body is read. No torch.
 
 A server on loopback is within reach of every process of the machine, and of every web page that a browser there shows.
 So: the Host must be this machine's (a name that a page made point here is refused), no request may come from a page of
@@ -20,7 +20,7 @@ OPEN_PATHS = ("/health", "/health_generate")
 
 
 def is_health(scope: Scope) -> bool:
-    """Whether a request asks for health only."""
+    """True when a request asks for health only."""
     return scope["path"] in OPEN_PATHS
 
 

@@ -11,14 +11,14 @@ LARGEST_FILE = 1 << 20
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server is. key_file: of the key that requests to it bear, "" for none."""
+    """Address of a server. key_file: of the key that requests to it bear, "" for none."""
 
     url: str
     key_file: str = ""
 
     @property
     def is_here(self) -> bool:
-        """Whether it is a server of this machine, by its address."""
+        """True when it is a server of this machine, by its address."""
         host = urlsplit(self.url).hostname or ""
         return host in ("localhost", "::1") or host.startswith(LOOPBACK.partition(".")[0] + ".")
 
@@ -40,8 +40,8 @@ def parse_address(text: str) -> Address:
 
 
 def read_addresses(path: Path) -> list[Address]:
-    """Those of a file, one a line; empty lines and comments are passed over. Raises ValueError with the line that is
-    wrong, OSError where it cannot be read."""
+    """Addresses of a file, one a line; empty lines and comments are passed over. Raises ValueError with the line that
+    is wrong, OSError where it cannot be read."""
     found: list[Address] = []
     with path.open(encoding="utf-8", errors="replace") as file:
         lines = file.read(LARGEST_FILE).splitlines()

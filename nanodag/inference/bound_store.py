@@ -7,7 +7,7 @@ from torch.distributed import TCPStore
 
 
 class BoundStore(TCPStore):
-    """Where ranks find each other. Arguments as of TCPStore; who is master listens on `host_name` and nowhere else."""
+    """Store where ranks find each other. Arguments as of TCPStore; the master listens on `host_name` alone."""
 
     def __init__(
         self, host_name: str, port: int, world_size: int | None = None, is_master: bool = False, *rest: Any, **more: Any

@@ -4,6 +4,7 @@ SLOT_UNIT = 64
 """Slots of the embedded engine are whole multiples of so many tokens: deterministic attention takes them at a time."""
 PREFILL_TOKENS = 1024
 """Tokens of prompts that the embedded engine runs together."""
+DEFAULT_CACHE_BYTES = 2 << 30
 
 
 def token_bytes(*, num_layers: int, num_kv_heads: int, head_width: int, element_bytes: int) -> int:

@@ -19,7 +19,7 @@ import aiohttp
 from pydantic_core import from_json
 
 from nanodag.errors import BadRequest, NanodagError, SamplerError, SamplerLost
-from nanodag.inference.feed import FeedReader, lines
+from nanodag.inference.multiplexed_stream import FeedReader, lines
 from nanodag.inference.protocol import (
     Completion,
     MemoryTag,
@@ -100,8 +100,7 @@ class SamplerClient:
     @property
     def _http(self) -> aiohttp.ClientSession:
         """Made at first use: it belongs to the event loop that it is made in. No proxy of the environment is used."""
-        if self.is_closed:
-            raise SamplerLost(f"the connection to {self.url} was closed")
+        self._check_open()
         if self._session is None:
             connector = AskingAgain(limit=0, keepalive_timeout=KEEPALIVE_EXPIRY_S)
             self._session = aiohttp.ClientSession(connector=connector, timeout=self._timeout, headers=self._headers)
@@ -126,7 +125,7 @@ class SamplerClient:
         return [[next(remaining) for _ in range(request.params.n)] for request in requests]
 
     async def prompt_ids(self, text: str) -> list[int]:
-        """What the sampler's own tokenizer makes of a text."""
+        """Tokens that the sampler's own tokenizer makes of a text."""
         params = params_to_wire(SamplingParams(max_new_tokens=1))
         body = {"text": text, "sampling_params": params, "return_logprob": True, "logprob_start_len": 0}
         return list(completion_from_wire(from_json(await self._call("POST", "/generate", body))).prompt_ids)
@@ -204,7 +203,7 @@ class SamplerClient:
         await self._call("POST", "/end_weight_update", {})
 
     async def fingerprints(self) -> list[dict[str, str]]:
-        """Of the weights that it holds, by tensor name; one dict a rank. See ``sampler/fingerprints.py``."""
+        """Fingerprints of its weights, by tensor name; one dict a rank. See ``sampler/fingerprints.py``."""
         answer = await self._call("POST", "/weights_checker", {"action": "checksum"})
         with self._understood("/weights_checker"):
             return [dict(rank["checksums"]) for rank in from_json(answer)["ranks"]]
@@ -260,11 +259,11 @@ class SamplerClient:
         return await self._is_well("/health_generate" if generates else "/health")
 
     async def model_info(self) -> dict[str, Any]:
-        """What the sampler says of its model: model_path, weight_version and more."""
+        """Table of its model: model_path, weight_version and more."""
         return await self._table(TABLES[0])
 
     async def server_info(self) -> dict[str, Any]:
-        """What the sampler says of itself: dtype, context_length, version and more."""
+        """Table of the sampler itself: dtype, context_length, version and more."""
         return await self._table(TABLES[1])
 
     async def _table(self, path: str) -> dict[str, Any]:
@@ -297,12 +296,17 @@ class SamplerClient:
 
     async def _is_well(self, path: str) -> bool:
         """Over a connection of its own: one that was open may have been lost."""
+        self._check_open()
         own = aiohttp.ClientSession(connector=AskingAgain(), timeout=self._timeout, headers=self._headers)
         try:
             async with own, own.get(self.url + path, allow_redirects=False) as response:
                 return response.status == OK
         except LOST as error:
             raise self._lost(path, error) from error
+
+    def _check_open(self) -> None:
+        if self.is_closed:
+            raise SamplerLost(f"the connection to {self.url} was closed")
 
     def check(self, request: Request) -> None:
         """Raise BadRequest for what is outside of vocab_size or context_length."""

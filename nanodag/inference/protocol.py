@@ -1,4 +1,4 @@
-"""What goes over the wire between a trainer and a sampler: SGLang's HTTP protocol, as far as it is used here.
+"""The wire protocol between a trainer and a sampler: SGLang's over HTTP, as far as it is used here.
 
 The models accept exactly what the embedded sampler honours; any other field is refused, never ignored. ``Request`` and
 ``Completion`` are the same for a sampler in this process (``engine.Engine``), the embedded server and SGLang.
@@ -71,7 +71,7 @@ def _ids(value: Any) -> Any:
 
 
 class SamplingParams(Wire):
-    """How a prompt is continued. Defaults are SGLang's."""
+    """Settings with which a prompt is continued. Defaults are SGLang's."""
 
     max_new_tokens: Annotated[int, Field(ge=0)] | None = 128
     """None: as many as the context has room for. 0: the prompt is scored, and nothing is sampled."""

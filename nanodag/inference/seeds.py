@@ -1,4 +1,4 @@
-"""What samples are drawn with."""
+"""Seeds that samples are drawn with."""
 
 import hashlib
 

@@ -1,4 +1,4 @@
-"""What a server's process finds in its environment: who started it, and the token that requests must bear.
+"""Environment variables of a server's process: who started it, and the token that requests must bear.
 
 SGLang's environment loads this file too: standard library only.
 """

@@ -36,12 +36,12 @@ def requirements(device: Device) -> Path:
 
 
 def default_folder(device: Device) -> Path:
-    """Where the environment lies unless it is said."""
+    """Default folder of the environment."""
     return environment(device).folder
 
 
 def is_installed(folder: Path, device: Device) -> bool:
-    """Whether the environment was finished, from the list as it is now."""
+    """True when the environment was finished, from the list as it is now."""
     return environment(device).is_installed(folder)
 
 

@@ -1,4 +1,4 @@
-"""What goes over the wire about weights: the bodies of SGLang's endpoints, as far as the embedded sampler honours them.
+"""The wire protocol of weights: the bodies of SGLang's endpoints, as far as the embedded sampler honours them.
 
 Source: sgl-project/sglang 0.5.23, python/sglang/srt/managers/io_struct.py and srt/weight_sync/tensor_bucket.py.
 """

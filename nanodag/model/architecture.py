@@ -131,12 +131,12 @@ def cpu_layer_fits(*, width: int, head_dim: int, mlp_width: int) -> bool:
     return not any(size % LAYER_UNIT for size in (width, head_dim // 2, mlp_width))
 
 
-def check_same_shape(folder: ModelFolder, wanted: Architecture) -> None:
+def check_same_shape(folder: ModelFolder, architecture: Architecture) -> None:
     """Raise BadRequest where a folder's weights are not of this shape. Their longest context may be another."""
     differing = [
-        f"{name} {getattr(folder.architecture, name)} instead of {getattr(wanted, name)}"
+        f"{name} {getattr(folder.architecture, name)} instead of {getattr(architecture, name)}"
         for name in Architecture.__dataclass_fields__
-        if name != "max_positions" and getattr(folder.architecture, name) != getattr(wanted, name)
+        if name != "max_positions" and getattr(folder.architecture, name) != getattr(architecture, name)
     ]
     if differing:
         raise BadRequest(f"the checkpoint in {folder.path} is of another shape: {', '.join(differing)}")

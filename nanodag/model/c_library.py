@@ -63,9 +63,9 @@ def _processor() -> str:
     information = Path("/proc/cpuinfo")
     if not information.exists():
         return platform.platform() + platform.processor()
-    wanted = ("model name", "flags", "Features", "CPU part")
+    fields = ("model name", "flags", "Features", "CPU part")
     lines = information.read_text(encoding="utf-8", errors="replace").split("\n\n")[0].splitlines()
-    return "\n".join(line for line in lines if line.startswith(wanted))
+    return "\n".join(line for line in lines if line.startswith(fields))
 
 
 def on_threads(work: Callable[[int, int], None]) -> None:

@@ -36,10 +36,10 @@ def judge_items(
 ) -> list[JudgedItem]:
     """Judge a model's answers to items of a task. data: all of the task's, of which few-shot examples are drawn;
     numbers: those that are asked. `score` is called once, for no questions where there are no numbers."""
-    asked = [_questions(document, max_positions, task, data, number) for number in numbers]
-    scored = iter(score([question for questions, _ in asked for question in questions]))
+    items = [_questions(document, max_positions, task, data, number) for number in numbers]
+    scored = iter(score([question for questions, _ in items for question in questions]))
     judged: list[JudgedItem] = []
-    for number, (questions, is_too_long) in zip(numbers, asked, strict=True):
+    for number, (questions, is_too_long) in zip(numbers, items, strict=True):
         answers = [answer for _ in questions for answer in next(scored)]
         lengths = [len(answer) for question in questions for answer in question.answers]
         is_right = bool(questions) and _judge(task, data[number], answers, lengths)
@@ -53,14 +53,14 @@ def _questions(
     """Questions that score one item: one with all choices, or one for each context, or one answer, nothing where
     an answer alone is too long; and whether a prompt is too long."""
     tokens = [tuple(document(prompt)) for prompt in prompts_of(task, data, number)]
-    wanted = tokens[1:] if task.kind == "language_modeling" else tokens
-    is_too_long = max(map(len, wanted)) > max_positions
+    texts = tokens[1:] if task.kind == "language_modeling" else tokens
+    is_too_long = max(map(len, texts)) > max_positions
     if task.kind == "schema":
         shared = _common([ids[::-1] for ids in tokens])
         split = [(ids[: len(ids) - shared], ids[len(ids) - shared :]) for ids in tokens]
     else:
         shared = _common(tokens)
-        split = [(ids[:shared], ids[shared:]) for ids in wanted]
+        split = [(ids[:shared], ids[shared:]) for ids in texts]
         if not is_too_long:
             return [Question(split[0][0], tuple(answer for _, answer in split))], False
     if max(len(answer) for _, answer in split) >= max_positions:

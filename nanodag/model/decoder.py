@@ -112,14 +112,14 @@ class Head(nn.Module):
         if want == "logits":
             return functional.linear(hidden, self.weight)
         assert targets is not None
-        flat, wanted = hidden.flatten(0, 1), targets.flatten()
+        flat, labels = hidden.flatten(0, 1), targets.flatten()
         if want == "loss":
-            return cross_entropy_sum(flat, self.weight, wanted, places=places)
+            return cross_entropy_sum(flat, self.weight, labels, places=places)
         if want == "all_logprobs":
-            return selected_logprobs(flat, self.weight, wanted, temperature=temperature, with_entropy=True)
-        chosen = (wanted != IGNORED).nonzero().squeeze(1)
+            return selected_logprobs(flat, self.weight, labels, temperature=temperature, with_entropy=True)
+        chosen = (labels != IGNORED).nonzero().squeeze(1)
         return selected_logprobs(
-            flat.index_select(0, chosen), self.weight, wanted[chosen], temperature=temperature, with_entropy=True
+            flat.index_select(0, chosen), self.weight, labels[chosen], temperature=temperature, with_entropy=True
         )
 
 

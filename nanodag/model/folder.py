@@ -39,35 +39,35 @@ def load(folder: Path, *, compiled: bool = False, activation_checkpointing: bool
     """
     architecture = read_checkpoint(folder).architecture
     model = Decoder(architecture, compiled=compiled, activation_checkpointing=activation_checkpointing)
-    wanted = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     loaded_names = set()
     for path in weight_files(folder):
         with safe_open(str(path), framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - not a dict
                 if name == "lm_head.weight" and architecture.tied:
                     continue
-                if name not in wanted:
+                if name not in parameters:
                     raise ConfigError(f"{path} holds {name}, which a {architecture.model_type} model does not have.")
                 tensor = file.get_tensor(name)
-                if tensor.shape != wanted[name].shape:
+                if tensor.shape != parameters[name].shape:
                     raise ConfigError(
                         f"{name} in {path} has shape {tuple(tensor.shape)}; "
-                        f"config.json says {tuple(wanted[name].shape)}."
+                        f"config.json says {tuple(parameters[name].shape)}."
                     )
-                wanted[name].data.copy_(tensor)
+                parameters[name].data.copy_(tensor)
                 loaded_names.add(name)
-    if missing := sorted(set(wanted) - loaded_names):
+    if missing := sorted(set(parameters) - loaded_names):
         raise ConfigError(f"{folder} lacks {counted(len(missing), 'tensor')}, the first is {missing[0]}.")
     return model
 
 
 def read_tensors(folder: Path, names: Sequence[str]) -> list[Tensor]:
     """Some tensors of a Hugging Face directory, on the CPU. Raises KeyError for one that it does not hold."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for path in weight_files(folder):
         with safe_open(str(path), framework="pt") as file:
-            found |= {name: file.get_tensor(name) for name in set(names) & set(file.keys())}
-    return [found[name] for name in names]
+            tensors |= {name: file.get_tensor(name) for name in set(names) & set(file.keys())}
+    return [tensors[name] for name in names]
 
 
 def write_folder(

@@ -26,6 +26,6 @@ def generation_config(tokenizer: Path, config: Mapping[str, Any]) -> dict[str, A
     encoding = Encoding(tokenizer)
     bos, pad = encoding.named("bos_token"), encoding.named("pad_token")
     by_tokenizer = {"bos_token_id": bos, "pad_token_id": next(iter(ends), None) if pad is None else pad}
-    found = {name: token_id for name, token_id in by_tokenizer.items() if token_id is not None}
+    named = {name: token_id for name, token_id in by_tokenizer.items() if token_id is not None}
     settings.pop("_from_model_config", None)  # with it transformers 4 takes config.json's ids instead
-    return {**found, **settings, **({"eos_token_id": ends} if ends else {})}
+    return {**named, **settings, **({"eos_token_id": ends} if ends else {})}

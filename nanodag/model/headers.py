@@ -79,7 +79,7 @@ def head_parameters(folder: Path) -> int:
     multiplied with."""
     shapes = tensor_shapes(folder)
     name = "lm_head.weight" if "lm_head.weight" in shapes else "embed_tokens"
-    return num_elements({found: shape for found, shape in shapes.items() if name in found})
+    return num_elements({tensor: shape for tensor, shape in shapes.items() if name in tensor})
 
 
 def matrix_parameters(folder: Path) -> int:

@@ -115,21 +115,21 @@ def score_questions(
     batches = in_batches(questions, micro_batch_tokens=micro_batch_tokens, max_positions=max_positions)
     scores: list[list[AnswerScore]] = [[] for _ in questions]
     known = [None if kept is None else kept.get(_key(batch)) for batch in batches]
-    computed = _each_batch(models, [batch for batch, found in zip(batches, known, strict=True) if found is None])
+    computed = _each_batch(models, [batch for batch, rows in zip(batches, known, strict=True) if rows is None])
     num_done = 0
     for batch, before in zip(batches, known, strict=True):
         if before is not None:
-            found = [[AnswerScore(*one) for one in row] for row in before]
+            rows = [[AnswerScore(*answer) for answer in row] for row in before]
         else:
-            found = next(computed)
-            if not all(math.isfinite(one.logprob) for row in found for one in row):
+            rows = next(computed)
+            if not all(math.isfinite(answer.logprob) for row in rows for answer in row):
                 raise TrainingDiverged(
                     "The model's log-probabilities are not finite: its weights have diverged or are damaged, so there "
                     "is nothing to score. Evaluate an earlier checkpoint, or train it again with a lower rate."
                 )
             if kept is not None:
-                kept.add({_key(batch): [[(one.logprob, one.is_greedy) for one in row] for row in found]})
-        for (index, _), row_scores in zip(batch.questions, found, strict=True):
+                kept.add({_key(batch): [[(answer.logprob, answer.is_greedy) for answer in row] for row in rows]})
+        for (index, _), row_scores in zip(batch.questions, rows, strict=True):
             scores[index] = row_scores
         num_done += len(batch.questions)
         on_batch(num_done, batch.num_tokens)
@@ -244,27 +244,27 @@ def _score_targets(weight: Tensor, hidden: Tensor, rows: Tensor, targets: Tensor
     for start in range(0, len(hidden), size):
         logits = times_transposed(hidden[start : start + size], weight)  # (n, V)
         chosen = ((rows >= start) & (rows < start + size)).nonzero()[:, 0]
-        places, wanted = (rows[chosen] - start).to(logits.device), targets[chosen].to(logits.device)
+        places, tokens = (rows[chosen] - start).to(logits.device), targets[chosen].to(logits.device)
         first, logsumexp = likeliest(logits)
-        logprobs[chosen] = (logits[places, wanted].float() - logsumexp[places]).cpu()
-        greedy[chosen] = (first[places] == wanted).cpu()
+        logprobs[chosen] = (logits[places, tokens].float() - logsumexp[places]).cpu()
+        greedy[chosen] = (first[places] == tokens).cpu()
     return logprobs.tolist(), greedy.tolist()
 
 
 def batch_of(questions: list[tuple[int, Question]]) -> QuestionBatch:
     """Questions with their numbers as one row: a tree of those that begin alike, each beside the next one."""
-    asked: list[tuple[int, int, tuple[int, ...]]] = []  # number of the tree, first token that predicts, what is read
+    reads: list[tuple[int, int, tuple[int, ...]]] = []  # number of the tree, first token that predicts, what is read
     tree, before = 0, questions[0][1]
     for _, question in questions:
         tree += question is not before and not _num_shared(before, question)
-        asked += [(tree, len(question.context) - 1, (*question.context, *answer[:-1])) for answer in question.answers]
+        reads += [(tree, len(question.context) - 1, (*question.context, *answer[:-1])) for answer in question.answers]
         before = question
-    texts = sorted({(tree, read) for tree, _, read in asked})
+    texts = sorted({(tree, read) for tree, _, read in reads})
     parts, part_of = _parts(texts)
     starts = np.cumsum([0, *(end - begin for _, begin, end, _ in parts)])
     number_of = dict(zip(texts, part_of, strict=True))
     predict_at = [
-        place for tree, first, read in asked for place in _places(parts, starts, number_of[tree, read], first)
+        place for tree, first, read in reads for place in _places(parts, starts, number_of[tree, read], first)
     ]
     return QuestionBatch(
         questions=questions,
@@ -309,13 +309,13 @@ def _parts(texts: Sequence[tuple[int, tuple[int, ...]]]) -> tuple[list[Part], li
 
 def _places(parts: Sequence[Part], starts: np.ndarray, number: int, first: int) -> list[int]:
     """Places of the tokens of a text, from its token `first` on. number: its last part. starts: of each part."""
-    found: list[range] = []
+    runs: list[range] = []
     while True:
         _, begin, end, behind = parts[number]
         start = int(starts[number])
-        found.append(range(start + max(first - begin, 0), start + end - begin))
+        runs.append(range(start + max(first - begin, 0), start + end - begin))
         if begin <= first:
-            return [place for places in reversed(found) for place in places]
+            return [place for places in reversed(runs) for place in places]
         number = behind
 
 

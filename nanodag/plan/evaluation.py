@@ -11,9 +11,8 @@ from nanodag.config.model_size import ModelSize
 from nanodag.evaluation.forms import is_written
 from nanodag.inference.number_formats import width_of
 from nanodag.plan import host_memory
-from nanodag.plan.case import Case, Formula, S
+from nanodag.plan.case import Case, Formula, S, memory_faults
 from nanodag.plan.host_memory import verifiers_processes
-from nanodag.plan.memory import memory_faults
 from nanodag.plan.sampling import PlannedSamplers, planned_samplers
 from nanodag.plan.sizes import Sizes, bytes_per_token, core_items, core_tokens, held_out_share
 from nanodag.plan.speeds import EVALUATION_START_S, PARSED_BYTES_S, SGLANG_START_S
@@ -88,7 +87,6 @@ def plan_evaluation(case: Case[EvalStage]) -> StagePlan:
         return case.plan(read_bytes=read, notes=("its model is not known yet",))
     model, samplers, tokens = case.model, samplers_of(case), _tokens(case)
     flops = tokens.all * model.forward_flops(_context(model))
-    seconds, cpu_seconds = _seconds(case, samplers, tokens)
     on_disk = int(4 * read) + host_memory.MB
     return case.plan(
         parameters=model.total,
@@ -101,8 +99,7 @@ def plan_evaluation(case: Case[EvalStage]) -> StagePlan:
         longest_prompt=model.max_positions - max(map(stage.answer_tokens, stage.benchmarks)) if samplers else None,
         disk_bytes=on_disk,
         kept_bytes=on_disk,
-        seconds=seconds,
-        cpu_seconds=cpu_seconds,
+        seconds=_seconds(case, samplers, tokens),
         share=case.devices(str(stage.precision), 1).shares.likelihood,
     )
 
@@ -239,19 +236,16 @@ def _context(model: ModelSize) -> int:
     return min(CONTEXT, model.max_positions // 2)
 
 
-def _seconds(
-    case: Case[EvalStage], samplers: PlannedSamplers | None, tokens: _Tokens
-) -> tuple[float | None, float | None]:
-    """Seconds by the clock, and of a CPU's cores."""
+def _seconds(case: Case[EvalStage], samplers: PlannedSamplers | None, tokens: _Tokens) -> float | None:
     stage, model, is_on_gpu = case.stage, case.model, case.device == "cuda"
     precision, engine = str(stage.precision), str(stage.sampler.engine)
     devices = case.devices(precision, 1 if is_on_gpu else int(stage.resources.threads), engine)
     if not devices.peak:
-        return None, None
+        return None
     rate = devices.shares.likelihood * devices.peak
     sources = [b.source for b in stage.benchmarks if b.source is not None]
-    start = EVALUATION_START_S[case.device] + case.sizes.in_memory(sources) / PARSED_BYTES_S
-    context, seconds = _context(model), start
+    context = _context(model)
+    seconds = EVALUATION_START_S[case.device] + case.sizes.in_memory(sources) / PARSED_BYTES_S
     seconds += ITEM_S * sum(items_of(benchmark, case.sizes) for benchmark in stage.benchmarks)
     seconds += (tokens.scored + tokens.prompts) * model.forward_flops(context) / rate
     if samplers is not None:
@@ -265,9 +259,9 @@ def _seconds(
             at_once=max(1, samplers.at_once // count),
         )
         if decoding is None:
-            return None, None
+            return None
         seconds += decoding + (SGLANG_START_S if is_on_gpu and engine == "sglang" else 0.0)
-    return seconds, None if is_on_gpu else start + (seconds - start) * devices.count
+    return seconds
 
 
 EVALUATION = Formula(plan_evaluation, faults_of_evaluation)

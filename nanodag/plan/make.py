@@ -12,8 +12,7 @@ from nanodag.errors import ConfigError
 from nanodag.errors.words import counted, size
 from nanodag.host.machine import Machine
 from nanodag.own_code.functions import function_at
-from nanodag.plan.case import Case, Formula, case_of
-from nanodag.plan.memory import device_room, host_room, memory_faults
+from nanodag.plan.case import Case, Formula, case_of, device_room, host_room, memory_faults
 from nanodag.plan.stage_plan import Fault, StagePlan
 
 
@@ -68,7 +67,7 @@ class Plan:
 def plan_of(pipeline: Pipeline, machine: Machine, *, stages: Collection[str] = (), price_per_hour: float = 0.0) -> Plan:
     """The plan of a resolved pipeline. stages: those that are to be run; all unless given."""
     plans = [
-        _beside(pipeline, _planned(pipeline, case_of(pipeline, name, machine)), machine, stages)
+        _beside(pipeline, _planned(pipeline, case_of(pipeline, name, machine)), stages)
         for name in order_of(pipeline)
         if not stages or name in stages
     ]
@@ -98,27 +97,17 @@ def _planned(pipeline: Pipeline, case: Case[StageBase]) -> StagePlan:
     return replace(plan, faults=unmeant)
 
 
-def _beside(pipeline: Pipeline, plan: StagePlan, machine: Machine, stages: Collection[str]) -> StagePlan:
-    """The plan of a stage that runs on a CPU while another trains the same model on: at a low priority, it has the
-    cores that the other's ranks leave, or its share of all where they leave none."""
+def _beside(pipeline: Pipeline, plan: StagePlan, stages: Collection[str]) -> StagePlan:
+    """The plan of a stage that runs on a CPU, at a low priority, while another trains the same model on."""
     stage = pipeline.stages[plan.name]
-    if plan.device != "cpu" or plan.cpu_seconds is None or plan.seconds is None:
-        return plan
-    if not find_kind(stage.kind).is_beside:
-        return plan
-    others = [
-        int(other.resources.num_ranks)
-        for name, other in pipeline.stages.items()
-        if other.inputs.get("model") == stage.inputs["model"]
+    others = [other for name, other in pipeline.stages.items() if not stages or name in stages]
+    is_beside = find_kind(stage.kind).is_beside and any(
+        other.inputs.get("model") == stage.inputs["model"]
         and find_kind(other.kind).trains
-        and other.resources.device == "cpu"
-        and (not stages or name in stages)
-    ]
-    if not others:
-        return plan
-    ranks = max(others)
-    share = max(machine.cores - ranks, machine.cores / (ranks + 1))
-    return replace(plan, seconds=max(plan.seconds, plan.cpu_seconds / share), is_beside=True)
+        and plan.device == other.resources.device == "cpu"
+        for other in others
+    )
+    return replace(plan, is_beside=is_beside)
 
 
 def _gpus(plan: StagePlan, machine: Machine) -> Sequence[Fault]:

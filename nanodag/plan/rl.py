@@ -9,14 +9,13 @@ from nanodag.config.derive_hardware import state_of
 from nanodag.config.footprint import activations, head_memory, working
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.kinds.select import SelectStage
-from nanodag.config.rl_evaluation import HELD_OUT
+from nanodag.config.rl_sections import HELD_OUT
 from nanodag.errors.words import size
 from nanodag.inference.number_formats import width_of
 from nanodag.plan import host_memory
-from nanodag.plan.case import Case, Formula
+from nanodag.plan.case import Case, Formula, memory_faults
 from nanodag.plan.evaluation import items_of, prompt_of
 from nanodag.plan.host_memory import programs_of
-from nanodag.plan.memory import memory_faults
 from nanodag.plan.sampling import PlannedSamplers, planned_samplers
 from nanodag.plan.sizes import Sizes, held_out_share
 from nanodag.plan.speeds import PARSED_BYTES_S, RL_STEP_S, START_S, Devices
@@ -73,7 +72,6 @@ def plan_rl(case: Case[RLStage]) -> StagePlan:
     stage, model, rollout, precision = case.stage, case.model, case.stage.rollout, str(case.stage.optimizer.precision)
     samplers, step = samplers_of(case), step_of(case)
     flops = steps * (step.trained * model.training_flops(step.length) + step.sampled * model.forward_flops(step.length))
-    seconds, cpu_seconds = seconds_of(case, samplers, step)
     trainer, sampler = _by_placement(stage, _trainer(case), samplers.process)
     controller = {"process": host_memory.CONTROLLER, "data": case.sizes.held_to_read(stage.data)}
     beside = [Process(name="controller", host=controller)]
@@ -93,8 +91,7 @@ def plan_rl(case: Case[RLStage]) -> StagePlan:
         longest_prompt=min(int(stage.sampler.context), model.max_positions) - rollout.max_new_tokens,
         disk_bytes=_disk(case) + files,
         kept_bytes=artifact_bytes(model, precision) + files,
-        seconds=seconds,
-        cpu_seconds=cpu_seconds,
+        seconds=seconds_of(case, samplers, step),
         share=_trainers(case).shares.trainer,
         notes=_notes(stage, step, programs),
     )
@@ -197,14 +194,14 @@ def _trainers(case: Case[RLStage]) -> Devices:
     return case.devices(str(case.stage.optimizer.precision), int(resources.num_ranks) * threads)
 
 
-def seconds_of(case: Case[RLStage], samplers: PlannedSamplers, step: Step) -> tuple[float | None, float | None]:
+def seconds_of(case: Case[RLStage], samplers: PlannedSamplers, step: Step) -> float | None:
     """Seconds by the clock, sampling and training one after the other: where they run at the same time they share the
-    device; and of a CPU's cores. None where servers of others sample, or the GPU is not known."""
+    device. None where servers of others sample, or the GPU is not known."""
     stage, model, optimizer = case.stage, case.model, case.stage.optimizer
     count = samplers.process.count if stage.has_samplers else 0
     trainers, evaluated = _trainers(case), _evaluated(case, step)
     if (stage.has_samplers and not count) or not trainers.peak:
-        return None, None
+        return None
     trained = stage.num_steps * step.trained * (optimizer.epochs_per_step if stage.has_trainer else 0)
     passes = 4 / 3 if stage.algorithm.has_reference else 1.0
     passes += 1 / 3 if optimizer.activation_checkpointing else 0.0
@@ -222,12 +219,11 @@ def seconds_of(case: Case[RLStage], samplers: PlannedSamplers, step: Step) -> tu
             at_once=max(1, samplers.at_once // count),
         )
         if decoding is None:
-            return None, None
+            return None
         read = stage.num_steps * prompts_a_step(stage) * step.prompt + evaluated.read
         sampling = decoding + read * model.forward_flops(step.length) / (devices.shares.likelihood * devices.peak)
     start = START_S[case.device] + case.sizes.in_memory(stage.data) / PARSED_BYTES_S
-    seconds = start + sampling + training + stage.num_steps * RL_STEP_S[case.device]
-    return seconds, seconds * max(trainers.count, count) if case.device == "cpu" else None
+    return start + sampling + training + stage.num_steps * RL_STEP_S[case.device]
 
 
 def _notes(stage: RLStage, step: Step, programs: Sequence[Process]) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from nanodag.config.derive_sampler import SGLANG_STATIC
-from nanodag.config.footprint import embedded_sampler, sampler_weights
+from nanodag.config.footprint import embedded_buffers
 from nanodag.config.kinds.evaluation import EvalSamplerConfig
 from nanodag.config.model_size import ModelSize
 from nanodag.config.rl_parts import SamplerConfig
@@ -55,7 +55,7 @@ def planned_samplers(
         whole = machine.gpu.memory if device == "cuda" and machine.gpu is not None else machine.memory
         share = int(memory_fraction * whole)
         held = {
-            "weights": sampler_weights(model.parameters, precision) // parallel,
+            "weights": width * model.total // parallel,
             "cache": room,
             "graphs and activations": share - int(SGLANG_STATIC * share),
         }
@@ -64,16 +64,11 @@ def planned_samplers(
         tokens = slot_tokens(context)
         needed = tokens * token
         slots = min(slots, room // needed)
-        held = embedded_sampler(
-            model.shape,
-            model.vocabulary,
-            model.parameters,
-            precision=precision,
-            slots=slots,
-            context=tokens,
-            takes_weights=takes_weights,
-        )
-        held["cache"] = slots * needed
+        held = {
+            "weights": (2 if takes_weights else 1) * width * model.total,
+            "logits and buffers": embedded_buffers(model.shape, model.vocabulary, slots, tokens),
+            "cache": slots * needed,
+        }
         filled = slots * min(needed, slot_tokens(math.ceil(used)) * token)
     cpu = {"cache": filled, "process": host_memory.SAMPLER}
     process = host_memory.computing(

@@ -5,8 +5,7 @@ from nanodag.config.kinds.report import MAX_SEARCHED, ReportStage
 from nanodag.config.kinds.tokenizer import TokenizerStage
 from nanodag.config.stage_base import StageBase
 from nanodag.plan import host_memory
-from nanodag.plan.case import Case, Formula
-from nanodag.plan.memory import memory_faults
+from nanodag.plan.case import Case, Formula, memory_faults
 from nanodag.plan.speeds import PARSED_BYTES_S
 from nanodag.plan.stage_plan import Fault, Process, StagePlan
 
@@ -38,7 +37,6 @@ def plan_tokenizer(case: Case[TokenizerStage]) -> StagePlan:
         disk_bytes=200 * stage.vocabulary,
         kept_bytes=200 * stage.vocabulary,
         seconds=seconds,
-        cpu_seconds=seconds,
     )
 
 
@@ -62,7 +60,6 @@ def plan_import(case: Case[ImportStage]) -> StagePlan:
         disk_bytes=weights,
         kept_bytes=weights or 0,
         seconds=SHORT_S + (weights or 0) / (DOWNLOAD_BYTES_S if is_far else COPIED_BYTES_S),
-        cpu_seconds=SHORT_S + (weights or 0) / COPIED_BYTES_S,
         notes=() if total is not None else ("its model is not known yet",),
     )
 
@@ -83,7 +80,6 @@ def plan_report(case: Case[ReportStage]) -> StagePlan:
         disk_bytes=5 * host_memory.MB,
         kept_bytes=5 * host_memory.MB,
         seconds=seconds,
-        cpu_seconds=seconds,
     )
 
 

@@ -67,7 +67,7 @@ class StagePlan:
     rounds. flops: model FLOPs of all devices. read_bytes: text or rows that the stage reads. processes: what runs
     on a node at once. at_once: samples decoded together. longest_prompt: tokens that fit beside the longest answer.
     disk_bytes: artifact and checkpoints at their most. kept_bytes: the artifact, which stays. seconds: by the
-    clock, with no other run on the machine. cpu_seconds: of all cores that it holds on a CPU. share: of the peak,
+    clock, with no other run on the machine. share: of the peak,
     for its main work. is_beside: it runs while another stage trains, and adds nothing to the run's time. num_gpus:
     of a node, that it holds and its processes share. notes: what was assumed.
     """
@@ -86,7 +86,6 @@ class StagePlan:
     disk_bytes: int | None = None
     kept_bytes: int = 0
     seconds: float | None = None
-    cpu_seconds: float | None = None
     share: float | None = None
     is_beside: bool = False
     num_gpus: int = 0

@@ -17,8 +17,7 @@ from nanodag.config.supervised import SupervisedStage
 from nanodag.errors.words import counted
 from nanodag.inference.number_formats import width_of
 from nanodag.plan import host_memory
-from nanodag.plan.case import Case, Formula
-from nanodag.plan.memory import memory_faults
+from nanodag.plan.case import Case, Formula, memory_faults
 from nanodag.plan.sizes import CORE_CONTEXT, bytes_per_token, core_items, core_tokens, held_out_share
 from nanodag.plan.speeds import PACKED_TOKENS_S, PARSED_BYTES_S, START_S, Devices
 from nanodag.plan.stage_plan import Fault, Process, StagePlan
@@ -44,7 +43,6 @@ def plan_supervised(case: Case[SupervisedStage]) -> StagePlan:
     model, resources, precision = case.model, stage.resources, str(stage.precision)
     flops = None if tokens is None else float(tokens) * model.training_flops(stage.sequence_length)
     read = None if tokens is None else int((tokens + _validated(stage)) * bytes_per_token(model.vocabulary))
-    seconds, cpu_seconds = _seconds(case, steps)
     states = num_states(model.parameters, stage.optimizer.name, model.total)
     checkpoint = 4 * (model.total + states) + (4 * model.total if stage.patience else 0)
     return case.plan(
@@ -57,8 +55,7 @@ def plan_supervised(case: Case[SupervisedStage]) -> StagePlan:
         num_gpus=int(resources.num_ranks) // resources.num_nodes if case.device == "cuda" else 0,
         disk_bytes=(stage.keep_checkpoints + 1) * checkpoint + artifact_bytes(model, precision),
         kept_bytes=artifact_bytes(model, precision),
-        seconds=seconds,
-        cpu_seconds=cpu_seconds,
+        seconds=_seconds(case, steps),
         share=_devices(case).shares.training,
         notes=tuple(notes),
     )
@@ -134,12 +131,11 @@ def artifact_bytes(model: ModelSize, precision: str) -> int:
     return width_of(precision) * model.total + 100 * model.vocabulary
 
 
-def _seconds(case: Case[SupervisedStage], steps: int | None) -> tuple[float | None, float | None]:
-    """Seconds by the clock, and of a CPU's cores."""
+def _seconds(case: Case[SupervisedStage], steps: int | None) -> float | None:
     stage, model, resources = case.stage, case.model, case.stage.resources
     devices = _devices(case)
     if steps is None or not devices.peak:
-        return None, None
+        return None
     tokens, peak, shares = steps * int(stage.batch_tokens), devices.peak, devices.shares
     held_out = case.sizes.held_out_tokens(stage.data, model.vocabulary, is_chat=stage.is_chat)
     validated = stage.validation_tokens if held_out is None else min(stage.validation_tokens, held_out)
@@ -148,8 +144,7 @@ def _seconds(case: Case[SupervisedStage], steps: int | None) -> tuple[float | No
     computing = worked * model.training_flops(stage.sequence_length) / (shares.training * peak)
     scoring = _core_tokens(stage, model, steps) * model.forward_flops(CORE_CONTEXT) / (shares.likelihood * peak)
     start = START_S[case.device] + case.sizes.in_memory(stage.data) / PARSED_BYTES_S
-    seconds = start + max(computing, tokens / (int(resources.num_ranks) * PACKED_TOKENS_S)) + scoring
-    return seconds, seconds * devices.count if case.device == "cpu" else None
+    return start + max(computing, tokens / (int(resources.num_ranks) * PACKED_TOKENS_S)) + scoring
 
 
 def _devices(case: Case[SupervisedStage]) -> Devices:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanodag.config.resolve import leaves
-from nanodag.config.rl_evaluation import HELD_OUT
+from nanodag.config.rl_sections import HELD_OUT
 from nanodag.errors.words import duration, size, tries
 from nanodag.evaluation.paired import read_records
 from nanodag.report import words

@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 ROOT = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
 END_TIMEOUT_S = 1.0
+LEFT_AFTER_S = 60.0  # a group that is in use has a process long before
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,7 @@ def parent() -> Path | None:
     except OSError:
         return None
     is_whole = all((tried / name).exists() for name in ("memory.max", "pids.max", "cgroup.kill"))
+    _sweep(above)
     # To move a process needs the right to write here, not only below.
     may_move = os.access(above / "cgroup.procs", os.W_OK)
     _remove(tried)
@@ -100,8 +102,16 @@ def candidate(root: Path, membership: str) -> Path | None:
     return above if {"memory", "pids"} <= set(on) else None
 
 
+def _sweep(above: Path) -> None:
+    """Remove the empty groups that starters which were killed have left."""
+    for path in above.glob("nanodag-*"):
+        with suppress(OSError):  # it has processes, or is gone
+            if time.time() - path.stat().st_mtime > LEFT_AFTER_S:
+                path.rmdir()
+
+
 def in_force() -> str:
-    """What bounds the processes of a program together, in words."""
+    """Bound of a program's processes together, in words."""
     folder = parent()
     return f"cgroups in {folder}" if folder else "limits of each process and a watch, as no cgroup can be made"
 
@@ -113,6 +123,8 @@ def _remove(path: Path) -> None:
     while True:
         try:
             path.rmdir()
+            return
+        except FileNotFoundError:  # another process has swept it
             return
         except OSError as error:
             if time.monotonic() > deadline:

@@ -1,29 +1,39 @@
-"""Code: the program passes the prompt's tests, run in a sandbox."""
+"""Code: the program in an answer passes the prompt's tests, run in a sandbox.
 
+An answer's program is a function or a whole program, fenced or not, with prose around it or none.
+"""
+
+import ast
+import re
 import time
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from nanodag.registry import entry
-from nanodag.rewards.programs import program_of
 from nanodag.rewards.reward import Reward
 from nanodag.rewards.sandbox import run_python
-from nanodag.rewards.tested import Verdict, run_tests
+from nanodag.rewards.sandboxed_tests import Verdict, run_tests
 
 BUDGET_S = 6.0  # for all tests of a sample, below the default of reward_timeout_s: a program that hangs is wrong
+_FENCED = re.compile(
+    r"^[ \t]*```[ \t]*(?:python3?|py)?[ \t]*\r?\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE | re.I
+)
+_BEGINS = re.compile(r"(?:async[ \t]+def|def|class|import|from)\b|@")
+MAX_CUTS = 400  # lines that may stand behind a program without a fence
 
 
 @entry("reward", "code", needs_sandbox=True, least_timeout_s=7.0, reads_metadata=("tests",))
 def code(prompt: Mapping[str, Any], completion: str) -> Reward:
     """1 when every test passes; the component `tests` is the share of the assertions that hold.
 
-    The program is what the completion gives (nanodag.rewards.programs). The prompt's `metadata.tests` is a list, of
+    The program is what the completion gives (`program_of`). The prompt's `metadata.tests` is a list, of
     `{"input": text, "output": text}` for programs that read and print (blanks at the ends of lines aside), or of Python
     text with assertions of any form. `metadata.entry_point` names the function that `check(candidate)` tests.
     `metadata.before` is what stands before the answer, as in HumanEval. Tests run apart from the program
-    (nanodag.rewards.inside): it gets the calls and never what is wanted, and a verdict of its own means nothing. All
-    tests together have BUDGET_S seconds. Raises ValueError for a prompt without tests, or with some that cannot be
-    judged.
+    (nanodag.rewards.sandboxed_tests): it gets the calls and never what is wanted, and a verdict of its own means
+    nothing. All tests together have BUDGET_S seconds. Raises ValueError for a prompt without tests, or with some that
+    cannot be judged.
     """
     metadata = prompt["metadata"]
     program = program_of(completion, before=metadata.get("before", ""), entry_point=metadata.get("entry_point", ""))
@@ -32,7 +42,7 @@ def code(prompt: Mapping[str, Any], completion: str) -> Reward:
 
 
 def judge(prompt: Mapping[str, Any], program: str) -> Verdict:
-    """What becomes of a program, empty for none, in the prompt's tests. Raises ValueError as `code` does."""
+    """Test a program, empty for none, by the prompt's tests. Raises ValueError as `code` does."""
     metadata = prompt["metadata"]
     tests = metadata.get("tests")
     if not tests:
@@ -58,7 +68,7 @@ def judge(prompt: Mapping[str, Any], program: str) -> Verdict:
 
 
 def _prints(program: str, test: Mapping[str, str], deadline: float) -> Verdict:
-    """Whether a program that gets the input prints the output."""
+    """Run a program on the input, and compare what it prints with the output."""
     left_s = deadline - time.monotonic()
     if not program or left_s <= 0:
         return Verdict(0, 1, "TimeoutError: no time was left" if program else "the answer has no program")
@@ -74,3 +84,63 @@ def _prints(program: str, test: Mapping[str, str], deadline: float) -> Verdict:
 
 def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+def program_of(answer: str, *, before: str = "", entry_point: str = "") -> str:
+    """The program that an answer gives; empty where there is none that is Python.
+
+    Of several fenced blocks it is the last that makes entry_point, else the last. A block that is not closed, as in an
+    answer that was cut off, goes to the end. Without a fence the answer is taken whole, else from its first line of
+    code to the last one with which it is Python. before: what stands in front of it, as in HumanEval. An answer that
+    makes entry_point itself goes below it, any other one goes on where it ends.
+    """
+    blocks = _FENCED.findall(answer)
+    if blocks:
+        making = [block for block in blocks if _makes(block, entry_point)]
+        return _joined(before, (making or blocks)[-1], entry_point)
+    return _joined(before, answer, entry_point) or _joined(before, _code_in_prose(answer), entry_point)
+
+
+def is_python(text: str) -> bool:
+    """True when a text is a program, and not an empty one."""
+    tree = _tree(text)
+    return tree is not None and bool(tree.body)
+
+
+def _joined(before: str, text: str, entry_point: str) -> str:
+    """One program, empty where it is not Python. An empty text is no program."""
+    joined = f"{before}\n{text}" if before and _makes(text, entry_point) else before + text
+    return joined if text.strip() and is_python(joined) else ""
+
+
+def _makes(text: str, name: str) -> bool:
+    """True when a program makes a function, class or variable of that name."""
+    tree = _tree(text) if name else None
+    for node in tree.body if tree else ():
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name == name:
+            return True
+        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
+            return True
+    return False
+
+
+def _code_in_prose(answer: str) -> str:
+    lines = answer.splitlines(keepends=True)
+    start = next((number for number, line in enumerate(lines) if _BEGINS.match(line)), None)
+    if start is None:
+        return ""
+    for end in range(len(lines), max(start, len(lines) - MAX_CUTS), -1):
+        # A program does not end in a line of prose, and most ends are found without parsing.
+        if lines[end - 1].strip() and _tree(text := "".join(lines[start:end])):
+            return text
+    return ""
+
+
+def _tree(text: str) -> ast.Module | None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of invalid escapes
+            compile(text, "<answer>", "exec", dont_inherit=True)  # finds a `return` outside of a function, too
+            return ast.parse(text)
+    except (SyntaxError, ValueError, MemoryError, RecursionError):  # ValueError: a null byte
+        return None

@@ -1,11 +1,190 @@
-"""Following instructions that a program can check: the rules of IFEval."""
+"""Following instructions that a program can check: IFEval's rules, one function an instruction.
 
-from collections.abc import Mapping
+A rule is `fn(text, **arguments) -> bool`, arguments as in the dataset.
+
+Source of what each means: IFEval, arXiv:2311.07911, table 1, and the dataset's own wording. text has at least one
+character that is no blank. A reward is optimised, so some ask more than lm-eval's, which only measure: a keyword is a
+whole word; a placeholder, a section and a postscript say something, and P.P.S. is no P.S.; exactly one of the allowed
+answers is given; JSON is an object or a list; something follows the repeated request.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nanodag.registry import entry
-from nanodag.rewards.ifeval_rules import RULES
 from nanodag.rewards.reward import Reward
+
+_CONSTRAINED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
+_SENTENCE_END = re.compile(r"[.!?]+[\"')\]]*(?:\s+|$)")
+
+
+def _compare(found: int, relation: str, number: int) -> bool:
+    match relation:
+        case "at least":
+            return found >= number
+        case "less than":
+            return found < number
+    raise ValueError(f"the relation {relation!r} is neither 'at least' nor 'less than'")
+
+
+def _times(text: str, word: str) -> int:
+    return len(re.findall(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE))
+
+
+def keywords_exist(text: str, *, keywords: Sequence[str]) -> bool:
+    return all(_times(text, word) for word in keywords)
+
+
+def keyword_frequency(text: str, *, keyword: str, frequency: int, relation: str) -> bool:
+    return _compare(_times(text, keyword), relation, frequency)
+
+
+def forbidden_words(text: str, *, forbidden_words: Sequence[str]) -> bool:
+    return not any(_times(text, word) for word in forbidden_words)
+
+
+def letter_frequency(text: str, *, letter: str, let_frequency: int, let_relation: str) -> bool:
+    return _compare(text.lower().count(letter.lower()), let_relation, let_frequency)
+
+
+def number_sentences(text: str, *, num_sentences: int, relation: str) -> bool:
+    sentences = [part for part in _SENTENCE_END.split(text) if any(map(str.isalnum, part))]
+    return _compare(len(sentences), relation, num_sentences)
+
+
+def number_words(text: str, *, num_words: int, relation: str) -> bool:
+    return _compare(len(re.findall(r"\w+", text)), relation, num_words)
+
+
+def number_paragraphs(text: str, *, num_paragraphs: int) -> bool:
+    """Divided by ***; none of them empty, save before the first and after the last divider."""
+    parts = [part.strip() for part in re.split(r"\s?\*\*\*\s?", text)]
+    inner = parts[1:-1] if len(parts) > 1 else []
+    return all(inner) and sum(map(bool, parts)) == num_paragraphs
+
+
+def first_word_of_paragraph(text: str, *, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
+    """Divided by an empty line; counted from 1."""
+    paragraphs = [part.strip() for part in re.split(r"\n\n", text) if part.strip()]
+    if len(paragraphs) != num_paragraphs or nth_paragraph > num_paragraphs:
+        return False
+    word = re.match(r"[\"']*([^\s.,?!\"']*)", paragraphs[nth_paragraph - 1])
+    return word is not None and word.group(1).lower() == first_word.lower()
+
+
+def number_placeholders(text: str, *, num_placeholders: int) -> bool:
+    return len(re.findall(r"\[[^\[\]]+\]", text)) >= num_placeholders
+
+
+def postscript(text: str, *, postscript_marker: str) -> bool:
+    """A line that begins with the marker (P.S., P.P.S), blanks between its letters or not, and says something."""
+    marker = r"\s?".join(re.escape(letter) + r"\.?" for letter in postscript_marker if letter.isalpha())
+    return re.search(rf"^\s*{marker}[\s:]*\w", text, re.IGNORECASE | re.MULTILINE) is not None
+
+
+def number_bullets(text: str, *, num_bullets: int) -> bool:
+    """Exactly so many lines that begin with `* ` or `-`."""
+    return len(re.findall(r"^\s*(?:\*(?!\*)|-)[ \t]*[^\s*-]", text, re.MULTILINE)) == num_bullets
+
+
+def constrained_response(text: str) -> bool:
+    """Exactly one of the three answers that the instruction allows."""
+    return sum(text.count(answer) for answer in _CONSTRAINED) == 1
+
+
+def highlighted_sections(text: str, *, num_highlights: int) -> bool:
+    """*so* or **so**, with something between the marks; bullets are none."""
+    double = re.findall(r"\*\*([^\n*]+)\*\*", text)
+    single = re.findall(r"\*([^\n*]+)\*", re.sub(r"\*\*[^\n*]*\*\*", "", text))
+    return sum(bool(part.strip()) for part in double + single) >= num_highlights
+
+
+def multiple_sections(text: str, *, section_spliter: str, num_sections: int) -> bool:
+    """At least so many headings `Section 1`, each followed by text."""
+    parts = re.split(rf"\s?{re.escape(section_spliter)}\s?\d+\s?", text)
+    return sum(bool(part.strip(" \t\n:.-")) for part in parts[1:]) >= num_sections
+
+
+def json_format(text: str) -> bool:
+    """All of it is one JSON object or list, in a fenced block or not."""
+    bare = re.sub(r"^```(?:json|JSON|Json)?\s*\n?|\n?```$", "", text.strip())
+    try:
+        return isinstance(json.loads(bare), dict | list)
+    except (ValueError, RecursionError):
+        return False
+
+
+def title(text: str) -> bool:
+    """<<a title>> with something in it."""
+    return any(part.strip("<> \t") for part in re.findall(r"<<([^\n]+?)>>", text))
+
+
+def two_responses(text: str) -> bool:
+    """Two that differ, divided by ******."""
+    parts = [part.strip() for part in text.split("******")]
+    inner = [part for place, part in enumerate(parts) if part or 0 < place < len(parts) - 1]
+    return len(inner) == 2 and all(inner) and inner[0] != inner[1]
+
+
+def repeat_prompt(text: str, *, prompt_to_repeat: str) -> bool:
+    """Begins with the request, word for word, and something follows."""
+    wanted, given = prompt_to_repeat.strip().lower(), text.strip().lower()
+    return given.startswith(wanted) and len(given) > len(wanted)
+
+
+def end_phrase(text: str, *, end_phrase: str) -> bool:
+    return text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+
+
+def quotation(text: str) -> bool:
+    bare = text.strip()
+    return len(bare) > 2 and bare[0] == bare[-1] == '"'
+
+
+def capital_words(text: str, *, capital_frequency: int, capital_relation: str) -> bool:
+    return _compare(sum(word.isupper() for word in re.findall(r"[\w'-]+", text)), capital_relation, capital_frequency)
+
+
+def all_capital(text: str) -> bool:
+    return text.isupper()
+
+
+def all_lowercase(text: str) -> bool:
+    return text.islower()
+
+
+def no_comma(text: str) -> bool:
+    return "," not in text and "，" not in text
+
+
+RULES: dict[str, Callable[..., bool]] = {
+    "keywords:existence": keywords_exist,
+    "keywords:frequency": keyword_frequency,
+    "keywords:forbidden_words": forbidden_words,
+    "keywords:letter_frequency": letter_frequency,
+    "length_constraints:number_sentences": number_sentences,
+    "length_constraints:number_words": number_words,
+    "length_constraints:number_paragraphs": number_paragraphs,
+    "length_constraints:nth_paragraph_first_word": first_word_of_paragraph,
+    "detectable_content:number_placeholders": number_placeholders,
+    "detectable_content:postscript": postscript,
+    "detectable_format:number_bullet_lists": number_bullets,
+    "detectable_format:constrained_response": constrained_response,
+    "detectable_format:number_highlighted_sections": highlighted_sections,
+    "detectable_format:multiple_sections": multiple_sections,
+    "detectable_format:json_format": json_format,
+    "detectable_format:title": title,
+    "combination:two_responses": two_responses,
+    "combination:repeat_prompt": repeat_prompt,
+    "startend:end_checker": end_phrase,
+    "startend:quotation": quotation,
+    "change_case:capital_word_frequency": capital_words,
+    "change_case:english_capital": all_capital,
+    "change_case:english_lowercase": all_lowercase,
+    "punctuation:no_comma": no_comma,
+}
 
 
 @entry("reward", "instruction_following", reads_metadata=("instruction_id_list", "kwargs"))

@@ -2,17 +2,12 @@
 
 The file (docs/how-to/reward.md) says whom to ask, how, and what a score looks like. A reply is parsed strictly: the
 last line that begins with the file's `label` must be a number within the range, and there may be one such line only.
-Replies are kept by what was asked and who was, so that a stage that goes on pays once.
 """
 
-import hashlib
-import json
-import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import httpx
@@ -21,18 +16,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from nanodag.data.records import message_text
 from nanodag.errors import ConfigError
-from nanodag.host.folders import cache_folder
 from nanodag.registry import entry
-from nanodag.rewards.remote import get_json, post_json
+from nanodag.rewards.remote import post_json
 from nanodag.rewards.reward import Reward, plain_number
 
 ASKED_AT_ONCE = 16
-PLACES = ("question", "conversation", "reference", "response")
 MAX_FILE_BYTES = 1 << 20
 
 
 class Price(BaseModel):
-    """Of a million tokens, in any currency."""
+    """Price of a million tokens, in any currency."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -41,7 +34,7 @@ class Price(BaseModel):
 
 
 class JudgeFile(BaseModel):
-    """What a prompt file says. Unknown keys are refused."""
+    """Content of a prompt file. Unknown keys are refused."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -59,8 +52,6 @@ class JudgeFile(BaseModel):
     max_tokens: int = Field(256, ge=1)
     temperature: float = Field(0.0, ge=0)
     price: Price = Price()
-    labelled: str = ""
-    """JSON lines of {"question", "response", "score"} and perhaps "reference", scored by people."""
     timeout_s: float = Field(60.0, gt=0)
 
     @model_validator(mode="after")
@@ -93,8 +84,7 @@ def read_judge(path: str) -> JudgeFile:
 class Judge:
     """Asks the model of one file. The value goes from 0 (`lowest`) to 1 (`highest`).
 
-    Components: price, of this sample; kept, 1 where its reply was known; agreement, where there is a labelled set: the
-    share of its pairs of different scores that the judge orders alike, 0.5 for chance.
+    The component `price` is what this sample cost.
     """
 
     def __init__(self, path: str) -> None:
@@ -106,11 +96,6 @@ class Judge:
             except (OSError, UnicodeDecodeError) as error:
                 raise ConfigError(f"The judge's key_file cannot be read: {error}") from error
         self._client = httpx.Client(timeout=self._file.timeout_s, headers=headers)
-        self._kept = _Kept(cache_folder() / "judged.sqlite")
-        self._identity: list[Any] | None = None
-        self._agreement: float | None = None
-        if self._file.labelled:
-            self._agreement = self._agreed(_labelled(self._file.labelled))
 
     def __call__(self, prompt: Mapping[str, Any], completion: str) -> Reward:
         """The reward of one answer. Raises ValueError with the reason."""
@@ -121,53 +106,18 @@ class Judge:
 
     def score_batch(self, samples: Sequence[tuple[Mapping[str, Any], str]]) -> list[Reward | str]:
         """The reward of each sample, or the reason why it has none."""
-        return self._all([(_places(prompt), text) for prompt, text in samples])
-
-    def _all(self, samples: Sequence[tuple[Mapping[str, str], str]]) -> list[Reward | str]:
-        # Asked here, not when the process is started: a server that is lost then fails samples, and not the stage.
-        if self._identity is None:
-            try:
-                self._identity = self._behind_the_name()
-            except httpx.HTTPError as error:
-                return [self._why(error)] * len(samples)
         with ThreadPoolExecutor(ASKED_AT_ONCE) as threads:
             return list(threads.map(self._judged, samples))
 
-    def _judged(self, sample: tuple[Mapping[str, str], str]) -> Reward | str:
-        places, response = sample
+    def _judged(self, sample: tuple[Mapping[str, Any], str]) -> Reward | str:
+        prompt, response = sample
+        file, url = self._file, f"{self._file.url.rstrip('/')}/chat/completions"
         try:
-            value, components = self._score(places, response)
+            reply = _reply_of(post_json(self._client, url, self._asked(_places(prompt), response)))
+            paid = (reply["input"] * file.price.input + reply["output"] * file.price.output) / 1e6
+            return Reward(score_in(reply["text"], file), {"price": paid})
         except (httpx.HTTPError, ValueError) as error:
-            return self._why(error)
-        if self._agreement is not None:
-            components["agreement"] = self._agreement
-        return Reward(value, components)
-
-    def _why(self, error: Exception) -> str:
-        return f"the judge {self._file.model}: {error}"
-
-    def _score(self, places: Mapping[str, str], response: str) -> tuple[float, dict[str, float]]:
-        body = self._asked(places, response)
-        digest = hashlib.sha256(json.dumps([self._file.url, self._identity, body], sort_keys=True).encode()).hexdigest()
-        reply = self._kept.get(digest)
-        was_kept = reply is not None
-        if reply is None:
-            reply = _reply_of(post_json(self._client, f"{self._file.url.rstrip('/')}/chat/completions", body))
-        value = score_in(reply["text"], self._file)
-        if not was_kept:  # one that cannot be parsed is asked again
-            self._kept.put(digest, reply)
-        price = self._file.price
-        paid = 0.0 if was_kept else (reply["input"] * price.input + reply["output"] * price.output) / 1e6
-        return value, {"price": paid, "kept": float(was_kept)}
-
-    def _behind_the_name(self) -> list[Any]:
-        """The folder and version of the model's weights, where the server says them, as `nanodag serve` does: another
-        checkpoint under the same name is another judge. Raises httpx.HTTPError for a server that is lost."""
-        try:
-            card = get_json(self._client, f"{self._file.url.rstrip('/')}/models/{self._file.model}")
-        except ValueError:  # no JSON: it lists no models
-            return []
-        return [card.get("root"), card.get("weight_version")] if isinstance(card, dict) else []
+            return f"the judge {file.model}: {error}"
 
     def _asked(self, places: Mapping[str, str], response: str) -> dict[str, Any]:
         file = self._file
@@ -180,24 +130,10 @@ class Judge:
             "max_tokens": file.max_tokens,
         }
 
-    def _agreed(self, labelled: Sequence[tuple[Mapping[str, str], str, float]]) -> float:
-        found = self._all([(places, response) for places, response, _ in labelled])
-        if reasons := [outcome for outcome in found if isinstance(outcome, str)]:
-            raise ValueError(f"{len(reasons)} of {len(found)} labelled answers got no score: {reasons[0]}")
-        judged = [outcome.value for outcome in found if isinstance(outcome, Reward)]
-        return agreement(judged, [score for _, _, score in labelled])
-
 
 def filled(template: str, values: Mapping[str, str]) -> str:
     """The template with {name} replaced. What a value itself spells in braces stays as it is."""
-    rest, parts = template, list[str]()
-    while True:
-        found = [(rest.find("{" + name + "}"), name) for name in PLACES]
-        at, name = min((place for place in found if place[0] >= 0), default=(-1, ""))
-        if at < 0:
-            return "".join([*parts, rest])
-        parts += [rest[:at], values[name]]
-        rest = rest[at + len(name) + 2 :]
+    return re.sub(r"\{(question|conversation|reference|response)\}", lambda match: values[match[1]], template)
 
 
 def score_in(reply: str, file: JudgeFile) -> float:
@@ -209,45 +145,6 @@ def score_in(reply: str, file: JudgeFile) -> float:
     if number is None or not file.lowest <= number <= file.highest:
         raise ValueError(f"{lines[0]!r:.100} holds no number from {file.lowest:g} to {file.highest:g}")
     return (float(number) - file.lowest) / (file.highest - file.lowest)
-
-
-def agreement(judged: Sequence[float], given: Sequence[float]) -> float:
-    """The share of pairs with different given scores that are ordered alike; a pair that is judged equal counts half.
-
-    Raises ValueError where all given scores are equal.
-    """
-    pairs = [(i, j) for i in range(len(given)) for j in range(i) if given[i] != given[j]]
-    if not pairs:
-        raise ValueError("the labelled set has no two answers of different scores; add some")
-    signs = ((judged[i] - judged[j]) * (1 if given[i] > given[j] else -1) for i, j in pairs)
-    return fmean(1.0 if sign > 0 else 0.5 if sign == 0 else 0.0 for sign in signs)
-
-
-class _Kept:
-    """Replies by the digest of what was asked, in one file that several processes share."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        with self._open() as opened:
-            opened.execute("CREATE TABLE IF NOT EXISTS replies (digest TEXT PRIMARY KEY, reply TEXT NOT NULL)")
-
-    def get(self, digest: str) -> dict[str, Any] | None:
-        with self._open() as opened:
-            row = opened.execute("SELECT reply FROM replies WHERE digest = ?", (digest,)).fetchone()
-        return None if row is None else json.loads(row[0])
-
-    def put(self, digest: str, reply: Mapping[str, Any]) -> None:
-        with self._open() as opened:
-            opened.execute("INSERT OR IGNORE INTO replies VALUES (?, ?)", (digest, json.dumps(reply)))
-
-    @contextmanager
-    def _open(self) -> Iterator[sqlite3.Connection]:
-        opened = sqlite3.connect(self._path, timeout=30.0)
-        try:
-            with opened:  # commits
-                yield opened
-        finally:
-            opened.close()
 
 
 def _reply_of(answer: Any) -> dict[str, Any]:
@@ -269,7 +166,7 @@ def _reply_of(answer: Any) -> dict[str, Any]:
 
 
 def _places(prompt: Mapping[str, Any]) -> dict[str, str]:
-    """What stands for {question} (the last message of the user), {conversation} (all of them), {reference}."""
+    """Texts for {question} (the last message of the user), {conversation} (all of them), {reference}."""
     messages = prompt.get("messages") or []
     asked = [message_text(message) for message in messages if message.get("role") == "user"]
     return {
@@ -277,18 +174,3 @@ def _places(prompt: Mapping[str, Any]) -> dict[str, str]:
         "conversation": "\n\n".join(f"{message['role']}: {message_text(message)}" for message in messages),
         "reference": str(prompt.get("answer") or ""),
     }
-
-
-def _labelled(path: str) -> list[tuple[dict[str, str], str, float]]:
-    """Places, answers and people's scores. Raises ValueError with the line that is wrong."""
-    found = []
-    with open(path, encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                row = json.loads(line)
-                places = {"question": str(row["question"]), "reference": str(row.get("reference", ""))}
-                places["conversation"] = f"user: {places['question']}"
-                found.append((places, str(row["response"]), float(row["score"])))
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{path}, line {number}, is no labelled answer: {error!r:.100}") from error
-    return found

@@ -20,8 +20,7 @@ from nanodag.children.fork_server import Line
 from nanodag.errors import ConfigError
 from nanodag.own_code.user_frame import with_place
 from nanodag.rewards import time_limit
-from nanodag.rewards.reward import Reward
-from nanodag.rewards.weighted import weighted_sum
+from nanodag.rewards.reward import Reward, weighted_sum
 from nanodag.worker.children import ignore_stop_signals
 
 _FUNCTIONS: dict[str, Any] = {}  # that are loaded, by name

@@ -51,7 +51,7 @@ class Remote:
 
 
 def _may_pass(error: BaseException) -> bool:
-    """Whether a request that failed so may succeed when it is sent again."""
+    """True when a request that failed so may succeed when it is sent again."""
     if isinstance(error, httpx.HTTPStatusError):
         return error.response.status_code == 429 or error.response.status_code >= 500
     return isinstance(error, httpx.TransportError)
@@ -72,18 +72,11 @@ _again = retry(
 
 @_again
 def post_json(client: httpx.Client, url: str, body: Mapping[str, Any]) -> Any:
-    """What a server answers. Raises httpx.HTTPError for a request that failed at last, ValueError for no JSON."""
+    """POST a body; returns the server's answer. Raises httpx.HTTPError for a request that failed at last, ValueError
+    for no JSON."""
     response = client.post(url, json=body)
     response.raise_for_status()
     return response.json()
-
-
-@_again
-def get_json(client: httpx.Client, url: str) -> Any:
-    """What a server has there, None where it says that it has nothing. Raises httpx.TransportError for a server that
-    cannot be reached, ValueError for no JSON."""
-    response = client.get(url)
-    return response.json() if response.is_success else None
 
 
 def _reward_of(one: Any) -> Reward | str:

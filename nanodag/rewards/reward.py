@@ -1,6 +1,7 @@
-"""What a reward function returns, and the parsing that several of them share."""
+"""The result of a reward function, weighted sums of results, and the parsing that several rewards share."""
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
@@ -14,9 +15,9 @@ LARGEST = 1e9  # training computes in float32, where the square of what is above
 @dataclass(frozen=True, slots=True)
 class Reward:
     """value: what is trained on. components: named parts, each logged by itself. steps: of a process reward
-    (nanodag.rewards.step_reward): the end of each step, in characters of the completion, and its score. parsed: the
-    answer that was found in the completion, in a form in which equal answers are equal strings; empty where there is
-    none; None where the reward does not say."""
+    (nanodag.rewards.function_rewards): the end of each step, in characters of the completion, and its score. parsed:
+    the answer that was found in the completion, in a form in which equal answers are equal strings; empty where there
+    is none; None where the reward does not say."""
 
     value: float
     components: Mapping[str, float] = field(default_factory=dict)
@@ -47,3 +48,27 @@ def plain_number(text: str) -> Fraction | None:
         return Fraction(Decimal(bare.replace(",", "")))
     except InvalidOperation:
         return None
+
+
+def weighted_sum(weights: Mapping[str, float], rewards: Sequence[Reward]) -> Reward:
+    """The sum of weight * value over named rewards. Each unweighted value is the component of its name, and each
+    reward's own components follow it as `name_component`."""
+    components: dict[str, float] = {}
+    for label, reward in zip(labels(list(weights)), rewards, strict=True):
+        components[label] = reward.value
+        components |= {f"{label}_{name}": value for name, value in reward.components.items()}
+    total = sum(weight * reward.value for weight, reward in zip(weights.values(), rewards, strict=True))
+    return Reward(total, components)
+
+
+def labels(names: Sequence[str]) -> list[str]:
+    """A short word for each: its function for an import path, `remote` and `model` for those; `_2` for a second one."""
+    seen: Counter[str] = Counter()
+    short_names = []
+    for name in names:
+        path = name.removeprefix("group:")
+        prefix, _, function = path.partition(":")
+        short = function if function.isidentifier() and ("." in prefix or path != name) else prefix
+        seen[short] += 1
+        short_names.append(short if seen[short] == 1 else f"{short}_{seen[short]}")
+    return short_names

@@ -18,7 +18,7 @@ from nanodag import registry as entries
 from nanodag.children.child import start_child
 from nanodag.errors import ConfigError
 from nanodag.rewards import sandbox
-from nanodag.rewards.reported import REPORTED
+from nanodag.rewards.text_rewards import REPORTED
 
 START_TIMEOUT_S = 120.0
 END_TIMEOUT_S = 5.0
@@ -29,8 +29,8 @@ ASKED_TOGETHER = ("remote:", "judge:")  # rewards that another machine computes
 
 @dataclass(frozen=True, slots=True)
 class SampleReward:
-    """The reward of one sample. value None: it failed, and `error` says why. steps: as nanodag.rewards.step_reward has
-    them, None where the reward is of another kind."""
+    """The reward of one sample. value None: it failed, and `error` says why. steps: as
+    nanodag.rewards.function_rewards has them, None where the reward is of another kind."""
 
     value: float | None
     components: Mapping[str, float]

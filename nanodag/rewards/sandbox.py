@@ -71,7 +71,7 @@ exec(code, {"__name__": "__main__", "__builtins__": __builtins__})
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """What a program left. returncode: negative for a signal. timed_out: it was ended at the time limit. stdout and
+    """Result of a program. returncode: negative for a signal. timed_out: it was ended at the time limit. stdout and
     stderr: what they held at the end, at most MAX_OUTPUT_BYTES each."""
 
     stdout: str
@@ -82,7 +82,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Further:
-    """What a program sees and has beside the usual. read_only: folders, at their own paths. shown: files and sockets,
+    """Additions to a program's sandbox. read_only: folders, at their own paths. shown: files and sockets,
     and where it finds them. environment: variables. max_processes: threads count, too."""
 
     read_only: tuple[str, ...] = ()
@@ -215,7 +215,7 @@ def find_bwrap() -> str | None:
 
 def _why_not(candidate: Walls) -> str:
     """Why these walls do not work; empty when they do."""
-    if seccomp.filter_path() is None:
+    if not seccomp.filter_path().is_file():
         return f"there is no filter of system calls for {os.uname().machine}"
     try:
         tried = _run(candidate, "print('up')", timeout_s=30.0)
@@ -233,7 +233,7 @@ class _Started:
     is_bounded: bool
 
     def finished(self, ended: str, max_bytes: int) -> Finished:
-        """What it left, once _wait has said how it ended."""
+        """Result of the program. ended: what _wait returned."""
         stdout, stderr = (_text(self.folder / stream) for stream in ("stdout", "stderr"))
         if ended == "memory":
             stderr += f"\nMemoryError: its processes together took more than {_most_together(max_bytes)} bytes"
@@ -302,9 +302,7 @@ def _start(
     path = str(folder / "program.py")
     if behind is not None:
         source = stack.enter_context((folder / "program.py").open("rb"))
-        filter_path = seccomp.filter_path()
-        assert filter_path is not None  # _why_not has seen it
-        rules = stack.enter_context(filter_path.open("rb"))
+        rules = stack.enter_context(seccomp.filter_path().open("rb"))
         before, found = behind.showing([*further.read_only, *(path for path, _ in further.shown)])
         wanted = [*further.read_only, *(place for _, place in further.shown)]
         binds = [
@@ -336,7 +334,8 @@ def _start(
 
 
 def _options(behind: Walls, binds: Sequence[str], max_bytes: int, *, source: int, rules: int) -> list[str]:
-    """Of bubblewrap. binds: further ones. source, rules: open files of the program and the filter of system calls."""
+    """Options of bubblewrap. binds: further ones. source, rules: open files of the program and the filter of system
+    calls."""
     size = ["--size", str(max_bytes // TMP_SHARE)] if behind.is_sized else []
     # An older bubblewrap cannot bound a tmpfs: then nothing is written there.
     closed = ["/dev", "/"] if behind.is_sized else ["/tmp", "/dev/shm", "/dev", "/"]

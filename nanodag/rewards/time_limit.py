@@ -11,12 +11,12 @@ GRACE_S = 5.0
 
 
 def begin(limit_s: float) -> None:
-    """What is scored from now on has so many seconds."""
+    """Begin a limit of so many seconds."""
     signal.setitimer(signal.ITIMER_REAL, limit_s + GRACE_S)
 
 
 def end() -> None:
-    """It is scored."""
+    """End the limit."""
     signal.setitimer(signal.ITIMER_REAL, 0.0)
 
 

@@ -20,7 +20,7 @@ from nanodag.config.rl_entries import entries_in
 from nanodag.config.section import found_in
 from nanodag.config.trust import sources_in
 from nanodag.data.digests import file_sha256, folder_sha256
-from nanodag.data.sources import open_source
+from nanodag.data.opening import open_source
 from nanodag.errors import ConfigError, StageFailed, StageStopped, StoreBusy
 from nanodag.evaluation.forms import form_files
 from nanodag.host.machine import visible_gpus
@@ -93,9 +93,12 @@ def build_stage(
                 # Another process may have published it while this one waited.
                 artifact = None if force else run.store.lookup(key)
                 if artifact is None:
-                    left = max(0, max_restarts - restarts)
                     watch = Watch(
-                        on_line=on_line, on_metrics=on_metrics, stop=run.stop, restarts=restarts, restarts_left=left
+                        on_line=on_line,
+                        on_metrics=on_metrics,
+                        stop=run.stop,
+                        restarts=restarts,
+                        restarts_left=max(0, max_restarts - restarts),
                     )
                     artifact, waited_s = _build(run, name, inputs, key, sources, lock, watch)
                 run.store.discard_workspace(key)

@@ -21,7 +21,7 @@ from nanodag.config.kinds import find_kind, vouch_for
 from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.config.rl_checks import check_lora
 from nanodag.config.rl_entries import EntryConfig, entries_in
-from nanodag.config.rl_evaluation import PolicyBenchmarkConfig
+from nanodag.config.rl_sections import PolicyBenchmarkConfig
 from nanodag.config.section import found_in
 from nanodag.config.stage_base import ExternalInput
 from nanodag.config.tracking import SERVICES
@@ -29,10 +29,9 @@ from nanodag.data.adapters import kind_of, open_adapter
 from nanodag.data.config import SourceConfig, mixes_by_epochs
 from nanodag.data.core_tasks import find_files
 from nanodag.data.files import FileSource
-from nanodag.data.held_out import open_part
+from nanodag.data.opening import open_part, open_source
 from nanodag.data.question_form import asking, check_effect, with_names
 from nanodag.data.records import Kind
-from nanodag.data.sources import open_source
 from nanodag.data.urls import parse_url
 from nanodag.errors import ConfigError, MissingTool, NanodagError, SourceError
 from nanodag.evaluation.benchmark import asked_form
@@ -359,12 +358,12 @@ def _need_package(name: str) -> None:
         raise MissingTool(f"{name} is not installed; run: pip install 'nanodag[{name}]'")
 
 
-_RUNS_PROGRAMS = "nanodag.evaluation.code_answers.programs"
+_RUNS_PROGRAMS = "nanodag.evaluation.benchmark_functions.programs"
 _KIND_OF_READER: dict[str, Kind] = {
     "nanodag.evaluation.items.problems": "prompt",
     _RUNS_PROGRAMS: "prompt",
     "nanodag.evaluation.items.documents": "document",
-    "nanodag.evaluation.continuation.continuations": "document",
+    "nanodag.evaluation.items.continuations": "document",
 }
 
 

@@ -16,7 +16,7 @@ engine              continuous batching: Engine.generate for use in process
 engine_loop         the thread that runs an engine for the server
 in_flight           requests in flight, and the moments between them at which weights may change
 weight_group        the process group through which weights are broadcast
-generation_server   the HTTP application; ``python -m nanodag.sampler --model-path DIR``
+generation_server   the HTTP application; ``python -m nanodag.sampler JSON``
 weight_endpoints    its endpoints about weights
 trace_endpoints     its endpoints that trace the engine
 device              the memory that the process holds of its device, and a trace of its work

@@ -135,9 +135,9 @@ def likeliest(scores: Tensor, count: int) -> list[Top]:
 
 def _likeliest(scores: Tensor, rows: np.ndarray | None) -> np.ndarray:
     """(S,) int64: the best token of some rows, or of all."""
-    wanted = scores if rows is None else scores[torch.from_numpy(rows).to(scores.device)]
+    chosen = scores if rows is None else scores[torch.from_numpy(rows).to(scores.device)]
     # Several times faster than argmax on a CPU.
-    return wanted.max(dim=-1).indices.cpu().numpy()
+    return chosen.max(dim=-1).indices.cpu().numpy()
 
 
 def _gather(probabilities: Tensor, tokens: np.ndarray) -> np.ndarray:

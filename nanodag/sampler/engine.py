@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from nanodag.errors import BadRequest, SamplerError
-from nanodag.inference.cache_size import PREFILL_TOKENS, slot_tokens
+from nanodag.inference.cache_size import DEFAULT_CACHE_BYTES, PREFILL_TOKENS, slot_tokens
 from nanodag.inference.number_formats import DTYPES
 from nanodag.inference.protocol import Completion, FinishReason, MemoryTag, Request, check_request
 from nanodag.model.architecture import check_same_shape, read_checkpoint
@@ -29,7 +29,7 @@ from nanodag.sampler.device import give_back
 from nanodag.sampler.drawing import sample_key
 from nanodag.sampler.invariance import invariant_row_sizes
 from nanodag.sampler.model import SamplerModel
-from nanodag.sampler.sizes import DEFAULT_CACHE_BYTES, plan_cache, row_sizes
+from nanodag.sampler.sizes import plan_cache, row_sizes
 from nanodag.sampler.slots import ActiveRequest, ActiveSample, Listener, SlotTable, StreamPace, completion
 from nanodag.sampler.steps import CompiledSteps, TorchSteps
 from nanodag.sampler.text import Text
@@ -369,12 +369,12 @@ class Engine:
         num_active = len(self.table.active_rows)
         if not num_active:
             return
-        wanted = self.row_sizes[bisect_left(self.row_sizes, num_active)]
-        if wanted == self._num_rows():
+        num_rows = self.row_sizes[bisect_left(self.row_sizes, num_active)]
+        if num_rows == self._num_rows():
             return
         free = self.table.free_rows().tolist()
         for row in reversed(self.table.active_rows.tolist()):
-            if row < wanted:
+            if row < num_rows:
                 return
             target = free.pop(0)
             self._forget_row(target)

@@ -41,8 +41,8 @@ from nanodag.inference.protocol import (
 from nanodag.sampler.device import held_memory
 from nanodag.sampler.engine import Engine
 from nanodag.sampler.engine_loop import EngineLoop
-from nanodag.sampler.feeds import EventStream, Feed, Feeds
 from nanodag.sampler.in_flight import Traffic, body_of
+from nanodag.sampler.multiplexed_stream import EventStream, Feed, Feeds
 from nanodag.sampler.slots import ActiveRequest, Listener
 from nanodag.sampler.trace_endpoints import TraceEndpoints
 from nanodag.sampler.weight_endpoints import WeightEndpoints

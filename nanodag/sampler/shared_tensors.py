@@ -62,11 +62,11 @@ def opened(handle: bytes, device: torch.device) -> dict[str, Tensor]:
     """The tensors of a handle by name, copied to the device. Raises RuntimeError when it is no such handle, or what it
     names is gone."""
     try:
-        found = _Unpickler(io.BytesIO(handle), device).load()
-        flat = found["flattened_tensor"].to(device=device, copy=True)
+        content = _Unpickler(io.BytesIO(handle), device).load()
+        flat = content["flattened_tensor"].to(device=device, copy=True)
         return {
             meta.name: flat[meta.start_idx : meta.end_idx].view(meta.dtype).reshape(meta.shape)
-            for meta in found["metadata"]
+            for meta in content["metadata"]
         }
     except (pickle.UnpicklingError, AttributeError, EOFError, IndexError, KeyError, TypeError, ValueError) as error:
         raise RuntimeError(f"this is no handle of a bucket of tensors: {error}") from error
@@ -94,6 +94,6 @@ class _Unpickler(pickle.Unpickler):
 
     def _on_our_device(self, *arguments: Any) -> Tensor:
         """The GPU of this handle has another number where another set of GPUs is visible."""
-        given = list(arguments)
-        given[CUDA_DEVICE] = self._device.index or 0
-        return reductions.rebuild_cuda_tensor(*given)
+        values = list(arguments)
+        values[CUDA_DEVICE] = self._device.index or 0
+        return reductions.rebuild_cuda_tensor(*values)

@@ -6,7 +6,6 @@ from nanodag.model.architecture import Architecture
 
 ATTENTION_CHUNK = SLOT_UNIT
 """Tokens of the cache that deterministic attention takes at a time; slots are whole multiples of it."""
-DEFAULT_CACHE_BYTES = 2 << 30
 MIN_CONTEXT = 512
 
 
@@ -23,18 +22,18 @@ def plan_cache(
     each = token_bytes(
         num_layers=a.num_layers, num_kv_heads=a.num_kv_heads, head_width=a.head_dim, element_bytes=element_bytes
     )
-    wanted = context_length or a.max_positions
+    context = context_length or a.max_positions
     if context_length is None:
         least = min(MIN_CONTEXT, a.max_positions)
-        wanted = min(wanted, max(cache_bytes // (max_batch * each) // ATTENTION_CHUNK * ATTENTION_CHUNK, least))
-    slot_bytes = each * slot_tokens(wanted)
+        context = min(context, max(cache_bytes // (max_batch * each) // ATTENTION_CHUNK * ATTENTION_CHUNK, least))
+    slot_bytes = each * slot_tokens(context)
     num_slots = min(max_batch, cache_bytes // slot_bytes)
     if num_slots < 1:
         raise BadRequest(
-            f"one sample of {wanted} tokens needs {slot_bytes >> 20} MiB of cache, more than the "
+            f"one sample of {context} tokens needs {slot_bytes >> 20} MiB of cache, more than the "
             f"{cache_bytes >> 20} MiB allowed: lower context_length or raise cache_bytes"
         )
-    return num_slots, wanted
+    return num_slots, context
 
 
 def row_sizes(num_slots: int) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ class GivenUp(SourceError):
 
 
 class Bound:
-    """Of one request. max_tokens: of all its texts together. Any thread may `give_up`."""
+    """Bound of one request. max_tokens: of all its texts together. Any thread may `give_up`."""
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens

@@ -1,22 +1,19 @@
-"""How a chat template writes tool calls, found by letting it write one. Nothing here knows a model by its name.
+"""The formats in which well-known families of models write tool calls, a line each, and which one a template writes.
 
-A known call is rendered, and what stands around its name, its arguments' names and their values is the format:
+    object   {"name": ..., "arguments": {...}} behind a mark or alone, also in a list
+    json     the name in marks, then its arguments as JSON
+    pairs    the name in marks, then each argument with its value in marks
+    python   [name(argument='value')]
 
-    object   {"name": ..., "arguments": {...}} with a mark before it or none (Hermes, Qwen3, Llama 3), also in a list
-    json     the name in marks, then its arguments as JSON (DeepSeek, gpt-oss, Mistral, Kimi)
-    pairs    the name in marks, then each argument with its value in marks (Qwen3-Coder, GLM, MiniMax)
-    python   [name(argument='value')] (LFM2)
-
-The first three are read by transformers' ResponseParser, the last by Python's own parser. A format counts as found
-where calls that the template wrote are read as what they were.
+The first three are read by transformers' ResponseParser, the last by Python's own parser. A template has the first
+format in which known calls that it renders are read back as what they were. No model is known by its name.
 """
 
 import ast
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from json import JSONDecoder
 from typing import Any, Literal
 
@@ -29,7 +26,7 @@ Shape = Literal["object", "json", "pairs", "python", "own"]
 Read = tuple[str, Any]  # name and arguments of a call
 
 AROUND = "around"  # in a response template: marks that are no content
-_NAME, _ID, _SAID, _KEYS = "zqname", "zqcallidx", "zqsaid", ("zqone", "zqtwo")  # nine letters are an id to Mistral
+_NAME, _ID, _ANSWER, _KEYS = "zqname", "zqcallidx", "zqsaid", ("zqone", "zqtwo")  # nine letters are an id to Mistral
 _FIRST, _SECOND = ("zq first", "zq second"), ("zq third", "zq fourth")
 _QUESTION = {"role": "user", "content": "zqask"}
 PROBED = {
@@ -40,8 +37,81 @@ PROBED = {
         "parameters": {"type": "object", "properties": {key: {"type": "string", "description": key} for key in _KEYS}},
     },
 }
-_MARKS = re.compile(r"<[^<>\s]+>|\[[A-Z_/]+\]|\d+|.", re.DOTALL)
-_IS_VALUE = re.compile(r"[\"']?(?:7|[Tt]rue)|\[|\{")
+
+
+@dataclass(frozen=True)
+class _Family:
+    """mark: where a region of calls begins; head: from there to the arguments; close: behind them. around: marks before
+    the first call and behind the last. pair: an argument. quote: around texts, in JSON with bare keys.
+
+    White space stands for any or none; «name», «key» and «value» for themselves, «id» for what differs by call."""
+
+    shape: "Shape"
+    mark: str
+    head: str
+    close: str = ""
+    around: tuple[str, ...] = ()
+    pair: str = ""
+    quote: str = ""
+
+    @property
+    def keys(self) -> tuple[str, str]:
+        """Keys of the name and the arguments of an object."""
+        *_, name, arguments = ["name", "arguments", *re.findall(r'"(\w+)":', self.head)]
+        return name, arguments
+
+
+_DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+_STANDS_FOR = {"«name»": r"(?P<name>[^\s<>\[\]{\"]+)", "«key»": r"(?P<key>[^<>\"\s]+)", "«id»": r"[^<\[\]\s]*"}
+_FAMILIES = (
+    # Hermes, Qwen2.5, Qwen3, Granite 4
+    _Family("object", "<tool_call>", '\n{"name": "«name»", "arguments": ', "</tool_call>"),
+    # Qwen3-Coder, Qwen3.5, Nemotron 3, Step 3.5; Seed-OSS
+    _Family("pairs", "<tool_call>", "\n<function=«name»>", "</function>\n</tool_call>",
+            pair="<parameter=«key»>\n«value»\n</parameter>"),
+    _Family("pairs", "<seed:tool_call>", "\n<function=«name»>", "</function>\n</seed:tool_call>",
+            pair="<parameter=«key»>«value»</parameter>"),
+    # GLM 4.5 to 4.7, Ling, Laguna
+    _Family("pairs", "<tool_call>", "«name»", "</tool_call>", ("<|observation|>",),
+            "<arg_key>«key»</arg_key>\n<arg_value>«value»</arg_value>"),
+    # Mistral Nemo; Devstral, Ministral 3; Mistral Small 3.2
+    _Family("object", "[TOOL_CALLS]", ' [{"name": "«name»", "arguments": '),
+    _Family("json", "[TOOL_CALLS]", "«name»[ARGS]"),
+    _Family("json", "[TOOL_CALLS]", "«name»[CALL_ID]«id»[ARGS]"),
+    # DeepSeek V3, R1; V3.1; V3.2, V4
+    _Family("json", "<｜tool▁call▁begin｜>", "function<｜tool▁sep｜>«name»\n```json\n", "```<｜tool▁call▁end｜>",
+            _DEEPSEEK),
+    _Family("json", "<｜tool▁call▁begin｜>", "«name»<｜tool▁sep｜>", "<｜tool▁call▁end｜>", _DEEPSEEK),
+    _Family("pairs", "<｜DSML｜invoke ", 'name="«name»">', "</｜DSML｜invoke>",
+            tuple(f"<{slash}｜DSML｜{name}_calls>" for name in ("function", "tool") for slash in ("", "/")),
+            '<｜DSML｜parameter name="«key»" string="«id»">«value»</｜DSML｜parameter>'),
+    # Kimi K2; K3
+    _Family("json", "<|tool_call_begin|>", "functions.«name»:«id»<|tool_call_argument_begin|>", "<|tool_call_end|>",
+            ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")),
+    _Family("pairs", "<|open|>call ", 'tool="«name»" index="«id»"<|sep|>', "<|close|>call<|sep|>",
+            ("<|close|>response<|sep|><|open|>tools<|sep|>", "<|close|>tools<|sep|><|close|>message<|sep|>"),
+            '<|open|>argument key="«key»" type="«id»"<|sep|>«value»<|close|>argument<|sep|>'),
+    # gpt-oss
+    _Family("json", "to=functions.", "«name»<|channel|>commentary json<|message|>", "<|call|>"),
+    # Gemma 4
+    _Family("json", "<|tool_call>", "call:«name»", "<tool_call|>", ("<|tool_response>",), quote='<|"|>'),
+    # MiniMax M2
+    _Family("pairs", "<invoke ", 'name="«name»">', "</invoke>", ("<minimax:tool_call>", "</minimax:tool_call>"),
+            '<parameter name="«key»">«value»</parameter>'),
+    # Muse Glimmer
+    _Family("pairs", "to=«id»<|message|><atem:function_calls>\n<atem:invoke ", 'name="«name»">',
+            "</atem:invoke>\n</atem:function_calls>", ("<|eom|><|start|>assistant",),
+            '<atem:parameter name="«key»">«value»</atem:parameter>'),
+    # LFM2.5
+    _Family("python", "<|tool_call_start|>", "[«name»(", "<|tool_call_end|>"),
+    # Command R7B, Command A; Nemotron Nano 2; Apriel
+    _Family("object", "<|START_ACTION|>", '[ {"tool_call_id": "«id»", "tool_name": "«name»", "parameters": ',
+            "<|END_ACTION|>"),
+    _Family("object", "<TOOLCALL>", '[{"name": "«name»", "arguments": ', "</TOOLCALL>"),
+    _Family("object", "<tool_calls>", '[{"name": "«name»", "arguments": ', "</tool_calls>"),
+    # Llama 3.1 to 3.3
+    _Family("object", "", '{"name": "«name»", "parameters": '),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +119,7 @@ class CallFormat:
     """template: of transformers' ResponseParser; None where an answer is calls and nothing else. opening, middle,
     closing: what a call has before its name, between that and its arguments, and behind them; opening is empty where it
     cannot be said beforehand. mark: what a region begins with, where it is always the same. keys: of the name and the
-    arguments in an object; the first is empty where the name itself is a key. is_single: an object has a region of its
+    arguments in an object. is_single: an object has a region of its
     own. pair: a pattern of an argument. written: calls as the template writes them."""
 
     shape: Shape
@@ -73,11 +143,11 @@ class CallFormat:
     def _read(self, value: Any, raw: str, is_closed: bool) -> list[Read]:
         match self.shape:
             case "object":
-                return [self._named(found) for found in _objects(raw)]
+                return [self._named(call) for call in _objects(raw)]
             case "python":
                 return _python(raw)
             case "own":
-                return [self._named(found) for found in (value if isinstance(value, list) else [value])]
+                return [self._named(call) for call in (value if isinstance(value, list) else [value])]
         name, arguments = self._named(value)
         if self.shape == "json" and not is_closed:
             arguments = self._json(raw)
@@ -93,28 +163,74 @@ class CallFormat:
         assert self.template is not None
         return parse_content(raw, "json", self.template["fields"]["tool_calls"]["content_args"])
 
-    def _named(self, found: Any) -> Read:
-        found = found.get("function", found) if isinstance(found, dict) else found
-        if not isinstance(found, dict):
+    def _named(self, call: Any) -> Read:
+        call = call.get("function", call) if isinstance(call, dict) else call
+        if not isinstance(call, dict):
             raise ValueError("a call is an object")
-        if not self.keys[0]:
-            if len(found) != 1:
-                raise ValueError("a call is one name with its arguments")
-            return next(iter(found.items()))
-        named = [found[key] for key in (self.keys[1], "arguments", "parameters") if key in found]
-        if not isinstance(found.get(self.keys[0]), str) or (self.template is None and not named):
+        arguments = [call[key] for key in (self.keys[1], "arguments", "parameters") if key in call]
+        if not isinstance(call.get(self.keys[0]), str) or (self.template is None and not arguments):
             raise ValueError("a call has a name, and arguments")
-        return found[self.keys[0]], named[0] if named else {}
+        return call[self.keys[0]], arguments[0] if arguments else {}
 
 
 def call_format(render: Render) -> CallFormat | None:
-    """The format of a chat template; None where it writes no calls, or writes them as nothing here reads."""
+    """The format of a chat template; None where it writes no calls, or writes them as no family does."""
     try:
-        probe = _Probe(render)
-        found = probe.format()
-        return found if found is not None and _reads_itself(found, probe) else None
-    except (SourceError, ValueError):
+        one = _answered(render, _FIRST)
+        plain = render([_QUESTION, {"role": "assistant", "content": _ANSWER}], False)
+    except SourceError:
         return None
+    try:
+        two = _answered(render, _FIRST, _SECOND)
+    except SourceError:
+        two = ""
+    end = plain[plain.rfind(_ANSWER) + len(_ANSWER) :].strip()
+    formats = (_format_of(family, one, two, end) for family in _FAMILIES)
+    return next((fitting for fitting in formats if fitting is not None), None)
+
+
+def _format_of(family: _Family, one: str, two: str, end: str) -> CallFormat | None:
+    """A family's format, with the white space of a template; None where that writes another. one, two: a conversation
+    that ends with one call and with two, empty where the template refuses them. end: of a turn."""
+    before, after = family.head.split("«name»")
+    first = rf"(?:(?:{_any_of(family.around)})\s*)?" if family.around else ""
+    call = re.compile(f"({first}{_pattern(family.mark + before)}){_NAME}({_pattern(after)})")
+    match = call.search(one, one.rfind(_QUESTION["content"]))
+    if match is None:
+        return None
+    opening, middle = ("" if _ID in part or _NAME in part else part for part in match.groups())
+    answers = [text[match.start() :].rstrip().removesuffix(end) for text in (one, two)]
+    has_two = _SECOND[0] in two
+    calls = CallFormat(
+        shape=family.shape, template=_response_template(family), opening=opening, middle=middle, closing=family.close,
+        keys=family.keys, is_single=bool(family.mark) and answers[1].count(family.mark) > 1, pair=_pair(family.pair),
+        written=answers[has_two],
+    )  # fmt: skip
+    is_read = _reads(calls, answers[0], _FIRST) and (not has_two or _reads(calls, answers[1], _FIRST, _SECOND))
+    return calls if is_read else None
+
+
+def _response_template(family: _Family) -> dict[str, Any] | None:
+    """A template of transformers' ResponseParser; None where calls have no mark."""
+    if not family.mark:
+        return None
+    opening, closing = _pattern(family.mark), _pattern(family.close)
+    how: dict[str, Any] = {"content": "text", "transform": {"opened": "{opened}", "content": "{content}"}}
+    if family.shape in ("json", "pairs"):
+        closing = rf"\s*{closing}" if closing else rf"(?={opening}.)"  # the next call, where nothing closes this one
+        opening = _pattern(family.mark + family.head)
+        function = {"name": "{name}", "arguments": "{content}"}
+        how = {"content": "xml-inline", "content_args": {"tag_pattern": _pair(family.pair)}}
+        if family.shape == "json":
+            dialect = {"unquoted_keys": True, "string_delims": [[family.quote] * 2]} if family.quote else {}
+            how = {"content": "json", "content_args": {"allow_non_json": True, **dialect}}
+        how["transform"] = {"opened": "{opened}", "function": function}
+    ends = {"close_pattern": closing} if closing else {}
+    calls = {"open_pattern": f"(?P<opened>{opening})", **ends, "repeats": True, **how}
+    fields: dict[str, Any] = {"content": {}, "tool_calls": calls}
+    if family.around:
+        fields[AROUND] = {"open_pattern": _any_of(family.around), "close_pattern": "(?=.)|$"}
+    return {"start_anchor": "\n", "fields": fields}
 
 
 def own_format(template: Mapping[str, Any], probed: CallFormat | None) -> CallFormat:
@@ -133,154 +249,11 @@ def own_format(template: Mapping[str, Any], probed: CallFormat | None) -> CallFo
 
 
 def declares_tools(render: Render) -> bool:
-    """Whether a prompt tells of the tools that are declared."""
+    """True when a prompt tells of the tools that are declared."""
     try:
         return _NAME in render([_QUESTION], True)
     except SourceError:
         return False
-
-
-class _Probe:
-    """What a template makes of known calls. Raises SourceError or ValueError where that shows no format."""
-
-    def __init__(self, render: Render) -> None:
-        self._render = render
-        prompt, self.one = render([_QUESTION], True), _answered(render, _FIRST)
-        shared = len(prompt) if self.one.startswith(prompt) else len(_common_begin(self.one, prompt))
-        self.first = self.one.index(_FIRST[0])  # the places of the first value, its key and the name before it
-        self.key = self.one.rindex(_KEYS[0], 0, self.first)
-        self.name = self.one.rindex(_NAME, 0, self.key)
-        plain = render([_QUESTION, {"role": "assistant", "content": _SAID}], False)
-        self.end = plain[plain.rindex(_SAID) + len(_SAID) :].strip()
-        self.opening = self.one[shared : self.name]
-        with_text = _answered(render, _FIRST, content=_SAID)
-        begin = with_text.find(_SAID)
-        if begin >= 0 and (name := with_text.rfind(_NAME, 0, with_text.index(_FIRST[0]))) > begin:
-            self.opening = _common_end(self.opening, with_text[begin + len(_SAID) : name])
-        self.opening = self.opening.lstrip()
-        try:
-            self.two = _answered(render, _FIRST, _SECOND)
-        except SourceError:
-            self.two = ""
-
-    def format(self) -> CallFormat | None:
-        return self._object() or self._json() or self._dialect() or self._python() or self._pairs()
-
-    def _object(self) -> CallFormat | None:
-        begin = self.name - len(self.opening)
-        for brace in (place for place in range(begin, self.name) if self.one[place] == "{"):
-            try:
-                value, end = JSONDecoder().raw_decode(self.one, brace)
-            except ValueError:
-                continue
-            if end < self.first or (keys := _keys(value)) is None:
-                continue
-            mark = self.one[begin:brace].rstrip().removesuffix("[").strip()
-            close = self._first_mark(re.sub(r"^\s*\]", "", self.one[end:]))
-            middle = self.one[self.name + len(_NAME) : self.one.rindex("{", 0, self.key)]
-            return CallFormat(
-                shape="object", template=_marked(mark, close), opening=_sayable(self.opening),
-                middle=_sayable(middle), closing=close, keys=keys,
-                is_single=bool(mark) and self.two.count(mark, begin) > 1, written=self._written(),
-            )  # fmt: skip
-        return None
-
-    def _json(self) -> CallFormat | None:
-        brace = self.one.rindex("{", 0, self.key) if "{" in self.one[self.name : self.key] else -1
-        try:
-            value, end = JSONDecoder().raw_decode(self.one, brace) if brace >= 0 else (None, 0)
-        except ValueError:
-            return None
-        middle = self.one[self.name + len(_NAME) : brace]
-        how = {"allow_non_json": True}
-        is_found = value == _arguments(_FIRST)
-        return self._after_name("json", middle, end, content="json", content_args=how) if is_found else None
-
-    def _dialect(self) -> CallFormat | None:
-        """JSON with bare keys, whose texts have quotes of their own."""
-        before, quote = self.one[self.name + len(_NAME) : self.key], self._between()[1:]
-        if not before.endswith("{") or self._between()[:1] != ":":
-            return None
-        end = self.one.index("}", self.first) + 1
-        how = {"unquoted_keys": True, "string_delims": [[quote, quote]], "allow_non_json": True}
-        return self._after_name("json", before[:-1], end, content="json", content_args=how)
-
-    def _python(self) -> CallFormat | None:
-        if not self.opening.endswith("[") or self.one[self.name + len(_NAME) : self.key] != "(":
-            return None
-        mark, end = self.opening[:-1], self.one.index(")", self.first) + 1
-        close = self._first_mark(self.one[end:].lstrip().removeprefix("]"))
-        return CallFormat(
-            shape="python", template=_marked(mark, close), opening=self.opening, middle="(", closing=close,
-            written=self._written(),
-        )  # fmt: skip
-
-    def _pairs(self) -> CallFormat | None:
-        last = self.one.index(_FIRST[1])
-        key = self.one.rindex(_KEYS[1], 0, last)
-        first_end = self.first + len(_FIRST[0])
-        before, between = self.one[self.name + len(_NAME) : self.key], self.one[first_end:key]
-        opening = _common_end(before, between)
-        ending = between[: len(between) - len(opening)]
-        end = last + len(_FIRST[1]) + len(ending)
-        if not opening.strip() or not ending.strip() or self.one[end - len(ending) : end] != ending:
-            return None
-        within = {self._between(), *self._between_others()}
-        begin = _pattern(opening.lstrip())
-        pair = (
-            rf"{begin}(?P<key>[^<>\"\s]+){_either(map(_before_value, within))}"
-            rf"(?P<value>(?:(?!{begin}).)*?){_after_value(ending)}"
-        )
-        middle = before[: len(before) - len(opening)]
-        return self._after_name(
-            "pairs", middle, end, pair=pair, content="xml-inline", content_args={"tag_pattern": pair}
-        )
-
-    def _after_name(self, shape: Shape, middle: str, end: int, pair: str = "", **content: Any) -> CallFormat:
-        """A format with the name in marks. end: of the arguments."""
-        tail = self.one[end:]
-        last = self.two.rfind(_SECOND[0])
-        between = ""
-        if last >= 0:
-            name = self.two.rindex(_NAME, 0, last)
-            between = self.two[end:name] if self.two.startswith(self.one[:end]) else ""
-        each = _common_end(self.opening, between).lstrip() if between else self.opening
-        around = self.opening[: len(self.opening) - len(each)].strip()
-        # Where a next call follows at once, each ends where it begins.
-        behind = between[: len(between) - len(each)].strip()
-        close = _common_begin(behind, tail.lstrip()).strip() if between else self._first_mark(tail)
-        rest = self._first_mark(tail.lstrip().removeprefix(close))
-        marks = {around, behind.removeprefix(close).strip(), rest} - {""}
-        opened = rf"(?P<opened>{_pattern(each)}(?P<name>[^\s<>\[\]{{\"]+){_pattern(middle)})"
-        closed = rf"\s*{_pattern(close)}" if close else rf"(?={_pattern(each)}.)"
-        transform = {"opened": "{opened}", "function": {"name": "{name}", "arguments": "{content}"}}
-        return CallFormat(
-            shape=shape, template=_region(opened, closed, marks, **content, transform=transform), pair=pair,
-            opening=_sayable(self.opening), middle=_sayable(middle), closing=close, written=self._written(),
-        )  # fmt: skip
-
-    def _written(self) -> str:
-        text = (self.two if _SECOND[0] in self.two else self.one).rstrip()
-        return text[self.name - len(self.opening) :].removesuffix(self.end)
-
-    def _between(self) -> str:
-        """What stands between the first key and its value."""
-        return self.one[self.key + len(_KEYS[0]) : self.first]
-
-    def _between_others(self) -> Iterator[str]:
-        """The same for values that are no text."""
-        for value in (7, True, [7], {_KEYS[1]: 7}):
-            call = {"id": _ID, "type": "function", "function": {"name": _NAME, "arguments": {_KEYS[0]: value}}}
-            text = self._render([_QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}], False)
-            begin = text.rindex(_KEYS[0], 0, text.rindex("7") if value is not True else None) + len(_KEYS[0])
-            found = _IS_VALUE.search(text, begin)
-            if found is not None and found.start() - begin < 80:
-                yield text[begin : found.start()]
-
-    def _first_mark(self, tail: str) -> str:
-        """What a text begins with: a mark, or letters without white space. Empty where the answer ends there."""
-        found = re.match(r"<[^<>\s]+>|\[[A-Z_/]+\]|[^\s<]+", tail.lstrip())
-        return "" if found is None or self.end.startswith(found[0]) else found[0]
 
 
 def _answered(render: Render, *calls: tuple[str, str], content: str = "") -> str:
@@ -293,14 +266,12 @@ def _arguments(values: tuple[str, str]) -> dict[str, str]:
     return dict(zip(_KEYS, values, strict=True))
 
 
-def _reads_itself(found: CallFormat, probe: _Probe) -> bool:
-    """Whether calls that the template wrote are read as what they were."""
-    for text, calls in ((probe.one, (_FIRST,)), (probe.two, (_FIRST, _SECOND))):
-        if all(values[0] in text for values in calls):
-            answer = text[probe.name - len(probe.opening) :].rstrip().removesuffix(probe.end)
-            if _all_calls(found, answer) != [(_NAME, _arguments(values)) for values in calls]:
-                return False
-    return True
+def _reads(calls: CallFormat, answer: str, *values: tuple[str, str]) -> bool:
+    """True when calls that a template wrote are read as what they were."""
+    try:
+        return _all_calls(calls, answer) == [(_NAME, _arguments(each)) for each in values]
+    except ValueError:
+        return False
 
 
 def _all_calls(found: CallFormat, text: str) -> list[Read]:
@@ -319,40 +290,6 @@ def _all_calls(found: CallFormat, text: str) -> list[Read]:
     return calls
 
 
-def _sayable(text: str) -> str:
-    """Empty for what another call has in another way."""
-    return "" if _ID in text or _NAME in text else text
-
-
-def _marked(mark: str, close: str) -> dict[str, Any] | None:
-    """A response template with calls behind a mark; None where there is none."""
-    if not mark:
-        return None
-    transform = {"opened": "{opened}", "content": "{content}"}
-    return _region(f"(?P<opened>{_pattern(mark)})", _pattern(close), transform=transform)
-
-
-def _region(opening: str, closing: str, around: Collection[str] = (), **how: Any) -> dict[str, Any]:
-    """A response template with calls between two patterns; an empty closing is the answer's end. around: marks that
-    stand before the first call and behind the last."""
-    ends = {"close_pattern": closing} if closing else {}
-    calls = {"open_pattern": opening, **ends, "content": "text", "repeats": True} | how
-    fields: dict[str, Any] = {"content": {}, "tool_calls": calls}
-    if around:
-        fields[AROUND] = {"open_pattern": _either(map(_pattern, around)), "close_pattern": "(?=.)|$"}
-    return {"start_anchor": "\n", "fields": fields}
-
-
-def _keys(value: Any) -> tuple[str, str] | None:
-    """The keys of name and arguments in a call that is an object."""
-    value = value.get("function", value) if isinstance(value, dict) else {}
-    if value == {_NAME: _arguments(_FIRST)}:
-        return "", ""
-    names = [key for key, one in value.items() if one == _NAME]
-    arguments = [key for key, one in value.items() if one == _arguments(_FIRST)]
-    return (names[0], arguments[0]) if names and arguments else None
-
-
 def _objects(text: str) -> Iterator[Any]:
     """The objects of a text: alone, in a list, or one after the other."""
     place = 0
@@ -362,7 +299,7 @@ def _objects(text: str) -> Iterator[Any]:
 
 
 def _literals(marks: str | Sequence[str] | None) -> Sequence[str]:
-    """Of a response template, which has one or a list of them."""
+    """Marks of a response template, which has one or a list of them."""
     return [marks] if isinstance(marks, str) else marks or []
 
 
@@ -396,47 +333,21 @@ class _JsonNames(ast.NodeTransformer):
         return ast.Constant(values[node.id]) if node.id in values else node
 
 
-def _marks(text: str) -> list[str]:
-    return _MARKS.findall(text)
-
-
-def _common_end(one: str, other: str) -> str:
-    """The marks and letters of `one` that both end with; numbers count as equal."""
-    pairs = zip(reversed(_marks(one)), reversed(_marks(other)), strict=False)
-    same = takewhile(lambda pair: pair[0] == pair[1] or (pair[0].isdigit() and pair[1].isdigit()), pairs)
-    return "".join(reversed([mark for mark, _ in same]))
-
-
-def _common_begin(one: str, other: str) -> str:
-    """The marks and letters of `one` that both begin with."""
-    pairs = zip(_marks(one), _marks(other), strict=False)
-    return "".join(mark for mark, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-
 def _pattern(literal: str) -> str:
-    """A literal in which white space, numbers and the identity of a call may be others."""
-    parts = re.split(rf"(\s+|\d+|{_ID}|{_NAME})", literal)
-    return "".join(_part(part) for part in parts if part)
+    parts = re.split(r"(\s+|«\w+»)", literal)
+    return "".join(_STANDS_FOR.get(part, r"\s*" if part.isspace() else re.escape(part)) for part in parts)
 
 
-def _part(part: str) -> str:
-    if part in (_ID, _NAME):
-        return r"[^<\[\]\s]*"
-    return r"\s*" if part.isspace() else r"\d+" if part.isdigit() else re.escape(part)
+def _any_of(marks: Sequence[str]) -> str:
+    return "|".join(map(_pattern, marks))
 
 
-def _before_value(literal: str) -> str:
-    """The same where a value follows: white space at its end is the mark's, if it is there."""
-    bare = literal.rstrip()
-    return _pattern(bare) + "".join(re.escape(space) + "?" for space in literal[len(bare) :])
-
-
-def _after_value(literal: str) -> str:
-    bare = literal.lstrip()
-    spaces = literal[: len(literal) - len(bare)]
-    return "".join(re.escape(space) + "?" for space in spaces) + _pattern(bare)
-
-
-def _either(patterns: Iterable[str]) -> str:
-    found = sorted(set(patterns), key=len, reverse=True)
-    return found[0] if len(found) == 1 else f"(?:{'|'.join(found)})"
+def _pair(literal: str) -> str:
+    """The pattern of an argument. A line end beside its value is the mark's, if it is there."""
+    if not literal:
+        return ""
+    begin = _pattern(literal[: literal.index("«key»")])
+    before, after = literal.split("«value»")
+    gap = r"\n?" if before.endswith("\n") else ""
+    value = rf"(?P<value>(?:(?!{begin}).)*?)"
+    return f"{_pattern(before.rstrip())}{gap}{value}{gap}{_pattern(after.lstrip())}"

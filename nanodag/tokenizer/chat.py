@@ -43,18 +43,15 @@ class ChatRenderer(ABC):
 
     @property
     def switches(self) -> Collection[str]:
-        """The names of those that there are."""
+        """Names of the template's switches."""
         return ()
 
     @abstractmethod
     def render_batch(
         self, conversations: Sequence[Messages], switches: Sequence[Switches] | None = None
     ) -> list[Rendered]:
-        """For each: ids (n,) int32, and mask (n,) bool, True where the token is one that the assistant says. switches:
-        of each conversation.
-
-        The token that ends the assistant's turn is among them; tool results are not.
-        """
+        """For each: ids (n,) int32, and mask (n,) bool, True where the token is one that the assistant says: that which
+        ends its turn too, and no tool results. switches: of each conversation."""
 
     @abstractmethod
     def prompt(self, messages: Messages, switches: Switches = NO_SWITCHES, *, tools: Tools = ()) -> list[int]:
@@ -63,12 +60,7 @@ class ChatRenderer(ABC):
 
     @abstractmethod
     def opened(
-        self,
-        messages: Messages,
-        switches: Switches = NO_SWITCHES,
-        *,
-        tools: Tools = (),
-        continues_last: bool = False,
+        self, messages: Messages, switches: Switches = NO_SWITCHES, *, tools: Tools = (), continues_last: bool = False
     ) -> list[int]:
         """`prompt` of messages in OpenAI's form, with calls and their results (nanodag.tokenizer.messages).
         continues_last: up to where the last message ends, an assistant's, so that what follows continues it."""
@@ -83,7 +75,7 @@ class ChatRenderer(ABC):
         *,
         tools: Tools = (),
     ) -> list[int] | None:
-        """What stands between sampled ids and where the assistant speaks again, in a conversation that went on.
+        """Ids between sampled ones and where the assistant speaks again, in a conversation that continued.
 
         messages: in OpenAI's form; those before `answered` were the prompt, and that one is what was sampled. An answer
         that was cut off gets its end. None where the messages are not rendered as they were: the template rewrites
@@ -184,12 +176,7 @@ class NativeRenderer(ChatRenderer):
         return [*ids.tolist(), self._ids[layout.ASSISTANT]]
 
     def opened(
-        self,
-        messages: Messages,
-        switches: Switches = NO_SWITCHES,
-        *,
-        tools: Tools = (),
-        continues_last: bool = False,
+        self, messages: Messages, switches: Switches = NO_SWITCHES, *, tools: Tools = (), continues_last: bool = False
     ) -> list[int]:
         turns, is_open = folded(messages)
         if not (is_open or continues_last):
@@ -219,11 +206,6 @@ class NativeRenderer(ChatRenderer):
         has_end = bool(sampled) and sampled[-1] in self.stop_ids
         return ids[len(said) + has_end :]
 
-    def tool_result(self, text: str) -> list[int]:
-        """What is put behind a tool call that was sampled."""
-        ids = self._encoding.encode(text)
-        return [self._ids[layout.TOOL_RESULT], *ids, self._ids[layout.TOOL_RESULT_END]]
-
     @property
     def call_begin(self) -> int:
         """The id that begins a tool call."""
@@ -239,13 +221,6 @@ class NativeRenderer(ChatRenderer):
         """The names of the tokens around calls and results, by id."""
         names = (layout.TOOL_CALL, layout.TOOL_CALL_END, layout.TOOL_RESULT, layout.TOOL_RESULT_END)
         return {self._ids[name]: name for name in names}
-
-    def tool_call(self, ids: Sequence[int]) -> str | None:
-        """The text of the tool call that ids end with; None when they do not end with one."""
-        opening = self._ids[layout.TOOL_CALL]
-        if not ids or ids[-1] != self.call_end or opening not in ids:
-            return None
-        return self._encoding.decode(ids[len(ids) - list(reversed(ids)).index(opening) : -1])
 
     def _pieces(self, messages: Messages) -> list[tuple[str | int, bool]]:
         """Texts and special ids in order, each with whether it is trained."""
@@ -328,12 +303,7 @@ class TemplateRenderer(ChatRenderer):
         return self._ids_of(self._text(messages, switches, add_generation_prompt=True, **_declared(tools)))
 
     def opened(
-        self,
-        messages: Messages,
-        switches: Switches = NO_SWITCHES,
-        *,
-        tools: Tools = (),
-        continues_last: bool = False,
+        self, messages: Messages, switches: Switches = NO_SWITCHES, *, tools: Tools = (), continues_last: bool = False
     ) -> list[int]:
         given, how = with_objects(messages), {"continue_final_message": continues_last, **_declared(tools)}
         return self._ids_of(self._text(given, switches, add_generation_prompt=not continues_last, **how))
@@ -378,13 +348,13 @@ class TemplateRenderer(ChatRenderer):
 
     @cached_property
     def takes_tools(self) -> bool:
-        """Whether the template tells the model of the tools that are declared."""
+        """True when the template tells the model of the tools that are declared."""
         return declares_tools(self._probed)
 
     @cached_property
     def calls(self) -> CallFormat | None:
-        """How the model writes calls: as its tokenizer's response template says, else as its chat template writes
-        them."""
+        """Format in which the model writes calls: as its tokenizer's response template says, else as its chat template
+        writes them."""
         own = getattr(self._tokenizer, "response_template", None)
         if own is not None and "tool_calls" in own.get("fields", {}):
             return own_format(own, call_format(self._probed))
@@ -409,7 +379,8 @@ class TemplateRenderer(ChatRenderer):
 
     @cached_property
     def _takes_parts(self) -> bool:
-        """Whether the template renders parts as parts. Another one fails, leaves them out, or prints Python's list."""
+        """True when the template renders parts as parts. Another one fails, leaves them out, or prints Python's
+        list."""
         content = [{"type": "text", "text": "one"}, {"type": "tool_call", "text": "two"}]
         try:
             text = self._text(
@@ -468,7 +439,7 @@ class TemplateRenderer(ChatRenderer):
         return np.array(encoded["input_ids"], dtype=np.int32), mask
 
     def _end_of_speech(self, text: str) -> int:
-        """Where the turn's last special token ends, or the text when white space is not all that follows it."""
+        """End of the turn's last special token, or of the text when white space is not all that follows it."""
         stripped = text.rstrip()
         return len(stripped) if any(stripped.endswith(token) for token in self._special_texts) else len(text)
 

@@ -1,4 +1,4 @@
-"""What every tokenizer of ours has in common: how text is split, the special tokens, the chat template.
+"""Layout of every tokenizer of ours: how text is split, the special tokens, the chat template.
 
 A conversation is `<|bos|>`, then turns. A turn is one role token, its text and `<|end|>`, with nothing else between:
 

@@ -21,7 +21,7 @@ def plain(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def meant(message: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What two messages have in common that say the same. Identities of calls, which a client may leave out or give
+    """Meaning of a message: equal for two that say the same. Identities of calls, which a client may leave out or give
     anew, are not compared, nor reasoning, which most clients drop."""
     calls = [call["function"] for call in message.get("tool_calls") or ()]
     called = tuple((call["name"], _spelled(_given(call["arguments"]))) for call in calls)
@@ -67,7 +67,7 @@ def folded(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]],
 
 
 def says_the_same(one: str, other: str) -> bool:
-    """Whether two texts are equal but for white space, the spelling of JSON objects in them, and bytes that are no
+    """True when two texts are equal but for white space, the spelling of JSON objects in them, and bytes that are no
     text."""
     return one == other or _bare(one) == _bare(other)
 

@@ -15,8 +15,8 @@ from typing import Any, Literal
 import numpy as np
 
 from nanodag.data.config import SourceConfig, mixes_by_epochs
-from nanodag.data.held_out import Part
 from nanodag.data.mixture import Drawn, Mixture
+from nanodag.data.opening import Part
 from nanodag.data.records import record_bytes
 from nanodag.data.shuffle import permutation
 from nanodag.errors import ConfigError, SourceError
@@ -366,7 +366,7 @@ class TokenBatches:
         return next(self._mixture, None), state
 
     def _tokenised(self, drawn: Sequence[Drawn]) -> list[Piece]:
-        return self._pieces_of([one.record for one in drawn])
+        return self._pieces_of([record.record for record in drawn])
 
     def _fitting(self, piece: Piece) -> Piece | None:
         """The piece as the packer may have it, or None for one that is dropped."""
@@ -385,8 +385,8 @@ class TokenBatches:
         self._counts = replace(self._counts, **{k: getattr(self._counts, k) + n for k, n in amounts.items()})
 
     def _position(self) -> _Position:
-        given = self._given if self._window else None
-        position = self._window_start, self._number, given, self._progress
+        num_given = self._given if self._window else None
+        position = self._window_start, self._number, num_given, self._progress
         return _Position(*position, self._counts, tuple(self._trained))
 
 
@@ -440,9 +440,9 @@ def _tokenising(kind: str, tokenizer_path: Path) -> tuple[Tokenise, int, int]:
     renderer = load_renderer(tokenizer_path)
 
     def from_both(records: Sequence[dict[str, Any]]) -> list[Piece]:
-        asked = [r for r in records if "messages" in r]
-        switches = [r.get("template_options", NO_SWITCHES) for r in asked]
-        chats = iter(renderer.render_batch([r["messages"] for r in asked], switches))
+        chat_records = [r for r in records if "messages" in r]
+        switches = [r.get("template_options", NO_SWITCHES) for r in chat_records]
+        chats = iter(renderer.render_batch([r["messages"] for r in chat_records], switches))
         documents = iter(from_documents([r for r in records if "text" in r]))
         return [next(documents) if "text" in r else conversation_piece(*next(chats)) for r in records]
 

@@ -45,9 +45,9 @@ def main() -> int:
         tokenizer = job.inputs["tokenizer"] if source is None else source
         architecture, weights = architecture_of(job, tokenizer), weights_of(checkpoint)
         with torch.device("meta"):
-            wanted = {name for name, _ in Decoder(architecture).named_parameters()}
-        if wanted != weights.keys():
-            odd = min(wanted ^ weights.keys())
+            names = {name for name, _ in Decoder(architecture).named_parameters()}
+        if names != weights.keys():
+            odd = min(names ^ weights.keys())
             raise ConfigError(
                 f"{checkpoint} has not the weights of a whole model ({odd}): a stage that trains adapters leaves its "
                 "model at its end."

@@ -19,7 +19,7 @@ from nanodag.data.adapters import kind_of
 from nanodag.data.config import SourceConfig, mixes_by_epochs
 from nanodag.data.core_tasks import TASKS, bundle_url, find_files
 from nanodag.data.digests import file_sha256
-from nanodag.data.sources import open_source
+from nanodag.data.opening import open_source
 from nanodag.errors import ConfigError
 from nanodag.host.processor import usable_cores
 from nanodag.model.architecture import Architecture, read_checkpoint

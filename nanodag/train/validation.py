@@ -128,8 +128,8 @@ class CoreScore:
         scores: list[list[AnswerScore]] = [[] for _ in questions]
         for number in range(int(engine.highest(len(batches)))):
             batch = batches[number] if number < len(batches) else EMPTY
-            found = score_batch(engine, lambda: engine.whole(head.weight), engine.device, batch)
-            for (index, _), row_scores in zip(batch.questions, found, strict=True):
+            batch_scores = score_batch(engine, lambda: engine.whole(head.weight), engine.device, batch)
+            for (index, _), row_scores in zip(batch.questions, batch_scores, strict=True):
                 if index >= 0:
                     scores[index] = row_scores
         return scores

@@ -116,3 +116,12 @@ def refusal(response: httpx.Response, status=400) -> dict:
     error = response.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"}
     return error
+
+
+def tool(name, *arguments):
+    properties = {argument: {"type": "string"} for argument in arguments}
+    schema = {"type": "object", "properties": properties, "required": list(arguments)}
+    return {"type": "function", "function": {"name": name, "description": "d", "parameters": schema}}
+
+
+CALCULATOR, PYTHON = tool("calculator", "expression"), tool("python", "code")

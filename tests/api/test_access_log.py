@@ -6,9 +6,8 @@ import re
 
 import pytest
 
-from nanodag.api.access_log import log_speed
 from nanodag.api.command import parse_arguments
-from nanodag.api.metrics import Metrics
+from nanodag.api.metrics import Metrics, log_speed
 from nanodag.api.parallel_samples import SampledChoice
 from nanodag.inference.protocol import Request
 from tests.api.scripted import Scripted, app_of, ask, chat, model_of
@@ -16,7 +15,7 @@ from tests.api.scripted import Scripted, app_of, ask, chat, model_of
 
 @pytest.fixture
 def lines(caplog):
-    caplog.set_level(logging.INFO, logger="nanodag.api.access_log")
+    caplog.set_level(logging.INFO, logger="nanodag.api.metrics")
     return lambda: [re.sub(r"\d+\.\d{3} s", "T s", record.message) for record in caplog.records]
 
 

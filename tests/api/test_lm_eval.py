@@ -7,12 +7,13 @@ import httpx
 import pytest
 from lm_eval.models.openai_completions import LocalChatCompletion, LocalCompletionsAPI
 
-from nanodag.api.engines import Engines
 from nanodag.config.kinds.evaluation import BenchmarkConfig
+from nanodag.engines.fleet import Fleet
+from nanodag.engines.start import ServerProcess, start_engine
 from nanodag.evaluation.evaluated_model import EvaluatedModel
 from nanodag.evaluation.harness import run_benchmark
 from nanodag.inference.client import SamplerClient
-from nanodag.inference.sampler_process import SamplerProcess
+from nanodag.inference.engine_settings import EngineSettings
 from tests.api.scripted import app_of, model_of
 from tests.chat.fake_api import serving
 from tests.evaluation.tiny import POSITIONS
@@ -37,21 +38,23 @@ NEW = 12
 @pytest.fixture(scope="module")
 def url(model_folder):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SamplerProcess, "spawn", classmethod(spawn_server))
-        with SamplerProcess.start(model_folder, log_path=model_folder / "log", token="t", max_batch=4) as process:
+        patch.setattr(ServerProcess, "spawn", classmethod(spawn_server))
+        with start_engine(
+            EngineSettings(model=model_folder, token="t", max_batch=4), log_path=model_folder / "log"
+        ) as process:
             server = SimpleNamespace(url=process.url, pid=process.pid, is_alive=True, stop=lambda: None)
-            engines = Engines(
-                "tiny", model_folder, "0", num_replicas=1, launch=lambda *of: server,
-                connect=lambda url: SamplerClient(url, token="t"),
+            engines = Fleet(
+                model=model_folder, version="0", launch=lambda *of: server,
+                connect=lambda url: SamplerClient(url, token="t"), max_restarts=None,
             )  # fmt: skip
             app = app_of(model_of(model_folder, engines, context=POSITIONS))
             begun = []
 
             async def begins(scope, receive, send):
                 if not begun:
-                    begun.append(await engines.start())  # in the server's own event loop
+                    begun.append(await engines.start(1))  # in the server's own event loop
                 if scope["path"] == "/end":
-                    await engines.close()
+                    await engines.end()
                 await app(scope, receive, send)
 
             with serving(begins) as port:

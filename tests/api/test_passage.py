@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from nanodag.api.engines import Engines
 from nanodag.api.served_model import Limits
 from nanodag.api.sglang_routes import passed_on
+from nanodag.engines.fleet import Fleet
 from tests.api.scripted import app_of, ask, model_of, refusal
 
 
@@ -33,7 +33,7 @@ class Client:
 
 def engines_of():
     server = SimpleNamespace(url="", pid=1, is_alive=True, stop=lambda: None)
-    return Engines("tiny", None, "1", num_replicas=1, launch=lambda *_: server, connect=Client)
+    return Fleet(model=None, version="1", launch=lambda *_: server, connect=Client, name="tiny", max_restarts=None)
 
 
 def passed(folder, backend, limits):
@@ -64,7 +64,7 @@ def test_the_limits_of_tokens_hold_for_sglangs_protocol(folder, body, said):
 def test_a_client_that_leaves_as_its_answer_begins_is_no_load_of_the_engine(folder):
     async def main():
         engines = engines_of()
-        await engines.start()
+        await engines.start(1)
         app = passed(folder, engines, Limits())
         body = json.dumps({"input_ids": [3], "sampling_params": {"n": 7}}).encode()
         messages = [{"type": "http.request", "body": body}]
@@ -83,6 +83,6 @@ def test_a_client_that_leaves_as_its_answer_begins_is_no_load_of_the_engine(fold
             await app(scope, receive, send)
             assert engines.load == 0
         finally:
-            await engines.close()
+            await engines.end()
 
     asyncio.run(main())

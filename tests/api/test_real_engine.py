@@ -15,11 +15,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from nanodag.api.application import application
-from nanodag.api.engines import Engines
 from nanodag.api.served_model import Limits
 from nanodag.api.sglang_routes import passed_on
+from nanodag.engines.fleet import Fleet
+from nanodag.engines.start import ServerProcess, start_engine
 from nanodag.inference.client import SamplerClient
-from nanodag.inference.sampler_process import SamplerProcess
+from nanodag.inference.engine_settings import EngineSettings
 from nanodag.model.headers import weights_digest
 from tests.api.scripted import model_of
 from tests.evaluation.tiny import POSITIONS, VOCABULARY
@@ -32,10 +33,10 @@ LONG = {"prompt": "the cat", "max_tokens": 180, "ignore_eos": True}
 @pytest.fixture(scope="module")
 def process(model_folder):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SamplerProcess, "spawn", classmethod(spawn_server))
+        patch.setattr(ServerProcess, "spawn", classmethod(spawn_server))
         log_path = model_folder / "sampler.log"
         options = {"deterministic": True, "max_batch": 4, "stream_every_s": 0.01, "token": TOKEN}
-        with SamplerProcess.start(model_folder, log_path=log_path, **options) as process:
+        with start_engine(EngineSettings(model=model_folder, **options), log_path=log_path) as process:
             yield process
 
 
@@ -46,11 +47,11 @@ def serve(model_folder, process):
     def run(scenario, **limits):
         async def main():
             kept = SimpleNamespace(url=process.url, pid=process.pid, is_alive=True, stop=lambda: None)
-            engines = Engines(
-                "tiny", model_folder, "default", num_replicas=1,
+            engines = Fleet(
+                model=model_folder, version="default", max_restarts=None,
                 launch=lambda number, folder, version: kept, connect=lambda url: SamplerClient(url, token=TOKEN),
             )  # fmt: skip
-            await engines.start()
+            await engines.start(1)
             model = model_of(model_folder, engines, context=POSITIONS)
             models, limited = {"tiny": model}, Limits(**limits)
             app = application(models, limits=limited, engine_routes=passed_on(models, limited))
@@ -59,7 +60,7 @@ def serve(model_folder, process):
                 async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as client:
                     return await asyncio.wait_for(scenario(client, engines.least_busy().client), 60)
             finally:
-                await engines.close()
+                await engines.end()
 
         return asyncio.run(main())
 

@@ -13,19 +13,12 @@ from nanodag.inference.protocol import FinishReason
 from nanodag.tokenizer.call_format import CallFormat
 from nanodag.tokenizer.messages import folded
 from tests.api.conftest import HERMES_TEMPLATE
-from tests.api.scripted import Scripted, app_of, ask, chat, events, model_of, refusal
+from tests.api.scripted import CALCULATOR, PYTHON, Scripted, app_of, ask, chat, events, model_of, refusal, tool
 from tests.tokenizer.chat_templates import CODER, LLAMA, format_of
 
 HERMES = format_of(HERMES_TEMPLATE)
 
 
-def tool(name, *arguments):
-    properties = {argument: {"type": "string"} for argument in arguments}
-    schema = {"type": "object", "properties": properties, "required": list(arguments)}
-    return {"type": "function", "function": {"name": name, "description": "d", "parameters": schema}}
-
-
-CALCULATOR, PYTHON = tool("calculator", "expression"), tool("python", "code")
 WEATHER = tool("weather", "city", "day")
 
 

@@ -8,8 +8,7 @@ import pytest
 from nanodag import __version__
 from nanodag.api.command import _served_names
 from nanodag.errors import ConfigError
-from tests.api.scripted import Scripted, app_of, ask, chat, events, model_of, refusal
-from tests.api.test_tools import CALCULATOR
+from tests.api.scripted import CALCULATOR, Scripted, app_of, ask, chat, events, model_of, refusal
 
 USER = {"role": "user", "content": "hi"}
 BEGUN = [USER, {"role": "assistant", "content": "It is"}]
@@ -119,6 +118,7 @@ def test_tokenize_gives_the_ids_that_a_request_would_have(folder, backend, ids_o
         ask(app, "/v1/chat/completions", body)
         assert ask(app, "/tokenize", body).json()["tokens"] == list(backend.asked[-1].input_ids)
     assert ask(app, "/detokenize", {"tokens": ids}).json() == {"prompt": "<|bos|>The cat"}
+    assert len(ask(app, "/detokenize", {"tokens": ids * 10_000}).json()["prompt"]) == 10_000 * len("<|bos|>The cat")
     assert refusal(ask(app, "/tokenize", {"model": "other", "prompt": "a"}), 404)
 
 

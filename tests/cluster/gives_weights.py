@@ -14,10 +14,11 @@ import threading
 import time
 from pathlib import Path
 
+from nanodag.engines.fleet import Fleet
+from nanodag.engines.start import ServerProcess, start_engine
 from nanodag.inference.client import SamplerClient
-from nanodag.inference.sampler_process import SamplerProcess
-from nanodag.rl.fleet.broadcast_sync import DistributedSync
-from nanodag.rl.fleet.samplers import Samplers
+from nanodag.inference.engine_settings import EngineSettings
+from nanodag.rl.sync.broadcast_sync import DistributedSync
 from tests.fault.processes import listening
 from tests.rl.test_broadcast_sync import Trainer
 
@@ -40,7 +41,7 @@ class Elsewhere:
         return ""
 
 
-def no_launch(*_: object) -> SamplerProcess:
+def no_launch(*_: object) -> ServerProcess:
     raise AssertionError("a sampler was lost")
 
 
@@ -53,10 +54,11 @@ def cut_the_link() -> None:
 
 async def work(models: list[Path], url: str, folder: Path) -> dict[str, object]:
     trainer = Trainer(models[1], timeout_s=60.0)
-    here = SamplerProcess.start(
-        models[0], log_path=folder / "beside.log", weight_version=0, max_batch=2, context_length=64
+    here = start_engine(
+        EngineSettings(model=models[0], weight_version=0, max_batch=2, context_length=64),
+        log_path=folder / "beside.log",
     )
-    samplers = Samplers([here, Elsewhere(url)], model=models[0], version=0, launch=no_launch, connect=SamplerClient)
+    samplers = Fleet([here, Elsewhere(url)], model=models[0], version=0, launch=no_launch, connect=SamplerClient)
     sync = DistributedSync(samplers, trainer.ask, check_every=1, timeout_s=60.0, is_beside=True)
     found: dict[str, object] = {}
     try:

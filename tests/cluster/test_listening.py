@@ -14,7 +14,7 @@ from torch.distributed import TCPStore
 from nanodag.host.ports import address_towards, network_environment, own_address
 from nanodag.inference.bound_store import BoundStore
 from nanodag.inference.client import SamplerClient
-from nanodag.rl.fleet.broadcast_sync import address_for, is_here
+from nanodag.rl.sync.broadcast_sync import address_for, is_here
 from nanodag.worker.launch import worker_command
 from tests.fault.processes import listening
 from tests.rl.stages import make_job as make_rl_job

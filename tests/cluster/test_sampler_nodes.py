@@ -13,12 +13,13 @@ import pytest
 
 from nanodag.config.pipeline import ClusterConfig
 from nanodag.config.stage_base import Resources
+from nanodag.engines.sampler_node import SamplerNode
+from nanodag.engines.start import ServerProcess, start_engine
 from nanodag.errors import ConfigError, NodeLost
 from nanodag.host.ports import free_port
 from nanodag.inference.client import SamplerClient
+from nanodag.inference.engine_settings import EngineSettings
 from nanodag.inference.protocol import Request, SamplingParams
-from nanodag.inference.sampler_process import SamplerProcess, ServerProcess
-from nanodag.rl.fleet.sampler_node import SamplerNode
 from nanodag.worker import nodes
 from tests.fault.processes import wait_until
 from tests.rl.models import save_tiny_model
@@ -51,8 +52,10 @@ def test_a_sampler_of_another_node_answers_with_its_token_and_ends_when_it_is_hu
         async with SamplerClient(url, token="secret") as client:
             return await client.generate([request])
 
-    server = SamplerProcess.start(
-        model, log_path=tmp_path / "log", dtype="float32", context_length=32, token="secret", elsewhere=node
+    server = start_engine(
+        EngineSettings(model=model, dtype="float32", context_length=32, token="secret"),
+        log_path=tmp_path / "log",
+        elsewhere=node,
     )
     try:
         assert server.url.startswith("http://127.0.0.1:") and server.is_alive
@@ -87,11 +90,10 @@ def test_a_sampler_of_another_node_has_started_when_it_is_reached_from_here(tmp_
     class Away:
         """It says by a file that its sampler is there, which nothing reaches for a while."""
 
-        host, folder = "there", tmp_path
+        host = "there"
 
         def spawn(self, command, *, log_path, env, token):
-            (ready,) = [word.partition("=")[2] for word in command if word.startswith("--ready-file=")]
-            Path(ready).write_text(json.dumps({"port": port}))
+            Path(json.loads(command[-1])["ready_file"]).write_text(json.dumps({"port": port}))
             threading.Thread(target=link, daemon=True).start()
             return ServerProcess(subprocess.Popen(["sleep", "60"]), "", log_path)
 
@@ -99,7 +101,7 @@ def test_a_sampler_of_another_node_has_started_when_it_is_reached_from_here(tmp_
             return "127.0.0.1"
 
     (tmp_path / "log").touch()
-    with SamplerProcess.start("model", log_path=tmp_path / "log", elsewhere=Away()) as server:
+    with start_engine(EngineSettings(model="model"), log_path=tmp_path / "log", elsewhere=Away()) as server:
         assert asked == ["/health"] * 2 and server.url == f"http://127.0.0.1:{port}"
 
 

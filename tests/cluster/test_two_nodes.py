@@ -11,6 +11,7 @@ import time
 import pytest
 
 from nanodag.config.pipeline import read_stage
+from nanodag.inference.engine_settings import EngineSettings
 from nanodag.worker.job import Job, read_job, write_job
 from tests.cluster.gives_weights import CUT_S
 from tests.cluster.namespaces import SSH_COMMAND, TWO
@@ -179,10 +180,10 @@ def test_a_sampler_on_another_node_has_the_trainers_weights_to_the_bit_though_th
     nodes, tmp_path
 ):
     models = [save_tiny_model(tmp_path / f"model-{seed}", seed=seed) for seed in range(3)]
-    sampler = ["-m", "nanodag.sampler", "--host", nodes.there, "--port", "30000", "--context-length", "64"]
+    described = EngineSettings(model=models[0], host=nodes.there, port=30000, context_length=64).model_dump_json()
     log = (tmp_path / "log").open("w")
     server = subprocess.Popen(
-        nodes.on(nodes.there, [sys.executable, *sampler, "--model-path", str(models[0])]), stdout=log, stderr=log
+        nodes.on(nodes.there, [sys.executable, "-m", "nanodag.sampler", described]), stdout=log, stderr=log
     )
     out = tmp_path / "found.json"
     try:

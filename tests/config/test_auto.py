@@ -161,6 +161,9 @@ def test_every_preset_resolves_on_every_machine_and_says_why(machine, preset):
         for section in (stage, getattr(stage, "sampler", None)):
             assert getattr(section, "precision", "fp32") in ("fp32", "bf16"), name
     assert [text for text in resolved.warnings if not text.startswith("CORE is left out")] == []
+    assert resolved.pipeline.stages["rl"].sampler.deterministic == (machine_of(machine).gpu is None)
+    for field in ("engine", "replicas", "precision", "deterministic", "cache_bytes", "memory_fraction"):
+        assert resolved.origins[f"rl.sampler.{field}"].startswith("derived: "), field
 
 
 def test_small_memory_differences_change_nothing_that_is_in_a_key():

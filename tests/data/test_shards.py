@@ -16,9 +16,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 from nanodag.data import hub, shards, shuffle
 from nanodag.data.config import SourceConfig
 from nanodag.data.mixture import Mixture
-from nanodag.data.shards import Shard, ShardedSource, make_room
+from nanodag.data.opening import open_source
+from nanodag.data.shards import RemoteFile, ShardedSource, make_room
 from nanodag.data.shuffle import RowOrder
-from nanodag.data.sources import open_source
 from nanodag.errors import SourceError
 from nanodag.train.batches import TokenBatches
 
@@ -69,7 +69,7 @@ def large(counted, monkeypatch):
     for number, texts in enumerate(TEXTS):
         with counted().open(f"/{number}.parquet", "wb") as stream:
             pq.write_table(pa.table({"text": texts}), stream, row_group_size=3)
-        found.append(Shard(f"counted://{number}.parquet", counted().size(f"/{number}.parquet")))
+        found.append(RemoteFile(f"counted://{number}.parquet", counted().size(f"/{number}.parquet")))
     monkeypatch.setattr(hub, "open_hub", lambda url, mirror: ShardedSource(found))
     return found
 
@@ -244,7 +244,7 @@ def test_a_line_that_goes_dead_is_tried_again_and_then_named(large, counted, mon
     ):
         large[1].open()
     with pytest.raises(SourceError, match="of 7 bytes came"):
-        Shard("counted://2.parquet", 7).open()
+        RemoteFile("counted://2.parquet", 7).open()
 
 
 def test_ranks_have_windows_of_their_own_where_there_are_enough(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ from nanodag.config.trust import SHIPPED
 from nanodag.data.config import SourceConfig
 from nanodag.data.mixture import Mixture
 from nanodag.data.spelling import WORDS, count, spell
-from nanodag.rewards.gsm8k import gsm8k
+from nanodag.rewards.text_rewards import gsm8k
 
 
 def word_of(row):

@@ -2,8 +2,8 @@ import json
 
 import pytest
 
-from nanodag.data.json_views import hotpot_passages
-from nanodag.data.sources import open_source
+from nanodag.data.formats import hotpot_passages
+from nanodag.data.opening import open_source
 from nanodag.errors import SourceError
 
 CONTENT = [

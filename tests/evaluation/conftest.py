@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from nanodag.config.kinds.evaluation import EvalStage
-from nanodag.inference.sampler_process import SamplerProcess
+from nanodag.engines.start import ServerProcess
 from nanodag.worker.job import Job
 from tests.evaluation.tiny import CLASSES, save_tiny_model
 from tests.forks import spawn_server
@@ -14,7 +14,7 @@ from tests.forks import spawn_server
 def samplers_are_forks():
     """A second of imports each, else."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SamplerProcess, "spawn", classmethod(spawn_server))
+        patch.setattr(ServerProcess, "spawn", classmethod(spawn_server))
         yield
 
 

@@ -25,8 +25,7 @@ from nanodag.data import adapter_entries
 from nanodag.evaluation.forms import FORMS, read_form, shipped_forms
 from nanodag.evaluation.harness import run_benchmark
 from nanodag.evaluation.items import item_options
-from tests.evaluation.test_harness import Scripted
-from tests.evaluation.test_shipped_benchmarks import IFEVAL, gpqa, humaneval, mbpp
+from tests.evaluation.scripted import IFEVAL, Scripted, gpqa, humaneval, mbpp
 
 TASKS = Path(lm_eval.__file__).parent / "tasks"
 

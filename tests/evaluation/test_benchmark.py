@@ -8,10 +8,10 @@ from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.errors import ConfigError
 from nanodag.evaluation.benchmark import open_benchmark
 from nanodag.evaluation.forms import form_files
-from nanodag.evaluation.generated_answer import Answer
 from nanodag.evaluation.harness import run_benchmark
+from nanodag.evaluation.results import Answer
 from nanodag.store.kept_lines import KeptLines
-from tests.evaluation.test_harness import GSM8K, Scripted
+from tests.evaluation.scripted import GSM8K, Scripted
 
 
 class Varied(Scripted):

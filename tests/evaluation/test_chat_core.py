@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from nanodag.evaluation.chat_core import TASKS, chat_core_of
+from nanodag.evaluation.core import CHAT_TASKS, chat_core_of
 from nanodag.evaluation.paired import paired
 
 RIGHT = {
@@ -54,7 +54,7 @@ def test_its_records_compare_two_models_item_by_item(tmp_path):
     assert found.value_a == pytest.approx(EXPECTED)
 
 
-@pytest.mark.parametrize("name", list(TASKS))
+@pytest.mark.parametrize("name", list(CHAT_TASKS))
 def test_without_a_task_or_with_one_that_was_no_chat_there_is_none(tmp_path, name):
     results = results_of(tmp_path)
     assert chat_core_of({other: result for other, result in results.items() if other != name}, tmp_path) is None

@@ -17,7 +17,7 @@ from nanodag.external_envs import verifiers_process
 from nanodag.external_envs.verifiers_install import VERIFIERS
 from nanodag.external_envs.verifiers_process import Outcome
 from nanodag.store.kept_lines import KeptLines
-from tests.external_envs.test_verifiers_process import FAKE
+from tests.external_envs.fake_verifiers_server import FAKE
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,6 @@ import shutil
 
 import pytest
 import torch
-from lm_eval.api.model import LM
 from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
@@ -19,45 +18,13 @@ from nanodag.errors import ConfigError, SourceError
 from nanodag.evaluation import benchmark_functions, writing
 from nanodag.evaluation.evaluated_model import EvaluatedModel
 from nanodag.evaluation.forms import FORMS, shipped_forms
-from nanodag.evaluation.generated_answer import Answer
 from nanodag.evaluation.harness import run_benchmark
+from nanodag.evaluation.results import Answer
 from nanodag.inference.protocol import SamplingParams
 from nanodag.rewards.reward_pool import RewardPool
 from nanodag.store.kept_lines import KeptLines
 from nanodag.tokenizer.chat import load_renderer
-
-
-class Scripted(LM):
-    """Says what it is told to: texts by a word of the prompt, log-probabilities by answer."""
-
-    def __init__(self, texts=None, logprobs=None):
-        super().__init__()
-        self.texts, self.logprobs = texts or {}, logprobs or {}
-        self.is_chat = False
-        self.switches = {}
-        self.asked = []
-
-    def generate_until(self, requests):
-        self.asked += [request.args[0] for request in requests]
-        return [next(text for word, text in self.texts.items() if word in r.args[0].split()) for r in requests]
-
-    def loglikelihood(self, requests):
-        self.asked += [request.args for request in requests]
-        return [(self.logprobs[request.args], False) for request in requests]
-
-    def loglikelihood_rolling(self, requests):
-        return [-math.log(2) * 3 * len(request.args[0].encode()) for request in requests]
-
-    def switch_template(self, switches):
-        self.switches = switches
-
-    def apply_chat_template(self, chat_history, add_generation_prompt=True):
-        switched = "".join(f"<{name} {value}>" for name, value in self.switches.items())
-        return "".join(f"<{m['role']}>{m['content']}" for m in chat_history) + "<assistant>" + switched
-
-    @property
-    def tokenizer_name(self):
-        return "scripted"
+from tests.evaluation.scripted import GSM8K, GSM8K_TEXTS, Scripted
 
 
 @pytest.fixture
@@ -83,22 +50,6 @@ def run(tmp_path):
 
 def scores_of(result, metric):
     return [record["scores"][metric] for record in result.records]
-
-
-GSM8K = [
-    {"question": "Q1 ?", "answer": "48/2 = <<48/2=24>>24\n#### 24"},
-    {"question": "Q2 ?", "answer": "#### 1,234"},
-    {"question": "Q3 ?", "answer": "#### -5"},
-    {"question": "Q4 ?", "answer": "#### 7"},
-    {"question": "Q5 ?", "answer": "#### 8"},
-]
-GSM8K_TEXTS = {
-    "Q1": "Half of 48.\n#### 24",
-    "Q2": "so it is $1,234",  # right number, not behind ####
-    "Q3": "#### -5.0\nQuestion",
-    "Q4": "#### 7 #### 8",  # two tries
-    "Q5": "I do not know",
-}
 
 
 @pytest.mark.parametrize(("chat", "exact"), [(False, [1, 0, 0, 1, 0]), (True, [1, 0, 1, 0, 0])])
@@ -460,9 +411,9 @@ def test_two_replicas_write_what_one_does(models, monkeypatch, kind):
         assert both._sampler.num_replicas == 2
         assert seen == [(done, 16) for done in range(1, 17)]
     finally:
-        servers = both._sampler._servers
+        replicas = both._sampler.fleet.replicas
         both.close()
-    assert len(servers) == 2 and not any(server.is_alive for server in servers)
+    assert len(replicas) == 2 and not any(replica.server.is_alive for replica in replicas)
 
 
 def test_progress_reaches_the_end(run, model_folder):

@@ -6,8 +6,7 @@ from nanodag.data.adapters import open_adapter
 from nanodag.data.config import SourceConfig
 from nanodag.data.records import held_out_score
 from nanodag.errors import SourceError
-from nanodag.evaluation.continuation import continuations
-from nanodag.evaluation.items import documents, problems, rows, select
+from nanodag.evaluation.items import continuations, documents, problems, rows, select
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from nanodag.evaluation.ngrams import bigram_bits, count_ngrams, unigram_bits
+from benchmarks.ngrams import bigram_bits, count_ngrams, unigram_bits
 
 DOCUMENTS = [np.array([0, 1, 0, 1]), np.array([0, 2])]
 

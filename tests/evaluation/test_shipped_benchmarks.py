@@ -7,9 +7,9 @@ import pytest
 from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.evaluation.benchmark import open_benchmark
 from nanodag.evaluation.forms import shipped_forms
-from nanodag.evaluation.generated_answer import Answer
 from nanodag.evaluation.harness import run_benchmark
-from tests.evaluation.test_harness import Scripted
+from nanodag.evaluation.results import Answer
+from tests.evaluation.scripted import IFEVAL, Scripted, gpqa, humaneval, mbpp
 
 
 class InOrder(Scripted):
@@ -24,30 +24,7 @@ class InOrder(Scripted):
         return [Answer(text) for text in self.answers]
 
 
-def humaneval(name, operator):
-    prompt = f'def {name}(a: int, b: int) -> int:\n    """The result.\n    >>> {name}(1, 2)\n    """\n'
-    check = f"def check(candidate):\n    for a in range(4):\n        assert candidate(a, 3) == a {operator} 3\n"
-    test = f"\n\nMETADATA = {{}}\n\n\n{check}"
-    solution = f"    return a {operator} b\n"
-    return {"task_id": name, "prompt": prompt, "canonical_solution": solution, "test": test, "entry_point": name}
-
-
-def mbpp(name, operator):
-    tests = [f"assert {name}({a}, 2) == {eval(f'{a} {operator} 2')}" for a in (1, 5, 7)]
-    code = f"def {name}(a, b):\r\n    return a {operator} b"
-    text = f"Write a function to {name}."
-    setup = {"test_setup_code": "", "challenge_test_list": []}
-    return {"task_id": 1, "text": text, "code": code, "test_list": tests, **setup}
-
-
-def gpqa(question):
-    wrong = {f"Incorrect Answer {n}": f"{question} wrong  {n}" for n in (1, 2, 3)}
-    return {"Question": question, "Correct Answer": f" {question} right\n", **wrong}
-
-
 CODE_ROWS = ("add", "+"), ("take", "-"), ("times", "*")
-IFEVAL = {"instruction_id_list": ["punctuation:no_comma", "length_constraints:number_words"]}
-IFEVAL["kwargs"] = [{"num_words": None, "relation": None}, {"num_words": 3, "relation": "at least"}]
 # name -> adapter, rows, answers of a base model, answers of a chat model.
 # The first answer is right, the second wrong, in the third no answer can be found (or it is wrong too, where all text
 # is an answer). Few words, so that the answers of base models end where their stop strings would end them.

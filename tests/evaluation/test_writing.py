@@ -1,16 +1,18 @@
 """Which samplers write an evaluation's answers, and that SGLang's write what the embedded one does."""
 
+import os
+import signal
 import sys
 from types import SimpleNamespace
 
 import pytest
 
 from nanodag.config.kinds.evaluation import EvalSamplerConfig
+from nanodag.evaluation import writing
 from nanodag.evaluation.evaluated_model import ONE_EMBEDDED, EvaluatedModel
 from nanodag.evaluation.writing import SamplerSettings, start_sampler
-from nanodag.inference.protocol import SamplingParams
+from nanodag.inference.protocol import Request, SamplingParams
 from nanodag.inference.sglang_install import default_folder, is_installed
-from nanodag.inference.sglang_process import SGLangProcess
 
 
 def test_sglang_servers_have_gpus_of_their_own_and_an_amount_of_cache(models, monkeypatch):
@@ -23,18 +25,51 @@ def test_sglang_servers_have_gpus_of_their_own_and_an_amount_of_cache(models, mo
     settings = SamplerSettings(folder=models["qwen3"], precision="bf16", device="cuda", threads=8, config=config)
     found = []
 
-    def start(*unnamed, **given):
+    def start(given, log_path):
         found.append(given)
-        return SimpleNamespace(stop=lambda: None)
+        return SimpleNamespace(url="http://x", stop=lambda: None)
 
-    monkeypatch.setattr(SGLangProcess, "start", start)
+    monkeypatch.setattr(writing, "start_engine", start)
     writer = start_sampler(settings, context=64, flops=1.0)
     writer.close()
     assert (writer.context, writer.num_replicas) == (192, 2), "the model's positions; two of five GPUs each"
-    assert sorted(given["first_gpu"] for given in found) == [0, 2]
+    assert sorted(given.gpus for given in found) == ["0,1", "2,3"]
     for given in found:
-        assert (given["context_length"], given["cache_tokens"], given["max_batch"]) == (192, 5000, 16)
-        assert given["options"] == {"skip-tokenizer-init": False, "x": 1} and given["dtype"] == "bfloat16"
+        assert (given.context_length, given.cache_tokens, given.max_batch) == (192, 5000, 16)
+        assert given.options == {"skip-tokenizer-init": False, "x": 1} and given.dtype == "bfloat16"
+
+
+def test_an_evaluation_whose_sampler_is_killed_goes_on_and_writes_the_same(models, monkeypatch):
+    monkeypatch.setattr(writing, "REPLICA_FLOPS", 1.0)
+    config = EvalSamplerConfig(engine="embedded", replicas=2, max_batch=4, cache_bytes=1 << 24)
+    settings = SamplerSettings(folder=models["qwen3"], precision="fp32", device="cpu", threads=2, config=config)
+    params = {"max_new_tokens": 150, "ignore_eos": True}
+    requests = [
+        Request(input_ids=[5, number], params=SamplingParams(sampling_seed=number, **params), return_logprob=False)
+        for number in range(40)
+    ]
+    writer = start_sampler(settings, context=192, flops=10.0)
+    victims = [replica.server.pid for replica in writer.fleet.replicas]
+
+    def written(num_killed):
+        answers = {}
+
+        def on_written(number, completion):
+            if len(answers) < num_killed:  # the others are under way
+                os.kill(victims[len(answers)], signal.SIGKILL)
+            assert number not in answers
+            answers[number] = completion.output_ids
+
+        writer.write(requests, on_written)
+        return answers
+
+    try:
+        assert writer.num_replicas == 2
+        undisturbed = written(0)
+        assert len(undisturbed) == 40 and written(2) == undisturbed
+        assert written(0) == undisturbed and writer.fleet.num_restarts == 2
+    finally:
+        writer.close()
 
 
 @pytest.mark.slow

@@ -8,11 +8,13 @@ import subprocess
 import sys
 import time
 import urllib.request
+from pathlib import Path
 
 from aiohttp import web
 
 from nanodag.children.reaper import keep
 
+FAKE = Path(__file__)
 KEPT = []
 
 
@@ -67,12 +69,13 @@ async def main(socket):
     await asyncio.Event().wait()
 
 
-keep(int(sys.argv[1]))
-block = json.load(sys.stdin)
-if sys.argv[2] == "--tasks":
-    for text in ("the cat", "the dog", "the mat", "fail"):
-        task = {"do": "fail"} if text == "fail" else {"do": "answer", "say": text}
-        print(json.dumps({"task": task, "messages": [{"role": "user", "content": text}]}))
-else:
-    assert block == {"taskset": {"id": "m"}}, block
-    asyncio.run(main(sys.argv[2]))
+if __name__ == "__main__":
+    keep(int(sys.argv[1]))
+    block = json.load(sys.stdin)
+    if sys.argv[2] == "--tasks":
+        for text in ("the cat", "the dog", "the mat", "fail"):
+            task = {"do": "fail"} if text == "fail" else {"do": "answer", "say": text}
+            print(json.dumps({"task": task, "messages": [{"role": "user", "content": text}]}))
+    else:
+        assert block == {"taskset": {"id": "m"}}, block
+        asyncio.run(main(sys.argv[2]))

@@ -11,7 +11,7 @@ from benchmarks.boxes.box_numbers import EMPTY, answer, content, question, tasks
 from nanodag.children.forks import EpisodeFailed
 from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.data.adapters import open_adapter
-from nanodag.data.sources import open_source
+from nanodag.data.opening import open_source
 from nanodag.errors import ConfigError, SourceError
 from nanodag.evaluation.evaluated_model import EvaluatedModel
 from nanodag.evaluation.verifiers_benchmarks import run_environment

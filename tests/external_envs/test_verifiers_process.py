@@ -3,7 +3,6 @@
 import asyncio
 import re
 import sys
-from pathlib import Path
 
 import psutil
 import pytest
@@ -13,9 +12,8 @@ from nanodag.errors import ConfigError, MissingTool
 from nanodag.external_envs import verifiers_process
 from nanodag.external_envs.verifiers_install import VERIFIERS, find_python
 from nanodag.external_envs.verifiers_process import VerifiersProcess, block_of
+from tests.external_envs.fake_verifiers_server import FAKE
 from tests.fault.processes import wait_until
-
-FAKE = Path(__file__).with_name("fake_verifiers_server.py")
 
 
 @pytest.fixture

@@ -151,8 +151,6 @@ def test_a_web_page_of_another_origin_or_name_reads_nothing_and_creates_no_run(p
     body = {"parameters": {"name": "attack"}, "state": {"type": "SCHEDULED", "name": "Scheduled"}}
     num_runs = Api(url).ask("POST", "/flow_runs/count", {})
     with httpx.Client(trust_env=False) as browser:
-        token = browser.get(f"{url}/api/csrf-token", params={"client": "me"}).json()["token"]
-        own = {"Prefect-Csrf-Client": "me", "Prefect-Csrf-Token": token}
         for page in ({"Origin": "http://evil.example"}, {"Origin": "http://127.0.0.1:1"}, {"Origin": "null"}):
             read = browser.get(f"{url}/api/csrf-token", params={"client": "me"}, headers=page)
             assert "access-control-allow-origin" not in read.headers
@@ -161,6 +159,8 @@ def test_a_web_page_of_another_origin_or_name_reads_nothing_and_creates_no_run(p
             assert browser.post(create, json=body, headers=page).status_code == 403, "which needs no leave to be sent"
             with pytest.raises(InvalidStatus):
                 connect(f"{url.replace('http', 'ws')}/api/events/out", origin=page["Origin"]).close()
+        token = browser.get(f"{url}/api/csrf-token", params={"client": "me"}).json()["token"]
+        own = {"Prefect-Csrf-Client": "me", "Prefect-Csrf-Token": token}
         rebound = {"Host": f"rebound.example:{served['port']}", **own}  # the same origin, as a browser sees it
         assert browser.post(create, json=body, headers=rebound).status_code == 400
         assert browser.post(create, json={"parameters": {"nam": 1}}, headers=own).status_code in (409, 422), "allowed"

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ from nanodag.config.kinds.evaluation import EvalStage
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.stage_base import Resources
 from nanodag.errors import ConfigError, StageStopped
-from nanodag.host.machine import gpu_of_replica
+from nanodag.inference.engine_settings import EngineSettings
 from nanodag.worker import devices as module
 from nanodag.worker.devices import Devices, devices_for, hold, named_gpus
 
@@ -140,7 +141,8 @@ def test_embedded_samplers_take_a_gpu_each_and_share_where_there_are_fewer(monke
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
     assert [rl(replicas).num_gpus(3) for replicas in (1, 2, 8)] == [1, 2, 3]
-    assert [gpu_of_replica(number) for number in range(5)] == ["4", "6", "7", "4", "6"]
+    settings = EngineSettings(device="cuda")
+    assert [settings.of_replica(number, Path(), 0).gpus for number in range(5)] == ["4", "6", "7", "4", "6"]
 
 
 def test_an_evaluation_takes_the_gpus_of_one_server_and_those_of_the_others_where_they_are_free():

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
+from nanodag.engines.start import ServerProcess
 from nanodag.errors import SamplerLost
 from nanodag.host.progress_timeout import Patience
-from nanodag.inference.sampler_process import ServerProcess
 
 WORKS = "while True: pass"
 CHILD_WORKS = f"import subprocess, sys; subprocess.run([sys.executable, '-S', '-c', {WORKS!r}])"

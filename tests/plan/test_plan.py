@@ -333,14 +333,13 @@ def test_a_gpu_that_decodes_one_sample_is_bound_by_its_bandwidth_and_a_core_by_i
 def test_training_takes_its_flops_over_the_share_of_the_peak_that_it_reaches():
     pretrain = stage_of(planned("pocket", "cpu:2:avx2:8GiB", *OF_POCKET, "pretrain.validation_tokens=0"), "pretrain")
     parsed = pretrain.seconds - START_S["cpu"] - pretrain.flops / (CPU_SHARES["fp32"].training * 2 * 120e9)
-    assert 0 < parsed < 1 and pretrain.cpu_seconds == pytest.approx(2 * pretrain.seconds)
+    assert 0 < parsed < 1
 
 
 def test_an_evaluation_beside_training_adds_nothing_to_the_runs_time():
     plan = planned("pocket", "cpu:2:avx512_bf16:8GiB")
     alone, beside = stage_of(plan, "eval_rl"), stage_of(plan, "eval_base")
     assert beside.is_beside and not alone.is_beside
-    assert beside.seconds == pytest.approx(beside.cpu_seconds / (2 / 3))  # two ranks on two cores, and it
     assert plan.seconds == pytest.approx(sum(stage.seconds for stage in plan.stages if not stage.is_beside))
 
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,15 @@ def test_a_group_is_killed_and_removed_when_its_program_fails(a_slice):
         assert len(groups_in(a_slice)) == 1
         raise KeyError
     assert groups_in(a_slice) == []
+
+
+def test_empty_groups_that_killed_starters_left_are_removed_at_the_next_start(a_slice):
+    for name, killed, age_s in (("left", "1", 3600), ("in-use", "", 3600), ("just-made", "1", 0)):
+        (a_slice / f"nanodag-{name}").mkdir()
+        (a_slice / f"nanodag-{name}" / "cgroup.kill").write_text(killed)
+        os.utime(a_slice / f"nanodag-{name}", (time.time() - age_s,) * 2)
+    assert cgroup.parent() == a_slice
+    assert set(groups_in(a_slice)) == {"nanodag-in-use", "nanodag-just-made"}
 
 
 def test_a_group_whose_processes_take_a_moment_to_end_is_removed_then(a_slice, monkeypatch):

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import nltk
 import pytest
 
-from nanodag.rewards.ifeval_rules import RULES
-from nanodag.rewards.instruction_following import instruction_following
+from nanodag.rewards.instruction_following import RULES, instruction_following
 
 CASES = [
     ("keywords:existence", {"keywords": ["cat", "dog"]}, "A Cat and a dog.", "A category of dogs."),

@@ -9,8 +9,8 @@ import torch
 from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import ConfigError
 from nanodag.own_code.find import FOLDER_VARIABLE
+from nanodag.rewards.function_rewards import token_places
 from nanodag.rewards.reward_pool import RewardPool, SampleReward
-from nanodag.rewards.step_reward import token_places
 from nanodag.rl.advantages import grpo, process_grpo, step_rewards
 from nanodag.rl.control.generation import RolloutGenerator
 from nanodag.rl.rollouts.filters import nonzero_spread

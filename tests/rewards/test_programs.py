@@ -2,7 +2,7 @@
 
 import pytest
 
-from nanodag.rewards.programs import program_of
+from nanodag.rewards.code import program_of
 
 SIGNATURE = 'import math\n\n\ndef root(x):\n    """The root of x."""\n'
 BODY = "    return math.sqrt(x)\n"

@@ -101,7 +101,7 @@ SHUFFLED = [({"reward": "gsm8k", "answer": "4"}, "#### 4"), ({"reward": "exact",
 
 
 def test_a_reward_that_does_not_exist_is_refused_with_the_names_there_are():
-    with pytest.raises(ConfigError, match=r"no reward 'exakt'; choose one of code, exact"):
+    with pytest.raises(ConfigError, match=r"no reward 'exakt'; choose one of code, instruction_following"):
         RewardPool("exakt")
 
 

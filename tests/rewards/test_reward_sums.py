@@ -10,10 +10,9 @@ from nanodag import registry as entries
 from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import ConfigError
 from nanodag.host.ports import free_port
-from nanodag.rewards.f1 import f1
-from nanodag.rewards.reward import Reward
+from nanodag.rewards.reward import Reward, labels, weighted_sum
 from nanodag.rewards.reward_pool import RewardPool
-from nanodag.rewards.weighted import labels, weighted_sum
+from nanodag.rewards.text_rewards import f1
 from nanodag.tokenizer.bpe import save_tokenizer
 from tests.http_server import Quiet, serving
 from tests.rl.stages import BYTES, VOCABULARY

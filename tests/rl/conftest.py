@@ -1,7 +1,7 @@
 import pytest
 
 from nanodag.children import forks as fork_servers
-from nanodag.inference.sampler_process import SamplerProcess
+from nanodag.engines.start import ServerProcess
 from nanodag.tokenizer.bpe import save_tokenizer
 from nanodag.tokenizer.encoding import Encoding
 from tests.forks import spawn_server
@@ -13,7 +13,7 @@ from tests.rl.turns import ids_of
 def samplers_are_forks():
     """A second of imports each, else."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SamplerProcess, "spawn", classmethod(spawn_server))
+        patch.setattr(ServerProcess, "spawn", classmethod(spawn_server))
         yield
 
 

@@ -1,10 +1,9 @@
 """Samples of several sequences, and of several roles: what is compared, counted and trained."""
 
-
 import pytest
 import torch
 
-from nanodag.rewards.reported import reported
+from nanodag.rewards.text_rewards import reported
 from nanodag.rl.advantages import grpo
 from nanodag.rl.control.generation import with_rewards_of_samples
 from nanodag.rl.rollouts.metrics import rollout_metrics
@@ -16,9 +15,7 @@ from tests.rl.rollouts import rollout
 from tests.rl.turns import batch_of, generator_of, prompts
 
 
-def one_of(
-    sample: int, reward: float | None, *, branch: int = 0, role: str = "", size: int = 2, **metadata
-) -> Rollout:
+def one_of(sample: int, reward: float | None, *, branch: int = 0, role: str = "", size: int = 2, **metadata) -> Rollout:
     fields = {"branch": branch, "role": role, "metadata": metadata}
     return rollout("g", sample, [1 + branch], [5] * size, reward=reward, **fields)
 

@@ -13,20 +13,20 @@ from safetensors.torch import load_file
 from torch import multiprocessing
 
 from nanodag.config.kinds.rl import RLStage
+from nanodag.engines.fleet import Fleet
+from nanodag.engines.start import start_engine
 from nanodag.errors import SamplerError
 from nanodag.inference.client import SamplerClient
+from nanodag.inference.engine_settings import EngineSettings
 from nanodag.inference.protocol import Request, SamplingParams
-from nanodag.inference.sampler_process import SamplerProcess
 from nanodag.model.folder import write_like
-from nanodag.rl.fleet import broadcast_sync
-from nanodag.rl.fleet.broadcast_sync import DistributedSync
-from nanodag.rl.fleet.samplers import Samplers
-from nanodag.rl.fleet.shared_sync import SharedSync
+from nanodag.rl.sync import broadcast_sync
+from nanodag.rl.sync.broadcast_sync import DistributedSync, SharedSync
 from nanodag.rl.trainer.weight_sender import WeightGiver
 from nanodag.sampler.fingerprints import Fingerprints
 from nanodag.train.shares import in_buckets
+from tests.engines.samplers import samplers_of, with_samplers
 from tests.rl.models import save_tiny_model
-from tests.rl.samplers import samplers_of, with_samplers
 from tests.rl.spread import BIG, two_shares
 from tests.rl.stages import digest, make_job, metrics, run, start
 
@@ -94,7 +94,9 @@ def pair(models, tmp_path_factory):
     folder = tmp_path_factory.mktemp("log")
 
     def launch(number, path, version):
-        return SamplerProcess.start(path, log_path=folder / f"log-{number}", weight_version=version, max_batch=8)
+        return start_engine(
+            EngineSettings(model=path, weight_version=version, max_batch=8), log_path=folder / f"log-{number}"
+        )
 
     servers = [launch(0, models[0], 0), launch(1, models[0], 0)]
     yield launch, servers
@@ -107,7 +109,7 @@ def with_sync(pair, model, trainer, work, *, check_every=1, way=DistributedSync,
     launch, servers = pair
 
     async def main():
-        samplers = Samplers(servers, model=model, version=0, launch=launch, connect=SamplerClient, **options)
+        samplers = Fleet(servers, model=model, version=0, launch=launch, connect=SamplerClient, **options)
         sync = way(samplers, trainer.ask, check_every=check_every, timeout_s=TIMEOUT_S, is_beside=True)
         try:
             return await work(sync, samplers)
@@ -204,7 +206,9 @@ def test_a_sampler_that_stops_in_mid_broadcast_holds_up_no_other_of_three(models
 
     def launch(number, path, version):
         launched.append(number)
-        return SamplerProcess.start(path, log_path=tmp_path / f"log-{number}", weight_version=version, max_batch=8)
+        return start_engine(
+            EngineSettings(model=path, weight_version=version, max_batch=8), log_path=tmp_path / f"log-{number}"
+        )
 
     async def work(samplers, servers):
         sync = DistributedSync(samplers, trainer.ask, check_every=1, timeout_s=2.0, is_beside=True)

@@ -7,9 +7,9 @@ import pytest
 from nanodag.errors import BadRequest
 from nanodag.inference.protocol import Request, SamplingParams
 from nanodag.rl.control.memory_turns import Lending
-from nanodag.rl.fleet.broadcast_sync import DistributedSync
-from nanodag.rl.fleet.weight_sync import DiskSync
-from tests.rl.fake_samplers import World
+from nanodag.rl.sync.broadcast_sync import DistributedSync
+from nanodag.rl.sync.weight_sync import DiskSync
+from tests.engines.fake_samplers import World
 from tests.rl.stages import make_job, metrics, run, same_in_the_end
 
 ONE = Request(input_ids=[1], params=SamplingParams(max_new_tokens=1))

@@ -4,9 +4,10 @@ import sys
 
 import pytest
 
+from nanodag.engines.start import ServerProcess, start_engine
 from nanodag.errors import ConfigError
-from nanodag.inference.sampler_process import SamplerProcess
-from nanodag.inference.sglang_process import SGLangProcess
+from nanodag.inference.engine_settings import EngineSettings
+from nanodag.rl.control import services as services_module
 from nanodag.rl.control.gpu_placement import Places, places_of
 from nanodag.rl.control.services import Services
 from tests.rl.stages import make_job
@@ -16,13 +17,13 @@ GPUS = {"num_ranks": 8, "threads": 1, "device": "cuda"}
 
 @pytest.fixture
 def launched(tmp_path, monkeypatch):
-    """launched(process class, sampler settings, visible GPUs) -> what each of the stage's samplers is started with."""
+    """launched(sampler settings, visible GPUs) -> what each of the stage's samplers is started with."""
     monkeypatch.setenv("NANODAG_SGLANG_PYTHON", sys.executable)
 
-    def made(kind, sampler, visible):
+    def made(sampler, visible):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         found = []
-        monkeypatch.setattr(kind, "start", lambda *unnamed, **settings: found.append(settings))
+        monkeypatch.setattr(services_module, "start_engine", lambda settings, **where: found.append(settings))
         services = Services(make_job(tmp_path, resources=GPUS, sampler={"context": 64, **sampler}))
         try:
             for number in range(services.num_samplers):
@@ -35,25 +36,22 @@ def launched(tmp_path, monkeypatch):
 
 
 def test_eight_embedded_samplers_have_eight_gpus(launched):
-    found = launched(SamplerProcess, {"max_batch": 60}, "8,9,10,11,12,13,14,15")
-    assert [settings["gpu"] for settings in found] == ["8", "9", "10", "11", "12", "13", "14", "15"]
-    assert {settings["device"] for settings in found} == {"cuda"}
-    assert {settings["max_batch"] for settings in found} == {8}
-    assert not any(settings["deterministic"] for settings in found)
+    found = launched({"max_batch": 60}, "8,9,10,11,12,13,14,15")
+    assert [settings.gpus for settings in found] == ["8", "9", "10", "11", "12", "13", "14", "15"]
+    assert {(settings.device, settings.max_batch, settings.deterministic) for settings in found} == {("cuda", 8, False)}
 
 
 def test_with_fewer_gpus_embedded_samplers_share_them(launched):
-    found = launched(SamplerProcess, {"replicas": 4}, "0,2")
-    assert [settings["gpu"] for settings in found] == ["0", "2", "0", "2"]
+    found = launched({"replicas": 4}, "0,2")
+    assert [settings.gpus for settings in found] == ["0", "2", "0", "2"]
 
 
 def test_an_sglang_server_has_its_gpus_and_an_amount_of_memory(launched):
     # 2 layers of 2 heads of 8 numbers, keys and values, 4 bytes each: 256 bytes a token
     sampler = {"engine": "sglang", "tensor_parallel": 2, "cache_bytes": 256 * 1000, "deterministic": False}
-    found = launched(SGLangProcess, sampler, "0,1,2,3,4,5,6,7")
-    assert [settings["gpus"] for settings in found] == ["0,1", "2,3", "4,5", "6,7"]
-    assert {settings["cache_tokens"] for settings in found} == {1000}
-    assert {settings["memory_fraction"] for settings in found} == {0.9}
+    found = launched(sampler, "0,1,2,3,4,5,6,7")
+    assert [settings.gpus for settings in found] == ["0,1", "2,3", "4,5", "6,7"]
+    assert {(settings.cache_tokens, settings.memory_fraction) for settings in found} == {(1000, 0.9)}
 
 
 EIGHT = tuple("01234567")
@@ -118,6 +116,6 @@ def test_a_sampler_sees_its_own_gpu_alone(tmp_path, monkeypatch, gpu, expected):
     def spawn(command, *, log_path, env, token=""):
         raise Noted(env["CUDA_VISIBLE_DEVICES"])
 
-    monkeypatch.setattr(SamplerProcess, "spawn", spawn)
+    monkeypatch.setattr(ServerProcess, "spawn", spawn)
     with pytest.raises(Noted, match=f"^{expected}$"):
-        SamplerProcess.start(tmp_path, log_path=tmp_path / "log", device="cuda", gpu=gpu)
+        start_engine(EngineSettings(model=tmp_path, device="cuda", gpus=gpu), log_path=tmp_path / "log")

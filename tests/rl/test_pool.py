@@ -10,7 +10,7 @@ from nanodag.errors import SamplerError, StageFailed
 from nanodag.rl.control.pool import RolloutPool, most_in_flight
 from nanodag.rl.rollouts.batch import read_batch, write_batch
 from nanodag.rl.rollouts.prompts import PromptCursor
-from tests.rl.fake_samplers import World
+from tests.engines.fake_samplers import World
 from tests.rl.fakes import (
     EQUAL,
     SPREAD,

@@ -11,12 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from nanodag.engines.fleet import Fleet
+from nanodag.engines.start import start_engine
 from nanodag.errors import SamplerError
 from nanodag.inference.client import SamplerClient
-from nanodag.inference.sampler_process import SamplerProcess
+from nanodag.inference.engine_settings import EngineSettings
 from nanodag.model.folder import write_like
-from nanodag.rl.fleet.samplers import Samplers
-from nanodag.rl.fleet.weight_sync import DiskSync, differing
+from nanodag.rl.sync.weight_sync import DiskSync, differing
 from nanodag.sampler.fingerprints import Fingerprints
 from tests.rl.models import save_tiny_model
 
@@ -28,7 +29,9 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(model, tmp_path_factory):
-    with SamplerProcess.start(model, log_path=tmp_path_factory.mktemp("log") / "log", weight_version=0) as process:
+    with start_engine(
+        EngineSettings(model=model, weight_version=0), log_path=tmp_path_factory.mktemp("log") / "log"
+    ) as process:
         yield process
 
 
@@ -55,7 +58,7 @@ def synced(server, model, folder, versions, *, ask, check_every=1):
     """Publish and load versions, one after the other; returns the sampler's fingerprints."""
 
     async def run():
-        samplers = Samplers([server], model=model, version=0, launch=None, connect=SamplerClient)
+        samplers = Fleet([server], model=model, version=0, launch=None, connect=SamplerClient)
         sync = DiskSync(samplers, ask, check_every=check_every)
         try:
             for turn, version in enumerate(versions):

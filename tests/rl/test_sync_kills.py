@@ -2,21 +2,21 @@
 
 import asyncio
 import gc
+from functools import partial
 from itertools import product
 from types import SimpleNamespace
 
 import pytest
 
 from benchmarks.sync_kills import Bench, Case
+from nanodag.engines.router import RouterClient
+from nanodag.engines.watch import ServerWatch
 from nanodag.errors import SamplerLost
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.protocol import Request
-from nanodag.inference.router_process import RouterClient
-from nanodag.rl.fleet.broadcast_sync import DistributedSync
-from nanodag.rl.fleet.server_watch import ServerWatch
-from nanodag.rl.fleet.shared_sync import SharedSync
-from nanodag.rl.fleet.weight_sync import DiskSync
-from tests.rl.fake_samplers import PATIENCE_S, World
+from nanodag.rl.sync.broadcast_sync import DistributedSync, SharedSync
+from nanodag.rl.sync.weight_sync import DiskSync
+from tests.engines.fake_samplers import PATIENCE_S, World
 
 
 def make_sync(way, world):
@@ -134,15 +134,17 @@ def test_a_group_that_a_sampler_was_told_to_leave_is_of_no_use_even_if_it_answer
 
 
 def test_a_client_that_was_closed_says_that_its_sampler_is_lost_however_it_is_asked():
+    request = Request(input_ids=[1])
+
     async def work():
         for client in (SamplerClient("http://127.0.0.1:1"), RouterClient("http://127.0.0.1:1")):
             await client.close()
-            calls = [client.generate([Request(input_ids=[1])]), client.health(), client.end_weight_update()]
-            calls += [anext(client.stream(Request(input_ids=[1])))]
-            calls += [client.add("x")] if isinstance(client, RouterClient) else []
+            calls = [client.health, client.end_weight_update, partial(client.generate, [request])]
+            calls += [partial(anext, client.stream(request))]
+            calls += [partial(client.add, "x")] if isinstance(client, RouterClient) else []
             for call in calls:
                 with pytest.raises(SamplerLost, match="was closed"):
-                    await call
+                    await call()
 
     asyncio.run(work())
 

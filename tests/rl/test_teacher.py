@@ -8,8 +8,9 @@ import torch
 from torch.nn.functional import log_softmax
 from transformers import AutoModelForCausalLM
 
+from nanodag.engines.start import start_engine
 from nanodag.errors import BadRequest, ConfigError, SamplerError
-from nanodag.inference.sampler_process import SamplerProcess
+from nanodag.inference.engine_settings import EngineSettings
 from nanodag.rl.advantages import distilled
 from nanodag.rl.trainer import teacher_server
 from nanodag.rl.trainer.policy import load_policy, to_row
@@ -78,7 +79,9 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def teacher(folders, tmp_path_factory):
     log = tmp_path_factory.mktemp("log") / "log"
-    with SamplerProcess.start(folders["b"], log_path=log, max_batch=4, weight_version=3, context_length=64) as process:
+    with start_engine(
+        EngineSettings(model=folders["b"], max_batch=4, weight_version=3, context_length=64), log_path=log
+    ) as process:
         yield process
 
 

@@ -24,6 +24,7 @@ from tests.tokenizer.chat_templates import CODER, GLM
 
 RESULT = "<|tool_result|>"
 
+
 def here(name: str) -> str:
     return f"{functions.__name__}:{name}"
 

@@ -17,7 +17,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from nanodag.inference.sampler_process import SamplerProcess
+from nanodag.engines.start import ServerProcess
 from tests.forks import spawn_server
 
 VOCAB_SIZE = 150  # no multiple of 64: the padded columns must never be drawn
@@ -87,5 +87,5 @@ def one_thread():
 def samplers_are_forks():
     """A second of imports each, else."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SamplerProcess, "spawn", classmethod(spawn_server))
+        patch.setattr(ServerProcess, "spawn", classmethod(spawn_server))
         yield

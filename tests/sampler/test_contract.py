@@ -14,11 +14,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from nanodag.engines.start import start_engine
 from nanodag.errors import BadRequest
 from nanodag.inference.client import SamplerClient
+from nanodag.inference.engine_settings import EngineSettings
 from nanodag.inference.protocol import Request, SamplingParams, completion_from_wire
-from nanodag.inference.sampler_process import SamplerProcess
-from nanodag.inference.sglang_process import SGLangProcess
 from nanodag.sampler.fingerprints import Fingerprints
 from nanodag.sampler.shared_tensors import share
 from tests.sampler.group import Trainer
@@ -52,21 +52,13 @@ class Sampler:
 
 
 def start(engine: str, folder: Path, log_path: Path):
-    if engine == "embedded":
-        return SamplerProcess.start(folder, log_path=log_path, max_batch=8, weight_version=0, context_length=CONTEXT)
-    python = python_or_skip()
-    return SGLangProcess.start(
-        python,
-        folder,
-        log_path=log_path,
-        device="cpu",
-        dtype="float32",
-        max_batch=8,
-        context_length=CONTEXT,
-        weight_version=0,
-        memory_fraction=0.3,
-        start_timeout_s=1500,
-    )
+    if engine == "sglang":
+        python_or_skip()
+    settings = EngineSettings(
+        engine=engine, model=folder, weight_version=0, dtype="float32", max_batch=8, context_length=CONTEXT,
+        memory_fraction=0.3, start_timeout_s=1500,
+    )  # fmt: skip
+    return start_engine(settings, log_path=log_path)
 
 
 @pytest.fixture(scope="module", params=["embedded", pytest.param("sglang", marks=pytest.mark.slow)])

@@ -13,11 +13,12 @@ import pytest
 import torch
 from pydantic_core import to_json
 
+from nanodag.engines.start import start_engine
 from nanodag.errors import BadRequest, SamplerError
 from nanodag.inference.access_checks import Doors
 from nanodag.inference.client import SamplerClient
+from nanodag.inference.engine_settings import EngineSettings
 from nanodag.inference.protocol import Request, SamplingParams
-from nanodag.inference.sampler_process import SamplerProcess
 from nanodag.model.architecture import read_checkpoint
 from nanodag.sampler.weights import load_weights
 
@@ -34,7 +35,7 @@ def samplers_are_forks():
 @pytest.fixture(scope="module")
 def server(text_folder, tmp_path_factory):
     log_path = tmp_path_factory.mktemp("log") / "sampler.log"
-    with SamplerProcess.start(text_folder, log_path=log_path, max_batch=8, token=TOKEN) as process:
+    with start_engine(EngineSettings(model=text_folder, max_batch=8, token=TOKEN), log_path=log_path) as process:
         yield process
 
 

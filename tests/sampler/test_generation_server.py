@@ -14,11 +14,12 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
+from nanodag.engines.start import start_engine
 from nanodag.errors import BadRequest, SamplerError, SamplerLost
 from nanodag.inference.client import SamplerClient
-from nanodag.inference.feed import FeedReader
+from nanodag.inference.engine_settings import EngineSettings
+from nanodag.inference.multiplexed_stream import FeedReader
 from nanodag.inference.protocol import Request, SamplingParams
-from nanodag.inference.sampler_process import SamplerProcess
 from nanodag.sampler.engine import Engine
 from nanodag.sampler.generation_server import SamplerServer
 from tests.server_info import server_info
@@ -35,7 +36,7 @@ def request(prompt=(1, 2, 3), rid=None, **params):
 @pytest.fixture(scope="module")
 def server(text_folder, tmp_path_factory):
     log_path = tmp_path_factory.mktemp("log") / "sampler.log"
-    with SamplerProcess.start(text_folder, log_path=log_path, max_batch=8, deterministic=True) as process:
+    with start_engine(EngineSettings(model=text_folder, max_batch=8, deterministic=True), log_path=log_path) as process:
         yield process
 
 
@@ -484,7 +485,7 @@ def test_the_server_says_what_it_serves(server, text_folder):
 
 
 def test_a_killed_server_is_lost_at_once(text_folder, tmp_path):
-    process = SamplerProcess.start(text_folder, log_path=tmp_path / "log", max_batch=8)
+    process = start_engine(EngineSettings(model=text_folder, max_batch=8), log_path=tmp_path / "log")
 
     async def run(client):
         task = await slow_generation(client)
@@ -502,7 +503,7 @@ def test_a_killed_server_is_lost_at_once(text_folder, tmp_path):
 
 
 def test_a_server_that_is_stopped_ends_although_a_request_runs(text_folder, tmp_path):
-    process = SamplerProcess.start(text_folder, log_path=tmp_path / "log", max_batch=8)
+    process = start_engine(EngineSettings(model=text_folder, max_batch=8), log_path=tmp_path / "log")
 
     async def run(client):
         task = await slow_generation(client)
@@ -516,19 +517,20 @@ def test_a_server_that_is_stopped_ends_although_a_request_runs(text_folder, tmp_
 
 def test_a_server_that_cannot_start_is_reported_with_its_log(tmp_path):
     with pytest.raises(SamplerLost, match=r"ended with code 1 (.|\n)*no config.json"):
-        SamplerProcess.start(tmp_path, log_path=tmp_path / "log")
+        start_engine(EngineSettings(model=tmp_path), log_path=tmp_path / "log")
 
 
 def test_a_port_in_use_is_reported(server, text_folder, tmp_path):
     port = int(server.url.rsplit(":", 1)[1])
     with pytest.raises(SamplerLost, match="Address already in use"):
-        SamplerProcess.start(text_folder, log_path=tmp_path / "log", port=port)
+        start_engine(EngineSettings(model=text_folder, port=port), log_path=tmp_path / "log")
 
 
 def test_a_server_ends_with_its_parent(text_folder, tmp_path):
     code = (
-        "import os, sys; from nanodag.inference.sampler_process import SamplerProcess; "
-        "process = SamplerProcess.start(sys.argv[1], log_path=sys.argv[2]); print(process.pid, flush=True); os._exit(9)"
+        "import os, sys; from nanodag.engines.start import EngineSettings, start_engine; "
+        "process = start_engine(EngineSettings(model=sys.argv[1]), log_path=sys.argv[2]); "
+        "print(process.pid, flush=True); os._exit(9)"
     )
     command = [sys.executable, "-c", code, str(text_folder), str(tmp_path / "log")]
     pid = int(subprocess.run(command, capture_output=True, text=True).stdout)
@@ -540,7 +542,7 @@ def test_a_server_ends_with_its_parent(text_folder, tmp_path):
 
 def test_client_protocol_and_process_need_no_torch():
     code = (
-        "import sys; import nanodag.inference.client, nanodag.inference.sampler_process, nanodag.inference.protocol; "
+        "import sys; import nanodag.inference.client, nanodag.engines.fleet; "
         "print(sorted({'torch', 'transformers', 'numpy', 'tokenizers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

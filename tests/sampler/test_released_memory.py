@@ -6,10 +6,11 @@ import psutil
 import pytest
 import torch
 
+from nanodag.engines.start import start_engine
 from nanodag.errors import BadRequest
 from nanodag.inference.client import SamplerClient
+from nanodag.inference.engine_settings import EngineSettings
 from nanodag.inference.protocol import Request, SamplingParams
-from nanodag.inference.sampler_process import SamplerProcess
 from nanodag.sampler.engine import Engine
 
 BOTH = ("weights", "kv_cache")
@@ -73,7 +74,9 @@ def test_a_server_gives_its_memory_back_to_the_machine_and_says_how_much_it_hold
     folder = make_checkpoint("qwen3", **sizes, initializer_range=0.02)
     request = Request(input_ids=[1, 2], params=SamplingParams(n=64, max_new_tokens=250, ignore_eos=True))
     log = tmp_path / "log"
-    with SamplerProcess.start(folder, log_path=log, dtype="float32", max_batch=64, context_length=256) as process:
+    with start_engine(
+        EngineSettings(model=folder, dtype="float32", max_batch=64, context_length=256), log_path=log
+    ) as process:
         held = psutil.Process(process.pid)
 
         async def main():

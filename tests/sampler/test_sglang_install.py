@@ -9,6 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from nanodag.config.rl_parts import SamplerConfig
+from nanodag.engines.start import SHIM
 from nanodag.errors import MissingTool
 from nanodag.external_envs.package_environment import progress_of
 from nanodag.inference.sglang_install import (
@@ -19,7 +20,6 @@ from nanodag.inference.sglang_install import (
     requirements,
 )
 from nanodag.inference.sglang_options import OWN_OPTIONS, arguments, check_options
-from nanodag.inference.sglang_process import SHIM
 
 NOWHERE = "http://127.0.0.1:9"  # no index there
 

@@ -7,10 +7,10 @@ import sys
 import psutil
 import pytest
 
+from nanodag.engines.sglang_shim import CPU_VARIABLE
+from nanodag.engines.start import SHIM
 from nanodag.host.folders import PROJECT
 from nanodag.inference.server_variables import PARENT_VARIABLE, TOKEN_VARIABLE, server_environment
-from nanodag.inference.sglang_process import SHIM
-from nanodag.inference.sglang_shim import CPU_VARIABLE
 from tests.fault.processes import is_running, wait_until
 
 # A server spawns its part as SGLang does; what the part imports says who it is, and then takes for ever.

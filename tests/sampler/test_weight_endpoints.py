@@ -11,10 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from nanodag.engines.start import start_engine
 from nanodag.errors import BadRequest
 from nanodag.inference.client import SamplerClient
+from nanodag.inference.engine_settings import EngineSettings
 from nanodag.inference.protocol import Request, SamplingParams
-from nanodag.inference.sampler_process import SamplerProcess
 from nanodag.sampler.engine import Engine
 from nanodag.sampler.shared_tensors import share
 from tests.sampler.group import Trainer
@@ -34,7 +35,9 @@ def folders(make_checkpoint):
 @pytest.fixture(scope="module")
 def server(folders, tmp_path_factory):
     log = tmp_path_factory.mktemp("log") / "log"
-    with SamplerProcess.start(folders[0], log_path=log, max_batch=4, weight_version=0, context_length=64) as process:
+    with start_engine(
+        EngineSettings(model=folders[0], max_batch=4, weight_version=0, context_length=64), log_path=log
+    ) as process:
         yield process
 
 

@@ -21,7 +21,7 @@ from tests.store.making import KEY, forge, product_in, publish
 
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 # What runs a model's answers does so in a sandbox; what is run there is no file of the store.
-RUNS_ANSWERS = {f"nanodag/rewards/inside/{side}.py" for side in ("__init__", "program_side", "tests_side")}
+RUNS_ANSWERS = {f"nanodag/rewards/sandboxed_tests/{side}.py" for side in ("__init__", "program_side", "tests_side")}
 
 
 # In the Python of the verifiers package: a program that the package itself ships as text.

@@ -43,16 +43,20 @@ GLM = template(
 INVOKED = template(
     """{{- '<invoke name="' + name + '">\\n' }}""" + _EACH + _TEXT
     + """{{- '<parameter name="' + key + '">' + text + '</parameter>\\n' }}{%- endfor %}{{- '</invoke>\\n' }}""",
-    begin="<x:tool_call>\\n", end="</x:tool_call>",
+    begin="<minimax:tool_call>\\n", end="</minimax:tool_call>",
 )  # fmt: skip
 DEEPSEEK = template(
-    "{{- '<｜call▁begin｜>function<｜sep｜>' + name + '\\n```json\\n' + (args | tojson) + '\\n```<｜call▁end｜>' }}",
-    begin="<｜calls▁begin｜>",
+    "{{- '<｜tool▁call▁begin｜>function<｜tool▁sep｜>' + name + '\\n```json\\n' + (args | tojson) }}"
+    "{{- '\\n```<｜tool▁call▁end｜>' }}",
+    begin="<｜tool▁calls▁begin｜>",
     between="\\n",
-    end="<｜calls▁end｜>",
+    end="<｜tool▁calls▁end｜>",
 )
-HARMONY = template("{{- ' to=functions.' + name + '<|channel|>commentary json<|message|>' + (args | tojson) }}",
-                   stop="<|call|>")  # fmt: skip
+HARMONY = template(
+    "{%- if loop.first %}{{- ' to=functions.' + name + '<|channel|>commentary json<|message|>' + (args | tojson) }}"
+    "{%- endif %}",
+    stop="<|call|>",
+)
 MISTRAL = template("{{- '[TOOL_CALLS]' + name + '[ARGS]' + (args | tojson) }}")
 GEMMA = template(
     "{{- '<|tool_call>call:' + name + '{' }}" + _EACH
@@ -63,7 +67,7 @@ PYTHONIC = template(
     "{{- name + '(' }}" + _EACH
     + '''{{- key + "=" + ("'" + value + "'" if value is string else value | string) }}'''
     "{%- if not loop.last %}, {%- endif %}{%- endfor %}{{- ')' }}",
-    begin="<|calls|>[", between=", ", end="]<|/calls|>",
+    begin="<|tool_call_start|>[", between=", ", end="]<|tool_call_end|>",
 )  # fmt: skip
 SHAPES = {
     "hermes": HERMES, "llama": LLAMA, "listed": LISTED, "coder": CODER, "glm": GLM, "invoked": INVOKED,

@@ -74,10 +74,11 @@ def test_an_answer_that_is_made_to_begin_as_a_call_does_is_one(name):
 
 
 def test_a_call_that_begins_with_its_identity_is_read_but_not_begun_for_the_model():
-    for begin, end in (("", ""), ("<tool_call>", "</tool_call>")):
-        whole = template("{{- '" + begin + "' + c | tojson + '" + end + "' }}")
-        assert read(whole, written(whole, PLAIN)) == ("", [("run", PLAIN)])
-        assert format_of(whole).opening == ""
+    call = """{{- '{"tool_call_id": "' + c.id + '", "tool_name": "' + name + '", "parameters": ' }}"""
+    call += "{{- args | tojson }}{{- '}' }}"
+    identified = template(call, begin="<|START_ACTION|>[", between=", ", end="]<|END_ACTION|>")
+    assert read(identified, written(identified, PLAIN)) == ("", [("run", PLAIN)])
+    assert format_of(identified).opening == ""
 
 
 def test_arguments_in_marks_have_the_types_of_the_tools_schema():
@@ -97,16 +98,16 @@ def test_marks_that_make_no_argument_make_no_call(name):
 def test_json_that_is_none_is_content_with_its_marks():
     broken = written(DEEPSEEK, PLAIN).replace('"count"', "count")
     content, calls = read(DEEPSEEK, broken)
-    assert calls == [] and content.startswith("<｜call▁begin｜>function<｜sep｜>run") and "count" in content
+    assert calls == [] and content.startswith("<｜tool▁call▁begin｜>function<｜tool▁sep｜>run") and "count" in content
 
 
 @pytest.mark.parametrize(
     ("name", "answer"),
     [
-        ("pythonic", "<|calls|>[run(code={[]: 1})]<|/calls|>"),
-        ("pythonic", "<|calls|>[run(code=1e999)]<|/calls|>"),
-        ("pythonic", "<|calls|>[run(code=b'x', **{})]<|/calls|>"),
-        ("pythonic", "<|calls|>[run(code=print('x'))]<|/calls|>"),
+        ("pythonic", "<|tool_call_start|>[run(code={[]: 1})]<|tool_call_end|>"),
+        ("pythonic", "<|tool_call_start|>[run(code=1e999)]<|tool_call_end|>"),
+        ("pythonic", "<|tool_call_start|>[run(code=b'x', **{})]<|tool_call_end|>"),
+        ("pythonic", "<|tool_call_start|>[run(code=print('x'))]<|tool_call_end|>"),
         ("hermes", "<tool_call>\n[[], 1]\n</tool_call>"),
         ("hermes", '<tool_call>{"name": "run", "arguments": {"code": "\\ud800"}}</tool_call>'),
         ("hermes", '<tool_call>{"name": "run", "arguments": {"share": NaN}}</tool_call>'),
@@ -149,6 +150,8 @@ def test_a_special_token_that_ends_a_call_is_no_content_where_none_is_open():
         template(""),  # leaves calls out
         template("{{- name + ' with ' + (args | length | string) }}"),  # and their arguments
         template("{{- args | tojson }}"),
+        template("{{- '<tool_call>' + c | tojson + '</tool_call>' }}"),  # begins with its identity
+        template("{{- '<other>' + name + '|' + args | tojson + '</other>' }}"),
         template("{{- 'call ' + name }}" + "{%- for key, value in args.items() %}{{- key + value }}{%- endfor %}"),
     ],
 )

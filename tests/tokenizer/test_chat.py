@@ -146,8 +146,7 @@ def test_a_user_cannot_end_his_turn_by_spelling_a_special_token(native, encoding
     assert not mask.any()
 
 
-def test_a_sampled_tool_call_is_answered_by_ids(native, encoding):
-    assert encoding.decode(native.tool_result("408")) == "<|tool_result|>408<|tool_result_end|>"
+def test_an_answer_ends_at_the_end_of_its_turn_or_where_another_document_begins(native, encoding):
     assert native.stop_ids == (encoding.token_id("<|end|>"), encoding.token_id("<|bos|>"))
 
 

@@ -14,8 +14,14 @@ from nanodag.config.kinds.evaluation import BenchmarkConfig, EvalStage
 from nanodag.config.model_size import ModelSize
 from nanodag.config.rl_checks import check, check_lora
 from nanodag.config.rl_entries import EntryConfig
-from nanodag.config.rl_evaluation import HELD_OUT, EvaluationSection
-from nanodag.config.rl_sections import AlgorithmSection, OptimizerSection, RolloutSection, WeightsSection
+from nanodag.config.rl_sections import (
+    HELD_OUT,
+    AlgorithmSection,
+    EvaluationSection,
+    OptimizerSection,
+    RolloutSection,
+    WeightsSection,
+)
 from nanodag.config.sampled_stage import SampledStage
 from nanodag.config.section import Auto, operational
 from nanodag.config.stage_base import ExternalInput, TrainedStage

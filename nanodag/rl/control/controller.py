@@ -26,6 +26,8 @@ from typing import Any
 
 from nanodag.config.kinds.rl import RLStage
 from nanodag.data.mixture import Mixture
+from nanodag.engines.fleet import Fleet
+from nanodag.engines.replica import Replica
 from nanodag.errors import NanodagError, StageFailed
 from nanodag.inference.client import SamplerClient
 from nanodag.rewards import sandbox
@@ -40,6 +42,7 @@ from nanodag.rl.control.checks import (
 )
 from nanodag.rl.control.evaluations import Evaluations
 from nanodag.rl.control.generation import RolloutGenerator
+from nanodag.rl.control.memory_turns import held_memory
 from nanodag.rl.control.pool import pool_of
 from nanodag.rl.control.replay import ReplayBuffer, replay_metrics
 from nanodag.rl.control.saved_rollouts import SavedRollouts
@@ -48,9 +51,6 @@ from nanodag.rl.control.services import Services
 from nanodag.rl.control.step_records import Records
 from nanodag.rl.environments.runner import Turns
 from nanodag.rl.environments.tools import declared_tools
-from nanodag.rl.fleet.memory import held_memory
-from nanodag.rl.fleet.replica import Replica
-from nanodag.rl.fleet.samplers import Samplers
 from nanodag.rl.rollouts.batch import (
     RolloutBatch,
     read_batch,
@@ -430,7 +430,7 @@ class Controller:
 
 
 @asynccontextmanager
-async def _traced(samplers: Samplers, folder: Path) -> AsyncIterator[None]:
+async def _traced(samplers: Fleet, folder: Path) -> AsyncIterator[None]:
     """Each sampler traces what it does inside, into a folder of its own below this one. A trace that fails, also
     because its sampler was lost, costs a warning."""
 

@@ -21,14 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from nanodag.config.kinds.rl import RLStage
-from nanodag.config.rl_evaluation import HELD_OUT
-from nanodag.config.rl_sections import RolloutSection
+from nanodag.config.rl_sections import HELD_OUT, RolloutSection
 from nanodag.data.mixture import Mixture
 from nanodag.errors import ConfigError, SamplerError, StageFailed
 from nanodag.errors.words import counted
 from nanodag.evaluation.benchmark import AskedItem, Benchmark, open_benchmark
-from nanodag.evaluation.generated_answer import Answer, Ending
-from nanodag.evaluation.results import BenchmarkResult
+from nanodag.evaluation.results import Answer, BenchmarkResult, Ending
 from nanodag.inference.protocol import Completion, Request
 from nanodag.rl.control.checks import unless_stopped
 from nanodag.rl.control.generation import RolloutGenerator

@@ -19,9 +19,9 @@ from nanodag.errors import StageFailed
 from nanodag.errors.words import counted
 from nanodag.inference.protocol import SamplingParams
 from nanodag.inference.seeds import derived_seed
-from nanodag.rewards.reported import REPORTED
+from nanodag.rewards.function_rewards import token_places
 from nanodag.rewards.reward_pool import RewardPool, SampleReward
-from nanodag.rewards.step_reward import token_places
+from nanodag.rewards.text_rewards import REPORTED
 from nanodag.rl.environments.runner import Turns
 from nanodag.rl.rollouts.batch import Dropped, RolloutBatch
 from nanodag.rl.rollouts.filters import shaped

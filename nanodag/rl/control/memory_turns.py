@@ -11,19 +11,26 @@ Who gives does so before the other takes. A sampler that dies is started again w
 when the trainer's turn comes; one that dies in the trainer's turn is started when that has ended.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
-from nanodag.rl.fleet.memory import held_memory, release_memory, resume_memory
-from nanodag.rl.fleet.samplers import Samplers
-from nanodag.rl.fleet.weight_sync import Ask
+from nanodag.engines.fleet import Fleet
+from nanodag.engines.replica import NO_FOLDER, Replica
+from nanodag.errors import SamplerError
+from nanodag.inference.client import SamplerClient
+from nanodag.inference.protocol import MemoryTag
+from nanodag.rl.sync.weight_sync import Ask
+
+MEMORY_TAGS: tuple[MemoryTag, ...] = ("weights", "kv_cache")
 
 
 class Lending:
     """The turns of one stage; the samplers begin. ask: of the trainer's ranks."""
 
-    def __init__(self, samplers: Samplers, ask: Ask) -> None:
+    def __init__(self, samplers: Fleet, ask: Ask) -> None:
         self._samplers, self._ask = samplers, ask
         self._is_trainers = False
         self._values: dict[str, int] = {}
@@ -72,3 +79,40 @@ class NotLent:
 
     def taken(self) -> dict[str, int]:
         return {}
+
+
+async def release_memory(samplers: Fleet) -> None:
+    """Have every sampler give its memory back; nothing may be in flight. What was in it is lost."""
+    await samplers.each(_release)
+
+
+async def resume_memory(samplers: Fleet, tags: Sequence[MemoryTag]) -> None:
+    """Have every sampler take memory again that it gave back; one that was started meanwhile has it."""
+    await samplers.each(partial(_take, tags))
+
+
+async def held_memory(samplers: Fleet) -> list[dict[str, int]]:
+    """Bytes that the samplers which are up say they hold (`SamplerClient.memory`); none of one that does not answer."""
+    asked = [replica.client.memory() for replica in samplers.replicas if replica.is_up]
+    found = await asyncio.gather(*asked, return_exceptions=True)
+    for error in found:
+        if isinstance(error, BaseException) and not isinstance(error, SamplerError):
+            raise error
+    return [each for each in found if isinstance(each, dict)]
+
+
+async def _release(replica: Replica, client: SamplerClient) -> None:
+    tags = [tag for tag in MEMORY_TAGS if tag not in replica.released]
+    replica.watch.may_generate = False
+    if tags:
+        await client.release_memory(tags)
+    replica.released.update(tags)
+
+
+async def _take(tags: Sequence[MemoryTag], replica: Replica, client: SamplerClient) -> None:
+    if given := [tag for tag in tags if tag in replica.released]:
+        await client.resume_memory(given)
+    if "weights" in given:
+        replica.folder = NO_FOLDER
+    replica.released.difference_update(given)
+    replica.watch.may_generate = not replica.released

@@ -1,4 +1,4 @@
-"""What the controller works with: the trainer's ranks, samplers, the reward pool. Started together. No torch."""
+"""Services of the controller: the trainer's ranks, samplers, the reward pool. Started together. No torch."""
 
 import asyncio
 import logging
@@ -14,6 +14,11 @@ from typing import Any, cast
 from nanodag.config.derive_sampler import SGLANG_STATIC
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.pipeline import ClusterConfig
+from nanodag.engines.external import ExternalServers, Needed
+from nanodag.engines.fleet import Fleet
+from nanodag.engines.router import Router, RouterClient, start_router
+from nanodag.engines.sampler_node import SamplerNode
+from nanodag.engines.start import ServerProcess, cache_tokens, start_engine, start_engines
 from nanodag.errors import ConfigError
 from nanodag.errors.words import counted
 from nanodag.host.folders import PRIVATE
@@ -21,26 +26,17 @@ from nanodag.host.machine import visible_gpus
 from nanodag.host.ports import LOOPBACK, free_port, network_environment, own_address
 from nanodag.host.processor import numerics
 from nanodag.inference.addresses import parse_address
-from nanodag.inference.cache_size import token_bytes
 from nanodag.inference.client import SamplerClient
-from nanodag.inference.engine_process import EngineSettings, start_engine
-from nanodag.inference.number_formats import DTYPES, width_of
-from nanodag.inference.router_process import RouterClient, RouterProcess
+from nanodag.inference.engine_settings import EngineSettings
+from nanodag.inference.number_formats import DTYPES
 from nanodag.inference.sglang_install import Device, find_python
-from nanodag.inference.sglang_process import CONTEXT_RESERVE
 from nanodag.model.architecture import check_sglang, read_checkpoint
 from nanodag.rewards.reward_pool import RewardPool
 from nanodag.rl.control.gpu_placement import Places, places_of
 from nanodag.rl.control.memory_turns import Lending, NotLent
 from nanodag.rl.control.model_facts import SHARED_MEMORY, ModelFacts, all_here, sync_folder, urls_file
-from nanodag.rl.fleet.attached import Attachments, Needed
-from nanodag.rl.fleet.broadcast_sync import DistributedSync
-from nanodag.rl.fleet.router import Router
-from nanodag.rl.fleet.sampler_node import SamplerNode
-from nanodag.rl.fleet.samplers import Samplers
-from nanodag.rl.fleet.server_watch import ChildServer
-from nanodag.rl.fleet.shared_sync import SharedSync
-from nanodag.rl.fleet.weight_sync import DiskSync, WeightSync
+from nanodag.rl.sync.broadcast_sync import DistributedSync, SharedSync
+from nanodag.rl.sync.weight_sync import DiskSync, WeightSync
 from nanodag.rl.trainer.link import ADDRESS_VARIABLE, NoTrainer, RankLink
 from nanodag.worker.children import Children
 from nanodag.worker.job import Job, stop_requested
@@ -87,7 +83,7 @@ class Services:
             is_shared=bool(self._hosts) or not all_here(sampler),
         )
         self._token = secrets.token_hex(16)  # of this stage: samplers answer nobody else
-        self._servers: list[ChildServer] = []
+        self._servers: list[ServerProcess] = []
         self._router: Router | None = None
         self._places = self._find_places() if self._device == "cuda" else None
         self._nodes = Nodes(job) if self._config.resources.num_nodes > 1 else None
@@ -118,11 +114,13 @@ class Services:
         if is_lent:  # a trainer that starts has all of the memory; when it is ready it has none
             self.link.accept(timeout_s=START_TIMEOUT_S, check=self.children.check)
         model, version = self._job.inputs["model"], BEFORE_THE_FIRST if self._has_trainer else 0
-        starting = [_Background(self._launch, number, model, version) for number in range(self.num_samplers)]
+        starting = _Background(
+            lambda: asyncio.run(start_engines(lambda n: self._launch(n, model, version), self.num_samplers))
+        )
         router = _Background(self._launch_router) if self._has_router else None
         is_attached = self._has_samplers and self._config.sampler.has_others
-        attachments = self._attachments() if is_attached else None
-        looked = None if attachments is None else _Background(asyncio.run, attachments.first_look())
+        external = self._external_servers() if is_attached else None
+        looked = None if external is None else _Background(asyncio.run, external.first_look())
         self.pool = RewardPool(
             {entry.name: entry.weight for entry in self._config.reward},
             options={entry.name: entry.options for entry in self._config.reward},
@@ -131,12 +129,11 @@ class Services:
         )
         if not is_lent:
             self.link.accept(timeout_s=START_TIMEOUT_S, check=self.children.check)
-        for entry in starting:
-            self._servers.append(entry.result())
+        self._servers = starting.result()
         self._router = None if router is None else self._make_router(router.result())
         if looked is not None:
             looked.result()
-        self.samplers = Samplers(
+        self.samplers = Fleet(
             self._servers,
             model=self._job.inputs["model"],
             version=version,
@@ -147,11 +144,11 @@ class Services:
             max_restarts=self._config.sampler.max_restarts,
             router=self._router,
             pause=None if self._config.weights.sync_mode == "finish" else self._config.weights.sync_mode,
-            attachments=attachments,
+            external=external,
         )
         self.sync = self._make_sync()
         self.lending = Lending(self.samplers, self.link.exchange) if is_lent else NotLent()
-        others = "" if attachments is None else f"; {counted(len(attachments.named()), 'server')} of others are named"
+        others = "" if external is None else f"; {counted(len(external.named()), 'server')} of others are named"
         log.info("%d trainer ranks and %d samplers are up%s.", self.link.num_ranks, self.num_samplers, others)
 
     def _make_sync(self) -> WeightSync:
@@ -244,26 +241,14 @@ class Services:
         return int(self._config.sampler.replicas) if self._has_samplers else 0
 
     @property
-    def _cache_tokens(self) -> int:
-        """Tokens that an SGLang server's cache holds."""
-        a, config = read_checkpoint(self._job.inputs["model"]).architecture, self._config.sampler
-        each = token_bytes(
-            num_layers=a.num_layers,
-            num_kv_heads=a.num_kv_heads,
-            head_width=a.head_dim,
-            element_bytes=width_of(config.precision),
-        )
-        return max(int(config.cache_bytes) // each, self.context + CONTEXT_RESERVE)
-
-    @property
     def _samples_each(self) -> int:
         """Samples that one of them decodes at once."""
         return -(-int(self._config.sampler.max_batch) // self.num_samplers)
 
-    def _attachments(self) -> Attachments:
+    def _external_servers(self) -> ExternalServers:
         """The servers of others that the config names."""
         config = self._config.sampler
-        return Attachments(
+        return ExternalServers(
             [parse_address(text) for text in config.urls],
             file=urls_file(config),
             needed=Needed(
@@ -281,37 +266,35 @@ class Services:
         )
 
     def _connect(self, url: str, token: str | None = None) -> SamplerClient:
-        return SamplerClient(
-            url,
-            token=self._token if token is None else token,
-            request_timeout_s=self._config.sampler.request_timeout_s,
-            vocab_size=self.model.vocab_size,
-            context_length=self.context,
-        )
+        return SamplerClient(url, token=self._token if token is None else token, **self._limits)
+
+    @property
+    def _limits(self) -> dict[str, Any]:
+        """Limits of a client."""
+        return {
+            "request_timeout_s": self._config.sampler.request_timeout_s,
+            "vocab_size": self.model.vocab_size,
+            "context_length": self.context,
+        }
 
     @property
     def _has_router(self) -> bool:
-        """Whether sglang-router stands before the samplers: the embedded ones are shared out to by the stage."""
+        """True when sglang-router stands before the samplers: the embedded ones are shared out to by the stage."""
         config = self._config.sampler
         return config.engine == "sglang" and config.router and self.num_samplers > 1 and not config.has_others
 
-    def _make_router(self, server: ChildServer) -> Router:
+    def _make_router(self, server: ServerProcess) -> Router:
         return Router(
             server,
             launch=self._launch_router,
-            connect=lambda url: RouterClient(
-                url,
-                token=self._token,
-                request_timeout_s=self._config.sampler.request_timeout_s,
-                vocab_size=self.model.vocab_size,
-                context_length=self.context,
-            ),
-            timeout_s=self._config.sampler.health_timeout_s,
+            connect=lambda url: RouterClient(url, token=self._token, **self._limits),
+            max_restarts=self._config.sampler.max_restarts,
+            health_timeout_s=self._config.sampler.health_timeout_s,
         )
 
-    def _launch_router(self) -> ChildServer:
+    def _launch_router(self) -> ServerProcess:
         config = self._config.sampler
-        return RouterProcess.start(
+        return start_router(
             self._sglang_python,
             log_path=self._job.workspace / "router.log",
             request_timeout_s=config.request_timeout_s,
@@ -320,31 +303,28 @@ class Services:
             start_timeout_s=float(config.start_timeout_s),
         )
 
-    def _launch(self, number: int, model: Path, version: int) -> ChildServer:
+    def _launch(self, number: int, model: Path, version: int) -> ServerProcess:
         """Start a sampler with the weights in a folder."""
         return start_engine(
-            self._engine_settings(),
-            number,
-            model,
+            self._engine_settings(number).of_replica(number, model, version),
             log_path=self._job.workspace / f"sampler-{number}.log",
-            version=version,
-            gpus=self._gpus_of(number),
             elsewhere=self._node_of(number),
         )
 
-    def _engine_settings(self) -> EngineSettings:
+    def _engine_settings(self, number: int) -> EngineSettings:
         config = self._config.sampler
-        is_sglang = config.engine == "sglang"
+        dtype = DTYPES[config.precision]
         # It cannot empty its cache of prompts in the midst of requests, so keys and values would outlive their weights.
         defaults = {"disable_radix_cache": True} if self._config.weights.sync_mode == "in_place" else {}
         if self._config.placement == "shared" and self._device == "cuda":  # on a CPU SGLang has nothing to save it with
             defaults["enable_memory_saver"] = True
         return EngineSettings(
-            engine="sglang" if is_sglang else "embedded",  # derived
+            engine="sglang" if config.engine == "sglang" else "embedded",  # derived
             device=self._device,
-            dtype=DTYPES[config.precision],
+            dtype=dtype,
             max_batch=self._samples_each,
             context_length=self.context,
+            gpus=self._gpus_of(number),
             threads=max(1, int(self._config.resources.threads) // self._samplers_each),
             seed=int(self._config.seed),
             token=self._token,
@@ -353,14 +333,16 @@ class Services:
             deterministic=bool(config.deterministic),
             python=config.python,
             tensor_parallel=config.tensor_parallel,
-            cache_tokens=self._cache_tokens if is_sglang else None,
+            cache_tokens=cache_tokens(
+                self._job.inputs["model"], cache_bytes=int(config.cache_bytes), dtype=dtype, context=self.context
+            ),
             # Of what is free then, on a GPU: all of it, as the cache is bounded, but for SGLang's graphs.
             memory_fraction=SGLANG_STATIC if self._device == "cuda" else float(config.memory_fraction),
             options={**defaults, **config.options},
         )
 
     def _node_of(self, number: int) -> SamplerNode | None:
-        """Where a sampler is started; None for here."""
+        """The node on which a sampler is started; None for this machine."""
         if not self._hosts:
             return None
         host = self._hosts[number // self._samplers_each]

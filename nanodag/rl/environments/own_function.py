@@ -11,6 +11,7 @@ import json
 import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from nanodag.children.forks import Fork, ForkServer, Limits
 from nanodag.errors import BadRequest, ConfigError, MissingTool, SamplerError
 from nanodag.host.threads import MadeOnce, in_thread
 from nanodag.inference.protocol import Completion, Request, SamplingParams
+from nanodag.rewards import sandbox
 from nanodag.rl.environments.sample import Sample, TurnSampler
 from nanodag.tokenizer.chat import ChatRenderer, load_renderer
 from nanodag.tokenizer.encoding import Encoding
@@ -78,6 +80,8 @@ async def _answered(fork: Fork, sampler: TurnSampler, message: Mapping[str, Any]
 def make(name: str, options: Mapping[str, Any], folder: str) -> tuple[None, Callable[[Line], None]]:
     """Import a function, and serve a sample by what it returns."""
     function = registry.load("generate", name, options)
+    with suppress(MissingTool):  # a function that runs no programs needs no walls
+        sandbox.walls()  # looked for once, and not in each fork
     return None, partial(_serve, function, Encoding(Path(folder)), load_renderer(Path(folder)))
 
 

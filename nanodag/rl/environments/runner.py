@@ -22,8 +22,8 @@ from nanodag.errors import BadRequest, ConfigError, MissingTool, SamplerError
 from nanodag.host.threads import LoopThread, MadeOnce
 from nanodag.inference.protocol import Completion, Request, SamplingParams
 from nanodag.inference.seeds import derived_seed
-from nanodag.rewards.reported import REPORTED
 from nanodag.rewards.reward import Reward
+from nanodag.rewards.text_rewards import REPORTED
 from nanodag.rl.environments.own_function import ForkedFunction, samples_in
 from nanodag.rl.environments.sample import Sample, TurnSampler
 from nanodag.rl.environments.tools import TOOLS

@@ -1,0 +1,71 @@
+"""Open a source by its URL (forms in nanodag.data.urls), whole or the part of it that is trained on or held out."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+from nanodag.data import files, generators, hub
+from nanodag.data.config import SourceConfig
+from nanodag.data.records import held_out_score
+from nanodag.data.sources import SlicedSource, Source
+from nanodag.data.urls import SourceURL, parse_url
+from nanodag.errors import SourceError
+
+Part = Literal["train", "held_out", "all"]
+
+
+def open_source(text: str, mirror: Path | None = None) -> Source:
+    """The source that a URL names. mirror: a folder that hub sources are read from instead of the hub.
+
+    Raises SourceError when the URL or what it points to is not there; rows are read later.
+    """
+    url = parse_url(text)
+    source = _open(url, mirror)
+    return source if url.start == 0 and url.stop is None else SlicedSource(source, url.start, url.stop)
+
+
+def _open(url: SourceURL, mirror: Path | None) -> Source:
+    match url.kind:
+        case "file":
+            return files.open_file(url)
+        case "package":
+            return files.open_package_file(url)
+        case "hub":
+            return hub.open_hub(url, mirror)
+        case "reasoning_gym":
+            return generators.open_reasoning_gym(url)
+        case "identity":
+            return generators.open_identity(url)
+        case "verifiers":
+            return generators.open_verifiers(url)
+        case _:
+            return generators.open_python(url)
+
+
+def open_part(config: SourceConfig, part: Part, mirror: Path | None) -> tuple[Source, Callable[[dict[str, Any]], bool]]:
+    """A source with the rows of a part, and which of their records belong to it: a shard that is held out is never
+    opened for training, nor any other for validation; a fraction of the rows is found by reading all.
+
+    Raises SourceError for a last shard of a source that has one alone.
+    """
+    source = open_source(config.url, mirror)
+    if part == "all":
+        return source, _always
+    if config.held_out == "last_shard":
+        if (parts := source.apart()) is None:
+            raise SourceError(
+                f"{config.url}: held_out: last_shard needs several files, parquet ones on the hub, or one with several "
+                "row groups, and there are no two. Give held_out as a fraction, e.g. 0.01."
+            )
+        rest, last = parts
+        return (last if part == "held_out" else rest), _always
+    share, by = config.held_out, config.held_out_by
+
+    def belongs(record: dict[str, Any]) -> bool:
+        return (share > 0 and held_out_score(record, by) < share) == (part == "held_out")
+
+    return source, belongs
+
+
+def _always(record: dict[str, Any]) -> bool:
+    return True

@@ -1,0 +1,220 @@
+"""One engine of a fleet: the server that it is now, and what is under way there. No torch here.
+
+Two kinds: `OwnReplica`, whose processes the fleet starts, and `external.ExternalReplica`, of somebody else's server.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from nanodag.engines.watch import ChildServer, ServerWatch
+from nanodag.errors import SamplerError, SamplerLost
+from nanodag.host.threads import in_thread
+from nanodag.inference.client import SamplerClient
+from nanodag.inference.protocol import Completion, MemoryTag, Request
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
+"""Between two starts that fail, of an engine that nobody waits for."""
+
+Launch = Callable[[int, Path, Any], ChildServer]
+"""launch(number, model folder, version): a server that answers. Blocks; raises SamplerLost with the end of the log."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """An engine as it is now: another server in its place is another member."""
+
+    number: int
+    server: ChildServer
+    client: SamplerClient
+
+
+@dataclass
+class Weights:
+    """A folder of weights, and their version: of RL a number of steps, elsewhere a name."""
+
+    folder: Path
+    version: Any
+
+
+NO_FOLDER = Path()
+"""The folder of weights that are not known, or lost."""
+Opened = tuple[ChildServer, SamplerClient, Weights]
+"""A server that answers, a client of it, and the weights that it has."""
+
+
+class Replica:
+    """An engine, as all kinds are.
+
+    folder, version: of the weights that it has. lost_in_a_row: times that it was lost without having answered anything
+    in between. released: memory that its server has given back; one that takes its place has all of it. is_here:
+    whether there is a server that may be given weights. is_up: it may be asked.
+    """
+
+    is_own = False
+    """True when the fleet starts and ends its processes."""
+    is_awaited = False
+    """True when the fleet waits for it where it is away, and ends where it is lost too often; else it is left out."""
+    must_answer = False
+    """True when it counts as lost when it is silent while it takes weights."""
+    faults: type[SamplerError] = SamplerLost
+    """Errors after which it is away."""
+    is_named = True
+    """True when it is to be among the fleet."""
+
+    server: ChildServer
+    client: SamplerClient
+    watch: ServerWatch
+    folder: Path
+    version: Any
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.load = 0
+        self.lost_in_a_row = 0
+        self.released: set[MemoryTag] = set()
+        self.restart: asyncio.Future[None] | None = None
+        self.is_here = False
+        self.was_tried = asyncio.Event()
+        self._returning: set[asyncio.Task[None]] = set()
+
+    @property
+    def is_up(self) -> bool:
+        return self.restart is None
+
+    @property
+    def has_failed(self) -> bool:
+        """True when it does not come back."""
+        return self.restart is not None and self.restart.done()
+
+    @property
+    def name(self) -> str:
+        """Its number, process and address, for a message."""
+        raise NotImplementedError
+
+    async def open(self, weights: Weights) -> Opened:
+        """Have a server. Raises SamplerError where that cannot be now."""
+        raise NotImplementedError
+
+    def pause_s(self, attempt: int) -> float:
+        """Time before that attempt to have it back, counted from 1."""
+        raise NotImplementedError
+
+    def check(self, requests: Sequence[Request]) -> None:
+        """Raise BadRequest for what is refused before it is asked, beside what its client refuses."""
+
+    def check_answers(
+        self, requests: Sequence[Request], answers: Sequence[Sequence[Completion]], first: Any, last: Any
+    ) -> None:
+        """Raise SamplerError for answers that cannot be. first, last: versions of the weights that it was given since
+        it was asked."""
+
+    async def held_version(self, client: SamplerClient) -> str:
+        """The weights that it says it has."""
+        return str((await client.model_info()).get("weight_version"))
+
+    def went(self, error: SamplerError) -> None:
+        """Log that it is away, or still is. Raises SamplerLost where it was lost too often in a row."""
+        raise NotImplementedError
+
+    def came(self) -> None:
+        """Log that it is up."""
+        log.info("%s is up, with weights %s", self.name, self.version)
+
+    def begin(self, returning: Coroutine[Any, Any, None]) -> None:
+        """Begin to put a server in its place; it is not up until whoever does so says that it is."""
+        self.restart = task = asyncio.ensure_future(returning)
+        self._returning.add(task)  # asyncio keeps no task by itself
+        task.add_done_callback(self._returning.discard)
+        task.add_done_callback(_retrieved)
+
+    def fail(self, error: SamplerError) -> None:
+        """Have whoever needs it next meet an error."""
+        self.restart = asyncio.get_running_loop().create_future()
+        self.restart.set_exception(error)
+        self.restart.exception()  # asyncio is not to complain if nobody does
+
+    async def until_up(self) -> None:
+        """Wait until it is up. Raises SamplerLost when it cannot be started again."""
+        while self.restart is not None:
+            await asyncio.shield(self.restart)
+
+    async def watched(self, work: Awaitable[T]) -> T:
+        """The result of a call; as long as one is under way the engine's health is looked at."""
+        result = await self.watch.over(work)
+        self.lost_in_a_row = 0
+        return result
+
+    async def disconnect(self) -> None:
+        """Have no server, and no connection to the one that it was."""
+        if hasattr(self, "server"):
+            await self.watch.leave()
+            self.server.kill()
+            await self.client.close()
+
+
+class OwnReplica(Replica):
+    """An engine whose processes the fleet starts.
+
+    launch, connect, provide: as of `Fleet`. max_restarts: times in a row that it may be lost; None for any number, and
+    then it is left out while it is away.
+    """
+
+    is_own = True
+
+    def __init__(
+        self,
+        number: int,
+        *,
+        launch: Launch,
+        connect: Callable[[str], SamplerClient],
+        provide: Callable[[Path], Awaitable[None]],
+        max_restarts: int | None,
+        name: str,
+    ) -> None:
+        super().__init__(number)
+        self._name = name
+        self._launch, self.connect, self._provide = launch, connect, provide
+        self._max_restarts = max_restarts
+        self.is_awaited = max_restarts is not None
+        self.was_tried.set()
+
+    @property
+    def name(self) -> str:
+        return f"{self._name} {self.number} (pid {self.server.pid}, {self.server.url})"
+
+    async def open(self, weights: Weights) -> Opened:
+        """Start a server with the weights, of which those are given that are current when their folder is there."""
+        now = replace(weights)
+        await self._provide(now.folder)
+        while now != weights:  # it is to have others by now
+            now = replace(weights)
+            await self._provide(now.folder)
+        server = await in_thread(partial(self._launch, self.number, now.folder, now.version))
+        return server, self.connect(server.url), now
+
+    def pause_s(self, attempt: int) -> float:
+        """None before the first, nor where it is waited for."""
+        return 0.0 if self.is_awaited or attempt < 2 else min(FIRST_PAUSE_S * 2.0 ** min(attempt - 2, 16), MAX_PAUSE_S)
+
+    def went(self, error: SamplerError) -> None:
+        if self._max_restarts is not None and self.lost_in_a_row > self._max_restarts:
+            raise SamplerLost(
+                f"{self.name} was lost {self.lost_in_a_row} times without having answered in between: {error}. The end "
+                f"of its log:\n{self.server.tail()}"
+            ) from error
+        tail = self.server.tail()
+        log.warning("%s was lost and is started again: %s. The end of its log:\n%s", self.name, error, tail)
+
+
+def _retrieved(task: "asyncio.Task[None]") -> None:
+    """Its error is met by whoever needs the engine next; asyncio is not to complain if nobody does."""
+    if not task.cancelled():
+        task.exception()

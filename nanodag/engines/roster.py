@@ -1,0 +1,301 @@
+"""The engines of a fleet: which of them are up, and how one that was lost comes back. No torch here.
+
+An engine that is awaited is started again at once, and who needs it waits; lost too often, it ends the fleet. Any other
+is left out while it is away, holds nobody up, is tried ever more seldom, and takes the current weights before it is
+asked.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from nanodag.engines.external import ExternalReplica, ExternalServers
+from nanodag.engines.replica import Launch, OwnReplica, Replica, Weights
+from nanodag.engines.watch import ChildServer, ServerWatch
+from nanodag.errors import SamplerError, SamplerLost
+from nanodag.inference.client import SamplerClient
+
+log = logging.getLogger(__name__)
+
+Give = Callable[[SamplerClient, Path, Any], Awaitable[None]]
+
+
+class Roster:
+    """Arguments as of `Fleet`."""
+
+    def __init__(
+        self,
+        *,
+        model: Path,
+        version: Any,
+        launch: Launch | None,
+        connect: Callable[[str], SamplerClient] | None,
+        name: str,
+        max_restarts: int | None,
+        is_stopping: Callable[[], bool],
+        health_every_s: float,
+        health_timeout_s: float,
+        is_watched_idle: bool,
+        external: ExternalServers | None,
+    ) -> None:
+        self.name, self.is_stopping = name, is_stopping
+        self.replicas: list[Replica] = []
+        self.current = Weights(model, version)
+        self.num_restarts = 0
+        self.provide: Callable[[Path], Awaitable[None]] = _nothing
+        self.give: Give
+        self._launch, self._connect, self._max_restarts = launch, connect, max_restarts
+        self._health_every_s, self._health_timeout_s = health_every_s, health_timeout_s
+        self._is_watched_idle = is_watched_idle
+        self._external = external
+        self._is_closed = False
+        self._have_all_been_tried = external is None
+        # What a stage's samplers start with is for nobody: its first weights are still to come.
+        self._has_weights, self._may_give = asyncio.Event(), asyncio.Event()
+        self._may_give.set()
+        if external is None:
+            self._has_weights.set()
+        self._giving: set[asyncio.Future[None]] = set()
+        self._closing: set[asyncio.Future[None]] = set()
+
+    def add(self, servers: Sequence[ChildServer]) -> None:
+        """Take up servers that run and have the current weights."""
+        assert (self._launch is not None and self._connect is not None) or not servers
+        for server in servers:
+            replica = OwnReplica(
+                len(self.replicas),
+                launch=self._launch,  # type: ignore[arg-type] # the assertion
+                connect=self._connect,  # type: ignore[arg-type]
+                provide=lambda folder: self.provide(folder),  # a weight sync sets another one later
+                max_restarts=self._max_restarts,
+                name=self.name,
+            )
+            self.replicas.append(replica)
+            self._take_up(replica, server, replica.connect(server.url), self.current)
+
+    def _take_up(self, replica: Replica, server: ChildServer, client: SamplerClient, weights: Weights) -> None:
+        """Note that a server, which has these weights, is this engine's."""
+        replica.server, replica.client = server, client
+        replica.folder, replica.version = weights.folder, weights.version
+        replica.released = set()
+        replica.is_here = True
+        replica.watch = ServerWatch(
+            server,
+            client,
+            every_s=self._health_every_s,
+            timeout_s=self._health_timeout_s,
+            must_answer=replica.must_answer,
+            on_end=partial(self.noticed, replica, server),
+        )
+        if self._is_watched_idle:
+            replica.watch.begin()
+
+    @property
+    def here(self) -> list[Replica]:
+        """Engines that there are servers of, up or not."""
+        return [replica for replica in self.replicas if replica.is_here]
+
+    @property
+    def up(self) -> list[Replica]:
+        """Engines that may be asked."""
+        return [replica for replica in self.replicas if replica.is_up and replica.server.is_alive]
+
+    async def choose(self) -> Replica:
+        """The one with the fewest under way; waits while all are being started again."""
+        began = time.monotonic()
+        while True:
+            self.arrange()
+            for replica in self.replicas:
+                if replica.is_up and not replica.server.is_alive:
+                    self.noticed(replica, replica.server, SamplerLost(f"the server at {replica.server.url} has ended"))
+                if replica.is_awaited and replica.has_failed:
+                    await replica.until_up()
+            if up := self.up:
+                return min(up, key=lambda replica: replica.load)
+            await self.one_more(began)
+
+    async def one_more(self, began: float) -> None:
+        """Return when one more may be up. Raises SamplerLost when none comes, or it is not waited for."""
+        for replica in self.replicas:
+            if replica.has_failed:
+                await replica.until_up()
+        waits = [replica.restart for replica in self.replicas if replica.restart is not None]
+        if not any(replica.is_awaited for replica in self.replicas):
+            if self._external is None:
+                raise SamplerLost(f"no engine of {self.name} is up")
+            if time.monotonic() - began > self._external.patience_s:
+                raise self._external.why_none()
+        if self._external is not None:
+            waits.append(asyncio.ensure_future(asyncio.sleep(self._external.every_s)))
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        if self._external is not None:
+            waits[-1].cancel()
+
+    def arrange(self) -> None:
+        """Begin with external servers that are newly named; those that are named no more get no more prompts."""
+        if self._external is None or self._is_closed:
+            return
+        known = {replica.url for replica in self.replicas if isinstance(replica, ExternalReplica)}
+        for url in [url for url in self._external.named() if url not in known]:
+            replica = ExternalReplica(len(self.replicas), url, self._external)
+            self.replicas.append(replica)
+            replica.begin(self._come_back(replica))
+        for unnamed in [replica for replica in self.up if self._may_give.is_set() and not replica.is_named]:
+            log.info("%s is no longer named: it gets no more prompts.", unnamed.name)
+            unnamed.is_here = False
+            unnamed.begin(self._come_back(unnamed, is_well=True))
+
+    async def all_tried(self) -> None:
+        """Wait, at first, until each external server that is named has been tried."""
+        if not self._have_all_been_tried:
+            await asyncio.gather(*(replica.was_tried.wait() for replica in self.replicas))
+            self._have_all_been_tried = True
+
+    def lost(self, replica: Replica, server: ChildServer, error: SamplerError) -> None:
+        """Begin to replace a server that was lost, unless that has begun. Raises it where the fleet ends, SamplerLost
+        where it was lost too often."""
+        is_coming = replica.restart is not None
+        if server is not replica.server or (is_coming and (replica.is_awaited or not replica.is_here)):
+            return
+        if self.is_stopping() or self._is_closed:
+            raise error
+        replica.lost_in_a_row += 1
+        replica.went(error)
+        if not replica.is_awaited:
+            replica.is_here = False
+            server.kill()
+            closing = asyncio.ensure_future(replica.client.close())  # ends what it was asked
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+        if not is_coming:  # else it was about to come back, and sees that it may not
+            replica.begin(self._come_back(replica))
+
+    def noticed(self, replica: Replica, server: ChildServer, error: SamplerError) -> None:
+        """The same for who has nobody to raise to: whoever needs the engine next meets the error."""
+        try:
+            self.lost(replica, server, error)
+        except SamplerError as final:
+            replica.fail(final)
+
+    async def _come_back(self, replica: Replica, *, is_well: bool = False) -> None:
+        """Have it among the engines as soon as that can be. is_well: what it was asked it answers first."""
+        try:
+            while is_well and replica.load and replica.server.is_alive:
+                await asyncio.sleep(self._health_every_s / 4)
+            attempt = replica.lost_in_a_row
+            await replica.disconnect()
+            await self._has_changed()
+            while True:
+                await asyncio.sleep(replica.pause_s(attempt))
+                attempt = attempt + 1 if replica.is_named else 1
+                if replica.is_named:
+                    try:
+                        return await self._open(replica)
+                    except SamplerError as error:
+                        if replica.restart is not asyncio.current_task():
+                            return
+                        if self._is_closed:
+                            raise
+                        replica.lost_in_a_row += replica.is_awaited
+                        replica.went(error)
+                        replica.is_here = replica.is_awaited
+                replica.was_tried.set()
+                await replica.disconnect()
+        finally:
+            replica.was_tried.set()
+
+    async def _open(self, replica: Replica) -> None:
+        """Have a server, and it up. Raises SamplerError when that cannot be, or it is lost meanwhile."""
+        server, client, weights = await replica.open(self.current)
+        if self._is_closed:
+            await client.close()
+            server.stop()
+            raise SamplerLost("the stage is ending")
+        self._take_up(replica, server, client, weights)
+        replica.was_tried.set()
+        self.num_restarts += replica.is_own
+        if replica.is_awaited:
+            await self._is_back(replica)
+            self.has_come(replica)
+            await self._has_changed()
+        else:
+            await self._take_current(replica)
+
+    async def _take_current(self, replica: Replica) -> None:
+        """Give it the current weights, unless who is in charge of them does; then it is up."""
+        server, client = replica.server, replica.client
+        await self._has_weights.wait()
+        while True:
+            while not self._may_give.is_set():
+                await self._may_give.wait()
+            if replica.restart is not asyncio.current_task():  # who was in charge gave it the weights
+                return
+            if not server.is_alive:
+                raise SamplerLost("it was lost while it took weights")
+            folder, version = self.current.folder, self.current.version
+            if replica.folder == folder:
+                replica.version = version
+                return self.has_come(replica)
+            replica.watch.is_excused = True
+            giving = asyncio.ensure_future(replica.watch.over(self.give(client, folder, version)))
+            self._giving.add(giving)
+            giving.add_done_callback(self._giving.discard)
+            try:
+                await giving
+                replica.folder, replica.version = folder, version
+                await replica.held_version(client)
+            except SamplerError:
+                if folder == self.current.folder:
+                    raise  # else the folder may be gone: it is to have others by now
+            finally:
+                replica.watch.is_excused = False
+
+    def has_come(self, replica: Replica) -> None:
+        """Note that one which has the current weights is up, unless it was."""
+        if not replica.is_up:
+            replica.restart = None
+            replica.came()
+
+    async def _is_back(self, replica: Replica) -> None:
+        """Called with one whose server was started in another's place, before it is up."""
+
+    def have_weights(self, folder: Path, version: Any) -> None:
+        """Have every engine that is started again, or comes back, from now on begin with these weights."""
+        self.current.folder, self.current.version = folder, version
+        self._has_weights.set()
+
+    async def hold_back(self) -> None:
+        """Return when none takes weights by itself, and none will until `let_go`."""
+        self._may_give.clear()
+        await asyncio.gather(*self._giving, return_exceptions=True)
+
+    def let_go(self) -> None:
+        """End `hold_back`: an engine that comes back takes weights by itself again."""
+        self._may_give.set()
+
+    async def _has_changed(self) -> None:
+        """Called when a server that was awaited has gone, or come."""
+
+    def close(self) -> None:
+        """End them all; none is started again."""
+        self._is_closed = True
+        for replica in self.here:
+            replica.server.stop()
+
+    async def disconnect(self) -> None:
+        """Close the connections to all of them; the servers go on. None that is left out comes back any more."""
+        returning = [r.restart for r in self.replicas if r.restart is not None and not r.is_awaited]
+        for task in returning:
+            task.cancel()
+        await asyncio.gather(*returning, *self._closing, return_exceptions=True)
+        replicas = [replica for replica in self.replicas if hasattr(replica, "client")]
+        await asyncio.gather(*(replica.watch.leave() for replica in replicas))
+        await asyncio.gather(*(replica.client.close() for replica in replicas))
+
+
+async def _nothing(folder: Path) -> None:
+    pass

@@ -1,0 +1,247 @@
+"""Start of an engine's process by its description (`inference/engine_settings.py`): the embedded sampler, or SGLang.
+
+SGLang runs in an environment of its own (`inference/sglang_install.py`), by way of `sglang_shim.py`, which says what it
+changes. A server ends with the process that started it (`inference/server_variables.py`), and is in its process group:
+a signal to the group reaches both.
+"""
+
+import asyncio
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Protocol, Self, TypeVar
+
+import httpx
+
+from nanodag.children.child import Child, start_child
+from nanodag.engines.watch import ChildServer
+from nanodag.errors import SamplerLost
+from nanodag.host.ports import LOOPBACK, free_port, network_environment
+from nanodag.host.processor import SHAPE_CACHES
+from nanodag.host.progress_timeout import Patience
+from nanodag.host.threads import in_thread
+from nanodag.inference.cache_size import token_bytes
+from nanodag.inference.engine_settings import EngineSettings
+from nanodag.inference.number_formats import DTYPE_BYTES
+from nanodag.inference.server_variables import PARENT_VARIABLE, TOKEN_VARIABLE, server_environment
+from nanodag.inference.sglang_install import Device, find_python
+from nanodag.inference.sglang_options import Option, arguments
+from nanodag.model.architecture import read_checkpoint
+
+Server = TypeVar("Server", bound=ChildServer)
+
+POLL_S = 0.02
+SHIM = Path(__file__).with_name("sglang_shim.py")
+CONTEXT_RESERVE = 8
+"""Tokens of its context that SGLang keeps from a request. Requests are checked before they are sent."""
+# Given on a CPU. sleep-on-idle: its scheduler would take a whole core while it waits.
+CPU_OPTIONS: dict[str, Option] = {
+    "device": "cpu",
+    "attention-backend": "torch_native",
+    "sampling-backend": "pytorch",
+    "grammar-backend": "none",
+    "disable-overlap-schedule": True,
+    "sleep-on-idle": True,
+}
+
+
+class ServerProcess(Child):
+    """A server that runs as a child, in this process's group."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", url: str, log_path: Path) -> None:
+        super().__init__(process, log_path=log_path, in_group=True)
+        self.url = url
+
+    @classmethod
+    def spawn(
+        cls, command: Sequence[str], *, log_path: Path, env: Mapping[str, str], token: str = "", url: str = ""
+    ) -> Self:
+        """Start a command; its output is appended to ``log_path``. It may not be ready yet."""
+        environment = {**env, **server_environment(token)}
+        child = start_child(command, environment=environment, log_path=log_path, in_group=True)
+        return cls(child.process, url, log_path)
+
+    def __exit__(self, *raised: object) -> None:
+        self.stop()
+
+    def wait_until(self, is_ready: Callable[[], bool], timeout_s: float) -> None:
+        """Return when it is ready. Raises SamplerLost, with the last lines of its log, if it ends, or does not get on
+        for ``timeout_s``."""
+        patience = Patience([self.pid], [self.log_path], timeout_s)
+        while not is_ready():
+            if not self.is_alive:
+                raise SamplerLost(
+                    f"the sampler {self.how_ended()} before it was ready; the end of its log "
+                    f"({self.log_path}):\n{self.tail()}"
+                )
+            if patience.is_over():
+                raise SamplerLost(
+                    f"the sampler was not ready: {patience} (sampler.start_timeout_s is {timeout_s:g}); the end of its "
+                    f"log ({self.log_path}):\n{self.tail()}"
+                )
+            time.sleep(POLL_S)
+
+
+class Elsewhere(Protocol):
+    """Another machine that servers are started on, which sees the folder of their logs. host: that they listen on."""
+
+    host: str
+
+    def spawn(self, command: Sequence[str], *, log_path: Path, env: Mapping[str, str], token: str) -> ServerProcess:
+        """Start a command there; its output is appended to log_path. It may not be ready yet."""
+        ...
+
+    def address(self, server: ServerProcess) -> str:
+        """Address of that machine; empty until it has answered."""
+        ...
+
+
+def start_engine(
+    settings: EngineSettings, *, log_path: str | Path, elsewhere: Elsewhere | None = None
+) -> ServerProcess:
+    """Start one process and wait until it answers. Its output is appended to ``log_path``. elsewhere: on that machine,
+    which must then be reached from here.
+
+    Raises SamplerLost, with the last lines of the log, where it does not start; MissingTool where SGLang is not
+    installed.
+    """
+    log_path = Path(log_path)
+    is_embedded = settings.engine == "embedded"
+    update: dict[str, object] = {} if elsewhere is None else {"host": elsewhere.host}
+    if is_embedded:
+        update["ready_file"] = ready_file = log_path.with_name(f"{log_path.name}.{secrets.token_hex(4)}.ready")
+    elif not settings.port:
+        update["port"] = free_port()
+    settings = settings.model_copy(update=update)
+    command, environment = command_of(settings)
+    spawn = ServerProcess.spawn if elsewhere is None else elsewhere.spawn
+    server = spawn(command, log_path=log_path, env=environment, token=settings.token)
+
+    def answers() -> bool:
+        if is_embedded and not ready_file.exists():
+            return False
+        port = json.loads(ready_file.read_text())["port"] if is_embedded else settings.port
+        address = LOOPBACK if elsewhere is None else elsewhere.address(server)
+        server.url = f"http://{address}:{port}" if address else ""
+        # The embedded one has told by its file; the link to another machine may be cut.
+        return bool(address) and ((is_embedded and elsewhere is None) or is_healthy(f"{server.url}/health"))
+
+    try:
+        server.wait_until(answers, settings.start_timeout_s)
+    except BaseException:
+        server.stop()
+        raise
+    finally:
+        if is_embedded:
+            ready_file.unlink(missing_ok=True)
+    return server
+
+
+async def start_engines(start: Callable[[int], Server], count: int) -> list[Server]:
+    """Start several at once, each by its number; all of them are ended again where one does not start."""
+    starting = (in_thread(partial(start, number)) for number in range(count))
+    started = await asyncio.gather(*starting, return_exceptions=True)
+    servers = [server for server in started if not isinstance(server, BaseException)]
+    for error in started:
+        if isinstance(error, BaseException):
+            for server in servers:
+                server.stop()
+            raise error
+    return servers
+
+
+def cache_tokens(model: Path, *, cache_bytes: int, dtype: str, context: int) -> int:
+    """Tokens that a cache of so many bytes holds, at least one context."""
+    a = read_checkpoint(model).architecture
+    each = token_bytes(
+        num_layers=a.num_layers,
+        num_kv_heads=a.num_kv_heads,
+        head_width=a.head_dim,
+        element_bytes=DTYPE_BYTES[dtype],
+    )
+    return max(cache_bytes // each, context + CONTEXT_RESERVE)
+
+
+def command_of(settings: EngineSettings) -> tuple[list[str], dict[str, str]]:
+    """Command of a process, and its whole environment but for its token. Raises MissingTool where SGLang is not
+    installed."""
+    command, environment = _embedded(settings) if settings.engine == "embedded" else _sglang(settings)
+    # Spinning OpenMP threads starve the other processes on a small machine.
+    environment.update(OMP_NUM_THREADS=str(settings.threads), OMP_WAIT_POLICY="PASSIVE")
+    environment |= {"CUDA_VISIBLE_DEVICES": settings.gpus} if settings.gpus else {}
+    return command, environment
+
+
+def foreground_command(settings: EngineSettings) -> tuple[list[str], dict[str, str]]:
+    """The same for a server that lives as long as it is left to, with its token."""
+    command, environment = command_of(settings)
+    environment.pop(PARENT_VARIABLE, None)
+    return command, environment | {TOKEN_VARIABLE: settings.token}
+
+
+def _embedded(settings: EngineSettings) -> tuple[list[str], dict[str, str]]:
+    return [sys.executable, "-m", "nanodag.sampler", settings.model_dump_json(exclude_defaults=True)], dict(os.environ)
+
+
+def _sglang(settings: EngineSettings) -> tuple[list[str], dict[str, str]]:
+    context = None if settings.context_length is None else settings.context_length + CONTEXT_RESERVE
+    most = context * settings.max_batch if context and settings.max_batch else None
+    cache_tokens = min(filter(None, (settings.cache_tokens, most)), default=None)
+    given: dict[str, Option | None] = {
+        "model-path": str(settings.model),
+        "host": settings.host,
+        "port": settings.port,
+        "dtype": settings.dtype,
+        "context-length": context,
+        "max-running-requests": settings.max_batch,
+        "max-total-tokens": cache_tokens,
+        "mem-fraction-static": settings.memory_fraction,
+        "tp-size": settings.tensor_parallel,
+        "random-seed": settings.seed,
+        "weight-version": settings.weight_version,
+        "skip-tokenizer-init": True,
+        "log-level-http": "warning",
+        **(CPU_OPTIONS if settings.device == "cpu" else {}),
+        **{name.replace("_", "-"): value for name, value in settings.options.items()},
+    }
+    python = find_python(settings.python, settings.device)
+    command = [str(python), str(SHIM), *arguments({n: v for n, v in given.items() if v is not None})]
+    return command, _sglang_environment(settings.device)
+
+
+def foreign_environment() -> dict[str, str]:
+    """This process's, without what belongs to its own Python and its own torch."""
+    foreign = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+    ours = SHAPE_CACHES.items()
+    return {name: value for name, value in os.environ.items() if name not in foreign and (name, value) not in ours}
+
+
+def _sglang_environment(device: Device) -> dict[str, str]:
+    environment = foreign_environment() | network_environment()
+    environment.update(GOMP_SPINCOUNT="0", HF_HUB_OFFLINE="1", SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN="1")
+    # /health would generate, which a paused server cannot: the router would never take a server that starts paused, and
+    # would drop one that is paused for long. /health_generate still generates.
+    environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "false"
+    # A server whose scheduler has crashed would wait 65 s for dumps that nobody made, before its end can be seen.
+    for dump in ("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH"):
+        environment.setdefault(dump, "false")
+    if device == "cpu":
+        environment.update(SGLANG_USE_CPU_ENGINE="1", NANODAG_SGLANG_CPU="1", CUDA_VISIBLE_DEVICES="")
+    return environment
+
+
+def is_healthy(url: str) -> bool:
+    """True when a server answers there that it serves."""
+    try:  # a client costs far more than a connection, which is refused for a minute
+        socket.create_connection((httpx.URL(url).host, httpx.URL(url).port or 0), timeout=1.0).close()
+        answer = httpx.get(url, timeout=5.0, trust_env=False, verify=False)
+    except (OSError, httpx.TransportError):
+        return False
+    return answer.status_code == httpx.codes.OK

@@ -1,0 +1,147 @@
+"""A watch over servers with requests in flight: do they still serve? No torch here."""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol, TypeVar
+
+from nanodag.errors import SamplerLost
+from nanodag.inference.client import SamplerClient
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+PARTS = 10  # of the time in which a server is to answer
+LOOK_S = 0.25  # an end is seen as soon
+
+
+class ChildServer(Protocol):
+    """A server as a child process."""
+
+    url: str
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def is_alive(self) -> bool: ...
+
+    def tail(self) -> str:
+        """The end of its log."""
+        ...
+
+    def stop(self) -> None:
+        """Ask it to end, then make it."""
+        ...
+
+    def kill(self) -> None:
+        """Make it end at once."""
+        ...
+
+
+class ServerWatch:
+    """Watches one server as long as it has requests in flight.
+
+    A server that does not answer for timeout_s, nor for as long again over another connection, or says for as long that
+    it cannot serve, is killed: its requests in flight then fail at once. SGLang says so when its scheduler hangs. A
+    server that is paused to take weights may say so, too (is_excused), and say nothing at all, unless it must_answer:
+    its machine may be cut off. on_end: called when the server was killed, or has ended by itself.
+    """
+
+    def __init__(
+        self,
+        server: ChildServer,
+        client: SamplerClient,
+        *,
+        every_s: float,
+        timeout_s: float,
+        must_answer: bool = False,
+        on_end: Callable[[SamplerLost], None] = lambda error: None,
+    ) -> None:
+        self._server, self._client = server, client
+        self._every_s, self._timeout_s = every_s, timeout_s
+        self._must_answer = must_answer
+        self._on_end = on_end
+        self._num_calls = 0
+        self._looking: asyncio.Task[None] | None = None
+        self._ended: set[asyncio.Task[None]] = set()
+        self.is_excused = False
+        self.may_generate = True  # False while it has no memory to: SGLang looks at its health by generating
+
+    def begin(self) -> None:
+        """Watch it from now on, until as many calls of `end` as of this."""
+        self._num_calls += 1
+        if self._looking is None:
+            self._looking = asyncio.ensure_future(self.look())
+
+    @contextmanager
+    def during(self) -> Iterator[None]:
+        """Watch it inside."""
+        self.begin()
+        try:
+            yield
+        finally:
+            self.end()
+
+    async def over(self, work: Awaitable[T]) -> T:
+        """The result of a call; the server is watched meanwhile."""
+        with self.during():
+            return await work
+
+    def end(self, *, of_all: bool = False) -> None:
+        """End one `begin`, or all."""
+        self._num_calls = 0 if of_all else self._num_calls - 1
+        if self._num_calls <= 0 and self._looking is not None:
+            self._looking.cancel()
+            self._ended.add(self._looking)
+            self._looking.add_done_callback(self._ended.discard)
+            self._looking = None
+
+    async def leave(self) -> None:
+        """End the watch, and wait until a health request in flight has been given up: it uses the client."""
+        self.end(of_all=True)
+        await asyncio.gather(*self._ended, return_exceptions=True)
+
+    async def look(self) -> None:
+        """Return when it has ended, or was killed."""
+        ill_since, num_silent = math.inf, 0
+        while True:
+            if not num_silent:
+                await self._rest()
+            is_well = await self._answer() if self._server.is_alive else None
+            num_silent = num_silent + 1 if is_well is None else 0
+            if not self._server.is_alive:
+                return self._on_end(SamplerLost(f"the server at {self._server.url} has ended"))
+            if is_well or (self.is_excused and not (num_silent and self._must_answer)):
+                ill_since, num_silent = math.inf, 0
+                continue
+            ill_since = min(ill_since, time.monotonic())
+            if num_silent > 1 or (not num_silent and time.monotonic() - ill_since > self._timeout_s):
+                log.warning("%s has not been well for %g s: killed", self._server.url, self._timeout_s)
+                self._server.kill()
+                return self._on_end(SamplerLost(f"the server at {self._server.url} was not well and was killed"))
+
+    async def _rest(self) -> None:
+        due = time.monotonic() + self._every_s
+        while self._server.is_alive and (left_s := due - time.monotonic()) > 0:
+            await asyncio.sleep(min(left_s, LOOK_S))
+        await asyncio.sleep(0)
+
+    async def _answer(self) -> bool | None:
+        """True when it says that it is well; None for silence of timeout_s. They are waited for in parts: where
+        this process does not run for long, one part is over, and what has come meanwhile is seen in the next."""
+        asked = asyncio.ensure_future(
+            self._client.health() if self.may_generate else self._client.health(generates=False)
+        )
+        try:
+            for _ in range(PARTS):
+                if (await asyncio.wait([asked], timeout=self._timeout_s / PARTS))[0]:
+                    return asked.result()
+            return None
+        except SamplerLost:  # of this health request alone: other requests may continue
+            return False
+        finally:
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)

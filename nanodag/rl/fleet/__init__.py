@@ -1,1 +1,0 @@
-"""Samplers kept alive, the router before them, weights on their way to them."""

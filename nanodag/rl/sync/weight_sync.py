@@ -1,0 +1,146 @@
+"""Gives the samplers the trainer's weights, and makes sure that they have them. No torch here.
+
+Two halves: `publish` is the trainer's, `load` the samplers'; between them the samplers may still be busy with older
+weights. The first weights and every `sync_check_every`th after them are verified. The trainer fingerprints every
+tensor that it gives away, and each sampler every tensor that it then holds (nanodag/sampler/fingerprints.py). A tensor
+that differs ends the stage with an error that names it.
+
+There are three ways; the others are in nanodag.rl.sync.broadcast_sync. disk: rank 0 writes a Hugging
+Face directory, parameters gathered in buckets, and the samplers read it. The directory must stay until the next weights
+are loaded, because a sampler that dies is started again with it.
+"""
+
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from nanodag.engines.fleet import Fleet
+from nanodag.errors import SamplerError
+from nanodag.errors.words import counted
+
+log = logging.getLogger(__name__)
+
+MAX_NAMED = 5
+
+Ask = Callable[..., Awaitable[list[dict[str, Any]]]]
+"""ask("export", folder=...): has every rank of the trainer do something; their replies, by rank."""
+
+
+class SyncCosts:
+    """Costs of syncs since they were asked for last."""
+
+    def __init__(self) -> None:
+        self._noted: list[tuple[int, float, float]] = []
+
+    def note(self, num_bytes: int, seconds: float, *, still_s: float = 0.0) -> None:
+        """A sync, or a half of one. still_s: for which the samplers stood still because of it."""
+        self._noted.append((num_bytes, seconds, still_s))
+
+    def taken(self) -> dict[str, float]:
+        """As metrics; none where nothing was given."""
+        num_bytes, seconds, still_s = (sum(each) for each in zip(*self._noted, (0, 0.0, 0.0), strict=True))
+        self._noted = []
+        if not num_bytes:
+            return {}
+        rate = num_bytes / 1e9 / max(seconds, 1e-9)
+        return {"sync_bytes": num_bytes, "sync_gb_per_second": rate, "seconds_samplers_still": still_s}
+
+
+class WeightSync(Protocol):
+    """One way for weights to get from the trainer to the samplers."""
+
+    keeps_trainer: bool
+    """The trainer may train no further before the samplers have loaded what it published."""
+    costs: SyncCosts
+
+    async def publish(self, folder: Path, version: int) -> None:
+        """The trainer's half: its weights, of this version, are ready to be loaded. folder: theirs alone."""
+        ...
+
+    async def load(self, folder: Path, version: int) -> None:
+        """The samplers' half: when it returns, every sampler samples with the weights that were published so. It pauses
+        them for as long as it must.
+
+        Raises SamplerError when one does not hold them.
+        """
+        ...
+
+    async def write(self, folder: Path) -> None:
+        """Have the folder of what was loaded last exist."""
+        ...
+
+
+class DiskSync:
+    """Through a folder. check_every: the first weights and every one of that number are verified, 0 for none. costs:
+    where they are noted."""
+
+    keeps_trainer = False
+
+    def __init__(self, samplers: Fleet, ask: Ask, *, check_every: int, costs: SyncCosts | None = None) -> None:
+        self.costs = SyncCosts() if costs is None else costs
+        self._samplers = samplers
+        self._ask = ask
+        self._check_every = check_every
+        self._num_published = 0
+        self._fingerprints: dict[int, Mapping[str, str]] = {}
+
+    async def publish(self, folder: Path, version: int) -> None:
+        """Have the trainer write its weights."""
+        is_checked = self._check_every > 0 and self._num_published % self._check_every == 0
+        self._num_published += 1
+        began = time.monotonic()
+        replies = await self._ask("export", folder=str(folder), fingerprint=is_checked)
+        if is_checked:
+            self._fingerprints[version] = replies[0]["fingerprints"]
+        self.costs.note(0, time.monotonic() - began)
+        log.info("weights %d: written in %.3f s", version, time.monotonic() - began)
+
+    async def load(self, folder: Path, version: int) -> None:
+        """Have the samplers read them, and see that they did."""
+        began = time.monotonic()
+        async with self._samplers.paused():
+            await self._samplers.update_weights_from_disk(str(folder), version)
+            await check_versions(self._samplers, version)
+        loaded = time.monotonic()
+        num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        self.costs.note(num_bytes, loaded - began, still_s=loaded - began)
+        checked = await verified(self._samplers, version, self._fingerprints.pop(version, {}))
+        log.info("weights %d: loaded in %.3f s%s", version, loaded - began, checked)
+
+    async def write(self, folder: Path) -> None:
+        """It was written when they were published."""
+
+
+async def check_versions(samplers: Fleet, version: int) -> None:
+    """Raise SamplerError when a sampler does not say that it has these weights."""
+    held_versions = await samplers.versions()
+    if set(held_versions) != {str(version)}:
+        raise SamplerError(f"The samplers say that they have weights {held_versions} after they were given {version}.")
+
+
+async def verified(samplers: Fleet, version: int, expected: Mapping[str, str]) -> str:
+    """Words on what was verified; "" where there is nothing to compare with. Raises SamplerError, with the names
+    of tensors, when a sampler holds others than the trainer gave away."""
+    if not expected:
+        return ""
+    began = time.monotonic()
+    for number, ranks in enumerate(await samplers.fingerprints()):
+        for held in ranks:
+            if wrong := differing(expected, held):
+                more = f", and {len(wrong) - MAX_NAMED} more" if len(wrong) > MAX_NAMED else ""
+                raise SamplerError(
+                    f"{samplers.replicas[number].name} does not hold the trainer's weights of version {version}: "
+                    f"{'; '.join(wrong[:MAX_NAMED])}{more}."
+                )
+    return f", {counted(len(expected), 'tensor')} verified in {time.monotonic() - began:.3f} s"
+
+
+def differing(expected: Mapping[str, str], held: Mapping[str, str]) -> list[str]:
+    """Fault of each tensor that differs, is missing or was never given away; by name."""
+    return [
+        f"{name} has fingerprint {held.get(name, 'none')} instead of {expected.get(name, 'none')}"
+        for name in sorted({*expected, *held})
+        if expected.get(name) != held.get(name)
+    ]

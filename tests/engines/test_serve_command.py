@@ -1,0 +1,70 @@
+"""`nanodag sampler serve`: the command that it becomes, for either engine."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from nanodag.cli import sampler_serve
+from nanodag.engines import start
+from nanodag.engines.start import foreground_command
+from nanodag.errors import ConfigError
+from nanodag.inference.engine_settings import EngineSettings
+
+MODEL = Path("/model")
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """served(options of the command) -> the description of the server."""
+    monkeypatch.setattr(sampler_serve, "found_model", lambda *named: ("model", MODEL))
+    defaults = {
+        "engine": "embedded", "host": "127.0.0.1", "port": 30000, "key_file": "", "dtype": "float32", "context": 0,
+        "deterministic": None, "names": [], "options": [], "file": "",
+    }  # fmt: skip
+    return lambda **options: sampler_serve.served_by(str(MODEL), **(defaults | options))
+
+
+def test_an_embedded_server_gets_its_description_as_json_and_its_key_unseen(served, tmp_path):
+    (tmp_path / "key").write_text("# mine\n0123456789abcdef\nanother-0123456789\n")
+    settings = served(
+        host="0.0.0.0", key_file=f"{tmp_path}/key", context=64, deterministic=True, names=["node2.example.org"],
+        options=["cache-bytes=1000", "threads=2"],
+    )  # fmt: skip
+    command, environment = foreground_command(settings)
+    assert command[:3] == [sys.executable, "-m", "nanodag.sampler"] and "0123456789abcdef" not in command[3]
+    assert EngineSettings.model_validate_json(command[3]) == EngineSettings(
+        model=MODEL, host="0.0.0.0", port=30000, device="cpu", dtype="float32", deterministic=True, cache_bytes=1000,
+        context_length=64, allow_host=("node2.example.org",), threads=2,
+    )  # fmt: skip
+    assert environment["NANODAG_SAMPLER_TOKEN"] == "0123456789abcdef" and environment["PATH"] == os.environ["PATH"]
+    assert environment["OMP_NUM_THREADS"] == "2"
+
+
+def test_an_sglang_server_gets_room_for_its_reserve_and_what_a_cpu_needs(served, monkeypatch):
+    monkeypatch.setattr(start, "find_python", lambda configured, device: Path("/sglang/python"))
+    settings = served(engine="sglang", context=64, options=["mem_fraction_static=0.5", "enable-metrics"])
+    command, environment = foreground_command(settings)
+    assert command[0] == "/sglang/python" and command[1].endswith("sglang_shim.py")
+    assert {"--context-length=72", "--mem-fraction-static=0.5", "--enable-metrics", "--device=cpu"} <= set(command)
+    assert environment["NANODAG_SAMPLER_TOKEN"] == "" and "NANODAG_SERVER_PARENT" not in environment
+    gpu = EngineSettings(engine="sglang", model=MODEL, device="cuda", dtype="bfloat16")
+    given = ("--device", "--context-length", "--max-", "--mem-", "--random-seed")
+    assert not any(part.startswith(given) for part in foreground_command(gpu)[0])
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"host": "0.0.0.0"}, "--host 0.0.0.0 is within reach of others"),
+        ({"options": ["api_key=x"]}, "--option api_key is said otherwise"),
+        ({"options": ["wieght=x"]}, "--option wieght: Extra inputs are not permitted. There are: engine, model"),
+        ({"options": ["threads=many"]}, "--option threads: Input should be a valid integer"),
+        ({"engine": "sglang", "deterministic": True}, "of engine embedded"),
+        ({"key_file": "/nowhere/key"}, "--api-key-file /nowhere/key cannot be read"),
+    ],
+)
+def test_a_server_that_cannot_be_is_refused_with_the_reason(served, values, reason):
+    with pytest.raises(ConfigError, match=reason):
+        served(**values)
