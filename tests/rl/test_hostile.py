@@ -56,7 +56,7 @@ OWN = {
         "asks for many": "KeyError: 'none'",
         "says too much": "refused with [4",
         "reports nonsense": "refused with [4",
-        "asks for what is not there": "refused with [4",
+        "asks for what is not there": "404]",
         "never asks": "the agent asked for no answer, so there is nothing to train",
         "hangs up": "KeyError: 'none'",
         "rewards infinity": "ValueError: ",
