@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from tests.fault.processes import alive
 from tests.rl import worlds
 from tests.rl.turns import rollouts_of, speaking
 
@@ -93,7 +94,7 @@ def assert_none_is_left(seconds: float) -> None:
     servers = [one for one in psutil.Process().children() if "fork_server" in " ".join(one.cmdline())]
     assert servers, "there is nothing to look at"
     deadline = time.monotonic() + seconds
-    while left := [child for server in servers for child in server.children(recursive=True)]:
+    while left := alive(child.pid for server in servers for child in server.children(recursive=True)):
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
 
