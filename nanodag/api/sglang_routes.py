@@ -28,7 +28,7 @@ READ = ("/model_info", "/get_model_info", "/server_info", "/get_server_info", "/
 
 
 def passed_on(models: Mapping[str, ServedModel], limits: Limits) -> list[Route]:
-    """The routes. Every model's backend is an `Fleet`."""
+    """The routes. Every model's backend is a `Fleet`."""
 
     def model_of(http: HttpRequest) -> ServedModel:
         name = http.query_params.get("model") or next(iter(models))

@@ -15,8 +15,10 @@ from nanodag.inference.keys import read_keys
 from nanodag.inference.number_formats import DTYPES
 from nanodag.inference.sglang_install import Device
 from nanodag.inference.sglang_options import Option
+from nanodag.model.architecture import check_sglang, read_json
 
 HERE = (LOOPBACK, "localhost", "::1")
+EMBEDDED = ("max_batch", "cache_bytes", "threads", "seed", "max_body_bytes", "max_text_bytes", "stream_every_s")
 OWN = ("model-path", "model", "host", "port", "token", "api-key", "admin-api-key", "weight-version")
 
 
@@ -54,6 +56,8 @@ def served_by(
             raise ConfigError(f"--option {name} is said otherwise: by --model, --host, --port or --api-key-file.")
     if engine == "embedded":
         further = {name.replace("-", "_"): value for name, value in further.items()}
+        if unknown := [name for name in further if name not in EMBEDDED]:
+            raise ConfigError(f"--option {unknown[0]}: there is no such option here. There are: {', '.join(EMBEDDED)}.")
         further |= {"deterministic": device == "cpu" if deterministic is None else deterministic, "allow_host": names}
     else:
         further = {"options": further}
@@ -61,6 +65,9 @@ def served_by(
     run, colon, stage = model.rpartition(":")
     is_run = bool(colon) and "/" not in model
     _, folder = found_model(run, stage, file) if is_run else found_model(model, "", file)
+    if engine == "sglang":
+        positions = read_json(folder / "config.json").get("max_position_embeddings", 0)
+        check_sglang(folder, context or positions, "--engine")
     try:
         return EngineSettings.model_validate({
             "engine": engine, "model": folder, "device": device, "dtype": dtype, "host": host, "port": port,
@@ -68,7 +75,7 @@ def served_by(
         })  # fmt: skip
     except ValidationError as error:
         wrong = "; ".join(f"{problem['loc'][0]}: {problem['msg']}" for problem in error.errors())
-        raise ConfigError(f"--option {wrong}. There are: {', '.join(EngineSettings.model_fields)}.") from error
+        raise ConfigError(f"--option {wrong}.") from error
 
 
 def _key(host: str, key_file: str) -> str:

@@ -18,9 +18,6 @@ Natural = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 
 
-Rate = Annotated[float, Field(gt=0)]
-
-
 Seconds = Annotated[float, Field(ge=0.01, le=366 * 24 * 3600)]
 
 

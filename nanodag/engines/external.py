@@ -85,7 +85,9 @@ class ExternalReplica(Replica):
 
     async def open(self, weights: Weights) -> Opened:
         """Begin with the server. Raises SamplerError when it does not answer, or does not fit."""
-        server, client = await self._servers.attach(self._servers.named()[self.url])
+        if (named := self._servers.named().get(self.url)) is None:
+            raise SamplerLost(f"{self.url} is no longer named")
+        server, client = await self._servers.attach(named)
         return server, client, Weights(NO_FOLDER, weights.version)
 
     def pause_s(self, attempt: int) -> float:

@@ -29,6 +29,8 @@ from nanodag.inference.protocol import Completion, PauseMode, Request
 
 T = TypeVar("T")
 
+DEATH_IS_SEEN_S = 0.25  # after a connection that broke
+
 
 class Fleet(Roster):
     """Sends each prompt to the engine with the fewest under way, and new weights to all.
@@ -141,7 +143,7 @@ class Fleet(Roster):
                     self._holder.pop(rid, None)
                 return answers
             except replica.faults as error:
-                self._asked_in_vain(replica, server, error, attempts_left)
+                await self._asked_in_vain(replica, server, error, attempts_left)
             finally:
                 replica.load -= load
         raise AssertionError("unreachable")
@@ -161,16 +163,24 @@ class Fleet(Roster):
                 with replica.watch.during():
                     async with aclosing(replica.client.stream(request)) as parts:
                         async for completion in parts:
-                            has_begun = True
+                            has_begun, replica.lost_in_a_row = True, 0
                             yield completion
                 return
             except replica.faults as error:
-                self._asked_in_vain(replica, server, error, 0 if has_begun else attempts_left)
+                await self._asked_in_vain(replica, server, error, 0 if has_begun else attempts_left)
             finally:
                 replica.load -= 1
 
-    def _asked_in_vain(self, replica: Replica, server: ChildServer, error: SamplerError, attempts_left: int) -> None:
+    async def _asked_in_vain(
+        self, replica: Replica, server: ChildServer, error: SamplerError, attempts_left: int
+    ) -> None:
         """Note that one was lost. Raises SamplerLost where nobody else is to be asked."""
+        if replica.is_own and not replica.is_awaited:  # others wait for its answers
+            await asyncio.sleep(DEATH_IS_SEEN_S)
+            if server.is_alive and server is replica.server:  # a connection broke; of a silent engine the watch tells
+                if not attempts_left:
+                    raise error
+                return
         self.lost(replica, server, error)
         if not attempts_left:
             if not replica.is_awaited and replica.is_own:
@@ -282,7 +292,9 @@ class Fleet(Roster):
         Raises SamplerError where one refuses them: the old ones stay.
         """
         self._check(folder)
-        for replica in self.up:
+        # Looked at anew each time: one that was away may come back with the old ones while another one takes these.
+        while behind := [replica for replica in self.up if (replica.folder, replica.version) != (folder, version)]:
+            replica = behind[0]
             server = replica.server
             try:
                 await replica.client.update_weights_from_disk(str(folder), version)

@@ -197,7 +197,10 @@ class OwnReplica(Replica):
         while now != weights:  # it is to have others by now
             now = replace(weights)
             await self._provide(now.folder)
-        server = await in_thread(partial(self._launch, self.number, now.folder, now.version))
+        try:
+            server = await in_thread(partial(self._launch, self.number, now.folder, now.version))
+        except OSError as error:  # no memory, no place on the disk, too many files
+            raise SamplerLost(f"{self._name} {self.number} could not be started: {error}") from error
         return server, self.connect(server.url), now
 
     def pause_s(self, attempt: int) -> float:
@@ -216,5 +219,5 @@ class OwnReplica(Replica):
 
 def _retrieved(task: "asyncio.Task[None]") -> None:
     """Its error is met by whoever needs the engine next; asyncio is not to complain if nobody does."""
-    if not task.cancelled():
-        task.exception()
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.warning("an engine does not come back: %s", error)

@@ -17,10 +17,11 @@ from nanodag.errors import ConfigError, NodeLost
 from nanodag.inference.server_variables import PARENT_VARIABLE, TOKEN_VARIABLE
 from nanodag.worker import nodes
 from nanodag.worker.job import stop_requested
+from nanodag.worker.watchdog import STOP_TIMEOUT, STOP_TIMEOUT_S
 
 log = logging.getLogger(__name__)
 
-GRACE_S = 25.0  # over the watchdog's own, on the other side
+GRACE_S = STOP_TIMEOUT_S + 5.0  # over the watchdog's own, on the other side
 
 
 class NodeServer(ServerProcess):
@@ -51,7 +52,8 @@ class SamplerNode:
     def spawn(self, command: Sequence[str], *, log_path: Path, env: Mapping[str, str], token: str) -> ServerProcess:
         """Start it there. A node that cannot be reached is asked again for REACH_TIMEOUT_S; then raises NodeLost.
         Raises ConfigError where it does not share the workspace."""
-        environment = {name: value for name, value in env.items() if name != PARENT_VARIABLE} | {TOKEN_VARIABLE: token}
+        environment = {name: value for name, value in env.items() if name != PARENT_VARIABLE}
+        environment |= {TOKEN_VARIABLE: token, STOP_TIMEOUT: str(STOP_TIMEOUT_S)}  # the stage's own is for checkpoints
         deadline = time.monotonic() + nodes.REACH_TIMEOUT_S
         while True:
             server = self._begin(command, environment, log_path)

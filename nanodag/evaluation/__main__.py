@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nanodag.config.kinds.evaluation import BenchmarkConfig
+from nanodag.errors import SamplerError
 from nanodag.evaluation.core import chat_core_of, run_core
 from nanodag.evaluation.evaluated_model import EvaluatedModel
 from nanodag.evaluation.forms import check_likelihood
@@ -59,6 +60,10 @@ def evaluate_checkpoint(job: Job, metrics_log: MetricsLog) -> tuple[dict[str, An
     )
     try:
         return _fill(job, checkpoint, progress)
+    except SamplerError:
+        if stop_requested():  # which ends the samplers, too
+            leave_stopped()
+        raise
     finally:
         checkpoint.close()
 

@@ -29,6 +29,7 @@ from nanodag.inference.protocol import Completion, Request
 from nanodag.inference.sglang_install import Device
 from nanodag.model.architecture import check_sglang, read_checkpoint
 from nanodag.sampler.engine import Engine
+from nanodag.worker.job import stop_requested
 
 START_TIMEOUT_S = {"embedded": 300.0, "sglang": 900.0}
 SGLANG_CONTEXT = 8192  # as far as the model has so many positions: no later benchmark needs another start
@@ -228,4 +229,6 @@ def fleet_of(settings: SamplerSettings, context: int, count: int, *, logs: Path,
             url, token=token, request_timeout_s=REQUEST_TIMEOUT_S, vocab_size=vocab_size, context_length=context
         )
 
-    return Fleet(model=settings.folder, version="0", launch=launch, connect=connect, name=name)
+    return Fleet(
+        model=settings.folder, version="0", launch=launch, connect=connect, name=name, is_stopping=stop_requested
+    )

@@ -213,7 +213,7 @@ def _windows(config: dict[str, Any], source: Path) -> dict[str, Any]:
     model_type, kinds = config["model_type"], config.get("layer_types")
     is_windowed = model_type == "mistral" or (model_type != "llama" and config.get("use_sliding_window"))
     window = config.get("sliding_window", 4096) if is_windowed else None
-    first = 0 if model_type == "mistral" else int(config.get("max_window_layers", 28))
+    first = 0 if model_type == "mistral" or window is None else int(config.get("max_window_layers", 28))
     layers = () if window is None else tuple(range(first, int(config["num_hidden_layers"])))
     if kinds is not None:
         named = tuple(number for number, kind in enumerate(kinds) if kind == "sliding_attention")

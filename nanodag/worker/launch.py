@@ -30,6 +30,7 @@ from nanodag.worker.watchdog import STOP_TIMEOUT
 LOG_NAME = "worker.log"
 USAGE_NAME = "usage.jsonl"
 BEGAN_NAME = "began"  # when the try under way began: of one whose watchdog was killed too, nothing else remains
+SHORTEST_END_S = 10.0  # of a watchdog, however short a stage's own time is
 ENDS_WITHIN = 3  # times stop_timeout_s a watchdog ends: SIGTERM and SIGKILL, for a group and its orphans
 
 
@@ -118,8 +119,9 @@ def _spawned(
     finally:
         os.close(write_end)
         # It has seen the closed pipe; should another process hold a copy of that end, it hears of it by signal.
-        if not child.wait(ENDS_WITHIN * stop_timeout_s):
-            child.stop(ENDS_WITHIN * stop_timeout_s)
+        ends_within_s = max(SHORTEST_END_S, ENDS_WITHIN * stop_timeout_s)
+        if not child.wait(ends_within_s):
+            child.stop(ends_within_s)
         child.kill()
 
 

@@ -46,6 +46,7 @@ SHARE_IT = "All nodes must share the store's local folder: put store.url, or sto
 REACH_TIMEOUT_S = 600.0  # as long as a machine may take to start again
 AGAIN_AFTER_S = 5.0
 OVER_STOP_S = 10.0  # a watchdog may take that much longer than stop_timeout_s
+OTHERS_FAIL_WITHIN_S = 30.0  # after the first node that was seen to fail
 # What another node takes over of this one's environment, beside what is set for the stage.
 PASSED_ON = (
     *("NCCL_", "GLOO_", "UCX_", "FI_", "CUDA_", "TORCH", "DS_", "OMP_", "MKL_", "GOMP_", "MALLOC_", "HF_"),
@@ -305,7 +306,7 @@ def sampler_hosts(cluster: ClusterConfig, resources: Resources, count: int) -> l
     return [host.name for host in found[resources.num_nodes :]]
 
 
-def _wait_for_all(processes: Mapping[str, Child], end_timeout_s: float) -> int:
+def _wait_for_all(processes: Mapping[str, Child]) -> int:
     """Wait until every node has ended, one badly, or a stop is asked for; returns the code to end with.
 
     Raises NodeLost when a node went away, rather than having ended its ranks for what they did.
@@ -317,7 +318,7 @@ def _wait_for_all(processes: Mapping[str, Child], end_timeout_s: float) -> int:
             break
         time.sleep(0.1)
     # The first to be seen need not be the one that the others fell over.
-    deadline = time.monotonic() + end_timeout_s
+    deadline = time.monotonic() + OTHERS_FAIL_WITHIN_S
     while any(child.is_alive for child in processes.values()) and time.monotonic() < deadline:
         time.sleep(0.05)
     codes = {name: _code_of(child) or 0 for name, child in processes.items()}
@@ -367,7 +368,7 @@ def main() -> int:
         processes = nodes.start(module, os.environ)
         here = next(iter(processes.values()))
         try:
-            return _wait_for_all(processes, nodes.end_timeout_s)
+            return _wait_for_all(processes)
         finally:
             # Both at once: ranks here and there agree on the step after which they leave a checkpoint.
             here.send(signal.SIGTERM)

@@ -58,7 +58,7 @@ def synced(server, model, folder, versions, *, ask, check_every=1):
     """Publish and load versions, one after the other; returns the sampler's fingerprints."""
 
     async def run():
-        samplers = Fleet([server], model=model, version=0, launch=None, connect=SamplerClient)
+        samplers = Fleet([server], model=model, version=0, launch=lambda *which: None, connect=SamplerClient)
         sync = DiskSync(samplers, ask, check_every=check_every)
         try:
             for turn, version in enumerate(versions):

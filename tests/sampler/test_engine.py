@@ -346,7 +346,10 @@ def test_a_request_that_cannot_be_served_is_refused_before_any_runs(engine, want
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window None for layers"),
         ({"layer_types": ["full_attention", "chunked_attention"], "use_sliding_window": True}, "chunked_attention"),
-        ({"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 0}, "sliding_window is 0"),
+        (
+            {"use_sliding_window": True, "max_window_layers": 0, "layer_types": None, "sliding_window": 0},
+            "sliding_window is 0",
+        ),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type 'yarn'"),
         ({"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),

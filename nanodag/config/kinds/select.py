@@ -12,6 +12,7 @@ from nanodag.config.model_size import ModelSize
 from nanodag.config.rl_entries import EntryConfig
 from nanodag.config.rl_sections import SamplingSection
 from nanodag.config.sampled_stage import SampledStage
+from nanodag.errors import ConfigError
 
 
 class SelectStage(SampledStage):
@@ -37,12 +38,14 @@ class SelectStage(SampledStage):
 
     def as_rl(self) -> RLStage:
         """The RL stage that its worker runs: it samples and scores, and trains nothing."""
-        context = self.sampler.context
+        context, sampler = self.sampler.context, self.sampler
+        has_own_place = sampler.nodes > 0 or sampler.gpus not in ("auto", ())
         return RLStage.of(
             **self.model_dump(exclude={"kind", "best", "lowest_reward"}),
             kind="rl",
             only="rollouts",
-            placement="beside",
+            placement="separate" if has_own_place else "beside",
+            advantage="reinforce_pp",  # compares no groups, which may be of one answer here
             lends_states=False,
             order="prompt",
             eval_prompts=0,
@@ -64,9 +67,12 @@ class SelectStage(SampledStage):
 
     def after_ranks(self, model: ModelSize | None, derived: Derived) -> Self:
         """The stage without any `auto`. Raises ConfigError for what its resources cannot do."""
-        return self.model_copy(
-            update={"sampler": self.as_rl().before_ranks(derived).after_ranks(model, derived).sampler}
-        )
+        try:
+            stage = self.as_rl()
+        except ValidationError as error:  # of what this machine makes of it
+            reason = error.errors()[0]["msg"].removeprefix("Value error, ")
+            raise ConfigError(f"stages.{derived.name}.{reason}.") from error
+        return self.model_copy(update={"sampler": stage.before_ranks(derived).after_ranks(model, derived).sampler})
 
 
 KIND = Kind(
