@@ -130,8 +130,9 @@ class Fleet(Roster):
             return await self._router.generate(requests, self)
         load = sum(request.params.n for request in requests)
         rids = [request.rid for request in requests if request.rid is not None]
+        replica = None
         for attempts_left in reversed(range(self._num_attempts)):
-            replica = await self.choose()
+            replica = await self.choose(but=replica)
             server, first = replica.server, replica.version
             replica.check(requests)
             self._holder.update(dict.fromkeys(rids, replica))
@@ -155,8 +156,9 @@ class Fleet(Roster):
             ((completion,),) = await self.generate([request])
             yield completion
             return
+        replica = None
         for attempts_left in reversed(range(self._num_attempts)):
-            replica = await self.choose()
+            replica = await self.choose(but=replica)
             server, has_begun = replica.server, False
             replica.load += 1
             try:
@@ -176,8 +178,10 @@ class Fleet(Roster):
     ) -> None:
         """Note that one was lost. Raises SamplerLost where nobody else is to be asked."""
         if replica.is_own and not replica.is_awaited:  # others wait for its answers
-            await asyncio.sleep(DEATH_IS_SEEN_S)
-            if server.is_alive and server is replica.server:  # a connection broke; of a silent engine the watch tells
+            deadline = time.monotonic() + DEATH_IS_SEEN_S
+            while server.is_alive and time.monotonic() < deadline:
+                await asyncio.sleep(0.005)
+            if server.is_alive:  # a connection broke; of a silent engine the watch tells
                 if not attempts_left:
                     raise error
                 return

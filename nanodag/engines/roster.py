@@ -104,8 +104,9 @@ class Roster:
         """Engines that may be asked."""
         return [replica for replica in self.replicas if replica.is_up and replica.server.is_alive]
 
-    async def choose(self) -> Replica:
-        """The one with the fewest under way; waits while all are being started again."""
+    async def choose(self, *, but: Replica | None = None) -> Replica:
+        """The one with the fewest under way; waits while all are being started again. but: not this one, if there is
+        another."""
         began = time.monotonic()
         while True:
             self.arrange()
@@ -115,7 +116,7 @@ class Roster:
                 if replica.is_awaited and replica.has_failed:
                     await replica.until_up()
             if up := self.up:
-                return min(up, key=lambda replica: replica.load)
+                return min(up, key=lambda replica: (replica is but, replica.load))
             await self.one_more(began)
 
     async def one_more(self, began: float) -> None:

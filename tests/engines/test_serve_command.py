@@ -19,6 +19,8 @@ MODEL = Path("/model")
 def served(monkeypatch):
     """served(options of the command) -> the description of the server."""
     monkeypatch.setattr(sampler_serve, "found_model", lambda *named: ("model", MODEL))
+    monkeypatch.setattr(sampler_serve, "read_json", lambda path: {})
+    monkeypatch.setattr(sampler_serve, "check_sglang", lambda folder, context, setting: None)
     defaults = {
         "engine": "embedded", "host": "127.0.0.1", "port": 30000, "key_file": "", "dtype": "float32", "context": 0,
         "deterministic": None, "names": [], "options": [], "file": "",
@@ -59,7 +61,7 @@ def test_an_sglang_server_gets_room_for_its_reserve_and_what_a_cpu_needs(served,
     [
         ({"host": "0.0.0.0"}, "--host 0.0.0.0 is within reach of others"),
         ({"options": ["api_key=x"]}, "--option api_key is said otherwise"),
-        ({"options": ["wieght=x"]}, "--option wieght: Extra inputs are not permitted. There are: engine, model"),
+        ({"options": ["wieght=x"]}, "--option wieght: there is no such option here. There are: max_batch, "),
         ({"options": ["threads=many"]}, "--option threads: Input should be a valid integer"),
         ({"engine": "sglang", "deterministic": True}, "of engine embedded"),
         ({"key_file": "/nowhere/key"}, "--api-key-file /nowhere/key cannot be read"),
