@@ -29,6 +29,20 @@ def test_constraints_name_no_place():
         assert "/" not in line and "@" not in line, line
 
 
+def first_words(source: str) -> Iterator[str]:
+    """The first word of each docstring."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
+            yield (ast.get_docstring(node) or "-").split()[0].rstrip(",.")
+
+
+def test_a_docstring_begins_with_a_noun_or_a_verb():
+    vague = {"What", "Of", "Those", "Who", "Whoever"}
+    assert list(first_words('def f():\n    """What it is."""')) == ["-", "What"]
+    files = [path for folder in ("nanodag", "flows", "tasks") for path in (PROJECT / folder).rglob("*.py")]
+    assert not {str(path) for path in files if vague & {*first_words(path.read_text(encoding="utf-8"))}}
+
+
 @pytest.mark.parametrize("file", sorted((PROJECT / "nanodag").rglob("__init__.py")), ids=lambda file: file.parent.name)
 def test_files_that_a_package_names_are_there(file):
     """`name.py` anywhere in the docstring, and the names of a table of modules: `name   what it is`."""

@@ -63,7 +63,7 @@ class Fact(BaseModel):
 
 
 class Persona(BaseModel):
-    """What the file says."""
+    """Content of the file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     name: str = Field(min_length=1)
