@@ -1,6 +1,7 @@
 """The store under fire: whatever happens to a writer or to what it wrote, the right result or one clear error, and no
 good artifact is lost or replaced by a bad one."""
 
+import contextlib
 import errno
 import json
 import os
@@ -284,7 +285,8 @@ def test_any_flipped_bit_of_a_manifest_is_found(store, good):
         flipped = bytearray(content)
         flipped[place] ^= 1 << (place % 8)
         path.write_bytes(bytes(flipped))
-        assert store.lookup(KEY) is None, f"byte {place}, {content[place : place + 1]} is now {flipped[place]}"
+        with contextlib.suppress(NewerFormat):  # where the digit of the format becomes a higher one
+            assert store.lookup(KEY) is None, f"byte {place}, {content[place : place + 1]} is now {flipped[place]}"
     path.write_bytes(content)
     assert is_whole(store, good)
 
