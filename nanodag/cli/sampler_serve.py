@@ -15,7 +15,7 @@ from nanodag.inference.keys import read_keys
 from nanodag.inference.number_formats import DTYPES
 from nanodag.inference.sglang_install import Device
 from nanodag.inference.sglang_options import Option
-from nanodag.model.architecture import check_sglang, read_json
+from nanodag.model.architecture import check_sglang
 
 HERE = (LOOPBACK, "localhost", "::1")
 EMBEDDED = ("max_batch", "cache_bytes", "threads", "seed", "max_body_bytes", "max_text_bytes", "stream_every_s")
@@ -66,8 +66,7 @@ def served_by(
     is_run = bool(colon) and "/" not in model
     _, folder = found_model(run, stage, file) if is_run else found_model(model, "", file)
     if engine == "sglang":
-        positions = read_json(folder / "config.json").get("max_position_embeddings", 0)
-        check_sglang(folder, context or positions, "--engine")
+        check_sglang(folder, context or None, "--engine")
     try:
         return EngineSettings.model_validate({
             "engine": engine, "model": folder, "device": device, "dtype": dtype, "host": host, "port": port,

@@ -6,6 +6,8 @@ is refused by name: a checkpoint that loads is a checkpoint that is computed as 
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from nanodag.errors.words import listed
 from nanodag.inference.sglang_options import check_no_window
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+MOST_LAYERS = 10_000
 ROPE_TYPES = ("default", "linear", "llama3")
 
 
@@ -94,12 +97,8 @@ def read_checkpoint(path: Path) -> ModelFolder:
             f"no config.json in {str(path)!r:.200}: model_path must be the folder of a Hugging Face checkpoint"
         )
     config = read_json(config_path)
-    try:
+    with _described_by(config_path):
         architecture = _architecture(config, config_path)
-    except (AttributeError, TypeError, ValueError, ArithmeticError) as error:
-        if isinstance(error, BadRequest):
-            raise
-        raise BadRequest(f"{config_path} does not describe a model: {error}") from error
     generation_path = path / "generation_config.json"
     generation = read_json(generation_path) if os.path.exists(generation_path) else {}
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
@@ -115,12 +114,28 @@ def read_checkpoint(path: Path) -> ModelFolder:
     )
 
 
-def check_sglang(folder: Path, context: int, setting: str) -> None:
-    """Raise ConfigError where SGLang would compute a model otherwise than transformers does. context: tokens of prompt
-    and answer together. setting: that asks for SGLang."""
-    config = read_json(folder / "config.json")
+def check_sglang(folder: Path, context: int | None, setting: str) -> None:
+    """Raise ConfigError where SGLang would compute a model otherwise than transformers does, BadRequest for what
+    describes no model. context: tokens of prompt and answer together; None for all positions of the model. setting:
+    that asks for SGLang."""
+    path = folder / "config.json"
+    config = read_json(path)
     if config.get("model_type") in MODEL_TYPES and "num_hidden_layers" in config:
-        check_no_window(_windows(config, folder / "config.json").get("window"), context, setting)
+        with _described_by(path):
+            window = _windows(config, path).get("window")
+            longest = int(config.get("max_position_embeddings", 0)) if context is None else context
+        check_no_window(window, longest, setting)
+
+
+@contextmanager
+def _described_by(config_path: Path) -> Iterator[None]:
+    """Raise BadRequest for a value of config.json that nothing can be made of."""
+    try:
+        yield
+    except (AttributeError, TypeError, ValueError, ArithmeticError) as error:
+        if isinstance(error, BadRequest):
+            raise
+        raise BadRequest(f"{config_path} does not describe a model: {error}") from error
 
 
 LAYER_UNIT = 16
@@ -213,13 +228,16 @@ def _windows(config: dict[str, Any], source: Path) -> dict[str, Any]:
     model_type, kinds = config["model_type"], config.get("layer_types")
     is_windowed = model_type == "mistral" or (model_type != "llama" and config.get("use_sliding_window"))
     window = config.get("sliding_window", 4096) if is_windowed else None
+    num_layers = int(config["num_hidden_layers"])
+    if num_layers > MOST_LAYERS:  # each windowed layer's number is kept
+        raise BadRequest(f"{source}: num_hidden_layers is {num_layers}; at most {MOST_LAYERS} are built here")
     first = 0 if model_type == "mistral" or window is None else int(config.get("max_window_layers", 28))
-    layers = () if window is None else tuple(range(first, int(config["num_hidden_layers"])))
+    layers = () if window is None else tuple(range(first, num_layers))
     if kinds is not None:
         named = tuple(number for number, kind in enumerate(kinds) if kind == "sliding_attention")
         has_others = not set(kinds) <= {"full_attention", "sliding_attention"}
         is_free = model_type != "mistral" and window is not None
-        if has_others or len(kinds) != int(config["num_hidden_layers"]) or (named != layers and not is_free):
+        if has_others or len(kinds) != num_layers or (named != layers and not is_free):
             raise BadRequest(
                 f"layer_types in {source} are not built here for a {model_type} model with sliding_window {window} for "
                 f"layers {list(layers)}: {kinds!s:.200}"

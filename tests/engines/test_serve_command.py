@@ -19,7 +19,6 @@ MODEL = Path("/model")
 def served(monkeypatch):
     """served(options of the command) -> the description of the server."""
     monkeypatch.setattr(sampler_serve, "found_model", lambda *named: ("model", MODEL))
-    monkeypatch.setattr(sampler_serve, "read_json", lambda path: {})
     monkeypatch.setattr(sampler_serve, "check_sglang", lambda folder, context, setting: None)
     defaults = {
         "engine": "embedded", "host": "127.0.0.1", "port": 30000, "key_file": "", "dtype": "float32", "context": 0,

@@ -1,5 +1,6 @@
 """Continuous batching: slots, stops, cached prompts, weights that change in flight, refusals."""
 
+import contextlib
 import json
 
 import numpy as np
@@ -8,8 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import nanodag.sampler.slots
-from nanodag.errors import BadRequest, SamplerError
+from nanodag.errors import BadRequest, ConfigError, SamplerError
 from nanodag.inference.protocol import Request, SamplingParams
+from nanodag.model.architecture import check_sglang
 from nanodag.sampler.engine import Engine
 
 EOS = 7
@@ -354,6 +356,7 @@ def test_a_request_that_cannot_be_served_is_refused_before_any_runs(engine, want
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type 'yarn'"),
         ({"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers is 1000000000000; at most 10000"),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(make_model, tmp_path, change, reason):
@@ -419,3 +422,25 @@ def test_a_stop_token_is_trimmed_from_the_text_but_not_from_the_ids(text_folder)
     (completion,) = engine.generate([request(sampling_seed=2, stop_token_ids=[stop])])[0]
     assert completion.output_ids[-1] == stop
     assert completion.text == " ".join(f"w{token}" for token in completion.output_ids[:-1])
+
+
+WINDOWED = {"model_type": "mistral", "num_hidden_layers": 2, "sliding_window": 8, "max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    ("config", "context", "error", "reason"),
+    [
+        (WINDOWED, 9, ConfigError, r"^--engine: .* window of 8 tokens, and contexts have up to 9"),
+        (WINDOWED, None, ConfigError, "contexts have up to 16"),
+        (WINDOWED | {"num_hidden_layers": 10**12}, 8, BadRequest, "at most 10000"),
+        (WINDOWED | {"sliding_window": "wide"}, 8, BadRequest, "does not describe a model"),
+        (WINDOWED | {"max_position_embeddings": None}, None, BadRequest, "does not describe a model"),
+        (WINDOWED | {"layer_types": 5}, 8, BadRequest, "does not describe a model"),
+        (WINDOWED, 8, None, ""),
+        (WINDOWED | {"model_type": "gemma3"}, None, None, ""),
+    ],
+)
+def test_sglang_is_refused_for_a_context_beyond_a_models_window(tmp_path, config, context, error, reason):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(error, match=reason) if error else contextlib.nullcontext():
+        check_sglang(tmp_path, context, "--engine")
