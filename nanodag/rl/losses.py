@@ -65,6 +65,13 @@ class PolicyLoss:
     clipped: Tensor
 
 
+def _bounded(advantages: Tensor, ratio: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
+    """The higher loss of a ratio and of the same within its bounds, (T,), and where the bound is what counts."""
+    plain = -advantages * ratio
+    bounded = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    return torch.maximum(plain, bounded), bounded > plain
+
+
 @entry("policy_loss", "ppo_clip")
 def ppo_clip(
     trainer_logprobs: Tensor,
@@ -83,10 +90,7 @@ def ppo_clip(
     clip-higher: DAPO, arXiv:2503.14476, eq. 10; dual clip (c > 1, usually 3): arXiv:1912.09729, eq. 5.
     """
     ratio = _exp(trainer_logprobs - old_logprobs)
-    plain = -advantages * ratio
-    bounded = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    values = torch.maximum(plain, bounded)
-    clipped = bounded > plain
+    values, clipped = _bounded(advantages, ratio, clip_low, clip_high)
     if dual_clip:
         ceiling = -advantages * dual_clip
         beyond = (advantages < 0) & (values > ceiling)
@@ -117,11 +121,8 @@ def gspo(
     log_ratio = sequence_means((trainer_logprobs - old_logprobs).detach(), mask, sequence_ids)
     sequence_ratio = _exp(log_ratio)[sequence_ids]
     ratio = sequence_ratio * (trainer_logprobs - trainer_logprobs.detach()).exp()
-    plain = -advantages * ratio
-    bounded = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    return PolicyLoss(
-        values=torch.maximum(plain, bounded), ratio=sequence_ratio, clipped=(bounded > plain).detach() & mask
-    )
+    values, clipped = _bounded(advantages, ratio, clip_low, clip_high)
+    return PolicyLoss(values=values, ratio=sequence_ratio, clipped=clipped & mask)
 
 
 @entry("policy_loss", "cispo")

@@ -30,32 +30,33 @@ class SelectStage(SampledStage):
 
     @model_validator(mode="after")
     def _can_be_sampled(self) -> "SelectStage":
-        try:
-            self.as_rl()
-        except ValidationError as error:
-            raise ValueError(error.errors()[0]["msg"].removeprefix("Value error, ")) from error
+        self.as_rl()
         return self
 
     def as_rl(self) -> RLStage:
-        """The RL stage that its worker runs: it samples and scores, and trains nothing."""
+        """The RL stage that its worker runs: it samples and scores, and trains nothing. Raises ValueError for settings
+        that make none."""
         context, sampler = self.sampler.context, self.sampler
         has_own_place = sampler.nodes > 0 or sampler.gpus not in ("auto", ())
-        return RLStage.of(
-            **self.model_dump(exclude={"kind", "best", "lowest_reward"}),
-            kind="rl",
-            only="rollouts",
-            placement="separate" if has_own_place else "beside",
-            advantage="reinforce_pp",  # compares no groups, which may be of one answer here
-            lends_states=False,
-            order="prompt",
-            eval_prompts=0,
-            precision=self.sampler.precision,
-            micro_batch_tokens="auto" if context == "auto" else max(16, context),
-            activation_checkpointing=False,
-            compile=False,
-            sync_check_every=0,
-            mismatch_limit=1.0,
-        )
+        try:
+            return RLStage.of(
+                **self.model_dump(exclude={"kind", "best", "lowest_reward"}),
+                kind="rl",
+                only="rollouts",
+                placement="separate" if has_own_place else "beside",
+                advantage="reinforce_pp",  # compares no groups, which may be of one answer here
+                lends_states=False,
+                order="prompt",
+                eval_prompts=0,
+                precision=sampler.precision,
+                micro_batch_tokens="auto" if context == "auto" else max(16, context),
+                activation_checkpointing=False,
+                compile=False,
+                sync_check_every=0,
+                mismatch_limit=1.0,
+            )
+        except ValidationError as error:
+            raise ValueError(error.errors()[0]["msg"].removeprefix("Value error, ")) from error
 
     def load_entry(self, entry: EntryConfig) -> Callable[..., Any]:
         """The function that an entry names, with its options."""
@@ -69,9 +70,8 @@ class SelectStage(SampledStage):
         """The stage without any `auto`. Raises ConfigError for what its resources cannot do."""
         try:
             stage = self.as_rl()
-        except ValidationError as error:  # of what this machine makes of it
-            reason = error.errors()[0]["msg"].removeprefix("Value error, ")
-            raise ConfigError(f"stages.{derived.name}.{reason}.") from error
+        except ValueError as error:  # of what this machine makes of it
+            raise ConfigError(f"stages.{derived.name}.{error}.") from error
         return self.model_copy(update={"sampler": stage.before_ranks(derived).after_ranks(model, derived).sampler})
 
 
