@@ -172,7 +172,7 @@ class Dialogue:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
+class ModelConnection:
     """Connection of a conversation with a model. ask: sends a request. say: shows a piece of the answer. tell: shows a
     line about it."""
 
@@ -302,7 +302,7 @@ class Talk:
         def ask(request: Request) -> AsyncGenerator[Completion, None]:
             return model.backend.answer(request, stream=True)
 
-        self._line = Line(tokens=model.tokens, ask=ask, say=self._say, tell=self._tell)
+        self._line = ModelConnection(tokens=model.tokens, ask=ask, say=self._say, tell=self._tell)
 
     def _say(self, text: str) -> None:
         self._console.out(text, end="", highlight=False)

@@ -43,7 +43,7 @@ class EpisodeLost(EpisodeFailed):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class ForkLimits:
     """Bounds of a fork; 0 for none. cpu_s: its CPU time. max_bytes: address space of each of its processes, and, where
     max_processes bounds their number, memory of all together. max_file_bytes: of each file that it writes. shown_bytes:
     the most of what it prints that goes to the log."""
@@ -66,7 +66,7 @@ class ForkServer:
         self,
         maker: str,
         given: Mapping[str, Any],
-        limits: Limits,
+        limits: ForkLimits,
         *,
         name: str,
         python: str = sys.executable,

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from nanodag import __version__
-from nanodag.engines.replica import NO_FOLDER, Opened, Replica, Weights
+from nanodag.engines.replica import NO_FOLDER, Opened, Replica, WeightsFolder
 from nanodag.engines.start import CONTEXT_RESERVE
 from nanodag.errors import BadRequest, ConfigError, SamplerError, SamplerLost
 from nanodag.inference.addresses import Address, read_addresses
@@ -83,12 +83,12 @@ class ExternalReplica(Replica):
         """Its number and address, for a message."""
         return f"Sampler {self.number} ({self.url})"
 
-    async def open(self, weights: Weights) -> Opened:
+    async def open(self, weights: WeightsFolder) -> Opened:
         """Begin with the server. Raises SamplerError when it does not answer, or does not fit."""
         if (named := self._servers.named().get(self.url)) is None:
             raise SamplerLost(f"{self.url} is no longer named")
         server, client = await self._servers.attach(named)
-        return server, client, Weights(NO_FOLDER, weights.version)
+        return server, client, WeightsFolder(NO_FOLDER, weights.version)
 
     def pause_s(self, attempt: int) -> float:
         """Time before that attempt to have it back."""

@@ -37,7 +37,7 @@ class Member:
 
 
 @dataclass
-class Weights:
+class WeightsFolder:
     """A folder of weights, and their version: of RL a number of steps, elsewhere a name."""
 
     folder: Path
@@ -46,7 +46,7 @@ class Weights:
 
 NO_FOLDER = Path()
 """The folder of weights that are not known, or lost."""
-Opened = tuple[ChildServer, SamplerClient, Weights]
+Opened = tuple[ChildServer, SamplerClient, WeightsFolder]
 """A server that answers, a client of it, and the weights that it has."""
 
 
@@ -99,7 +99,7 @@ class Replica:
         """Its number, process and address, for a message."""
         raise NotImplementedError
 
-    async def open(self, weights: Weights) -> Opened:
+    async def open(self, weights: WeightsFolder) -> Opened:
         """Have a server. Raises SamplerError where that cannot be now."""
         raise NotImplementedError
 
@@ -190,7 +190,7 @@ class OwnReplica(Replica):
     def name(self) -> str:
         return f"{self._name} {self.number} (pid {self.server.pid}, {self.server.url})"
 
-    async def open(self, weights: Weights) -> Opened:
+    async def open(self, weights: WeightsFolder) -> Opened:
         """Start a server with the weights, of which those are given that are current when their folder is there."""
         now = replace(weights)
         await self._provide(now.folder)

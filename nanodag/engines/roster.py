@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nanodag.engines.external import ExternalReplica, ExternalServers
-from nanodag.engines.replica import Launch, OwnReplica, Replica, Weights
+from nanodag.engines.replica import Launch, OwnReplica, Replica, WeightsFolder
 from nanodag.engines.watch import ChildServer, ServerWatch
 from nanodag.errors import SamplerError, SamplerLost
 from nanodag.inference.client import SamplerClient
@@ -44,7 +44,7 @@ class Roster:
     ) -> None:
         self.name, self.is_stopping = name, is_stopping
         self.replicas: list[Replica] = []
-        self.current = Weights(model, version)
+        self.current = WeightsFolder(model, version)
         self.num_restarts = 0
         self.provide: Callable[[Path], Awaitable[None]] = _nothing
         self.give: Give
@@ -77,7 +77,7 @@ class Roster:
             self.replicas.append(replica)
             self._take_up(replica, server, replica.connect(server.url), self.current)
 
-    def _take_up(self, replica: Replica, server: ChildServer, client: SamplerClient, weights: Weights) -> None:
+    def _take_up(self, replica: Replica, server: ChildServer, client: SamplerClient, weights: WeightsFolder) -> None:
         """Note that a server, which has these weights, is this engine's."""
         replica.server, replica.client = server, client
         replica.folder, replica.version = weights.folder, weights.version

@@ -21,7 +21,7 @@ from nanodag.model.architecture import read_checkpoint
 from nanodag.model.import_model import local_files
 from nanodag.plan.host_memory import HOST_SHARE
 from nanodag.plan.sizes import Sizes
-from nanodag.plan.speeds import Devices
+from nanodag.plan.speeds import PlannedDevices
 from nanodag.plan.stage_plan import Fault, StagePlan
 
 S = TypeVar("S", bound=StageBase)
@@ -51,11 +51,11 @@ class Case(Generic[S]):
         assert self.known_model is not None
         return self.known_model
 
-    def devices(self, precision: str, count: int, engine: str = "embedded") -> Devices:
+    def devices(self, precision: str, count: int, engine: str = "embedded") -> PlannedDevices:
         """Devices of the stage: so many GPUs, or cores as far as the machine has them."""
         if self.device == "cpu":
             count = max(1, min(count, self.machine.cores * self.stage.resources.num_nodes))
-        return Devices(machine=self.machine, device=self.device, precision=precision, count=count, engine=engine)
+        return PlannedDevices(machine=self.machine, device=self.device, precision=precision, count=count, engine=engine)
 
     def plan(self, **numbers: object) -> StagePlan:
         """The stage's plan with these numbers."""

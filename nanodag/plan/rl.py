@@ -18,7 +18,7 @@ from nanodag.plan.evaluation import items_of, prompt_of
 from nanodag.plan.host_memory import programs_of
 from nanodag.plan.sampling import PlannedSamplers, planned_samplers
 from nanodag.plan.sizes import Sizes, held_out_share
-from nanodag.plan.speeds import PARSED_BYTES_S, RL_STEP_S, START_S, Devices
+from nanodag.plan.speeds import PARSED_BYTES_S, RL_STEP_S, START_S, PlannedDevices
 from nanodag.plan.stage_plan import Fault, Process, StagePlan
 from nanodag.plan.supervised import artifact_bytes
 
@@ -188,7 +188,7 @@ def _evaluated(case: Case[RLStage], step: Step) -> _Evaluated:
     return _Evaluated(answers, read, sampled)
 
 
-def _trainers(case: Case[RLStage]) -> Devices:
+def _trainers(case: Case[RLStage]) -> PlannedDevices:
     resources = case.stage.resources
     threads = 1 if case.device == "cuda" else int(resources.threads)
     return case.devices(str(case.stage.optimizer.precision), int(resources.num_ranks) * threads)

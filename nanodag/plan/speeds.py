@@ -46,7 +46,7 @@ PARSED_BYTES_S = 100e6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Devices:
+class PlannedDevices:
     """GPUs, or cores, that some work is spread over. count: of them, on all nodes."""
 
     machine: Machine

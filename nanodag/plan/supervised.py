@@ -19,7 +19,7 @@ from nanodag.inference.number_formats import width_of
 from nanodag.plan import host_memory
 from nanodag.plan.case import Case, Formula, memory_faults
 from nanodag.plan.sizes import CORE_CONTEXT, bytes_per_token, core_items, core_tokens, held_out_share
-from nanodag.plan.speeds import PACKED_TOKENS_S, PARSED_BYTES_S, START_S, Devices
+from nanodag.plan.speeds import PACKED_TOKENS_S, PARSED_BYTES_S, START_S, PlannedDevices
 from nanodag.plan.stage_plan import Fault, Process, StagePlan
 
 COMPILED_SHARE = 0.65
@@ -147,7 +147,7 @@ def _seconds(case: Case[SupervisedStage], steps: int | None) -> float | None:
     return start + max(computing, tokens / (int(resources.num_ranks) * PACKED_TOKENS_S)) + scoring
 
 
-def _devices(case: Case[SupervisedStage]) -> Devices:
+def _devices(case: Case[SupervisedStage]) -> PlannedDevices:
     resources = case.stage.resources
     threads = 1 if case.device == "cuda" else int(resources.threads)
     return case.devices(str(case.stage.precision), int(resources.num_ranks) * threads)

@@ -46,7 +46,7 @@ class Segment:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class SegmentRun:
     """Neighbouring segments of one kind. flat: which master tensor. weights: 1-D float32, a view of it. states: like
     weights, as many as the optimizer's traits say, zero at first."""
 
@@ -65,7 +65,7 @@ class Held:
     whole matrices are worked on and exchanged.
     """
 
-    runs: Sequence[Run]
+    runs: Sequence[SegmentRun]
     segments: Sequence[Segment]
     shapes: Mapping[str, tuple[int, ...]]
     sharded: bool
@@ -148,7 +148,7 @@ class SegmentedOptimizer(torch.optim.Optimizer):
         for kind, flat, where in _merged(segments, self.kinds):
             weights = masters[flat].detach().view(-1)[where]
             states = tuple(torch.zeros_like(weights) for _ in range(registry.optimizer_named(names[kind]).states))
-            self._runs.append(Run(kind=kind, flat=flat, where=where, weights=weights, states=states))
+            self._runs.append(SegmentRun(kind=kind, flat=flat, where=where, weights=weights, states=states))
         self._optimizers: dict[str, Optimizer] = {}
         for name in dict.fromkeys(names[kind] for kind in self.kinds.values()):
             held = Held(

@@ -39,7 +39,7 @@ class Devices:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
+class HeldDevices:
     """The devices that a stage has got. descriptors: of their locks. numbers: which they are, from 0."""
 
     descriptors: tuple[int, ...]
@@ -74,7 +74,7 @@ def devices_folder(store: Store) -> Path:
 @contextlib.contextmanager
 def hold(
     folder: Path, devices: Devices, *, stop: threading.Event | None = None, step_back_s: float = 0.0
-) -> Iterator[Held]:
+) -> Iterator[HeldDevices]:
     """Hold `wanted` devices at once, or `least` of them where others hold the rest, waiting for them; all or none, so
     that two who wait do not block each other.
 
@@ -129,7 +129,7 @@ def _lock_file(folder: Path, devices: Devices, number: int) -> Path:
     return folder / f"{devices.name}-{number}.lock"
 
 
-def _try(folder: Path, devices: Devices, numbers: Sequence[int], stack: contextlib.ExitStack) -> Held | None:
+def _try(folder: Path, devices: Devices, numbers: Sequence[int], stack: contextlib.ExitStack) -> HeldDevices | None:
     with contextlib.ExitStack() as attempt:
         got: list[tuple[int, int]] = []
         for number in numbers:
@@ -142,4 +142,4 @@ def _try(folder: Path, devices: Devices, numbers: Sequence[int], stack: contextl
         if len(got) < (devices.least or devices.wanted):
             return None
         stack.enter_context(attempt.pop_all())
-        return Held(descriptors=tuple(d for d, _ in got), numbers=tuple(n for _, n in got))
+        return HeldDevices(descriptors=tuple(d for d, _ in got), numbers=tuple(n for _, n in got))

@@ -229,14 +229,22 @@ def test_a_sampler_that_dies_again_and_again_ends_with_the_last_lines_of_its_log
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("turns", [{}, {"placement": "shared", "lends_states": True}])
-def test_a_stage_whose_samplers_are_killed_in_mid_step_ends_on_the_same_bytes(tmp_path, turns):
-    config = turns | {"num_steps": 5, "sampler": {"context": 64, "max_batch": 16, "replicas": 2}, "eval_every": 5}
+@pytest.mark.parametrize(
+    ("of_both", "of_killed"),
+    [
+        ({}, {}),
+        ({"placement": "shared", "lends_states": True}, {}),
+        ({}, {"sync": "distributed", "sync_bucket_bytes": 4000}),
+    ],
+    ids=["files", "in turns", "broadcast"],
+)
+def test_a_stage_whose_samplers_are_killed_in_mid_step_ends_on_the_same_bytes(tmp_path, of_both, of_killed):
+    config = of_both | {"num_steps": 5, "sampler": {"context": 64, "max_batch": 16, "replicas": 2}, "eval_every": 5}
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     quiet = make_job(tmp_path / "a", **config)
     run(quiet)
-    job = make_job(tmp_path / "b", **config)
+    job = make_job(tmp_path / "b", **config, **of_killed)
     process = start(job, fresh=True)
     for step in (1, 3):
         while not (job.metrics_path.exists() and any(line["step"] >= step for line in metrics(job))):
@@ -244,7 +252,7 @@ def test_a_stage_whose_samplers_are_killed_in_mid_step_ends_on_the_same_bytes(tm
             time.sleep(0.01)
         if alive := samplers_of(process):
             os.kill(alive[-1], signal.SIGKILL)
-    assert process.wait(timeout=200) == 0, (job.workspace / "worker.log").read_text()[-4000:]
+    assert process.wait(timeout=300) == 0, (job.workspace / "worker.log").read_text()[-4000:]
     assert "was lost and is started again" in (job.workspace / "worker.log").read_text()
     assert digest(job.output) == digest(quiet.output)
     assert (job.records / "ledger.jsonl").read_text() == (quiet.records / "ledger.jsonl").read_text()

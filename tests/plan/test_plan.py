@@ -24,7 +24,7 @@ from nanodag.plan.case import Case
 from nanodag.plan.make import check_plan, plan_of
 from nanodag.plan.sizes import CORE_CONTEXT, Sizes, bytes_per_token, core_items, core_tokens
 from nanodag.plan.small_stages import plan_tokenizer
-from nanodag.plan.speeds import CPU_SHARES, START_S, Devices
+from nanodag.plan.speeds import CPU_SHARES, START_S, PlannedDevices
 
 FILE = PROJECT / "pipeline.yaml"
 CPU, GPU, EIGHT = "cpu:2:avx2:8GiB", "1x24GB", "8xH100"
@@ -321,11 +321,11 @@ def test_torchs_compiler_is_counted_where_our_own_code_does_not_take_the_layers(
 
 def test_a_gpu_that_decodes_one_sample_is_bound_by_its_bandwidth_and_a_core_by_its_products():
     model, sample = ModelSize(shape_of(3), 2048, 512), {"context": 0, "token_bytes": 0, "at_once": 1}
-    gpu = Devices(machine=machine_of("1xH100"), device="cuda", precision="bf16", count=1, engine="sglang")
+    gpu = PlannedDevices(machine=machine_of("1xH100"), device="cuda", precision="bf16", count=1, engine="sglang")
     free = model.forward_flops(0) / gpu.machine.gpu.peak
     seconds = gpu.decoding_s(model, 100, weight_bytes=3350e9 / 100, **sample)
     assert seconds == pytest.approx(100 * (0.01 + free) / 0.5)
-    cores = Devices(machine=machine_of("cpu:2:avx512_bf16:8GiB"), device="cpu", precision="fp32", count=2)
+    cores = PlannedDevices(machine=machine_of("cpu:2:avx512_bf16:8GiB"), device="cpu", precision="fp32", count=2)
     seconds = cores.decoding_s(model, 100, weight_bytes=0, **sample)
     assert seconds == pytest.approx(100 * model.forward_flops(0) / (CPU_SHARES["fp32"].decoding * 2 * 240e9))
 

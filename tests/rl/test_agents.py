@@ -253,9 +253,9 @@ def test_a_pipeline_file_may_have_a_program_as_agent(tmp_path):
 
 STARTED = """
 import asyncio, sys
-from nanodag.children.forks import ForkServer, Limits
+from nanodag.children.forks import ForkServer, ForkLimits
 given = {"path": "tests.rl.agents:lasting", "folders": [sys.argv[1]]}
-server = ForkServer("nanodag.rl.environments.agent_fork:make", given, Limits(), name="it")
+server = ForkServer("nanodag.rl.environments.agent_fork:make", given, ForkLimits(), name="it")
 task = {"record": {"path": sys.argv[2]}, "base_url": "", "api_key": "", "model": "", "seed": 1}
 
 async def main():

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from nanodag import registry
-from nanodag.children.forks import ForkServer, Limits
+from nanodag.children.forks import ForkLimits, ForkServer
 from nanodag.errors import ConfigError, StageFailed
 from nanodag.rl.control.generation import check_failures
 from nanodag.rl.environments.environment import (
@@ -36,7 +36,7 @@ EXAMPLES = [f"nanodag.rl.environments.examples.{name}" for name in ("search:Sear
 
 def server_of(path: str, **options) -> ForkServer:
     given = {"path": f"{worlds.__name__}:{path}", "options": options}
-    limits = Limits(cpu_s=20, max_bytes=worlds.MAX_BYTES, max_processes=8)
+    limits = ForkLimits(cpu_s=20, max_bytes=worlds.MAX_BYTES, max_processes=8)
     return ForkServer(MAKE, given, limits, name="it")
 
 

@@ -33,7 +33,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from nanodag.children.forks import EpisodeFailed, EpisodeLost, ForkServer, Limits
+from nanodag.children.forks import EpisodeFailed, EpisodeLost, ForkLimits, ForkServer
 from nanodag.errors import ConfigError
 from nanodag.external_envs.verifiers_process import Outcome, VerifiersProcess, block_of
 from nanodag.host.threads import MadeOnce, in_thread
@@ -173,7 +173,7 @@ def _server(named: str, python: str, max_bytes: int) -> ForkServer:
     return ForkServer(
         f"{agent_fork.__name__}:make",
         {"path": named, "folders": [str(folder)]},
-        Limits(max_bytes=max_bytes, max_file_bytes=MAX_FILE_BYTES, shown_bytes=0),
+        ForkLimits(max_bytes=max_bytes, max_file_bytes=MAX_FILE_BYTES, shown_bytes=0),
         name=f"The agent {named}",
         python=path,
         max_answer_bytes=MAX_ANSWER,

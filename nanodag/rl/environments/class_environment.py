@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from nanodag.api.tool_format import knows_calls
-from nanodag.children.forks import Fork, ForkServer, Limits
+from nanodag.children.forks import Fork, ForkLimits, ForkServer
 from nanodag.errors import ConfigError
 from nanodag.host.threads import MadeOnce, in_thread
 from nanodag.inference.seeds import derived_seed
@@ -49,7 +49,7 @@ async def environment(
         if value <= 0:
             raise ConfigError(f"generate.options.{name} of {named} is {value}; it must be above 0")
     length = EpisodeLength(max_turns=max_turns, turn_tokens=turn_tokens, step_s=step_s)
-    limits = Limits(cpu_s=cpu_s, max_bytes=max_bytes, max_processes=max(1, max_processes))
+    limits = ForkLimits(cpu_s=cpu_s, max_bytes=max_bytes, max_processes=max(1, max_processes))
     server = _server(named, json.dumps(options, sort_keys=True), limits)
     with sampler.held():
         fork = await in_thread(server.fork)
@@ -60,7 +60,7 @@ async def environment(
 
 
 @MadeOnce
-def _server(path: str, options: str, limits: Limits) -> ForkServer:
+def _server(path: str, options: str, limits: ForkLimits) -> ForkServer:
     """The fork server of an environment, for all samples. path: `module:Class`. options: of its constructor, as
     JSON."""
     arguments = {"path": path, "options": json.loads(options)}

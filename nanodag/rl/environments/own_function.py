@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 
 from nanodag import registry
 from nanodag.children.fork_server import Line
-from nanodag.children.forks import Fork, ForkServer, Limits
+from nanodag.children.forks import Fork, ForkLimits, ForkServer
 from nanodag.errors import BadRequest, ConfigError, MissingTool, SamplerError
 from nanodag.host.threads import MadeOnce, in_thread
 from nanodag.inference.protocol import Completion, Request, SamplingParams
@@ -64,7 +64,9 @@ class ForkedFunction:
 def _server(name: str, options: str, folder: str) -> ForkServer:
     """The fork server of a function. options: as JSON."""
     setup = {"name": name, "options": json.loads(options), "folder": folder}
-    return ForkServer(f"{__name__}:make", setup, Limits(), name=f"generate {name}", max_answer_bytes=MAX_ANSWER_BYTES)
+    return ForkServer(
+        f"{__name__}:make", setup, ForkLimits(), name=f"generate {name}", max_answer_bytes=MAX_ANSWER_BYTES
+    )
 
 
 async def _answered(fork: Fork, sampler: TurnSampler, message: Mapping[str, Any]) -> None:
