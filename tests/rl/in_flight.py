@@ -1,7 +1,8 @@
 """A stage whose weights come while rollouts are under way, and what must hold of it, whichever sampler it has."""
 
+from nanodag.rl.rollouts.prompts import read_ledger
 from nanodag.rl.rollouts.rollout import read_rollouts
-from tests.rl.stages import metrics, read_ledger
+from tests.rl.stages import metrics
 
 SETTINGS = {
     "max_staleness": 2,

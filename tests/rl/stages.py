@@ -19,6 +19,7 @@ from nanodag.config.derive_sampler import derive_sampler
 from nanodag.config.kinds import find_kind
 from nanodag.host.machine import machine_of
 from nanodag.own_code.find import FOLDER_VARIABLE
+from nanodag.rl.rollouts.prompts import read_ledger
 from nanodag.tokenizer.bpe import save_tokenizer
 from nanodag.worker.job import STOPPED_EXIT_CODE, Job, write_job
 from nanodag.worker.launch import worker_environment
@@ -132,12 +133,6 @@ def run(job: Job, *, fresh: bool = False) -> None:
     process = start(job, fresh=fresh)
     code = process.wait(timeout=300)
     assert code == 0 and (job.workspace / "result.json").exists(), (job.workspace / "worker.log").read_text()[-6000:]
-
-
-def read_ledger(path: Path) -> list[dict[str, Any]]:
-    """The lines of `ledger.jsonl`; a last line that is cut off is left out."""
-    lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
-    return [json.loads(line) for line in lines[:-1] if line]
 
 
 def metrics(job: Job, event: str = "step") -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from nanodag.errors import ConfigError, SamplerError, StageFailed
 from nanodag.rewards.reward_pool import SampleReward
 from nanodag.rl.control.step_records import StepLines
 from nanodag.rl.rollouts.batch import read_batch, write_batch
-from nanodag.rl.rollouts.prompts import first_prompts
+from nanodag.rl.rollouts.prompts import first_prompts, read_ledger
 from nanodag.rl.rollouts.segments import group_seed
 from tests.rl.fakes import (
     EQUAL,
@@ -31,7 +31,6 @@ from tests.rl.fakes import (
     mended,
     step,
 )  # fmt: skip
-from tests.rl.stages import read_ledger
 
 
 def test_without_over_sampling_one_wave_is_generated_and_what_has_spread_is_trained(tmp_path):

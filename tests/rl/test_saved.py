@@ -17,6 +17,7 @@ from nanodag.rl.control.model_facts import ModelFacts
 from nanodag.rl.control.saved_rollouts import SavedRollouts, best_of
 from nanodag.rl.control.step_records import Records
 from nanodag.rl.rollouts.export import export_rollouts
+from nanodag.rl.rollouts.prompts import read_ledger
 from nanodag.rl.rollouts.rollout import GREEDY, REPLAYED, Rollout, Span, read_rollouts, sampled_span, write_rollouts
 from nanodag.rl.rollouts.rollout_files import Shelf
 from nanodag.rl.rollouts.saved import check_steps, read_saved, saved_files
@@ -25,7 +26,7 @@ from nanodag.tokenizer.bpe import save_tokenizer
 from nanodag.worker.job import Job
 from tests.rl.fakes import config
 from tests.rl.rollouts import rollout
-from tests.rl.stages import KILL, disturb, make_job, metrics, read_ledger, run, same_in_the_end, slow_rewards
+from tests.rl.stages import KILL, disturb, make_job, metrics, run, same_in_the_end, slow_rewards
 
 
 def answer(prompt: str, index: int, text: str, reward: float | None, **more) -> Rollout:

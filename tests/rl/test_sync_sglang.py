@@ -2,8 +2,9 @@
 
 import pytest
 
+from nanodag.rl.rollouts.prompts import read_ledger
 from tests.rl.in_flight import SETTINGS, check_that_responses_went_on
-from tests.rl.stages import make_job, metrics, read_ledger, start
+from tests.rl.stages import make_job, metrics, start
 from tests.sglang_python import python_or_skip
 
 START_S = 1500  # SGLang alone takes most of a minute, on an idle machine

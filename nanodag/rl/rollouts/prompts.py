@@ -6,6 +6,7 @@ once with its reason, and the ledger shows it.
 """
 
 import hashlib
+import json
 import logging
 import math
 from collections import deque
@@ -59,6 +60,15 @@ class PolicyFormat:
     def prompt(self, messages: Messages, switches: Switches = NO_SWITCHES) -> list[int]:
         """Ids up to where the policy begins to speak. switches: of the prompt's source; they go before the stage's."""
         return self.renderer.prompt(messages, {**self.switches, **switches}, tools=self.tools)
+
+
+def read_ledger(path: Path) -> list[dict[str, Any]]:
+    """The lines of `ledger.jsonl`, one for each prompt that was trained or dropped, in the step that did it; a last
+    line that is cut off is left out."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1] if line]
 
 
 class PromptCursor:
