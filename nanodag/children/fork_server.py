@@ -3,8 +3,8 @@
 `python -m nanodag.children.fork_server CONTROL`, or this file's path where the interpreter has no nanodag. CONTROL: a
 Unix stream socket. Standard input has JSON: `maker` (`module:function`), `given`, its arguments, and `limits`
 (nanodag.children.forks.ForkLimits). The maker returns what is told of the object and what serves a `Line`. It answers
-one line, `{"about"}` or `{"error"}`. Each byte on CONTROL then brings a socket, over which a fork is spoken to. When the
-other end of that is closed, the fork ends; when CONTROL is closed, all do, and this process.
+one line, `{"about"}` or `{"error"}`. Each byte on CONTROL then brings a socket, over which a fork is spoken to. When
+the other end of that is closed, the fork ends; when CONTROL is closed, all do, and this process.
 
 A fork has a session of its own and limits on CPU time, address space and files. Its processes, and their memory
 together, are looked at every WATCH_S seconds (on Linux). Nothing of it is left when it has ended: processes that lost
