@@ -34,6 +34,7 @@ from nanodag.inference.server_variables import PARENT_VARIABLE, server_environme
 
 CPU_ONLY = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 LIMIT_S = 300.0
+SPAWN = ServerProcess.spawn.__func__  # type: ignore[attr-defined]
 
 
 @functools.cache
@@ -126,7 +127,9 @@ def spawn_server(
     token: str = "",
     url: str = "",
 ) -> ServerProcess:
-    """What stands in for ServerProcess.spawn where an embedded sampler may be a fork."""
+    """A stand-in for ServerProcess.spawn where an embedded sampler may be a fork; other servers start as always."""
+    if command[1] != "-m":
+        return SPAWN(cls, command, log_path=log_path, env=env, token=token, url=url)
     module, *arguments = command[2:]
     environment = {**env, **server_environment(token)}
     process = start_module(module, *arguments, environment=environment, log=log_path, new_session=False)

@@ -49,7 +49,9 @@ def reduce_stages(stages: dict[str, Any]) -> None:
         stage["resources"] = {"num_ranks": 1, "threads": 1}
         for benchmark in stage.get("benchmarks", []):
             benchmark["limit"] = 11 if benchmark["name"] == "core" else 4  # more than CORE's worked examples
-        for section, changes in RL_SECTIONS.items() if stage["kind"] in ("rl", "select") else ():
+        sections = {"rl": RL_SECTIONS, "select": ("rollout", "sampler")}.get(stage["kind"], ())
+        for section in sections:
+            changes = RL_SECTIONS[section]
             for name in changes:
                 stage.pop(name, None)  # as a file may have it: without its section
             stage.setdefault(section, {}).update(changes)
