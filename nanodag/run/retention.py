@@ -87,7 +87,8 @@ def plan(store: Store, policy: RetentionPolicy) -> RemovalPlan:
     staying = {name: record for name, record in records.items() if name not in retired}
     notes: list[str] = []
     attempts = _attempts(store, notes)
-    kept = _with_origins(attempts, _references(staying) | _best(attempts, policy.best) | _young(attempts, policy))
+    best = _best(attempts, records, policy.best)
+    kept = _with_origins(attempts, _references(staying) | best | _young(attempts, policy))
     items = [
         Item(what="run", name=name, num_bytes=0, why="older than what is kept", started=records[name].started)
         for name in retired
@@ -297,15 +298,24 @@ def _with_origins(attempts: Mapping[ArtifactReference, Any], wanted: set[Artifac
     return references
 
 
-def _best(attempts: Mapping[ArtifactReference, Any], rules: tuple[Best, ...]) -> set[ArtifactReference]:
+def _best(
+    attempts: Mapping[ArtifactReference, Any], records: Mapping[str, RunRecord], rules: tuple[Best, ...]
+) -> set[ArtifactReference]:
+    """Winners of each rule. An attempt counts for the stage that made it, and for each that found it made."""
+    stages: dict[ArtifactReference, set[str]] = {}
+    for record in records.values():
+        for name, entry in record.stages.items():
+            if entry.reference is not None:
+                stages.setdefault(entry.reference, set()).add(name)
     winners: set[ArtifactReference] = set()
     for rule in rules:
         scores: dict[str, list[tuple[float, ArtifactReference]]] = {}
         for reference, artifact in attempts.items():
-            if isinstance(artifact, Artifact) and rule.stage in ("*", artifact.stage):
-                value = _metric(artifact.metrics, rule.metric)
-                if isinstance(value, int | float) and not isinstance(value, bool):
-                    scores.setdefault(artifact.stage, []).append((-value if rule.is_lowest else value, reference))
+            value = _metric(artifact.metrics, rule.metric) if isinstance(artifact, Artifact) else None
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                for stage in {artifact.stage, *stages.get(reference, ())}:
+                    if rule.stage in ("*", stage):
+                        scores.setdefault(stage, []).append((-value if rule.is_lowest else value, reference))
         if not scores:
             raise ConfigError(f"--keep-best {rule.stage}.{rule.metric}: no stage of that name has such a metric.")
         winners |= {max(values)[1] for values in scores.values()}

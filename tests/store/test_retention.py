@@ -204,6 +204,8 @@ def test_the_best_of_a_stage_stays_with_what_it_was_made_from(store, product):
     assert can_go(store, best=(best,)) == gone
     lowest = can_go(store, best=(best_of("eval.gsm.accuracy:min"),))
     assert name_of(evals[0]) not in lowest and name_of(evals[1]) in lowest
+    write_run(store, "r", evals[1])  # whose stage s0 found it made
+    assert name_of(evals[1]) not in can_go(store, keep_runs=0, best=(best_of("s0.gsm.accuracy"),))
     with pytest.raises(ConfigError, match="no stage of that name"):
         plan(store, RetentionPolicy(best=(best_of("eval.acuracy"),)))
     with pytest.raises(ConfigError, match=r"STAGE\.METRIC"):
