@@ -23,7 +23,7 @@ def test_sglang_answers_by_the_same_api_and_holds_an_answer_to_a_schema(tmp_path
 
     async def main():
         model = served_model(args, "tiny", tmp_path, "7", tmp_path, first=0, num_models=1)
-        await model.backend.start()
+        await model.backend.start(1)
         try:
             app = application({"tiny": model}, engine_routes=passed_on({"tiny": model}, Limits()))
             async with httpx.AsyncClient(

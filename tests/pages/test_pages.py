@@ -210,11 +210,13 @@ def meanings(home: Path, port: int) -> dict[str, str]:
     stages = json.loads((home / "store" / "runs" / "RUN.json").read_text())["stages"]
     attempts = {stage: f"{entry['key']}/{entry['made']['attempt']}" for stage, entry in stages.items()}
     smaller = {f"rl.num_steps={steps}": "rl.num_steps=1" for steps in (20, 50, 150)}
+    smaller["rl.warmup_steps=10"] = "rl.warmup_steps=1"
     places = {
         ".venv/bin/": "",
         "KEY/0001": attempts["eval_sft"],
         "OTHER/0001": attempts["eval_rl"],
         "/store/.../": f"{home}/store/artifacts/{attempts['rl']}/",
+        '"hub:DigitalLearningGmbH/MATH-lighteval:train"': f'"file:{home}/data/math.jsonl"',
         'source="hub:openai/gsm8k/main:test"': f'source="file:{home}/mirror/openai/gsm8k/main/test.parquet"',
         "nightly run --preset small": "nightly run --preset pocket",
         "/opt/agents/bin/python": sys.executable,
@@ -262,6 +264,7 @@ def write_data(home: Path) -> None:
     capitals = [("France", "Paris", "Lyon"), ("Italy", "Rome", "Milan"), ("Spain", "Madrid", "Vigo")]
     rows = {
         "chats": [TABLES["HuggingFaceTB/smol-smoltalk/default/train"](rng) for _ in range(60)],
+        "math": [{"problem": f"What is {n} + 1?", "solution": f"\\boxed{{{n + 1}}}"} for n in range(20)],
         "problems": [{"question": f"Add {n} and 1.", "answer": str(n + 1)} for n in range(20)],
         "test-problems": [{"question": f"Add {n} and 1.", "answer": str(n + 1)} for n in range(20, 24)],
         "capitals": [{"country": one, "choices": choices} for one, *choices in capitals],
