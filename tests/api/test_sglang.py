@@ -31,7 +31,7 @@ def test_sglang_answers_by_the_same_api_and_holds_an_answer_to_a_schema(tmp_path
             ) as client:
                 await asked(client)
         finally:
-            await model.backend.close()
+            await model.backend.end()
 
     asyncio.run(main())
 

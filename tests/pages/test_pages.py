@@ -275,7 +275,7 @@ def write_data(home: Path) -> None:
         (home / "models").mkdir(exist_ok=True)
         (home / "models" / name).symlink_to(home / "mirror" / "Qwen" / "Qwen2.5-0.5B-Instruct")
     (home / "sampler-key").write_text("secret")
-    (home / "key").write_text("secret")
+    (home / "key").write_text("a-secret-of-24-characters")
     for path in (home / "sampler-key", home / "key"):
         path.chmod(0o600)
 
