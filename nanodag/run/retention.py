@@ -302,20 +302,19 @@ def _best(
     attempts: Mapping[ArtifactReference, Any], records: Mapping[str, RunRecord], rules: tuple[Best, ...]
 ) -> set[ArtifactReference]:
     """Winners of each rule. An attempt counts for the stage that made it, and for each that found it made."""
-    stages: dict[ArtifactReference, set[str]] = {}
+    stages = {reference: {a.stage} for reference, a in attempts.items() if isinstance(a, Artifact)}
     for record in records.values():
         for name, entry in record.stages.items():
-            if entry.reference is not None:
-                stages.setdefault(entry.reference, set()).add(name)
+            if entry.reference in stages:
+                stages[entry.reference].add(name)
     winners: set[ArtifactReference] = set()
     for rule in rules:
         scores: dict[str, list[tuple[float, ArtifactReference]]] = {}
-        for reference, artifact in attempts.items():
-            value = _metric(artifact.metrics, rule.metric) if isinstance(artifact, Artifact) else None
+        for reference, names in stages.items():
+            value = _metric(attempts[reference].metrics, rule.metric)
             if isinstance(value, int | float) and not isinstance(value, bool):
-                for stage in {artifact.stage, *stages.get(reference, ())}:
-                    if rule.stage in ("*", stage):
-                        scores.setdefault(stage, []).append((-value if rule.is_lowest else value, reference))
+                for stage in names if rule.stage == "*" else names & {rule.stage}:
+                    scores.setdefault(stage, []).append((-value if rule.is_lowest else value, reference))
         if not scores:
             raise ConfigError(f"--keep-best {rule.stage}.{rule.metric}: no stage of that name has such a metric.")
         winners |= {max(values)[1] for values in scores.values()}

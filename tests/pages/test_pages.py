@@ -210,7 +210,6 @@ def meanings(home: Path, port: int) -> dict[str, str]:
     stages = json.loads((home / "store" / "runs" / "RUN.json").read_text())["stages"]
     attempts = {stage: f"{entry['key']}/{entry['made']['attempt']}" for stage, entry in stages.items()}
     smaller = {f"rl.num_steps={steps}": "rl.num_steps=1" for steps in (20, 50, 150)}
-    smaller["rl.warmup_steps=10"] = "rl.warmup_steps=1"
     places = {
         ".venv/bin/": "",
         "KEY/0001": attempts["eval_sft"],
@@ -225,6 +224,7 @@ def meanings(home: Path, port: int) -> dict[str, str]:
         "folder: /data/": f"folder: {home}/data/",
         "url: /data/": f"url: {home}/data/",
         "/models/": f"{home}/models/",
+        "rl.warmup_steps=10": "rl.warmup_steps=1",
         "--step 20": "--step 1",
         "held_out: 0.001": "held_out: 0.1",  # of 40 rows
         "--keep-runs 5 ": "--keep-runs 99 ",
@@ -274,9 +274,8 @@ def write_data(home: Path) -> None:
     for name in ("SmolLM2-135M", "larger"):
         (home / "models").mkdir(exist_ok=True)
         (home / "models" / name).symlink_to(home / "mirror" / "Qwen" / "Qwen2.5-0.5B-Instruct")
-    (home / "sampler-key").write_text("secret")
-    (home / "key").write_text("a-secret-of-24-characters")
     for path in (home / "sampler-key", home / "key"):
+        path.write_text("at-least-16-characters")
         path.chmod(0o600)
 
 

@@ -204,12 +204,22 @@ def test_the_best_of_a_stage_stays_with_what_it_was_made_from(store, product):
     assert can_go(store, best=(best,)) == gone
     lowest = can_go(store, best=(best_of("eval.gsm.accuracy:min"),))
     assert name_of(evals[0]) not in lowest and name_of(evals[1]) in lowest
-    write_run(store, "r", evals[1])  # whose stage s0 found it made
-    assert name_of(evals[1]) not in can_go(store, keep_runs=0, best=(best_of("s0.gsm.accuracy"),))
     with pytest.raises(ConfigError, match="no stage of that name"):
         plan(store, RetentionPolicy(best=(best_of("eval.acuracy"),)))
     with pytest.raises(ConfigError, match=r"STAGE\.METRIC"):
         best_of("accuracy")
+
+
+def test_the_best_of_a_stage_may_be_an_artifact_that_it_found_made(store, product):
+    evals = [
+        publish(store, product, key(k), stage="eval", metrics={"accuracy": value})
+        for k, value in zip("abc", (0.2, 0.7, 0.9))
+    ]
+    for name, artifact in (("worse", evals[0]), ("better", evals[1])):  # whose stage s0 found it made
+        write_run(store, name, artifact, created=OLD)
+    write_run(store, "newest")
+    gone = {name_of(evals[0]), name_of(evals[2]), ("run", "worse"), ("run", "better")}
+    assert can_go(store, keep_runs=1, best=(best_of("s0.accuracy"),)) == gone
 
 
 def test_what_cannot_be_read_is_not_judged(store, product):
