@@ -199,7 +199,11 @@ def reader(tmp_path_factory):
     made.run("nanodag run --preset pocket --name OTHER rl.learning_rate=2e-4", home)
     made.run("nanodag export RUN:rl model", home)
     made.run("nanodag rollouts RUN --export data/rollouts.jsonl", home)
-    shutil.copy(home / "data" / "rollouts.jsonl", home / "data" / "answers.jsonl")
+    # The reduced model's answers all end by length, with one reward: a page's reader has a model that learned.
+    rows = [json.loads(line) for line in (home / "data" / "rollouts.jsonl").read_text().splitlines()]
+    learned = [row | {"reward": float(row["sample_index"] == 0), "finish_reason": "stop"} for row in rows]
+    for name in ("rollouts.jsonl", "answers.jsonl"):
+        (home / "data" / name).write_text("".join(json.dumps(row) + "\n" for row in learned))
     made.said.update(meanings(home, made.port))
     yield made
     made.run("nanodag server stop", home)
@@ -225,6 +229,7 @@ def meanings(home: Path, port: int) -> dict[str, str]:
         "url: /data/": f"url: {home}/data/",
         "/models/": f"{home}/models/",
         "rl.warmup_steps=10": "rl.warmup_steps=1",
+        "rl.updates_per_step=4": "rl.updates_per_step=2",
         "--step 20": "--step 1",
         "held_out: 0.001": "held_out: 0.1",  # of 40 rows
         "--keep-runs 5 ": "--keep-runs 99 ",
