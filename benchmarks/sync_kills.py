@@ -4,11 +4,11 @@ Two servers of a tiny model, and the code of a stage that gives them weights: Fl
 SharedSync, the trainer's WeightGiver. First one sync of each way is run undisturbed and its steps are written down:
 each request to each server (about to be sent, under way, answered), and each thing that the trainer is asked for (about
 to begin, at each bucket, done). Then each run gives new weights and kills (SIGKILL) the server at one step; runs are
-spread evenly over all steps, all ways, with and without requests under way, and, with --router, with sglang-router
-before the servers. After each run both servers must say that they have the new version, hold the trainer's weights to
-the bit and have answered what was under way; exactly one was started again.
+spread evenly over all steps, all ways, with and without requests under way. After each run both servers must say that
+they have the new version, hold the trainer's weights to the bit and have answered what was under way; exactly one was
+started again.
 
-The engine embedded needs nothing; sglang and --router need `nanodag sampler install --cpu`, and a server of SGLang
+The engine embedded needs nothing; sglang needs `nanodag sampler install --cpu`, and a server of SGLang
 takes a minute of CPU to start again. A line for each run; the exit code is 1 if one failed.
 """
 
@@ -31,13 +31,11 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from nanodag.engines.fleet import Fleet
-from nanodag.engines.router import Router, RouterClient, start_router
 from nanodag.engines.start import ServerProcess, start_engine
 from nanodag.errors.words import counted
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.engine_settings import EngineSettings
 from nanodag.inference.protocol import Request, SamplingParams
-from nanodag.inference.sglang_install import find_python
 from nanodag.model.folder import write_like
 from nanodag.rl.sync.broadcast_sync import DistributedSync, SharedSync
 from nanodag.rl.sync.weight_sync import DiskSync, WeightSync
@@ -161,8 +159,8 @@ class Trainer:
 class Bench:
     """Two servers that outlive the runs, and what gives them weights."""
 
-    def __init__(self, folder: Path, engine: Engine, *, has_router: bool) -> None:
-        self.folder, self.engine, self.has_router = folder, engine, has_router
+    def __init__(self, folder: Path, engine: Engine) -> None:
+        self.folder, self.engine = folder, engine
         self.trainer = Trainer(save_model(folder / "model"), engine)
         self.version = 0
         self._numbers: dict[str, int] = {}
@@ -171,9 +169,6 @@ class Bench:
     async def __aenter__(self) -> "Bench":
         model = self.folder / "model"
         servers = await asyncio.gather(*(asyncio.to_thread(self._launch, number, model, 0) for number in range(2)))
-        router = None
-        if self.has_router:
-            router = Router(self._launch_router(), launch=self._launch_router, connect=RouterClient, health_every_s=0.5)
         self.samplers = Fleet(
             servers,
             model=model,
@@ -181,7 +176,6 @@ class Bench:
             launch=self._launch,
             connect=self._connect,
             health_every_s=0.05,
-            router=router,
             pause="in_place",
         )
         return self
@@ -262,9 +256,6 @@ class Bench:
         self._numbers[server.url] = number
         return server
 
-    def _launch_router(self) -> ServerProcess:
-        return start_router(find_python("auto", "cpu"), log_path=self.folder / "router.log", request_timeout_s=300)
-
 
 def request(number: int, n: int = 8) -> Request:
     params = SamplingParams(n=n, max_new_tokens=100, ignore_eos=True, temperature=0.7)
@@ -297,14 +288,14 @@ def spread(steps: dict[Case, list[Step]], num_runs: int) -> Iterator[tuple[Case,
         yield every[number * len(every) // num_runs % len(every)]
 
 
-async def run_cases(folder: Path, engine: Engine, *, has_router: bool, num_runs: int, cases: list[Case]) -> int:
+async def run_cases(folder: Path, engine: Engine, *, num_runs: int, cases: list[Case]) -> int:
     """The runs; how many failed. One that fails ends them: the servers after it are in no known state."""
-    async with Bench(folder, engine, has_router=has_router) as bench:
+    async with Bench(folder, engine) as bench:
         steps: dict[Case, list[Step]] = {}
         for case in cases:
             steps[case] = list((await bench.sync(case, None)).steps)
         num_steps = sum(map(len, steps.values()))
-        print(f"{engine}{', router' * has_router}: {num_steps} steps in {len(cases)} cases", flush=True)
+        print(f"{engine}: {num_steps} steps in {len(cases)} cases", flush=True)
         num_kills = 0
         for number, (case, step) in enumerate(spread(steps, num_runs)):
             began = time.monotonic()
@@ -328,12 +319,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=50)
     parser.add_argument("--engine", choices=("embedded", "sglang"), default="embedded")
-    parser.add_argument("--router", action="store_true", help="sglang-router before the servers")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     torch.multiprocessing.set_sharing_strategy("file_system")
     with tempfile.TemporaryDirectory() as name:
-        work = run_cases(Path(name), asked.engine, has_router=asked.router, num_runs=asked.runs, cases=CASES)
+        work = run_cases(Path(name), asked.engine, num_runs=asked.runs, cases=CASES)
         with suppress(KeyboardInterrupt):
             sys.exit(asyncio.run(work))
 

@@ -21,7 +21,6 @@ LONG = (
     "flow/test_presets.py",
     "rl/test_stage.py",
     "fault/test_run_command.py",
-    "engines/test_router.py",
     "engines/test_lost_engines.py",
     "flow/test_speedrun.py",
     "train/test_worker.py",

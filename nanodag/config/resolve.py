@@ -161,7 +161,7 @@ def _what_may_run(tree: Any) -> dict[str, Any]:
     of_samplers = [
         ("stages", str(name), "sampler", field)
         for name in (stages if isinstance(stages, dict) else ())
-        for field in ("python", "options", "router_options", "urls", "urls_file")
+        for field in ("python", "options", "urls", "urls_file")
     ]
     values = {".".join(path).removeprefix("stages."): _at(tree, path) for path in (*FILE_ONLY, *of_samplers)}
     return {name: value for name, value in values.items() if value is not None}

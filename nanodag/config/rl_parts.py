@@ -6,9 +6,9 @@ from pydantic import Field, model_validator
 
 from nanodag.config.section import Auto, Fraction, Natural, Positive, Precision, Seconds, Section, Share, operational
 from nanodag.inference.addresses import parse_address
-from nanodag.inference.sglang_options import OWN_OPTIONS, ROUTERS_OWN_OPTIONS, check_options
+from nanodag.inference.sglang_options import check_options
 
-SGLANG_ONLY = ("python", "tensor_parallel", "options", "router", "router_options")
+SGLANG_ONLY = ("python", "tensor_parallel", "options")
 
 
 class SamplerConfig(Section):
@@ -66,10 +66,6 @@ class SamplerConfig(Section):
     """GPUs of one SGLang server. Above 1 it is refused where `engine: auto` takes the embedded one."""
     options: dict[str, bool | int | float | str] = {}
     """Other options of SGLang's server, by name."""
-    router: bool = operational(True)
-    """Whether sglang-router stands before several SGLang servers, all of them the stage's own."""
-    router_options: dict[str, bool | int | float | str] = operational({})
-    """Options of the router, by name."""
 
     @model_validator(mode="after")
     def _fits_its_engine(self) -> "SamplerConfig":
@@ -86,10 +82,7 @@ class SamplerConfig(Section):
             raise ValueError(f"sampler.urls names {twice[0]} twice; name each server once")
         if self.replicas == 0 and not self.has_others:
             raise ValueError("sampler.replicas 0 needs servers of others: name some in sampler.urls or urls_file")
-        check_options("options", self.options, OWN_OPTIONS)
-        check_options("router_options", self.router_options, ROUTERS_OWN_OPTIONS)
-        if self.router_options and not self.router:
-            raise ValueError("sampler.router_options mean nothing with sampler.router: false; leave them out")
+        check_options(self.options)
         return self
 
     @property

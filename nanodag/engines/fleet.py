@@ -14,18 +14,16 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from nanodag.engines.external import ExternalServers
-from nanodag.engines.replica import Launch, Member, Replica
+from nanodag.engines.replica import Member, Replica
 from nanodag.engines.roster import Roster
-from nanodag.engines.router import Router
 from nanodag.engines.start import start_engines
 from nanodag.engines.watch import ChildServer
 from nanodag.errors import SamplerError, SamplerLost
 from nanodag.errors.words import counted
 from nanodag.inference.client import SamplerClient
-from nanodag.inference.protocol import Completion, PauseMode, Request
+from nanodag.inference.protocol import Completion, Request
 
 T = TypeVar("T")
 
@@ -33,62 +31,7 @@ DEATH_IS_SEEN_S = 0.25  # after a connection that broke
 
 
 class Fleet(Roster):
-    """Sends each prompt to the engine with the fewest under way, and new weights to all.
-
-    servers: running ones, with the weights of model and version. launch: starts one; connect: a client of it. name: of
-    an engine, for messages. is_stopping: true once a stop was asked for; then nothing is started again.
-
-    max_restarts: so many times in a row may one be lost, and may one prompt lose its engine; it is waited for where all
-    are being started again. None: they are started again for ever, nobody waits, and a prompt is asked once more.
-
-    health_every_s, health_timeout_s: how often an engine that has something under way (is_watched_idle: any) is asked
-    for its health, and how long it may take to answer.
-
-    router: shares prompts out in this one's place. pause: what becomes of requests that are under way when weights
-    come; None to wait for them. external: servers of others; None for none. check: raises BadRequest for weights of
-    another shape, which an engine that starts would not notice.
-
-    provide: awaited with a folder of weights that one is about to be started with, or to take. give: awaited with a
-    client, a folder and its version, gives one the weights, also one that came back; raises SamplerError.
-    """
-
-    def __init__(
-        self,
-        servers: Sequence[ChildServer] = (),
-        *,
-        model: Path,
-        version: Any,
-        launch: Launch | None,
-        connect: Callable[[str], SamplerClient] | None,
-        name: str = "Sampler",
-        max_restarts: int | None = 3,
-        is_stopping: Callable[[], bool] = lambda: False,
-        health_every_s: float = 5.0,
-        health_timeout_s: float = 60.0,
-        is_watched_idle: bool = False,
-        router: Router | None = None,
-        pause: PauseMode | None = None,
-        external: ExternalServers | None = None,
-        check: Callable[[Path], object] = lambda folder: None,
-    ) -> None:
-        super().__init__(
-            model=model,
-            version=version,
-            launch=launch,
-            connect=connect,
-            name=name,
-            max_restarts=max_restarts,
-            is_stopping=is_stopping,
-            health_every_s=health_every_s,
-            health_timeout_s=health_timeout_s,
-            is_watched_idle=is_watched_idle,
-            external=external,
-        )
-        self._pause, self._is_paused = pause, False
-        self._router, self._check = router, check
-        self._holder: dict[str, Replica] = {}
-        self.give = self._give_by_folder
-        self.add(servers)
+    """Sends each prompt to the engine with the fewest under way, and new weights to all. Arguments as of `Roster`."""
 
     async def start(self, count: int) -> None:
         """Start so many engines at once. Raises SamplerLost, with none left, when one cannot."""
@@ -126,8 +69,6 @@ class Fleet(Roster):
 
     async def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
         """For each prompt its `params.n` completions."""
-        if self._router is not None:
-            return await self._router.generate(requests, self)
         load = sum(request.params.n for request in requests)
         rids = [request.rid for request in requests if request.rid is not None]
         replica = None
@@ -197,11 +138,9 @@ class Fleet(Roster):
     async def abort(self, rid: str) -> None:
         """End a request, if it is under way."""
         holder = self._holder.pop(rid, None)
-        sent = rid if self._router is None else self._router.rid_there(rid)
-        for replica in self.replicas if self._router is not None else filter(None, [holder]):
-            if replica.is_up:  # else it ended with its sampler
-                with suppress(replica.faults):  # then it has ended
-                    await replica.watched(replica.client.abort(sent))
+        if holder is not None and holder.is_up:  # else it ended with its sampler
+            with suppress(holder.faults):  # then it has ended
+                await holder.watched(holder.client.abort(rid))
 
     # Weights
 
@@ -273,11 +212,6 @@ class Fleet(Roster):
         """True when weights come in the midst of requests."""
         return self._pause is not None
 
-    @property
-    def forgets(self) -> bool:
-        """True when the engines forget prompts when weights come: SGLang cannot in the midst of requests."""
-        return self._pause != "in_place"
-
     async def update_weights_from_disk(self, path: str, version: int) -> None:
         """Have every engine take the weights in a folder, also where it has that version from another one. Returns
         when all have.
@@ -326,11 +260,6 @@ class Fleet(Roster):
         if not replica.is_awaited:
             self.has_come(replica)
 
-    async def _give_by_folder(self, client: SamplerClient, folder: Path, version: Any) -> None:
-        await self.provide(folder)
-        was_away = any(replica.client is client and not replica.is_up for replica in self.here)
-        await client.update_weights_from_disk(str(folder), version, flush_cache=self.forgets or was_away)
-
     async def versions(self) -> list[str]:
         """The weights that each engine says it has."""
         return list((await self.each(lambda replica, client: replica.held_version(client), are_up=True)).values())
@@ -373,22 +302,6 @@ class Fleet(Roster):
                 self.lost(replica, server, error)
                 if not replica.is_awaited:
                     return None
-
-    async def _has_changed(self) -> None:
-        if self._router is not None:
-            self._router.disarrange()
-            with suppress(SamplerLost):  # whoever generates next meets it
-                await self._router.with_servers_of(self)
-
-    def close(self) -> None:
-        if self._router is not None:
-            self._router.close()
-        super().close()
-
-    async def disconnect(self) -> None:
-        await super().disconnect()
-        if self._router is not None:
-            await self._router.disconnect()
 
     async def end(self) -> None:
         """End them all, also one that is just being started, and the connections to them."""

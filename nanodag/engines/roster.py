@@ -18,6 +18,7 @@ from nanodag.engines.replica import Launch, OwnReplica, Replica, WeightsFolder
 from nanodag.engines.watch import ChildServer, ServerWatch
 from nanodag.errors import SamplerError, SamplerLost
 from nanodag.inference.client import SamplerClient
+from nanodag.inference.protocol import PauseMode
 
 log = logging.getLogger(__name__)
 
@@ -25,33 +26,54 @@ Give = Callable[[SamplerClient, Path, Any], Awaitable[None]]
 
 
 class Roster:
-    """Arguments as of `Fleet`."""
+    """Engines of one set of weights, as they come and go.
+
+    servers: running ones, with the weights of model and version. launch: starts one; connect: a client of it. name: of
+    an engine, for messages. is_stopping: true once a stop was asked for; then nothing is started again.
+
+    max_restarts: so many times in a row may one be lost, and may one prompt lose its engine; it is waited for where all
+    are being started again. None: they are started again for ever, nobody waits, and a prompt is asked once more.
+
+    health_every_s, health_timeout_s: how often an engine that has something under way (is_watched_idle: any) is asked
+    for its health, and how long it may take to answer.
+
+    pause: what becomes of requests that are under way when weights come; None to wait for them. external: servers of
+    others; None for none. check: raises BadRequest for weights of another shape, which an engine that starts would not
+    notice.
+
+    provide: awaited with a folder of weights that one is about to be started with, or to take. give: awaited with a
+    client, a folder and its version, gives one the weights, also one that came back; raises SamplerError.
+    """
 
     def __init__(
         self,
+        servers: Sequence[ChildServer] = (),
         *,
         model: Path,
         version: Any,
         launch: Launch | None,
         connect: Callable[[str], SamplerClient] | None,
-        name: str,
-        max_restarts: int | None,
-        is_stopping: Callable[[], bool],
-        health_every_s: float,
-        health_timeout_s: float,
-        is_watched_idle: bool,
-        external: ExternalServers | None,
+        name: str = "Sampler",
+        max_restarts: int | None = 3,
+        is_stopping: Callable[[], bool] = lambda: False,
+        health_every_s: float = 5.0,
+        health_timeout_s: float = 60.0,
+        is_watched_idle: bool = False,
+        pause: PauseMode | None = None,
+        external: ExternalServers | None = None,
+        check: Callable[[Path], object] = lambda folder: None,
     ) -> None:
         self.name, self.is_stopping = name, is_stopping
         self.replicas: list[Replica] = []
         self.current = WeightsFolder(model, version)
         self.num_restarts = 0
         self.provide: Callable[[Path], Awaitable[None]] = _nothing
-        self.give: Give
+        self.give: Give = self._give_by_folder
         self._launch, self._connect, self._max_restarts = launch, connect, max_restarts
         self._health_every_s, self._health_timeout_s = health_every_s, health_timeout_s
         self._is_watched_idle = is_watched_idle
-        self._external = external
+        self._pause, self._is_paused = pause, False
+        self._external, self._check = external, check
         self._is_closed = False
         self._have_all_been_tried = external is None
         # What a stage's samplers start with is for nobody: its first weights are still to come.
@@ -61,6 +83,8 @@ class Roster:
             self._has_weights.set()
         self._giving: set[asyncio.Future[None]] = set()
         self._closing: set[asyncio.Future[None]] = set()
+        self._holder: dict[str, Replica] = {}  # of each request under way
+        self.add(servers)
 
     def add(self, servers: Sequence[ChildServer]) -> None:
         """Take up servers that run and have the current weights."""
@@ -189,7 +213,6 @@ class Roster:
                 await asyncio.sleep(self._health_every_s / 4)
             attempt = replica.lost_in_a_row
             await replica.disconnect()
-            await self._has_changed()
             while True:
                 await asyncio.sleep(replica.pause_s(attempt))
                 attempt = attempt + 1 if replica.is_named else 1
@@ -222,7 +245,6 @@ class Roster:
         if replica.is_awaited:
             await self._is_back(replica)
             self.has_come(replica)
-            await self._has_changed()
         else:
             await self._take_current(replica)
 
@@ -255,6 +277,16 @@ class Roster:
             finally:
                 replica.watch.is_excused = False
 
+    @property
+    def forgets(self) -> bool:
+        """True when the engines forget prompts when weights come: SGLang cannot in the midst of requests."""
+        return self._pause != "in_place"
+
+    async def _give_by_folder(self, client: SamplerClient, folder: Path, version: Any) -> None:
+        await self.provide(folder)
+        was_away = any(replica.client is client and not replica.is_up for replica in self.here)
+        await client.update_weights_from_disk(str(folder), version, flush_cache=self.forgets or was_away)
+
     def has_come(self, replica: Replica) -> None:
         """Note that one which has the current weights is up, unless it was."""
         if not replica.is_up:
@@ -277,9 +309,6 @@ class Roster:
     def let_go(self) -> None:
         """End `hold_back`: an engine that comes back takes weights by itself again."""
         self._may_give.set()
-
-    async def _has_changed(self) -> None:
-        """Called when a server that was awaited has gone, or come."""
 
     def close(self) -> None:
         """End them all; none is started again."""

@@ -226,8 +226,7 @@ def foreign_environment() -> dict[str, str]:
 def _sglang_environment(device: Device) -> dict[str, str]:
     environment = foreign_environment() | network_environment()
     environment.update(GOMP_SPINCOUNT="0", HF_HUB_OFFLINE="1", SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN="1")
-    # /health would generate, which a paused server cannot: the router would never take a server that starts paused, and
-    # would drop one that is paused for long. /health_generate still generates.
+    # /health would generate, which a paused server cannot. /health_generate still does.
     environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "false"
     # A server whose scheduler has crashed would wait 65 s for dumps that nobody made, before its end can be seen.
     for dump in ("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH"):

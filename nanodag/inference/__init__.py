@@ -1,1 +1,1 @@
-"""SGLang's wire protocol: messages, client, and the processes of samplers and router. No torch here."""
+"""SGLang's wire protocol: messages, client, and the processes of samplers. No torch here."""

@@ -348,7 +348,7 @@ def _numbers(value: Any) -> list[float]:
 
 
 def _body_of(requests: Sequence[Request]) -> dict[str, Any]:
-    """One prompt stands by itself, several as lists: a router takes no lists."""
+    """One prompt stands by itself, several as lists."""
     wanted = [request.return_logprob for request in requests]
     body: dict[str, Any] = {
         "input_ids": [list(request.input_ids) for request in requests],

@@ -12,18 +12,14 @@ OWN_OPTIONS = frozenset({
     "tp-size", "tensor-parallel-size", "mem-fraction-static", "random-seed", "skip-tokenizer-init", "base-gpu-id",
     "device", "api-key", "admin-api-key",
 })  # fmt: skip
-ROUTERS_OWN_OPTIONS = frozenset({
-    "host", "port", "prometheus-host", "prometheus-port", "request-timeout-secs", "worker-urls",
-    "api-key", "control-plane-api-keys",
-})  # fmt: skip
 
 
-def check_options(field: str, options: Mapping[str, Option], own: frozenset[str]) -> None:
+def check_options(options: Mapping[str, Option]) -> None:
     """Raise ValueError for an option that is not for the user to give."""
     for name in options:
         # Its parser takes abbreviations, too.
-        if any(known.startswith(name.replace("_", "-")) for known in own):
-            raise ValueError(f"sampler.{field}.{name} follows from other fields of the config; leave it out")
+        if any(known.startswith(name.replace("_", "-")) for known in OWN_OPTIONS):
+            raise ValueError(f"sampler.options.{name} follows from other fields of the config; leave it out")
 
 
 def arguments(settings: Mapping[str, Option]) -> list[str]:

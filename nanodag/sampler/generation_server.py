@@ -309,7 +309,7 @@ class SamplerServer:
         return Response()
 
     async def health(self, http: HttpRequest) -> Response:
-        """200 as long as the loop lives, also while it is paused: a router must not drop a paused server."""
+        """200 as long as the loop lives, also while it is paused and a balancer must not drop it."""
         return Response(status_code=200 if self.loop.is_alive else 503)
 
     async def health_generate(self, http: HttpRequest) -> Response:

@@ -1,4 +1,4 @@
-"""Samplers, a router and a trainer's rank 0 in one event loop, as far as weights go, which can be killed at every step.
+"""Samplers and a trainer's rank 0 in one event loop, as far as weights go, which can be killed at every step.
 
 The samplers speak the protocol over HTTP, so that clients are the real ones; their weights are one word. A step is a
 request that reached a sampler ("asked"), was executed but not answered ("done") or was answered ("answered"), and
@@ -12,10 +12,9 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from aiohttp import ClientSession, web
+from aiohttp import web
 
 from nanodag.engines.fleet import Fleet
-from nanodag.engines.router import Router, RouterClient
 from nanodag.inference.client import SamplerClient
 
 NUM_BUCKETS = 2
@@ -165,44 +164,6 @@ class FakeSampler(FakeServer):
         return {"output_ids": [token], "meta_info": {**meta, "output_token_logprobs": [[-1.0, token, None]]}}
 
 
-class FakeRouter(FakeServer):
-    """sglang-router: each prompt goes to the next sampler."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.behind: dict[str, str] = {}
-        self.count = 0
-        self.hangs = False
-        self.sent: list[str | None] = []  # the rid of each prompt
-
-    async def execute(self, name: str, request: web.Request, body: dict[str, Any]) -> web.Response:
-        if self.hangs:
-            await asyncio.sleep(PATIENCE_S)
-        if name == "liveness":
-            return web.json_response({})
-        if name == "generate":
-            return await self._forward(body)
-        if request.method == "POST":
-            self.behind[f"worker-{len(self.behind)}-{self.count}"] = body["url"]
-            self.count += 1
-        elif request.method == "DELETE":
-            self.behind.pop(request.path.rpartition("/")[2], None)
-        return web.json_response({"workers": [{"id": name, "url": url} for name, url in self.behind.items()]})
-
-    async def _forward(self, body: dict[str, Any]) -> web.Response:
-        self.count += 1
-        self.sent.append(body.get("rid"))
-        urls = sorted(self.behind.values())
-        try:
-            async with (
-                ClientSession() as session,
-                session.post(f"{urls[self.count % 2 - 1]}/generate", json=body) as got,
-            ):
-                return web.json_response(await got.json(), status=got.status)
-        except (OSError, IndexError) as error:
-            return web.json_response({"error": str(error)}, status=500)
-
-
 class FakeTrainer:
     """Rank 0: one thing at a time, as a `RankLink` asks for it."""
 
@@ -286,10 +247,8 @@ class World:
     """Samplers, two if not said otherwise, and what happens to them. kill_at: the number of the step at which the
     sampler that it belongs to is killed; None for none. steps: those that came by."""
 
-    def __init__(
-        self, folder: Path, *, kill_at: int | None = None, has_router: bool = False, size: int = 2, **options: Any
-    ) -> None:
-        self.folder, self.kill_at, self.has_router, self.options = folder, kill_at, has_router, options
+    def __init__(self, folder: Path, *, kill_at: int | None = None, size: int = 2, **options: Any) -> None:
+        self.folder, self.kill_at, self.options = folder, kill_at, options
         self.size = size
         self.steps: list[Step] = []
         self.killed: Step | None = None
@@ -307,14 +266,6 @@ class World:
         for number in range(self.size):
             self.started.append("0")
             await self._start(number, self.folder / "model", 0)
-        router = None
-        if self.has_router:
-            self.routers: list[FakeRouter] = []
-            router = Router(
-                await self._start_router(), launch=self._launch_router, connect=RouterClient, health_every_s=0.002,
-                health_timeout_s=0.2, max_restarts=self.options.get("max_restarts", 3),
-            )  # fmt: skip
-            self.router = router
         self.samplers = Fleet(
             self.servers,
             model=self.folder / "model",
@@ -322,7 +273,6 @@ class World:
             launch=self._launch,
             connect=self._connect,
             health_every_s=0.002,
-            router=router,
             **self.options,
         )
         return self
@@ -330,7 +280,7 @@ class World:
     async def __aexit__(self, *error: object) -> None:
         self.samplers.close()
         await self.samplers.disconnect()
-        servers = [*self._replaced, *self.servers, *(self.routers if self.has_router else [])]
+        servers = [*self._replaced, *self.servers]
         for server in servers:
             server.kill()
         # What is just being accepted becomes a connection that nobody would close.
@@ -354,15 +304,6 @@ class World:
         self._replaced += self.servers[number : number + 1]  # one may accept a connection after it was killed
         self.servers[number : number + 1] = [server]
         return server
-
-    async def _start_router(self) -> FakeRouter:
-        router = FakeRouter()
-        await router.start()
-        self.routers.append(router)
-        return router
-
-    def _launch_router(self) -> FakeRouter:
-        return asyncio.run_coroutine_threadsafe(self._start_router(), self._loop).result(PATIENCE_S)
 
     def _launch(self, number: int, folder: Path, version: int) -> FakeSampler:
         if self.faults:

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.sync_kills import Bench, Case
-from nanodag.engines.router import RouterClient
 from nanodag.engines.watch import ServerWatch
 from nanodag.errors import SamplerLost
 from nanodag.inference.client import SamplerClient
@@ -26,11 +25,11 @@ def make_sync(way, world):
     return sync(world.samplers, world.trainer.ask, check_every=1, timeout_s=PATIENCE_S, is_beside=True)
 
 
-async def three_loads(folder, way, *, is_busy, kill_at, has_router):
+async def three_loads(folder, way, *, is_busy, kill_at):
     """Weights 1 to 3 given to two samplers, one of which is killed at a step of the first two; which one that was."""
     folder.mkdir()
     pause = {"pause": "in_place"} if is_busy else {}
-    async with World(folder, kill_at=kill_at, has_router=has_router, **pause) as world:
+    async with World(folder, kill_at=kill_at, **pause) as world:
         sync = make_sync(way, world)
         asked = [asyncio.ensure_future(world.samplers.generate([Request(input_ids=[n])])) for n in range(2 * is_busy)]
         for version in (1, 2, 3):
@@ -51,30 +50,28 @@ async def three_loads(folder, way, *, is_busy, kill_at, has_router):
         return num_steps
 
 
-ALL = list(product(("disk", "distributed", "ipc"), (False, True), (False, True), (1,)))
+ALL = list(product(("disk", "distributed", "ipc"), (False, True), (1,)))
 
 
 # A connection that is just being made when its client or the fake server is closed is left to the garbage collector.
 @pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 @pytest.mark.parametrize(
-    ("way", "is_busy", "has_router", "every"),
+    ("way", "is_busy", "every"),
     [
-        ("distributed", True, False, 5),
-        ("disk", True, True, 5),
-        ("ipc", True, False, 5),
+        ("distributed", True, 5),
+        ("disk", True, 5),
+        ("ipc", True, 5),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL),
     ],
 )
-def test_a_sampler_killed_at_any_step_of_a_weight_sync_is_back_with_the_new_weights(
-    tmp_path, way, is_busy, has_router, every
-):
+def test_a_sampler_killed_at_any_step_of_a_weight_sync_is_back_with_the_new_weights(tmp_path, way, is_busy, every):
     async def work():
-        options = {"is_busy": is_busy, "has_router": has_router}
-        num_steps = await three_loads(tmp_path / "quiet", way, kill_at=None, **options)
+        num_steps = await three_loads(tmp_path / "quiet", way, is_busy=is_busy, kill_at=None)
         wrong = []
         for step in range(0, num_steps, every):
             try:
-                await asyncio.wait_for(three_loads(tmp_path / f"{step}", way, kill_at=step, **options), PATIENCE_S)
+                run = three_loads(tmp_path / f"{step}", way, is_busy=is_busy, kill_at=step)
+                await asyncio.wait_for(run, PATIENCE_S)
             except Exception as error:  # noqa: BLE001 - all of them are told at once
                 wrong.append(f"step {step}: {error!r}")
         assert not wrong, f"{len(wrong)} of {num_steps}:\n" + "\n".join(wrong)
@@ -137,14 +134,12 @@ def test_a_client_that_was_closed_says_that_its_sampler_is_lost_however_it_is_as
     request = Request(input_ids=[1])
 
     async def work():
-        for client in (SamplerClient("http://127.0.0.1:1"), RouterClient("http://127.0.0.1:1")):
-            await client.close()
-            calls = [client.health, client.end_weight_update, partial(client.generate, [request])]
-            calls += [partial(anext, client.stream(request))]
-            calls += [partial(client.add, "x")] if isinstance(client, RouterClient) else []
-            for call in calls:
-                with pytest.raises(SamplerLost, match="was closed"):
-                    await call()
+        client = SamplerClient("http://127.0.0.1:1")
+        await client.close()
+        calls = [client.health, client.end_weight_update, partial(client.generate, [request])]
+        for call in (*calls, partial(anext, client.stream(request))):
+            with pytest.raises(SamplerLost, match="was closed"):
+                await call()
 
     asyncio.run(work())
 
@@ -190,7 +185,7 @@ def test_a_watch_that_is_left_while_an_answer_is_there_already_ends():
 )
 def test_a_real_sampler_killed_in_the_midst_of_a_sync_is_back_with_the_trainers_weights(tmp_path, way, is_busy, step):
     async def work():
-        async with Bench(tmp_path, "embedded", has_router=False) as bench:
+        async with Bench(tmp_path, "embedded") as bench:
             await bench.sync(Case(way, is_busy), None)
             for _ in range(50):  # a quick answer comes before the kill: then nothing was killed
                 if (await bench.sync(Case(way, is_busy), step)).is_done:

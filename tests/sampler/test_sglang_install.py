@@ -19,7 +19,7 @@ from nanodag.inference.sglang_install import (
     is_installed,
     requirements,
 )
-from nanodag.inference.sglang_options import OWN_OPTIONS, arguments, check_options
+from nanodag.inference.sglang_options import arguments, check_options
 
 NOWHERE = "http://127.0.0.1:9"  # no index there
 
@@ -97,7 +97,7 @@ def test_an_installation_says_how_far_it_is_and_keeps_what_pip_says(environment)
     )
     install("cpu", environment, said.append, show=shown.append, cpu_index=NOWHERE)
     assert any(
-        re.fullmatch(r"package 1 of 145: sglang, nothing to download so far, 0\.[5-9] s", text) for text in shown
+        re.fullmatch(r"package 1 of 144: sglang, nothing to download so far, 0\.[5-9] s", text) for text in shown
     )
     assert f"What pip says goes to {environment}/install.log" in said
     assert "Collecting sglang==0.5.23" in (environment / "install.log").read_text()
@@ -129,7 +129,7 @@ def test_options_become_a_command_line():
     assert arguments(options) == ["--schedule-policy=fcfs", "--enable-metrics", "--chunked-prefill-size=0"]
     for taken in ("port", "tp_size", "weight-version"):
         with pytest.raises(ValueError, match=f"sampler.options.{taken} follows from other fields"):
-            check_options("options", {taken: 1}, OWN_OPTIONS)
+            check_options({taken: 1})
 
 
 def test_sglang_is_not_deterministic_and_its_fields_are_not_for_the_embedded_sampler():
@@ -139,12 +139,7 @@ def test_sglang_is_not_deterministic_and_its_fields_are_not_for_the_embedded_sam
         SamplerConfig(engine="sglang", deterministic=True)
     with pytest.raises(ValidationError, match=r"sampler\.options\.port"):
         SamplerConfig(engine="sglang", options={"port": 1})
-    with pytest.raises(ValidationError, match=r"sampler\.router_options\.port"):
-        SamplerConfig(engine="sglang", router_options={"port": 1})
-    with pytest.raises(ValidationError, match=r"router_options mean nothing with sampler\.router: false"):
-        SamplerConfig(engine="sglang", router=False, router_options={"policy": "random"})
-    router = ({"router": False}, {"router_options": {"policy": "random"}})
-    for field in ({"python": "/x"}, {"tensor_parallel": 2}, {"options": {"schedule_policy": "fcfs"}}, *router):
+    for field in ({"python": "/x"}, {"tensor_parallel": 2}, {"options": {"schedule_policy": "fcfs"}}):
         with pytest.raises(ValidationError, match="means something to engine sglang only"):
             SamplerConfig(engine="embedded", **field)
         assert SamplerConfig(**field), "auto may become sglang"

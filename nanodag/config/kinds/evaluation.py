@@ -15,7 +15,7 @@ from nanodag.data.config import SourceConfig
 from nanodag.data.core_tasks import FEWEST_ITEMS, bundle_url
 from nanodag.errors import ConfigError
 from nanodag.errors.words import counted
-from nanodag.inference.sglang_options import OWN_OPTIONS, check_options
+from nanodag.inference.sglang_options import check_options
 
 GREEDY_ONLY = {"num_samples": 1, "top_p": 1.0, "top_k": 0}
 """Settings that mean nothing at temperature 0, with the values that they have there."""
@@ -168,7 +168,7 @@ class EvalSamplerConfig(Section):
         for name in SGLANG_ONLY if self.engine == "embedded" else ():
             if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
                 raise ValueError(f"sampler.{name} means something to engine sglang only; leave it out")
-        check_options("options", self.options, OWN_OPTIONS)
+        check_options(self.options)
         return self
 
 

@@ -16,7 +16,6 @@ from nanodag.config.kinds.rl import RLStage
 from nanodag.config.pipeline import ClusterConfig
 from nanodag.engines.external import ExternalServers, Needed
 from nanodag.engines.fleet import Fleet
-from nanodag.engines.router import Router, RouterClient, start_router
 from nanodag.engines.sampler_node import SamplerNode
 from nanodag.engines.start import ServerProcess, cache_tokens, start_engine, start_engines
 from nanodag.errors import ConfigError
@@ -84,7 +83,6 @@ class Services:
         )
         self._token = secrets.token_hex(16)  # of this stage: samplers answer nobody else
         self._servers: list[ServerProcess] = []
-        self._router: Router | None = None
         self._places = self._find_places() if self._device == "cuda" else None
         self._nodes = Nodes(job) if self._config.resources.num_nodes > 1 else None
         host = "127.0.0.1" if self._nodes is None else self._nodes.address
@@ -117,7 +115,6 @@ class Services:
         starting = _Background(
             lambda: asyncio.run(start_engines(lambda n: self._launch(n, model, version), self.num_samplers))
         )
-        router = _Background(self._launch_router) if self._has_router else None
         is_attached = self._has_samplers and self._config.sampler.has_others
         external = self._external_servers() if is_attached else None
         looked = None if external is None else _Background(asyncio.run, external.first_look())
@@ -130,7 +127,6 @@ class Services:
         if not is_lent:
             self.link.accept(timeout_s=START_TIMEOUT_S, check=self.children.check)
         self._servers = starting.result()
-        self._router = None if router is None else self._make_router(router.result())
         if looked is not None:
             looked.result()
         self.samplers = Fleet(
@@ -142,7 +138,6 @@ class Services:
             is_stopping=stop_requested,
             health_timeout_s=self._config.sampler.health_timeout_s,
             max_restarts=self._config.sampler.max_restarts,
-            router=self._router,
             pause=None if self._config.weights.sync_mode == "finish" else self._config.weights.sync_mode,
             external=external,
         )
@@ -179,8 +174,6 @@ class Services:
             self.samplers.close()
         for server in self._servers:
             server.stop()
-        if self._router is not None:
-            self._router.close()
         self.link.close()
         self.children.end()
         if self._nodes is not None:
@@ -276,32 +269,6 @@ class Services:
             "vocab_size": self.model.vocab_size,
             "context_length": self.context,
         }
-
-    @property
-    def _has_router(self) -> bool:
-        """True when sglang-router stands before the samplers: the embedded ones are shared out to by the stage."""
-        config = self._config.sampler
-        return config.engine == "sglang" and config.router and self.num_samplers > 1 and not config.has_others
-
-    def _make_router(self, server: ServerProcess) -> Router:
-        return Router(
-            server,
-            launch=self._launch_router,
-            connect=lambda url: RouterClient(url, token=self._token, **self._limits),
-            max_restarts=self._config.sampler.max_restarts,
-            health_timeout_s=self._config.sampler.health_timeout_s,
-        )
-
-    def _launch_router(self) -> ServerProcess:
-        config = self._config.sampler
-        return start_router(
-            self._sglang_python,
-            log_path=self._job.workspace / "router.log",
-            request_timeout_s=config.request_timeout_s,
-            options=config.router_options,
-            token=self._token,
-            start_timeout_s=float(config.start_timeout_s),
-        )
 
     def _launch(self, number: int, model: Path, version: int) -> ServerProcess:
         """Start a sampler with the weights in a folder."""
