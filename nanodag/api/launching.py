@@ -47,8 +47,8 @@ def served_model(
         check_sglang(folder, context, "--engine")
 
     def connect(url: str) -> SamplerClient:
-        has_feed = args.engine == "embedded"
-        return SamplerClient(url, token=token, request_timeout_s=args.request_timeout_s, has_feed=has_feed)
+        is_embedded = args.engine == "embedded"
+        return SamplerClient(url, token=token, request_timeout_s=args.request_timeout_s, is_embedded=is_embedded)
 
     settings = _settings(args, device, context, token, num_models)
 

@@ -8,8 +8,9 @@ same request may succeed after a restart), SamplerError (it failed at this reque
 """
 
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +20,6 @@ import aiohttp
 from pydantic_core import from_json
 
 from nanodag.errors import BadRequest, NanodagError, SamplerError, SamplerLost
-from nanodag.inference.multiplexed_stream import FeedReader, lines
 from nanodag.inference.protocol import (
     Completion,
     MemoryTag,
@@ -64,10 +64,10 @@ class SamplerClient:
         vocab_size: int | None = None,
         context_length: int | None = None,
         token: str = "",
-        has_feed: bool = False,
+        is_embedded: bool = False,
     ) -> None:
         """request_timeout_s: silence after which the sampler counts as lost. token: that the sampler wants to see.
-        has_feed: it is an embedded one, which tells of all streams over one connection.
+        is_embedded: its streams tell each token once; other engines repeat all so far in each event.
 
         vocab_size and context_length: if given, requests are checked against them before they are sent. SGLang needs
         that: an id outside the vocabulary ends its server.
@@ -79,7 +79,8 @@ class SamplerClient:
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._session: aiohttp.ClientSession | None = None
         self.is_closed = False
-        self._feed = FeedReader(self.url, self._call, self._open_feed, request_timeout_s) if has_feed else None
+        self._is_embedded = is_embedded
+        self._streams: set[aiohttp.StreamReader] = set()
 
     async def __aenter__(self) -> "SamplerClient":
         return self
@@ -92,8 +93,8 @@ class SamplerClient:
     async def close(self) -> None:
         """End requests in flight. Later callers get SamplerLost: the server that they knew has been replaced."""
         self.is_closed = True
-        if self._feed is not None:
-            await self._feed.close()
+        for content in self._streams:  # aiohttp leaves who reads one waiting
+            content.set_exception(aiohttp.ClientConnectionError("the connection was closed"))
         if self._session is not None:
             await self._session.close()
 
@@ -135,29 +136,35 @@ class SamplerClient:
         if request.params.n != 1:
             raise BadRequest(f"a stream is of one sample, not of n={request.params.n}")
         self.check(request)
-        body = _body_of([request])
-        rid = uuid.uuid4().hex if request.rid is None else request.rid
-        parts = self._own_stream(body) if self._feed is None else self._feed.stream(rid, body)
-        async with aclosing(parts):
-            async for completion in parts:
-                _raise_failure(completion)
-                yield completion
-
-    async def _own_stream(self, body: dict[str, Any]) -> AsyncGenerator[Completion, None]:
-        """Over a connection of its own."""
-        body = {**body, "stream": True}
+        body = _body_of([request]) | {"stream": True} | ({"incremental": True} if self._is_embedded else {})
+        so_far: Completion | None = None
         try:
             async with self._http.post(f"{self.url}/generate", json=body, allow_redirects=False) as response:
                 if response.status != OK:
                     self._raise_for("/generate", response.status, await response.read())
-                async for line in lines(response.content):
-                    if line.startswith(b"data: ") and line != b"data: [DONE]":
+                async for event in self._events(response.content):
+                    part = completion_from_wire(event)
+                    _raise_failure(part)
+                    so_far = part if so_far is None or not self._is_embedded else _joined(so_far, part)
+                    yield so_far
+        except LOST as error:
+            raise self._lost("/generate", error) from error
+
+    async def _events(self, content: aiohttp.StreamReader) -> AsyncIterator[dict[str, Any]]:
+        """The events of a stream. Its own lines may not be longer than its buffer."""
+        rest = b""
+        self._streams.add(content)
+        try:
+            async for block in content.iter_any():
+                *lines, rest = (rest + block).split(b"\n")
+                for line in lines:
+                    if line.startswith(b"data: ") and line.rstrip() != b"data: [DONE]":
                         event = from_json(line.removeprefix(b"data: "))
                         if "error" in event:
                             raise SamplerError(f"{self.url} failed in a stream: {event['error']}")
-                        yield completion_from_wire(event)
-        except LOST as error:
-            raise self._lost("/generate", error) from error
+                        yield event
+        finally:
+            self._streams.discard(content)
 
     async def update_weights_from_disk(self, path: str, version: str | int, *, flush_cache: bool = True) -> None:
         """Sample with the checkpoint in the folder ``path`` from now on. BadRequest: the old weights are kept."""
@@ -283,17 +290,6 @@ class SamplerClient:
         except LOST as error:
             raise self._lost(path, error) from error
 
-    async def _open_feed(self, body: dict[str, Any]) -> aiohttp.ClientResponse:
-        """The answer to /feed, which may be silent for as long as nothing is streamed."""
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._timeout.sock_connect)
-        try:
-            response = await self._http.post(f"{self.url}/feed", json=body, timeout=timeout, allow_redirects=False)
-        except LOST as error:
-            raise self._lost("/feed", error) from error
-        if response.status != OK:
-            self._raise_for("/feed", response.status, await response.read())
-        return response
-
     async def _is_well(self, path: str) -> bool:
         """Over a connection of its own: one that was open may have been lost."""
         self._check_open()
@@ -341,6 +337,20 @@ class SamplerClient:
 
     def _lost(self, path: str, error: BaseException) -> SamplerLost:
         return SamplerLost(f"the sampler at {self.url} was lost at {path}: {type(error).__name__} {error}".rstrip())
+
+
+def _joined(before: Completion, part: Completion) -> Completion:
+    """All of a sample, of all before a part and the part."""
+    return replace(
+        part,
+        output_ids=before.output_ids + part.output_ids,
+        logprobs=before.logprobs + part.logprobs,
+        prompt_ids=before.prompt_ids,
+        prompt_logprobs=before.prompt_logprobs,
+        top_logprobs=[*before.top_logprobs, *part.top_logprobs],
+        prompt_top_logprobs=before.prompt_top_logprobs,
+        num_told_tokens=0,
+    )
 
 
 def _numbers(value: Any) -> list[float]:

@@ -3,7 +3,7 @@
 The models accept exactly what the embedded sampler honours; any other field is refused, never ignored. ``Request`` and
 ``Completion`` are the same for a sampler in this process (``engine.Engine``), the embedded server and SGLang.
 
-Endpoints: POST /generate, /feed (ours alone), /update_weights_from_disk, /init_weights_update_group,
+Endpoints: POST /generate, /update_weights_from_disk, /init_weights_update_group,
 /destroy_weights_update_group, /begin_weight_update, /update_weights_from_distributed, /end_weight_update,
 /weights_checker, /flush_cache, /pause_generation, /continue_generation, /abort_request; GET /health, /health_generate,
 /model_info, /get_server_info. Source:
@@ -203,8 +203,8 @@ class GenerateBody(Wire):
     logprob_start_len: LogprobStart | list[LogprobStart] = -1
     top_logprobs_num: NumTop | list[NumTop] = 0
     stream: bool = False
-    feed: str = ""
-    """Of a stream of one sample: where its events go, an open POST /feed. Of the embedded sampler alone."""
+    incremental: bool = False
+    """True for a stream whose events tell each token once, and no text. Of the embedded sampler alone."""
 
     @model_validator(mode="after")
     def _shapes_agree(self) -> "GenerateBody":
@@ -220,8 +220,8 @@ class GenerateBody(Wire):
                 raise ValueError(f"{name} is a list of {len(value)} for {self.num_prompts} prompts")
         if self.is_batch and isinstance(self.rid, list) and len(set(self.rid)) < len(self.rid):
             raise ValueError("the same rid is given twice")
-        if self.feed and (not self.stream or self.num_prompts > 1 or not isinstance(self.rid, str)):
-            raise ValueError("feed is for a stream of one prompt with a rid")
+        if self.incremental and not self.stream:
+            raise ValueError("incremental is for a stream")
         return self
 
     @property
@@ -253,12 +253,6 @@ def _check_ids(value: Any) -> None:
             raise ValueError("input_ids holds an empty prompt, or mixes ids and lists")
         if any(kind is not int for kind in set(map(type, ids))):
             raise ValueError("input_ids holds something that is no integer")
-
-
-class FeedBody(Wire):
-    """POST /feed: a name for requests to send their events to."""
-
-    name: Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class StartProfileBody(Wire):

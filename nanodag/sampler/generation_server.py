@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import logging
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import asdict
 from functools import cached_property
 from typing import Any, TypeVar
@@ -20,8 +20,9 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from nanodag import __version__
 from nanodag.errors import BadRequest, SamplerError
@@ -42,7 +43,6 @@ from nanodag.sampler.device import held_memory
 from nanodag.sampler.engine import Engine
 from nanodag.sampler.engine_loop import EngineLoop
 from nanodag.sampler.in_flight import Traffic, body_of
-from nanodag.sampler.multiplexed_stream import EventStream, Feed, Feeds
 from nanodag.sampler.slots import ActiveRequest, Listener
 from nanodag.sampler.trace_endpoints import TraceEndpoints
 from nanodag.sampler.weight_endpoints import WeightEndpoints
@@ -66,7 +66,6 @@ class SamplerServer:
         self._numbers = itertools.count()
         self.traffic = Traffic(loop)
         self.weights = WeightEndpoints(engine, self.traffic)
-        self.feeds = Feeds(self.traffic, self._drop_named)
 
     @cached_property
     def _post(self) -> "_Post":
@@ -78,7 +77,6 @@ class SamplerServer:
         return Starlette(
             routes=[
                 Route("/generate", self.generate, methods=post),
-                self.feeds.route(),
                 *self.weights.routes(),
                 *TraceEndpoints(self.traffic).routes(),
                 Route("/flush_cache", self.flush_cache, methods=["GET", "POST"]),
@@ -110,8 +108,6 @@ class SamplerServer:
             self.engine.validate(request)
         rids = {request.rid for request in requests if request.rid is not None}
         await self.traffic.enter(rids)
-        if body.feed:
-            return await self._feed(body.feed, requests[0], rids)
         if body.stream:
             return await self._stream(body, requests, rids)
         try:
@@ -192,26 +188,6 @@ class SamplerServer:
         members = {id(request): request for request in running}
         self.loop.call(lambda: self.engine.abort(lambda other: id(other) in members, "the client went away"))
 
-    def _drop_named(self, rids: set[str]) -> None:
-        self.loop.call(lambda: self.engine.abort(lambda other: other.rid in rids, "the client went away"))
-
-    async def _feed(self, name: str, request: Request, rids: set[str]) -> Response:
-        post = self._post
-        try:
-            feed = self.feeds.named(name)
-            if request.params.n > 1:
-                raise BadRequest(f"a feed is told of one sample of a request, not of n={request.params.n}")
-
-            def listen(index: int, completion: Completion) -> None:
-                post.send(feed, completion)
-
-            with feed.holding(rids):  # before the engine has it: a feed that ends then has it dropped
-                await self.traffic.in_loop(lambda: self.engine.submit(request, listen, stream=True, tells_once=True))
-        except BaseException:
-            await self.traffic.leave(rids)
-            raise
-        return Response(b"{}", media_type="application/json")
-
     async def _stream(self, body: GenerateBody, requests: list[Request], rids: set[str]) -> Response:
         queue: asyncio.Queue[tuple[int, int, Completion]] = asyncio.Queue()
         post = self._post
@@ -224,7 +200,10 @@ class SamplerServer:
 
         try:
             running = await self.traffic.in_loop(
-                lambda: [self.engine.submit(r, listener_of(p), stream=True) for p, r in enumerate(requests)]
+                lambda: [
+                    self.engine.submit(r, listener_of(p), stream=True, tells_once=body.incremental)
+                    for p, r in enumerate(requests)
+                ]
             )
         except BaseException:
             await self.traffic.leave(rids)
@@ -238,7 +217,7 @@ class SamplerServer:
             await self.traffic.leave(rids)
 
         events = self._events(body, requests, queue, have_ended)
-        return EventStream(events, end, media_type="text/event-stream")
+        return _EventStream(events, end)
 
     async def _events(
         self,
@@ -247,7 +226,7 @@ class SamplerServer:
         queue: "asyncio.Queue[tuple[int, int, Completion]]",
         have_ended: asyncio.Event,
     ) -> AsyncIterator[bytes]:
-        """Server-sent events: each holds all of a sample so far; the last is [DONE]."""
+        """Server-sent events: each holds all of a sample so far, or what is new; the last is [DONE]."""
         num_open = sum(request.params.n for request in requests)
         firsts = list(itertools.accumulate((request.params.n for request in requests), initial=0))
         is_single = not body.is_batch and num_open == 1
@@ -358,15 +337,29 @@ class SamplerServer:
         )
 
 
+class _EventStream(StreamingResponse):
+    """A stream that cleans up however it ends, also when the client leaves before its first event."""
+
+    def __init__(self, events: AsyncIterator[bytes], end: Callable[[], Awaitable[None]]) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self._end = end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._end()
+
+
 class _Post:
     """Messages of the engine's thread to coroutines. The event loop is woken once for all that it is told in a step: a
     wake is a system call, and dearer than what there is to tell."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop, self._is_woken = loop, False
-        self._letters: deque[tuple[asyncio.Queue[Any] | Feed, Any]] = deque()
+        self._letters: deque[tuple[asyncio.Queue[Any], Any]] = deque()
 
-    def send(self, queue: "asyncio.Queue[Any] | Feed", letter: object) -> None:
+    def send(self, queue: "asyncio.Queue[Any]", letter: object) -> None:
         """Add a message, from the engine's thread."""
         self._letters.append((queue, letter))
         if not self._is_woken:

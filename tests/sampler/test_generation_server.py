@@ -18,7 +18,6 @@ from nanodag.engines.start import start_engine
 from nanodag.errors import BadRequest, SamplerError, SamplerLost
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.engine_settings import EngineSettings
-from nanodag.inference.multiplexed_stream import FeedReader
 from nanodag.inference.protocol import Request, SamplingParams
 from nanodag.sampler.engine import Engine
 from nanodag.sampler.generation_server import SamplerServer
@@ -138,49 +137,28 @@ def test_a_stream_holds_all_so_far_and_ends_with_done(server):
     assert events[3]["text"].startswith(events[0]["text"])
 
 
-def test_a_feed_tells_each_token_of_its_requests_once_and_no_text(post, server):
+def test_an_incremental_stream_tells_each_token_once_and_no_text(post, server):
     params = {"max_new_tokens": 4, "ignore_eos": True, "sampling_seed": 3}
     body = {"input_ids": [1, 2], "sampling_params": params, "return_logprob": True, "top_logprobs_num": 2}
     whole = post("/generate", body).json()["meta_info"]
-    told = {"one": [], "other": []}
-    with httpx.stream("POST", server.url + "/feed", json={"name": "mine"}, trust_env=False) as response:
-        for rid in told:
-            assert post("/generate", body | {"stream": True, "feed": "mine", "rid": rid}).json() == {}
-        for line in response.iter_lines():
-            for event in json.loads(line):
-                assert len(event["output_ids"]) == 1 and "text" not in event
-                told[event["meta_info"]["id"]].append(event["meta_info"])
-            if all(metas and metas[-1]["finish_reason"] for metas in told.values()):
-                break
-    for metas in told.values():
-        assert [meta["completion_tokens"] for meta in metas] == [1, 2, 3, 4]
-        for name in ("output_token_logprobs", "output_top_logprobs"):
-            assert [entry for meta in metas for entry in meta[name]] == whole[name]
-        assert metas[-1]["finish_reason"] == whole["finish_reason"] == {"type": "length", "length": 4}
+    body |= {"stream": True, "incremental": True}
+    with httpx.stream("POST", server.url + "/generate", json=body, trust_env=False) as response:
+        events = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
+    assert all(len(event["output_ids"]) == 1 and "text" not in event for event in events)
+    metas = [event["meta_info"] for event in events]
+    assert [meta["completion_tokens"] for meta in metas] == [1, 2, 3, 4]
+    for name in ("output_token_logprobs", "output_top_logprobs"):
+        assert [entry for meta in metas for entry in meta[name]] == whole[name]
+    assert metas[-1]["finish_reason"] == whole["finish_reason"] == {"type": "length", "length": 4}
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({}, "not open"),
-        ({"stream": False}, "a stream of one"),
-        ({"input_ids": [[1], [2]], "rid": ["x", "y"]}, "of one"),
-    ],
-)
-def test_what_no_feed_can_tell_of_is_refused_and_its_rid_is_free_again(post, change, reason):
-    body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 2}, "stream": True, "feed": "none", "rid": "x"}
-    for _ in range(2):
-        answer = post("/generate", body | change)
-        assert answer.status_code == 400 and reason in answer.json()["error"]["message"]
-
-
-def test_a_feed_that_ends_takes_its_requests_with_it_and_a_stream_that_is_closed_its_own(server):
+def test_a_stream_that_is_left_takes_its_own_request_with_it_and_no_other(server):
     async def waiting(other, num_samples):
         while (await server_info(other))["num_waiting_samples"] != num_samples:
             await asyncio.sleep(0.01)
 
     async def run(other):
-        async with SamplerClient(server.url, has_feed=True) as client:
+        async with SamplerClient(server.url, is_embedded=True) as client:
             await other.pause("in_place")
             left, kept = (asyncio.ensure_future(anext(client.stream(request((n,))))) for n in (1, 2))
             await waiting(other, 2)
@@ -188,20 +166,12 @@ def test_a_feed_that_ends_takes_its_requests_with_it_and_a_stream_that_is_closed
             await waiting(other, 1)
             assert not kept.done()
             await client.close()
-            with pytest.raises(SamplerLost, match="feed has ended"):
+            with pytest.raises(SamplerLost):
                 await kept
             await waiting(other, 0)
             await other.resume()
 
     with_client(server, run)
-
-
-def test_a_sampler_that_opens_no_feed_is_lost_after_a_while():
-    async def silent(*asked):
-        await asyncio.Event().wait()
-
-    with pytest.raises(SamplerLost, match=r"http://it opened no feed in 0.01 s"):
-        asyncio.run(anext(FeedReader("http://it", silent, silent, 0.01).stream("x", {})))
 
 
 def test_the_streams_of_several_samples_are_told_apart_by_index(server):
@@ -228,11 +198,11 @@ def test_the_client_streams_one_sample(server):
     async def run(client):
         return [completion async for completion in client.stream(request(max_new_tokens=5))]
 
-    async def by_feed():
-        async with SamplerClient(server.url, has_feed=True) as client:
+    async def incremental():
+        async with SamplerClient(server.url, is_embedded=True) as client:
             return await run(client)
 
-    for parts in (with_client(server, run), asyncio.run(by_feed())):
+    for parts in (with_client(server, run), asyncio.run(incremental())):
         assert [len(part.output_ids) for part in parts] == [1, 2, 3, 4, 5]
         assert parts[-1].finish_reason.type == "length"
 
