@@ -74,7 +74,8 @@ def choose(store: Store, pipeline: Pipeline) -> Choice:
         if not fitting:
             missing.append(f"{label}: no run is called {pattern!r}")
         for stage in _stages_of(fitting, pipeline):
-            record = _newest_with(fitting, stage)
+            having = [r for r in fitting if (e := r.stages.get(stage)) and e.has_ended_well and e.made is not None]
+            record = max(having, key=lambda record: record.stages[stage].ended, default=None)
             if record is None:
                 missing.append(f"{label}/{stage}: no run that fits {pattern!r} has finished that stage")
                 continue
@@ -114,8 +115,11 @@ def night_pipeline(pipeline: Pipeline, choice: Choice, machine: Machine) -> Pipe
     """
     stages: dict[str, Any] = {}
     for subject in choice.subjects:
-        model = _model_of(subject, pipeline)
-        stages[subject.input_name] = ImportStage(kind="import", model=model)
+        if (model := subject.model) is None:
+            place = pipeline.nightly.models[subject.label].model
+        else:
+            place = f"file:/{subject.run}/{subject.stage}/{model.key}/{model.attempt}"
+        stages[subject.input_name] = ImportStage(kind="import", model=place)
         for name, (_, config) in subject.evals.items():
             stages[name] = config.on_another_machine(inputs={"model": subject.input_name})
     raw = {name: stage.model_dump(mode="json") for name, stage in stages.items()}
@@ -125,12 +129,6 @@ def night_pipeline(pipeline: Pipeline, choice: Choice, machine: Machine) -> Pipe
         "stages": raw,
     }
     return derive(Pipeline.model_validate(made), machine)[0]
-
-
-def _model_of(subject: Subject, pipeline: Pipeline) -> str:
-    if subject.model is None:
-        return pipeline.nightly.models[subject.label].model
-    return f"file:/{subject.run}/{subject.stage}/{subject.model.key}/{subject.model.attempt}"
 
 
 def _fits(record: RunRecord, pattern: str) -> bool:
@@ -156,12 +154,6 @@ def _stages_of(fitting: Sequence[RunRecord], pipeline: Pipeline) -> list[str]:
 
 def _makes(raw: Mapping[str, Any], product: str) -> bool:
     return recorded_kind(raw["kind"]).makes == product
-
-
-def _newest_with(fitting: Sequence[RunRecord], stage: str) -> RunRecord | None:
-    """The run that made, or found, this stage's model last."""
-    having = [r for r in fitting if (e := r.stages.get(stage)) and e.has_ended_well and e.made is not None]
-    return max(having, key=lambda record: record.stages[stage].ended, default=None)
 
 
 def _subject(store: Store, label: str, record: RunRecord, stage: str) -> Subject:

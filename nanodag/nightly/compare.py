@@ -53,8 +53,7 @@ class NightComparison:
     def __str__(self) -> str:
         """`newest/sft sort exact_match 41.2 %, 43.0 % before: −1.8 points (−2.9 to −0.7, adjusted p 0.001) against
         last night (nightly-3)`. The interval is the difference's, of 95 %. Numbers are the page's."""
-        where = "/".join(part for part in (self.score.label, self.score.stage) if part)
-        lead = f"{where} {self.score.benchmark} {self.score.metric}"
+        lead = f"{line_name(self.score.label, self.score.stage)} {self.score.benchmark} {self.score.metric}"
         if self.found is None:
             return f"{lead}: {self.why}"
         metric, found = self.score.metric, self.found
@@ -66,6 +65,11 @@ class NightComparison:
             f"({words.signed_interval(found.low, found.high, metric)}, adjusted p {words.probability(self.adjusted)}) "
             f"against {self.against} ({self.night})"
         )
+
+
+def line_name(label: str, stage: str) -> str:
+    """`newest/sft`; the label alone for a pinned model."""
+    return f"{label}/{stage}" if stage else label
 
 
 def compare(
@@ -87,7 +91,13 @@ def compare(
 
 def _of_one(store: Store, score: NightScore, earlier: Sequence[RunRecord]) -> list[NightComparison]:
     """A score against last night's, and against the best where that is another artifact."""
-    series = [(night.run, old) for night in earlier for old in night.night.scores if _same(old, score)]
+    asked = [getattr(score, field) for field in SAME]
+    series = [
+        (night.run, old)
+        for night in earlier
+        for old in night.night.scores
+        if [getattr(old, field) for field in SAME] == asked
+    ]
     if not series:
         return []
     last_night, last = series[-1]
@@ -100,10 +110,6 @@ def _of_one(store: Store, score: NightScore, earlier: Sequence[RunRecord]) -> li
     if best.digest not in (last.digest, score.digest):
         made.append(_tested(store, score, "best", best_night, best, candidates))
     return made
-
-
-def _same(old: NightScore, new: NightScore) -> bool:
-    return all(getattr(old, field) == getattr(new, field) for field in SAME)
 
 
 def _tested(

@@ -90,23 +90,21 @@ def begin_night(
 def check_choice(store: Store, settings: Pipeline, file: Path) -> None:
     """Raise for what a night of these settings would fail for as the store is now: as choose and check_before_start."""
     choice = choose(store, settings)
-    _check(store, night_pipeline(settings, choice, this_machine()), file, stages_of(choice))
+    pipeline = night_pipeline(settings, choice, this_machine())
+    check_before_start(pipeline, file=file, remembered=store.local / "checked", stages=stages_of(choice))
 
 
 def check_night(night: Night) -> None:
     """Raise ConfigError with a line for each thing that a stage of it would fail for; its record says so, too."""
     store, name = night.run.store, night.run.name
     try:
-        _check(store, night.run.pipeline, Path(store.read_run(name).file), night.stages)
+        file, remembered = Path(store.read_run(name).file), store.local / "checked"
+        check_before_start(night.run.pipeline, file=file, remembered=remembered, stages=night.stages)
     except BaseException as error:
         reason = str(error)
         night.run.close()
         store.change_run(name, lambda record: record.changed(state="failed", reason=reason))
         raise
-
-
-def _check(store: Store, pipeline: Pipeline, file: Path, stages: Sequence[str]) -> None:
-    check_before_start(pipeline, file=file, remembered=store.local / "checked", stages=stages)
 
 
 def decide(nights: Sequence[RunRecord], due: datetime, flow_run: str) -> str | Skipped:

@@ -1,11 +1,12 @@
 """The trend page: scores over nights with their intervals, a line a model and benchmark, and what was compared."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from zoneinfo import ZoneInfo
 
 from nanodag.errors.words import counted
-from nanodag.nightly.compare import SAME_ANSWERS, NightComparison
+from nanodag.nightly.compare import SAME_ANSWERS, NightComparison, line_name
 from nanodag.report import words
 from nanodag.report.page import PageSection, Part, Report
 from nanodag.report.plots import Panel, panels_svg
@@ -57,14 +58,14 @@ def _tonight(scores: Sequence[NightScore], comparisons: Sequence[NightComparison
         metric = score.metric
         mine = {c.against: c for c in comparisons if c.score == score}
         verdict, tone = _verdict(list(mine.values()))
-        interval = words.interval(score.low, score.high, metric)
+        tested = [comparison.adjusted for comparison in mine.values() if comparison.found is not None]
         row = [
-            Cell(text=line_name(score), detail=score.run),
+            Cell(text=line_name(score.label, score.stage), detail=score.run),
             Cell(text=score.benchmark, detail=f"{metric}, {counted(score.num_items, 'item')}"),
-            Cell(text=words.value(score.value, metric), detail=interval, verdict=verdict, tone=tone),
+            replace(_score_cell(score), verdict=verdict, tone=tone),
             _difference(mine.get("last night"), metric),
             _difference(mine.get("best"), metric),
-            Cell(text=_smallest_p(list(mine.values()))),
+            Cell(text=words.probability(min(tested)) if tested else ""),
         ]
         rows.setdefault("worse" if tone else verdict, []).append(row)
     headers = ["model", "benchmark", "score", "− last night", "− best", "p"]
@@ -73,28 +74,25 @@ def _tonight(scores: Sequence[NightScore], comparisons: Sequence[NightComparison
         parts.append(Part(table=Table(headers=headers, rows=shown, numeric=(2, 3, 4, 5))))
     if unchanged:
         table = Table(headers=headers[:3], rows=[row[:3] for row in unchanged], numeric=(2,))
-        note = "the same answers to the same items as last night"
+        note = f"{SAME_ANSWERS} as last night"
         parts.append(Part(heading=f"{UNCHANGED}: {len(unchanged)}", note=note, table=table, folded=True))
     return parts
 
 
-def line_name(score: NightScore) -> str:
-    """`newest/sft`; the label alone for a pinned model."""
-    return "/".join(part for part in (score.label, score.stage) if part)
+def _score_cell(score: NightScore | None) -> Cell:
+    if score is None:
+        return Cell(text="")
+    interval = words.interval(score.low, score.high, score.metric)
+    return Cell(text=words.value(score.value, score.metric), detail=interval)
 
 
 def _difference(comparison: NightComparison | None, metric: str) -> Cell:
     if comparison is None or comparison.found is None:
-        return Cell(text="", detail="" if comparison is None or _is_unchanged(comparison) else comparison.why)
+        return Cell(text="", detail="" if comparison is None or comparison.why == SAME_ANSWERS else comparison.why)
     outcome = comparison.found
     low, high = words.signed(outcome.low, metric), words.signed(outcome.high, metric)
     tone = "bad" if comparison.is_worse else ""
     return Cell(text=words.signed(outcome.difference, metric), detail=f"{low} to {high}", tone=tone)
-
-
-def _smallest_p(comparisons: Sequence[NightComparison]) -> str:
-    tested = [comparison.adjusted for comparison in comparisons if comparison.found is not None]
-    return words.probability(min(tested)) if tested else ""
 
 
 def _verdict(comparisons: Sequence[NightComparison]) -> tuple[str, str]:
@@ -103,12 +101,8 @@ def _verdict(comparisons: Sequence[NightComparison]) -> tuple[str, str]:
     if not comparisons:
         return "first night", ""
     if all(comparison.found is None for comparison in comparisons):
-        return UNCHANGED if _is_unchanged(comparisons[0]) else "not comparable", ""
+        return UNCHANGED if comparisons[0].why == SAME_ANSWERS else "not comparable", ""
     return "not worse", ""
-
-
-def _is_unchanged(comparison: NightComparison) -> bool:
-    return comparison.why == SAME_ANSWERS
 
 
 def _trend_section(nights: Sequence[RunRecord], label: str, stage: str, *, name: str, zone: str) -> PageSection:
@@ -124,10 +118,9 @@ def _trend_section(nights: Sequence[RunRecord], label: str, stage: str, *, name:
         _panel(points, benchmark if len(evals) == 1 else f"{eval_name}: {benchmark}", dates)
         for (eval_name, benchmark), points in series.items()
     ]
-    title = "/".join(part for part in (label, stage) if part)
     table = _nights_table(series, nights, zone)
     parts = [Part(svg=panels_svg(panels, name=name)), Part(heading="Night by night", table=table, folded=True)]
-    return PageSection(title=title, parts=parts)
+    return PageSection(title=line_name(label, stage), parts=parts)
 
 
 def _panel(points: Sequence[tuple[int, NightScore]], benchmark: str, dates: Sequence[str]) -> Panel:
@@ -158,15 +151,7 @@ def _nights_table(
         mine = [score for (_, where), score in scores.items() if where == place]
         if not mine:
             continue
-        cells = [
-            Cell(
-                text=words.value(score.value, score.metric),
-                detail=words.interval(score.low, score.high, score.metric),
-            )
-            if (score := scores.get((key, place)))
-            else Cell(text="")
-            for key in series
-        ]
+        cells = [_score_cell(scores.get((key, place))) for key in series]
         rows.append([Cell(text=_when(nights[place], zone)), Cell(text=mine[0].run or "pinned"), *cells])
     headers = ["night", "run", *(benchmark for _, benchmark in series)]
     return Table(headers=headers, rows=rows, numeric=tuple(range(2, len(headers))))

@@ -154,7 +154,7 @@ def _cost_cards(stages: Mapping[str, ReportedStage]) -> list[Cell]:
         return sum(tables.number(stage.cost, name) for stage in stages.values())
 
     cards = [Cell(text=duration(total("seconds")), detail="of all stages together")]
-    if tokens := sum(tables.trained_tokens(stage) for stage in stages.values()):
+    if tokens := total("tokens"):
         cards.append(Cell(text=words.count(tokens), detail="tokens trained on"))
     if flops := total("flops"):
         cards.append(Cell(text=words.count(flops), detail="FLOPs"))

@@ -16,7 +16,7 @@ from nanodag.report.tables import Cell, Table
 from nanodag.run.record import context_stages
 from nanodag.run.stale_stages import stale_stages
 from nanodag.store import Artifact, Store
-from nanodag.store.run_record import RunRecord, StageRecord
+from nanodag.store.run_record import RunRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +34,9 @@ class Summary:
 
 def summary_of(store: Store, record: RunRecord) -> Summary:
     """The summary of a run, from its record. Raises StoreError when an artifact is damaged or gone."""
+    scorers = [name for name, entry in record.stages.items() if recorded_kind(entry.kind).makes == SCORES]
     contexts = context_stages(store, record, list(record.stages), is_read=_has_scores)
-    known = {name: raw for name, raw in contexts.items() if raw["files"] or not _makes_scores(raw["kind"])}
+    known = {name: raw for name, raw in contexts.items() if raw["files"] or name not in scorers}
     stages = stages_of({"stages": known})
     columns = columns_of(stages)
     comparisons = comparisons_of(columns, stages)
@@ -49,11 +50,7 @@ def summary_of(store: Store, record: RunRecord) -> Summary:
 
 
 def _has_scores(artifact: Artifact) -> bool:
-    return _makes_scores(artifact.kind) and "results.json" in artifact.files
-
-
-def _makes_scores(kind: str) -> bool:
-    return recorded_kind(kind).makes == SCORES
+    return recorded_kind(artifact.kind).makes == SCORES and "results.json" in artifact.files
 
 
 def _line(comparison: Comparison) -> str:
@@ -67,11 +64,6 @@ def _line(comparison: Comparison) -> str:
         f"{words.signed(result.difference, metric)} {words.points(metric)} "
         f"({interval}, p {p if p.startswith('<') else f'= {p}'}{form})"
     )
-
-
-def _took(entry: StageRecord) -> str:
-    seconds = entry.made.cost_of("seconds", 0.0) if entry.made is not None else 0.0
-    return duration(seconds) if seconds else ""
 
 
 def summary_report(record: RunRecord, summary: Summary) -> Report:
@@ -89,13 +81,14 @@ def summary_report(record: RunRecord, summary: Summary) -> Report:
         parts = [Part(table=Table(headers=["", "difference"], rows=rows))] if rows else []
         sections.append(PageSection(title="Better and worse", note=note, parts=parts))
     stale = stale_stages(record)
+    seconds = {name: e.made.cost_of("seconds", 0.0) if e.made is not None else 0.0 for name, e in record.stages.items()}
     rows = [
         [
             Cell(text=name),
             Cell(text=recorded_kind(entry.kind).name),
             Cell(text="stale" if name in stale else entry.state, detail=stale.get(name, "")),
             Cell(text=entry.key[:12], code=True),
-            Cell(text=_took(entry)),
+            Cell(text=duration(seconds[name]) if seconds[name] else ""),
         ]
         for name, entry in record.stages.items()
     ]

@@ -81,16 +81,11 @@ def short_scores_table(columns: Sequence[Column]) -> Table:
     for benchmark in benchmarks_of(columns):
         scores = [column.benchmark(benchmark) for column in columns]
         metric = next(score["metric"] for score in scores if score is not None)
-        cells = [
-            Cell(
-                text=words.value(score["value"], metric),
-                detail=f"{words.value(score['low'], metric)}–{words.value(score['high'], metric)}",
-            )
-            if score is not None
-            else Cell(text="")
-            for score in scores
-        ]
-        rows.append([Cell(text=benchmark, detail="%" if words.is_share(metric) else ""), *cells])
+        row = [Cell(text=benchmark, detail="%" if words.is_share(metric) else "")]
+        for score in scores:
+            value, low, high = (words.value(score[name], metric) if score else "" for name in ("value", *BOUNDS))
+            row.append(Cell(text=value, detail=f"{low}–{high}" if score else ""))
+        rows.append(row)
     headers = ["benchmark", *(column.label for column in columns)]
     return Table(headers=headers, rows=rows, numeric=tuple(range(1, len(headers))))
 
@@ -132,15 +127,16 @@ def comparisons_table(comparisons: Sequence[Comparison]) -> Table:
 def stages_table(stages: Mapping[str, ReportedStage], price_per_hour: float) -> Table:
     """Time, tokens, FLOPs and cost a stage; what a stage does not have is left empty."""
     rows = [_stage_row(stage, price_per_hour) for stage in stages.values()]
-    totals = {name: sum(number(s.cost, name) for s in stages.values()) for name in ("seconds", "cpu_seconds", "flops")}
+    summed = ("seconds", "cpu_seconds", "flops", "tokens", "forward_tokens")
+    totals = {name: sum(number(stage.cost, name) for stage in stages.values()) for name in summed}
     last = [
         Cell(text="all"),
         Cell(text=duration(totals["seconds"])),
         Cell(text=duration(totals["cpu_seconds"]) if totals["cpu_seconds"] else ""),
-        Cell(text=_count(sum(map(trained_tokens, stages.values())))),
-        Cell(text=_count(sum(map(read_tokens, stages.values())))),
+        Cell(text=_count(totals["tokens"])),
+        Cell(text=_count(totals["forward_tokens"])),
         Cell(text=""),
-        Cell(text=words.count(totals["flops"]) if totals["flops"] else ""),
+        Cell(text=_count(totals["flops"])),
         Cell(text=""),
         Cell(text=size(max((number(s.cost, "peak_bytes") for s in stages.values()), default=0))),
     ]
@@ -153,30 +149,25 @@ def stages_table(stages: Mapping[str, ReportedStage], price_per_hour: float) -> 
 
 def _stage_row(stage: ReportedStage, price_per_hour: float) -> list[Cell]:
     cost = stage.cost
-    seconds, tokens = number(cost, "seconds"), trained_tokens(stage)
+    seconds, tokens = number(cost, "seconds"), number(cost, "tokens")
     speed = number(cost, "tokens_per_second") or (tokens / seconds if seconds and tokens else 0.0)
     last = duration(seconds - number(cost, "earlier_seconds"))
     device = str(cost.get("device", ""))
     if (ranks := _num_ranks(stage)) > 1:
         device = f"{ranks} × {device}"
-    kind = stage.kind.name if stage.kind.name != stage.name else ""
+    kind, documents = stage.kind.name if stage.kind.name != stage.name else "", number(stage.metrics, "document_share")
     row = [
         Cell(text=stage.name, detail=" · ".join(filter(None, [kind, device]))),
         Cell(text=duration(seconds) if seconds else "", detail=tries(int(number(cost, "num_attempts")), last)),
         Cell(text=duration(cost["cpu_seconds"]) if number(cost, "cpu_seconds") else ""),
-        Cell(text=_count(tokens), detail=_documents(stage)),
-        Cell(text=_count(read_tokens(stage))),
-        Cell(text=words.count(speed) if speed else ""),
-        Cell(text=words.count(cost["flops"]) if number(cost, "flops") else ""),
+        Cell(text=_count(tokens), detail=f"{100 * documents:.0f} % documents" if documents else ""),
+        Cell(text=_count(number(cost, "forward_tokens"))),
+        Cell(text=_count(speed)),
+        Cell(text=_count(number(cost, "flops"))),
         Cell(text=f"{100 * cost['mfu']:.1f} %" if number(cost, "mfu") else ""),
         Cell(text=size(cost["peak_bytes"]) if number(cost, "peak_bytes") else ""),
     ]
     return [*row, Cell(text=f"{_price(stage, price_per_hour):.2f}")] if price_per_hour else row
-
-
-def _documents(stage: ReportedStage) -> str:
-    share = number(stage.metrics, "document_share")
-    return f"{100 * share:.0f} % documents" if share else ""
 
 
 def _price(stage: ReportedStage, price_per_hour: float) -> float:
@@ -187,18 +178,8 @@ def _num_ranks(stage: ReportedStage) -> int:
     return int(stage.config.get("resources", {}).get("num_ranks", 1))
 
 
-def trained_tokens(stage: ReportedStage) -> float:
-    """Tokens that a stage put through the model forward and backward."""
-    return number(stage.cost, "tokens")
-
-
-def read_tokens(stage: ReportedStage) -> float:
-    """Tokens that a stage put through the model forward only: prompts, samples, what an evaluation reads and writes."""
-    return number(stage.cost, "forward_tokens")
-
-
-def _count(tokens: float) -> str:
-    return words.count(tokens) if tokens else ""
+def _count(number: float) -> str:
+    return words.count(number) if number else ""
 
 
 def number(table: Mapping[str, Any], name: str) -> float:
@@ -241,7 +222,7 @@ def policy_table(stage: ReportedStage) -> Table | None:
     asked: dict[str, list[Mapping[str, Any]]] = {}
     for line in stage.lines:
         name = line.get("benchmark") or HELD_OUT
-        if line["event"] == "eval" and _policy_score(line, name) is not None:
+        if line["event"] == "eval" and line.get(_policy_field(name)) is not None:
             asked.setdefault(name, []).append(line)
     rows = []
     for name, lines in asked.items():
@@ -258,10 +239,6 @@ def policy_table(stage: ReportedStage) -> Table | None:
 
 def _policy_field(name: str) -> str:
     return HELD_OUT if name == HELD_OUT else f"benchmark_{name}"
-
-
-def _policy_score(line: Mapping[str, Any], name: str) -> float | None:
-    return line.get(_policy_field(name))
 
 
 def _policy_cell(line: Mapping[str, Any], name: str) -> Cell:

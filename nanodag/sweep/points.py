@@ -63,15 +63,7 @@ def points_of(grid: Sequence[str], listed: Sequence[Sequence[str]]) -> list[Poin
     made = []
     for number, overrides in enumerate(combined, start=1):
         made.append(Point(number=number, overrides=overrides, values=dict(_split(text) for text in overrides)))
-        _check_once(made[-1], {})
     return made
-
-
-def _check_once(point: Point, stages: Mapping[str, AnyStage]) -> None:
-    """Raise ConfigError for a point that sets an option twice: by the same name, or by its short and its full one."""
-    names = {full_path(stages, _split(text)[0]) for text in point.overrides}
-    if len(names) < len(point.overrides):
-        raise ConfigError(f"Point {point.number} sets an option twice: {', '.join(point.overrides)}.")
 
 
 def make_sweep(
@@ -92,11 +84,17 @@ def make_sweep(
     points = points_of(grid, listed)
     base = resolve(file, preset, overrides, machine=machine).pipeline
     for point in points:
-        _check_once(point, base.stages)
+        if len({full_path(base.stages, _split(text)[0]) for text in point.overrides}) < len(point.overrides):
+            raise ConfigError(f"Point {point.number} sets an option twice: {', '.join(point.overrides)}.")
         for name in point.values:
             if name.partition(".")[0] in SETTINGS:
                 raise ConfigError(f"{name!r} belongs to the sweep as a whole; give it beside the grid, not in it.")
-    stage = stage or _last_set(base, points)
+    if not stage:
+        heads = {name.partition(".")[0] for point in points for name in point.values}
+        kinds = {name: find_kind(each.kind) for name, each in base.stages.items()}
+        if not (named := [n for n in order_of(base) if n in heads and not kinds[n].is_about_others]):
+            raise ConfigError(f"No point sets an option of a stage; the stages are {', '.join(base.stages)}.")
+        stage = named[-1]
     if stage not in base.stages:
         raise ConfigError(f"Preset {base.preset} has no stage {stage!r}; it has {', '.join(base.stages)}.")
     if find_kind(base.stages[stage].kind).is_about_others:
@@ -157,15 +155,6 @@ def _needed(pipeline: Pipeline, stage: str) -> list[str]:
         if find_kind(config.kind).makes == SCORES and config.inputs.get("model") == stage
     ]
     return [name for name in order if name in wanted or name in evals]
-
-
-def _last_set(base: Pipeline, points: Sequence[Point]) -> str:
-    heads = {name.partition(".")[0] for point in points for name in point.values}
-    kinds = {name: find_kind(stage.kind) for name, stage in base.stages.items()}
-    stages = [name for name in order_of(base) if name in heads and not kinds[name].is_about_others]
-    if not stages:
-        raise ConfigError(f"No point sets an option of a stage; the stages are {', '.join(base.stages)}.")
-    return stages[-1]
 
 
 def _axis(text: str) -> list[str]:

@@ -16,6 +16,7 @@ from nanodag.report.gather import curve_of, metrics_in
 from nanodag.run.record import Run, StageResult
 from nanodag.store import Artifact
 from nanodag.sweep.points import Point, Sweep
+from nanodag.worker.tracker import numbers_in
 
 log = logging.getLogger(__name__)
 
@@ -46,13 +47,12 @@ class PointRow:
     point: Point
     artifact: Artifact | None
     records: Path | None
-    scores: Mapping[str, PointScore]
+    scores: dict[str, PointScore]
 
     @cached_property
     def metrics(self) -> dict[str, float]:
         """The numbers that the stage ended with."""
-        raw_metrics = self.artifact.metrics if self.artifact is not None else {}
-        return {k: float(v) for k, v in raw_metrics.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+        return numbers_in(self.artifact.metrics) if self.artifact is not None else {}
 
     def curve(self, name: str) -> tuple[list[float], list[float]]:
         """Steps and values of one metric over training."""
@@ -73,22 +73,10 @@ def rows_of(sweep: Sweep, run: Run, results: Mapping[str, StageResult]) -> list[
                 scores |= _scores(name, folder, first)
         records = run.store.records(artifact) if artifact is not None and len(rows) < MAX_CURVES else None
         rows.append(PointRow(point=point, artifact=artifact, records=records, scores=scores))
-    return _corrected(rows)
-
-
-def _corrected(rows: list[PointRow]) -> list[PointRow]:
-    tested = [s.difference.p_value for row in rows for s in row.scores.values() if s.difference is not None]
-    adjusted = iter(holm(tested))
-    return [
-        replace(
-            row,
-            scores={
-                label: score if score.difference is None else replace(score, adjusted=next(adjusted))
-                for label, score in row.scores.items()
-            },
-        )
-        for row in rows
-    ]
+    tested = [(row.scores, label, s.difference) for row in rows for label, s in row.scores.items() if s.difference]
+    for (scores, label, _), p in zip(tested, holm([difference.p_value for *_, difference in tested]), strict=True):
+        scores[label] = replace(scores[label], adjusted=p)
+    return rows
 
 
 def _scores(name: str, folder: Path, first: dict[str, Path]) -> dict[str, PointScore]:

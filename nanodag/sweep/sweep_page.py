@@ -9,7 +9,6 @@ from nanodag.report import words
 from nanodag.report.page import PageSection, Part, Report
 from nanodag.report.plots import COLOURS, Panel, panels_svg
 from nanodag.report.tables import Cell, Table
-from nanodag.store import Artifact
 from nanodag.sweep.points import Sweep
 from nanodag.sweep.results import PointRow, PointScore
 
@@ -41,7 +40,8 @@ def sweep_report(name: str, sweep: Sweep, rows: Sequence[PointRow]) -> Report:
         note = f"The first {len(COLOURS)} points." if len(rows) > len(COLOURS) else ""
         parts = [Part(svg=panels_svg(panels, name="curves"))]
         made.append(PageSection(title="Curves", note=note, parts=parts, in_markdown=False))
-    seconds = sum(float(artifact.cost.get("seconds", 0.0)) for artifact in _distinct(rows))
+    costs = {row.artifact.key: row.artifact.cost for row in rows if row.artifact is not None}  # points may share one
+    seconds = sum(float(cost.get("seconds", 0.0)) for cost in costs.values())
     cards = [
         Cell(text=str(len(rows)), detail="points" + (f", {failed} of them failed" if failed else "")),
         Cell(text=duration(seconds), detail=f"of stage {sweep.stage}, all points together"),
@@ -170,11 +170,6 @@ def _curve_panels(rows: Sequence[PointRow]) -> list[Panel]:
             smooth = () if metric.startswith(("validation", "eval")) else tuple(lines)
             panels.append(Panel(title=title, x_label="step", lines=lines, smooth=smooth))
     return panels
-
-
-def _distinct(rows: Sequence[PointRow]) -> list[Artifact]:
-    """Each artifact once: points may share one."""
-    return list({row.artifact.key: row.artifact for row in rows if row.artifact is not None}.values())
 
 
 def _sorted(pairs: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
