@@ -7,19 +7,18 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Match, Route
-from starlette.types import ASGIApp, ExceptionHandler, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, ExceptionHandler, Scope
 
-from nanodag.api.disconnects import CLIENT_CLOSED_REQUEST, Left
 from nanodag.api.endpoints import Endpoints
 from nanodag.api.metrics import AccessLog, Metrics
 from nanodag.api.refusals import Refused, refusal_of
 from nanodag.api.served_model import Limits, ServedModel
 from nanodag.errors import SamplerError
-from nanodag.inference.access_checks import Doors, TooLarge, is_health
+from nanodag.inference.access_checks import Doors, is_health
+from nanodag.inference.disconnects import HANDLERS
 
 
 def application(
@@ -63,7 +62,7 @@ def application(
         exception_handlers=EXCEPTIONS,
     )
     doors: ASGIApp = Doors(
-        _Counted(starlette, metrics),
+        starlette,
         names={socket.gethostname(), *names},
         keys=keys,
         max_body_bytes=limits.max_body_bytes,
@@ -77,24 +76,7 @@ def application(
             allow_methods=["GET", "POST"],
             allow_headers=["authorization", "content-type"],
         )
-    return AccessLog(doors)
-
-
-class _Counted:
-    """Counts replies by path and status; a path that nothing serves is one of many, so it has no name."""
-
-    def __init__(self, app: Starlette, metrics: Metrics) -> None:
-        self._app, self._metrics = app, metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def counted(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                route = scope.get("route")
-                path = getattr(route, "path", "other") if message["status"] != 404 else "other"
-                self._metrics.replied(path, message["status"])
-            await send(message)
-
-        await self._app(scope, receive, counted if scope["type"] == "http" else send)
+    return AccessLog(doors, metrics)
 
 
 def _refused(http: HttpRequest, error: Exception) -> Response:
@@ -107,16 +89,6 @@ def _http_error(http: HttpRequest, error: Exception) -> Response:
     return Refused(message, status=error.status_code, code="unknown_url").response()
 
 
-def _too_large(http: HttpRequest, error: Exception) -> Response:
-    assert isinstance(error, TooLarge)
-    return error.response
-
-
-def _has_left(http: HttpRequest, error: Exception) -> Response:
-    """Nobody reads it."""
-    return Response(status_code=CLIENT_CLOSED_REQUEST)
-
-
 # How each error is answered, by any application with these endpoints.
 EXCEPTIONS: Mapping[Any, ExceptionHandler] = {
     Refused: _refused,
@@ -124,7 +96,5 @@ EXCEPTIONS: Mapping[Any, ExceptionHandler] = {
     TimeoutError: _refused,
     Exception: _refused,
     HTTPException: _http_error,
-    TooLarge: _too_large,
-    ClientDisconnect: _has_left,
-    Left: _has_left,
+    **HANDLERS,
 }

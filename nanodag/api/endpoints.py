@@ -24,7 +24,6 @@ from nanodag.api.bodies import (
     parse_body,
 )
 from nanodag.api.choice import ParsedAnswer
-from nanodag.api.disconnects import left_unless_read, unless_left
 from nanodag.api.metrics import SAMPLES, Metrics
 from nanodag.api.parallel_samples import Answering, SampledChoice
 from nanodag.api.prompt_rendering import ChatPrompt, chat_prompt
@@ -32,6 +31,7 @@ from nanodag.api.refusals import UNAVAILABLE, Refused, refusal_of
 from nanodag.api.replies import ChatReply, CompletionReply, Reply, usage
 from nanodag.api.served_model import Limits, ServedModel
 from nanodag.api.tool_format import PlainReader, Reader
+from nanodag.inference.disconnects import left_unless_read, unless_left
 from nanodag.inference.protocol import Request, SamplingParams
 from nanodag.tokenizer.bounds import TooManyTokens, bounded
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from http import HTTPStatus
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -13,11 +14,11 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nanodag.api.disconnects import CLIENT_CLOSED_REQUEST
 from nanodag.api.parallel_samples import SampledChoice
 from nanodag.api.replies import usage
 from nanodag.api.served_model import ServedModel
 from nanodag.errors.words import counted
+from nanodag.inference.disconnects import CLIENT_CLOSED_REQUEST
 
 log = logging.getLogger(__name__)  # at INFO
 
@@ -88,26 +89,31 @@ class Metrics:
 
 
 class AccessLog:
-    """Logs each request when its reply has ended: `POST /v1/completions 200 0.532 s 12 + 34 tokens`, of its prompt and
-    answers. A path is another's text, so what is not plain ASCII is spelled out."""
+    """Counts replies by path and status, and logs each request when its reply has ended: `POST /v1/completions 200
+    0.532 s 12 + 34 tokens`, of its prompt and answers. A path that nothing serves is one of many, so it has no name in
+    the count; in the log, as it is another's text, what is not plain ASCII is spelled out."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app, self._metrics = app, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         began, status = time.monotonic(), CLIENT_CLOSED_REQUEST
 
         async def noted(message: Message) -> None:
             nonlocal status
-            status = message.get("status", status)
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                route = None if status == HTTPStatus.NOT_FOUND else scope.get("route")
+                self._metrics.replied(getattr(route, "path", "other"), status)
             await send(message)
 
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
         try:
             await self._app(scope, receive, noted)
         finally:
-            if scope["type"] == "http":
-                path, seconds = ascii(scope["path"][:LONGEST_PATH])[1:-1], time.monotonic() - began
-                log.info("%s %s %d %.3f s%s", scope["method"], path, status, seconds, _tokens(scope))
+            path, seconds = ascii(scope["path"][:LONGEST_PATH])[1:-1], time.monotonic() - began
+            log.info("%s %s %d %.3f s%s", scope["method"], path, status, seconds, _tokens(scope))
 
 
 def _tokens(scope: Scope) -> str:

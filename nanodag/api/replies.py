@@ -19,11 +19,11 @@ LOWEST = -9999.0  # OpenAI's number for "never"; JSON has no infinity
 
 
 class Reply:
-    """Reply of either endpoint. kind: of the object, as OpenAI calls it. warnings: told where an answer ends,
-    such as fields that have no effect."""
+    """Reply of either endpoint. kind, chunk_kind: of the object, as OpenAI calls it whole and in a stream. warnings:
+    told where an answer ends, such as fields that have no effect."""
 
-    def __init__(self, kind: str, prefix: str, model: ServedModel) -> None:
-        self.kind, self.model = kind, model
+    def __init__(self, kind: str, chunk_kind: str, prefix: str, model: ServedModel) -> None:
+        self._kind, self._chunk_kind, self.model = kind, chunk_kind, model
         self.id = f"{prefix}-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self.warnings: list[str] = []
@@ -45,7 +45,7 @@ class Reply:
     def whole(self, samples: Sequence[SampledChoice]) -> dict[str, Any]:
         """The reply when all samples have ended."""
         choices = [self.choice(sample, sample.answer.new()) for sample in samples]
-        return self.frame(samples, choices, self.kind) | {"usage": usage(samples)}
+        return self.frame(samples, choices, self._kind) | {"usage": usage(samples)}
 
     def choice(self, sample: SampledChoice, new: New) -> dict[str, Any]:
         raise NotImplementedError
@@ -56,7 +56,7 @@ class Reply:
 
     def first(self, sample: SampledChoice) -> list[dict[str, Any]]:
         """Choices that begin a stream."""
-        raise NotImplementedError
+        return []
 
     def parts(self, sample: SampledChoice, new: New) -> list[dict[str, Any]]:
         """Choices of a stream for what came, with the finish reason where it ended."""
@@ -64,14 +64,14 @@ class Reply:
 
     def chunk(self, samples: Sequence[SampledChoice], choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """One event of a stream."""
-        raise NotImplementedError
+        return self.frame(samples, choices, self._chunk_kind)
 
 
 class ChatReply(Reply):
     """Reply of /v1/chat/completions."""
 
     def __init__(self, model: ServedModel, body: ChatBody) -> None:
-        super().__init__("chat.completion", "chatcmpl", model)
+        super().__init__("chat.completion", "chat.completion.chunk", "chatcmpl", model)
         self._wants_scores = body.logprobs
         self._num_top = body.top_logprobs
         self._has_to_call = is_forced(body)
@@ -107,9 +107,6 @@ class ChatReply(Reply):
             parts.append({"index": sample.index, "delta": {}, "logprobs": None, **_end(sample)})
         return parts
 
-    def chunk(self, samples: Sequence[SampledChoice], choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        return self.frame(samples, choices, "chat.completion.chunk")
-
     def _part(self, sample: SampledChoice, delta: dict[str, Any], scores: Any) -> dict[str, Any]:
         return {"index": sample.index, "delta": delta, "logprobs": scores, "finish_reason": None}
 
@@ -128,7 +125,7 @@ class CompletionReply(Reply):
     """Reply of /v1/completions."""
 
     def __init__(self, model: ServedModel, body: CompletionBody) -> None:
-        super().__init__("text_completion", "cmpl", model)
+        super().__init__("text_completion", "text_completion", "cmpl", model)
         self._num_top = body.logprobs
         self._echo = body.echo
         self._begun: set[int] = set()  # choices whose prompt was said
@@ -136,9 +133,6 @@ class CompletionReply(Reply):
     def choice(self, sample: SampledChoice, new: New) -> dict[str, Any]:
         scores = self._scores([*self._of_prompt(sample), *new.scored], sample)
         return {"index": sample.index, "text": sample.prompt_text + new.content, "logprobs": scores, **_end(sample)}
-
-    def first(self, sample: SampledChoice) -> list[dict[str, Any]]:
-        return []
 
     def parts(self, sample: SampledChoice, new: New) -> list[dict[str, Any]]:
         answer = sample.answer
@@ -150,9 +144,6 @@ class CompletionReply(Reply):
         text = (sample.prompt_text if is_first else "") + new.content
         scores = self._scores(scored, sample)
         return [{"index": sample.index, "text": text, "logprobs": scores, **_end(sample)}]
-
-    def chunk(self, samples: Sequence[SampledChoice], choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        return self.frame(samples, choices, self.kind)
 
     def _of_prompt(self, sample: SampledChoice) -> list[ScoredToken]:
         if not self._echo or not sample.answer.prompt_scores:

@@ -15,12 +15,12 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from nanodag.api.disconnects import left_unless_read, unless_left
 from nanodag.api.refusals import Refused
 from nanodag.api.served_model import Limits, ServedModel
 from nanodag.engines.fleet import Fleet
 from nanodag.errors import SamplerLost
 from nanodag.inference.client import LOST
+from nanodag.inference.disconnects import left_unless_read, unless_left
 from nanodag.inference.protocol import SamplingParams
 from nanodag.tokenizer.bounds import TooManyTokens, bounded
 

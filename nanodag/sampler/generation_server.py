@@ -18,7 +18,6 @@ import torch
 from pydantic_core import to_json
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -27,7 +26,7 @@ from starlette.types import Receive, Scope, Send
 from nanodag import __version__
 from nanodag.errors import BadRequest, SamplerError
 from nanodag.host.processor import numerics
-from nanodag.inference.access_checks import TooLarge
+from nanodag.inference.disconnects import HANDLERS, unless_left
 from nanodag.inference.protocol import (
     AbortBody,
     Completion,
@@ -50,7 +49,6 @@ from nanodag.sampler.weight_endpoints import WeightEndpoints
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
-CLIENT_CLOSED_REQUEST = 499
 DEFAULT_MAX_TEXT_BYTES = 1 << 20
 
 
@@ -96,8 +94,7 @@ class SamplerServer:
                 BadRequest: _refused,
                 SamplerError: _failed,
                 HTTPException: _http_error,
-                TooLarge: _too_large,
-                ClientDisconnect: _has_left,
+                **HANDLERS,
             },
         )
 
@@ -114,8 +111,6 @@ class SamplerServer:
             results = await self._run(http, requests)
         finally:
             await self.traffic.leave(rids)
-        if results is None:
-            return Response(status_code=CLIENT_CLOSED_REQUEST)
         samples = [(sample, request) for request, group in zip(requests, results, strict=True) for sample in group]
         for sample, _ in samples:
             if (failure := _failure(sample.finish_reason)) is not None:
@@ -156,8 +151,8 @@ class SamplerServer:
         async with self._tokenizing:
             return await asyncio.to_thread(self.engine.text.encode, text)
 
-    async def _run(self, http: HttpRequest, requests: list[Request]) -> list[list[Completion]] | None:
-        """Wait for all samples of all requests, by request; None if the client went away before the last."""
+    async def _run(self, http: HttpRequest, requests: list[Request]) -> list[list[Completion]]:
+        """Wait for all samples of all requests, by request. Raises Left where the client went away before the last."""
         results: list[list[Any]] = [[None] * request.params.n for request in requests]
         num_missing = itertools.count(sum(len(group) for group in results) - 1, -1)
         finished = asyncio.get_running_loop().create_future()
@@ -174,14 +169,12 @@ class SamplerServer:
         running = await self.traffic.in_loop(
             lambda: [self.engine.submit(r, listener_of(g)) for r, g in zip(requests, results, strict=True)]
         )
-        disconnected = asyncio.ensure_future(_disconnect(http))
         try:
-            await asyncio.wait([finished, disconnected], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            disconnected.cancel()
-            if not finished.done():
-                self._drop(running)
-        return results if finished.done() else None
+            await unless_left(http, finished)
+        except BaseException:
+            self._drop(running)
+            raise
+        return results
 
     def _drop(self, running: list[ActiveRequest]) -> None:
         # Held until then: the id of one that has ended and is gone may be another client's by the time of the abort.
@@ -378,11 +371,6 @@ def _settle(future: "asyncio.Future[None]") -> None:
         future.set_result(None)
 
 
-async def _disconnect(http: HttpRequest) -> None:
-    while (await http.receive())["type"] != "http.disconnect":
-        pass
-
-
 def _failure(reason: FinishReason | None) -> Response | None:
     """The answer for a sample that failed through no fault of the request."""
     if reason is None or reason.status_code is None:
@@ -396,16 +384,6 @@ def _refused(http: HttpRequest, error: Exception) -> Response:
 
 def _failed(http: HttpRequest, error: Exception) -> Response:
     return JSONResponse({"error": {"message": str(error), "type": "SamplerError"}}, status_code=500)
-
-
-def _too_large(http: HttpRequest, error: Exception) -> Response:
-    assert isinstance(error, TooLarge)
-    return error.response
-
-
-def _has_left(http: HttpRequest, error: Exception) -> Response:
-    """Nobody reads it."""
-    return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
 def _http_error(http: HttpRequest, error: Exception) -> Response:

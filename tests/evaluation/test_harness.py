@@ -21,10 +21,10 @@ from nanodag.evaluation.forms import FORMS, shipped_forms
 from nanodag.evaluation.harness import run_benchmark
 from nanodag.evaluation.results import Answer
 from nanodag.inference.protocol import SamplingParams
-from nanodag.rewards.reward_pool import RewardPool
 from nanodag.store.kept_lines import KeptLines
 from nanodag.tokenizer.chat import load_renderer
 from tests.evaluation.scripted import GSM8K, GSM8K_TEXTS, Scripted
+from tests.rewards.pools import Pool
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_a_benchmark_asks_and_judges_as_the_same_source_does_in_rl(run):
     source = SourceConfig(url="file:x", adapter="gsm8k", **BOXED, **FOREIGN)
     prompts = open_adapter(source.adapter, source.url, "prompt", {}, source.columns)
     records = [asking(source, "prompt")(prompts(number, line)) for number, line in enumerate(lines)]
-    with RewardPool(timeout_s=60.0) as pool:  # `auto`
+    with Pool(timeout_s=60.0) as pool:  # `auto`
         judged = pool.score([(record, texts[f"Q{number}"]) for number, record in enumerate(records, start=1)])
     assert [one.value for one in judged] == scores_of(result, "exact_match")
 

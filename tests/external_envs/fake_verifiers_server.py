@@ -55,7 +55,7 @@ async def rollout(request):
     if "say" in task:
         said = await asyncio.to_thread(speak, asked, task["say"])
         metrics = {"length": len(said)}
-    parts = {"reward": 0.5, "components": {"pid": os.getpid()}, "metrics": metrics, "turns": 1, "truncated": False}
+    parts = {"reward": 0.5, "components": {"pid": os.getpid()}, "metrics": metrics, "turns": 1, "is_cut": False}
     parts |= {"reply": said, "prompt_tokens": 0, "completion_tokens": 0}
     return web.json_response({"ok": True, **parts})
 

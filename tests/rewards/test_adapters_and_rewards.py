@@ -6,8 +6,8 @@ from nanodag import registry as entries
 from nanodag.data.adapter_entries import ENTRIES
 from nanodag.data.config import SourceConfig
 from nanodag.data.mixture import Mixture
-from nanodag.rewards.reward_pool import RewardPool
 from nanodag.rl.rollouts.prompts import PromptCursor
+from tests.rewards.pools import Pool
 
 CHOICES = {"text": ["up", "down", "round"], "label": ["A", "B", "C"]}
 HUMANEVAL = {
@@ -171,7 +171,7 @@ def test_a_right_and_a_wrong_answer_to_every_adapters_prompt_are_told_apart(tmp_
     named_by_sources = {"boxed_math", "reported"}  # no adapter's own, or not of the answer alone
     assert {record["reward"] for record in records} == set(entries.names("reward")) - named_by_sources
     answers = [right_and_wrong(case, record) for case, record in zip(CASES, records, strict=True)]
-    with RewardPool("auto", timeout_s=60.0) as pool:
+    with Pool("auto", timeout_s=60.0) as pool:
         rights = pool.score([(record, right) for record, (right, _) in zip(records, answers, strict=True)])
         wrongs = pool.score([(record, wrong) for record, (_, wrong) in zip(records, answers, strict=True)])
     names = [f"{number} {adapter}" for number, (adapter, *_) in enumerate(CASES)]

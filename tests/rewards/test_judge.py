@@ -11,9 +11,9 @@ from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import ConfigError
 from nanodag.rewards.judge import JudgeFile, filled, read_judge, score_in
 from nanodag.rewards.remote import post_json
-from nanodag.rewards.reward_pool import RewardPool
 from nanodag.run.build_stage import own_entries
 from tests.http_server import Quiet, serving
+from tests.rewards.pools import Pool
 
 ASKED = "Q: {question}\nA: {reference}\nGiven: {response}\n"
 
@@ -56,7 +56,7 @@ def test_a_judge_is_asked_with_question_reference_and_answer_and_tells_its_price
         name = write(
             tmp_path, url, system="Be strict.", key_file=str(tmp_path / "key"), price={"input": 2.0, "output": 10.0}
         )
-        with RewardPool(name) as pool:
+        with Pool(name) as pool:
             first, mute, cut = pool.score([(PROMPT, "four!"), (PROMPT, "mute"), (PROMPT, "cut")])
     assert first.value == 0.5 and first.components == {"price": 0.003}
     assert mute.value is None and "0 lines of the reply begin with 'Score:'" in mute.error

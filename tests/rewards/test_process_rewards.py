@@ -10,7 +10,7 @@ from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import ConfigError
 from nanodag.own_code.find import FOLDER_VARIABLE
 from nanodag.rewards.function_rewards import token_places
-from nanodag.rewards.reward_pool import RewardPool, SampleReward
+from nanodag.rewards.reward_pool import SampleReward
 from nanodag.rl.advantages import grpo, process_grpo, step_rewards
 from nanodag.rl.control.generation import RolloutGenerator
 from nanodag.rl.rollouts.filters import nonzero_spread
@@ -18,6 +18,7 @@ from nanodag.rl.rollouts.rollout import Rollout, Span, from_json, prompt_span, s
 from nanodag.run.build_stage import own_entries
 from nanodag.tokenizer.bpe import save_tokenizer
 from nanodag.tokenizer.encoding import Encoding
+from tests.rewards.pools import Pool
 from tests.rl.rollouts import rollout
 from tests.rl.stages import make_job, metrics, run
 
@@ -47,7 +48,7 @@ def functions(tmp_path, monkeypatch):
 
 
 def test_a_function_says_a_total_and_the_ends_of_steps_and_fails_alone(functions):
-    with RewardPool("process:my_steps:lines") as pool:
+    with Pool("process:my_steps:lines") as pool:
         good, none, bad, nan = pool.score([({}, "a\nbc\nd"), ({}, ""), ({}, "bad"), ({}, "nan")])
     assert (good.value, good.steps) == (2.0, [[2, 1.0], [5, 2.5]])
     assert (none.value, none.steps) == (0.0, [])
@@ -56,10 +57,10 @@ def test_a_function_says_a_total_and_the_ends_of_steps_and_fails_alone(functions
 
 
 def test_a_prompt_cannot_ask_for_steps_that_the_stage_does_not_train(functions):
-    with RewardPool("auto") as pool, pytest.raises(ConfigError, match="name it as the stage's `reward`"):
+    with Pool("auto") as pool, pytest.raises(ConfigError, match="name it as the stage's `reward`"):
         pool.submit({"reward": "process:my_steps:lines"}, "x")
     with pytest.raises(ConfigError, match="process:exact needs a function as process:"):
-        RewardPool("process:exact")
+        Pool("process:exact")
 
 
 WORDS = {1: b"ab", 2: b"c\nd", 3: "é".encode()[:1], 4: "é".encode()[1:], 5: b"!", 0: b""}

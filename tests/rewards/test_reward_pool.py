@@ -8,7 +8,7 @@ import pytest
 from nanodag.errors import ConfigError, MissingTool
 from nanodag.own_code.find import FOLDER_VARIABLE
 from nanodag.rewards import sandbox
-from nanodag.rewards.reward_pool import RewardPool
+from tests.rewards.pools import Pool
 
 REWARDS = """
 import os, sys, time
@@ -49,7 +49,7 @@ def own_reward(tmp_path, monkeypatch):
 
 
 def test_a_sample_that_raises_hangs_or_kills_fails_alone_with_its_reason(own_reward, tmp_path):
-    with RewardPool(own_reward, num_processes=2, timeout_s=1.0) as pool:
+    with Pool(own_reward, num_processes=2, timeout_s=1.0) as pool:
         kinds = ["abc", "raise", "hang", "exit", "quit", "memory", "nan", "print", "abcd"]
         scores = dict(zip(kinds, pool.score([({}, kind) for kind in kinds]), strict=True))
     assert scores["abc"].value == 0.3 and scores["abcd"].value == 0.4 and scores["print"].value == 0.5
@@ -66,7 +66,7 @@ def test_a_sample_that_raises_hangs_or_kills_fails_alone_with_its_reason(own_rew
 
 
 def test_a_group_reward_sees_the_answers_to_one_prompt_and_no_others(own_reward):
-    with RewardPool({"group:my_rewards:longest": 1.0, own_reward: 1.0}, num_processes=2) as pool:
+    with Pool({"group:my_rewards:longest": 1.0, own_reward: 1.0}, num_processes=2) as pool:
         first = pool.submit_group({}, ["a", "abc", "ab"])
         second = pool.submit_group({}, ["abcdef", "x"])
         scores = [[future.result() for future in group] for group in (first, second)]
@@ -75,7 +75,7 @@ def test_a_group_reward_sees_the_answers_to_one_prompt_and_no_others(own_reward)
 
 
 def test_a_group_reward_of_the_wrong_length_fails_its_group_with_the_reason(own_reward):
-    with RewardPool("group:my_rewards:longest") as pool:
+    with Pool("group:my_rewards:longest") as pool:
         failed = [future.result() for future in pool.submit_group({}, ["short", "a"])]
         right = [future.result() for future in pool.submit_group({}, ["a", "bc"])]
     (reason,) = {score.error for score in failed}
@@ -86,11 +86,11 @@ def test_a_group_reward_of_the_wrong_length_fails_its_group_with_the_reason(own_
 
 def test_a_group_reward_is_a_function_by_path():
     with pytest.raises(ConfigError, match="group:exact needs a function as group:"):
-        RewardPool("group:exact")
+        Pool("group:exact")
 
 
 def test_each_prompt_may_name_its_own_reward():
-    with RewardPool("auto") as pool:
+    with Pool("auto") as pool:
         scores = pool.score(
             [({"reward": "exact", "answer": "4"}, "4"), ({"reward": "gsm8k", "answer": "4"}, "4"), *SHUFFLED]
         )
@@ -102,11 +102,11 @@ SHUFFLED = [({"reward": "gsm8k", "answer": "4"}, "#### 4"), ({"reward": "exact",
 
 def test_a_reward_that_does_not_exist_is_refused_with_the_names_there_are():
     with pytest.raises(ConfigError, match=r"no reward 'exakt'; choose one of code, instruction_following"):
-        RewardPool("exakt")
+        Pool("exakt")
 
 
 def test_a_reward_that_cannot_be_imported_stops_the_run_not_one_sample():
-    with RewardPool("no_such_module:reward") as pool, pytest.raises(ConfigError, match="cannot be imported"):
+    with Pool("no_such_module:reward") as pool, pytest.raises(ConfigError, match="cannot be imported"):
         pool.score([({}, "x")])
 
 
@@ -116,13 +116,13 @@ def test_where_there_is_no_sandbox_the_reward_code_stops_the_run_not_one_sample(
 
     monkeypatch.setattr(sandbox, "walls", none)
     prompt = {"reward": "code", "answer": "", "metadata": {"tests": ["assert f() == 1"]}}
-    with RewardPool("auto") as pool, pytest.raises(MissingTool, match="there is none"):
+    with Pool("auto") as pool, pytest.raises(MissingTool, match="there is none"):
         pool.submit(prompt, "def f(): return 1")
 
 
 def test_processes_end_when_the_pool_is_closed(own_reward):
     before = _children()  # of other tests in this process
-    pool = RewardPool(own_reward)
+    pool = Pool(own_reward)
     pool.score([({}, "abc")])
     pool.close()
     deadline = time.monotonic() + 60
@@ -132,7 +132,7 @@ def test_processes_end_when_the_pool_is_closed(own_reward):
 
 
 def test_what_waits_when_the_pool_is_closed_is_cancelled_and_what_hangs_is_given_up(own_reward):
-    pool = RewardPool(own_reward, timeout_s=600.0)
+    pool = Pool(own_reward, timeout_s=600.0)
     pool.score([({}, "abc")])
     first, *rest = [pool.submit({}, "hang") for _ in range(50)]
     given_up = pool.submit({}, "abc")
@@ -151,8 +151,8 @@ def _children() -> set[int]:
 def test_functions_of_ones_own_get_their_options_alone_and_after_a_prefix(own_reward):
     group, constant = "group:my_rewards:longest", "my_rewards:constant"
     options = {group: {"best": 4}, constant: {"value": 0.5}}
-    with RewardPool({group: 1.0, constant: 1.0}, options=options) as pool:
+    with Pool({group: 1.0, constant: 1.0}, options=options) as pool:
         assert [future.result().value for future in pool.submit_group({}, ["a", "abc"])] == [0.5, 4.5]
-    with RewardPool(constant, options={constant: {"worth": 1}}) as pool:
+    with Pool(constant, options={constant: {"worth": 1}}) as pool:
         with pytest.raises(ConfigError, match="no option 'worth'; it takes value"):
             pool.score([({}, "a")])

@@ -11,10 +11,10 @@ from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import ConfigError
 from nanodag.host.ports import free_port
 from nanodag.rewards.reward import Reward, labels, weighted_sum
-from nanodag.rewards.reward_pool import RewardPool
 from nanodag.rewards.text_rewards import f1
 from nanodag.tokenizer.bpe import save_tokenizer
 from tests.http_server import Quiet, serving
+from tests.rewards.pools import Pool
 from tests.rl.stages import BYTES, VOCABULARY
 
 
@@ -36,7 +36,7 @@ def test_a_weighted_sum_names_its_parts():
 
 def test_the_pool_adds_up_and_keeps_what_each_prompt_asks_for():
     prompt = {"reward": "exact", "answer": "4", "metadata": {}}
-    with RewardPool({"auto": 1.0, "f1": 0.25}) as pool:
+    with Pool({"auto": 1.0, "f1": 0.25}) as pool:
         right, other, failed = pool.score([(prompt, "4"), (prompt, "4 or 5"), ({**prompt, "answer": None}, "4")])
     assert right.value == 1.25 and right.components == {"exact": 1.0, "f1": 1.0, "f1_exact": 1.0}
     assert other.value == pytest.approx(0.25 * 0.5) and other.components["exact"] == 0.0
@@ -87,7 +87,7 @@ def url():
 def test_a_server_scores_what_waits_together_and_is_asked_again_when_busy(url):
     prompt = {"reward": "", "answer": "", "metadata": {}}
     words = ["busy", "four", "bad", "nan", *["x"] * 8]
-    with RewardPool(f"remote:{url}", timeout_s=60.0) as pool:
+    with Pool(f"remote:{url}", timeout_s=60.0) as pool:
         scores = dict(zip(words, pool.score([(prompt, word) for word in words]), strict=True))
         assert pool.score([(prompt, "denied")])[0].error.startswith("HTTPStatusError")
     assert scores["busy"].value == 4.0 and scores["four"].components == {"style": 0.5} and scores["x"].value == 1.0
@@ -97,7 +97,7 @@ def test_a_server_scores_what_waits_together_and_is_asked_again_when_busy(url):
 
 def test_a_server_that_is_not_there_fails_its_sample_with_that_reason_before_the_time_limit():
     prompt = {"reward": "", "answer": "", "metadata": {}}
-    with RewardPool(f"remote:http://127.0.0.1:{free_port()}/score", timeout_s=1.5) as pool:
+    with Pool(f"remote:http://127.0.0.1:{free_port()}/score", timeout_s=1.5) as pool:
         assert "refused" in pool.score([(prompt, "x")])[0].error
 
 

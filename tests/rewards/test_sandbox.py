@@ -90,8 +90,8 @@ def test_an_end_is_seen_without_pidfds(monkeypatch):
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr(os, "pidfd_open", missing)
-    assert sandbox._run(None, "print(1)", timeout_s=20) == sandbox.Finished("1\n", "", 0, False)
-    assert sandbox._run(None, "while True: pass", timeout_s=0.5).timed_out
+    assert sandbox.run_python("print(1)", timeout_s=20, behind=lambda: None) == sandbox.Finished("1\n", "", 0, False)
+    assert sandbox.run_python("while True: pass", timeout_s=0.5, behind=lambda: None).timed_out
 
 
 def test_a_program_may_use_threads_processes_and_temporary_files():
@@ -288,9 +288,9 @@ def test_who_opts_out_is_told_what_is_open(monkeypatch, fresh, caplog):
 def test_a_bubblewrap_that_cannot_bound_a_tmpfs_leaves_nothing_to_write(monkeypatch):
     found = sandbox.walls()
     older = sandbox.Walls(found.command, found.becomes, found.prefix, is_sized=False)
-    done = sandbox._run(
-        older,
+    done = sandbox.run_python(
         "for p in '/tmp/x', '/dev/shm/x':\n    try: open(p, 'w')\n    except OSError as e: print(e)",
         timeout_s=20,
+        behind=lambda: older,
     )
     assert done.stdout.count("Read-only file system") == 2, done

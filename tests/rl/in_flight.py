@@ -1,7 +1,6 @@
 """A stage whose weights come while rollouts are under way, and what must hold of it, whichever sampler it has."""
 
-from nanodag.rl.rollouts.prompts import read_ledger
-from nanodag.rl.rollouts.rollout import read_rollouts
+from nanodag.rl.rollouts.rollout import read_lines, read_rollouts
 from tests.rl.stages import metrics
 
 SETTINGS = {
@@ -30,5 +29,5 @@ def check_that_responses_went_on(job):
             assert number - 3 <= min(span.versions) and max(span.versions) < number
             num_versions.append(len(set(span.versions)))
     assert len(num_versions) >= 5 * 4 * 3 and max(num_versions) > 1
-    ledger = read_ledger(job.records / "ledger.jsonl")
+    ledger = list(read_lines(job.records / "ledger.jsonl"))
     assert len(ledger) == len({(entry["prompt_id"], entry["epoch"]) for entry in ledger}) >= 5 * 4

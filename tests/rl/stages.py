@@ -19,7 +19,7 @@ from nanodag.config.derive_sampler import derive_sampler
 from nanodag.config.kinds import find_kind
 from nanodag.host.machine import machine_of
 from nanodag.own_code.find import FOLDER_VARIABLE
-from nanodag.rl.rollouts.prompts import read_ledger
+from nanodag.rl.rollouts.rollout import read_lines
 from nanodag.tokenizer.bpe import save_tokenizer
 from nanodag.worker.job import STOPPED_EXIT_CODE, Job, write_job
 from nanodag.worker.launch import worker_environment
@@ -174,13 +174,13 @@ def same_in_the_end(job, undisturbed) -> None:
     assert digest(job.output) == digest(undisturbed.output)
     assert without_time(metrics(job)) == without_time(metrics(undisturbed))
     assert without_time(metrics(job, "eval")) == without_time(metrics(undisturbed, "eval"))
-    assert read_ledger(job.records / "ledger.jsonl") == read_ledger(undisturbed.records / "ledger.jsonl")
+    assert list(read_lines(job.records / "ledger.jsonl")) == list(read_lines(undisturbed.records / "ledger.jsonl"))
     assert digest(job.records / "weights") == digest(undisturbed.records / "weights")
 
 
 def outcomes_of(job: Job) -> list[dict[str, Any]]:
     """The lines of the ledger, which has each prompt of a pass once at most."""
-    lines = read_ledger(job.records / "ledger.jsonl")
+    lines = list(read_lines(job.records / "ledger.jsonl"))
     assert max(Counter((line["epoch"], line["prompt_id"]) for line in lines).values()) == 1
     return lines
 

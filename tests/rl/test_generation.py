@@ -9,11 +9,12 @@ import pytest
 from nanodag.data.config import SourceConfig
 from nanodag.data.mixture import Mixture
 from nanodag.errors import ConfigError, SamplerError, StageFailed
+from nanodag.inference.seeds import derived_seed as group_seed
 from nanodag.rewards.reward_pool import SampleReward
 from nanodag.rl.control.step_records import StepLines
 from nanodag.rl.rollouts.batch import read_batch, write_batch
-from nanodag.rl.rollouts.prompts import first_prompts, read_ledger
-from nanodag.rl.rollouts.segments import group_seed
+from nanodag.rl.rollouts.prompts import first_prompts
+from nanodag.rl.rollouts.rollout import read_lines
 from tests.rl.fakes import (
     EQUAL,
     SPREAD,
@@ -244,7 +245,7 @@ def test_the_ledger_drops_lines_of_steps_that_are_done_again_and_half_a_line(tmp
     with path.open("a") as stream:
         stream.write('{"step": 9, "ep')
     StepLines(path, resume_step=2).close()
-    assert [(line["step"], line["prompt_id"]) for line in read_ledger(path)] == [(1, "p0"), (2, "p1")]
+    assert [(line["step"], line["prompt_id"]) for line in read_lines(path)] == [(1, "p0"), (2, "p1")]
 
 
 def ended_by_syncs(wholes: list[str]) -> FakeSampler:

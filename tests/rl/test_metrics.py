@@ -7,10 +7,10 @@ from itertools import combinations
 import pytest
 from scipy.stats import linregress
 
+from nanodag.evaluation.results import pass_at
 from nanodag.rl.control.checks import warn_of_first_step
 from nanodag.rl.rollouts.metrics import (
     learning_of,
-    pass_at,
     repetition,
     rollout_metrics,
     speeds,
@@ -24,7 +24,7 @@ def test_pass_at_k_is_the_share_of_draws_of_k_with_a_right_one(size, solved):
     samples = [True] * solved + [False] * (size - solved)
     for k in range(1, size + 1):
         draws = [any(draw) for draw in combinations(samples, k)]
-        assert pass_at(k, num_samples=size, num_solved=solved) == pytest.approx(sum(draws) / len(draws))
+        assert pass_at(k, size, solved) == pytest.approx(sum(draws) / len(draws))
 
 
 def test_pass_at_k_is_a_mean_over_groups_large_enough():

@@ -9,7 +9,7 @@ import pytest
 from nanodag.errors import SamplerError
 from nanodag.evaluation.benchmark import open_benchmark
 from nanodag.inference.protocol import FinishReason
-from nanodag.rl.control.evaluations import PolicyBenchmarks
+from nanodag.rl.control.evaluations import PolicyBenchmark
 from nanodag.rl.control.step_records import Records
 from nanodag.tokenizer.chat import load_renderer
 from nanodag.worker.job import Job
@@ -38,7 +38,9 @@ def opened(tmp_path, folder, encoding):
             return replace(whole, finish_reason=reason)
 
         sampler = FakeSampler(says)
-        return PolicyBenchmarks(stage, sampler, encoding, renderer, context=64, mirror=None), sampler, stage, renderer
+        benchmark = open_benchmark(stage.evaluation.benchmarks[0], seed=int(stage.seed))
+        asked = PolicyBenchmark(benchmark, stage.rollout, sampler, encoding, renderer, context=64)
+        return asked, sampler, stage, renderer
 
     return made
 
@@ -47,7 +49,7 @@ def test_a_policy_is_asked_what_an_eval_stage_asks_and_scored_as_there(opened):
     values = {"num_samples": 2, "temperature": 0.7, "metrics": ["pass@2"], "stop": ["END"], "max_new_tokens": 9}
     answers = iter(["#### 0", "x", "#### 1END#### 5", "#### 1", "no", "#### 3"])
     asked, sampler, stage, renderer = opened(lambda: (next(answers), "stop"), **values)
-    found = asyncio.run(asked.result("gsm8k"))
+    found = asyncio.run(asked.result())
     benchmark = open_benchmark(stage.evaluation.benchmarks[0], seed=5)
     short = benchmark.items[:3]
     wanted = [
@@ -65,18 +67,18 @@ def test_a_policy_is_asked_what_an_eval_stage_asks_and_scored_as_there(opened):
 
 def test_an_answer_that_reached_its_limit_is_counted_and_one_that_was_given_up_ends_the_evaluation(opened):
     asked, sampler, *_ = opened(lambda: ("#### 1", "length"))
-    found = asyncio.run(asked.result("gsm8k"))
+    found = asyncio.run(asked.result())
     assert found.counts["truncated"] == 3 and found.scores["exact_match"].value == 1 / 4
     assert [request.params.max_new_tokens for request in sampler.requests] == [16] * 3
     asked, *_ = opened(lambda: ("", "abort"))
     with pytest.raises(SamplerError, match="gsm8k: a sampler gave up an answer: not finite"):
-        asyncio.run(asked.result("gsm8k"))
+        asyncio.run(asked.result())
 
 
 def test_thinking_between_special_tokens_is_left_out_and_other_special_tokens_are_no_text(opened):
     tags = {"begin": "<|tool_call|>", "end": "<|tool_call_end|>"}
     asked, *_ = opened(lambda: (f"{tags['begin']}hm{tags['end']}<|pad|>#### 1", "stop"), thinking=tags)
-    record = asyncio.run(asked.result("gsm8k")).records[1]
+    record = asyncio.run(asked.result()).records[1]
     assert (record["output"], record["thinking"], record["scores"]["exact_match"]) == ("#### 1", "hm", 1.0)
 
 
@@ -94,7 +96,7 @@ def test_each_named_set_has_its_interval_and_the_start_can_be_left_out():
 
 def test_scores_that_the_checkpoint_does_not_have_are_written_again_and_there_once(opened, tmp_path):
     asked, *_ = opened(lambda: ("#### 1", "stop"))
-    result = asyncio.run(asked.result("gsm8k"))
+    result = asyncio.run(asked.result())
     job = Job(name="rl", run="test", config=config(), inputs={}, workspace=tmp_path)
     records = Records(job, resume_step=-1)
     for step in (1, 2, 3):

@@ -17,8 +17,16 @@ from nanodag.rl.control.model_facts import ModelFacts
 from nanodag.rl.control.saved_rollouts import SavedRollouts, best_of
 from nanodag.rl.control.step_records import Records
 from nanodag.rl.rollouts.export import export_rollouts
-from nanodag.rl.rollouts.prompts import read_ledger
-from nanodag.rl.rollouts.rollout import GREEDY, REPLAYED, Rollout, Span, read_rollouts, sampled_span, write_rollouts
+from nanodag.rl.rollouts.rollout import (
+    GREEDY,
+    REPLAYED,
+    Rollout,
+    Span,
+    read_lines,
+    read_rollouts,
+    sampled_span,
+    write_rollouts,
+)
 from nanodag.rl.rollouts.rollout_files import Shelf
 from nanodag.rl.rollouts.saved import check_steps, read_saved, saved_files
 from nanodag.run.build_stage import key_of
@@ -85,7 +93,7 @@ def test_answers_of_files_that_share_prompt_ids_stay_with_their_rollouts(tmp_pat
     shelf = Shelf(run="r", stage="rl", records=job.records, metrics=job.metrics_path, model=tmp_path)
     found = [(read.rollout.prompt_id, bytes(read.rollout.response_token_ids), read.answer) for read in shelf.read(1)]
     assert sorted(found) == [("0:p", b"one", "one"), ("1:p", b"two", "two")]
-    assert sorted(line["prompt_id"] for line in read_ledger(job.records / "ledger.jsonl")) == ["0:p", "1:p"]
+    assert sorted(line["prompt_id"] for line in list(read_lines(job.records / "ledger.jsonl"))) == ["0:p", "1:p"]
 
 
 def test_a_line_of_an_export_is_the_rollout_that_was_exported(tmp_path):

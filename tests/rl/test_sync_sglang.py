@@ -2,7 +2,7 @@
 
 import pytest
 
-from nanodag.rl.rollouts.prompts import read_ledger
+from nanodag.rl.rollouts.rollout import read_lines
 from tests.rl.in_flight import SETTINGS, check_that_responses_went_on
 from tests.rl.stages import make_job, metrics, start
 from tests.sglang_python import python_or_skip
@@ -48,7 +48,7 @@ def test_two_ranks_train_two_steps_on_what_sglang_samples_with_their_weights(tmp
     how = "broadcast in 9 buckets" if "sync" in sync else "loaded"
     for version in (0, 1, 2):
         assert any(f"weights {version}: {how}" in line and "19 tensors verified" in line for line in log.splitlines())
-    assert len(read_ledger(job.records / "ledger.jsonl")) == 4
+    assert len(list(read_lines(job.records / "ledger.jsonl"))) == 4
 
 
 @pytest.mark.slow

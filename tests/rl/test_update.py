@@ -13,7 +13,7 @@ from nanodag.config.kinds.rl import RLStage
 from nanodag.config.rl_sections import AlgorithmSection
 from nanodag.errors import ConfigError, TrainingDiverged
 from nanodag.rl.losses import PolicyLoss, Totals
-from nanodag.rl.rollouts.filters import with_overlong_penalty
+from nanodag.rl.rollouts.filters import shaped
 from nanodag.rl.rollouts.metrics import Sums, rollout_metrics, trainer_metrics
 from nanodag.rl.rollouts.rollout import groups_of, read_rollouts
 from nanodag.rl.trainer.update import DeviceSums, PolicyObjective, Scored
@@ -202,9 +202,12 @@ def test_a_setting_has_the_default_of_every_loss_that_takes_it():
 
 
 def test_the_overlong_penalty_grows_over_the_last_tokens():
+    section = RLStage.of(
+        kind="rl", data=["file:x"], max_new_tokens=80, overlong_buffer=20, overlong_penalty=1.0
+    ).rollout
     for num_tokens, taken in ((1, 0.0), (60, 0.0), (61, -0.05), (70, -0.5), (80, -1.0)):
         response = rollout("a", 0, [1], [2] * num_tokens, reward=1.0)
-        found = with_overlong_penalty(response, longest=80, buffer=20, penalty=1.0)
+        found = shaped(response, section)
         assert found.reward == pytest.approx(1.0 + taken)
         assert found.reward_components == {"overlong": pytest.approx(taken)}
         assert rollout_metrics([found])["pass_rate"] == 1.0  # right, if long

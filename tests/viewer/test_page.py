@@ -131,7 +131,7 @@ def test_held_out_rollouts_are_a_set_of_their_own(get):
 def turns(shelf, reads, colour="none"):
     """Of the main sequence of each sample."""
     (group,) = Painter(shelf.model).groups(reads, colour)
-    return [card.branches[0].turns for card in group.cards]
+    return [branches[0].turns for branches in group.samples]
 
 
 def test_colours_are_scaled_by_the_largest_and_follow_the_sign(shelf):
@@ -280,14 +280,14 @@ def asked(shelf, *rollouts, dropped=()):
     return lambda query="": client.get(f"/{query}").text
 
 
-def cards_of(shelf):
-    return [card for group in Painter(shelf.model).groups(shelf.read(2), "none") for card in group.cards]
+def samples_of(shelf):
+    return [sample for group in Painter(shelf.model).groups(shelf.read(2), "none") for sample in group.samples]
 
 
 def test_a_sample_is_shown_turn_by_turn_with_who_speaks_and_what_is_called(shelf):
     spans = [said("so <tool_call>2+2</tool_call>"), heard("4"), said("four"), heard("<|im_start|>user\nSure?")]
     asked(shelf, rollout("p", 0, 1.0, spans, role="solver"))
-    ((branch,),) = [card.branches for card in cards_of(shelf)]
+    ((branch,),) = samples_of(shelf)
     assert [(t.number, t.speaker, t.is_sampled, t.num_calls) for t in branch.turns] == [
         (1, "solver", True, 1), (2, "tool", False, 0), (3, "solver", True, 0), (4, "user", False, 0)
     ]  # fmt: skip
@@ -308,9 +308,9 @@ def test_branches_stand_below_the_sample_that_they_belong_to(shelf):
         finish_reason="length", reward=0.25, reward_components={"agreed": 0.5},
     )  # fmt: skip
     get = asked(shelf, main, own, other)
-    first, second = cards_of(shelf)
-    assert [(b.read.rollout.branch, b.role, b.prompt) for b in first.branches] == [(0, "", ""), (1, "judge", "a")]
-    assert len(second.branches) == 1
+    first, second = samples_of(shelf)
+    assert [(b.read.rollout.branch, b.role, b.prompt) for b in first] == [(0, "", ""), (1, "judge", "a")]
+    assert len(second) == 1
     page = get()
     assert "<dt>mean reward</dt><dd>0.5</dd>" in page and "<dt>samples</dt><dd>2</dd>" in page
     assert page.count('<details class="branch">') == 1 and "<dt>agreed</dt><dd>0.5</dd>" in page
@@ -324,7 +324,7 @@ def test_samples_that_begin_with_prompts_of_their_own_stand_under_their_messages
     line = {"prompt_id": "p", "answer": "", "messages": [{"role": "user", "content": "Sort them."}]}
     (shelf.records / "rollouts" / "step-00000002.answers.jsonl").write_text(json.dumps(line) + "\n")
     (group,) = Painter(shelf.model).groups(shelf.read(2), "none")
-    assert group.prompt == "user: Sort them." and [card.branches[0].prompt for card in group.cards] == ["?", "a"]
+    assert group.prompt == "user: Sort them." and [branches[0].prompt for branches in group.samples] == ["?", "a"]
 
 
 def test_a_failure_is_shown_with_its_reason_and_its_last_lines(shelf):

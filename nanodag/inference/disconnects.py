@@ -2,11 +2,16 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.types import ExceptionHandler
+
+from nanodag.inference.access_checks import TooLarge
 
 log = logging.getLogger(__name__)
 
@@ -19,7 +24,7 @@ class Left(Exception):
     """The client has gone."""
 
 
-async def unless_left(http: HttpRequest, work: Coroutine[Any, Any, T]) -> T:
+async def unless_left(http: HttpRequest, work: Awaitable[T]) -> T:
     """The result of work for a request whose body was read. Raises Left, and ends the work, when the client leaves."""
     running = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_left(http))
@@ -32,6 +37,19 @@ async def unless_left(http: HttpRequest, work: Coroutine[Any, Any, T]) -> T:
         running.cancel()
         leaving.cancel()
         await asyncio.gather(running, leaving, return_exceptions=True)
+
+
+def _has_left(http: HttpRequest, error: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+def _too_large(http: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, TooLarge)
+    return error.response
+
+
+HANDLERS: Mapping[Any, ExceptionHandler] = {TooLarge: _too_large, ClientDisconnect: _has_left, Left: _has_left}
+"""Answers of any server of ours to a body above its limit, and to a client that has gone."""
 
 
 async def _left(http: HttpRequest) -> None:
