@@ -9,6 +9,7 @@ from nanodag.config.derive_schedule import model_of
 from nanodag.config.hardware_rules import RULES
 from nanodag.config.kinds import find_kind
 from nanodag.config.pipeline import Pipeline
+from nanodag.config.section import Filler
 from nanodag.config.stage_base import StageBase
 from nanodag.errors.words import counted
 from nanodag.host.machine import Machine
@@ -26,9 +27,9 @@ def derive(pipeline: Pipeline, machine: Machine) -> tuple[Pipeline, dict[str, st
     stages: dict[str, Any] = {}
     for name, stage in pipeline.stages.items():
         derived = Derived(name, machine, origins, pipeline)
-        if stage.seed == "auto":
-            stage = stage.model_copy(update={"seed": pipeline.seed})
-            origins[f"{name}.seed"] = "derived: the pipeline's seed"
+        fill = Filler(stage, name, origins)
+        fill("seed", pipeline.seed, "the pipeline's seed")
+        stage = stage.model_copy(update=fill.updates)
         stage = precision_of(device_of(stage, device, derived).before_ranks(derived), derived)
         model = model_of(pipeline, name)
         stages[name] = spread(stage, model, derived).after_ranks(model, derived)
@@ -47,10 +48,8 @@ def with_core(pipeline: Pipeline, machine: Machine) -> tuple[Pipeline, dict[str,
     for name, stage in pipeline.stages.items():
         stages[name], is_left_out = stage.with_core(pipeline.core_bundle, Derived(name, machine, origins, pipeline))
         without += [name] if is_left_out else []
-    warning = (
-        f"CORE is left out of {', '.join(without)}: core_bundle is none. Fetch and unpack {BUNDLE}, and set "
-        "core_bundle to its folder, or NANODAG_CORE_BUNDLE"
-    )
+    warning = f"CORE is left out of {', '.join(without)}: core_bundle is none. Fetch and unpack {BUNDLE}, and set "
+    warning += "core_bundle to its folder, or NANODAG_CORE_BUNDLE"
     return pipeline.model_copy(update={"stages": stages}), origins, (warning,) if without else ()
 
 

@@ -31,6 +31,7 @@ from nanodag.config.hardware_rules import (
     RULES,
     TRITON_CAPABILITY,
 )
+from nanodag.config.kind import SCORES
 from nanodag.config.kinds import find_kind
 from nanodag.config.model_size import ModelSize
 from nanodag.config.stage_base import StageBase, TrainedStage
@@ -39,7 +40,6 @@ from nanodag.host.machine import Machine
 from nanodag.inference.number_formats import width_of
 
 if TYPE_CHECKING:
-    from nanodag.config.kinds.evaluation import EvalStage
     from nanodag.config.kinds.rl import RLStage
     from nanodag.config.pipeline import Pipeline
     from nanodag.config.supervised import SupervisedStage
@@ -48,7 +48,6 @@ ENDLESS = 1 << 60
 
 _S = TypeVar("_S", bound=StageBase)
 _Trained = TypeVar("_Trained", bound=TrainedStage)
-_Eval = TypeVar("_Eval", bound="EvalStage")
 _RL = TypeVar("_RL", bound="RLStage")
 _Supervised = TypeVar("_Supervised", bound="SupervisedStage")
 
@@ -88,21 +87,13 @@ def device_of(stage: _S, of_pipeline: str, derived: Derived) -> _S:
 
 
 def precision_of(stage: _S, derived: Derived) -> _S:
-    """The stage in the precision that its device multiplies fastest."""
+    """The stage in the precision that its device multiplies fastest; an evaluation on a CPU in float32."""
     if getattr(stage, "precision", "") != "auto":
         return stage
-    derived.note("precision", "precision")
-    return stage.model_copy(update={"precision": _fastest(stage, derived)})
-
-
-def evaluation_precision(stage: _Eval, derived: Derived) -> _Eval:
-    """The evaluation in the fastest precision of a GPU; on a CPU in float32."""
-    if stage.precision != "auto":
-        return stage
-    derived.note("precision", "precision_evaluation")
-    return stage.model_copy(
-        update={"precision": "fp32" if stage.resources.device == "cpu" else _fastest(stage, derived)}
-    )
+    is_scored = find_kind(stage.kind).makes == SCORES
+    derived.note("precision", "precision_evaluation" if is_scored else "precision")
+    precision = "fp32" if is_scored and stage.resources.device == "cpu" else _fastest(stage, derived)
+    return stage.model_copy(update={"precision": precision})
 
 
 def rl_precision(stage: _RL, model: ModelSize | None, derived: Derived) -> _RL:
@@ -151,20 +142,18 @@ def placed(stage: _RL, model: ModelSize | None, derived: Derived) -> _RL:
 
 def _gains_by_turns(stage: "RLStage", model: ModelSize | None, machine: Machine) -> bool:
     """True where the optimizer's states stay on the GPU where the trainer has it in turns, and beside samplers not."""
-    is_alone = stage.resources.offload_optimizer == "auto" and not stage.sampler.nodes and stage.sampler.gpus == ()
-    is_alone = is_alone and not stage.sampler.has_others
+    sampler = stage.sampler
     if model is None or machine.gpu is None or stage.resources.device != "cuda":
         return False
-    if stage.rollout.max_staleness or stage.lends_states is False or not is_alone:
+    if stage.resources.offload_optimizer != "auto" or sampler.nodes or sampler.gpus != () or sampler.has_others:
+        return False
+    if stage.rollout.max_staleness or stage.lends_states is False:
         return False
     states = 2 * _states(stage, model, int(stage.resources.num_ranks))
-    share = stage.sampler.memory_fraction
-    beside, shared = (
-        stage.model_copy(update={"placement": placement, "sampler": stage.sampler.model_copy(update={
-            "memory_fraction": SHARE_BESIDE_TRAINER if share == "auto" else share
-        })})
-        for placement in ("beside", "shared")
-    )  # fmt: skip
+    share = SHARE_BESIDE_TRAINER if sampler.memory_fraction == "auto" else sampler.memory_fraction
+    sampler = sampler.model_copy(update={"memory_fraction": share})
+    placements = ("beside", "shared")
+    beside, shared = (stage.model_copy(update={"placement": each, "sampler": sampler}) for each in placements)
     return _room(beside, machine, 1) < states <= _room(shared, machine, 1)
 
 
@@ -199,7 +188,11 @@ def _nodes_and_ranks(stage: StageBase, model: ModelSize | None, derived: Derived
         derived.note("resources.num_ranks", "ranks_none")
         return (1, 1) if nodes == "auto" else (nodes, nodes)
     allowed = range(1, machine.nodes + 1) if nodes == "auto" else range(nodes, nodes + 1)
-    of_a_node = _ranks_of_a_node(stage, model, derived)
+    if device == "cuda":
+        of_a_node = list(range(1, max(1, machine.num_gpus - stage.own_gpus) + 1))
+        derived.note("resources.num_ranks", "ranks_cuda")
+    else:
+        of_a_node = stage.ranks_on_cpu(model, derived)
     tokens, length, rows, unit = stage.step_size
     most = allowed[-1] * of_a_node[-1]
     if model is not None:
@@ -215,14 +208,6 @@ def _nodes_and_ranks(stage: StageBase, model: ModelSize | None, derived: Derived
     fitting = [(t, n) for t, n in totals if t <= most and t % unit == 0 and rows % t == 0]
     ranks, fewest = max(fitting, default=(allowed[0] * unit, -allowed[0]))
     return -fewest, ranks
-
-
-def _ranks_of_a_node(stage: StageBase, model: ModelSize | None, derived: Derived) -> list[int]:
-    """Numbers of ranks that a node may have, ascending."""
-    if stage.resources.device != "cuda":
-        return stage.ranks_on_cpu(model, derived)
-    derived.note("resources.num_ranks", "ranks_cuda")
-    return list(range(1, max(1, derived.machine.num_gpus - stage.own_gpus) + 1))
 
 
 def rl_ranks_on_cpu(derived: Derived) -> list[int]:
@@ -255,7 +240,7 @@ def fit_supervised(stage: _Supervised, model: ModelSize | None, derived: Derived
     of_rank = max(1, int(stage.batch_tokens) // ranks)
     limit = FULL_TOKENS[device]
     updates: dict[str, Any] = {}
-    if device == "cuda" and _memory_is_unknown(model, derived):
+    if device == "cuda" and (model is None or derived.machine.gpu is None):
         limit = LEAST_TOKENS
     if stage.activation_checkpointing == "auto":
         tokens = 0 if stage.micro_batch_tokens == "auto" else int(stage.micro_batch_tokens)
@@ -290,7 +275,7 @@ def fit_rl(stage: _RL, model: ModelSize | None, derived: Derived) -> _RL:
     if optimizer.micro_batch_tokens == "auto":
         checkpointed = bool(updates.get("activation_checkpointing", optimizer.activation_checkpointing))
         room = min(limit, _tokens(stage, model, derived, checkpointed=checkpointed))
-        is_unknown = device == "cuda" and _memory_is_unknown(model, derived)
+        is_unknown = device == "cuda" and (model is None or derived.machine.gpu is None)
         most = RL_TOKENS_UNKNOWN if is_unknown else 1 << (max(room, 1).bit_length() - 1)
         updates["micro_batch_tokens"] = max(most, context)
         derived.note(
@@ -310,10 +295,6 @@ def _offload(stage: _Trained, model: ModelSize | None, can: bool, derived: Deriv
     derived.note("resources.offload_optimizer", "offload")
     update = {"offload_optimizer": "cpu" if is_large else "none"}
     return stage.model_copy(update={"resources": stage.resources.model_copy(update=update)})
-
-
-def _memory_is_unknown(model: ModelSize | None, derived: Derived) -> bool:
-    return model is None or derived.machine.gpu is None
 
 
 def _tokens(stage: TrainedStage, model: ModelSize | None, derived: Derived, *, checkpointed: bool) -> int:

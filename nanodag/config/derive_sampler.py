@@ -6,14 +6,13 @@ amount, a share of the whole device, and never a share of what is free at the mo
 """
 
 import os
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from nanodag.config.footprint import USABLE
 from nanodag.config.model_size import ModelSize
-from nanodag.config.rl_parts import SamplerConfig
-from nanodag.config.section import Section
+from nanodag.config.rl_parts import SGLANG_ONLY, EngineConfig, SamplerConfig
+from nanodag.config.section import Filler
 from nanodag.errors import ConfigError
 from nanodag.errors.words import counted
 from nanodag.host.machine import GIB, Machine, detect
@@ -23,7 +22,7 @@ from nanodag.inference.sglang_install import PYTHON_VARIABLE, default_folder, is
 from nanodag.inference.sglang_options import check_no_window
 
 if TYPE_CHECKING:
-    from nanodag.config.kinds.evaluation import EvalSamplerConfig, EvalStage
+    from nanodag.config.kinds.evaluation import EvalStage
     from nanodag.config.kinds.rl import RLStage
 
 _RL = TypeVar("_RL", bound="RLStage")
@@ -100,7 +99,7 @@ def room_for_cache(
 def derive_sampler(name: str, stage: _RL, machine: Machine, model: ModelSize | None, origins: dict[str, str]) -> _RL:
     """The stage with no `auto` among what concerns samplers. model: None where its size is not known beforehand."""
     config, device = stage.sampler, str(stage.resources.device)
-    fill = _Filler(config, f"{name}.sampler", origins)
+    fill = Filler(config, f"{name}.sampler", origins)
     engine, tensor_parallel = _filled_engine(fill, config, machine, device, model)
     is_exact = fill("deterministic", engine == "embedded" and device == "cpu", f"engine {engine} on {device}")
     precision = fill("precision", stage.optimizer.precision, "the trainer's: two precisions would differ in their draw")
@@ -144,13 +143,13 @@ def derive_sampler(name: str, stage: _RL, machine: Machine, model: ModelSize | N
         why = f"{each} samples of {context} tokens, at most {_gib(room)} a replica"
         fill("cache_bytes", max(slot, min(each * slot, room)), why)
     fill("start_timeout_s", 900.0 if engine == "sglang" else 120.0, f"engine {engine}")
-    of_weights = _Filler(stage.weights, f"{name}.weights", origins)
+    of_weights = Filler(stage.weights, f"{name}.weights", origins)
     is_blind = (engine == "sglang" and device == "cuda") or tensor_parallel > 1
     why = f"engine {engine} on {device}" + ", whose weights cannot be verified yet" * is_blind
     of_weights("sync_check_every", 0 if is_blind else VERIFY_EVERY, why)
     coarsest = "bf16" if "bf16" in (stage.optimizer.precision, precision) else "fp32"
     of_weights("mismatch_limit", LARGEST_MISMATCH[coarsest], f"{coarsest} on one of the two sides")
-    of_rollout = _Filler(rollout, f"{name}.rollout", origins)
+    of_rollout = Filler(rollout, f"{name}.rollout", origins)
     of_rollout("order", *_order(stage))
     return stage.model_copy(
         update={
@@ -162,7 +161,7 @@ def derive_sampler(name: str, stage: _RL, machine: Machine, model: ModelSize | N
 
 
 def _filled_engine(
-    fill: "_Filler", config: "SamplerConfig | EvalSamplerConfig", machine: Machine, device: str, model: ModelSize | None
+    fill: Filler, config: EngineConfig, machine: Machine, device: str, model: ModelSize | None
 ) -> tuple[str, int]:
     """The engine, and GPUs of one sampler. What was set for SGLang means nothing to the embedded one.
 
@@ -179,7 +178,8 @@ def _filled_engine(
             f"{fill.name}.engine auto is the embedded one here ({why}), which takes one. Leave it out; or, for another "
             "machine, say which: --on 8xH100+sglang."
         )
-    fill.without(config.sglang_only)
+    fields = type(config).model_fields
+    fill.updates |= {name: fields[name].get_default(call_default_factory=True) for name in SGLANG_ONLY}
     return engine, 1
 
 
@@ -187,18 +187,18 @@ def _order(stage: "RLStage") -> tuple[str, str]:
     """`arrival` needs requests that stay in flight while weights change."""
     if stage.weights.sync_mode == "finish":
         return "prompt", "sync_mode finish"
-    if name := stage.rollout.needs_prompt_order:
-        return "prompt", name
+    for name in ("over_sampling", "partial_rollout_tokens"):  # they choose groups in the order of their prompts
+        if getattr(stage.rollout, name):
+            return "prompt", name
     return "arrival", f"sync_mode {stage.weights.sync_mode}"
 
 
 def _gpus_of_samplers(stage: "RLStage", machine: Machine) -> int:
     """GPUs of a node that has samplers."""
-    own = stage.sampler.gpus
     if stage.sampler.nodes:
         return machine.num_gpus
-    if stage.placement == "separate" and isinstance(own, tuple):
-        return len(own)
+    if stage.placement == "separate" and isinstance(stage.sampler.gpus, tuple):
+        return len(stage.sampler.gpus)
     return int(stage.resources.num_ranks) // stage.resources.num_nodes
 
 
@@ -234,66 +234,36 @@ def derive_evaluation(
     """The evaluation with no `auto` among what concerns its samplers and their answers. The context is what each
     benchmark needs, so it is no setting."""
     config, device = stage.sampler, str(stage.resources.device)
-    fill = _Filler(config, f"{name}.sampler", origins)
+    fill = Filler(config, f"{name}.sampler", origins)
     engine, tensor_parallel = _filled_engine(fill, config, machine, device, model)
     if engine == "sglang" and model is not None:
         check_no_window(model.window, model.max_positions, f"{name}.sampler.engine")
     replicas, why = replicas_of(
-        device=device,
-        gpus=stage.resources.gpus_per_node or machine.num_gpus,
-        tensor_parallel=tensor_parallel,
-        is_exact=engine == "embedded",
-        threads=int(stage.resources.threads),
-    )
+        device=device, gpus=stage.resources.gpus_per_node or machine.num_gpus, tensor_parallel=tensor_parallel,
+        is_exact=engine == "embedded", threads=int(stage.resources.threads),
+    )  # fmt: skip
     replicas = fill("replicas", replicas, f"{machine}, {why}")
     fill("max_batch", MAX_BATCH[device], f"on {device}, as far as the cache holds them")
     share, why = (SHARE_IN_EVALUATION, "of a GPU") if device == "cuda" else (SHARE_OF_HOST, "of the host's memory")
     weights = 0 if model is None else model.total * width_of(str(stage.precision))
     room = room_for_cache(
-        machine,
-        device=device,
-        share=share,
-        replicas=replicas,
-        tensor_parallel=tensor_parallel,
-        engine=engine,
+        machine, device=device, share=share, replicas=replicas, tensor_parallel=tensor_parallel, engine=engine,
         weights=weights,
-    )
+    )  # fmt: skip
     if device == "cuda" and machine.gpu is not None:  # beside it lies another copy of the weights, which scores
         left = int(USABLE * machine.gpu.memory) - weights - BESIDE_IN_EVALUATION
         room = min(room, tensor_parallel * left - weights)
     fill("cache_bytes", max(1, room), f"{share} {why} for {'a replica' if device == 'cuda' else 'all'}, less weights")
     benchmarks = []
     for number, benchmark in enumerate(stage.benchmarks):
-        answers = _Filler(benchmark, f"{name}.benchmarks.{number}", origins)
+        answers = Filler(benchmark, f"{name}.benchmarks.{number}", origins)
         answers("seed", stage.seed, "the stage's seed")
         answers("max_new_tokens", stage.max_new_tokens, "the stage's max_new_tokens")
         benchmarks.append(benchmark.model_copy(update=answers.updates))
-    scored = _Filler(stage, name, origins)
+    scored = Filler(stage, name, origins)
     scored("micro_batch_tokens", SCORED_TOKENS[device], f"on {device}")
     sampler = config.model_copy(update=fill.updates)
     return stage.model_copy(update={**scored.updates, "sampler": sampler, "benchmarks": tuple(benchmarks)})
-
-
-class _Filler:
-    """Gives a section's settings that are `auto` a value, and notes why."""
-
-    def __init__(self, section: Section, name: str, origins: dict[str, str]) -> None:
-        self.updates: dict[str, Any] = {}
-        self._section, self.name, self._origins = section, name, origins
-
-    def without(self, names: Sequence[str]) -> None:
-        """Settings that mean nothing here, as they are by default."""
-        fields = type(self._section).model_fields
-        self.updates |= {name: fields[name].get_default(call_default_factory=True) for name in names}
-
-    def __call__(self, field: str, value: Any, why: str) -> Any:
-        """The setting: what is given, else the value."""
-        own = getattr(self._section, field)
-        if own != "auto":
-            return own
-        self.updates[field] = value
-        self._origins[f"{self.name}.{field}"] = f"derived: {why}"
-        return value
 
 
 def _gib(num_bytes: int) -> str:

@@ -1,9 +1,11 @@
 """A stage's model, and what follows from its depth: shape, horizon, batch and learning rates."""
 
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 from nanodag.config.dial import Shape, flops_per_token, num_parameters, schedule_of, shape_of
 from nanodag.config.model_size import ModelSize, known_model
+from nanodag.config.section import Filler
 from nanodag.config.stage_base import StageBase
 from nanodag.errors import ConfigError
 
@@ -63,20 +65,16 @@ def vocabulary_of(pipeline: "Pipeline", stage: "PretrainStage") -> int:
 
 def shape_from(config: "ShapeConfig") -> Shape:
     """The Shape that a ShapeConfig without `auto` describes."""
-    fields = ("depth", "width", "num_heads", "num_kv_heads", "head_width", "mlp_width", "tied_embeddings")
-    return Shape(**{f: getattr(config, f) for f in fields})
+    return Shape(**{field.name: getattr(config, field.name) for field in fields(Shape)})
 
 
 def shaped(stage: _Pretrain, name: str, origins: dict[str, str]) -> _Pretrain:
     """A stage that begins at random weights, with its shape."""
     dial_shape = shape_of(stage.shape.depth)
-    updates = {}
-    for field in ("width", "num_heads", "num_kv_heads", "head_width", "mlp_width", "tied_embeddings"):
-        if getattr(stage.shape, field) == "auto":
-            updates[field] = getattr(dial_shape, field)
-            origins[f"{name}.shape.{field}"] = f"derived: depth {stage.shape.depth}"
-    if {"width", "num_heads", "num_kv_heads", "head_width", "mlp_width"} - set(updates):
-        updates.update(_consistent(stage.shape, updates, name, origins))
+    fill, sizes = Filler(stage.shape, f"{name}.shape", origins), ("width", "num_heads", "num_kv_heads", "head_width")
+    for field in (*sizes, "mlp_width", "tied_embeddings"):
+        fill(field, getattr(dial_shape, field), f"depth {stage.shape.depth}")
+    updates = fill.updates | _consistent(stage.shape, fill.updates, name, origins)
     shape = stage.shape.model_copy(update=updates)
     if int(shape.num_heads) % int(shape.num_kv_heads):
         raise ConfigError(
@@ -120,59 +118,39 @@ def _consistent(config: "ShapeConfig", derived: dict[str, Any], name: str, origi
 
 def scheduled(stage: _Supervised, derived: "Derived") -> _Supervised:
     """The stage with its horizon, batch and rates."""
-    name, pipeline, origins = derived.name, derived.pipeline, derived.origins
-    updates: dict[str, Any] = {}
-    source = pretrain_of(pipeline, name)
-    optimizer: dict[str, Any] = {}
-    traits = stage.optimizer.traits
-    if source is not None:
+    name, pipeline, traits = derived.name, derived.pipeline, stage.optimizer.traits
+    fill = Filler(stage, name, derived.origins)
+    rates = Filler(stage.optimizer, f"{name}.optimizer", derived.origins)
+    if (source := pretrain_of(pipeline, name)) is not None:
         if begins := _is_from_scratch(stage):
             shape = shape_from(stage.shape)
         else:  # the source's own `auto` may come later in the table
             source = shaped(source, stage.inputs["model"], {})
             shape = shape_from(source.shape)
         vocabulary = vocabulary_of(pipeline, source)
-        ratio = source.tokens_per_parameter
-        fixed_horizon = None if stage.horizon_tokens == "auto" else int(stage.horizon_tokens)
-        fixed_batch = None if stage.batch_tokens == "auto" else int(stage.batch_tokens)
-        schedule = schedule_of(
-            shape, vocabulary, tokens_per_parameter=ratio, horizon_tokens=fixed_horizon, batch_tokens=fixed_batch
-        )
-        dial = schedule_of(shape, vocabulary, tokens_per_parameter=ratio)
-        why = f"derived: depth {shape.depth}, {num_parameters(shape, vocabulary)['total']:,} parameters"
-        if begins:
-            if fixed_horizon is None:
-                updates["horizon_tokens"] = schedule.horizon_tokens
-                origins[f"{name}.horizon_tokens"] = why
-            else:
-                origins[f"{name}.horizon_tokens!"] = f"the dial says {dial.horizon_tokens:,}"
-        if fixed_batch is None:
-            updates["batch_tokens"] = schedule.batch_tokens
-            origins[f"{name}.batch_tokens"] = why
-        else:
-            origins[f"{name}.batch_tokens!"] = f"the dial says {dial.batch_tokens:,}"
-        if stage.optimizer.learning_rate == "auto":
-            # One learning rate for all weights is 20 to 50 times lower than what embeddings alone take beside Muon.
-            of_all = round(schedule.matrix_lr / traits.dial_divisor, 6)
-            optimizer["learning_rate"] = of_all if traits.takes_all else schedule.embedding_lr
-            origins[f"{name}.optimizer.learning_rate"] = why
-        if stage.optimizer.matrix_lr == "auto":
-            optimizer["matrix_lr"] = schedule.matrix_lr / (1 if traits.takes_all else traits.dial_divisor)
-            origins[f"{name}.optimizer.matrix_lr"] = why
-    if stage.batch_tokens == "auto" and "batch_tokens" not in updates:
+        sizes = {"horizon_tokens": stage.horizon_tokens, "batch_tokens": stage.batch_tokens}
+        given = {field: int(value) for field, value in sizes.items() if value != "auto"}
+        dial = schedule_of(shape, vocabulary, tokens_per_parameter=source.tokens_per_parameter)
+        schedule = schedule_of(shape, vocabulary, tokens_per_parameter=source.tokens_per_parameter, **given)
+        why = f"depth {shape.depth}, {num_parameters(shape, vocabulary)['total']:,} parameters"
+        for field in sizes if begins else ("batch_tokens",):
+            fill(field, getattr(schedule, field), why)
+            if field in given:
+                derived.origins[f"{name}.{field}!"] = f"the dial says {getattr(dial, field):,}"
+        # One learning rate for all weights is 20 to 50 times lower than what embeddings alone take beside Muon.
+        of_all = round(schedule.matrix_lr / traits.dial_divisor, 6)
+        rates("learning_rate", of_all if traits.takes_all else schedule.embedding_lr, why)
+        rates("matrix_lr", schedule.matrix_lr / (1 if traits.takes_all else traits.dial_divisor), why)
+    if stage.batch_tokens == "auto" and "batch_tokens" not in fill.updates:
         raise ConfigError(f"{name}.batch_tokens: auto needs a pretrain stage above it; give a number.")
     for field in ("learning_rate", "matrix_lr"):
-        if getattr(stage.optimizer, field) == "auto" and field not in optimizer:
-            if field == "matrix_lr" and traits.takes_all:
-                optimizer[field] = float(stage.optimizer.learning_rate)
-            else:
+        if getattr(stage.optimizer, field) == "auto" and field not in rates.updates:
+            if field == "learning_rate" or not traits.takes_all:
                 raise ConfigError(f"{name}.optimizer.{field}: auto needs a pretrain stage above it; give a number.")
-    if optimizer:
-        updates["optimizer"] = stage.optimizer.model_copy(update=optimizer)
-    if stage.horizon_tokens == "auto" and "horizon_tokens" not in updates:
-        updates["horizon_tokens"] = 0
-        origins[f"{name}.horizon_tokens"] = "derived: 0, num_epochs decides"
-    return stage.model_copy(update=updates)
+            rates.updates[field] = float(stage.optimizer.learning_rate)
+    if "horizon_tokens" not in fill.updates:
+        fill("horizon_tokens", 0, "0, num_epochs decides")
+    return stage.model_copy(update=fill.updates | {"optimizer": stage.optimizer.model_copy(update=rates.updates)})
 
 
 def check_batch(stage: "SupervisedStage", derived: "Derived") -> None:

@@ -6,10 +6,9 @@ is what YAML 1.1 and 1.2 read as different numbers (`010`). Keys are text. A who
 """
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -32,6 +31,7 @@ _OCTAL_OR_HEX = re.compile(r"0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 _TAGS = {f"tag:yaml.org,2002:{name}": name for name in ("str", "int", "float", "bool", "null", "map", "seq")}
+_COLLECTIONS = {yaml.MappingStartEvent: "map", yaml.SequenceStartEvent: "seq"}
 
 
 def read_yaml(file: Path) -> Any:
@@ -62,10 +62,8 @@ def parse_yaml(text: str, where: Callable[[int], str]) -> Any:
 
     Raises ConfigError for what is not YAML, too large, too deep or ambiguous.
     """
-    reader = _Reader(where)
     try:
-        for event in yaml.parse(text, Loader=_LOADER):
-            reader.take(event)
+        return _Reader(yaml.parse(text, Loader=_LOADER), where).document()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         at = where(mark.line + 1 if mark else 1)
@@ -75,144 +73,128 @@ def parse_yaml(text: str, where: Callable[[int], str]) -> Any:
         raise ConfigError(f"{where(1)}: not YAML: it holds the character U+{character:04X}.") from None
     except UnicodeError:  # half of a surrogate pair
         raise ConfigError(f"{where(1)}: not YAML: it holds characters that are no Unicode text.") from None
-    return reader.value
 
 
-@dataclass
-class _Open:
-    """A table or list that is being read. lines: of its keys. merged: what `<<` takes in. size, height: in nodes, with
-    what its aliases stand for."""
+class _Read(NamedTuple):
+    """A value with its size and height in nodes, what its aliases stand for counted."""
 
-    value: dict[str, Any] | list[Any]
-    anchor: str | None
-    line: int
-    lines: dict[str, int] = field(default_factory=dict)
-    key: str | None = None
-    is_merge: bool = False
-    merged: list[dict[str, Any]] = field(default_factory=list)
+    value: Any
     size: int = 1
     height: int = 1
 
 
 class _Reader:
-    """Events in, one value out."""
+    """Events in, one value out. It calls itself for what is nested, MAX_DEPTH times at most."""
 
-    def __init__(self, where: Callable[[int], str]) -> None:
-        self.value: Any = None
-        self._where = where
-        self._open: list[_Open] = []
-        self._anchors: dict[str, tuple[Any, int, int]] = {}  # value, size, height
-        self._num_documents = 0
+    def __init__(self, events: Iterator[yaml.Event], where: Callable[[int], str]) -> None:
+        self._events, self._where = events, where
+        self._anchors: dict[str, _Read | None] = {}  # None while it is read
+        self._size = 0
 
-    def take(self, event: yaml.Event) -> None:
-        """One event of the parser."""
-        line = event.start_mark.line + 1
-        if isinstance(event, yaml.DocumentStartEvent):
-            self._num_documents += 1
-            if self._num_documents > 1:
-                raise self._wrong(line, "a second document (`---`) begins; a pipeline file is one")
-        elif isinstance(event, yaml.MappingStartEvent | yaml.SequenceStartEvent):
-            self._begin(event, line)
-        elif isinstance(event, yaml.MappingEndEvent | yaml.SequenceEndEvent):
-            self._end()
-        elif isinstance(event, yaml.AliasEvent):
-            self._alias(event.anchor, line)
-        elif isinstance(event, yaml.ScalarEvent):
-            self._scalar(event, line)
+    def document(self) -> Any:
+        """The only document's value. Raises ConfigError at the beginning of a second one."""
+        read: _Read | None = None
+        for event in self._events:
+            if isinstance(event, yaml.DocumentStartEvent) and read is not None:
+                raise self._wrong(event, "a second document (`---`) begins; a pipeline file is one")
+            if isinstance(event, yaml.NodeEvent):
+                read = self._node(event, 0)
+        return read.value if read is not None else None
 
-    def _wrong(self, line: int, what: str) -> ConfigError:
-        return ConfigError(f"{self._where(line)}: {what}.")
+    def _wrong(self, event: yaml.Event, what: str) -> ConfigError:
+        return ConfigError(f"{self._where(event.start_mark.line + 1)}: {what}.")
 
-    def _begin(self, event: yaml.CollectionStartEvent, line: int) -> None:
-        is_map = isinstance(event, yaml.MappingStartEvent)
-        if event.tag not in (None, "!") and _TAGS.get(event.tag) != ("map" if is_map else "seq"):
-            raise self._wrong(line, f"the tag {_short(event.tag)} means nothing here; leave it out")
-        top = self._open[-1] if self._open else None
-        if top is not None and isinstance(top.value, dict) and top.key is None and not top.is_merge:
-            raise self._wrong(line, "a table or list cannot be a key; braces in text need quotes")
-        self._open.append(_Open({} if is_map else [], event.anchor, line))
-        if len(self._open) > MAX_DEPTH:
-            raise self._wrong(line, f"nested deeper than {MAX_DEPTH}")
-
-    def _end(self) -> None:
-        done = self._open.pop()
-        value = done.value
-        if isinstance(value, dict):
-            for table in done.merged:  # what stands here wins, then the first that was taken in
-                value = {**table, **value}
-        self._put(value, done.size, done.height, done.line, done.anchor)
-
-    def _alias(self, anchor: str, line: int) -> None:
-        if any(node.anchor == anchor for node in self._open):
-            raise self._wrong(line, f"*{anchor} stands within what it names, &{anchor}, and would contain itself")
-        if anchor not in self._anchors:
-            raise self._wrong(line, f"there is no &{anchor} above for *{anchor}")
-        value, size, height = self._anchors[anchor]
-        self._put(value, size, height, line, None)
-
-    def _scalar(self, event: yaml.ScalarEvent, line: int) -> None:
-        if "\0" in event.value:
-            raise self._wrong(line, "a text holds the character U+0000, which no name or path may")
-        top = self._open[-1] if self._open else None
-        if top is not None and isinstance(top.value, dict) and top.key is None and not top.is_merge:
-            self._begin_pair(top, event, line)
-            return
-        tag = None if event.tag in (None, "!") else _TAGS.get(event.tag, event.tag)
-        is_plain = event.implicit[0] and event.tag is None
-        if (tag is None and not is_plain) or tag == "str":
-            value = event.value
+    def _node(self, event: yaml.NodeEvent, depth: int) -> _Read:
+        """The value that begins with an event. depth: tables and lists around it."""
+        if isinstance(event, yaml.AliasEvent):
+            if event.anchor not in self._anchors:
+                raise self._wrong(event, f"there is no &{event.anchor} above for *{event.anchor}")
+            if (read := self._anchors[event.anchor]) is None:
+                what = f"*{event.anchor} stands within what it names, &{event.anchor}, and would contain itself"
+                raise self._wrong(event, what)
+            if depth + read.height > MAX_DEPTH:
+                raise self._wrong(event, f"nested deeper than {MAX_DEPTH}, what aliases stand for counted")
+            self._count(event, read.size)
+            return read
+        self._count(event, 1)
+        if isinstance(event, yaml.ScalarEvent):
+            read = _Read(self._scalar(event))
         else:
-            value = self._plain(event.value, line)
-            if tag is not None and not _fits(value, tag):
-                raise self._wrong(line, f"the tag {_short(event.tag)} does not fit {event.value!r:.60}; leave it out")
-        self._put(float(value) if tag == "float" else value, 1, 1, line, event.anchor)
-
-    def _begin_pair(self, top: _Open, event: yaml.ScalarEvent, line: int) -> None:
-        key = event.value
-        if key == "<<" and event.implicit[0]:
-            top.is_merge = True
-        elif key == "":
-            raise self._wrong(line, "a key is missing before the colon")
-        elif key in top.lines:
-            raise self._wrong(line, f"the key {key!r:.60} stands twice, first in line {top.lines[key]}; keep one")
-        else:
-            top.lines[key] = line
-            top.key = key
+            if event.tag not in (None, "!") and _TAGS.get(event.tag) != _COLLECTIONS[type(event)]:
+                raise self._wrong(event, f"the tag {_short(event.tag)} means nothing here; leave it out")
+            if depth == MAX_DEPTH:
+                raise self._wrong(event, f"nested deeper than {MAX_DEPTH}")
+            if event.anchor is not None:
+                self._anchors[event.anchor] = None
+            before, of_kind = self._size, self._list if isinstance(event, yaml.SequenceStartEvent) else self._table
+            value, height = of_kind(depth + 1)
+            read = _Read(value, 1 + self._size - before, 1 + height)
         if event.anchor is not None:
-            self._anchors[event.anchor] = (key, 1, 1)
+            self._anchors[event.anchor] = read
+        return read
 
-    def _put(self, value: Any, size: int, height: int, line: int, anchor: str | None) -> None:
-        if anchor is not None:
-            self._anchors[anchor] = (value, size, height)
-        if not self._open:
-            self.value = value
-            return
-        top = self._open[-1]
-        top.size += size
-        top.height = max(top.height, height + 1)
-        if sum(node.size for node in self._open) > MAX_NODES:
-            raise self._wrong(line, f"more than {MAX_NODES:,} values, those that aliases stand for counted")
-        if len(self._open) + height > MAX_DEPTH:
-            raise self._wrong(line, f"nested deeper than {MAX_DEPTH}, what aliases stand for counted")
-        if isinstance(top.value, list):
-            top.value.append(value)
-        elif top.is_merge:
-            top.is_merge = False
-            top.merged += self._tables(value, line)
-        elif top.key is None:
-            raise self._wrong(line, "an alias or a table cannot be a key")
-        else:
-            top.value[top.key] = value
-            top.key = None
+    def _count(self, event: yaml.Event, size: int) -> None:
+        self._size += size
+        if self._size > MAX_NODES:
+            raise self._wrong(event, f"more than {MAX_NODES:,} values, those that aliases stand for counted")
 
-    def _tables(self, value: Any, line: int) -> list[dict[str, Any]]:
-        tables = value if isinstance(value, list) else [value]
-        if not all(isinstance(table, dict) for table in tables):
-            raise self._wrong(line, "`<<` takes a table in, or a list of tables; this is neither")
-        return tables
+    def _list(self, depth: int) -> tuple[list[Any], int]:
+        """The list whose first event has passed, and the height of what is in it."""
+        values, height = [], 0
+        while not isinstance(event := next(self._events), yaml.SequenceEndEvent):
+            read = self._node(event, depth)
+            values.append(read.value)
+            height = max(height, read.height)
+        return values, height
 
-    def _plain(self, text: str, line: int) -> Any:
+    def _table(self, depth: int) -> tuple[dict[str, Any], int]:
+        """The table whose first event has passed, and the height of what is in it."""
+        table: dict[str, Any] = {}
+        lines: dict[str, int] = {}
+        merged: list[dict[str, Any]] = []
+        height = 0
+        while not isinstance(event := next(self._events), yaml.MappingEndEvent):
+            if not isinstance(event, yaml.ScalarEvent):
+                what = "an alias" if isinstance(event, yaml.AliasEvent) else "a table or list"
+                raise self._wrong(event, f"{what} cannot be a key; braces in text need quotes")
+            key, is_merge = self._text(event), event.value == "<<" and event.implicit[0]
+            if key == "":
+                raise self._wrong(event, "a key is missing before the colon")
+            if key in lines:
+                raise self._wrong(event, f"the key {key!r:.60} stands twice, first in line {lines[key]}; keep one")
+            if event.anchor is not None:
+                self._anchors[event.anchor] = _Read(key)
+            read = self._node(inner := next(self._events), depth)
+            height = max(height, read.height)
+            if not is_merge:
+                lines[key], table[key] = event.start_mark.line + 1, read.value
+                continue
+            tables = read.value if isinstance(read.value, list) else [read.value]
+            if not all(isinstance(other, dict) for other in tables):
+                raise self._wrong(inner, "`<<` takes a table in, or a list of tables; this is neither")
+            merged += tables
+        for other in merged:  # what stands here wins, then the first that was taken in
+            table = {**other, **table}
+        return table, height
+
+    def _text(self, event: yaml.ScalarEvent) -> str:
+        if "\0" in event.value:
+            raise self._wrong(event, "a text holds the character U+0000, which no name or path may")
+        return event.value
+
+    def _scalar(self, event: yaml.ScalarEvent) -> Any:
+        text = self._text(event)
+        tag = None if event.tag in (None, "!") else _TAGS.get(event.tag, event.tag)
+        if tag == "str" or (tag is None and not (event.implicit[0] and event.tag is None)):
+            return text
+        value = self._plain(event)
+        if tag is not None and not _fits(value, tag):
+            raise self._wrong(event, f"the tag {_short(event.tag)} does not fit {text!r:.60}; leave it out")
+        return float(value) if tag == "float" else value
+
+    def _plain(self, event: yaml.ScalarEvent) -> Any:
         """The value of a scalar without quotes."""
+        text = event.value
         if text in _WORDS:
             return _WORDS[text]
         if _INTEGER.fullmatch(text):
@@ -220,26 +202,25 @@ class _Reader:
             if digits[0] == "0" and len(digits) > 1:
                 other = "" if set(digits) & {"8", "9"} else f" and 1.1 {int(digits[:20], 8)}"
                 plain = digits.lstrip("0") or "0"
-                raise self._wrong(
-                    line, f"{text:.20}: YAML 1.2 reads {plain:.20} here{other}; write {plain:.20}, or quote it"
-                )
-            return self._integer(text, 10, line)
+                what = f"{text:.20}: YAML 1.2 reads {plain:.20} here{other}; write {plain:.20}, or quote it"
+                raise self._wrong(event, what)
+            return self._integer(event, text, 10)
         if _OCTAL_OR_HEX.fullmatch(text):
-            return self._integer(text[2:], 8 if text[1] == "o" else 16, line)
+            return self._integer(event, text[2:], 8 if text[1] == "o" else 16)
         if _FLOAT.fullmatch(text):
             value = float(text)
             if abs(value) > LARGEST:
-                raise self._wrong(line, f"the number {text:.20} is too large for any setting")
+                raise self._wrong(event, f"the number {text:.20} is too large for any setting")
             is_whole = "e" in text.lower() and value.is_integer() and abs(value) < 2**53
             return int(value) if is_whole else value
         if _NOT_FINITE.fullmatch(text):
             return float(text.replace(".", "", 1))
         return text
 
-    def _integer(self, text: str, base: int, line: int) -> int:
+    def _integer(self, event: yaml.ScalarEvent, text: str, base: int) -> int:
         value = int(text, base) if len(text) < 80 else LARGEST + 1
         if abs(value) > LARGEST:
-            raise self._wrong(line, f"the number {text:.20}... of {len(text)} digits is too large for any setting")
+            raise self._wrong(event, f"the number {text:.20}... of {len(text)} digits is too large for any setting")
         return value
 
 

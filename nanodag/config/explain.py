@@ -43,7 +43,9 @@ _BY_TYPE = {
 def explain(error: ValidationError, kinds: Mapping[str, str], file: Path, preset: str) -> str:
     """One line for each wrong field, after the file's name and the preset's. kinds: stage -> the kind that it names."""
     problems = error.errors(include_url=False)
-    names = [_name_of(_owner(problem)) for problem in problems]
+    # Of a value that a list lacks, the place of the list.
+    lacks = [problem["type"] == "missing" and isinstance(problem["loc"][-1], int) for problem in problems]
+    names = [_name_of(problem["loc"][: -1 if lack else None]) for problem, lack in zip(problems, lacks, strict=True)]
     tables = {".".join(parts[:end]) for parts in (name.split(".") for name in names) for end in range(1, len(parts))}
     lines: dict[str, list[str]] = {}
     suffixes: dict[str, str] = {}
@@ -55,31 +57,22 @@ def explain(error: ValidationError, kinds: Mapping[str, str], file: Path, preset
         message = _message(problem)
         value = problem.get("input")
         if problem["type"] not in ("missing", "too_short", "too_long"):
-            is_said = problem["type"] == "value_error" and (not _is_plain(value) or said(value) in message)
+            is_nested = isinstance(value, dict | list | BaseModel)
+            is_said = problem["type"] == "value_error" and (is_nested or said(value) in message)
             hint = _hint(problem["type"], value)
             if hint or name not in suffixes:  # of a union any branch may know what was meant
                 suffixes[name] = "" if is_said else f" (found {said(value)}){hint}"
         if message not in lines.setdefault(name, []):
             lines[name].append(message)
-    texts = [
-        f"{name}: {' or '.join(_shortened(messages))}{suffixes.get(name, '')}" if name else f"{messages[0]}"
-        for name, messages in lines.items()
-    ]
+    texts = []
+    for name, (first, *others) in lines.items():  # what is common to the branches of a union stands once
+        text = " or ".join([first, *(other.removeprefix("must be ") for other in others)])
+        texts.append(f"{name}: {text}{suffixes.get(name, '')}" if name else first)
     head = f"{file}, preset {preset!r}"
     if len(texts) == 1:
         return f"{head}: {texts[0]}"
     more = [f"  and {counted(len(texts) - MAX_LINES, 'more fault')}"] if len(texts) > MAX_LINES else []
     return "\n".join([f"{head}, cannot be used:", *(f"  {text}" for text in texts[:MAX_LINES]), *more])
-
-
-def _owner(problem: Mapping[str, Any]) -> Sequence[int | str]:
-    """Place of a problem; of a value that a list lacks, the list."""
-    location = problem["loc"]
-    return location[:-1] if problem["type"] == "missing" and isinstance(location[-1], int) else location
-
-
-def _is_plain(value: Any) -> bool:
-    return not isinstance(value, dict | list | BaseModel)
 
 
 def _message(problem: Mapping[str, Any]) -> str:
@@ -94,11 +87,6 @@ def _message(problem: Mapping[str, Any]) -> str:
         return f"must have at most {counted(context['max_length'], 'entry', 'entries')}"
     text = problem["msg"].removeprefix("Value error, ").removesuffix(".")
     return text.removeprefix("stages.") if not problem["loc"] else text
-
-
-def _shortened(messages: Sequence[str]) -> list[str]:
-    """`must be a whole number or 'auto'`: what is common to the branches of a union stands once."""
-    return [*messages[:1], *(text.removeprefix("must be ") for text in messages[1:])]
 
 
 def _hint(kind: str, value: Any) -> str:

@@ -61,5 +61,4 @@ class Kind:
 
     @property
     def niceness(self) -> int:
-        """Niceness of its worker's processes."""
         return 10 if self.is_beside else 0

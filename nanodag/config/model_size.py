@@ -27,7 +27,6 @@ class ModelSize:
 
     @property
     def total(self) -> int:
-        """Number of parameters."""
         return self.parameters["total"]
 
     def token_bytes(self, element_bytes: int) -> int:

@@ -51,7 +51,7 @@ class NightlyConfig(Section):
     @field_validator("schedule")
     @classmethod
     def _is_cron(cls, schedule: str) -> str:
-        check_schedule(schedule)
+        _schedule(schedule, datetime.now().astimezone())
         return schedule
 
     @field_validator("timezone")
@@ -77,11 +77,6 @@ def last_due(cron: str, now: datetime) -> datetime:
         return next(_schedule(cron, now.replace(second=0, microsecond=0) + timedelta(minutes=1)))
     except StopIteration:
         raise ConfigError(f"Schedule {cron!r} names no day of the last fifty years; check its day and month.") from None
-
-
-def check_schedule(cron: str) -> None:
-    """Raise ConfigError, naming the wrong field, for a text that is no schedule."""
-    _schedule(cron, datetime.now().astimezone())
 
 
 def _schedule(cron: str, begin: datetime) -> CronSim:

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
+from graphlib import CycleError, TopologicalSorter
 from heapq import heappop, heappush
 from ipaddress import ip_address
 from socket import inet_aton
@@ -328,22 +329,20 @@ class Pipeline(Section):
 
 def order_of(pipeline: Pipeline) -> list[str]:
     """Stage names so that inputs come first; otherwise in the file's order. Raises ValueError at a cycle."""
-    names, order = list(pipeline.stages), []
-    waits = {name: set(stage.inputs.values()) for name, stage in pipeline.stages.items()}
-    followers: dict[str, list[int]] = {}
-    for number, sources in enumerate(waits.values()):
-        for source in sources:
-            followers.setdefault(source, []).append(number)
-    ready = [number for number, name in enumerate(names) if not waits[name]]  # ascending, so it is a heap
-    while ready:
-        name = names[heappop(ready)]
-        order.append(name)
-        for number in followers.get(name, ()):
-            waits[names[number]].discard(name)
-            if not waits[names[number]]:
-                heappush(ready, number)
-    if rest := sorted(set(names) - set(order)):
-        raise ValueError(f"stages {listed(rest)} wait for each other; a DAG has no cycle")
+    numbers = {name: number for number, name in enumerate(pipeline.stages)}
+    sorter = TopologicalSorter({name: stage.inputs.values() for name, stage in pipeline.stages.items()})
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        names = listed(sorted(set(error.args[1])))
+        raise ValueError(f"stages {names} wait for each other; a DAG has no cycle") from None
+    ready: list[tuple[int, str]] = []
+    order = []
+    while sorter.is_active():
+        for name in sorter.get_ready():
+            heappush(ready, (numbers[name], name))
+        order.append(heappop(ready)[1])
+        sorter.done(order[-1])
     return order
 
 

@@ -17,6 +17,7 @@ from nanodag.config.kinds import shipped
 from nanodag.config.pipeline import AnyStage, Pipeline, full_path
 from nanodag.config.resolve import Resolved
 from nanodag.config.rl_entries import EntryConfig
+from nanodag.config.rl_parts import EngineConfig
 from nanodag.config.sampled_stage import SampledStage
 from nanodag.config.stage_base import StageBase
 from nanodag.config.supervised import ChatStage, SupervisedStage
@@ -72,8 +73,8 @@ def setting(resolved: Resolved, name: str) -> Setting:
     return Setting(
         name=full,
         words=words_of(field),
-        type=_LINK.sub(r"\1", type_of(field)),
-        default=default_of(field),
+        type=_LINK.sub(r"\1", _typed(field.annotation, field.metadata)),
+        default=_written(field.default),
         value=owner,
         origin=resolved.origins.get(full, resolved.origins.get(f"{full}.name", "")),
         holds=tuple(type(owner).model_fields) if is_table and not isinstance(owner, EntryConfig) else (),
@@ -99,19 +100,10 @@ def words_of(field: FieldInfo) -> str:
     return " ".join((field.description or "").split())
 
 
-def type_of(field: FieldInfo) -> str:
-    """Type and range, in words."""
-    return _typed(field.annotation, field.metadata)
-
-
-def default_of(field: FieldInfo) -> str:
-    """The default as a pipeline file would say it; empty for a table."""
-    if field.default is PydanticUndefined:
-        return "required"
-    return _written(field.default)
-
-
 def _written(value: Any) -> str:
+    """A default as a pipeline file would say it; empty for a table."""
+    if value is PydanticUndefined:
+        return "required"
     if isinstance(value, EntryConfig):
         return value.name
     if isinstance(value, BaseModel) or value is None:
@@ -124,6 +116,7 @@ def _written(value: Any) -> str:
 
 
 def _typed(annotation: Any, metadata: Any = ()) -> str:
+    """Type and range, in words."""
     pairs = [(words, getattr(item, key, None)) for item in metadata for key, words in _BOUNDS.items()]
     bounds = [
         f"{words} {f'`{bound}`' if isinstance(bound, str) else bound}" for words, bound in pairs if bound is not None
@@ -162,19 +155,13 @@ def reference() -> str:
         "`rl.clip_high` is `rl.algorithm.clip_high`. [Sections](pipeline-file.md#sections-and-short-names) lists them.",
         "`nanodag config --explain rl.clip_high` says what a setting is in your pipeline.",
     ]
-    stages = {name: kind.config for name, kind in shipped().items()}
     shown: list[type[BaseModel]] = []
-    bases: list[type[BaseModel]] = [Pipeline, StageBase, SupervisedStage, ChatStage, SampledStage, EntryConfig]
-    for model in [*bases, *stages.values()]:
+    models: list[type[BaseModel]] = [Pipeline, StageBase, SupervisedStage, ChatStage, EngineConfig, SampledStage]
+    for model in [*models, EntryConfig, *(kind.config for kind in shipped().values())]:
         lines += _class_lines(model, shown)
     for kind in registry.KINDS:
-        lines += [
-            "",
-            f"## Shipped: {kind.replace('_', ' ')}",
-            "",
-            "| name | what it does | options | traits |",
-            "|-|-|-|-|",
-        ]
+        lines += ["", f"## Shipped: {kind.replace('_', ' ')}", ""]
+        lines += ["| name | what it does | options | traits |", "|-|-|-|-|"]
         lines += [_row(*_entry_cells(kind, name, entry)) for name, entry in registry.entries_of(kind).items()]
     lines += [
         "",
@@ -182,10 +169,8 @@ def reference() -> str:
         "",
         "[Machines](../how-to/machines.md#how-auto-follows-from-a-machine) says more.",
         "",
-    ]
-    lines += ["| setting | rule | why |", "|-|-|-|"]
-    lines += [
-        _row(f"`{rule.setting}`", rule.rule.format(limit=f"{rule.limit:,}"), rule.reason) for rule in RULES.values()
+        *("| setting | rule | why |", "|-|-|-|"),
+        *(_row(f"`{r.setting}`", r.rule.format(limit=f"{r.limit:,}"), r.reason) for r in RULES.values()),
     ]
     return "\n".join(lines) + "\n"
 
@@ -207,7 +192,7 @@ def _class_lines(model: type[BaseModel], shown: list[type[BaseModel]]) -> Iterat
     if fields:
         yield from ("", "| setting | type and range | default | what it is |", "|-|-|-|-|")
     for name, field in fields.items():
-        yield _row(f"`{name}`", type_of(field), default_of(field), words_of(field))
+        yield _row(f"`{name}`", _typed(field.annotation, field.metadata), _written(field.default), words_of(field))
     for field in fields.values():
         for inner in models_in(field.annotation):
             if not issubclass(inner, StageBase):

@@ -106,7 +106,8 @@ def resolve(
         if pipeline.server.agents_of_file:
             check_agents(pipeline, json.loads(unchanged))
     except ValidationError as error:
-        raise ConfigError(explain(error, _kinds_in(tree), file, preset)) from None
+        kinds = {name: str(body.get("kind", "")) for name, body in tree["stages"].items() if isinstance(body, dict)}
+        raise ConfigError(explain(error, kinds, file, preset)) from None
     check_trust(pipeline, file.absolute())
     unchecked = tuple(full_path(pipeline.stages, name) for name in pipeline.unchecked)
     pipeline = pipeline.model_copy(update={"unchecked": unchecked})
@@ -124,8 +125,9 @@ def resolve(
             inner.setdefault(name[:end], origin)
     shown = {name: _origin_of(name, origins, inner) for name, _ in leaves(pipeline)}
     shown |= {name: note for name, note in origins.items() if name.endswith("!")}
-    of_ours = "preset" if file.absolute() == PROJECT / "pipeline.yaml" else ""
-    given = {name for name, origin in shown.items() if _is_given(origin, of_ours)}
+    # What somebody wrote; of our own file the overrides alone, as tests look after its presets.
+    not_given = ("default", "derived", *["preset"] * (file.absolute() == PROJECT / "pipeline.yaml"))
+    given = {name for name, origin in shown.items() if not origin.startswith(not_given)}
     warnings = (*unwise(pipeline, machine, given), *left_out)
     return Resolved(pipeline=pipeline, origins=shown, machine=machine, warnings=warnings)
 
@@ -137,12 +139,6 @@ def _check_nightly(pipeline: Pipeline, document: Mapping[str, Any], where: str) 
         if name not in known:
             near = nearest(name, known) or f" Stages are {listed(known)}."
             raise ConfigError(f"{where}: nightly.stages: no preset of the file has a stage {name!r:.100}.{near}")
-
-
-def _is_given(origin: str, of_ours: str) -> bool:
-    """True where somebody wrote it. of_ours: how the origin of what our own presets say begins; tests look after
-    those."""
-    return not origin.startswith(("default", "derived")) and not (of_ours and origin.startswith(of_ours))
 
 
 def _origin_of(name: str, origins: Mapping[str, str], inner: Mapping[str, str]) -> str:
@@ -157,12 +153,8 @@ def _origin_of(name: str, origins: Mapping[str, str], inner: Mapping[str, str]) 
 def _what_may_run(tree: Any) -> dict[str, Any]:
     """Values of FILE_ONLY by dotted name, and of each stage's samplers the interpreter, the options, of which SGLang
     has some that import code, and the servers, which get prompts and keys."""
-    stages = _at(tree, ("stages",))
-    of_samplers = [
-        ("stages", str(name), "sampler", field)
-        for name in (stages if isinstance(stages, dict) else ())
-        for field in ("python", "options", "urls", "urls_file")
-    ]
+    fields = ("python", "options", "urls", "urls_file")
+    of_samplers = [("stages", str(name), "sampler", field) for name in tree["stages"] for field in fields]
     values = {".".join(path).removeprefix("stages."): _at(tree, path) for path in (*FILE_ONLY, *of_samplers)}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -171,11 +163,6 @@ def _trusted(bodies: Sequence[Mapping[str, Any]]) -> list[str]:
     """The modules that the file trusts, as far as it says so rightly: what is wrong is told with all that is."""
     modules = next((body["trusted_modules"] for body in reversed(bodies) if "trusted_modules" in body), ())
     return [module for module in modules if isinstance(module, str)] if isinstance(modules, list) else []
-
-
-def _kinds_in(tree: Mapping[str, Any]) -> dict[str, str]:
-    """Stage -> the kind that it names."""
-    return {name: str(body.get("kind", "")) for name, body in tree["stages"].items() if isinstance(body, dict)}
 
 
 def _at(tree: Any, path: KeyPath) -> Any:
@@ -218,10 +205,11 @@ def result_config(stage: BaseModel) -> dict[str, Any]:
 
 
 def leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted name and value of everything in a resolved pipeline; a stage's fields are named `stage.field`."""
+    """Dotted name and value of everything in a resolved pipeline; a stage's fields are named `stage.field`. A list is
+    one value, and so is an empty table in another."""
     if isinstance(value, BaseModel):
         value = {name: getattr(value, name) for name in type(value).model_fields}
-    if isinstance(value, Mapping) and value:
+    if isinstance(value, Mapping) and (value or not prefix):
         for key, inner in value.items():
             hidden = prefix == "" and key == "stages"
             yield from leaves(inner, prefix if hidden else f"{prefix}.{key}" if prefix else str(key))
@@ -384,14 +372,10 @@ def _absolute_paths(tree: dict[str, Any], base: Path) -> None:
         value = table.get(field, default)
         is_known = isinstance(value, str) and value not in ("", "none", "auto") and "://" not in value
         if is_known and not (field in ("hostfile", "urls_file") and value.startswith("$")):  # filled in where it runs
-            table[field] = str(base / _expanded(value))
-
-
-def _expanded(value: str) -> Path:
-    try:
-        return Path(value).expanduser()
-    except RuntimeError:
-        raise ConfigError(f"The path {value!r} names a user that there is not; write the folder out.") from None
+            try:
+                table[field] = str(base / Path(value).expanduser())
+            except RuntimeError:
+                raise ConfigError(f"The path {value!r} names a user that there is not; write the folder out.") from None
 
 
 def _absolute_files(value: Any, base: Path) -> Any:

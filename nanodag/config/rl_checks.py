@@ -85,11 +85,6 @@ def _is_alone(s: "RLStage") -> bool:
     return s.rollout.samples_per_prompt == 1 and s.rollout.generate.is_one_turn
 
 
-def _compares(s: "RLStage") -> bool:
-    traits = s.algorithm.advantage.traits
-    return traits is not None and traits.compares_groups
-
-
 def _is_nccl(s: "RLStage") -> bool:
     return s.weights.sync_backend == "nccl"
 
@@ -181,7 +176,8 @@ CHECKS: tuple[Check, ...] = (
      and s.algorithm.critic.value_clip != CriticConfig.model_fields["value_clip"].default,
      "[algorithm.critic.value_clip] bounds nothing while a step updates the critic once; raise critic.epochs or "
      "optimizer.updates_per_step, or leave it out"),
-    (lambda s: _is_alone(s) and _compares(s) and not s.rollout.clone.best,
+    (lambda s: _is_alone(s) and not s.rollout.clone.best
+     and s.algorithm.advantage.traits is not None and s.algorithm.advantage.traits.compares_groups,
      "[rollout.samples_per_prompt] leaves [advantage] nothing to compare; raise it, or use gae or reinforce_pp"),
     # the optimizer
     (lambda s: s.optimizer.learning_rate_minimum > s.optimizer.learning_rate,

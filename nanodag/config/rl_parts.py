@@ -1,6 +1,6 @@
 """Parts of an RL stage: its sampler, critic and teacher."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -11,15 +11,32 @@ from nanodag.inference.sglang_options import check_options
 SGLANG_ONLY = ("python", "tensor_parallel", "options")
 
 
-class SamplerConfig(Section):
-    """The servers that rollouts come from. From `python` on, fields are for engine `sglang` alone; `engine: auto`
-    leaves them out where it takes the embedded one."""
-
-    sglang_only: ClassVar[tuple[str, ...]] = SGLANG_ONLY
+class EngineConfig(Section):
+    """The engine of samplers. All but `engine` is for `sglang` alone; `engine: auto` leaves it out where it takes the
+    embedded one."""
 
     engine: Literal["embedded", "sglang"] | Auto = "auto"
     """`embedded`: the sampler of this package; `sglang`: SGLang in an environment of its own, never deterministic.
     `auto`: SGLang on GPUs where it is installed."""
+    python: str = operational("auto", min_length=1)
+    """SGLang's Python interpreter; `auto` for what `nanodag sampler install` made."""
+    tensor_parallel: int = operational(1, ge=1, le=1024)
+    """GPUs of one SGLang server. Above 1 it is refused where `engine: auto` takes the embedded one."""
+    options: dict[str, bool | int | float | str] = {}
+    """Other options of SGLang's server, by name."""
+
+    @model_validator(mode="after")
+    def _fits_its_engine(self) -> Self:
+        for name in SGLANG_ONLY if self.engine == "embedded" else ():
+            if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
+                raise ValueError(f"sampler.{name} means something to engine sglang only; leave it out")
+        check_options(self.options)
+        return self
+
+
+class SamplerConfig(EngineConfig):
+    """The servers that rollouts come from."""
+
     precision: Precision | Auto = "auto"
     """Number format of the sampler's weights and products, on a GPU also of its cache. `auto`: the trainer's."""
     max_batch: Annotated[int, Field(ge=1, le=1_000_000)] | Auto = "auto"
@@ -60,29 +77,19 @@ class SamplerConfig(Section):
     anew."""
     max_restarts: int = operational(3, ge=0)
     """How often in a row one sampler may be restarted."""
-    python: str = operational("auto", min_length=1)
-    """SGLang's Python interpreter; `auto` for what `nanodag sampler install` made."""
-    tensor_parallel: int = operational(1, ge=1, le=1024)
-    """GPUs of one SGLang server. Above 1 it is refused where `engine: auto` takes the embedded one."""
-    options: dict[str, bool | int | float | str] = {}
-    """Other options of SGLang's server, by name."""
 
     @model_validator(mode="after")
-    def _fits_its_engine(self) -> "SamplerConfig":
+    def _has_servers(self) -> "SamplerConfig":
         if self.engine == "sglang" and self.deterministic is True:
             raise ValueError(
                 "sampler.deterministic: true needs engine embedded; SGLang's samples depend on what runs beside "
                 "them. Set it to false, or leave it out"
             )
-        for name in SGLANG_ONLY if self.engine == "embedded" else ():
-            if getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"sampler.{name} means something to engine sglang only; leave it out")
         urls = [parse_address(text).url for text in self.urls]
         if twice := [url for number, url in enumerate(urls) if url in urls[:number]]:
             raise ValueError(f"sampler.urls names {twice[0]} twice; name each server once")
         if self.replicas == 0 and not self.has_others:
             raise ValueError("sampler.replicas 0 needs servers of others: name some in sampler.urls or urls_file")
-        check_options(self.options)
         return self
 
     @property

@@ -19,17 +19,7 @@ from nanodag.config.rl_entries import (
     PolicyLossConfig,
 )
 from nanodag.config.rl_parts import CloneConfig, CriticConfig, ReferenceConfig, ReplayConfig, TeacherConfig
-from nanodag.config.section import (
-    WHOLE,
-    Auto,
-    Natural,
-    Positive,
-    Precision,
-    Seconds,
-    Share,
-    StageSection,
-    operational,
-)
+from nanodag.config.section import WHOLE, Auto, Natural, Positive, Precision, Seconds, Share, StageSection, operational
 from nanodag.data.config import SourceConfig
 from nanodag.errors import ConfigError
 
@@ -120,11 +110,6 @@ class RolloutSection(SamplingSection):
     def num_fresh(self) -> int:
         """Groups of a step that are generated for it."""
         return self.prompts_per_step - self.num_replayed
-
-    @property
-    def needs_prompt_order(self) -> str:
-        """The setting, if any, that chooses groups in the order of their prompts."""
-        return next((name for name in ("over_sampling", "partial_rollout_tokens") if getattr(self, name)), "")
 
 
 class AlgorithmSection(StageSection):

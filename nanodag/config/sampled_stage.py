@@ -54,7 +54,6 @@ class SampledStage(StageBase):
 
     @property
     def learned_sources(self) -> tuple[SourceConfig, ...]:
-        """The prompts that its model is trained on."""
         return self.data
 
     @property
@@ -64,10 +63,8 @@ class SampledStage(StageBase):
 
     @property
     def sglang(self) -> SamplerConfig | None:
-        """The section of samplers that run SGLang; None without such."""
         return self.sampler if self.has_samplers and self.sampler.engine == "sglang" else None
 
     @property
     def machines(self) -> dict[str, int]:
-        """Settings that take other machines -> how many machines each names."""
         return super().machines | ({"sampler.nodes": self.sampler.nodes} if self.sampler.nodes else {})

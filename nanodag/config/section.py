@@ -10,23 +10,11 @@ from nanodag.errors import ConfigError
 
 # A constraint stands inside its branch: on the union it would be applied to "auto" too.
 Auto = Literal["auto"]
-
-
 Natural = Annotated[int, Field(ge=0)]
-
-
 Positive = Annotated[int, Field(ge=1)]
-
-
 Seconds = Annotated[float, Field(ge=0.01, le=366 * 24 * 3600)]
-
-
 Share = Annotated[float, Field(ge=0, lt=1)]
-
-
 Fraction = Annotated[float, Field(gt=0, lt=1)]
-
-
 Precision = Literal["fp32", "bf16"]
 
 
@@ -66,6 +54,23 @@ class Section(BaseModel):
     """Base of every part of the config: frozen, keyword only, unknown keys refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+class Filler:
+    """Gives a section's settings that are `auto` a value, and notes why. updates: the values."""
+
+    def __init__(self, section: Section, name: str, origins: dict[str, str]) -> None:
+        self.updates: dict[str, Any] = {}
+        self._section, self.name, self._origins = section, name, origins
+
+    def __call__(self, field: str, value: Any, why: str) -> Any:
+        """The setting: what is given, else the value."""
+        own = getattr(self._section, field)
+        if own != "auto":
+            return own
+        self.updates[field] = value
+        self._origins[f"{self.name}.{field}"] = f"derived: {why}"
+        return value
 
 
 class StageSection(Section):

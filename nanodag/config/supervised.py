@@ -154,15 +154,11 @@ class SupervisedStage(TrainedStage):
     """Prompts that the model continues at each evaluation, for the log."""
 
     @model_validator(mode="after")
-    def _core_has_worked_examples(self) -> "SupervisedStage":
+    def _fits(self) -> "SupervisedStage":
         if 0 < self.core_limit < FEWEST_ITEMS:
             raise ValueError(
                 f"core_limit {self.core_limit} is too few for CORE's worked examples; take {FEWEST_ITEMS} or 0"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _has_a_loss_to_watch(self) -> "SupervisedStage":
         is_held_out = any(source.held_out for source in self.data)
         if self.patience and not (self.validation_tokens and is_held_out):
             why = f"validation_tokens is {self.validation_tokens}" if is_held_out else "no source of data has held_out"
@@ -170,10 +166,6 @@ class SupervisedStage(TrainedStage):
                 f"patience {self.patience} waits for a better validation loss, and {why}; give a source held_out, as "
                 "0.05, and validation_tokens above 0, or leave patience out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _can_be_offloaded(self) -> "SupervisedStage":
         self.resources.check_offload(zero_stage=self.zero_stage, optimizer=self.optimizer.name)
         return self
 
@@ -189,12 +181,10 @@ class SupervisedStage(TrainedStage):
 
     @property
     def learned_sources(self) -> tuple[SourceConfig, ...]:
-        """The data that its model is trained on."""
         return self.data
 
     @property
     def measures_held_out(self) -> bool:
-        """True where rows that its data hold out are read."""
         return self.validation_tokens > 0
 
     def external_inputs(self) -> Iterator[ExternalInput]:
@@ -204,7 +194,6 @@ class SupervisedStage(TrainedStage):
 
     @property
     def optimizer_name(self) -> str:
-        """The optimizer's shipped name."""
         return self.optimizer.name
 
     @property
@@ -229,7 +218,6 @@ class SupervisedStage(TrainedStage):
         return scheduled(self, derived)
 
     def ranks_on_cpu(self, model: ModelSize | None, derived: Derived) -> list[int]:
-        """Numbers of ranks that a node without GPUs has memory for."""
         return super().ranks_on_cpu(model, derived) if model is None else supervised_ranks_on_cpu(self, model, derived)
 
     def after_ranks(self, model: ModelSize | None, derived: Derived) -> Self:
@@ -253,12 +241,10 @@ class ChatStage(SupervisedStage):
 
     @property
     def passes(self) -> float:
-        """Passes over the data where horizon_tokens is auto."""
         return self.num_epochs
 
     @property
     def packing(self) -> dict[str, Any]:
-        """Options of the batches beside those that all kinds have."""
         return {"too_long": self.overlong}
 
 

@@ -1,6 +1,6 @@
 """A stage that is to be planned: its settings, model, machine and sizes of data; and whether its processes fit."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -42,7 +42,6 @@ class Case(Generic[S]):
 
     @property
     def device(self) -> str:
-        """`cpu` or `cuda`."""
         return str(self.stage.resources.device)
 
     @property
@@ -58,7 +57,6 @@ class Case(Generic[S]):
         return PlannedDevices(machine=self.machine, device=self.device, precision=precision, count=count, engine=engine)
 
     def plan(self, **numbers: object) -> StagePlan:
-        """The stage's plan with these numbers."""
         return StagePlan(name=self.name, kind=self.stage.kind, device=self.device, **numbers)  # type: ignore[arg-type]
 
 
@@ -130,6 +128,20 @@ def fits(plan: StagePlan, machine: Machine) -> bool:
     the lack is a fault of its own, and a stage of a work pool runs elsewhere."""
     fits_device = machine.gpu is None or plan.device_bytes <= device_room(machine)
     return fits_device and plan.most_host_bytes <= host_room(machine)
+
+
+def changed(stage: S, updates: Mapping[str, object]) -> tuple[tuple[str, ...], S]:
+    """A candidate: the settings that are others with these values, as they would be written, and the stage with them.
+    updates: dotted name -> value."""
+    written = []
+    for name, value in updates.items():
+        section, _, field_name = name.rpartition(".")
+        owner = getattr(stage, section) if section else stage
+        if getattr(owner, field_name) != value:
+            written.append(f"{name}={str(value).lower()}")
+            owner = owner.model_copy(update={field_name: value})
+            stage = stage.model_copy(update={section: owner}) if section else owner
+    return tuple(written), stage
 
 
 def memory_faults(

@@ -11,7 +11,7 @@ from nanodag.config.model_size import ModelSize
 from nanodag.evaluation.forms import is_written
 from nanodag.inference.number_formats import width_of
 from nanodag.plan import host_memory
-from nanodag.plan.case import Case, Formula, S, memory_faults
+from nanodag.plan.case import Case, Formula, S, changed, memory_faults
 from nanodag.plan.host_memory import verifiers_processes
 from nanodag.plan.sampling import PlannedSamplers, planned_samplers
 from nanodag.plan.sizes import Sizes, bytes_per_token, core_items, core_tokens, held_out_share
@@ -65,11 +65,9 @@ def samplers_of(case: Case[EvalStage]) -> PlannedSamplers | None:
         most = max(number * length for number, length in zip(answers, lengths, strict=True))
         replicas = max(1, min(replicas, int(most * model.forward_flops(0) / REPLICA_FLOPS)))
     return planned_samplers(
+        case,
         sampler,
-        model,
-        case.machine,
         precision=str(stage.precision),
-        device=case.device,
         replicas=replicas,
         slots=int(sampler.max_batch),
         context=min(widest.prompt + widest.answer, model.max_positions),
@@ -80,7 +78,6 @@ def samplers_of(case: Case[EvalStage]) -> PlannedSamplers | None:
 
 
 def plan_evaluation(case: Case[EvalStage]) -> StagePlan:
-    """The plan of an evaluation."""
     stage, is_on_gpu = case.stage, case.device == "cuda"
     read = sum(int(items_of(b, case.sizes) * _row_bytes(b, case.sizes)) for b in stage.benchmarks)
     if case.known_model is None:
@@ -134,13 +131,10 @@ def _candidates(case: Case[EvalStage]) -> Iterator[tuple[tuple[str, ...], EvalSt
     for precision, replicas in product(precisions, counts):
         cache_bytes = int(stage.sampler.cache_bytes)
         while True:
-            sampler = stage.sampler.model_copy(update={"cache_bytes": cache_bytes, "replicas": replicas})
-            changed = stage.model_copy(update={"sampler": sampler, "precision": precision})
             values = {"sampler.cache_bytes": cache_bytes, "sampler.replicas": replicas, "precision": precision}
-            old = (stage.sampler.cache_bytes, stage.sampler.replicas, stage.precision)
-            different = [name for (name, value), other in zip(values.items(), old, strict=True) if value != other]
-            yield tuple(f"{name}={values[name]}" for name in different), changed
-            samplers = samplers_of(replace(case, stage=changed))
+            candidate = changed(stage, values)
+            yield candidate
+            samplers = samplers_of(replace(case, stage=candidate[1]))
             cache_bytes //= 2
             if samplers is None or cache_bytes < samplers.needed_bytes:
                 break

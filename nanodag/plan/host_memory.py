@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from nanodag.config.footprint import CUDA_BYTES
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.model_size import ModelSize
-from nanodag.config.rl_entries import MAX_CALLS, GenerateConfig
+from nanodag.config.rl_entries import MAX_CALLS
 from nanodag.model.architecture import cpu_layer_fits
 from nanodag.plan.stage_plan import Process
 
@@ -91,8 +91,10 @@ def programs_of(stage: RLStage, samples: int) -> tuple[Process, ...]:
     calls = min(MAX_CALLS, 2 * int(stage.sampler.max_batch))
     if stage.rollout.order != "arrival":
         calls = min(calls, samples)
-    count = min(calls, _at_once(generate, calls))
-    if not count:
+    # By the entry's option, or what it has without one.
+    option = generate.traits.options.get("at_once") if generate.traits is not None else None
+    at_once = calls if option is None else int(generate.options.get("at_once", option.default))  # type: ignore[arg-type]
+    if not (count := min(calls, at_once)):
         return ()
     prefix = generate.name.partition(":")[0]
     if prefix == "verifiers":
@@ -111,9 +113,3 @@ def verifiers_processes(rollouts: int) -> tuple[Process, ...]:
     """The process of a taskset with so many rollouts at once, and its server of tools."""
     held = {"process": VERIFIERS, "rollouts": int(rollouts * VERIFIERS_ROLLOUT)}
     return Process(name="verifiers", host=held), Process(name="verifiers' tools", host={"process": VERIFIERS})
-
-
-def _at_once(generate: GenerateConfig, unbounded: int) -> int:
-    """Calls that an entry lets run at a time: by its option, or what it has without one."""
-    option = generate.traits.options.get("at_once") if generate.traits is not None else None
-    return unbounded if option is None else int(generate.options.get("at_once", option.default))  # type: ignore[arg-type]

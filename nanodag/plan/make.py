@@ -49,7 +49,6 @@ class Plan:
         return None if seconds is None else seconds / 3600 * self.price_per_hour
 
     def as_json(self) -> dict[str, Any]:
-        """The plan as plain values."""
         machine = self.machine
         return {
             "preset": self.preset,

@@ -1,8 +1,9 @@
 """Plans RL: trainer ranks, samplers beside them, and what else runs."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from statistics import fmean
 
 from nanodag.config.derive_hardware import state_of
@@ -13,7 +14,7 @@ from nanodag.config.rl_sections import HELD_OUT
 from nanodag.errors.words import size
 from nanodag.inference.number_formats import width_of
 from nanodag.plan import host_memory
-from nanodag.plan.case import Case, Formula, memory_faults
+from nanodag.plan.case import Case, Formula, changed, memory_faults
 from nanodag.plan.evaluation import items_of, prompt_of
 from nanodag.plan.host_memory import programs_of
 from nanodag.plan.sampling import PlannedSamplers, planned_samplers
@@ -33,11 +34,9 @@ def samplers_of(case: Case[RLStage]) -> PlannedSamplers:
     stage, sampler = case.stage, case.stage.sampler
     replicas = max(1, int(sampler.replicas))
     planned = planned_samplers(
+        case,
         sampler,
-        case.model,
-        case.machine,
         precision=str(sampler.precision),
-        device=case.device,
         replicas=replicas,
         slots=-(-int(sampler.max_batch) // replicas),
         context=min(int(sampler.context), case.model.max_positions),
@@ -62,7 +61,6 @@ def planned_steps(stage: RLStage, sizes: Sizes) -> int | None:
 
 
 def plan_rl(case: Case[RLStage]) -> StagePlan:
-    """The plan of an RL stage."""
     steps = planned_steps(case.stage, case.sizes)
     if steps is None:
         return case.plan(notes=("how many prompts it has is not known yet",))
@@ -162,16 +160,8 @@ def asked_at_once(stage: RLStage) -> int:
     return evaluation.eval_prompts * evaluation.eval_samples if has_held_out else 0
 
 
-@dataclass(frozen=True)
-class _Evaluated:
-    """Work of all evaluations of a stage. read, sampled: tokens of prompts, of answers."""
-
-    answers: float
-    read: float
-    sampled: float
-
-
-def _evaluated(case: Case[RLStage], step: Step) -> _Evaluated:
+def _evaluated(case: Case[RLStage], step: Step) -> tuple[float, float]:
+    """Tokens of prompts, and of answers, in all evaluations of a stage."""
     evaluation, last, longest = case.stage.evaluation, case.stage.num_steps, case.stage.rollout.max_new_tokens
 
     def times(name: str) -> int:
@@ -182,10 +172,9 @@ def _evaluated(case: Case[RLStage], step: Step) -> _Evaluated:
     for benchmark in evaluation.benchmarks:
         questions = times(benchmark.name) * items_of(benchmark, case.sizes)
         most = longest if benchmark.max_new_tokens == "auto" else benchmark.max_new_tokens
-        answers += questions * benchmark.num_samples
         read += questions * prompt_of(benchmark, case)
         sampled += questions * benchmark.num_samples * step.answer / longest * most  # as much of its limit
-    return _Evaluated(answers, read, sampled)
+    return read, sampled
 
 
 def _trainers(case: Case[RLStage]) -> PlannedDevices:
@@ -199,7 +188,7 @@ def seconds_of(case: Case[RLStage], samplers: PlannedSamplers, step: Step) -> fl
     device. None where servers of others sample, or the GPU is not known."""
     stage, model, optimizer = case.stage, case.model, case.stage.optimizer
     count = samplers.process.count if stage.has_samplers else 0
-    trainers, evaluated = _trainers(case), _evaluated(case, step)
+    trainers, (evaluated_prompts, evaluated_answers) = _trainers(case), _evaluated(case, step)
     if (stage.has_samplers and not count) or not trainers.peak:
         return None
     trained = stage.num_steps * step.trained * (optimizer.epochs_per_step if stage.has_trainer else 0)
@@ -212,7 +201,7 @@ def seconds_of(case: Case[RLStage], samplers: PlannedSamplers, step: Step) -> fl
         devices = case.devices(precision, count, str(stage.sampler.engine))
         decoding = devices.decoding_s(
             model,
-            stage.num_steps * step.sampled + evaluated.sampled,
+            stage.num_steps * step.sampled + evaluated_answers,
             weight_bytes=width * model.total,
             context=step.length,
             token_bytes=model.token_bytes(width),
@@ -220,7 +209,7 @@ def seconds_of(case: Case[RLStage], samplers: PlannedSamplers, step: Step) -> fl
         )
         if decoding is None:
             return None
-        read = stage.num_steps * prompts_a_step(stage) * step.prompt + evaluated.read
+        read = stage.num_steps * prompts_a_step(stage) * step.prompt + evaluated_prompts
         sampling = decoding + read * model.forward_flops(step.length) / (devices.shares.likelihood * devices.peak)
     start = START_S[case.device] + case.sizes.in_memory(stage.data) / PARSED_BYTES_S
     return start + sampling + training + stage.num_steps * RL_STEP_S[case.device]
@@ -337,8 +326,8 @@ def _candidates(case: Case[RLStage]) -> Iterator[Changed]:
     """Changes of the trainer, from the smallest on; then a cache of half the size with each of them, and so on, as long
     as it holds a sample."""
     for of_sampler, smaller in _smaller_caches(case):
-        for of_trainer, changed in _smaller_trainers(smaller):
-            yield (*of_sampler, *of_trainer), changed
+        for of_trainer, smallest in _smaller_trainers(smaller):
+            yield (*of_sampler, *of_trainer), smallest
 
 
 def _smaller_caches(case: Case[RLStage]) -> Iterator[Changed]:
@@ -346,18 +335,12 @@ def _smaller_caches(case: Case[RLStage]) -> Iterator[Changed]:
     yield (), case.stage
     cache_bytes = int(case.stage.sampler.cache_bytes) // 2
     while cache_bytes:
-        updates: dict[str, object] = {"cache_bytes": cache_bytes}
-        fitting = samplers_of(replace(case, stage=_with_sampler(case.stage, updates))).at_once
+        updates = {"sampler.cache_bytes": cache_bytes}
+        fitting = samplers_of(replace(case, stage=changed(case.stage, updates)[1])).at_once
         if not fitting:
             return
-        if fitting < int(case.stage.sampler.max_batch):
-            updates["max_batch"] = fitting
-        yield tuple(f"sampler.{name}={value}" for name, value in updates.items()), _with_sampler(case.stage, updates)
+        yield changed(case.stage, updates | {"sampler.max_batch": min(fitting, int(case.stage.sampler.max_batch))})
         cache_bytes //= 2
-
-
-def _with_sampler(stage: RLStage, updates: Mapping[str, object]) -> RLStage:
-    return stage.model_copy(update={"sampler": stage.sampler.model_copy(update=updates)})
 
 
 def _smaller_trainers(stage: RLStage) -> Iterator[Changed]:
@@ -367,18 +350,10 @@ def _smaller_trainers(stage: RLStage) -> Iterator[Changed]:
     micros = [most] + [tokens for tokens in (1 << k for k in range(20, 3, -1)) if longest <= tokens < most]
     if longest < micros[-1]:
         micros.append(longest)
-    for offload in ("none", "cpu") if stage.resources.device == "cuda" else ("none",):
-        resources = stage.resources.model_copy(update={"offload_optimizer": offload})
-        is_moved = stage.resources.offload_optimizer != offload
-        for checkpointing in (False, True):
-            for micro in micros:
-                updates = {"micro_batch_tokens": micro, "activation_checkpointing": checkpointing}
-                optimizer = stage.optimizer.model_copy(update=updates)
-                different = [name for name, value in updates.items() if getattr(stage.optimizer, name) != value]
-                written: dict[str, object] = {f"optimizer.{name}": updates[name] for name in different}
-                written |= {"resources.offload_optimizer": offload} if is_moved else {}
-                changed = stage.model_copy(update={"optimizer": optimizer, "resources": resources})
-                yield tuple(f"{name}={str(value).lower()}" for name, value in written.items()), changed
+    offloads = ("none", "cpu") if stage.resources.device == "cuda" else ("none",)
+    for offload, checkpointing, micro in product(offloads, (False, True), micros):
+        updates = {"optimizer.micro_batch_tokens": micro, "optimizer.activation_checkpointing": checkpointing}
+        yield changed(stage, updates | {"resources.offload_optimizer": offload})
 
 
 def _as_rl(case: Case[SelectStage]) -> Case[RLStage]:

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from nanodag.config.derive_sampler import SGLANG_STATIC
 from nanodag.config.footprint import embedded_buffers
 from nanodag.config.kinds.evaluation import EvalSamplerConfig
-from nanodag.config.model_size import ModelSize
 from nanodag.config.rl_parts import SamplerConfig
-from nanodag.host.machine import Machine
 from nanodag.inference.cache_size import slot_tokens
 from nanodag.inference.number_formats import width_of
 from nanodag.plan import host_memory
+from nanodag.plan.case import Case, S
 from nanodag.plan.stage_plan import Process
 
 
@@ -27,12 +26,10 @@ class PlannedSamplers:
 
 
 def planned_samplers(
+    case: Case[S],
     sampler: SamplerConfig | EvalSamplerConfig,
-    model: ModelSize,
-    machine: Machine,
     *,
     precision: str,
-    device: str,
     replicas: int,
     slots: int,
     context: int,
@@ -47,6 +44,7 @@ def planned_samplers(
     has. SGLang shares its cache out by the token. Beside weights and cache it has graphs and activations, for which
     memory_fraction, of the GPU or of the host's memory, leaves room.
     """
+    model, machine, device = case.model, case.machine, case.device
     width, parallel = width_of(precision), sampler.tensor_parallel
     token, room = model.token_bytes(width), int(sampler.cache_bytes) // parallel
     if sampler.engine == "sglang":

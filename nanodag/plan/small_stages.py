@@ -3,9 +3,8 @@
 from nanodag.config.kinds.import_model import ImportStage
 from nanodag.config.kinds.report import MAX_SEARCHED, ReportStage
 from nanodag.config.kinds.tokenizer import TokenizerStage
-from nanodag.config.stage_base import StageBase
 from nanodag.plan import host_memory
-from nanodag.plan.case import Case, Formula, memory_faults
+from nanodag.plan.case import Case, Formula, changed, memory_faults
 from nanodag.plan.speeds import PARSED_BYTES_S
 from nanodag.plan.stage_plan import Fault, Process, StagePlan
 
@@ -25,7 +24,6 @@ KNOWN_WORDS = 150 * host_memory.MB
 
 
 def plan_tokenizer(case: Case[TokenizerStage]) -> StagePlan:
-    """The plan of a tokenizer's training."""
     stage, parsed = case.stage, case.sizes.in_memory(case.stage.data)
     num_bytes = min(stage.max_bytes, sum(case.sizes.text_bytes(source.url) for source in stage.data))
     seconds = SHORT_S + num_bytes / LEARNED_BYTES_S + parsed / PARSED_BYTES_S
@@ -44,7 +42,7 @@ def faults_of_tokenizer(plan: StagePlan, case: Case[TokenizerStage]) -> list[Fau
     """A tokenizer whose text does not fit learns from less."""
     most = case.stage.max_bytes
     sizes = [most >> k for k in range(1, 12) if most >> k >= LEAST_TEXT]
-    candidates = [((f"max_bytes={num}",), case.stage.model_copy(update={"max_bytes": num})) for num in sizes]
+    candidates = [changed(case.stage, {"max_bytes": num}) for num in sizes]
     return memory_faults(plan, case, plan_tokenizer, setting="max_bytes", value=most, candidates=candidates)
 
 
@@ -90,12 +88,7 @@ def faults_of_report(plan: StagePlan, case: Case[ReportStage]) -> list[Fault]:
     return memory_faults(plan, case, plan_report, setting="contamination", value=len(searched), candidates=candidates)
 
 
-def plan_other(case: Case[StageBase]) -> StagePlan:
-    """The plan of a kind of a user's own."""
-    return case.plan(notes=("a kind of your own: nothing is known of it",))
-
-
 TOKENIZER = Formula(plan_tokenizer, faults_of_tokenizer)
 IMPORT = Formula(plan_import)
 REPORT = Formula(plan_report, faults_of_report)
-UNKNOWN = Formula(plan_other)
+UNKNOWN = Formula(lambda case: case.plan(notes=("a kind of your own: nothing is known of it",)))

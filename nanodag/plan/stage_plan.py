@@ -115,6 +115,5 @@ class StagePlan:
         return self.host_bytes + sum(process.count * process.reserve for process in self.processes)
 
     def as_json(self) -> dict[str, Any]:
-        """The plan as plain values."""
         more = {"device_bytes": self.device_bytes, "host_bytes": self.host_bytes}
         return {**asdict(self), **more, "faults": [fault.text(self.name) for fault in self.faults]}

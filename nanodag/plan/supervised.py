@@ -4,20 +4,13 @@ import math
 from collections.abc import Iterator
 
 from nanodag.config.derive_hardware import state_of
-from nanodag.config.footprint import (
-    MAX_LOGITS,
-    activations,
-    documents_apart,
-    head_memory,
-    num_states,
-    working,
-)
+from nanodag.config.footprint import MAX_LOGITS, activations, documents_apart, head_memory, num_states, working
 from nanodag.config.model_size import ModelSize
 from nanodag.config.supervised import SupervisedStage
 from nanodag.errors.words import counted
 from nanodag.inference.number_formats import width_of
 from nanodag.plan import host_memory
-from nanodag.plan.case import Case, Formula, memory_faults
+from nanodag.plan.case import Case, Formula, changed, memory_faults
 from nanodag.plan.sizes import CORE_CONTEXT, bytes_per_token, core_items, core_tokens, held_out_share
 from nanodag.plan.speeds import PACKED_TOKENS_S, PARSED_BYTES_S, START_S, PlannedDevices
 from nanodag.plan.stage_plan import Fault, Process, StagePlan
@@ -27,7 +20,6 @@ COMPILED_SHARE = 0.65
 
 
 def plan_supervised(case: Case[SupervisedStage]) -> StagePlan:
-    """The plan of one stage of the supervised loop."""
     stage, notes = case.stage, []
     steps = _steps(case)
     if steps is None:
@@ -42,7 +34,10 @@ def plan_supervised(case: Case[SupervisedStage]) -> StagePlan:
         return case.plan(tokens=tokens, steps=steps, notes=("its model is not known yet",))
     model, resources, precision = case.model, stage.resources, str(stage.precision)
     flops = None if tokens is None else float(tokens) * model.training_flops(stage.sequence_length)
-    read = None if tokens is None else int((tokens + _validated(stage)) * bytes_per_token(model.vocabulary))
+    shares = [share for source in stage.data if (share := held_out_share(source))]
+    # What must be read to hold out the validation's tokens by a hash, which are kept.
+    validated = stage.validation_tokens / max(shares) if shares else 0.0
+    read = None if tokens is None else int((tokens + validated) * bytes_per_token(model.vocabulary))
     states = num_states(model.parameters, stage.optimizer.name, model.total)
     checkpoint = 4 * (model.total + states) + (4 * model.total if stage.patience else 0)
     return case.plan(
@@ -79,18 +74,6 @@ def _steps(case: Case[SupervisedStage]) -> int | None:
     limits = [stage.max_steps] if stage.max_steps else []
     limits += [] if tokens is None else [math.ceil(tokens / int(stage.batch_tokens))]
     return min(limits, default=None)
-
-
-def _core_tokens(stage: SupervisedStage, model: ModelSize, steps: int) -> float:
-    """Tokens that CORE reads during so many steps and at the end."""
-    times = (steps - 1) // stage.core_every + 1 if stage.core_every else 0
-    return times * core_tokens(stage.core_limit, model.vocabulary)
-
-
-def _validated(stage: SupervisedStage) -> float:
-    """Tokens that must be read to hold out those of the validation by a hash, which are kept."""
-    shares = [share for source in stage.data if (share := held_out_share(source))]
-    return stage.validation_tokens / max(shares) if shares else 0.0
 
 
 def _processes(case: Case[SupervisedStage]) -> tuple[Process, ...]:
@@ -142,7 +125,9 @@ def _seconds(case: Case[SupervisedStage], steps: int | None) -> float | None:
     validations = (steps // stage.validation_every + 1) * validated
     worked = tokens * (4 / 3 if stage.activation_checkpointing else 1.0) + validations / 3
     computing = worked * model.training_flops(stage.sequence_length) / (shares.training * peak)
-    scoring = _core_tokens(stage, model, steps) * model.forward_flops(CORE_CONTEXT) / (shares.likelihood * peak)
+    times = (steps - 1) // stage.core_every + 1 if stage.core_every else 0  # CORE is scored, once at the end
+    scored = times * core_tokens(stage.core_limit, model.vocabulary)
+    scoring = scored * model.forward_flops(CORE_CONTEXT) / (shares.likelihood * peak)
     start = START_S[case.device] + case.sizes.in_memory(stage.data) / PARSED_BYTES_S
     return start + max(computing, tokens / (int(resources.num_ranks) * PACKED_TOKENS_S)) + scoring
 
@@ -160,9 +145,7 @@ def _candidates(stage: SupervisedStage) -> Iterator[tuple[tuple[str, ...], Super
     smaller = [r * length for r in range(rows, 0, -1) if rows % r == 0 and r * length <= int(stage.micro_batch_tokens)]
     for changes in ({}, {"activation_checkpointing": True}, {"activation_checkpointing": True, "zero_stage": 3}):
         for micro in smaller:
-            updates = {"micro_batch_tokens": micro, **changes}
-            changed = {name: str(value).lower() for name, value in updates.items() if getattr(stage, name) != value}
-            yield tuple(f"{name}={value}" for name, value in changed.items()), stage.model_copy(update=updates)
+            yield changed(stage, {"micro_batch_tokens": micro, **changes})
 
 
 SUPERVISED = Formula(plan_supervised, faults_of_supervised)

@@ -11,7 +11,7 @@ import yaml
 from nanodag.config import resolve
 from nanodag.config.kinds import vouch_for
 from nanodag.errors import ConfigError
-from nanodag.inference.sglang_options import OWN_OPTIONS, check_options
+from nanodag.inference.sglang_options import check_options
 from nanodag.own_code.find import FOLDER_VARIABLE, file_of, forget_others, search_last
 from nanodag.own_code.functions import function_at
 from nanodag.own_code.trusted_modules import Voucher, check_owner, is_beside
@@ -170,7 +170,7 @@ def test_a_pipeline_file_that_everybody_may_write_is_not_run(tmp_path):
 
 def test_an_abbreviated_option_of_the_samplers_own_is_refused():
     with pytest.raises(ValueError, match=r"sampler.options.hos follows from other fields"):
-        check_options("options", {"hos": "0.0.0.0"}, OWN_OPTIONS)
+        check_options({"hos": "0.0.0.0"})
 
 
 FORMS = ("/elsewhere/evil", "../../evil", "a/b", "store/artifacts/k/evil.yaml", "/x/e.yaml", "lm_eval:../../x.yaml")

@@ -5,22 +5,20 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from nanodag.config.derive_hardware import Derived, evaluation_precision
+from nanodag.config.derive_hardware import Derived
 from nanodag.config.derive_sampler import derive_evaluation
 from nanodag.config.kind import MODEL, SCORES, Kind
 from nanodag.config.model_size import ModelSize
+from nanodag.config.rl_parts import EngineConfig
 from nanodag.config.section import Auto, Positive, Precision, Section, operational
 from nanodag.config.stage_base import StageBase
 from nanodag.data.config import SourceConfig
 from nanodag.data.core_tasks import FEWEST_ITEMS, bundle_url
 from nanodag.errors import ConfigError
 from nanodag.errors.words import counted
-from nanodag.inference.sglang_options import check_options
 
 GREEDY_ONLY = {"num_samples": 1, "top_p": 1.0, "top_k": 0}
 """Settings that mean nothing at temperature 0, with the values that they have there."""
-SGLANG_ONLY = ("python", "tensor_parallel", "options")
-"""Settings of samplers that mean nothing to the embedded engine."""
 OVER_SAMPLES = re.compile(r"(avg|maj|pass)@([1-9][0-9]*)")
 """A metric over the samples of an item: its name, and how many samples it is of."""
 
@@ -75,22 +73,14 @@ class BenchmarkConfig(Section):
     """Of the form `verifiers`: verifiers' own options by their dotted names, such as `agent.max_turns`."""
 
     @model_validator(mode="after")
-    def _has_an_environment(self) -> "BenchmarkConfig":
+    def _fits(self) -> "BenchmarkConfig":
         if self.options and "verifiers" not in (self.form, self.name if self.form == "auto" else ""):
             raise ValueError(
                 f"benchmark {self.name!r}: options {', '.join(self.options)} are those of an environment, and its form "
                 f"is {self.form}; leave them out, or set form: verifiers"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _has_worked_examples(self) -> "BenchmarkConfig":
         if self.is_core and 0 < self.limit < FEWEST_ITEMS:
             raise ValueError(f"limit {self.limit} of CORE is too few for its worked examples; take {FEWEST_ITEMS} or 0")
-        return self
-
-    @model_validator(mode="after")
-    def _samples_fit(self) -> "BenchmarkConfig":
         if self.temperature == 0:
             for name, value in GREEDY_ONLY.items():
                 if (own := getattr(self, name)) != value:
@@ -139,13 +129,9 @@ class BenchmarkConfig(Section):
         return (*self.metrics, mean)
 
 
-class EvalSamplerConfig(Section):
-    """The samplers that write answers. The embedded one's context is what each benchmark needs. From `python` on,
-    fields are for engine `sglang` alone; `engine: auto` leaves them out where it takes the embedded one."""
+class EvalSamplerConfig(EngineConfig):
+    """The samplers that write answers. The embedded one's context is what each benchmark needs."""
 
-    engine: Literal["embedded", "sglang"] | Auto = "auto"
-    """`embedded`: the sampler of this package; `sglang`: SGLang in an environment of its own, never deterministic.
-    `auto`: as RL's samplers, SGLang on GPUs where it is installed."""
     replicas: Annotated[int, Field(ge=1, le=1024)] | Auto = operational("auto")
     """Samplers at most; of embedded ones fewer where there is too little to write for so many. `auto`: one for each
     GPU of the machine, as far as others leave them; on a CPU a process a thread, 4 at most, and one of SGLang."""
@@ -154,22 +140,6 @@ class EvalSamplerConfig(Section):
     cache_bytes: Positive | Auto = operational("auto")
     """Bytes of one sampler's keys and values. `auto`: 0.7 of a GPU less the weights; 0.25 of the host's memory for all
     samplers on a CPU."""
-    python: str = operational("auto", min_length=1)
-    """SGLang's Python interpreter; `auto` for what `nanodag sampler install` made."""
-    tensor_parallel: int = operational(1, ge=1, le=1024)
-    """GPUs of one SGLang server. Above 1 it is refused where `engine: auto` takes the embedded one."""
-    options: dict[str, bool | int | float | str] = {}
-    """Other options of SGLang's server, by name."""
-
-    sglang_only: ClassVar[tuple[str, ...]] = SGLANG_ONLY
-
-    @model_validator(mode="after")
-    def _fits_its_engine(self) -> "EvalSamplerConfig":
-        for name in SGLANG_ONLY if self.engine == "embedded" else ():
-            if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
-                raise ValueError(f"sampler.{name} means something to engine sglang only; leave it out")
-        check_options(self.options)
-        return self
 
 
 class EvalStage(StageBase):
@@ -211,12 +181,10 @@ class EvalStage(StageBase):
 
     @property
     def asks_in_chat(self) -> bool:
-        """True where the items of its benchmarks pass the chat template."""
         return self.chat
 
     @property
     def sglang(self) -> EvalSamplerConfig | None:
-        """The section of samplers that run SGLang; None without such."""
         return self.sampler if self.sampler.engine == "sglang" else None
 
     def num_gpus(self, available: int) -> int:
@@ -225,7 +193,6 @@ class EvalStage(StageBase):
 
     @property
     def spare_gpus(self) -> int:
-        """GPUs of its other samplers."""
         return (int(self.sampler.replicas) - 1) * self.sampler.tensor_parallel
 
     def on_another_machine(self, **updates: Any) -> Self:
@@ -248,10 +215,6 @@ class EvalStage(StageBase):
                 "items, or give the benchmark a source."
             )
         return self.model_copy(update={"benchmarks": kept}), bundle == "none"
-
-    def before_ranks(self, derived: Derived) -> Self:
-        """The stage with its precision."""
-        return evaluation_precision(self, derived)
 
     def after_ranks(self, model: ModelSize | None, derived: Derived) -> Self:
         """The stage without any `auto` among its samplers' settings."""

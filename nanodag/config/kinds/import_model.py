@@ -17,11 +17,9 @@ class ImportStage(StageBase):
 
     @property
     def known_model(self) -> str:
-        """The model that its weights are copied from."""
         return self.model
 
     def external_inputs(self) -> Iterator[ExternalInput]:
-        """The model."""
         yield ExternalInput("model", "model", self.model)
 
 

@@ -26,7 +26,6 @@ class PretrainStage(SupervisedStage):
 
     @property
     def is_from_scratch(self) -> bool:
-        """True for random weights."""
         return not self.continues
 
     def before_ranks(self, derived: Derived) -> Self:

@@ -100,17 +100,14 @@ class RLStage(SampledStage, TrainedStage):
             yield ExternalInput("rollout.source", "rollouts", rollout.source, self.num_steps)
 
     def load_entry(self, entry: EntryConfig) -> Callable[..., Any]:
-        """The function that an entry names, with its options and the settings that it takes."""
         return self.algorithm.load(entry)
 
     @property
     def lora_rank(self) -> int:
-        """Rank of the adapters that are trained in the place of all weights; 0 without."""
         return self.optimizer.lora_rank
 
     @property
     def measures_held_out(self) -> bool:
-        """True where rows that its data hold out are read."""
         return self.evaluation.eval_prompts > 0 and not self.evaluation.validation
 
     def num_gpus(self, available: int) -> int:
@@ -127,7 +124,6 @@ class RLStage(SampledStage, TrainedStage):
 
     @property
     def trainer(self) -> OptimizerSection:
-        """The section with precision, zero_stage, micro_batch_tokens and activation_checkpointing."""
         return self.optimizer
 
     @property
@@ -138,8 +134,8 @@ class RLStage(SampledStage, TrainedStage):
 
     @property
     def room_share(self) -> float:
-        """Share of a rank's memory that samplers leave to it."""
-        if not self.shares_memory:
+        is_alone = not self.has_samplers or (self.sampler.has_others and self.sampler.replicas in ("auto", 0))
+        if self.placement == "separate" or is_alone:
             return 1.0
         if self.placement == "shared" and self.lends_states is not False:
             return ROOM_IN_TURNS
@@ -154,7 +150,6 @@ class RLStage(SampledStage, TrainedStage):
 
     @property
     def own_gpus(self) -> int:
-        """GPUs of a node that its ranks leave to samplers."""
         return len(self.sampler.gpus) if isinstance(self.sampler.gpus, tuple) else 0
 
     def before_ranks(self, derived: Derived) -> Self:
@@ -193,12 +188,6 @@ class RLStage(SampledStage, TrainedStage):
     def has_samplers(self) -> bool:
         """True where anything is sampled: to be trained, or in an evaluation."""
         return self.rollout.is_sampled or bool(self.evaluated)
-
-    @property
-    def shares_memory(self) -> bool:
-        """True where the trainer's devices hold samplers too."""
-        is_alone = not self.has_samplers or (self.sampler.has_others and self.sampler.replicas in ("auto", 0))
-        return self.placement != "separate" and not is_alone
 
     @property
     def has_process_reward(self) -> bool:

@@ -59,11 +59,9 @@ class SelectStage(SampledStage):
             raise ValueError(error.errors()[0]["msg"].removeprefix("Value error, ")) from error
 
     def load_entry(self, entry: EntryConfig) -> Callable[..., Any]:
-        """The function that an entry names, with its options."""
         return entry.load()
 
     def num_gpus(self, available: int) -> int:
-        """GPUs of a node that its samplers take."""
         return self.as_rl().num_gpus(available)
 
     def after_ranks(self, model: ModelSize | None, derived: Derived) -> Self:

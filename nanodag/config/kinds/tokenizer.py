@@ -25,7 +25,6 @@ class TokenizerStage(StageBase):
 
     @property
     def vocabulary_size(self) -> int:
-        """Tokens of the tokenizer that it makes."""
         return self.vocabulary
 
 
