@@ -44,8 +44,8 @@ from nanodag.rl.control.step_records import Records
 from nanodag.rl.rollouts import segments as segments_module
 from nanodag.rl.rollouts.batch import RolloutBatch, staleness_metrics, without_stale
 from nanodag.rl.rollouts.metrics import rollout_metrics
-from nanodag.rl.rollouts.prompts import PromptCursor, read_ledger
-from nanodag.rl.rollouts.rollout import read_rollouts
+from nanodag.rl.rollouts.prompts import PromptCursor
+from nanodag.rl.rollouts.rollout import read_lines, read_rollouts
 from nanodag.rl.trainer.rows import pack
 from nanodag.worker.job import Job
 
@@ -255,7 +255,7 @@ def measure(chosen: argparse.Namespace) -> bool:
                 profile.disable()
             wall, cpu = time.monotonic() - began, time.process_time() - cpu
             number = chosen.steps * chosen.prompts * chosen.samples
-            ledger = read_ledger(stage.job.records / "ledger.jsonl")
+            ledger = list(read_lines(stage.job.records / "ledger.jsonl"))
             is_whole = (
                 len({(line["epoch"], line["prompt_id"]) for line in ledger})
                 == len(ledger)

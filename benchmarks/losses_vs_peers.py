@@ -100,7 +100,7 @@ def of_ours(given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     from nanodag import registry as entries
     from nanodag.config.kinds.rl import RLStage
     from nanodag.rl.losses import Totals
-    from nanodag.rl.rollouts.filters import with_overlong_penalty
+    from nanodag.rl.rollouts.filters import shaped
     from nanodag.rl.trainer.update import PolicyObjective, Scored
 
     tensors = {name: torch.from_numpy(array) for name, array in given.items()}
@@ -128,14 +128,10 @@ def of_ours(given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         advantage = entries.load("advantage", name)
         found[f"advantage {name}/value"] = advantage(tensors["rewards"], tensors["groups"], mask.sum(-1)).numpy()
     found |= _of_critic(tensors, row, real)
-    found["overlong/value"] = np.array(
-        [
-            with_overlong_penalty(
-                _rollout(length, reward), longest=loss_peers.LONGEST, buffer=loss_peers.OVERLONG, penalty=1.0
-            ).reward
-            for length, reward in zip(given["lengths"].tolist(), given["rewards"].tolist(), strict=True)
-        ]
-    )
+    overlong = {"overlong_buffer": loss_peers.OVERLONG, "overlong_penalty": 1.0}
+    section = RLStage.of(kind="rl", data=["file:none"], max_new_tokens=loss_peers.LONGEST, **overlong).rollout
+    pairs = zip(given["lengths"].tolist(), given["rewards"].tolist(), strict=True)
+    found["overlong/value"] = np.array([shaped(_rollout(length, reward), section).reward for length, reward in pairs])
     return found
 
 

@@ -38,7 +38,7 @@ from nanodag.inference.engine_settings import EngineSettings
 from nanodag.inference.protocol import Request, SamplingParams
 from nanodag.model.folder import write_like
 from nanodag.rl.sync.broadcast_sync import DistributedSync, SharedSync
-from nanodag.rl.sync.weight_sync import DiskSync, WeightSync
+from nanodag.rl.sync.weight_sync import DiskSync
 from nanodag.rl.trainer.weight_sender import WeightGiver
 from nanodag.sampler.fingerprints import Fingerprints
 
@@ -164,7 +164,7 @@ class Bench:
         self.trainer = Trainer(save_model(folder / "model"), engine)
         self.version = 0
         self._numbers: dict[str, int] = {}
-        self._syncs: dict[Way, WeightSync] = {}
+        self._syncs: dict[Way, DiskSync | DistributedSync] = {}
 
     async def __aenter__(self) -> "Bench":
         model = self.folder / "model"
@@ -212,7 +212,7 @@ class Bench:
             raise AssertionError(f"{found} samplers were started again")
         return plan
 
-    def _sync_of(self, case: Case) -> WeightSync:
+    def _sync_of(self, case: Case) -> DiskSync | DistributedSync:
         """An idle case begins as a stage does, with a sync of its own; a busy one finds what the case before left."""
         if case.way not in self._syncs or not case.is_busy:
             ask, options = self.trainer.ask, {"timeout_s": TIMEOUT_S, "is_beside": self.engine == "embedded"}

@@ -30,7 +30,7 @@ from nanodag.inference.client import SamplerClient
 from nanodag.inference.engine_settings import EngineSettings
 from nanodag.model.folder import write_like
 from nanodag.rl.sync.broadcast_sync import DistributedSync, SharedSync
-from nanodag.rl.sync.weight_sync import DiskSync, WeightSync
+from nanodag.rl.sync.weight_sync import DiskSync
 from nanodag.rl.trainer.weight_sender import WeightGiver
 from nanodag.sampler.fingerprints import Fingerprints
 from nanodag.train.shares import Shares
@@ -113,7 +113,7 @@ async def measure(name: str, folder: Path, *, rounds: int, replicas: int, bucket
     ]
     samplers = Fleet(servers, model=folder / "model", version=0, launch=_no_launch, connect=SamplerClient)
     never = 1 << 30  # after the first
-    ways: dict[str, WeightSync] = {
+    ways: dict[str, DiskSync | DistributedSync] = {
         "disk": DiskSync(samplers, trainer.ask, check_every=never),
         "distributed": DistributedSync(samplers, trainer.ask, check_every=never, timeout_s=TIMEOUT_S, is_beside=True),
         "ipc": SharedSync(samplers, trainer.ask, check_every=never, timeout_s=TIMEOUT_S, is_beside=True),

@@ -19,7 +19,7 @@ from nanodag.evaluation.harness import run_benchmark
 from nanodag.evaluation.results import BenchmarkResult
 from nanodag.evaluation.verifiers_benchmarks import is_environment, run_environment
 from nanodag.model.headers import matrix_parameters
-from nanodag.store.atomic import write_bytes, write_json
+from nanodag.store.atomic import write_json
 from nanodag.store.kept_lines import KeptLines
 from nanodag.worker.job import Job, MetricsLog, finish, leave_stopped, load_job, stop_requested
 
@@ -87,7 +87,7 @@ def _fill(job: Job, checkpoint: EvaluatedModel, progress: "_Progress") -> tuple[
         progress.end(number, done["result"])
     if total := chat_core_of(results, samples_folder):
         log.info("%s", total)
-        _write_records(samples_folder, total)
+        total.write_records(samples_folder / f"{total.name}.jsonl")
         results[total.name] = total.as_json()
     samples = _samples(checkpoint, config.sample_prompts, chat=config.chat)
     cost["flops"] = 2 * matrix_parameters(job.inputs["model"]) * cost["forward_tokens"]
@@ -105,17 +105,11 @@ def _run_one(
         result = _asked(job, checkpoint, benchmark, forms)
     checkpoint.kept = None
     log.log(logging.WARNING if any(result.counts.values()) else logging.INFO, "%s", result)
-    _write_records(samples_folder, result)
+    result.write_records(samples_folder / f"{result.name}.jsonl")
     tokens = checkpoint.tokens_read + checkpoint.tokens_written - tokens_before
     seconds = round(time.monotonic() - began, 3)
     write_json(done_path, {"result": result.as_json(), "tokens": tokens, "seconds": seconds})
     kept_path.unlink()
-
-
-def _write_records(folder: Path, result: BenchmarkResult) -> None:
-    lines = [json.dumps(record, sort_keys=True, ensure_ascii=False, allow_nan=False) for record in result.records]
-    text = "".join(line + "\n" for line in lines)
-    write_bytes(folder / f"{result.name}.jsonl", text.encode("utf-8", "surrogatepass"))
 
 
 def _asked(job: Job, checkpoint: EvaluatedModel, benchmark: BenchmarkConfig, forms: Path) -> BenchmarkResult:
@@ -144,7 +138,6 @@ def _asked(job: Job, checkpoint: EvaluatedModel, benchmark: BenchmarkConfig, for
 
 
 def _samples(checkpoint: EvaluatedModel, prompts: tuple[str, ...], *, chat: bool) -> list[dict[str, str]]:
-    """Greedy completions of the config's sample prompts."""
     if not prompts:
         return []
     checkpoint.is_chat = chat
@@ -158,12 +151,9 @@ class _Progress:
     """Turns (done, total) of one benchmark's requests into lines of the metrics log; ends the process when asked to."""
 
     def __init__(self, metrics_log: MetricsLog, num_benchmarks: int) -> None:
-        self._log = metrics_log
-        self._total = 1000 * num_benchmarks
-        self._number = 0
-        self._name = ""
-        self._last = 0.0
-        self._step = 0
+        self._log, self._total = metrics_log, 1000 * num_benchmarks
+        self._number, self._name = 0, ""
+        self._last, self._step = 0.0, 0
 
     def begin(self, number: int, name: str) -> None:
         self._number, self._name = number, name
@@ -181,7 +171,7 @@ class _Progress:
             1000 * (number + 1),
             event="eval",
             benchmark=self._name,
-            **{f"{self._name}": result["value"], f"{self._name}_stderr": result["stderr"]},
+            **{self._name: result["value"], f"{self._name}_stderr": result["stderr"]},
         )
 
     def _write(self, step: int, **values: Any) -> None:

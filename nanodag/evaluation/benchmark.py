@@ -153,22 +153,17 @@ class Benchmark:
             stop_token_ids=stop_token_ids,
         )
 
-    def answer(self, text: str, *, ending: Ending, is_open: bool = False) -> Answer:
+    def answer(self, text: str, *, ending: Ending, is_open: bool = False, stops: Sequence[str] = ()) -> Answer:
         """Answer that a model wrote, as `answer_of` has it."""
-        return answer_of(text, ending=ending, tags=self.config.thinking, is_open=is_open)
+        return answer_of(text, ending=ending, tags=self.config.thinking, is_open=is_open, stops=stops)
 
     def judge(self, item: AskedItem, answer: Answer) -> Judged:
         """The scores of one answer. It runs the form's own function, which may take long: a program in the sandbox."""
         return judged_from(plain(self._process_results(item.doc, [str(answer)])), str(answer), self.metrics)
 
-    def result(
-        self,
-        answers: Mapping[str, Sequence[Answer]],
-        judge: Callable[[AskedItem, Answer], Judged] | None = None,
-    ) -> BenchmarkResult:
-        """The scores of all items. answers: num_samples of each item, by its id. judge: of answers that were judged
-        elsewhere. Raises KeyError for an item without answers, ValueError for another number of them."""
-        judge = judge or self.judge
+    def result(self, answers: Mapping[str, Sequence[Answer]]) -> BenchmarkResult:
+        """The scores of all items. answers: num_samples of each item, by its id. Raises KeyError for an item without
+        answers, ValueError for another number of them."""
         records = []
         for item in self.items:
             given = answers[item.id]
@@ -181,7 +176,7 @@ class Benchmark:
                     prompt=item.messages[-1]["content"],
                     target=item.target,
                     answers=given,
-                    judged=[judge(item, answer) for answer in given],
+                    judged=[self.judge(item, answer) for answer in given],
                 )
             )
         return result_of(

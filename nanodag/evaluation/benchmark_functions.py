@@ -92,12 +92,12 @@ def winogrande_rest(doc: Mapping[str, Any]) -> str:
 def gpqa_choices(rows: "Dataset") -> "Dataset":
     """GPQA's rows with choice1 to choice4, in a fixed order where lm-eval draws one in each process, and `answer`, the
     right one's letter in brackets."""
-    return rows.map(_gpqa_row)
 
+    def chosen(row: dict[str, Any]) -> dict[str, Any]:
+        _, choices, right, _ = gpqa_choice(row)
+        return {**{f"choice{n}": one for n, one in enumerate(choices, start=1)}, "answer": f"({'ABCD'[right]})"}
 
-def _gpqa_row(row: dict[str, Any]) -> dict[str, Any]:
-    _, choices, right, _ = gpqa_choice(row)
-    return {**{f"choice{n}": choice for n, choice in enumerate(choices, start=1)}, "answer": f"({'ABCD'[right]})"}
+    return rows.map(chosen)
 
 
 def programs(**options: Any) -> Any:
@@ -154,13 +154,9 @@ def instructions_followed(doc: Mapping[str, Any], results: Sequence[str]) -> Ret
         {**prompt, "metadata": {"instruction_id_list": [name], "kwargs": [given]}}
         for name, given in zip(names, arguments, strict=True)
     ]
-    variants = _instruction_variants(results[0])
+    lines = results[0].split("\n")
+    cut = [results[0], *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]
+    variants = [*cut, *(text.replace("*", "") for text in cut)]
     is_loose = all(any(instruction_following(one, text).value for text in variants) for one in each)
     scores = {"exact_match": strict.value, "loose": float(is_loose), "instructions": strict.components["instructions"]}
     return {**scores, "parsed": results[0]}
-
-
-def _instruction_variants(answer: str) -> list[str]:
-    lines = answer.split("\n")
-    cut = [answer, *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]
-    return [*cut, *(text.replace("*", "") for text in cut)]

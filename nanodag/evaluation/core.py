@@ -42,7 +42,9 @@ def run_core(checkpoint: EvaluatedModel, config: BenchmarkConfig) -> BenchmarkRe
 
     Raises SourceError naming the files of tasks that the source lacks: a mean over fewer tasks is another number.
     """
-    files = find_files(_url_of(config))
+    if config.source is None or not config.source.url.startswith("file:"):
+        raise ConfigError(f"Benchmark {config.name!r} needs `source: file:BUNDLE/eval_data/*/*.jsonl`.")
+    files = find_files(config.source.url)
     checkpoint.is_chat = False
     records: list[dict[str, Any]] = []
     scores: dict[str, Score] = {}
@@ -60,23 +62,17 @@ def run_core(checkpoint: EvaluatedModel, config: BenchmarkConfig) -> BenchmarkRe
             }
             for number, one in enumerate(judged)
         ]
+    given = [(scores[task.label], task.baseline) for task in TASKS]
+    core = centred_mean([(score.value, score.stderr, score.num_items, chance) for score, chance in given])
     return BenchmarkResult(
         name=config.name,
         form="core",
         metric="core",
         base_metric="core",
-        higher_is_better=True,
         is_chat=False,
-        num_fewshot=0,
-        scores={"core": _core_of(scores), **scores},
+        scores={"core": core, **scores},
         records=records,
     )
-
-
-def _url_of(config: BenchmarkConfig) -> str:
-    if config.source is None or not config.source.url.startswith("file:"):
-        raise ConfigError(f"Benchmark {config.name!r} needs `source: file:BUNDLE/eval_data/*/*.jsonl`.")
-    return config.source.url
 
 
 def score_task(checkpoint: EvaluatedModel, task: Task, data: Sequence[Item]) -> list[JudgedItem]:
@@ -86,11 +82,6 @@ def score_task(checkpoint: EvaluatedModel, task: Task, data: Sequence[Item]) -> 
         numbers = range(start, min(start + CHUNK_ITEMS, len(data)))
         judged += judge_items(checkpoint.score, checkpoint.document, checkpoint.max_positions, task, data, numbers)
     return judged
-
-
-def _core_of(scores: Mapping[str, Score]) -> Score:
-    given = [(scores[task.label], task.baseline) for task in TASKS]
-    return centred_mean([(score.value, score.stderr, score.num_items, chance) for score, chance in given])
 
 
 def chat_core_of(results: Mapping[str, Mapping[str, Any]], samples: Path) -> BenchmarkResult | None:
@@ -109,9 +100,7 @@ def chat_core_of(results: Mapping[str, Mapping[str, Any]], samples: Path) -> Ben
         form=CHAT_CORE,
         metric=CHAT_CORE,
         base_metric=CHAT_CORE,
-        higher_is_better=True,
         is_chat=True,
-        num_fewshot=0,
         scores={CHAT_CORE: centred_mean(tasks)},
         records=records,
     )

@@ -9,10 +9,9 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lm_eval.api.instance import Instance
@@ -24,6 +23,7 @@ from nanodag.errors import ConfigError, SamplerError
 from nanodag.errors.words import counted
 from nanodag.evaluation.benchmark import sampling_params
 from nanodag.evaluation.results import Ending, answer_of
+from nanodag.evaluation.writing import InProcess, Replicas, SamplerSettings, replicas_for, start_sampler
 from nanodag.inference.cache_size import slot_tokens
 from nanodag.inference.number_formats import DTYPES
 from nanodag.inference.protocol import Completion, Request, SamplingParams
@@ -36,9 +36,6 @@ from nanodag.model.headers import faults_of_config, matrix_parameters
 from nanodag.model.scoring import AnswerScore, Question, score_questions
 from nanodag.store.kept_lines import KeptLines, content_key
 from nanodag.tokenizer.chat import Switches, check_switches
-
-if TYPE_CHECKING:
-    from nanodag.evaluation.writing import AnswerWriter, SamplerSettings
 
 log = logging.getLogger(__name__)
 
@@ -54,20 +51,12 @@ class CutScore(tuple[float, bool]):
     __slots__ = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class AskedBenchmark:
-    """A benchmark that is asked. seed: the stage's."""
-
-    config: BenchmarkConfig
-    seed: int
-
-
 class EvaluatedModel(TemplateLM):
     """A Hugging Face folder for lm-eval.
 
-    is_chat: prompts come from the chat template. under_way: the benchmark. kept: what was written and scored for
-    it before, and where more is kept. All three are set benchmark by benchmark. max_new_tokens: where the benchmark
-    does not say. bos: as EvalStage's.
+    is_chat: prompts come from the chat template. under_way: the benchmark, and the stage's seed. kept: what was written
+    and scored for it before, and where more is kept. All three are set benchmark by benchmark. max_new_tokens: where
+    the benchmark does not say. bos: as EvalStage's.
     micro_batch_tokens: scored at once. sampler: what writes, derived. threads: that it may use beside this process.
     on_progress gets (done, total) of the requests of the benchmark under way. tokens_read, tokens_written: counted from
     the start. Raises ConfigError for bos `always` where the tokenizer has none.
@@ -91,17 +80,18 @@ class EvaluatedModel(TemplateLM):
 
         self.folder = folder
         self.is_chat = False
-        self.under_way: AskedBenchmark | None = None
+        self.under_way: tuple[BenchmarkConfig, int] | None = None
         self.kept: KeptLines | None = None
         self._switches: dict[str, Any] = {}
         self.tokens_read = 0
         self.tokens_written = 0
+        self.sampler_settings = SamplerSettings(
+            folder=folder, precision=precision, device=device, threads=threads, config=sampler
+        )
         self._device = device
-        self._precision = precision
         self._micro_batch_tokens = micro_batch_tokens
         self._max_new_tokens = max_new_tokens
-        self._sampler_config, self._threads = sampler, threads
-        self._sampler: AnswerWriter | None = None
+        self._sampler: InProcess | Replicas | None = None
         self.on_progress = on_progress
         self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         with faults_of_config():
@@ -116,29 +106,14 @@ class EvaluatedModel(TemplateLM):
     def models(self) -> list[Decoder]:
         """The model, for log-probabilities: once on each GPU that this process may use, or on the CPU."""
         devices = [f"cuda:{number}" for number in range(torch.cuda.device_count())] if self._device == "cuda" else []
-        model = load(self.folder).to(getattr(torch, DTYPES[self._precision]))
+        model = load(self.folder).to(getattr(torch, DTYPES[self.sampler_settings.precision]))
         if not devices:  # for layers that our own code does not take
             model.functions.linear = cpu_linear.linear
         return [deepcopy(model).to(device) for device in devices] or [model.to(self._device)]
 
-    @property
-    def sampler_settings(self) -> "SamplerSettings":
-        """Settings that its samplers are started with."""
-        from nanodag.evaluation.writing import SamplerSettings
-
-        return SamplerSettings(
-            folder=self.folder,
-            precision=self._precision,
-            device=self._device,
-            threads=self._threads,
-            config=self._sampler_config,
-        )
-
-    def _sampler_for(self, context: int, num_tokens: int) -> "AnswerWriter":
+    def _sampler_for(self, context: int, num_tokens: int) -> InProcess | Replicas:
         """Samplers with room for so many tokens of prompt and answer, and as many of them as num_tokens keep busy:
         those of the last benchmark where they will do."""
-        from nanodag.evaluation.writing import replicas_for, start_sampler
-
         settings = self.sampler_settings
         flops = 2.0 * matrix_parameters(self.folder) * num_tokens
         last = self._sampler
@@ -221,18 +196,13 @@ class EvaluatedModel(TemplateLM):
             by_context.setdefault(tuple(context), {})[tuple(answer)] = None
         questions = [Question(context, tuple(answers)) for context, answers in by_context.items()]
         scored = self.score(questions)
-        answer_scores = {
-            (question.context, answer): score
-            for question, scores in zip(questions, scored, strict=True)
-            for answer, score in zip(question.answers, scores, strict=True)
-        }
-        is_cut = {question.context: not question.fits(self.max_positions) for question in questions}
-        found: list[tuple[float, bool]] = []
-        for _, context, answer in requests:
-            score = answer_scores[tuple(context), tuple(answer)]
-            pair = (score.logprob, score.is_greedy)
-            found.append(CutScore(pair) if is_cut[tuple(context)] else pair)
-        return found
+        found: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[float, bool]] = {}
+        for question, scores in zip(questions, scored, strict=True):
+            fits = question.fits(self.max_positions)
+            for choice, score in zip(question.answers, scores, strict=True):
+                pair = (score.logprob, score.is_greedy)
+                found[question.context, choice] = pair if fits else CutScore(pair)
+        return [found[tuple(context), tuple(answer)] for _, context, answer in requests]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
         """The log-probability of whole texts, each from the start-of-document token; a text longer than the model's
@@ -256,7 +226,8 @@ class EvaluatedModel(TemplateLM):
         """Texts that the model writes as the benchmark under way says, without thinking: Answers in the order given. A
         request's number among the documents says which sample of its item it is (nanodag.evaluation.harness)."""
         assert self.under_way is not None
-        config, tags = self.under_way.config, self.under_way.config.thinking
+        config, seed = self.under_way
+        tags = config.thinking
         prompts, params, opened = [], [], []
         for request in requests:
             context, settings = request.args
@@ -266,7 +237,7 @@ class EvaluatedModel(TemplateLM):
                     config,
                     item_id=str(request.doc.get("item_id", context)),
                     sample=int(request.doc_id or 0) % config.num_samples,
-                    seed=self.under_way.seed,
+                    seed=seed,
                     max_new_tokens=self._max_new_tokens,
                     until=settings.get("until") or (),
                     stop_token_ids=self._stop_ids,
@@ -275,8 +246,8 @@ class EvaluatedModel(TemplateLM):
             opened.append(tags is not None and context.rstrip().endswith(tags.begin))
         answers: list[str] = []
         for (ids, ending), one, is_open in zip(self.write(prompts, params), params, opened, strict=True):
-            text = _before(self._decode(ids, keep=() if tags is None else (tags.begin, tags.end)), one.stop or ())
-            answers.append(answer_of(text, ending=ending, tags=tags, is_open=is_open))
+            text = self._decode(ids, keep=() if tags is None else (tags.begin, tags.end))
+            answers.append(answer_of(text, ending=ending, tags=tags, is_open=is_open, stops=one.stop or ()))
         return answers
 
     def complete(self, prompts: Sequence[list[int]]) -> list[str]:
@@ -295,7 +266,13 @@ class EvaluatedModel(TemplateLM):
         """
         limits = [one.max_new_tokens or 0 for one in params]
         asked = [n for n, prompt in enumerate(prompts) if len(prompt) + limits[n] <= self.max_positions]
-        self._warn_of_too_long(prompts, len(prompts) - len(asked), max(limits, default=0))
+        if num_over := len(prompts) - len(asked):
+            most = self.max_positions - max(limits)
+            log.warning(
+                "%d of %s are longer than %d tokens, what max_new_tokens %d leaves of the model's %d; they are not "
+                "asked, and count as wrong and as too_long.",
+                num_over, counted(len(prompts), "prompt"), most, max(limits), self.max_positions,
+            )  # fmt: skip
         written: list[tuple[list[int], Ending]] = [([], "too_long")] * len(prompts)
         keys = {n: content_key("written", prompts[n], params[n].model_dump(mode="json")) for n in asked}
         missing = []
@@ -335,14 +312,6 @@ class EvaluatedModel(TemplateLM):
             ids = ids[:-1]
         return ids, "length" if reason is not None and reason.type == "length" else "stop"
 
-    def _warn_of_too_long(self, prompts: Sequence[list[int]], num_over: int, limit: int) -> None:
-        if num_over:
-            log.warning(
-                "%d of %s are longer than %d tokens, what max_new_tokens %d leaves of the model's %d; they are not "
-                "asked, and count as wrong and as too_long.",
-                num_over, counted(len(prompts), "prompt"), self.max_positions - limit, limit, self.max_positions,
-            )  # fmt: skip
-
     @cached_property
     def _stop_ids(self) -> list[int]:
         """Tokens that end a text: those of generation_config.json and tokenizer, and a next document's start."""
@@ -379,8 +348,3 @@ class EvaluatedModel(TemplateLM):
             on_batch=count,
             kept=self.kept,
         )
-
-
-def _before(text: str, stops: Sequence[str]) -> str:
-    """The text before the first stop string in it."""
-    return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]

@@ -19,7 +19,7 @@ from lm_eval.evaluator import evaluate
 
 from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.errors import ConfigError
-from nanodag.evaluation.evaluated_model import AskedBenchmark, CutScore, EvaluatedModel
+from nanodag.evaluation.evaluated_model import CutScore, EvaluatedModel
 from nanodag.evaluation.forms import FORMS, find_form
 from nanodag.evaluation.items import item_options
 from nanodag.evaluation.results import (
@@ -58,9 +58,13 @@ def run_benchmark(
     tasks = lm_eval.tasks.TaskManager(include_path=str(folder), include_defaults=False).load([config.name])
     task = tasks["tasks"][config.name]
     returned = _keep_what_is_returned(task, kept)
-    _repeat_items(task, config)
+    if config.num_samples > 1:  # number i of its documents is sample i % num_samples
+        split = task.config.test_split
+        items = task.dataset[split]
+        numbers = [number for number in range(len(items)) for _ in range(config.num_samples)]
+        task.dataset = {**task.dataset, split: items.select(numbers)}
     checkpoint.is_chat = is_chat
-    checkpoint.under_way = AskedBenchmark(config=config, seed=seed)
+    checkpoint.under_way = (config, seed)
     checkpoint.switch_template({} if config.source is None else config.source.template_options)
     evaluated = evaluate(
         checkpoint,
@@ -78,7 +82,9 @@ def run_benchmark(
     samples = [sample for sample in logged if sample["filter"] == first_filter]
     if isinstance(samples[0]["resps"][0][0], str):
         # What the form's own function returned stands in the order of the samples, those of the first filter in front.
-        judged = [_judged(sample, found, metrics) for sample, found in zip(samples, returned or samples, strict=False)]
+        # Without such a function the sample itself has the metrics.
+        texts = [text if isinstance(text := sample["filtered_resps"][0], str) else "" for sample in samples]
+        judged = [judged_from(found, text, metrics) for found, text in zip(returned or samples, texts, strict=False)]
         groups = range(0, len(samples), config.num_samples)
         records = [
             _written_record(config, samples[i : i + config.num_samples], judged[i : i + config.num_samples])
@@ -127,15 +133,6 @@ def _keep_what_is_returned(task: Any, kept: KeptLines | None) -> list[Mapping[st
     return returned
 
 
-def _repeat_items(task: Any, config: BenchmarkConfig) -> None:
-    """Give lm-eval each item once for each sample: number i of its documents is sample i % num_samples."""
-    if config.num_samples > 1:
-        split = task.config.test_split
-        items = task.dataset[split]
-        numbers = [number for number in range(len(items)) for _ in range(config.num_samples)]
-        task.dataset = {**task.dataset, split: items.select(numbers)}
-
-
 def _job_yaml(config: BenchmarkConfig, form: Path, seed: int, mirror: str) -> str:
     """The YAML that includes a form and adds what the job says."""
     made: dict[str, Any] = {"include": str(form), "task": config.name, "num_fewshot": config.num_fewshot}
@@ -153,12 +150,6 @@ def _job_yaml(config: BenchmarkConfig, form: Path, seed: int, mirror: str) -> st
     text = yaml.safe_dump(made, sort_keys=False)
     # lm-eval's own forms speak of the data set's own columns, which is what `rows` gives.
     return text if is_ours else f"{text}custom_dataset: !function nanodag.evaluation.items.rows\n"
-
-
-def _judged(sample: Mapping[str, Any], returned: Mapping[str, Any], metrics: list[str]) -> Judged:
-    """An answer as lm-eval scored it. returned: by the form's own function; without one the sample itself."""
-    text = sample["filtered_resps"][0]
-    return judged_from(returned, text if isinstance(text, str) else "", metrics)
 
 
 def _written_record(

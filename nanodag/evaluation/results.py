@@ -5,12 +5,14 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from nanodag.config.kinds.evaluation import OVER_SAMPLES, BenchmarkConfig, ThinkingConfig
 from nanodag.errors import ConfigError
 from nanodag.errors.words import counted
 from nanodag.evaluation.intervals import Score, score_of
+from nanodag.store.atomic import write_bytes
 
 MAX_RECORDED_CHARACTERS = 20_000
 INVALID = "[invalid]"
@@ -34,12 +36,15 @@ class Answer(str):
         return made
 
 
-def answer_of(text: str, *, ending: Ending, tags: ThinkingConfig | None, is_open: bool = False) -> Answer:
-    """The answer in a text, without its thinking where tags are given.
+def answer_of(
+    text: str, *, ending: Ending, tags: ThinkingConfig | None, is_open: bool = False, stops: Sequence[str] = ()
+) -> Answer:
+    """The answer in a text before the first stop string, without its thinking where tags are given.
 
     The answer is what stands behind the last end tag, blanks in front left out. Text that begins to think and does not
     end it is all thinking, and the answer empty. is_open: the prompt itself ends with the begin tag.
     """
+    text = text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]
     if tags is None:
         return Answer(text, ending=ending)
     thinking, end, answer = text.rpartition(tags.end)
@@ -102,12 +107,12 @@ class BenchmarkResult:
     name: str
     form: str
     metric: str
-    higher_is_better: bool
     is_chat: bool
-    num_fewshot: int
     scores: Mapping[str, Score]
     records: list[dict[str, Any]]
     base_metric: str
+    higher_is_better: bool = True
+    num_fewshot: int = 0
     sampling: str = "greedy"
     num_samples: int = 1
 
@@ -135,6 +140,11 @@ class BenchmarkResult:
             **self.scores[self.metric].as_json(),
             "metrics": {name: score.as_json() for name, score in self.scores.items()},
         }
+
+    def write_records(self, path: Path) -> None:
+        """Write a line of JSON for each item, as nanodag.evaluation.paired reads them."""
+        lines = [json.dumps(record, sort_keys=True, ensure_ascii=False, allow_nan=False) for record in self.records]
+        write_bytes(path, "".join(line + "\n" for line in lines).encode("utf-8", "surrogatepass"))
 
     def __str__(self) -> str:
         """`gsm8k exact_match 0.412 +- 0.025, 95 % interval 0.364 to 0.461, 400 items, 3 answers unparsed`."""

@@ -12,7 +12,6 @@ import secrets
 import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from nanodag.evaluation.evaluated_model import EvaluatedModel
 from nanodag.evaluation.items import held_out_records, select
 from nanodag.evaluation.results import Answer, BenchmarkResult, Judged, result_of, written_record
 from nanodag.evaluation.writing import SGLANG_CONTEXT, SamplerSettings, fleet_of, replicas_for
-from nanodag.external_envs.verifiers_process import Outcome, VerifiersProcess, block_of
+from nanodag.external_envs.verifiers_process import VerifiersProcess, block_of
 from nanodag.host.ports import LOOPBACK
 from nanodag.host.scratch import Scratch
 from nanodag.model.architecture import read_checkpoint
@@ -135,7 +134,12 @@ async def _outcomes(
                     lost.append(number)
                 found: dict[str, Any] = {"scores": {"reward": 0.0}, "reply": "", "is_cut": False, "error": str(error)}
             else:
-                found = _told(outcome)
+                scores = {**outcome.components, **outcome.metrics, "turns": float(outcome.turns)}
+                found = {
+                    "scores": {"reward": outcome.reward, **scores},
+                    "reply": outcome.reply,
+                    "is_cut": outcome.is_cut,
+                }
                 model.tokens_read += outcome.prompt_tokens
                 model.tokens_written += outcome.completion_tokens
         outcomes[number] = found
@@ -172,12 +176,6 @@ def _sampling(params: Mapping[str, Any]) -> dict[str, Any]:
     if params["sampling_seed"] is not None:
         asked["seed"] = params["sampling_seed"]
     return asked
-
-
-def _told(outcome: Outcome) -> dict[str, Any]:
-    told = asdict(outcome)
-    scores = {"reward": outcome.reward, **outcome.components, **outcome.metrics, "turns": float(outcome.turns)}
-    return {"scores": scores, "reply": told["reply"], "is_cut": told["is_cut"]}
 
 
 def _record(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -80,20 +80,7 @@ class SamplerSettings:
         )
 
 
-class AnswerWriter(Protocol):
-    """A writer of answers. context: prompt and answer together, in tokens. num_replicas: samplers."""
-
-    context: int
-    num_replicas: int
-
-    def write(self, requests: Sequence[Request], on_written: OnWritten) -> None:
-        """Answer requests of one sample each. on_written gets a request's number and its answer, as they are done."""
-
-    def close(self) -> None:
-        """End it, and give its memory back."""
-
-
-def start_sampler(settings: SamplerSettings, *, context: int, flops: float) -> AnswerWriter:
+def start_sampler(settings: SamplerSettings, *, context: int, flops: float) -> "InProcess | Replicas":
     """Samplers with room for a context, as many as there are GPUs or cores for and as have something to do. flops: of
     what is to be written.
 
@@ -119,28 +106,28 @@ def replicas_for(settings: SamplerSettings, flops: float) -> int:
 
 
 class InProcess:
-    """One sampler in this process: nothing is to be started, and torch is loaded."""
+    """One sampler in this process: nothing is to be started, and torch is loaded. context: prompt and answer together,
+    in tokens."""
 
     num_replicas = 1
 
     def __init__(self, settings: SamplerSettings, context: int) -> None:
         self.context = context
         self._is_exact = settings.is_exact
-        self._on_one_thread(partial(self._start, settings))
-
-    def _start(self, settings: SamplerSettings) -> None:
-        self._engine = Engine(
+        make = partial(
+            Engine,
             settings.folder,
             dtype=DTYPES[settings.precision],
             device=settings.device,
             max_batch=int(settings.config.max_batch),
-            context_length=self.context,
+            context_length=context,
             cache_bytes=int(settings.config.cache_bytes),
             deterministic=self._is_exact,
         )
+        self._engine = self._on_one_thread(make)
 
     def write(self, requests: Sequence[Request], on_written: OnWritten) -> None:
-        """As AnswerWriter says."""
+        """Answer requests of one sample each. on_written gets a request's number and its answer, as they are done."""
         self._on_one_thread(partial(self._write, requests, on_written))
 
     def _write(self, requests: Sequence[Request], on_written: OnWritten) -> None:
@@ -165,7 +152,7 @@ class InProcess:
             torch.set_num_threads(threads)
 
     def close(self) -> None:
-        """As AnswerWriter says."""
+        """End it, and give its memory back."""
         on_gpu = self._engine.device.type == "cuda"
         del self._engine
         if on_gpu:
@@ -188,7 +175,7 @@ class Replicas:
             raise
 
     def write(self, requests: Sequence[Request], on_written: OnWritten) -> None:
-        """As AnswerWriter says."""
+        """As of InProcess."""
         self._runner.run(self._write(requests, on_written))
 
     async def _write(self, requests: Sequence[Request], on_written: OnWritten) -> None:
@@ -209,7 +196,7 @@ class Replicas:
             await asyncio.gather(*working, return_exceptions=True)
 
     def close(self) -> None:
-        """As AnswerWriter says."""
+        """End them."""
         self._runner.run(self.fleet.end())
         self._runner.close()
         self._logs.cleanup()

@@ -96,9 +96,28 @@ class PackageEnvironment:
     def pip(self, folder: Path, arguments: Sequence[str], num_packages: int, show: Say = silent) -> None:
         """`pip install` with these arguments. num_packages: asked for, 0 for unknown. show: gets twice a second how far
         it is. Raises MissingTool with the end of its log when it fails."""
-        pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check"]
-        command = [*pip, "--progress-bar", "off", "--no-color", *arguments]
-        _watched(command, folder / LOG_NAME, num_packages, show)
+        began, log_path = time.monotonic(), folder / LOG_NAME
+        command = [str(folder / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check"]
+        command += ["--progress-bar", "off", "--no-color", *arguments]
+        with log_path.open("ab") as log_stream:
+            before = log_stream.tell()
+            log_stream.write(f"$ {' '.join(command)}\n".encode())
+            log_stream.flush()
+        pip = start_child(command, log_path=log_path, in_group=True)
+        try:
+            while pip.is_alive:
+                unpacked = [p for p in folder.glob(UNPACKED) if not p.name.startswith(("pip-", "setuptools-"))]
+                how_far = progress_of(_lines(log_path, before), num_packages, len(unpacked))
+                show(f"{how_far}, {duration(time.monotonic() - began)}")
+                pip.wait(LOOK_EVERY_S)
+        finally:
+            pip.stop(STOP_TIMEOUT_S)  # Ctrl-C reaches it anyway; what is half unpacked, pip removes
+        if pip.code != 0:
+            last = "\n".join(f"  {line}" for line in _lines(log_path, before)[-TAIL_LINES:])
+            raise MissingTool(
+                f"pip ended with code {pip.code} after {duration(time.monotonic() - began)}; call the command "
+                f"again to go on. The end of {log_path}:\n{last}"
+            )
 
     def finish(self, folder: Path, say: Say) -> Path:
         """Leave the mark; returns the interpreter. Raises MissingTool where the package cannot be found."""
@@ -128,33 +147,6 @@ def progress_of(lines: Sequence[str], total: int, num_unpacked: int = 0) -> str:
 # from an index, as it is there already, or from a folder of wheels
 _PACKAGE = re.compile(r"(?:Collecting|Requirement already satisfied:) ([\w.-]+)|Processing [^(]*/([\w.-]+?)-\d")
 _DOWNLOAD = re.compile(r"\s*Downloading .*\(([0-9.]+) (kB|MB|GB)\)")
-
-
-def _watched(command: Sequence[str], log_path: Path, total: int, show: Say) -> None:
-    """Run pip with its output in a file, and show how far it is. Raises MissingTool with the file's end when it fails.
-
-    total: how many packages it is asked for; 0 for unknown.
-    """
-    began = time.monotonic()
-    with log_path.open("ab") as log_stream:
-        before = log_stream.tell()
-        log_stream.write(f"$ {' '.join(command)}\n".encode())
-        log_stream.flush()
-    pip = start_child(command, log_path=log_path, in_group=True)
-    try:
-        while pip.is_alive:
-            unpacked = [p for p in log_path.parent.glob(UNPACKED) if not p.name.startswith(("pip-", "setuptools-"))]
-            how_far = progress_of(_lines(log_path, before), total, len(unpacked))
-            show(f"{how_far}, {duration(time.monotonic() - began)}")
-            pip.wait(LOOK_EVERY_S)
-    finally:
-        pip.stop(STOP_TIMEOUT_S)  # Ctrl-C reaches it anyway; what is half unpacked, pip removes
-    if pip.code != 0:
-        last = "\n".join(f"  {line}" for line in _lines(log_path, before)[-TAIL_LINES:])
-        raise MissingTool(
-            f"pip ended with code {pip.code} after {duration(time.monotonic() - began)}; call the command "
-            f"again to go on. The end of {log_path}:\n{last}"
-        )
 
 
 def _lines(path: Path, offset: int) -> list[str]:

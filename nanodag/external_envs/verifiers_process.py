@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -134,29 +134,14 @@ class VerifiersProcess:
         """Run one rollout of a task against an OpenAI address. To cancel this ends it. sampling: what each call asks
         for, by OpenAI's names. Raises EpisodeFailed, EpisodeLost where the process ended, ConfigError where it does not
         come up."""
-        asked = {
-            "task": dict(task),
-            "base_url": base_url,
-            "api_key": api_key,
-            "model": model,
-            "sampling": dict(sampling),
-        }
-        reply = await self._answered(asked)
+        asked = {"task": dict(task), "base_url": base_url, "api_key": api_key, "model": model}
+        reply = await self._answered({**asked, "sampling": dict(sampling)})
         if reply.status_code != 200:
             raise EpisodeFailed(reply.text[:500])
         found = reply.json()
-        if not found["ok"]:
+        if not found.pop("ok"):
             raise EpisodeFailed(found["error"])
-        return Outcome(
-            reward=found["reward"],
-            components=found["components"],
-            metrics=found["metrics"],
-            turns=found["turns"],
-            is_cut=found["truncated"],
-            reply=found["reply"],
-            prompt_tokens=found["prompt_tokens"],
-            completion_tokens=found["completion_tokens"],
-        )
+        return Outcome(**found)
 
     async def _answered(self, asked: Mapping[str, Any]) -> httpx.Response:
         for is_second in (False, True):
@@ -164,7 +149,8 @@ class VerifiersProcess:
             try:
                 return await running.client.post("/rollouts", json=asked)
             except httpx.HTTPError as error:
-                await running.ended()
+                # for its exit code: its reaper first ends what it has left
+                await in_thread(partial(running.child.wait, KILL_TIMEOUT_S))
                 if is_second or running.is_alive or not isinstance(error, httpx.ConnectError):
                     raise EpisodeLost(
                         f"{type(error).__name__} of the environment's process: {running.end()}"
@@ -204,10 +190,6 @@ class _Running:
     @property
     def is_alive(self) -> bool:
         return self.child.is_alive
-
-    async def ended(self) -> None:
-        """Wait for its exit code: its reaper first ends what it has left."""
-        await in_thread(lambda: self.child.wait(KILL_TIMEOUT_S))
 
     def end(self) -> str:
         """Its end in words, with the end of its log."""
@@ -261,8 +243,13 @@ async def _started(block: Mapping[str, Any], max_bytes: int) -> _Running:
     patience = Patience([child.pid], [log_path], START_TIMEOUT_S)
     try:
         while not await _answers(client):
+            if not running.is_alive and child.code == -signal.SIGKILL:  # as the system does when memory is short
+                raise EpisodeLost(f"the environment's process was killed before it was up: {running.end()}")
             if not running.is_alive or patience.is_over():
-                raise _not_up(block, running)
+                module = block["taskset"]["id"]
+                raise ConfigError(
+                    f"The verifiers environment {module!r} cannot be used, its process does not start: {running.end()}"
+                )
             await asyncio.sleep(POLL_S)
     except BaseException:
         await running.close()
@@ -285,15 +272,6 @@ def _spawned(block: Mapping[str, Any], *where: str, log_path: Path, **how: Any) 
         [str(find_python()), str(SERVER), str(os.getpid()), *where],
         given=json.dumps(block).encode(), log_path=log_path, environment=_environment(), **how,
     )  # fmt: skip
-
-
-def _not_up(block: Mapping[str, Any], running: _Running) -> ConfigError | EpisodeLost:
-    if not running.is_alive and running.child.code == -signal.SIGKILL:  # as the system does when memory is short
-        return EpisodeLost(f"the environment's process was killed before it was up: {running.end()}")
-    module = block["taskset"]["id"]
-    return ConfigError(
-        f"The verifiers environment {module!r} cannot be used, its process does not start: {running.end()}"
-    )
 
 
 def _environment() -> dict[str, str]:

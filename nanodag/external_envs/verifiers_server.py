@@ -10,7 +10,7 @@ whatever it has started ends with it.
     GET  /health     {"environment": "my_module", "seat": "agent"}
     POST /rollouts   {"task": {...}, "base_url": "http://127.0.0.1:1/v1", "api_key": "...", "model": "policy",
                       "sampling": {"temperature": 0.0}}
-                     {"ok": true, "reward": 0.5, "components": {...}, "metrics": {...}, "turns": 2, "truncated": false,
+                     {"ok": true, "reward": 0.5, "components": {...}, "metrics": {...}, "turns": 2, "is_cut": false,
                       "reply": "...", "prompt_tokens": 90, "completion_tokens": 12},
                      or {"ok": false, "error": "HarnessError: ..."}
 
@@ -87,9 +87,7 @@ class ChatLoop(NullHarness):
     ) -> vf.ProgramResult:
         """As verifiers calls it: speak and call tools until an answer calls none."""
         system, prompt = self.resolve_prompt(data)
-        given = [vf.UserMessage(content=prompt)] if isinstance(prompt, str) else prompt or []
-        messages = [{"role": "system", "content": system}] if system else []
-        messages += [message_to_wire(message) for message in given]
+        messages = _wired(system, prompt)
         client = AsyncOpenAI(base_url=endpoint, api_key=secret, http_client=_http())
         servers = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
         asked = Namespace(
@@ -218,7 +216,7 @@ def result_of(episode: vf.Episode, seat: str) -> dict[str, Any]:
         "components": components,
         "metrics": metrics,
         "turns": trace.num_turns,
-        "truncated": trace.is_truncated,
+        "is_cut": trace.is_truncated,
         "reply": trace.last_reply,
         "prompt_tokens": used.prompt_tokens if (used := trace.usage) else 0,
         "completion_tokens": used.completion_tokens if used else 0,
@@ -237,13 +235,14 @@ def write_tasks(environment: vf.Env, stop: int | None, out: TextIO) -> None:
         raise ValueError(f"{name} has no end, and data are a list: take a slice of it, as verifiers:MODULE[0:1000]")
     for task in itertools.islice(environment.taskset, stop):
         data = task.data
-        given = [vf.UserMessage(content=data.prompt)] if isinstance(data.prompt, str) else data.prompt or []
-        system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
-        line = {
-            "task": data.model_dump(mode="json", exclude_defaults=True),
-            "messages": [*system, *map(message_to_wire, given)],
-        }
-        print(json.dumps(line), file=out)
+        task_json = data.model_dump(mode="json", exclude_defaults=True)
+        print(json.dumps({"task": task_json, "messages": _wired(data.system_prompt, data.prompt)}), file=out)
+
+
+def _wired(system: str | None, prompt: Any) -> list[dict[str, Any]]:
+    """A system prompt and a prompt, a text or messages, as OpenAI's messages."""
+    given = [vf.UserMessage(content=prompt)] if isinstance(prompt, str) else prompt or []
+    return [*([{"role": "system", "content": system}] if system else []), *map(message_to_wire, given)]
 
 
 async def serve(environment: vf.Env, seat: str, socket: str) -> None:

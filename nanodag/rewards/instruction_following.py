@@ -10,12 +10,13 @@ answers is given; JSON is an object or a list; something follows the repeated re
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from nanodag.registry import entry
 from nanodag.rewards.reward import Reward
 
+# Exactly one of these is to be given.
 _CONSTRAINED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 _SENTENCE_END = re.compile(r"[.!?]+[\"')\]]*(?:\s+|$)")
 
@@ -31,18 +32,6 @@ def _compare(found: int, relation: str, number: int) -> bool:
 
 def _times(text: str, word: str) -> int:
     return len(re.findall(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE))
-
-
-def keywords_exist(text: str, *, keywords: Sequence[str]) -> bool:
-    return all(_times(text, word) for word in keywords)
-
-
-def keyword_frequency(text: str, *, keyword: str, frequency: int, relation: str) -> bool:
-    return _compare(_times(text, keyword), relation, frequency)
-
-
-def forbidden_words(text: str, *, forbidden_words: Sequence[str]) -> bool:
-    return not any(_times(text, word) for word in forbidden_words)
 
 
 def letter_frequency(text: str, *, letter: str, let_frequency: int, let_relation: str) -> bool:
@@ -74,10 +63,6 @@ def first_word_of_paragraph(text: str, *, num_paragraphs: int, nth_paragraph: in
     return word is not None and word.group(1).lower() == first_word.lower()
 
 
-def number_placeholders(text: str, *, num_placeholders: int) -> bool:
-    return len(re.findall(r"\[[^\[\]]+\]", text)) >= num_placeholders
-
-
 def postscript(text: str, *, postscript_marker: str) -> bool:
     """A line that begins with the marker (P.S., P.P.S), blanks between its letters or not, and says something."""
     marker = r"\s?".join(re.escape(letter) + r"\.?" for letter in postscript_marker if letter.isalpha())
@@ -87,11 +72,6 @@ def postscript(text: str, *, postscript_marker: str) -> bool:
 def number_bullets(text: str, *, num_bullets: int) -> bool:
     """Exactly so many lines that begin with `* ` or `-`."""
     return len(re.findall(r"^\s*(?:\*(?!\*)|-)[ \t]*[^\s*-]", text, re.MULTILINE)) == num_bullets
-
-
-def constrained_response(text: str) -> bool:
-    """Exactly one of the three answers that the instruction allows."""
-    return sum(text.count(answer) for answer in _CONSTRAINED) == 1
 
 
 def highlighted_sections(text: str, *, num_highlights: int) -> bool:
@@ -114,11 +94,6 @@ def json_format(text: str) -> bool:
         return isinstance(json.loads(bare), dict | list)
     except (ValueError, RecursionError):
         return False
-
-
-def title(text: str) -> bool:
-    """<<a title>> with something in it."""
-    return any(part.strip("<> \t") for part in re.findall(r"<<([^\n]+?)>>", text))
 
 
 def two_responses(text: str) -> bool:
@@ -147,43 +122,37 @@ def capital_words(text: str, *, capital_frequency: int, capital_relation: str) -
     return _compare(sum(word.isupper() for word in re.findall(r"[\w'-]+", text)), capital_relation, capital_frequency)
 
 
-def all_capital(text: str) -> bool:
-    return text.isupper()
-
-
-def all_lowercase(text: str) -> bool:
-    return text.islower()
-
-
-def no_comma(text: str) -> bool:
-    return "," not in text and "，" not in text
-
-
 RULES: dict[str, Callable[..., bool]] = {
-    "keywords:existence": keywords_exist,
-    "keywords:frequency": keyword_frequency,
-    "keywords:forbidden_words": forbidden_words,
+    "keywords:existence": lambda text, *, keywords: all(_times(text, word) for word in keywords),
+    "keywords:frequency": lambda text, *, keyword, frequency, relation: _compare(
+        _times(text, keyword), relation, frequency
+    ),
+    "keywords:forbidden_words": lambda text, *, forbidden_words: (
+        not any(_times(text, word) for word in forbidden_words)
+    ),
     "keywords:letter_frequency": letter_frequency,
     "length_constraints:number_sentences": number_sentences,
     "length_constraints:number_words": number_words,
     "length_constraints:number_paragraphs": number_paragraphs,
     "length_constraints:nth_paragraph_first_word": first_word_of_paragraph,
-    "detectable_content:number_placeholders": number_placeholders,
+    "detectable_content:number_placeholders": lambda text, *, num_placeholders: (
+        len(re.findall(r"\[[^\[\]]+\]", text)) >= num_placeholders
+    ),
     "detectable_content:postscript": postscript,
     "detectable_format:number_bullet_lists": number_bullets,
-    "detectable_format:constrained_response": constrained_response,
+    "detectable_format:constrained_response": lambda text: sum(text.count(answer) for answer in _CONSTRAINED) == 1,
     "detectable_format:number_highlighted_sections": highlighted_sections,
     "detectable_format:multiple_sections": multiple_sections,
     "detectable_format:json_format": json_format,
-    "detectable_format:title": title,
+    "detectable_format:title": lambda text: any(part.strip("<> \t") for part in re.findall(r"<<([^\n]+?)>>", text)),
     "combination:two_responses": two_responses,
     "combination:repeat_prompt": repeat_prompt,
     "startend:end_checker": end_phrase,
     "startend:quotation": quotation,
     "change_case:capital_word_frequency": capital_words,
-    "change_case:english_capital": all_capital,
-    "change_case:english_lowercase": all_lowercase,
-    "punctuation:no_comma": no_comma,
+    "change_case:english_capital": lambda text: text.isupper(),
+    "change_case:english_lowercase": lambda text: text.islower(),
+    "punctuation:no_comma": lambda text: "," not in text and "，" not in text,
 }
 
 

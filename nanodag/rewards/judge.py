@@ -113,9 +113,10 @@ class Judge:
         prompt, response = sample
         file, url = self._file, f"{self._file.url.rstrip('/')}/chat/completions"
         try:
-            reply = _reply_of(post_json(self._client, url, self._asked(_places(prompt), response)))
-            paid = (reply["input"] * file.price.input + reply["output"] * file.price.output) / 1e6
-            return Reward(score_in(reply["text"], file), {"price": paid})
+            asked = self._asked(_places(prompt), response)
+            text, num_read, num_written = _reply_of(post_json(self._client, url, asked))
+            paid = (num_read * file.price.input + num_written * file.price.output) / 1e6
+            return Reward(score_in(text, file), {"price": paid})
         except (httpx.HTTPError, ValueError) as error:
             return f"the judge {file.model}: {error}"
 
@@ -123,12 +124,8 @@ class Judge:
         file = self._file
         messages = [{"role": "system", "content": file.system}] if file.system else []
         messages.append({"role": "user", "content": filled(file.prompt, {**places, "response": response})})
-        return {
-            "model": file.model,
-            "messages": messages,
-            "temperature": file.temperature,
-            "max_tokens": file.max_tokens,
-        }
+        sampling = {"temperature": file.temperature, "max_tokens": file.max_tokens}
+        return {"model": file.model, "messages": messages, **sampling}
 
 
 def filled(template: str, values: Mapping[str, str]) -> str:
@@ -147,8 +144,8 @@ def score_in(reply: str, file: JudgeFile) -> float:
     return (float(number) - file.lowest) / (file.highest - file.lowest)
 
 
-def _reply_of(answer: Any) -> dict[str, Any]:
-    """Text and token counts. Raises ValueError for what is no reply."""
+def _reply_of(answer: Any) -> tuple[str, int, int]:
+    """Text, and tokens read and written. Raises ValueError for what is no reply."""
     try:
         choice, usage = answer["choices"][0], answer.get("usage") or {}
         text = choice["message"]["content"]
@@ -156,11 +153,7 @@ def _reply_of(answer: Any) -> dict[str, Any]:
             raise TypeError(f"its content is {text!r:.80}")
         if choice.get("finish_reason") == "length":
             raise ValueError("the reply was cut; raise max_tokens")
-        return {
-            "text": text,
-            "input": int(usage.get("prompt_tokens", 0)),
-            "output": int(usage.get("completion_tokens", 0)),
-        }
+        return text, int(usage.get("prompt_tokens", 0)), int(usage.get("completion_tokens", 0))
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise ValueError(f"answered with no chat completion: {error!r:.200}") from error
 

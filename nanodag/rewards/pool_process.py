@@ -40,18 +40,18 @@ def main() -> None:
 
 def _answer(question: Mapping[str, Any], timeout_s: float) -> Any:
     if "load" in question:
-        return _load(question["load"], question["options"])
-    samples = question["samples"]
+        try:
+            _FUNCTIONS[question["load"]] = entries.load("reward", question["load"], question["options"])
+        except Exception as error:  # noqa: BLE001 - whatever a module raises when it is imported
+            return {"error": str(error)}
+        return {}
+    weights, samples = question["score"], question["samples"]
     time_limit.begin(timeout_s * len(samples))
     try:
-        return _scores(question["score"], samples)
+        by_reward = [_rewards(name, samples) for name in weights]
+        return [_score(weights, found) for found in zip(*by_reward, strict=True)]
     finally:
         time_limit.end()
-
-
-def _scores(weights: Mapping[str, float], samples: Sequence[tuple[Mapping[str, Any], str]]) -> list[dict[str, Any]]:
-    by_reward = [_rewards(name, samples) for name in weights]
-    return [_score(weights, [rewards[place] for rewards in by_reward]) for place in range(len(samples))]
 
 
 def _score(weights: Mapping[str, float], found: Sequence[Reward | str]) -> dict[str, Any]:
@@ -97,14 +97,6 @@ def _reason(error: Exception, function: Any) -> str:
     """Type, message, and the line that a user can mend: the deepest of their own, else where their function begins."""
     unwrapped = getattr(function, "function", function)  # of a `group:` or `process:` reward
     return with_place(error, getattr(getattr(unwrapped, "func", unwrapped), "__code__", None))  # func: with options
-
-
-def _load(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    try:
-        _FUNCTIONS[name] = entries.load("reward", name, options)
-    except Exception as error:  # noqa: BLE001 - whatever a module raises when it is imported
-        return {"error": str(error)}
-    return {}
 
 
 if __name__ == "__main__":

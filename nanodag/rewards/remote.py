@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import httpx
-from tenacity import RetryCallState, retry, retry_if_exception, stop_after_delay, wait_random_exponential
-from tenacity.stop import stop_base
+from tenacity import retry, retry_if_exception, stop_after_delay, wait_random_exponential
 
 from nanodag.registry import entry
 from nanodag.rewards import time_limit
@@ -57,20 +56,12 @@ def _may_pass(error: BaseException) -> bool:
     return isinstance(error, httpx.TransportError)
 
 
-class _BeforeTheLimit(stop_base):
-    def __call__(self, state: RetryCallState) -> bool:
-        return time_limit.left_s() < state.upcoming_sleep + LAST_S
-
-
-_again = retry(
+@retry(
     retry=retry_if_exception(_may_pass),
     wait=wait_random_exponential(multiplier=0.05, max=2.0),
-    stop=stop_after_delay(PATIENCE_S) | _BeforeTheLimit(),
+    stop=lambda state: stop_after_delay(PATIENCE_S)(state) or time_limit.left_s() < state.upcoming_sleep + LAST_S,
     reraise=True,
 )
-
-
-@_again
 def post_json(client: httpx.Client, url: str, body: Mapping[str, Any]) -> Any:
     """POST a body; returns the server's answer. Raises httpx.HTTPError for a request that failed at last, ValueError
     for no JSON."""

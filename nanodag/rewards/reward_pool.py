@@ -22,7 +22,7 @@ from nanodag.rewards.text_rewards import REPORTED
 
 START_TIMEOUT_S = 120.0
 END_TIMEOUT_S = 5.0
-DEFAULT_MAX_BYTES = 4 << 30
+MAX_BYTES = 4 << 30  # address space of a process; none for a reward model
 MAX_TOGETHER = 32
 ASKED_TOGETHER = ("remote:", "judge:")  # rewards that another machine computes
 
@@ -43,8 +43,7 @@ class RewardPool:
 
     reward: `auto` for each prompt's own (`prompt["reward"]`), another name for all, or names with weights, whose sum it
     is. options: by name. A name that does not exist raises ConfigError when the pool is made, one that cannot be
-    imported when it is first used. timeout_s: for each sample, from when a process takes it. max_bytes: address space
-    of a process; none for a reward model.
+    imported when it is first used. timeout_s: for each sample, from when a process takes it.
     """
 
     def __init__(
@@ -54,7 +53,6 @@ class RewardPool:
         options: Mapping[str, Mapping[str, Any]] | None = None,
         num_processes: int = 1,
         timeout_s: float = 10.0,
-        max_bytes: int = DEFAULT_MAX_BYTES,
     ) -> None:
         self._weights = {reward: 1.0} if isinstance(reward, str) else dict(reward)
         self._options = {name: dict((options or {}).get(name, {})) for name in self._weights}
@@ -62,17 +60,13 @@ class RewardPool:
             if name != "auto":
                 entries.find("reward", name)
         self._timeout_s = timeout_s
-        self._max_bytes = 0 if any(name.startswith("model:") for name in self._weights) else max_bytes
+        self._max_bytes = 0 if any(name.startswith("model:") for name in self._weights) else MAX_BYTES
         self._is_closed = False
         self._processes: list[_Process] = []
         self._waiting: queue.SimpleQueue[list[_Sample] | None] = queue.SimpleQueue()
         self._threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(num_processes)]
         for thread in self._threads:
             thread.start()
-
-    def submit(self, prompt: Mapping[str, Any], completion: str) -> "Future[SampleReward]":
-        """Score one sample beside everything else. Raises ConfigError when its reward does not exist."""
-        return self.submit_group(prompt, [completion])[0]
 
     def submit_group(
         self,
@@ -103,10 +97,6 @@ class RewardPool:
             self._waiting.put(lot)
         return [sample.future for sample in samples]
 
-    def score(self, samples: Sequence[tuple[Mapping[str, Any], str]]) -> list[SampleReward]:
-        """Scores of (prompt, completion) pairs, in their order."""
-        return [future.result() for future in [self.submit(prompt, completion) for prompt, completion in samples]]
-
     def close(self) -> None:
         """End the processes. What waits is cancelled; what they are at fails, as nobody knows how long it takes."""
         self._is_closed = True
@@ -117,22 +107,23 @@ class RewardPool:
         for thread in self._threads:
             thread.join()
 
-    def __enter__(self) -> "RewardPool":
-        return self
-
-    def __exit__(self, *unused: object) -> None:
-        self.close()
-
     def _serve(self) -> None:
         """One thread, one process at a time: the next samples to it, its answers to their futures."""
         process: _Process | None = None
         held: deque[list[_Sample]] = deque()
         while samples := self._next(held):
-            if not (samples := self._begun(samples)):
+            if self._is_closed:
+                for sample in samples:
+                    sample.future.cancel()
+            samples = [sample for sample in samples if sample.future.set_running_or_notify_cancel()]
+            if not samples:
                 continue
             try:
                 if process is None:
-                    process = self._started()
+                    process = _Process(self._options, self._timeout_s, self._max_bytes)
+                    self._processes.append(process)
+                    if self._is_closed:  # by now; `close` may not have seen this one
+                        process.interrupt()
                 for sample, score in zip(samples, process.score(samples), strict=True):
                     sample.future.set_result(score)
             except _Lost as lost:
@@ -146,13 +137,6 @@ class RewardPool:
                     sample.future.set_exception(error)
         if process is not None:
             process.end()
-
-    def _started(self) -> "_Process":
-        process = _Process(self._options, self._timeout_s, self._max_bytes)
-        self._processes.append(process)
-        if self._is_closed:  # by now; `close` may not have seen this one
-            process.interrupt()
-        return process
 
     def _next(self, held: "deque[list[_Sample]]") -> "list[_Sample]":
         """The samples that go to a process together: one, a group whose reward compares its members, or where another
@@ -176,13 +160,6 @@ class RewardPool:
             samples += other
         return samples
 
-    def _begun(self, samples: "list[_Sample]") -> "list[_Sample]":
-        """The samples not cancelled, now marked running."""
-        if self._is_closed:
-            for sample in samples:
-                sample.future.cancel()
-        return [sample for sample in samples if sample.future.set_running_or_notify_cancel()]
-
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
@@ -203,8 +180,6 @@ class _Lost(Exception):
 
 
 class _Process:
-    """One `python -m nanodag.rewards.pool_process`."""
-
     def __init__(self, options: Mapping[str, Mapping[str, Any]], timeout_s: float, max_bytes: int) -> None:
         self._options, self._timeout_s = options, timeout_s
         command = [sys.executable, "-m", "nanodag.rewards.pool_process", str(timeout_s), str(max_bytes)]

@@ -18,9 +18,9 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -82,12 +82,11 @@ class Finished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Further:
-    """Additions to a program's sandbox. read_only: folders, at their own paths. shown: files and sockets,
-    and where it finds them. environment: variables. max_processes: threads count, too."""
+    """Additions to a program's sandbox. read_only: folders, at their own paths. shown: files and sockets, and where it
+    finds them. max_processes: threads count, too."""
 
     read_only: tuple[str, ...] = ()
     shown: tuple[tuple[str, str], ...] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
     max_processes: int = MAX_PROCESSES
 
 
@@ -121,19 +120,15 @@ def run_python(
     max_bytes: int = MAX_BYTES,
     further: Further = NOTHING,
     is_given_up: Callable[[], bool] | None = None,
+    behind: Callable[[], Walls | None] | None = None,
 ) -> Finished:
     """Run a program to its end, or for timeout_s seconds. max_bytes: the address space of each of its processes.
-    is_given_up: looked at every WATCH_S where it is given; true ends the program as its time does. Raises MissingTool
-    where there are no walls."""
-    return _run(
-        walls(),
-        program,
-        stdin=stdin,
-        timeout_s=timeout_s,
-        max_bytes=max_bytes,
-        further=further,
-        is_given_up=is_given_up,
-    )
+    is_given_up: looked at every WATCH_S where it is given; true ends the program as its time does. behind: the walls in
+    the place of `walls()`. Raises MissingTool where there are no walls."""
+    found = (behind or walls)()
+    with ExitStack() as stack:
+        started = _start(stack, found, program, stdin=stdin, timeout_s=timeout_s, max_bytes=max_bytes, further=further)
+        return started.finished(_wait([started], timeout_s, max_bytes, is_given_up), max_bytes)
 
 
 @cache
@@ -218,7 +213,7 @@ def _why_not(candidate: Walls) -> str:
     if not seccomp.filter_path().is_file():
         return f"there is no filter of system calls for {os.uname().machine}"
     try:
-        tried = _run(candidate, "print('up')", timeout_s=30.0)
+        tried = run_python("print('up')", timeout_s=30.0, behind=lambda: candidate)
     except OSError as error:
         return f"{candidate.command[0]} cannot be started: {error}"
     return "" if tried.stdout == "up\n" else f"bubblewrap does not work here: {tried.stderr.strip()[-300:]}"
@@ -240,21 +235,6 @@ class _Started:
         return Finished(stdout, stderr, self.child.code, ended == "time")
 
 
-def _run(
-    behind: Walls | None,
-    program: str,
-    *,
-    stdin: str = "",
-    timeout_s: float,
-    max_bytes: int = MAX_BYTES,
-    further: Further = NOTHING,
-    is_given_up: Callable[[], bool] | None = None,
-) -> Finished:
-    with ExitStack() as stack:
-        started = _start(stack, behind, program, stdin=stdin, timeout_s=timeout_s, max_bytes=max_bytes, further=further)
-        return started.finished(_wait([started], timeout_s, max_bytes, is_given_up), max_bytes)
-
-
 def run_beside(first: str, second: str, *, stdin: Callable[[tuple[int, int]], str], timeout_s: float) -> Finished:
     """Run `first` to its end, or for timeout_s seconds, with `second` beside it; each has walls of its own.
 
@@ -264,7 +244,8 @@ def run_beside(first: str, second: str, *, stdin: Callable[[tuple[int, int]], st
     """
     behind = walls()
     with ExitStack() as stack:
-        ends = [stack.enter_context(open(end, mode, buffering=0)) for _ in range(2) for end, mode in _pipe()]
+        pipes = [*zip(os.pipe(), ("rb", "wb"), strict=True), *zip(os.pipe(), ("rb", "wb"), strict=True)]
+        ends = [stack.enter_context(open(end, mode, buffering=0)) for end, mode in pipes]
         from_second, to_first, from_first, to_second = (end.fileno() for end in ends)
         beside = _start(stack, behind, second, stdin=from_first, stdout=to_first, timeout_s=timeout_s)
         shown = (from_second, to_second)
@@ -272,10 +253,6 @@ def run_beside(first: str, second: str, *, stdin: Callable[[tuple[int, int]], st
         for end in ends:
             end.close()  # so that either side sees the end of the other
         return started.finished(_wait([started, beside], timeout_s, MAX_BYTES), MAX_BYTES)
-
-
-def _pipe() -> list[tuple[int, str]]:
-    return list(zip(os.pipe(), ("rb", "wb"), strict=True))
 
 
 def _start(
@@ -323,7 +300,7 @@ def _start(
         stdout=out.fileno() if stdout is None else stdout,  # a file, not a pipe: the limit of file sizes bounds it
         stderr=error,
         cwd=folder if behind is None else "/",
-        environment={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", **further.environment},
+        environment={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"},
         files=files,
         user=becomes,
         group=becomes,

@@ -59,14 +59,10 @@ def f1(prompt: Mapping[str, Any], completion: str) -> Reward:
     """
     answers = prompt["metadata"].get("answers") or [prompt["answer"]]
     given = _words(completion)
-    scores = [_score(given, _words(answer)) for answer in answers]
-    is_exact = any(given == _words(answer) for answer in answers) and bool(given)
-    return Reward(max(scores), {"exact": float(is_exact)})
-
-
-def _score(given: list[str], wanted: list[str]) -> float:
-    shared = sum((Counter(given) & Counter(wanted)).values())
-    return 2 * shared / (len(given) + len(wanted)) if shared else 0.0
+    wanted = [_words(answer) for answer in answers]
+    shared = [sum((Counter(given) & Counter(words)).values()) for words in wanted]
+    scores = [2 * n / (len(given) + len(words)) if n else 0.0 for n, words in zip(shared, wanted, strict=True)]
+    return Reward(max(scores), {"exact": float(bool(given) and given in wanted)})
 
 
 def _words(text: str) -> list[str]:
@@ -101,14 +97,10 @@ def _leading_letters(text: str) -> set[str]:
             return set()
         if match is not None and is_choice:
             letters.add(match.group(1))
-            rest = words[1] if len(words) > 1 else ""
-            letters.update(_also_listed(rest))
+            # Further bare choices on the same line: the `B)` and `(C)` of `A) B) (C)`.
+            further = [_BARE.fullmatch(word.rstrip(",;")) for word in line.split()[1:] if len(word) > 1]
+            letters.update(also.group(1) for also in further if also is not None)
     return letters
-
-
-def _also_listed(rest: str) -> set[str]:
-    """Further bare choices on the same line: the `B)` and `(C)` of `A) B) (C)`."""
-    return {match.group(1) for word in rest.split() if len(word) > 1 and (match := _BARE.fullmatch(word.rstrip(",;")))}
 
 
 @entry("reward", "short_answer")

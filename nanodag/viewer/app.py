@@ -3,11 +3,13 @@
 import re
 import secrets
 import socket
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
+import jinja2
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -17,16 +19,14 @@ from nanodag.report.page import TEMPLATES
 from nanodag.report.words import legible, shortened
 from nanodag.rl.rollouts.rollout_files import Shelf
 from nanodag.viewer.sample_view import COLOURS, Colour, Painter
-from nanodag.viewer.view import LONGEST_SAID, fate_choices, fates_of, timeline_svg, together, wanted_of
+from nanodag.viewer.view import LONGEST_SAID, fate_choices, timeline_svg, together, wanted_of
 
 HOST = "127.0.0.1"
 ON_A_PAGE = 24
 # Only the page's own script runs, whatever stands in a rollout; nothing is loaded.
-POLICY = "; ".join(
-    (
-        "default-src 'none'; script-src 'nonce-{nonce}'; style-src 'unsafe-inline'; img-src data:",
-        "base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
-    )
+POLICY = (
+    "default-src 'none'; script-src 'nonce-{nonce}'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
+    "form-action 'self'; frame-ancestors 'none'"
 )
 # What a query may have, and how its values look. A step has as many digits as its file's name.
 PARAMETERS = {
@@ -54,7 +54,13 @@ def make_app(shelf: Shelf) -> FastAPI:
     # a page elsewhere must not read this one through a name of its own for this address
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])
     painter = Painter(shelf.model)
-    template = _template()
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader([Path(__file__).parent / "templates", TEMPLATES]),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=lambda value: legible(value) if type(value) is str else value,  # what is markup already stays
+    )
+    template = environment.get_template("rollouts.html.jinja")
 
     @app.get("/")
     def page(request: Request) -> HTMLResponse:
@@ -97,8 +103,8 @@ def _page(shelf: Shelf, painter: Painter, query: Mapping[str, str]) -> dict[str,
     if not steps and not frame["evaluations"]:
         return {**frame, "error": "No step has been trained yet; load the page again in a while."}
     reads = shelf.read(frame["step"], held_out=frame["is_held_out"])
-    fates = fates_of(reads)
-    chosen = [read for read in reads if wanted_of(query).is_met_by(read)]
+    fates, wanted = dict(Counter(read.fate for read in reads).most_common()), wanted_of(query)
+    chosen = [read for read in reads if wanted.is_met_by(read)]
     unasked: Colour = "advantage" if any(r.advantages for r in reads) else "logprob"
     colour = next((colour for colour in COLOURS if colour == query.get("colour")), unasked)
     number, pages = int(query.get("page") or 1), together(chosen, ON_A_PAGE)
@@ -152,15 +158,3 @@ def _frame(shelf: Shelf, steps: Sequence[Mapping[str, Any]], query: Mapping[str,
         "query": query,
         "colours": COLOURS,
     }
-
-
-def _template() -> Any:
-    import jinja2
-
-    loader = jinja2.FileSystemLoader([Path(__file__).parent / "templates", TEMPLATES])
-
-    def shown(value: Any) -> Any:
-        return legible(value) if type(value) is str else value  # what is markup already stays
-
-    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, finalize=shown)
-    return environment.get_template("rollouts.html.jinja")

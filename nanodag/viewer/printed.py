@@ -1,12 +1,13 @@
 """Rollouts in a terminal: sample by sample, turn by turn. What a model or an environment wrote moves no cursor."""
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 from rich.text import Text
 
 from nanodag.report.words import legible, shortened
 from nanodag.rl.rollouts.rollout_files import Read
-from nanodag.viewer.sample_view import Branch, Card, Painter, PromptCards
+from nanodag.viewer.sample_view import Branch, Painter
 
 SAID_LENGTH, HEARD_LENGTH, PROMPT_LENGTH = 2000, 400, 1000  # letters
 
@@ -14,20 +15,11 @@ SAID_LENGTH, HEARD_LENGTH, PROMPT_LENGTH = 2000, 400, 1000  # letters
 def lines_of(painter: Painter, reads: Sequence[Read]) -> Iterator[Text]:
     """Each sample of these, under its prompt."""
     for group in painter.groups(reads, "none"):
-        yield from _group(group)
-
-
-def _group(group: PromptCards) -> Iterator[Text]:
-    yield _line("prompt " + group.prompt_id, "bold")
-    yield _line(_indented(shortened(group.prompt, PROMPT_LENGTH)), "dim")
-    for card in group.cards:
-        yield from _card(card)
-    yield _line("")
-
-
-def _card(card: Card) -> Iterator[Text]:
-    for branch in card.branches:
-        yield from _branch(branch)
+        yield _line("prompt " + group.prompt_id, "bold")
+        yield _line(_indented(shortened(group.prompt, PROMPT_LENGTH)), "dim")
+        for branch in chain.from_iterable(group.samples):
+            yield from _branch(branch)
+        yield _line("")
 
 
 def _branch(branch: Branch) -> Iterator[Text]:
@@ -45,11 +37,9 @@ def _branch(branch: Branch) -> Iterator[Text]:
     if branch.prompt:
         yield _line(_indented(shortened(branch.prompt, PROMPT_LENGTH)), "dim")
     for turn in branch.turns:
-        text = "".join(token.text for token in turn.tokens)
-        text = shortened(text, SAID_LENGTH if turn.is_sampled else HEARD_LENGTH)
-        yield _line(f"    {turn.speaker} ", "bold") + _line(
-            _indented(text).lstrip(" "), "" if turn.is_sampled else "dim"
-        )
+        length, style = (SAID_LENGTH, "") if turn.is_sampled else (HEARD_LENGTH, "dim")
+        text = _indented(shortened("".join(token.text for token in turn.tokens), length))
+        yield _line(f"    {turn.speaker} ", "bold") + _line(text.lstrip(" "), style)
 
 
 def _indented(text: str) -> str:

@@ -3,16 +3,16 @@ or an environment wrote may make the page large, or look like a part of it."""
 
 import codecs
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from nanodag.report.words import shortened
 from nanodag.rl.rollouts.metrics import said_metrics
 from nanodag.rl.rollouts.readable_rollout import Speech, calls_in, turns_of
-from nanodag.rl.rollouts.rollout import Rollout
+from nanodag.rl.rollouts.rollout import ANSWER, FAILED, LAST_WORDS, REASON, Rollout
 from nanodag.rl.rollouts.rollout import Span as TokenSpan
 from nanodag.rl.rollouts.rollout_files import Read
 from nanodag.tokenizer.encoding import Encoding
@@ -21,11 +21,9 @@ Colour = Literal["advantage", "difference", "logprob", "version", "none"]
 COLOURS: tuple[Colour, ...] = ("advantage", "difference", "logprob", "version", "none")
 RED, GREEN, BLUE = "220,38,38", "22,163,74", "37,99,235"
 VERSION_COLOURS = (BLUE, "220,122,9", GREEN, "185,28,92", "109,91,208")
-ERRORS = {"generate_error": "no response", "reward_error": "no reward"}  # of metadata: why
-ANSWER = "answer"  # of metadata: what the reward saw
+ERRORS = {FAILED: "no response", REASON: "no reward"}
 ANSWER_LENGTH, NAME_LENGTH, REASON_LENGTH = 80, 40, 400  # letters
 LAST_LINES, LINE_LENGTH = 20, 300
-LAST_WORDS = "last_words"  # of metadata: the last lines that what failed has written
 METADATA_LENGTH, PREVIEW_LENGTH = 4000, 100
 OPEN_LENGTH = 300  # letters: a tool's result that is longer is folded
 MOST_NUMBERS = 50  # of one sequence
@@ -93,35 +91,25 @@ class Branch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Card:
-    """One sample: its sequences that were asked for, the main one first."""
-
-    branches: Sequence[Branch]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PromptCards:
-    """The samples of one prompt. prompt: as they all begin; its messages where they begin with prompts of their own.
-    answer: the right one, empty where it is not known. mean: of their rewards, None where no sample has one."""
+class PromptSamples:
+    """The samples of one prompt, each its sequences that were asked for, the main one first. prompt: as they all begin;
+    its messages where they begin with prompts of their own. answer: the right one, empty where it is not known. mean:
+    of their rewards, None where no sample has one."""
 
     prompt_id: str
     prompt: str
     answer: str
     mean: float | None
-    cards: Sequence[Card]
+    samples: Sequence[Sequence[Branch]]
 
 
 class Painter:
-    """Makes cards. model: a folder with the tokenizer of these rollouts."""
+    """Views of samples. model: a folder with the tokenizer of these rollouts."""
 
     def __init__(self, model: Path) -> None:
-        self._model = model
+        self._encoding = Encoding(model)
 
-    @cached_property
-    def _encoding(self) -> Encoding:
-        return Encoding(self._model)
-
-    def groups(self, reads: Sequence[Read], colour: Colour) -> list[PromptCards]:
+    def groups(self, reads: Sequence[Read], colour: Colour) -> list[PromptSamples]:
         """The samples by prompt, in the order in which `together` puts them; colours are scaled over all of them."""
         largest = max((abs(v) for read in reads for v in _values(read, colour) if v is not None), default=0.0)
         versions = sorted({version for read in reads for version in read.rollout.versions})
@@ -132,33 +120,24 @@ class Painter:
         return [_group(mine, brush) for mine in by_group.values()]
 
 
-def _group(reads: Sequence[Read], brush: "_Brush") -> PromptCards:
+def _group(reads: Sequence[Read], brush: "_Brush") -> PromptSamples:
     samples: dict[int, list[Read]] = {}
     for read in reads:
         samples.setdefault(read.rollout.sample_index, []).append(read)
-    mains = [min(sample, key=_place) for sample in samples.values()]
+    ordered = [sorted(sample, key=attrgetter("rollout.branch")) for sample in samples.values()]
+    mains = [sample[0] for sample in ordered]
     first, rewards = mains[0], [main.rollout.reward for main in mains if main.rollout.reward is not None]
     shared = first.rollout.prompt_token_ids
     if any(main.rollout.prompt_token_ids != shared for main in mains):  # an agent's prompts are its own
         shared = ()
-    return PromptCards(
+    spoken = [f"{message.get('role')}: {message.get('content')}" for message in first.messages]
+    return PromptSamples(
         prompt_id=shortened(first.rollout.prompt_id, NAME_LENGTH),
-        prompt=brush.text(shared) if shared else brush.cut("\n".join(map(_spoken, first.messages))),
+        prompt=brush.text(shared) if shared else brush.cut("\n".join(spoken)),
         answer=shortened(first.answer, ANSWER_LENGTH),
         mean=sum(rewards) / len(rewards) if rewards else None,
-        cards=[
-            Card(branches=[brush.branch(read, shared) for read in sorted(sample, key=_place)])
-            for sample in samples.values()
-        ],
+        samples=[[brush.branch(read, shared) for read in sample] for sample in ordered],
     )
-
-
-def _spoken(message: Mapping[str, Any]) -> str:
-    return f"{message.get('role')}: {message.get('content')}"
-
-
-def _place(read: Read) -> int:
-    return read.rollout.branch
 
 
 @dataclass(frozen=True)
@@ -278,19 +257,16 @@ def _metadata(rollout: Rollout) -> str:
 
 
 def _hint(read: Read, span: TokenSpan, place: int, number: int, token_id: int) -> str:
-    hint = [f"id {token_id}", *_sampled_facts(span, place)]
+    hint = [f"id {token_id}"]
+    if span.kind == "sampled":
+        hint += [f"logprob {span.logprobs[place]:.4g}"] if span.logprobs else []
+        hint += [f"version {span.versions[place]}", *["not trained"] * (not span.mask[place])]
+    else:
+        hint.append(span.kind)
     for name, values in (("advantage", read.advantages), ("trainer - sampler", read.differences)):
         value = values[number] if values else None
         hint += [] if value is None else [f"{name} {value:+.4g}"]
     return " · ".join(hint)
-
-
-def _sampled_facts(span: TokenSpan, place: int) -> list[str]:
-    if span.kind != "sampled":
-        return [span.kind]
-    facts = [f"logprob {span.logprobs[place]:.4g}"] if span.logprobs else []
-    facts.append(f"version {span.versions[place]}")
-    return facts if span.mask[place] else [*facts, "not trained"]
 
 
 def _value_of(read: Read, span: TokenSpan, place: int, number: int, colour: Colour) -> float | None:

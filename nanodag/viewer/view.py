@@ -1,7 +1,6 @@
 """Rollouts that the page shows, their order, and the picture of one step."""
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from nanodag.report.words import shortened
@@ -36,11 +35,6 @@ def first_samples(reads: Sequence[Read], most: int) -> list[Read]:
     samples = dict.fromkeys((read.rollout.group_id, read.rollout.sample_index) for read in ordered)
     kept = set(list(samples)[:most])
     return [read for read in ordered if (read.rollout.group_id, read.rollout.sample_index) in kept]
-
-
-def fates_of(reads: Sequence[Read]) -> dict[str, int]:
-    """Number of rollouts that met each fate, most first."""
-    return dict(Counter(read.fate for read in reads).most_common())
 
 
 def fate_choices(fates: Mapping[str, int]) -> list[tuple[str, str]]:

@@ -97,6 +97,5 @@ def _names_candidate(test: str) -> bool:
 
 @cache
 def _source(side: Literal["program_side", "tests_side"]) -> str:
-    """The program of one side's sandbox."""
     texts = {name: Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8") for name in ("wire", side)}
     return _BEGIN.format(modules={f"{__name__}.{name}": text for name, text in texts.items()})

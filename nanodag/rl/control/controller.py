@@ -19,7 +19,7 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,6 @@ from nanodag.rl.control.checks import (
     check_mismatch,
     check_ranks,
     check_source,
-    check_totals,
     unless_stopped,
     warn_of_first_step,
 )
@@ -160,7 +159,10 @@ class Controller:
         try:
             self._runner.run(schedule.run())
         except StopRequested:
-            self._leave(schedule.position)
+            self._runner.run(self.save(schedule.position))
+            self._records.close()
+            self._services.end()
+            leave_stopped()
         self._finish(schedule.position.step, leave)
 
     def check(self) -> None:
@@ -178,7 +180,7 @@ class Controller:
         SamplerError when they do not have them then."""
         if self._is_given(policy):
             version, folder = self._published[policy]
-            if version != self._given or self._are_weights_lent:
+            if version != self._given or self._config.placement == "shared":  # which takes the weights at each turn
                 with self._stopwatch.timed("sync"):
                     async with self._services.lending.for_sync():
                         await self._services.sync.load(folder, version)
@@ -269,7 +271,7 @@ class Controller:
         await self._services.lending.to_trainer()
         version, folder = self._state["version"], self._services.sync_folder / f"policy-{policy}"
         with self._stopwatch.timed("sync"):
-            same = None if self._are_weights_lent else dict(self._published.values()).get(version)
+            same = None if self._config.placement == "shared" else dict(self._published.values()).get(version)
             if same is None:
                 await self._services.sync.publish(folder, version)
             self._published[policy] = (version, same or folder)
@@ -280,11 +282,6 @@ class Controller:
         """True where samplers get the weights of a policy: where something changes them, to sample or to be
         evaluated."""
         return self._config.has_trainer and (self._config.rollout.is_sampled or self.is_evaluation_due(policy))
-
-    @property
-    def _are_weights_lent(self) -> bool:
-        """True where the samplers lose their weights whenever it is the trainer's turn."""
-        return self._config.placement == "shared"
 
     async def _update(self, step: int, path: str) -> dict[str, float]:
         replies = await self._services.link.exchange(
@@ -364,7 +361,6 @@ class Controller:
             return None
         step, folder = checkpoint
         saved = json.loads((folder / "controller.json").read_text(encoding="utf-8"))
-        check_totals(folder, saved["state"]["totals"], self._state["totals"])
         check_source(folder, saved["source"], self._source_identity)
         self._replay.load(folder)
         self._state, self._used_up = saved["state"], saved["cursor"]
@@ -379,7 +375,10 @@ class Controller:
         check_ranks(folder, replies, self._state["version"])
         waiting = sorted(folder.glob("batch-*.json"), key=lambda path: int(path.stem.rpartition("-")[2]))
         log.info("going on after step %d; %d rollout batches wait", step, len(waiting))
-        position = Position(step, saved["policy"], self._judged_again(step, [read_batch(path) for path in waiting]))
+        # A reward that failed is no result: it is computed again.
+        judging = self._generator.judged_again(self._cursor, step, [read_batch(path) for path in waiting])
+        position = Position(step, saved["policy"], self._runner.run(judging))
+        self._used_up = self._cursor.state_dict()
         if self._pool is not None:
             last, kept = step + len(position.waiting), read_batch(folder / "pool.json")
             self._runner.run(self._pool.restore(kept, saved["pool"], step=last, policy=position.policy))
@@ -390,27 +389,12 @@ class Controller:
         """Identity of the files that are trained; empty where there are none."""
         return self._generator.identity if isinstance(self._generator, SavedRollouts) else {}
 
-    def _judged_again(self, step: int, waiting: Sequence[RolloutBatch]) -> tuple[RolloutBatch, ...]:
-        """The rollout batches of this step's checkpoint. A reward that failed is no result: it is computed again."""
-        judged = self._runner.run(self._generator.judged_again(self._cursor, step, waiting))
-        self._used_up = self._cursor.state_dict()
-        return judged
-
-    def _leave(self, position: Position) -> None:
-        self._runner.run(self.save(position))
-        self._records.close()
-        self._services.end()
-        leave_stopped()
-
     def _finish(self, steps: int, leave: Callable[[Job], dict[str, Any]] | None) -> None:
-        """leave: as `main` says."""
         self._job.output.parent.mkdir(parents=True, exist_ok=True)
-        kept = None
-        if leave is None:
-            kept = self._evaluations.leave_best(self._job.output)
-            if kept is None:
-                self._runner.run(self._services.lending.to_trainer())
-                self._runner.run(self._services.link.exchange("export", folder=str(self._job.output)))
+        kept = self._evaluations.leave_best(self._job.output) if leave is None else None
+        if leave is None and kept is None:
+            self._runner.run(self._services.lending.to_trainer())
+            self._runner.run(self._services.link.exchange("export", folder=str(self._job.output)))
         self._records.close()
         totals, model = self._state["totals"], self._services.model
         metrics: dict[str, Any] = {"steps": steps}

@@ -23,6 +23,7 @@ from typing import Any
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.rl_sections import HELD_OUT, RolloutSection
 from nanodag.data.mixture import Mixture
+from nanodag.engines.fleet import Fleet
 from nanodag.errors import ConfigError, SamplerError, StageFailed
 from nanodag.errors.words import counted
 from nanodag.evaluation.benchmark import AskedItem, Benchmark, open_benchmark
@@ -32,7 +33,6 @@ from nanodag.rl.control.checks import unless_stopped
 from nanodag.rl.control.generation import RolloutGenerator
 from nanodag.rl.control.step_records import Records
 from nanodag.rl.rollouts.prompts import PolicyFormat, Prompt, first_prompts
-from nanodag.rl.rollouts.segments import Sampler
 from nanodag.tokenizer.chat import ChatRenderer
 from nanodag.tokenizer.encoding import Encoding
 from nanodag.worker.job import Job
@@ -40,59 +40,23 @@ from nanodag.worker.job import Job
 log = logging.getLogger(__name__)
 
 
-class PolicyBenchmarks:
-    """The benchmarks of a stage, opened. context: tokens of a sampler's slot. mirror: a folder, None for the hub."""
-
-    def __init__(
-        self,
-        config: RLStage,
-        sampler: Sampler,
-        encoding: Encoding,
-        renderer: ChatRenderer,
-        *,
-        context: int,
-        mirror: Path | None,
-    ) -> None:
-        opened = [
-            open_benchmark(one, seed=int(config.seed), mirror=str(mirror or "")) for one in config.evaluation.benchmarks
-        ]
-        self._asked = {
-            one.config.name: _Asked(one, encoding, renderer, config.rollout, context=context) for one in opened
-        }
-        self._sampler = sampler
-
-    @property
-    def names(self) -> list[str]:
-        return list(self._asked)
-
-    def higher_is_better(self, name: str) -> bool:
-        """True where more is better by the main metric of a benchmark."""
-        return self._asked[name].benchmark.higher_is_better
-
-    async def result(self, name: str) -> BenchmarkResult:
-        """Ask every item, and score the answers. Raises SamplerError for an answer that a sampler gave up."""
-        asked = self._asked[name]
-        answers = await asyncio.gather(*(asked.answers(item, self._sampler) for item in asked.benchmark.items))
-        by_id = {item.id: given for item, given in zip(asked.benchmark.items, answers, strict=True)}
-        # in a thread: a program of a code benchmark may run for seconds, while rollouts must go on
-        return await asyncio.to_thread(asked.benchmark.result, by_id)
-
-
-class _Asked:
-    """A benchmark and the prompts of its items. rollout: how the policy is asked, where the benchmark does not say."""
+class PolicyBenchmark:
+    """A benchmark of a stage, and the prompts of its items. How the policy is asked the stage says where the benchmark
+    does not. context: tokens of a sampler's slot."""
 
     def __init__(
         self,
         benchmark: Benchmark,
+        rollout: RolloutSection,
+        sampler: Fleet,
         encoding: Encoding,
         renderer: ChatRenderer,
-        rollout: RolloutSection,
         *,
         context: int,
     ) -> None:
         self.benchmark = benchmark
         self._config = benchmark.config
-        self._encoding = encoding
+        self._sampler, self._encoding = sampler, encoding
         self._stop_ids = (*renderer.stop_ids, *rollout.stop_token_ids)
         own = self._config.max_new_tokens
         self._longest = rollout.max_new_tokens if own == "auto" else own
@@ -100,7 +64,10 @@ class _Asked:
         source = self._config.source
         switches = {**rollout.template_options, **(source.template_options if source is not None else {})}
         self._prompts = {item.id: renderer.prompt(item.messages, switches) for item in benchmark.items}
-        self._kept_ids = self._ids_of_tags()
+        # Thinking tags that are special tokens: the answer is found by them.
+        thinking, known = self._config.thinking, encoding.token_ids()
+        tags = () if thinking is None else (thinking.begin, thinking.end)
+        self._hidden_ids = encoding.special_ids - {known[tag] for tag in tags if tag in known}
         if num_over := sum(len(prompt) > self._room for prompt in self._prompts.values()):
             log.warning(
                 "Benchmark %s: %d of %s are longer than %d tokens, what sampler.context leaves beside max_new_tokens; "
@@ -108,8 +75,14 @@ class _Asked:
                 self._config.name, num_over, counted(len(self._prompts), "prompt"), self._room,
             )  # fmt: skip
 
-    async def answers(self, item: AskedItem, sampler: Sampler) -> list[Answer]:
-        """The answers of one item, in the order of the samples."""
+    async def result(self) -> BenchmarkResult:
+        """Ask every item, and score the answers. Raises SamplerError for an answer that a sampler gave up."""
+        answers = await asyncio.gather(*map(self._answers, self.benchmark.items))
+        by_id = {item.id: given for item, given in zip(self.benchmark.items, answers, strict=True)}
+        # in a thread: a program of a code benchmark may run for seconds, while rollouts must go on
+        return await asyncio.to_thread(self.benchmark.result, by_id)
+
+    async def _answers(self, item: AskedItem) -> list[Answer]:
         prompt = self._prompts[item.id]
         if len(prompt) > self._room:
             return [Answer(ending="too_long")] * self._config.num_samples
@@ -121,7 +94,7 @@ class _Asked:
             Request(input_ids=prompt, params=one, rid=f"eval-{self._config.name}-{item.id}-{n}", return_logprob=False)
             for n, one in enumerate(params)
         ]
-        completions = [completion for (completion,) in await sampler.generate(requests)]
+        completions = [completion for (completion,) in await self._sampler.generate(requests)]
         is_open = self._config.thinking is not None and self._encoding.decode(prompt).rstrip().endswith(
             self._config.thinking.begin
         )
@@ -135,20 +108,11 @@ class _Asked:
         if reason is None or reason.type == "abort":
             message = "" if reason is None else f": {reason.message}"
             raise SamplerError(f"Benchmark {self._config.name}: a sampler gave up an answer{message}")
-        ids, hidden = completion.output_ids, self._encoding.special_ids - self._kept_ids
+        ids = completion.output_ids
         ids = ids[:-1] if ids and ids[-1] in self._stop_ids else ids
-        text = self._encoding.decode([token for token in ids if token not in hidden])
-        end = min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))
+        text = self._encoding.decode([token for token in ids if token not in self._hidden_ids])
         ending: Ending = "length" if reason.type == "length" else "stop"
-        return self.benchmark.answer(text[:end], ending=ending, is_open=is_open)
-
-    def _ids_of_tags(self) -> frozenset[int]:
-        """Special tokens that are thinking tags: the answer is found by them."""
-        if self._config.thinking is None:
-            return frozenset()
-        known = self._encoding.token_ids()
-        tags = (self._config.thinking.begin, self._config.thinking.end)
-        return frozenset(known[tag] for tag in tags if tag in known)
+        return self.benchmark.answer(text, ending=ending, is_open=is_open, stops=stops)
 
 
 class BestWeights:
@@ -210,7 +174,7 @@ class Evaluations:
         self,
         job: Job,
         generator: RolloutGenerator,
-        sampler: Sampler,
+        sampler: Fleet,
         encoding: Encoding,
         policy_format: PolicyFormat,
         *,
@@ -219,9 +183,11 @@ class Evaluations:
     ) -> None:
         self._config: RLStage = job.config
         self._generator, self._timed = generator, timed
-        self._benchmarks = PolicyBenchmarks(
-            self._config, sampler, encoding, policy_format.renderer, context=context, mirror=job.mirror
-        )
+        asked = (self._config.rollout, sampler, encoding, policy_format.renderer)
+        self._benchmarks: dict[str, PolicyBenchmark] = {}
+        for entry in self._config.evaluation.benchmarks:
+            opened = open_benchmark(entry, seed=int(self._config.seed), mirror=str(job.mirror or ""))
+            self._benchmarks[entry.name] = PolicyBenchmark(opened, *asked, context=context)
         longest = context - self._config.rollout.max_new_tokens
         self._held_out, self._num_too_long = _held_out_prompts(job, policy_format, longest)
         self._best = self._best_weights(job.workspace / "best")
@@ -233,15 +199,24 @@ class Evaluations:
         config = self._config
         if not config.has_samplers or (policy and not config.has_trainer):
             return []
-        names = [*[HELD_OUT] * bool(self._held_out), *self._benchmarks.names]
+        names = [*[HELD_OUT] * bool(self._held_out), *self._benchmarks]
         due = [name for name in names if config.evaluation.is_time(name, policy, num_steps=config.num_steps)]
         return [name for name in due if str(policy) not in self.scores.get(name, {})]
 
     async def evaluate(self, policy: int, records: Records) -> None:
         """Answer the held-out prompts and the benchmarks whose time it is, one after the other."""
         for name in self.due(policy):
-            answer = self._answer_held_out if name == HELD_OUT else self._answer_benchmark
-            self.scores.setdefault(name, {})[str(policy)] = await answer(name, policy, records)
+            began, score = time.monotonic(), self.scores.setdefault(name, {})
+            with self._timed("evaluate"):
+                if name == HELD_OUT:
+                    answers = await unless_stopped(self._generator.answers(self._held_out))
+                else:
+                    result = await unless_stopped(self._benchmarks[name].result())
+            seconds, too_long = time.monotonic() - began, self._num_too_long
+            if name == HELD_OUT:
+                score[str(policy)] = records.evaluation(policy, answers, seconds, self._held_out, too_long=too_long)
+            else:
+                score[str(policy)] = records.benchmark(policy, result, seconds)
             if self._best is not None and name == self._config.best_metric:
                 self._best.prune(self._scores(name))
 
@@ -302,26 +277,13 @@ class Evaluations:
     def _scores(self, name: str) -> dict[int, float | None]:
         return {int(step): value for step, value in self.scores.get(name, {}).items()}
 
-    async def _answer_held_out(self, name: str, policy: int, records: Records) -> float | None:
-        began = time.monotonic()
-        with self._timed("evaluate"):
-            rollouts = await unless_stopped(self._generator.answers(self._held_out))
-        seconds = time.monotonic() - began
-        return records.evaluation(policy, rollouts, seconds, self._held_out, too_long=self._num_too_long)
-
-    async def _answer_benchmark(self, name: str, policy: int, records: Records) -> float:
-        began = time.monotonic()
-        with self._timed("evaluate"):
-            result = await unless_stopped(self._benchmarks.result(name))
-        return records.benchmark(policy, result, time.monotonic() - began)
-
     def _best_weights(self, folder: Path) -> BestWeights | None:
         name = self._config.best_metric
         if not name:
             return None
         if name == HELD_OUT and not self._held_out:
             raise ConfigError(f"keep {self._config.keep}: no held-out prompt fits into sampler.context; raise it.")
-        return BestWeights(folder, is_highest=name == HELD_OUT or self._benchmarks.higher_is_better(name))
+        return BestWeights(folder, is_highest=name == HELD_OUT or self._benchmarks[name].benchmark.higher_is_better)
 
 
 def _held_out_prompts(job: Job, policy_format: PolicyFormat, longest: int) -> tuple[list[Prompt], int]:

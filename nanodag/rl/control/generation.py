@@ -15,6 +15,7 @@ from dataclasses import replace
 from itertools import takewhile
 
 from nanodag.config.kinds.rl import RLStage
+from nanodag.engines.fleet import Fleet
 from nanodag.errors import StageFailed
 from nanodag.errors.words import counted
 from nanodag.inference.protocol import SamplingParams
@@ -29,15 +30,17 @@ from nanodag.rl.rollouts.prompts import Prompt, PromptCursor
 from nanodag.rl.rollouts.rollout import (
     ANSWER,
     FAILED,
+    GENERATE_FAILED,
     GREEDY,
     LAST_WORDS,
     REASON,
+    REWARD_FAILED,
     Rollout,
     main_sequences,
     places_of_samples,
     reward_spread,
 )
-from nanodag.rl.rollouts.segments import GroupRequests, Sampler, group_seed, is_unfinished
+from nanodag.rl.rollouts.segments import GroupRequests, is_unfinished
 from nanodag.tokenizer.encoding import Encoding
 
 log = logging.getLogger(__name__)
@@ -45,8 +48,6 @@ log = logging.getLogger(__name__)
 WARNED_ABOVE = 0.01
 WAVES_A_STEP = 16
 NO_STEP = 0
-REWARD_FAILED = "reward_failed"
-GENERATE_FAILED = "generate_failed"
 
 
 class RolloutGenerator:
@@ -56,7 +57,7 @@ class RolloutGenerator:
     def __init__(
         self,
         config: RLStage,
-        sampler: Sampler,
+        sampler: Fleet,
         pool: RewardPool,
         encoding: Encoding,
         stop_ids: Sequence[int],
@@ -105,28 +106,22 @@ class RolloutGenerator:
         of all rollout batches together, so that the order stays.
         """
         spare: list[Prompt] = []
-        numbered = enumerate(waiting, start=step + 1)
+        judged = list(waiting)
         limit = self._config.rollout.num_fresh if most is None else most
-        judged = [await self._judged_again(cursor, number, batch, spare, limit) for number, batch in numbered]
+        for number, batch in enumerate(waiting):
+            if not any(map(has_failed_reward, batch.all_rollouts)):
+                continue
+            again = judged[number] = replace(batch, kept=[], failed=[], dropped=[])
+            prompts, groups = map(list, zip(*batch.in_order(), strict=True))
+            groups = await asyncio.gather(*map(self._scored_again, prompts, groups))
+            for prompt, group in zip(prompts, groups, strict=True):
+                if len(again.kept) < limit:
+                    self._choose(prompt, group, again)
+                else:
+                    spare.append(prompt)
+            self.conclude(cursor, step + 1 + number, again)
         cursor.give_back(spare)
         return tuple(judged)
-
-    async def _judged_again(
-        self, cursor: PromptCursor, step: int, batch: RolloutBatch, spare: list[Prompt], most: float
-    ) -> RolloutBatch:
-        """spare: gets the prompts that are not needed."""
-        if not any(map(has_failed_reward, batch.all_rollouts)):
-            return batch
-        again = replace(batch, kept=[], failed=[], dropped=[])
-        judged = batch.in_order()
-        groups = await asyncio.gather(*(self._scored_again(prompt, group) for prompt, group in judged))
-        for (prompt, _), group in zip(judged, groups, strict=True):
-            if len(again.kept) < most:
-                self._choose(prompt, group, again)
-            else:
-                spare.append(prompt)
-        self.conclude(cursor, step, again)
-        return again
 
     def conclude(self, cursor: PromptCursor, step: int, batch: RolloutBatch) -> None:
         """Raise StageFailed when too much of it failed; tell the cursor which prompts had spread."""
@@ -219,7 +214,7 @@ class RolloutGenerator:
         return used
 
     def _judge(self, prompt: Prompt, group: list[Rollout], batch: RolloutBatch) -> None:
-        self._choose(prompt, self._shared([shaped(rollout, self._config) for rollout in group]), batch)
+        self._choose(prompt, self._shared([shaped(rollout, self._config.rollout) for rollout in group]), batch)
 
     def _choose(self, prompt: Prompt, group: list[Rollout], batch: RolloutBatch) -> None:
         """Keep or drop a group whose rewards are those that are trained on."""
@@ -245,7 +240,7 @@ class RolloutGenerator:
             temperature=config.rollout.temperature,
             stop_token_ids=self._stop_ids,
             stop=self._stops,
-            sampling_seed=group_seed(int(config.seed), step, prompt.group_id),
+            sampling_seed=derived_seed(int(config.seed), step, prompt.group_id),
         )
         rid, is_ended = f"step-{step}-{prompt.group_id}", config.weights.sync_mode == "abort"
         segment = config.rollout.partial_rollout_tokens
@@ -253,7 +248,10 @@ class RolloutGenerator:
 
     async def _rollouts(self, group: GroupRequests) -> list[Rollout]:
         """The group's rollouts, with rewards unless some are unfinished."""
-        rollouts = await self._responses(group)
+        if self._turns is None:
+            rollouts = await group.rollouts()
+        else:
+            rollouts = await self._turns.group(group.prompt, group.params, group.ask, group.rid)
         return rollouts if any(map(is_unfinished, rollouts)) else await self._scored(group.prompt, rollouts)
 
     async def _scored(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Rollout]:
@@ -279,13 +277,8 @@ class RolloutGenerator:
         bare = [replace(member, metadata={k: v for k, v in member.metadata.items() if k != REASON}) for member in group]
         scored = await self._scored(prompt, bare)
         pairs = zip(group, scored, strict=True)
-        mended = [shaped(new, self._config) if has_failed_reward(old) else old for old, new in pairs]
+        mended = [shaped(new, self._config.rollout) if has_failed_reward(old) else old for old, new in pairs]
         return self._shared(mended)
-
-    async def _responses(self, group: GroupRequests) -> list[Rollout]:
-        if self._turns is not None:
-            return await self._turns.group(group.prompt, group.params, group.ask, group.rid)
-        return await group.rollouts()
 
     def _answer(self, rollout: Rollout) -> str:
         """The text that the reward sees, if no function says another: what was sampled after the last tool tokens,
@@ -323,31 +316,27 @@ def check_failures(rollouts: Sequence[Rollout], *, of: str, max_failed_rewards: 
     broken = [rollout for rollout in rollouts if rollout.finish_reason == "error"]
     answered = [rollout for rollout in rollouts if rollout.finish_reason != "error"]
     failed = [rollout for rollout in answered if has_failed_reward(rollout)]
-    if broken:
-        reason, words = str(broken[0].metadata[FAILED]), str(broken[0].metadata.get(LAST_WORDS, ""))
-        reason += f"; its last words: {' | '.join(words.splitlines())}" if words else ""
-        mend = "Repair it, raise generate.timeout_s"
-        what = f"function that generates failed for {_share(broken, rollouts, of)}. The first reason: {reason}"
-        _check_share(what, mend, len(broken) / len(rollouts), limit=max_failed_rewards)
-    if failed:
-        mend = "Repair the reward function and start the stage again, raise reward_timeout_s"
-        what = f"reward failed for {_share(failed, answered, of)}. The first reason: {failed[0].metadata.get(REASON)}"
-        _check_share(what, mend, len(failed) / len(answered), limit=max_failed_rewards)
-
-
-def _share(failed: Sequence[Rollout], tried: Sequence[Rollout], of: str) -> str:
-    return f"{len(failed)} of {counted(len(tried), 'sample')} of {of} ({len(failed) / len(tried):.1%})"
-
-
-def _check_share(what: str, mend: str, share: float, *, limit: float) -> None:
-    message = f"The {what.rstrip('.')}."
-    if share > limit or share == 1.0:
-        raise StageFailed(
-            f"{message} The limit is max_failed_rewards {limit:g}, and all is always too many. {mend}, or raise "
-            "max_failed_rewards."
+    again = "Repair the reward function and start the stage again, raise reward_timeout_s"
+    for what, why, bad, tried, mend in (
+        ("function that generates", FAILED, broken, rollouts, "Repair it, raise generate.timeout_s"),
+        ("reward", REASON, failed, answered, again),
+    ):
+        if not bad:
+            continue
+        share, reason = len(bad) / len(tried), str(bad[0].metadata.get(why))
+        if words := str(bad[0].metadata.get(LAST_WORDS, "")).splitlines():
+            reason += f"; its last words: {' | '.join(words)}"
+        message = (
+            f"The {what} failed for {len(bad)} of {counted(len(tried), 'sample')} of {of} ({share:.1%}). The first "
+            f"reason: {reason.rstrip('.')}."
         )
-    if share > WARNED_ABOVE:
-        log.warning("%s These samples are left out.", message)
+        if share > max_failed_rewards or share == 1.0:
+            raise StageFailed(
+                f"{message} The limit is max_failed_rewards {max_failed_rewards:g}, and all is always too many. "
+                f"{mend}, or raise max_failed_rewards."
+            )
+        if share > WARNED_ABOVE:
+            log.warning("%s These samples are left out.", message)
 
 
 def with_rewards_of_samples(rollouts: Sequence[Rollout], *, reported_weight: float) -> list[Rollout]:

@@ -28,19 +28,20 @@ MEMORY_TAGS: tuple[MemoryTag, ...] = ("weights", "kv_cache")
 
 
 class Lending:
-    """The turns of one stage; the samplers begin. ask: of the trainer's ranks."""
+    """The turns of one stage; the samplers begin. ask: of the trainer's ranks. is_lent: False where both sides keep
+    what they have."""
 
-    def __init__(self, samplers: Fleet, ask: Ask) -> None:
-        self._samplers, self._ask = samplers, ask
+    def __init__(self, samplers: Fleet, ask: Ask, *, is_lent: bool = True) -> None:
+        self._samplers, self._ask, self._is_lent = samplers, ask, is_lent
         self._is_trainers = False
         self._values: dict[str, int] = {}
 
     async def to_trainer(self) -> None:
         """Give the memory to the trainer, unless it has it."""
-        if self._is_trainers:
+        if self._is_trainers or not self._is_lent:
             return
         self._is_trainers = True  # whatever follows fails: the samplers may lack theirs
-        await release_memory(self._samplers)
+        await self._samplers.each(_release)
         self._note("sampler", await held_memory(self._samplers))
         await self._ask("take_back")
 
@@ -51,10 +52,10 @@ class Lending:
             yield
             return
         await self._ask("lend", what="states")
-        await resume_memory(self._samplers, ["weights"])
+        await self._samplers.each(partial(_take, ["weights"]))
         yield
         self._note("trainer", await self._ask("lend", what="weights"))
-        await resume_memory(self._samplers, ["kv_cache"])
+        await self._samplers.each(partial(_take, ["kv_cache"]))
         self._is_trainers = False
 
     def taken(self) -> dict[str, int]:
@@ -65,30 +66,6 @@ class Lending:
     def _note(self, side: str, held: Sequence[Mapping[str, Any]]) -> None:
         if numbers := [int(each["bytes"]) for each in held if "bytes" in each]:
             self._values[f"{side}_resting_bytes"] = max(numbers)
-
-
-class NotLent:
-    """Both sides keep what they have."""
-
-    async def to_trainer(self) -> None:
-        """Do nothing: the trainer has its memory."""
-
-    @asynccontextmanager
-    async def for_sync(self) -> AsyncIterator[None]:
-        yield
-
-    def taken(self) -> dict[str, int]:
-        return {}
-
-
-async def release_memory(samplers: Fleet) -> None:
-    """Have every sampler give its memory back; nothing may be in flight. What was in it is lost."""
-    await samplers.each(_release)
-
-
-async def resume_memory(samplers: Fleet, tags: Sequence[MemoryTag]) -> None:
-    """Have every sampler take memory again that it gave back; one that was started meanwhile has it."""
-    await samplers.each(partial(_take, tags))
 
 
 async def held_memory(samplers: Fleet) -> list[dict[str, int]]:
@@ -102,6 +79,7 @@ async def held_memory(samplers: Fleet) -> list[dict[str, int]]:
 
 
 async def _release(replica: Replica, client: SamplerClient) -> None:
+    """Have a sampler give its memory back; nothing may be in flight. What was in it is lost."""
     tags = [tag for tag in MEMORY_TAGS if tag not in replica.released]
     replica.watch.may_generate = False
     if tags:
@@ -110,6 +88,7 @@ async def _release(replica: Replica, client: SamplerClient) -> None:
 
 
 async def _take(tags: Sequence[MemoryTag], replica: Replica, client: SamplerClient) -> None:
+    """Have a sampler take memory again that it gave back; one that was started meanwhile has it."""
     if given := [tag for tag in tags if tag in replica.released]:
         await client.resume_memory(given)
     if "weights" in given:

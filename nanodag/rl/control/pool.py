@@ -158,7 +158,6 @@ class RolloutPool:
         return sum(group.judged is not None for group in self._groups)
 
     def _fill(self, step: int) -> None:
-        """Begin as many groups as there is room for."""
         if self._error is not None:
             raise self._error
         last = min(self._policy + 1 + self._lag, self._num_steps)

@@ -80,7 +80,8 @@ class SavedRollouts:
     def _choose(self, group: Sequence[Rollout]) -> tuple[list[Rollout], str]:
         for rollout in group:
             self._check(rollout)
-        too_long = {rollout.sample_index for rollout in group if _num_tokens(rollout) > self._longest}
+        sizes = [sum(len(span.token_ids) for span in rollout.spans) for rollout in group]
+        too_long = {one.sample_index for one, size in zip(group, sizes, strict=True) if size > self._longest}
         fitting = [rollout for rollout in group if rollout.sample_index not in too_long]
         scored = [rollout for rollout in fitting if rollout.reward is not None and rollout.num_sampled]
         samples = main_sequences(scored)
@@ -144,7 +145,3 @@ def _prompt_of(saved: Saved, number: int) -> Prompt:
     """Prompt of a pass, with what was kept of it."""
     record = {"answer": "", **saved.asked, "prompt_id": saved.rollout.prompt_id}
     return Prompt(epoch=number, record=record, token_ids=saved.rollout.prompt_token_ids)
-
-
-def _num_tokens(rollout: Rollout) -> int:
-    return sum(len(span.token_ids) for span in rollout.spans)

@@ -6,10 +6,11 @@ import secrets
 import shutil
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Coroutine
+from concurrent.futures import Future
 from importlib import metadata
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from nanodag.config.derive_sampler import SGLANG_STATIC
 from nanodag.config.kinds.rl import RLStage
@@ -32,10 +33,10 @@ from nanodag.inference.sglang_install import Device, find_python
 from nanodag.model.architecture import check_sglang, read_checkpoint
 from nanodag.rewards.reward_pool import RewardPool
 from nanodag.rl.control.gpu_placement import Places, places_of
-from nanodag.rl.control.memory_turns import Lending, NotLent
+from nanodag.rl.control.memory_turns import Lending
 from nanodag.rl.control.model_facts import SHARED_MEMORY, ModelFacts, all_here, sync_folder, urls_file
 from nanodag.rl.sync.broadcast_sync import DistributedSync, SharedSync
-from nanodag.rl.sync.weight_sync import DiskSync, WeightSync
+from nanodag.rl.sync.weight_sync import DiskSync
 from nanodag.rl.trainer.link import ADDRESS_VARIABLE, NoTrainer, RankLink
 from nanodag.worker.children import Children
 from nanodag.worker.job import Job, stop_requested
@@ -43,6 +44,7 @@ from nanodag.worker.launch import worker_environment
 from nanodag.worker.nodes import Nodes, sampler_hosts
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 START_TIMEOUT_S = 600.0
 BEFORE_THE_FIRST = -1  # the version of what samplers start with: the trainer's first weights may be rounded
@@ -67,18 +69,17 @@ class Services:
         if self._config.sampler.engine == "embedded" and self._device == "cuda":
             why = f"nanodag config --explain {job.name}.sampler.engine"
             log.warning("Samplers are the embedded ones, which are slower on a GPU than SGLang; why: %s", why)
-        if self._config.sampler.engine == "sglang" and self.num_samplers:
-            self._sglang_python = find_python(self._config.sampler.python, self._device)
-        if self._config.sampler.engine == "sglang":
-            check_sglang(job.inputs["model"], self.context, f"{job.name}.sampler.engine")
         sampler = self._config.sampler
+        if sampler.engine == "sglang":
+            if self.num_samplers:
+                find_python(sampler.python, self._device)  # MissingTool now
+            check_sglang(job.inputs["model"], self.context, f"{job.name}.sampler.engine")
         self._cluster = ClusterConfig(**job.context["cluster"]) if sampler.nodes else ClusterConfig()
         self._hosts = sampler_hosts(self._cluster, self._config.resources, sampler.nodes) if sampler.nodes else []
-        copies = 2 + self._config.rollout.max_staleness
         self.sync_folder = sync_folder(
             job.workspace,
             self.model.num_bytes,
-            num_copies=copies,
+            num_copies=2 + self._config.rollout.max_staleness,
             is_shared=bool(self._hosts) or not all_here(sampler),
         )
         self._token = secrets.token_hex(16)  # of this stage: samplers answer nobody else
@@ -112,12 +113,10 @@ class Services:
         if is_lent:  # a trainer that starts has all of the memory; when it is ready it has none
             self.link.accept(timeout_s=START_TIMEOUT_S, check=self.children.check)
         model, version = self._job.inputs["model"], BEFORE_THE_FIRST if self._has_trainer else 0
-        starting = _Background(
-            lambda: asyncio.run(start_engines(lambda n: self._launch(n, model, version), self.num_samplers))
-        )
+        starting = _begun(start_engines(lambda n: self._launch(n, model, version), self.num_samplers))
         is_attached = self._has_samplers and self._config.sampler.has_others
         external = self._external_servers() if is_attached else None
-        looked = None if external is None else _Background(asyncio.run, external.first_look())
+        looked = None if external is None else _begun(external.first_look())
         self.pool = RewardPool(
             {entry.name: entry.weight for entry in self._config.reward},
             options={entry.name: entry.options for entry in self._config.reward},
@@ -142,12 +141,11 @@ class Services:
             external=external,
         )
         self.sync = self._make_sync()
-        self.lending = Lending(self.samplers, self.link.exchange) if is_lent else NotLent()
+        self.lending = Lending(self.samplers, self.link.exchange, is_lent=is_lent)
         others = "" if external is None else f"; {counted(len(external.named()), 'server')} of others are named"
         log.info("%d trainer ranks and %d samplers are up%s.", self.link.num_ranks, self.num_samplers, others)
 
-    def _make_sync(self) -> WeightSync:
-        """The way that the config names."""
+    def _make_sync(self) -> DiskSync | DistributedSync:
         config, ask = self._config, self.link.exchange
         if config.weights.sync == "disk":
             return DiskSync(self.samplers, ask, check_every=int(config.weights.sync_check_every))
@@ -221,9 +219,6 @@ class Services:
         """Samplers of a node that has some: as many on each."""
         return -(-self.num_samplers // max(1, len(self._hosts)))
 
-    def _gpus_of(self, number: int) -> str:
-        return "" if self._places is None else self._places.samplers[number % self._samplers_each]
-
     @property
     def _device(self) -> Device:
         return cast(Device, self._config.resources.device)
@@ -233,13 +228,7 @@ class Services:
         """Sampler processes of this stage."""
         return int(self._config.sampler.replicas) if self._has_samplers else 0
 
-    @property
-    def _samples_each(self) -> int:
-        """Samples that one of them decodes at once."""
-        return -(-int(self._config.sampler.max_batch) // self.num_samplers)
-
     def _external_servers(self) -> ExternalServers:
-        """The servers of others that the config names."""
         config = self._config.sampler
         return ExternalServers(
             [parse_address(text) for text in config.urls],
@@ -259,23 +248,23 @@ class Services:
         )
 
     def _connect(self, url: str, token: str | None = None) -> SamplerClient:
-        return SamplerClient(url, token=self._token if token is None else token, **self._limits)
-
-    @property
-    def _limits(self) -> dict[str, Any]:
-        """Limits of a client."""
-        return {
-            "request_timeout_s": self._config.sampler.request_timeout_s,
-            "vocab_size": self.model.vocab_size,
-            "context_length": self.context,
-        }
+        return SamplerClient(
+            url,
+            token=self._token if token is None else token,
+            request_timeout_s=self._config.sampler.request_timeout_s,
+            vocab_size=self.model.vocab_size,
+            context_length=self.context,
+        )
 
     def _launch(self, number: int, model: Path, version: int) -> ServerProcess:
-        """Start a sampler with the weights in a folder."""
+        elsewhere = None
+        if self._hosts:
+            host = self._hosts[number // self._samplers_each]
+            elsewhere = SamplerNode(self._cluster, host, self._job.workspace, number=number)
         return start_engine(
             self._engine_settings(number).of_replica(number, model, version),
             log_path=self._job.workspace / f"sampler-{number}.log",
-            elsewhere=self._node_of(number),
+            elsewhere=elsewhere,
         )
 
     def _engine_settings(self, number: int) -> EngineSettings:
@@ -289,9 +278,9 @@ class Services:
             engine="sglang" if config.engine == "sglang" else "embedded",  # derived
             device=self._device,
             dtype=dtype,
-            max_batch=self._samples_each,
+            max_batch=-(-int(config.max_batch) // self.num_samplers),
             context_length=self.context,
-            gpus=self._gpus_of(number),
+            gpus="" if self._places is None else self._places.samplers[number % self._samplers_each],
             threads=max(1, int(self._config.resources.threads) // self._samplers_each),
             seed=int(self._config.seed),
             token=self._token,
@@ -308,32 +297,16 @@ class Services:
             options={**defaults, **config.options},
         )
 
-    def _node_of(self, number: int) -> SamplerNode | None:
-        """The node on which a sampler is started; None for this machine."""
-        if not self._hosts:
-            return None
-        host = self._hosts[number // self._samplers_each]
-        return SamplerNode(self._cluster, host, self._job.workspace, number=number)
 
+def _begun(work: Coroutine[Any, Any, T]) -> "Future[T]":
+    """Work that is done in a thread of its own, with an event loop of its own."""
+    future: Future[T] = Future()
 
-class _Background:
-    """One call in a thread; `result` waits for it and raises what it raised."""
-
-    def __init__(self, call: Callable[..., Any], *arguments: Any) -> None:
-        self._call, self._arguments = call, arguments
-        self._value: Any = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def result(self) -> Any:
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._value
-
-    def _run(self) -> None:
+    def run() -> None:
         try:
-            self._value = self._call(*self._arguments)
+            future.set_result(asyncio.run(work))
         except BaseException as error:  # noqa: BLE001 - `result` raises it where somebody listens
-            self._error = error
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future

@@ -163,9 +163,7 @@ class Records:
     def benchmark(self, step: int, result: BenchmarkResult, seconds: float) -> float:
         """Records of a benchmark's items, as an eval stage writes them, and a line of metrics; returns its score."""
         name, score = result.name, result.scores[result.metric]
-        lines = [json.dumps(record, sort_keys=True, ensure_ascii=False, allow_nan=False) for record in result.records]
-        text = "".join(line + "\n" for line in lines)
-        write_bytes(self._benchmarks / f"step-{step:08d}.{name}.jsonl", text.encode("utf-8", "surrogatepass"))
+        result.write_records(self._benchmarks / f"step-{step:08d}.{name}.jsonl")
         self._metrics.write(
             step,
             total=self._config.num_steps,

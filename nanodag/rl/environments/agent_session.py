@@ -103,7 +103,7 @@ class Session:
             raise self._broken
         sequences = sorted((one for one in self._texts if one.num_sampled), key=lambda one: one.token_ids)
         if self._calls:
-            most = max(range(len(self._calls)), key=lambda number: self._calls[number].rank)
+            most = max(range(len(self._calls)), key=self._calls.__getitem__)
             chats = self._transcript.sample(self._given, last=most)
             sequences = [chats, *chats.branches, *sequences]
         if not sequences:
@@ -159,7 +159,7 @@ class Session:
         """Keep what was sampled for a conversation."""
         async with self._lock:
             self._transcript.answered(asked, completion, message)
-            before = _NONE if asked.sequence is None else self._calls[asked.sequence]
+            before = _Call(0, 0, (), ()) if asked.sequence is None else self._calls[asked.sequence]
             size = before.num_sampled + len(completion.output_ids)
             self._calls.append(_Call(before.number + 1, size, asked.ids, tuple(completion.output_ids)))
         self._last_said = message["content"] or ""
@@ -234,23 +234,15 @@ class Session:
         return completion
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, order=True)
 class _Call:
-    """An answered call, and those that it continues: how many they are, what they have sampled. ids: what was asked.
-    said: the answer's."""
+    """An answered call, and those that it continues: how many they are, what they have sampled. ids: what was asked,
+    shared with the transcript, not copied. said: the answer's. The last call of a sample is the largest."""
 
     number: int
     num_sampled: int
     ids: tuple[int, ...]
     said: tuple[int, ...]
-
-    @property
-    def rank(self) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
-        """The last call of a sample has the highest; ids are shared with the transcript, not copied."""
-        return self.number, self.num_sampled, self.ids, self.said
-
-
-_NONE = _Call(0, 0, (), ())
 
 
 class _Endpoints(Endpoints):

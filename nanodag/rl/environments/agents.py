@@ -28,8 +28,7 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,7 @@ from nanodag.registry import entry
 from nanodag.rewards import sandbox
 from nanodag.rl.environments import agent_fork
 from nanodag.rl.environments.agent_session import MODEL, CallLimits, Session
-from nanodag.rl.environments.api_server import MAX_ANSWER, ApiServer, the_api_server
+from nanodag.rl.environments.api_server import MAX_ANSWER, the_api_server
 from nanodag.rl.environments.sample import Sample, TurnSampler, places
 from nanodag.rl.rollouts.rollout import METRICS, TURNS
 
@@ -50,29 +49,16 @@ MAX_FILE_BYTES = 1 << 30  # that a function may write
 SOCKET = "/inside/api"  # of the API in the sandbox
 
 
-@dataclass(frozen=True, kw_only=True)
-class Visit:
-    """An agent's access. session: takes what it says of its reward and answer."""
-
-    server: ApiServer
-    session: Session
-    api_key: str
-
-    @property
-    def base_url(self) -> str:
-        """The address, as `OPENAI_BASE_URL` has it."""
-        return self.server.base_url
-
-
 async def visited(
     sampler: TurnSampler,
     sample: Sample,
     limits: CallLimits,
-    run: Callable[[Visit], Awaitable[None]],
+    run: Callable[[Session, str], Awaitable[None]],
     *,
     place: AbstractAsyncContextManager[Any],
 ) -> Sample:
-    """The sample that comes of `run`, which is awaited while its key is valid.
+    """The sample that comes of `run`, which gets its session, that takes what the agent says of its reward and answer,
+    and the session's key, and is awaited while that is valid.
 
     place: entered before that; to wait there counts as no time of the agent's. An agent that fails once a call of its
     was refused for a limit was cut off: its sample has the answer and the reward that were said until then, else none
@@ -81,9 +67,9 @@ async def visited(
     """
     server, session = the_api_server(), Session(sampler, sample, limits)
     async with sampler.placed(place):
-        visit = Visit(server=server, session=session, api_key=server.admit(session))
+        key = server.admit(session)
         try:
-            await _unless_over(run(visit), session)
+            await _unless_over(run(session, key), session)
         except EpisodeLost:
             raise  # from its beginning it asks for the same again, and is answered the same
         except EpisodeFailed:
@@ -92,7 +78,7 @@ async def visited(
             session.answer = session.answer or ""
             session.reward = session.reward or 0.0
         finally:
-            server.dismiss(visit.api_key)
+            server.dismiss(key)
     return session.result()
 
 
@@ -142,17 +128,17 @@ async def function_agent(
     if seconds <= 0:
         raise ConfigError(f"agent {named}: seconds {seconds:g} must be above 0.")
 
-    async def run(visit: Visit) -> None:
+    async def run(session: Session, key: str) -> None:
         task = {
             "record": dict(sample.record),
-            "base_url": visit.base_url,
-            "api_key": visit.api_key,
+            "base_url": the_api_server().base_url,
+            "api_key": key,
             "model": MODEL,
             "seed": sample.seed,
         }
         fork = await in_thread(server.fork)
         try:
-            _take(visit.session, (await fork.ask(task, seconds)).get("returned"))
+            _take(session, (await fork.ask(task, seconds)).get("returned"))
         finally:
             fork.close()
 
@@ -202,31 +188,31 @@ async def command_agent(
     answer_file: below its work folder. seconds: of a sample. max_bytes: address space of each of its processes.
     at_once: programs that run at a time. The others as nanodag.rl.environments.agent_session has them.
     """
-    given_up = threading.Event()
+    given_up, proxy = threading.Event(), Path(__file__).with_name("sandbox_proxy.py").read_text(encoding="utf-8")
 
-    async def run(visit: Visit) -> None:
+    async def run(session: Session, key: str) -> None:
         walls = sandbox.walls()
         outside = {
             "socket": "" if walls is None else SOCKET,
-            "base_url": visit.base_url,
+            "base_url": the_api_server().base_url,
             "command": list(command),
             "folder": folder,
             "answer_file": answer_file,
             "record": dict(sample.record),
             "environment": {
-                "OPENAI_API_KEY": visit.api_key,
+                "OPENAI_API_KEY": key,
                 "NANODAG_SEED": str(sample.seed),
                 "PATH": ":".join([*([f"{library}/bin"] if library else []), f"{sys.base_prefix}/bin", "/usr/bin:/bin"]),
             },
         }
         further = sandbox.Further(
             read_only=tuple(path for path in (folder, library) if path),
-            shown=((str(visit.server.socket_path), SOCKET),),
+            shown=((str(the_api_server().socket_path), SOCKET),),
             max_processes=max_processes,
         )
         finished = await in_thread(
             lambda: sandbox.run_python(
-                _proxy(),
+                proxy,
                 stdin=json.dumps(outside, default=str),
                 timeout_s=seconds,
                 max_bytes=max_bytes,
@@ -238,19 +224,14 @@ async def command_agent(
             raise EpisodeFailed(f"it took longer than {seconds:g} s", finished.stderr)
         if finished.returncode:
             raise EpisodeFailed(f"it ended with code {finished.returncode}", finished.stderr)
-        if visit.session.answer is None and finished.stdout.strip():
-            visit.session.answer = finished.stdout.strip()
+        if session.answer is None and finished.stdout.strip():
+            session.answer = finished.stdout.strip()
 
     limits = CallLimits(max_calls=max_calls, max_tokens=max_tokens)
     try:
         return await visited(sampler, sample, limits, run, place=places("agent", at_once))
     finally:
         given_up.set()
-
-
-@cache
-def _proxy() -> str:
-    return Path(__file__).with_name("sandbox_proxy.py").read_text(encoding="utf-8")
 
 
 @entry("generate", "verifiers", argument="module")
@@ -281,10 +262,10 @@ async def verifiers(
     at_once = at_once if sampler.attempt == 0 else 1
     process = _process(block, max_bytes, at_once)
 
-    async def run(visit: Visit) -> None:
+    async def run(session: Session, key: str) -> None:
         task = sample.record["metadata"]["task"]
-        outcome = await process.rollout(task, base_url=visit.base_url, api_key=visit.api_key, model=MODEL)
-        visit.session.report(outcome.reward, outcome.components)
+        outcome = await process.rollout(task, base_url=the_api_server().base_url, api_key=key, model=MODEL)
+        session.report(outcome.reward, outcome.components)
         outcomes.append(outcome)
 
     limits = CallLimits(max_calls=max_calls, max_tokens=max_tokens)

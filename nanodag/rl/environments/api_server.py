@@ -13,7 +13,6 @@ import asyncio
 import atexit
 import secrets
 import socket
-from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import cached_property
 from pathlib import Path
@@ -48,8 +47,7 @@ class ApiServer:
 
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
-        self._ended: set[str] = set()
-        self._order: deque[str] = deque()
+        self._ended: dict[str, None] = {}  # in the order in which they ended
         listener = socket.create_server((LOOPBACK, 0), backlog=BACKLOG)
         self.port = int(listener.getsockname()[1])
         self.base_url = f"http://{LOOPBACK}:{self.port}/v1"
@@ -64,10 +62,9 @@ class ApiServer:
 
     def dismiss(self, key: str) -> None:
         self._sessions.pop(key).end()
-        self._ended.add(key)
-        self._order.append(key)
-        if len(self._order) > KEYS_REMEMBERED:
-            self._ended.discard(self._order.popleft())
+        self._ended[key] = None
+        if len(self._ended) > KEYS_REMEMBERED:
+            del self._ended[next(iter(self._ended))]
 
     @cached_property
     def socket_path(self) -> Path:

@@ -48,13 +48,12 @@ async def environment(
     for name, value in bounds.items():
         if value <= 0:
             raise ConfigError(f"generate.options.{name} of {named} is {value}; it must be above 0")
-    length = EpisodeLength(max_turns=max_turns, turn_tokens=turn_tokens, step_s=step_s)
     limits = ForkLimits(cpu_s=cpu_s, max_bytes=max_bytes, max_processes=max(1, max_processes))
     server = _server(named, json.dumps(options, sort_keys=True), limits)
     with sampler.held():
         fork = await in_thread(server.fork)
     try:
-        return await _Play(sampler, sample, fork, server.about, length).run()
+        return await _Play(sampler, sample, fork, server.about, max_turns, turn_tokens, step_s).run()
     finally:
         fork.close()
 
@@ -67,15 +66,6 @@ def _server(path: str, options: str, limits: ForkLimits) -> ForkServer:
     return ForkServer(MAKE, arguments, limits, name=f"The environment {path!r}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodeLength:
-    """Limits of an episode; see `environment`."""
-
-    max_turns: int
-    turn_tokens: int
-    step_s: float
-
-
 @dataclass(slots=True)
 class _Speaker:
     """A role on its way through an episode. messages: its conversation as far as it is."""
@@ -86,14 +76,21 @@ class _Speaker:
 
 
 class _Play:
-    """One episode. roles: whether each is trained, the main one first."""
+    """One episode. roles: whether each is trained, the main one first. The limits: as of `environment`."""
 
     def __init__(
-        self, sampler: TurnSampler, sample: Sample, fork: Fork, roles: Mapping[str, bool], length: EpisodeLength
+        self,
+        sampler: TurnSampler,
+        sample: Sample,
+        fork: Fork,
+        roles: Mapping[str, bool],
+        max_turns: int,
+        turn_tokens: int,
+        step_s: float,
     ) -> None:
         self._sampler, self._given, self._fork = sampler, sample, fork
-        self._roles, self._length = roles, length
-        self._names = list(roles)
+        self._roles, self._names = roles, list(roles)
+        self._max_turns, self._turn_tokens, self._step_s = max_turns, turn_tokens, step_s
         self._speakers: dict[str, _Speaker] = {}
         self._tools: Sequence[Mapping[str, Any]] = ()
         self._earned = Earned()
@@ -103,7 +100,7 @@ class _Play:
         outcome: Heard | Ended = await self._begin()
         num_turns = 0
         while isinstance(outcome, Heard):
-            if num_turns == self._length.max_turns:
+            if num_turns == self._max_turns:
                 outcome = "turns"
             elif (message := await self._said(outcome)) is None:
                 outcome = "tokens"
@@ -117,7 +114,7 @@ class _Play:
         return self._sample(outcome, {TURNS: num_turns, ENDED: outcome, METRICS: metrics})
 
     async def _asked(self, name: str, **given: Any) -> dict[str, Any]:
-        return await self._fork.ask({name: given}, self._length.step_s, name)
+        return await self._fork.ask({name: given}, self._step_s, name)
 
     async def _begin(self) -> Heard:
         seed = derived_seed("environment", str(self._given.record["prompt_id"]))
@@ -146,19 +143,21 @@ class _Play:
         if observation.messages and sum(len(one["content"]) for one in new) > LONGEST_TOKEN * given.max_tokens:
             return None
         messages = [*([] if observation.is_anew else speaker.messages), *new]
-        said = await speaker.conversation.answer(messages, max_tokens=self._length.turn_tokens)
+        said = await speaker.conversation.answer(messages, max_tokens=self._turn_tokens)
         if said is not None:
             speaker.messages, speaker.has_spoken = [*messages, said], True
         return said
 
     async def _stepped(self, role: str, said: Message) -> Heard | Ended:
         """The observation after a turn, or what ended the episode."""
-        call_ids, wrong = _call_ids(said), _wrong_calls(said, self._tools)
+        functions = [call["function"] for call in said.get("tool_calls", ())]
+        call_ids = [call["id"] for call in said.get("tool_calls", ())]
+        mistakes = [_wrong(function, self._tools) for function in functions]
         is_cut = self._speakers[role].conversation.is_cut
-        if wrong and not is_cut:
-            answers = [tool_message(*pair) for pair in zip(call_ids, wrong, strict=True)]
-            return Heard(role=role, messages=answers)
-        calls = [] if wrong else _calls(said)
+        if any(mistakes) and not is_cut:
+            answers = [f"error: {what or 'not called, as another call is wrong'}" for what in mistakes]
+            return Heard(role=role, messages=list(map(tool_message, call_ids, answers)))
+        calls = [] if any(mistakes) else [{"name": one["name"], "arguments": _arguments(one)} for one in functions]
         answer = await self._asked("step", text=said["content"], calls=calls, is_cut=is_cut, role=role)
         self._earned.add(answer.get("reward"), answer.get("info"), self._names)
         done = answer.get("done")
@@ -224,31 +223,13 @@ async def openenv(
         )
 
 
-def _call_ids(message: Mapping[str, Any]) -> list[str]:
-    return [call["id"] for call in message.get("tool_calls", ())]
-
-
-def _calls(message: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Each call's `name` and `arguments`; of calls of which none is wrong."""
-    return [{"name": function["name"], "arguments": _arguments(function)} for function in _functions(message)]
-
-
-def _wrong_calls(message: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Answers to all calls where one of them is wrong; empty where none is. tools: that there are."""
-    names = [tool["function"]["name"] for tool in tools]
-    mistakes = [_wrong(function, names) for function in _functions(message)]
-    return [f"error: {what or 'not called, as another call is wrong'}" for what in mistakes] if any(mistakes) else []
-
-
-def _functions(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return [call["function"] for call in message.get("tool_calls", ())]
-
-
 def _arguments(function: Mapping[str, Any]) -> Any:
     return json.loads(function["arguments"] or "{}")
 
 
-def _wrong(function: Mapping[str, Any], names: Sequence[str]) -> str:
+def _wrong(function: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> str:
+    """Why a call cannot be made; empty where it can."""
+    names = [tool["function"]["name"] for tool in tools]
     if function["name"] not in names:
         return f"there is no tool {function['name'][:80]!r}; there is {', '.join(names)}"
     return "" if isinstance(_arguments(function), dict) else "the arguments must be a JSON object"

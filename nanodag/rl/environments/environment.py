@@ -94,30 +94,19 @@ def make(path: str, options: Mapping[str, Any]) -> tuple[Any, Callable[[Line], N
 
 def _answer(environment: Environment, message: Mapping[str, Any]) -> dict[str, Any]:
     ((name, given),) = message.items()
-    return _CALLS[name](environment, given)
-
-
-def _reset(environment: Environment, given: Mapping[str, Any]) -> dict[str, Any]:
-    random.seed(given["seed"])  # a fork seeds it with noise
-    observation = environment.reset(seed=given["seed"], record=given["record"])
-    tools = getattr(environment, "tools", None)
-    return {"observation": observation, "tools": [] if tools is None else tools()}
-
-
-def _step(environment: Environment, given: Mapping[str, Any]) -> dict[str, Any]:
-    calls = tuple(ToolCall(call["name"], call["arguments"]) for call in given["calls"])
-    result = environment.step(Action(given["text"], calls, given["is_cut"], given["role"]))
-    if not isinstance(result, tuple | list) or len(result) != 4:
-        raise ValueError(f"step must return (observation, reward, done, info); found {result!r:.200}")
-    return dict(zip(("observation", "reward", "done", "info"), result, strict=True))
-
-
-def _end(environment: Environment, given: Mapping[str, Any]) -> dict[str, Any]:
+    if name == "reset":
+        random.seed(given["seed"])  # a fork seeds it with noise
+        observation = environment.reset(seed=given["seed"], record=given["record"])
+        tools = getattr(environment, "tools", None)
+        return {"observation": observation, "tools": [] if tools is None else tools()}
+    if name == "step":
+        calls = tuple(ToolCall(call["name"], call["arguments"]) for call in given["calls"])
+        result = environment.step(Action(given["text"], calls, given["is_cut"], given["role"]))
+        if not isinstance(result, tuple | list) or len(result) != 4:
+            raise ValueError(f"step must return (observation, reward, done, info); found {result!r:.200}")
+        return dict(zip(("observation", "reward", "done", "info"), result, strict=True))
     metrics = getattr(environment, "metrics", None)
     return {"metrics": {} if metrics is None else metrics()}
-
-
-_CALLS = {"reset": _reset, "step": _step, "end": _end}
 
 
 # Checks of answers

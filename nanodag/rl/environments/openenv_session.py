@@ -67,13 +67,8 @@ class OpenEnv:
             listed = self._observed("step", answer)["observation"]["tools"]
             self._tools = [_tool(one["name"], one.get("description", ""), one["input_schema"]) for one in listed]
         elif not self._field:
-            parameters = {
-                "type": "object",
-                "properties": self._properties,
-                "required": self._required,
-                **self._definitions,
-            }
-            self._tools = [_tool(ACT, "Acts in the environment.", parameters)]
+            parameters = {"type": "object", "properties": self._properties, "required": self._required}
+            self._tools = [_tool(ACT, "Acts in the environment.", {**parameters, **self._definitions})]
         *before, last = record["messages"]
         text = self._text(told["observation"])
         return [*before, {**last, "content": f"{last['content']}\n\n{text}" if text else last["content"]}]
@@ -110,9 +105,12 @@ class OpenEnv:
 
     def _begun(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """First answer of a session, which may wait for the end of another."""
-        deadline = time.monotonic() + FREE_TIMEOUT_S
+        deadline, address = time.monotonic() + FREE_TIMEOUT_S, "ws" + self._url.removeprefix("http") + "/ws"
         while True:
-            self._connection = self._connected()
+            try:
+                self._connection = connect(address, open_timeout=TIMEOUT_S, max_size=MAX_BYTES, proxy=None)
+            except (OSError, WebSocketException) as error:
+                raise ValueError(f"{self._url} cannot be reached: {error}") from error
             answer = self._asked("reset", given)
             if _code(answer) != "CAPACITY_REACHED":
                 return self._observed("reset", answer)
@@ -124,13 +122,6 @@ class OpenEnv:
                 )
             self._connection.close()
             time.sleep(LOOK_EVERY_S)
-
-    def _connected(self) -> ClientConnection:
-        address = "ws" + self._url.removeprefix("http") + "/ws"
-        try:
-            return connect(address, open_timeout=TIMEOUT_S, max_size=MAX_BYTES, proxy=None)
-        except (OSError, WebSocketException) as error:
-            raise ValueError(f"{self._url} cannot be reached: {error}") from error
 
     def _observed(self, what: str, answer: Mapping[str, Any]) -> dict[str, Any]:
         """The observation in an answer. Raises ValueError for one that refuses."""
@@ -153,9 +144,11 @@ class OpenEnv:
 
     def _text(self, observation: Mapping[str, Any]) -> str:
         if self._is_mcp and "tool_name" in observation:
-            error = observation.get("error")
-            result = observation.get("result")
-            found = f"error: {error.get('message')}" if error else _plain(result)
+            error, found = observation.get("error"), observation.get("result")
+            if error:
+                return f"error: {error.get('message')}"
+            if isinstance(found, Mapping) and "data" in found:  # the envelope that FastMCP puts around it
+                found = found["data"]
             return found if isinstance(found, str) else json.dumps(found)
         if self._heard != "auto":
             found = observation.get(self._heard, "")
@@ -181,18 +174,9 @@ def _mistakes(answer: Mapping[str, Any]) -> str:
     return "; ".join(mistakes) or str(answer["data"].get("message", "invalid action"))
 
 
-def _plain(result: Any) -> Any:
-    """Result of a tool, without the envelope that FastMCP puts around it."""
-    if isinstance(result, Mapping) and "data" in result:
-        return result["data"]
-    return result
-
-
 def _tool(name: str, description: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "type": "function",
-        "function": {"name": name, "description": description, "parameters": dict(parameters)},
-    }
+    function = {"name": name, "description": description, "parameters": dict(parameters)}
+    return {"type": "function", "function": function}
 
 
 def _schema_of(url: str) -> dict[str, Any]:

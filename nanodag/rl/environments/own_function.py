@@ -62,7 +62,6 @@ class ForkedFunction:
 
 @MadeOnce
 def _server(name: str, options: str, folder: str) -> ForkServer:
-    """The fork server of a function. options: as JSON."""
     setup = {"name": name, "options": json.loads(options), "folder": folder}
     return ForkServer(
         f"{__name__}:make", setup, ForkLimits(), name=f"generate {name}", max_answer_bytes=MAX_ANSWER_BYTES
@@ -70,7 +69,6 @@ def _server(name: str, options: str, folder: str) -> ForkServer:
 
 
 async def _answered(fork: Fork, sampler: TurnSampler, message: Mapping[str, Any]) -> None:
-    """Pass one request on to the sampler, and its answer back."""
     try:
         completion = await sampler.ask(_REQUEST.validate_python(message["request"]))
         answer = {"completion": _plain(_COMPLETION, completion)}

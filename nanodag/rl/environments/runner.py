@@ -28,7 +28,7 @@ from nanodag.rl.environments.own_function import ForkedFunction, samples_in
 from nanodag.rl.environments.sample import Sample, TurnSampler
 from nanodag.rl.environments.tools import TOOLS
 from nanodag.rl.rollouts.prompts import Prompt
-from nanodag.rl.rollouts.rollout import ANSWER, FAILED, LAST_WORDS, Rollout, Span, finish_reason_of, prompt_span
+from nanodag.rl.rollouts.rollout import ANSWER, FAILED, LAST_WORDS, Rollout, finish_reason_of, prompt_span
 from nanodag.tokenizer.chat import ChatRenderer
 from nanodag.tokenizer.encoding import Encoding
 
@@ -171,14 +171,12 @@ class Turns:
 def _why(error: Exception) -> dict[str, str]:
     """Metadata that say why a sample failed."""
     reason = str(error) if isinstance(error, EpisodeFailed) else f"{type(error).__name__}: {error}"
-    texts = {FAILED: reason, LAST_WORDS: str(getattr(error, "last_words", ""))}
-    return {name: _shortened(text) for name, text in texts.items() if text}
-
-
-def _shortened(text: str) -> str:
-    """Begin and end of a long text: there stands what came last."""
-    half = LONGEST_REASON // 2
-    return text if len(text) <= LONGEST_REASON else f"{text[:half]} … {text[-half:]}"
+    texts, half = {FAILED: reason, LAST_WORDS: str(getattr(error, "last_words", ""))}, LONGEST_REASON // 2
+    return {  # begin and end of a long text: there stands what came last
+        name: text if len(text) <= LONGEST_REASON else f"{text[:half]} … {text[-half:]}"
+        for name, text in texts.items()
+        if text
+    }
 
 
 class _Line:
@@ -273,7 +271,9 @@ def _rollout(prompt: Prompt, index: int, branch: int, sample: Sample) -> Rollout
         metadata[ANSWER] = sample.answer
     if sample.reward is not None:
         metadata[REPORTED] = {"value": sample.reward, "components": dict(sample.components)}
-    spans = sample.spans if sample.is_trained else tuple(map(_untrained, sample.spans))
+    spans = sample.spans
+    if not sample.is_trained:
+        spans = tuple(replace(span, mask=(0,) * len(span.mask)) for span in spans)
     return Rollout(
         group_id=prompt.group_id,
         prompt_id=prompt.prompt_id,
@@ -284,7 +284,3 @@ def _rollout(prompt: Prompt, index: int, branch: int, sample: Sample) -> Rollout
         branch=branch,
         role=sample.role,
     )
-
-
-def _untrained(span: Span) -> Span:
-    return replace(span, mask=(0,) * len(span.mask))

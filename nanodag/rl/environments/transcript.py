@@ -56,11 +56,6 @@ class _Answered:
     def ids(self) -> tuple[int, ...]:
         return self.asked.ids + self.span.token_ids
 
-    @property
-    def words(self) -> tuple[int, ...]:
-        """Ids that the reward sees."""
-        return self.span.token_ids[:-1] if self.finish_reason == "stop" else self.span.token_ids
-
 
 class Transcript:
     """The calls of one sample. switches: of the chat template."""
@@ -122,7 +117,9 @@ class Transcript:
             main = next((chain for chain in chains if chain[0].asked.ids == prompt), main)
         sample = _spans(base, main)
         if main[-1] is not final and base.answer is None:
-            sample = replace(sample, answer=self._encoding.decode(final.words))
+            ids = final.span.token_ids
+            ids = ids[:-1] if final.finish_reason == "stop" else ids
+            sample = replace(sample, answer=self._encoding.decode(ids))
         return replace(sample, branches=tuple(_spans(base, chain) for chain in chains if chain is not main))
 
     def _goes_on(self, meanings: tuple[Any, ...], tools: str) -> int | None:

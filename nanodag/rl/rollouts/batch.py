@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import PlainSerializer, PlainValidator, TypeAdapter, ValidationError
+from pydantic import PlainSerializer, PlainValidator, TypeAdapter
 
 from nanodag.errors import StageFailed
 from nanodag.rl.rollouts.prompts import Prompt
-from nanodag.rl.rollouts.rollout import Rollout, Span, from_json, groups_of, place_in_group, to_json
+from nanodag.rl.rollouts.rollout import Rollout, from_json, groups_of, place_in_group, to_json
 from nanodag.store.atomic import write_json
 
 TOO_STALE = "too_stale"
@@ -87,14 +87,8 @@ def write_batch(path: Path, batch: RolloutBatch) -> None:
 
 
 def read_batch(path: Path) -> RolloutBatch:
-    """Read what `write_batch` wrote, bit for bit. Raises StageFailed for the file of another version."""
-    try:
-        return _BATCH.validate_python(json.loads(path.read_text(encoding="utf-8")))
-    except ValidationError as error:
-        raise StageFailed(
-            f"{path} holds rollouts as another version of nanodag wrote them; build the stage anew with: "
-            "nanodag rerun RUN --stage STAGE"
-        ) from error
+    """Read what `write_batch` wrote, bit for bit."""
+    return _BATCH.validate_python(json.loads(path.read_text(encoding="utf-8")))
 
 
 # Staleness. A token that step k trains was sampled with some weights. Its staleness is the number of steps before k
@@ -164,9 +158,8 @@ def staleness_metrics(rollouts: Sequence[Rollout], versions: Sequence[int]) -> d
 
 
 def _masked(rollout: Rollout, old: Container[int]) -> Rollout:
-    return replace(rollout, spans=tuple(_masked_span(span, old) for span in rollout.spans))
-
-
-def _masked_span(span: Span, old: Container[int]) -> Span:
-    pairs = zip(span.mask, span.versions, strict=True)
-    return replace(span, mask=tuple(0 if version in old else mask for mask, version in pairs))
+    spans = []
+    for span in rollout.spans:
+        pairs = zip(span.mask, span.versions, strict=True)
+        spans.append(replace(span, mask=tuple(0 if version in old else mask for mask, version in pairs)))
+    return replace(rollout, spans=tuple(spans))

@@ -194,36 +194,26 @@ def _write(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
         pid = other.name.removesuffix(PARTIAL).rpartition(".")[2]
         if pid.isdigit() and not psutil.pid_exists(int(pid)):
             other.unlink(missing_ok=True)
+    count = 0
     try:
-        count = _write_lines(partial, rows) if path.suffix == ".jsonl" else _write_columns(partial, rows)
+        if path.suffix == ".parquet":
+            table = pa.Table.from_pylist(list(map(_as_columns, rows)))
+            pq.write_table(table, partial)
+            count = int(table.num_rows)
+        else:
+            with partial.open("w", encoding="utf-8", errors="surrogatepass") as file:
+                for count, row in enumerate(rows, start=1):  # noqa: B007 - it is returned
+                    file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
     return count
 
 
-def _write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
-    count = 0
-    with path.open("w", encoding="utf-8", errors="surrogatepass") as file:
-        for row in rows:
-            file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
-            count += 1
-    return count
-
-
-def _write_columns(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
-    table = pa.Table.from_pylist([_as_columns(row) for row in rows])
-    pq.write_table(table, path)
-    return int(table.num_rows)
-
-
 def _as_columns(row: Mapping[str, Any]) -> dict[str, Any]:
     """Mappings whose names differ from row to row as JSON text."""
-    named = {k: json.dumps(v, sort_keys=True) if isinstance(v, Mapping) else v for k, v in row.items()}
-    spoken = {name: [_as_text(message) for message in row[name]] for name in ("messages", "prompt") if name in row}
-    return named | spoken
-
-
-def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
-    content = message["content"]
-    return {**message, "content": content if isinstance(content, str) else json.dumps(content)}
+    columns = {k: json.dumps(v, sort_keys=True) if isinstance(v, Mapping) else v for k, v in row.items()}
+    for name in {"messages", "prompt"} & row.keys():
+        contents = [c if isinstance(c := message["content"], str) else json.dumps(c) for message in row[name]]
+        columns[name] = [{**message, "content": c} for message, c in zip(row[name], contents, strict=True)]
+    return columns

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
 
-from nanodag.config.kinds.rl import RLStage
+from nanodag.config.rl_sections import RolloutSection
 from nanodag.registry import entry
 from nanodag.rl.rollouts.rollout import Rollout, reward_spread
 
@@ -57,27 +57,17 @@ def diversity(group: Sequence[Rollout], *, lowest: float) -> str | None:
     return None if different / len(group) >= lowest else "not_diverse"
 
 
-def shaped(rollout: Rollout, config: RLStage) -> Rollout:
-    """The rollout with the reward that is trained on."""
-    if not config.rollout.overlong_buffer:
-        return rollout
-    return with_overlong_penalty(
-        rollout,
-        longest=config.rollout.max_new_tokens,
-        buffer=config.rollout.overlong_buffer,
-        penalty=config.rollout.overlong_penalty,
-    )
+def shaped(rollout: Rollout, section: RolloutSection) -> Rollout:
+    """The rollout with the reward that is trained on: up to `overlong_penalty` is taken off that of a response which
+    ends in the last `overlong_buffer` tokens before max_new_tokens.
 
-
-def with_overlong_penalty(rollout: Rollout, *, longest: int, buffer: int, penalty: float) -> Rollout:
-    """Take up to `penalty` off the reward of a response that ends in the last `buffer` tokens before `longest`.
-
-    Nothing up to longest - buffer tokens, then linearly, all of it at longest. Every rollout with a reward gets the
-    component `overlong`, 0 or below. Source: DAPO, arXiv:2503.14476, eq. 13; as verl's overlong_buffer and OpenRLHF's.
+    Nothing before these, then linearly, all of it at max_new_tokens. Every rollout with a reward gets the component
+    `overlong`, 0 or below. Source: DAPO, arXiv:2503.14476, eq. 13; as verl's overlong_buffer and OpenRLHF's.
     """
-    if rollout.reward is None:
+    buffer = section.overlong_buffer
+    if not buffer or rollout.reward is None:
         return rollout
-    beyond = min(max(rollout.num_sampled - (longest - buffer), 0), buffer)
-    taken = -penalty * beyond / buffer if beyond else 0.0
+    beyond = min(max(rollout.num_sampled - (section.max_new_tokens - buffer), 0), buffer)
+    taken = -section.overlong_penalty * beyond / buffer if beyond else 0.0
     components = {**rollout.reward_components, OVERLONG: taken}
     return replace(rollout, reward=rollout.reward + taken, reward_components=components)

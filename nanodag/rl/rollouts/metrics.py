@@ -5,14 +5,14 @@ a whole stage learned anything. No torch here.
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import comb
 from statistics import fmean, linear_regression, median
 from typing import Any
 
 from nanodag.evaluation.intervals import student_p
+from nanodag.evaluation.results import pass_at
 from nanodag.rl.rollouts.filters import OVERLONG
 from nanodag.rl.rollouts.rollout import METRICS, TURNS, Rollout, groups_of, main_sequences, reward_spread
 
@@ -55,20 +55,10 @@ def trainer_metrics(ranks: Sequence[Sums], *, num_updates: int) -> dict[str, flo
         total.add(sums)
     tokens = max(total.summed["tokens"], 1.0)
     metrics = {"loss": total.summed["loss"] / num_updates, "trained_tokens": total.summed["tokens"] / num_updates}
-    for name, shown in (
-        ("entropy", "entropy"),
-        ("ratio", "ratio"),
-        ("clipped", "clipped_share"),
-        ("mismatch", "mismatch"),
-        ("mismatch_absolute", "mismatch_absolute"),
-        ("mismatch_kl", "mismatch_kl"),
-        ("correction", "correction"),
-        ("left_out", "left_out_share"),
-        ("kl", "kl"),
-        ("teacher_kl", "teacher_kl"),
-    ):
+    names = ("entropy", "ratio", "clipped", "mismatch", "mismatch_absolute", "mismatch_kl", "correction", "left_out")
+    for name in (*names, "kl", "teacher_kl"):
         if name in total.summed:
-            metrics[shown] = total.summed[name] / tokens
+            metrics[f"{name}_share" if name in ("clipped", "left_out") else name] = total.summed[name] / tokens
     if replayed := total.summed.get("replayed"):
         metrics["replayed_ratio"] = total.summed["replayed_ratio"] / replayed
     return metrics | total.largest
@@ -148,13 +138,10 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         metrics["generate_failed"] = float(num_broken)
     if any(span.kind == "tool" for rollout in rollouts for span in rollout.spans):
         metrics["tool_results"] = fmean(sum(s.kind == "tool" for s in rollout.spans) for rollout in rollouts)
-    return {**metrics, **_component_means(scored), **_environment_means(rollouts)}
-
-
-def pass_at(k: int, *, num_samples: int, num_solved: int) -> float:
-    """Chance that of k samples, drawn from these without putting back, one is right: 1 - C(n - c, k) / C(n, k), which
-    estimates pass@k without bias for k <= n (Chen et al. 2021, arXiv:2107.03374, eq. 1)."""
-    return 1.0 - comb(num_samples - num_solved, k) / comb(num_samples, k)
+    components = [(f"reward_{name}", v) for rollout in scored for name, v in rollout.reward_components.items()]
+    said = [(f"metric_{name}", v) for rollout in rollouts for name, v in said_metrics(rollout).items()]
+    said += [(TURNS, n) for one in rollouts if isinstance(n := one.metadata.get(TURNS), int | float)]
+    return {**metrics, **_means(components), **_means(said)}
 
 
 def repetition(token_ids: Sequence[int]) -> float:
@@ -217,7 +204,7 @@ def _pass_at(groups: Sequence[tuple[int, int]]) -> dict[str, float]:
     """groups: (samples, solved) of each."""
     shares, k = {}, 1
     while enough := [(size, solved) for size, solved in groups if size >= k and size > 1]:
-        shares[f"pass_at_{k}"] = fmean(pass_at(k, num_samples=size, num_solved=solved) for size, solved in enough)
+        shares[f"pass_at_{k}"] = fmean(pass_at(k, size, solved) for size, solved in enough)
         k *= 2
     return shares
 
@@ -226,11 +213,10 @@ def _share(flags: Sequence[bool]) -> float:
     return sum(flags) / len(flags) if flags else 0.0
 
 
-def _component_means(rollouts: Sequence[Rollout]) -> Mapping[str, float]:
+def _means(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
     values: dict[str, list[float]] = {}
-    for rollout in rollouts:
-        for name, value in rollout.reward_components.items():
-            values.setdefault(f"reward_{name}", []).append(value)
+    for name, value in pairs:
+        values.setdefault(name, []).append(value)
     return {name: fmean(of_name) for name, of_name in sorted(values.items())}
 
 
@@ -239,16 +225,6 @@ def said_metrics(rollout: Rollout) -> Mapping[str, float]:
     said = rollout.metadata.get(METRICS)
     named = said.items() if isinstance(said, Mapping) else ()
     return {name: value for name, value in named if isinstance(value, int | float)}
-
-
-def _environment_means(rollouts: Sequence[Rollout]) -> Mapping[str, float]:
-    values: dict[str, list[float]] = {}
-    for rollout in rollouts:
-        if isinstance(turns := rollout.metadata.get(TURNS), int | float):
-            values.setdefault(TURNS, []).append(turns)
-        for name, value in said_metrics(rollout).items():
-            values.setdefault(f"metric_{name}", []).append(value)
-    return {name: fmean(of_name) for name, of_name in sorted(values.items())}
 
 
 # A whole stage

@@ -6,7 +6,6 @@ once with its reason, and the ledger shows it.
 """
 
 import hashlib
-import json
 import logging
 import math
 from collections import deque
@@ -62,15 +61,6 @@ class PolicyFormat:
         return self.renderer.prompt(messages, {**self.switches, **switches}, tools=self.tools)
 
 
-def read_ledger(path: Path) -> list[dict[str, Any]]:
-    """The lines of `ledger.jsonl`, one for each prompt that was trained or dropped, in the step that did it; a last
-    line that is cut off is left out."""
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1] if line]
-
-
 class PromptCursor:
     """Gives prompts in the order of the mixture, those given back first.
 
@@ -82,11 +72,8 @@ class PromptCursor:
     def __init__(
         self, mixture: Mixture, renderer: PolicyFormat, *, longest: int, skip_share: float = 0.0, seed: int = 0
     ) -> None:
-        self._mixture = mixture
-        self._renderer = renderer
-        self._longest = longest
-        self._skip_share = skip_share
-        self._seed = seed
+        self._mixture, self._renderer, self._longest = mixture, renderer, longest
+        self._skip_share, self._seed = skip_share, seed
         self._waiting: deque[Prompt] = deque()
         self._passed_over: list[tuple[Prompt, str]] = []
         self._without_spread: set[str] = set()  # prompt ids
@@ -116,11 +103,8 @@ class PromptCursor:
             {"epoch": prompt.epoch, "record": dict(prompt.record), "begun": [to_json(r) for r in prompt.begun]}
             for prompt in (*unused, *self._waiting)
         ]
-        return {
-            "mixture": self._mixture.state_dict(),
-            "waiting": waiting,
-            "without_spread": sorted(self._without_spread),
-        }
+        mixture = self._mixture.state_dict()
+        return {"mixture": mixture, "waiting": waiting, "without_spread": sorted(self._without_spread)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on exactly where `state_dict` was called."""

@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, groupby, repeat
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import orjson
 
@@ -42,11 +42,11 @@ ANSWER = "answer"  # the text that the reward sees, where a function that genera
 METRICS, TURNS = "metrics", "turns"  # numbers that an environment says by name, and its turns
 REPLAYED = "replayed"  # the step that trained it first, where a later one trained it again
 GREEDY = "greedy"  # its tokens were not drawn, so their log-probabilities are not of how they came about
+REWARD_FAILED, GENERATE_FAILED = "reward_failed", "generate_failed"  # what became of a rollout
 
 SpanKind = Literal["prompt", "sampled", "tool"]
 FinishReason = Literal["stop", "text", "length", "abort", "error"]
-SPAN_KINDS = ("prompt", "sampled", "tool")
-FINISH_REASONS = ("stop", "text", "length", "abort", "error")
+SPAN_KINDS, FINISH_REASONS = get_args(SpanKind), get_args(FinishReason)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -349,6 +349,12 @@ def read_rollouts(path: Path) -> Iterator[Rollout]:
                 raise SourceError(
                     f"{path}, line {number}: not a rollout: {error}. Remove the line, or write the file again."
                 ) from error
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Objects of a file of JSON lines; a last one that is being written, or was cut off, is left out."""
+    if path.exists():
+        yield from (json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1] if line)
 
 
 def _dumped(record: Mapping[str, Any]) -> str:

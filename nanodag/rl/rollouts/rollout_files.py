@@ -1,7 +1,7 @@
 """Rollouts of an RL stage, finished or under way: where they lie, how they are read, and which are asked for."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,14 +10,19 @@ from nanodag.config.kind import MODEL
 from nanodag.config.kinds import recorded_kind
 from nanodag.errors import ArtifactNotFound
 from nanodag.rl.rollouts.metrics import Timed
-from nanodag.rl.rollouts.rollout import REPLAYED, Rollout, read_rollouts
+from nanodag.rl.rollouts.rollout import (
+    GENERATE_FAILED,
+    REPLAYED,
+    REWARD_FAILED,
+    Rollout,
+    read_lines,
+    read_rollouts,
+)
 from nanodag.store import Artifact, Store
 from nanodag.store.run_record import RunRecord, StageRecord
 
 TRAINED = "trained"
 NOT_TRAINED = "not_trained"  # the sequence of a role that learns nothing, in a sample that was trained
-REWARD_FAILED = "reward_failed"
-GENERATE_FAILED = "generate_failed"
 FAILURES = (GENERATE_FAILED, REWARD_FAILED)
 FAILED = "failed"  # asks for both of these fates
 GROUP_FAILED = "group_failed"  # a sample with a reward, of a group in which too many others have none
@@ -79,7 +84,7 @@ class Shelf:
 
     def steps(self) -> list[dict[str, Any]]:
         """The metrics of each step that was trained, in order."""
-        return [line for line in _lines(self.metrics) if line.get("event", "step") == "step" and line["step"] > 0]
+        return [line for line in read_lines(self.metrics) if line.get("event", "step") == "step" and line["step"] > 0]
 
     def evaluations(self) -> list[int]:
         """The steps after which held-out prompts were answered."""
@@ -94,24 +99,32 @@ class Shelf:
         folder = self.records / "rollouts"
         path = folder / f"{'eval' if held_out else 'step'}-{step:08d}.jsonl"
         reads = [Read(rollout=r, fate=HELD_OUT) for r in _of(path)] if held_out else self._read_training(step, path)
-        asked = {line["prompt_id"]: line for line in _lines(path.with_suffix(".answers.jsonl"))}
-        return [_asked(read, asked.get(read.rollout.prompt_id, {})) for read in reads]
+        asked = {line["prompt_id"]: line for line in read_lines(path.with_suffix(".answers.jsonl"))}
+        lines = [asked.get(read.rollout.prompt_id, {}) for read in reads]
+        return [
+            replace(read, answer=line.get("answer", ""), messages=tuple(line.get("messages", ())))
+            for read, line in zip(reads, lines, strict=True)
+        ]
 
     def _read_training(self, step: int, path: Path) -> list[Read]:
-        scores = self._scores(step)
+        paths = sorted(path.parent.glob(f"step-{step:08d}.scores-*.jsonl"))
+        lines = [line for scores_path in paths for line in read_lines(scores_path)]
+        scores = {(line["group_id"], line["sample_index"], line.get("branch", 0)): line for line in lines}
         reasons = {
             f"{line['prompt_id']}@{line['epoch']}": line["reason"]
-            for line in _lines(self.records / "ledger.jsonl")
+            for line in read_lines(self.records / "ledger.jsonl")
             if line["step"] == step and line["outcome"] == "dropped"
         }
-        reads = [_with_scores(r, scores) for r in _of(path)]
-        for rollout in _of(path.with_suffix(".dropped.jsonl")):
-            reads.append(Read(rollout=rollout, fate=_why_left(rollout, reasons.get(rollout.group_id, ""))))
-        return reads
+        dropped = path.with_suffix(".dropped.jsonl")
+        left = list(read_rollouts(dropped)) if dropped.exists() else []
+        return [
+            *(_with_scores(rollout, scores) for rollout in _of(path)),
+            *(Read(rollout=r, fate=_why_left(r, reasons.get(r.group_id, ""))) for r in left),
+        ]
 
     def timeline(self, step: int) -> list[Timed]:
         """Spans that ended between the step before and this one: name, begin, end in seconds since 1970."""
-        for line in _lines(self.records / "timeline.jsonl"):
+        for line in read_lines(self.records / "timeline.jsonl"):
             if line["step"] == step:
                 return [(name, begin, end) for name, begin, end in line["spans"]]
         return []
@@ -120,15 +133,6 @@ class Shelf:
         """The steps whose rollouts are kept, in order."""
         paths = (self.records / "rollouts").glob("step-*.jsonl")
         return sorted({_step_of(path) for path in paths})
-
-    def _scores(self, step: int) -> dict[tuple[str, int, int], dict[str, Any]]:
-        paths = sorted((self.records / "rollouts").glob(f"step-{step:08d}.scores-*.jsonl"))
-        lines = [line for path in paths for line in _lines(path)]
-        return {(line["group_id"], line["sample_index"], line.get("branch", 0)): line for line in lines}
-
-
-def _asked(read: Read, line: Mapping[str, Any]) -> Read:
-    return replace(read, answer=line.get("answer", ""), messages=tuple(line.get("messages", ())))
 
 
 def shelf_of(store: Store, record: RunRecord, stage: str = "") -> Shelf:
@@ -147,23 +151,13 @@ def shelf_of(store: Store, record: RunRecord, stage: str = "") -> Shelf:
     entry = record.stages[name]
     if entry.artifact is not None:
         artifact = store.attempt(*entry.artifact)
-        records = store.records(artifact)
-        return Shelf(
-            run=record.run,
-            stage=name,
-            records=records,
-            metrics=records / "metrics.jsonl",
-            model=store.materialize(_model_of(store, artifact)),
-        )
-    workspace = Path(entry.workspace)
-    job = json.loads((workspace / "job.json").read_text(encoding="utf-8"))
-    return Shelf(
-        run=record.run,
-        stage=name,
-        records=workspace / "records",
-        metrics=workspace / "metrics.jsonl",
-        model=Path(job["inputs"]["model"]),
-    )
+        records, model = store.records(artifact), store.materialize(_model_of(store, artifact))
+        metrics = records / "metrics.jsonl"
+    else:
+        workspace = Path(entry.workspace)
+        records, metrics = workspace / "records", workspace / "metrics.jsonl"
+        model = Path(json.loads((workspace / "job.json").read_text(encoding="utf-8"))["inputs"]["model"])
+    return Shelf(run=record.run, stage=name, records=records, metrics=metrics, model=model)
 
 
 def _model_of(store: Store, artifact: Artifact) -> Artifact:
@@ -201,16 +195,8 @@ def _why_left(rollout: Rollout, reason: str) -> str:
 
 def _of(path: Path) -> list[Rollout]:
     if not path.exists():
-        if ".dropped" in path.name:
-            return []
         raise ArtifactNotFound(f"There is no {path.name} in {path.parent}; that step was not reached.")
     return list(read_rollouts(path))
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """JSON lines; a last one that is being written is left out."""
-    if path.exists():
-        yield from (json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1] if line)
 
 
 def _step_of(path: Path) -> int:

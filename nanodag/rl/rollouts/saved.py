@@ -4,7 +4,6 @@ A line is a rollout as a stage leaves it (nanodag.rl.rollouts.rollout), or as `n
 Groups lie in the files and are read when their step comes; only where they begin is kept in memory.
 """
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +16,7 @@ import orjson
 
 from nanodag.data.digests import file_sha256
 from nanodag.errors import ConfigError, SourceError
-from nanodag.rl.rollouts.rollout import REPLAYED, Rollout, Span, from_record, place_in_group, prompt_span
+from nanodag.rl.rollouts.rollout import REPLAYED, Rollout, Span, from_record, place_in_group, prompt_span, read_lines
 
 Choose = Callable[[Sequence[Rollout]], tuple[list[Rollout], str]]
 FILE = "file:"
@@ -40,7 +39,8 @@ class SavedFiles:
 
     def states(self) -> list[tuple[int, int]]:
         """Size and time of change of each file; of one that is gone -1 and 0."""
-        return list(map(_state, self.files))
+        found = [path.stat() if path.exists() else None for path in self.files]
+        return [(-1, 0) if status is None else (status.st_size, status.st_mtime_ns) for status in found]
 
 
 def saved_files(source: str) -> SavedFiles:
@@ -108,14 +108,6 @@ def groups_in(found: Iterable[Saved]) -> list[list[Saved]]:
     return [sorted(members, key=lambda member: place_in_group(member.rollout)) for members in groups.values()]
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Offsets of a group's rollouts in a file, in bytes."""
-
-    path: Path
-    begins: tuple[int, ...]
-
-
 class SavedGroups:
     """The groups of files that are worth training, numbered from 0. choose: of a group, what is trained of it, or why
     nothing is. left_out: how many groups are not, by the reason.
@@ -126,7 +118,7 @@ class SavedGroups:
 
     def __init__(self, files: Sequence[Path], choose: Choose) -> None:
         self._files, self._choose = files, choose
-        self._places: list[_Place] = []
+        self._places: list[tuple[Path, list[int]]] = []  # file, and where in it each rollout begins, in bytes
         self.left_out = Counter[str]()
         for path in files:
             self._index(path)
@@ -136,11 +128,10 @@ class SavedGroups:
 
     def read(self, number: int) -> list[Saved]:
         """A group, whole. Of several files, whose prompts may share ids, `prompt_id` begins with the file's number."""
-        place = self._places[number]
-        group = _group_at(place)
+        group = _group_at(*self._places[number])
         if len(self._files) == 1:
             return group
-        name = f"{self._files.index(place.path)}:{group[0].rollout.prompt_id}"
+        name = f"{self._files.index(self._places[number][0])}:{group[0].rollout.prompt_id}"
         return [replace(saved, rollout=replace(saved.rollout, prompt_id=name)) for saved in group]
 
     def _index(self, path: Path) -> None:
@@ -150,27 +141,20 @@ class SavedGroups:
                 member = (place_in_group(saved.rollout), saved.begin)
                 groups.setdefault((saved.step, saved.rollout.group_id), []).append(member)
         for members in groups.values():  # read again: a group's lines need not be adjacent, nor a file fit into memory
-            place = _Place(path, tuple(begin for _, begin in sorted(members)))
-            _, reason = self._choose([saved.rollout for saved in _group_at(place)])
+            begins = [begin for _, begin in sorted(members)]
+            _, reason = self._choose([saved.rollout for saved in _group_at(path, begins)])
             if reason:
                 self.left_out[reason] += 1
             else:
-                self._places.append(place)
+                self._places.append((path, begins))
 
 
-def _state(path: Path) -> tuple[int, int]:
-    if not path.exists():
-        return -1, 0
-    status = path.stat()
-    return status.st_size, status.st_mtime_ns
-
-
-def _group_at(place: _Place) -> list[Saved]:
+def _group_at(path: Path, begins: Sequence[int]) -> list[Saved]:
     group = []
-    with place.path.open("rb") as stream:
-        for begin in place.begins:
+    with path.open("rb") as stream:
+        for begin in begins:
             stream.seek(begin)
-            group.append(_parsed(stream.readline(), begin, place.path))
+            group.append(_parsed(stream.readline(), begin, path))
     return group
 
 
@@ -220,7 +204,4 @@ def _span(tokens: Sequence[tuple[int, int, float | None, int]], *, is_tool: bool
 
 @cache
 def _asked(path: Path) -> dict[str, dict[str, Any]]:
-    if not path.exists():
-        return {}
-    lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-    return {line["prompt_id"]: line for line in lines}
+    return {line["prompt_id"]: line for line in read_lines(path)}

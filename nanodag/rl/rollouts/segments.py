@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Protocol
 
+from nanodag.engines.fleet import Fleet
 from nanodag.inference import protocol
 from nanodag.inference.protocol import Completion, Request, SamplingParams
 from nanodag.inference.seeds import derived_seed
@@ -19,11 +19,6 @@ from nanodag.rl.rollouts.prompts import Prompt
 from nanodag.rl.rollouts.rollout import Rollout, Span, finish_reason_of, prompt_span, span_of
 
 MAX_PARTS = 1000  # of one completion that is ended again and again
-
-
-def group_seed(seed: int, step: int, group_id: str) -> int:
-    """Seed that the samples of a group are drawn with."""
-    return derived_seed(seed, step, group_id)
 
 
 def is_unfinished(rollout: Rollout) -> bool:
@@ -56,7 +51,7 @@ def _requests_for(prompt: Prompt, params: SamplingParams, rid: str, *, segment: 
 
 def _rest(params: SamplingParams, index: int, begun: int, *, most: int) -> SamplingParams:
     """Parameters for the rest of sample `index`, of which `begun` tokens are there, at most `most` more."""
-    seed = group_seed(params.sampling_seed or 0, index, str(begun))
+    seed = derived_seed(params.sampling_seed or 0, index, str(begun))
     return params.model_copy(update={"n": 1, "max_new_tokens": most, "sampling_seed": seed})
 
 
@@ -65,26 +60,24 @@ def rollouts_from(prompt: Prompt, answers: Sequence[Sequence[Completion]], *, lo
 
     Raises SamplerError for a completion that the sampler gave up.
     """
-    begun = prompt.begun or [_nothing_yet(prompt, index) for index in range(len(answers[0]))]
+    nothing_yet = (prompt_span(prompt.token_ids), Span(kind="sampled", token_ids=()))
+    begun = prompt.begun or [
+        Rollout(
+            group_id=prompt.group_id,
+            prompt_id=prompt.prompt_id,
+            sample_index=index,
+            spans=nothing_yet,
+            finish_reason="abort",
+        )
+        for index in range(len(answers[0]))
+    ]
     completions = chain.from_iterable(answers)
     return [_extended(one, next(completions), longest) if is_unfinished(one) else one for one in begun]
 
 
-def _nothing_yet(prompt: Prompt, index: int) -> Rollout:
-    return Rollout(
-        group_id=prompt.group_id,
-        prompt_id=prompt.prompt_id,
-        sample_index=index,
-        spans=(prompt_span(prompt.token_ids), Span(kind="sampled", token_ids=())),
-        finish_reason="abort",
-    )
-
-
 def _extended(rollout: Rollout, completion: Completion, longest: int) -> Rollout:
-    """The rollout with a completion's tokens added to its sampled span."""
     prompt, before = rollout.spans
-    added = span_of(completion)
-    sampled = added
+    sampled = added = span_of(completion)
     if before.token_ids:
         sampled = Span(
             kind="sampled",
@@ -112,7 +105,6 @@ def _continued(request: Request, index: int, completion: Completion) -> Request:
 
 
 def _joined(begun: Completion, rest: Completion) -> Completion:
-    """A completion and its continuation, as one."""
     before = len(begun.output_ids)
     later = [replace(span, start=span.start + before, end=span.end + before) for span in rest.weight_versions]
     return replace(
@@ -143,18 +135,6 @@ def _as_it_ended(request: Request, completion: Completion) -> Completion:
     return completion
 
 
-class Sampler(Protocol):
-    """The methods of a sampler client that rollouts need."""
-
-    async def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
-        """The `params.n` completions of each prompt."""
-        ...
-
-    async def abort(self, rid: str) -> None:
-        """End a request that is under way."""
-        ...
-
-
 class GroupRequests:
     """The requests of one prompt. segment: most tokens of a response now, 0 for all, as an evaluation asks.
     under_way: names of requests that were sent and not answered. is_ended_by_syncs: new weights end what is under way,
@@ -165,7 +145,7 @@ class GroupRequests:
         prompt: Prompt,
         params: SamplingParams,
         rid: str,
-        sampler: Sampler,
+        sampler: Fleet,
         *,
         segment: int = 0,
         is_ended_by_syncs: bool = False,

@@ -13,7 +13,6 @@ not see the folder, is sent them again through a group of its own. The next weig
 """
 
 import asyncio
-import ipaddress
 import logging
 import secrets
 import time
@@ -28,6 +27,7 @@ from nanodag.engines.replica import Member
 from nanodag.errors import SamplerError, SamplerLost
 from nanodag.errors.words import counted
 from nanodag.host.ports import LOOPBACK, address_towards
+from nanodag.inference.addresses import Address
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.weight_bodies import Bucket
 from nanodag.rl.sync.weight_sync import Ask, DiskSync, SyncCosts, check_versions, verified
@@ -47,7 +47,7 @@ class DistributedSync:
     by which this machine reaches it. backend: gloo or nccl. is_beside: samplers receive beside generation.
     """
 
-    keeps_trainer = True
+    keeps_trainer, _how = True, "broadcast"
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class DistributedSync:
                 await standing.enter_async_context(self._samplers.paused())
             failure = failure or await self._settled(members, [m.client.end_weight_update() for m in members])
             if failure:
-                log.warning("weights %d could not be %s and are given again: %s", version, self._how(), failure)
+                log.warning("weights %d could not be %s and are given again: %s", version, self._how, failure)
                 await self._undo(members)
             else:
                 self._samplers.now_have(members)
@@ -110,8 +110,8 @@ class DistributedSync:
         loaded = time.monotonic()
         num_bytes = sum(bucket.num_bytes for bucket in self._buckets)
         self.costs.note(num_bytes, loaded - began, still_s=loaded - still)
-        how = f"{self._how()} in {counted(len(self._buckets), 'bucket')}"
-        how = f"loaded after they could not be {self._how()}," if failure else how
+        how = f"{self._how} in {counted(len(self._buckets), 'bucket')}"
+        how = f"loaded after they could not be {self._how}," if failure else how
         checked = await verified(self._samplers, version, replies[0]["fingerprints"])
         took = f"{loaded - began:.3f} s, for {loaded - still:.3f} s samplers stood still"
         log.info("weights %d: %s in %s%s", version, how, took, checked)
@@ -138,9 +138,6 @@ class DistributedSync:
             await self._give_one(client, "kept" if folder == self._kept else str(folder), version)
 
     # What is another way with another transport
-
-    def _how(self) -> str:
-        return "broadcast"
 
     async def _give_all(
         self, members: Sequence[Member], folder: Path, version: int, *, fingerprint: bool
@@ -295,8 +292,7 @@ class SharedSync(DistributedSync):
     """By handles of tensors in memory that both sides see: rank 0 shares one bucket after the other, and each sampler
     of this machine copies it. On a CPU it lies in /dev/shm, on a GPU in that GPU's memory."""
 
-    def _how(self) -> str:
-        return "shared"
+    _how = "shared"
 
     async def _give_all(
         self, members: Sequence[Member], folder: Path, version: int, *, fingerprint: bool
@@ -333,10 +329,7 @@ class SharedSync(DistributedSync):
 
 def is_here(client: SamplerClient) -> bool:
     """True when a sampler answers on loopback, so that it sees the folders of this machine."""
-    host = urlsplit(client.url).hostname or ""
-    with suppress(ValueError):  # a name
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
+    return Address(client.url).is_here
 
 
 def address_for(clients: Sequence[SamplerClient]) -> str:

@@ -1,9 +1,11 @@
 """Gives the samplers the trainer's weights, and makes sure that they have them. No torch here.
 
-Two halves: `publish` is the trainer's, `load` the samplers'; between them the samplers may still be busy with older
-weights. The first weights and every `sync_check_every`th after them are verified. The trainer fingerprints every
-tensor that it gives away, and each sampler every tensor that it then holds (nanodag/sampler/fingerprints.py). A tensor
-that differs ends the stage with an error that names it.
+Two halves: `publish` is the trainer's, whose weights are then ready to be loaded, `load` the samplers'; between them
+the samplers may still be busy with older weights. `load` pauses them for as long as it must. When it returns, every
+sampler samples with the weights that were published so; it raises SamplerError when one does not hold them. The first
+weights and every `sync_check_every`th after them are verified. The trainer fingerprints every tensor that it gives
+away, and each sampler every tensor that it then holds (nanodag/sampler/fingerprints.py). A tensor that differs ends the
+stage with an error that names it.
 
 There are three ways; the others are in nanodag.rl.sync.broadcast_sync. disk: rank 0 writes a Hugging
 Face directory, parameters gathered in buckets, and the samplers read it. The directory must stay until the next weights
@@ -14,7 +16,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from nanodag.engines.fleet import Fleet
 from nanodag.errors import SamplerError
@@ -48,35 +50,11 @@ class SyncCosts:
         return {"sync_bytes": num_bytes, "sync_gb_per_second": rate, "seconds_samplers_still": still_s}
 
 
-class WeightSync(Protocol):
-    """One way for weights to get from the trainer to the samplers."""
-
-    keeps_trainer: bool
-    """The trainer may train no further before the samplers have loaded what it published."""
-    costs: SyncCosts
-
-    async def publish(self, folder: Path, version: int) -> None:
-        """The trainer's half: its weights, of this version, are ready to be loaded. folder: theirs alone."""
-        ...
-
-    async def load(self, folder: Path, version: int) -> None:
-        """The samplers' half: when it returns, every sampler samples with the weights that were published so. It pauses
-        them for as long as it must.
-
-        Raises SamplerError when one does not hold them.
-        """
-        ...
-
-    async def write(self, folder: Path) -> None:
-        """Have the folder of what was loaded last exist."""
-        ...
-
-
 class DiskSync:
     """Through a folder. check_every: the first weights and every one of that number are verified, 0 for none. costs:
     where they are noted."""
 
-    keeps_trainer = False
+    keeps_trainer = False  # it may train further before the samplers have loaded what it published
 
     def __init__(self, samplers: Fleet, ask: Ask, *, check_every: int, costs: SyncCosts | None = None) -> None:
         self.costs = SyncCosts() if costs is None else costs

@@ -79,8 +79,7 @@ class Credit:
     def teacher_logprobs(self, parts: Sequence[Sequence[Rollout]], rows: Sequence[Sequence[DeviceRow]]) -> ByRow | None:
         """The teacher's log-probabilities of the tokens of each row, (N,) float32; None without one."""
         if isinstance(self.teacher, Reference):
-            policy = self.teacher.policy
-            return [[policy(row)[0] for row in part] for part in rows]
+            return [[self.teacher.policy(row)[0] for row in part] for part in rows]
         if self.teacher is None:
             return None
         asked = rows if self._group.is_first else [[] for _ in rows]
@@ -163,16 +162,15 @@ class Credit:
         if self._config.algorithm.kl_in != "reward":
             return None
         assert old is not None and reference is not None
-        return torch.cat(list(map(self._kl_penalties, rows, old, reference, map(len, parts))))
-
-    def _kl_penalties(self, rows: list[DeviceRow], old: list[Tensor], reference: list[Tensor], size: int) -> Tensor:
-        """Share of KL to take off the reward of each rollout of a part, (size,) float32: each rank has its rows, and
-        all need the same rewards."""
-        kl_by_rollout = torch.zeros(size, dtype=torch.float64, device=self._engine.device)
-        for row, old_logprobs, reference_logprobs in zip(rows, old, reference, strict=True):
-            kl_by_rollout += self._objective.kl_of_rollouts(row, old_logprobs, reference_logprobs, size)
-        summed = self._engine.summed(*self._group.counted(*kl_by_rollout.tolist()))
-        return self._config.algorithm.kl_coefficient * torch.tensor(summed, dtype=torch.float32)
+        penalties = []
+        for part, part_rows, part_old, part_reference in zip(parts, rows, old, reference, strict=True):
+            kl_by_rollout = torch.zeros(len(part), dtype=torch.float64, device=self._engine.device)
+            for row, old_logprobs, reference_logprobs in zip(part_rows, part_old, part_reference, strict=True):
+                kl_by_rollout += self._objective.kl_of_rollouts(row, old_logprobs, reference_logprobs, len(part))
+            # Each rank has its rows, and all need the same rewards.
+            summed = self._engine.summed(*self._group.counted(*kl_by_rollout.tolist()))
+            penalties.append(self._config.algorithm.kl_coefficient * torch.tensor(summed, dtype=torch.float32))
+        return torch.cat(penalties)
 
 
 def folder_beside(config: RLStage, section: str, model: str, inputs: Mapping[str, Path]) -> Path:

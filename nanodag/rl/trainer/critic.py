@@ -80,7 +80,9 @@ class Critic:
         By part of the step: rows; rewards (N,) float64, of each token; num_tokens: trained ones on all ranks.
         Every rank must call it.
         """
-        values, gamma, gae_lambda = self._values(rows), self._own.gamma, self._own.gae_lambda
+        with torch.no_grad():
+            values = [[self.engine(row) for row in part] for part in rows]
+        gamma, gae_lambda = self._own.gamma, self._own.gae_lambda
         advantages: list[list[Tensor]] = []
         returns: list[list[Tensor]] = []
         for number, part in enumerate(rows):
@@ -97,10 +99,6 @@ class Critic:
 
         report = asdict((sums if self._group.is_first else DeviceSums()).read())
         return whitened(advantages, rows, summed), {"critic": report, "critic_gradient_norm": norm}
-
-    @torch.no_grad()
-    def _values(self, rows: Sequence[Sequence[DeviceRow]]) -> list[list[Tensor]]:
-        return [[self.engine(row) for row in part] for part in rows]
 
     def _learn(
         self,
@@ -129,18 +127,16 @@ class Critic:
                     loss = torch.where(row.mask, losses, 0.0).sum() / max(num_tokens[number], 1)
                     sums.add(DeviceSums({"value_loss": loss.detach(), "clipped": (clipped & row.mask).sum()}))
                     self.engine.backward(loss, last=place == len(part) - 1)
-                if math.isfinite(norm := self._update(step)):  # else it was skipped
+                try:
+                    norm = self.engine.step(learning_rate=self._own.learning_rate)
+                except TrainingDiverged as error:
+                    raise TrainingDiverged(
+                        f"{error} RL step {step}, the critic. Lower critic.learning_rate or gradient_clipping; the "
+                        "last checkpoint is from before."
+                    ) from error
+                if math.isfinite(norm):  # else it was skipped
                     largest = max(largest, norm)
         return sums, largest
-
-    def _update(self, step: int) -> float:
-        try:
-            return self.engine.step(learning_rate=self._own.learning_rate)
-        except TrainingDiverged as error:
-            raise TrainingDiverged(
-                f"{error} RL step {step}, the critic. Lower critic.learning_rate or gradient_clipping; the last "
-                "checkpoint is from before."
-            ) from error
 
     def save(self, folder: Path) -> None:
         """Write this rank's share of a checkpoint."""

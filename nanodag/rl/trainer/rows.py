@@ -8,7 +8,7 @@ Letters: T tokens of the row, G prompts, R responses, N tokens to score (every r
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -69,17 +69,15 @@ def pack(rollouts: Sequence[Rollout], *, budget_tokens: int, num_ranks: int = 1)
         raise ValueError("there is no rollout with a sampled token to pack")
     rows = [_micro_batch(rollouts, row) for row in _rows(pieces, budget_tokens, num_ranks)]
     while len(rows) % num_ranks:
-        rows.append(_masked(min(rows, key=lambda row: row.num_tokens)))
+        smallest = min(rows, key=lambda row: row.num_tokens)
+        rows.append(replace(smallest, mask=np.zeros_like(smallest.mask)))
     rows.sort(key=lambda row: row.num_tokens, reverse=True)  # ranks work at the same time on rows of like size
     return [rows[rank::num_ranks] for rank in range(num_ranks)]
 
 
 def _row_size(rollouts: Sequence[Rollout], indices: Sequence[int]) -> int:
-    return len(rollouts[indices[0]].prompt_token_ids) + sum(_response_size(rollouts[index]) - 1 for index in indices)
-
-
-def _response_size(rollout: Rollout) -> int:
-    return sum(len(span.token_ids) for span in rollout.spans[1:])
+    responses = (sum(len(span.token_ids) for span in rollouts[index].spans[1:]) - 1 for index in indices)
+    return len(rollouts[indices[0]].prompt_token_ids) + sum(responses)
 
 
 def _pieces(rollouts: Sequence[Rollout], budget: int) -> list[_Piece]:
@@ -173,8 +171,3 @@ def _micro_batch(rollouts: Sequence[Rollout], pieces: Sequence[_Piece]) -> Micro
         sequence_ids=np.array(sequence_ids, np.int64),
         rollouts=np.array(members, np.int64),
     )
-
-
-def _masked(row: MicroBatch) -> MicroBatch:
-    arrays = {name: getattr(row, name) for name in MicroBatch.__slots__}
-    return MicroBatch(**{**arrays, "mask": np.zeros_like(row.mask)})

@@ -98,23 +98,18 @@ class TeacherServer:
             folder = Path(info.get("tokenizer_path") or info["model_path"])
             if (folder / "tokenizer.json").is_file():
                 check_tokens(f"teacher.url {self._url} ({folder})", Encoding(folder).token_ids(), tokens)
-            else:
-                await self._check_probe(client, probe)
+            else:  # ids of a text; a token that its tokenizer begins every text with is left aside
+                ids = await client.prompt_ids(PROBE)
+                if ids != probe and ids[1:] != probe:
+                    raise ConfigError(
+                        f"teacher.url {self._url} has another tokenizer than the policy: of a text it makes {len(ids)} "
+                        f"tokens that begin with {ids[:5]}, the policy {len(probe)} that begin with {probe[:5]}."
+                    )
         if (longest := info.get("context_length", context)) < context:
             raise ConfigError(f"teacher.url {self._url} has a context of {longest}, below sampler.context {context}.")
         highest = max(tokens.values())
         if (size := info.get("vocab_size", highest + 1)) <= highest:
             raise ConfigError(f"teacher.url {self._url} has {size} embeddings, too few for the policy's token ids.")
-
-    async def _check_probe(self, client: SamplerClient, probe: list[int]) -> None:
-        """Compare the ids of a text, where the server's tokenizer is not on this machine. A token that it begins every
-        text with is left aside."""
-        ids = await client.prompt_ids(PROBE)
-        if ids != probe and ids[1:] != probe:
-            raise ConfigError(
-                f"teacher.url {self._url} has another tokenizer than the policy: of a text it makes {len(ids)} "
-                f"tokens that begin with {ids[:5]}, the policy {len(probe)} that begin with {probe[:5]}."
-            )
 
 
 @retry(

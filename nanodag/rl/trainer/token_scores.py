@@ -28,7 +28,10 @@ def write_scores(path: Path, parts: Sequence[tuple[Sequence[Rollout], Iterable[S
 def _lines(rollouts: Sequence[Rollout], scores: Scores) -> Iterable[str]:
     row, advantages, old_logprobs = scores
     mask = row.mask.tolist()
-    columns = [_rounded(values.tolist(), mask) for values in (advantages, old_logprobs - row.sampler_logprobs)]
+    columns = [
+        [round(v, 5) if is_trained and math.isfinite(v) else None for v, is_trained in zip(of, mask, strict=True)]
+        for of in (advantages.tolist(), (old_logprobs - row.sampler_logprobs).tolist())
+    ]
     sizes = row.sequence_ids.bincount(minlength=len(row.rollouts)).tolist()
     start = 0
     for index, size in zip(row.rollouts.tolist(), sizes, strict=True):
@@ -43,9 +46,3 @@ def _lines(rollouts: Sequence[Rollout], scores: Scores) -> Iterable[str]:
                 "differences": columns[1][place],
             }
             yield json.dumps(record, separators=(",", ":")) + "\n"
-
-
-def _rounded(values: Sequence[float], mask: Sequence[bool]) -> list[float | None]:
-    return [
-        round(v, 5) if is_trained and math.isfinite(v) else None for v, is_trained in zip(values, mask, strict=True)
-    ]

@@ -46,13 +46,14 @@ from nanodag.rl.trainer.rows import pack
 from nanodag.rl.trainer.sequence_parallel import join
 from nanodag.rl.trainer.token_scores import Scores, write_scores
 from nanodag.rl.trainer.update import DeviceSums, PolicyObjective, Scored, replayed_sums
-from nanodag.rl.trainer.weight_sender import WeightGiver, WeightSource
+from nanodag.rl.trainer.weight_sender import WeightGiver
 from nanodag.sampler.device import give_back, held_memory, traced
 from nanodag.sampler.fingerprints import Fingerprints
 from nanodag.train.deepspeed_engine import TrainEngine, leave
 from nanodag.train.learning_rate import policy_rate
 from nanodag.train.lent_memory import LentMemory
 from nanodag.train.peak import matmul_peak
+from nanodag.train.shares import Shares
 from nanodag.worker.children import ignore_stop_signals
 from nanodag.worker.job import Job, logs, read_job
 
@@ -122,10 +123,12 @@ class Trainer:
         self.giver.release()
         groups = list(groups_of(one for one in rollouts if one.num_trained or not one.role).values())
         num_parts = min(self.config.optimizer.updates_per_step, len(groups))
-        parts = [[r for group in part for r in group] for part in _shared_out(groups, num_parts)]
+        bounds = [len(groups) * number // num_parts for number in range(num_parts + 1)]  # sizes differ by at most one
+        parts = [[r for group in groups[start:end] for r in group] for start, end in pairwise(bounds)]
         rows = [self._rows_of(part) for part in parts]
         # One update: the weights are those at the start of the step, so old is trainer, and the ratio exactly 1.
-        passes = [number for _ in range(self.config.optimizer.epochs_per_step) for number in range(num_parts)]
+        epochs = self.config.optimizer.epochs_per_step
+        passes = [number for _ in range(epochs) for number in range(num_parts)]
         is_old_needed = len(passes) > 1 or self.config.algorithm.kl_in == "reward"
         old = self._scores(self.engine, rows) if is_old_needed else None
         reference = None if self._reference is None else self._scores(self._reference.policy, rows)
@@ -160,8 +163,14 @@ class Trainer:
                 if is_trained:
                     self.engine.backward(loss, last=place == len(part) - 1)
             if is_trained:
-                done, steps = step - 1 + turn / len(passes), num_steps or self.config.num_steps
-                rate = self._learning_rate(steps_done=done, num_steps=steps)
+                algorithm = self.config.algorithm
+                rate = policy_rate(
+                    self.config.optimizer,
+                    steps_done=step - 1 + turn / len(passes),
+                    num_updates=self.num_updates,
+                    num_steps=num_steps or self.config.num_steps,
+                    first_step=algorithm.critic.warmup_steps if algorithm.has_critic else 0,
+                )
                 if (norm := self._update(step, sums.summed["loss"], rate)) is not None:
                     norms.append(norm)
             total.add(sums)
@@ -177,10 +186,8 @@ class Trainer:
             "gradient_norm": max(norms, default=0.0),
             "learning_rate": rate,
             "peak_flops": self._peak_flops,
-            "computed_tokens": self.config.optimizer.epochs_per_step
-            * sum(row.token_ids.numel() for part in rows for row in part),
-            "scored_tokens": self.config.optimizer.epochs_per_step
-            * sum(row.targets.numel() for part in rows for row in part),
+            "computed_tokens": epochs * sum(row.token_ids.numel() for part in rows for row in part),
+            "scored_tokens": epochs * sum(row.targets.numel() for part in rows for row in part),
         }
 
     def export(self, folder: Path, *, fingerprint: bool = False, kept: bool = False) -> dict[str, str]:
@@ -257,7 +264,7 @@ class Trainer:
     def num_updates(self) -> int:
         return self.engine.num_updates
 
-    def _shares(self) -> WeightSource:
+    def _shares(self) -> Shares | MergedShares:
         """Every parameter as it lies spread over the ranks, adapters merged as they come together."""
         if not self.config.optimizer.lora_rank:
             return self.engine.shares
@@ -296,16 +303,6 @@ class Trainer:
         if self._reference is not None and every and self.num_updates // every > updates_before // every:
             self._reference.refresh(self._weights())
 
-    def _learning_rate(self, *, steps_done: float, num_steps: int) -> float:
-        algorithm = self.config.algorithm
-        return policy_rate(
-            self.config.optimizer,
-            steps_done=steps_done,
-            num_updates=self.num_updates,
-            num_steps=num_steps,
-            first_step=algorithm.critic.warmup_steps if algorithm.has_critic else 0,
-        )
-
     def _rows_of(self, part: Sequence[Rollout]) -> list[DeviceRow]:
         group = self._group
         groups = pack(part, budget_tokens=int(self.config.optimizer.micro_batch_tokens), num_ranks=group.num_groups)
@@ -322,12 +319,6 @@ class Trainer:
     @torch.no_grad()
     def _scores(self, model: Any, rows: Sequence[Sequence[DeviceRow]]) -> list[list[Tensor]]:
         return [[model(row)[0] for row in part] for part in rows]
-
-
-def _shared_out(groups: list[list[Rollout]], num_parts: int) -> list[list[list[Rollout]]]:
-    """Groups in order, in num_parts parts whose sizes differ by at most one."""
-    bounds = [len(groups) * number // num_parts for number in range(num_parts + 1)]
-    return [groups[start:end] for start, end in pairwise(bounds)]
 
 
 def _execute(trainer: Trainer, message: dict[str, Any]) -> dict[str, Any]:

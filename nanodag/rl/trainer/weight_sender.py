@@ -12,64 +12,45 @@ or until `release`: a sampler copies it while it answers. A sampler that dies or
 rank 0 then leaves the group and says so, the ranks go on in step, and the controller gives the weights another way.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nanodag.model.folder import read_tensors
+from nanodag.rl.trainer.lora_merge import MergedShares
 from nanodag.sampler.fingerprints import Fingerprints
 from nanodag.sampler.shared_tensors import share
 from nanodag.sampler.weight_group import WeightGroup, open_store, split
-from nanodag.train.shares import in_buckets
+from nanodag.train.shares import Shares, in_buckets
 
 NOW, KEPT = "now", "kept"
 """Which weights: the trainer's own, those that it gave last; any other word is a folder."""
-
-
-class WeightSource(Protocol):
-    """`Shares`, or what has its interface."""
-
-    dtype: torch.dtype
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
-
-    @property
-    def num_bytes(self) -> Mapping[str, int]: ...
-
-    def keep(self) -> None: ...
-
-    def together(self, names: Sequence[str], *, kept: bool = False) -> Tensor | None: ...
 
 
 class Buckets:
     """One rank's part. prefix: of the parameters' names, before those that transformers gives. bucket_bytes: most that
     is brought together at once, unless one tensor is larger."""
 
-    def __init__(self, shares: WeightSource, *, rank: int, prefix: str, bucket_bytes: int) -> None:
-        self._shares = shares
-        self._rank = rank
-        self._prefix = prefix
+    def __init__(self, shares: Shares | MergedShares, *, rank: int, prefix: str, bucket_bytes: int) -> None:
+        self._shares, self.dtype = shares, shares.dtype
+        self._rank, self._prefix = rank, prefix
         self._buckets = list(in_buckets(list(shares.shapes), shares.num_bytes, bucket_bytes))
 
     def __len__(self) -> int:
         return len(self._buckets)
 
-    def layout(self) -> list[dict[str, Any]]:
-        """The fields of weight_bodies.Bucket, in the order in which buckets are given."""
-        dtype = str(self._shares.dtype).removeprefix("torch.")
+    def layout(self) -> dict[str, Any]:
+        """`buckets`: the fields of a `weight_bodies.Bucket` each, in the order in which they are given."""
+        dtype = str(self.dtype).removeprefix("torch.")
         shapes = (self.shapes(number) for number in range(len(self)))
-        return [
+        buckets = [
             {"names": list(of), "dtypes": [dtype] * len(of), "shapes": [list(shape) for shape in of.values()]}
             for of in shapes
         ]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._shares.dtype
+        return {"buckets": buckets}
 
     def shapes(self, number: int) -> dict[str, tuple[int, ...]]:
         """Shapes of the tensors in a bucket, by the names that transformers gives."""
@@ -102,13 +83,13 @@ class Buckets:
                 yield from self.named(number, flat)
 
 
-class WeightGiver:
-    """One rank's part; `prefix`, `bucket_bytes` as of `Buckets`. timeout_s: most that the making of a group or one
-    broadcast may take. make_fingerprints: new ones, of the tensors that samplers must then hold."""
+class WeightGiver(Buckets):
+    """One rank's part, which gives its buckets. timeout_s: most that the making of a group or one broadcast may take.
+    make_fingerprints: new ones, of the tensors that samplers must then hold."""
 
     def __init__(
         self,
-        shares: WeightSource,
+        shares: Shares | MergedShares,
         *,
         rank: int,
         prefix: str,
@@ -116,18 +97,13 @@ class WeightGiver:
         timeout_s: float,
         make_fingerprints: Callable[[], Fingerprints],
     ) -> None:
-        self._buckets = Buckets(shares, rank=rank, prefix=prefix, bucket_bytes=bucket_bytes)
-        self._rank = rank
+        super().__init__(shares, rank=rank, prefix=prefix, bucket_bytes=bucket_bytes)
         self._timeout_s = timeout_s
         self._make_fingerprints = make_fingerprints
         self._fingerprints: Fingerprints | None = None
         self._shared: Tensor | None = None
         self._joining: dict[str, Any] = {}
         self._group: WeightGroup | None = None
-
-    def layout(self) -> dict[str, Any]:
-        """`buckets`: the fields of a `weight_bodies.Bucket` each."""
-        return {"buckets": self._buckets.layout()}
 
     def open_group(self, name: str, size: int, *, address: str, backend: str) -> dict[str, Any]:
         """Leave the group that there was, and listen for another's members on an address; `port`: rank 0's."""
@@ -151,33 +127,30 @@ class WeightGiver:
         return {"failure": failure}
 
     def broadcast(self, *, which: str, fingerprint: bool) -> dict[str, Any]:
-        """`failure`: why not all were sent, else ""; `fingerprints` by name. which: as of `Buckets`."""
+        """`failure`: why not all were sent, else ""; `fingerprints` by name. which: as of `together`."""
         self._begin(which, fingerprint=fingerprint)
         failure = ""
-        for number in range(len(self._buckets)):
+        for number in range(len(self)):
             if (flat := self._bucket(number, which)) is not None:
                 failure = failure or self._send(flat)
         return {"failure": failure, "fingerprints": {} if self._fingerprints is None else self._fingerprints.all()}
 
     def share(self, number: int, *, which: str, count: int, fingerprint: bool) -> dict[str, Any]:
         """`handles` of a bucket, so many; `failure`: why there are none, else ""; with the last bucket `fingerprints`
-        of them all. To be called for all buckets in their order. which: as of `Buckets`."""
+        of them all. To be called for all buckets in their order. which: as of `together`."""
         self.release()
         if number == 0:
             self._begin(which, fingerprint=fingerprint)
         reply: dict[str, Any] = {"handles": [], "failure": "", "fingerprints": {}}
         if (flat := self._bucket(number, which)) is None:
             return reply
-        if self._fingerprints is not None and number + 1 == len(self._buckets):
+        if self._fingerprints is not None and number + 1 == len(self):
             reply["fingerprints"] = self._fingerprints.all()
         try:
-            self._shared, reply["handles"] = share(flat, self._buckets.shapes(number), self._buckets.dtype, count)
+            self._shared, reply["handles"] = share(flat, self.shapes(number), self.dtype, count)
         except RuntimeError as error:
             reply["failure"] = f"a bucket could not be shared: {error}"
         return reply
-
-    def kept(self) -> Iterator[tuple[str, Tensor]]:
-        return self._buckets.kept()
 
     def release(self) -> None:
         """Let go of what is shared."""
@@ -188,14 +161,14 @@ class WeightGiver:
         self._leave_group()
 
     def _begin(self, which: str, *, fingerprint: bool) -> None:
-        self._buckets.begin(which)
+        self.begin(which)
         self._fingerprints = self._make_fingerprints() if fingerprint and self._rank == 0 else None
 
     def _bucket(self, number: int, which: str) -> Tensor | None:
-        """See `Buckets.together`; its tensors are fingerprinted where that was asked for."""
-        flat = self._buckets.together(number, which)
+        """See `together`; the bucket's tensors are fingerprinted where that was asked for."""
+        flat = self.together(number, which)
         if flat is not None and self._fingerprints is not None:
-            for name, tensor in self._buckets.named(number, flat):
+            for name, tensor in self.named(number, flat):
                 self._fingerprints.add(name, tensor)
         return flat
 

@@ -60,7 +60,6 @@ class Rooms:
         return {"commands": self._num_commands, "wrong_commands": self._num_wrong}
 
     def _beyond(self, way: str) -> Place | None:
-        """The room in that direction."""
         if way not in WAYS:
             return None
         place = (self._here[0] + WAYS[way][0], self._here[1] + WAYS[way][1])

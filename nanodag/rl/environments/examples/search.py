@@ -74,5 +74,4 @@ class Search:
 
 
 def _bare(text: str) -> str:
-    """Words in lower case, without punctuation."""
     return " ".join(re.findall(r"\w+", text.lower()))
