@@ -85,14 +85,6 @@ def test_verify_names_what_is_damaged_and_sets_it_aside(store, chain, nanodag):
     assert nanodag("verify")[0] == 0
 
 
-def test_verify_refuses_a_name_that_means_nothing_or_too_much(store, chain, model, nanodag):
-    publish(store, model, B)
-    code, said = nanodag("verify", "a")
-    assert code == 1 and "2 keys begin so" in said
-    code, said = nanodag("verify", "zz")
-    assert code == 1 and "0 keys begin so" in said
-
-
 def test_gc_says_what_would_go_and_removes_it_only_when_told(store, chain, model, nanodag):
     useless = publish(store, model, B)
     code, said = nanodag("gc")
@@ -132,9 +124,7 @@ def test_diff_shows_what_is_not_the_same(store, chain, model, nanodag):
     assert ["sft:", "file:y", '"1"', '"2"'] in rows
     assert ["sft.loss", "1.5", "1.25", "-0.25"] in rows
     assert not any(row[:1] == ["pretrain.loss"] for row in rows)
-    assert any(
-        line.split()[:1] == ["pretrain.loss"] for line in nanodag("diff", "first", "second", "--all")[1].split("\n")
-    )
+    assert "\n  pretrain.loss " in nanodag("diff", "first", "second", "--all")[1]
     assert nanodag("diff", "first", "third")[0] == 1
 
 
@@ -157,8 +147,13 @@ def test_export_writes_a_plain_folder_and_overwrites_nothing(store, chain, model
 
 def test_a_key_may_be_abbreviated_as_long_as_one_begins_so(store, chain, model, nanodag):
     publish(store, model, B)
-    code, said = nanodag("lineage", "a")
-    assert code == 1 and "2 keys" in said
+    for command, said in (
+        ("lineage a", "2 keys in"),
+        ("verify a", "2 keys begin so"),
+        ("verify zz", "0 keys begin so"),
+    ):
+        code, output = nanodag(*command.split())
+        assert code == 1 and said in output
     second = publish(store, model, C)
     assert f"{C[:12]}/0002" in nanodag("lineage", "b")[1] and second.attempt == "0002"
     assert f"{C[:12]}/0001" in nanodag("lineage", "b/0001")[1]
