@@ -1,12 +1,18 @@
 """A project of fake stages for each test; one Prefect server for all."""
 
+import shutil
+import threading
 from dataclasses import replace
 
 import pytest
 import yaml
 
 from nanodag.config.kinds import shipped
+from nanodag.errors import StageFailed
+from nanodag.run.build_stage import build_stage
+from nanodag.store import Store
 from tests.fake_stages import FAKES, NO_TRACKERS, STAGES
+from tests.fault.processes import wait_for_step
 
 
 @pytest.fixture
@@ -38,6 +44,27 @@ def tell(project):
     return give
 
 
+@pytest.fixture
+def begun(tell):
+    """Build a run's tokenizer in a thread, to step 2; gives the thread, what it raises, and the workspace."""
+
+    def begin(run):
+        tell("tokenizer", "wait")
+        raised = []
+
+        def body():
+            try:
+                build_stage(run, "tokenizer", {})
+            except StageFailed as error:
+                raised.append(error)
+
+        thread = threading.Thread(target=body)
+        thread.start()
+        return thread, raised, wait_for_step(run, "tokenizer", 2)
+
+    return begin
+
+
 @pytest.fixture(scope="session")
 def prefect_server():
     """One Prefect server with a database of its own for the whole session."""
@@ -45,3 +72,20 @@ def prefect_server():
 
     with prefect_test_harness(server_startup_timeout=600):
         yield
+
+
+@pytest.fixture
+def completed(project, prefect_server, tmp_path_factory):
+    """The project's store with a completed run of that name, which is built once and then copied."""
+    from flows.speedrun import speedrun
+
+    def run(name):
+        made, store = tmp_path_factory.getbasetemp() / f"completed-{name}", project / "store"
+        if made.exists():
+            shutil.copytree(made, store)
+        else:
+            assert speedrun(name, return_state=True).is_completed()
+            shutil.copytree(store, made)
+        return Store(store)
+
+    return run

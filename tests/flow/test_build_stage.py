@@ -28,27 +28,6 @@ def run(project):
     return opened()
 
 
-@pytest.fixture
-def begun(tell):
-    """Build a run's tokenizer in a thread, to step 2; gives the thread, what it raises, and the workspace."""
-
-    def begin(run):
-        tell("tokenizer", "wait")
-        raised = []
-
-        def body():
-            try:
-                build_stage(run, "tokenizer", {})
-            except StageFailed as error:
-                raised.append(error)
-
-        thread = threading.Thread(target=body)
-        thread.start()
-        return thread, raised, wait_for_step(run, "tokenizer", 2)
-
-    return begin
-
-
 def test_a_stage_is_built_once_then_found_and_equal_bytes_of_a_forced_attempt_keep_the_digest(run):
     first, second, forced = (build_stage(run, "tokenizer", {}, force=force) for force in (False, False, True))
     assert (first.was_found, second.was_found) == (False, True)

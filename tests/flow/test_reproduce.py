@@ -3,23 +3,21 @@
 import os
 import shutil
 import threading
-from pathlib import Path
 
 import pytest
 
 from nanodag.errors import ArtifactNotFound, StageStopped, StoreError
 from nanodag.run.build_stage import build_stage
-from nanodag.run.record import open_run
 from nanodag.run.reproduce import reproduce
 from nanodag.run.retention import RetentionPolicy, free, plan
 from nanodag.worker.devices import devices_folder, devices_for, hold
-
-FAKES = Path(__file__).parent.parent / "fakes"
+from tests.fake_stages import FAKES
+from tests.flow.tiny_runs import opened
 
 
 @pytest.fixture
 def run(project):
-    return open_run("r", file="", preset="tiny", overrides=[])
+    return opened()
 
 
 @pytest.fixture
