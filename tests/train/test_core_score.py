@@ -73,7 +73,7 @@ def test_it_is_the_eval_stages_and_leaves_every_byte_as_it_was(folder, num_ranks
 def test_a_killed_stage_ends_on_the_same_weights_and_the_same_scores(folder):
     wanted, killed = (job(folder, name, every=5) for name in ("undisturbed", "killed"))
     stages.finish(wanted)
-    stages.interrupt(killed, after_step=7, with_signal=signal.SIGKILL)
+    forks.interrupt(killed, after_step=7, with_signal=signal.SIGKILL)
     assert not (killed / "result.json").exists()
     stages.finish(killed)
     assert stages.content(killed / "output") == stages.content(wanted / "output")

@@ -40,16 +40,10 @@ def test_pieces_of_two_ranks_come_together_and_the_count_is_what_they_have_in_co
     assert load(tmp_path) == (16, [0.0, 1.0, 2.0, 3.0])
 
 
-def test_ranks_that_disagree_about_the_updates_are_refused_by_name(tmp_path):
+def test_ranks_that_disagree_or_are_missing_a_missing_count_and_another_model_are_refused_by_name(tmp_path):
     save_two_ranks(tmp_path, num_updates=(0, 16))
-    with pytest.raises(
-        CorruptArtifact, match=r"state-00001-of-00002\.safetensors says num_updates 16, state\.json says 0"
-    ):
+    with pytest.raises(CorruptArtifact, match=r"-00001-of-00002\.safetensors says num_updates 16, state\.json says 0"):
         load(tmp_path)
-
-
-def test_a_missing_rank_a_missing_count_and_another_model_are_refused_by_name(tmp_path):
-    save_two_ranks(tmp_path)
     with pytest.raises(CorruptArtifact, match=r"1 parameter; a has the shape \(4,\) there, \(2, 2\) here"):
         load(tmp_path, {"a": (2, 2)})
     (tmp_path / "state-00001-of-00002.safetensors").unlink()
