@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from unittest.mock import Mock
 
 import pytest
 
@@ -120,9 +121,6 @@ def test_ranks_end_when_the_controller_is_killed_even_in_the_middle_of_work():
                 rank.communicate()
 
 
-READY = b'{"ready": true}\n'
-
-
 @pytest.fixture
 def link():
     link = RankLink(1)
@@ -140,25 +138,13 @@ def connected(link, hello: bytes = b""):
 
 def rounds(count: int):
     """A check that does not let a link wait for ever."""
-    left = iter(range(count))
-
-    def check() -> None:
-        if next(left, None) is None:
-            raise StageFailed("waited for in vain")
-
-    return check
-
-
-def test_whoever_looks_what_listens_here_is_sent_away(link):
-    with connected(link, b"GET / HTTP/1.1\r\n"), connected(link, b"[1]\n"), connected(link) as rank:
-        rank.sendall(READY)
-        link.accept(timeout_s=10, check=rounds(50))
+    return Mock(side_effect=[None] * count + [StageFailed("waited for in vain")])
 
 
 @pytest.mark.parametrize("pause_s", [0.0, 0.5])
-def test_a_rank_that_is_ready_is_heard_whether_it_says_so_with_its_hello_or_later(link, pause_s):
-    with connected(link) as rank:
-        late = threading.Timer(pause_s, rank.sendall, [READY])
+def test_whoever_looks_what_listens_here_is_sent_away_and_a_rank_may_be_ready_with_its_hello_or_later(link, pause_s):
+    with connected(link, b"GET / HTTP/1.1\r\n"), connected(link, b"[1]\n"), connected(link) as rank:
+        late = threading.Timer(pause_s, rank.sendall, [b'{"ready": true}\n'])
         late.start()
         link.accept(timeout_s=10, check=rounds(50))
         late.join()
@@ -174,27 +160,19 @@ def test_a_rank_that_never_comes_is_named(link):
         link.accept(timeout_s=0.1, check=lambda: None)
 
 
-def test_a_child_that_ends_unasked_ends_the_others_and_is_named():
+# the second one as of a trainer's node whose torchrun was killed
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "raise SystemExit(137)"])
+def test_a_child_that_ends_unasked_ends_the_others_and_is_named(end):
     children = Children()
     sleep = [sys.executable, "-c", "import time; time.sleep(1000)"]
     lasting = children.start("The sampler", sleep, os.environ)
-    victim = children.start("Trainer rank 0", sleep, os.environ)
     children.check()
-    victim.kill()
+    children.start("Trainer rank 0", [sys.executable, "-c", f"import os; {end}"], os.environ)
     assert lasting.wait(60)
     with pytest.raises(StageFailed, match=r"Trainer rank 0 \(pid \d+\) was ended by SIGKILL"):
         children.check()
     assert children.exit_code == 137
     assert str(children.cause_of(ValueError("broken pipe"))).startswith("Trainer rank 0")
-    children.end()
-
-
-def test_a_child_whose_watchdog_says_that_a_signal_ended_it_counts_as_killed():
-    """As of a trainer's node whose torchrun was killed."""
-    children = Children()
-    children.start("Trainer ranks on there", [sys.executable, "-c", "raise SystemExit(137)"], os.environ).wait(60)
-    assert "was ended by SIGKILL (often: out of memory)" in str(children.cause_of(ValueError("broken pipe")))
-    assert children.exit_code == 137
     children.end()
 
 
