@@ -64,7 +64,6 @@ def write_file(store, path, content):
 
 
 def names_in(store, folder):
-    """What lies in a folder of a store."""
     system, place = _place(store, folder)
     system.invalidate_cache()
     return sorted(PurePosixPath(name).name for name in system.ls(place, detail=False)) if system.exists(place) else []

@@ -91,7 +91,6 @@ def test_a_manifest_that_is_none_does_not_count(store, product, change):
 
 
 def at_once(count, act, *arguments):
-    """What so many threads return."""
     with ThreadPoolExecutor(count) as pool:
         return [thread.result() for thread in [pool.submit(act, *arguments) for _ in range(count)]]
 

@@ -46,7 +46,6 @@ def calls():
 
 
 def constant(value):
-    """What is written there: a constant's value, else its source."""
     return value.value if isinstance(value, ast.Constant) else ast.unparse(value)
 
 
