@@ -19,9 +19,8 @@ from tests.rl.rollouts import of_versions
 
 
 def prompt(name: str) -> Prompt:
-    return Prompt(
-        epoch=0, record={"prompt_id": name, "messages": [{"role": "user", "content": name}]}, token_ids=(1, 2)
-    )
+    messages = [{"role": "user", "content": name}]
+    return Prompt(epoch=0, record={"prompt_id": name, "messages": messages}, token_ids=(1, 2))
 
 
 def batch(*groups: list[Rollout]) -> RolloutBatch:
@@ -32,24 +31,21 @@ def masks(found: RolloutBatch) -> list[tuple[int, ...]]:
     return [rollout.spans[1].mask for rollout in found.trained]
 
 
-def test_staleness_counts_steps_that_changed_the_weights_not_versions():
+def test_staleness_counts_steps_that_changed_the_weights_not_versions_and_the_trainer_has_reached_them():
     versions = [0, 4, 8]  # four updates a step
     assert [staleness_of(version, versions) for version in (8, 7, 4, 3, 0)] == [0, 1, 1, 2, 2]
-
-
-def test_a_version_that_the_trainer_has_not_reached_is_an_error():
     with pytest.raises(StageFailed, match="version 9 sampled it; the trainer is at version 8"):
-        staleness_of(9, [0, 4, 8])
+        staleness_of(9, versions)
 
 
-def test_tokens_above_the_cap_are_masked_and_the_rest_of_the_response_is_trained():
+def test_tokens_above_the_cap_are_masked_and_what_is_fresh_enough_is_left_as_it_is():
     found = without_stale(batch([of_versions([0, 1, 2]), of_versions([2, 2])]), [0, 1, 2], largest=1)
     assert masks(found) == [(0, 1, 1), (1, 1)] and not found.dropped
-    assert staleness_metrics(found.trained, [0, 1, 2]) == {
-        "staleness": 0.25,
-        "staleness_largest": 1.0,
-        "masked_tokens": 1.0,
-    }
+    numbers = {"staleness": 0.25, "staleness_largest": 1.0, "masked_tokens": 1.0}
+    assert staleness_metrics(found.trained, [0, 1, 2]) == numbers
+    assert staleness_metrics([], [0]) == dict.fromkeys(numbers, 0.0)
+    given = batch([of_versions([1, 2])])
+    assert without_stale(given, [0, 1, 2], largest=1) is given
 
 
 def test_a_group_whose_every_token_is_above_the_cap_is_dropped_with_its_reason():
@@ -68,12 +64,6 @@ def test_older_tokens_of_partial_rollouts_are_masked_though_the_cap_would_allow_
     assert without_older(fresh) is fresh
 
 
-def test_what_is_fresh_enough_is_left_as_it_is():
-    given = batch([of_versions([1, 2])])
-    assert without_stale(given, [0, 1, 2], largest=1) is given
-    assert staleness_metrics([], [0]) == {"staleness": 0.0, "staleness_largest": 0.0, "masked_tokens": 0.0}
-
-
 def test_a_batch_that_waits_is_written_and_read_bit_for_bit(tmp_path):
     given = RolloutBatch(
         kept=[(prompt("a"), [of_versions([1], reward=0.1 + 0.2), of_versions([1], sample=1)])],
@@ -84,6 +74,5 @@ def test_a_batch_that_waits_is_written_and_read_bit_for_bit(tmp_path):
         seconds=0.25,
         pool={"groups_in_flight": 2.0},
     )
-    path = tmp_path / "batch.json"
-    write_batch(path, given)
-    assert read_batch(path) == given
+    write_batch(tmp_path / "batch.json", given)
+    assert read_batch(tmp_path / "batch.json") == given
