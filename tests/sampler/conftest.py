@@ -1,7 +1,7 @@
 """Tiny random checkpoints of each model type, written by transformers and read back by the sampler."""
 
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -9,15 +9,10 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import (
-    LlamaForCausalLM,
-    MistralForCausalLM,
-    PreTrainedModel,
-    Qwen2ForCausalLM,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from nanodag.engines.start import ServerProcess
+from nanodag.inference.client import SamplerClient
 from tests.forks import spawn_server
 
 VOCAB_SIZE = 150  # no multiple of 64: the padded columns must never be drawn
@@ -35,9 +30,7 @@ def build_model(kind: str, seed: int = 0, **overrides) -> PreTrainedModel:
         sizes["head_dim"] = 16  # not hidden_size / heads
     sizes.update(overrides)
     torch.manual_seed(seed)
-    classes = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
-    model_class = {one.config_class.model_type: one for one in classes}[kind]
-    model = model_class(model_class.config_class(**sizes)).eval()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # transformers starts gains at 1 and biases at 0, which would hide a gain or bias that is not applied.
@@ -89,3 +82,16 @@ def samplers_are_forks():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ServerProcess, "spawn", classmethod(spawn_server))
         yield
+
+
+@pytest.fixture(scope="session")
+def anyio_backend():
+    """For tests that are coroutines."""
+    return "asyncio"
+
+
+@pytest.fixture
+async def client(server) -> AsyncIterator[SamplerClient]:
+    """Of the server of the test's module."""
+    async with SamplerClient(server.url) as made:
+        yield made
