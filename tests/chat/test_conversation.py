@@ -44,9 +44,8 @@ def test_the_oldest_exchange_is_left_out_when_the_context_is_full():
     assert length_of_prompt(talk, "a b") == 2 + 3
     talk.called("", [("calculator", "{}")], ["r"])  # 1 and 2
     talk.answer("c")  # 2
-    assert (
-        length_of_prompt(talk, "d e f") == 2 + 4
-    )  # with the first exchange it would be 14, and 4 of answer do not fit in 12
+    # with the first exchange it would be 14, and 4 of answer do not fit in 12
+    assert length_of_prompt(talk, "d e f") == 2 + 4
     assert [m["content"] for m in talk.messages] == ["brief", "d e f"]
 
 
@@ -73,26 +72,25 @@ def test_commands_change_the_conversation():
     talk = conversation()
     talk.ask("a")
     talk.answer("b")
-    assert talk.command("/system be brief") == "The conversation begins again with this system message."
-    assert talk.messages == [{"role": "system", "content": "be brief"}]
-    talk.ask("a")
-    talk.command("/reset")
-    assert talk.messages == [{"role": "system", "content": "be brief"}]
+    for command in ("/system be brief", "/reset"):
+        talk.command(command)
+        assert talk.messages == [{"role": "system", "content": "be brief"}]
+        talk.ask("a")
     talk.command("/system")
     assert talk.messages == []
-    assert talk.command("/temperature 0") == "temperature: 0"
-    assert talk.temperature == 0
-    assert talk.command("/tokens 7") == "tokens: 7"
-    assert talk.max_new_tokens == 7
-    assert talk.command("/temperature hot") == "/temperature takes a number; found 'hot'."
-    assert "out of range" in (talk.command("/tokens 12") or "")
-    assert talk.command("/tools python calculator") == "The model may call: python, calculator."
-    assert talk.command("/tools shell") == "There is no tool 'shell'; there are calculator, python."
-    assert talk.tools == ("python", "calculator")
+    for command, said in {
+        "/temperature 0": "temperature: 0",
+        "/temperature hot": "/temperature takes a number; found 'hot'.",
+        "/tokens 7": "tokens: 7",
+        "/tokens 12": "out of range",
+        "/tools python calculator": "The model may call: python, calculator.",
+        "/tools shell": "There is no tool 'shell'; there are calculator, python.",
+        "/unknown": "/quit",
+    }.items():
+        assert said in (talk.command(command) or ""), command
+    assert (talk.temperature, talk.max_new_tokens, talk.tools) == (0, 7, ("python", "calculator"))
     assert talk.command("/tools") == "The model may call nothing."
-    assert talk.tools == ()
-    assert "/quit" in (talk.command("/unknown") or "")
-    assert talk.command("/quit") is None
+    assert talk.tools == () and talk.command("/quit") is None
 
 
 class Spoken:
@@ -110,14 +108,9 @@ class Spoken:
             await asyncio.sleep(0)
             reason = FinishReason(type="stop", matched=ids[-1]) if number == len(ids) else None
             yield Completion(
-                rid="r",
-                output_ids=ids[:number],
-                logprobs=[],
-                finish_reason=reason,
-                weight_version="1",
-                weight_versions=[],
-                num_prompt_tokens=1,
-            )
+                rid="r", output_ids=ids[:number], logprobs=[], finish_reason=reason, weight_version="1",
+                weight_versions=[], num_prompt_tokens=1,
+            )  # fmt: skip
 
 
 @pytest.fixture
@@ -126,11 +119,10 @@ def spoken(chat_model):
     encoding = Encoding(chat_model)
 
     def ids(*pieces):
-        return [
-            token
-            for piece in pieces
-            for token in ([encoding.token_id(piece)] if piece.startswith("<|") else encoding.encode(piece))
-        ]
+        found = []
+        for piece in pieces:
+            found += [encoding.token_id(piece)] if piece.startswith("<|") else encoding.encode(piece)
+        return found
 
     return ids
 
@@ -217,23 +209,21 @@ def test_lines_of_an_earlier_chat_come_back_with_the_arrow_key(tmp_path):
     assert history.read_text().splitlines()[-2:] == ["the cat", "the cat sat"]
 
 
+def chat_process(lines, *arguments):
+    command = [sys.executable, "-m", "nanodag.chat", *map(str, arguments)]
+    return subprocess.run(command, input=lines, capture_output=True, text=True, timeout=120, check=False)
+
+
 def test_answers_on_standard_output_are_what_the_model_says_greedily(chat_model):
     lines = "/temperature 0\nthe cat\n/reset\nthe dog ran\n"
-    done = subprocess.run(
-        [sys.executable, "-m", "nanodag.chat", str(chat_model), "--max-new-tokens", "8", "--device", "cpu"],
-        input=lines.encode(),
-        capture_output=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr.decode()
+    done = chat_process(lines, chat_model, "--max-new-tokens", "8", "--device", "cpu")
+    assert done.returncode == 0, done.stderr
     tokenizer = AutoTokenizer.from_pretrained(chat_model)
     model = AutoModelForCausalLM.from_pretrained(chat_model)
     expected = ""
     for question in ("the cat", "the dog ran"):
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
-        )
+        messages = [{"role": "user", "content": question}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         ids = tokenizer.encode(text, add_special_tokens=False)
         said = []
         with torch.no_grad():
@@ -242,12 +232,9 @@ def test_answers_on_standard_output_are_what_the_model_says_greedily(chat_model)
                 if said[-1] in (tokenizer.eos_token_id, tokenizer.bos_token_id):  # a next document begins with bos
                     break
         expected += tokenizer.decode(said, skip_special_tokens=True) + "\n"
-    assert done.stdout.decode() == expected
+    assert done.stdout == expected
 
 
 def test_a_folder_without_a_model_is_refused_with_a_reason(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "nanodag.chat", str(tmp_path)], input=b"", capture_output=True, timeout=60, check=False
-    )
-    assert done.returncode == 1
-    assert "no tokenizer.json" in done.stderr.decode()
+    done = chat_process("", tmp_path)
+    assert done.returncode == 1 and "no tokenizer.json" in done.stderr
