@@ -47,7 +47,6 @@ def on(num_ranks: int) -> dict:
 
 def plain(folder, *, reward="", **values):
     """reward: a module instead of ours."""
-    folder.mkdir()
     job = stages.make_job(folder, **values)
     if reward:
         (folder / "tiny_reward.py").write_text(reward)
