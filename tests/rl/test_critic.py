@@ -17,15 +17,11 @@ from tests.rl.models import save_tiny_model, trainer_of
 from tests.rl.rollouts import rollout
 from tests.rl.stages import make_job, metrics, run
 
-MASK = torch.tensor([True, True, True, True, False, True])
-IDS = torch.tensor([0, 0, 0, 1, 1, 1])
-
 
 def test_a_reward_stands_at_the_last_trained_token_of_its_response():
-    rewards = torch.tensor([2.0, 3.0, 5.0])
-    assert reward_of_last(rewards, MASK, IDS).tolist() == [0, 0, 2, 0, 0, 3]
-    last_masked = torch.tensor([True, True, False, False, False, False])
-    assert reward_of_last(rewards, last_masked, IDS).tolist() == [0, 2, 0, 0, 0, 0]
+    rewards, ids = torch.tensor([2.0, 3.0, 5.0]), torch.tensor([0, 0, 0, 1, 1, 1, 2])
+    trained = torch.tensor([True, True, False, True, False, True, False])
+    assert reward_of_last(rewards, trained, ids).tolist() == [0, 2, 0, 0, 0, 3, 0]
 
 
 @pytest.mark.parametrize(("gamma", "gae_lambda"), [(0.9, 0.7), (1.0, 1.0)])
@@ -37,6 +33,8 @@ def test_gae_equals_the_sum_of_discounted_errors_on_ragged_responses_and_passes_
     mask = torch.rand(sum(lengths), generator=draw) > 0.2
     found, returns = gae(rewards, values, mask, ids, gamma=gamma, gae_lambda=gae_lambda)
     assert (found[~mask] == 0).all() and torch.allclose(returns, (found + values) * mask)
+    nothing = gae(rewards, values, torch.zeros_like(mask), ids, gamma=gamma, gae_lambda=gae_lambda)
+    assert not torch.cat(nothing).any()
     for response in range(4):
         own = (ids == response) & mask
         following = torch.cat([values[own][1:], torch.zeros(1)])[: int(own.sum())]
@@ -44,12 +42,6 @@ def test_gae_equals_the_sum_of_discounted_errors_on_ragged_responses_and_passes_
         for t, advantage in enumerate(found[own].tolist()):
             rest = errors[t:] * (gamma * gae_lambda) ** torch.arange(len(errors) - t)
             assert advantage == pytest.approx(rest.sum().item())
-
-
-def test_nothing_trained_gives_nothing():
-    nothing = torch.zeros(6, dtype=torch.bool)
-    advantages, returns = gae(torch.ones(6), torch.ones(6), nothing, IDS, gamma=1.0, gae_lambda=1.0)
-    assert not advantages.any() and not returns.any()
 
 
 def test_the_value_loss_is_the_larger_of_the_plain_and_the_bounded_one():

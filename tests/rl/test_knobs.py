@@ -1,4 +1,4 @@
-"""Settings that users of other trainers know: schedules, a horizon in epochs, bounds, limits, an early end."""
+"""Settings that users of other trainers know: schedules, a horizon in epochs, bounds, limits."""
 
 import math
 from contextlib import nullcontext
@@ -14,7 +14,6 @@ from nanodag.errors import ConfigError, StageFailed
 from nanodag.plan.rl import planned_steps
 from nanodag.plan.sizes import Sizes
 from nanodag.rl.control.checks import check_mismatch
-from nanodag.rl.control.evaluations import is_patience_over
 from nanodag.rl.rollouts.prompts import with_num_steps
 from nanodag.train.learning_rate import policy_rate
 from tests.forks import call
@@ -97,14 +96,6 @@ def test_how_far_sampler_and_trainer_may_be_apart_is_a_setting(settings, is_stal
     config = derive_sampler("rl", stage(**given | settings), MACHINE, None, {})
     with pytest.raises(StageFailed, match=limit) if limit else nullcontext():
         check_mismatch(0.02, config.weights, is_stale=is_stale)
-
-
-def test_patience_ends_after_so_many_evaluations_behind_the_best():
-    values = {0: 0.1, 2: 0.5, 4: 0.5, 6: None}
-    assert is_patience_over(values, patience=2, is_highest=True)
-    assert not is_patience_over(values, patience=3, is_highest=True)
-    assert not is_patience_over({0: None, 2: None}, patience=1, is_highest=True)
-    assert is_patience_over({0: 0.1, 2: 0.5}, patience=1, is_highest=False)
 
 
 def one_step(folder):
