@@ -53,15 +53,12 @@ def served(monkeypatch):
     return call
 
 
-def test_models_are_found_by_run_and_stage(store, served):
+def test_models_are_found_by_run_and_stage_and_a_folder_by_its_name(store, served, tmp_path):
     newest = {"sft": "newer sft"}
     assert served()[0] == newest
     assert served("older", "pretrain")[0] == {"pretrain": "older pretrain"}
     others = {"pretrain": "newer pretrain", "older:sft": "older sft"}
     assert served("--also", "pretrain", "--also", "older:sft")[0] == newest | others
-
-
-def test_a_folder_is_served_by_its_name(store, served, tmp_path):
     models, _ = served(str(tmp_path / "older-sft"), "--also", "newer:pretrain")
     assert models == {"older-sft": "older sft", "pretrain": "newer pretrain"}
 

@@ -7,6 +7,7 @@ import threading
 import time
 from http.server import HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -80,21 +81,15 @@ def test_a_sampler_of_another_node_has_started_when_it_is_reached_from_here(tmp_
             while len(asked) < 2:
                 server.handle_request()
 
-    class Away:
-        """It says by a file that its sampler is there, which nothing reaches for a while."""
+    def spawn(command, *, log_path, env, token):
+        """Say by a file that a sampler is there, which nothing reaches for a while."""
+        Path(json.loads(command[-1])["ready_file"]).write_text(json.dumps({"port": port}))
+        threading.Thread(target=link, daemon=True).start()
+        return ServerProcess(subprocess.Popen(["sleep", "60"]), "", log_path)
 
-        host = "there"
-
-        def spawn(self, command, *, log_path, env, token):
-            Path(json.loads(command[-1])["ready_file"]).write_text(json.dumps({"port": port}))
-            threading.Thread(target=link, daemon=True).start()
-            return ServerProcess(subprocess.Popen(["sleep", "60"]), "", log_path)
-
-        def address(self, server):
-            return "127.0.0.1"
-
+    away = SimpleNamespace(host="there", spawn=spawn, address=lambda server: "127.0.0.1")
     (tmp_path / "log").touch()
-    with start_engine(EngineSettings(model="model"), log_path=tmp_path / "log", elsewhere=Away()) as server:
+    with start_engine(EngineSettings(model="model"), log_path=tmp_path / "log", elsewhere=away) as server:
         assert asked == ["/health"] * 2 and server.url == f"http://127.0.0.1:{port}"
 
 

@@ -13,6 +13,7 @@ from nanodag.run.build_stage import build_stage
 from nanodag.store import Store
 from tests.fake_stages import FAKES, NO_TRACKERS, STAGES
 from tests.fault.processes import wait_for_step
+from tests.flow.tiny_runs import opened
 
 
 @pytest.fixture
@@ -20,15 +21,14 @@ def project(tmp_path, monkeypatch):
     """A folder with a pipeline file whose every stage is a fake one; `orders` tells stages what to do."""
     (tmp_path / "text.txt").write_text("hello\n" * 100)
     (tmp_path / "orders").mkdir()
-    (tmp_path / "pipeline.yaml").write_text(
-        yaml.safe_dump({"default": "tiny", "presets": {"tiny": {"stages": STAGES, "tracking": NO_TRACKERS}}})
-    )
+    presets = {"tiny": {"stages": STAGES, "tracking": NO_TRACKERS}}
+    (tmp_path / "pipeline.yaml").write_text(yaml.safe_dump({"default": "tiny", "presets": presets}))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(FAKES))
-    monkeypatch.setenv("FAKE_ORDERS", str(tmp_path / "orders"))
-    monkeypatch.delenv("NANODAG_MIRROR", raising=False)
-    monkeypatch.delenv("NANODAG_STORE", raising=False)
-    monkeypatch.setenv("NANODAG_CACHE", str(tmp_path / "cache"))
+    paths = {"PYTHONPATH": FAKES, "FAKE_ORDERS": tmp_path / "orders", "NANODAG_CACHE": tmp_path / "cache"}
+    for variable, path in paths.items():
+        monkeypatch.setenv(variable, str(path))
+    for variable in ("NANODAG_MIRROR", "NANODAG_STORE"):
+        monkeypatch.delenv(variable, raising=False)
     for name, kind in shipped().items():
         monkeypatch.setitem(shipped(), name, replace(kind, module="fake_worker"))
     return tmp_path
@@ -79,13 +79,18 @@ def completed(project, prefect_server, tmp_path_factory):
     """The project's store with a completed run of that name, which is built once and then copied."""
     from flows.speedrun import speedrun
 
-    def run(name):
-        made, store = tmp_path_factory.getbasetemp() / f"completed-{name}", project / "store"
+    def complete(name):
+        made, store = tmp_path_factory.getbasetemp() / f"completed-{name}", Store(project / "store")
         if made.exists():
-            shutil.copytree(made, store)
+            shutil.copytree(made, store.local, dirs_exist_ok=True)
+            run = opened(name=name)  # configs name data by their folder, which is another one here
+            for stage in run.order:
+                made = run.entry(stage).made.changed(config=run.entry(stage).config)
+                run.note(stage, state="built", made=made)
+            run.close()
         else:
             assert speedrun(name, return_state=True).is_completed()
-            shutil.copytree(store, made)
-        return Store(store)
+            shutil.copytree(store.local, made)
+        return store
 
-    return run
+    return complete

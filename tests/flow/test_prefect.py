@@ -83,9 +83,12 @@ def offered(client):
 
 
 def test_the_form_offers_each_run_as_soon_as_it_has_begun_and_the_stages_of_all(project, client):
+    store = Store(project / "store")
+    if (left := find(client, "run_stage")) is not None:
+        client.delete_deployment(left.id)
+    offer_runs(store)  # a run goes on without a form
     how = {"entrypoint_type": EntrypointType.MODULE_PATH, "enforce_parameter_schema": False}
     run_stage.to_deployment(NAMES["run_stage"], **how).apply()
-    store = Store(project / "store")
     offer_runs(store)
     stages = ["eval_base", "eval_sft", "pretrain", "report", "sft", "tokenizer"]  # as the pipeline file has them
     assert offered(client) == (None, stages), "no run yet: any name may be written"
@@ -96,12 +99,6 @@ def test_the_form_offers_each_run_as_soon_as_it_has_begun_and_the_stages_of_all(
     store.change_run("second", lambda record: record.changed(stages={**record.stages, "rl": stage_record("rl")}))
     offer_runs(store)
     assert offered(client) == (["second"], [*stages, "rl"])
-
-
-def test_a_run_goes_on_without_a_form(project, client):
-    if (left := find(client, "run_stage")) is not None:
-        client.delete_deployment(left.id)
-    offer_runs(Store(project / "store"))
 
 
 @pytest.fixture
@@ -143,9 +140,7 @@ def test_a_cancel_in_the_last_second_ends_as_the_record_says(client, deployment,
     assert run.store.read_run("r").state == recorded
 
 
-def test_a_stage_that_is_sent_to_kubernetes_says_what_it_needs_and_how_often_it_is_heard_of(
-    project, client, monkeypatch
-):
+def test_a_stage_sent_to_kubernetes_says_what_it_needs_and_how_often_it_is_heard_of(project, client, monkeypatch):
     template = json.loads((PROJECT / "docs/templates/kubernetes-job.json").read_text())
     client.create_work_pool(WorkPoolCreate(name="k8s", type="kubernetes", base_job_template=template))
     file = project / "pipeline.yaml"

@@ -65,7 +65,7 @@ def test_a_sweep_that_is_resumed_on_another_machine_keeps_its_points(project, on
 
 def test_a_night_that_is_resumed_on_another_machine_keeps_its_evals(project, on):
     on(LAPTOP)
-    build_stage(run := opened(), "tokenizer", {})
+    run = opened()
     build_stage(run, "pretrain", {"tokenizer": build_stage(run, "tokenizer", {})})
     base = run.entry("pretrain")
     run.store.change_run("r", lambda record: record.with_stage("pretrain", state="built", made=base.made))

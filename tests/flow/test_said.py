@@ -81,9 +81,7 @@ def test_a_run_that_is_being_stopped_is_waited_for_and_one_under_way_is_not(proj
 
 
 @pytest.mark.parametrize("has_left_flows", [False, True])
-def test_a_run_whose_prefect_server_is_gone_is_waited_for_and_ended_where_nobody_else_does(
-    project, capsys, monkeypatch, has_left_flows
-):
+def test_a_run_whose_server_is_gone_is_waited_for_and_ended(project, capsys, monkeypatch, has_left_flows):
     run = opened(flow_run="f")
     gone = SimpleNamespace(running=lambda: None, has_left_flows=lambda: has_left_flows)
     signals = []

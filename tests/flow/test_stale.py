@@ -21,7 +21,7 @@ from tests.flow.tiny_runs import opened
 from tests.run_records import run_record, stage_record
 
 
-def entry(*inputs, digest="", made_of=None, state="built", **fields):
+def entry(digest, *inputs, made_of=None, state="built", **fields):
     made = {"digest": digest, "inputs": dict.fromkeys(inputs, "old") if made_of is None else made_of, "config": "c"}
     about = {"inputs": {name: name for name in inputs}, "state": state, "config": "c", "key": "a" * 40, **fields}
     return stage_record(made=made if digest else None, **about)
@@ -31,53 +31,38 @@ def entry(*inputs, digest="", made_of=None, state="built", **fields):
     ("stages", "stale"),
     [
         (
-            {
-                **{"base": entry(digest="old"), "sft": entry("base", digest="new"), "rl": entry("sft", digest="old")},
-                **{"eval_rl": entry("rl", digest="old"), "eval_base": entry("base", digest="old")},
-            },
+            {"base": entry("old"), "sft": entry("new", "base"), "rl": entry("old", "sft"), "eval_rl": entry("x", "rl")},
             {"rl": "sft was built since", "eval_rl": "rl is stale"},
         ),
-        ({"sft": entry(digest="old"), "rl": entry("sft", digest="x")}, {}),  # made of equal bytes
-        (
-            {"sft": entry(state="failed"), "rl": entry("sft", digest="old"), "report": entry("rl", digest="y")},
-            {"rl": "sft is failed", "report": "rl is stale"},
-        ),
-        ({"rl": entry(digest="x", config="d")}, {"rl": "its config is another one now"}),
-        ({"rl": entry(digest="old"), "report": entry("rl", digest="x", made_of={})}, {"report": "rl was built since"}),
-        ({"eval": entry("model-newest-sft", digest="x")}, {}),  # a night's, whose model is another run's
+        ({"sft": entry("old"), "rl": entry("x", "sft")}, {}),  # made of equal bytes
+        ({"sft": entry("", state="failed"), "rl": entry("old", "sft")}, {"rl": "sft is failed"}),
+        ({"rl": entry("x", config="d")}, {"rl": "its config is another one now"}),
+        ({"rl": entry("old"), "report": entry("x", "rl", made_of={})}, {"report": "rl was built since"}),
+        ({"eval": entry("x", "model-newest-sft")}, {}),  # a night's, whose model is another run's
     ],
 )
 def test_what_was_made_of_another_result_or_config_is_stale_and_so_is_all_that_was_made_of_it(stages, stale):
     assert stale_stages(run_record("r", stages=stages)) == stale
 
 
-def carry(*overrides, only=()):
-    run = opened(*overrides, only=only, flow_run="f")
-    for stage in run.to_do:
-        build_stage(run, stage, recorded_inputs(run, stage, list(run.pipeline.stages[stage].inputs)))
+def test_after_one_stage_alone_the_run_is_stale_and_its_report_says_so(completed):
+    store = completed("r")
+    with pytest.raises(ConfigError, match="Nothing of run r is stale"):
+        recorded_run(store, "r", stale=True)
+    run = opened("sft.seed=9", only=("sft",))
+    build_stage(run, "sft", recorded_inputs(run, "sft", ["model"]))
     run.close()
-    return run.store.read_run("r")
-
-
-def test_after_one_stage_alone_the_run_is_stale_its_report_says_so_and_building_that_mends_it(project):
-    carry()
-    record = carry("sft.seed=9", only=("sft",))
+    record = store.read_run("r")
     stale = {"eval_sft": "sft was built since", "report": "sft was built since"}
     assert stale_stages(record) == stale and state_of(record) == "stale"
+    recorded = recorded_run(store, "r", stale=True)
+    assert recorded.stages == ("eval_sft", "report") and recorded.overrides == ["sft.seed=9"]
     run = opened("sft.seed=9", only=("report",))
     context = report_context(run, "report", recorded_inputs(run, "report", list(run.pipeline.stages["report"].inputs)))
-    run.close()
     assert context["stale"] == {"eval_sft": "sft was built since"}
     new, old = context["stages"]["sft"], context["stages"]["eval_sft"]["lineage"]["model"]
     assert new["digest"] != old["digest"], "the old scores are not said to be of the new model"
     assert context["stages"]["eval_base"]["lineage"]["model"]["digest"] == context["stages"]["pretrain"]["digest"]
-    recorded = recorded_run(Store(project / "store"), "r", stale=True)
-    assert recorded.stages == ("eval_sft", "report") and recorded.overrides == ["sft.seed=9"]
-    mended = carry(*recorded.overrides, only=recorded.stages)
-    assert stale_stages(mended) == {} and state_of(mended) == "completed"
-    assert [mended.stages[s].state for s in ("eval_sft", "report")] == ["built", "built"]
-    with pytest.raises(ConfigError, match="Nothing of run r is stale"):
-        recorded_run(Store(project / "store"), "r", stale=True)
 
 
 @pytest.fixture
@@ -127,14 +112,11 @@ def test_a_stale_run_says_so_in_status_stages_and_diff(stale_record, project, ca
     [
         (False, "y", "build", "Build them again? [y/N]"),
         (False, "", "keep", "nanodag rerun r --stale"),
-        (False, None, "keep", "nanodag rerun r --stale"),
+        (False, None, "keep", "nanodag rerun r --stale"),  # there is no terminal to ask on
         (True, None, "build", "They are built again."),
     ],
 )
-def test_what_is_stale_is_built_again_when_that_is_answered_or_asked_for(
-    stale_record, monkeypatch, build, answer, choice, words
-):
-    """answer: None where there is no terminal to ask on."""
+def test_what_is_stale_is_built_again_when_asked_for(stale_record, monkeypatch, build, answer, choice, words):
     said = io.StringIO()
     monkeypatch.setattr("builtins.input", lambda: answer)
     how = {"build": build, "may_ask": answer is not None}
