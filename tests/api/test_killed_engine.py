@@ -3,49 +3,43 @@
 import asyncio
 import os
 import signal
+from contextlib import asynccontextmanager
 from functools import partial
 
-import httpx
 import pytest
 
-from nanodag.api.application import application
 from nanodag.engines.fleet import Fleet
 from nanodag.engines.start import ServerProcess, start_engine
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.engine_settings import EngineSettings
-from tests.api.scripted import model_of
-from tests.evaluation.tiny import POSITIONS
+from tests.api.real_engines import client_over
 from tests.forks import spawn_server
 from tests.server_info import server_info
 
+pytestmark = pytest.mark.anyio
 LONG = {"prompt": "the cat", "max_tokens": 180, "ignore_eos": True, "seed": 3}
 N = 60  # so that an answer takes long enough to be killed in
 
 
 @pytest.fixture
 def serve(model_folder, tmp_path, monkeypatch):
-    """serve(scenario, count): run scenario(client of the API, fleet) over so many engines."""
+    """serve(count): a client of the API and the fleet of so many engines, as long as the block lasts."""
     monkeypatch.setattr(ServerProcess, "spawn", classmethod(spawn_server))
     settings = EngineSettings(deterministic=True, max_batch=4, token="t")
 
     def launch(number, folder, version):
         return start_engine(settings.of_replica(number, folder, version), log_path=tmp_path / f"log-{number}")
 
-    async def main(scenario, count):
+    @asynccontextmanager
+    async def run(count):
         fleet = Fleet(
             model=model_folder, version="1", launch=launch, connect=partial(SamplerClient, token="t"), name="tiny",
             max_restarts=None, is_watched_idle=True,
         )  # fmt: skip
-        await fleet.start(count)
-        try:
-            app = application({"tiny": model_of(model_folder, fleet, context=POSITIONS)})
-            transport = httpx.ASGITransport(app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as client:
-                await asyncio.wait_for(scenario(client, fleet), 90)
-        finally:
-            await fleet.end()
+        async with client_over(model_folder, fleet, count) as client, asyncio.timeout(90):
+            yield client, fleet
 
-    return lambda scenario, count: asyncio.run(main(scenario, count))
+    return run
 
 
 async def until_busy(fleet):
@@ -59,8 +53,8 @@ def texts(reply):
     return [choice["text"] for choice in reply.json()["choices"]]
 
 
-def test_a_request_whose_engine_is_killed_is_answered_by_another_with_the_same_bytes(serve):
-    async def scenario(client, fleet):
+async def test_a_request_whose_engine_is_killed_is_answered_by_another_with_the_same_bytes(serve):
+    async with serve(2) as (client, fleet):
         undisturbed = texts(await client.post("/v1/completions", json=LONG | {"n": N}))
         asking = asyncio.ensure_future(client.post("/v1/completions", json=LONG | {"n": N}))
         await until_busy(fleet)
@@ -70,11 +64,9 @@ def test_a_request_whose_engine_is_killed_is_answered_by_another_with_the_same_b
             await asyncio.sleep(0.02)
         assert fleet.num_restarts == 1
 
-    serve(scenario, 2)
 
-
-def test_without_another_engine_a_request_is_answered_503_and_later_ones_by_the_engine_in_its_place(serve):
-    async def scenario(client, fleet):
+async def test_without_another_engine_a_request_is_answered_503_and_later_ones_by_the_engine_in_its_place(serve):
+    async with serve(1) as (client, fleet):
         asking = asyncio.ensure_future(client.post("/v1/completions", json=LONG | {"n": N}))
         await until_busy(fleet)
         os.kill(fleet.replicas[0].server.pid, signal.SIGKILL)
@@ -84,11 +76,9 @@ def test_without_another_engine_a_request_is_answered_503_and_later_ones_by_the_
             await asyncio.sleep(0.02)
         assert len(texts(await client.post("/v1/completions", json=LONG))) == 1
 
-    serve(scenario, 1)
 
-
-def test_a_stream_that_has_begun_ends_with_an_error_and_is_not_begun_again(serve):
-    async def scenario(client, fleet):
+async def test_a_stream_that_has_begun_ends_with_an_error_and_is_not_begun_again(serve):
+    async with serve(1) as (client, fleet):
         seen = []
 
         async def read():
@@ -101,5 +91,3 @@ def test_a_stream_that_has_begun_ends_with_an_error_and_is_not_begun_again(serve
         os.kill(fleet.replicas[0].server.pid, signal.SIGKILL)
         await reading
         assert any('"error"' in line for line in seen)
-
-    serve(scenario, 1)

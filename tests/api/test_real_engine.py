@@ -2,10 +2,9 @@
 
 import asyncio
 import json
-import os
 import re
 import signal
-import time
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
 import httpx
@@ -14,19 +13,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from nanodag.api.application import application
-from nanodag.api.served_model import Limits
-from nanodag.api.sglang_routes import passed_on
 from nanodag.engines.fleet import Fleet
 from nanodag.engines.start import ServerProcess, start_engine
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.engine_settings import EngineSettings
 from nanodag.model.headers import weights_digest
+from tests.api.real_engines import client_over, served
 from tests.api.scripted import model_of
-from tests.evaluation.tiny import POSITIONS, VOCABULARY
-from tests.forks import spawn_server, start_module
+from tests.evaluation.tiny import VOCABULARY
+from tests.forks import spawn_server
 
 TOKEN = "of-this-test"
+pytestmark = pytest.mark.anyio
 LONG = {"prompt": "the cat", "max_tokens": 180, "ignore_eos": True}
 
 
@@ -42,27 +40,17 @@ def process(model_folder):
 
 @pytest.fixture
 def serve(model_folder, process):
-    """serve(scenario): run scenario(client of the API, client of the engine)."""
+    """serve(limits): a client of the API and one of its engine, as long as the block lasts."""
 
-    def run(scenario, **limits):
-        async def main():
-            kept = SimpleNamespace(url=process.url, pid=process.pid, is_alive=True, stop=lambda: None)
-            engines = Fleet(
-                model=model_folder, version="default", max_restarts=None,
-                launch=lambda number, folder, version: kept, connect=lambda url: SamplerClient(url, token=TOKEN),
-            )  # fmt: skip
-            await engines.start(1)
-            model = model_of(model_folder, engines, context=POSITIONS)
-            models, limited = {"tiny": model}, Limits(**limits)
-            app = application(models, limits=limited, engine_routes=passed_on(models, limited))
-            transport = httpx.ASGITransport(app)
-            try:
-                async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as client:
-                    return await asyncio.wait_for(scenario(client, engines.least_busy().client), 60)
-            finally:
-                await engines.end()
-
-        return asyncio.run(main())
+    @asynccontextmanager
+    async def run(**limits):
+        kept = SimpleNamespace(url=process.url, pid=process.pid, is_alive=True, stop=lambda: None)
+        engines = Fleet(
+            model=model_folder, version="default", max_restarts=None,
+            launch=lambda number, folder, version: kept, connect=lambda url: SamplerClient(url, token=TOKEN),
+        )  # fmt: skip
+        async with client_over(model_folder, engines, **limits) as client, asyncio.timeout(60):
+            yield client, engines.least_busy().client
 
     return run
 
@@ -79,14 +67,11 @@ async def num_running(engine):
     return info["num_running_samples"] + info["num_waiting_samples"]
 
 
-def test_logprobs_of_prompt_and_answer_are_those_of_transformers(serve, model_folder):
+async def test_logprobs_of_prompt_and_answer_are_those_of_transformers(serve, model_folder):
     ids = [5, 17, 103, 44]
-
-    async def scenario(client, engine):
-        body = {"prompt": ids, "max_tokens": 3, "temperature": 0, "echo": True, "logprobs": 3, "ignore_eos": True}
-        return (await client.post("/v1/completions", json=body)).json()["choices"][0]["logprobs"]
-
-    scores = serve(scenario)
+    body = {"prompt": ids, "max_tokens": 3, "temperature": 0, "echo": True, "logprobs": 3, "ignore_eos": True}
+    async with serve() as (client, _):
+        scores = (await client.post("/v1/completions", json=body)).json()["choices"][0]["logprobs"]
     model = model_of(model_folder, None)
     names = [model.tokens.name(token) for token in range(VOCABULARY)]
     sampled = [names.index(name) for name in scores["tokens"][len(ids) :]]
@@ -100,10 +85,10 @@ def test_logprobs_of_prompt_and_answer_are_those_of_transformers(serve, model_fo
             assert told[names[other]] == pytest.approx(value, abs=1e-3)
 
 
-def test_an_answer_among_others_is_the_same_as_alone(serve):
+async def test_an_answer_among_others_is_the_same_as_alone(serve):
     bodies = [{"prompt": [place + 3], "max_tokens": 24, "seed": place, "ignore_eos": True} for place in range(7)]
+    async with serve() as (client, _):
 
-    async def scenario(client, engine):
         async def said(body):
             return (await client.post("/v1/completions", json=body)).json()["choices"][0]["text"]
 
@@ -113,26 +98,6 @@ def test_an_answer_among_others_is_the_same_as_alone(serve):
         two = (await client.post("/v1/completions", json={**bodies[2], "n": 2})).json()["choices"]
         assert two[0]["text"] == together[2] != two[1]["text"]
 
-    serve(scenario)
-
-
-def test_a_stop_string_and_a_time_limit_free_the_engine_at_once(serve):
-    async def scenario(client, engine):
-        whole = (await client.post("/v1/completions", json={**LONG, "seed": 1})).json()["choices"][0]["text"]
-        stop = whole[10:12]
-        body = {**LONG, "seed": 1, "stop": stop}
-        (choice,) = (await client.post("/v1/completions", json=body)).json()["choices"]
-        assert choice["text"] == whole[: whole.index(stop)] and choice["stop_reason"] == stop
-        await nothing_runs(engine)
-
-    serve(scenario)
-
-    async def too_slow(client, engine):
-        assert (await client.post("/v1/completions", json={**LONG, "n": 100})).status_code == 504
-        await nothing_runs(engine)
-
-    serve(too_slow, request_timeout_s=0.05)
-
 
 async def nothing_runs(engine):
     async with asyncio.timeout(10):
@@ -140,8 +105,22 @@ async def nothing_runs(engine):
             await asyncio.sleep(0.01)
 
 
-def test_who_leaves_frees_the_engine(serve):
-    async def scenario(client, engine):
+async def test_a_stop_string_and_a_time_limit_free_the_engine_at_once(serve):
+    async with serve() as (client, engine):
+        whole = (await client.post("/v1/completions", json={**LONG, "seed": 1})).json()["choices"][0]["text"]
+        stop = whole[10:12]
+        body = {**LONG, "seed": 1, "stop": stop}
+        (choice,) = (await client.post("/v1/completions", json=body)).json()["choices"]
+        assert choice["text"] == whole[: whole.index(stop)] and choice["stop_reason"] == stop
+        await nothing_runs(engine)
+
+    async with serve(request_timeout_s=0.05) as (client, engine):
+        assert (await client.post("/v1/completions", json={**LONG, "n": 100})).status_code == 504
+        await nothing_runs(engine)
+
+
+async def test_who_leaves_frees_the_engine(serve):
+    async with serve() as (client, engine):
         asking = asyncio.ensure_future(client.post("/v1/completions", json={**LONG, "n": 100, "stream": True}))
         while not await num_running(engine):
             await asyncio.sleep(0.001)
@@ -149,36 +128,27 @@ def test_who_leaves_frees_the_engine(serve):
         await nothing_runs(engine)
         assert await engine.health()
 
-    serve(scenario)
-
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
 def test_the_process_says_what_it_serves_and_its_engine_ends_with_it(model_folder, tmp_path, signum):
-    log, options = tmp_path / "log", ["--model", f"tiny={model_folder}", "--port", "0", "--device", "cpu"]
-    server = start_module("nanodag.api", *options, environment=dict(os.environ), log=log)
-    try:
-        waited = time.monotonic()
-        while "Ctrl-C ends it" not in log.read_text():
-            assert server.poll() is None and time.monotonic() - waited < 120, log.read_text()
-            time.sleep(0.02)
-        said = r"Serving tiny \(context 192\) by 1 embedded engine at (http://127.0.0.1:\d+)/v1"
-        url = re.search(said, log.read_text())
-        assert httpx.get(f"{url[1]}/health", trust_env=False).json()["status"] == "ok"
-        reply = httpx.post(f"{url[1]}/v1/completions", json={"prompt": "the", "max_tokens": 2}, trust_env=False)
-        assert reply.json()["usage"]["completion_tokens"] == 2
-        assert reply.json()["system_fingerprint"] == weights_digest(model_folder)
+    log = tmp_path / "log"
+    with served(model_folder, log) as (server, said):
+        url = re.match(r"Serving tiny \(context 192\) by 1 embedded engine at (http://127.0.0.1:\d+)/v1", said)[1]
+        assert httpx.get(f"{url}/health", trust_env=False).json()["status"] == "ok"
+        body = {"prompt": "the", "max_tokens": 2}
+        reply = httpx.post(f"{url}/v1/completions", json=body, trust_env=False).json()
+        assert reply["usage"]["completion_tokens"] == 2
+        assert reply["system_fingerprint"] == weights_digest(model_folder)
         engines = psutil.Process(server.pid).children()
         assert len(engines) == 1
         server.send_signal(signum)
         assert server.wait(30) == (0 if signum == signal.SIGTERM else -signum), log.read_text()
         assert "ERROR" not in log.read_text()
         assert not psutil.wait_procs(engines, timeout=30)[1]
-    finally:
-        server.kill()
 
 
-def test_sglangs_protocol_is_passed_on_as_it_is(serve):
-    async def scenario(client, engine):
+async def test_sglangs_protocol_is_passed_on_as_it_is(serve):
+    async with serve() as (client, engine):
         assert (await client.get("/model_info")).json() == await engine.model_info()
         assert (await client.get("/health_generate")).status_code == 200
         params = {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True}
@@ -190,14 +160,9 @@ def test_sglangs_protocol_is_passed_on_as_it_is(serve):
         assert passed == direct and len(passed["meta_info"]["output_top_logprobs"][0]) == 2
         streamed = await client.post("/generate", json={**body, "stream": True})
         assert streamed.text.endswith("data: [DONE]\n\n")
-        for wrong in ({"input_ids": [VOCABULARY]}, {"input_ids": [True]}, {"input_ids": []}, {"input_ids": "ab"}):
-            assert (await client.post("/generate", json=wrong)).status_code == 400
-        many = {"input_ids": [3], "sampling_params": {"n": 4096}}
-        assert (await client.post("/generate", json=many)).status_code == 400
-        assert (await client.post("/generate", json={"input_ids": [[3]] * 1025})).status_code == 400
-        assert (await client.post("/generate", json={"nonsense": 1})).status_code == 400  # by the engine
+        many = ({"input_ids": [3], "sampling_params": {"n": 4096}}, {"input_ids": [[3]] * 1025})
+        for wrong in (*({"input_ids": ids} for ids in ([VOCABULARY], [True], [], "ab")), *many, {"nonsense": 1}):
+            assert (await client.post("/generate", json=wrong)).status_code == 400, wrong
         assert (await client.post("/generate?model=other", json=body)).status_code == 404
         for closed in ("/update_weights_from_disk", "/abort_request", "/pause_generation", "/flush_cache"):
             assert (await client.post(closed, json={})).status_code == 404
-
-    serve(scenario)

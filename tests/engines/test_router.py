@@ -3,6 +3,8 @@
 import asyncio
 import os
 import signal
+from contextlib import asynccontextmanager
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -11,15 +13,15 @@ from nanodag.engines.start import start_engine
 from nanodag.errors import BadRequest, SamplerLost
 from nanodag.inference.engine_settings import EngineSettings
 from nanodag.inference.protocol import Request, SamplingParams
-from tests.engines.fake_samplers import PATIENCE_S, World
+from tests.engines.fake_samplers import PATIENCE_S, FakeSampler, World, write_weights
 from tests.engines.foreign import given, until
 from tests.engines.samplers import with_samplers
 from tests.rl.models import save_tiny_model
 from tests.rl.stages import make_job, metrics, start
 from tests.sglang_python import python_or_skip
 
+pytestmark = pytest.mark.anyio
 START_S = 1500
-CONTEXT = 256
 
 
 @pytest.fixture(scope="module")
@@ -32,16 +34,12 @@ def python():
     return python_or_skip()
 
 
-def play(folder, scenario, **options):
-    """Run scenario(world, samplers) with two samplers behind a router, which answer at once unless they are told to
-    wait."""
-
-    async def main():
-        async with World(folder, has_router=True, **options) as world:
-            world.may_answer.set()
-            await asyncio.wait_for(scenario(world, world.samplers), PATIENCE_S)
-
-    asyncio.run(main())
+@asynccontextmanager
+async def playing(folder, **options):
+    """A world with two samplers behind a router, which answer at once unless they are told to wait; the samplers."""
+    async with World(folder, has_router=True, **options) as world, asyncio.timeout(PATIENCE_S):
+        world.may_answer.set()
+        yield world, world.samplers
 
 
 def asking(samplers, count):
@@ -62,24 +60,21 @@ async def is_behind(world):
     return set(await world.router.replicas[0].client.servers()) == {server.url for server in world.servers}
 
 
-def test_prompts_go_through_the_router_to_both_samplers_in_order_and_weights_to_each(tmp_path):
-    async def scenario(world, samplers):
+async def test_prompts_go_through_the_router_to_both_samplers_in_order_and_weights_to_each(tmp_path):
+    async with playing(tmp_path) as (world, samplers):
         ids = [[n] for n in range(5)]
         groups = await samplers.generate([Request(input_ids=prompt) for prompt in ids])
         assert [completion.output_ids for (completion,) in groups] == ids and busy(world) == {0, 1}
         for version in (1, 2):
-            (tmp_path / str(version)).mkdir()
-            (tmp_path / str(version) / "weights").write_text(str(version))
+            write_weights(tmp_path / str(version), str(version))
             await given(samplers, tmp_path, version)
         world.routers[0].hangs = True  # what is no generation needs no router
         assert await samplers.versions() == ["2", "2"] and {server.weights for server in world.servers} == {"2"}
 
-    play(tmp_path, scenario)
-
 
 @pytest.mark.parametrize("victims", [(1,), (0, 1)])
-def test_what_killed_samplers_were_asked_is_sent_again_and_others_take_their_places(tmp_path, victims):
-    async def scenario(world, samplers):
+async def test_what_killed_samplers_were_asked_is_sent_again_and_others_take_their_places(tmp_path, victims):
+    async with playing(tmp_path) as (world, samplers):
         world.may_answer.clear()
         tasks = asking(samplers, 6)
         await until(lambda: busy(world) == {0, 1})
@@ -91,11 +86,9 @@ def test_what_killed_samplers_were_asked_is_sent_again_and_others_take_their_pla
         await samplers.members()
         assert await is_behind(world) and world.router.num_restarts == 0
 
-    play(tmp_path, scenario)
 
-
-def test_a_sampler_killed_while_all_are_paused_is_behind_the_router_before_they_continue(tmp_path):
-    async def scenario(world, samplers):
+async def test_a_sampler_killed_while_all_are_paused_is_behind_the_router_before_they_continue(tmp_path):
+    async with playing(tmp_path, pause="in_place") as (world, samplers):
         async with samplers.paused():
             world.servers[1].kill()
             await samplers.members()
@@ -103,37 +96,27 @@ def test_a_sampler_killed_while_all_are_paused_is_behind_the_router_before_they_
             while not await is_behind(world):
                 await asyncio.sleep(0.01)
 
-    play(tmp_path, scenario, pause="in_place")
 
-
-def test_a_request_that_is_sent_again_has_another_rid_and_is_aborted_under_it(tmp_path):
-    async def scenario(world, samplers):
+async def test_a_request_that_is_sent_again_has_another_rid_and_is_aborted_under_it(tmp_path, monkeypatch):
+    aborts = AsyncMock(return_value={})
+    monkeypatch.setattr(FakeSampler, "abort_request", aborts, raising=False)
+    async with playing(tmp_path) as (world, samplers):
         world.may_answer.clear()
         (task,) = asking(samplers, 1)
         await until(lambda: busy(world))
         (number,) = busy(world)
         world.servers[number].kill()
         await until(lambda: len(world.routers[0].sent) == 2)
-        aborted = []
-        for server in world.servers:
-            server.abort_request = lambda body: _noted(aborted, body)
         task.cancel()
         await samplers.members()
         await samplers.abort("r0")
         assert world.routers[0].sent == ["r0", "r0-attempt-2"]
-        assert {body["rid"] for body in aborted} == {"r0-attempt-2"}
-
-    play(tmp_path, scenario)
-
-
-async def _noted(notes, body):
-    notes.append(body)
-    return {}
+        assert {call.args[0]["rid"] for call in aborts.call_args_list} == {"r0-attempt-2"}
 
 
 @pytest.mark.parametrize("how", ["killed", "hangs"])
-def test_a_router_that_is_killed_or_hangs_is_started_again_with_its_servers(tmp_path, how):
-    async def scenario(world, samplers):
+async def test_a_router_that_is_killed_or_hangs_is_started_again_with_its_servers(tmp_path, how):
+    async with playing(tmp_path) as (world, samplers):
         world.may_answer.clear()
         tasks = asking(samplers, 4)
         await until(lambda: busy(world) == {0, 1})
@@ -146,27 +129,17 @@ def test_a_router_that_is_killed_or_hangs_is_started_again_with_its_servers(tmp_
         assert await answered(tasks) == [[n] for n in range(4)]
         assert samplers.num_restarts == 0 and await is_behind(world)
 
-    play(tmp_path, scenario)
 
-
-def test_what_is_refused_is_not_sent_again_and_what_fails_again_and_again_ends(tmp_path):
-    async def scenario(world, samplers):
+async def test_what_is_refused_is_not_sent_again_and_what_fails_again_and_again_ends(tmp_path):
+    async with playing(tmp_path, max_restarts=1) as (world, samplers):
         for error, num_sent, reason in (
             (BadRequest("no"), 1, "no"),
             (SamplerLost("it ended with code 1"), 2, r"failed 2 times behind the router.*code 1"),
         ):
-            sent = []
-
-            async def failing(requests, fleet, error=error, sent=sent):
-                sent.append(requests)
-                raise error
-
-            world.router.ask = failing
+            world.router.ask = AsyncMock(side_effect=error)
             with pytest.raises(type(error), match=reason):
                 await samplers.generate([Request(input_ids=[1])])
-            assert len(sent) == num_sent
-
-    play(tmp_path, scenario, max_restarts=1)
+            assert world.router.ask.call_count == num_sent
 
 
 @pytest.mark.slow
@@ -182,14 +155,9 @@ def test_two_sglang_servers_behind_the_router_outlive_kills_and_have_the_right_w
 
     def launch(number, path, version):
         settings = EngineSettings(
-            engine="sglang",
-            python=str(python),
-            dtype="float32",
-            max_batch=8,
-            context_length=CONTEXT // 2,
-            memory_fraction=0.1,
-            start_timeout_s=START_S,
-        )
+            engine="sglang", python=str(python), dtype="float32", max_batch=8, context_length=128,
+            memory_fraction=0.1, start_timeout_s=START_S,
+        )  # fmt: skip
         return start_engine(settings.of_replica(0, path, version), log_path=tmp_path / f"log-{number}")
 
     def launch_router():
