@@ -39,59 +39,42 @@ while (message := link.next())["do"] != "end":
 
 @pytest.fixture
 def ranks():
-    """Two ranks that answer, and the link to them."""
     link = RankLink(2)
     environment = os.environ | {ADDRESS_VARIABLE: link.address}
     processes = [subprocess.Popen([sys.executable, "-c", RANK, str(rank)], env=environment) for rank in (1, 0)]
     link.accept(timeout_s=300, check=lambda: None)
-    yield link, processes
+    yield link
     link.close()
     for process in processes:
         process.kill()
         process.wait()
 
 
-SAID = [{"rank": rank, "said": "hello"} for rank in (0, 1)]
-
-
-def test_every_rank_is_asked_and_replies_come_in_rank_order_beside_other_work(ranks):
-    link, _ = ranks
-
+def test_replies_come_in_rank_order_beside_other_work_and_behind_those_that_were_given_up(ranks):
     async def ask() -> list:
+        given_up = asyncio.ensure_future(ranks.exchange("say", word="first"))
+        await asyncio.sleep(0)
+        given_up.cancel()
         worked = 0
-        replies = asyncio.ensure_future(link.exchange("say", word="hello"))
+        replies = asyncio.ensure_future(ranks.exchange("say", word="hello"))
         while not replies.done():
             worked += 1
             await asyncio.sleep(0)
         assert worked > 1
         return await replies
 
-    assert [asyncio.run(ask()) for _ in range(2)] == [SAID, SAID]
+    assert asyncio.run(ask()) == [{"rank": rank, "said": "hello"} for rank in (0, 1)]
 
 
-def test_a_question_waits_for_the_reply_to_one_that_was_given_up(ranks):
-    link, _ = ranks
-
-    async def ask() -> list:
-        given_up = asyncio.ensure_future(link.exchange("say", word="first"))
-        await asyncio.sleep(0)
-        given_up.cancel()
-        return await link.exchange("say", word="hello")
-
-    assert asyncio.run(ask()) == SAID
+FAILS = ("fail", TrainingDiverged, "Trainer rank 1: the loss is nan at step 3")
+DIES = ("die", StageFailed, "Trainer rank 1 ended while it was asked to die")
 
 
-@pytest.mark.parametrize(
-    ("do", "error", "why"),
-    [
-        ("fail", TrainingDiverged, "Trainer rank 1: the loss is nan at step 3"),
-        ("die", StageFailed, "Trainer rank 1 ended while it was asked to die"),
-    ],
-)
+@pytest.mark.parametrize(("do", "error", "why"), [FAILS, DIES])
 def test_an_error_of_a_rank_is_raised_by_its_kind_and_its_end_is_noticed_at_once(ranks, do, error, why):
     began = time.monotonic()
     with pytest.raises(error, match=why):
-        asyncio.run(ranks[0].exchange(do, rank=1))
+        asyncio.run(ranks.exchange(do, rank=1))
     assert time.monotonic() - began < 60
 
 
@@ -137,7 +120,6 @@ def connected(link, hello: bytes = b""):
 
 
 def rounds(count: int):
-    """A check that does not let a link wait for ever."""
     return Mock(side_effect=[None] * count + [StageFailed("waited for in vain")])
 
 

@@ -2,7 +2,6 @@
 
 import random
 import re
-from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -48,9 +47,7 @@ def test_repetition_is_the_share_of_4_grams_that_came_before_and_most_of_a_respo
 
 def test_what_a_function_keeps_under_the_words_of_environments_is_no_number_and_ends_nothing():
     said = [{"metrics": {"left": 2.0}, "turns": 3}, {"metrics": {"left": "two"}, "turns": ["a", "b"]}, {"metrics": 1}]
-    found = rollout_metrics(
-        [replace(rollout("a", n, [1], [2], reward=0.0), metadata=one) for n, one in enumerate(said)]
-    )
+    found = rollout_metrics([rollout("a", n, [1], [2], metadata=one) for n, one in enumerate(said)])
     assert (found["metric_left"], found["turns"]) == (2.0, 3.0)
 
 

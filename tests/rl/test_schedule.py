@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import nullcontext
+from functools import partialmethod
 from pathlib import Path
 
 import pytest
@@ -76,8 +77,7 @@ class FakeWork:
         assert batch.seconds == step
         await self.takes("train", step)
 
-    async def publish(self, policy):
-        await self.takes("publish", policy)
+    publish = partialmethod(takes, "publish")
 
     def note(self, step):
         self.log.append(("note", step))
@@ -93,18 +93,15 @@ class FakeWork:
     def check_that_nothing_is_lost(self, position):
         assert self.num_used in (0, position.step + len(position.waiting))  # 0: gone on from a checkpoint
 
-    def check(self):
-        pass
+    def check(self): ...
 
     def is_stop_requested(self):
         return self.stopping
 
 
-def schedule(
-    work: FakeWork, lag: int, *, position: Position | None = None, is_exact: bool = True, **options
-) -> Schedule:
-    options |= {"num_steps": STEPS, "lag": lag, "is_exact": is_exact}
-    return Schedule(work, position=position or Position(), timed=lambda name: nullcontext(), **options)
+def schedule(work: FakeWork, lag: int, **options) -> Schedule:
+    base = {"num_steps": STEPS, "position": Position(), "timed": lambda name: nullcontext(), "is_exact": True}
+    return Schedule(work, lag=lag, **{**base, **options})
 
 
 def run_schedule(work: FakeWork, lag: int, **options) -> FakeWork:
@@ -129,7 +126,7 @@ def exact(lag: int) -> dict[int, int]:
 @pytest.mark.parametrize("is_exact", [True, False])
 @pytest.mark.parametrize("slow", SPEEDS)
 @pytest.mark.parametrize("lag", [0, 1, 2, 4])
-def test_which_weights_sample_a_batch_depends_on_its_step_alone_and_what_runs_beside_a_step_on_the_lag(
+def test_a_batchs_weights_depend_on_its_step_alone_and_what_runs_beside_it_on_the_lag(
     lag, slow, is_exact, keeps_trainer
 ):
     work = FakeWork(evals=(0, 2, 5), saves=(2, 4), slow=slow)

@@ -86,11 +86,8 @@ def teacher(folders, tmp_path_factory):
 
 def rollouts() -> list:
     draw = torch.Generator().manual_seed(2)
-    return [
-        rollout(str(g), s, [1 + g, 2, 3][: g + 1], torch.randint(0, 260, (3 + s,), generator=draw).tolist(), reward=1.0)
-        for g in range(3)
-        for s in range(8)
-    ]
+    drawn = [(g, s, torch.randint(0, 260, (3 + s,), generator=draw).tolist()) for g in range(3) for s in range(8)]
+    return [rollout(str(g), s, [1 + g, 2, 3][: g + 1], ids, reward=1.0) for g, s, ids in drawn]
 
 
 def test_a_servers_logprobs_are_those_of_the_model_at_home(folders, teacher):
