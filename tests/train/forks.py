@@ -11,7 +11,6 @@ from tests.train.stages import metrics
 
 
 def start(workspace: Path, *, num_ranks: int) -> list[Forked]:
-    """All ranks of the job in a workspace."""
     return start_ranks("nanodag.train", workspace / "job.json", num_ranks=num_ranks, log=workspace / "worker.log")
 
 

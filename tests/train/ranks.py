@@ -49,7 +49,6 @@ def engine_of(case: dict[str, Any]) -> TrainEngine:
 
 
 def rows_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Input ids and targets of a step's rows, which differ in what carries loss."""
     tokens = torch.randint(0, VOCABULARY, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(step))
     targets = tokens[:, 1:].clone()
     for row in range(ROWS):

@@ -116,7 +116,6 @@ class Stages:
         write_inputs(folder)
 
     def undisturbed(self, case: Case) -> Path:
-        """The workspace of the stage that nothing disturbed."""
         key = json.dumps(case.config)
         if key not in self._undisturbed:
             workspace = make_job(self._folder, f"{case}-undisturbed", case.config)
@@ -138,7 +137,6 @@ class Stages:
         raise AssertionError(f"{case} was through {ATTEMPTS} times before the signal came")
 
     def finish(self, workspace: Path, num_ranks: int) -> None:
-        """Run a stage to its end."""
         forks.end(forks.start(workspace, num_ranks=num_ranks))
         assert (workspace / "result.json").exists(), (workspace / "worker.log").read_text()[-6000:]
 
@@ -183,7 +181,6 @@ class Stages:
 
 
 def change_job(workspace: Path, **changes: Any) -> None:
-    """Start the stage with another config the next time."""
     job = read_job(workspace / "job.json")
     config = type(job.config).model_validate(job.config.model_dump(mode="json") | changes)
     write_job(replace(job, config=config))

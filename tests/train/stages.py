@@ -87,14 +87,12 @@ def start(workspace: Path, *, num_ranks: int = 1, fresh: bool = False) -> forks.
 
 
 def finish(workspace: Path, *, num_ranks: int = 1, fresh: bool = False) -> dict[str, Any]:
-    """Run the worker to its end; its result."""
     start(workspace, num_ranks=num_ranks, fresh=fresh).wait(timeout=300)
     assert (workspace / "result.json").exists(), (workspace / "worker.log").read_text()
     return json.loads((workspace / "result.json").read_text())
 
 
 def metrics(workspace: Path) -> list[dict[str, Any]]:
-    """Whole lines of metrics.jsonl so far."""
     path = workspace / "metrics.jsonl"
     if not path.exists():
         return []
@@ -102,5 +100,4 @@ def metrics(workspace: Path) -> list[dict[str, Any]]:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder with its bytes."""
     return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}

@@ -10,14 +10,6 @@ from nanodag.train import peak
 GIB = 1 << 30
 
 
-def test_the_peak_is_that_of_the_faster_precision(monkeypatch):
-    speeds = {torch.float32: 60e9, torch.bfloat16: 5e9}
-    monkeypatch.setattr(peak, "_measured_on_cpu", speeds.get)
-    assert peak.matmul_peak("cpu") == 60e9
-    speeds[torch.bfloat16] = 400e9
-    assert peak.matmul_peak("cpu") == 400e9
-
-
 def test_time_in_which_other_processes_run_does_not_lower_the_peak_of_a_cpu(monkeypatch):
     monkeypatch.setattr(peak, "times_transposed", lambda a, b: time.sleep(0.05))  # as when they hold the processor
     assert peak._cpu_seconds(torch.ones(1), torch.ones(1)) < 0.02

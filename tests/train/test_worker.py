@@ -31,7 +31,6 @@ def of_steps(workspace, name, event="step"):
 
 @pytest.fixture(scope="module")
 def pretrained(folder):
-    """A pretrain stage that nothing disturbed."""
     workspace, _ = finished(folder, "pretrain", stages.pretrain(folder), tokenizer=folder / "tokenizer")
     return workspace
 
