@@ -1,3 +1,4 @@
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -6,7 +7,7 @@ from nanodag.tokenizer import layout
 from nanodag.tokenizer.bpe import save_tokenizer, train_bpe
 from nanodag.tokenizer.encoding import Encoding
 from nanodag.tokenizer.samples import SAMPLES
-from tests.api.scripted import Scripted, app_of, model_of, with_template
+from tests.api.scripted import Scripted, app_of, model_of, spelled, with_template
 
 HERMES_TEMPLATE = """\
 {%- if tools -%}<|system|>Tools:{%- for tool in tools %} {{ tool | tojson }}{%- endfor -%}<|end|>{%- endif -%}
@@ -45,16 +46,7 @@ def encoding(folder: Path) -> Encoding:
 
 @pytest.fixture(scope="session")
 def ids_of(encoding):
-    """ids_of("text", "<|end|>"): token ids, special tokens by their names."""
-
-    def ids(*pieces):
-        found = []
-        for piece in pieces:
-            is_special = piece.startswith("<|") and piece.endswith("|>")
-            found += [encoding.token_id(piece)] if is_special else encoding.encode(piece)
-        return found
-
-    return ids
+    return partial(spelled, encoding)
 
 
 @pytest.fixture
@@ -72,9 +64,3 @@ def saying(folder, ids_of):
 def hermes_folder(folder, tmp_path_factory) -> Path:
     """A tokenizer whose chat template writes calls as Qwen's does."""
     return with_template(folder, tmp_path_factory.mktemp("hermes"), HERMES_TEMPLATE, eos_token=layout.END)
-
-
-@pytest.fixture(scope="session")
-def anyio_backend():
-    """For tests that are coroutines."""
-    return "asyncio"

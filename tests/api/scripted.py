@@ -68,6 +68,15 @@ class Scripted:
         )
 
 
+def spelled(encoding, *pieces: str) -> list[int]:
+    """spelled(encoding, "text", "<|end|>"): token ids, special tokens by their names."""
+    ids = []
+    for piece in pieces:
+        is_special = piece.startswith("<|") and piece.endswith("|>")
+        ids += [encoding.token_id(piece)] if is_special else encoding.encode(piece)
+    return ids
+
+
 def model_of(folder: Path, backend, *, name="tiny", context=200, **how) -> ServedModel:
     tokens = TokenText(folder)
     return ServedModel(

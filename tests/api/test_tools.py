@@ -192,57 +192,53 @@ def test_the_argument_of_a_tool_is_its_required_one():
 CALL = '{"name": "weather", "arguments": {"city": "Zürich", "day": "now"}}'
 
 
-def read(text, forced=""):
+LLAMA_CALL = '{"name": "weather", "parameters": {"city": "Zürich"}}'
+ONE = {"open": "[", "close": "]", "content": "json"}
+STRICT = {"start_anchor": "x", "fields": {"content": {}, "tool_calls": ONE}}
+READERS = {
+    "hermes": lambda: TemplateReader(HERMES),
+    "strict": lambda: TemplateReader(CallFormat(shape="own", template=STRICT, mark="[", closing="]")),
+    "llama": lambda: BareReader(format_of(LLAMA)),
+}
+
+
+def read(reader, text):
     """Contents and calls of an answer, character by character."""
-    reader = TemplateReader(HERMES, forced)
     content = "".join(reader.take(0, character) for character in text) + reader.end()
     return content, reader.calls
 
 
 @pytest.mark.parametrize(
-    ("text", "content", "names"),
+    ("of", "text", "content", "count"),
     [
-        (f"Let me see.<tool_call>\n{CALL}\n</tool_call>", "Let me see.", ["weather"]),
-        (f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>", "", ["weather", "weather"]),
-        (f"<tool_call>{CALL}", "", ["weather"]),  # its end token came instead of the tag
-        ("<tool_call>{nonsense</tool_call>", "<tool_call>{nonsense</tool_call>", []),
-        ("<tool_call>{nonsense", "<tool_call>{nonsense", []),  # its limit came instead
-        ("a < b <tool", "a < b <tool", []),
-        ("", "", []),
+        ("hermes", f"Let me see.<tool_call>\n{CALL}\n</tool_call>", "Let me see.", 1),
+        ("hermes", f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>", "", 2),
+        ("hermes", f"<tool_call>{CALL}", "", 1),  # its end token came instead of the tag
+        ("llama", LLAMA_CALL, "", 1),
+        ("llama", f" \n{LLAMA_CALL}\n", "", 1),
     ],
 )
-def test_calls_in_json_are_read_as_they_come(text, content, names):
-    assert read(text) == (content, [Call(name, '{"city": "Zürich", "day": "now"}') for name in names])
+def test_calls_in_json_are_read_as_they_come(of, text, content, count):
+    arguments = '{"city": "Zürich"}' if of == "llama" else '{"city": "Zürich", "day": "now"}'
+    assert read(READERS[of](), text) == (content, [Call("weather", arguments)] * count)
 
 
-def test_what_a_models_own_template_does_not_allow_is_content():
-    call = {"open": "[", "close": "]", "content": "json"}
-    strict = {"start_anchor": "x", "fields": {"content": {}, "tool_calls": call}}
-    reader = TemplateReader(CallFormat(shape="own", template=strict, mark="[", closing="]"))
-    said = "".join(reader.take(0, character) for character in "a[{nonsense]b") + reader.end()
-    assert (said, reader.calls) == ("a[{nonsense]b", [])
+NO_CALLS = {
+    "hermes": ["<tool_call>{nonsense</tool_call>", "<tool_call>{nonsense", "a < b <tool", ""],
+    "strict": ["a[{nonsense]b"],
+    "llama": [f"So: {LLAMA_CALL}", LLAMA_CALL[:-1], '{"name": "weather"}', '{"name": 1, "parameters": {}}', ""],
+}
 
 
-LLAMA_CALL = '{"name": "weather", "parameters": {"city": "Zürich"}}'
+@pytest.mark.parametrize("of", NO_CALLS)
+def test_what_is_no_whole_call_or_in_llama_s_format_not_alone_is_content(of):
+    for text in NO_CALLS[of]:
+        assert read(READERS[of](), text) == (text, [])
 
 
-@pytest.mark.parametrize(
-    ("text", "content", "calls"),
-    [
-        (LLAMA_CALL, "", [Call("weather", '{"city": "Zürich"}')]),
-        (f" \n{LLAMA_CALL}\n", "", [Call("weather", '{"city": "Zürich"}')]),
-        (f"So: {LLAMA_CALL}", f"So: {LLAMA_CALL}", []),  # not alone
-        (LLAMA_CALL[:-1], LLAMA_CALL[:-1], []),  # its limit came
-        ('{"name": "weather"}', '{"name": "weather"}', []),
-        ('{"name": 1, "parameters": {}}', '{"name": 1, "parameters": {}}', []),
-        ("", "", []),
-    ],
-)
-def test_a_call_in_llama_s_format_is_an_answer_that_is_nothing_else(text, content, calls):
-    reader = BareReader(format_of(LLAMA))
-    said = [reader.take(0, character) for character in text]
-    assert ("".join(said) + reader.end(), reader.calls) == (content, calls)
-    assert text[:1] != "S" or said[:2] == ["S", "o"]  # content is not held back
+def test_content_in_llama_s_format_is_not_held_back():
+    reader = READERS["llama"]()
+    assert [reader.take(0, character) for character in "So"] == ["S", "o"]
 
 
 @pytest.fixture

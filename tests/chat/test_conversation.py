@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 
 import pytest
 import torch
@@ -18,9 +19,8 @@ from nanodag.api.tool_format import PlainReader
 from nanodag.chat.terminal_chat import Dialogue, Talk
 from nanodag.chat.tools import MAX_ROUNDS
 from nanodag.errors import BadRequest
-from nanodag.inference.protocol import Completion, FinishReason
 from nanodag.tokenizer.encoding import Encoding
-from tests.api.scripted import model_of
+from tests.api.scripted import Scripted, model_of, spelled
 
 
 def one_token_a_word(body) -> ChatPrompt:
@@ -93,38 +93,21 @@ def test_commands_change_the_conversation():
     assert talk.tools == () and talk.command("/quit") is None
 
 
-class Spoken:
-    """A Backend that says one text after another, each a token at a time. asked: the prompts that it was given."""
-
-    is_ready, weight_version = True, "1"
+class Spoken(Scripted):
+    """Says one text after another, and the last again and again."""
 
     def __init__(self, *texts):
-        self.texts, self.asked = list(texts), []
+        super().__init__([])
+        self.texts = list(texts)
 
-    async def answer(self, request, *, stream):
-        self.asked.append(list(request.input_ids))
-        ids = self.texts.pop(0) if len(self.texts) > 1 else self.texts[0]
-        for number in range(1, len(ids) + 1):
-            await asyncio.sleep(0)
-            reason = FinishReason(type="stop", matched=ids[-1]) if number == len(ids) else None
-            yield Completion(
-                rid="r", output_ids=ids[:number], logprobs=[], finish_reason=reason, weight_version="1",
-                weight_versions=[], num_prompt_tokens=1,
-            )  # fmt: skip
+    def answer(self, request, *, stream):
+        self.ids = self.texts.pop(0) if len(self.texts) > 1 else self.texts[0]
+        return super().answer(request, stream=stream)
 
 
 @pytest.fixture
 def spoken(chat_model):
-    """spoken("text", "<|end|>", ...): the ids of a text with special tokens by their names."""
-    encoding = Encoding(chat_model)
-
-    def ids(*pieces):
-        found = []
-        for piece in pieces:
-            found += [encoding.token_id(piece)] if piece.startswith("<|") else encoding.encode(piece)
-        return found
-
-    return ids
+    return partial(spelled, Encoding(chat_model))
 
 
 @pytest.fixture
@@ -135,7 +118,7 @@ def talk_with(chat_model):
         def made(*texts):
             backend = Spoken(*texts)
             model = model_of(chat_model, backend)
-            heard = Dialogue(lambda body: chat_prompt(model, body), 200, temperature=0.0, max_new_tokens=8)
+            heard = Dialogue(lambda body: chat_prompt(model, body), 200, temperature=0.0, max_new_tokens=40)
             printed = io.StringIO()
             return heard, backend, printed, Talk(heard, model, runner, Console(file=printed), is_terminal=False)
 
@@ -149,7 +132,8 @@ def test_a_call_is_carried_out_and_the_answer_goes_on_behind_its_result(talk_wit
     assert printed.getvalue() == "the cat\n"
     assert capsys.readouterr().err == "calculator: 12*34 = 408\n"
     result = spoken("<|tool_result|>", "408", "<|tool_result_end|>")
-    assert backend.asked[1] == backend.asked[0] + call + result
+    first, second = (list(request.input_ids) for request in backend.asked)
+    assert second == first + call + result
     assert [message["role"] for message in heard.messages] == ["user", "assistant", "tool", "assistant"]
     assert heard.messages[2]["tool_call_id"] == heard.messages[1]["tool_calls"][0]["id"]
 
