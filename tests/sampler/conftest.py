@@ -1,9 +1,10 @@
 """Tiny random checkpoints of each model type, written by transformers and read back by the sampler."""
 
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -12,7 +13,6 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from nanodag.engines.start import ServerProcess
-from nanodag.inference.client import SamplerClient
 from tests.forks import spawn_server
 
 VOCAB_SIZE = 150  # no multiple of 64: the padded columns must never be drawn
@@ -84,14 +84,12 @@ def samplers_are_forks():
         yield
 
 
-@pytest.fixture(scope="session")
-def anyio_backend():
-    """For tests that are coroutines."""
-    return "asyncio"
-
-
 @pytest.fixture
-async def client(server) -> AsyncIterator[SamplerClient]:
-    """Of the server of the test's module."""
-    async with SamplerClient(server.url) as made:
-        yield made
+def post(server) -> Callable[..., httpx.Response]:
+    """post(path, body) to the server of the test's module; a body of bytes is sent as it is."""
+
+    def send(path, body=None, method="POST"):
+        content = body if isinstance(body, bytes) else json.dumps(body).encode() if body is not None else None
+        return httpx.request(method, server.url + path, content=content, timeout=60, trust_env=False)
+
+    return send

@@ -55,6 +55,12 @@ def folder(make_checkpoint):
     return make_checkpoint("qwen3")
 
 
+@pytest.fixture(scope="module")
+def alone(folder):
+    """The bits of the subject's samples, whose engine has nothing else to do."""
+    return bits(Engine(folder, deterministic=True).generate([subject()])[0])
+
+
 @pytest.fixture
 def torch_decodes(monkeypatch):
     monkeypatch.setattr(model, "bind", lambda *parts: None)
@@ -84,36 +90,31 @@ def test_other_types_sizes_and_dtypes_give_the_same_bits_in_company(make_checkpo
     assert bits(after_some_steps(engine, subject(), crowd(63), 37)) == bits(alone)
 
 
-def test_waiting_for_a_slot_and_finding_the_prompt_in_the_cache_give_the_same_bits(folder):
+def test_waiting_for_a_slot_and_finding_the_prompt_in_the_cache_give_the_same_bits(folder, alone):
     engine = Engine(folder, max_batch=4, deterministic=True)
-    (alone,) = engine.generate([subject()])
+    queued = engine.generate([*crowd(20), subject()])[-1]
     (cached,) = engine.generate([subject()])
-    queued = Engine(folder, max_batch=4, deterministic=True).generate([*crowd(20), subject()])[-1]
-    assert bits(queued) == bits(cached) == bits(alone)
+    assert bits(queued) == bits(cached) == alone
 
 
-def test_samples_do_not_depend_on_how_many_there_are(folder):
-    engine = Engine(folder, deterministic=True)
-    (eight,), (one,) = engine.generate([subject(n=8)]), engine.generate([subject(n=1)])
-    assert bits(eight)[:1] == bits(one)
+def test_samples_do_not_depend_on_how_many_there_are(folder, alone):
+    (eight,) = Engine(folder, deterministic=True).generate([subject(n=8)])
+    assert bits(eight)[:2] == alone
     assert len({tuple(completion.output_ids) for completion in eight}) == 8
 
 
-def test_weights_reloaded_from_disk_give_the_same_bits(folder, make_checkpoint):
+def test_weights_reloaded_from_disk_give_the_same_bits(folder, alone, make_checkpoint):
     engine = Engine(folder, deterministic=True)
-    (before,) = engine.generate([subject()])
     other = make_checkpoint("qwen3", seed=1)
     engine.update_weights(engine.load(other), other, "1")
     (changed,) = engine.generate([subject()])
     engine.update_weights(engine.load(folder), folder, "2")
     (after,) = engine.generate([subject()])
-    assert bits(changed) != bits(before)
-    assert bits(after) == bits(before)
+    assert bits(after) == alone != bits(changed)
     assert bits(changed) == bits(Engine(other, deterministic=True).generate([subject()])[0])
 
 
-def test_a_retracted_sample_continues_with_the_same_bits_where_prompts_are_compiled(folder):
-    (alone,) = Engine(folder, deterministic=True).generate([subject()])
+def test_a_retracted_sample_continues_with_the_same_bits_where_prompts_are_compiled(folder, alone):
     engine, found = Engine(folder, deterministic=True), {}
     engine.submit(subject(), found.__setitem__)
     for step in itertools.count():
@@ -122,7 +123,7 @@ def test_a_retracted_sample_continues_with_the_same_bits_where_prompts_are_compi
         if not engine.has_work:
             break
         engine.step()
-    assert bits([found[0], found[1]]) == bits(alone)
+    assert bits([found[0], found[1]]) == alone
 
 
 class UnevenModel(SamplerModel):
