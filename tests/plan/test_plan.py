@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import cache
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -31,10 +32,12 @@ CPU, GPU, EIGHT = "cpu:2:avx2:8GiB", "1x24GB", "8xH100"
 OF_POCKET = ("pretrain.horizon_tokens=2457600", "pretrain.batch_tokens=8192", "pretrain.sequence_length=256")
 
 
+@cache
 def resolved(preset, machine, *overrides):
     return resolve(FILE, preset, overrides, machine=machine_of(machine)).pipeline
 
 
+@cache
 def planned(preset, machine, *overrides, **limits):
     """limits: of the machine, its memory or disk."""
     return plan_of(resolved(preset, machine, *overrides), replace(machine_of(machine), **limits))
@@ -62,33 +65,25 @@ def test_benchmarks_that_a_policy_is_asked_take_their_answers_at_each_interval_a
     def sampled(*overrides):
         return stage_of(planned("gsm8k-rl", GPU, "rl.num_steps=45", *overrides), "rl").seconds
 
-    none, asked = (
-        "rl.evaluation.benchmarks=[]",
-        "{name: gsm8k, source: 'hub:openai/gsm8k/main:test', limit: 100, every: %s}",
-    )
-    once, each = (f"rl.evaluation.benchmarks=[{asked % every}]" for every in (1000, 10))
+    none, asked = "rl.evaluation.benchmarks=[]", "{name: gsm8k, source: 'hub:openai/gsm8k/main:test', limit: 100"
+    once, each = (f"rl.evaluation.benchmarks=[{asked}, every: {every}}}]" for every in (1000, 10))
     start, ten = sampled(once) - sampled(none), sampled(each) - sampled(none)
     assert ten / start == pytest.approx(6 / 2)  # 0, 10, 20, 30, 40, 45 and 0, 45
     assert sampled(once, "rl.eval_at_start=false") < sampled(once)
 
 
-def test_core_while_training_takes_its_tokens_every_core_every_steps_and_at_the_end():
-    of_core = ("core_bundle=/bundle", "pretrain.core_limit=500")
-    without = stage_of(planned("speedrun", EIGHT, *of_core, "pretrain.core_every=0"), "pretrain")
-    scored = stage_of(planned("speedrun", EIGHT, *of_core), "pretrain")
+def test_core_takes_its_tokens_every_core_every_steps_at_the_end_and_in_an_evaluation():
+    plans = [planned("speedrun", EIGHT), planned("speedrun", EIGHT, "core_bundle=/bundle", "pretrain.core_limit=500")]
+    without, scored = (stage_of(plan, "eval_base").tokens for plan in plans)
+    assert scored - without == pytest.approx(core_tokens(0, 32768), rel=1e-6)
+    assert core_items(1) == 22 and core_items(0) > core_items(500) > core_items(100)
+    without, scored = (stage_of(plan, "pretrain") for plan in plans)
     model = derived_model(resolved("speedrun", EIGHT), "pretrain")
     times = (scored.steps - 1) // 2000 + 1
     flops = times * core_tokens(500, 32768) * model.forward_flops(CORE_CONTEXT)
     assert scored.seconds - without.seconds == pytest.approx(flops / (0.20 * 8 * 989e12))
     (said,) = [note for note in scored.notes if note.startswith("CORE")]
     assert said == f"CORE every 2,000 steps and at the end, {core_items(500):,} items each time"
-
-
-def test_an_evaluation_of_core_reads_all_of_its_items_or_some_of_each_task():
-    assert core_items(1) == 22 and core_items(0) > core_items(500) > core_items(100)
-    small = stage_of(planned("speedrun", EIGHT, "core_bundle=/bundle"), "eval_base")
-    without = stage_of(planned("speedrun", EIGHT), "eval_base")
-    assert small.tokens - without.tokens == pytest.approx(core_tokens(0, 32768), rel=1e-6)
 
 
 def test_price_is_that_of_the_machine_for_so_long():
@@ -125,10 +120,7 @@ def test_a_fault_names_the_setting_and_a_change_that_mends_it(machine, preset, o
 
 @pytest.mark.parametrize(
     ("limits", "stage", "mend"),
-    [
-        ({"disk": 60_000_000}, "midtrain", "keep_checkpoints=1"),
-        ({"memory": 400_000_000}, "report", "contamination=[]"),
-    ],
+    [({"disk": 60_000_000}, "midtrain", "keep_checkpoints=1"), ({"memory": 400_000_000}, "report", "contamination=[]")],
 )
 def test_a_disk_or_memory_that_one_stage_fills_is_a_fault_of_that_stage(limits, stage, mend):
     (fault,) = stage_of(planned("pocket", CPU, **limits), stage).faults
@@ -158,16 +150,12 @@ def test_a_disk_without_room_for_one_checkpoint_says_how_much_is_needed():
     assert "set store.url to a place with 409.6 kB" in fault
 
 
-def test_what_does_not_fit_is_refused_with_every_line_where_it_is_to_be_run():
+def test_what_does_not_fit_is_refused_with_every_line_where_it_is_to_be_run_and_not_meant():
     check_plan(resolved("speedrun", CPU), machine_of(CPU), stages=["tokenizer"])
+    check_plan(resolved("single-gpu", GPU, FAULTS[0][2][0], f"unchecked=[{FAULTS[0][3]}]"), machine_of(GPU))
     with pytest.raises(ConfigError, match="does not fit") as caught:
         check_plan(resolved("speedrun", CPU), machine_of(CPU))
     assert "pretrain.micro_batch_tokens" in str(caught.value)
-
-
-def test_a_number_that_is_meant_is_let_through():
-    asked = ["pretrain.micro_batch_tokens=524288", "unchecked=[pretrain.micro_batch_tokens]"]
-    assert planned("single-gpu", GPU, *asked[:1]).faults and not planned("single-gpu", GPU, *asked).faults
 
 
 def test_servers_of_others_take_nothing_of_this_machine_and_nobody_knows_how_long_they_take():
@@ -242,15 +230,12 @@ def test_files_that_are_shuffled_by_blocks_take_a_window_of_memory_and_others_no
     assert found is not None and found.rows == 5000
 
 
-def test_json_has_every_stage_with_what_each_process_holds(capsys):
+def test_json_has_every_stage_with_what_each_process_holds_and_a_plan_with_faults_ends_with_code_2(capsys):
     code = show_plan([], preset="gsm8k-rl", file=str(FILE), on="1xH200", price_per_hour=0.0, as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert code == 0 and [stage["name"] for stage in found["stages"]][:2] == ["base", "eval_base"]
     trainer, sampler = found["stages"][2]["processes"][:2]
     assert trainer["device"]["weights"] > 0 and sampler["device"]["cache"] > 0
-
-
-def test_a_plan_with_faults_is_shown_and_ends_with_code_2(capsys):
     code = show_plan([], preset="speedrun", file=str(FILE), on=CPU, price_per_hour=0.0, as_json=False)
     assert code == 2 and "would refuse it" in capsys.readouterr().out
 
@@ -282,18 +267,10 @@ def test_a_model_that_cannot_be_trained_is_refused_by_stage_and_setting(tmp_path
         planned("gsm8k-rl", GPU, f"base.model=file:{tmp_path}")
 
 
-@pytest.mark.parametrize(
-    "url, rows",
-    [
-        ("hub:openai/gsm8k/main:train", 7473),
-        ("hub:openai/gsm8k/main:train[100:300]", 200),
-        ("python:nanodag.data.lists:sort?size=600", 600),
-        ("python:someone.elses:rows", None),
-    ],
-)
-def test_rows_of_known_sources(url, rows):
-    size = Sizes(resolved("speedrun", EIGHT).plan.data).of(url)
-    assert (size.rows if size is not None else None) == rows
+def test_rows_of_known_sources():
+    known, train = Sizes(resolved("speedrun", EIGHT).plan.data), "hub:openai/gsm8k/main:train"
+    rows = {train: 7473, f"{train}[100:300]": 200, "python:nanodag.data.lists:sort?size=600": 600}
+    assert {url: known.of(url).rows for url in rows} == rows and known.of("python:someone.elses:rows") is None
 
 
 def test_torchs_compiler_is_counted_where_our_own_code_does_not_take_the_layers():
