@@ -119,10 +119,7 @@ WRONG = {
     ],
     "tools": [[{"type": "function", "function": {"name": ""}}], [{"type": "web_search"}]],
     "tool_choice": ["maybe"],
-    "response_format": [
-        {"type": "json_object"},
-        {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}},
-    ],
+    "response_format": [{"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}],
     "logit_bias": [{"5": 101}, {str(token): 1 for token in range(20_000)}, [5]],
     "presence_penalty": [0.5],
     "min_p": [0.1],

@@ -17,13 +17,12 @@ from transformers import AutoModelForCausalLM
 
 from nanodag.engines.start import start_engine
 from nanodag.errors import BadRequest
-from nanodag.inference.client import SamplerClient
 from nanodag.inference.engine_settings import EngineSettings
 from nanodag.inference.protocol import Request, SamplingParams, completion_from_wire
 from nanodag.sampler.fingerprints import Fingerprints
 from nanodag.sampler.shared_tensors import share
-from tests.sampler.group import Trainer
-from tests.sampler.reference import reference_logprobs, request
+from tests.sampler.group import Trainer, begin_broadcast
+from tests.sampler.reference import reference_logprobs, request, with_client
 from tests.sglang_python import python_or_skip
 
 CONTEXT = 1024
@@ -42,12 +41,7 @@ class Sampler:
 
     def ask(self, work):
         """The result of `work(client)`."""
-
-        async def main():
-            async with SamplerClient(self.url, vocab_size=VOCABULARY, context_length=CONTEXT) as client:
-                return await work(client)
-
-        return asyncio.run(main())
+        return with_client(self, work, vocab_size=VOCABULARY, context_length=CONTEXT)
 
     def post(self, path, body):
         return httpx.post(self.url + path, json=body, timeout=120, trust_env=False)
@@ -189,10 +183,8 @@ def test_weights_that_cannot_be_read_leave_the_old_ones(sampler):
 @pytest.mark.parametrize("way", ["disk", "broadcast"])
 def test_what_is_paused_continues_with_the_new_weights_and_says_from_which_token(sampler, way, mode):
     async def broadcast(client, trainer):
-        buckets = trainer.broadcast(sampler.second)
-        await client.join_weight_group(name=trainer.name, port=trainer.store.port, rank=1, size=2)
-        await client.begin_weight_update()
-        for bucket in buckets:  # a cache that something uses cannot be flushed
+        for bucket in await begin_broadcast(client, trainer, sampler.second):
+            # a cache that something uses cannot be flushed
             body = {"names": bucket.names, "dtypes": bucket.dtypes, "shapes": bucket.shapes, "weight_version": "7"}
             body |= {"group_name": trainer.name, "load_format": "flattened_bucket", "flush_cache": mode == "retract"}
             await client._call("POST", "/update_weights_from_distributed", body)
@@ -290,9 +282,7 @@ def test_a_trainer_that_goes_away_in_mid_broadcast_is_answered_400_and_the_disk_
     trainer = Trainer("gone")
 
     async def work(client):
-        buckets = trainer.broadcast(sampler.second)
-        await client.join_weight_group(name="gone", port=trainer.store.port, rank=1, size=2)
-        await client.begin_weight_update()
+        buckets = await begin_broadcast(client, trainer, sampler.second)
         await client.receive_weights(buckets[0], group="gone")
         trainer.work.join(0.5)
         await client.receive_weights(buckets[1], group="gone", version=9)  # the second is there; a third never comes

@@ -80,8 +80,7 @@ def test_alone_among_others_and_admitted_later_give_the_same_bits(folder, change
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype", "config"),
-    [("llama", "float32", {}), ("qwen2", "bfloat16", {}), ("qwen3", "bfloat16", WIDE)],
+    ("kind", "dtype", "config"), [("llama", "float32", {}), ("qwen2", "bfloat16", {}), ("qwen3", "bfloat16", WIDE)]
 )
 def test_other_types_sizes_and_dtypes_give_the_same_bits_in_company(make_checkpoint, kind, dtype, config):
     folder = make_checkpoint(kind, **config)

@@ -227,10 +227,7 @@ BAD_BODIES = {
     "do not fit": [{"input_ids": [1] * 256}, params(max_new_tokens=254), params(max_new_tokens=10**30)],
     "text": [{"text": ""}, {"text": 5}],
     "max_new_tokens": [params(max_new_tokens=0), params(max_new_tokens=True)],
-    "temperature": [
-        params(temperature=-0.1),
-        b'{"input_ids": [1], "sampling_params": {"temperature": 1e999}}',
-    ],
+    "temperature": [params(temperature=-0.1), b'{"input_ids": [1], "sampling_params": {"temperature": 1e999}}'],
     "top_p": [params(top_p=0.0)],
     "top_k": [params(top_k=0)],
     "n: ": [params(n=0), params(n=10**9)],
