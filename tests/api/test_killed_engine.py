@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-from contextlib import asynccontextmanager
 from functools import partial
 
 import pytest
@@ -16,30 +15,30 @@ from tests.api.real_engines import client_over
 from tests.forks import spawn_server
 from tests.server_info import server_info
 
-pytestmark = pytest.mark.anyio
 LONG = {"prompt": "the cat", "max_tokens": 180, "ignore_eos": True, "seed": 3}
 N = 60  # so that an answer takes long enough to be killed in
 
 
 @pytest.fixture
 def serve(model_folder, tmp_path, monkeypatch):
-    """serve(count): a client of the API and the fleet of so many engines, as long as the block lasts."""
+    """serve(scenario, count): run scenario(client of the API, fleet) over so many engines."""
     monkeypatch.setattr(ServerProcess, "spawn", classmethod(spawn_server))
     settings = EngineSettings(deterministic=True, max_batch=4, token="t")
 
     def launch(number, folder, version):
         return start_engine(settings.of_replica(number, folder, version), log_path=tmp_path / f"log-{number}")
 
-    @asynccontextmanager
-    async def run(count):
+    async def main(scenario, count):
         fleet = Fleet(
             model=model_folder, version="1", launch=launch, connect=partial(SamplerClient, token="t"), name="tiny",
             max_restarts=None, is_watched_idle=True,
         )  # fmt: skip
-        async with client_over(model_folder, fleet, count) as client, asyncio.timeout(90):
-            yield client, fleet
+        async with client_over(model_folder, fleet, count) as client:
+            await asyncio.wait_for(scenario(client, fleet), 90)
+            while len(fleet.up) < count:  # one that is being started would outlive the fleet
+                await asyncio.sleep(0.02)
 
-    return run
+    return lambda scenario, count: asyncio.run(main(scenario, count))
 
 
 async def until_busy(fleet):
@@ -53,8 +52,8 @@ def texts(reply):
     return [choice["text"] for choice in reply.json()["choices"]]
 
 
-async def test_a_request_whose_engine_is_killed_is_answered_by_another_with_the_same_bytes(serve):
-    async with serve(2) as (client, fleet):
+def test_a_request_whose_engine_is_killed_is_answered_by_another_with_the_same_bytes(serve):
+    async def scenario(client, fleet):
         undisturbed = texts(await client.post("/v1/completions", json=LONG | {"n": N}))
         asking = asyncio.ensure_future(client.post("/v1/completions", json=LONG | {"n": N}))
         await until_busy(fleet)
@@ -64,9 +63,11 @@ async def test_a_request_whose_engine_is_killed_is_answered_by_another_with_the_
             await asyncio.sleep(0.02)
         assert fleet.num_restarts == 1
 
+    serve(scenario, 2)
 
-async def test_without_another_engine_a_request_is_answered_503_and_later_ones_by_the_engine_in_its_place(serve):
-    async with serve(1) as (client, fleet):
+
+def test_without_another_engine_a_request_is_answered_503_and_later_ones_by_the_engine_in_its_place(serve):
+    async def scenario(client, fleet):
         asking = asyncio.ensure_future(client.post("/v1/completions", json=LONG | {"n": N}))
         await until_busy(fleet)
         os.kill(fleet.replicas[0].server.pid, signal.SIGKILL)
@@ -76,9 +77,11 @@ async def test_without_another_engine_a_request_is_answered_503_and_later_ones_b
             await asyncio.sleep(0.02)
         assert len(texts(await client.post("/v1/completions", json=LONG))) == 1
 
+    serve(scenario, 1)
 
-async def test_a_stream_that_has_begun_ends_with_an_error_and_is_not_begun_again(serve):
-    async with serve(1) as (client, fleet):
+
+def test_a_stream_that_has_begun_ends_with_an_error_and_is_not_begun_again(serve):
+    async def scenario(client, fleet):
         seen = []
 
         async def read():
@@ -91,3 +94,5 @@ async def test_a_stream_that_has_begun_ends_with_an_error_and_is_not_begun_again
         os.kill(fleet.replicas[0].server.pid, signal.SIGKILL)
         await reading
         assert any('"error"' in line for line in seen)
+
+    serve(scenario, 1)

@@ -4,7 +4,6 @@ import asyncio
 import json
 import re
 import signal
-from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
 import httpx
@@ -24,7 +23,6 @@ from tests.evaluation.tiny import VOCABULARY
 from tests.forks import spawn_server
 
 TOKEN = "of-this-test"
-pytestmark = pytest.mark.anyio
 LONG = {"prompt": "the cat", "max_tokens": 180, "ignore_eos": True}
 
 
@@ -40,17 +38,19 @@ def process(model_folder):
 
 @pytest.fixture
 def serve(model_folder, process):
-    """serve(limits): a client of the API and one of its engine, as long as the block lasts."""
+    """serve(scenario): run scenario(client of the API, client of the engine)."""
 
-    @asynccontextmanager
-    async def run(**limits):
-        kept = SimpleNamespace(url=process.url, pid=process.pid, is_alive=True, stop=lambda: None)
-        engines = Fleet(
-            model=model_folder, version="default", max_restarts=None,
-            launch=lambda number, folder, version: kept, connect=lambda url: SamplerClient(url, token=TOKEN),
-        )  # fmt: skip
-        async with client_over(model_folder, engines, **limits) as client, asyncio.timeout(60):
-            yield client, engines.least_busy().client
+    def run(scenario, **limits):
+        async def main():
+            kept = SimpleNamespace(url=process.url, pid=process.pid, is_alive=True, stop=lambda: None)
+            engines = Fleet(
+                model=model_folder, version="default", max_restarts=None,
+                launch=lambda number, folder, version: kept, connect=lambda url: SamplerClient(url, token=TOKEN),
+            )  # fmt: skip
+            async with client_over(model_folder, engines, **limits) as client:
+                return await asyncio.wait_for(scenario(client, engines.least_busy().client), 60)
+
+        return asyncio.run(main())
 
     return run
 
@@ -67,11 +67,14 @@ async def num_running(engine):
     return info["num_running_samples"] + info["num_waiting_samples"]
 
 
-async def test_logprobs_of_prompt_and_answer_are_those_of_transformers(serve, model_folder):
+def test_logprobs_of_prompt_and_answer_are_those_of_transformers(serve, model_folder):
     ids = [5, 17, 103, 44]
-    body = {"prompt": ids, "max_tokens": 3, "temperature": 0, "echo": True, "logprobs": 3, "ignore_eos": True}
-    async with serve() as (client, _):
-        scores = (await client.post("/v1/completions", json=body)).json()["choices"][0]["logprobs"]
+
+    async def scenario(client, engine):
+        body = {"prompt": ids, "max_tokens": 3, "temperature": 0, "echo": True, "logprobs": 3, "ignore_eos": True}
+        return (await client.post("/v1/completions", json=body)).json()["choices"][0]["logprobs"]
+
+    scores = serve(scenario)
     model = model_of(model_folder, None)
     names = [model.tokens.name(token) for token in range(VOCABULARY)]
     sampled = [names.index(name) for name in scores["tokens"][len(ids) :]]
@@ -85,10 +88,10 @@ async def test_logprobs_of_prompt_and_answer_are_those_of_transformers(serve, mo
             assert told[names[other]] == pytest.approx(value, abs=1e-3)
 
 
-async def test_an_answer_among_others_is_the_same_as_alone(serve):
+def test_an_answer_among_others_is_the_same_as_alone(serve):
     bodies = [{"prompt": [place + 3], "max_tokens": 24, "seed": place, "ignore_eos": True} for place in range(7)]
-    async with serve() as (client, _):
 
+    async def scenario(client, engine):
         async def said(body):
             return (await client.post("/v1/completions", json=body)).json()["choices"][0]["text"]
 
@@ -98,15 +101,11 @@ async def test_an_answer_among_others_is_the_same_as_alone(serve):
         two = (await client.post("/v1/completions", json={**bodies[2], "n": 2})).json()["choices"]
         assert two[0]["text"] == together[2] != two[1]["text"]
 
-
-async def nothing_runs(engine):
-    async with asyncio.timeout(10):
-        while await num_running(engine):
-            await asyncio.sleep(0.01)
+    serve(scenario)
 
 
-async def test_a_stop_string_and_a_time_limit_free_the_engine_at_once(serve):
-    async with serve() as (client, engine):
+def test_a_stop_string_and_a_time_limit_free_the_engine_at_once(serve):
+    async def scenario(client, engine):
         whole = (await client.post("/v1/completions", json={**LONG, "seed": 1})).json()["choices"][0]["text"]
         stop = whole[10:12]
         body = {**LONG, "seed": 1, "stop": stop}
@@ -114,19 +113,31 @@ async def test_a_stop_string_and_a_time_limit_free_the_engine_at_once(serve):
         assert choice["text"] == whole[: whole.index(stop)] and choice["stop_reason"] == stop
         await nothing_runs(engine)
 
-    async with serve(request_timeout_s=0.05) as (client, engine):
+    serve(scenario)
+
+    async def too_slow(client, engine):
         assert (await client.post("/v1/completions", json={**LONG, "n": 100})).status_code == 504
         await nothing_runs(engine)
 
+    serve(too_slow, request_timeout_s=0.05)
 
-async def test_who_leaves_frees_the_engine(serve):
-    async with serve() as (client, engine):
+
+async def nothing_runs(engine):
+    async with asyncio.timeout(10):
+        while await num_running(engine):
+            await asyncio.sleep(0.01)
+
+
+def test_who_leaves_frees_the_engine(serve):
+    async def scenario(client, engine):
         asking = asyncio.ensure_future(client.post("/v1/completions", json={**LONG, "n": 100, "stream": True}))
         while not await num_running(engine):
             await asyncio.sleep(0.001)
         asking.cancel()
         await nothing_runs(engine)
         assert await engine.health()
+
+    serve(scenario)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
@@ -147,8 +158,8 @@ def test_the_process_says_what_it_serves_and_its_engine_ends_with_it(model_folde
         assert not psutil.wait_procs(engines, timeout=30)[1]
 
 
-async def test_sglangs_protocol_is_passed_on_as_it_is(serve):
-    async with serve() as (client, engine):
+def test_sglangs_protocol_is_passed_on_as_it_is(serve):
+    async def scenario(client, engine):
         assert (await client.get("/model_info")).json() == await engine.model_info()
         assert (await client.get("/health_generate")).status_code == 200
         params = {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True}
@@ -166,3 +177,5 @@ async def test_sglangs_protocol_is_passed_on_as_it_is(serve):
         assert (await client.post("/generate?model=other", json=body)).status_code == 404
         for closed in ("/update_weights_from_disk", "/abort_request", "/pause_generation", "/flush_cache"):
             assert (await client.post(closed, json={})).status_code == 404
+
+    serve(scenario)

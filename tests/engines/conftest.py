@@ -10,9 +10,3 @@ def samplers_are_forks():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ServerProcess, "spawn", classmethod(spawn_server))
         yield
-
-
-@pytest.fixture(scope="session")
-def anyio_backend():
-    """For tests that are coroutines."""
-    return "asyncio"

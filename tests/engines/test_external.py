@@ -1,7 +1,7 @@
 """Samplers that somebody else runs: looked at, given weights, left out when they are lost, never stopped."""
 
 import asyncio
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -16,24 +16,24 @@ from nanodag.rl.sync import broadcast_sync
 from nanodag.rl.sync.broadcast_sync import DistributedSync
 from tests.engines.foreign import NEEDED, Foreign, again, fleet, given, until
 
-pytestmark = pytest.mark.anyio
 ASKED = [Request(input_ids=[1, 2])]
 
 
-@asynccontextmanager
-async def holding(folder, *servers, version=1, **options):
-    """A fleet that has given its servers these weights, and the servers: their successors can be added to the list."""
-    servers = list(servers)
-    async with fleet(folder, servers, **options) as samplers:
-        if version:
-            await given(samplers, folder, version)
-        yield samplers, servers
-
-
 @pytest.fixture
-async def pair(tmp_path):
-    async with holding(tmp_path, Foreign(), Foreign()) as both:
-        yield both
+def play(tmp_path):
+    """play(scenario, *servers, ...): run scenario(a fleet of the servers, two if none are named, with weights 1;
+    the servers, in a list to which their successors are added)."""
+
+    async def main(scenario, servers, version, options):
+        async with fleet(tmp_path, servers, **options) as samplers:
+            if version:
+                await given(samplers, tmp_path, version)
+            await scenario(samplers, servers)
+
+    def run(scenario, *servers, version=1, **options):
+        asyncio.run(main(scenario, list(servers or (Foreign(), Foreign())), version, options))
+
+    return run
 
 
 def sampled_by(*servers):
@@ -58,10 +58,7 @@ def test_a_file_of_addresses_is_read_with_its_comments_and_the_wrong_line_named(
     file = tmp_path / "urls"
     file.write_text("# two\nhttp://a:1\n\n  http://b:2 /key  # \n")
     assert read_addresses(file) == [Address("http://a:1"), Address("http://b:2", "/key  #")]
-    for text, said in (
-        ("http://a:1\nnode", "line 2"),
-        ("http://a:1\nhttp://a:1/", "line 2: http://a:1 is there"),
-    ):
+    for text, said in (("http://a:1\nnode", "line 2"), ("http://a:1\nhttp://a:1/", "line 2: http://a:1 is there")):
         file.write_text(text)
         with pytest.raises(ValueError, match=said):
             read_addresses(file)
@@ -102,61 +99,70 @@ def test_layers_that_a_server_has_too_few_or_too_many_are_counted_by_the_names_o
     assert "2 layers, the stage's 1" in layers_differ([names], 1)
 
 
-async def test_servers_of_others_take_the_weights_share_the_prompts_and_are_not_stopped(tmp_path):
-    servers = [Foreign(), Foreign(key="secret")]
-    await servers[1].start()
-    await servers[0].start()
-    (tmp_path / "key").write_text("secret\n")
-    named = [Address(servers[0].url), Address(servers[1].url, str(tmp_path / "key"))]
-    async with fleet(tmp_path, servers, named=named) as samplers:
-        await given(samplers, tmp_path, 1)
-        assert [server.weights for server in servers] == ["one", "one"]
-        await given(samplers, tmp_path, 2)
-        assert await samplers.fingerprints() == [[{"w": "two"}]] * 2
-        found = await ask(samplers, 4)
-        assert [answer.weight_version for ((answer,),) in found] == ["2"] * 4
-        assert sampled_by(*servers) == [2, 2]
-        assert {"abort_request", "continue_generation"} <= set(servers[0].asked)
-        samplers.close()
-        await samplers.disconnect()
-        assert all(server.is_alive for server in servers)
+def test_servers_of_others_take_the_weights_share_the_prompts_and_are_not_stopped(tmp_path):
+    async def work():
+        servers = [Foreign(), Foreign(key="secret")]
+        await servers[1].start()
+        await servers[0].start()
+        (tmp_path / "key").write_text("secret\n")
+        named = [Address(servers[0].url), Address(servers[1].url, str(tmp_path / "key"))]
+        async with fleet(tmp_path, servers, named=named) as samplers:
+            await given(samplers, tmp_path, 1)
+            assert [server.weights for server in servers] == ["one", "one"]
+            await given(samplers, tmp_path, 2)
+            assert await samplers.fingerprints() == [[{"w": "two"}]] * 2
+            found = await ask(samplers, 4)
+            assert [answer.weight_version for ((answer,),) in found] == ["2"] * 4
+            assert sampled_by(*servers) == [2, 2]
+            assert {"abort_request", "continue_generation"} <= set(servers[0].asked)
+            samplers.close()
+            await samplers.disconnect()
+            assert all(server.is_alive for server in servers)
+
+    asyncio.run(work())
 
 
-async def test_one_that_was_left_in_the_midst_of_new_weights_is_out_of_it_before_it_takes_any(tmp_path):
-    left = Foreign()
-    left.is_receiving = True
-    async with holding(tmp_path, left, Foreign()) as (_, servers):
+def test_one_that_was_left_in_the_midst_of_new_weights_is_out_of_it_before_it_takes_any(play):
+    async def scenario(samplers, servers):
         assert not servers[0].is_receiving and [server.weights for server in servers] == ["one", "one"]
 
-
-async def test_one_that_is_killed_is_left_out_until_it_is_back_and_has_the_current_weights(pair, tmp_path):
-    samplers, servers = pair
-    servers[0].can_answer.clear()
-    step = [asyncio.ensure_future(samplers.generate(ASKED)) for _ in range(4)]
-    await until(lambda: sampled_by(*servers) == [2, 2])
-    servers[0].kill()
-    await asyncio.gather(*step)  # the other one was asked
-    assert sampled_by(servers[1]) == [4]
-    await given(samplers, tmp_path, 2)  # holds nobody up
-    assert await samplers.versions() == ["2"] and await samplers.fingerprints() == [[], [{"w": "two"}]]
-    servers.append(back := await again(servers[0]))
-    await until(lambda: back.weights == "two")
-    await until(lambda: samplers.replicas[0].is_up)
-    await ask(samplers, 2)
-    assert sampled_by(back) == [1]
-    assert back.asked.index("update_weights_from_disk") < back.asked.index("generate")
+    left = Foreign()
+    left.is_receiving = True
+    play(scenario, left, Foreign())
 
 
-async def test_one_that_was_started_again_unseen_is_found_out_by_its_weights(tmp_path):
-    async with holding(tmp_path, Foreign()) as (samplers, servers):
+def test_one_that_is_killed_is_left_out_until_it_is_back_and_has_the_current_weights(play, tmp_path):
+    async def scenario(samplers, servers):
+        servers[0].can_answer.clear()
+        step = [asyncio.ensure_future(samplers.generate(ASKED)) for _ in range(4)]
+        await until(lambda: sampled_by(*servers) == [2, 2])
+        servers[0].kill()
+        await asyncio.gather(*step)  # the other one was asked
+        assert sampled_by(servers[1]) == [4]
+        await given(samplers, tmp_path, 2)  # holds nobody up
+        assert await samplers.versions() == ["2"] and await samplers.fingerprints() == [[], [{"w": "two"}]]
+        servers.append(back := await again(servers[0]))
+        await until(lambda: back.weights == "two")
+        await until(lambda: samplers.replicas[0].is_up)
+        await ask(samplers, 2)
+        assert sampled_by(back) == [1]
+        assert back.asked.index("update_weights_from_disk") < back.asked.index("generate")
+
+    play(scenario)
+
+
+def test_one_that_was_started_again_unseen_is_found_out_by_its_weights(play):
+    async def scenario(samplers, servers):
         servers[0].kill()
         servers.append(back := await again(servers[0]))
         ((answer,),) = await samplers.generate(ASKED)
         assert answer.weight_version == "1" and back.weights == "one"
 
+    play(scenario, Foreign())
 
-async def test_the_only_one_that_is_killed_before_it_says_that_it_has_the_weights_holds_the_sync_up_no_longer(tmp_path):
-    async with holding(tmp_path, Foreign(), patience_s=5.0) as (samplers, servers):
+
+def test_the_only_one_that_is_killed_before_it_says_that_it_has_the_weights_holds_the_sync_up_no_longer(play, tmp_path):
+    async def scenario(samplers, servers):
         async with samplers.paused():
             await samplers.update_weights_from_disk(str(tmp_path / "2"), 2)
             servers[0].kill()
@@ -165,49 +171,59 @@ async def test_the_only_one_that_is_killed_before_it_says_that_it_has_the_weight
                 assert await samplers.versions() == ["2"]
         assert servers[1].weights == "two"
 
-
-async def test_one_that_hangs_is_left_out_and_its_prompts_are_asked_of_another(pair):
-    samplers, servers = pair
-    servers[0].can_answer.clear()
-    servers[0].hangs_at = {"health_generate"}
-    await ask(samplers, 2)
-    assert sampled_by(servers[1]) == [2] and servers[0].is_alive
+    play(scenario, Foreign(), patience_s=5.0)
 
 
-async def test_one_that_is_cut_off_while_it_takes_weights_holds_nobody_up_at_first_nor_when_it_is_back(pair, tmp_path):
-    samplers, servers = pair
-    servers[0].hangs_at = {"health_generate", "update_weights_from_disk"}
-    async with asyncio.timeout(1):  # less than a request may take
-        await given(samplers, tmp_path, 2)
-    servers[0].hangs_at = {"health_generate"}
-    servers[0].hangs_on_weights = True
-    count = servers[0].asked.count("update_weights_from_disk")
-    await until(lambda: servers[0].asked.count("update_weights_from_disk") > count + 1)  # the probe before
-    async with asyncio.timeout(1):
-        await given(samplers, tmp_path, 1)
-    assert await samplers.versions() == ["1"] and servers[1].weights == "one"
+def test_one_that_hangs_is_left_out_and_its_prompts_are_asked_of_another(play):
+    async def scenario(samplers, servers):
+        servers[0].can_answer.clear()
+        servers[0].hangs_at = {"health_generate"}
+        await ask(samplers, 2)
+        assert sampled_by(servers[1]) == [2] and servers[0].is_alive
+
+    play(scenario)
 
 
-async def test_the_trainer_is_asked_to_wait_for_none_that_does_not_answer(tmp_path, monkeypatch):
-    async def ask(do, **arguments):
-        asked.append(do)
-        return [{"buckets": [{"names": ["w"], "dtypes": ["float32"], "shapes": [[1]]}]}]
+def test_one_that_is_cut_off_while_it_takes_weights_holds_nobody_up_at_first_nor_when_it_is_back(play, tmp_path):
+    async def scenario(samplers, servers):
+        servers[0].hangs_at = {"health_generate", "update_weights_from_disk"}
+        async with asyncio.timeout(1):  # less than a request may take
+            await given(samplers, tmp_path, 2)
+        servers[0].hangs_at = {"health_generate"}
+        servers[0].hangs_on_weights = True
+        count = servers[0].asked.count("update_weights_from_disk")
+        await until(lambda: servers[0].asked.count("update_weights_from_disk") > count + 1)  # the probe before
+        async with asyncio.timeout(1):
+            await given(samplers, tmp_path, 1)
+        assert await samplers.versions() == ["1"] and servers[1].weights == "one"
+
+    play(scenario)
+
+
+def test_the_trainer_is_asked_to_wait_for_none_that_does_not_answer(tmp_path, monkeypatch):
+    async def work():
+        asked, silent = [], Foreign()
+        silent.hangs_at = {"model_info"}
+
+        async def ask(do, **arguments):
+            asked.append(do)
+            return [{"buckets": [{"names": ["w"], "dtypes": ["float32"], "shapes": [[1]]}]}]
+
+        async with fleet(tmp_path, [silent]) as samplers:
+            sync = DistributedSync(samplers, ask, check_every=0, timeout_s=1.0)
+            for url, why in (("http://127.0.0.1:1", "was lost at /model_info"), (silent.url, "answer within 0.05 s")):
+                async with SamplerClient(url) as client:
+                    with pytest.raises(SamplerLost, match=why):
+                        await sync.give(client, tmp_path / "1", 1)
+        assert asked == ["layout"]
 
     monkeypatch.setattr(broadcast_sync, "is_here", lambda client: False)
     monkeypatch.setattr(broadcast_sync, "GRACE_S", 0.05)
-    asked, silent = [], Foreign()
-    silent.hangs_at = {"model_info"}
-    async with fleet(tmp_path, [silent]) as samplers:
-        sync = DistributedSync(samplers, ask, check_every=0, timeout_s=1.0)
-        for url, why in (("http://127.0.0.1:1", "was lost at /model_info"), (silent.url, "answer within 0.05 s")):
-            async with SamplerClient(url) as client:
-                with pytest.raises(SamplerLost, match=why):
-                    await sync.give(client, tmp_path / "1", 1)
-    assert asked == ["layout"]
+    asyncio.run(work())
 
 
-async def test_weights_that_come_in_the_midst_of_answers_go_to_those_that_are_there_and_each_goes_on(tmp_path):
-    async with holding(tmp_path, Foreign(), Foreign(), pause="in_place") as (samplers, servers):
+def test_weights_that_come_in_the_midst_of_answers_go_to_those_that_are_there_and_each_goes_on(play, tmp_path):
+    async def scenario(samplers, servers):
         for server in servers:
             server.can_answer.clear()
         step = [asyncio.ensure_future(samplers.generate(ASKED)) for _ in range(2)]
@@ -222,6 +238,8 @@ async def test_weights_that_come_in_the_midst_of_answers_go_to_those_that_are_th
         await until(lambda: back.weights == "two" and samplers.replicas[0].is_up)
         for server in (servers[1], back):
             assert server.asked.count("continue_generation") > server.asked.count("pause_generation")
+
+    play(scenario, pause="in_place")
 
 
 RUBBISH = {
@@ -240,20 +258,19 @@ RUBBISH = {
 
 
 @pytest.mark.parametrize("name", RUBBISH)
-async def test_one_that_answers_what_cannot_be_is_left_out_with_the_reason(tmp_path, name, caplog):
-    bad = Foreign()
-    bad.answer, said = RUBBISH[name]
-    async with holding(tmp_path, bad, Foreign()) as (samplers, servers):
+def test_one_that_answers_what_cannot_be_is_left_out_with_the_reason(play, name, caplog):
+    async def scenario(samplers, servers):
         await ask(samplers, 2)
         assert sampled_by(servers[1]) == [2]
         assert f"{servers[0].url} is left out" in caplog.text and said in caplog.text
 
+    bad = Foreign()
+    bad.answer, said = RUBBISH[name]
+    play(scenario, bad, Foreign())
 
-async def test_those_that_do_not_fit_end_the_stage_at_its_begin_with_every_reason_and_one_that_is_down_not(tmp_path):
-    other = Foreign()
-    other.server["dtype"] = "bfloat16"
-    servers = (Foreign(key="secret"), Foreign(sees=tmp_path / "elsewhere"), Foreign(), Foreign())
-    async with holding(tmp_path, other, *servers, version=0) as (samplers, servers):
+
+def test_those_that_do_not_fit_end_the_stage_at_its_begin_with_every_reason_and_one_that_is_down_not(play, tmp_path):
+    async def scenario(samplers, servers):
         servers[3].kill()
         with pytest.raises(SamplerError) as error:
             await samplers.external.first_look()
@@ -262,6 +279,11 @@ async def test_those_that_do_not_fit_end_the_stage_at_its_begin_with_every_reaso
         assert "answered 401: no key (" in said and "its key stands in a file behind its URL" in said
         assert "does not see what this machine writes" in said and "weights.sync: distributed" in said
         assert servers[3].url not in said and servers[4].url not in said
+
+    other = Foreign()
+    other.server["dtype"] = "bfloat16"
+    servers = (Foreign(key="secret"), Foreign(sees=tmp_path / "elsewhere"), Foreign(), Foreign())
+    play(scenario, other, *servers, version=0)
 
 
 @pytest.mark.parametrize(
@@ -273,25 +295,29 @@ async def test_those_that_do_not_fit_end_the_stage_at_its_begin_with_every_reaso
         ({"status": 503, "text": "it starts"}, False),
     ],
 )
-async def test_a_router_or_web_server_is_refused_and_a_server_that_starts_is_waited_for(tmp_path, answer, is_refused):
+def test_a_router_or_web_server_is_refused_at_once_and_a_server_that_starts_is_waited_for(play, answer, is_refused):
     class Other(Foreign):
         async def model_info(self, body):
             return web.Response(**answer)
 
-    async with holding(tmp_path, Other(), version=0) as (samplers, _):
+    async def scenario(samplers, servers):
         said = r"cannot be used.*/model_info of .*no router or web server"
         with pytest.raises(SamplerError, match=said) if is_refused else nullcontext():
             await samplers.external.first_look()
 
-
-async def test_a_key_file_that_is_not_there_is_named(pair, tmp_path):
-    samplers, servers = pair
-    with pytest.raises(BadRequest, match=r"key.* cannot be read"):
-        await samplers.external.attach(Address(servers[0].url, f"{tmp_path}/none"))
+    play(scenario, Other(), version=0)
 
 
-async def test_a_stage_without_any_sampler_waits_and_then_ends_with_the_reasons(tmp_path):
-    async with holding(tmp_path, Foreign(), version=0, timeout_s=0.02, patience_s=0.1) as (samplers, servers):
+def test_a_key_file_that_is_not_there_is_named(play, tmp_path):
+    async def scenario(samplers, servers):
+        with pytest.raises(BadRequest, match=r"key.* cannot be read"):
+            await samplers.external.attach(Address(servers[0].url, f"{tmp_path}/none"))
+
+    play(scenario)
+
+
+def test_a_stage_without_any_sampler_waits_and_then_ends_with_the_reasons(play, tmp_path):
+    async def scenario(samplers, servers):
         servers[0].hangs_at = {"server_info"}
         with pytest.raises(SamplerLost, match=r"No sampler is up.*no answer within 0.02 s"):
             await given(samplers, tmp_path, 1)
@@ -299,35 +325,40 @@ async def test_a_stage_without_any_sampler_waits_and_then_ends_with_the_reasons(
         await given(samplers, tmp_path, 1)
         assert await samplers.versions() == ["1"]
 
+    play(scenario, Foreign(), version=0, timeout_s=0.02, patience_s=0.1)
 
-async def test_a_file_of_servers_may_grow_and_shrink_and_a_wrong_one_changes_nothing(tmp_path, caplog):
-    servers = [Foreign(), Foreign()]
-    for server in servers:
-        await server.start()
-    file = tmp_path / "urls"
-    file.write_text(servers[0].url)
-    async with fleet(tmp_path, servers, file=file) as samplers:
-        await given(samplers, tmp_path, 1)
-        assert servers[1].weights == "its own"
-        file.write_text(f"{servers[0].url}\n{servers[1].url}\n")
-        await asyncio.sleep(0.005)
-        await samplers.generate(ASKED)
-        await until(lambda: len(samplers.replicas) == 2 and samplers.replicas[1].is_up)
-        assert servers[1].weights == "one"
-        file.write_text("rubbish\n")
-        await asyncio.sleep(0.005)
-        await ask(samplers, 2)
-        assert "line 1" in caplog.text and min(sampled_by(*servers)) > 0
-        before = sampled_by(servers[0])
-        servers[0].can_answer.clear()
-        under_way = [asyncio.ensure_future(samplers.generate(ASKED)) for _ in range(2)]
-        await until(lambda: sampled_by(servers[0]) != before)
-        file.write_text(servers[1].url)
-        await asyncio.sleep(0.005)
-        count = sampled_by(servers[0])
-        await ask(samplers, 3)
-        servers[0].can_answer.set()
-        await asyncio.gather(*under_way)  # it answers what it was asked before, nobody else does
-        assert sampled_by(servers[0]) == count and sum(sampled_by(*servers)) == 1 + 2 + 2 + 3
-        await given(samplers, tmp_path, 2)
-        assert [server.weights for server in servers] == ["one", "two"]
+
+def test_a_file_of_servers_may_grow_and_shrink_and_a_wrong_one_changes_nothing(tmp_path, caplog):
+    async def work():
+        servers = [Foreign(), Foreign()]
+        for server in servers:
+            await server.start()
+        file = tmp_path / "urls"
+        file.write_text(servers[0].url)
+        async with fleet(tmp_path, servers, file=file) as samplers:
+            await given(samplers, tmp_path, 1)
+            assert servers[1].weights == "its own"
+            file.write_text(f"{servers[0].url}\n{servers[1].url}\n")
+            await asyncio.sleep(0.005)
+            await samplers.generate(ASKED)
+            await until(lambda: len(samplers.replicas) == 2 and samplers.replicas[1].is_up)
+            assert servers[1].weights == "one"
+            file.write_text("rubbish\n")
+            await asyncio.sleep(0.005)
+            await ask(samplers, 2)
+            assert "line 1" in caplog.text and min(sampled_by(*servers)) > 0
+            before = sampled_by(servers[0])
+            servers[0].can_answer.clear()
+            under_way = [asyncio.ensure_future(samplers.generate(ASKED)) for _ in range(2)]
+            await until(lambda: sampled_by(servers[0]) != before)
+            file.write_text(servers[1].url)
+            await asyncio.sleep(0.005)
+            count = sampled_by(servers[0])
+            await ask(samplers, 3)
+            servers[0].can_answer.set()
+            await asyncio.gather(*under_way)  # it answers what it was asked before, nobody else does
+            assert sampled_by(servers[0]) == count and sum(sampled_by(*servers)) == 1 + 2 + 2 + 3
+            await given(samplers, tmp_path, 2)
+            assert [server.weights for server in servers] == ["one", "two"]
+
+    asyncio.run(work())

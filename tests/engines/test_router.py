@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-from contextlib import asynccontextmanager
 from unittest.mock import AsyncMock
 
 import pytest
@@ -20,7 +19,6 @@ from tests.rl.models import save_tiny_model
 from tests.rl.stages import make_job, metrics, start
 from tests.sglang_python import python_or_skip
 
-pytestmark = pytest.mark.anyio
 START_S = 1500
 
 
@@ -34,12 +32,16 @@ def python():
     return python_or_skip()
 
 
-@asynccontextmanager
-async def playing(folder, **options):
-    """A world with two samplers behind a router, which answer at once unless they are told to wait; the samplers."""
-    async with World(folder, has_router=True, **options) as world, asyncio.timeout(PATIENCE_S):
-        world.may_answer.set()
-        yield world, world.samplers
+def play(folder, scenario, **options):
+    """Run scenario(world, samplers) with two samplers behind a router, which answer at once unless they are told to
+    wait."""
+
+    async def main():
+        async with World(folder, has_router=True, **options) as world:
+            world.may_answer.set()
+            await asyncio.wait_for(scenario(world, world.samplers), PATIENCE_S)
+
+    asyncio.run(main())
 
 
 def asking(samplers, count):
@@ -60,8 +62,8 @@ async def is_behind(world):
     return set(await world.router.replicas[0].client.servers()) == {server.url for server in world.servers}
 
 
-async def test_prompts_go_through_the_router_to_both_samplers_in_order_and_weights_to_each(tmp_path):
-    async with playing(tmp_path) as (world, samplers):
+def test_prompts_go_through_the_router_to_both_samplers_in_order_and_weights_to_each(tmp_path):
+    async def scenario(world, samplers):
         ids = [[n] for n in range(5)]
         groups = await samplers.generate([Request(input_ids=prompt) for prompt in ids])
         assert [completion.output_ids for (completion,) in groups] == ids and busy(world) == {0, 1}
@@ -71,10 +73,12 @@ async def test_prompts_go_through_the_router_to_both_samplers_in_order_and_weigh
         world.routers[0].hangs = True  # what is no generation needs no router
         assert await samplers.versions() == ["2", "2"] and {server.weights for server in world.servers} == {"2"}
 
+    play(tmp_path, scenario)
+
 
 @pytest.mark.parametrize("victims", [(1,), (0, 1)])
-async def test_what_killed_samplers_were_asked_is_sent_again_and_others_take_their_places(tmp_path, victims):
-    async with playing(tmp_path) as (world, samplers):
+def test_what_killed_samplers_were_asked_is_sent_again_and_others_take_their_places(tmp_path, victims):
+    async def scenario(world, samplers):
         world.may_answer.clear()
         tasks = asking(samplers, 6)
         await until(lambda: busy(world) == {0, 1})
@@ -86,9 +90,11 @@ async def test_what_killed_samplers_were_asked_is_sent_again_and_others_take_the
         await samplers.members()
         assert await is_behind(world) and world.router.num_restarts == 0
 
+    play(tmp_path, scenario)
 
-async def test_a_sampler_killed_while_all_are_paused_is_behind_the_router_before_they_continue(tmp_path):
-    async with playing(tmp_path, pause="in_place") as (world, samplers):
+
+def test_a_sampler_killed_while_all_are_paused_is_behind_the_router_before_they_continue(tmp_path):
+    async def scenario(world, samplers):
         async with samplers.paused():
             world.servers[1].kill()
             await samplers.members()
@@ -96,11 +102,11 @@ async def test_a_sampler_killed_while_all_are_paused_is_behind_the_router_before
             while not await is_behind(world):
                 await asyncio.sleep(0.01)
 
+    play(tmp_path, scenario, pause="in_place")
 
-async def test_a_request_that_is_sent_again_has_another_rid_and_is_aborted_under_it(tmp_path, monkeypatch):
-    aborts = AsyncMock(return_value={})
-    monkeypatch.setattr(FakeSampler, "abort_request", aborts, raising=False)
-    async with playing(tmp_path) as (world, samplers):
+
+def test_a_request_that_is_sent_again_has_another_rid_and_is_aborted_under_it(tmp_path, monkeypatch):
+    async def scenario(world, samplers):
         world.may_answer.clear()
         (task,) = asking(samplers, 1)
         await until(lambda: busy(world))
@@ -113,10 +119,14 @@ async def test_a_request_that_is_sent_again_has_another_rid_and_is_aborted_under
         assert world.routers[0].sent == ["r0", "r0-attempt-2"]
         assert {call.args[0]["rid"] for call in aborts.call_args_list} == {"r0-attempt-2"}
 
+    aborts = AsyncMock(return_value={})
+    monkeypatch.setattr(FakeSampler, "abort_request", aborts, raising=False)
+    play(tmp_path, scenario)
+
 
 @pytest.mark.parametrize("how", ["killed", "hangs"])
-async def test_a_router_that_is_killed_or_hangs_is_started_again_with_its_servers(tmp_path, how):
-    async with playing(tmp_path) as (world, samplers):
+def test_a_router_that_is_killed_or_hangs_is_started_again_with_its_servers(tmp_path, how):
+    async def scenario(world, samplers):
         world.may_answer.clear()
         tasks = asking(samplers, 4)
         await until(lambda: busy(world) == {0, 1})
@@ -129,9 +139,11 @@ async def test_a_router_that_is_killed_or_hangs_is_started_again_with_its_server
         assert await answered(tasks) == [[n] for n in range(4)]
         assert samplers.num_restarts == 0 and await is_behind(world)
 
+    play(tmp_path, scenario)
 
-async def test_what_is_refused_is_not_sent_again_and_what_fails_again_and_again_ends(tmp_path):
-    async with playing(tmp_path, max_restarts=1) as (world, samplers):
+
+def test_what_is_refused_is_not_sent_again_and_what_fails_again_and_again_ends(tmp_path):
+    async def scenario(world, samplers):
         for error, num_sent, reason in (
             (BadRequest("no"), 1, "no"),
             (SamplerLost("it ended with code 1"), 2, r"failed 2 times behind the router.*code 1"),
@@ -140,6 +152,8 @@ async def test_what_is_refused_is_not_sent_again_and_what_fails_again_and_again_
             with pytest.raises(type(error), match=reason):
                 await samplers.generate([Request(input_ids=[1])])
             assert world.router.ask.call_count == num_sent
+
+    play(tmp_path, scenario, max_restarts=1)
 
 
 @pytest.mark.slow

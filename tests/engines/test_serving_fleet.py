@@ -12,28 +12,25 @@ from nanodag.inference.protocol import Completion, Request
 from tests.engines.fake_samplers import PATIENCE_S, World, write_weights
 from tests.engines.foreign import until
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.fixture
-def playing(tmp_path, monkeypatch):
-    """playing(size=1): a world and its fleet, which serves as `tiny`, as long as the block lasts."""
+def play(tmp_path, monkeypatch):
+    """play(scenario, size=1): run scenario(world, its fleet), which serves as `tiny`."""
     monkeypatch.setattr(replica, "FIRST_PAUSE_S", 0.001)
 
     def check(folder):
         if folder.name == "misshapen":
             raise SamplerError("of another shape")
 
-    @contextlib.asynccontextmanager
-    async def run(size=1):
+    async def main(scenario, size):
         for weights in ("0", "2", "other shape"):
             write_weights(tmp_path / weights, weights)
         options = {"name": "tiny", "max_restarts": None, "is_watched_idle": True, "check": check}
-        async with World(tmp_path, size=size, **options) as world, asyncio.timeout(PATIENCE_S):
+        async with World(tmp_path, size=size, **options) as world:
             world.may_answer.set()
-            yield world, world.samplers
+            await asyncio.wait_for(scenario(world, world.samplers), PATIENCE_S)
 
-    return run
+    return lambda scenario, size=1: asyncio.run(main(scenario, size))
 
 
 async def version_of(fleet):
@@ -55,8 +52,8 @@ def prompts_of(world):
     return [asked.count(number) for number in range(world.size)]
 
 
-async def test_an_engine_that_dies_is_started_until_it_is_up_and_lost_meanwhile(playing, caplog):
-    async with playing() as (world, fleet):
+def test_an_engine_that_dies_is_started_until_it_is_up_and_lost_meanwhile(play, caplog):
+    async def scenario(world, fleet):
         assert await version_of(fleet) == "0"
         world.faults = [SamplerLost("no memory")] * 2
         world.servers[0].kill()
@@ -64,11 +61,13 @@ async def test_an_engine_that_dies_is_started_until_it_is_up_and_lost_meanwhile(
             await version_of(fleet)
         await until(lambda: fleet.is_ready)
         assert await version_of(fleet) == "0" and fleet.num_restarts == 1 and not world.faults
+
+    play(scenario)
     assert "was lost and is started again" in caplog.text and "no log" in caplog.text
 
 
-async def test_the_least_busy_engine_is_asked_and_a_dead_one_is_not(playing):
-    async with playing(size=2) as (world, fleet):
+def test_the_least_busy_engine_is_asked_and_a_dead_one_is_not(play):
+    async def scenario(world, fleet):
         world.may_answer.clear()
         asking = [asyncio.ensure_future(version_of(fleet)) for _ in range(4)]
         await until(lambda: prompts_of(world) == [2, 2])
@@ -81,9 +80,11 @@ async def test_the_least_busy_engine_is_asked_and_a_dead_one_is_not(playing):
         world.servers[0].kill()
         assert [await version_of(fleet) for _ in range(3)] == ["0"] * 3 and prompts_of(world) == [2, 5]
 
+    play(scenario, size=2)
 
-async def test_new_weights_are_taken_and_an_engine_that_was_away_or_dies_comes_back_with_them(playing, tmp_path):
-    async with playing() as (world, fleet):
+
+def test_new_weights_are_taken_and_an_engine_that_was_away_or_dies_comes_back_with_them(play, tmp_path):
+    async def scenario(world, fleet):
         world.held = threading.Event()
         world.servers[0].kill()
         await until(lambda: len(world.started) == 2)  # with weights 0; it is not up yet
@@ -95,10 +96,14 @@ async def test_new_weights_are_taken_and_an_engine_that_was_away_or_dies_comes_b
         await until(lambda: fleet.num_restarts == 2)
         assert world.started == ["0", "0", "2"] and await version_of(fleet) == "2"
 
+    play(scenario)
+
 
 @pytest.mark.parametrize("refused", ["other shape", "missing", "misshapen"])
-async def test_weights_that_an_engine_cannot_take_leave_the_old_ones(playing, tmp_path, refused):
-    async with playing() as (world, fleet):
+def test_weights_that_an_engine_refuses_or_fails_at_and_those_of_another_shape_leave_the_old_ones(
+    play, tmp_path, refused
+):
+    async def scenario(world, fleet):
         assert not await takes(fleet, tmp_path / refused)
         assert await version_of(fleet) == "0" == fleet.weight_version
         if refused == "misshapen":  # refused also while no engine is up
@@ -110,10 +115,12 @@ async def test_weights_that_an_engine_cannot_take_leave_the_old_ones(playing, tm
             await until(lambda: fleet.is_ready)
             assert await version_of(fleet) == "0"
 
+    play(scenario)
+
 
 @pytest.mark.parametrize(("num_told", "asked"), [(0, [0, 1]), (1, [0])])
-async def test_a_stream_is_asked_of_another_engine_only_as_long_as_nothing_was_told(playing, num_told, asked):
-    async with playing(size=2) as (_, fleet):
+def test_a_stream_is_asked_of_another_engine_only_as_long_as_nothing_was_told(play, num_told, asked):
+    async def scenario(world, fleet):
         part = Completion(
             rid="x", output_ids=[1], logprobs=[], finish_reason=None, weight_version="0", weight_versions=[],
             num_prompt_tokens=1,
@@ -136,3 +143,5 @@ async def test_a_stream_is_asked_of_another_engine_only_as_long_as_nothing_was_t
             async for completion in fleet.answer(Request(input_ids=[1]), stream=True):
                 told.append(completion)
         assert told == [part] and numbers == asked and fleet.load == 0
+
+    play(scenario, size=2)
