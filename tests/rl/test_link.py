@@ -100,8 +100,7 @@ def test_ranks_end_when_the_controller_is_killed_even_in_the_middle_of_work():
         finally:
             for process in (controller, *ranks):
                 process.kill()
-            for rank in ranks:
-                rank.communicate()
+                process.communicate()
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Which GPU a sampler gets, and how much: the stage's services with processes that are only noted."""
 
 import sys
+from contextlib import closing
 from unittest.mock import Mock
 
 import pytest
@@ -33,11 +34,9 @@ def test_each_sampler_on_eight_gpus_has_its_own_and_its_share(tmp_path, monkeypa
     found = []
     monkeypatch.setattr(services_module, "start_engine", lambda settings, **where: found.append(settings))
     services = Services(make_job(tmp_path, resources=GPUS, sampler={"context": 64, **sampler}))
-    try:
+    with closing(services.link):
         for number in range(services.num_samplers):
             services._launch(number, tmp_path / "model", 0)
-    finally:
-        services.link.close()
     assert [started.gpus for started in found] == gpus
     assert all({name: getattr(started, name) for name in settings} == settings for started in found)
 
@@ -78,10 +77,8 @@ def test_ranks_of_a_separate_stage_see_the_gpus_that_samplers_leave(tmp_path, mo
     services = Services(make_job(tmp_path, resources=resources, sampler=sampler, placement="separate"))
     seen = {}
     monkeypatch.setattr(services.children, "start", lambda name, command, env: seen.update({name: env}))
-    try:
+    with closing(services.link):
         services._start_trainer()
-    finally:
-        services.link.close()
     assert {env["CUDA_VISIBLE_DEVICES"] for env in seen.values()} == {"8,10"}
     assert [env["LOCAL_RANK"] for env in seen.values()] == ["0", "1"]
 

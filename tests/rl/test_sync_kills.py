@@ -134,21 +134,18 @@ def test_a_client_that_was_closed_says_that_its_sampler_is_lost_however_it_is_as
 def test_a_watch_that_is_left_while_an_answer_is_there_already_ends():
     """A cancellation that came with the answer was swallowed, and whoever left waited for ever."""
 
-    class Client:
-        def __init__(self):
-            self.answer = asyncio.get_running_loop().create_future()
-            self.is_asked = asyncio.Event()
-
-        async def health(self):
-            self.is_asked.set()
-            return await self.answer
-
     async def work():
-        client = Client()
-        watch = ServerWatch(SimpleNamespace(url="http://x", is_alive=True), client, every_s=0.001, timeout_s=60.0)
+        answer, is_asked = asyncio.get_running_loop().create_future(), asyncio.Event()
+
+        async def health():
+            is_asked.set()
+            return await answer
+
+        server, client = SimpleNamespace(url="http://x", is_alive=True), SimpleNamespace(health=health)
+        watch = ServerWatch(server, client, every_s=0.001, timeout_s=60.0)
         under_way = asyncio.ensure_future(watch.over(asyncio.sleep(60)))
-        await client.is_asked.wait()
-        client.answer.set_result(True)
+        await is_asked.wait()
+        answer.set_result(True)
         await asyncio.sleep(0)  # health has its answer, the look has not
         await asyncio.wait_for(watch.leave(), 5)
         under_way.cancel()
