@@ -22,7 +22,7 @@ import tempfile
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -83,30 +83,30 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
+@contextlib.contextmanager
+def _ended(target: Callable[..., None], *arguments: Any, timeout_s: float) -> Iterator[tuple[int, Path]]:
+    """Exit code of a process that called `target(folder, *arguments)`, and the folder with its stdout and stderr."""
+    with tempfile.TemporaryDirectory() as name:
+        process = Forked(target, Path(name), *arguments)
+        try:
+            yield process.wait(timeout_s), Path(name)
+        finally:
+            process.kill()
+
+
 def run_script(code: str, *arguments: object, timeout_s: float = LIMIT_S) -> "subprocess.CompletedProcess[str]":
     """As `python -c code arguments...` would end."""
     command = ["-c", *map(str, arguments)]
-    with tempfile.TemporaryDirectory() as folder:
-        output, errors = Path(folder, "stdout"), Path(folder, "stderr")
-        process = Forked(_script, code, command, output, errors)
-        try:
-            returncode = process.wait(timeout_s)
-        finally:
-            process.kill()
-        return subprocess.CompletedProcess(command, returncode, output.read_text(), errors.read_text())
+    with _ended(_script, code, command, timeout_s=timeout_s) as (returncode, folder):
+        output, errors = ((folder / name).read_text() for name in ("stdout", "stderr"))
+        return subprocess.CompletedProcess(command, returncode, output, errors)
 
 
 def call(function: Callable[..., Any], *arguments: Any, timeout_s: float = LIMIT_S) -> Any:
     """What a function of a module returns in a process of its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        output, errors, result = (Path(folder, name) for name in ("stdout", "stderr", "result"))
-        process = Forked(_call, function, arguments, output, errors, result)
-        try:
-            returncode = process.wait(timeout_s)
-        finally:
-            process.kill()
-        assert returncode == 0, errors.read_text()[-6000:]
-        return pickle.loads(result.read_bytes())
+    with _ended(_call, function, arguments, timeout_s=timeout_s) as (returncode, folder):
+        assert returncode == 0, (folder / "stderr").read_text()[-6000:]
+        return pickle.loads((folder / "result").read_bytes())
 
 
 def start_module(
@@ -136,17 +136,15 @@ def spawn_server(
     return cls(process, url, log_path)  # type: ignore[arg-type]
 
 
-def _call(function: Callable[..., Any], arguments: Sequence[Any], output: Path, errors: Path, result: Path) -> None:
-    _write_to(output, errors)
-    _check_imports()
-    result.write_bytes(pickle.dumps(function(*arguments)))
+def _call(folder: Path, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
+    _begin(folder / "stdout", folder / "stderr")
+    (folder / "result").write_bytes(pickle.dumps(function(*arguments)))
     sys.stderr.flush()
     os._exit(0)  # ranks that have spoken with each other may end with SIGABRT else
 
 
-def _script(code: str, command: list[str], output: Path, errors: Path) -> None:
-    _write_to(output, errors)
-    _check_imports()
+def _script(folder: Path, code: str, command: list[str]) -> None:
+    _begin(folder / "stdout", folder / "stderr")
     sys.argv = command
     exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
 
@@ -154,24 +152,20 @@ def _script(code: str, command: list[str], output: Path, errors: Path) -> None:
 def _module(module: str, arguments: list[str], environment: dict[str, str], log: Path, new_session: bool) -> None:
     if new_session:
         os.setsid()
-    _write_to(log, log)
-    _check_imports()
+    _begin(log, log)
     if PARENT_VARIABLE in environment:
         environment[PARENT_VARIABLE] = str(os.getppid())  # which ends with the process that asked for this one
     subprocess.Popen = ForkingPopen  # type: ignore[misc]
     _become(module, arguments, environment)
 
 
-def _check_imports() -> None:
-    """The server that forks goes on silently without what it cannot import."""
-    assert "tests.preloaded" in sys.modules, "tests/preloaded.py cannot be imported: python -c 'import tests.preloaded'"
-
-
-def _write_to(output: Path, errors: Path) -> None:
+def _begin(output: Path, errors: Path) -> None:
+    """Write to these files. The server that forks goes on silently without what it cannot import."""
     for stream, path in ((1, output), (2, errors)):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(descriptor, stream)
         os.close(descriptor)
+    assert "tests.preloaded" in sys.modules, "tests/preloaded.py cannot be imported: python -c 'import tests.preloaded'"
 
 
 def _become(module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:

@@ -23,7 +23,6 @@ class Quiet(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def content(self) -> Any:
-        """The JSON that was posted."""
         return json.loads(self.rfile.read(int(self.headers["Content-Length"])))
 
 

@@ -1,5 +1,4 @@
-import json
-import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -8,6 +7,7 @@ from nanodag.tokenizer import layout
 from nanodag.tokenizer.bpe import save_tokenizer, train_bpe
 from nanodag.tokenizer.encoding import Encoding
 from nanodag.tokenizer.samples import SAMPLES
+from tests.api.scripted import Scripted, app_of, model_of, spelled, with_template
 
 HERMES_TEMPLATE = """\
 {%- if tools -%}<|system|>Tools:{%- for tool in tools %} {{ tool | tojson }}{%- endfor -%}<|end|>{%- endif -%}
@@ -46,24 +46,21 @@ def encoding(folder: Path) -> Encoding:
 
 @pytest.fixture(scope="session")
 def ids_of(encoding):
-    """ids_of("text", "<|end|>"): token ids, special tokens by their names."""
+    return partial(spelled, encoding)
 
-    def ids(*pieces):
-        found = []
-        for piece in pieces:
-            is_special = piece.startswith("<|") and piece.endswith("|>")
-            found += [encoding.token_id(piece)] if is_special else encoding.encode(piece)
-        return found
 
-    return ids
+@pytest.fixture
+def saying(folder, ids_of):
+    """saying("text", "<|end|>", pause_s=..., limits=...): an application over an engine that says this; the engine."""
+
+    def make(*pieces, limits=None, where=folder, context=200, **how):
+        backend = Scripted(ids_of(*pieces), **how)
+        return app_of(model_of(where, backend, context=context), **({"limits": limits} if limits else {})), backend
+
+    return make
 
 
 @pytest.fixture(scope="session")
 def hermes_folder(folder, tmp_path_factory) -> Path:
     """A tokenizer whose chat template writes calls as Qwen's does."""
-    copy = tmp_path_factory.mktemp("hermes")
-    shutil.copytree(folder, copy, dirs_exist_ok=True)
-    path = copy / "tokenizer_config.json"
-    settings = json.loads(path.read_text()) | {"chat_template": HERMES_TEMPLATE, "eos_token": layout.END}
-    path.write_text(json.dumps(settings))
-    return copy
+    return with_template(folder, tmp_path_factory.mktemp("hermes"), HERMES_TEMPLATE, eos_token=layout.END)

@@ -1,6 +1,5 @@
 """Models whose engine answers by a word of the prompt, for clients that nobody here wrote, and what those ask."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -27,31 +26,6 @@ class ByWord:
         text = self._encoding.decode(request.input_ids)
         engine = next(engine for word, engine in self._engines.items() if word in text)
         return engine.answer(request, stream=stream)
-
-
-class Recorded:
-    """An application, and the requests that came to it."""
-
-    def __init__(self, app):
-        self._app, self.requests = app, []
-
-    async def __call__(self, scope, receive, send):
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        body = b""
-
-        async def seen():
-            nonlocal body
-            message = await receive()
-            body += message.get("body", b"")
-            return message
-
-        try:
-            await self._app(scope, seen, send)
-        finally:
-            headers = {name.decode(): value.decode() for name, value in scope["headers"]}
-            content = json.loads(body) if body else None
-            self.requests.append({"path": scope["path"], "headers": headers, "body": content})
 
 
 def said_app(folder: Path, hermes_folder: Path, ids_of):

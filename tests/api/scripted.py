@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -67,6 +68,15 @@ class Scripted:
         )
 
 
+def spelled(encoding, *pieces: str) -> list[int]:
+    """spelled(encoding, "text", "<|end|>"): token ids, special tokens by their names."""
+    ids = []
+    for piece in pieces:
+        is_special = piece.startswith("<|") and piece.endswith("|>")
+        ids += [encoding.token_id(piece)] if is_special else encoding.encode(piece)
+    return ids
+
+
 def model_of(folder: Path, backend, *, name="tiny", context=200, **how) -> ServedModel:
     tokens = TokenText(folder)
     return ServedModel(
@@ -78,6 +88,15 @@ def model_of(folder: Path, backend, *, name="tiny", context=200, **how) -> Serve
         vocab_size=tokens.encoding.size,
         **how,
     )
+
+
+def with_template(folder: Path, copy: Path, template: str, **settings) -> Path:
+    """A copy of a tokenizer's folder that has another chat template."""
+    shutil.copytree(folder, copy, dirs_exist_ok=True)
+    path = copy / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template, **settings}))
+    (copy / "chat_template.jinja").unlink(missing_ok=True)
+    return copy
 
 
 def app_of(*models, **how):
@@ -108,6 +127,21 @@ def events(response: httpx.Response) -> list:
     *lines, done = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line.startswith("data: ")]
     assert done == "[DONE]"
     return [json.loads(line) for line in lines]
+
+
+def text_of(parts: list, index=0) -> str:
+    """What a chat's stream said as that choice."""
+    choices = [choice for part in parts for choice in part["choices"] if choice["index"] == index]
+    return "".join(choice["delta"].get("content", "") for choice in choices)
+
+
+def scope_of(path) -> dict:
+    """An ASGI server's description of a POST."""
+    return {
+        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "POST",
+        "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "", "scheme": "http",
+        "headers": [(b"host", b"localhost")], "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2),
+    }  # fmt: skip
 
 
 def refusal(response: httpx.Response, status=400) -> dict:

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,9 +21,9 @@ def lines(caplog):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_is_one_line_with_the_tokens_of_its_prompt_and_answers(folder, ids_of, lines, stream):
-    backend = Scripted(ids_of("a b", "<|end|>"))
-    chat(app_of(model_of(folder, backend)), n=2, stream=stream)
+def test_a_request_is_one_line_with_the_tokens_of_its_prompt_and_answers(saying, lines, stream):
+    app, backend = saying("a b", "<|end|>")
+    chat(app, n=2, stream=stream)
     num_prompt = len(backend.asked[0].input_ids)
     assert lines() == [f"POST /v1/chat/completions 200 T s {num_prompt} + {2 * len(backend.ids)} tokens"]
 
@@ -35,18 +36,15 @@ def test_what_the_doors_refuse_has_a_line_and_no_path_begins_another(folder, lin
 
 
 def test_tokens_a_second_are_logged_while_there_are_any_and_count_the_time_of_an_answer_that_is_no_stream(lines):
-    metrics = Metrics({"tiny": model_stub()})
-
-    class Answer:
-        num_tokens, finish_reason = 0, "stop"
-
-    sample = SampledChoice(index=0, request=Request(input_ids=[1]), answer=Answer())
+    metrics = Metrics({"tiny": SimpleNamespace(backend=Scripted([]))})
+    answer = SimpleNamespace(num_tokens=0, finish_reason="stop")
+    sample = SampledChoice(index=0, request=Request(input_ids=[1]), answer=answer)
 
     async def main():
         logging_speed = asyncio.ensure_future(log_speed(metrics, every_s=0.1))
         with metrics.counted("tiny", [sample]):
             await asyncio.sleep(0.35)  # three looks at which nothing has come
-            sample.answer.num_tokens = 100
+            answer.num_tokens = 100
             while not lines():
                 await asyncio.sleep(0.01)
         await asyncio.sleep(0.3)  # idle
@@ -56,13 +54,6 @@ def test_tokens_a_second_are_logged_while_there_are_any_and_count_the_time_of_an
     (line,) = lines()
     speed, rest = line.split(" ", 1)
     assert rest == "tokens a second, 1 answer under way" and float(speed) < 290  # 100 in 0.35 s or more, not in 0.1
-
-
-def model_stub():
-    class Model:
-        backend = Scripted([])
-
-    return Model()
 
 
 def test_the_log_may_be_switched_off():

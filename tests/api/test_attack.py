@@ -2,18 +2,17 @@
 
 import asyncio
 import json
-import os
 import random
 import re
 import socket
-import time
 
 import httpx
 import psutil
 import pytest
 
+from tests.api.real_engines import served
 from tests.evaluation.tiny import save_tiny_model
-from tests.forks import start_module
+from tests.fault.processes import wait_until
 
 pytestmark = pytest.mark.slow
 NUM_CLIENTS, AT_ONCE = 1000, 100
@@ -27,18 +26,9 @@ def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("served")
     save_tiny_model(folder, "qwen3")
     (folder / "keys").write_text(KEY + "\n")
-    log = folder / "log"
-    options = ["--model", f"tiny={folder}", "--port", "0", "--device", "cpu", "--deterministic", "--max-batch", "8"]
-    options += ["--api-key-file", str(folder / "keys")]
-    process = start_module("nanodag.api", *options, environment=dict(os.environ), log=log)
-    try:
-        began = time.monotonic()
-        while "Ctrl-C ends it" not in log.read_text():
-            assert process.poll() is None and time.monotonic() - began < 120, log.read_text()
-            time.sleep(0.05)
-        yield process, int(re.search(r":(\d+)/v1", log.read_text())[1])
-    finally:
-        process.kill()
+    options = ["--deterministic", "--max-batch", "8", "--api-key-file", str(folder / "keys")]
+    with served(folder, folder / "log", *options) as (process, said):
+        yield process, int(re.search(r":(\d+)/v1", said)[1])
 
 
 def asked(port, path="/v1/completions", **how):
@@ -52,15 +42,13 @@ def in_flight(port):
 
 def check_idle(port):
     """Nothing runs or waits, in the API and in its engine."""
-    info = f"http://127.0.0.1:{port}/server_info"
-    began = time.monotonic()
-    while True:
+
+    def is_idle():
+        info = f"http://127.0.0.1:{port}/server_info"
         engine = httpx.get(info, headers=HEADERS, trust_env=False, timeout=60).json()
-        running = (in_flight(port)[0], engine["num_running_samples"], engine["num_waiting_samples"])
-        if running == (0, 0, 0):
-            return
-        assert time.monotonic() - began < 60, running
-        time.sleep(0.1)
+        return (in_flight(port)[0], engine["num_running_samples"], engine["num_waiting_samples"]) == (0, 0, 0)
+
+    wait_until(is_idle, every_s=0.1)
 
 
 def head(length, *, key=KEY):
@@ -99,10 +87,7 @@ def test_a_thousand_clients_that_leave_at_random_moments_leave_nothing_behind(se
     asyncio.run(main())
     check_idle(port)
     assert asked(port).json()["choices"][0]["text"] == alone
-    began = time.monotonic()
-    while psutil.Process(process.pid).num_fds() > num_files + 10:
-        assert time.monotonic() - began < 30, "connections are kept"
-        time.sleep(0.1)
+    wait_until(lambda: psutil.Process(process.pid).num_fds() <= num_files + 10, 30, 0.1)  # no connections are kept
 
 
 def test_wrong_keys_and_foreign_hosts_reach_no_engine(server):
@@ -154,9 +139,6 @@ def test_an_engine_that_is_killed_under_load_is_told_and_comes_back(server):
     assert told and all(reply.text.endswith("data: [DONE]\n\n") for reply in replies[::2] if reply.status_code == 200)
     for reply in replies[1::2]:
         assert reply.status_code == 503 or reply.json()["choices"][0]["text"] == alone
-    began = time.monotonic()
-    while (reply := asked(port)).status_code != 200:
-        assert time.monotonic() - began < 60, reply.text
-        time.sleep(0.2)
-    assert reply.json()["choices"][0]["text"] == alone
+    wait_until(lambda: asked(port).status_code == 200, every_s=0.2)
+    assert asked(port).json()["choices"][0]["text"] == alone
     check_idle(port)

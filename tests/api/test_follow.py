@@ -93,34 +93,31 @@ class Engines:
     async def take_weights(self, folder, version):
         if "other" in version:
             raise BadRequest("of another shape")
-        self.took.append((folder.name, version))
+        assert folder.name == version
+        self.took.append(version)
 
 
-def test_engines_get_each_new_set_once_and_faults_are_passed_over(monkeypatch, caplog):
+def taken(monkeypatch, source, last):
+    """The versions that engines took from a source until they had the last."""
     monkeypatch.setattr(module, "LOOK_EVERY_S", 0.0)
-    source = Source("1", None, "2", "2", CorruptArtifact("half"), "other", "other", "3")
     engines = Engines()
 
     async def main():
         task = asyncio.ensure_future(follow(source, engines, "1"))
-        while ("3", "3") not in engines.took:
+        while last not in engines.took:
             await asyncio.sleep(0.001)
         task.cancel()
 
     asyncio.run(asyncio.wait_for(main(), 10))
-    assert engines.took == [("2", "2"), ("3", "3")] and source.dropped == ["other"]
+    return engines.took
+
+
+def test_engines_get_each_new_set_once_and_faults_are_passed_over(monkeypatch, caplog):
+    source = Source("1", None, "2", "2", CorruptArtifact("half"), "other", "other", "3")
+    assert taken(monkeypatch, source, "3") == ["2", "3"] and source.dropped == ["other"]
     assert "half" in caplog.text and "keeps its weights" in caplog.text
 
 
 def test_weights_that_could_not_be_read_once_are_taken_later_and_the_reason_is_said_once(monkeypatch, caplog):
-    monkeypatch.setattr(module, "LOOK_EVERY_S", 0.0)
-    source, engines = Source("2", faults=[SamplerError("half written")] * 3), Engines()
-
-    async def main():
-        task = asyncio.ensure_future(follow(source, engines, "1"))
-        while not engines.took:
-            await asyncio.sleep(0.001)
-        task.cancel()
-
-    asyncio.run(asyncio.wait_for(main(), 10))
-    assert engines.took == [("2", "2")] and caplog.text.count("half written") == 1
+    source = Source("2", faults=[SamplerError("half written")] * 3)
+    assert taken(monkeypatch, source, "2") == ["2"] and caplog.text.count("half written") == 1

@@ -1,14 +1,15 @@
 """Clients that begin a request and do not end it."""
 
 import asyncio
+import socket
 
 import pytest
-import uvicorn
 from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from nanodag.api import slow_requests
+from tests.chat.fake_api import serving
 
 LOOK_S = 0.1
 
@@ -33,22 +34,10 @@ def test_a_request_that_does_not_arrive_is_given_up_and_one_that_is_answered_slo
     monkeypatch, sent, is_answered
 ):
     monkeypatch.setattr(slow_requests, "LOOK_EVERY_S", LOOK_S)
-    app = Starlette(routes=[Route("/", said, methods=["GET", "POST"])])
-
-    async def main():
-        config = uvicorn.Config(app, http=slow_requests.WholeRequests, lifespan="off", log_level="error", port=0)
-        config.load()
-        server = uvicorn.Server(config)
-        server.lifespan = config.lifespan_class(config)
-        await server.startup()
-        try:
-            reader, writer = await asyncio.open_connection(*server.servers[0].sockets[0].getsockname()[:2])
-            writer.write(sent)
-            async with asyncio.timeout(5):
-                found = await (reader.readuntil(b"said") if is_answered else reader.read())
-            writer.close()
-            return found
-        finally:
-            await server.shutdown()
-
-    assert asyncio.run(main()).endswith(b"said" if is_answered else b"")
+    app, heard = Starlette(routes=[Route("/", said, methods=["GET", "POST"])]), b""
+    with serving(app, http=slow_requests.WholeRequests) as port:
+        with socket.create_connection(("127.0.0.1", port), timeout=5) as client:
+            client.sendall(sent)
+            while not heard.endswith(b"said") and (piece := client.recv(4096)):
+                heard += piece
+    assert heard.endswith(b"said") == is_answered

@@ -5,16 +5,13 @@ import os
 import signal
 from functools import partial
 
-import httpx
 import pytest
 
-from nanodag.api.application import application
 from nanodag.engines.fleet import Fleet
 from nanodag.engines.start import ServerProcess, start_engine
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.engine_settings import EngineSettings
-from tests.api.scripted import model_of
-from tests.evaluation.tiny import POSITIONS
+from tests.api.real_engines import client_over
 from tests.forks import spawn_server
 from tests.server_info import server_info
 
@@ -36,14 +33,10 @@ def serve(model_folder, tmp_path, monkeypatch):
             model=model_folder, version="1", launch=launch, connect=partial(SamplerClient, token="t"), name="tiny",
             max_restarts=None, is_watched_idle=True,
         )  # fmt: skip
-        await fleet.start(count)
-        try:
-            app = application({"tiny": model_of(model_folder, fleet, context=POSITIONS)})
-            transport = httpx.ASGITransport(app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as client:
-                await asyncio.wait_for(scenario(client, fleet), 90)
-        finally:
-            await fleet.end()
+        async with client_over(model_folder, fleet, count) as client:
+            await asyncio.wait_for(scenario(client, fleet), 90)
+            while len(fleet.up) < count:  # one that is being started would outlive the fleet
+                await asyncio.sleep(0.02)
 
     return lambda scenario, count: asyncio.run(main(scenario, count))
 

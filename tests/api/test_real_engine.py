@@ -2,10 +2,8 @@
 
 import asyncio
 import json
-import os
 import re
 import signal
-import time
 from types import SimpleNamespace
 
 import httpx
@@ -14,17 +12,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from nanodag.api.application import application
-from nanodag.api.served_model import Limits
-from nanodag.api.sglang_routes import passed_on
 from nanodag.engines.fleet import Fleet
 from nanodag.engines.start import ServerProcess, start_engine
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.engine_settings import EngineSettings
 from nanodag.model.headers import weights_digest
+from tests.api.real_engines import client_over, served
 from tests.api.scripted import model_of
-from tests.evaluation.tiny import POSITIONS, VOCABULARY
-from tests.forks import spawn_server, start_module
+from tests.evaluation.tiny import VOCABULARY
+from tests.forks import spawn_server
 
 TOKEN = "of-this-test"
 LONG = {"prompt": "the cat", "max_tokens": 180, "ignore_eos": True}
@@ -51,16 +47,8 @@ def serve(model_folder, process):
                 model=model_folder, version="default", max_restarts=None,
                 launch=lambda number, folder, version: kept, connect=lambda url: SamplerClient(url, token=TOKEN),
             )  # fmt: skip
-            await engines.start(1)
-            model = model_of(model_folder, engines, context=POSITIONS)
-            models, limited = {"tiny": model}, Limits(**limits)
-            app = application(models, limits=limited, engine_routes=passed_on(models, limited))
-            transport = httpx.ASGITransport(app)
-            try:
-                async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as client:
-                    return await asyncio.wait_for(scenario(client, engines.least_busy().client), 60)
-            finally:
-                await engines.end()
+            async with client_over(model_folder, engines, **limits) as client:
+                return await asyncio.wait_for(scenario(client, engines.least_busy().client), 60)
 
         return asyncio.run(main())
 
@@ -154,27 +142,20 @@ def test_who_leaves_frees_the_engine(serve):
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
 def test_the_process_says_what_it_serves_and_its_engine_ends_with_it(model_folder, tmp_path, signum):
-    log, options = tmp_path / "log", ["--model", f"tiny={model_folder}", "--port", "0", "--device", "cpu"]
-    server = start_module("nanodag.api", *options, environment=dict(os.environ), log=log)
-    try:
-        waited = time.monotonic()
-        while "Ctrl-C ends it" not in log.read_text():
-            assert server.poll() is None and time.monotonic() - waited < 120, log.read_text()
-            time.sleep(0.02)
-        said = r"Serving tiny \(context 192\) by 1 embedded engine at (http://127.0.0.1:\d+)/v1"
-        url = re.search(said, log.read_text())
-        assert httpx.get(f"{url[1]}/health", trust_env=False).json()["status"] == "ok"
-        reply = httpx.post(f"{url[1]}/v1/completions", json={"prompt": "the", "max_tokens": 2}, trust_env=False)
-        assert reply.json()["usage"]["completion_tokens"] == 2
-        assert reply.json()["system_fingerprint"] == weights_digest(model_folder)
+    log = tmp_path / "log"
+    with served(model_folder, log) as (server, said):
+        url = re.match(r"Serving tiny \(context 192\) by 1 embedded engine at (http://127.0.0.1:\d+)/v1", said)[1]
+        assert httpx.get(f"{url}/health", trust_env=False).json()["status"] == "ok"
+        body = {"prompt": "the", "max_tokens": 2}
+        reply = httpx.post(f"{url}/v1/completions", json=body, trust_env=False).json()
+        assert reply["usage"]["completion_tokens"] == 2
+        assert reply["system_fingerprint"] == weights_digest(model_folder)
         engines = psutil.Process(server.pid).children()
         assert len(engines) == 1
         server.send_signal(signum)
         assert server.wait(30) == (0 if signum == signal.SIGTERM else -signum), log.read_text()
         assert "ERROR" not in log.read_text()
         assert not psutil.wait_procs(engines, timeout=30)[1]
-    finally:
-        server.kill()
 
 
 def test_sglangs_protocol_is_passed_on_as_it_is(serve):
@@ -190,12 +171,9 @@ def test_sglangs_protocol_is_passed_on_as_it_is(serve):
         assert passed == direct and len(passed["meta_info"]["output_top_logprobs"][0]) == 2
         streamed = await client.post("/generate", json={**body, "stream": True})
         assert streamed.text.endswith("data: [DONE]\n\n")
-        for wrong in ({"input_ids": [VOCABULARY]}, {"input_ids": [True]}, {"input_ids": []}, {"input_ids": "ab"}):
-            assert (await client.post("/generate", json=wrong)).status_code == 400
-        many = {"input_ids": [3], "sampling_params": {"n": 4096}}
-        assert (await client.post("/generate", json=many)).status_code == 400
-        assert (await client.post("/generate", json={"input_ids": [[3]] * 1025})).status_code == 400
-        assert (await client.post("/generate", json={"nonsense": 1})).status_code == 400  # by the engine
+        many = ({"input_ids": [3], "sampling_params": {"n": 4096}}, {"input_ids": [[3]] * 1025})
+        for wrong in (*({"input_ids": ids} for ids in ([VOCABULARY], [True], [], "ab")), *many, {"nonsense": 1}):
+            assert (await client.post("/generate", json=wrong)).status_code == 400, wrong
         assert (await client.post("/generate?model=other", json=body)).status_code == 404
         for closed in ("/update_weights_from_disk", "/abort_request", "/pause_generation", "/flush_cache"):
             assert (await client.post(closed, json={})).status_code == 404

@@ -13,7 +13,7 @@ from nanodag.inference.protocol import FinishReason
 from nanodag.tokenizer.call_format import CallFormat
 from nanodag.tokenizer.messages import folded
 from tests.api.conftest import HERMES_TEMPLATE
-from tests.api.scripted import CALCULATOR, PYTHON, Scripted, app_of, ask, chat, events, model_of, refusal, tool
+from tests.api.scripted import CALCULATOR, PYTHON, ask, chat, events, refusal, tool
 from tests.tokenizer.chat_templates import CODER, LLAMA, format_of
 
 HERMES = format_of(HERMES_TEMPLATE)
@@ -31,22 +31,20 @@ def message_of(reply):
 
 
 @pytest.fixture
-def sums(ids_of):
-    return Scripted(ids_of("It is ", "<|tool_call|>", "12*34", "<|tool_call_end|>", "<|tool_result|>", "9"))
+def sums(saying):
+    return saying("It is ", "<|tool_call|>", "12*34", "<|tool_call_end|>", "<|tool_result|>", "9")[0]
 
 
-def test_a_call_of_our_format_goes_to_the_one_tool_as_its_argument(folder, sums):
-    message, reason = message_of(chat(app_of(model_of(folder, sums)), tools=[CALCULATOR]))
+def test_a_call_of_our_format_goes_to_the_one_tool_as_its_argument(sums):
+    message, reason = message_of(chat(sums, tools=[CALCULATOR]))
     (call,) = message["tool_calls"]
     assert call["function"] == {"name": "calculator", "arguments": '{"expression": "12*34"}'}
     assert call["type"] == "function" and call["id"].startswith("call_")
     assert (message["content"], reason) == ("It is ", "tool_calls")
 
 
-def test_a_streamed_call_is_the_same_call(folder, sums):
-    parts = [
-        part["choices"][0] for part in events(chat(app_of(model_of(folder, sums)), tools=[CALCULATOR], stream=True))
-    ]
+def test_a_streamed_call_is_the_same_call(sums):
+    parts = [part["choices"][0] for part in events(chat(sums, tools=[CALCULATOR], stream=True))]
     assert "".join(part["delta"].get("content", "") for part in parts) == "It is "
     first, *rest = [call for part in parts for call in part["delta"].get("tool_calls", ())]
     assert first["index"] == 0 and first["type"] == "function" and first["function"]["name"] == "calculator"
@@ -115,55 +113,53 @@ def test_a_call_that_was_told_and_is_cut_stays_a_call_with_what_it_has(folder):
     assert (content, calls, reason) == ('<tool_call>{"name": "f"', [], "length")
 
 
-def test_a_call_of_our_format_that_is_cut_stays_a_call_where_it_was_streamed(folder, ids_of):
-    backend = Scripted(ids_of("<|tool_call|>", "12*3"), pause_s=0.001)
-    asked = app_of(model_of(folder, backend), limits=Limits(events_per_s=1e6))
+def test_a_call_of_our_format_that_is_cut_stays_a_call_where_it_was_streamed(saying):
+    asked, _ = saying("<|tool_call|>", "12*3", pause_s=0.001, limits=Limits(events_per_s=1e6))
     parts = [part["choices"][0] for part in events(chat(asked, tools=[CALCULATOR], stream=True))]
     calls = [call["function"]["arguments"] for part in parts for call in part["delta"].get("tool_calls", ())]
     assert "".join(calls) == '{"expression": "12*3' and parts[-1]["finish_reason"] == "length"
 
 
-def test_a_forced_call_is_opened_in_the_prompt(folder, ids_of):
-    backend = Scripted(ids_of("1+1", "<|tool_call_end|>"))
+def test_a_forced_call_is_opened_in_the_prompt(saying, ids_of):
+    app, backend = saying("1+1", "<|tool_call_end|>")
     body = {"tools": [CALCULATOR, PYTHON], "tool_choice": {"type": "function", "function": {"name": "python"}}}
-    message, reason = message_of(chat(app_of(model_of(folder, backend)), **body))
+    message, reason = message_of(chat(app, **body))
     assert list(backend.asked[0].input_ids)[-2:] == ids_of("<|assistant|>", "<|tool_call|>")
     assert message["tool_calls"][0]["function"] == {"name": "python", "arguments": '{"code": "1+1"}'}
     assert (message["content"], reason) == (None, "tool_calls")
 
 
-def test_without_tools_a_call_is_seen_in_the_text(folder, sums):
-    app = app_of(model_of(folder, sums))
+def test_without_tools_a_call_is_seen_in_the_text(sums):
     for body in ({}, {"tools": [CALCULATOR], "tool_choice": "none"}):
-        message, _ = message_of(chat(app, **body))
+        message, _ = message_of(chat(sums, **body))
         assert message["content"] == "It is <|tool_call|>12*34<|tool_call_end|><|tool_result|>9"
         assert "tool_calls" not in message
 
 
-def test_a_call_that_is_never_closed_is_content(folder, ids_of):
-    backend = Scripted(ids_of("<|tool_call|>", "12*3"))
-    message, reason = message_of(chat(app_of(model_of(folder, backend)), tools=[CALCULATOR]))
+def test_a_call_that_is_never_closed_is_content(saying):
+    message, reason = message_of(chat(saying("<|tool_call|>", "12*3")[0], tools=[CALCULATOR]))
     assert (message["content"], reason) == ("12*3", "length")
 
 
-def test_tools_that_our_format_has_no_place_for_are_refused(folder, sums):
-    app = app_of(model_of(folder, sums))
-    assert "one may be offered" in refusal(chat(app, tools=[CALCULATOR, PYTHON]))["message"]
-    assert "takes 2" in refusal(chat(app, tools=[WEATHER]))["message"]
-    assert refusal(chat(app, tools=[CALCULATOR], tool_choice={"function": {"name": "x"}}))["param"] == "tool_choice"
-    assert refusal(chat(app, tool_choice="required"))["param"] == "tool_choice"
+def test_tools_that_our_format_has_no_place_for_are_refused(sums):
+    assert "one may be offered" in refusal(chat(sums, tools=[CALCULATOR, PYTHON]))["message"]
+    assert "takes 2" in refusal(chat(sums, tools=[WEATHER]))["message"]
+    assert refusal(chat(sums, tools=[CALCULATOR], tool_choice={"function": {"name": "x"}}))["param"] == "tool_choice"
+    assert refusal(chat(sums, tool_choice="required"))["param"] == "tool_choice"
+    messages = [{"role": "user", "content": "?"}, {"role": "tool", "content": "2"}]
+    error = refusal(ask(sums, "/v1/chat/completions", {"messages": messages}))
+    assert "no call stands before it" in error["message"]
 
 
-def test_the_answer_goes_on_in_the_turn_that_called(folder, ids_of):
-    backend = Scripted(ids_of("408", "<|end|>"))
+def test_the_answer_goes_on_in_the_turn_that_called(saying, ids_of):
+    app, backend = saying("408", "<|end|>")
     call = {"id": "a", "type": "function", "function": {"name": "calculator", "arguments": '{"expression": "12*34"}'}}
     messages = [
         {"role": "user", "content": "?"},
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "a", "content": "408"},
     ]
-    body = {"messages": messages, "tools": [CALCULATOR]}
-    ask(app_of(model_of(folder, backend)), "/v1/chat/completions", body)
+    ask(app, "/v1/chat/completions", {"messages": messages, "tools": [CALCULATOR]})
     assert list(backend.asked[0].input_ids) == ids_of(
         *("<|bos|>", "<|user|>", "?", "<|end|>", "<|assistant|>", "<|tool_call|>", "12*34", "<|tool_call_end|>"),
         *("<|tool_result|>", "408", "<|tool_result_end|>"),
@@ -186,12 +182,6 @@ def test_what_follows_a_result_is_a_part_of_the_same_turn():
     ]  # fmt: skip
 
 
-def test_a_result_without_a_call_is_refused(folder, sums):
-    body = {"messages": [{"role": "user", "content": "?"}, {"role": "tool", "content": "2"}]}
-    error = refusal(ask(app_of(model_of(folder, sums)), "/v1/chat/completions", body))
-    assert "no call stands before it" in error["message"]
-
-
 def test_the_argument_of_a_tool_is_its_required_one():
     optional = {"properties": {"code": {"type": "string"}, "seconds": {"type": "number"}}, "required": ["code"]}
     assert argument_of(Tool(function=Function(name="python", parameters=optional))) == "code"
@@ -202,103 +192,102 @@ def test_the_argument_of_a_tool_is_its_required_one():
 CALL = '{"name": "weather", "arguments": {"city": "Zürich", "day": "now"}}'
 
 
-def read(text, forced=""):
+LLAMA_CALL = '{"name": "weather", "parameters": {"city": "Zürich"}}'
+ONE = {"open": "[", "close": "]", "content": "json"}
+STRICT = {"start_anchor": "x", "fields": {"content": {}, "tool_calls": ONE}}
+READERS = {
+    "hermes": lambda: TemplateReader(HERMES),
+    "strict": lambda: TemplateReader(CallFormat(shape="own", template=STRICT, mark="[", closing="]")),
+    "llama": lambda: BareReader(format_of(LLAMA)),
+}
+
+
+def read(reader, text):
     """Contents and calls of an answer, character by character."""
-    reader = TemplateReader(HERMES, forced)
     content = "".join(reader.take(0, character) for character in text) + reader.end()
     return content, reader.calls
 
 
 @pytest.mark.parametrize(
-    ("text", "content", "names"),
+    ("of", "text", "content", "count"),
     [
-        (f"Let me see.<tool_call>\n{CALL}\n</tool_call>", "Let me see.", ["weather"]),
-        (f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>", "", ["weather", "weather"]),
-        (f"<tool_call>{CALL}", "", ["weather"]),  # its end token came instead of the tag
-        ("<tool_call>{nonsense</tool_call>", "<tool_call>{nonsense</tool_call>", []),
-        ("<tool_call>{nonsense", "<tool_call>{nonsense", []),  # its limit came instead
-        ("a < b <tool", "a < b <tool", []),
-        ("", "", []),
+        ("hermes", f"Let me see.<tool_call>\n{CALL}\n</tool_call>", "Let me see.", 1),
+        ("hermes", f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>", "", 2),
+        ("hermes", f"<tool_call>{CALL}", "", 1),  # its end token came instead of the tag
+        ("llama", LLAMA_CALL, "", 1),
+        ("llama", f" \n{LLAMA_CALL}\n", "", 1),
     ],
 )
-def test_calls_in_json_are_read_as_they_come(text, content, names):
-    assert read(text) == (content, [Call(name, '{"city": "Zürich", "day": "now"}') for name in names])
+def test_calls_in_json_are_read_as_they_come(of, text, content, count):
+    arguments = '{"city": "Zürich"}' if of == "llama" else '{"city": "Zürich", "day": "now"}'
+    assert read(READERS[of](), text) == (content, [Call("weather", arguments)] * count)
 
 
-def test_what_a_models_own_template_does_not_allow_is_content():
-    call = {"open": "[", "close": "]", "content": "json"}
-    strict = {"start_anchor": "x", "fields": {"content": {}, "tool_calls": call}}
-    reader = TemplateReader(CallFormat(shape="own", template=strict, mark="[", closing="]"))
-    said = "".join(reader.take(0, character) for character in "a[{nonsense]b") + reader.end()
-    assert (said, reader.calls) == ("a[{nonsense]b", [])
+NO_CALLS = {
+    "hermes": ["<tool_call>{nonsense</tool_call>", "<tool_call>{nonsense", "a < b <tool", ""],
+    "strict": ["a[{nonsense]b"],
+    "llama": [f"So: {LLAMA_CALL}", LLAMA_CALL[:-1], '{"name": "weather"}', '{"name": 1, "parameters": {}}', ""],
+}
 
 
-LLAMA_CALL = '{"name": "weather", "parameters": {"city": "Zürich"}}'
+@pytest.mark.parametrize("of", NO_CALLS)
+def test_what_is_no_whole_call_or_in_llama_s_format_not_alone_is_content(of):
+    for text in NO_CALLS[of]:
+        assert read(READERS[of](), text) == (text, [])
 
 
-@pytest.mark.parametrize(
-    ("text", "content", "calls"),
-    [
-        (LLAMA_CALL, "", [Call("weather", '{"city": "Zürich"}')]),
-        (f" \n{LLAMA_CALL}\n", "", [Call("weather", '{"city": "Zürich"}')]),
-        (f"So: {LLAMA_CALL}", f"So: {LLAMA_CALL}", []),  # not alone
-        (LLAMA_CALL[:-1], LLAMA_CALL[:-1], []),  # its limit came
-        ('{"name": "weather"}', '{"name": "weather"}', []),
-        ('{"name": 1, "parameters": {}}', '{"name": 1, "parameters": {}}', []),
-        ("", "", []),
-    ],
-)
-def test_a_call_in_llama_s_format_is_an_answer_that_is_nothing_else(text, content, calls):
-    reader = BareReader(format_of(LLAMA))
-    said = [reader.take(0, character) for character in text]
-    assert ("".join(said) + reader.end(), reader.calls) == (content, calls)
-    assert text[:1] != "S" or said[:2] == ["S", "o"]  # content is not held back
+def test_content_in_llama_s_format_is_not_held_back():
+    reader = READERS["llama"]()
+    assert [reader.take(0, character) for character in "So"] == ["S", "o"]
 
 
-def test_tools_are_declared_by_the_template_and_calls_streamed(hermes_folder, ids_of):
-    backend = Scripted(ids_of(f"Well.<tool_call>{CALL}</tool_call>", "<|end|>"))
-    app = app_of(model_of(hermes_folder, backend, context=2000))
+@pytest.fixture
+def hermes(saying, hermes_folder, encoding):
+    """hermes(text): an application over a model with that format; what its engine was asked last."""
+
+    def make(text):
+        app, backend = saying(text, "<|end|>", where=hermes_folder, context=2000)
+        return app, lambda: encoding.decode(list(backend.asked[-1].input_ids))
+
+    return make
+
+
+def test_tools_are_declared_by_the_template_and_calls_streamed(hermes):
+    app, prompt = hermes(f"Well.<tool_call>{CALL}</tool_call>")
     message, reason = message_of(chat(app, tools=[WEATHER, CALCULATOR]))
     assert (message["content"], reason) == ("Well.", "tool_calls")
     assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"city": "Zürich", "day": "now"}
-    prompt = model_of(hermes_folder, backend).tokens.encoding.decode(list(backend.asked[0].input_ids))
-    assert '"name": "weather"' in prompt and '"name": "calculator"' in prompt
-    parts = [part["choices"][0] for part in events(chat(app, tools=[WEATHER], stream=True))]
-    assert [part["delta"]["tool_calls"][0]["function"]["name"] for part in parts if "tool_calls" in part["delta"]] == [
-        "weather"
-    ]
+    assert '"name": "weather"' in prompt() and '"name": "calculator"' in prompt()
+    deltas = [part["choices"][0]["delta"] for part in events(chat(app, tools=[WEATHER], stream=True))]
+    assert [d["tool_calls"][0]["function"]["name"] for d in deltas if "tool_calls" in d] == ["weather"]
 
 
-def test_a_named_choice_begins_the_call(hermes_folder, ids_of):
-    backend = Scripted(ids_of('{"city": "Bern", "day": "now"}}</tool_call>', "<|end|>"))
+def test_a_named_choice_begins_the_call(hermes):
+    app, prompt = hermes('{"city": "Bern", "day": "now"}}</tool_call>')
     body = {"tools": [WEATHER, CALCULATOR], "tool_choice": {"type": "function", "function": {"name": "weather"}}}
-    message, _ = message_of(chat(app_of(model_of(hermes_folder, backend, context=2000)), **body))
+    message, _ = message_of(chat(app, **body))
     assert message["tool_calls"][0]["function"]["name"] == "weather" and not message["content"]
-    decoded = model_of(hermes_folder, backend).tokens.encoding.decode(list(backend.asked[0].input_ids))
-    assert decoded.endswith('<|assistant|><tool_call>{"name": "weather", "arguments": ')
+    assert prompt().endswith('<|assistant|><tool_call>{"name": "weather", "arguments": ')
 
 
 @pytest.mark.parametrize("between", ["</tool_call><tool_call>", "\n"])
-def test_only_one_call_where_parallel_ones_are_off(hermes_folder, ids_of, between):
-    backend = Scripted(ids_of(f"<tool_call>{CALL}{between}{CALL}</tool_call>", "<|end|>"))
-    app = app_of(model_of(hermes_folder, backend, context=2000))
+def test_only_one_call_where_parallel_ones_are_off(hermes, between):
+    app, _ = hermes(f"<tool_call>{CALL}{between}{CALL}</tool_call>")
     message, reason = message_of(chat(app, tools=[WEATHER], parallel_tool_calls=False))
     assert len(message["tool_calls"]) == 1 and reason == "tool_calls"
 
 
-def test_arguments_of_earlier_calls_reach_the_template_as_objects(hermes_folder, ids_of):
-    backend = Scripted(ids_of("ok", "<|end|>"))
+def test_arguments_of_earlier_calls_reach_the_template_as_objects(hermes):
+    app, prompt = hermes("ok")
     call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bern"}'}}
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "how "}, {"type": "text", "text": "is it?"}]},
         {"role": "assistant", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "a", "content": "wet"},
     ]
-    model = model_of(hermes_folder, backend, context=2000)
-    ask(app_of(model), "/v1/chat/completions", {"messages": messages})
-    prompt = model.tokens.encoding.decode(list(backend.asked[0].input_ids))
-    assert "<|user|>how is it?<|end|>" in prompt
-    assert '<tool_call>{"name": "weather", "arguments": {"city": "Bern"}}</tool_call><|end|><|tool|>wet' in prompt
+    ask(app, "/v1/chat/completions", {"messages": messages})
+    assert "<|user|>how is it?<|end|>" in prompt()
+    assert '<tool_call>{"name": "weather", "arguments": {"city": "Bern"}}</tool_call><|end|><|tool|>wet' in prompt()
     for wrong in ("{", r'{"city": "\ud800"}'):  # half of a surrogate pair
         call["function"]["arguments"] = wrong
-        assert "are not JSON" in refusal(ask(app_of(model), "/v1/chat/completions", {"messages": messages}))["message"]
+        assert "are not JSON" in refusal(ask(app, "/v1/chat/completions", {"messages": messages}))["message"]

@@ -1,14 +1,11 @@
 """Fields and routes as vLLM has them, and what is told of fields without effect."""
 
-import json
-import shutil
-
 import pytest
 
 from nanodag import __version__
 from nanodag.api.command import _served_names
 from nanodag.errors import ConfigError
-from tests.api.scripted import CALCULATOR, Scripted, app_of, ask, chat, events, model_of, refusal
+from tests.api.scripted import CALCULATOR, Scripted, app_of, ask, chat, events, model_of, refusal, with_template
 
 USER = {"role": "user", "content": "hi"}
 BEGUN = [USER, {"role": "assistant", "content": "It is"}]
@@ -26,13 +23,14 @@ def backend(ids_of):
 
 
 @pytest.fixture
+def native(folder, backend):
+    return app_of(model_of(folder, backend))
+
+
+@pytest.fixture
 def thinking(folder, tmp_path, backend):
     """An application whose model's chat template has switches."""
-    shutil.copytree(folder, tmp_path / "model")
-    path = tmp_path / "model" / "tokenizer_config.json"
-    settings = json.loads(path.read_text()) | {"chat_template": THINKING, "eos_token": "<|end|>"}
-    path.write_text(json.dumps(settings))
-    return app_of(model_of(tmp_path / "model", backend))
+    return app_of(model_of(with_template(folder, tmp_path / "model", THINKING, eos_token="<|end|>"), backend))
 
 
 def test_switches_of_the_chat_template_reach_it(thinking, backend, encoding):
@@ -44,10 +42,9 @@ def test_switches_of_the_chat_template_reach_it(thinking, backend, encoding):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_has_no_effect_is_taken_and_told(folder, backend, stream):
-    app = app_of(model_of(folder, backend))
+def test_what_has_no_effect_is_taken_and_told(native, stream):
     without = {"chat_template_kwargs": {"messages": "x"}, "reasoning_effort": "low", "logit_bias": {"5": -100}}
-    reply = chat(app, **without, stream=stream)
+    reply = chat(native, **without, stream=stream)
     last = events(reply)[-1] if stream else reply.json()
     assert last["warnings"] == [
         "'reasoning_effort' has no effect: this model's chat template does not look at it",
@@ -56,8 +53,8 @@ def test_what_has_no_effect_is_taken_and_told(folder, backend, stream):
     ]
     if stream:
         assert not any("warnings" in part for part in events(reply)[:-1])
-    assert "warnings" not in chat(app, logit_bias={"5": 0}).json()
-    assert ask(app, "/v1/completions", {"prompt": "a", "logit_bias": {"5": 1}}).json()["warnings"]
+    assert "warnings" not in chat(native, logit_bias={"5": 0}).json()
+    assert ask(native, "/v1/completions", {"prompt": "a", "logit_bias": {"5": 1}}).json()["warnings"]
 
 
 def test_sglang_has_logit_bias(folder, backend):
@@ -65,19 +62,18 @@ def test_sglang_has_logit_bias(folder, backend):
     assert backend.asked[0].further == {"logit_bias": {"5": -1}}
 
 
-def test_a_call_that_was_wanted_and_did_not_come_is_told(folder, ids_of):
-    app = app_of(model_of(folder, Scripted(ids_of("12*34"))))
+def test_a_call_that_was_wanted_and_did_not_come_is_told(saying):
+    app, _ = saying("12*34")
     named = {"type": "function", "function": {"name": "calculator"}}
     for choice in ("required", named):
         reply = chat(app, tools=[CALCULATOR], tool_choice=choice).json()
         assert reply["warnings"] == ["choice 0: tool_choice wants a call, and the answer has none"]
     assert "warnings" not in chat(app, tools=[CALCULATOR]).json()
-    called = app_of(model_of(folder, Scripted(ids_of("12*34", "<|tool_call_end|>"))))
+    called, _ = saying("12*34", "<|tool_call_end|>")
     assert "warnings" not in chat(called, tools=[CALCULATOR], tool_choice="required").json()
 
 
-def test_the_last_message_is_continued(folder, thinking, backend, ids_of, encoding):
-    native = app_of(model_of(folder, backend))
+def test_the_last_message_is_continued(native, thinking, backend, ids_of):
     for app in (native, thinking):
         assert ask(app, "/v1/chat/completions", CONTINUED).json()["choices"][0]["message"]["content"] == "a"
     opening = ids_of("<|user|>", "hi", "<|end|>", "<|assistant|>", "It is")
@@ -92,38 +88,33 @@ def test_the_last_message_is_continued(folder, thinking, backend, ids_of, encodi
         ({"messages": [USER, BEGUN[1] | {"tool_calls": [{"function": {"name": "f"}}]}]}, "has tool_calls"),
     ],
 )
-def test_what_cannot_be_continued_is_refused(folder, backend, changed, said):
-    assert (
-        said in refusal(ask(app_of(model_of(folder, backend)), "/v1/chat/completions", CONTINUED | changed))["message"]
-    )
+def test_what_cannot_be_continued_is_refused(native, changed, said):
+    assert said in refusal(ask(native, "/v1/chat/completions", CONTINUED | changed))["message"]
 
 
 def test_a_template_that_leaves_the_last_message_out_cannot_continue_it(folder, tmp_path, backend):
-    shutil.copytree(folder, tmp_path / "model")
-    path = tmp_path / "model" / "tokenizer_config.json"
     template = "{{ messages[0].content }}{% if messages[1] is none %}{{ message.content }}{% endif %}"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
-    error = refusal(ask(app_of(model_of(tmp_path / "model", backend)), "/v1/chat/completions", CONTINUED))
+    app = app_of(model_of(with_template(folder, tmp_path / "model", template), backend))
+    error = refusal(ask(app, "/v1/chat/completions", CONTINUED))
     assert "the final message does not appear in the chat" in error["message"] and len(error["message"]) < 800
 
 
-def test_tokenize_gives_the_ids_that_a_request_would_have(folder, backend, ids_of):
-    app = app_of(model_of(folder, backend))
-    reply = ask(app, "/tokenize", {"model": "tiny", "prompt": "The cat", "return_token_strs": True}).json()
+def test_tokenize_gives_the_ids_that_a_request_would_have(native, backend, ids_of):
+    reply = ask(native, "/tokenize", {"model": "tiny", "prompt": "The cat", "return_token_strs": True}).json()
     ids = ids_of("<|bos|>", "The cat")
     assert (reply["count"], reply["max_model_len"], reply["tokens"]) == (len(ids), 200, ids)
     assert "".join(reply["token_strs"]) == "<|bos|>The cat"
-    assert ask(app, "/tokenize", {"prompt": "The cat", "add_special_tokens": False}).json()["tokens"] == ids[1:]
+    assert ask(native, "/tokenize", {"prompt": "The cat", "add_special_tokens": False}).json()["tokens"] == ids[1:]
     for body in ({"messages": [USER]}, CONTINUED):
-        ask(app, "/v1/chat/completions", body)
-        assert ask(app, "/tokenize", body).json()["tokens"] == list(backend.asked[-1].input_ids)
-    assert ask(app, "/detokenize", {"tokens": ids}).json() == {"prompt": "<|bos|>The cat"}
-    assert len(ask(app, "/detokenize", {"tokens": ids * 10_000}).json()["prompt"]) == 10_000 * len("<|bos|>The cat")
-    assert refusal(ask(app, "/tokenize", {"model": "other", "prompt": "a"}), 404)
+        ask(native, "/v1/chat/completions", body)
+        assert ask(native, "/tokenize", body).json()["tokens"] == list(backend.asked[-1].input_ids)
+    assert ask(native, "/detokenize", {"tokens": ids}).json() == {"prompt": "<|bos|>The cat"}
+    assert len(ask(native, "/detokenize", {"tokens": ids * 10_000}).json()["prompt"]) == 10_000 * len("<|bos|>The cat")
+    assert refusal(ask(native, "/tokenize", {"model": "other", "prompt": "a"}), 404)
 
 
-def test_the_version_is_told(folder, backend):
-    assert ask(app_of(model_of(folder, backend)), "/version").json() == {"version": __version__}
+def test_the_version_is_told(native):
+    assert ask(native, "/version").json() == {"version": __version__}
 
 
 def test_the_first_model_may_have_another_name(tmp_path):

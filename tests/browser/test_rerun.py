@@ -11,16 +11,6 @@ from tests.fault.processes import alive, pids_in, wait_until
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
-def wait_for_end(project, run, flow_run):
-    """The record of a run once the process of that flow run has executed it, since `started`."""
-    wait_until(
-        lambda: project.record(run).get("flow_run") == flow_run and project.record(run)["state"] != "running",
-        timeout_s=400,
-        every_s=0.1,
-    )
-    return project.record(run)
-
-
 def wait_for_retry(project, before):
     """The record of a run once it was executed again."""
     run = before["run"]

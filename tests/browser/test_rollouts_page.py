@@ -1,10 +1,6 @@
 """The page of rollouts in a real Chromium: its keys, its looks, and samples whose text wants to be a part of it."""
 
-import threading
-import time
-
 import pytest
-import uvicorn
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 
@@ -12,6 +8,7 @@ from nanodag.rl.rollouts.rollout import Rollout, Span, prompt_span, sampled_span
 from nanodag.rl.rollouts.rollout_files import Shelf
 from nanodag.tokenizer.bpe import save_tokenizer
 from nanodag.viewer.app import make_app
+from tests.chat.fake_api import serving
 
 pytestmark = pytest.mark.slow
 
@@ -51,14 +48,8 @@ def url(tmp_path):
         write_rollouts(folder / f"step-{step:08d}.jsonl", samples)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "event": "step"}\n{"step": 2, "event": "step"}\n')
     shelf = Shelf(run="r", stage="rl", records=tmp_path / "records", metrics=tmp_path / "metrics.jsonl", model=tmp_path)
-    server = uvicorn.Server(uvicorn.Config(make_app(shelf), port=0, log_level="error"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    while not server.started:
-        time.sleep(0.05)
-    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/"
-    server.should_exit = True
-    thread.join()
+    with serving(make_app(shelf)) as port:
+        yield f"http://127.0.0.1:{port}/"
 
 
 def press(chrome, keys):

@@ -159,14 +159,14 @@ def _error(status: int, message: str, code: str | None, param: str | None = None
 
 
 @contextmanager
-def serving(app: Any, *, port: int = 0) -> Iterator[int]:
+def serving(app: Any, *, port: int = 0, **settings: Any) -> Iterator[int]:
     """The port on which an application is served from a thread as long as the block lasts."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", port))
         listener.listen()  # who comes before the server is up waits for it
-        config = uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=0, lifespan="off")
-        server = uvicorn.Server(config)
+        settings = {"log_level": "critical", "timeout_graceful_shutdown": 0, "lifespan": "off", **settings}
+        server = uvicorn.Server(uvicorn.Config(app, **settings))
 
         async def serve() -> None:
             await server.serve(sockets=[listener])

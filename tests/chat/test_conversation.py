@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 
 import pytest
 import torch
@@ -18,9 +19,8 @@ from nanodag.api.tool_format import PlainReader
 from nanodag.chat.terminal_chat import Dialogue, Talk
 from nanodag.chat.tools import MAX_ROUNDS
 from nanodag.errors import BadRequest
-from nanodag.inference.protocol import Completion, FinishReason
 from nanodag.tokenizer.encoding import Encoding
-from tests.api.scripted import model_of
+from tests.api.scripted import Scripted, model_of, spelled
 
 
 def one_token_a_word(body) -> ChatPrompt:
@@ -44,9 +44,8 @@ def test_the_oldest_exchange_is_left_out_when_the_context_is_full():
     assert length_of_prompt(talk, "a b") == 2 + 3
     talk.called("", [("calculator", "{}")], ["r"])  # 1 and 2
     talk.answer("c")  # 2
-    assert (
-        length_of_prompt(talk, "d e f") == 2 + 4
-    )  # with the first exchange it would be 14, and 4 of answer do not fit in 12
+    # with the first exchange it would be 14, and 4 of answer do not fit in 12
+    assert length_of_prompt(talk, "d e f") == 2 + 4
     assert [m["content"] for m in talk.messages] == ["brief", "d e f"]
 
 
@@ -73,66 +72,42 @@ def test_commands_change_the_conversation():
     talk = conversation()
     talk.ask("a")
     talk.answer("b")
-    assert talk.command("/system be brief") == "The conversation begins again with this system message."
-    assert talk.messages == [{"role": "system", "content": "be brief"}]
-    talk.ask("a")
-    talk.command("/reset")
-    assert talk.messages == [{"role": "system", "content": "be brief"}]
+    for command in ("/system be brief", "/reset"):
+        talk.command(command)
+        assert talk.messages == [{"role": "system", "content": "be brief"}]
+        talk.ask("a")
     talk.command("/system")
     assert talk.messages == []
-    assert talk.command("/temperature 0") == "temperature: 0"
-    assert talk.temperature == 0
-    assert talk.command("/tokens 7") == "tokens: 7"
-    assert talk.max_new_tokens == 7
-    assert talk.command("/temperature hot") == "/temperature takes a number; found 'hot'."
-    assert "out of range" in (talk.command("/tokens 12") or "")
-    assert talk.command("/tools python calculator") == "The model may call: python, calculator."
-    assert talk.command("/tools shell") == "There is no tool 'shell'; there are calculator, python."
-    assert talk.tools == ("python", "calculator")
+    for command, said in {
+        "/temperature 0": "temperature: 0",
+        "/temperature hot": "/temperature takes a number; found 'hot'.",
+        "/tokens 7": "tokens: 7",
+        "/tokens 12": "out of range",
+        "/tools python calculator": "The model may call: python, calculator.",
+        "/tools shell": "There is no tool 'shell'; there are calculator, python.",
+        "/unknown": "/quit",
+    }.items():
+        assert said in (talk.command(command) or ""), command
+    assert (talk.temperature, talk.max_new_tokens, talk.tools) == (0, 7, ("python", "calculator"))
     assert talk.command("/tools") == "The model may call nothing."
-    assert talk.tools == ()
-    assert "/quit" in (talk.command("/unknown") or "")
-    assert talk.command("/quit") is None
+    assert talk.tools == () and talk.command("/quit") is None
 
 
-class Spoken:
-    """A Backend that says one text after another, each a token at a time. asked: the prompts that it was given."""
-
-    is_ready, weight_version = True, "1"
+class Spoken(Scripted):
+    """Says one text after another, and the last again and again."""
 
     def __init__(self, *texts):
-        self.texts, self.asked = list(texts), []
+        super().__init__([])
+        self.texts = list(texts)
 
-    async def answer(self, request, *, stream):
-        self.asked.append(list(request.input_ids))
-        ids = self.texts.pop(0) if len(self.texts) > 1 else self.texts[0]
-        for number in range(1, len(ids) + 1):
-            await asyncio.sleep(0)
-            reason = FinishReason(type="stop", matched=ids[-1]) if number == len(ids) else None
-            yield Completion(
-                rid="r",
-                output_ids=ids[:number],
-                logprobs=[],
-                finish_reason=reason,
-                weight_version="1",
-                weight_versions=[],
-                num_prompt_tokens=1,
-            )
+    def answer(self, request, *, stream):
+        self.ids = self.texts.pop(0) if len(self.texts) > 1 else self.texts[0]
+        return super().answer(request, stream=stream)
 
 
 @pytest.fixture
 def spoken(chat_model):
-    """spoken("text", "<|end|>", ...): the ids of a text with special tokens by their names."""
-    encoding = Encoding(chat_model)
-
-    def ids(*pieces):
-        return [
-            token
-            for piece in pieces
-            for token in ([encoding.token_id(piece)] if piece.startswith("<|") else encoding.encode(piece))
-        ]
-
-    return ids
+    return partial(spelled, Encoding(chat_model))
 
 
 @pytest.fixture
@@ -143,7 +118,7 @@ def talk_with(chat_model):
         def made(*texts):
             backend = Spoken(*texts)
             model = model_of(chat_model, backend)
-            heard = Dialogue(lambda body: chat_prompt(model, body), 200, temperature=0.0, max_new_tokens=8)
+            heard = Dialogue(lambda body: chat_prompt(model, body), 200, temperature=0.0, max_new_tokens=40)
             printed = io.StringIO()
             return heard, backend, printed, Talk(heard, model, runner, Console(file=printed), is_terminal=False)
 
@@ -157,7 +132,8 @@ def test_a_call_is_carried_out_and_the_answer_goes_on_behind_its_result(talk_wit
     assert printed.getvalue() == "the cat\n"
     assert capsys.readouterr().err == "calculator: 12*34 = 408\n"
     result = spoken("<|tool_result|>", "408", "<|tool_result_end|>")
-    assert backend.asked[1] == backend.asked[0] + call + result
+    first, second = (list(request.input_ids) for request in backend.asked)
+    assert second == first + call + result
     assert [message["role"] for message in heard.messages] == ["user", "assistant", "tool", "assistant"]
     assert heard.messages[2]["tool_call_id"] == heard.messages[1]["tool_calls"][0]["id"]
 
@@ -217,23 +193,21 @@ def test_lines_of_an_earlier_chat_come_back_with_the_arrow_key(tmp_path):
     assert history.read_text().splitlines()[-2:] == ["the cat", "the cat sat"]
 
 
+def chat_process(lines, *arguments):
+    command = [sys.executable, "-m", "nanodag.chat", *map(str, arguments)]
+    return subprocess.run(command, input=lines, capture_output=True, text=True, timeout=120, check=False)
+
+
 def test_answers_on_standard_output_are_what_the_model_says_greedily(chat_model):
     lines = "/temperature 0\nthe cat\n/reset\nthe dog ran\n"
-    done = subprocess.run(
-        [sys.executable, "-m", "nanodag.chat", str(chat_model), "--max-new-tokens", "8", "--device", "cpu"],
-        input=lines.encode(),
-        capture_output=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr.decode()
+    done = chat_process(lines, chat_model, "--max-new-tokens", "8", "--device", "cpu")
+    assert done.returncode == 0, done.stderr
     tokenizer = AutoTokenizer.from_pretrained(chat_model)
     model = AutoModelForCausalLM.from_pretrained(chat_model)
     expected = ""
     for question in ("the cat", "the dog ran"):
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
-        )
+        messages = [{"role": "user", "content": question}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         ids = tokenizer.encode(text, add_special_tokens=False)
         said = []
         with torch.no_grad():
@@ -242,12 +216,9 @@ def test_answers_on_standard_output_are_what_the_model_says_greedily(chat_model)
                 if said[-1] in (tokenizer.eos_token_id, tokenizer.bos_token_id):  # a next document begins with bos
                     break
         expected += tokenizer.decode(said, skip_special_tokens=True) + "\n"
-    assert done.stdout.decode() == expected
+    assert done.stdout == expected
 
 
 def test_a_folder_without_a_model_is_refused_with_a_reason(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "nanodag.chat", str(tmp_path)], input=b"", capture_output=True, timeout=60, check=False
-    )
-    assert done.returncode == 1
-    assert "no tokenizer.json" in done.stderr.decode()
+    done = chat_process("", tmp_path)
+    assert done.returncode == 1 and "no tokenizer.json" in done.stderr

@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from html.parser import HTMLParser
 
 import pytest
 from starlette.applications import Starlette
@@ -12,6 +13,7 @@ from nanodag.chat import tools
 from nanodag.chat.tools import MAX_RESULT_CHARACTERS, TOOLS, call
 from nanodag.chat.web import routes as web
 from nanodag.chat.web.markdown import LONGEST, to_html
+from nanodag.rewards import sandbox
 from tests.api.scripted import Scripted, app_of, ask, model_of
 
 HERE = "http://127.0.0.1:8000"
@@ -26,7 +28,7 @@ def client():
 
 def post(client, path, body, **headers):
     headers = {"content-type": "application/json", "origin": HERE, **headers}
-    return client.post(path, content=json.dumps(body), headers=headers)
+    return client.post(path, content=body if isinstance(body, bytes) else json.dumps(body), headers=headers)
 
 
 def test_the_page_may_run_show_and_ask_nothing_but_this_server(client):
@@ -50,9 +52,9 @@ def test_every_file_that_the_page_names_is_served_and_none_lies_elsewhere(client
         assert answer.headers["content-type"].split(";")[0] in ("text/css", "text/javascript")
 
 
-@pytest.mark.parametrize("path", ["/chat/routes.py", "/chat/../routes.py", "/chat/%2e%2e/tools.py", "/chat/"])
-def test_nothing_beside_the_page_is_served(client, path):
-    assert client.get(path).status_code == 404
+def test_nothing_beside_the_page_is_served(client):
+    for path in ("/chat/routes.py", "/chat/../routes.py", "/chat/%2e%2e/tools.py", "/chat/"):
+        assert client.get(path).status_code == 404
 
 
 @pytest.mark.parametrize(
@@ -71,19 +73,14 @@ def test_nothing_beside_the_page_is_served(client, path):
 )
 @pytest.mark.parametrize("path", ["/chat/tool", "/chat/render"])
 def test_a_post_is_answered_to_the_page_itself_alone(client, path, headers, status):
-    body = {"name": "calculator", "arguments": '{"expression": "2"}', "text": "2"}
-    answer = post(client, path, body, **headers)
+    answer = post(client, path, CALL | {"text": "2"}, **headers)
     assert answer.status_code == status
     assert status == 200 or answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    ("content", "status"),
-    [(b"{", 400), (b"[]", 400), (b"[" * 100_000, 400), (b'{"text": 1}', 400), (b"\xff", 400)],
-)
-def test_a_body_that_is_no_json_object_is_refused(client, content, status):
-    headers = {"content-type": "application/json", "origin": HERE}
-    assert client.post("/chat/render", content=content, headers=headers).status_code == status
+@pytest.mark.parametrize("content", [b"{", b"[]", b"[" * 100_000, b'{"text": 1}', b"\xff"])
+def test_a_body_that_is_no_json_object_is_refused(client, content):
+    assert post(client, "/chat/render", content).status_code == 400
 
 
 def test_what_is_too_long_is_refused(client):
@@ -93,9 +90,24 @@ def test_what_is_too_long_is_refused(client):
 
 
 def test_half_a_character_is_rendered_as_a_mark(client):
-    headers = {"content-type": "application/json", "origin": HERE}
-    answer = client.post("/chat/render", content=b'{"text": "a\\ud800b"}', headers=headers)
+    answer = post(client, "/chat/render", b'{"text": "a\\ud800b"}')
     assert answer.json()["html"] == "<p>a?b</p>\n"
+
+
+class Tags(HTMLParser):
+    """The tags that a browser's parser sees. found: name and attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+
+    def handle_comment(self, data):
+        self.found.append(("comment", {}))
+
+    handle_decl = unknown_decl = handle_pi = handle_comment
 
 
 @pytest.mark.parametrize(
@@ -124,9 +136,10 @@ def test_half_a_character_is_rendered_as_a_mark(client):
     ],
 )
 def test_hostile_markdown_leaves_no_tag_or_link_that_does_anything(text):
-    found = Tags(to_html(text)).found
-    assert {tag for tag, _ in found} <= {"p", "a", "code", "pre", "h1", "em", "br"}
-    for tag, attributes in found:
+    seen = Tags()
+    seen.feed(to_html(text))
+    assert {tag for tag, _ in seen.found} <= {"p", "a", "code", "pre", "h1", "em", "br"}
+    for tag, attributes in seen.found:
         assert set(attributes) <= {"a": {"href", "title", "target", "rel"}, "code": {"class"}}.get(tag, set())
         if tag == "a":
             assert attributes["href"].startswith("https://") and attributes["rel"] == "noopener noreferrer nofollow"
@@ -197,8 +210,6 @@ def test_a_program_that_does_not_end_is_ended(monkeypatch):
 
 @pytest.mark.parametrize("asked", ["limits", "none"])
 def test_python_is_refused_where_there_is_no_sandbox(client, monkeypatch, asked):
-    from nanodag.rewards import sandbox
-
     monkeypatch.setenv(sandbox.OPT_OUT, asked)
     result = call("python", '{"program": "print(1)"}')
     python = client.get("/chat/tools").json()["tools"][1]
@@ -208,8 +219,6 @@ def test_python_is_refused_where_there_is_no_sandbox(client, monkeypatch, asked)
 
 @pytest.mark.parametrize("asked", ["", "limits"])
 def test_without_bubblewrap_the_advice_is_to_install_it_and_never_to_set_what_changes_nothing(monkeypatch, asked):
-    from nanodag.rewards import sandbox
-
     monkeypatch.setattr(sandbox, "_found", lambda: (None, "bwrap is not installed"))
     monkeypatch.setenv(sandbox.OPT_OUT, asked)
     said = call("python", '{"program": "print(1)"}')
@@ -219,8 +228,7 @@ def test_without_bubblewrap_the_advice_is_to_install_it_and_never_to_set_what_ch
 
 def test_calls_beyond_those_that_may_wait_are_refused(client, monkeypatch):
     monkeypatch.setattr(web, "MAX_CALLS_WAITING", 0)
-    answer = post(client, "/chat/tool", {"name": "calculator", "arguments": '{"expression": "1"}'})
-    assert answer.status_code == 429
+    assert post(client, "/chat/tool", CALL).status_code == 429
 
 
 @pytest.fixture
@@ -230,20 +238,19 @@ def served(chat_model):
     return app_of(model, keys=["secret-of-the-server"], extra_routes=web.routes())
 
 
-@pytest.mark.parametrize("path", ["/", "/chat/page.js", "/chat/chat.css", "/chat/tools", "/v1/models", "/chat/tool"])
-def test_a_name_that_was_led_here_gets_nothing(served, path):
-    assert ask(served, path, host="localhost").status_code in (200, 401)
-    assert ask(served, path, host="rebound.example").status_code == 421
+def test_a_name_that_was_led_here_gets_nothing(served):
+    for path in ("/", "/chat/page.js", "/chat/chat.css", "/chat/tools", "/v1/models", "/chat/tool"):
+        assert ask(served, path, host="localhost").status_code in (200, 401)
+        assert ask(served, path, host="rebound.example").status_code == 421
 
 
 def test_where_a_key_is_wanted_the_page_is_open_and_nothing_else(served):
-    bearing = {"origin": "http://localhost", "authorization": "Bearer secret-of-the-server"}
+    headers = {"origin": "http://localhost", "content-type": "application/json"}
+    bearing = {"authorization": "Bearer secret-of-the-server", **headers}
     assert ask(served, "/").status_code == ask(served, "/chat/page.js").status_code == 200
     assert ask(served, "/v1/models").status_code == 401
     for path, body in (("/chat/tool", CALL), ("/chat/render", {"text": "a"})):
-        as_json = {"content-type": "application/json"}
-        assert ask(served, path, body, headers={"origin": "http://localhost", **as_json}).status_code == 401
-        assert ask(served, path, body, headers={**bearing, **as_json}).status_code == 200
+        assert [ask(served, path, body, headers=one).status_code for one in (headers, bearing)] == [401, 200]
 
 
 def test_an_origin_that_may_ask_models_may_not_run_programs(chat_model):
@@ -258,24 +265,3 @@ def test_every_tool_takes_one_text():
     """Calls of nanodag's own chat format are one text."""
     for tool in TOOLS.values():
         assert list(tool.definition()["function"]["parameters"]["properties"]) == [tool.parameter]
-
-
-class Tags:
-    """The tags that a browser's parser sees. found: name and attributes."""
-
-    def __init__(self, html):
-        from html.parser import HTMLParser
-
-        found = []
-
-        class Parser(HTMLParser):
-            def handle_starttag(self, tag, attrs):
-                found.append((tag, dict(attrs)))
-
-            def handle_comment(self, data):
-                found.append(("comment", {}))
-
-            handle_decl = unknown_decl = handle_pi = handle_comment
-
-        Parser().feed(html)
-        self.found = found

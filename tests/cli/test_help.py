@@ -24,19 +24,14 @@ def help_of(*path):
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_every_option_is_explained_and_no_line_of_help_is_cut_or_too_wide(name):
+def test_every_option_is_explained_no_line_is_cut_or_too_wide_and_a_call_is_shown(name):
     for parameter in EVERY[name].params:
         assert getattr(parameter, "help", "") or parameter.name == "help", parameter.name
     text = help_of(*name.split())
     assert "..." not in text.replace("]...", "").replace("VALUE...", "").replace("KEY...", ""), "a summary is cut"
     assert all(len(line) <= 80 for line in text.splitlines())
-
-
-@pytest.mark.parametrize(
-    "name", [name for name, command in EVERY.items() if not hasattr(command, "commands") and name != "server status"]
-)
-def test_every_command_shows_how_it_is_called(name):
-    assert f"nanodag {name}" in help_of(*name.split()).partition("Usage:")[2].partition("\n")[2]
+    examples = text.partition("Usage:")[2].partition("\n")[2]
+    assert f"nanodag {name}" in examples or hasattr(EVERY[name], "commands") or name == "server status"
 
 
 def test_h_is_help_and_the_version_is_the_packages():

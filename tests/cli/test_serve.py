@@ -9,10 +9,7 @@ import pytest
 from nanodag.cli import main
 from nanodag.store import Store
 from tests.run_records import built, run_record, stage_record
-
-
-class Handed(Exception):
-    """The command gave its place to another program."""
+from tests.store.making import publish
 
 
 @pytest.fixture
@@ -27,8 +24,7 @@ def store(tmp_path, monkeypatch) -> Store:
             files = tmp_path / f"{run}-{stage}"
             files.mkdir()
             (files / "config.json").write_text(f"{run} {stage}")
-            facts = {"config": {}, "lineage": {}, "sources": {}, "metrics": {}, "cost": {}, "environment": {}}
-            stages[stage] = built(store.publish(f"{number}{place}" * 20, files, kind=stage, stage=stage, **facts))
+            stages[stage] = built(publish(store, files, f"{number}{place}" * 20, kind=stage, stage=stage))
         if run == "newer":
             stages["rl"] = stage_record("rl", state="running", key="ab" * 20)
         store.write_run(run_record(run, stages=stages, number=number, created=float(number)))
@@ -42,13 +38,13 @@ def served(monkeypatch):
     def call(*arguments):
         given = []
 
-        def hand_over(program, command, environment):
+        def hand_over(program, command, environment):  # the command gives its place to another program
             given.extend(command[3:])
-            raise Handed
+            sys.exit()
 
         monkeypatch.setattr(os, "execve", hand_over)
         monkeypatch.setattr(sys, "argv", ["nanodag", "serve", *arguments])
-        with pytest.raises(Handed):
+        with pytest.raises(SystemExit):
             main()
         models = [one.removeprefix("--model=").split("=") for one in given if one.startswith("--model=")]
         found = {name: (Path(folder) / "config.json").read_text() for name, folder in models}
@@ -57,21 +53,14 @@ def served(monkeypatch):
     return call
 
 
-def test_models_are_found_by_run_and_stage(store, served):
-    assert served()[0] == {"sft": "newer sft"}
+def test_models_are_found_by_run_and_stage_and_a_folder_by_its_name(store, served, tmp_path):
+    newest = {"sft": "newer sft"}
+    assert served()[0] == newest
     assert served("older", "pretrain")[0] == {"pretrain": "older pretrain"}
-    assert served("--also", "pretrain", "--also", "older:sft")[0] == {
-        "sft": "newer sft",
-        "pretrain": "newer pretrain",
-        "older:sft": "older sft",
-    }
-
-
-def test_a_folder_is_served_by_its_name(store, served, tmp_path):
-    assert served(str(tmp_path / "older-sft"), "--also", "newer:pretrain")[0] == {
-        "older-sft": "older sft",
-        "pretrain": "newer pretrain",
-    }
+    others = {"pretrain": "newer pretrain", "older:sft": "older sft"}
+    assert served("--also", "pretrain", "--also", "older:sft")[0] == newest | others
+    models, _ = served(str(tmp_path / "older-sft"), "--also", "newer:pretrain")
+    assert models == {"older-sft": "older sft", "pretrain": "newer pretrain"}
 
 
 def test_a_run_under_way_is_followed(store, served, tmp_path):

@@ -11,8 +11,7 @@ from nanodag.cli.live_table import StageTable
 from nanodag.run.progress import progress_of
 from nanodag.store import Store
 from tests.run_records import built, run_record, stage_record
-
-KEY = "a" * 40
+from tests.store.making import KEY, publish
 
 
 @pytest.fixture
@@ -20,62 +19,51 @@ def store(tmp_path):
     return Store(tmp_path / "store")
 
 
-def progress(store, kind, *lines, state="running"):
+def progress(store, kind, *lines):
     """The progress of a stage of that kind which has written these lines a second apart."""
     began = time.time() - len(lines)
     folder = store.local / "work" / KEY
     folder.mkdir(parents=True)
     filled = [{"event": "step", "time": began + number + 0.5, **line} for number, line in enumerate(lines)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in filled))
-    entry = stage_record(kind, state=state, key=KEY, started=began)
+    entry = stage_record(kind, state="running", key=KEY, started=began)
     return progress_of(store, run_record("r", stages={"s": entry}))[0]
 
 
-def test_a_stage_that_has_said_nothing_yet_is_starting(store):
-    found = progress(store, "sft")
-    assert (found.state, found.amount, found.reached) == ("starting", "", "")
+STEPS = [{"step": n, "total": 1000, "loss": 4.0 / n, "tokens_per_second": 1234.5} for n in (1, 2)]
+VALIDATION = {"event": "eval", "step": 2, "total": 1000, "validation_loss": 2.5}
+READ = [{"event": "phase", "step": n * 10**6, "total": 8 * 10**6, "unit": "bytes"} for n in (1, 3)]
+SCORE = {"event": "eval", "step": 1000, "benchmark": "add", "add": 0.25}
+REQUESTS = {"event": "phase", "total": 2000, "phase": "sort", "unit": "requests", "of": 400}
+ASKED = [{**REQUESTS, "step": 1000 + n, "done": n * 4 // 10} for n in (100, 300)]
 
 
-def test_training_counts_steps_and_tokens_and_shows_its_loss(store):
-    lines = [{"step": n, "total": 1000, "loss": 4.0 / n, "tokens_per_second": 1234.5} for n in (1, 2)]
-    validation = {"event": "eval", "step": 2, "total": 1000, "validation_loss": 2.5}
-    found = progress(store, "sft", *lines, validation)
-    assert (found.state, found.amount, found.reached) == ("running", "2/1,000 steps", "loss 2.000")
-    assert found.speed == "1,234 tok/s"
+@pytest.mark.parametrize(
+    ("kind", "lines", "amount", "reached", "speed"),
+    [
+        ("sft", [], "", "", ""),
+        ("sft", [*STEPS, VALIDATION], "2/1,000 steps", "loss 2.000", "1,234 tok/s"),
+        ("rl", [{"step": 3, "total": 24, "loss": 0.01, "reward": 0.4375}], "3/24 steps", "reward 0.438", ""),
+        ("tokenizer", READ, "3.0/8.0 MB", "", "2.0 MB/s"),
+        ("eval", [SCORE, *ASKED], "120/400 requests", "add 25.0 %", "80 requests/s"),  # of the benchmark under way
+    ],
+)
+def test_each_kind_counts_in_its_own_unit_and_shows_what_it_has_reached(store, kind, lines, amount, reached, speed):
+    found = progress(store, kind, *lines)
+    assert (found.amount, found.reached, found.speed) == (amount, reached, speed)
+    assert found.state == ("running" if lines else "starting")
 
 
-def test_rl_shows_its_reward(store):
-    found = progress(store, "rl", {"step": 3, "total": 24, "loss": 0.01, "reward": 0.4375})
-    assert (found.amount, found.reached) == ("3/24 steps", "reward 0.438")
-
-
-def test_a_tokenizer_counts_bytes(store):
-    read = [{"event": "phase", "step": n * 10**6, "total": 8 * 10**6, "unit": "bytes"} for n in (1, 3)]
-    found = progress(store, "tokenizer", *read)
-    assert (found.amount, found.speed) == ("3.0/8.0 MB", "2.0 MB/s")
-    assert found.left_s == pytest.approx(2.5)
-
-
-def test_an_evaluation_counts_requests_of_the_benchmark_under_way_and_shows_the_last_score(store):
-    common = {"event": "phase", "total": 2000, "phase": "sort", "unit": "requests", "of": 400}
-    lines = [{**common, "step": 1000 + n, "done": n * 4 // 10} for n in (100, 300)]
-    found = progress(store, "eval", {"event": "eval", "step": 1000, "benchmark": "add", "add": 0.25}, *lines)
-    assert (found.amount, found.reached, found.speed) == ("120/400 requests", "add 25.0 %", "80 requests/s")
-    assert found.done == pytest.approx(0.65)
+def test_what_is_left_follows_from_the_speed_and_what_is_done_from_all_benchmarks(store, tmp_path):
+    assert progress(store, "tokenizer", *READ).left_s == pytest.approx(2.5)
+    assert progress(Store(tmp_path / "other"), "eval", SCORE, *ASKED).done == pytest.approx(0.65)
 
 
 def test_a_finished_stage_shows_what_its_manifest_says(store, tmp_path):
     (tmp_path / "made").mkdir()
     (tmp_path / "made" / "x").write_text("x")
-    about = {"stage": "eval_sft", "lineage": {}, "sources": {}, "cost": {}, "environment": {}}
-    artifact = store.publish(
-        KEY,
-        tmp_path / "made",
-        kind="eval",
-        config={"benchmarks": [{"name": "sort"}, {"name": "add"}]},
-        metrics={"add": 0.5, "sort": 0.415},
-        **about,
-    )
+    config, metrics = {"benchmarks": [{"name": "sort"}, {"name": "add"}]}, {"add": 0.5, "sort": 0.415}
+    artifact = publish(store, tmp_path / "made", kind="eval", config=config, metrics=metrics)
     (found,) = progress_of(store, run_record("r", stages={"s": built(artifact)}))
     assert (found.reached, found.done) == ("sort 41.5 %", 1.0)
 

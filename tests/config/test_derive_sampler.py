@@ -35,22 +35,14 @@ def sampler_on(text, model=DEPTH_12, *, sglang=True, origins=None, **settings):
     return derive_sampler("rl", stage, machine, model, {} if origins is None else origins)
 
 
-@pytest.mark.parametrize(
-    ("text", "engine", "replicas", "is_exact", "precision"),
-    [
-        ("8xH100", "sglang", 8, False, "bf16"),
-        ("4xH100", "sglang", 4, False, "bf16"),
-        ("1xH200", "sglang", 1, False, "bf16"),
-        ("2xB200", "sglang", 2, False, "bf16"),
-        ("1x24GB", "sglang", 1, False, "bf16"),
-        ("8xA100-40GB", "sglang", 8, False, "bf16"),
-        ("1xT4", "embedded", 1, False, "fp32"),
-        ("2xV100", "embedded", 2, False, "fp32"),
-        ("cpu:2:avx2:16GiB", "embedded", 2, True, "fp32"),
-        ("cpu:1:avx512_bf16:4GiB", "embedded", 1, True, "bf16"),
-        ("cpu:64:amx:256GiB", "embedded", 4, True, "bf16"),
-    ],
-)
+@pytest.mark.parametrize(("text", "engine", "replicas", "is_exact", "precision"), [
+    ("8xH100", "sglang", 8, False, "bf16"), ("4xH100", "sglang", 4, False, "bf16"),
+    ("1xH200", "sglang", 1, False, "bf16"), ("2xB200", "sglang", 2, False, "bf16"),
+    ("1x24GB", "sglang", 1, False, "bf16"), ("8xA100-40GB", "sglang", 8, False, "bf16"),
+    ("1xT4", "embedded", 1, False, "fp32"), ("2xV100", "embedded", 2, False, "fp32"),
+    ("cpu:2:avx2:16GiB", "embedded", 2, True, "fp32"), ("cpu:1:avx512_bf16:4GiB", "embedded", 1, True, "bf16"),
+    ("cpu:64:amx:256GiB", "embedded", 4, True, "bf16"),
+])  # fmt: skip
 def test_engine_replicas_determinism_and_precision_follow_from_the_machine(text, engine, replicas, is_exact, precision):
     origins = {}
     stage = sampler_on(text, origins=origins)
@@ -64,12 +56,23 @@ def test_engine_replicas_determinism_and_precision_follow_from_the_machine(text,
     assert left == {"python", "gpus"} and all(why.startswith("derived: ") for why in origins.values())
 
 
-def test_a_sliding_window_shorter_than_the_context_is_not_given_to_sglang():
-    windowed = replace(DEPTH_12, window=256)
-    assert sampler_on("8xH100", windowed).sampler.engine == "embedded"
+WINDOWED, NARROW_HEADS = replace(DEPTH_12, window=256), ModelSize(shape_of(3), 2048, 512)
+
+
+@pytest.mark.parametrize(("text", "model", "options", "engine"), [
+    ("8xH100", WINDOWED, {}, "embedded"),  # a window shorter than the context is not given to SGLang
+    ("8xH100", replace(DEPTH_12, window=4096), {"sampler": {"engine": "sglang"}}, "sglang"),
+    ("1xH100", NARROW_HEADS, {}, "embedded"),  # its kernels have no heads of 32
+    ("1xH100", DEPTH_12, {"sglang": False, "sampler": {"python": "/x"}}, "sglang"),  # counts as installed
+    ("cpu:2:avx2:8GiB", DEPTH_12, {"sampler": {"python": "/x"}}, "embedded"),
+])  # fmt: skip
+def test_sglang_is_chosen_where_it_is_there_and_runs_the_model(text, model, options, engine):
+    assert sampler_on(text, model, **options).sampler.engine == engine
+
+
+def test_a_window_that_sglang_would_leave_out_is_refused():
     with pytest.raises(ConfigError, match=r"^rl\.sampler\.engine: sglang leaves out .* window of 256 tokens"):
-        sampler_on("8xH100", windowed, sampler={"engine": "sglang"})
-    assert sampler_on("8xH100", replace(windowed, window=4096), sampler={"engine": "sglang"}).sampler.engine == "sglang"
+        sampler_on("8xH100", WINDOWED, sampler={"engine": "sglang"})
 
 
 def test_without_sglang_a_gpu_gets_the_embedded_engine_and_the_command_that_installs_the_other():
@@ -78,12 +81,6 @@ def test_without_sglang_a_gpu_gets_the_embedded_engine_and_the_command_that_inst
     assert (stage.sampler.engine, stage.sampler.replicas, stage.weights.sync_check_every) == ("embedded", 8, 20)
     assert "nanodag sampler install --cuda" in origins["rl.sampler.engine"]
     assert RLStage.model_validate(stage.model_dump()) == stage, "a record of it is read again"
-
-
-def test_an_interpreter_that_is_named_counts_as_sglang_installed():
-    assert sampler_on("1xH100", sglang=False, sampler={"python": "/x"}).sampler.engine == "sglang"
-    on_cpu = sampler_on("cpu:2:avx2:8GiB", sampler={"python": "/x"}).sampler
-    assert (on_cpu.engine, on_cpu.python) == ("embedded", "auto")
 
 
 @pytest.mark.parametrize(
@@ -97,14 +94,11 @@ def test_with_servers_of_others_a_stage_has_none_of_its_own_unless_it_is_said(te
         assert sampler_on(text, sglang=False, sampler={**others, "replicas": 1}).sampler.replicas == 1
 
 
-@pytest.mark.parametrize(
-    ("sampler", "said"),
-    [
-        ({"urls": ["node2:30000"]}, "not of the form"),
-        ({"urls": ["http://node2:1", "http://node2:1/"]}, "http://node2:1 twice"),
-        ({"replicas": 0}, "replicas 0 needs servers of others"),
-    ],
-)
+@pytest.mark.parametrize(("sampler", "said"), [
+    ({"urls": ["node2:30000"]}, "not of the form"),
+    ({"urls": ["http://node2:1", "http://node2:1/"]}, "http://node2:1 twice"),
+    ({"replicas": 0}, "replicas 0 needs servers of others"),
+])  # fmt: skip
 def test_servers_of_others_that_cannot_be_meant_are_refused(sampler, said):
     with pytest.raises(ValueError, match=said):
         sampler_on("cpu:2:avx2:16GiB", sampler=sampler)
@@ -119,12 +113,6 @@ def test_this_machine_says_whether_sglang_is_installed(monkeypatch):
     monkeypatch.setattr(derive_sampler_module, "is_installed", lambda folder, device: False)
     monkeypatch.setattr(derive_sampler_module, "detect", lambda: machine_of("1xH100"))
     assert not this_machine().sglang
-
-
-def test_sglang_is_not_chosen_for_heads_that_its_kernels_do_not_have():
-    small = ModelSize(shape_of(3), 2048, 512)
-    assert small.shape.head_width == 32
-    assert sampler_on("1xH100", small).sampler.engine == "embedded"
 
 
 def test_what_is_set_by_hand_is_kept():
@@ -147,16 +135,11 @@ def test_weights_and_cache_are_within_the_share_whoever_starts_first(text, model
         assert each * sampler.context * model.token_bytes(2) <= sampler.cache_bytes
 
 
-@pytest.mark.parametrize(
-    ("model", "text", "expected"),
-    [
-        # Bytes of a token, by hand: 2 x 24 x 12 x 128 x 2, 2 x 12 x 6 x 128 x 2 and 2 x 24 x 2 x 64 x 2.
-        (DEPTH_24, "1x24GB", (1280, 147_456, 36)),
-        (DEPTH_24, "1xH100", (1280, 147_456, 163)),
-        (DEPTH_12, "1x24GB", (1280, 36_864, 200)),
-        (QWEN, "1x24GB", (1280, 12_288, 256)),
-    ],
-)
+@pytest.mark.parametrize(("model", "text", "expected"), [
+    # Bytes of a token, by hand: 2 x 24 x 12 x 128 x 2, 2 x 12 x 6 x 128 x 2 and 2 x 24 x 2 x 64 x 2.
+    (DEPTH_24, "1x24GB", (1280, 147_456, 36)), (DEPTH_24, "1xH100", (1280, 147_456, 163)),
+    (DEPTH_12, "1x24GB", (1280, 36_864, 200)), (QWEN, "1x24GB", (1280, 12_288, 256)),
+])  # fmt: skip
 def test_the_embedded_engine_decodes_as_many_samples_as_its_cache_holds(model, text, expected):
     stage = sampler_on(text, model, sglang=False, prompts_per_step=32, samples_per_prompt=8)
     assert (stage.sampler.context, model.token_bytes(2), stage.sampler.max_batch) == expected
@@ -179,8 +162,7 @@ def test_of_a_model_whose_size_is_not_known_half_of_the_share_is_left_for_weight
 
 
 def test_the_context_is_within_the_models_positions_and_the_trainers_micro_batch():
-    tiny = ModelSize(shape_of(3), 2048, 512)
-    assert sampler_on("cpu:2:avx2:8GiB", tiny, max_new_tokens=16).sampler.context == 512
+    assert sampler_on("cpu:2:avx2:8GiB", NARROW_HEADS, max_new_tokens=16).sampler.context == 512
     assert sampler_on("1xH100", micro_batch_tokens=1000).sampler.context == 1000
     assert sampler_on("1xH100", max_new_tokens=1000).sampler.context == 2048  # in whole slots
 
@@ -197,17 +179,10 @@ def evaluation_on(text, model=DEPTH_24, **sampler):
     return derive_evaluation("eval", EvalStage(kind="eval", **table), machine, model, {}).sampler
 
 
-@pytest.mark.parametrize(
-    ("text", "engine", "replicas", "max_batch"),
-    [
-        ("8xH100+sglang", "sglang", 8, 256),
-        ("8xH100", "embedded", 8, 256),
-        ("1x24GB", "embedded", 1, 256),
-        ("2xV100+sglang", "embedded", 2, 256),
-        ("2x8xH100", "embedded", 8, 256),
-        ("cpu:2:avx2:8GiB", "embedded", 2, 64),
-    ],
-)
+@pytest.mark.parametrize(("text", "engine", "replicas", "max_batch"), [
+    ("8xH100+sglang", "sglang", 8, 256), ("8xH100", "embedded", 8, 256), ("1x24GB", "embedded", 1, 256),
+    ("2xV100+sglang", "embedded", 2, 256), ("2x8xH100", "embedded", 8, 256), ("cpu:2:avx2:8GiB", "embedded", 2, 64),
+])  # fmt: skip
 def test_an_evaluation_has_rls_engine_and_a_sampler_for_each_gpu(text, engine, replicas, max_batch):
     sampler = evaluation_on(text, options={} if engine == "sglang" else {"schedule_policy": "fcfs"})
     assert (sampler.engine, sampler.replicas, sampler.max_batch, sampler.options) == (engine, replicas, max_batch, {})
@@ -217,28 +192,21 @@ def test_an_evaluations_sglang_server_over_two_gpus_has_twice_the_cache_but_for_
     one, two = (evaluation_on("8xH100+sglang", tensor_parallel=each) for each in (1, 2))
     assert (one.replicas, two.replicas) == (8, 4)
     assert two.cache_bytes == pytest.approx(2 * one.cache_bytes + 2 * DEPTH_24.total, abs=4)
-
-
-def test_on_a_cpu_an_evaluations_sglang_is_one_server():
     assert evaluation_on("cpu:8:avx2:32GiB", engine="sglang").replicas == 1
 
 
 @pytest.mark.parametrize(("model", "expected"), [(DEPTH_24, 111), (DEPTH_12, 256), (QWEN, 256)])
 def test_an_evaluation_on_24_gb_has_room_for_gsm8ks_prompts_and_answers(model, expected):
     """The context is by need: 400 tokens of a prompt and 512 of an answer; with 2 GiB in fp32 it was 512 in all."""
-    machine = machine_of("1x24GB")
-    resources = {"num_ranks": 1, "threads": 8, "device": "cuda"}
-    stage = EvalStage(kind="eval", benchmarks=({"name": "gsm8k"},), resources=resources, precision="bf16")
-    sampler = derive_evaluation("eval", stage, machine, model, {}).sampler
+    sampler = evaluation_on("1x24GB", model)
     slots, context = plan_cache(_architecture(model), sampler.max_batch, 912, sampler.cache_bytes, 2)
     assert (slots, context) == (expected, 912)
-    assert slots * 960 * model.token_bytes(2) + 2 * model.total <= 0.7 * machine.gpu.memory
+    assert slots * 960 * model.token_bytes(2) + 2 * model.total <= 0.7 * machine_of("1x24GB").gpu.memory
 
 
 def _architecture(model):
-    rope = Rope(
-        theta=1e4, kind="default", factor=1.0, low_freq_factor=1.0, high_freq_factor=1.0, original_positions=4096
-    )
+    factors = {"factor": 1.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0}
+    rope = Rope(theta=1e4, kind="default", original_positions=4096, **factors)
     return Architecture(
         model_type="qwen3", vocab_size=32768, hidden_size=768, num_layers=model.shape.depth, num_heads=12,
         num_kv_heads=model.shape.num_kv_heads, head_dim=model.shape.head_width, intermediate_size=2048, norm_eps=1e-6,
@@ -250,13 +218,9 @@ def test_a_benchmark_has_the_stage_s_seed_and_limit_of_an_answer_where_it_says_n
     own = {"name": "own", "form": "gsm8k", "seed": 5, "max_new_tokens": 9, "temperature": 1.0}
     resources = {"num_ranks": 1, "threads": 1, "device": "cpu"}
     stage = EvalStage(
-        kind="eval",
-        seed=3,
-        max_new_tokens=40,
-        benchmarks=({"name": "gsm8k"}, own),
-        resources=resources,
+        kind="eval", seed=3, max_new_tokens=40, benchmarks=({"name": "gsm8k"}, own), resources=resources,
         precision="fp32",
-    )
+    )  # fmt: skip
     origins = {}
     derived = derive_evaluation("e", stage, this_machine(), DEPTH_24, origins)
     first, second = derived.benchmarks

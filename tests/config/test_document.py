@@ -31,20 +31,17 @@ def test_the_shipped_file_means_what_it_means_to_pyyaml():
     assert parse_yaml(SHIPPED, str) == yaml.safe_load(SHIPPED)
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        *(("12", 12), ("-12", -12), ("0o17", 15), ("0x1F", 31), ("0", 0)),
-        *(("1.5", 1.5), (".5", 0.5), ("5.", 5.0), ("2e-6", 2e-6), ("1e-300", 1e-300), ("-.inf", float("-inf"))),
-        *(("1e6", 1_000_000), ("1.5e3", 1500), ("1000.0", 1000.0)),
-        *(("true", True), ("False", False), ("~", None), ("", None), ("NULL", None)),
-        *(("yes", "yes"), ("on", "on"), ("1:30", "1:30"), ("1_000", "1_000"), ("2026-11-22", "2026-11-22")),
-        *(("'12'", "12"), ('"true"', "true"), ("!!str 12", "12"), ("!!float 3", 3.0), ("! 12", "12")),
-        ("{1: a, yes: b, null: c}", {"1": "a", "yes": "b", "null": "c"}),
-        ("- &x {a: 1, b: 2}\n- {<<: *x, b: 3}", [{"a": 1, "b": 2}, {"a": 1, "b": 3}]),
-        ("- &x {a: 1}\n- &y {a: 2, b: 2}\n- {<<: [*x, *y]}", [{"a": 1}, {"a": 2, "b": 2}, {"a": 1, "b": 2}]),
-    ],
-)
+@pytest.mark.parametrize(("text", "value"), [
+    *(("12", 12), ("-12", -12), ("0o17", 15), ("0x1F", 31), ("0", 0)),
+    *(("1.5", 1.5), (".5", 0.5), ("5.", 5.0), ("2e-6", 2e-6), ("1e-300", 1e-300), ("-.inf", float("-inf"))),
+    *(("1e6", 1_000_000), ("1.5e3", 1500), ("1000.0", 1000.0)),
+    *(("true", True), ("False", False), ("~", None), ("", None), ("NULL", None)),
+    *(("yes", "yes"), ("on", "on"), ("1:30", "1:30"), ("1_000", "1_000"), ("2026-11-22", "2026-11-22")),
+    *(("'12'", "12"), ('"true"', "true"), ("!!str 12", "12"), ("!!float 3", 3.0), ("! 12", "12")),
+    ("{1: a, yes: b, null: c}", {"1": "a", "yes": "b", "null": "c"}),
+    ("- &x {a: 1, b: 2}\n- {<<: *x, b: 3}", [{"a": 1, "b": 2}, {"a": 1, "b": 3}]),
+    ("- &x {a: 1}\n- &y {a: 2, b: 2}\n- {<<: [*x, *y]}", [{"a": 1}, {"a": 2, "b": 2}, {"a": 1, "b": 2}]),
+])  # fmt: skip
 def test_scalars_are_those_of_yaml_1_2(text, value):
     found = parse_yaml(text, str)
     assert found == value and type(found) is type(value)
@@ -101,26 +98,9 @@ def fields(path):
 
 
 VALUES = [
-    None,
-    True,
-    -1,
-    0,
-    1e300,
-    10**18,
-    10**15,
-    1e14,
-    2.5,
-    "",
-    "auto",
-    "none",
-    "x:y",
-    "file:",
-    [],
-    {},
-    [[]],
-    {"a": []},
+    None, True, -1, 0, 1e300, 10**18, 10**15, 1e14, 2.5, "", "auto", "none", "x:y", "file:", [], {}, [[]], {"a": []},
     ["auto"],
-]
+]  # fmt: skip
 
 
 @given(st.data())

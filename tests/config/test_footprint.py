@@ -19,36 +19,22 @@ def state(precision, zero_stage, num_ranks=1, **options):
     return footprint.train_state(COUNTED, **options)
 
 
-def test_adamw_in_bfloat16_takes_20_bytes_a_parameter_at_zero_1_on_one_rank():
-    found = state("bf16", 1)
-    assert (found.weights, found.gradients, found.optimizer) == (2000, 6000, 12000)
-
-
-def test_ranks_share_master_weights_and_moments_alone_at_zero_1():
-    assert state("bf16", 1, 4).optimizer == 3000 and state("bf16", 1, 4).gradients == 6000
-
-
-def test_muon_keeps_one_moment_of_each_matrix():
-    assert state("bf16", 1, optimizer="muon").optimizer == 4 * 1000 + 4 * 600 + 8 * 400
-
-
-def test_float32_at_zero_0_has_no_second_copy_of_the_weights():
-    found = state("fp32", 0)
-    assert (found.weights, found.gradients, found.optimizer) == (4000, 4000, 8000)
-
-
-def test_zero_3_spreads_weights_that_are_at_rest():
-    assert state("bf16", 3).weights == 2000  # one rank gathers nothing
-    assert state("bf16", 3, 4).weights == 500 + 2000
+@pytest.mark.parametrize(("found", "expected"), [
+    (state("bf16", 1), {"weights": 2000, "gradients": 6000, "optimizer": 12_000}),  # AdamW: 20 bytes a parameter
+    (state("bf16", 1, 4), {"gradients": 6000, "optimizer": 3000}),  # ranks share master weights and moments alone
+    (state("bf16", 1, optimizer="muon"), {"optimizer": 4 * 1000 + 4 * 600 + 8 * 400}),  # one moment of each matrix
+    (state("fp32", 0), {"weights": 4000, "gradients": 4000, "optimizer": 8000}),  # no second copy of the weights
+    (state("bf16", 3), {"weights": 2000}),  # one rank gathers nothing
+    (state("bf16", 3, 4), {"weights": 500 + 2000}),  # at rest they are spread
+    (state("bf16", 1, trained=10), {"optimizer": 120}),  # adapters alone have moments
+])  # fmt: skip
+def test_the_state_of_training_is_the_sum_by_hand(found, expected):
+    assert {name: getattr(found, name) for name in expected} == expected
 
 
 def test_an_offloaded_optimizer_lies_in_host_memory():
     found = state("bf16", 3, 2, offload_optimizer=True)
     assert found.optimizer == 0 and found.host >= 12 * 500
-
-
-def test_adapters_alone_have_gradients_and_moments():
-    assert state("bf16", 1, trained=10).optimizer == 120
 
 
 def test_the_speedruns_state_is_6_6_gib_on_each_of_8_gpus_and_its_activations_are_64_6():
@@ -108,15 +94,12 @@ def test_a_head_of_many_tokens_holds_one_block_of_logits():
     assert big == footprint.HEAD_BLOCK_BYTES + gradients
 
 
-def test_the_shape_of_depth_12():
+def test_the_shapes_of_two_depths():
     shape = shape_of(12)
     assert (shape.width, shape.num_heads, shape.head_width, shape.mlp_width) == (768, 6, 128, 2048)
     assert not shape.tied_embeddings
-
-
-def test_a_small_model_has_narrow_heads_and_tied_embeddings():
-    shape = shape_of(2)
-    assert (shape.width, shape.num_heads, shape.head_width, shape.tied_embeddings) == (128, 4, 32, True)
+    small = shape_of(2)  # narrow heads and tied embeddings
+    assert (small.width, small.num_heads, small.head_width, small.tied_embeddings) == (128, 4, 32, True)
 
 
 def test_parameters_and_flops_are_counted_part_by_part():

@@ -30,23 +30,16 @@ def test_the_text_says_what_counts():
     assert 22 * GIB < machine_of("1x24GB").gpu.memory < 24 * GIB
 
 
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("", "is of neither form"),
-        ("cpu", "is of neither form"),
-        ("cpu:2", "names 1 things of the host"),
-        ("8xH9", "names the GPU 'H9'; known are B200"),
-        ("0x8xH100", "has none of something"),
-        ("cpu:a:avx2:1GiB", "has 'a' cores"),
-        ("cpu:2:sse:1GiB", "instruction set 'sse', and there are other, avx2"),
-        ("cpu:2:avx2:lots", "has 'lots' memory"),
-        (f"cpu:2:avx2:{'9' * 5000}GiB", "memory, and not some GiB"),
-        (f"cpu:{'9' * 5000}:avx2:8GiB", "cores"),
-        (f"1x{'9' * 5000}GB", "names the GPU"),
-        ("1xFoo@1.2.3GiB@9.0", "names the GPU"),
-    ],
-)
+@pytest.mark.parametrize(("text", "why"), [
+    ("", "is of neither form"), ("cpu", "is of neither form"), ("cpu:2", "names 1 things of the host"),
+    ("8xH9", "names the GPU 'H9'; known are B200"), ("0x8xH100", "has none of something"),
+    ("cpu:a:avx2:1GiB", "has 'a' cores"),
+    ("cpu:2:sse:1GiB", "instruction set 'sse', and there are other, avx2"),
+    ("cpu:2:avx2:lots", "has 'lots' memory"),
+    (f"cpu:2:avx2:{'9' * 5000}GiB", "memory, and not some GiB"),
+    (f"cpu:{'9' * 5000}:avx2:8GiB", "cores"), (f"1x{'9' * 5000}GB", "names the GPU"),
+    ("1xFoo@1.2.3GiB@9.0", "names the GPU"),
+])  # fmt: skip
 def test_a_wrong_text_is_refused_with_the_part_that_is_wrong(text, why):
     with pytest.raises(ConfigError, match=why):
         machine_of(text)
@@ -104,12 +97,9 @@ def test_an_nvidia_smi_that_fails_is_no_gpu_and_said(nvidia_smi, tmp_path, caplo
 
 
 FLAGS = {
-    "other": {"sse4_2"},
-    "avx2": {"avx2"},
-    "avx512": {"avx2", "avx512f"},
-    "avx512_bf16": {"avx2", "avx512f", "avx512_bf16"},
-    "amx": {"avx2", "avx512f", "avx512_bf16", "amx_bf16"},
-}
+    "other": {"sse4_2"}, "avx2": {"avx2"}, "avx512": {"avx2", "avx512f"},
+    "avx512_bf16": {"avx2", "avx512f", "avx512_bf16"}, "amx": {"avx2", "avx512f", "avx512_bf16", "amx_bf16"},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -117,9 +107,7 @@ FLAGS = {
     [*((name, "", name) for name in FLAGS), ("amx", "AVX2", "avx2"), ("amx", "avx512_core_bf16", "avx512_bf16"),
      ("amx", "ALL", "amx")],
 )  # fmt: skip
-def test_the_instruction_set_is_the_widest_that_the_processor_has_or_is_told_to_use(
-    flags, limit, expected, monkeypatch
-):
+def test_the_instruction_set_is_the_widest_that_is_there_or_allowed(flags, limit, expected, monkeypatch):
     for name in processor.ISA_LIMITS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(processor, "processor_flags", lambda: frozenset(FLAGS[flags]))

@@ -27,39 +27,27 @@ from tests.flow.tiny_mirror import write_mirror
 
 MODULE = """
     import helper_of_mine_pf
-
     NUMBER = 5
-
     def reward(prompt, completion):
         return 1.0
-
     def reward_of_one(completion):
         return 1.0
-
     def drop(group, *, lowest=0.0):
         return None
-
     def rows(n=3):
         return [{"question": f"{i}?", "answer": i} for i in range(n)]
-
     def failing_rows():
         raise KeyError("answer_column")
-
     def adapt(row, kind):
         return {"text": row["question"]}
-
     async def generate(sampler, sample):
         return sample
-
     def loss(trainer, old, advantages, mask, ids, clip_low, clip_high):
         return advantages
-
     def short_loss(trainer, old, clip_low=0.2):
         return trainer
-
     def plain_generate(sampler, sample):
         return sample
-
     class World:
         def __init__(self, *, rounds=2):
             self.rounds = rounds
@@ -72,6 +60,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.delenv("NANODAG_MIRROR", raising=False)
     monkeypatch.delenv("NANODAG_STORE", raising=False)
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
     for name in ("mine_pf", "helper_of_mine_pf", "broken_pf"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     (tmp_path / "mine_pf.py").write_text(textwrap.dedent(MODULE))
@@ -86,11 +75,8 @@ def folder(tmp_path, monkeypatch):
     cut = (tmp_path / "cut.jsonl.gz").read_bytes()
     (tmp_path / "cut.jsonl.gz").write_bytes(cut[: len(cut) // 2])
     stages = json.loads(json.dumps(STAGES).replace("/x.txt", "text.txt").replace("/p.jsonl", "p.jsonl"))
-    stages["eval"] = {
-        "kind": "eval",
-        "inputs": {"model": "base"},
-        "benchmarks": [{"name": "continuation", "source": "file:text.txt"}],
-    }
+    benchmarks = [{"name": "continuation", "source": "file:text.txt"}]
+    stages["eval"] = {"kind": "eval", "inputs": {"model": "base"}, "benchmarks": benchmarks}
     stages["model"] = {"kind": "import", "model": "file:model"}
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"hidden_size": 64}')
@@ -101,7 +87,10 @@ def folder(tmp_path, monkeypatch):
 
 
 def faults(folder, *overrides):
-    pipeline = resolve(folder / "pipeline.yaml", "one", overrides).pipeline
+    return faults_of(resolve(folder / "pipeline.yaml", "one", overrides).pipeline, folder)
+
+
+def faults_of(pipeline, folder):
     checks = Checks(pipeline, folder / "doing")
     checks.trackers()
     for name in pipeline.stages:
@@ -109,8 +98,7 @@ def faults(folder, *overrides):
     return [fault.replace(f"{folder}/", "") for fault in checks.faults]
 
 
-def test_a_pipeline_whose_everything_is_there_passes(folder, monkeypatch):
-    monkeypatch.chdir(folder)
+def test_a_pipeline_whose_everything_is_there_passes(folder):
     own = ["rl.reward=mine_pf:reward", "rl.filters=[{name: 'mine_pf:drop', options: {lowest: 1}}]"]
     data = ["rl.data=['python:mine_pf:rows']", "rl.data=[{url: 'python:mine_pf:rows', adapter: problem}]"]
     more = ["rl.generate=mine_pf:generate", "rl.inputs={model: model}", "rl.lora_rank=64"]
@@ -118,8 +106,7 @@ def test_a_pipeline_whose_everything_is_there_passes(folder, monkeypatch):
     assert faults(folder, *own, *data, *more, *loss) == []
 
 
-def test_a_held_out_share_of_too_few_rows_to_hold_one_is_refused(folder, monkeypatch):
-    monkeypatch.chdir(folder)
+def test_a_held_out_share_of_too_few_rows_to_hold_one_is_refused(folder):
     (folder / "few.jsonl").write_text("".join(json.dumps({"text": f"No. {n}"}) + "\n" for n in range(60)))
     held_out = "base.data=[{url: 'file:few.jsonl', held_out: %s}]"
     [fault] = faults(folder, held_out % 0.001)
@@ -128,88 +115,77 @@ def test_a_held_out_share_of_too_few_rows_to_hold_one_is_refused(folder, monkeyp
     assert faults(folder, held_out % 0.001, "base.validation_tokens=0") == []
 
 
-@pytest.mark.parametrize(
-    ("override", "said"),
-    [
-        ("rl.reward=nomodule_pf:f", "stage rl names 'nomodule_pf:f': there is no module nomodule_pf beside "),
-        ("rl.reward={'nomodule_pf:f': 1, gsm8k: 1}", "there is no module nomodule_pf beside "),
-        ("rl.reward=os:system", "stage rl: 'os:system' names os, a module of Python's own, and no function of yours"),
-    ],
-)
+@pytest.mark.parametrize(("override", "said"), [
+    ("rl.reward=nomodule_pf:f", "stage rl names 'nomodule_pf:f': there is no module nomodule_pf beside "),
+    ("rl.reward={'nomodule_pf:f': 1, gsm8k: 1}", "there is no module nomodule_pf beside "),
+    ("rl.reward=os:system", "stage rl: 'os:system' names os, a module of Python's own, and no function of yours"),
+])  # fmt: skip
 def test_a_module_that_is_not_there_is_refused_when_the_config_is_read(folder, override, said):
     with pytest.raises(ConfigError, match=said):
         resolve(folder / "pipeline.yaml", "one", [override])
 
 
-@pytest.mark.parametrize(
-    ("override", "said"),
-    [
-        ("rl.reward=mine_pf:f", "rl.reward.0: mine_pf:f: mine_pf.py has no function f"),
-        ("rl.evaluation.benchmarks=[{name: arc_easy, source: 'file:q.jsonl'}]",
-         "(form arc_easy) is scored by likelihood"),
-        ("rl.evaluation.benchmarks=[{name: gsm8k, source: 'file:empty.jsonl'}]", "file:empty.jsonl is empty"),
-        ("rl.reward=mine_pf:NUMBER", "rl.reward.0: mine_pf:NUMBER is no function: mine_pf.py has it as 5"),
-        ("rl.reward=mine_pf:reward_of_one", "(prompt, completion): too many positional arguments"),
-        ("rl.reward=group:mine_pf:f", "rl.reward.0: mine_pf:f: mine_pf.py has no function f"),
-        ("rl.reward=model:/nowhere", "rl.reward.0: Model 'file:/nowhere': there is no folder /nowhere."),
-        ("rl.reward=broken_pf:f", "(broken_pf.py, line 2, in <module>)"),
-        ("rl.advantage=mine_pf:reward", "(rewards, group_ids, num_tokens): too many"),
-        ("rl.policy_loss=mine_pf:short_loss", "mask, sequence_ids): too many positional"),
-        ("rl.correction=mine_pf:short_loss", "mask, sequence_ids): too many positional"),
-        ("rl.policy_loss=mine_pf:no", "rl.algorithm.policy_loss: mine_pf:no: mine_pf.py has no function no"),
-        ("rl.filters=['mine_pf:no']", "rl.rollout.filters.0: mine_pf:no: mine_pf.py has no function no"),
-        ("rl.filters=[{name: 'mine_pf:drop', options: {lowst: 1}}]", "has no option 'lowst'; it takes lowest"),
-        ("rl.generate=mine_pf:no", "rl.rollout.generate: mine_pf:no: mine_pf.py has no function no"),
-        ("rl.generate={name: 'environment:mine_pf:World', options: {max_turns: 3, round: 1}}",
-         "rl.rollout.generate: mine_pf:World is called with (): got an unexpected keyword argument"),
-        ("rl.generate={name: 'agent:mine_pf:no', options: {python: /nowhere}}",
-         "the agent's python /nowhere is no program"),
-        ("rl.teacher={model: /nowhere}", "rl.algorithm.teacher.model: Model 'file:/nowhere': there is no folder"),
-        ("model.model=file:/nowhere", "model.model: Model 'file:/nowhere': there is no folder /nowhere."),
-        ("rl={inputs: {model: model}, lora_rank: 65}", "rl.optimizer.lora_rank: 65 is above 64, the width"),
-        ("rl.data=['file:/nowhere.jsonl']", "rl.data.0: Source 'file:/nowhere.jsonl' matches no file"),
-        ("rl.data=['file:empty.jsonl']", "rl.data.0: file:empty.jsonl is empty: it has no rows"),
-        ("rl.reward=code", "rl.data.0: the reward code reads metadata.tests of a prompt, and row 0 of file:p.jsonl"),
-        ("rl.data=['file:p.jsonl[5:]']", "rl.data.0: file:p.jsonl[5:] is empty: it has no rows"),
-        ("rl.data=['file:q.jsonl']", "rl.data.0: Adapter 'prompt' cannot make a prompt of row 0 of file:q.jsonl: no"),
-        ("rl.data=[{url: 'file:p.jsonl', columns: {answer: label}}]",
-         "no column 'label'. The row's columns are answer"),
-        ("rl.data=[{url: 'file:p.jsonl', columns: {question: prompt}}]", "`columns` names 'question', which it does"),
-        ("base.data=[{url: 'file:text.txt', reward: math}]", "'math' means nothing to documents"),
-        ("eval.benchmarks=[{name: gsm8k, source: {url: 'file:q.jsonl', columns: {answer: label}}}]",
-         "eval.benchmarks.0: file:q.jsonl: there is no column 'label', only choices,"),
-        ("eval.benchmarks=[{name: gsm8k, source: {url: 'file:q.jsonl', reward: math}}]",
-         "eval.benchmarks.0: file:q.jsonl: reward 'math' means nothing to rows as they are; a benchmark reads"),
-        ("rl.data=['python:mine_pf:no']", "rl.data.0: Source 'python:mine_pf:no': mine_pf.py has no function no."),
-        ("rl.data=['python:mine_pf:failing_rows']", "KeyError: 'answer_column' (mine_pf.py, line 19, in"),
-        ("rl.data=[{url: 'file:p.jsonl', weight: 1}, 'file:q.jsonl']", "a weight and file:q.jsonl has none"),
-        ("base.data=['hub:a/b']", "base.data.0: Source 'hub:a/b' is not in the mirror: there is no"),
-        ("base.data=['package:no-such-dist/x.json']", "no-such-dist, which is not installed"),
-        ("eval.benchmarks=[{name: contination, source: 'file:text.txt'}]", "has no form 'contination'"),
-        ("eval.benchmarks=[{name: gsm8k}]", "eval.benchmarks.0: Benchmark 'gsm8k' needs `source:`, where its items"),
-        ("eval.benchmarks=[{name: gsm8k, source: 'file:p.jsonl'}]", "'question', which gsm8k_chat.yaml asks for"),
-        ("base.data=['file:cut.jsonl.gz']", "base.data.0: "),
-        ("tracking.trackers=[wandb]", "tracking.trackers: wandb is not installed; run: pip install 'nanodag[wandb]'"),
-    ],
-)  # fmt: skip
-def test_what_is_not_there_is_one_line(folder, monkeypatch, override, said):
-    monkeypatch.chdir(folder)
+@pytest.mark.parametrize(("override", "said"), [
+    ("rl.reward=mine_pf:f", "rl.reward.0: mine_pf:f: mine_pf.py has no function f"),
+    ("rl.evaluation.benchmarks=[{name: arc_easy, source: 'file:q.jsonl'}]",
+     "(form arc_easy) is scored by likelihood"),
+    ("rl.evaluation.benchmarks=[{name: gsm8k, source: 'file:empty.jsonl'}]", "file:empty.jsonl is empty"),
+    ("rl.reward=mine_pf:NUMBER", "rl.reward.0: mine_pf:NUMBER is no function: mine_pf.py has it as 5"),
+    ("rl.reward=mine_pf:reward_of_one", "(prompt, completion): too many positional arguments"),
+    ("rl.reward=group:mine_pf:f", "rl.reward.0: mine_pf:f: mine_pf.py has no function f"),
+    ("rl.reward=model:/nowhere", "rl.reward.0: Model 'file:/nowhere': there is no folder /nowhere."),
+    ("rl.reward=broken_pf:f", "(broken_pf.py, line 2, in <module>)"),
+    ("rl.advantage=mine_pf:reward", "(rewards, group_ids, num_tokens): too many"),
+    ("rl.policy_loss=mine_pf:short_loss", "mask, sequence_ids): too many positional"),
+    ("rl.correction=mine_pf:short_loss", "mask, sequence_ids): too many positional"),
+    ("rl.policy_loss=mine_pf:no", "rl.algorithm.policy_loss: mine_pf:no: mine_pf.py has no function no"),
+    ("rl.filters=['mine_pf:no']", "rl.rollout.filters.0: mine_pf:no: mine_pf.py has no function no"),
+    ("rl.filters=[{name: 'mine_pf:drop', options: {lowst: 1}}]", "has no option 'lowst'; it takes lowest"),
+    ("rl.generate=mine_pf:no", "rl.rollout.generate: mine_pf:no: mine_pf.py has no function no"),
+    ("rl.generate={name: 'environment:mine_pf:World', options: {max_turns: 3, round: 1}}",
+     "rl.rollout.generate: mine_pf:World is called with (): got an unexpected keyword argument"),
+    ("rl.generate={name: 'agent:mine_pf:no', options: {python: /nowhere}}",
+     "the agent's python /nowhere is no program"),
+    ("rl.teacher={model: /nowhere}", "rl.algorithm.teacher.model: Model 'file:/nowhere': there is no folder"),
+    ("model.model=file:/nowhere", "model.model: Model 'file:/nowhere': there is no folder /nowhere."),
+    ("rl={inputs: {model: model}, lora_rank: 65}", "rl.optimizer.lora_rank: 65 is above 64, the width"),
+    ("rl.data=['file:/nowhere.jsonl']", "rl.data.0: Source 'file:/nowhere.jsonl' matches no file"),
+    ("rl.data=['file:empty.jsonl']", "rl.data.0: file:empty.jsonl is empty: it has no rows"),
+    ("rl.reward=code", "rl.data.0: the reward code reads metadata.tests of a prompt, and row 0 of file:p.jsonl"),
+    ("rl.data=['file:p.jsonl[5:]']", "rl.data.0: file:p.jsonl[5:] is empty: it has no rows"),
+    ("rl.data=['file:q.jsonl']", "rl.data.0: Adapter 'prompt' cannot make a prompt of row 0 of file:q.jsonl: no"),
+    ("rl.data=[{url: 'file:p.jsonl', columns: {answer: label}}]",
+     "no column 'label'. The row's columns are answer"),
+    ("rl.data=[{url: 'file:p.jsonl', columns: {question: prompt}}]", "`columns` names 'question', which it does"),
+    ("base.data=[{url: 'file:text.txt', reward: math}]", "'math' means nothing to documents"),
+    ("eval.benchmarks=[{name: gsm8k, source: {url: 'file:q.jsonl', columns: {answer: label}}}]",
+     "eval.benchmarks.0: file:q.jsonl: there is no column 'label', only choices,"),
+    ("eval.benchmarks=[{name: gsm8k, source: {url: 'file:q.jsonl', reward: math}}]",
+     "eval.benchmarks.0: file:q.jsonl: reward 'math' means nothing to rows as they are; a benchmark reads"),
+    ("rl.data=['python:mine_pf:no']", "rl.data.0: Source 'python:mine_pf:no': mine_pf.py has no function no."),
+    ("rl.data=['python:mine_pf:failing_rows']", "KeyError: 'answer_column' (mine_pf.py, line 13, in"),
+    ("rl.data=[{url: 'file:p.jsonl', weight: 1}, 'file:q.jsonl']", "a weight and file:q.jsonl has none"),
+    ("base.data=['hub:a/b']", "base.data.0: Source 'hub:a/b' is not in the mirror: there is no"),
+    ("base.data=['package:no-such-dist/x.json']", "no-such-dist, which is not installed"),
+    ("eval.benchmarks=[{name: contination, source: 'file:text.txt'}]", "has no form 'contination'"),
+    ("eval.benchmarks=[{name: gsm8k}]", "eval.benchmarks.0: Benchmark 'gsm8k' needs `source:`, where its items"),
+    ("eval.benchmarks=[{name: gsm8k, source: 'file:p.jsonl'}]", "'question', which gsm8k_chat.yaml asks for"),
+    ("base.data=['file:cut.jsonl.gz']", "base.data.0: "),
+    ("tracking.trackers=[wandb]", "tracking.trackers: wandb is not installed; run: pip install 'nanodag[wandb]'"),
+])  # fmt: skip
+def test_what_is_not_there_is_one_line(folder, override, said):
     found = faults(folder, override, "mirror=/nowhere")
-    assert [fault.replace(f"{folder}/", "") for fault in found] and said in found[0], found
+    assert found and said in found[0], found
     assert "\n" not in found[0] and (len(found) == 1 or "mixture" in found[0])
 
 
-@pytest.mark.parametrize(
-    ("override", "said"),
-    [
-        ("rl.reward=code", "the reward code reads metadata.tests of a prompt"),
-        ("eval.benchmarks=[{name: contination, source: 'file:text.txt'}]", "has no form 'contination'"),
-        ("base.data=['file:nowhere.txt']", "matches no file"),
-        ("base.data=['hub:a/b']", "The mirror /nowhere is not a folder"),
-    ],
-)
-def test_config_itself_refuses_what_is_not_there_unless_another_machine_is_named(folder, monkeypatch, override, said):
-    monkeypatch.chdir(folder)
+@pytest.mark.parametrize(("override", "said"), [
+    ("rl.reward=code", "the reward code reads metadata.tests of a prompt"),
+    ("eval.benchmarks=[{name: contination, source: 'file:text.txt'}]", "has no form 'contination'"),
+    ("base.data=['file:nowhere.txt']", "matches no file"),
+    ("base.data=['hub:a/b']", "The mirror /nowhere is not a folder"),
+])  # fmt: skip
+def test_config_itself_refuses_what_is_not_there_unless_another_machine_is_named(folder, override, said):
     asked = {"preset": "one", "file": str(folder / "pipeline.yaml")}
     with pytest.raises(ConfigError, match=said):
         show_config([override, "mirror=/nowhere"], **asked)
@@ -217,8 +193,7 @@ def test_config_itself_refuses_what_is_not_there_unless_another_machine_is_named
     assert not (folder / "store").exists(), "who only looks makes no store"
 
 
-def test_config_asks_neither_the_hub_nor_for_tools(folder, monkeypatch, capsys):
-    monkeypatch.chdir(folder)
+def test_config_asks_neither_the_hub_nor_for_tools(folder, capsys):
     overrides = ["base.data=['hub:a/b']", "tracking.trackers=[wandb]", "model.model='hub:a/b'"]
     show_config(overrides, preset="one", file=str(folder / "pipeline.yaml"))
     assert "[hub:a/b]" in capsys.readouterr().out
@@ -230,7 +205,6 @@ def check(folder, *overrides):
 
 
 def test_what_does_not_fit_this_machine_is_refused_before_anything_is_looked_at(folder, monkeypatch):
-    monkeypatch.chdir(folder)
     monkeypatch.setattr("nanodag.run.preflight.detect", lambda folder: machine_of("cpu:2:avx2:1GiB"))
     monkeypatch.setattr("nanodag.run.preflight._look", lambda asked: pytest.fail("it looked"))
     file = folder / "pipeline.yaml"
@@ -239,16 +213,14 @@ def test_what_does_not_fit_this_machine_is_refused_before_anything_is_looked_at(
         check_before_start(pipeline, file=file, remembered=folder / "checked", stages=["base"])
 
 
-def test_nothing_of_the_users_is_imported_here_and_a_module_that_ends_its_process_is_named(folder, monkeypatch):
-    monkeypatch.chdir(folder)
+def test_nothing_of_the_users_is_imported_here_and_a_module_that_ends_its_process_is_named(folder):
     (folder / "ends_pf.py").write_text("import os\nos._exit(7)\n")
     with pytest.raises(ConfigError, match=r"preset 'one': rl.reward.0: .*ends_pf:f ended the process .* with code 7"):
         check(folder, "rl.reward=ends_pf:f")
     assert "ends_pf" not in sys.modules
 
 
-def test_a_check_that_was_killed_says_so_and_what_memory_there_was_and_blames_no_value(folder, monkeypatch):
-    monkeypatch.chdir(folder)
+def test_a_check_that_was_killed_says_so_and_what_memory_there_was_and_blames_no_value(folder):
     (folder / "killed_pf.py").write_text("import os\nos.kill(os.getpid(), 9)\n")
     with pytest.raises(StageKilled, match=r"check before the start was ended by SIGKILL, while .* GB of .* free") as at:
         check(folder, "rl.reward=killed_pf:f")
@@ -264,7 +236,6 @@ def test_a_check_that_was_killed_before_it_looked_at_anything_is_no_traceback(fo
 
 
 def test_what_passed_is_looked_at_again_only_when_it_has_changed(folder, monkeypatch):
-    monkeypatch.chdir(folder)
     check(folder, "rl.reward=mine_pf:reward")
     with monkeypatch.context() as patched:
         patched.setattr("nanodag.run.preflight.subprocess.run", None)  # no process is started
@@ -307,7 +278,6 @@ def test_programs_without_a_sandbox_are_refused_before_work_begins(folder, monke
     def no_walls():
         raise MissingTool("there is none")
 
-    monkeypatch.chdir(folder)
     monkeypatch.setattr(sandbox, "walls", no_walls)
     assert faults(folder, asked) == ["eval.benchmarks.0: there is none"]
     monkeypatch.setattr(sandbox, "walls", lambda: None)
@@ -317,7 +287,6 @@ def test_programs_without_a_sandbox_are_refused_before_work_begins(folder, monke
 def test_a_stage_without_samplers_asks_for_no_engine(folder, monkeypatch):
     failed = Rollout(group_id="p", prompt_id="p", sample_index=0, spans=(prompt_span([1]),), finish_reason="error")
     write_rollouts(folder / "saved.jsonl", [failed])
-    monkeypatch.chdir(folder)
     monkeypatch.setenv(PYTHON_VARIABLE, "/nowhere/python")
     assert faults(folder, "rl.sampler.engine=sglang", "rl.source=file:saved.jsonl") == []
     (fault,) = faults(folder, "rl.sampler.engine=sglang")
@@ -329,10 +298,7 @@ def test_every_shipped_preset_passes_on_a_mirror(preset, tmp_path, monkeypatch):
     monkeypatch.delenv("NANODAG_STORE", raising=False)
     write_mirror(tmp_path / "mirror")
     pipeline = resolve(PROJECT / "pipeline.yaml", preset, [f"mirror={tmp_path / 'mirror'}"]).pipeline
-    checks = Checks(pipeline, tmp_path / "doing")
-    for name in pipeline.stages:
-        checks.stage(name)
-    assert checks.faults == []
+    assert faults_of(pipeline, tmp_path) == []
 
 
 @pytest.mark.parametrize(

@@ -62,15 +62,12 @@ def test_a_short_name_says_what_the_setting_is_and_where_its_value_came_from():
     assert found.words.startswith("Upper clip of ppo_clip") and found.origin == "preset gsm8k-rl"
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("rl.clip_hihg", "no setting 'rl.clip_hihg'. Did you mean 'rl.algorithm.clip_high'"),
-        ("rll.clip_high", "Did you mean 'rl.algorithm.clip_high'"),
-        ("store.ulr", "Did you mean 'store.url'"),
-        ("rl", "rl is a stage of kind rl; name a setting of it: kind, inputs, seed"),
-    ],
-)
+@pytest.mark.parametrize(("name", "said"), [
+    ("rl.clip_hihg", "no setting 'rl.clip_hihg'. Did you mean 'rl.algorithm.clip_high'"),
+    ("rll.clip_high", "Did you mean 'rl.algorithm.clip_high'"),
+    ("store.ulr", "Did you mean 'store.url'"),
+    ("rl", "rl is a stage of kind rl; name a setting of it: kind, inputs, seed"),
+])  # fmt: skip
 def test_a_name_that_is_no_setting_is_refused_with_the_nearest(name, said):
     with pytest.raises(ConfigError, match=said):
         setting(resolve(FILE, "gsm8k-rl"), name)

@@ -50,15 +50,11 @@ def test_origins_say_default_preset_override_environment_and_derived(file, monke
     monkeypatch.setenv("NANODAG_MIRROR", "/m")
     resolved = resolve(file, "two", ["rl.temperature=0.5"])
     expected = {
-        "mirror": "environment NANODAG_MIRROR",
-        "seed": "preset two",
-        "rl.optimizer.learning_rate": "preset two",
-        "rl.rollout.temperature": "override",
-        "rl.algorithm.clip_low": "default",
-        "rl.seed": "derived: the pipeline's seed",
-        "base.shape.depth": "preset one",
+        "mirror": "environment NANODAG_MIRROR", "seed": "preset two", "rl.optimizer.learning_rate": "preset two",
+        "rl.rollout.temperature": "override", "rl.algorithm.clip_low": "default",
+        "rl.seed": "derived: the pipeline's seed", "base.shape.depth": "preset one",
         "base.shape.width": "derived: depth 2",
-    }
+    }  # fmt: skip
     assert {name: resolved.origins[name] for name in expected} == expected
     assert resolved.pipeline.stages["rl"].seed == 7
     assert resolved.origins["base.batch_tokens!"].startswith("the dial says")
@@ -85,13 +81,9 @@ def test_what_a_derived_device_cannot_do_is_refused_before_anything_runs(file):
 
 
 MORE = {
-    "kind": "pretrain",
-    "inputs": {"model": "base"},
-    "data": ["file:text.txt"],
-    "sequence_length": 8,
-    "batch_tokens": 64,
-    "horizon_tokens": 6400,
-}
+    "kind": "pretrain", "inputs": {"model": "base"}, "data": ["file:text.txt"], "sequence_length": 8,
+    "batch_tokens": 64, "horizon_tokens": 6400,
+}  # fmt: skip
 
 
 def with_more(file, **changes):
@@ -111,20 +103,14 @@ def test_pretraining_that_goes_on_takes_its_rates_from_the_stage_where_the_model
     assert more.optimizer == base.optimizer
 
 
-@pytest.mark.parametrize(
-    "changes, said",
-    [
-        ({"inputs": {}}, "more.inputs: found none; name either a tokenizer, .* or a model"),
-        ({"inputs": {"model": "base", "tokenizer": "tokenizer"}}, "more.inputs: found model, tokenizer; name"),
-        ({"inputs": {"tokenizer": "tokenizer"}}, "more.shape.depth is missing: random weights need one"),
-        ({"shape": {"depth": 2}}, "more.shape is that of inputs.model; leave it out"),
-        (
-            {"horizon_tokens": None},
-            "more.horizon_tokens auto: the dial's is for random weights; say for how many",
-        ),
-        ({"tokens_per_parameter": 8}, "more.tokens_per_parameter means nothing to a model that goes on"),
-    ],
-)
+@pytest.mark.parametrize("changes, said", [
+    ({"inputs": {}}, "more.inputs: found none; name either a tokenizer, .* or a model"),
+    ({"inputs": {"model": "base", "tokenizer": "tokenizer"}}, "more.inputs: found model, tokenizer; name"),
+    ({"inputs": {"tokenizer": "tokenizer"}}, "more.shape.depth is missing: random weights need one"),
+    ({"shape": {"depth": 2}}, "more.shape is that of inputs.model; leave it out"),
+    ({"horizon_tokens": None}, "more.horizon_tokens auto: the dial's is for random weights; say for how many"),
+    ({"tokens_per_parameter": 8}, "more.tokens_per_parameter means nothing to a model that goes on"),
+])  # fmt: skip
 def test_pretraining_begins_at_one_thing_and_says_what_that_needs(file, changes, said):
     with pytest.raises(ConfigError, match=said):
         resolve(with_more(file, **changes), "one")

@@ -41,19 +41,12 @@ def test_a_module_beside_the_file_and_a_shipped_generator_may_be_named(pipeline,
     assert pipeline(f'tokenizer.data=["{url}"]').stages["tokenizer"].data[0].url == url
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        "python:subprocess:getoutput?cmd=id",
-        "python:os:system?command=id",
-        "python:yaml:unsafe_load",
-        "python:nanodag.data.lists:_share_of",
-        "python:nanodag.worker.launch:run_worker",
-        "python:nanodag.rewards.function_rewards:GroupReward?path=evil:f",
-        "python:nanodag.rewards.text_rewards:exact",
-        "python:nowhere:rows",
-    ],
-)
+@pytest.mark.parametrize("url", [
+    "python:subprocess:getoutput?cmd=id", "python:os:system?command=id", "python:yaml:unsafe_load",
+    "python:nanodag.data.lists:_share_of", "python:nanodag.worker.launch:run_worker",
+    "python:nanodag.rewards.function_rewards:GroupReward?path=evil:f",
+    "python:nanodag.rewards.text_rewards:exact", "python:nowhere:rows",
+])  # fmt: skip
 def test_any_other_module_is_refused_wherever_its_name_stands(pipeline, url):
     module = url.split(":")[1]
     reasons = f"names {module}, a module of Python|module {module} (neither stands )?beside"
@@ -69,19 +62,12 @@ def rl(**fields):
     return {"import": {"kind": "import", "model": "file:m"}, "rl": stage}
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"reward": "yaml:load"},
-        {"reward": {"group:yaml:load": 1.0}},
-        {"reward": "process:yaml:load"},
-        {"advantage": "yaml:load"},
-        {"policy_loss": "yaml:load"},
-        {"filters": [{"name": "yaml:load", "options": {}}]},
-        {"generate": {"name": "yaml:load"}},
-        {"data": [{"url": "file:text.txt", "adapter": "yaml:load"}]},
-    ],
-)
+@pytest.mark.parametrize("fields", [
+    {"reward": "yaml:load"}, {"reward": {"group:yaml:load": 1.0}}, {"reward": "process:yaml:load"},
+    {"advantage": "yaml:load"}, {"policy_loss": "yaml:load"}, {"filters": [{"name": "yaml:load", "options": {}}]},
+    {"generate": {"name": "yaml:load"}},
+    {"data": [{"url": "file:text.txt", "adapter": "yaml:load"}]},
+])  # fmt: skip
 def test_every_place_where_rl_names_a_function_is_looked_at(pipeline, fields):
     with pytest.raises(ConfigError, match="the module yaml neither stands beside"):
         pipeline(stages=rl(**{"data": ["file:text.txt"], **fields}))
@@ -116,35 +102,23 @@ def test_a_function_is_named_where_it_is_defined(tmp_path, monkeypatch):
     assert callable(function_at("lending:own")) and callable(function_at("lending:made"))
 
 
-@pytest.mark.parametrize(
-    "override",
-    [
-        "trusted_modules=[subprocess]",
-        "cluster.ssh_command=sh -c id {host}",
-        'cluster={"ssh_command": "sh -c id {host}"}',
-        "cluster.hostfile=/tmp/hosts",
-        "rl.sampler.python=/tmp/own",
-        'rl.sampler={"engine": "sglang", "python": "/tmp/own"}',
-        'rl.sampler.options={"forward_hooks": "x"}',
-        'rl.sampler.urls=["http://elsewhere:1 /etc/passwd"]',
-        "rl.sampler.urls_file=/tmp/urls",
-    ],
-)
+@pytest.mark.parametrize("override", [
+    "trusted_modules=[subprocess]", "cluster.ssh_command=sh -c id {host}",
+    'cluster={"ssh_command": "sh -c id {host}"}', "cluster.hostfile=/tmp/hosts", "rl.sampler.python=/tmp/own",
+    'rl.sampler={"engine": "sglang", "python": "/tmp/own"}', 'rl.sampler.options={"forward_hooks": "x"}',
+    'rl.sampler.urls=["http://elsewhere:1 /etc/passwd"]', "rl.sampler.urls_file=/tmp/urls",
+])  # fmt: skip
 def test_no_override_says_which_code_may_run_or_where_keys_are_sent(pipeline, override):
     stages = rl(data=["file:text.txt"], sampler={"engine": "sglang"})
     with pytest.raises(ConfigError, match="an override cannot set it"):
         pipeline(override, stages=stages)
 
 
-@pytest.mark.parametrize(
-    "override",
-    [
-        'rl.generate={"name": "agent", "options": {"command": ["sh"]}}',
-        'rl.rollout.generate.options={"command": ["mine"], "folder": "/root"}',
-        "rl.generate.options.library=/tmp/own",
-        "server.agents_of_file=false",
-    ],
-)
+@pytest.mark.parametrize("override", [
+    'rl.generate={"name": "agent", "options": {"command": ["sh"]}}',
+    'rl.rollout.generate.options={"command": ["mine"], "folder": "/root"}',
+    "rl.generate.options.library=/tmp/own", "server.agents_of_file=false",
+])  # fmt: skip
 def test_a_server_can_refuse_agents_that_an_override_names(pipeline, override):
     generate = {"name": "agent", "options": {"command": ["mine"], "seconds": 5.0}}
     stages = rl(data=["file:text.txt"], rollout={"generate": generate})
@@ -246,21 +220,13 @@ def modules(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("module", "file"),
-    [
-        ("mine_here", "mine_here.py"),
-        ("package_here", "package_here/__init__.py"),
-        ("package_here.inner.leaf", "package_here/inner/leaf.py"),
-        ("package_here.inner", None),
-        ("package_here.nothing", None),
-        ("nothing_here", None),
-        ("mine_here.leaf", None),
-        ("sys", None),  # Python's own, whatever lies beside the pipeline file
-        ("", None),
-        ("../mine_here", None),
-    ],
-)
+@pytest.mark.parametrize(("module", "file"), [
+    ("mine_here", "mine_here.py"), ("package_here", "package_here/__init__.py"),
+    ("package_here.inner.leaf", "package_here/inner/leaf.py"),
+    ("package_here.inner", None), ("package_here.nothing", None), ("nothing_here", None), ("mine_here.leaf", None),
+    ("sys", None),  # Python's own, whatever lies beside the pipeline file
+    ("", None), ("../mine_here", None),
+])  # fmt: skip
 def test_a_module_is_found_and_neither_it_nor_its_package_is_run(modules, module, file):
     assert file_of(module, [modules]) == (None if file is None else modules / file)
 

@@ -1,3 +1,6 @@
+import sys
+import types
+
 import pytest
 
 from nanodag.data.adapters import kind_of, open_adapter
@@ -48,74 +51,54 @@ def test_multiple_choice_lists_letters_and_answers_with_one():
     assert chat(adapt(row, "conversation", "mmlu")) == [("user", asked), ("assistant", "B")]
     assert chat(adapt({"train": row}, "conversation", url="hub:cais/mmlu/auxiliary_train"))[1] == ("assistant", "B")
     prompt = adapt(row, "prompt", "mmlu")
-    assert (prompt["answer"], prompt["reward"], prompt["metadata"]) == (
-        "B",
-        "multiple_choice",
-        {"choices": ["3", "4"]},
-    )
+    assert (prompt["answer"], prompt["reward"], prompt["metadata"]) == ("B", "multiple_choice", {"choices": ["3", "4"]})
 
 
 @pytest.mark.parametrize(
     ("name", "row", "asked", "answer"),
     [
-        (
-            "arc",
-            {"question": "Q?", "choices": {"text": ["x", "y"], "label": ["1", "2"]}, "answerKey": "2"},
-            "Q?\nA. x\nB. y\n",
-            "B",
-        ),
-        (
-            "arc",
-            {"question_stem": "Q?", "choices": {"text": ["x", "y"], "label": ["A", "B"]}, "answerKey": "A"},
-            "Q?\nA. x\nB. y\n",
-            "A",
-        ),
+        ("arc", {"question": "Q?", "choices": {"text": ["x", "y"], "label": ["1", "2"]}, "answerKey": "2"},
+         "Q?\nA. x\nB. y\n", "B"),
+        ("arc", {"question_stem": "Q?", "choices": {"text": ["x", "y"], "label": ["A", "B"]}, "answerKey": "A"},
+         "Q?\nA. x\nB. y\n", "A"),
         ("piqa", {"goal": "G", "sol1": "s", "sol2": "t", "label": 1}, "G\nA. s\nB. t\n", "B"),
-        (
-            "winogrande",
-            {"sentence": "_ ran.", "option1": "Al", "option2": "Bo", "answer": "2"},
-            "Which fits the blank: _ ran.\nA. Al\nB. Bo\n",
-            "B",
-        ),
-        ("boolq", {"question": "is it", "answer": True, "passage": "It is."}, "It is.\n\nis it?\nA. no\nB. yes\n", "B"),
-        ("hellaswag", {"ctx": "He", "endings": ["a", "b"], "label": "0"}, "How does this go on: He\nA. a\nB. b\n", "A"),
+        ("winogrande", {"sentence": "_ ran.", "option1": "Al", "option2": "Bo", "answer": "2"},
+         "Which fits the blank: _ ran.\nA. Al\nB. Bo\n", "B"),
+        ("boolq", {"question": "is it", "answer": True, "passage": "It is."}, "It is.\n\nis it?\nA. no\nB. yes\n",
+         "B"),
+        ("hellaswag", {"ctx": "He", "endings": ["a", "b"], "label": "0"}, "How does this go on: He\nA. a\nB. b\n",
+         "A"),
     ],
-)
+)  # fmt: skip
 def test_every_choice_data_set_is_read_by_its_own_columns(name, row, asked, answer):
     turns = chat(adapt(row, "conversation", name))
     assert turns == [("user", asked + "Answer with one letter."), ("assistant", answer)]
 
 
 def test_sciq_puts_its_choices_in_an_order_that_does_not_tell_the_answer():
-    def row(i):
-        return {
-            "question": f"Q{i}?",
-            "correct_answer": "right",
-            "distractor1": "a",
-            "distractor2": "b",
-            "distractor3": "c",
-        }
-
-    letters = [chat(adapt(row(i), "conversation", "sciq"))[1][1] for i in range(40)]
-    assert set(letters) == set("ABCD")
-    assert letters == [chat(adapt(row(i), "conversation", "sciq"))[1][1] for i in range(40)]
-
-
-def test_instructions_and_chats():
-    assert chat(adapt({"instruction": "Do", "input": "", "output": "Done"}, "conversation", "alpaca")) == [
-        ("user", "Do"),
-        ("assistant", "Done"),
-    ]
-    assert (
-        chat(adapt({"instruction": "Do", "input": "it", "output": "x"}, "conversation", "alpaca"))[0][1] == "Do\n\nit"
+    choices = {"correct_answer": "right", "distractor1": "a", "distractor2": "b", "distractor3": "c"}
+    first, again = (
+        [chat(adapt({"question": f"Q{i}?", **choices}, "conversation", "sciq"))[1][1] for i in range(40)]
+        for _ in range(2)
     )
-    row = {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]}
-    assert chat(adapt(row, "conversation", "sharegpt")) == [("user", "Hi"), ("assistant", "Ho")]
-    row = {"messages": [{"role": "user", "content": "Hi", "id": 7}, {"role": "assistant", "content": "Ho"}]}
-    assert chat(adapt(row, "conversation", url="hub:HuggingFaceTB/smol-smoltalk")) == [
-        ("user", "Hi"),
-        ("assistant", "Ho"),
-    ]
+    assert set(first) == set("ABCD") and first == again
+
+
+TURNS = {"conversations": [{"from": "human", "value": "Do"}, {"from": "gpt", "value": "Done"}]}
+MESSAGES = {"messages": [{"role": "user", "content": "Do", "id": 7}, {"role": "assistant", "content": "Done"}]}
+
+
+@pytest.mark.parametrize(
+    ("adapter", "url", "row", "asked"),
+    [
+        ("alpaca", "hub:some/data", {"instruction": "Do", "input": "", "output": "Done"}, "Do"),
+        ("alpaca", "hub:some/data", {"instruction": "Do", "input": "it", "output": "Done"}, "Do\n\nit"),
+        ("sharegpt", "hub:some/data", TURNS, "Do"),
+        ("auto", "hub:HuggingFaceTB/smol-smoltalk", MESSAGES, "Do"),
+    ],
+)
+def test_instructions_and_chats(adapter, url, row, asked):
+    assert chat(adapt(row, "conversation", adapter, url)) == [("user", asked), ("assistant", "Done")]
 
 
 def test_reasoning_gym_rows_keep_what_their_verifier_needs():
@@ -133,23 +116,10 @@ def test_a_document_of_a_chat_source_is_its_texts():
 
 
 def test_a_chat_stage_takes_documents_from_adapters_that_make_nothing_else():
-    found = {
-        name: kind_of(name, url, "chat")
-        for name, url in {
-            "text": "file:a.txt",
-            "auto": "hub:HuggingFaceFW/fineweb-edu",
-            "gsm8k": "file:a.jsonl",
-            "messages": "file:b.jsonl",
-            "module:function": "file:c.jsonl",
-        }.items()
-    }
-    assert found == {
-        "text": "document",
-        "auto": "document",
-        "gsm8k": "conversation",
-        "messages": "conversation",
-        "module:function": "conversation",
-    }
+    for name, url in (("text", "file:a.txt"), ("auto", "hub:HuggingFaceFW/fineweb-edu")):
+        assert kind_of(name, url, "chat") == "document"
+    for name in ("gsm8k", "messages", "module:function"):
+        assert kind_of(name, "file:a.jsonl", "chat") == "conversation"
     assert kind_of("auto", "file:a.txt", "chat") == "conversation"
     assert kind_of("gsm8k", "file:a.jsonl", "document") == "document"
 
@@ -159,9 +129,6 @@ def own_adapter(row, kind, loud=False):
 
 
 def test_an_adapter_of_ones_own_is_named_by_import_path(monkeypatch):
-    import sys
-    import types
-
     module = types.ModuleType("own_module")
     monkeypatch.setattr(own_adapter, "__module__", "own_module")
     module.own_adapter = own_adapter
@@ -174,12 +141,8 @@ def test_an_adapter_of_ones_own_is_named_by_import_path(monkeypatch):
 @pytest.mark.parametrize(
     ("row", "kind", "name", "words"),
     [
-        (
-            {"body": "x"},
-            "document",
-            "auto",
-            r"'text' cannot make a document of row 3 of hub:some/data: no column 'text'.*columns are body",
-        ),
+        ({"body": "x"}, "document", "auto",
+         r"'text' cannot make a document of row 3 of hub:some/data: no column 'text'.*columns are body"),
         ({"text": 7}, "document", "auto", "needs a string `text`; found 7"),
         ({"question": "Q", "answer": "no number"}, "prompt", "gsm8k", "ends in `#### number`"),
         ({"messages": []}, "conversation", "auto", "non-empty list"),
@@ -188,7 +151,7 @@ def test_an_adapter_of_ones_own_is_named_by_import_path(monkeypatch):
         ({"question": "Q", "choices": ["a"], "answer": 1}, "conversation", "mmlu", "number 1 of 1 choices"),
         ({"text": "x"}, "prompt", "text", "'text' makes no prompt .*it makes document"),
     ],
-)
+)  # fmt: skip
 def test_a_row_that_does_not_fit_is_named(row, kind, name, words):
     with pytest.raises(SourceError, match=words):
         adapt(row, kind, name)
@@ -206,6 +169,5 @@ def test_one_problem_is_held_out_in_supervised_data_and_prompts_alike():
     assert by_prompt == held_out_score(adapt(GSM8K, "prompt", "gsm8k"), "prompt")
     other = {**GSM8K, "answer": "#### 5"}
     assert by_prompt == held_out_score(adapt(other, "conversation", "gsm8k"), "prompt")
-    assert held_out_score(adapt(GSM8K, "conversation", "gsm8k"), "content") != held_out_score(
-        adapt(other, "conversation", "gsm8k"), "content"
-    )
+    by_content = [held_out_score(adapt(row, "conversation", "gsm8k"), "content") for row in (GSM8K, other)]
+    assert by_content[0] != by_content[1]

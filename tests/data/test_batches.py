@@ -59,6 +59,23 @@ def flat(batch):
     return np.concatenate([batch.input_ids, batch.labels, batch.position_ids, batch.document_ids], axis=1).tolist()
 
 
+def assert_isolated(batch):
+    for positions, owners in zip(batch.position_ids, batch.document_ids):
+        for owner in range(owners.max(initial=-1) + 1):
+            assert positions[owners == owner].tolist() == list(range((owners == owner).sum()))
+
+
+def predictions(batches):
+    """How often each (input, label) with a loss is trained, checking isolation on the way."""
+    trained = Counter()
+    for batch in batches:
+        assert_isolated(batch)
+        trained.update(
+            pair for i, labels in unpack(batch) for pair in zip(i.tolist(), labels.tolist()) if pair[1] != -100
+        )
+    return trained
+
+
 def test_documents_come_out_of_the_rows_as_they_went_in(documents, tokenizer_path):
     encoding = Encoding(tokenizer_path)
     batches = make(documents, tokenizer_path, sequence_length=512)
@@ -85,10 +102,7 @@ def test_conversations_are_whole_isolated_and_trained_on_the_answers_only(chats,
     found = set()
     batches = make(chats, tokenizer_path, "chat", sequence_length=256)
     for batch in batches:
-        for row in range(2):
-            positions, owners = batch.position_ids[row], batch.document_ids[row]
-            for owner in range(owners.max(initial=-1) + 1):
-                assert positions[owners == owner].tolist() == list(range((owners == owner).sum()))
+        assert_isolated(batch)
         found |= {(encoding.decode(i), encoding.decode(labels[labels != -100])) for i, labels in unpack(batch)}
     assert found == wanted
     assert batches.stats()["padding"] > 0
@@ -102,23 +116,9 @@ def mixed(documents, chats):
 
 def test_documents_beside_conversations_are_trained_whole_isolated_and_counted(mixed, documents, chats, tokenizer_path):
     batches = make(mixed, tokenizer_path, "chat")
-    trained = []
-    for batch in batches:
-        for row in range(2):
-            positions, owners = batch.position_ids[row], batch.document_ids[row]
-            for owner in range(owners.max(initial=-1) + 1):
-                assert positions[owners == owner].tolist() == list(range((owners == owner).sum()))
-        trained += [tuple(pair) for i, labels in unpack(batch) for pair in zip(i.tolist(), labels.tolist())]
     alone = [make(mixed[0], tokenizer_path), make(chats, tokenizer_path, "chat")]
-    expected = [
-        tuple(pair)
-        for of_kind in alone
-        for batch in of_kind
-        for i, labels in unpack(batch)
-        for pair in zip(i.tolist(), labels.tolist())
-    ]
-    with_loss = [Counter(pair for pair in found if pair[1] != -100) for found in (trained, expected)]
-    assert with_loss[0] == with_loss[1]  # every prediction of the documents, and of the answers, and no other
+    # every prediction of the documents, and of the answers, and no other
+    assert predictions(batches) == predictions(alone[0]) + predictions(alone[1])
     stats = batches.stats()
     encoding = Encoding(tokenizer_path)
     num_positions = sum(len(ids) + 1 for ids in encoding.encode_batch([row["text"] for row in read(documents)]))
@@ -183,10 +183,8 @@ def test_batches_go_on_from_any_point_to_the_byte(documents, chats, mixed, token
 
 
 def test_a_rank_beside_a_gpu_tokenises_with_the_cores_that_training_leaves():
-    found = [
-        tokenising_threads("cuda", cores=cores, ranks=ranks) for cores, ranks in ((208, 8), (40, 8), (16, 8), (3, 1))
-    ]
-    assert found == [4, 3, 0, 1]
+    for (cores, ranks), threads in {(208, 8): 4, (40, 8): 3, (16, 8): 0, (3, 1): 1}.items():
+        assert tokenising_threads("cuda", cores=cores, ranks=ranks) == threads
     assert tokenising_threads("cpu", cores=64, ranks=1) == 0
 
 

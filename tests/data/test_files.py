@@ -18,7 +18,10 @@ def jsonl(rows=ROWS) -> bytes:
     return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
 
 
-def write_all_formats(folder: Path) -> None:
+@pytest.fixture(scope="module")
+def formats_folder(tmp_path_factory) -> Path:
+    """ROWS in a file of each format."""
+    folder = tmp_path_factory.mktemp("formats")
     pq.write_table(pa.Table.from_pylist(ROWS), folder / "a.parquet", row_group_size=3)
     (folder / "a.jsonl").write_bytes(jsonl())
     (folder / "a.json").write_text(json.dumps(ROWS))
@@ -26,15 +29,15 @@ def write_all_formats(folder: Path) -> None:
     (folder / "a.json.gz").write_bytes(gzip.compress(json.dumps(ROWS).encode()))
     half = len(jsonl()) // 2  # two frames, cut in the middle of a line
     (folder / "a.jsonl.zst").write_bytes(zstandard.compress(jsonl()[:half]) + zstandard.compress(jsonl()[half:]))
+    return folder
 
 
 FORMATS = ["a.parquet", "a.jsonl", "a.json", "a.jsonl.gz", "a.json.gz", "a.jsonl.zst"]
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_format_gives_the_same_rows_from_any_start(tmp_path, name):
-    write_all_formats(tmp_path)
-    source = open_source(f"file:{tmp_path / name}")
+def test_every_format_gives_the_same_rows_from_any_start(formats_folder, name):
+    source = open_source(f"file:{formats_folder / name}")
     assert list(source.rows()) == list(enumerate(ROWS))
     assert list(source.rows(start=7)) == [(i, ROWS[i]) for i in (7, 8, 9)]
     assert source.length() == 10
@@ -42,9 +45,8 @@ def test_every_format_gives_the_same_rows_from_any_start(tmp_path, name):
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("start", [0, 4])
-def test_shards_are_disjoint_and_complete(tmp_path, name, start):
-    write_all_formats(tmp_path)
-    source = open_source(f"file:{tmp_path / name}")
+def test_shards_are_disjoint_and_complete(formats_folder, name, start):
+    source = open_source(f"file:{formats_folder / name}")
     shards = [[index for index, _ in source.rows(start, shard, 3)] for shard in range(3)]
     assert sorted(index for shard in shards for index in shard) == list(range(start, 10))
     assert all(index % 3 == shard for shard in range(3) for index in shards[shard])
@@ -54,19 +56,17 @@ def test_shards_are_disjoint_and_complete(tmp_path, name, start):
 @pytest.mark.parametrize(
     ("url_slice", "wanted"), [("[2:6]", [2, 3, 4, 5]), ("[8:]", [8, 9]), ("[:2]", [0, 1]), ("[3:8]", [3, 4, 5, 6, 7])]
 )
-def test_a_slice_numbers_its_rows_from_0(tmp_path, name, url_slice, wanted):
-    write_all_formats(tmp_path)
-    source = open_source(f"file:{tmp_path / name}{url_slice}")
+def test_a_slice_numbers_its_rows_from_0(formats_folder, name, url_slice, wanted):
+    source = open_source(f"file:{formats_folder / name}{url_slice}")
     assert [row["n"] for _, row in source.rows()] == wanted
     assert [index for index, _ in source.rows()] == list(range(len(wanted)))
     assert source.length() == len(wanted)
     assert [row["n"] for _, row in source.rows(start=1, shard=1, num_shards=2)] == wanted[1::2]
 
 
-def test_a_slice_beyond_the_end_is_short_not_wrong(tmp_path):
-    write_all_formats(tmp_path)
-    assert open_source(f"file:{tmp_path / 'a.jsonl'}[7:100]").length() == 3
-    assert open_source(f"file:{tmp_path / 'a.jsonl'}[50:60]").length() == 0
+def test_a_slice_beyond_the_end_is_short_not_wrong(formats_folder):
+    assert open_source(f"file:{formats_folder / 'a.jsonl'}[7:100]").length() == 3
+    assert open_source(f"file:{formats_folder / 'a.jsonl'}[50:60]").length() == 0
 
 
 def test_a_glob_takes_files_in_order_of_name_and_ignores_other_kinds(tmp_path):
@@ -77,16 +77,14 @@ def test_a_glob_takes_files_in_order_of_name_and_ignores_other_kinds(tmp_path):
     assert [row["n"] for _, row in source.rows()] == [0, 1, 2, 3, 4]
 
 
-def test_a_parquet_file_is_read_one_row_group_at_a_time(tmp_path):
-    write_all_formats(tmp_path)
-    blocks = open_source(f"file:{tmp_path / 'a.parquet'}").blocks()
+def test_a_parquet_file_is_read_one_row_group_at_a_time(formats_folder):
+    blocks = open_source(f"file:{formats_folder / 'a.parquet'}").blocks()
     assert [block.num_rows for block in blocks] == [3, 3, 3, 1]
 
 
-def test_a_jsonl_file_is_read_in_blocks_of_lines(tmp_path, monkeypatch):
+def test_a_jsonl_file_is_read_in_blocks_of_lines(formats_folder, monkeypatch):
     monkeypatch.setattr(formats, "_BLOCK_BYTES", 60)
-    write_all_formats(tmp_path)
-    source = open_source(f"file:{tmp_path / 'a.jsonl'}")
+    source = open_source(f"file:{formats_folder / 'a.jsonl'}")
     assert len(source.blocks()) > 2
     assert list(source.rows()) == list(enumerate(ROWS))
 
@@ -138,10 +136,9 @@ def test_a_damaged_row_group_is_named_and_a_cut_off_parquet_file_too(tmp_path):
 
 def test_a_text_file_is_one_document_a_file_a_paragraph_or_a_line(tmp_path):
     (tmp_path / "a.txt").write_text("one\ntwo\n\n\nthree\n")
-    assert [row["text"] for _, row in open_source(f"file:{tmp_path}/a.txt").rows()] == ["one\ntwo\n\n\nthree"]
-    paragraphs = open_source(f"file:{tmp_path}/a.txt?by=paragraph")
+    whole, paragraphs, lines = (open_source(f"file:{tmp_path}/a.txt{by}") for by in ("", "?by=paragraph", "?by=line"))
+    assert [row["text"] for _, row in whole.rows()] == ["one\ntwo\n\n\nthree"]
     assert [row["text"] for _, row in paragraphs.rows()] == ["one\ntwo", "three"]
-    lines = open_source(f"file:{tmp_path}/a.txt?by=line")
     assert [row["text"] for _, row in lines.rows()] == ["one", "two", "three"]
     assert paragraphs.identity() != lines.identity()
 

@@ -1,6 +1,7 @@
 import pytest
 
 from nanodag.data.lists import add, pick, reverse, sort
+from nanodag.data.spelling import count
 
 
 @pytest.mark.parametrize("make", [sort, reverse, pick])
@@ -8,11 +9,6 @@ def test_no_problem_is_in_both_splits(make):
     train = {row["question"] for row in make(size=300, seed=0, split="train")}
     test = {row["question"] for row in make(size=300, seed=0, split="test")}
     assert not train & test
-
-
-def test_a_row_depends_on_its_index_alone():
-    assert sort(size=10, seed=3)[7] == sort(size=1000, seed=3)[7]
-    assert sort(size=10, seed=3)[7] != sort(size=10, seed=4)[7]
 
 
 def test_answers_are_right():
@@ -30,14 +26,16 @@ def test_answers_are_right():
         assert row["answer"] == numbers.split()[places[word]]
 
 
-def test_an_unknown_split_and_an_empty_set_are_refused():
-    with pytest.raises(ValueError, match="neither 'train' nor 'test'"):
-        sort(split="valid")
-    with pytest.raises(ValueError, match="below 1"):
-        sort(size=0)
-
-
 def test_rows_end_where_the_size_says():
     with pytest.raises(IndexError):
         sort(size=3)[3]
     assert len(list(sort(size=3))) == 3
+
+
+@pytest.mark.parametrize("make", [sort, count])
+def test_a_row_depends_on_its_index_and_the_seed_alone_and_what_has_no_rows_is_refused(make):
+    assert make(size=10, seed=3)[7] == make(size=1000, seed=3)[7] != make(size=10, seed=4)[7]
+    with pytest.raises(ValueError, match="neither 'train' nor 'test'"):
+        make(split="valid")
+    with pytest.raises(ValueError, match="below 1"):
+        make(size=0)

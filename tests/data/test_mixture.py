@@ -50,10 +50,7 @@ def test_a_permutation_has_each_number_once_and_depends_on_its_key():
     assert sorted(order) == list(range(1000))
     assert (order == permutation(1000, 1, 2)).all()
     assert (order != permutation(1000, 2, 1)).any()
-
-
-def test_a_permutation_is_the_same_with_every_version_of_numpy():
-    assert permutation(8, 5).tolist() == [2, 5, 0, 4, 7, 3, 1, 6]
+    assert permutation(8, 5).tolist() == [2, 5, 0, 4, 7, 3, 1, 6]  # with every version of numpy
 
 
 def test_permutations_are_even():
@@ -92,17 +89,12 @@ def test_ranks_share_nothing_and_together_have_everything(write, ending, shuffle
     assert {len(shard) for shard in shards} == {7, 8}
 
 
-def test_blocks_are_mixed_across_a_file_of_many_row_groups(tmp_path):
+def test_blocks_are_mixed_across_a_file_and_beyond_a_window_shuffled_too_and_read_once(tmp_path, monkeypatch):
     table = pa.Table.from_pylist([{"text": str(i)} for i in range(100)])
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=10)
     found = [int(t) for t in texts(mixture([SourceConfig(url=f"file:{tmp_path}/a.parquet")]))]
     assert sorted(found) == list(range(100))
     assert len({n // 10 for n in found[:10]}) > 4
-
-
-def test_blocks_beyond_a_window_are_shuffled_too_and_read_once(tmp_path, monkeypatch):
-    table = pa.Table.from_pylist([{"text": str(i)} for i in range(100)])
-    pq.write_table(table, tmp_path / "a.parquet", row_group_size=10)
     source = open_source(f"file:{tmp_path}/a.parquet")
     monkeypatch.setattr(shuffle, "WINDOW_BYTES", 3 * source.blocks()[0].num_bytes)
     reads = []
@@ -174,13 +166,11 @@ def test_once_is_one_pass_whatever_weights_and_epochs_say(write):
 
 
 def test_the_held_out_part_and_the_rest_are_disjoint_and_complete(write):
-    url = write("a", 400)
-    parts = {
-        part: texts(mixture([SourceConfig(url=url, held_out=0.25)], part=part)) for part in ("train", "held_out", "all")
-    }
-    assert not set(parts["train"]) & set(parts["held_out"])
-    assert sorted(parts["train"] + parts["held_out"]) == sorted(parts["all"]) == sorted(f"a{i}" for i in range(400))
-    assert 70 < len(parts["held_out"]) < 130
+    source = SourceConfig(url=write("a", 400), held_out=0.25)
+    train, held_out, whole = (texts(mixture([source], part=part)) for part in ("train", "held_out", "all"))
+    assert not set(train) & set(held_out)
+    assert sorted(train + held_out) == sorted(whole) == sorted(f"a{i}" for i in range(400))
+    assert 70 < len(held_out) < 130
 
 
 def test_a_text_that_occurs_twice_is_on_one_side_only(write, tmp_path):
@@ -235,12 +225,7 @@ def test_stops_at_random_points_change_nothing(tmp_path_factory, data):
         lines = "".join(json.dumps({"text": f"{name}{i}"}) + "\n" for i in range(count))
         (folder / f"{name}.jsonl").write_text(lines)
     sources = [SourceConfig(url=f"file:{folder}/{name}.jsonl", held_out=0.1) for name in "ab"]
-    options = {
-        "seed": data.draw(st.integers(0, 5)),
-        "repeat": True,
-        "rank": data.draw(st.integers(0, 1)),
-        "world": 2,
-    }
+    options = {"seed": data.draw(st.integers(0, 5)), "repeat": True, "rank": data.draw(st.integers(0, 1)), "world": 2}
     whole = texts(mixture(sources, **options), 250)
     drawing, found = mixture(sources, **options), []
     for amount in data.draw(st.lists(st.integers(1, 30), max_size=5)):

@@ -4,14 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanodag.train.packing import (
-    Packer,
-    conversation_piece,
-    document_piece,
-    make_batch,
-    split_piece,
-    unpack,
-)
+from nanodag.train.packing import Packer, conversation_piece, document_piece, make_batch, split_piece, unpack
 
 BOS = 1
 
@@ -35,9 +28,6 @@ def rows_of(packer, pieces=()):
 
 def test_a_document_is_learned_from_its_first_token_to_its_end():
     assert pairs(document_piece([7, 8], BOS)) == [(1, 7), (7, 8), (8, 1)]
-
-
-def test_nothing_of_an_empty_document_is_trained():
     assert pairs(document_piece([], BOS)) == [(1, None)]
 
 

@@ -75,41 +75,38 @@ def test_an_epoch_trains_each_row_exactly_once(tmp_path, tokenizer_path, encodin
     assert sum(s["trained"] for s in stats) == size * num_epochs
 
 
+def least_trained(path, sizes, passes, tokenizer_path, encoding, *, world, steps, micro_batches, **options):
+    """Train rows of sources of these sizes. After every step each of a source was trained equally often or once more.
+    Returns the least that one of each source was."""
+    given = zip(sizes.items(), passes)
+    sources = [rows(path / f"{name}.jsonl", name, size).model_copy(update=update) for (name, size), update in given]
+    ranks = ranks_of(sources, tokenizer_path, world, **options)
+    trained = {name: Counter({f"{name}{i}": 0 for i in range(size)}) for name, size in sizes.items()}
+    for _ in range(steps):
+        for row in rows_in(step(ranks, micro_batches), encoding):
+            trained[row[0]][row] += 1
+        for counts in trained.values():
+            assert max(counts.values()) - min(counts.values()) <= 1
+    return {name: min(counts.values()) for name, counts in trained.items()}
+
+
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("epochs", [(None, None), (3, 1), (2, 4), (1.5, 2.5)])
 def test_after_every_step_two_rows_of_a_source_were_trained_equally_often_or_once_more(
     tmp_path, tokenizer_path, encoding, world, epochs
 ):
-    sizes = {"a": 90, "b": 41}
-    sources = [
-        rows(tmp_path / f"{name}.jsonl", name, size).model_copy(update={"epochs": passes})
-        for (name, size), passes in zip(sizes.items(), epochs)
-    ]
-    ranks = ranks_of(sources, tokenizer_path, world, repeat=True)
-    trained = Counter({f"{name}{i}": 0 for name, size in sizes.items() for i in range(size)})
-    for _ in range(60):
-        trained.update(rows_in(step(ranks, 3), encoding))
-        for name in sizes:
-            counts = [count for row, count in trained.items() if row.startswith(name)]
-            assert max(counts) - min(counts) <= 1
-    assert min(trained.values()) > 1
+    passes = [{"epochs": number} for number in epochs]
+    settings = {"world": world, "steps": 60, "micro_batches": 3, "repeat": True}
+    least = least_trained(tmp_path, {"a": 90, "b": 41}, passes, tokenizer_path, encoding, **settings)
+    assert min(least.values()) > 1
 
 
 def test_a_mixture_by_weights_trains_the_rows_of_a_source_equally_often_or_once_more(
     tmp_path, tokenizer_path, encoding
 ):
-    sizes = {"a": 300, "b": 11}
-    sources = [
-        rows(tmp_path / f"{name}.jsonl", name, size).model_copy(update={"weight": 0.5}) for name, size in sizes.items()
-    ]
-    [batches] = ranks_of(sources, tokenizer_path, 1)
-    trained = Counter({f"{name}{i}": 0 for name, size in sizes.items() for i in range(size)})
-    for _ in range(150):
-        trained.update(rows_in(batches.take(1), encoding))
-        for name in sizes:
-            counts = [count for row, count in trained.items() if row.startswith(name)]
-            assert max(counts) - min(counts) <= 1
-    assert min(count for row, count in trained.items() if row.startswith("b")) > 5
+    settings = {"world": 1, "steps": 150, "micro_batches": 1}
+    least = least_trained(tmp_path, {"a": 300, "b": 11}, [{"weight": 0.5}] * 2, tokenizer_path, encoding, **settings)
+    assert least["b"] > 5
 
 
 def test_rows_do_not_run_from_long_to_short(tmp_path, tokenizer_path):

@@ -1,8 +1,6 @@
 import json
 import re
 
-import pytest
-
 from nanodag.config.trust import SHIPPED
 from nanodag.data.config import SourceConfig
 from nanodag.data.mixture import Mixture
@@ -36,10 +34,6 @@ def test_no_word_of_the_test_is_spelled_in_training():
     assert len(set(WORDS)) == len(WORDS)
 
 
-def test_a_row_depends_on_its_index_and_the_seed_alone():
-    assert count(size=10, seed=3)[7] == count(size=1000, seed=3)[7] != count(size=10, seed=4)[7]
-
-
 def test_it_is_a_conversation_in_training_and_a_prompt_with_a_verifier_in_evaluation():
     url = "python:nanodag.data.spelling:count?size=3&split=test"
     assert "nanodag.data.spelling:count" in SHIPPED
@@ -50,10 +44,3 @@ def test_it_is_a_conversation_in_training_and_a_prompt_with_a_verifier_in_evalua
     assert gsm8k(prompt, talk["messages"][1]["content"]).value == 1.0
     assert gsm8k(prompt, "#### 99").value == 0.0
     assert json.dumps(prompt)
-
-
-def test_an_unknown_split_and_an_empty_set_are_refused():
-    with pytest.raises(ValueError, match="neither 'train' nor 'test'"):
-        count(split="valid")
-    with pytest.raises(ValueError, match="below 1"):
-        count(size=0)

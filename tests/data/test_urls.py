@@ -24,14 +24,7 @@ def test_a_hub_url_names_data_set_revision_config_and_split(url, name, revision,
 def test_parameters_are_json_values_or_bare_words():
     url = parse_url('reasoning_gym:chain_sum?size=10&digits=[1,2]&deep=true&word=plain&quoted="7"&share=0.5')
     assert url.path == "chain_sum"
-    assert url.parameters == {
-        "size": 10,
-        "digits": [1, 2],
-        "deep": True,
-        "word": "plain",
-        "quoted": "7",
-        "share": 0.5,
-    }
+    assert url.parameters == {"size": 10, "digits": [1, 2], "deep": True, "word": "plain", "quoted": "7", "share": 0.5}
 
 
 def test_a_question_mark_in_a_glob_is_a_wildcard_not_a_query():
@@ -46,18 +39,12 @@ def test_brackets_of_a_glob_are_no_slice():
 @pytest.mark.parametrize(
     ("url", "words"),
     [
-        ("hbu:a/b", "Did you mean 'hub:'"),
-        ("gsm8k", "has no known kind"),
-        ("hub:gsm8k", "hub:owner/name"),
-        ("hub:a/b?x=1", "takes no parameters"),
-        ("input:conversations?a=1", "takes no parameters"),
-        ("file:", "names nothing"),
-        ("file:x.txt?by=word", "?by=line"),
-        ("file:x.jsonl[5:5]", "slices no rows"),
-        ("package:some-wheel", "package:distribution/path"),
-        ("python:module", "python:module:function"),
+        ("hbu:a/b", "Did you mean 'hub:'"), ("gsm8k", "has no known kind"), ("hub:gsm8k", "hub:owner/name"),
+        ("hub:a/b?x=1", "takes no parameters"), ("input:conversations?a=1", "takes no parameters"),
+        ("file:", "names nothing"), ("file:x.txt?by=word", "?by=line"), ("file:x.jsonl[5:5]", "slices no rows"),
+        ("package:some-wheel", "package:distribution/path"), ("python:module", "python:module:function"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_url_says_what_is_wrong(url, words):
     with pytest.raises(SourceError, match=words.replace("?", r"\?")):
         parse_url(url)

@@ -2,7 +2,6 @@ import json
 
 import pytest
 
-from nanodag.data.formats import hotpot_passages
 from nanodag.data.opening import open_source
 from nanodag.errors import SourceError
 
@@ -12,18 +11,12 @@ CONTENT = [
 ]
 
 
-def test_passages_are_taken_once_in_order_and_empty_ones_left_out():
-    assert hotpot_passages(CONTENT) == [
-        {"title": "Ed", "text": "Ed is a man."},
-        {"title": "Bo", "text": "Bo sings."},
-        {"title": "Ed", "text": "Another Ed."},
-    ]
-
-
-def test_a_view_is_part_of_the_url_and_of_the_identity(tmp_path):
+def test_a_view_of_passages_has_each_once_in_order_and_is_part_of_url_and_identity(tmp_path):
     (tmp_path / "q.json").write_text(json.dumps(CONTENT))
     plain, viewed = open_source(f"file:{tmp_path}/q.json"), open_source(f"file:{tmp_path}/q.json#passages")
     assert plain.length() == 2
+    passages = [("Ed", "Ed is a man."), ("Bo", "Bo sings."), ("Ed", "Another Ed.")]
+    assert [(row["title"], row["text"]) for _, row in viewed.rows()] == passages
     assert [row["text"] for _, row in viewed.rows(start=1)] == ["Bo sings.", "Another Ed."]
     assert plain.identity() != viewed.identity()
 

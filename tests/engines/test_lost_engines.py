@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 from aiohttp import web
@@ -76,32 +77,17 @@ def test_what_was_asked_of_a_sampler_that_is_started_again_can_be_given_up(model
 
 
 def test_one_lost_question_after_its_health_does_not_end_the_watch_over_a_sampler():
-    class Client:
-        answers = iter([SamplerLost("a connection that was closing"), True])
-
-        async def health(self):
-            answer = next(self.answers, False)
-            if isinstance(answer, Exception):
-                raise answer
-            return answer
-
-    class Killed:
-        url, is_alive = "http://x", True
-
-        def kill(self):
-            self.is_alive = False
-
-    server = Killed()
+    answers = [SamplerLost("a connection that was closing"), True, *[False] * 1000]
+    client = SimpleNamespace(health=AsyncMock(side_effect=answers))
+    server = SimpleNamespace(url="http://x", is_alive=True, kill=lambda: vars(server).update(is_alive=False))
     ended = []
-    watch = ServerWatch(server, Client(), every_s=0.01, timeout_s=0.05, on_end=ended.append)
+    watch = ServerWatch(server, client, every_s=0.01, timeout_s=0.05, on_end=ended.append)
     asyncio.run(asyncio.wait_for(watch.look(), 30))
-    assert len(ended) == 1
-    assert not server.is_alive
+    assert len(ended) == 1 and not server.is_alive
 
 
-def watched(late, asked):
-    """A watch over a server that is silent as often as `late` says, until it is killed or has been asked so often;
-    the connections over which it was asked, and whether it was killed."""
+@pytest.mark.parametrize(("late", "num_asked", "is_killed"), [({2, 4}, 6, False), ({2, 3}, 3, True)])
+def test_a_sampler_that_is_late_is_asked_anew_and_killed_when_late_twice_in_a_row(late, num_asked, is_killed):
     connections = []
 
     async def health(request):
@@ -116,24 +102,13 @@ def watched(late, asked):
         async with TestServer(application) as server, SamplerClient(str(server.make_url("/"))) as client:
             child = SimpleNamespace(url=client.url, is_alive=True, kill=lambda: None)
             look = asyncio.ensure_future(ServerWatch(child, client, every_s=0.01, timeout_s=2.0).look())
-            while not look.done() and len(connections) < asked:
+            while not look.done() and len(connections) < 6:
                 await asyncio.sleep(0.01)
-            was_killed = look.done()
+            assert look.done() == is_killed and len(connections) == len(set(connections)) == num_asked
             look.cancel()
             await asyncio.gather(look, return_exceptions=True)
-        return was_killed
 
-    return connections, asyncio.run(work())
-
-
-def test_a_sampler_that_answers_late_once_is_asked_again_over_a_fresh_connection_and_stays():
-    connections, was_killed = watched(late={2, 4}, asked=6)
-    assert not was_killed and len(set(connections)) == 6
-
-
-def test_a_sampler_that_is_silent_twice_in_a_row_is_killed():
-    connections, was_killed = watched(late={2, 3}, asked=4)
-    assert was_killed and len(connections) == 3
+    asyncio.run(work())
 
 
 def test_the_time_in_which_this_process_does_not_run_is_not_the_samplers():

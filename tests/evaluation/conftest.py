@@ -43,20 +43,13 @@ def make_job(tmp_path, model_folder):
     problems = {"url": f"file:{source}", "adapter": "problem"}
     documents = {"url": f"file:{source}", "adapter": "text"}
     config = EvalStage(
-        kind="eval",
-        seed=0,
-        benchmarks=(
-            {"name": "words", "form": "problems", "source": problems, "limit": 5},
-            {"name": "bits_per_byte", "source": documents},
-            {"name": "continuation", "source": documents},
-        ),
-        precision="fp32",
-        max_new_tokens=6,
-        sample_prompts=("the cat",),
-        resources={"num_ranks": 1, "threads": 1, "device": "cpu"},
-        micro_batch_tokens=1024,
+        kind="eval", seed=0,
+        benchmarks=({"name": "words", "form": "problems", "source": problems, "limit": 5},
+                    {"name": "bits_per_byte", "source": documents}, {"name": "continuation", "source": documents}),
+        precision="fp32", max_new_tokens=6, sample_prompts=("the cat",),
+        resources={"num_ranks": 1, "threads": 1, "device": "cpu"}, micro_batch_tokens=1024,
         sampler={"replicas": 1, "max_batch": 8, "cache_bytes": 1 << 24},
-    )
+    )  # fmt: skip
 
     def made(name: str, **changes) -> Job:
         (tmp_path / name).mkdir()

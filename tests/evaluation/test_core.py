@@ -96,11 +96,6 @@ def test_a_continuation_is_right_when_every_token_is_the_likeliest(checkpoint, m
     assert [one.is_right for one in judged] == [True] * len(items) + [False] * len(wrong)
 
 
-@pytest.fixture
-def bundle(tmp_path):
-    return write_bundle(tmp_path)
-
-
 def test_an_item_whose_answer_alone_has_no_room_is_wrong_and_counted(checkpoint):
     checkpoint.max_positions = 6
     long = {"query": "the a", "choices": ["ran", "sat on the mat and the dog ran after the cat"], "gold": 0}
@@ -109,7 +104,8 @@ def test_an_item_whose_answer_alone_has_no_room_is_wrong_and_counted(checkpoint)
     assert judged[0] == JudgedItem(is_right=False, is_too_long=True)
 
 
-def test_core_is_the_mean_of_centred_accuracies(bundle, checkpoint):
+def test_core_is_the_mean_of_centred_accuracies(tmp_path, checkpoint):
+    bundle = write_bundle(tmp_path)
     config = BenchmarkConfig(name="core", source=f"file:{bundle}/*/*.jsonl", limit=11)
     result = run_core(checkpoint, config)
     by_task = {t.label: [r["scores"][t.label] for r in result.records if t.label in r["scores"]] for t in TASKS}
@@ -123,7 +119,8 @@ def test_core_is_the_mean_of_centred_accuracies(bundle, checkpoint):
     assert (centred(0.25, 0.25), centred(1.0, 0.62), centred(0.5, 0.0)) == (0.0, 1.0, 0.5)
 
 
-def test_a_task_that_is_missing_or_there_twice_is_named(bundle):
+def test_a_task_that_is_missing_or_there_twice_is_named(tmp_path):
+    bundle = write_bundle(tmp_path)
     squad = next(bundle.rglob("squad.jsonl"))
     (bundle / "copy.squad.jsonl").write_bytes(squad.read_bytes())  # no task's name
     (bundle / "squad.jsonl.gz").write_bytes(b"")

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import sys
-from contextlib import asynccontextmanager
 
 import pytest
 
@@ -26,6 +25,11 @@ def _fake(monkeypatch):
     monkeypatch.setattr(verifiers_process, "SERVER", FAKE)
 
 
+@pytest.fixture
+def model(model_folder):
+    return EvaluatedModel(model_folder, precision="fp32", device="cpu", max_new_tokens=8)
+
+
 def benchmark(**values):
     return BenchmarkConfig(**{"name": "boxes", "form": "verifiers", "source": "verifiers:m", **values})
 
@@ -34,8 +38,7 @@ def run(model, config):
     return run_environment(model, config, chat=True, seed=0, mirror="", max_new_tokens=8)
 
 
-def test_each_task_is_a_rollout_and_what_was_kept_is_not_run_again(model_folder, tmp_path, monkeypatch):
-    model = EvaluatedModel(model_folder, precision="fp32", device="cpu", max_new_tokens=8)
+def test_each_task_is_a_rollout_and_what_was_kept_is_not_run_again(model, tmp_path, monkeypatch):
     with KeptLines(tmp_path / "kept.jsonl") as model.kept:
         result = run(model, benchmark())
     score = result.scores["reward"]
@@ -51,43 +54,52 @@ def test_each_task_is_a_rollout_and_what_was_kept_is_not_run_again(model_folder,
         assert run(model, config).records == result.records[:3]
 
 
-def test_too_many_rollouts_that_fail_end_the_benchmark_and_settings_without_meaning_are_refused(model_folder):
-    model = EvaluatedModel(model_folder, precision="fp32", device="cpu", max_new_tokens=8)
+def test_too_many_rollouts_that_fail_end_the_benchmark_and_settings_without_meaning_are_refused(model):
     with pytest.raises(StageFailed, match=r"1 of 2 rollouts failed: TaskError: no"):
         run(model, benchmark(source="verifiers:m[2:4]"))
-    with pytest.raises(ConfigError, match="needs a source such as verifiers:my_module"):
-        run(model, benchmark(source="python:nanodag.data.lists:sort"))
-    with pytest.raises(ConfigError, match="system means nothing to form verifiers"):
-        run(model, benchmark(system="Be brief."))
+    for settings, said in (
+        ({"source": "python:a:b"}, "such as verifiers:my_module"),
+        ({"system": "Be brief."}, "system"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            run(model, benchmark(**settings))
 
 
-def test_an_environment_that_cannot_start_ends_the_benchmark_with_the_reason(model_folder, monkeypatch):
+@pytest.fixture
+def _no_server(monkeypatch):
     monkeypatch.setattr(verifiers_benchmarks, "_served", lambda settings, replicas: contextlib.nullcontext(("", "")))
-    model = EvaluatedModel(model_folder, precision="fp32", device="cpu", max_new_tokens=8)
-    with pytest.raises(ConfigError, match=r"(?s)environment 'm' cannot be used.*colour"):
-        run(model, benchmark(source="verifiers:m?colour=1"))
 
 
-def test_options_of_a_benchmark_reach_the_environment_and_are_refused_without_one(model_folder, monkeypatch):
-    seen = []
+def play(monkeypatch, rollout):
+    """Every environment's process is one that answers with rollout(task). Returns the settings of those made."""
+    made = []
 
     class Process:
         def __init__(self, block):
-            seen.append(block)
+            made.append(block)
 
         async def rollout(self, task, **unused):
-            raise EpisodeFailed("no")
+            return await rollout(task)
 
         async def close(self):
             pass
 
-    @asynccontextmanager
-    async def served(*unused):
-        yield "", ""
-
     monkeypatch.setattr(verifiers_benchmarks, "VerifiersProcess", Process)
-    monkeypatch.setattr(verifiers_benchmarks, "_served", served)
-    model = EvaluatedModel(model_folder, precision="fp32", device="cpu", max_new_tokens=8)
+    return made
+
+
+@pytest.mark.usefixtures("_no_server")
+def test_an_environment_that_cannot_start_ends_the_benchmark_with_the_reason(model):
+    with pytest.raises(ConfigError, match=r"(?s)environment 'm' cannot be used.*colour"):
+        run(model, benchmark(source="verifiers:m?colour=1"))
+
+
+@pytest.mark.usefixtures("_no_server")
+def test_options_of_a_benchmark_reach_the_environment_and_are_refused_without_one(model, monkeypatch):
+    async def fails(task):
+        raise EpisodeFailed("no")
+
+    seen = play(monkeypatch, fails)
     with pytest.raises(StageFailed, match="1 of 1 rollouts failed: no"):
         run(model, benchmark(source="verifiers:m[0:1]", options={"agent.max_turns": 4, "agent.harness.id": "bash"}))
     assert seen == [{"taskset": {"id": "m"}, "agent": {"max_turns": 4, "harness": {"id": "bash"}}}]
@@ -95,33 +107,23 @@ def test_options_of_a_benchmark_reach_the_environment_and_are_refused_without_on
         benchmark(form="mmlu", options={"agent.max_turns": 4})
 
 
-def test_a_rollout_whose_process_ended_is_played_again_alone_and_fails_if_it_ends_each_time(model_folder, monkeypatch):
+@pytest.mark.usefixtures("_no_server")
+def test_a_rollout_whose_process_ended_is_played_again_alone_and_fails_if_it_ends_each_time(model, monkeypatch):
     plays, at_once = [], []
 
-    class Process:
-        def __init__(self, block):
-            pass
+    async def rollout(task):
+        plays.append(task["say"])
+        at_once.append(task["say"])
+        await asyncio.sleep(0)
+        others = len(at_once)
+        at_once.remove(task["say"])
+        if others > 1 or task["say"] == "the mat":
+            raise EpisodeLost("it ended")
+        counted = {"components": {}, "metrics": {}, "turns": 1, "prompt_tokens": 0, "completion_tokens": 0}
+        return Outcome(reward=1.0, is_cut=False, reply="", **counted)
 
-        async def rollout(self, task, **unused):
-            plays.append(task["say"])
-            at_once.append(task["say"])
-            await asyncio.sleep(0)
-            others = len(at_once)
-            at_once.remove(task["say"])
-            if others > 1 or task["say"] == "the mat":
-                raise EpisodeLost("it ended")
-            return Outcome(
-                reward=1.0, components={}, metrics={}, turns=1, is_cut=False, reply="", prompt_tokens=0,
-                completion_tokens=0,
-            )  # fmt: skip
-
-        async def close(self):
-            pass
-
-    monkeypatch.setattr(verifiers_benchmarks, "VerifiersProcess", Process)
-    monkeypatch.setattr(verifiers_benchmarks, "_served", lambda settings, replicas: contextlib.nullcontext(("", "")))
+    play(monkeypatch, rollout)
     monkeypatch.setattr(verifiers_benchmarks, "MOST_FAILED", 0.5)
-    model = EvaluatedModel(model_folder, precision="fp32", device="cpu", max_new_tokens=8)
     result = run(model, benchmark(source="verifiers:m[0:3]"))
     assert [record["scores"]["reward"] for record in result.records] == [1.0, 1.0, 0.0]
     assert plays.count("the mat") == 3 and result.records[2]["details"] == {"error": "it ended"}

@@ -17,7 +17,7 @@ from nanodag.data.question_form import asking
 from nanodag.errors import ConfigError, SourceError
 from nanodag.evaluation import benchmark_functions, writing
 from nanodag.evaluation.evaluated_model import EvaluatedModel
-from nanodag.evaluation.forms import FORMS, shipped_forms
+from nanodag.evaluation.forms import FORMS
 from nanodag.evaluation.harness import run_benchmark
 from nanodag.evaluation.results import Answer
 from nanodag.inference.protocol import SamplingParams
@@ -62,16 +62,6 @@ def test_gsm8k_takes_the_first_number_behind_a_mark_as_a_text_and_in_chat_that_o
     assert scores_of(result, "flexible") == [1, 1, 0, 0, 0]
     assert result.scores["exact_match"].value == 0.4
     assert (result.metric, result.is_chat) == ("exact_match", chat)
-
-
-def test_gsm8k_prompts_in_text_and_in_chat(run):
-    plain, chat = Scripted(GSM8K_TEXTS), Scripted(GSM8K_TEXTS)
-    run(plain, "gsm8k", GSM8K[:2], num_fewshot=1, fewshot=[{"question": "QF ?", "answer": "Two.\n#### 2"}])
-    assert plain.asked[0] == "Question: QF ?\nAnswer: Two.\n#### 2\n\nQuestion: Q1 ?\nAnswer:"
-    chat.texts = {"?<assistant>": "#### 24"}
-    result = run(chat, "gsm8k", GSM8K[:2], chat=True)
-    assert chat.asked == ["<user>Q1 ?<assistant>", "<user>Q2 ?<assistant>"]
-    assert result.is_chat
 
 
 def test_problems_are_scored_by_their_own_verifier(run):
@@ -133,66 +123,23 @@ MMLU = [
 ]
 
 
-def test_mmlu_in_text_and_in_chat(run):
-    about = "The following are multiple choice questions (with answers) about s.\n\n"
-    first = "Which?\nA. w\nB. x\nC. y\nD. z\nAnswer:"
-    second = "What?\nA. a\nB. b\nC. c\nD. d\nAnswer:"
-    likeliest_c = {" A": -3.0, " B": -2.0, " C": -1.0, " D": -4.0}
-    model = Scripted(logprobs={(about + p, a): v for p in (first, second) for a, v in likeliest_c.items()})
-    result = run(model, "mmlu", MMLU)
-    assert scores_of(result, "acc") == [1, 0]
-    assert result.records[0]["logprobs"] == [-3.0, -2.0, -1.0, -4.0]
-    in_chat = [
-        f"<user>{prompt.removesuffix('Answer:')}Answer with one letter.<assistant>" for prompt in (first, second)
-    ]
+def test_mmlu_in_chat(run):
+    prompts = ["Which?\nA. w\nB. x\nC. y\nD. z\n", "What?\nA. a\nB. b\nC. c\nD. d\n"]
+    in_chat = [f"<user>{prompt}Answer with one letter.<assistant>" for prompt in prompts]
     likeliest_a = {"A": -1.0, "B": -2.0, "C": -3.0, "D": -4.0}
     model = Scripted(logprobs={(p, a): v for p in in_chat for a, v in likeliest_a.items()})
-    result = run(model, "mmlu", MMLU, chat=True, adapter="mmlu")
-    assert scores_of(result, "acc") == [0, 1]
+    assert scores_of(run(model, "mmlu", MMLU, chat=True, adapter="mmlu"), "acc") == [0, 1]
 
 
-def test_winogrande_scores_the_rest_of_the_sentence_behind_each_name(run):
-    lines = [
-        {
-            "sentence": "The cup beat the can because _ was hard.",
-            "option1": "the cup",
-            "option2": "the can",
-            "answer": "1",
-        },
-        {
-            "sentence": "The cup beat the can because _ was soft.",
-            "option1": "the cup",
-            "option2": "the can",
-            "answer": "2",
-        },
-    ]
-    cup, can = "The cup beat the can because the cup", "The cup beat the can because the can"
-    logprobs = {
-        (cup, " was hard."): -1.0,
-        (can, " was hard."): -2.0,
-        (cup, " was soft."): -1.0,
-        (can, " was soft."): -2.0,
-    }
-    result = run(Scripted(logprobs=logprobs), "winogrande", lines)
-    assert scores_of(result, "acc") == [1, 0]
-
-
-def test_arc_and_piqa_score_choices_as_continuations_also_for_chat_models(run):
-    arc = [
-        {"id": str(n), "question": "Hot?", "choices": {"text": ["sun", "snow"], "label": ["1", "2"]}, "answerKey": "2"}
-        for n in range(2)
-    ]
+def test_arc_scores_choices_as_continuations_also_for_chat_models(run):
+    choices = {"text": ["sun", "snow"], "label": ["1", "2"]}
+    arc = [{"id": str(n), "question": "Hot?", "choices": choices, "answerKey": "2"} for n in range(2)]
     prompt = "Question: Hot?\nAnswer:"
     # by sum "sun" is likelier, by character "snow": -2.9 / 3 < -3.6 / 4
     model = Scripted(logprobs={(prompt, " sun"): -2.9, (prompt, " snow"): -3.6})
     result = run(model, "arc_challenge", arc, chat=True)
     assert (result.metric, result.scores["acc_norm"].value, result.scores["acc"].value) == ("acc_norm", 1.0, 0.0)
     assert not result.is_chat
-    piqa = [{"goal": f"G{n}", "sol1": "a", "sol2": "b", "label": 1} for n in range(2)]
-    logprobs = {
-        (f"Question: G{n}\nAnswer:", choice): value for n in range(2) for choice, value in ((" a", -2.0), (" b", -1.0))
-    }
-    assert run(Scripted(logprobs=logprobs), "piqa", piqa).scores["acc"].value == 1.0
 
 
 def test_bits_per_byte_weighs_documents_by_their_bytes(run):
@@ -207,14 +154,6 @@ def test_an_unknown_form_is_named_with_those_there_are(run, tmp_path):
         run(Scripted(), "gsm9k", GSM8K)
     with pytest.raises(ConfigError, match="needs `source:`"):
         run_benchmark(Scripted(), BenchmarkConfig(name="gsm8k"), chat=False, seed=0, mirror="", folder=tmp_path)
-
-
-def test_forms_of_lm_eval_itself_run_on_our_sources(run):
-    form = "lm_eval:piqa/piqa.yaml"
-    lines = [{"goal": f"G{n}", "sol1": "a", "sol2": "b", "label": 1} for n in range(3)]
-    logprobs = {(f"Question: G{n}\nAnswer:", c): v for n in range(3) for c, v in ((" a", -2.0), (" b", -1.0))}
-    assert run(Scripted(logprobs=logprobs), "mine", lines, form=form).scores["acc"].value == 1.0
-    assert "arc_easy" in shipped_forms() and "mmlu_chat" not in shipped_forms()
 
 
 ARC = [
@@ -276,8 +215,10 @@ def test_bos_always_is_refused_where_the_tokenizer_has_none(model_folder, tmp_pa
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])
 def test_results_equal_lm_evals_own_model_class_and_a_computation_by_hand(run, models, tmp_path, kind):
-    checkpoint = checkpoint_of(models[kind])
+    seen = []
+    checkpoint = checkpoint_of(models[kind], on_progress=lambda done, total: seen.append((done, total)))
     result = run(checkpoint, "arc_easy", ARC)
+    assert seen[-1] == (10, 10) and seen == sorted(seen)
     # lm-eval's HFLM on the same task
     model = AutoModelForCausalLM.from_pretrained(models[kind], dtype=torch.float32).eval()
     hflm = HFLM(pretrained=model, tokenizer=checkpoint.tokenizer, batch_size=3)
@@ -303,8 +244,8 @@ def test_results_equal_lm_evals_own_model_class_and_a_computation_by_hand(run, m
 
 def test_bits_per_byte_equals_the_logits_of_whole_documents(run, model_folder):
     texts = ["the cat sat", "a dog ran after the cat on the mat", "été"]
-    result = run(checkpoint_of(model_folder), "bits_per_byte", [{"text": text} for text in texts])
     checkpoint = checkpoint_of(model_folder)
+    result = run(checkpoint, "bits_per_byte", [{"text": text} for text in texts])
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
     for text, record in zip(texts, result.records, strict=True):
         ids = checkpoint.tokenizer.encode(text)  # with the start-of-document token
@@ -324,22 +265,22 @@ def greedy(model, ids, stop_ids, limit):
     return said
 
 
+WORDS = [{"question": f"{word}:", "answer": "the mat"} for word in ("cat", "dog", "mat", "sat on the", "ran")]
+PROBLEMS = {"form": "problems", "adapter": "problem"}
+
+
 @pytest.mark.parametrize("chat", [False, True])
 def test_texts_are_the_models_greedy_ones_up_to_a_stop(run, model_folder, chat):
-    lines = [{"question": f"{word}:", "answer": "the mat"} for word in ("cat", "dog", "mat", "sat on the", "ran")]
     checkpoint = checkpoint_of(model_folder)
-    result = run(checkpoint, "p", lines, form="problems", adapter="problem", chat=chat)
+    result = run(checkpoint, "p", WORDS, **PROBLEMS, chat=chat)
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
     tokenizer, renderer = checkpoint.tokenizer, load_renderer(model_folder)
-    for row, record in zip(lines, result.records, strict=True):
+    for row, record in zip(WORDS, result.records, strict=True):
         # the prompt that SFT and RL train on
         ids = renderer.prompt([{"role": "user", "content": row["question"]}]) if chat else []
         ids = ids or tokenizer.encode(f"Question: {row['question']}\nAnswer:")
         said = greedy(model, ids, {tokenizer.eos_token_id, tokenizer.bos_token_id}, 12)
         assert record["output"] == tokenizer.decode(said, skip_special_tokens=True)
-
-
-WORDS = [{"question": f"{word}:", "answer": "the mat"} for word in ("cat", "dog", "mat", "sat on the", "ran")]
 
 
 def outputs(result):
@@ -348,10 +289,9 @@ def outputs(result):
 
 def test_stop_strings_cut_the_text(run, model_folder):
     checkpoint = checkpoint_of(model_folder)
-    asked = {"form": "problems", "adapter": "problem"}
-    whole = [text for (text,) in outputs(run(checkpoint, "p", WORDS, **asked))]
+    whole = [text for (text,) in outputs(run(checkpoint, "p", WORDS, **PROBLEMS))]
     stop = next(text[2:4] for text in whole if len(text) > 4)
-    cut = [text for (text,) in outputs(run(checkpoint, "p", WORDS, **asked, stop=[stop]))]
+    cut = [text for (text,) in outputs(run(checkpoint, "p", WORDS, **PROBLEMS, stop=[stop]))]
     assert cut == [text.partition(stop)[0] for text in whole] != whole
 
 
@@ -364,18 +304,15 @@ def test_a_prompt_that_leaves_an_answer_no_room_is_not_asked_and_never_cut(model
     assert said
     prompts = [ids, ids[:180], ids[:181]]
     assert checkpoint.complete(prompts) == ["", said, ""]
-    assert [ending for _, ending in checkpoint.write(prompts, [greedy_params()] * 3)] == [
-        "too_long",
-        "length",
-        "too_long",
-    ]
+    endings = [ending for _, ending in checkpoint.write(prompts, [greedy_params()] * 3)]
+    assert endings == ["too_long", "length", "too_long"]
     assert checkpoint.tokens_read == 2 * 180
     assert "2 of 3 prompts are longer than 180 tokens, what max_new_tokens 12 leaves" in caplog.text
 
 
 def test_items_whose_prompt_is_too_long_are_counted_and_wrong(run, model_folder):
     lines = [{"question": "the cat " * count, "answer": ""} for count in (2, 100, 3)]
-    result = run(checkpoint_of(model_folder), "p", lines, form="problems", adapter="problem")
+    result = run(checkpoint_of(model_folder), "p", lines, **PROBLEMS)
     assert [record.get("too_long", False) for record in result.records] == [False, True, False]
     assert (result.records[1]["output"], result.as_json()["too_long"]) == ("", 1)
 
@@ -416,13 +353,7 @@ def test_two_replicas_write_what_one_does(models, monkeypatch, kind):
     assert len(replicas) == 2 and not any(replica.server.is_alive for replica in replicas)
 
 
-def test_progress_reaches_the_end(run, model_folder):
-    seen = []
-    run(checkpoint_of(model_folder, on_progress=lambda done, total: seen.append((done, total))), "arc_easy", ARC)
-    assert seen[-1] == (10, 10) and seen == sorted(seen)
-
-
-SAMPLED = {"form": "problems", "adapter": "problem", "num_samples": 4, "temperature": 1.5, "top_p": 0.9, "top_k": 40}
+SAMPLED = {**PROBLEMS, "num_samples": 4, "temperature": 1.5, "top_p": 0.9, "top_k": 40}
 
 
 def test_a_sample_depends_on_seed_item_and_number_and_on_nothing_that_is_beside_it(run, model_folder, monkeypatch):
@@ -479,7 +410,7 @@ def test_metrics_over_samples_of_known_answers(run):
 
 def test_answers_that_reach_their_limit_and_those_without_an_answer_are_counted_by_themselves(run, model_folder):
     checkpoint = checkpoint_of(model_folder)
-    asked = {"form": "problems", "adapter": "problem", "options": {"reward": "boxed_math"}}
+    asked = {**PROBLEMS, "options": {"reward": "boxed_math"}}
     lines = [{"question": f"{word} the cat", "answer": "7"} for word in "abcdef"]
     whole = run(checkpoint, "p", lines, **asked, max_new_tokens=40)
     short = run(checkpoint, "p", lines, **asked, max_new_tokens=3)
@@ -492,11 +423,10 @@ def test_answers_that_reach_their_limit_and_those_without_an_answer_are_counted_
 
 def test_thinking_is_left_out_of_what_is_judged(run, model_folder):
     checkpoint = checkpoint_of(model_folder)
-    asked = {"form": "problems", "adapter": "problem"}
-    whole = [text for (text,) in outputs(run(checkpoint, "p", WORDS, **asked))]
+    whole = [text for (text,) in outputs(run(checkpoint, "p", WORDS, **PROBLEMS))]
     end = next(text[3:5] for text in whole if len(text) > 8)
     lines = [{**row, "answer": text.rpartition(end)[2]} for row, text in zip(WORDS, whole, strict=True)]
-    result = run(checkpoint, "p", lines, **asked, thinking={"begin": "never written", "end": end})
+    result = run(checkpoint, "p", lines, **PROBLEMS, thinking={"begin": "never written", "end": end})
     expected = [text.rpartition(end)[2].lstrip() for text in whole]
     assert [text for (text,) in outputs(result)] == expected != whole
     assert scores_of(result, "exact_match") == [float(text.strip() != "") for text in expected]
@@ -535,9 +465,7 @@ def test_a_form_that_asks_for_sampling_is_not_answered_greedily(run, tmp_path):
         f"include: {FORMS / 'gsm8k.yaml'}\ntask: warm\ngeneration_kwargs: {{do_sample: true, temperature: 0.6}}\n"
     )
     form = str(tmp_path / "warm.yaml")
-    with pytest.raises(
-        ConfigError, match=r"would be answered greedily, and warm.yaml asks for .* Set temperature: 0.6"
-    ):
+    with pytest.raises(ConfigError, match=r"greedily, and warm.yaml asks for .* Set temperature: 0.6"):
         run(Scripted(GSM8K_TEXTS), "w", GSM8K, form=form)
     assert run(Scripted(GSM8K_TEXTS), "w", GSM8K, form=form, temperature=0.6).scores["exact_match"].value == 0.4
     (tmp_path / "warm.yaml").write_text(f"include: {FORMS / 'gsm8k.yaml'}\ntask: warm\nrepeats: 3\n")
@@ -594,10 +522,7 @@ def test_a_benchmark_killed_again_and_again_asks_each_item_once_and_ends_as_if_i
             stream.write(b'00000000 {"half')
     assert kills >= 2
     assert found == whole
-    assert (checkpoint.tokens_read, checkpoint.tokens_written) == (
-        undisturbed.tokens_read,
-        undisturbed.tokens_written,
-    )
+    assert (checkpoint.tokens_read, checkpoint.tokens_written) == (undisturbed.tokens_read, undisturbed.tokens_written)
 
 
 def test_a_verdict_that_was_kept_is_not_made_again(run, tmp_path, monkeypatch):

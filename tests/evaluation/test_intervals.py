@@ -6,12 +6,6 @@ from nanodag.errors import SourceError
 from nanodag.evaluation.intervals import centred_mean, score_of, wilson
 
 
-def test_three_of_four_right_has_the_standard_error_of_the_textbook():
-    # deviations .25 .25 .25 .75: s^2 = (3 * .0625 + .5625) / 3 = .25, s / sqrt(4) = .25
-    score = score_of([1, 0, 1, 1])
-    assert (score.value, score.stderr, score.num_items) == (0.75, pytest.approx(0.25), 4)
-
-
 def test_the_standard_error_is_lm_evals():
     values = [0.0, 1.0, 1.0, 0.25, 0.5, 1.0, 0.0]
     assert score_of(values).stderr == pytest.approx(mean_stderr(values))

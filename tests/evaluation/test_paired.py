@@ -34,18 +34,6 @@ def test_order_of_records_does_not_matter():
     assert paired(BEFORE[::-1], AFTER[3:] + AFTER[:3], "acc") == paired(BEFORE, AFTER, "acc")
 
 
-def test_the_interval_is_students():
-    before = records([0] * 60 + [1] * 140)
-    after = records([1] * 60 + [1] * 120 + [0] * 20)
-    found = paired(before, after, "acc")
-    # mean .2; sum of squares 80 - 200 * .04 = 72; stderr sqrt(72 / 199 / 200) = .042532
-    assert found.stderr == pytest.approx(0.042532, abs=1e-6)
-    # 1.97196 is the 97.5 % quantile of Student's t with 199 degrees of freedom
-    assert found.low == pytest.approx(0.2 - 1.97196 * 0.042532, abs=1e-5)
-    assert found.high == pytest.approx(0.2 + 1.97196 * 0.042532, abs=1e-5)
-    assert found.p_value < 0.05
-
-
 def test_scores_that_are_not_right_or_wrong_are_compared_by_students_t():
     before, after = [0.1, 0.5, 0.3, 0.9, 0.2], [0.3, 0.4, 0.8, 1.0, 0.6]
     found, expected = paired(records(before), records(after), "acc"), ttest_rel(after, before)

@@ -119,12 +119,9 @@ def test_batches_that_several_devices_share_are_scored_as_by_one(model):
     alone = score_questions([model], QUESTIONS * 3, micro_batch_tokens=1, max_positions=192)
     done = []
     shared = score_questions(
-        [model, other],
-        QUESTIONS * 3,
-        micro_batch_tokens=1,
-        max_positions=192,
+        [model, other], QUESTIONS * 3, micro_batch_tokens=1, max_positions=192,
         on_batch=lambda num_done, num_tokens: done.append(num_done),
-    )
+    )  # fmt: skip
     assert shared == alone
     assert seen == {id(model), id(other)} and done == sorted(set(done)) and done[-1] == 15
 

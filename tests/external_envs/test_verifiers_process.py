@@ -13,7 +13,7 @@ from nanodag.external_envs import verifiers_process
 from nanodag.external_envs.verifiers_install import VERIFIERS, find_python
 from nanodag.external_envs.verifiers_process import VerifiersProcess, block_of
 from tests.external_envs.fake_verifiers_server import FAKE
-from tests.fault.processes import wait_until
+from tests.fault.processes import is_running, wait_until
 
 
 @pytest.fixture
@@ -24,57 +24,54 @@ def fake(monkeypatch):
     monkeypatch.setattr(verifiers_process, "LOOK_EVERY_S", 0.1)
 
 
-def do(process, what):
-    return process.rollout({"do": what}, base_url="", api_key="", model="")
+def with_process(work, options=None, **limits):
+    """Run `work(do)`, where `do` asks a process of the environment `m` for a rollout that does this."""
 
-
-def test_a_rollout_that_kills_the_process_fails_with_its_last_words_and_the_next_has_a_new_one(fake):
     async def run():
-        process = VerifiersProcess(block_of("m", {}))
+        process = VerifiersProcess(block_of("m", options or {}), **limits)
         try:
-            first = await do(process, "answer")
-            with pytest.raises(EpisodeFailed, match=r"^TaskError: no$"):
-                await do(process, "fail")
-            assert (await do(process, "answer")).components == first.components, "the same process"
-            with pytest.raises(EpisodeFailed, match=r"(?s)it ended with code 3; the end of its log:\na last word"):
-                await do(process, "die")
-            return first, await do(process, "answer")
+            return await work(lambda what: process.rollout({"do": what}, base_url="", api_key="", model=""))
         finally:
             await process.close()
 
-    first, last = asyncio.run(run())
+    return asyncio.run(run())
+
+
+def test_a_rollout_that_kills_the_process_fails_with_its_last_words_and_the_next_has_a_new_one(fake):
+    async def work(do):
+        first = await do("answer")
+        with pytest.raises(EpisodeFailed, match=r"^TaskError: no$"):
+            await do("fail")
+        assert (await do("answer")).components == first.components, "the same process"
+        with pytest.raises(EpisodeFailed, match=r"(?s)it ended with code 3; the end of its log:\na last word"):
+            await do("die")
+        return first, await do("answer")
+
+    first, last = with_process(work)
     assert first.reward == last.reward == 0.5 and first.components != last.components
 
 
 def test_a_process_that_hangs_is_ended_and_one_whose_rollout_is_given_up_is_not(fake):
-    async def run():
-        process = VerifiersProcess(block_of("m", {}))
-        try:
-            first = await do(process, "answer")
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(do(process, "wait"), 0.1)
-            second = await do(process, "answer")
-            command_line = " ".join(psutil.Process(second.components["pid"]).cmdline())
-            assert FAKE.name in command_line and "taskset" not in command_line, "anybody may read it"
-            with pytest.raises(EpisodeLost, match="it ended with code -9"):
-                await do(process, "block")
-            return [one.components["pid"] for one in (first, second, await do(process, "answer"))]
-        finally:
-            await process.close()
+    async def work(do):
+        first = await do("answer")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(do("wait"), 0.1)
+        second = await do("answer")
+        command_line = " ".join(psutil.Process(second.components["pid"]).cmdline())
+        assert FAKE.name in command_line and "taskset" not in command_line, "anybody may read it"
+        with pytest.raises(EpisodeLost, match="it ended with code -9"):
+            await do("block")
+        return [one.components["pid"] for one in (first, second, await do("answer"))]
 
-    before, beside, after = asyncio.run(run())
+    before, beside, after = with_process(work)
     assert before == beside != after
 
 
 def test_an_environment_that_cannot_start_is_an_error_of_the_config_and_is_not_tried_again(fake):
-    async def run():
-        process = VerifiersProcess(block_of("m", {"colour": 1}))
-        try:
-            return await asyncio.gather(do(process, "answer"), do(process, "answer"), return_exceptions=True)
-        finally:
-            await process.close()
+    async def work(do):
+        return await asyncio.gather(do("answer"), do("answer"), return_exceptions=True)
 
-    first, second = asyncio.run(run())
+    first, second = with_process(work, {"colour": 1})
     assert isinstance(first, ConfigError) and second is first
     assert re.search(r"(?s)environment 'm' cannot be used.*ended with code 1.*colour", str(first))
 
@@ -82,42 +79,34 @@ def test_an_environment_that_cannot_start_is_an_error_of_the_config_and_is_not_t
 def test_what_a_process_leaves_behind_ends_with_it_and_one_that_takes_too_much_memory_is_ended(fake, monkeypatch):
     monkeypatch.setattr(verifiers_process, "HEALTH_TIMEOUT_S", 20.0)  # memory alone is to end it
 
-    async def run():
-        process = VerifiersProcess(block_of("m", {}), max_bytes=128 << 20)
-        try:
-            with pytest.raises(EpisodeLost, match=r"(?s)it ended with code 3; .*left \d+") as lost:
-                await do(process, "leave")
-            with pytest.raises(EpisodeLost, match=r"code -9, as it took .* of memory, and max_bytes allows"):
-                await do(process, "leak")
-            return int(str(lost.value).split()[-1])
-        finally:
-            await process.close()
+    async def work(do):
+        with pytest.raises(EpisodeLost, match=r"(?s)it ended with code 3; .*left \d+") as lost:
+            await do("leave")
+        with pytest.raises(EpisodeLost, match=r"code -9, as it took .* of memory, and max_bytes allows"):
+            await do("leak")
+        return int(str(lost.value).split()[-1])
 
-    left = asyncio.run(run())
-    assert not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE
+    left = with_process(work, max_bytes=128 << 20)
+    assert not is_running(left)
 
 
 def test_a_rollout_that_is_asked_of_a_process_that_is_ending_has_a_new_one(fake, monkeypatch):
     monkeypatch.setattr(verifiers_process, "LOOK_EVERY_S", 60.0)
 
-    async def run():
-        process = VerifiersProcess(block_of("m", {}))
-        try:
-            first = await do(process, "answer")
-            server = psutil.Process(first.components["pid"])
-            reaper = server.parent()
-            reaper.suspend()  # so that the process has no exit code yet
-            wait_until(lambda: reaper.status() == psutil.STATUS_STOPPED)
-            server.kill()
-            wait_until(lambda: server.status() == psutil.STATUS_ZOMBIE)
-            second = asyncio.ensure_future(do(process, "answer"))
-            await asyncio.wait({second}, timeout=0.2)
-            reaper.resume()
-            return first, await second
-        finally:
-            await process.close()
+    async def work(do):
+        first = await do("answer")
+        server = psutil.Process(first.components["pid"])
+        reaper = server.parent()
+        reaper.suspend()  # so that the process has no exit code yet
+        wait_until(lambda: reaper.status() == psutil.STATUS_STOPPED)
+        server.kill()
+        wait_until(lambda: server.status() == psutil.STATUS_ZOMBIE)
+        second = asyncio.ensure_future(do("answer"))
+        await asyncio.wait({second}, timeout=0.2)
+        reaper.resume()
+        return first, await second
 
-    first, second = asyncio.run(run())
+    first, second = with_process(work)
     assert first.components != second.components
 
 

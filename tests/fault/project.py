@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from nanodag.host.ports import free_port
 from tests import fake_stages
 from tests.fake_stages import FAKES, NO_TRACKERS, SOURCE
 from tests.fault.processes import wait_until
@@ -24,57 +24,45 @@ STAGES = {
 
 
 class Project:
-    """A folder with a pipeline of fake stages, and the command run in it. server: its settings. environment: more of
-    it for the command."""
+    """A folder with a pipeline of fake stages, and the command run in it. server: its settings. more: of the
+    command's environment."""
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        server: Mapping[str, Any] | None = None,
-        stages: Mapping[str, Any] = STAGES,
-        **environment: str,
+        self, folder: Path, *, server: Mapping[str, Any] | None = None, stages: Mapping[str, Any] = STAGES, **more: str
     ) -> None:
-        self.folder = folder
-        self._environment = environment
+        self.folder, self._environment = folder, more
         (folder / "orders").mkdir(parents=True)
         (folder / "text.txt").write_text("hello\n" * 100)
-        with socket.socket() as probe:  # one that no other project's server, started beside this one, is about to take
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        preset = {
-            "stages": dict(stages),
-            "tracking": NO_TRACKERS,
-            "server": {"port": port, "start_timeout_s": 600, **(server or {})},
-        }
+        # A port of its own: no other project's server, started beside this one, takes it.
+        settings = {"port": free_port(), "start_timeout_s": 600, **(server or {})}
+        preset = {"stages": dict(stages), "tracking": NO_TRACKERS, "server": settings}
         (folder / "pipeline.yaml").write_text(yaml.safe_dump({"default": "tiny", "presets": {"tiny": preset}}))
 
     def command(
         self, *arguments: str, prefix: Sequence[str] = (), code: str = CODE, **environment: str
     ) -> subprocess.Popen:
-        """The command under way. code: what runs it. environment: more of it."""
-        environment = self.environment() | environment
-        return subprocess.Popen(
-            [*prefix, sys.executable, "-c", code, *arguments],
-            cwd=self.folder,
-            env=environment,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
+        """The command under way. prefix: a command that runs it. code: what runs it. environment: more of it."""
+        how = {"cwd": self.folder, "env": self.environment() | environment, "text": True}
+        command = [*prefix, sys.executable, "-c", code, *arguments]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **how)
 
     def environment(self) -> dict[str, str]:
         """The command's, and that of whatever is to see the fake stages."""
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "NANODAG_"))}
-        environment.update(PYTHONPATH=str(FAKES), FAKE_ORDERS=str(self.folder / "orders"))
-        environment.update(self._environment)
-        return environment | {"NANODAG_CACHE": str(self.folder / "cache")}
+        own = {"PYTHONPATH": FAKES, "FAKE_ORDERS": self.folder / "orders", "NANODAG_CACHE": self.folder / "cache"}
+        return environment | {name: str(path) for name, path in own.items()} | self._environment
 
-    def run(self, *arguments: str, timeout_s: float = 900.0, prefix: Sequence[str] = ()) -> tuple[int, str]:
-        """Exit code and output of the command. prefix: a command that runs it."""
-        process = self.command(*arguments, prefix=prefix)
+    def run(self, *arguments: str, timeout_s: float = 900.0) -> tuple[int, str]:
+        """Exit code and output of the command."""
+        process = self.command(*arguments)
         output, _ = process.communicate(timeout=timeout_s)
         return process.returncode, output
+
+    def done(self, *arguments: str, timeout_s: float = 900.0) -> str:
+        """Output of the command, which succeeds."""
+        code, output = self.run(*arguments, timeout_s=timeout_s)
+        assert code == 0, output
+        return output
 
     def tell(self, stage: str, order: str) -> None:
         (self.folder / "orders" / stage).write_text(order)
@@ -82,9 +70,6 @@ class Project:
     def record(self, run: str) -> dict:
         path = self.folder / "store" / "runs" / f"{run}.json"
         return json.loads(path.read_text()) if path.exists() else {"stages": {}}
-
-    def serve_log(self) -> str:
-        return (self.folder / "store" / "prefect" / "serve.log").read_text()[-5000:]
 
     def server(self) -> dict:
         return json.loads((self.folder / "store" / "prefect" / "server.json").read_text())

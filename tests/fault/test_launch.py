@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from nanodag.worker.watchdog import STOP_TIMEOUT
-from tests.fault.processes import is_running, wait_until
+from tests.fault.processes import alive, is_running, wait_until
 
 GROUP = """
 import os, subprocess, sys, time
@@ -36,32 +36,35 @@ time.sleep(600)
 
 @pytest.fixture
 def asked(tmp_path, ended):
-    """An asker, its watchdog's pid, and the pids of the three processes of the worker."""
+    """Start an asker of this worker, GROUP if none is given; gives it, its watchdog's pid, and those of the worker's
+    processes, once there are so many in the file `pids`."""
 
-    def start(*arguments):
-        pids_path = tmp_path / "pids"
-        command = [sys.executable, "-c", GROUP, str(pids_path), *arguments]
-        asker = subprocess.Popen(
-            [sys.executable, "-c", ASKER, str(pids_path), *command], stdout=subprocess.PIPE, text=True
-        )
+    def start(*arguments, command=(), num_pids=3):
+        path = tmp_path / "pids"
+        worker = command or [sys.executable, "-c", GROUP, str(path), *arguments]
+        starts = [sys.executable, "-c", ASKER, str(path), *worker]
+        asker = subprocess.Popen(starts, stdout=subprocess.PIPE, text=True)
         ended.append(asker)
         watchdog = int(asker.stdout.readline())
-        wait_until(lambda: pids_path.exists() and len(pids_path.read_text().split()) == 3)
-        return asker, watchdog, [int(pid) for pid in pids_path.read_text().split()]
+        wait_until(lambda: path.exists() and len(path.read_text().split()) == num_pids)
+        return asker, watchdog, [int(pid) for pid in path.read_text().split()]
 
     return start
 
 
-def test_a_killed_asker_leaves_no_orphan(asked):
-    asker, watchdog, pids = asked()
+@pytest.mark.parametrize("arguments", [(), ("deaf",)])
+def test_a_killed_asker_leaves_no_orphan_nor_a_worker_deaf_to_sigterm(asked, arguments, monkeypatch):
+    if arguments:
+        monkeypatch.setenv(STOP_TIMEOUT, "0.5")
+    asker, watchdog, pids = asked(*arguments)
     asker.send_signal(signal.SIGKILL)
-    wait_until(lambda: not any(is_running(pid) for pid in [watchdog, *pids]))
+    wait_until(lambda: not alive([watchdog, *pids]))
 
 
 def test_a_watchdog_told_to_end_takes_the_worker_along(asked):
     _, watchdog, pids = asked()
     os.kill(watchdog, signal.SIGTERM)
-    wait_until(lambda: not any(is_running(pid) for pid in pids))
+    wait_until(lambda: not alive(pids))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's end")
@@ -83,24 +86,13 @@ time.sleep(60)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's end")
-def test_a_killed_watchdog_takes_the_ranks_of_torchrun_along(tmp_path, ended, monkeypatch):
-    pids, rank = tmp_path / "pids", tmp_path / "rank.py"
-    rank.write_text(RANK)
-    monkeypatch.setenv("PIDS", str(pids))
-    torchrun = [sys.executable, "-m", "nanodag.train.torchrun", "--standalone", "--nproc_per_node=2", str(rank)]
-    asker = subprocess.Popen([sys.executable, "-c", ASKER, str(pids), *torchrun], stdout=subprocess.PIPE, text=True)
-    ended.append(asker)
-    watchdog = int(asker.stdout.readline())
-    wait_until(lambda: pids.exists() and len(pids.read_text().split()) == 2)
+def test_a_killed_watchdog_takes_the_ranks_of_torchrun_along(asked, tmp_path, monkeypatch):
+    (tmp_path / "rank.py").write_text(RANK)
+    monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
+    torchrun = [sys.executable, "-m", "nanodag.train.torchrun", "--standalone", "--nproc_per_node=2"]
+    _, watchdog, pids = asked(command=[*torchrun, str(tmp_path / "rank.py")], num_pids=2)
     os.kill(watchdog, signal.SIGKILL)
-    wait_until(lambda: not any(is_running(int(pid)) for pid in pids.read_text().split()), timeout_s=5.0)
-
-
-def test_a_worker_deaf_to_sigterm_is_killed_after_the_time_that_it_has_to_stop(asked, monkeypatch):
-    monkeypatch.setenv(STOP_TIMEOUT, "0.5")
-    asker, watchdog, pids = asked("deaf")
-    asker.send_signal(signal.SIGKILL)
-    wait_until(lambda: not any(is_running(pid) for pid in [watchdog, *pids]))
+    wait_until(lambda: not alive(pids), timeout_s=5.0)
 
 
 @pytest.mark.parametrize(("command", "code"), [("exit 7", 7), ("kill -KILL $$", 137), ("true", 0)])

@@ -26,15 +26,13 @@ def test_a_wrong_config_is_refused_before_anything_starts(project):
 
 
 def test_a_run_completes_and_the_same_again_builds_nothing(project):
-    code, output = project.run("run", "--name", "first")
-    assert code == 0, output
+    project.done("run", "--name", "first")
     assert set(states(project, "first").values()) == {"built"}
-    code, output = project.run("run", "--name", "second")
-    assert code == 0 and "4 of them found in the store" in output
-    code, output = project.run("status")
-    assert "first" in output and "completed" in output
-    code, output = project.run("stages", "sec")
-    assert "from     tokenizer: tokenizer" in output
+    assert "4 of them found in the store" in project.done("run", "--name", "second")
+    assert set(states(project, "second").values()) == {"found"}
+    status = project.done("status")
+    assert "first" in status and "completed" in status
+    assert "from     tokenizer: tokenizer" in project.done("stages", "sec")
 
 
 def test_a_failed_stage_is_named_and_a_retry_as_in_the_ui_builds_only_what_failed(project):
@@ -51,17 +49,15 @@ def test_a_failed_stage_is_named_and_a_retry_as_in_the_ui_builds_only_what_faile
 
 
 def test_rerun_builds_a_stage_with_other_values_or_one_and_all_that_follow_it(project):
-    code, output = project.run("rerun", "sec", "--stage", "pretrain", "pretrain.seed=4")
-    assert code == 0, output
+    project.done("rerun", "sec", "--stage", "pretrain", "pretrain.seed=4")
     after = project.record("second")
     assert {name for name, s in states(project, "second").items() if s == "built"} == {"pretrain"}
-    code, output = project.run("rerun", "second", "--from", "eval_base", "--force")
-    assert code == 0, output
-    assert {name for name, s in states(project, "second").items() if s == "built"} == {
-        "eval_base",
-        "pretrain",
-        "report",
-    }
+    text = (project.folder / "text.txt").read_text()
+    (project.folder / "text.txt").write_text("changed\n")  # a run from the beginning would build everything again
+    project.done("rerun", "second", "--from", "eval_base", "--force")
+    (project.folder / "text.txt").write_text(text)
+    built = {name for name, state in states(project, "second").items() if state == "built"}
+    assert built == {"eval_base", "pretrain", "report"}
     record = project.record("second")["stages"]
     assert record["pretrain"] == after["stages"]["pretrain"], "what comes before is as the run left it"
     assert record["eval_base"]["key"] != after["stages"]["eval_base"]["key"], "it scores the new model"
@@ -70,9 +66,7 @@ def test_rerun_builds_a_stage_with_other_values_or_one_and_all_that_follow_it(pr
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--stage", "pretrain", "eval_base.seed=1"), "Override 'eval_base.seed=1' is not of stage pretrain"),
         (("--stage", "pretrain", "pretrain.sed=1"), "pretrain.sed: there is no such key"),
-        (("--from", "pretrian"), "Run first has no stage 'pretrian'"),
         ((), "Say either --stage STAGE"),
     ],
 )
@@ -84,8 +78,7 @@ def test_a_wrong_rerun_is_refused_before_anything_starts(project, arguments, sai
 @pytest.mark.slow
 def test_a_killed_serving_process_takes_its_flows_along_is_started_again_and_a_retry_goes_on(project):
     project.tell("pretrain", "wait")
-    code, output = project.run("run", "pretrain.seed=5", "--name", "unserved", "--detach")
-    assert code == 0, output
+    project.done("run", "pretrain.seed=5", "--name", "unserved", "--detach")
     workspace = project.wait_for_step("unserved", "pretrain", 2)
     before = project.record("unserved")
     supervisor = psutil.Process(project.server()["serve"]["pid"])
@@ -138,8 +131,7 @@ def test_a_run_that_is_ended_leaves_no_worker_and_the_same_run_goes_on(project, 
     wait_until(lambda: not alive(pids_in(workspace)), 300)
     assert state in project.run("status", run)[1]
     project.tell("pretrain", "")
-    code, output = project.run("run", "--name", run)
-    assert code == 0, output
+    project.done("run", "--name", run)
     assert project.record(run)["stages"]["pretrain"]["made"]["cost"]["num_attempts"] == 2
 
 

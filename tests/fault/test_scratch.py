@@ -16,9 +16,7 @@ MAKE = "import time; from nanodag.host.scratch import Scratch; made = Scratch('l
 
 
 @pytest.mark.parametrize("age_s", [60, -60])  # so new that the next one may take a minute to start
-def test_the_folder_of_a_killed_process_is_removed_by_the_next_one_and_that_of_a_living_one_is_not(
-    ended, tmp_path, age_s
-):
+def test_the_folder_of_a_killed_process_goes_with_the_next_one_and_that_of_a_living_one_stays(ended, tmp_path, age_s):
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
 
     def start():

@@ -21,9 +21,7 @@ from nanodag.host.folders import PROJECT
 from nanodag.store import Checkpoints, Store
 from nanodag.store.provenance import process_started
 from tests.run_records import run_record
-from tests.store.making import KEY, forge, product_in, publish
-
-PUBLISHING = Path(__file__).parent / "publishing.py"
+from tests.store.making import KEY, forge, product_in, publish, save
 
 
 @pytest.fixture
@@ -78,7 +76,7 @@ def as_ordinary_user(body):
 
 
 def kill_at_random(folder, url, num_kills):
-    command = [sys.executable, str(PUBLISHING), url, str(folder), str(num_kills), "7"]
+    command = [sys.executable, str(Path(__file__).parent / "publishing.py"), url, str(folder), str(num_kills), "7"]
     environment = {**os.environ, "PYTHONPATH": str(PROJECT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -102,7 +100,7 @@ class Failing:
     """Lets `num_good` calls of functions of `os` through, then has them fail."""
 
     def __init__(self, monkeypatch, number):
-        self.number, self.num_good, self.num_failed = number, 10**9, 0
+        self.number, self.num_good = number, 10**9
         for name in ("fsync", "rename", "replace", "mkdir"):
             monkeypatch.setattr(os, name, self.wrapped(getattr(os, name)))
 
@@ -110,28 +108,24 @@ class Failing:
         def called(*arguments, **named):
             self.num_good -= 1
             if self.num_good < 0:
-                self.num_failed += 1
                 raise OSError(self.number, os.strerror(self.number))
             return function(*arguments, **named)
 
         return called
 
-    def after(self, num_good):
-        self.num_good, self.num_failed = num_good, 0
-
 
 def errors_of(failing, act):
     """Have a disk fail at the first call, the second, and so on, until `act` gets through; yields what it raised."""
     for num_good in range(1000):
-        failing.after(num_good)
+        failing.num_good = num_good
         try:
             act()
-        except StoreError as error:
-            failing.after(10**9)
-            yield str(error)
-        else:
-            failing.after(10**9)
             return
+        except StoreError as error:
+            said = str(error)
+        finally:
+            failing.num_good = 10**9
+        yield said
 
 
 def test_a_disk_that_is_full_at_any_point_of_publishing_leaves_what_was_there(store, product, good, monkeypatch):
@@ -190,12 +184,10 @@ def test_a_disk_that_is_full_at_any_point_of_a_checkpoint_leaves_a_whole_one(tmp
 def test_a_damaged_newer_checkpoint_does_not_push_out_the_good_one(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=1)
     for step in (10, 20):
-        (checkpoints.begin(step) / "state").write_text(str(step))
-        checkpoints.commit(step)
-    (tmp_path / "step-00000020" / "state").write_text("21")
+        save(checkpoints, step, str(step))
+    (tmp_path / "step-00000020" / "rank-0" / "state").write_text("21")
     assert checkpoints.newest_valid() is None  # so the stage begins again, and saves more often
-    (checkpoints.begin(15) / "state").write_text("15")
-    checkpoints.commit(15)
+    save(checkpoints, 15)
     assert checkpoints.newest_valid()[0] == 15
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000015"]
 

@@ -10,15 +10,8 @@ from nanodag.config import resolve
 from nanodag.host.folders import PROJECT
 
 SUPERVISED = {
-    "sequence_length": 128,
-    "batch_tokens": 512,
-    "micro_batch_tokens": 256,
-    "max_steps": 2,
-    "validation_tokens": 512,
-    "validation_every": 1,
-    "checkpoint_every": 1,
-    "log_every": 1,
-    "compile": False,
+    **{"sequence_length": 128, "batch_tokens": 512, "micro_batch_tokens": 256, "max_steps": 2, "compile": False},
+    **{"validation_tokens": 512, "validation_every": 1, "checkpoint_every": 1, "log_every": 1},
 }
 CHANGES: dict[str, dict[str, Any]] = {
     "tokenizer": {"vocabulary": 600, "max_bytes": 200_000},
@@ -79,11 +72,9 @@ def reduced_stages(preset: str, *, without: Collection[str] = (), overrides: Seq
     return stages
 
 
-def write_reduced(
-    preset: str, path: Path, *, without: Collection[str] = (), overrides: Sequence[str] = ()
-) -> list[str]:
-    """Write a pipeline file with one preset `reduced`, made of a shipped one; returns the names of its stages."""
-    stages = reduced_stages(preset, without=without, overrides=overrides)
+def write_reduced(preset: str, path: Path, **how: Any) -> list[str]:
+    """Write a pipeline file with one preset `reduced`, of `reduced_stages`; returns the names of its stages."""
+    stages = reduced_stages(preset, **how)
     preset = {"stages": stages, "tracking": {"trackers": []}}  # TensorBoard is a second of imports a stage
     path.write_text(yaml.safe_dump({"default": "reduced", "presets": {"reduced": preset}}, sort_keys=False))
     return list(stages)

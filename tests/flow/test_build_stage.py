@@ -17,43 +17,22 @@ from nanodag.config import resolve
 from nanodag.errors import ConfigError, StageFailed, StageInterrupted, StageKilled, StageStopped, StoreBusy
 from nanodag.run.build_stage import build_stage
 from nanodag.run.progress import progress_of
-from nanodag.run.record import open_run
 from nanodag.run.retention import RetentionPolicy, plan
 from nanodag.worker.launch import begin_try, usage_of
 from tests.fault.processes import pids_in, wait_for_step, wait_until
+from tests.flow.tiny_runs import opened
 
 
 @pytest.fixture
 def run(project):
-    return open_run("r", file="", preset="tiny", overrides=[])
+    return opened()
 
 
-def in_thread(*args, **kwargs):
-    raised = []
-
-    def body():
-        try:
-            build_stage(*args, **kwargs)
-        except StageFailed as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=body)
-    thread.start()
-    return thread, raised
-
-
-def test_a_stage_is_built_once_and_then_found(run):
-    first = build_stage(run, "tokenizer", {})
-    second = build_stage(run, "tokenizer", {})
+def test_a_stage_is_built_once_then_found_and_equal_bytes_of_a_forced_attempt_keep_the_digest(run):
+    first, second, forced = (build_stage(run, "tokenizer", {}, force=force) for force in (False, False, True))
     assert (first.was_found, second.was_found) == (False, True)
     assert (first.key, first.attempt, first.digest) == (second.key, second.attempt, second.digest)
-
-
-def test_force_adds_an_attempt_and_equal_bytes_keep_the_digest(run):
-    first = build_stage(run, "tokenizer", {})
-    second = build_stage(run, "tokenizer", {}, force=True)
-    assert (first.attempt, second.attempt) == ("0001", "0002")
-    assert first.digest == second.digest
+    assert (forced.attempt, forced.digest) == ("0002", first.digest)
 
 
 def test_the_manifest_tells_lineage_sources_cost_and_environment(run):
@@ -67,17 +46,13 @@ def test_the_manifest_tells_lineage_sources_cost_and_environment(run):
     assert artifact.cost["start_s"] > 0 and artifact.cost["orchestration_s"] >= 0
     assert artifact.environment["revision"] and artifact.environment["versions"]
     assert {"metrics.jsonl", "worker.log", "job.json", "result.json"} <= set(artifact.records)
-    assert json.loads((run.store.materialize(artifact) / "made.json").read_text())["given"]["tokenizer"] == [
-        "made.json",
-        "report.md",
-    ]
+    given = json.loads((run.store.materialize(artifact) / "made.json").read_text())["given"]
+    assert given == {"tokenizer": ["made.json", "report.md"]}
 
 
 @pytest.mark.parametrize(
     ("order", "error", "reason", "advice"),
     [
-        ("raise nanodag.errors:SourceError row 7", StageFailed, "cannot use its data: row 7", ".data"),
-        ("raise nanodag.errors:TrainingDiverged nan", StageFailed, "diverged: nan", "rerun r --from"),
         ("raise builtins:MemoryError x", StageFailed, "ran out of memory: MemoryError: x", "max_bytes="),
         ("raise nanodag.errors:SamplerLost gone", StageInterrupted, "lost its sampler: gone", "by itself"),
     ],
@@ -96,23 +71,19 @@ def test_a_failure_says_what_to_do_and_where_to_look(run, tell, order, error, re
 
 
 def test_a_stage_that_takes_too_long_is_ended_and_says_so(project, tell):
-    run = open_run("r", file="", preset="tiny", overrides=["tokenizer.timeout_s=1.5"])
     tell("tokenizer", "wait")
     with pytest.raises(StageFailed, match=r"took longer than its timeout_s of 2 s\nWhat to do: .*timeout_s=3"):
-        build_stage(run, "tokenizer", {})
+        build_stage(opened("tokenizer.timeout_s=1.5"), "tokenizer", {})
 
 
-def test_two_runs_that_want_the_same_key_build_it_once(project, tell):
-    first, second = (open_run(name, file="", preset="tiny", overrides=[]) for name in ("r", "s"))
-    tell("tokenizer", "wait")
-    builder, _ = in_thread(first, "tokenizer", {})
-    wait_for_step(first, "tokenizer", 2)
+def test_two_runs_that_want_the_same_key_build_it_once(project, tell, begun):
+    first, second, third = (opened(name=name) for name in "rst")
+    builder, _, _ = begun(first)
     results = []
     waiter = threading.Thread(target=lambda: results.append(build_stage(second, "tokenizer", {})))
     waiter.start()
     time.sleep(0.5)
     assert waiter.is_alive() and second.entry("tokenizer").state == "waiting"
-    third = open_run("t", file="", preset="tiny", overrides=[])
     third.stop.set()
     with pytest.raises(StageStopped, match="while it waited for another run that builds the same"):
         build_stage(third, "tokenizer", {})
@@ -128,10 +99,10 @@ def test_a_builder_that_is_killed_frees_its_key_for_the_one_that_waits(project, 
     """The lock is the watchdog's too: it goes when the killed builder's worker is gone, and the other goes on from
     the checkpoint it left."""
     tell("tokenizer", "wait")
-    code = "from nanodag.run.record import open_run; from nanodag.run.build_stage import build_stage; import sys\n"
+    code = "from nanodag.run.record import open_run; from nanodag.run.build_stage import build_stage\n"
     code += "build_stage(open_run('s', file='', preset='tiny', overrides=[]), 'tokenizer', {})"
     builder = subprocess.Popen([sys.executable, "-c", code])
-    run = open_run("r", file="", preset="tiny", overrides=[])
+    run = opened()
     workspace = wait_for_step(run, "tokenizer", 2, of="s")
     seen = []
     thread = threading.Thread(target=lambda: build_stage(run, "tokenizer", {}, on_metrics=seen.append))
@@ -145,10 +116,8 @@ def test_a_builder_that_is_killed_frees_its_key_for_the_one_that_waits(project, 
     assert run.entry("tokenizer").made.cost["num_attempts"] == 2
 
 
-def test_a_stopped_stage_goes_on_from_its_checkpoint(run, tell, capsys):
-    tell("tokenizer", "wait")
-    thread, raised = in_thread(run, "tokenizer", {})
-    workspace = wait_for_step(run, "tokenizer", 2)
+def test_a_stopped_stage_goes_on_from_its_checkpoint(run, tell, begun, capsys):
+    thread, raised, workspace = begun(run)
     run.stop.set()
     thread.join(300)
     assert [type(e) for e in raised] == [StageStopped]
@@ -180,53 +149,31 @@ def test_a_try_that_was_killed_with_its_watchdog_still_counts(tmp_path):
     with (tmp_path / "usage.jsonl").open("a") as stream:  # the second one left its line, as it began after `began`
         stream.write(json.dumps({"began": time.time(), "seconds": 5.0, "cpu_s": 4.0, "peak_bytes": 9}) + "\n")
     assert begin_try(tmp_path) == 35.0
-    assert usage_of(tmp_path) == {
-        **{"seconds": 35.0, "earlier_seconds": 30.0, "cpu_seconds": 4.0, "peak_bytes": 9, "num_attempts": 2}
-    }
+    took = {"seconds": 35.0, "earlier_seconds": 30.0, "cpu_seconds": 4.0, "peak_bytes": 9, "num_attempts": 2}
+    assert usage_of(tmp_path) == took
 
 
-def test_a_killed_worker_is_told_apart_from_one_that_failed(run, tell):
-    tell("tokenizer", "wait")
-    thread, raised = in_thread(run, "tokenizer", {})
-    workspace = wait_for_step(run, "tokenizer", 2)
+def test_a_killed_worker_is_told_apart_from_one_that_failed(run, begun):
+    thread, raised, workspace = begun(run)
     psutil.Process(pids_in(workspace)[0]).kill()
     thread.join(300)
-    assert [type(e) for e in raised] == [StageKilled]
-    assert "SIGKILL" in str(raised[0])
+    assert [type(e) for e in raised] == [StageKilled] and "SIGKILL" in str(raised[0])
 
 
 def test_what_a_worker_leaves_behind_ends_with_it(run, tell):
     tell("tokenizer", "orphan")
-    thread, raised = in_thread(run, "tokenizer", {})
-    thread.join(300)
-    assert not raised
+    artifact = run.store.lookup(build_stage(run, "tokenizer", {}).key)
     # The workspace is gone with its list of pids; the artifact's job did run, so look for the orphan by its argument.
-    artifact = run.store.lookup(run.entry("tokenizer").key)
     orphan = f"orphan of {json.loads((run.store.records(artifact) / 'job.json').read_text())['workspace']}"
     assert not [p for p in psutil.process_iter(["cmdline"]) if orphan in (p.info["cmdline"] or [])]
 
 
-def test_a_config_change_rebuilds_only_what_it_concerns(project):
-    first = open_run("a", file="", preset="tiny", overrides=[])
-    second = open_run("b", file="", preset="tiny", overrides=["pretrain.optimizer.learning_rate=0.5"])
-    third = open_run("c", file="", preset="tiny", overrides=["pretrain.log_every=1", "pretrain.timeout_s=99"])
-    fourth = open_run("d", file="", preset="tiny", overrides=["tokenizer.seed=9"])
-    keys = []
-    for run in (first, second, third, fourth):
-        tokenizer = build_stage(run, "tokenizer", {})
-        keys.append((tokenizer.key, build_stage(run, "pretrain", {"tokenizer": tokenizer}).key))
-    assert keys[0][0] == keys[1][0] == keys[2][0]
-    assert keys[0][1] != keys[1][1]
-    assert keys[0][1] == keys[2][1]
-    assert keys[0][1] != keys[3][1], "another tokenizer means another model"
-
-
 def test_changed_data_is_seen_and_moved_data_is_not(project):
-    run = open_run("a", file="", preset="tiny", overrides=[])
+    run = opened()
     before = build_stage(run, "tokenizer", {})
     (project / "elsewhere").mkdir()
     (project / "elsewhere" / "text.txt").write_text("hello\n" * 100)
-    moved = open_run("b", file="", preset="tiny", overrides=["tokenizer.data=['file:elsewhere/text.txt']"])
+    moved = opened("tokenizer.data=['file:elsewhere/text.txt']", name="b")
     assert build_stage(moved, "tokenizer", {}).key == before.key
     (project / "text.txt").write_text("other\n" * 100)
     assert build_stage(run, "tokenizer", {}).key != before.key
@@ -240,14 +187,14 @@ def test_a_run_resumed_that_fails_early_keeps_what_it_had_finished_and_begun(run
     run.close()
     tell("tokenizer", "fail")
     for seed in (1, 2):  # resumed twice, with other values
-        again = open_run("r", file="", preset="tiny", overrides=[f"tokenizer.seed={seed}"])
+        again = opened(f"tokenizer.seed={seed}")
         with pytest.raises(StageFailed):
             build_stage(again, "tokenizer", {})
         again.close()
     assert [item.name for item in plan(run.store, RetentionPolicy()).items] == []
     tell("tokenizer", "")
-    assert open_run("r", file="", preset="tiny", overrides=[]).entry("tokenizer").state == "waiting"
-    again = open_run("r", file="", preset="tiny", overrides=["tokenizer.seed=2"])
+    assert opened().entry("tokenizer").state == "waiting"
+    again = opened("tokenizer.seed=2")
     build_stage(again, "tokenizer", {})
     again.store.change_run("r", lambda record: record.changed(stages={"tokenizer": record.stages["tokenizer"]}))
     again.close()
@@ -261,7 +208,7 @@ def test_a_key_is_in_the_record_before_it_is_looked_up(run, monkeypatch):
     monkeypatch.setattr(run.store, "lookup", lambda key: noted.append(run.entry("tokenizer").key == key) or lookup(key))
     first = build_stage(run, "tokenizer", {})
     assert noted[0] and run.entry("tokenizer").made.attempt == first.attempt
-    again = open_run("r", file="", preset="tiny", overrides=["tokenizer.seed=1"], only=("tokenizer",))
+    again = opened("tokenizer.seed=1", only=("tokenizer",))
     again.note_key("tokenizer", "b" * 40)
     assert again.entry("tokenizer").made is None, "an attempt of another key is not this one's"
 
@@ -280,19 +227,17 @@ def test_who_waits_for_another_builder_waits_as_long_as_the_stage_may_take(run, 
     assert waited[0] > run.pipeline.stages["tokenizer"].timeout_s > 24 * 3600
 
 
-def test_another_machine_goes_on_from_the_mirrored_checkpoint(project, tell, monkeypatch):
+def test_another_machine_goes_on_from_the_mirrored_checkpoint(project, tell, begun, monkeypatch):
     monkeypatch.setattr("nanodag.config.pipeline._NO_STORES", {})  # both machines are this process
-    mirrored = [f"store.url=memory://{project.name}", "store.local=one", "store.mirror_checkpoints=true"]
-    run = open_run("r", file="", preset="tiny", overrides=mirrored)
-    tell("tokenizer", "wait")
-    thread, raised = in_thread(run, "tokenizer", {})
-    workspace = wait_for_step(run, "tokenizer", 2)
+    mirrored = [f"store.url=memory://{project.name}", "store.mirror_checkpoints=true"]
+    run = opened(*mirrored, "store.local=one")
+    thread, raised, workspace = begun(run)
     run.stop.set()
     thread.join()
     assert raised and run.store.mirrored() == [workspace.name]
     shutil.rmtree(run.store.local)
     tell("tokenizer", "")
-    again = open_run("r", file="", preset="tiny", overrides=[mirrored[0], "store.local=two", mirrored[2]])
+    again = opened(*mirrored, "store.local=two")
     found = build_stage(again, "tokenizer", {})
     records = again.store.records(again.store.attempt(found.key, found.attempt))
     lines = [json.loads(line) for line in (records / "metrics.jsonl").read_text().splitlines()]

@@ -111,50 +111,39 @@ def test_who_steps_back_can_be_stopped(tmp_path):
     assert time.monotonic() - began < 30.0  # so long it would have stepped back
 
 
-def test_gpus_are_those_that_this_process_may_use(monkeypatch):
+def test_gpus_are_those_that_this_process_may_use_and_more_than_there_are_is_an_error(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
     devices = devices_for(device="cuda", num_gpus=2, is_beside=False)
     assert (devices.capacity, devices.wanted) == (3, 2)
     assert named_gpus((0, 2)) == "4,7"
+    with pytest.raises(ConfigError, match="takes 4 GPUs and this machine has 3"):
+        devices_for(device="cuda", num_gpus=4, is_beside=False)
 
 
-def test_more_gpus_than_there_are_is_an_error_and_no_smaller_number(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    with pytest.raises(ConfigError, match="takes 3 GPUs and this machine has 2"):
-        devices_for(device="cuda", num_gpus=3, is_beside=False)
+def on_gpus(kind, num_ranks=1, nodes=1, tensor_parallel=1, **sampler):
+    resources = Resources(num_ranks=num_ranks, nodes=nodes, device="cuda")
+    servers = SimpleNamespace(tensor_parallel=tensor_parallel, **sampler)
+    return kind.model_construct(resources=resources, sampler=servers)
 
 
 def test_the_gpus_of_sglangs_servers_count_where_they_are_more_than_the_ranks():
-    def rl(num_ranks, nodes=1, **sampler):
-        resources = Resources(num_ranks=num_ranks, nodes=nodes, device="cuda")
-        return RLStage.model_construct(resources=resources, sampler=SimpleNamespace(**sampler))
-
-    assert rl(1, engine="sglang", replicas=2, tensor_parallel=2).num_gpus(8) == 4
-    assert rl(4, engine="sglang", replicas=1, tensor_parallel=2).num_gpus(8) == 4
-    assert rl(16, nodes=2, engine="sglang", replicas=4, tensor_parallel=1).num_gpus(2) == 8
+    assert on_gpus(RLStage, engine="sglang", replicas=2, tensor_parallel=2).num_gpus(8) == 4
+    assert on_gpus(RLStage, num_ranks=4, engine="sglang", replicas=1, tensor_parallel=2).num_gpus(8) == 4
+    assert on_gpus(RLStage, num_ranks=16, nodes=2, engine="sglang", replicas=4).num_gpus(2) == 8
 
 
 def test_embedded_samplers_take_a_gpu_each_and_share_where_there_are_fewer(monkeypatch):
-    def rl(replicas):
-        sampler = SimpleNamespace(engine="embedded", replicas=replicas, tensor_parallel=1)
-        return RLStage.model_construct(resources=Resources(num_ranks=1, device="cuda"), sampler=sampler)
-
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
-    assert [rl(replicas).num_gpus(3) for replicas in (1, 2, 8)] == [1, 2, 3]
+    assert [on_gpus(RLStage, engine="embedded", replicas=n).num_gpus(3) for n in (1, 2, 8)] == [1, 2, 3]
     settings = EngineSettings(device="cuda")
     assert [settings.of_replica(number, Path(), 0).gpus for number in range(5)] == ["4", "6", "7", "4", "6"]
 
 
-def test_an_evaluation_takes_the_gpus_of_one_server_and_those_of_the_others_where_they_are_free():
-    sampler = SimpleNamespace(replicas=3, tensor_parallel=2)
-    stage = EvalStage.model_construct(resources=Resources(num_ranks=1, device="cuda"), sampler=sampler)
+def test_an_evaluation_takes_the_gpus_of_one_server_and_those_of_the_others_where_they_are_free(tmp_path, monkeypatch):
+    stage = on_gpus(EvalStage, replicas=3, tensor_parallel=2)
     assert (stage.num_gpus(8), stage.spare_gpus) == (2, 4)
-
-
-def test_an_evaluation_takes_the_gpus_that_are_free_and_one_at_least(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    resources, sampler = Resources(num_ranks=1, device="cuda"), SimpleNamespace(replicas=8, tensor_parallel=1)
-    stage = EvalStage.model_construct(resources=resources, sampler=sampler)
+    stage = on_gpus(EvalStage, replicas=8)
     devices = devices_for(device="cuda", num_gpus=stage.num_gpus(4), spare_gpus=stage.spare_gpus, is_beside=True)
     three = Devices(name="gpu", capacity=4, wanted=3)
     assert taken(tmp_path, devices) == (0, 1, 2, 3)

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from dataclasses import asdict, replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 
 import psutil
 import pytest
@@ -19,6 +19,9 @@ from nanodag.server import local_server as server_module
 from nanodag.server.local_server import LocalServer, ProcessId, RunningServer
 from nanodag.server.prefect_api import Api
 from nanodag.store.provenance import process_started
+from tests.http_server import Quiet
+
+SLEEPS = [sys.executable, "-S", "-c", "import time; time.sleep(500)"]
 
 
 class Prefect(ThreadingHTTPServer):
@@ -34,26 +37,16 @@ class Prefect(ThreadingHTTPServer):
         self.server_close()
 
 
-class Answers(BaseHTTPRequestHandler):
+class Answers(Quiet):
     def do_GET(self):
         if "csrf-token" in self.path:
-            return self.answer(422, {"detail": "CSRF protection is disabled."})
+            return self.answer({"detail": "CSRF protection is disabled."}, 422)
         self.server.num_late -= 1
-        self.answer(503 if self.server.num_late >= 0 else 200, True)
+        self.answer(True, 503 if self.server.num_late >= 0 else 200)
 
     def do_POST(self):
-        self.rfile.read(int(self.headers["Content-Length"]))
-        self.answer(200, self.server.num_active)
-
-    def answer(self, status, body):
-        text = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    def log_message(self, format, *args):
-        pass
+        self.content()
+        self.answer(self.server.num_active)
 
 
 def kill(process):
@@ -68,8 +61,7 @@ def process():
     started = []
 
     def start():
-        code = "import time; time.sleep(500)"
-        started.append(subprocess.Popen([sys.executable, "-S", "-c", code], start_new_session=True))
+        started.append(subprocess.Popen(SLEEPS, start_new_session=True))
         return ProcessId(pid=started[-1].pid, started=process_started(psutil.Process(started[-1].pid)))
 
     yield start
@@ -122,17 +114,17 @@ def test_a_server_that_is_silent_is_left_alone_with_its_flows_and_an_error_says_
     assert found.serve.is_alive() and found.server.is_alive()
 
 
-class WithTokens(Answers):
+class WithTokens(Quiet):
     """Changes something for the newest token alone, and says how many it has given."""
 
     def do_GET(self):
         self.server.num_given += 1
-        self.answer(200, {"token": f"t{self.server.num_given}"})
+        self.answer({"token": f"t{self.server.num_given}"})
 
     def do_POST(self):
-        self.rfile.read(int(self.headers["Content-Length"]))
+        self.content()
         is_known = self.headers["Prefect-Csrf-Token"] == self.server.valid and self.headers["Prefect-Csrf-Client"]
-        self.answer(200 if is_known else 403, self.server.num_given)
+        self.answer(self.server.num_given, 200 if is_known else 403)
 
 
 def test_a_token_is_asked_for_once_and_again_when_it_has_ended(prefect):
@@ -148,9 +140,7 @@ def test_a_token_is_asked_for_once_and_again_when_it_has_ended(prefect):
 
 
 @pytest.mark.parametrize("is_current", [True, False])
-def test_a_start_that_was_killed_before_the_deployments_were_known_is_resumed(
-    prefect, recorded, tmp_path, is_current, monkeypatch
-):
+def test_a_start_that_was_killed_before_the_deployments_were_known_is_resumed(prefect, recorded, tmp_path, is_current):
     """With a flow run that counts as under way, what serves is not renewed: its deployments must be taken over."""
     server, found = recorded(prefect(num_active=1).server_port)
     serves = server._to_serve() if is_current else "earlier"
@@ -179,15 +169,10 @@ def test_a_serve_process_that_died_while_it_started_is_replaced(prefect, recorde
 
 def test_what_was_started_and_never_recorded_is_ended_and_nothing_else(tmp_path, recorded):
     server, _ = recorded(4200)
-    code = "import time; time.sleep(500)"
     started = []
-    for folder, name in (
-        (tmp_path, "nanodag.worker.respawn"),
-        (tmp_path, "flows.prefect_server"),
-        (tmp_path.parent, "flows.prefect_server"),
-    ):
-        command = [sys.executable, "-S", "-c", code, "-m", name]
-        started.append(subprocess.Popen(command, cwd=folder, start_new_session=True))
+    serves, served = "nanodag.worker.respawn", "flows.prefect_server"
+    for folder, module in ((tmp_path, serves), (tmp_path, served), (tmp_path.parent, served)):
+        started.append(subprocess.Popen([*SLEEPS, "-m", module], cwd=folder, start_new_session=True))
     time.sleep(0.2)
     try:
         known = ProcessId(pid=started[1].pid, started=0.0)
@@ -244,37 +229,35 @@ def test_who_watches_a_run_looks_for_the_process_that_serves_now(prefect, record
     assert server.serves()
 
 
-@pytest.mark.parametrize("fault", ["it ended", "a full disk", "Ctrl-C"])
+@pytest.mark.parametrize(
+    ("fault", "error", "said"),
+    [
+        ("it ended", ServerError, r"(?s)^Prefect's process ended while it started.*no module"),
+        ("a full disk", StoreError, r"^Starting Prefect's server in .* failed .* The disk is full: free some"),
+        ("Ctrl-C", KeyboardInterrupt, None),
+    ],
+)
 def test_where_prefect_does_not_start_nothing_that_was_started_stays_and_one_error_says_why(
-    tmp_path, monkeypatch, fault
+    tmp_path, monkeypatch, fault, error, said
 ):
     (tmp_path / "pipeline.yaml").write_text("default: tiny\n")
     made = LocalServer(tmp_path, store_url="", file=tmp_path / "pipeline.yaml", settings=ServerConfig())
     started = []
 
     def begin(command, **how):
-        fails = fault == "it ended" and "flows.prefect_server" in command
-        code = "raise SystemExit('no module')" if fails else "import time; time.sleep(500)"
-        started.append(start_child([sys.executable, "-S", "-c", code], **how))
+        ends = fault == "it ended" and "flows.prefect_server" in command
+        started.append(start_child([*SLEEPS[:-1], "raise SystemExit('no module')"] if ends else SLEEPS, **how))
         return started[-1]
 
-    def full(path, value):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    def interrupted(self, record, is_up):
-        raise KeyboardInterrupt
+    def fails(*unused):
+        raise KeyboardInterrupt if fault == "Ctrl-C" else OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(server_module, "start_child", begin)
     if fault == "a full disk":
-        monkeypatch.setattr(server_module, "write_json", full)
+        monkeypatch.setattr(server_module, "write_json", fails)
     if fault == "Ctrl-C":
-        monkeypatch.setattr(LocalServer, "_wait_for", interrupted)
-    error, text = {
-        "it ended": (ServerError, r"(?s)^Prefect's process ended while it started.*no module"),
-        "a full disk": (StoreError, r"^Starting Prefect's server in .* failed .* The disk is full: free some"),
-        "Ctrl-C": (KeyboardInterrupt, None),
-    }[fault]
-    with pytest.raises(error, match=text) as raised:
+        monkeypatch.setattr(LocalServer, "_wait_for", fails)
+    with pytest.raises(error, match=said) as raised:
         made.ensure(print)
     assert raised.type is error, "no name of ours that nobody knows"
     assert len(started) == 2 and all(process.wait(20) for process in started)

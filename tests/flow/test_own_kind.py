@@ -19,10 +19,10 @@ from nanodag.nightly.choose import choose
 from nanodag.plan.make import plan_of
 from nanodag.run.build_stage import build_stage, key_of
 from nanodag.run.preflight_checks import Checks
-from nanodag.run.record import open_run
 from nanodag.worker.job import Job, read_job, write_job
 from tasks.stage_task import task_of
 from tests.fake_stages import NO_TRACKERS, STAGES
+from tests.flow.tiny_runs import opened
 
 MERGE = """
 import json
@@ -34,14 +34,8 @@ class MergeStage(StageBase):
     share: float = 0.5
 
 
-KIND = Kind(
-    name="merge",
-    config=MergeStage,
-    module="merging",
-    makes=MODEL,
-    needs={"model": MODEL, "other": MODEL},
-    label="MERGED",
-)
+NEEDS = {"model": MODEL, "other": MODEL}
+KIND = Kind(name="merge", config=MergeStage, module="merging", makes=MODEL, needs=NEEDS, label="MERGED")
 
 
 def main():
@@ -108,17 +102,11 @@ def package(tmp_path, monkeypatch):
     installed.cache_clear()
 
 
-def carried_out(run):
-    results = {}
+def test_a_kind_in_one_file_of_the_users_own_works_everywhere(merge, monkeypatch, capsys):
+    run, results = opened(), {}
     for name in run.order:
         inputs = {label: results[source] for label, source in run.pipeline.stages[name].inputs.items()}
         results[name] = build_stage(run, name, inputs)
-    return results
-
-
-def test_a_kind_in_one_file_of_the_users_own_works_everywhere(merge, monkeypatch, capsys):
-    run = open_run("r", file="", preset="tiny", overrides=[])
-    results = carried_out(run)
     run.close()
     of = {name: run.store.materialize(run.store.attempt(r.key, r.attempt)) for name, r in results.items()}
     assert json.loads((of["merged"] / "made.json").read_text()) == {"seed": 0, "share": 0.25}
@@ -141,7 +129,7 @@ def test_the_key_of_a_stage_knows_the_file_of_its_kind(merge):
     keys = []
     for text in (MERGE, MERGE, MERGE + "# other"):
         (merge / "merging.py").write_text(text)
-        run = open_run("r", file="", preset="tiny", overrides=[])
+        run = opened()
         keys.append(key_of(run, run.pipeline.stages["merged"], {})[0])
     assert keys[0] == keys[1] != keys[2]
 
@@ -160,13 +148,10 @@ def test_a_stage_of_an_own_kind_survives_being_written_and_read(merge, tmp_path)
         ("merged.share=x", "merged.share: must be a number (found 'x')"),
         ("merged.shares=1", "merged.shares: there is no such key. Did you mean 'share'?"),
         ("merged.inputs={model: pretrain}", "merged of kind merging:KIND needs the input other; found model"),
-        (
-            "merged.inputs={model: pretrain, other: tokenizer}",
-            "merged.inputs.other: stage tokenizer, of kind tokenizer, is not a model; name one of pretrain",
-        ),
+        ("merged.inputs={model: pretrain, other: tokenizer}", "merged.inputs.other: stage tokenizer, of kind"),
         ("merged.resources.nodes=2", "merged.resources.nodes 2: a stage of kind merging:KIND runs on one machine"),
     ],
-)  # fmt: skip
+)
 def test_what_an_own_kind_says_of_itself_is_checked_as_of_ours(merge, override, said):
     with pytest.raises(ConfigError, match=re.escape(said)):
         resolve(merge / "pipeline.yaml", "tiny", [override])
@@ -197,16 +182,11 @@ def test_a_kind_of_an_installed_package_has_a_name_and_is_imported_when_it_is_na
     assert "judging" not in sys.modules
     judge = {"kind": "judge", "inputs": {"model": "pretrain"}, "rounds": 5}
     write(project, {**STAGES, "judged": judge, "report": {"kind": "report", "inputs": ["judged"]}})
-    run = open_run("r", file="", preset="tiny", overrides=[])
+    run = opened()
     assert run.pipeline.stages["judged"].rounds == 5
     assert recorded_kind("judge").is_about_others and task_of("judge").name == "judge"
     key, sources = key_of(run, run.pipeline.stages["judged"], {})
     assert sources == {} and key != key_of(run, run.pipeline.stages["judged"].model_copy(update={"rounds": 6}), {})[0]
-
-
-def test_a_kind_that_is_gone_makes_nothing_and_stops_nobody():
-    gone = recorded_kind("merged_before:KIND")
-    assert (gone.name, gone.makes, gone.trains) == ("merged_before:KIND", "nothing", False)
 
 
 def test_a_kind_whose_worker_is_not_there_is_found_before_anything_starts(merge):
@@ -266,9 +246,7 @@ def test_functions_that_a_stage_of_an_own_kind_names_are_trusted_and_keyed_as_th
         resolve(scorer / "pipeline.yaml", "tiny", [f"scored.benchmarks={json.dumps(form)}"])
     (scorer / "mine.yaml").write_text("process_results: !function my_judge.f")
     form = [{"name": "x", "form": str(scorer / "mine.yaml")}]
-    run = open_run(
-        "r", file="", preset="tiny", overrides=["scored.reward=my_r:f", f"scored.benchmarks={json.dumps(form)}"]
-    )
+    run = opened("scored.reward=my_r:f", f"scored.benchmarks={json.dumps(form)}")
     stage = run.pipeline.stages["scored"]
     keys = [key_of(run, stage, {})[0]]
     for changed in ("my_r.py", "scoring_work/__main__.py", "mine.yaml", "my_judge.py"):
@@ -278,7 +256,7 @@ def test_functions_that_a_stage_of_an_own_kind_names_are_trusted_and_keyed_as_th
 
 
 def test_an_own_kind_brings_the_formula_of_its_plan_and_what_its_key_and_the_check_beforehand_name(scorer):
-    run = open_run("r", file="", preset="tiny", overrides=["scored.judge=/nowhere"])
+    run = opened("scored.judge=/nowhere")
     plan = plan_of(run.pipeline, machine_of("cpu:2:avx2:8GiB"), stages=["scored"])
     assert [stage.seconds for stage in plan.stages] == [3.0]
     checks = Checks(run.pipeline, scorer / "doing")
@@ -294,7 +272,9 @@ def test_a_short_name_means_the_setting_of_an_own_kind_in_the_first_process_that
     assert found.origins["scored.resources.threads"] == "override"
 
 
-def test_a_job_imports_no_kind_that_the_pipeline_does_not_trust(tmp_path, monkeypatch):
+def test_a_job_imports_no_kind_that_the_pipeline_does_not_trust_and_one_that_is_gone_stops_nobody(
+    tmp_path, monkeypatch
+):
     """The stages that a report is over come from manifests, which others may have written."""
     (tmp_path / "evil").mkdir()
     (tmp_path / "evil" / "evilmod.py").write_text("raise SystemExit('imported')")
@@ -303,4 +283,5 @@ def test_a_job_imports_no_kind_that_the_pipeline_does_not_trust(tmp_path, monkey
     job["context"] = {"code": str(tmp_path), "stages": {"x": {"kind": "evilmod:KIND"}}}
     (tmp_path / "job.json").write_text(json.dumps(job))
     read_job(tmp_path / "job.json")
-    assert recorded_kind("evilmod:KIND").makes == "nothing"
+    gone = recorded_kind("evilmod:KIND")
+    assert (gone.name, gone.makes, gone.trains) == ("evilmod:KIND", "nothing", False)

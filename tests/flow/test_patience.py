@@ -1,9 +1,9 @@
 """How long a process that starts is waited for: while it works or logs, not while it is silent. Processes are real."""
 
-import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 from nanodag.engines.start import ServerProcess
@@ -27,11 +27,8 @@ def start(tmp_path):
 
     yield spawn
     for one in started:
-        for child in subprocess.run(
-            ["pgrep", "-P", str(one.pid)], capture_output=True, text=True, check=False
-        ).stdout.split():
-            subprocess.run(["kill", "-9", child], check=False)
-        one.kill()
+        for process in [*psutil.Process(one.pid).children(), one]:
+            process.kill()
 
 
 @pytest.mark.parametrize("code", [WORKS, CHILD_WORKS, LOGS])

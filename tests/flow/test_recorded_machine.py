@@ -12,11 +12,12 @@ from nanodag.host.folders import PROJECT
 from nanodag.host.machine import machine_of
 from nanodag.nightly.nights import begin_night
 from nanodag.run.build_stage import build_stage
-from nanodag.run.record import join_run, open_run, recorded_run, unfinished
+from nanodag.run.record import join_run, recorded_run, unfinished
 from nanodag.run.reproduce import reproduce
 from nanodag.run.stale_stages import config_digest
 from nanodag.store import Store
 from nanodag.sweep.sweep_run import begin_sweep
+from tests.flow.tiny_runs import opened
 from tests.run_records import run_record, stage_record
 
 LAPTOP, SERVER, GPUS = "cpu:2:avx2:8GiB", "cpu:16:amx:64GiB", "8xH100"
@@ -34,10 +35,6 @@ def on(monkeypatch):
     return become
 
 
-def opened(**options):
-    return open_run("r", **{"file": "", "preset": "tiny", "overrides": [], **options})
-
-
 def configs(pipeline):
     return {name: (result_config(stage), stage.resources) for name, stage in pipeline.stages.items()}
 
@@ -48,19 +45,13 @@ def test_a_run_that_is_resumed_on_another_machine_keeps_every_setting(project, o
     on(SERVER)
     assert configs(resolve(project / "pipeline.yaml", "tiny").pipeline) != begun, "this machine would choose otherwise"
     assert configs(opened().pipeline) == begun
-    assert configs(opened(overrides=["sft.log_every=7"]).pipeline) == begun
-    assert Store(project / "store").read_run("r").machine == LAPTOP
-
-
-def test_a_stage_that_is_run_again_or_by_a_pools_worker_has_what_was_recorded(project, on):
-    on(LAPTOP)
-    begun = configs(opened().pipeline)
-    on(SERVER)
+    assert configs(opened("sft.log_every=7").pipeline) == begun
     store = Store(project / "store")
+    assert store.read_run("r").machine == LAPTOP
     recorded = recorded_run(store, "r", begin_at="sft")
     again = resolve(project / "pipeline.yaml", recorded.preset, recorded.overrides, machine=recorded.machine)
     assert configs(again.pipeline) == begun
-    assert configs(join_run("r", store).pipeline) == begun
+    assert configs(join_run("r", store).pipeline) == begun, "a pool's worker too"
 
 
 def test_a_sweep_that_is_resumed_on_another_machine_keeps_its_points(project, on):
@@ -74,7 +65,7 @@ def test_a_sweep_that_is_resumed_on_another_machine_keeps_its_points(project, on
 
 def test_a_night_that_is_resumed_on_another_machine_keeps_its_evals(project, on):
     on(LAPTOP)
-    build_stage(run := opened(), "tokenizer", {})
+    run = opened()
     build_stage(run, "pretrain", {"tokenizer": build_stage(run, "tokenizer", {})})
     base = run.entry("pretrain")
     run.store.change_run("r", lambda record: record.with_stage("pretrain", state="built", made=base.made))
@@ -89,16 +80,16 @@ def test_a_night_that_is_resumed_on_another_machine_keeps_its_evals(project, on)
 
 def test_a_run_of_gpus_is_refused_where_there_are_too_few_with_what_to_do(project, on):
     on(GPUS)
-    opened(overrides=["sft.resources.num_ranks=4"]).close()
+    opened("sft.resources.num_ranks=4").close()
     refusal = r"Run r was begun on 8xH100: its stage sft takes 4 GPUs, and this machine \(%s\) has %s\. Resume it where"
     on(LAPTOP)
     with pytest.raises(ConfigError, match=refusal % (LAPTOP, "none")):
-        opened(overrides=["sft.resources.num_ranks=4"])
+        opened("sft.resources.num_ranks=4")
     with pytest.raises(ConfigError, match=r"begun on 8xH100: its stage \w+ takes"):
         run_pipeline([], preset="auto", file="", name="r", detach=True)
     on("1xH100")
     with pytest.raises(ConfigError, match=refusal % ("1xH100", "1")):
-        opened(overrides=["sft.resources.num_ranks=4"])
+        opened("sft.resources.num_ranks=4")
     assert opened(only=["pretrain"]).to_do == ["pretrain"], "one GPU is enough for that stage"
 
 

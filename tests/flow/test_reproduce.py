@@ -3,23 +3,21 @@
 import os
 import shutil
 import threading
-from pathlib import Path
 
 import pytest
 
 from nanodag.errors import ArtifactNotFound, StageStopped, StoreError
 from nanodag.run.build_stage import build_stage
-from nanodag.run.record import open_run
 from nanodag.run.reproduce import reproduce
 from nanodag.run.retention import RetentionPolicy, free, plan
 from nanodag.worker.devices import devices_folder, devices_for, hold
-
-FAKES = Path(__file__).parent.parent / "fakes"
+from tests.fake_stages import FAKES
+from tests.flow.tiny_runs import opened
 
 
 @pytest.fixture
 def run(project):
-    return open_run("r", file="", preset="tiny", overrides=[])
+    return opened()
 
 
 @pytest.fixture
@@ -66,21 +64,18 @@ def test_meanwhile_its_folder_is_not_cleared_away_and_it_holds_a_device(run, mad
     assert len(seen) == 1 and "work/reproduce-" in seen[0] and "somebody is building" in seen[0]
 
 
-def test_what_another_user_wrote_is_not_run(run, made, monkeypatch):
-    path = run.store.local / made[1].folder / "manifest.json"
+def test_what_another_user_wrote_or_other_data_made_is_not_run(run, made, project, monkeypatch):
+    (project / "text.txt").write_text("other\n" * 100)
+    with pytest.raises(StoreError, match=r"data .*text\.txt are not what artifact"):
+        reproduce(run.store, made[1], file="")
+    (project / "text.txt").write_text("hello\n" * 100)
     if os.geteuid() == 0:
-        os.chown(path, 12345, 12345)
+        os.chown(run.store.local / made[1].folder / "manifest.json", 12345, 12345)
     else:
         monkeypatch.setattr(os, "geteuid", lambda: 12345)
     with pytest.raises(StoreError, match="written by another user"):
         reproduce(run.store, made[1], file="")
     assert not list((run.store.local / "work").iterdir())
-
-
-def test_changed_data_are_named(run, made, project):
-    (project / "text.txt").write_text("other\n" * 100)
-    with pytest.raises(StoreError, match=r"data .*text\.txt are not what artifact"):
-        reproduce(run.store, made[1], file="")
 
 
 def test_a_missing_input_is_named_and_another_attempt_with_its_content_will_do(run, made):

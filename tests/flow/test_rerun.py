@@ -2,33 +2,19 @@
 
 import pytest
 
-from flows.run_stage import run_stage
-from flows.speedrun import speedrun
 from nanodag.cli.run import run_pipeline
 from nanodag.errors import ConfigError
 from nanodag.host.machine import detect
+from nanodag.run.build_stage import build_stage
 from nanodag.run.derived_runs import open_composed
-from nanodag.run.record import merged, open_run, recorded_run
-from nanodag.run.stale_stages import following
+from nanodag.run.record import recorded_run
 from nanodag.store import Store
 from nanodag.store.run_record import NightRecord, SweepRecord
-
-INPUTS = {"a": {}, "b": {"model": "a"}, "c": {"model": "a"}, "d": {"model": "b"}, "e": {"d": "d", "c": "c"}}
-
-
-def test_what_follows_a_stage_is_what_takes_its_result_directly_or_through_others():
-    assert following(INPUTS, "b") == ("b", "d", "e")
-    assert following(INPUTS, "a") == ("a", "b", "c", "d", "e")
-    assert following(INPUTS, "e") == ("e",)
-
-
-def test_the_last_word_on_a_name_holds():
-    assert merged(["a.x=1", "b.x=2", "a.x=3", "b.x=2"]) == ["a.x=3", "b.x=2"]
+from tests.flow.tiny_runs import opened
 
 
 def test_overrides_of_what_comes_before_are_refused(project):
-    open_run("r", file="", preset="tiny", overrides=["sft.seed=1"])
-    store = Store(project / "store")
+    store = opened("sft.seed=1").store
     found = recorded_run(store, "r", begin_at="sft", overrides=["sft.seed=2", "eval_sft.seed=3"])
     assert (found.stages, found.overrides) == (("sft", "eval_sft", "report"), ["sft.seed=2", "eval_sft.seed=3"])
     with pytest.raises(ConfigError, match=r"Override 'pretrain.seed=1' is not of stage sft or eval_sft or report"):
@@ -38,14 +24,14 @@ def test_overrides_of_what_comes_before_are_refused(project):
 
 
 def test_a_run_whose_failed_stage_was_run_again_is_as_far_as_its_stages_are(project):
-    order = open_run("r", file="", preset="tiny", overrides=[]).order
+    order = opened().order
     for to_do, states, expected in (
         (order, ["built"] * 4 + ["failed"], "failed"),
         (order[4:5], ["built"], "unfinished"),
         (order[5:], ["running"], "stopped"),
         (order[5:], ["built"] * len(order[5:]), "completed"),
     ):
-        run = open_run("r", file="", preset="tiny", overrides=[], only=to_do)
+        run = opened(only=to_do)
         for stage, state in zip(to_do, states, strict=False):
             run.note(stage, state=state)
         run.close()
@@ -54,15 +40,13 @@ def test_a_run_whose_failed_stage_was_run_again_is_as_far_as_its_stages_are(proj
 
 @pytest.mark.parametrize("about", [SweepRecord(stage="sft", points=()), NightRecord(by_schedule=False, due=0.0)])
 def test_a_sweep_and_a_night_are_not_resumed_as_a_run(project, about):
-    pipeline = open_run("r", file="", preset="tiny", overrides=[]).pipeline
-    store, file = Store(project / "store"), project / "pipeline.yaml"
-    run = open_composed(
-        "s", pipeline, store, file=file, to_do=["tokenizer"], flow_run="", machine=detect(), about=about
-    )
+    pipeline, store = opened().pipeline, Store(project / "store")
+    how = {"file": project / "pipeline.yaml", "to_do": ["tokenizer"], "flow_run": "", "machine": detect()}
+    run = open_composed("s", pipeline, store, about=about, **how)
     assert run.composed == ("sweep" if isinstance(about, SweepRecord) else "nightly")
     before = store.read_run("s")
     for go_on in (
-        lambda: open_run("s", file="", preset="tiny", overrides=[]),
+        lambda: opened(name="s"),
         lambda: recorded_run(store, "s", stage="tokenizer"),
         lambda: run_pipeline([], preset="auto", file="", name="s", detach=True),
     ):
@@ -71,43 +55,10 @@ def test_a_sweep_and_a_night_are_not_resumed_as_a_run(project, about):
     assert store.read_run("s") == before
 
 
-@pytest.fixture
-def store(project, prefect_server, monkeypatch):
-    monkeypatch.setenv("NANODAG_STORE", str(project / "store"))
-    assert speedrun("r", preset="tiny", return_state=True).is_completed()
-    return Store(project / "store")
-
-
-def test_from_a_stage_on_what_follows_is_built_and_what_comes_before_is_as_recorded(store, project):
-    (project / "text.txt").write_text("changed\n")  # a run from the beginning would build everything again
-    state = speedrun("r", begin_at="sft", overrides=("eval_sft.seed=9",), force=True, return_state=True)
-    assert state.is_completed(), state.message
-    record = store.read_run("r")
-    assert {name: stage.state for name, stage in record.stages.items()} == {
-        "tokenizer": "built",
-        "pretrain": "built",
-        "eval_base": "built",
-        "sft": "built",
-        "eval_sft": "built",
-        "report": "built",
-    }
-    attempts = {name: stage.made.attempt for name, stage in record.stages.items()}
-    assert attempts["tokenizer"] == attempts["pretrain"] == attempts["eval_base"] == "0001"
-    assert record.overrides == ("eval_sft.seed=9",)
-    assert record.stages["sft"].key != "" and record.state == "completed"
-
-
-def test_what_a_flow_run_has_forced_it_does_not_force_again_when_it_is_retried(store):
+def test_what_a_flow_run_has_forced_it_does_not_force_again_when_it_is_retried(project):
+    build_stage(opened(), "tokenizer", {})
     for _ in range(2):  # the same flow run twice, as Retry in the UI has it
-        run = open_run("r", file="", preset="tiny", overrides=[], only=("sft",), flow_run="one flow run")
-        from nanodag.run.build_stage import build_stage
-        from nanodag.run.record import recorded_inputs
-
-        build_stage(run, "sft", recorded_inputs(run, "sft", ["model"]), force=True)
+        run = opened(only=("tokenizer",), flow_run="one flow run")
+        build_stage(run, "tokenizer", {}, force=True)
         run.close()
-    assert store.read_run("r").stages["sft"].made.attempt == "0002"
-
-
-def test_an_unknown_option_is_refused_by_the_flow(store):
-    state = run_stage("r", "sft", overrides=("sft.seedd=1",), return_state=True)
-    assert state.is_failed() and "sft.seedd" in state.message
+    assert run.store.read_run("r").stages["tokenizer"].made.attempt == "0002"

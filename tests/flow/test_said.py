@@ -16,7 +16,7 @@ from nanodag.cli.run import run_pipeline, take_over
 from nanodag.cli.show import how_to_build_stale
 from nanodag.config.resolve import environment_overrides
 from nanodag.errors import StoreBusy
-from nanodag.run.record import open_run
+from tests.flow.tiny_runs import opened
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +31,7 @@ def test_every_command_takes_the_store_wherever_it_stands():
     assert parameters.take(given) == ["stages", "mine", "-f", "my.yaml"]
     assert environment_overrides() == ['store.url="/else where"']
     assert parameters.command("server stop") == "nanodag server stop 'store.url=/else where' --file my.yaml"
+    assert how_to_build_stale("mine") == "nanodag rerun mine --stale 'store.url=/else where' --file my.yaml"
 
 
 def test_what_goes_on_to_the_flow_stays_an_override():
@@ -39,41 +40,29 @@ def test_what_goes_on_to_the_flow_stays_an_override():
     assert environment_overrides() == ['store.url="s3://b/x"', 'store.local="/fast"']
 
 
-def test_the_command_that_builds_what_is_stale_means_the_same_store(monkeypatch):
-    monkeypatch.setattr(parameters, "_TYPED", ["store.url=/elsewhere"])
-    assert how_to_build_stale("mine") == "nanodag rerun mine --stale store.url=/elsewhere"
-
-
 @pytest.mark.parametrize("command", [("server", "status"), ("stages",), ("gc",)])
 def test_commands_look_into_the_store_that_is_named(project, command):
-    open_run("other", file="", preset="tiny", overrides=[f"store.url={project}/other"])
+    opened(f"store.url={project}/other", name="other")
     code = "from nanodag.cli import main; main()"
     environment = {name: value for name, value in os.environ.items() if value or not name.startswith("NANODAG")}
-    done = subprocess.run(
-        [sys.executable, "-c", code, *command, f"store.url={project}/other"],
-        capture_output=True, text=True, check=False, env=environment, timeout=100,
-    )  # fmt: skip
+    arguments = [sys.executable, "-c", code, *command, f"store.url={project}/other"]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False, env=environment, timeout=100)
     output = " ".join((done.stdout + done.stderr).split())
     assert "No such command" not in output and "unexpected extra argument" not in output, output
     assert "No runs" not in output and "no runs in" not in output, output
     assert (project / "other" / "prefect").exists() == (command[0] == "server") and not (project / "store").exists()
 
 
-class Reached(Exception):
-    pass
-
-
 def test_a_run_is_looked_up_by_name_in_the_store_that_is_named(project, monkeypatch):
     elsewhere = f"store.url={project}/other"
-    open_run("mine", file="", preset="tiny", overrides=[elsewhere, "tokenizer.seed=5"]).close()
+    opened(elsewhere, "tokenizer.seed=5", name="mine").close()
 
     def server_of(pipeline, store, path):
-        raise Reached(pipeline.stages["tokenizer"].seed, store.url)
+        raise AssertionError(f"reached with seed {pipeline.stages['tokenizer'].seed} in {store.url}")
 
     monkeypatch.setattr(sys.modules["nanodag.cli.run"], "server_of", server_of)
-    with pytest.raises(Reached) as reached:
+    with pytest.raises(AssertionError, match=f"reached with seed 5 in {project}/other"):
         run_pipeline([elsewhere], preset="auto", file="", name="mine", detach=True)
-    assert reached.value.args == (5, f"{project}/other")
 
 
 def server_that_says(state):
@@ -82,7 +71,7 @@ def server_that_says(state):
 
 
 def test_a_run_that_is_being_stopped_is_waited_for_and_one_under_way_is_not(project):
-    run = open_run("r", file="", preset="tiny", overrides=[], flow_run="f")  # this process is alive
+    run = opened(flow_run="f")  # this process is alive
     with pytest.raises(StoreBusy, match=f"is under way in process {os.getpid()}"):
         take_over(run.store, "r", server_that_says("RUNNING"), make_console())
     began = time.monotonic()
@@ -92,10 +81,8 @@ def test_a_run_that_is_being_stopped_is_waited_for_and_one_under_way_is_not(proj
 
 
 @pytest.mark.parametrize("has_left_flows", [False, True])
-def test_a_run_whose_prefect_server_is_gone_is_waited_for_and_ended_where_nobody_else_does(
-    project, capsys, monkeypatch, has_left_flows
-):
-    run = open_run("r", file="", preset="tiny", overrides=[], flow_run="f")
+def test_a_run_whose_server_is_gone_is_waited_for_and_ended(project, capsys, monkeypatch, has_left_flows):
+    run = opened(flow_run="f")
     gone = SimpleNamespace(running=lambda: None, has_left_flows=lambda: has_left_flows)
     signals = []
     monkeypatch.setattr(os, "kill", lambda *sent: signals.append(sent))
@@ -104,6 +91,5 @@ def test_a_run_whose_prefect_server_is_gone_is_waited_for_and_ended_where_nobody
     take_over(run.store, "r", gone, make_console())
     assert time.monotonic() - began >= 0.5
     assert signals == [(os.getpid(), signal.SIGTERM)] * has_left_flows
-    assert f"r has lost its Prefect server; waiting for its process {os.getpid()} to end" in (
-        " ".join(capsys.readouterr().out.split())
-    )
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"r has lost its Prefect server; waiting for its process {os.getpid()} to end" in said

@@ -12,87 +12,63 @@ from nanodag.config import resolve
 from nanodag.errors import ConfigError
 from nanodag.run.build_stage import build_stage, report_context
 from nanodag.run.diff import compare
-from nanodag.run.record import open_run, recorded_inputs, recorded_run, state_of
+from nanodag.run.record import recorded_inputs, recorded_run, state_of
 from nanodag.run.stale_stages import left_alone, stale_stages
 from nanodag.store import Store
 from nanodag.store.run_record import Made
+from tests.fake_stages import STAGES
+from tests.flow.tiny_runs import opened
 from tests.run_records import run_record, stage_record
 
-STAGES = ("tokenizer", "pretrain", "eval_base", "sft", "eval_sft", "report")
 
-
-def entry(*inputs, digest="", made_of=None, state="built", **fields):
+def entry(digest, *inputs, made_of=None, state="built", **fields):
     made = {"digest": digest, "inputs": dict.fromkeys(inputs, "old") if made_of is None else made_of, "config": "c"}
     about = {"inputs": {name: name for name in inputs}, "state": state, "config": "c", "key": "a" * 40, **fields}
     return stage_record(made=made if digest else None, **about)
 
 
-def record_of(**stages):
-    return run_record("r", stages=stages)
+@pytest.mark.parametrize(
+    ("stages", "stale"),
+    [
+        (
+            {"base": entry("old"), "sft": entry("new", "base"), "rl": entry("old", "sft"), "eval_rl": entry("x", "rl")},
+            {"rl": "sft was built since", "eval_rl": "rl is stale"},
+        ),
+        ({"sft": entry("old"), "rl": entry("x", "sft")}, {}),  # made of equal bytes
+        ({"sft": entry("", state="failed"), "rl": entry("old", "sft")}, {"rl": "sft is failed"}),
+        ({"rl": entry("x", config="d")}, {"rl": "its config is another one now"}),
+        ({"rl": entry("old"), "report": entry("x", "rl", made_of={})}, {"report": "rl was built since"}),
+        ({"eval": entry("x", "model-newest-sft")}, {}),  # a night's, whose model is another run's
+    ],
+)
+def test_what_was_made_of_another_result_or_config_is_stale_and_so_is_all_that_was_made_of_it(stages, stale):
+    assert stale_stages(run_record("r", stages=stages)) == stale
 
 
-def test_what_was_made_of_another_result_is_stale_and_so_is_all_that_was_made_of_it():
-    record = record_of(
-        base=entry(digest="old"),
-        sft=entry("base", digest="new"),
-        rl=entry("sft", digest="old"),
-        eval_rl=entry("rl", digest="old"),
-        eval_base=entry("base", digest="old"),
-    )
-    assert stale_stages(record) == {"rl": "sft was built since", "eval_rl": "rl is stale"}
-
-
-def test_equal_bytes_make_nothing_stale_and_an_unfinished_input_does():
-    same = record_of(sft=entry(digest="old"), rl=entry("sft", digest="x"))
-    assert stale_stages(same) == {}
-    failed = record_of(sft=entry(state="failed"), rl=entry("sft", digest="old"), report=entry("rl", digest="y"))
-    assert stale_stages(failed) == {"rl": "sft is failed", "report": "rl is stale"}
-
-
-def test_another_config_and_a_result_that_came_later_make_stale():
-    changed = record_of(rl=entry(digest="x", config="d"))
-    assert stale_stages(changed) == {"rl": "its config is another one now"}
-    late = record_of(rl=entry(digest="old"), report=entry("rl", digest="x", made_of={}))
-    assert stale_stages(late) == {"report": "rl was built since"}
-
-
-def test_a_nights_eval_is_not_judged_by_its_model_which_is_another_runs():
-    assert stale_stages(record_of(eval=entry("model-newest-sft", digest="x"))) == {}
-
-
-def carry(name, only=(), overrides=()):
-    run = open_run(name, file="", preset="tiny", overrides=overrides, only=only, flow_run="f")
-    for stage in run.to_do:
-        build_stage(run, stage, recorded_inputs(run, stage, list(run.pipeline.stages[stage].inputs)))
+def test_after_one_stage_alone_the_run_is_stale_and_its_report_says_so(completed):
+    store = completed("r")
+    with pytest.raises(ConfigError, match="Nothing of run r is stale"):
+        recorded_run(store, "r", stale=True)
+    run = opened("sft.seed=9", only=("sft",))
+    build_stage(run, "sft", recorded_inputs(run, "sft", ["model"]))
     run.close()
-    return run.store.read_run(name)
-
-
-def test_after_one_stage_alone_the_run_is_stale_its_report_says_so_and_building_that_mends_it(project):
-    carry("r")
-    record = carry("r", only=("sft",), overrides=["sft.seed=9"])
+    record = store.read_run("r")
     stale = {"eval_sft": "sft was built since", "report": "sft was built since"}
     assert stale_stages(record) == stale and state_of(record) == "stale"
-    run = open_run("r", file="", preset="tiny", overrides=["sft.seed=9"], only=("report",))
+    recorded = recorded_run(store, "r", stale=True)
+    assert recorded.stages == ("eval_sft", "report") and recorded.overrides == ["sft.seed=9"]
+    run = opened("sft.seed=9", only=("report",))
     context = report_context(run, "report", recorded_inputs(run, "report", list(run.pipeline.stages["report"].inputs)))
-    run.close()
     assert context["stale"] == {"eval_sft": "sft was built since"}
     new, old = context["stages"]["sft"], context["stages"]["eval_sft"]["lineage"]["model"]
     assert new["digest"] != old["digest"], "the old scores are not said to be of the new model"
     assert context["stages"]["eval_base"]["lineage"]["model"]["digest"] == context["stages"]["pretrain"]["digest"]
-    recorded = recorded_run(Store(project / "store"), "r", stale=True)
-    assert recorded.stages == ("eval_sft", "report") and recorded.overrides == ["sft.seed=9"]
-    mended = carry("r", only=recorded.stages, overrides=recorded.overrides)
-    assert stale_stages(mended) == {} and state_of(mended) == "completed"
-    assert [mended.stages[s].state for s in ("eval_sft", "report")] == ["built", "built"]
-    with pytest.raises(ConfigError, match="Nothing of run r is stale"):
-        recorded_run(Store(project / "store"), "r", stale=True)
 
 
 @pytest.fixture
 def stale_record(project):
     """The record of a run whose sft was built again alone; nothing is in the store."""
-    run = open_run("r", file="", preset="tiny", overrides=["sft.seed=9"])
+    run = opened("sft.seed=9")
     said = {"attempt": "0001", "cost": {"seconds": 61.0}}
     for stage, config in run.pipeline.stages.items():
         of = {label: f"old {source}" for label, source in config.inputs.items()}
@@ -112,9 +88,8 @@ def test_what_a_run_leaves_alone_is_what_nothing_else_asks_for(stale_record):
     with_another = left_alone(stale_record, pipeline_with("sft.seed=9", "eval_base.seed=2"))
     assert list(with_another) == ["eval_sft"], "the report follows eval_base"
     assert left_alone(stale_record, pipeline_with("sft.seed=3")) == {}, "sft is built, and both follow it"
-    run = open_run("r", file="", preset="tiny", overrides=["sft.seed=9"], keeps_stale=True)
-    assert run.to_do == ["tokenizer", "pretrain", "eval_base", "sft"]
-    assert open_run("r", file="", preset="tiny", overrides=["sft.seed=9"]).to_do == list(STAGES)
+    assert opened("sft.seed=9", keeps_stale=True).to_do == ["tokenizer", "pretrain", "eval_base", "sft"]
+    assert opened("sft.seed=9").to_do == list(STAGES)
 
 
 def test_a_stale_run_says_so_in_status_stages_and_diff(stale_record, project, capsys):
@@ -137,14 +112,11 @@ def test_a_stale_run_says_so_in_status_stages_and_diff(stale_record, project, ca
     [
         (False, "y", "build", "Build them again? [y/N]"),
         (False, "", "keep", "nanodag rerun r --stale"),
-        (False, None, "keep", "nanodag rerun r --stale"),
+        (False, None, "keep", "nanodag rerun r --stale"),  # there is no terminal to ask on
         (True, None, "build", "They are built again."),
     ],
 )
-def test_what_is_stale_is_built_again_when_that_is_answered_or_asked_for(
-    stale_record, monkeypatch, build, answer, choice, words
-):
-    """answer: None where there is no terminal to ask on."""
+def test_what_is_stale_is_built_again_when_asked_for(stale_record, monkeypatch, build, answer, choice, words):
     said = io.StringIO()
     monkeypatch.setattr("builtins.input", lambda: answer)
     how = {"build": build, "may_ask": answer is not None}

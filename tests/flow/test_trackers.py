@@ -5,20 +5,19 @@ import os
 import re
 import subprocess
 import sys
-import threading
 
 import pytest
 
 from nanodag.cli.show import print_status, show_status
 from nanodag.config import resolve
-from nanodag.errors import ConfigError, StageFailed
+from nanodag.errors import ConfigError
 from nanodag.run.build_stage import build_stage, job_of
-from nanodag.run.record import open_run
 from nanodag.run.reproduce import reproduce
 from nanodag.worker import tracker
 from nanodag.worker.job import write_job
 from tests.fake_stages import FAKES
 from tests.fault.processes import wait_until
+from tests.flow.tiny_runs import opened
 
 WANDB = "tracking.trackers=[wandb]"
 CALLS = "wandb.jsonl"
@@ -42,7 +41,7 @@ def wandb(project, monkeypatch):
 
 
 def run_with(*overrides, name="r"):
-    return open_run(name, file="", preset="tiny", overrides=[WANDB, *overrides])
+    return opened(WANDB, *overrides, name=name)
 
 
 def workspace_of(run, metrics=()):
@@ -109,19 +108,9 @@ def test_an_id_of_ones_own_is_taken_and_offline_sends_nothing(wandb):
     assert tracker.urls_in(workspace) == {}
 
 
-def test_a_retry_continues_the_run_and_status_has_its_url(wandb, tell, capsys):
+def test_a_retry_continues_the_run_and_status_has_its_url(wandb, tell, begun, capsys):
     run = run_with()
-    tell("tokenizer", "wait")
-    raised = []
-
-    def first_try():
-        try:
-            build_stage(run, "tokenizer", {})
-        except StageFailed as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=first_try)
-    thread.start()
+    thread, raised, _ = begun(run)
     wait_until(lambda: len(wandb("log")) == 2)
     tell("tokenizer", "fail")
     thread.join()
@@ -177,9 +166,8 @@ def test_a_tracker_that_fails_costs_a_stage_one_warning(wandb, monkeypatch, capl
 def test_a_service_that_is_not_installed_is_one_warning(wandb):
     workspace = workspace_of(run_with())
     code = "import sys; sys.modules['trackio'] = None; from nanodag.worker.tracker import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", code, "trackio", str(workspace)], capture_output=True, text=True, check=True
-    )
+    command = [sys.executable, "-c", code, "trackio", str(workspace)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     (said,) = warnings_in(done.stderr)
     assert "trackio gets no more metrics of this stage: ModuleNotFoundError" in said
 
@@ -187,7 +175,7 @@ def test_a_service_that_is_not_installed_is_one_warning(wandb):
 def test_tensorboard_gets_every_step(project):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    run = open_run("r", file="", preset="tiny", overrides=["tracking.trackers=[tensorboard]"])
+    run = opened("tracking.trackers=[tensorboard]")
     result = build_stage(run, "tokenizer", {})
     folder = run.store.records(run.store.attempt(result.key, result.attempt)) / "tensorboard"
     board = EventAccumulator(str(folder)).Reload()
@@ -197,15 +185,14 @@ def test_tensorboard_gets_every_step(project):
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("tracking.id=mine", "tracking.id: 'mine' is one id for all stages, which would write into one run; put"),
-        ("tracking.name='{user}'", "tracking.name: '{user}' has {user}, which nothing fills in; there are {run}, {st"),
+        ("tracking.id=mine", "tracking.id: 'mine' is one id for all stages"),
+        ("tracking.name='{user}'", "tracking.name: '{user}' has {user}, which nothing fills in"),
         ("tracking.trackers=[mlflow]", "tracking.trackers.0: must be "),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused(project, override, said):
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=re.escape(said)):
         resolve(project / "pipeline.yaml", "tiny", [override])
-    assert said in str(caught.value)
 
 
 def test_what_trackers_are_asked_is_no_setting_of_a_stage(project):

@@ -73,13 +73,9 @@ TABLES: dict[str, Callable[[random.Random], Row]] = {
     "HuggingFaceTB/smol-smoltalk/default/train": _smoltalk,
     "openai/gsm8k/main/train": _gsm8k,
     "openai/gsm8k/main/test": _gsm8k,
-    "cais/mmlu/auxiliary_train/train": _mmlu,
-    "cais/mmlu/all/test": _mmlu,
-    "cais/mmlu/all/dev": _mmlu,
-    "allenai/ai2_arc/ARC-Easy/train": _arc,
-    "allenai/ai2_arc/ARC-Easy/validation": _arc,
-    "allenai/ai2_arc/ARC-Challenge/train": _arc,
-    "allenai/ai2_arc/ARC-Challenge/validation": _arc,
+    **{f"cais/mmlu/{name}": _mmlu for name in ("auxiliary_train/train", "all/test", "all/dev")},
+    **{f"allenai/ai2_arc/ARC-{name}": _arc for name in ("Easy/train", "Easy/validation")},
+    **{f"allenai/ai2_arc/ARC-{name}": _arc for name in ("Challenge/train", "Challenge/validation")},
     "baber/piqa/default/validation": _piqa,
     "openai/openai_humaneval/openai_humaneval/test": _humaneval,
     "allenai/winogrande/winogrande_xl/validation": _winogrande,
@@ -103,20 +99,10 @@ def _write_model(folder: Path) -> None:
 
     rng = random.Random(0)
     texts = [_prose(rng, 50) for _ in range(50)] + [str(_gsm8k(rng)) for _ in range(50)]
-    texts += ["".join(chr(code) for code in range(32, 127))] + [
-        f"{rng.randrange(10**6)} {rng.random()}" for _ in range(500)
-    ]
+    texts += ["".join(map(chr, range(32, 127))), *(f"{rng.randrange(10**6)} {rng.random()}" for _ in range(500))]
     folder.mkdir(parents=True)
     save_tokenizer(train_bpe(iter(texts), 560), folder)
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=560,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+    shape = {"vocab_size": 560, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    Qwen2ForCausalLM(Qwen2Config(**shape, tie_word_embeddings=True)).save_pretrained(folder)

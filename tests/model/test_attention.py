@@ -5,8 +5,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
 from nanodag.model import attention, c_library
 from nanodag.model.attention import (
@@ -15,10 +13,10 @@ from nanodag.model.attention import (
     document_attention,
     flash_layout,
     group_attention,
-    length_classes,
     sequences_of_documents,
 )
 from tests.flash import bottom_right
+from tests.watched import Watched
 
 # Documents of one token, around a block of 48 queries, of several blocks; padding at last.
 IDS = np.array([[0] * 130 + [1] * 47, [0] * 48 + [1] * 49 + [2] + [3] * 17 + [4] * 50 + [-1] * 12])
@@ -28,7 +26,6 @@ GROUP = np.array([[0, 50, -1], [50, 60, 0], [110, 3, 0], [113, 2, -1], [115, 100
 # Examples of 20 tokens, behind them a context of 9 with two answers, and a question of 4.
 TREE = np.array([[0, 20, -1], [20, 9, 0], [29, 1, 1], [30, 8, 1], [38, 4, 0]])
 SHAPES = {"documents": DOCUMENTS, "group": GROUP, "tree": TREE}
-SMALL = np.array([[0, 0, 0, 1, 1, -1], [0, 1, 1, 1, 1, 1]])
 TOLERANCES = {torch.float32: 3e-5, torch.bfloat16: 0.06}
 
 
@@ -124,34 +121,6 @@ def test_responses_lie_behind_their_prompts_and_flash_attention_has_the_keys_of_
     assert keys.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 5]
 
 
-def test_sequences_of_about_one_length_lie_side_by_side():
-    # lengths 3, 2, 1 and 1, 5: in classes up to 1, 2, 4 and 8
-    classes, back = length_classes(sequences_of_documents(SMALL))
-    assert [places.tolist() for places in classes] == [[[5], [6]], [[3, 4]], [[0, 1, 2]], [[7, 8, 9, 10, 11]]]
-    assert np.concatenate([places.ravel() for places in classes])[back].tolist() == list(range(12))
-
-
-def test_less_than_half_of_what_lies_side_by_side_is_filled_up():
-    lengths = [1, 2, 3, 4, 5, 8, 9, 16, 17, 900]
-    classes, back = length_classes(sequences_of_documents(np.repeat(np.arange(len(lengths)), lengths)[None]))
-    assert sum(places.size for places in classes) < 2 * sum(lengths)
-    assert np.concatenate([places.ravel() for places in classes])[back].tolist() == list(range(sum(lengths)))
-
-
-class Largest(TorchDispatchMode):
-    """The bytes of the largest tensor that is made, and what is read back from the device."""
-
-    num_bytes, reads = 0, ()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        found = function(*args, **(kwargs or {}))
-        tensors = [value for value in tree_flatten(found)[0] if isinstance(value, torch.Tensor)]
-        self.num_bytes = max([self.num_bytes, *(tensor.untyped_storage().nbytes() for tensor in tensors)])
-        if function in (torch.ops.aten.nonzero.default, torch.ops.aten._local_scalar_dense.default):
-            self.reads = (*self.reads, function)
-        return found
-
-
 LONG_GROUP = SimpleNamespace(prompts=np.array([[0, 1024]]), responses=np.array([[1024, 1024, 0], [2048, 1024, 0]]))
 
 
@@ -172,7 +141,7 @@ def test_long_rows_hold_nothing_of_queries_by_keys_and_wait_for_no_device(
     monkeypatch.setattr(attention, "back_end_of", lambda query: chosen)
     attend = group_attention(LONG_GROUP) if is_group else document_attention(np.repeat([0, 1], [2992, 80])[None])
     tensors = [torch.zeros(1, 3072, heads, 16, dtype=dtype, device=device, requires_grad=True) for heads in (2, 1, 1)]
-    with Largest() as seen:
+    with Watched() as seen:
         out = attend(*tensors, window)
         gradients = torch.autograd.grad(out.float().sum(), tensors)
     assert out.shape == tensors[0].shape and out.dtype == dtype

@@ -13,14 +13,22 @@ from nanodag.tokenizer.bpe import save_tokenizer
 from nanodag.tokenizer.layout import SPECIAL_TOKENS
 
 VOCABULARY = 97
+COMMON = {
+    **{"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64},
+}
 SHAPE = Shape(depth=2, width=32, num_heads=4, num_kv_heads=2, head_width=8, mlp_width=64, tied_embeddings=False)
 
 
-def tiny(tied: bool = False, **options) -> Decoder:
+def begun(tied: bool, **options) -> Decoder:
     shape = Shape(**{**vars(SHAPE), "tied_embeddings": tied})
-    of = qwen3_architecture(shape, vocabulary=VOCABULARY, rope_theta=10_000.0, max_positions=64)
-    model = Decoder(of, **options)
+    model = Decoder(qwen3_architecture(shape, vocabulary=VOCABULARY, rope_theta=10_000.0, max_positions=64), **options)
     initialise(model, 0)
+    return model
+
+
+def tiny(tied: bool = False, **options) -> Decoder:
+    model = begun(tied, **options)
     with torch.no_grad():
         for parameter in model.parameters():  # output projections begin at 0 and would hide the layers
             if parameter.abs().max() == 0:
@@ -45,66 +53,51 @@ def write_tokenizer(folder):
     return folder
 
 
-def hugging_face_models(folder):
+def hugging_face_model(name, settings):
     import transformers
 
-    common = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-    }
-    llama3 = {
-        "rope_type": "llama3",
-        "rope_theta": 10_000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 32,
-    }
-    yield transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**common, head_dim=8, tie_word_embeddings=True))
-    yield transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**common))
-    yield transformers.LlamaForCausalLM(transformers.LlamaConfig(**common, rope_parameters=llama3))
-    window = {"use_sliding_window": True, "sliding_window": 7}
-    kinds = ["sliding_attention", "full_attention"]
-    yield transformers.MistralForCausalLM(transformers.MistralConfig(**common, head_dim=16, sliding_window=13))
-    yield transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**common, **window, max_window_layers=1))
-    yield transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**common, **window, head_dim=16, layer_types=kinds))
-    yield transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**common, head_dim=32, attention_bias=True))
-    yield transformers.LlamaForCausalLM(transformers.LlamaConfig(**common, attention_bias=True))
+    return getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**COMMON, **settings))
 
 
-def test_logits_and_gradients_of_every_model_type_equal_those_of_transformers(tmp_path):
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+WINDOW = {"use_sliding_window": True, "sliding_window": 7}
+THEIRS = [
+    ("Qwen3", {"head_dim": 8, "tie_word_embeddings": True}),
+    ("Qwen2", {}),
+    ("Llama", {"rope_parameters": {**LLAMA3, "rope_theta": 10_000.0, "original_max_position_embeddings": 32}}),
+    ("Mistral", {"head_dim": 16, "sliding_window": 13}),
+    ("Qwen2", {**WINDOW, "max_window_layers": 1}),
+    ("Qwen3", {**WINDOW, "head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]}),
+    ("Qwen3", {"head_dim": 32, "attention_bias": True}),
+    ("Llama", {"attention_bias": True}),
+]
+
+
+@pytest.mark.parametrize(("name", "settings"), THEIRS)
+def test_logits_and_gradients_of_every_model_type_equal_those_of_transformers(tmp_path, name, settings):
     ids, positions, _, _ = row(40)
     torch.manual_seed(0)
-    for theirs in hugging_face_models(tmp_path):
-        for parameter in theirs.parameters():
-            torch.nn.init.normal_(parameter, 0.0, 0.2)
-        theirs.save_pretrained(tmp_path)
-        ours = load(tmp_path)
-        found, wanted = ours(ids, positions, torch.zeros_like(ids), want="logits"), theirs(ids).logits
-        assert wanted.abs().max() > 0.5
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
-        for logits in (found, wanted):
-            logits.log_softmax(-1)[0, :, 1].mean().backward()
-        gradients = {name: parameter.grad for name, parameter in ours.named_parameters()}
-        for name, parameter in theirs.named_parameters():
-            torch.testing.assert_close(gradients.pop(name), parameter.grad, rtol=1e-5, atol=1e-5, msg=name)
-        assert not gradients
+    theirs = hugging_face_model(name, settings)
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, 0.0, 0.2)
+    theirs.save_pretrained(tmp_path)
+    ours = load(tmp_path)
+    found, wanted = ours(ids, positions, torch.zeros_like(ids), want="logits"), theirs(ids).logits
+    assert wanted.abs().max() > 0.5
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    for logits in (found, wanted):
+        logits.log_softmax(-1)[0, :, 1].mean().backward()
+    gradients = {name: parameter.grad for name, parameter in ours.named_parameters()}
+    for name, parameter in theirs.named_parameters():
+        torch.testing.assert_close(gradients.pop(name), parameter.grad, rtol=1e-5, atol=1e-5, msg=name)
+    assert not gradients
 
 
-@pytest.mark.parametrize("theirs", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
+@pytest.mark.parametrize("theirs", ["Llama", "Qwen3"])
 def test_a_model_with_biases_that_was_trained_is_read_alike_by_transformers_and_sampler(tmp_path, theirs):
     import transformers
 
-    config = getattr(transformers, theirs).config_class(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, attention_bias=True,
-    )  # fmt: skip
-    getattr(transformers, theirs)(config).save_pretrained(tmp_path / "begun")
+    hugging_face_model(theirs, {"attention_bias": True}).save_pretrained(tmp_path / "begun")
     model = load(tmp_path / "begun")
     ids, positions, documents, targets = row(30)
     for _ in range(3):
@@ -132,17 +125,12 @@ def test_what_is_saved_is_loaded_by_transformers_with_the_same_logits(tmp_path, 
     from transformers import AutoModelForCausalLM
 
     model = tiny(tied)
-    save(
-        tmp_path / "out",
-        dict(model.named_parameters()),
-        tokenizer=write_tokenizer(tmp_path / "tokenizer"),
-        architecture=model.architecture,
-    )
+    weights, tokenizer = dict(model.named_parameters()), write_tokenizer(tmp_path / "tokenizer")
+    save(tmp_path / "out", weights, tokenizer=tokenizer, architecture=model.architecture)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     ids, positions, documents, _ = row(30)
-    torch.testing.assert_close(
-        model(ids, positions, documents, want="logits"), theirs(ids).logits, rtol=1e-5, atol=1e-5
-    )
+    logits = model(ids, positions, documents, want="logits")
+    torch.testing.assert_close(logits, theirs(ids).logits, rtol=1e-5, atol=1e-5)
     again = load(tmp_path / "out")
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
 
@@ -166,13 +154,10 @@ def test_packed_documents_have_the_loss_and_gradient_of_documents_alone():
     packed, alone = tiny(), tiny()
     loss = packed(ids, positions, documents, targets)
     loss.backward()
-    begin, sum_alone = 0, torch.zeros(())
-    for length in lengths:
+    sum_alone = torch.zeros(())
+    for begin, length in zip((0, 9, 13), lengths):
         part = slice(begin, begin + length)
-        begin += length
-        sum_alone = sum_alone + alone(
-            ids[:, part], positions[:, part], torch.zeros_like(documents[:, part]), targets[:, part]
-        )
+        sum_alone += alone(ids[:, part], positions[:, part], torch.zeros_like(ids[:, part]), targets[:, part])
     sum_alone.backward()
     torch.testing.assert_close(loss, sum_alone)
     for one, other in zip(packed.parameters(), alone.parameters(), strict=True):
@@ -184,13 +169,8 @@ def test_padding_changes_nothing_and_makes_no_nan():
     ids, positions, documents, targets = row(8)
     wanted = model(ids, positions, documents, targets)
     pad = torch.zeros((1, 3), dtype=torch.int64)
-    found = model(
-        torch.cat([ids, pad], 1),
-        torch.cat([positions, torch.arange(3)[None]], 1),
-        torch.cat([documents, pad - 1], 1),
-        torch.cat([targets, pad - 100], 1),
-    )
-    torch.testing.assert_close(found, wanted)
+    padded = (ids, pad), (positions, torch.arange(3)[None]), (documents, pad - 1), (targets, pad - 100)
+    torch.testing.assert_close(model(*(torch.cat(both, 1) for both in padded)), wanted)
 
 
 def test_loss_and_logprobs_are_those_of_the_logits():
@@ -206,32 +186,26 @@ def test_loss_and_logprobs_are_those_of_the_logits():
     torch.testing.assert_close(entropy, -(logprobs.exp() * logprobs).sum(-1)[kept])
 
 
+def loss_and_gradients(model):
+    loss = model(*row(6, 5))
+    loss.backward()
+    return loss, [parameter.grad for parameter in model.parameters()]
+
+
 def test_activation_checkpointing_gives_the_same_gradients():
-    batch = row(6, 5)
-    plain, checkpointed = tiny(), tiny(activation_checkpointing=True)
-    plain(*batch).backward()
-    checkpointed(*batch).backward()
-    for one, other in zip(plain.parameters(), checkpointed.parameters(), strict=True):
-        assert torch.equal(one.grad, other.grad)
+    (_, one), (_, other) = (loss_and_gradients(model) for model in (tiny(), tiny(activation_checkpointing=True)))
+    assert all(map(torch.equal, one, other))
 
 
 @pytest.mark.slow
 def test_compiled_layers_give_the_same_loss_and_gradients():
-    batch = row(6, 5)
-    plain, compiled = tiny(), tiny(compiled=True)
-    one, other = plain(*batch), compiled(*batch)
-    one.backward()
-    other.backward()
-    torch.testing.assert_close(one, other)
-    for a, b in zip(plain.parameters(), compiled.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5)
+    (loss, one), (other_loss, other) = (loss_and_gradients(model) for model in (tiny(), tiny(compiled=True)))
+    torch.testing.assert_close(loss, other_loss)
+    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 def test_the_first_loss_is_near_that_of_guessing():
-    shape = Shape(**{**vars(SHAPE), "tied_embeddings": True})
-    model = Decoder(qwen3_architecture(shape, vocabulary=VOCABULARY, rope_theta=10_000.0, max_positions=64))
-    initialise(model, 0)
-    loss = model(*row(60)).item() / 60
+    loss = begun(True)(*row(60)).item() / 60
     assert loss == pytest.approx(torch.tensor(float(VOCABULARY)).log().item(), abs=0.3)
 
 
@@ -244,8 +218,7 @@ def test_a_seed_gives_the_same_weights_again_and_another_seed_others():
 
 def test_a_folder_that_lacks_a_tensor_or_holds_one_too_many_is_refused(tmp_path):
     model = tiny()
-    weights = dict(model.named_parameters())
-    tokenizer = write_tokenizer(tmp_path / "tokenizer")
+    weights, tokenizer = dict(model.named_parameters()), write_tokenizer(tmp_path / "tokenizer")
     lacking = {name: t for name, t in weights.items() if name != "model.norm.weight"}
     save(tmp_path / "lacking", lacking, tokenizer=tokenizer, architecture=model.architecture)
     with pytest.raises(ConfigError, match=r"lacks 1 tensor, the first is model\.norm\.weight"):

@@ -31,13 +31,11 @@ def write(folder, shapes):
     return folder
 
 
-def test_a_tied_embedding_is_the_head_and_counts_once(tmp_path):
+def test_an_embedding_counts_once_where_it_is_the_head_and_not_beside_one(tmp_path):
     folder = write(tmp_path / "tied", SHAPES)
     assert tensor_shapes(folder) == SHAPES and num_elements(SHAPES) == 40 + 24 + 4
     assert matrix_parameters(folder) == 40 + 24 and head_parameters(folder) == 40
 
-
-def test_an_embedding_beside_a_head_does_not_count(tmp_path):
     assert matrix_parameters(write(tmp_path / "untied", {**SHAPES, "lm_head.weight": (10, 4)})) == 40 + 24
 
 

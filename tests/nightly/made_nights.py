@@ -9,10 +9,11 @@ from nanodag.config import Pipeline
 from nanodag.store import Artifact, Store, stage_key
 from nanodag.store.run_record import NightRecord, NightScore, RunRecord
 from tests.run_records import built, run_record, stage_record
+from tests.store import making
 
 EVAL = {"kind": "eval", "inputs": {"model": "sft"}, "benchmarks": [{"name": "sort", "source": "file:x.txt"}]}
+STAGES = {"sft": {"kind": "import", "model": "file:/x"}, "eval_sft": EVAL}
 ABOUT = {"metric": "exact_match", "higher_is_better": True, "form": "sort", "chat": True, "num_fewshot": 0}
-FACTS: dict[str, Any] = {"config": {}, "lineage": {}, "sources": {}, "metrics": {}, "cost": {}, "environment": {}}
 
 
 def publish(store: Store, folder: Path, name: str, kind: str, files: dict[str, str]) -> Artifact:
@@ -22,7 +23,7 @@ def publish(store: Store, folder: Path, name: str, kind: str, files: dict[str, s
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     key = stage_key(kind=kind, code_version=1, config={"name": name}, inputs={}, sources={})
-    return store.publish(key, folder, kind=kind, stage=kind, **FACTS)
+    return making.publish(store, folder, key, kind=kind, stage=kind)
 
 
 def publish_eval(store: Store, folder: Path, name: str, answers: list[int], **about: Any) -> NightScore:
@@ -50,15 +51,14 @@ def night_record(
     return run_record(name, **{"created": due, "flow_run": name, "nightly": nightly, **fields})
 
 
-def write_run(store: Store, folder: Path, name: str, *, created: float, sft: str = "built", **fields: Any) -> None:
-    """A run with an sft stage and an eval of it."""
-    artifact = publish(store, folder / name, name, "sft", {"model.txt": name})
+def write_run(store: Store, name: str, *, sft: str = "built", **fields: Any) -> None:
+    """A run, newer than those before, with an sft stage and an eval of it."""
+    created = 1.0 + len(store.runs())
+    artifact = publish(store, store.local.parent / "made" / name, name, "sft", {"model.txt": name})
     stages = {
         "sft": built(artifact, state=sft, ended=created),
         "eval_sft": stage_record("eval", inputs={"model": "sft"}),
     }
-    pipeline = Pipeline.model_validate(
-        {"preset": "p", "stages": {"sft": {"kind": "import", "model": "file:/x"}, "eval_sft": EVAL}}
-    )
+    pipeline = Pipeline.model_validate({"preset": "p", "stages": STAGES})
     record = {"created": created, "stages": stages, "pipeline": pipeline.model_dump(mode="json")}
     store.write_run(run_record(name, **record, **fields))

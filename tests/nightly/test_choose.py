@@ -7,31 +7,26 @@ from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import ArtifactNotFound, ConfigError
 from nanodag.host.machine import detect
 from nanodag.nightly.choose import choose, night_pipeline
-from tests.nightly.made_nights import EVAL, write_run
+from tests.nightly.made_nights import STAGES, write_run
 from tests.run_records import stage_record
 
 
 def pipeline_with(**nightly):
-    stages = {"sft": {"kind": "import", "model": "file:/x"}, "eval_sft": EVAL}
-    return Pipeline.model_validate({"preset": "p", "stages": stages, "nightly": nightly})
+    return Pipeline.model_validate({"preset": "p", "stages": STAGES, "nightly": nightly})
 
 
-def test_the_newest_run_that_has_the_stage_is_chosen(store, tmp_path):
-    write_run(store, tmp_path, "main-1", created=1.0)
-    write_run(store, tmp_path, "main-2", created=2.0)
-    write_run(store, tmp_path, "main-3", created=3.0, sft="failed")
+def test_the_newest_run_that_has_the_stage_is_chosen(store):
+    write_run(store, "main-1")
+    write_run(store, "main-2")
+    write_run(store, "main-3", sft="failed")
     (subject,) = choose(store, pipeline_with(runs={"main": "main-*"})).subjects
-    assert (subject.label, subject.run, subject.stage, subject.input_name) == (
-        "main",
-        "main-2",
-        "sft",
-        "model-main-sft",
-    )
+    about = (subject.label, subject.run, subject.stage, subject.input_name)
+    assert about == ("main", "main-2", "sft", "model-main-sft")
     assert list(subject.evals) == ["main-sft-eval_sft"]
 
 
-def test_an_rl_stages_own_benchmarks_are_asked_as_it_asks_them(store, tmp_path):
-    write_run(store, tmp_path, "main-1", created=1.0)
+def test_an_rl_stages_own_benchmarks_are_asked_as_it_asks_them(store):
+    write_run(store, "main-1")
     asked = {"name": "sort", "source": "file:x.txt", "num_samples": 4, "temperature": 0.7}
     config = {"kind": "rl", "inputs": {"model": "sft"}, "data": ["file:x"], "seed": 7}
     made = RLStage.of(**config, rollout={"max_new_tokens": 96}, evaluation={"benchmarks": [asked | {"every": 3}]})
@@ -54,57 +49,43 @@ def test_an_rl_stages_own_benchmarks_are_asked_as_it_asks_them(store, tmp_path):
     assert (stage.inputs, stage.seed, stage.max_new_tokens) == ({"model": "model-newest-rl"}, 7, 96)
 
 
-def test_nights_and_points_of_a_sweep_are_no_newest_run(store, tmp_path):
-    write_run(store, tmp_path, "plain", created=1.0)
-    write_run(store, tmp_path, "nightly-1", created=2.0, nightly={"by_schedule": True, "due": 0.0})
-    write_run(store, tmp_path, "s-001", created=3.0, sweep={"stage": "sft", "points": []})
+def test_nights_and_points_of_a_sweep_are_no_newest_run(store):
+    write_run(store, "plain")
+    write_run(store, "nightly-1", nightly={"by_schedule": True, "due": 0.0})
+    write_run(store, "s-001", sweep={"stage": "sft", "points": []})
     assert choose(store, pipeline_with()).subjects[0].run == "plain"
     assert choose(store, pipeline_with(runs={"s": "s-001"})).subjects[0].run == "s-001"
 
 
-def test_what_is_missing_is_said_and_the_rest_evaluated(store, tmp_path):
-    write_run(store, tmp_path, "plain", created=1.0)
+def test_what_is_missing_is_said_and_the_rest_evaluated(store):
+    write_run(store, "plain")
     choice = choose(store, pipeline_with(runs={"a": "plain", "b": "gone"}, stages=["sft", "rl"]))
     assert [subject.label for subject in choice.subjects] == ["a"]
-    assert choice.missing[0] == "a/rl: no run that fits 'plain' has finished that stage"
-    assert choice.missing[1] == "b: no run is called 'gone'"
+    said = ["a/rl: no run that fits 'plain' has finished that stage", "b: no run is called 'gone'"]
+    assert list(choice.missing[:2]) == said
     with pytest.raises(ArtifactNotFound, match=r"Choose runs with nightly.runs=.*there are plain"):
         choose(store, pipeline_with(runs={"b": "gone"}))
 
 
-def test_a_pinned_model_is_imported_and_asked_an_eval_of_the_preset(store):
-    pipeline = pipeline_with(runs={}, models={"Qwen": {"model": "hub:a/b@main", "evals": ["eval_sft"]}})
-    (subject,) = choose(store, pipeline).subjects
-    night = night_pipeline(pipeline, choose(store, pipeline), detect())
-    assert night.stages[subject.input_name].model == "hub:a/b@main"
-    (name,) = subject.evals
-    assert night.stages[name].inputs == {"model": subject.input_name}
-    asked = [(b.name, b.form, b.source) for b in night.stages[name].benchmarks]
-    assert asked == [(b.name, b.form, b.source) for b in pipeline.stages["eval_sft"].benchmarks]
-    wrong = pipeline_with(models={"q": {"model": "hub:a/b", "evals": ["eval_x"]}})
-    with pytest.raises(ConfigError, match="no eval stage of preset p; those are eval_sft"):
-        choose(store, wrong)
-
-
-def test_runs_that_read_from_different_mirrors_are_not_mixed(store, tmp_path):
-    write_run(store, tmp_path, "a", created=1.0)
-    write_run(store, tmp_path, "b", created=2.0)
+def test_runs_that_read_from_different_mirrors_are_not_mixed(store):
+    for name in ("a", "b"):
+        write_run(store, name)
     store.change_run("b", lambda record: record.changed(pipeline={**record.pipeline, "mirror": "/elsewhere"}))
     with pytest.raises(ConfigError, match="different mirrors: a from none, b from /elsewhere"):
         choose(store, pipeline_with(runs={"a": "a", "b": "b"}))
     assert choose(store, pipeline_with(runs={"b": "b"})).mirror == "/elsewhere"
 
 
-def test_long_names_stay_apart_and_within_what_a_stage_name_may_be(store, tmp_path):
-    write_run(store, tmp_path, "plain", created=1.0)
+def test_long_names_stay_apart_and_within_what_a_stage_name_may_be(store):
+    write_run(store, "plain")
     labels = ["A.very-long-label-of-forty-characters-one", "A.very-long-label-of-forty-characters-two"]
     pipeline = pipeline_with(runs=dict.fromkeys(labels, "plain"))
     choice = choose(store, pipeline)
     assert len(night_pipeline(pipeline, choice, detect()).stages) == 4
 
 
-def test_a_model_that_is_stale_in_its_run_is_evaluated_and_named(store, tmp_path):
-    write_run(store, tmp_path, "plain", created=1.0)
+def test_a_model_that_is_stale_in_its_run_is_evaluated_and_named(store):
+    write_run(store, "plain")
 
     def stale(record):
         base = stage_record("pretrain", {"digest": "new"}, state="built", key="b" * 40)

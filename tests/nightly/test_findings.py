@@ -9,28 +9,30 @@ from nanodag.cli.nightly import run_night, turn_on
 from nanodag.config import resolve
 from nanodag.errors import ConfigError
 from nanodag.nightly.findings import conclude
-from nanodag.nightly.nights import Skipped, begin_night, check_choice, check_night
+from nanodag.nightly.nights import begin_night, check_choice, check_night
 from nanodag.run.record import StageResult
 from nanodag.server import local_server
 from nanodag.store import Store
-from tests.nightly.made_nights import EVAL, publish_eval, write_run
+from tests.nightly.made_nights import STAGES, publish_eval, write_run
 
 
 @pytest.fixture
 def project(tmp_path, monkeypatch):
-    stages = {"sft": {"kind": "import", "model": "file:/x"}, "eval_sft": EVAL}
-    presets = {"p": {"stages": stages, "nightly": {"runs": {"main": "main-*"}, "timezone": "UTC"}}}
+    presets = {"p": {"stages": STAGES, "nightly": {"runs": {"main": "main-*"}, "timezone": "UTC"}}}
     (tmp_path / "pipeline.yaml").write_text(yaml.safe_dump({"default": "p", "presets": presets}))
     monkeypatch.chdir(tmp_path)
     for name in ("NANODAG_STORE", "NANODAG_MIRROR", "NANODAG_FILE"):
         monkeypatch.delenv(name, raising=False)
-    write_run(Store(tmp_path / "store"), tmp_path / "made", "main-1", created=1.0)
+    write_run(Store(tmp_path / "store"), "main-1")
     return tmp_path
 
 
+def begun(name="", *, by_schedule=True, flow_run="one"):
+    return begin_night(name=name, flow_run=flow_run, by_schedule=by_schedule, file="", preset="p", overrides=[])
+
+
 def night_of(project, name, answers, flow_run=""):
-    asked = {"file": "", "preset": "p", "overrides": [], "by_schedule": False}
-    night = begin_night(name=name, flow_run=flow_run, **asked)
+    night = begun(name, by_schedule=False, flow_run=flow_run)
     score = publish_eval(night.run.store, project / "made" / name, name, answers)
     where = {field: getattr(score, field) for field in ("key", "attempt", "digest")}
     results = {"main-sft-eval_sft": StageResult(stage="eval", kind="eval", was_found=False, **where)}
@@ -61,21 +63,10 @@ def test_a_night_is_kept_with_its_scores_comparisons_and_page(project):
 
 def test_a_night_that_is_retried_goes_on_under_its_name(project):
     night_of(project, "", [1] * 100, flow_run="abc")
-    (name,) = [run for run in Store(project / "store").runs() if run.startswith("nightly-")]
     night_of(project, "", [1] * 90 + [0] * 10, flow_run="abc")
     store = Store(project / "store")
-    assert [run for run in store.runs() if run.startswith("nightly-")] == [name]
+    (name,) = [run for run in store.runs() if run.startswith("nightly-")]
     assert [score.value for score in store.read_run(name).night.scores] == [0.9]
-
-
-def test_the_schedules_night_is_begun_once(project):
-    asked = {"name": "", "file": "", "preset": "p", "overrides": [], "by_schedule": True}
-    night = begin_night(flow_run="one", **asked)
-    assert night.stages == ["main-sft-eval_sft"] and night.run.name.endswith("-0300")
-    assert isinstance(begin_night(flow_run="two", **asked), Skipped), "under way, in this very process"
-    night.run.close()
-    assert isinstance(begin_night(flow_run="three", **asked), Skipped)
-    assert not isinstance(begin_night(flow_run="one", **asked), Skipped), "a retry of the one that had it"
 
 
 def test_a_pinned_models_folder_is_told_from_the_pipeline_file(project, monkeypatch):
@@ -98,34 +89,22 @@ def no_server(monkeypatch):
     monkeypatch.setattr(local_server, "server_of", started)
 
 
-def has_continuations(project):
-    """The run's eval stage has a benchmark that exists."""
-    update = {"benchmarks": [{"name": "continuation", "source": f"file:{project}/x.txt"}]}
-
+def test_a_night_whose_data_is_gone_fails_before_it_evaluates_and_says_so(project, no_server):
     def changed(record):
         stages = record.pipeline["stages"]
-        stages = {**stages, "eval_sft": {**stages["eval_sft"], **update}}
+        benchmarks = [{"name": "continuation", "source": f"file:{project}/x.txt"}]
+        stages = {**stages, "eval_sft": {**stages["eval_sft"], "benchmarks": benchmarks}}
         return record.changed(pipeline={**record.pipeline, "stages": stages})
 
     Store(project / "store").change_run("main-1", changed)
-
-
-def test_a_night_whose_data_is_gone_fails_before_it_evaluates_and_says_so(project, no_server):
-    has_continuations(project)
     missing = f"preset 'p': main-sft-eval_sft.benchmarks.0: Source 'file:{project}/x.txt' matches no file"
-    night = begin_night(name="", file="", preset="p", overrides=[], by_schedule=True, flow_run="one")
+    night = begun()
     with pytest.raises(ConfigError, match=missing):
         check_night(night)
-    record = Store(project / "store").read_run(night.run.name)
-    assert record.state == "failed" and missing in record.reason
-    assert [stage.state for stage in record.stages.values()] == ["not run"]
+    assert missing in Store(project / "store").read_run(night.run.name).reason
     with pytest.raises(ConfigError, match=missing):
         turn_on(overrides=[], preset="p", file="")
-
-
-def test_a_night_whose_everything_is_there_is_begun(project):
-    (project / "x.txt").write_text("A document of some words.")
-    has_continuations(project)
+    (project / "x.txt").write_text("A document of some words.")  # now everything is there
     check_choice(Store(project / "store"), resolve(project / "pipeline.yaml", "p").pipeline, project / "pipeline.yaml")
 
 
@@ -145,4 +124,4 @@ def test_a_schedule_may_be_turned_on_before_there_is_a_model(project, no_server,
 
 def test_a_name_that_is_no_nights_is_refused(project):
     with pytest.raises(ConfigError, match="its name begins with 'nightly-'"):
-        begin_night(name="tuesday", file="", preset="p", overrides=[], by_schedule=False, flow_run="")
+        begun("tuesday", by_schedule=False)

@@ -12,8 +12,15 @@ from nanodag.store.provenance import process_started
 from tests.nightly.made_nights import night_record
 
 DUE = datetime(2026, 11, 27, 3, tzinfo=UTC)
+TONIGHT = "nightly-20261127-0300"
 # What Prefect hands out when serving begins again after a week: every night's flow run, all late, all at once.
 LATE = [f"flow-run-{day}" for day in range(21, 28)]
+
+
+def night(flow_run, *, due=DUE, process=None, **fields):
+    """A night of that flow run. process: the one that is at it, None for no longer."""
+    at_it = {"state": "running", "pid": process.pid, "pid_started": process_started(process)} if process else {}
+    return night_record(TONIGHT, [], due=due.timestamp(), flow_run=flow_run, **at_it, **fields)
 
 
 def taken_on(late, nights=()):
@@ -23,49 +30,33 @@ def taken_on(late, nights=()):
         decision = decide(records, DUE, flow_run)
         if not isinstance(decision, Skipped):
             taken.append((flow_run, decision))
-            records.append(night_record(decision, [], due=DUE.timestamp(), flow_run=flow_run))
+            records.append(night(flow_run))
     return taken
 
 
-def test_seven_late_runs_are_one_night_whatever_their_order():
-    assert taken_on(LATE) == [("flow-run-21", "nightly-20261127-0300")]
-    assert taken_on(LATE[::-1]) == [("flow-run-27", "nightly-20261127-0300")]
+@pytest.mark.parametrize(
+    ("before", "has_room"),
+    [
+        ([], True),
+        ([night("old", due=DUE - timedelta(days=7))], True),
+        ([night("dead", state="interrupted")], True),  # its process was killed
+        ([night("asked", due=DUE + timedelta(minutes=1), night={"by_schedule": False})], True),  # not the scheduled one
+        ([night("mine", state="failed")], False),  # its own retry tries it again
+        ([night("first", process=psutil.Process())], False),
+    ],
+)
+def test_seven_late_runs_are_one_night_at_most_whatever_their_order(before, has_room):
+    for late in (LATE, LATE[::-1]):
+        assert taken_on(late, before) == [(late[0], TONIGHT)] * has_room
 
 
-def test_a_night_of_last_week_does_not_count_as_tonights():
-    before = night_record("nightly-20261120-0300", [], due=(DUE - timedelta(days=7)).timestamp(), flow_run="old")
-    assert taken_on(LATE, [before]) == [("flow-run-21", "nightly-20261127-0300")]
+def test_a_night_that_failed_is_tried_again_by_its_own_retry_also_days_later():
+    for now in (DUE, DUE + timedelta(days=3)):
+        assert decide([night("mine", state="failed")], now, "mine") == TONIGHT
 
 
-def test_late_runs_that_start_together_leave_it_to_the_one_that_is_at_it():
-    process = psutil.Process()
-    alive = {"state": "running", "pid": process.pid, "pid_started": process_started(process)}
-    under_way = night_record("nightly-20261127-0300", [], due=DUE.timestamp(), flow_run="first", **alive)
-    assert taken_on(LATE, [under_way]) == []
-    assert "under way: flow run first" in decide([under_way], DUE, "second").reason
-
-
-def test_a_night_that_failed_is_not_tried_again_by_the_late_ones_but_by_its_own_retry():
-    failed = night_record("nightly-20261127-0300", [], due=DUE.timestamp(), flow_run="mine", state="failed")
-    assert taken_on(LATE, [failed]) == []
-    assert decide([failed], DUE, "mine") == "nightly-20261127-0300"
-    assert decide([failed], DUE + timedelta(days=3), "mine") == "nightly-20261127-0300", "a retry days later"
-
-
-def test_a_night_whose_process_was_killed_is_taken_over_once():
-    killed = night_record("nightly-20261127-0300", [], due=DUE.timestamp(), flow_run="dead", state="interrupted")
-    assert taken_on(LATE, [killed]) == [("flow-run-21", "nightly-20261127-0300")]
-
-
-def test_a_night_that_was_asked_for_does_not_stand_for_the_scheduled_one():
-    due = DUE.timestamp() + 60
-    asked = night_record("nightly-20261127-0900", [], due=due, flow_run="asked", night={"by_schedule": False})
-    assert len(taken_on(LATE, [asked])) == 1
-
-
-def test_a_retry_waits_for_the_process_that_is_still_at_its_night():
-    other = psutil.Process(os.getppid())
-    alive = {"state": "running", "pid": other.pid, "pid_started": process_started(other)}
-    under_way = night_record("nightly-20261127-0300", [], due=DUE.timestamp(), flow_run="mine", **alive)
+def test_a_night_under_way_is_named_to_others_and_waited_for_by_its_own_retry():
+    under_way = night("mine", process=(other := psutil.Process(os.getppid())))
+    assert "under way: flow run mine" in decide([under_way], DUE, "second").reason
     with pytest.raises(StoreBusy, match=f"under way in process {other.pid}"):
         decide([under_way], DUE, "mine")

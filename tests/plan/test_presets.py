@@ -38,13 +38,12 @@ def test_every_preset_is_made_for_a_machine():
     assert set(yaml.safe_load(FILE.read_text())["presets"]) == set(MADE_FOR)
 
 
-def test_the_speedrun_does_not_fit_a_laptop():
-    faults = planned("speedrun", "cpu:2:avx2:8GiB").faults
-    assert any(fault.startswith("pretrain.micro_batch_tokens") for fault in faults)
-
-
-def test_a_card_of_8_gb_is_too_small_for_gsm8k_rl_and_the_plan_says_so():
-    assert any(fault.startswith("rl.") for fault in planned("gsm8k-rl", "1x8GB").faults)
+@pytest.mark.parametrize(
+    ("preset", "machine", "named"),
+    [("speedrun", "cpu:2:avx2:8GiB", "pretrain.micro_batch_tokens"), ("gsm8k-rl", "1x8GB", "rl.")],
+)
+def test_what_is_too_small_for_a_preset_is_said(preset, machine, named):
+    assert any(fault.startswith(named) for fault in planned(preset, machine).faults)
 
 
 @pytest.mark.parametrize(

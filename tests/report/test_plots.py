@@ -36,14 +36,10 @@ def test_every_colour_of_a_plot_is_one_that_the_page_has_by_day_and_by_night(plo
     assert not own, f"colours of the plot's own: {own}"
 
 
-def test_a_plots_letters_are_the_pages(plots):
-    texts = [e for e in ElementTree.fromstring(plots).iter("{http://www.w3.org/2000/svg}text")]
-    assert {"one", "step"} <= {text.text for text in texts}
-    assert "DejaVu" not in plots and "font-size: " in plots
-
-
-def test_steps_are_whole_numbers(plots):
+def test_a_plots_letters_are_the_pages_and_its_steps_whole_numbers(plots):
     words = [e.text for e in ElementTree.fromstring(plots).iter("{http://www.w3.org/2000/svg}text")]
+    assert {"one", "step"} <= set(words)
+    assert "DejaVu" not in plots and "font-size: " in plots
     assert "1.5" not in words[: words.index("step")]
 
 
@@ -67,12 +63,9 @@ def test_a_long_legend_makes_the_picture_higher(plots):
     assert heights[1] == heights[0] + 22, "four rows of 11 points, two of them usual"
 
 
-def test_only_a_word_too_long_for_any_column_may_be_broken(page):
+def test_only_a_word_too_long_for_any_column_may_be_broken_and_the_icon_stands_in_the_page(page):
     assert '<td class="short" data-column="what">a longword</td>' in page
     assert f'<td class="long" data-column="why">{"x" * 60}</td>' in page
     assert not re.search(r"^td \{[^}]*overflow-wrap: anywhere", page, re.MULTILINE)
     assert page.count('<div class="scroll"><table') == page.count("<table")
-
-
-def test_the_icon_stands_in_the_page(page):
     assert '<link rel="icon" href="data:image/svg+xml,' in page

@@ -16,7 +16,7 @@ from nanodag.report.__main__ import contamination_table, training_urls
 from nanodag.report.gather import columns_of, comparisons_of, stages_of
 from nanodag.report.lineage import lineage_svg
 from nanodag.report.page import build_report, to_html, to_markdown
-from nanodag.report.plots import Panel, panels_svg, rl_panels, running_mean, supervised_panels
+from nanodag.report.plots import Panel, panels_svg, rl_panels, supervised_panels
 from nanodag.report.tables import (
     config_table,
     examples_of,
@@ -27,19 +27,33 @@ from nanodag.report.tables import (
     stages_table,
 )
 from nanodag.worker.job import Job, write_job
+from tests.report.finished_run import finished_run, write_lines
+
+
+@pytest.fixture
+def run(tmp_path):
+    return finished_run(tmp_path)
 
 
 def texts(table):
     return [[cell.text for cell in row] for row in table.rows]
 
 
+def change_results(run, name, *, samples=(), **benchmarks):
+    """Have an eval's results say more of a benchmark: a copy of `sort` where it has another name."""
+    path = Path(run["stages"][name]["files"]) / "results.json"
+    results = json.loads(path.read_text())
+    for benchmark, more in benchmarks.items():
+        results["benchmarks"][benchmark] = results["benchmarks"]["sort"] | more
+    path.write_text(json.dumps(results | ({"samples": samples} if samples else {})))
+
+
+def samples_of(run, name, benchmark="sort"):
+    return Path(run["stages"][name]["files"]) / "samples" / f"{benchmark}.jsonl"
+
+
 def report_of(run, **more):
     return build_report("r1", run, **{"price_per_hour": 0.0, "contamination": None, "missing": (), **more})
-
-
-def test_models_are_columns_in_the_order_of_the_dag_and_two_of_a_kind_are_named_by_their_stages(run):
-    columns = columns_of(stages_of(run))
-    assert [column.label for column in columns] == ["BASE", "SFT", "CONTROL", "RL"]
 
 
 def test_stages_come_after_their_inputs_whatever_order_the_job_lists_them_in(run):
@@ -49,7 +63,7 @@ def test_stages_come_after_their_inputs_whatever_order_the_job_lists_them_in(run
     assert list(stages_of(shuffled)) == expected == list(stages_of(run))
 
 
-def test_the_table_of_scores(run):
+def test_scores_have_models_as_columns_in_the_order_of_the_dag_two_of_a_kind_named_by_their_stages(run):
     table = scores_table(columns_of(stages_of(run)))
     assert table.headers == ["benchmark", "BASE", "SFT", "CONTROL", "RL"]
     assert texts(table)[0] == ["sort", "0.0 ± 10.0", "40.0 ± 10.0", "50.0 ± 10.0", "80.0 ± 10.0"]
@@ -58,7 +72,7 @@ def test_the_table_of_scores(run):
     assert table.rows[0][0].detail == "exact_match, %, 10 items"
 
 
-def test_models_are_compared_with_the_one_they_come_from_and_with_each_other(run):
+def test_models_are_compared_with_the_one_they_come_from_and_with_each_other_with_examples(run):
     stages = stages_of(run)
     found = comparisons_of(columns_of(stages), stages)
     pairs = [(c.after.label, c.before.label) for c in found if c.benchmark == "sort"]
@@ -70,23 +84,17 @@ def test_models_are_compared_with_the_one_they_come_from_and_with_each_other(run
     assert not by_pair["sort", "SFT", "BASE"].same_form
     assert by_pair["sort", "CONTROL", "SFT"].verdict == "no clear difference"
     assert by_pair["bits_per_byte", "RL", "SFT"].verdict == "worse"  # more bits are worse
-
-
-def test_items_that_turned_right_are_examples(run):
-    stages = stages_of(run)
-    rl = next(c for c in comparisons_of(columns_of(stages), stages) if (c.after.label, c.before.label) == ("RL", "SFT"))
-    assert [example.prompt for example in examples_of(rl, turned="right")] == ["Sort 4 | x", "Sort 5 | x", "Sort 6 | x"]
+    assert [example.prompt for example in examples_of(rl, turned="right")] == [f"Sort {n} | x" for n in (4, 5, 6)]
     assert examples_of(rl, turned="wrong") == []
 
 
 def test_programs_that_passed_and_failed_are_shown_and_none_of_their_text_is_markup(run):
-    folder = Path(run["stages"]["eval_rl"]["files"])
-    path = folder / "samples" / "sort.jsonl"
+    path = samples_of(run, "eval_rl")
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     for number, line in enumerate(lines):
         verdict, error = ("passed", "") if number < 4 else ("failed", "NameError: <script> (line 2 of the program)")
         line["details"] = {"program": f"def f():\n    return '<script>```{number}'", "verdict": verdict, "error": error}
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(path, lines)
     report = report_of(run)
     page, markdown = to_html(report), to_markdown(report)
     assert "sort: programs of RL that passed" in page and "sort: programs of RL that failed" in page
@@ -98,15 +106,9 @@ def test_programs_that_passed_and_failed_are_shown_and_none_of_their_text_is_mar
 
 def test_means_over_many_tasks_stand_first(run):
     for stage in ("eval_rl", "eval_sft"):
-        path = Path(run["stages"][stage]["files"]) / "results.json"
-        results = json.loads(path.read_text())
-        sort = results["benchmarks"]["sort"] | {"metric": "chat_core"}
-        results["benchmarks"]["chat_core"] = sort
-        samples = path.parent / "samples" / "sort.jsonl"
-        (path.parent / "samples" / "chat_core.jsonl").write_text(
-            samples.read_text().replace("exact_match", "chat_core")
-        )
-        path.write_text(json.dumps(results))
+        change_results(run, stage, chat_core={"metric": "chat_core"})
+        samples = samples_of(run, stage).read_text().replace("exact_match", "chat_core")
+        samples_of(run, stage, "chat_core").write_text(samples)
     stages = stages_of(run)
     assert [row[0] for row in texts(scores_table(columns_of(stages)))] == ["chat_core", "sort", "bits_per_byte"]
     assert "chat_core" in {c.benchmark for c in comparisons_of(columns_of(stages), stages)}
@@ -133,25 +135,17 @@ def test_the_report_says_how_many_rows_were_trained_and_how_often(run):
     assert reached_table(stages_of(run)) is None
 
 
-def test_the_share_of_documents_stands_below_a_stages_tokens(run):
-    run["stages"]["sft"]["metrics"]["document_share"] = 0.254
-    details = {row[0].text: row[3].detail for row in stages_table(stages_of(run), 0.0).rows}
-    assert (details["sft"], details["pretrain"]) == ("25 % documents", "")
-
-
 def test_config_says_where_values_come_from_and_what_the_dial_would_have_said(run):
     table = config_table(stages_of(run)["sft"], run["origins"])
-    first = table.rows[0]
-    assert [cell.text for cell in first] == ["num_epochs", "3", "override"]
-    assert first[2].detail == "said 1"
+    assert texts(table)[0] == ["num_epochs", "3", "override"] and table.rows[0][2].detail == "said 1"
     assert [row[2].text for row in table.rows[1:]] == ["default", "default"]
 
 
-def answers(run, name, right):
-    """Let an eval answer 60 sorting problems, of which these are right."""
-    lines = [{"id": f"s{n}", "scores": {"exact_match": float(n in right)}} for n in range(60)]
-    path = Path(run["stages"][name]["files"]) / "samples" / "sort.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+def answer(run, **right):
+    """Let evals answer 60 sorting problems, of which so many are right."""
+    for name, count in right.items():
+        lines = ({"id": f"s{n}", "scores": {"exact_match": float(n < count)}} for n in range(60))
+        write_lines(samples_of(run, f"eval_{name}"), lines)
 
 
 def comparison_table(run):
@@ -162,8 +156,7 @@ def comparison_table(run):
 
 
 def test_the_p_that_is_shown_decides_and_not_the_interval(run):
-    for name, right in (("eval_base", 0), ("eval_sft", 20), ("eval_control", 20), ("eval_rl", 15)):
-        answers(run, name, range(right))
+    answer(run, base=0, sft=20, control=20, rl=15)
     stages = stages_of(run)
     found = next(c for c in comparisons_of(columns_of(stages), stages) if c.after.label == "RL" and c.is_parent)
     assert found.found.p_value == 0.0625 and found.found.high < 0, "the interval alone would call it worse"
@@ -173,102 +166,76 @@ def test_the_p_that_is_shown_decides_and_not_the_interval(run):
 
 
 def test_one_of_many_comparisons_is_not_called_worse_by_chance(run):
-    for name, right in (("eval_base", range(20)), ("eval_sft", range(20)), ("eval_control", range(20))):
-        answers(run, name, right)
-    answers(run, "eval_rl", range(13))  # 7 lost, none won: p = 2/128, which alone would do
+    answer(run, base=20, sft=20, control=20, rl=13)  # 7 lost, none won: p = 2/128, which alone would do
     assert comparison_table(run)["RL − SFT"] == ("0.078", "no clear difference")  # 5 of 8 are no smaller: 5 x 0.0156
-    answers(run, "eval_rl", range(10))
+    answer(run, rl=10)
     assert comparison_table(run)["RL − SFT"] == ("0.010", "worse")  # 5 x 2/1024
 
 
 def test_what_is_worse_stands_first_with_its_verdict_below_and_what_is_unclear_is_folded(run):
-    for name, right in (("eval_base", 20), ("eval_sft", 20), ("eval_control", 40), ("eval_rl", 20)):
-        answers(run, name, range(right))
-    _, _, clear, unclear = report_of(run).sections[0].parts
+    answer(run, base=20, sft=20, control=40, rl=20)
+    report = report_of(run)
+    _, _, clear, unclear = report.sections[0].parts
     verdicts = [row[2].verdict for row in clear.table.rows]
     assert verdicts[-1] == "better" and set(verdicts[:-1]) == {"worse"}
     assert (clear.folded, unclear.folded) == (False, True) and unclear.heading.startswith("no clear difference: ")
-    page = to_html(report_of(run))
+    page = to_html(report)
     assert page.index('<span class="verdict bad">worse</span>') < page.index('<span class="verdict good">better</span>')
     assert page.index("<details><summary>no clear difference") < page.index('<span class="verdict ">no clear diff')
-
-
-def test_a_narrow_screen_reads_rows_of_many_cells_downwards_behind_the_names_of_their_columns(run):
-    page = to_html(report_of(run))
-    assert '<table class=" many">' in page and "@media (max-width: 640px)" in page
-    assert 'data-column="difference">' in page and "content: attr(data-column)" in page
+    assert '<table class=" many">' in page and 'data-column="difference">' in page, "a narrow screen reads downwards"
 
 
 def test_the_first_tiles_name_the_largest_gain_beside_the_largest_loss(run):
-    answers(run, "eval_base", range(30))
-    answers(run, "eval_sft", range(5))
-    answers(run, "eval_control", range(5))
-    answers(run, "eval_rl", range(50))
+    answer(run, base=30, sft=5, control=5, rl=50)
     first, second = report_of(run).cards[:2]
     assert (first.text, first.detail) == ("+75.0 points", "largest gain: sort, RL over SFT")
     assert (second.text, second.detail) == ("−41.7 points", "largest loss: sort, SFT over BASE")
-    answers(run, "eval_base", range(5))
+    answer(run, base=5)
     assert [c.text for c in report_of(run).cards[:2]] == ["+75.0 points", "no loss"]
 
 
-def test_trained_and_read_tokens_have_columns_of_their_own(run):
+def test_a_stages_row_tells_tokens_trained_and_read_its_tries_and_its_share_of_documents(run):
     run["stages"]["rl"]["cost"] = {"seconds": 10.0, "tokens": 3000, "forward_tokens": 2000, "flops": 1e6}
     run["stages"]["eval_rl"]["cost"] = {"seconds": 5.0, "forward_tokens": 500, "flops": 1e3}
+    run["stages"]["control"]["cost"] = {"seconds": 100.0, "earlier_seconds": 62.0, "num_attempts": 3}
+    run["stages"]["sft"]["metrics"]["document_share"] = 0.254
     table = stages_table(stages_of(run), 0.0)
     rows = {row[0]: row for row in texts(table)}
     assert table.headers[3:6] == ["trained", "read", "trained/s"]
     assert (rows["rl"][3:6], rows["eval_rl"][3:6]) == (["3 k", "2 k", "300"], ["", "500", ""])
     assert rows["all"][3:5] == ["1.5 M", "2.5 k"]
+    details = {row[0].text: (row[1].detail, row[3].detail) for row in table.rows}
+    assert details["control"] == ("3 tries, the last 38 s", "") and rows["control"][1] == "1 min 40 s"
+    assert (details["sft"], details["pretrain"]) == (("", "25 % documents"), ("", ""))
 
 
-def test_a_stage_that_took_several_tries_shows_all_of_their_time_and_the_last(run):
-    run["stages"]["rl"]["cost"] = {"seconds": 100.0, "earlier_seconds": 62.0, "num_attempts": 3}
-    row = next(row for row in stages_table(stages_of(run), 0.0).rows if row[0].text == "rl")
-    assert (row[1].text, row[1].detail) == ("1 min 40 s", "3 tries, the last 38 s")
-
-
-def test_what_is_stale_and_rl_that_learned_nothing_are_said_first(run):
-    run["stages"]["rl"]["metrics"] = {"version": 0}
+def test_what_is_stale_rl_that_learned_nothing_and_prompts_that_were_too_long_are_said_first(run):
+    run["stages"]["rl"]["metrics"] = {"version": 0, "eval_too_long": 2}
     run["stale"] = {"eval_rl": "rl was built since"}
+    change_results(run, "eval_rl", sort={"too_long": 3})
     report = report_of(run)
-    said = ["eval_rl is stale: rl was built since.", "rl learned nothing: no update of the weights was made."]
-    assert report.warnings == said
+    assert sorted(report.warnings) == [
+        "eval_rl is stale: rl was built since.",
+        "eval_rl sort: the prompts of 3 of 10 items were too long for the model.",
+        "rl learned nothing: no update of the weights was made.",
+        "rl: 2 held-out prompts too long to be asked.",
+    ]
     for page in (to_html(report), to_markdown(report)):
         assert page.index("rl learned nothing") < page.index("Scores")
-
-
-def test_items_whose_prompts_were_too_long_are_said_first_and_beside_the_score(run):
-    path = Path(run["stages"]["eval_rl"]["files"]) / "results.json"
-    results = json.loads(path.read_text())
-    results["benchmarks"]["sort"]["too_long"] = 3
-    path.write_text(json.dumps(results))
-    assert report_of(run).warnings == ["eval_rl sort: the prompts of 3 of 10 items were too long for the model."]
     row = scores_table(columns_of(stages_of(run))).rows[0]
     assert [cell.detail for cell in row[3:]] == ["30.0 to 70.0", "60.0 to 100.0, 3 too long"]
 
 
-def test_held_out_prompts_that_rl_did_not_ask_are_said_first(run):
-    run["stages"]["rl"]["metrics"] |= {"eval_too_long": 2}
-    assert report_of(run).warnings == ["rl: 2 held-out prompts too long to be asked."]
-
-
 def test_metrics_over_samples_and_counts_stand_beside_the_score_and_the_best_answer_is_shown(run):
+    over_two = {"metric": "pass@2", "base_metric": "exact_match", "sampling": "2 samples, temperature 1", "unparsed": 4}
     for stage, right in (("eval_sft", 0), ("eval_rl", 1)):
-        folder = Path(run["stages"][stage]["files"])
-        results = json.loads((folder / "results.json").read_text())
-        results["benchmarks"]["sort"] |= {
-            "metric": "pass@2", "base_metric": "exact_match", "sampling": "2 samples, temperature 1",
-            "unparsed": 4, "truncated": right,
-        }  # fmt: skip
-        (folder / "results.json").write_text(json.dumps(results))
+        change_results(run, stage, sort={**over_two, "truncated": right})
         records = [
-            {"id": f"s{n}", "scores": {"pass@2": float(right and n == 3)}, "prompt": f"Sort {n}", "target": "1",
-             "samples": [
-                 {"output": f"{stage} {n} {k}", "scores": {"exact_match": float(right and k)}} for k in range(2)
-             ]}
+            {"id": f"s{n}", "scores": {"pass@2": float(right and n == 3)}, "prompt": f"Sort {n}", "target": "1"}
+            | {"samples": [{"output": f"{stage} {n} {k}", "scores": {"exact_match": right * k}} for k in (0, 1)]}
             for n in range(10)
-        ]  # fmt: skip
-        (folder / "samples" / "sort.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        ]
+        write_lines(samples_of(run, stage), records)
     stages = stages_of(run)
     columns = columns_of(stages)
     row = scores_table(columns).rows[0]
@@ -284,31 +251,24 @@ def test_metrics_over_samples_and_counts_stand_beside_the_score_and_the_best_ans
 HOSTILE = "<script>alert(1)</script>\n# not a title | [x](http://a) `c` *b* $x^{$ &lt; ~~y~~"
 
 
-def test_nothing_that_a_user_names_becomes_markup(run, tmp_path):
+def test_nothing_that_a_user_names_becomes_markup(run):
     stages = run["stages"]
     run["description"], run["preset"] = HOSTILE, HOSTILE
     run["stale"] = {HOSTILE: HOSTILE}
     stages["sft"]["config"]["note"] = HOSTILE
     stages["rl"]["metrics"] = {HOSTILE: HOSTILE}
     stages["rl"]["environment"] = {HOSTILE: HOSTILE}
+    benchmark = HOSTILE.replace("/", "")
     for stage in ("eval_rl", "eval_sft"):
-        folder = Path(stages[stage]["files"])
-        stages[stage]["config"]["benchmarks"] += [{"name": HOSTILE.replace("/", "")}]
-        results = json.loads((folder / "results.json").read_text())
-        results["benchmarks"][HOSTILE.replace("/", "")] = results["benchmarks"]["sort"]
-        results["samples"] = [{"prompt": HOSTILE, "completion": HOSTILE}]
-        (folder / "results.json").write_text(json.dumps(results))
-        lines = [
-            {"id": f"{n}", "scores": {"exact_match": float(stage == "eval_rl")}}
-            | {"prompt": HOSTILE, "target": HOSTILE, "output": HOSTILE}
-            for n in range(3)
-        ]
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        (folder / "samples" / f"{HOSTILE.replace('/', '')}.jsonl").write_text(text)
+        stages[stage]["config"]["benchmarks"] += [{"name": benchmark}]
+        change_results(run, stage, samples=[{"prompt": HOSTILE, "completion": HOSTILE}], **{benchmark: {}})
+        item = dict.fromkeys(("prompt", "target", "output"), HOSTILE)
+        lines = [{"id": f"{n}", "scores": {"exact_match": float(stage == "eval_rl")}, **item} for n in range(3)]
+        write_lines(samples_of(run, stage, benchmark), lines)
     run["stages"] = {HOSTILE if name == "control" else name: raw for name, raw in stages.items()}
     rows = [[tables.Cell(text=HOSTILE, detail=HOSTILE, code=True)]]
-    report = report_of(run, missing=[HOSTILE], contamination=tables.Table(headers=[HOSTILE], rows=rows))
-    report = replace(report, title=HOSTILE)
+    found = tables.Table(headers=[HOSTILE], rows=rows)
+    report = replace(report_of(run, missing=[HOSTILE], contamination=found), title=HOSTILE)
     page = to_html(report)
     checker = Checker()
     checker.feed(page)
@@ -357,8 +317,8 @@ def test_the_page_is_well_formed_and_loads_nothing(run):
 
 
 def test_the_same_run_gives_the_same_bytes(run):
-    assert to_html(report_of(run)) == to_html(report_of(run))
-    assert to_markdown(report_of(run)) == to_markdown(report_of(run))
+    one, again = report_of(run), report_of(run)
+    assert (to_html(one), to_markdown(one)) == (to_html(again), to_markdown(again))
 
 
 def test_markdown_tables_keep_their_columns(run):
@@ -417,9 +377,8 @@ def test_a_policys_own_evaluations_are_a_table_of_start_best_and_last(run):
         ["bits", "2.000", "1.000", "1.500"],
         ["sort", "", "75.0", "50.0"],
     ]
-    assert [cell.detail for cell in table.rows[2]] == [
-        "exact_match", "", "62.5 to 87.5, step 10", "37.5 to 62.5, step 20",
-    ]  # fmt: skip
+    assert " | ".join(cell.detail for cell in table.rows[2][2:]) == "62.5 to 87.5, step 10 | 37.5 to 62.5, step 20"
+    assert [cell.detail for cell in table.rows[2][:2]] == ["exact_match", ""]
     assert table.rows[1][2].detail == "step 10"
 
 
@@ -432,46 +391,21 @@ def test_what_a_stage_reached_is_said_in_one_line(run):
     assert "stopped early yes" in to_markdown(report_of(run))
 
 
-def test_a_running_mean_is_centred_and_shorter_at_the_ends():
-    assert running_mean([1, 2, 6, 10], 3) == [1.5, 3, 6, 8]
-
-
-@pytest.mark.parametrize(
-    ("said", "expected"),
-    [
-        (duration(0.44), "0.4 s"),
-        (duration(59.6), "1 min 0 s"),
-        (duration(3725), "1 h 2 min"),
-        (duration(9.96), "10 s"),
-        (duration(-1.0), ""),
-        (words.count(1_640_000), "1.64 M"),
-        (words.count(950), "950"),
-        (words.count(3.3e21), "3.3e+03 E"),
-        (size(1610612736), "1.6 GB"),
-        (size(950), "950 bytes"),
-        (counted(1, "entry", "entries"), "1 entry"),
-        (counted(2000, "entry", "entries"), "2,000 entries"),
-        (words.signed(-0.021, "bits_per_byte"), "−0.021"),
-        (words.signed(0.183, "acc"), "+18.3"),
-        (words.probability(0.0004), "< 0.001"),
-        (words.probability(0.0496), "0.04960"),
-        (words.probability(0.0156), "0.016"),
-    ],
-)
-def test_numbers_in_words(said, expected):
-    assert said == expected
+def test_numbers_in_words():
+    assert [duration(seconds) for seconds in (0.44, 59.6, 3725, -1.0)] == ["0.4 s", "1 min 0 s", "1 h 2 min", ""]
+    assert [words.count(number) for number in (1_640_000, 3.3e21)] == ["1.64 M", "3.3e+03 E"]
+    assert [words.signed(-0.021, "bits_per_byte"), words.signed(0.183, "acc")] == ["−0.021", "+18.3"]
+    assert [words.probability(p) for p in (0.0004, 0.0496, 0.0156)] == ["< 0.001", "0.04960", "0.016"]
+    assert (size(1610612736), counted(2000, "entry", "entries")) == ("1.6 GB", "2,000 entries")
 
 
 def test_contamination_finds_an_item_that_stands_in_training_data(tmp_path):
     sentence = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen"
     training, benchmark = tmp_path / "train.jsonl", tmp_path / "test.jsonl"
-    training.write_text(json.dumps({"text": f"before {sentence} after"}) + "\n")
-    lines = [{"q": sentence}, {"q": sentence.replace("seven", "7")}, {"q": "too short"}]
-    benchmark.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    stages = {
-        "sft": {"kind": "sft", "config": {"data": [{"url": f"file:{training}"}]}},
-        "e": {"kind": "eval", "config": {}},
-    }
+    write_lines(training, [{"text": f"before {sentence} after"}])
+    write_lines(benchmark, [{"q": text} for text in (sentence, sentence.replace("seven", "7"), "too short")])
+    sft = {"kind": "sft", "config": {"data": [{"url": f"file:{training}"}]}}
+    stages = {"sft": sft, "e": {"kind": "eval", "config": {}}}
     config = ReportStage(kind="report", contamination=(f"file:{benchmark}",))
     table = contamination_table(stages, config.contamination, None)
     assert texts(table)[0][2:5] == ["1", "2", "50.0 %"]
@@ -481,19 +415,14 @@ def test_contamination_finds_an_item_that_stands_in_training_data(tmp_path):
 
 
 def test_a_source_that_could_not_be_looked_for_is_not_called_clean(tmp_path):
-    training, empty, benchmark = (tmp_path / name for name in ("train.jsonl", "empty.jsonl", "test.jsonl"))
-    training.write_text(json.dumps({"text": "some words"}) + "\n")
-    empty.write_text(json.dumps({"text": ""}) + "\n")
-    benchmark.write_text(json.dumps({"q": "too short"}) + "\n")
-    long = tmp_path / "long.jsonl"
-    long.write_text(json.dumps({"q": " ".join(f"w{n}" for n in range(20))}) + "\n")
-    stages = {"sft": {"kind": "sft", "config": {"data": [{"url": f"file:{path}"} for path in (training, empty)]}}}
-    config = ReportStage(kind="report", contamination=(f"file:{benchmark}", f"file:{long}"))
-    found = [
-        (row[2].text, row[2].detail, row[2].tone)
-        for row in contamination_table(stages, config.contamination, None).rows
-    ]
-    assert found == [
+    texts = {"train": "some words", "empty": "", "short": "too short", "long": " ".join(f"w{n}" for n in range(20))}
+    for name, text in texts.items():
+        write_lines(tmp_path / f"{name}.jsonl", [{"text": text}])
+    training, empty, short, long = (f"file:{tmp_path}/{name}.jsonl" for name in texts)
+    stages = {"sft": {"kind": "sft", "config": {"data": [{"url": training}, {"url": empty}]}}}
+    config = ReportStage(kind="report", contamination=(short, long))
+    cells = [row[2] for row in contamination_table(stages, config.contamination, None).rows]
+    assert [(cell.text, cell.detail, cell.tone) for cell in cells] == [
         ("not checked", "of 1 item none has 13 words", ""),
         ("0", "", "good"),
         ("not checked", "of 1 item none has 13 words", ""),
@@ -505,9 +434,8 @@ def test_the_worker_writes_both_pages(run, tmp_path):
     config = ReportStage(kind="report", inputs={"rl": "rl", "lost": "lost"}, seed=0)
     (tmp_path / "ws").mkdir()
     job = Job(name="report", run="r1", config=config, inputs={"rl": tmp_path}, workspace=tmp_path / "ws", context=run)
-    done = subprocess.run(
-        [sys.executable, "-m", "nanodag.report", str(write_job(job))], capture_output=True, check=False
-    )
+    command = [sys.executable, "-m", "nanodag.report", str(write_job(job))]
+    done = subprocess.run(command, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()
     assert {path.name for path in job.output.iterdir()} == {"report.html", "report.md"}
     assert "without lost: no result" in (job.output / "report.md").read_text()

@@ -12,7 +12,7 @@ from nanodag.store import Store, stage_key
 from tests.run_records import built, run_record
 
 ABOUT = {"metric": "exact_match", "higher_is_better": True, "form": "x", "chat": True, "num_fewshot": 0}
-NUM_ITEMS = 100
+NUM_ITEMS, MADE = 100, {"attempt", "digest"}
 
 
 @pytest.fixture
@@ -36,12 +36,7 @@ def publish(store, tmp_path):
             **{"kind": kind, "stage": name, "config": config or {}, "sources": {}, "cost": {}, "environment": {}},
             metrics=metrics or {},
             lineage={
-                label: {
-                    "stage": source,
-                    "kind": up.kind,
-                    "key": up.key,
-                    **up.made.model_dump(include={"attempt", "digest"}),
-                }
+                label: {"stage": source, "kind": up.kind, "key": up.key, **up.made.model_dump(include=MADE)}
                 for label, (source, up) in ups.items()
             },
         )
@@ -81,11 +76,8 @@ def record(publish):
 def test_a_summary_has_scores_and_what_got_better_and_worse_by_more_than_noise(store, record):
     found = summary_of(store, record)
     assert found.scores.headers == ["benchmark", "SFT", "RL"]
-    assert [(c.text, c.detail) for c in found.scores.rows[0]] == [
-        ("gains", "%"),
-        ("20.0", "10.0–30.0"),
-        ("60.0", "50.0–70.0"),
-    ]
+    cells = [("gains", "%"), ("20.0", "10.0–30.0"), ("60.0", "50.0–70.0")]
+    assert [(cell.text, cell.detail) for cell in found.scores.rows[0]] == cells
     assert [line.partition(" points (")[0] for line in found.better] == ["gains: RL over SFT +40.0"]
     assert [line.partition(" points (")[0] for line in found.worse] == ["loses: RL over SFT −30.0"]
     assert found.better[0].endswith(", p < 0.001)") and found.num_compared == 3
@@ -113,12 +105,8 @@ def test_all_that_p_is_corrected_for_is_counted_and_said(store, record, publish)
     found = summary_of(store, record)
     assert found.num_compared == 9
     said = [line.partition(" points (")[0] for line in (*found.better, *found.worse)]
-    assert said == [
-        "gains: RL over SFT +40.0",
-        "gains: RL over CONTROL +40.0",
-        "loses: RL over SFT −30.0",
-        "loses: RL over CONTROL −30.0",
-    ]
+    changes = {"gains": "+40.0", "loses": "−30.0"}.items()
+    assert said == [f"{name}: RL over {other} {points}" for name, points in changes for other in ("SFT", "CONTROL")]
     assert "Of 9 comparisons between models, 4 beyond noise." in to_markdown(summary_report(record, found))
 
 

@@ -37,12 +37,9 @@ MBPP = {
     "test_list": ["assert least([3, 1]) == 1", "assert least([7]) == 7", "assert least([-1, 0]) == -1"],
 }
 GPQA = {
-    "Question": "Where?",
-    "Correct Answer": "up \n",
-    "Incorrect Answer 1": "a [title]b",
-    "Incorrect Answer 2": "c  d",
+    "Question": "Where?", "Correct Answer": "up \n", "Incorrect Answer 1": "a [title]b", "Incorrect Answer 2": "c  d",
     "Incorrect Answer 3": "e",
-}
+}  # fmt: skip
 IFEVAL = {
     "key": 1,
     "prompt": "Write without commas, in 3 words or more.",

@@ -65,6 +65,15 @@ def a_slice(tmp_path, monkeypatch):
     cgroup.parent.cache_clear()
 
 
+def failing(number):
+    """A function of a path that fails as the kernel does."""
+
+    def fails(path):
+        raise OSError(number, os.strerror(number))
+
+    return fails
+
+
 def groups_in(folder):
     return [path.name for path in folder.glob("nanodag-*")]
 
@@ -100,9 +109,7 @@ def test_a_group_whose_processes_take_a_moment_to_end_is_removed_then(a_slice, m
 
     def busy(path):
         looks.append(path)
-        if len(looks) < 4:
-            raise OSError(errno.EBUSY, "Device or resource busy")
-        remove(path)
+        (failing(errno.EBUSY) if len(looks) < 4 else remove)(path)
 
     assert cgroup.parent() == a_slice
     monkeypatch.setattr(Path, "rmdir", busy)
@@ -112,11 +119,8 @@ def test_a_group_whose_processes_take_a_moment_to_end_is_removed_then(a_slice, m
 
 
 def test_a_group_that_cannot_be_removed_is_named(a_slice, monkeypatch, caplog):
-    def busy(path):
-        raise OSError(errno.EBUSY, "Device or resource busy")
-
     assert cgroup.parent() == a_slice
-    monkeypatch.setattr(Path, "rmdir", busy)
+    monkeypatch.setattr(Path, "rmdir", failing(errno.EBUSY))
     monkeypatch.setattr(cgroup, "END_TIMEOUT_S", 0.01)
     with caplog.at_level(logging.WARNING), cgroup.group(max_bytes=1, max_processes=1) as made:
         pass
@@ -124,10 +128,7 @@ def test_a_group_that_cannot_be_removed_is_named(a_slice, monkeypatch, caplog):
 
 
 def test_what_bounds_programs_where_no_cgroup_can_be_made_is_said(a_slice, monkeypatch):
-    def closed(path):
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    monkeypatch.setattr(Path, "mkdir", closed)
+    monkeypatch.setattr(Path, "mkdir", failing(errno.EROFS))
     with cgroup.group(max_bytes=1, max_processes=1) as made:
         assert made is None
     assert cgroup.in_force() == "limits of each process and a watch, as no cgroup can be made"
@@ -145,11 +146,7 @@ def test_no_cgroup_is_used_that_cannot_bound_kill_or_take_a_process(a_slice, mon
 
 def test_a_cgroup_that_cannot_be_made_any_more_does_not_stop_a_program(a_slice, monkeypatch, caplog):
     assert cgroup.parent() == a_slice
-
-    def full(path):
-        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
-
-    monkeypatch.setattr(Path, "mkdir", full)
+    monkeypatch.setattr(Path, "mkdir", failing(errno.EAGAIN))
     with caplog.at_level(logging.WARNING), cgroup.group(max_bytes=1, max_processes=1) as made:
         assert made is None
     assert f"No cgroup can be made in {a_slice}: [Errno 11] Resource temporarily unavailable" in caplog.text

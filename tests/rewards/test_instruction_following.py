@@ -17,40 +17,28 @@ CASES = [
     ("length_constraints:number_sentences", {"num_sentences": 2, "relation": "at least"}, "One. Two!", "1.5 is one."),
     ("length_constraints:number_words", {"num_words": 3, "relation": "less than"}, "two words", "one two three"),
     ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, "one\n***\ntwo", "one\n***\n\n***\ntwo"),
-    (
-        "length_constraints:nth_paragraph_first_word",
-        {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "Then"},
-        "First.\n\nthen, second.",
-        "Then first.\n\nSecond.",
-    ),
+    ("length_constraints:nth_paragraph_first_word", {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "Then"},
+     "First.\n\nthen, second.", "Then first.\n\nSecond."),
     ("detectable_content:number_placeholders", {"num_placeholders": 2}, "[name] of [town]", "[] and [name]"),
     ("detectable_content:postscript", {"postscript_marker": "P.S."}, "Bye.\nP.S. One more.", "Bye.\nP.S."),
     ("detectable_content:postscript", {"postscript_marker": "P.P.S"}, "p. p. s. more", "P.S. more"),
     ("detectable_format:number_bullet_lists", {"num_bullets": 2}, "* one\n* two", "* one\n* two\n* three"),
     ("detectable_format:constrained_response", {}, "My answer is yes.", "My answer is yes. My answer is no."),
     ("detectable_format:number_highlighted_sections", {"num_highlights": 2}, "*a* and **b**", "*a* and ** **"),
-    (
-        "detectable_format:multiple_sections",
-        {"section_spliter": "Section", "num_sections": 2},
-        "Section 1\na\nSection 2\nb",
-        "Section 1\nSection 2\n",
-    ),
+    ("detectable_format:multiple_sections", {"section_spliter": "Section", "num_sections": 2},
+     "Section 1\na\nSection 2\nb", "Section 1\nSection 2\n"),
     ("detectable_format:json_format", {}, '```json\n{"a": 1}\n```', '{"a": 1} is JSON'),
     ("detectable_format:title", {}, "<<A title>>\ntext", "<< >>\ntext"),
     ("combination:two_responses", {}, "one\n******\ntwo", "one\n******\none"),
     ("combination:repeat_prompt", {"prompt_to_repeat": "Say it."}, "Say it. It.", "Say it."),
     ("startend:end_checker", {"end_phrase": "The end."}, "So it was. The end.", "The end. Or not."),
     ("startend:quotation", {}, '"All of it."', '"Not" all'),
-    (
-        "change_case:capital_word_frequency",
-        {"capital_frequency": 2, "capital_relation": "at least"},
-        "A BIG dog",
-        "a B",
-    ),
+    ("change_case:capital_word_frequency", {"capital_frequency": 2, "capital_relation": "at least"}, "A BIG dog",
+     "a B"),
     ("change_case:english_capital", {}, "ALL OF IT 1", "ALMOST ALl"),
     ("change_case:english_lowercase", {}, "all of it 1", "almost All"),
     ("punctuation:no_comma", {}, "One two.", "One, two."),
-]
+]  # fmt: skip
 
 
 def value(completion: str, *instructions):
@@ -67,16 +55,13 @@ def test_rule(name, arguments, follows, pretends):
 
 # Where a rule and lm-eval's disagree on a text of CASES; ours is the stricter but for `less than`, as said at its top.
 DISAGREED = {
-    ("keywords:existence", "A category of dogs."),
-    ("keywords:frequency", "so some soap"),
+    ("keywords:existence", "A category of dogs."), ("keywords:frequency", "so some soap"),
     ("detectable_content:number_placeholders", "[] and [name]"),
-    ("detectable_content:postscript", "Bye.\nP.S."),
-    ("detectable_content:postscript", "p. p. s. more"),
+    ("detectable_content:postscript", "Bye.\nP.S."), ("detectable_content:postscript", "p. p. s. more"),
     ("detectable_format:constrained_response", "My answer is yes. My answer is no."),
     ("detectable_format:multiple_sections", "Section 1\nSection 2\n"),
-    ("detectable_format:json_format", '"All of it."'),
-    ("combination:repeat_prompt", "Say it."),
-}
+    ("detectable_format:json_format", '"All of it."'), ("combination:repeat_prompt", "Say it."),
+}  # fmt: skip
 # They split with nltk's punkt, whose data nltk fetches from the network.
 NOT_COMPARED = {"length_constraints:number_sentences", "change_case:capital_word_frequency"}
 

@@ -13,21 +13,16 @@ FUNCTION = "def root(x):\n    return x ** 0.5\n"
     ("answer", "program"),
     [
         (f"Sure!\n```python\n{FUNCTION}```\nIt takes the root.", FUNCTION),
-        (f"```\n{FUNCTION}```", FUNCTION),
-        (f"```Python3\n{FUNCTION}```", FUNCTION),
+        (f"```\n{FUNCTION}```", FUNCTION), (f"```Python3\n{FUNCTION}```", FUNCTION),
         (f"```py\r\n{FUNCTION}", FUNCTION),  # cut off, or never closed
         (f"```python\n{FUNCTION}```\nUse it so:\n```python\nprint(root(4))\n```", FUNCTION),
         (f"First try:\n```python\ndef root(x): pass\n```\nBetter:\n```python\n{FUNCTION}```", FUNCTION),
         ("```python\nroot = lambda x: x ** 0.5\n```", "root = lambda x: x ** 0.5\n"),
         (FUNCTION, FUNCTION),
         (f"Here it is:\n\n{FUNCTION}\nThis takes the root, as you asked.", FUNCTION),
-        ("I cannot do that.", ""),
-        ("```python\ndef root(x:\n```", ""),
-        ("```python\n```", ""),
-        ("\0", ""),
-        ("", ""),
+        ("I cannot do that.", ""), ("```python\ndef root(x:\n```", ""), ("```python\n```", ""), ("\0", ""), ("", ""),
     ],
-)
+)  # fmt: skip
 def test_a_program_is_found_with_and_without_fences_and_prose(answer, program):
     assert program_of(answer, entry_point="root") == program
 

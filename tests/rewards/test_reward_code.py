@@ -26,22 +26,18 @@ def test_a_right_program_passes_and_a_half_right_one_is_counted():
 @pytest.mark.parametrize(
     "cheat",
     [
-        "raise SystemExit(0)",
-        "import os\nos._exit(0)",
+        "raise SystemExit(0)", "import os\nos._exit(0)",
         "class Any:\n    def __eq__(self, other): return True\ndef add(a, b): return Any()",
         "class Any(int):\n    def __eq__(self, other): return True\ndef add(a, b): return Any(7)",
         "class Any:\n    def __repr__(self): return 'True'\ndef add(a, b): return Any()",
         'import os, json\nos.write(3, b\'["5", "5"]\')\nos._exit(0)',
         "print('[true, true]')\ndef add(a, b): raise SystemExit",
         "import builtins\nbuiltins.repr = lambda value: '5'\ndef add(a, b): return 5",
-        "import sys\nsys.stdout.write('passed')",
-        "def add(a, b): return add(a, b)",
+        "import sys\nsys.stdout.write('passed')", "def add(a, b): return add(a, b)",
         "class Any:\n    def __repr__(self): return '{[]}'\ndef add(a, b): return Any()",
-        "import os\nos.write(3, b'[' * 100_000)\nos._exit(0)",
-        "syntax error",
-        "",
+        "import os\nos.write(3, b'[' * 100_000)\nos._exit(0)", "syntax error", "",
     ],
-)
+)  # fmt: skip
 def test_a_program_that_cheats_fails(cheat):
     assert score(fenced(cheat)).value == 0.0
 
@@ -72,12 +68,6 @@ def test_tests_as_humaneval_and_mbpp_write_them():
     program = fenced("def shared(a, b): return [x for x in a if x in b]\ndef root(x): return x ** 0.5")
     assert score(program, mbpp).value == 1.0
     assert score(fenced("abs = lambda x: 0\ndef shared(a, b): return {4}\ndef root(x): return 7"), mbpp).value == 0.0
-
-
-def test_a_number_beyond_floats_is_no_number_that_is_near():
-    near = ["assert abs(root(4) - 2.0) < 1e-6"]
-    assert score(fenced("def root(x): return 10 ** 400"), near).value == 0.0
-    assert score(fenced("def root(x): return x ** 0.5"), near).value == 1.0
 
 
 def test_what_is_assigned_for_a_right_side_alone_is_not_shown_to_the_program():
@@ -164,16 +154,6 @@ def check(candidate):
     assert score(fenced("def half(x): return [x / 2 + 1e-9]"), [check], entry_point="half").value == 1.0
     assert score(fenced("def half(x): return [x / 2 + 1e-3]"), [check], entry_point="half").value == 0.0
     assert score(fenced("def half(x): return [1.5]"), [check], entry_point="half").components == {"tests": 0.5}
-
-
-def test_a_function_may_be_called_check_where_the_tests_make_none():
-    assert score(fenced("def check(n): return n > 2"), ["assert check(3)"], entry_point="check").value == 1.0
-
-
-def test_a_function_may_have_the_name_of_a_builtin_where_the_data_names_it():
-    tests = ["assert sum(10, 4) == 6"]
-    assert score(fenced("def sum(a, b): return a - b"), tests, entry_point="sum").value == 1.0
-    assert score(fenced("def sum(a, b): return a - b"), tests).value == 0.0  # Python's own
 
 
 @pytest.mark.parametrize(
@@ -296,12 +276,6 @@ def first(items):
     assert score(fenced(program), tests).value == 1.0
 
 
-def test_builtins_go_both_ways_functions_staying_where_they_are():
-    tests = ["assert longest(['a', 'bbb'], len) == 'bbb'", "assert total([1, 2]) == 3", "assert kind(2) is int"]
-    program = "def longest(words, key): return max(words, key=key)\ntotal = sum\ndef kind(n): return type(n)"
-    assert score(fenced(program), tests).value == 1.0
-
-
 @pytest.mark.parametrize("error", ["SyntaxError", "ValueError", "SystemExit"])
 def test_an_error_whose_text_cannot_be_read_is_the_program_s_fault_and_not_the_tests(error):
     program = f"class Text:\n    def __str__(self): raise {error}\ndef f(n): raise ValueError(Text())"
@@ -322,14 +296,31 @@ def test_a_program_that_ends_itself_passes_no_test_that_expects_an_error(handler
     assert score(fenced("import os\ndef f(n): os._exit(0)"), [test]).value == 0.0
 
 
-def test_what_an_assertion_binds_is_there_afterwards():
-    tests = ["assert (a := f(2)) == 4", "assert a + 1 == 5"]
-    assert score(fenced("def f(n): return n * n"), tests).value == 1.0
-    assert score(fenced("def f(n): return 3"), tests).value == 0.0
+SUM, NEAR = "def sum(a, b): return a - b", ["assert abs(root(4) - 2.0) < 1e-6"]
+BOUND = ["assert (a := f(2)) == 4", "assert a + 1 == 5"]
+BOTH_WAYS = ["assert longest(['a', 'bbb'], len) == 'bbb'", "assert total([1, 2]) == 3", "assert kind(2) is int"]
+# what it says -> program, tests, the entry point that the data name, value
+SINGLE = {
+    "a number near": ("def root(x): return x ** 0.5", NEAR, "root", 1.0),
+    "a number beyond floats is near none": ("def root(x): return 10 ** 400", NEAR, "root", 0.0),
+    "check, where the tests make none": ("def check(n): return n > 2", ["assert check(3)"], "check", 1.0),
+    "a function with a builtin's name": (SUM, ["assert sum(10, 4) == 6"], "sum", 1.0),
+    "Python's own, where the data do not name it": (SUM, ["assert sum(10, 4) == 6"], "", 0.0),
+    "what an assertion binds stays": ("def f(n): return n * n", BOUND, "f", 1.0),
+    "what an assertion binds is the program's": ("def f(n): return 3", BOUND, "f", 0.0),
+    "no assertion reached": ("def f(): return []", ["for x in f():\n    assert x == 1"], "f", 0.0),
+    "builtins go both ways": (
+        "def longest(words, key): return max(words, key=key)\ntotal = sum\ndef kind(n): return type(n)",
+        BOTH_WAYS, "", 1.0,
+    ),
+}  # fmt: skip
 
 
-def test_tests_that_reach_no_assertion_pass_nothing():
-    assert score(fenced("def f(): return []"), ["for x in f():\n    assert x == 1"]).value == 0.0
+@pytest.mark.parametrize("case", SINGLE)
+def test_a_program_and_its_tests(case):
+    program, tests, entry_point, value = SINGLE[case]
+    named = {"entry_point": entry_point} if entry_point else {}
+    assert score(fenced(program), tests, **named).value == value
 
 
 @pytest.mark.parametrize(

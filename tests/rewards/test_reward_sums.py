@@ -53,6 +53,9 @@ def test_rewards_that_mean_nothing_are_refused(reward, message):
         RLStage.of(kind="rl", data=["file:x"], reward=reward)
 
 
+PROMPT = {"reward": "", "answer": "", "metadata": {}}
+
+
 class Server(Quiet):
     """A reward of the completion's length; `busy` is refused five times, `bad` has no reward, `nan` is no number."""
 
@@ -70,10 +73,8 @@ class Server(Quiet):
             return
         Server.sizes.append(len(samples))
         answers = {"bad": {"error": "no taste"}, "nan": float("nan")}
-        rewards = [
-            answers.get(one["completion"], {"value": len(one["completion"]), "components": {"style": 0.5}})
-            for one in samples
-        ]
+        texts = [one["completion"] for one in samples]
+        rewards = [answers.get(text, {"value": len(text), "components": {"style": 0.5}}) for text in texts]
         self.answer({"rewards": rewards})
 
 
@@ -85,20 +86,18 @@ def url():
 
 
 def test_a_server_scores_what_waits_together_and_is_asked_again_when_busy(url):
-    prompt = {"reward": "", "answer": "", "metadata": {}}
     words = ["busy", "four", "bad", "nan", *["x"] * 8]
     with Pool(f"remote:{url}", timeout_s=60.0) as pool:
-        scores = dict(zip(words, pool.score([(prompt, word) for word in words]), strict=True))
-        assert pool.score([(prompt, "denied")])[0].error.startswith("HTTPStatusError")
+        scores = dict(zip(words, pool.score([(PROMPT, word) for word in words]), strict=True))
+        assert pool.score([(PROMPT, "denied")])[0].error.startswith("HTTPStatusError")
     assert scores["busy"].value == 4.0 and scores["four"].components == {"style": 0.5} and scores["x"].value == 1.0
     assert scores["bad"].error == "no taste" and "finite" in scores["nan"].error
     assert sum(Server.sizes) == len(words) and max(Server.sizes) > 1 and Server.refused == 5
 
 
 def test_a_server_that_is_not_there_fails_its_sample_with_that_reason_before_the_time_limit():
-    prompt = {"reward": "", "answer": "", "metadata": {}}
     with Pool(f"remote:http://127.0.0.1:{free_port()}/score", timeout_s=1.5) as pool:
-        assert "refused" in pool.score([(prompt, "x")])[0].error
+        assert "refused" in pool.score([(PROMPT, "x")])[0].error
 
 
 def save_classifier(folder):

@@ -4,10 +4,10 @@ name."""
 import json
 import os
 import subprocess
-import threading
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 TOOL = {"type": "function", "function": {"name": "shout", "parameters": {"properties": {"text": {"type": "string"}}}}}
 
@@ -63,7 +63,7 @@ def forms(task):
 
 def named(task):
     """The name of a call, which some chat templates render."""
-    return said(task, [user("main")], tools=[TOOL])["tool_calls"][0]["id"]
+    return said(task, [user("main")], tools=[TOOL], parallel_tool_calls=False)["tool_calls"][0]["id"]
 
 
 def late(task):
@@ -106,19 +106,13 @@ def killed(task):
 
 
 def three_at_once(task):
-    answers = {}
-
     def ask(name):
         messages = [user(name)]
         messages += [said(task, messages), user("and")]
-        answers[name] = said(task, messages)["content"]
+        return said(task, messages)["content"]
 
-    threads = [threading.Thread(target=ask, args=(name,)) for name in "abc"]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return " ".join(answers[name] for name in "abc")
+    with ThreadPoolExecutor() as threads:
+        return " ".join(threads.map(ask, "abc"))
 
 
 def lasting(task):

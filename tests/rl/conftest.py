@@ -15,11 +15,6 @@ def samplers_are_forks():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ServerProcess, "spawn", classmethod(spawn_server))
         yield
-
-
-@pytest.fixture(scope="module", autouse=True)
-def end_fork_servers():
-    yield
     fork_servers.end_all()
 
 

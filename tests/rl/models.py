@@ -17,19 +17,14 @@ def save_tiny_model(
 ) -> Path:
     """A Qwen3 with random weights that make its choices clear, and a tokenizer of single bytes."""
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=vocabulary,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=num_layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=128,
-        initializer_range=0.3,
-        tie_word_embeddings=tied,
-        attention_bias=bias,
-    )
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": num_layers,
+        "max_position_embeddings": 128,
+    }
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "attention_bias": bias}
+    config = Qwen3Config(vocab_size=vocabulary, tie_word_embeddings=tied, initializer_range=0.3, **sizes, **heads)
     Qwen3ForCausalLM(config).save_pretrained(folder)
     save_tokenizer({bytes([value]): value for value in range(min(256, vocabulary - len(SPECIAL_TOKENS)))}, folder)
     return folder
@@ -48,7 +43,6 @@ def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
 
 
 def furthest(found: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """The largest difference between two models' weights."""
     return max((tensor - other[name].detach()).abs().max().item() for name, tensor in found.items())
 
 

@@ -24,13 +24,8 @@ class Operator:
         self.key_file.write_text(KEY)
         self.host = host
         self.command = [*on, sys.executable, "-c", "from nanodag.cli import main; main()", "sampler", "serve"]
-        self.command += [
-            f"--model={model}",
-            f"--host={host}",
-            f"--api-key-file={self.key_file}",
-            "--dtype=float32",
-            *options,
-        ]
+        self.command += [f"--model={model}", f"--host={host}", f"--api-key-file={self.key_file}", "--dtype=float32"]
+        self.command += options
         self.running = {}
 
     def __enter__(self):

@@ -149,7 +149,6 @@ VALUES: dict[str, dict[str, Any]] = {
 
 def played_job(folder: Path, player: str, **values: Any) -> Job:
     """A stage of 4 steps whose samples this program plays."""
-    folder.mkdir(exist_ok=True)
     job = make_job(folder, **{**SHORT, **VALUES[player], **values})
     (folder / f"tiny_{player}.py").write_text(FILES[player])
     return job

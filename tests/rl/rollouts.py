@@ -26,7 +26,6 @@ def rollout(
 
 
 def of_versions(versions: Sequence[int], *, reward: float | None = 1.0, sample: int = 0) -> Rollout:
-    """A rollout by the policy versions of its tokens."""
     return rollout("p@0", sample, [1, 2], range(len(versions)), reward=reward, versions=versions, prompt_id="p")
 
 

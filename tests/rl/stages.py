@@ -68,36 +68,16 @@ def make_job(folder: Path, **config: Any) -> Job:
         (folder / f"{name}.yaml").write_text(FORM)
     prompts = [{"prompt": f"word {n}", "answer": "x", "prompt_id": f"p{n}"} for n in range(11)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
-    values = {
-        "kind": "rl",
-        "inputs": {},
-        "data": [{"url": f"file:{folder}/prompts.jsonl", "held_out": 0.3}],
-        "seed": 7,
-        "resources": {"num_ranks": 1, "threads": 1, "device": "cpu"},
-        "reward": "tiny_reward:vowels",
-        "sampler": {"context": 64, "max_batch": 16},
-        "prompts_per_step": 2,
-        "samples_per_prompt": 4,
-        "max_new_tokens": 8,
-        "num_steps": 2,
-        "learning_rate": 1e-2,
-        "precision": "fp32",
-        "eval_every": 1,
-        "eval_prompts": 3,
-        "checkpoint_every": 1,
-        "micro_batch_tokens": 64,
-    }
-    kind = str((values | config)["kind"])
+    values = {"kind": "rl", "inputs": {}, "seed": 7, "resources": {"num_ranks": 1, "threads": 1, "device": "cpu"}}
+    values |= {"data": [{"url": f"file:{folder}/prompts.jsonl", "held_out": 0.3}], "reward": "tiny_reward:vowels"}
+    values |= {"prompts_per_step": 2, "samples_per_prompt": 4, "max_new_tokens": 8, "num_steps": 2}
+    values |= {"sampler": {"context": 64, "max_batch": 16}, "micro_batch_tokens": 64, "precision": "fp32"}
+    values |= {"learning_rate": 1e-2, "eval_every": 1, "eval_prompts": 3, "checkpoint_every": 1, **config}
+    stage = derive_sampler("rl", find_kind(str(values["kind"])).config.of(**values), MACHINE, None, {})
     workspace = folder / "workspace"
     workspace.mkdir(exist_ok=True)
-    job = Job(
-        name="rl",
-        run="test",
-        config=derive_sampler("rl", find_kind(kind).config.of(**(values | config)), MACHINE, None, {}),
-        inputs={"model": model},
-        workspace=workspace,
-        context={"code": str(folder)},
-    )
+    files = {"inputs": {"model": model}, "workspace": workspace, "context": {"code": str(folder)}}
+    job = Job(name="rl", run="test", config=stage, **files)
     write_job(job)
     return job
 
@@ -117,26 +97,19 @@ def start(job: Job, *, fresh: bool = False) -> forks.Forked | subprocess.Popen[b
     (job.workspace / STARTED).touch()
     if not fresh:
         return forks.start_module(module, file, environment=environment, log=log)
+    command = [sys.executable, "-m", module, str(file)]
     with log.open("ab") as stream:
-        return subprocess.Popen(
-            [sys.executable, "-m", module, str(file)],
-            env=environment,
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        streams = {"stdout": stream, "stderr": stream, "stdin": subprocess.DEVNULL}
+        return subprocess.Popen(command, env=environment, start_new_session=True, **streams)
 
 
 def run(job: Job, *, fresh: bool = False) -> None:
-    """Run the stage to its end; fails with its log."""
     process = start(job, fresh=fresh)
     code = process.wait(timeout=300)
     assert code == 0 and (job.workspace / "result.json").exists(), (job.workspace / "worker.log").read_text()[-6000:]
 
 
 def metrics(job: Job, event: str = "step") -> list[dict[str, Any]]:
-    """The lines of one event in metrics.jsonl."""
     written = job.metrics_path.read_text().rpartition("\n")[0]  # a line may be under way
     lines = [json.loads(line) for line in written.splitlines()]
     return [line for line in lines if line["event"] == event]
@@ -163,19 +136,18 @@ def wait_for_step(job, process, step: int) -> None:
 
 
 def without_time(lines: list[dict]) -> list[dict]:
-    return [
-        {k: v for k, v in line.items() if not any(part in k for part in ("second", "_bytes", "time", "mfu", "peak"))}
-        for line in lines
-    ]
+    parts = ("second", "_bytes", "time", "mfu", "peak")
+    return [{k: v for k, v in line.items() if not any(part in k for part in parts)} for line in lines]
 
 
 def same_in_the_end(job, undisturbed) -> None:
-    """Product, metrics, evaluations, ledger and kept weights are what they would have been."""
+    """Product, kept weights, answers to benchmarks, metrics, evaluations and ledger are what they would have been."""
     assert digest(job.output) == digest(undisturbed.output)
-    assert without_time(metrics(job)) == without_time(metrics(undisturbed))
-    assert without_time(metrics(job, "eval")) == without_time(metrics(undisturbed, "eval"))
+    for kept in ("weights", "benchmarks"):
+        assert digest(job.records / kept) == digest(undisturbed.records / kept), kept
+    for event in ("step", "eval"):
+        assert without_time(metrics(job, event)) == without_time(metrics(undisturbed, event))
     assert list(read_lines(job.records / "ledger.jsonl")) == list(read_lines(undisturbed.records / "ledger.jsonl"))
-    assert digest(job.records / "weights") == digest(undisturbed.records / "weights")
 
 
 def outcomes_of(job: Job) -> list[dict[str, Any]]:

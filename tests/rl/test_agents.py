@@ -10,7 +10,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -18,25 +17,29 @@ import pytest
 from nanodag.config import resolve
 from nanodag.errors import SamplerLost
 from nanodag.host.folders import PROJECT
-from nanodag.rl.environments.agent_session import _up_to
-from nanodag.rl.rollouts.rollout import finish_reason_of
 from nanodag.tokenizer.chat import NativeRenderer
+from nanodag.tokenizer.encoding import Encoding
 from tests.rl import agents
-from tests.rl.fakes import FakeSampler, SeenPool, completion
-from tests.rl.turns import batch_of, generator_of, prompts
+from tests.rl.fakes import FakeSampler, SeenPool
+from tests.rl.turns import batch_of, generator_of, ids_of, prompts, speaking
 
 
-def generated(folder, says, agent, *, context=200, count=1, options=None, record=None, **values):
-    """The rollouts of one step, the sampler's requests, and what the reward saw. agent: a function's name in `agents`,
-    or the options of a program."""
-    sampler, pool = FakeSampler(says), SeenPool(takes_reported=True)
+def generated(folder, says, agent, *, context=200, count=1, samples=1, options=None, answer="", **values):
+    """The rollouts of one step, the sampler's requests, and what the reward saw. says: the answer, or gives its ids for
+    a request. agent: a function's name in `agents`, or the options of a program. answer: the prompt's."""
+    sampler = FakeSampler(says) if callable(says) else speaking(Encoding(folder), lambda text: says)
+    pool = SeenPool(takes_reported=True)
     generate = {"name": f"agent:{agents.__name__}:{agent}", "options": {"seconds": 20.0, **(options or {})}}
     generate = generate if isinstance(agent, str) else {"name": "agent", "options": agent}
     values = {"filters": [], "prompts_per_step": count, "max_failed_rewards": 1.0, **values}
-    sizes = {"context": context, "max_batch": 64}
-    generator = generator_of(folder, sampler, pool, generate=generate, sampler=sizes, **values)
-    rollouts = batch_of(generator, prompts(folder, count, **(record or {}))).all_rollouts
-    return rollouts, sampler.requests, pool.seen
+    values |= {"samples_per_prompt": samples, "sampler": {"context": context, "max_batch": 64}}
+    generator = generator_of(folder, sampler, pool, generate=generate, **values)
+    return batch_of(generator, prompts(folder, count, answer=str(answer))).all_rollouts, sampler.requests, pool.seen
+
+
+def drawn(folder):
+    """Answers of a letter by their seeds."""
+    return lambda request: [65 + request.params.sampling_seed % 26, *ids_of(Encoding(folder), "<|end|>")]
 
 
 def test_calls_that_go_on_are_one_sequence_and_others_branches_of_the_same_sample(folder, encoding, ids):
@@ -46,7 +49,7 @@ def test_calls_that_go_on_are_one_sequence_and_others_branches_of_the_same_sampl
             return ids("HI<|end|>")
         return ids("ok<|end|>") if "tool_result" in text else ids("<|tool_call|>hi<|tool_call_end|>")
 
-    rollouts, requests, _ = generated(folder, says, "with_subagent")
+    rollouts, requests, _ = generated(folder, says, "with_subagent", samples=2)
     assert [(one.sample_index, one.branch) for one in rollouts] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     main, sub = rollouts[:2]
     assert main.prompt_token_ids == tuple(ids("<|bos|><|user|>main<|end|><|assistant|>"))
@@ -58,19 +61,22 @@ def test_calls_that_go_on_are_one_sequence_and_others_branches_of_the_same_sampl
     assert {request.params.temperature for request in requests} == {1.0}
 
 
-def test_a_tool_call_has_the_same_name_each_time_and_no_proxy_stands_before_the_api(folder, ids, monkeypatch):
+def test_a_call_has_the_same_name_each_time_and_ends_an_answer_of_one_call_and_no_proxy_stands_before_the_api(
+    folder, ids, monkeypatch
+):
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
-    says = lambda request: ids("<|tool_call|>hi<|tool_call_end|>")  # noqa: E731
-    (_, _, once), (_, _, again) = (generated(folder, says, "named", samples_per_prompt=1) for _ in range(2))
+    call = "<|tool_call|>hi<|tool_call_end|>"
+    (rollouts, _, once), (_, _, again) = (generated(folder, f"{call}more<|end|>", "named") for _ in range(2))
     assert once == again and once[0].startswith("call_") and len(once[0]) == 29
+    (rollout,) = rollouts
+    assert rollout.response_token_ids == tuple(ids(call)) and rollout.finish_reason == "text"
 
 
 def test_choices_stop_strings_streams_and_texts_are_trained_as_far_as_the_agent_has_seen_them(folder, encoding, ids):
     def says(request):
-        text = encoding.decode(request.input_ids)
-        return [65 + request.params.sampling_seed % 26, *ids("<|end|>")] if "two" in text else ids("xyz<|end|>")
+        return drawn(folder)(request) if "two" in encoding.decode(request.input_ids) else ids("xyz<|end|>")
 
-    rollouts, requests, answers = generated(folder, says, "forms", samples_per_prompt=1)
+    rollouts, requests, answers = generated(folder, says, "forms")
     two, *others = json.loads(answers[0])
     assert two[0] != two[1] and others == ["x", "x", "xyz", "xy", "x", [None, None, None]]
     assert {request.params.max_new_tokens for request in requests} == {16, 1, 2}
@@ -80,10 +86,8 @@ def test_choices_stop_strings_streams_and_texts_are_trained_as_far_as_the_agent_
 
 
 def test_a_key_is_of_no_use_once_its_sample_has_ended_and_one_that_nobody_gave_never(folder, tmp_path):
-    options, record = {"at_once": 1}, {"answer": str(tmp_path / "keys")}
-    _, requests, answers = generated(
-        folder, lambda request: [7, 2], "late", samples_per_prompt=3, options=options, record=record
-    )
+    options, keys = {"at_once": 1}, tmp_path / "keys"
+    _, requests, answers = generated(folder, "x<|end|>", "late", samples=3, options=options, answer=keys)
     assert sorted(answers) == ['["invalid_api_key"]'] + ['["sample_ended", "invalid_api_key"]'] * 2
     assert len(requests) == 3
 
@@ -92,34 +96,24 @@ LIMITS = [{"options": {"max_calls": 3}}, {"options": {"max_tokens": 5}}, {"max_n
 
 
 @pytest.mark.parametrize("limit", LIMITS)
-def test_an_agent_that_meets_a_limit_is_cut_off_and_its_sample_is_judged(folder, ids, limit):
-    rollouts, requests, answers = generated(folder, lambda request: ids("x<|end|>"), "greedy", **limit)
+def test_an_agent_that_meets_a_limit_is_cut_off_and_its_sample_is_judged(folder, limit):
+    rollouts, requests, answers = generated(folder, "x<|end|>", "greedy", samples=2, **limit)
     assert len(rollouts) == 2 and answers == ["", ""] and 3 <= len(requests) // 2 <= 4
     for one in rollouts:
         assert one.finish_reason == "length" and one.num_sampled == len(requests) and "limit" in one.metadata
 
 
-def test_an_agent_that_goes_on_with_less_context_is_not_cut_off_and_each_conversation_is_rendered_once(
-    folder, ids, monkeypatch
-):
+def test_an_agent_that_goes_on_with_less_is_not_cut_off_and_each_conversation_is_rendered_once(folder, monkeypatch):
     def counted(self, messages, *given, **more):
         rendered.append(messages[0]["content"])
         return opened(self, messages, *given, **more)
 
     rendered, opened = [], NativeRenderer.opened
     monkeypatch.setattr(NativeRenderer, "opened", counted)
-    says = lambda request: ids("x<|end|>")  # noqa: E731
-    rollouts, requests, answers = generated(folder, says, "compacts", samples_per_prompt=1, max_new_tokens=6)
+    rollouts, requests, answers = generated(folder, "x<|end|>", "compacts", max_new_tokens=6)
     assert answers == ["x"] and len(requests) == 4 and [one.finish_reason for one in rollouts] == ["stop", "stop"]
     assert all("limit" not in one.metadata for one in rollouts)
     assert [text for text in rendered if text in ("go", "in short")] == ["go", "in short"], "none is rendered again"
-
-
-def test_an_answer_that_is_cut_off_behind_its_one_call_has_no_stop_token():
-    whole = completion([1, 2, 3], matched=3, version=0)
-    kept = _up_to(whole, SimpleNamespace(num_tokens=2, stop_reason=None))
-    assert (kept.output_ids, kept.logprobs, kept.token_versions()) == ([1, 2], [-0.1, -0.2], ["0", "0"])
-    assert finish_reason_of(kept) == "text" and finish_reason_of(whole) == "stop"
 
 
 def test_parallel_calls_give_the_same_sample_whoever_is_answered_first(folder, ids):
@@ -128,14 +122,12 @@ def test_parallel_calls_give_the_same_sample_whoever_is_answered_first(folder, i
         number = request.params.sampling_seed
         return [65 + number % 26] * (1 + number % 3) + ids("<|end|>")
 
-    first, again = (generated(folder, slowly, "three_at_once")[0] for _ in range(2))
+    first, again = (generated(folder, slowly, "three_at_once", samples=2)[0] for _ in range(2))
     assert first == again and len(first) == len({rollout.spans for rollout in first}) == 6
 
 
-def test_an_agent_that_is_killed_begins_anew_and_is_answered_the_same(folder, ids, tmp_path):
-    says = lambda request: [65 + request.params.sampling_seed % 26, *ids("<|end|>")]  # noqa: E731
-    record = {"answer": str(tmp_path / "times")}
-    rollouts, requests, _ = generated(folder, says, "killed", samples_per_prompt=1, record=record)
+def test_an_agent_that_is_killed_begins_anew_and_is_answered_the_same(folder, tmp_path):
+    rollouts, requests, _ = generated(folder, drawn(folder), "killed", answer=tmp_path / "times")
     asked = [(request.input_ids, request.params) for request in requests]
     assert asked[0] == asked[1] == asked[2] and len(asked) == 4
     assert [one.num_sampled for one in rollouts] == [2, 2]
@@ -185,7 +177,7 @@ def program(tmp_path, text=PROGRAM, **options) -> dict:
 
 def test_a_program_in_the_sandbox_has_the_api_and_no_network_and_a_hostile_one_fails_its_own_sample(folder, tmp_path):
     options = program(tmp_path, seconds=4.0, max_processes=24)
-    rollouts, _, answers = generated(folder, lambda request: [72, 73], options, count=5, samples_per_prompt=1)
+    rollouts, _, answers = generated(folder, "HI", options, count=5)
     (good, *failed), reasons = rollouts, [str(one.metadata.get("generate_error")) for one in rollouts]
     words = [str(one.metadata.get("last_words")) for one in rollouts]
     assert good.reward == 0.25 and good.reward_components == {"format": 1.0} and good.metadata["calls"] == 1
@@ -233,15 +225,13 @@ def test_a_program_that_looks_everywhere_finds_its_own_key_alone(folder, tmp_pat
 
     lying = []
     options = program(tmp_path, THIEF, max_processes=24)
-    rollouts, _, answers = generated(folder, says, options, count=3, samples_per_prompt=1)
+    rollouts, _, answers = generated(folder, says, options, count=3)
     assert answers == ["1 True True"] * 3 and [one.metadata["calls"] for one in rollouts] == [1] * 3
     assert lying == [], "a folder that the user shows may hold them"
 
 
 def test_the_file_that_a_program_leaves_is_what_the_reward_judges(folder, tmp_path):
-    options = program(tmp_path, answer_file="found.txt")
-    _, _, answers = generated(folder, lambda request: [72, 73], options, samples_per_prompt=1)
-    assert answers == ["HI in a file"]
+    assert generated(folder, "HI", program(tmp_path, answer_file="found.txt"))[2] == ["HI in a file"]
 
 
 def test_a_pipeline_file_may_have_a_program_as_agent(tmp_path):

@@ -20,18 +20,14 @@ def made(folder, **config):
 def test_a_stage_whose_servers_are_killed_and_one_started_again_ends_on_the_bytes_of_one_with_samplers_of_its_own(
     tmp_path,
 ):
-    config = {"num_steps": 5, "eval_every": 5}
-    quiet = made(tmp_path / "own", sampler={"context": 64, "max_batch": 16, "replicas": 2}, **config)
+    config, sizes = {"num_steps": 5, "eval_every": 5}, {"context": 64, "max_batch": 16}
+    quiet = made(tmp_path / "own", sampler={**sizes, "replicas": 2}, **config)
     run(quiet)
     with ExitStack() as stack:
         operator = stack.enter_context(Operator(tmp_path, quiet.inputs["model"], "--context-length=64"))
         first, second = operator.start(), operator.start()
         operator.wait()
-        job = made(
-            tmp_path / "attached",
-            sampler={"context": 64, "max_batch": 16, "urls": operator.named(first, second)},
-            **config,
-        )
+        job = made(tmp_path / "attached", sampler={**sizes, "urls": operator.named(first, second)}, **config)
         assert job.config.sampler.replicas == 0 and job.config.sampler.deterministic is True
         process = start(job)
         wait_for_step(job, process, 1)
@@ -61,13 +57,8 @@ def test_a_stage_goes_on_when_its_sglang_server_is_killed_and_started_again(tmp_
     with Operator(tmp_path, model, *options, patience_s=1200) as operator:
         url = operator.start()
         operator.wait()
-        job = made(
-            tmp_path / "stage",
-            sampler={**sampler, "urls": operator.named(url)},
-            num_steps=4,
-            sync_check_every=1,
-            eval_every=4,
-        )
+        sampler["urls"] = operator.named(url)
+        job = made(tmp_path / "stage", sampler=sampler, num_steps=4, sync_check_every=1, eval_every=4)
         process = start(job)
         wait_for_step(job, process, 1)
         operator.kill(url)

@@ -1,33 +1,16 @@
 """`keep: best:<metric>`: the weights of the best evaluation are what the stage leaves."""
 
 import json
+from signal import SIGKILL, SIGTERM
 
 import pytest
 from safetensors.torch import load_file
 
 from nanodag.data.mixture import Mixture
-from nanodag.rl.control.evaluations import BestWeights, best_step
-from tests.rl.stages import (
-    KILL,
-    STOP,
-    benchmark,
-    digest,
-    disturb,
-    make_job,
-    metrics,
-    run,
-    same_in_the_end,
-    slow_rewards,
-)
+from nanodag.rl.control.evaluations import best_step
+from tests.rl.stages import benchmark, digest, disturb, make_job, metrics, run, same_in_the_end, slow_rewards
 
-SETTINGS = {
-    "num_steps": 6,
-    "checkpoint_every": 2,
-    "keep_checkpoints": 1,
-    "keep_weights_every": 2,
-    "keep": "best:often",
-    "learning_rate": 3e-3,
-}
+SETTINGS = {"num_steps": 6, "checkpoint_every": 2, "keep_checkpoints": 1, "keep_weights_every": 2, "keep": "best:often"}
 
 
 def test_the_best_step_is_the_earliest_of_equal_ones_and_what_has_no_score_is_none():
@@ -36,27 +19,10 @@ def test_the_best_step_is_the_earliest_of_equal_ones_and_what_has_no_score_is_no
     assert best_step({4: None}, is_highest=True) is None
 
 
-def test_weights_stay_while_they_are_best_or_unscored_and_a_checkpoint_outlives_their_removal(tmp_path):
-    best = BestWeights(tmp_path / "best", is_highest=True)
-    for step in (0, 3, 6):
-        best.of(step).mkdir()
-        (best.of(step) / "w").write_text(str(step))
-    best.prune({0: 0.5, 3: 0.5})
-    assert [best.of(step).is_dir() for step in (0, 3, 6)] == [True, False, True]
-    best.save(tmp_path / "checkpoint")
-    best.prune({0: 0.5, 3: 0.5, 6: 0.6})
-    assert not best.of(0).exists() and best.leave({0: 0.5, 6: 0.6}, tmp_path / "output") == 6
-    assert (tmp_path / "output" / "w").read_text() == "6"
-    again = BestWeights(tmp_path / "best", is_highest=True)
-    assert not again.of(6).exists()
-    again.load(tmp_path / "checkpoint")
-    assert again.leave({0: 0.5, 6: 0.4}, tmp_path / "output") == 0  # in place of what was there
-    assert (tmp_path / "output" / "w").read_text() == "0"
-
-
 def stage(folder, **values):
     often = benchmark(folder, "often", limit=8, num_samples=2, temperature=1.0, every=1)
-    return make_job(folder, **{**SETTINGS, "eval_prompts": 0, "eval_at_start": False, "benchmarks": [often], **values})
+    own = {"learning_rate": 3e-3, "eval_prompts": 0, "eval_at_start": False, "benchmarks": [often]}
+    return make_job(folder, **{**SETTINGS, **own, **values})
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +55,7 @@ def test_every_nth_weights_lie_in_the_records_as_the_models_that_a_stage_of_so_m
 def test_killed_and_stopped_a_stage_leaves_the_same_best_weights(finished, tmp_path):
     job = stage(tmp_path)
     slow_rewards(tmp_path)
-    assert disturb(job, (2, 5, KILL), (5, 5, STOP))
+    assert disturb(job, (2, 5, SIGKILL), (5, 5, SIGTERM))
     run(job)
     same_in_the_end(job, finished)
 

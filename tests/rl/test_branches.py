@@ -1,5 +1,7 @@
 """Samples of several sequences, and of several roles: what is compared, counted and trained."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -34,20 +36,16 @@ def test_every_sequence_of_a_sample_gets_the_advantage_that_the_sample_has_witho
 
 def test_what_kl_takes_off_a_sample_is_the_sum_over_its_sequences():
     branched = [one_of(0, 1.0), one_of(0, 1.0, branch=1), one_of(1, 1.0)]
-    assert advantages(branched, torch.tensor([0.25, 0.5, 0.0])) == pytest.approx(
-        [advantages([one_of(0, 0.25), one_of(1, 1.0)])[n] for n in (0, 0, 1)]
-    )
+    first, second = advantages([one_of(0, 0.25), one_of(1, 1.0)])
+    assert advantages(branched, torch.tensor([0.25, 0.5, 0.0])) == pytest.approx([first, first, second])
 
 
 def test_a_role_is_compared_with_itself():
-    both = [
-        one
-        for sample, (solved, judged) in enumerate([(1.0, 0.0), (0.0, 5.0)])
-        for one in (one_of(sample, solved, role="solver"), one_of(sample, judged, branch=1, role="judge"))
-    ]
-    solver = advantages([one_of(0, 1.0), one_of(1, 0.0)])
-    judge = advantages([one_of(0, 0.0), one_of(1, 5.0)])
-    assert advantages(both) == [solver[0], judge[0], solver[1], judge[1]]
+    solver, judge = [one_of(0, 1.0), one_of(1, 0.0)], [one_of(0, 0.0), one_of(1, 5.0)]
+    roles = [("solver", solver[0]), ("judge", judge[0]), ("solver", solver[1]), ("judge", judge[1])]
+    both = [replace(one, role=role, branch=int(role == "judge")) for role, one in roles]
+    alone = {"solver": advantages(solver), "judge": advantages(judge)}
+    assert advantages(both) == [alone[role][one.sample_index] for role, one in roles]
 
 
 def test_an_advantage_sees_the_trained_tokens_of_all_sequences_of_a_sample():
@@ -75,13 +73,12 @@ def test_a_rollout_keeps_branch_and_role_as_json():
 def test_a_further_sequence_gets_the_reward_of_its_sample_or_of_its_role():
     judge = one_of(0, 0.25, branch=2, role="judge", reported={"value": 0.25, "components": {}})
     given = [one_of(0, 1.0), one_of(0, None, branch=1), judge, one_of(0, None, branch=3, role="judge")]
-    assert [one.reward for one in with_rewards_of_samples(given, reported_weight=1.0)] == [1.0, 1.0, 0.25, 0.25]
-    assert [one.reward for one in with_rewards_of_samples(given, reported_weight=2.0)] == [1.0, 1.0, 0.5, 0.5]
-    assert [one.reward for one in with_rewards_of_samples(given, reported_weight=0.0)] == [1.0] * 4
+    for weight, of_judge in ((1.0, 0.25), (2.0, 0.5), (0.0, 1.0)):
+        rewarded = with_rewards_of_samples(given, reported_weight=weight)
+        assert [one.reward for one in rewarded] == [1.0, 1.0, of_judge, of_judge]
     failed = [one_of(0, None, reward_error="it raised"), one_of(0, None, branch=1)]
-    assert [one.metadata["reward_error"] for one in with_rewards_of_samples(failed, reported_weight=1.0)] == [
-        "it raised"
-    ] * 2
+    rewarded = with_rewards_of_samples(failed, reported_weight=1.0)
+    assert [one.metadata["reward_error"] for one in rewarded] == ["it raised"] * 2
 
 
 def test_the_reported_reward_is_what_was_reported():

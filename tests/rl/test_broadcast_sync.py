@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from pydantic import ValidationError
 from safetensors.torch import load_file
 from torch import multiprocessing
 
@@ -58,23 +57,25 @@ class Weights:
 
 
 class Trainer:
-    """Rank 0 of a trainer: answers what `ask` asks for."""
+    """Rank 0 of a trainer: answers what `ask` asks for. checked: whether each bucket's fingerprints were asked for."""
 
-    def __init__(self, folder: Path, *, bucket_bytes: int = 2000, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(self, folder: Path) -> None:
         self.source = folder
         self.weights = Weights(folder)
         self.giver = WeightGiver(
             self.weights,
             rank=0,
             prefix="",
-            bucket_bytes=bucket_bytes,
-            timeout_s=timeout_s,
+            bucket_bytes=2000,
+            timeout_s=TIMEOUT_S,
             make_fingerprints=lambda: Fingerprints("checkpoint"),
         )
         self.asked: list[str] = []
+        self.checked: list[bool] = []
 
     async def ask(self, do, **arguments):
         self.asked.append(do)
+        self.checked += [arguments[name] for name in arguments if name == "fingerprint"]
         return [await asyncio.to_thread(getattr(self, do, None) or getattr(self.giver, do), **arguments)]
 
     def export(self, folder, kept):
@@ -88,44 +89,56 @@ def models(tmp_path_factory):
     return [save_tiny_model(tmp_path_factory.mktemp("model"), seed=seed) for seed in range(3)]
 
 
+@pytest.fixture
+def trainer(models):
+    return Trainer(models[1])
+
+
+def launch_in(folder):
+    """launch(number, model, version) of a fleet whose logs lie in this folder."""
+
+    def launch(number, path, version):
+        settings = EngineSettings(model=path, weight_version=version, max_batch=8)
+        return start_engine(settings, log_path=folder / f"log-{number}")
+
+    return launch
+
+
 @pytest.fixture(scope="module")
 def pair(models, tmp_path_factory):
     """Two servers that may end: each test begins with what is alive of them."""
-    folder = tmp_path_factory.mktemp("log")
-
-    def launch(number, path, version):
-        return start_engine(
-            EngineSettings(model=path, weight_version=version, max_batch=8), log_path=folder / f"log-{number}"
-        )
-
-    servers = [launch(0, models[0], 0), launch(1, models[0], 0)]
+    launch = launch_in(tmp_path_factory.mktemp("log"))
+    servers = [launch(number, models[0], 0) for number in range(2)]
     yield launch, servers
     for server in servers:
         server.kill()
 
 
-def with_sync(pair, model, trainer, work, *, check_every=1, way=DistributedSync, **options):
-    """Run `work(sync, samplers)` on the two servers, which are replaced by what it leaves."""
+@pytest.fixture
+def with_sync(pair, models, trainer, tmp_path):
+    """Run `work(load, samplers, sync)` on the two servers, which are replaced by what it leaves. load(version): the
+    trainer's weights into them, which may need a folder."""
     launch, servers = pair
 
-    async def main():
-        samplers = Fleet(servers, model=model, version=0, launch=launch, connect=SamplerClient, **options)
+    async def worked(work, way=DistributedSync, check_every=1, **options):
+        samplers = Fleet(servers, model=models[0], version=0, launch=launch, connect=SamplerClient, **options)
         sync = way(samplers, trainer.ask, check_every=check_every, timeout_s=TIMEOUT_S, is_beside=True)
         try:
-            return await work(sync, samplers)
+            await work(lambda version: sync.load(tmp_path / f"policy-{version}", version), samplers, sync)
         finally:
             servers[:] = [member.server for member in await samplers.members()]
             trainer.giver.close()
             await samplers.disconnect()
 
-    return asyncio.run(main())
+    return lambda *work_and_way, **options: asyncio.run(worked(*work_and_way, **options))
 
 
-def expected(folder):
+def expected(folder, count=2):
+    """Fingerprints of a checkpoint, as so many samplers that hold it give them."""
     found = Fingerprints("checkpoint")
     for name, tensor in load_file(folder / "model.safetensors").items():
         found.add(name, tensor)
-    return found.all()
+    return [[found.all()]] * count
 
 
 async def logprobs(samplers):
@@ -141,25 +154,20 @@ ASKED = {
 
 
 @pytest.mark.parametrize("way", ASKED)
-def test_every_sampler_has_the_trainers_weights_to_the_bit_and_samples_with_them(pair, models, tmp_path, way):
-    trainer = Trainer(models[1])
-
-    async def work(sync, samplers):
+def test_every_sampler_has_the_trainers_weights_to_the_bit_and_samples_with_them(with_sync, trainer, models, way):
+    async def work(load, samplers, sync):
         before = await logprobs(samplers)
-        await sync.load(tmp_path / "policy-1", 1)
-        first, changed = await samplers.fingerprints(), await logprobs(samplers)
+        await load(1)
+        assert await samplers.fingerprints() == expected(models[1]) and await logprobs(samplers) != before
         trainer.weights.take(models[2])
-        await sync.load(tmp_path / "policy-2", 2)
-        return before, changed, first, await samplers.fingerprints(), await samplers.versions()
+        await load(2)
+        assert await samplers.fingerprints() == expected(models[2]) and await samplers.versions() == ["2", "2"]
 
-    before, changed, first, second, versions = with_sync(pair, models[0], trainer, work, way=way)
-    assert first == [[expected(models[1])]] * 2 and second == [[expected(models[2])]] * 2
-    assert before != changed and versions == ["2", "2"]
+    with_sync(work, way)
     assert trainer.asked == ASKED[way]
 
 
-def test_one_weight_that_changed_on_its_way_is_noticed_and_named(pair, models, tmp_path):
-    trainer = Trainer(models[1])
+def test_one_weight_that_changed_on_its_way_is_noticed_and_named(with_sync, trainer):
     name = "model.layers.1.mlp.down_proj.weight"
 
     class Spoiled(Fingerprints):
@@ -168,12 +176,12 @@ def test_one_weight_that_changed_on_its_way_is_noticed_and_named(pair, models, t
 
     trainer.giver._make_fingerprints = lambda: Spoiled("checkpoint")
     with pytest.raises(SamplerError, match=rf"Sampler 0 .*version 7: {name} has fingerprint"):
-        with_sync(pair, models[0], trainer, lambda sync, samplers: sync.load(tmp_path / "policy-7", 7))
+        with_sync(lambda load, samplers, sync: load(7))
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
-def test_a_sampler_lost_in_mid_broadcast_is_replaced_and_none_keeps_a_mixture(pair, models, tmp_path, how):
-    trainer = Trainer(models[1], timeout_s=TIMEOUT_S if how == signal.SIGKILL else 2.0)
+def test_a_sampler_lost_in_mid_broadcast_is_replaced_and_none_keeps_a_mixture(pair, with_sync, trainer, models, how):
+    trainer.giver._timeout_s = TIMEOUT_S if how == signal.SIGKILL else 2.0
     victim = pair[1][1]
     count = iter(range(100))
 
@@ -183,32 +191,29 @@ def test_a_sampler_lost_in_mid_broadcast_is_replaced_and_none_keeps_a_mixture(pa
 
     trainer.weights.before = hit
 
-    async def work(sync, samplers):
+    async def work(load, samplers, sync):
         began = time.monotonic()
-        await sync.load(tmp_path / "policy-1", 1)
-        held, took = await samplers.fingerprints(), time.monotonic() - began
+        await load(1)
+        assert await samplers.fingerprints() == expected(models[1]) and time.monotonic() - began < 100
         trainer.weights.take(models[2])
         trainer.giver._timeout_s = TIMEOUT_S
-        await sync.load(tmp_path / "policy-2", 2)
-        return held, took, await samplers.fingerprints(), samplers.num_restarts
+        await load(2)
+        assert await samplers.fingerprints() == expected(models[2]) and samplers.num_restarts == 1
 
-    held, took, after, num_restarts = with_sync(pair, models[0], trainer, work)
-    assert held == [[expected(models[1])]] * 2 and after == [[expected(models[2])]] * 2
-    assert num_restarts == 1 and took < 100 and not victim.is_alive
+    with_sync(work)
+    assert not victim.is_alive
     assert trainer.asked.count("export") == 1 and trainer.asked[-3:] == ["open_group", "join_group", "broadcast"]
 
 
 @pytest.mark.slow
-def test_a_sampler_that_stops_in_mid_broadcast_holds_up_no_other_of_three(models, tmp_path):
+def test_a_sampler_that_stops_in_mid_broadcast_holds_up_no_other_of_three(trainer, models, tmp_path):
     """gloo sends along a tree, in which rank 3 waits for rank 1 or 2."""
-    trainer = Trainer(models[1], timeout_s=2.0)
+    trainer.giver._timeout_s = 2.0
     launched: list[int] = []
 
     def launch(number, path, version):
         launched.append(number)
-        return start_engine(
-            EngineSettings(model=path, weight_version=version, max_batch=8), log_path=tmp_path / f"log-{number}"
-        )
+        return launch_in(tmp_path)(number, path, version)
 
     async def work(samplers, servers):
         sync = DistributedSync(samplers, trainer.ask, check_every=1, timeout_s=2.0, is_beside=True)
@@ -223,12 +228,11 @@ def test_a_sampler_that_stops_in_mid_broadcast_holds_up_no_other_of_three(models
 
     alive, held = with_samplers(launch, models[0], work, count=3)
     assert alive == [False, False, True] and launched == [0, 1, 2, 0, 1]
-    assert held == [[expected(models[1])]] * 3
+    assert held == expected(models[1], 3)
 
 
 @pytest.mark.parametrize("way", ASKED)
-def test_samplers_answer_while_buckets_are_on_their_way_and_stand_still_for_the_swap_alone(pair, models, tmp_path, way):
-    trainer = Trainer(models[1])
+def test_samplers_answer_while_buckets_are_on_their_way_and_stand_still_for_the_swap_alone(with_sync, trainer, way):
     trainer.weights.before = lambda names: time.sleep(0.03)
     answered: list[float] = []
 
@@ -237,106 +241,86 @@ def test_samplers_answer_while_buckets_are_on_their_way_and_stand_still_for_the_
             await logprobs(samplers)
             answered.append(time.monotonic())
 
-    async def work(sync, samplers):
+    async def work(load, samplers, sync):
         asking = asyncio.ensure_future(ask(samplers))
-        await sync.load(tmp_path / "policy-1", 1)
+        await load(1)
         began = time.monotonic()
-        await sync.load(tmp_path / "policy-2", 2)
+        await load(2)
         ended = time.monotonic()
         asking.cancel()
-        return sync.costs.taken(), sum(began < when < ended for when in answered)
+        assert sum(began < when < ended for when in answered) > 5
+        costs = sync.costs.taken()
+        seconds = costs["sync_bytes"] / 1e9 / costs["sync_gb_per_second"]
+        assert costs["sync_bytes"] == 2 * sum(trainer.weights.num_bytes.values())
+        assert costs["seconds_samplers_still"] < 0.5 * seconds
 
-    costs, during = with_sync(pair, models[0], trainer, work, way=way, check_every=0, pause="in_place")
-    seconds = costs["sync_bytes"] / 1e9 / costs["sync_gb_per_second"]
-    assert costs["sync_bytes"] == 2 * sum(trainer.weights.num_bytes.values())
-    assert during > 5 and costs["seconds_samplers_still"] < 0.5 * seconds
+    with_sync(work, way, check_every=0, pause="in_place")
 
 
 def test_a_sampler_on_another_machine_is_sent_what_was_given_last_or_a_folder_through_a_group_of_its_own(
-    pair, models, tmp_path, monkeypatch
+    with_sync, trainer, models, tmp_path, monkeypatch
 ):
-    trainer = Trainer(models[1])
-
-    async def work(sync, samplers):
-        await sync.load(tmp_path / "policy-1", 1)
+    async def work(load, samplers, sync):
+        await load(1)
         trainer.weights.take(models[0])  # it trained on
         monkeypatch.setattr(broadcast_sync, "is_here", lambda client: False)
         (_, second) = await samplers.members()
         await sync.give(second.client, models[2], 7)  # a folder that this machine has
-        by_folder = await second.client.fingerprints()
+        assert [await second.client.fingerprints()] == expected(models[2], 1)
         await sync.give(second.client, tmp_path / "policy-1", 1)
-        again = await second.client.fingerprints()
+        assert [await second.client.fingerprints()] == expected(models[1], 1)
         with pytest.raises(SamplerError, match="newer ones have replaced them"):
             await sync.give(second.client, tmp_path / "policy-0", 0)
         monkeypatch.undo()
-        await sync.load(tmp_path / "policy-2", 2)  # all are in one group again
-        return by_folder, again, await samplers.fingerprints()
+        await load(2)  # all are in one group again
+        assert await samplers.fingerprints() == expected(models[0])
 
-    by_folder, again, after = with_sync(pair, models[0], trainer, work)
-    assert (
-        by_folder == [expected(models[2])] and again == [expected(models[1])] and after == [[expected(models[0])]] * 2
-    )
+    with_sync(work)
     assert "export" not in trainer.asked
 
 
-def test_a_sampler_that_refuses_is_given_the_weights_through_a_folder(pair, models, tmp_path):
-    trainer = Trainer(models[1], timeout_s=2.0)
+def test_a_sampler_that_refuses_is_given_the_weights_through_a_folder(with_sync, trainer, models):
+    trainer.giver._timeout_s = 2.0
 
-    async def work(sync, samplers):
+    async def work(load, samplers, sync):
         (_, member) = await samplers.members()
         await member.client.begin_weight_update()  # a second one is refused
-        await sync.load(tmp_path / "policy-1", 1)
-        return await samplers.fingerprints(), samplers.num_restarts
+        await load(1)
+        assert await samplers.fingerprints() == expected(models[1]) and samplers.num_restarts == 0
 
-    held, num_restarts = with_sync(pair, models[0], trainer, work)
-    assert held == [[expected(models[1])]] * 2 and num_restarts == 0
+    with_sync(work)
 
 
 def test_a_sampler_lost_later_is_started_again_with_what_was_broadcast_not_what_the_trainer_has_by_then(
-    pair, models, tmp_path
+    pair, with_sync, trainer, models
 ):
-    trainer = Trainer(models[1])
-
-    async def work(sync, samplers):
-        await sync.load(tmp_path / "policy-1", 1)
+    async def work(load, samplers, sync):
+        await load(1)
         trainer.weights.take(models[2])  # it trained on
         os.kill(pair[1][0].pid, signal.SIGKILL)
-        assert await samplers.versions() == ["1", "1"]
-        held = await samplers.fingerprints()
-        await sync.load(tmp_path / "policy-2", 2)
-        return held, await samplers.fingerprints(), samplers.num_restarts
+        assert await samplers.versions() == ["1", "1"] and await samplers.fingerprints() == expected(models[1])
+        await load(2)
+        assert await samplers.fingerprints() == expected(models[2]) and samplers.num_restarts == 1
 
-    held, after, num_restarts = with_sync(pair, models[0], trainer, work)
-    assert held == [[expected(models[1])]] * 2 and after == [[expected(models[2])]] * 2 and num_restarts == 1
+    with_sync(work)
 
 
-def test_weights_out_of_a_checkpoint_are_read_from_their_folder(pair, models, tmp_path):
-    trainer = Trainer(models[1])
-
-    async def work(sync, samplers):
+def test_weights_out_of_a_checkpoint_are_read_from_their_folder(with_sync, trainer, models):
+    async def work(load, samplers, sync):
         await sync.load(models[2], 4)
-        return await samplers.fingerprints(), await samplers.versions()
+        assert await samplers.fingerprints() == expected(models[2]) and await samplers.versions() == ["4", "4"]
 
-    held, versions = with_sync(pair, models[0], trainer, work)
-    assert held == [[expected(models[2])]] * 2 and versions == ["4", "4"] and trainer.asked == []
+    with_sync(work)
+    assert trainer.asked == []
 
 
-def test_only_the_first_and_every_nth_broadcast_is_verified(pair, models, tmp_path):
-    trainer, asked = Trainer(models[1]), []
-    send = trainer.giver.broadcast
-
-    def broadcast(*, which, fingerprint):
-        asked.append(fingerprint)
-        return send(which=which, fingerprint=fingerprint)
-
-    trainer.broadcast = broadcast
-
-    async def work(sync, samplers):
+def test_only_the_first_and_every_nth_broadcast_is_verified(with_sync, trainer):
+    async def work(load, samplers, sync):
         for version in range(1, 5):
-            await sync.load(tmp_path / f"policy-{version}", version)
+            await load(version)
 
-    with_sync(pair, models[0], trainer, work, check_every=3)
-    assert asked == [True, False, False, True]
+    with_sync(work, check_every=3)
+    assert trainer.checked == [True, False, False, True]
 
 
 def test_buckets_keep_the_order_and_the_limit_and_a_large_tensor_is_alone():
@@ -388,19 +372,19 @@ def test_two_zero_3_ranks_that_give_buckets_end_on_the_same_bytes_as_with_files(
         assert any(f"weights {version}: {how} in 9 buckets" in line and "25 tensors ver" in line for line in lines)
 
 
-def test_what_cannot_work_is_refused_by_name(tmp_path):
-    config = make_job(tmp_path, sampler={"context": 64, "deterministic": False}).config.model_dump()
-    distributed = {"sync": "distributed", "sync_check_every": 0}
-    with pytest.raises(ValidationError, match="sync_backend: nccl needs GPUs"):
-        RLStage(**(config | {"weights": {**distributed, "sync_backend": "nccl"}, "resources": {"device": "cpu"}}))
-    one = {"weights": {**distributed, "sync_backend": "nccl"}, "resources": {"device": "cuda"}, "placement": "beside"}
-    with pytest.raises(ValidationError, match="NCCL refuses two processes on one GPU"):
-        RLStage(**(config | one))
-    two = {"device": "cuda", "num_ranks": 2}
-    with pytest.raises(ValidationError, match="sync: ipc with 2 GPUs"):
-        RLStage(**(config | {"weights": {"sync": "ipc", "sync_check_every": 0}, "resources": two}))
-    with pytest.raises(ValidationError, match="sync_address lo means nothing with sync: ipc"):
-        RLStage(**(config | {"weights": {"sync": "ipc", "sync_address": "lo"}}))
-    with pytest.raises(ValidationError, match="sync_bucket_bytes 1 means nothing with sync: disk"):
-        RLStage(**(config | {"weights": {"sync_bucket_bytes": 1}}))
-    RLStage(**(config | {"weights": {"sync": "distributed", "sync_bucket_bytes": 1}}))
+NCCL = {"sync": "distributed", "sync_backend": "nccl"}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({**NCCL, "resources": {"device": "cpu"}}, "sync_backend: nccl needs GPUs"),
+        ({**NCCL, "resources": {"device": "cuda"}, "placement": "beside"}, "NCCL refuses two processes on one GPU"),
+        ({"sync": "ipc", "resources": {"device": "cuda", "num_ranks": 2}}, "sync: ipc with 2 GPUs"),
+        ({"sync": "ipc", "sync_address": "lo"}, "sync_address lo means nothing with sync: ipc"),
+        ({"sync_bucket_bytes": 1}, "sync_bucket_bytes 1 means nothing with sync: disk"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(values, message):
+    with pytest.raises(ValueError, match=message):
+        RLStage.of(**{"kind": "rl", "data": ["file:x"], **values})

@@ -17,36 +17,24 @@ from tests.rl.models import save_tiny_model, trainer_of
 from tests.rl.rollouts import rollout
 from tests.rl.stages import make_job, metrics, run
 
-MASK = torch.tensor([True, True, True, True, False, True])
-IDS = torch.tensor([0, 0, 0, 1, 1, 1])
-
 
 def test_a_reward_stands_at_the_last_trained_token_of_its_response():
-    rewards = torch.tensor([2.0, 3.0, 5.0])
-    assert reward_of_last(rewards, MASK, IDS).tolist() == [0, 0, 2, 0, 0, 3]
-    last_masked = torch.tensor([True, True, False, False, False, False])
-    assert reward_of_last(rewards, last_masked, IDS).tolist() == [0, 2, 0, 0, 0, 0]
-
-
-def test_gae_worked_out_by_hand_passes_over_what_a_tool_said():
-    # response 0: values 1, 2, 4 and reward 8 at the end; response 1: values 3, (a tool), 5 and reward 1; both halved
-    values = torch.tensor([1.0, 2.0, 4.0, 3.0, 99.0, 5.0])
-    rewards = torch.tensor([0.0, 0.0, 8.0, 0.0, 77.0, 1.0])
-    advantages, returns = gae(rewards, values, MASK, IDS, gamma=0.5, gae_lambda=0.5)
-    # d: 0.5*2 - 1 = 0, 0.5*4 - 2 = 0, 8 - 4 = 4; A: 4, 0.25*4 = 1, 0.25*1 = 0.25
-    # d: 0.5*5 - 3 = -0.5, 1 - 5 = -4; A: -4, -0.5 - 0.25*4 = -1.5
-    assert advantages.tolist() == [0.25, 1.0, 4.0, -1.5, 0.0, -4.0]
-    assert returns.tolist() == [1.25, 3.0, 8.0, 1.5, 0.0, 1.0]
+    rewards, ids = torch.tensor([2.0, 3.0, 5.0]), torch.tensor([0, 0, 0, 1, 1, 1, 2])
+    trained = torch.tensor([True, True, False, True, False, True, False])
+    assert reward_of_last(rewards, trained, ids).tolist() == [0, 2, 0, 0, 0, 3, 0]
 
 
 @pytest.mark.parametrize(("gamma", "gae_lambda"), [(0.9, 0.7), (1.0, 1.0)])
-def test_gae_equals_the_sum_of_discounted_errors_on_ragged_responses(gamma, gae_lambda):
+def test_gae_equals_the_sum_of_discounted_errors_on_ragged_responses_and_passes_over_tools(gamma, gae_lambda):
     """Equation 16 as it stands, without the recursion."""
     draw, lengths = torch.Generator().manual_seed(3), [5, 1, 9, 3]
     ids = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))
     values, rewards = torch.randn(2, sum(lengths), generator=draw, dtype=torch.float64)
     mask = torch.rand(sum(lengths), generator=draw) > 0.2
-    found, _ = gae(rewards, values, mask, ids, gamma=gamma, gae_lambda=gae_lambda)
+    found, returns = gae(rewards, values, mask, ids, gamma=gamma, gae_lambda=gae_lambda)
+    assert (found[~mask] == 0).all() and torch.allclose(returns, (found + values) * mask)
+    nothing = gae(rewards, values, torch.zeros_like(mask), ids, gamma=gamma, gae_lambda=gae_lambda)
+    assert not torch.cat(nothing).any()
     for response in range(4):
         own = (ids == response) & mask
         following = torch.cat([values[own][1:], torch.zeros(1)])[: int(own.sum())]
@@ -54,12 +42,6 @@ def test_gae_equals_the_sum_of_discounted_errors_on_ragged_responses(gamma, gae_
         for t, advantage in enumerate(found[own].tolist()):
             rest = errors[t:] * (gamma * gae_lambda) ** torch.arange(len(errors) - t)
             assert advantage == pytest.approx(rest.sum().item())
-
-
-def test_nothing_trained_gives_nothing():
-    nothing = torch.zeros(6, dtype=torch.bool)
-    advantages, returns = gae(torch.ones(6), torch.ones(6), nothing, IDS, gamma=1.0, gae_lambda=1.0)
-    assert not advantages.any() and not returns.any()
 
 
 def test_the_value_loss_is_the_larger_of_the_plain_and_the_bounded_one():
@@ -76,15 +58,13 @@ def test_the_value_loss_is_the_larger_of_the_plain_and_the_bounded_one():
 
 def test_explained_variance_by_hand_is_the_same_on_two_ranks():
     # values 1, 2, 3 for returns 1, 3, 5: errors 0, 1, 2, variance 2/3 of 8/3
-    one = {"tokens": 1, "value": 1, "return": 1, "return_squared": 1, "error": 0, "error_squared": 0}
-    other = {"tokens": 2, "value": 5, "return": 8, "return_squared": 34, "error": 3, "error_squared": 5}
-    ranks = [Sums(one | {"value_loss": 0.5, "clipped": 1}, {}), Sums(other | {"value_loss": 1.5, "clipped": 2}, {})]
-    found = critic_metrics(ranks, num_updates=2)
-    assert found["value_explained"] == pytest.approx(0.75)
+    names = ("tokens", "value", "return", "return_squared", "error", "error_squared", "value_loss", "clipped")
+    ranks = (1, 1, 1, 1, 0, 0, 0.5, 1), (2, 5, 8, 34, 3, 5, 1.5, 2)
+    one, other = (Sums(dict(zip(names, sums)), {}) for sums in ranks)
+    found = critic_metrics([one, other], num_updates=2)
+    assert found["value_explained"] == pytest.approx(0.75) and found["value_clipped_share"] == 0.5
     assert (found["value_mean"], found["return_mean"], found["value_loss"]) == (2.0, 3.0, 1.0)
-    assert found["value_clipped_share"] == 0.5
-    equal = Sums(one | {"value_loss": 0.0, "clipped": 0}, {})
-    assert "value_explained" not in critic_metrics([equal], num_updates=1)
+    assert "value_explained" not in critic_metrics([one], num_updates=1)
 
 
 def samples():
@@ -99,21 +79,19 @@ def samples():
 
 def trained(folder, model, critic, zero_stage):
     """The replies of two steps with a policy and a critic, the critic's weights; a checkpoint between them is exact."""
-    own = {"model": "policy" if critic == model else "input", "learning_rate": 1e-2, "epochs": 2, "value_clip": 0.05}
-    values = {"critic": {**own, "gamma": 0.9, "gae_lambda": 0.8, "warmup_steps": 1}, "zero_stage": zero_stage}
+    own = {"learning_rate": 1e-2, "epochs": 2, "value_clip": 0.05, "gamma": 0.9, "gae_lambda": 0.8, "warmup_steps": 1}
+    values = {"critic": {**own, "model": "policy" if critic == model else "input"}, "zero_stage": zero_stage}
     values |= {"weight_decay": 0.0, "gradient_clipping": 0, "updates_per_step": 2, "max_new_tokens": 8}
     values |= {"inputs": {"model": "sft"} | ({} if critic == model else {"critic": "other"})}
     values |= {"advantage": "gae", "precision": "fp32", "sampler": {"context": 64}, "micro_batch_tokens": 64}
     first, again = (trainer_of(model, beside={"critic": critic}, **values) for _ in range(2))
-    rollouts = [rollout(str(n // 3), n % 3, prompt, ids, reward=reward)
-                for n, (prompt, ids, reward) in enumerate(samples())]  # fmt: skip
+    rollouts = [rollout(str(n // 3), n % 3, *tokens, reward=reward) for n, (*tokens, reward) in enumerate(samples())]
     replies = [first.train(1, rollouts)]
     folder.mkdir()
     first.save(folder)
     replies.append(first.train(2, rollouts))
     again.load(folder)
-    measured = {"peak_flops": 0.0}
-    assert {**again.train(2, rollouts), **measured} == {**replies[1], **measured}
+    assert {**again.train(2, rollouts), "peak_flops": replies[1]["peak_flops"]} == replies[1]
     after, others = (dict(one._credit.critic.engine.full_state_dict()) for one in (first, again))
     assert all(torch.equal(tensor, others[name]) for name, tensor in after.items())
     return replies, {name: tensor.clone() for name, tensor in after.items()}
@@ -146,8 +124,7 @@ class PlainCritic(torch.nn.Module):
         self.decoder = torch.nn.Module()
         self.decoder.model = AutoModel.from_pretrained(folder)
         self.head = torch.nn.Linear(16, 1)
-        torch.nn.init.zeros_(self.head.weight)
-        torch.nn.init.zeros_(self.head.bias)
+        self.head.load_state_dict({"weight": torch.zeros(1, 16), "bias": torch.zeros(1)})
         self._optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, betas=(0.9, 0.98), weight_decay=0.0)
         self._samples = samples()
 
@@ -160,28 +137,22 @@ class PlainCritic(torch.nn.Module):
         old = [self.values(prompt, response).detach() for prompt, response, _ in self._samples]
         returns = []
         for values, (_, _, reward) in zip(old, self._samples, strict=True):
-            following, advantage, own = 0.0, 0.0, []
-            for t in reversed(range(len(values))):
-                error = (reward if t == len(values) - 1 else 0.0) + 0.9 * following - values[t].item()
-                advantage = error + 0.9 * 0.8 * advantage
-                following = values[t].item()
-                own.insert(0, advantage + following)
-            returns.append(torch.tensor(own))
+            errors = torch.cat([0.9 * values[1:], torch.tensor([reward])]) - values
+            advantages = [sum(error * 0.72**n for n, error in enumerate(errors[t:])) for t in range(len(values))]
+            returns.append(torch.stack(advantages) + values)
         everything, before = torch.cat(returns), torch.cat(old)
         explained = 1 - (everything - before).var() / everything.var()
         losses = []
         for _ in range(2):
-            for part in (range(3), range(3, 6)):
-                total, count = 0.0, sum(len(old[index]) for index in part)
-                for index in part:
-                    values = self.values(*self._samples[index][:2])
-                    bounded = old[index] + (values - old[index]).clamp(-0.05, 0.05)
-                    squares = torch.maximum((values - returns[index]) ** 2, (bounded - returns[index]) ** 2)
-                    total = total + 0.5 * squares.sum() / count
+            for part in (slice(0, 3), slice(3, 6)):
+                values = torch.cat([self.values(*tokens) for *tokens, _ in self._samples[part]])
+                before_it, aim = torch.cat(old[part]), torch.cat(returns[part])
+                bounded = before_it + (values - before_it).clamp(-0.05, 0.05)
+                loss = 0.5 * torch.maximum((values - aim) ** 2, (bounded - aim) ** 2).mean()
                 self._optimizer.zero_grad()
-                total.backward()
+                loss.backward()
                 self._optimizer.step()
-                losses.append(total.item())
+                losses.append(loss.item())
         return sum(losses) / len(losses), explained.item()
 
 
@@ -190,32 +161,21 @@ def test_a_critic_or_teacher_that_cannot_read_the_rollouts_is_refused(tmp_path):
     tokens = {bytes([value]): value for value in range(256)}
     save_tokenizer(tokens, policy)
     save_tokenizer({**tokens, b"ab": 256}, other)
-    differs = r"critic.model .* has another tokenizer than the policy: it differs in 11 tokens"
-    with pytest.raises(ConfigError, match=differs):
+    with pytest.raises(ConfigError, match=r"critic.model .* has another tokenizer .* in 11 tokens"):
         check_beside("critic.model", other, policy, context=64)
     save_tokenizer(tokens, other)
     check_beside("teacher.model", other, policy, context=990)  # embeddings filled up to another size
     config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 32}))
-    with pytest.raises(ConfigError, match=r"teacher.model .* has 32 positions, fewer than"):
-        check_beside("teacher.model", other, policy, context=64)
-    (other / "config.json").write_text(json.dumps(config | {"vocab_size": 256}))
-    with pytest.raises(ConfigError, match="has 256 embeddings for"):
-        check_beside("teacher.model", other, policy, context=64)
-
-
-PPO = {
-    "advantage": "gae",
-    "critic": {"learning_rate": 1e-2, "warmup_steps": 2, "gae_lambda": 0.95, "epochs": 2},
-    "filters": [],
-    "num_steps": 10,
-    "checkpoint_every": 10,
-    "eval_every": 10,
-}
+    for field, value, why in (("max_position_embeddings", 32, "positions, fewer"), ("vocab_size", 256, "embeddings")):
+        (other / "config.json").write_text(json.dumps(config | {field: value}))
+        with pytest.raises(ConfigError, match=f"teacher.model .* has {value} {why}"):
+            check_beside("teacher.model", other, policy, context=64)
 
 
 def test_a_ppo_stage_warms_its_critic_up_and_then_learns(tmp_path):
-    job = make_job(tmp_path, **PPO)
+    critic = {"learning_rate": 1e-2, "warmup_steps": 2, "gae_lambda": 0.95, "epochs": 2}
+    ten = {"num_steps": 10, "checkpoint_every": 10, "eval_every": 10}
+    job = make_job(tmp_path, advantage="gae", critic=critic, filters=[], **ten)
     run(job)
     steps = metrics(job)
     assert [line["version"] for line in steps] == [0, 0, *range(1, 9)]

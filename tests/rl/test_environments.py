@@ -12,17 +12,7 @@ from nanodag import registry
 from nanodag.children.forks import ForkLimits, ForkServer
 from nanodag.errors import ConfigError, StageFailed
 from nanodag.rl.control.generation import check_failures
-from nanodag.rl.environments.environment import (
-    MAKE,
-    Action,
-    Earned,
-    ToolCall,
-    heard,
-    metrics_of,
-    number,
-    roles_of,
-    tools_of,
-)
+from nanodag.rl.environments.environment import MAKE, Action, Earned, ToolCall, heard, metrics_of, roles_of, tools_of
 from nanodag.rl.environments.examples.rooms import Rooms
 from nanodag.rl.environments.examples.search import Search
 from nanodag.rl.rollouts.metrics import rollout_metrics
@@ -35,9 +25,8 @@ EXAMPLES = [f"nanodag.rl.environments.examples.{name}" for name in ("search:Sear
 
 
 def server_of(path: str, **options) -> ForkServer:
-    given = {"path": f"{worlds.__name__}:{path}", "options": options}
     limits = ForkLimits(cpu_s=20, max_bytes=worlds.MAX_BYTES, max_processes=8)
-    return ForkServer(MAKE, given, limits, name="it")
+    return ForkServer(MAKE, {"path": f"{worlds.__name__}:{path}", "options": options}, limits, name="it")
 
 
 def played(server: ForkServer, steps: int = 3) -> list[dict]:
@@ -95,38 +84,29 @@ def test_an_environment_that_cannot_be_made_is_an_error_of_the_config(path, opti
     assert server.pid == 0
 
 
-def hear(found, **given):
-    return heard(found, **({"roles": ["a", "b"], "speaker": "a", "call_ids": (), "may_be_none": False} | given))
+def hear(found, *call_ids, may_be_none=False):
+    return heard(found, roles=["a", "b"], speaker="a", call_ids=call_ids, may_be_none=may_be_none)
 
 
 def test_an_observation_is_a_text_texts_or_messages_for_one_role():
     assert hear("hi").messages == [{"role": "user", "content": "hi"}]
-    assert hear("4", call_ids=["c0"]).messages == [{"role": "tool", "tool_call_id": "c0", "content": "4"}]
-    assert [one["tool_call_id"] for one in hear(["4", "5"], call_ids=["c0", "c1"]).messages] == ["c0", "c1"]
+    assert hear("4", "c0").messages == [{"role": "tool", "tool_call_id": "c0", "content": "4"}]
+    assert [one["tool_call_id"] for one in hear(["4", "5"], "c0", "c1").messages] == ["c0", "c1"]
     mixed = [{"role": "tool", "content": "4"}, {"role": "user", "content": "go on"}]
-    assert [one["role"] for one in hear(mixed, call_ids=["c0"]).messages] == ["tool", "user"]
-    told = hear({"to": "b", "messages": "judge", "anew": True}, call_ids=["c0"])
+    assert [one["role"] for one in hear(mixed, "c0").messages] == ["tool", "user"]
+    told = hear({"to": "b", "messages": "judge", "anew": True}, "c0")
     assert (told.role, told.is_anew, told.messages) == ("b", True, [{"role": "user", "content": "judge"}])
     assert hear(None, may_be_none=True).messages is None
-
-
-@pytest.mark.parametrize(
-    ("found", "given", "reason"),
-    [
-        (3, {}, "an observation is a text"),
-        (None, {}, "an observation is a text"),
-        ([], {}, "an observation is a text"),
-        (["4"], {"call_ids": ["c0", "c1"]}, "2 calls were answered by 1 texts"),
-        ({"to": "c", "messages": "x"}, {}, "roles are a, b"),
-        ({"messages": "x"}, {}, "an observation has `to`"),
-        ([{"role": "assistant", "content": "x"}], {}, "a message has a role"),
-        ([{"role": "user", "content": 3}], {}, "a message has a role"),
-        ([{"role": "tool", "content": "x"}], {}, "more messages of the role tool than calls"),
-    ],
-)
-def test_what_is_no_observation_is_refused(found, given, reason):
-    with pytest.raises(ValueError, match=reason):
-        hear(found, **given)
+    for found, *call_ids, reason in (
+        (None, "an observation is a text"),
+        ([], "an observation is a text"),
+        (["4"], "c0", "c1", "2 calls were answered by 1 texts"),
+        ({"messages": "x"}, "an observation has `to`"),
+        ([{"role": "user", "content": 3}], "a message has a role"),
+        ([{"role": "tool", "content": "x"}], "more messages of the role tool than calls"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            hear(found, *call_ids)
 
 
 def test_rewards_add_up_by_role_and_only_finite_numbers_are_taken():
@@ -137,70 +117,56 @@ def test_rewards_add_up_by_role_and_only_finite_numbers_are_taken():
     for reward in (float("nan"), "1", True, None, {"c": 1.0}):
         with pytest.raises(ValueError, match=r"the reward|the role 'c'"):
             earned.add(reward, {}, ["a", "b"])
-    for wrong in (lambda: metrics_of([1]), lambda: tools_of([{"type": "x"}]), lambda: roles_of({"": True})):
+    for take, wrong in ((metrics_of, [1]), (tools_of, [{"type": "x"}]), (roles_of, {"": True})):
         with pytest.raises(ValueError):
-            wrong()
-    assert number(2, "x") == 2.0 and roles_of(None) == {"": True}
-
-
-# The loop of a sample
+            take(wrong)
+    assert roles_of(None) == {"": True}
 
 
 def group_of(folder, says, name: str, *, answer="", most=64, samples=2, context=256, **options):
-    """The rollouts of one prompt with their rewards, and the sampler. says: the answers, or what gives them by the text
-    of a prompt. name: of a class of `worlds`, or in full."""
+    """The rollouts of one prompt with their rewards. says: the answers, or what gives them by the text of a prompt.
+    name: of a class of `worlds`, or in full."""
     path = name if ":" in name else f"{worlds.__name__}:{name}"
     options = {"step_s": 20.0, "max_bytes": worlds.MAX_BYTES, "max_processes": 8, **options}
     values = {"generate": {"name": f"environment:{path}", "options": options}, "samples_per_prompt": samples}
     values |= {"max_new_tokens": most, "sampler": {"context": context, "max_batch": 16}}
     sampler = speaking(Encoding(folder), says if callable(says) else lambda text: says)
-    return rollouts_of(folder, sampler, [{"answer": answer}], **values), sampler
+    return rollouts_of(folder, sampler, [{"answer": answer}], **values)
 
 
 def spelled(encoding, rollout) -> list[tuple[str, str]]:
     return [(span.kind, encoding.decode(span.token_ids)) for span in rollout.spans]
 
 
+HI = ("prompt", "<|bos|><|user|>hi<|end|><|assistant|>")
+
+
 def test_the_policy_and_the_environment_speak_in_turns_and_step_rewards_add_up(folder, encoding):
-    rollouts, _ = group_of(folder, "ab<|end|>", "Echo")
+    rollouts = group_of(folder, "ab<|end|>", "Echo")
     for rollout in rollouts:
-        kinds = [kind for kind, _ in spelled(encoding, rollout)]
-        assert kinds == ["prompt", "sampled", "tool", "sampled"]
-        assert spelled(encoding, rollout)[0][1] == "<|bos|><|user|>hi<|end|><|assistant|>"
-        assert spelled(encoding, rollout)[2][1] == "<|user|>ab!<|end|><|assistant|>"
+        said, answer = ("sampled", "ab<|end|>"), ("tool", "<|user|>ab!<|end|><|assistant|>")
+        assert spelled(encoding, rollout) == [HI, said, answer, said]
         assert rollout.reward == 0.5 and rollout.reward_components["told"] == 0.5
         assert (rollout.metadata["turns"], rollout.metadata["ended"]) == (2, "done")
-    one, other = rollouts
-    assert one.metadata["metrics"] == other.metadata["metrics"]  # the same seed: that of the prompt
+    assert rollouts[0].metadata["metrics"] == rollouts[1].metadata["metrics"]  # the same seed: that of the prompt
     metrics = rollout_metrics(rollouts)
     assert metrics["turns"] == 2 and metrics["metric_left"] == 0 and metrics["reward"] == 0.5
 
 
 def test_an_environment_may_give_the_prompt_and_a_last_turn_that_is_cut_off_is_heard(folder, encoding):
-    rollouts, _ = group_of(folder, "abcd<|end|>", "Echo", most=7, rounds=4, greeting="say")
-    for rollout in rollouts:
-        assert spelled(encoding, rollout)[0][1] == "<|bos|><|user|>say<|end|><|assistant|>"
-        assert spelled(encoding, rollout)[-1] == ("sampled", "ab")
+    for rollout in group_of(folder, "abcd<|end|>", "Echo", most=7, rounds=4, greeting="say"):
+        first, *_, last = spelled(encoding, rollout)
+        assert first == (HI[0], HI[1].replace("hi", "say")) and last == ("sampled", "ab")
         assert rollout.metadata["ended"] == "tokens" and rollout.finish_reason == "length"
         assert rollout.reward == 0.5 and rollout.num_sampled == 7
-    rollouts, _ = group_of(folder, "abcd<|end|>", "Echo", turn_tokens=3)
+    rollouts = group_of(folder, "abcd<|end|>", "Echo", turn_tokens=3)
     between = "<|end|><|user|>abc!<|end|><|assistant|>"
     assert [said for _, said in spelled(encoding, rollouts[0])][1:] == ["abc", between, "abc"]
-    rollouts, _ = group_of(folder, "ab<|end|>", "Echo", rounds=9, max_turns=3)
+    rollouts = group_of(folder, "ab<|end|>", "Echo", rounds=9, max_turns=3)
     assert {(one.metadata["ended"], one.finish_reason, one.reward) for one in rollouts} == {("turns", "length", 0.75)}
 
 
-def test_a_tool_call_is_answered_by_the_environment_within_the_turn(folder, encoding):
-    call = "<|tool_call|>pears<|tool_call_end|>"
-    says = lambda text: "5<|end|>" if "<|tool_result|>" in text else call  # noqa: E731
-    rollouts, _ = group_of(folder, says, "Shop")
-    result = "<|tool_result|>5<|tool_result_end|>"
-    for rollout in rollouts:
-        assert spelled(encoding, rollout)[1:] == [("sampled", call), ("tool", result), ("sampled", "5<|end|>")]
-        assert rollout.reward == 1.0
-
-
-def test_a_call_that_is_wrong_is_answered_before_it_reaches_the_environment(tmp_path):
+def test_a_call_is_answered_by_the_environment_and_a_wrong_one_before_it_gets_there(tmp_path):
     def call(name: str, arguments: str) -> str:
         return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
@@ -211,8 +177,7 @@ def test_a_call_that_is_wrong_is_answered_before_it_reaches_the_environment(tmp_
         return turns[text.count("<|im_start|>assistant") - 1] + "<|im_end|>"
 
     renderer_of(QWEN25, tmp_path)
-    rollouts, _ = group_of(tmp_path, says, "Shop", most=900, context=3000)
-    for rollout in rollouts:
+    for rollout in group_of(tmp_path, says, "Shop", most=900, context=3000):
         tools = [text for kind, text in spelled(Encoding(tmp_path), rollout) if kind == "tool"]
         assert "error: there is no tool 'cost'; there is price" in tools[0] and "not called, as another" in tools[0]
         assert "error: the arguments must be a JSON object" in tools[1] and "\n5\n" in tools[2]
@@ -220,54 +185,56 @@ def test_a_call_that_is_wrong_is_answered_before_it_reaches_the_environment(tmp_
 
 
 @pytest.mark.parametrize("judge_is_trained", [False, True])
-def test_each_role_has_sequences_of_its_own_that_are_trained_or_not_with_rewards_of_its_own(
-    folder, encoding, judge_is_trained
-):
+def test_each_role_has_its_own_sequences_trained_or_not_and_its_own_rewards(folder, encoding, judge_is_trained):
     def says(text):
         if "<|user|>is " in text:
             return "yes<|end|>" if "is 22 good" in text else "no<|end|>"
         return "22<|end|>" if "once more" in text else "1<|end|>"
 
-    rollouts, _ = group_of(folder, says, "Court", judge_is_trained=judge_is_trained)
+    rollouts = group_of(folder, says, "Court", judge_is_trained=judge_is_trained)
     solver, *judges = [one for one in rollouts if one.sample_index == 0]
     assert (solver.role, solver.branch, solver.reward) == ("solver", 0, 1.0)
-    kinds = [kind for kind, _ in spelled(encoding, solver)]
-    assert kinds == ["prompt", "sampled", "tool", "sampled"] and solver.num_trained == solver.num_sampled == 5
+    assert [span.kind for span in solver.spans] == ["prompt", "sampled", "tool", "sampled"]
+    assert solver.num_trained == solver.num_sampled == 5
     assert sorted(spelled(encoding, judge)[1][1] for judge in judges) == ["no<|end|>", "yes<|end|>"]
     for judge in judges:  # it was asked anew each time: a sequence for each question
         assert judge.role == "judge" and judge.branch > 0 and judge.reward == 0.25
         assert judge.num_trained == (judge.num_sampled if judge_is_trained else 0)
 
 
-def test_too_many_samples_whose_environment_fails_end_the_stage(folder):
-    failed, _ = group_of(folder, "a<|end|>", "Hostile", answer="knows no such role")
-    assert all(rollout.finish_reason == "error" and rollout.reward is None for rollout in failed)
+def test_too_many_samples_whose_environment_fails_end_the_stage_and_one_that_cannot_be_made_at_once(folder):
+    failed = group_of(folder, "a<|end|>", "Hostile", answer="knows no such role")
     with pytest.raises(StageFailed, match=r"2 of 4 samples of step 1 \(50.0%\).*max_failed_rewards 0.4"):
-        check_failures([*failed, *group_of(folder, "a<|end|>", "Echo")[0]], of="step 1", max_failed_rewards=0.4)
+        check_failures([*failed, *group_of(folder, "a<|end|>", "Echo")], of="step 1", max_failed_rewards=0.4)
+    for options, reason in (({"how": "raises"}, "RuntimeError: no luck"), ({"max_turns": 0}, "must be above 0")):
+        with pytest.raises(ConfigError, match=reason):
+            group_of(folder, "a<|end|>", "Unmade", **options)
 
 
 def test_an_episode_whose_process_somebody_kills_is_played_again_to_the_same_sample(folder, tmp_path):
-    undisturbed, _ = group_of(folder, "ab<|end|>", "Killed", samples=1, counts=str(tmp_path / "none"))
-    (tmp_path / "kills").mkdir()
-    rollouts, sampler = group_of(folder, "ab<|end|>", "Killed", samples=1, counts=str(tmp_path / "kills"))
-    assert rollouts == undisturbed and len(sampler.requests) == 2 + 2  # the first turn was asked three times
+    asked = []
+
+    def killed(name, **options):
+        says = lambda text: asked.append(name) or "ab<|end|>"  # noqa: E731
+        return group_of(folder, says, "Killed", counts=str(tmp_path / name), **options)
+
+    (tmp_path / "twice").mkdir()
+    assert killed("never", samples=1) == killed("twice", samples=1)
+    assert (asked.count("never"), asked.count("twice")) == (2, 2 + 2)  # the first turn was asked three times
     (tmp_path / "always").mkdir()
-    rollouts, _ = group_of(folder, "ab<|end|>", "Killed", counts=str(tmp_path / "always"), times=99)
-    assert all("ended by SIGKILL" in rollout.metadata["generate_error"] for rollout in rollouts)
+    failed = killed("always", times=99)
+    assert all("ended by SIGKILL" in rollout.metadata["generate_error"] for rollout in failed)
 
 
-def test_an_environment_that_cannot_be_made_ends_the_stage_and_is_no_failure_of_samples(folder):
-    with pytest.raises(ConfigError, match=r"max_turns of tests.rl.worlds:Echo is 0; it must be above 0"):
-        group_of(folder, "a<|end|>", "Echo", max_turns=0)
-    with pytest.raises(ConfigError, match="RuntimeError: no luck"):
-        group_of(folder, "a<|end|>", "Unmade", how="raises")
+def corpus(folder) -> str:
+    texts = {"Ada": "Ada lives in Rome.", "Bob": "Bob lives in Oslo.", "Cy": "Cy sails the sea."}
+    lines = [json.dumps({"title": name, "text": text}) + "\n" for name, text in texts.items()]
+    (folder / "corpus.jsonl").write_text("".join(lines))
+    return str(folder / "corpus.jsonl")
 
 
 def test_the_policy_searches_a_corpus_and_a_right_answer_is_rewarded(tmp_path):
-    corpus = tmp_path / "corpus.jsonl"
-    texts = {"Ada": "Ada lives in Rome.", "Bob": "Bob lives in Oslo.", "Cy": "Cy sails the sea."}
-    corpus.write_text("".join(json.dumps({"title": name, "text": text}) + "\n" for name, text in texts.items()))
-    search = Search(corpus=str(corpus), top=2, search_reward=0.5)
+    search = Search(corpus=corpus(tmp_path), top=2, search_reward=0.5)
     assert search.found("where does bob live?") == "Bob: Bob lives in Oslo."
     assert search.found("zebra") == "nothing found"
     rewards = {}
@@ -294,12 +261,10 @@ def test_the_text_game_is_laid_out_by_its_seed_and_is_won_with_the_key():
 
 
 def test_a_stage_names_the_shipped_environments_by_their_path_and_trusts_them(folder, tmp_path):
-    (tmp_path / "corpus.jsonl").write_text('{"text": "Bob lives in Oslo."}')
     says = lambda text: "Oslo<|end|>" if "in Oslo" in text else "<|tool_call|>Bob<|tool_call_end|>"  # noqa: E731
-    corpus = str(tmp_path / "corpus.jsonl")
-    (rollout, _), _ = group_of(folder, says, EXAMPLES[0], answer="Oslo", corpus=corpus)
+    (rollout, _) = group_of(folder, says, EXAMPLES[0], answer="Oslo", corpus=corpus(tmp_path))
     assert rollout.reward == 1.0 and rollout.metadata["metrics"] == {"searches": 1.0, "found": 1.0}
-    (rollout, _), _ = group_of(folder, "sing<|end|>", EXAMPLES[1], context=2000, max_commands=3)
+    (rollout, _) = group_of(folder, "sing<|end|>", EXAMPLES[1], context=2000, max_commands=3)
     assert rollout.reward == 0.0 and rollout.metadata["metrics"]["wrong_commands"] == 3
     mine = f"{worlds.__name__}:Echo"
     own = [registry.own_function("generate", f"environment:{path}") for path in (*EXAMPLES, mine)]

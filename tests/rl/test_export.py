@@ -16,45 +16,33 @@ from nanodag.cli.rollouts import save_rollouts
 from nanodag.data.records import check_record
 from nanodag.errors import ArtifactNotFound, ConfigError
 from nanodag.rl.rollouts.export import export_chats, export_pairs, export_rollouts
-from nanodag.rl.rollouts.rollout import REPLAYED, Rollout, Span, prompt_span, sampled_span, write_rollouts
+from nanodag.rl.rollouts.rollout import REPLAYED, Span, write_rollouts
 from nanodag.rl.rollouts.rollout_files import Shelf, Wanted
 from nanodag.tokenizer.bpe import save_tokenizer
+from tests.rl.fakes import STOP
+from tests.rl.rollouts import rollout
+from tests.rl.stages import BYTES
 
-STOP = 0
 
-
-def rollout(prompt, index, text, reward, *, finish="stop", tool=""):
+def answer(prompt, index, text, reward, *, finish="stop", tool="", **fields):
     ids = [*text.encode(), *([STOP] if finish == "stop" else [])]
-    spans = [prompt_span(prompt.encode()), sampled_span(ids, [-0.5] * len(ids), 3)]
-    if tool:
-        spans.insert(1, Span(kind="tool", token_ids=tuple(tool.encode())))
-    return Rollout(
-        group_id=f"{prompt}@0",
-        prompt_id=prompt,
-        sample_index=index,
-        spans=tuple(spans),
-        reward=reward,
-        finish_reason=finish,
-        reward_components={"part": 0.25},
-    )
+    fields |= {"prompt_id": prompt, "finish_reason": finish, "reward": reward, "reward_components": {"part": 0.25}}
+    one = rollout(f"{prompt}@0", index, prompt.encode(), ids, logprob=-0.5, versions=[3] * len(ids), **fields)
+    said = [Span(kind="tool", token_ids=tuple(tool.encode()))] if tool else []
+    return replace(one, spans=(one.spans[0], *said, *one.spans[1:]))
 
 
 @pytest.fixture
 def shelf(tmp_path):
     folder = tmp_path / "rollouts"
     folder.mkdir()
-    save_tokenizer({bytes([value]): value for value in range(256)}, tmp_path)
-    first = [
-        rollout("p", 0, "good", 0.75),
-        rollout("p", 1, "best", 1.0),
-        rollout("p", 2, "bad", 0.0),
-        rollout("p", 3, "best", 1.0),
-        rollout("q", 0, "cut", 1.0, finish="length"),
-        rollout("q", 1, "used", 1.0, tool="4"),
-    ]
+    save_tokenizer(BYTES, tmp_path)
+    texts = [("good", 0.75), ("best", 1.0), ("bad", 0.0), ("best", 1.0)]
+    first = [answer("p", index, *one) for index, one in enumerate(texts)]
+    first += [answer("q", 0, "cut", 1.0, finish="length"), answer("q", 1, "used", 1.0, tool="4")]
     write_rollouts(folder / "step-00000001.jsonl", first)
-    write_rollouts(folder / "step-00000001.dropped.jsonl", [rollout("q", 2, "kept", 1.0), rollout("q", 3, "x", None)])
-    write_rollouts(folder / "step-00000002.jsonl", [rollout("r", 0, "old", 1.0)])
+    write_rollouts(folder / "step-00000001.dropped.jsonl", [answer("q", 2, "kept", 1.0), answer("q", 3, "x", None)])
+    write_rollouts(folder / "step-00000002.jsonl", [answer("r", 0, "old", 1.0)])
     asked = [{"prompt_id": p, "answer": p.upper(), "messages": [{"role": "user", "content": f"{p}?"}]} for p in "pq"]
     (folder / "step-00000001.answers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in asked))
     (tmp_path / "ledger.jsonl").write_text("")
@@ -65,25 +53,20 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+NO_EXAMPLES = ["cut", "with text of a tool", "no reward", "messages not kept"]
+
+
 def test_the_best_answers_become_conversations_and_the_rest_is_counted_by_reason(shelf, tmp_path):
     out = tmp_path / "best.jsonl"
     exported = export_chats(shelf, out, best=1, lowest=0.5)
-    assert [(row["messages"][-1]["content"], row["reward"], row["step"]) for row in lines(out)] == [
-        ("best", 1.0, 1),
-        ("kept", 1.0, 1),
-    ]
-    assert lines(out)[0]["messages"][0] == {"role": "user", "content": "p?"}
-    for row in lines(out):
+    best, kept = lines(out)
+    assert best["messages"] == [{"role": "user", "content": "p?"}, {"role": "assistant", "content": "best"}]
+    for row in (best, kept):
+        assert (row["reward"], row["step"]) == (1.0, 1)
         check_record(row, "conversation")
-    assert exported.rows == 2 and exported.left_out == {
-        "reward too low": 1,
-        "the same answer": 1,
-        "cut": 1,
-        "with text of a tool": 1,
-        "no reward": 1,
-        "messages not kept": 1,
-        "not among the best": 1,
-    }
+    assert kept["messages"][-1]["content"] == "kept" and exported.rows == 2
+    judged = ["reward too low", "the same answer", "not among the best"]
+    assert exported.left_out == dict.fromkeys([*judged, *NO_EXAMPLES], 1)
 
 
 def test_pairs_are_the_best_and_the_worst_answer_of_a_group_as_messages(shelf, tmp_path):
@@ -94,21 +77,15 @@ def test_pairs_are_the_best_and_the_worst_answer_of_a_group_as_messages(shelf, t
     assert pair["chosen"] == [{"role": "assistant", "content": "best"}] and pair["score_chosen"] == 1.0
     assert pair["rejected"] == [{"role": "assistant", "content": "bad"}] and pair["score_rejected"] == 0.0
     assert pq.read_table(tmp_path / "pairs.parquet").to_pylist() == [pair]
-    assert exported.rows == 1 and exported.left_out == {
-        "cut": 1,
-        "with text of a tool": 1,
-        "no reward": 1,
-        "messages not kept": 1,
-        "neither best nor worst": 2,
-        "in a group without a pair": 1,
-    }
+    others = {"neither best nor worst": 2, "in a group without a pair": 1}
+    assert exported.rows == 1 and exported.left_out == dict.fromkeys(NO_EXAMPLES, 1) | others
     assert export_pairs(shelf, tmp_path / "none.jsonl", lowest=1.5).rows == 0
 
 
 def test_further_sequences_and_replayed_groups_are_no_examples(shelf, tmp_path):
     folder = shelf.records / "rollouts"
-    branch = replace(rollout("p", 5, "aside", 1.0), branch=1, role="critic")
-    again = replace(rollout("p", 1, "best", 1.0), metadata={REPLAYED: 1})
+    branch = answer("p", 5, "aside", 1.0, branch=1, role="critic")
+    again = answer("p", 1, "best", 1.0, metadata={REPLAYED: 1})
     write_rollouts(folder / "step-00000003.jsonl", [branch, again])
     asked = (folder / "step-00000001.answers.jsonl").read_text()
     (folder / "step-00000003.answers.jsonl").write_text(asked)
@@ -127,32 +104,27 @@ def test_lines_and_columns_hold_the_same_rows(shelf, tmp_path):
     first = rows[0]
     assert first["response"] == "good" and first["response_ids"] == [*b"good", STOP] and first["answer"] == "P"
     assert first["logprobs"] == [-0.5] * 5 and first["versions"] == [3] * 5 and first["fate"] == "trained"
-    assert first["reward_components"] == {"part": 0.25} and json.loads(columns[0]["reward_components"]) == {
-        "part": 0.25
-    }
-    for row, column in zip(rows, columns, strict=True):
-        assert {k: v for k, v in column.items() if k != "reward_components"} == {
-            k: v for k, v in row.items() if k != "reward_components"
-        }
+    assert first["reward_components"] == {"part": 0.25}
+    assert [{**column, "reward_components": json.loads(column["reward_components"])} for column in columns] == rows
 
 
-def test_another_suffix_is_refused_and_a_failed_export_leaves_the_old_file(shelf, tmp_path):
+def saved(shelf, path, step=None):
+    save_rollouts(shelf, path, Wanted(), step=step, best=0, pairs=False, lowest=0.0)
+
+
+def test_an_export_that_fails_is_an_error_of_one_line_and_leaves_the_old_file(shelf, tmp_path):
+    (tmp_path / "folder.jsonl").mkdir()
+    for path in (tmp_path / "folder.jsonl", tmp_path / "missing" / "all.jsonl"):
+        with pytest.raises(ConfigError, match=f"The export into {path} failed"):
+            saved(shelf, path)
     with pytest.raises(ConfigError, match=r"\.jsonl or \.parquet"):
-        export_rollouts(shelf, tmp_path / "all.csv")
+        saved(shelf, tmp_path / "all.csv")
     out = tmp_path / "all.jsonl"
     out.write_text("old")
     (shelf.records / "rollouts" / "step-00000002.jsonl").write_text("no rollout\n")
     with pytest.raises(ValueError):
         export_rollouts(shelf, out)
-    assert out.read_text() == "old" and not list(tmp_path.glob(".all*"))
-
-
-def test_an_export_into_what_cannot_be_written_is_an_error_of_one_line(shelf, tmp_path):
-    (tmp_path / "folder.jsonl").mkdir()
-    for path in (tmp_path / "folder.jsonl", tmp_path / "missing" / "all.jsonl"):
-        with pytest.raises(ConfigError, match=f"The export into {path} failed"):
-            save_rollouts(shelf, path, Wanted(), step=None, best=0, pairs=False, lowest=0.0)
-    assert not list(tmp_path.glob(".folder*"))
+    assert out.read_text() == "old" and not [*tmp_path.glob(".all*"), *tmp_path.glob(".folder*")]
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
@@ -163,7 +135,7 @@ def test_an_export_without_room_or_killed_leaves_the_old_file_and_nothing_beside
     resource.setrlimit(resource.RLIMIT_FSIZE, (300, hard))  # bytes: a write fails as on a full disk
     try:
         with pytest.raises(ConfigError, match=r"The export into .* failed: .*File too large"):
-            save_rollouts(shelf, out, Wanted(), step=None, best=0, pairs=False, lowest=0.0)
+            saved(shelf, out)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert out.read_text() == "old" and not list(tmp_path.glob(".all*"))
@@ -183,19 +155,20 @@ def test_an_export_without_room_or_killed_leaves_the_old_file_and_nothing_beside
 
 def test_an_export_holds_the_step_the_role_and_the_failures_that_were_asked_for(shelf, tmp_path):
     out = tmp_path / "some.jsonl"
-    critic = [replace(rollout("r", index, text, 1.0), role="critic") for index, text in enumerate(("first", "other"))]
-    write_rollouts(shelf.records / "rollouts" / "step-00000003.jsonl", [*critic, rollout("r", 2, "its own", 1.0)])
-    said = {"step": 3, "role": ""}, {"step": None, "role": "critic"}
-    for asked, responses in zip(said, (["first", "other", "its own"], ["first", "other"]), strict=True):
-        export_rollouts(shelf, out, Wanted(role=asked["role"]), step=asked["step"])
+    critic = [answer("r", index, text, 1.0, role="critic") for index, text in enumerate(("first", "other"))]
+    write_rollouts(shelf.records / "rollouts" / "step-00000003.jsonl", [*critic, answer("r", 2, "its own", 1.0)])
+    for wanted, step, responses in (
+        (Wanted(), 3, ["first", "other", "its own"]),
+        (Wanted(role="critic"), None, ["first", "other"]),
+        (Wanted(fate="failed"), None, ["x"]),
+    ):
+        export_rollouts(shelf, out, wanted, step=step)
         assert [row["response"] for row in lines(out)] == responses
-    export_rollouts(shelf, out, Wanted(fate="failed"))
-    assert [row["response"] for row in lines(out)] == ["x"]
     assert export_chats(shelf, out, step=1, best=9, lowest=0.9).rows == 2
     assert export_chats(shelf, out, step=2, best=9, lowest=0.9).left_out == {"messages not kept": 1}
     assert export_pairs(shelf, out, Wanted(role="critic"), lowest=0.9).left_out == {"messages not kept": 2}
     with pytest.raises(ArtifactNotFound, match=r"^There is no step-00000009"):
-        save_rollouts(shelf, out, Wanted(), step=9, best=0, pairs=False, lowest=0.0)
+        saved(shelf, out, step=9)
 
 
 @pytest.mark.parametrize(

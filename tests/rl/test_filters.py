@@ -1,5 +1,7 @@
 """Which groups are trained on, and what is taken off their rewards first."""
 
+import itertools
+
 import pytest
 
 from nanodag import registry as entries
@@ -9,9 +11,8 @@ from tests.rl.rollouts import rollout
 
 
 def group(*rewards: float, responses=((2,), (2, 3), (2, 3, 4))):
-    return [
-        rollout("a", i, [1], list(responses[i % len(responses)]), reward=reward) for i, reward in enumerate(rewards)
-    ]
+    texts = itertools.cycle(responses)
+    return [rollout("a", index, [1], next(texts), reward=reward) for index, reward in enumerate(rewards)]
 
 
 @pytest.mark.parametrize(
@@ -48,12 +49,3 @@ def test_the_overlong_penalty_is_taken_off_before_filters_look(tmp_path):
     values |= {"filters": ["nonzero_spread"], "prompts_per_step": 1}
     batch = step(sampler, cursor_over(tmp_path, [1]), pool=FakePool(lambda answer: 1.0), **values)
     assert [one.reward for one in batch.trained] == [1.0, 0.75, 0.5]
-
-
-def own(group, *, largest):
-    """A user's filter."""
-    return "too_many" if len(group) > largest else None
-
-
-def test_a_users_own_filter_gets_its_options():
-    assert entries.load("filter", f"{__name__}:own", {"largest": 2})(group(1, 0, 1)) == "too_many"

@@ -1,7 +1,7 @@
-"""Settings that users of other trainers know: schedules, a horizon in epochs, bounds, limits, an early end."""
+"""Settings that users of other trainers know: schedules, a horizon in epochs, bounds, limits."""
 
-import json
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -14,7 +14,6 @@ from nanodag.errors import ConfigError, StageFailed
 from nanodag.plan.rl import planned_steps
 from nanodag.plan.sizes import Sizes
 from nanodag.rl.control.checks import check_mismatch
-from nanodag.rl.control.evaluations import is_patience_over
 from nanodag.rl.rollouts.prompts import with_num_steps
 from nanodag.train.learning_rate import policy_rate
 from tests.forks import call
@@ -54,18 +53,15 @@ def test_decays_are_torchs_schedulers_from_the_end_of_the_warm_up_on():
     assert rates(3, learning_rate=2e-3) == [2e-3] * 3
 
 
-def test_a_decay_goes_by_steps_in_which_some_updates_may_be_left_out():
+def test_a_decay_goes_by_the_steps_that_a_critic_s_warm_up_leaves():
     section = stage(learning_rate=1.0, learning_rate_decay="linear", updates_per_step=2).optimizer
-    # step 3 of 4, its second half, after two updates only; with a critic that warms up in step 1, three are left
-    assert policy_rate(section, steps_done=2.5, num_updates=2, num_steps=4) == 1 - 2.5 / 4
     assert policy_rate(section, steps_done=2.5, num_updates=2, num_steps=4, first_step=1) == 1 - 1.5 / 3
 
 
 def test_epochs_are_as_many_steps_as_their_training_prompts_fill(tmp_path):
     path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"{n}", "answer": "x"}) + "\n" for n in range(21)))
-    data = [{"url": f"file:{path}[:20]", "held_out": 0.25}]
-    config = stage(data=data, num_epochs=1.5, prompts_per_step=4, seed=1)
+    path.write_text("".join(f'{{"prompt": "{n}", "answer": "x"}}\n' for n in range(21)))
+    config = stage(data=[{"url": f"file:{path}[:20]", "held_out": 0.25}], num_epochs=1.5, prompts_per_step=4, seed=1)
     found = with_num_steps(config)
     num_held_out = sum(1 for _ in Mixture(config.data, kind="prompt", seed=1, part="held_out", once=True))
     assert found.num_epochs == 0 and num_held_out > 0 and found.num_steps == math.ceil(1.5 * (20 - num_held_out) / 4)
@@ -86,31 +82,20 @@ def test_a_plan_knows_the_steps_of_epochs_over_a_known_set():
 
 
 @pytest.mark.parametrize(
-    ("settings", "found", "is_stale", "limit"),
+    ("settings", "is_stale", "limit"),
     [
-        ({"precision": "fp32"}, 0.02, False, "weights.mismatch_limit is 0.01"),
-        ({"precision": "bf16"}, 0.02, False, ""),
-        ({"precision": "fp32", "mismatch_limit": 0.05}, 0.02, False, ""),
-        ({"precision": "fp32"}, 0.02, True, ""),
-        ({"precision": "fp32", "stale_mismatch_limit": 0.015}, 0.02, True, "weights.stale_mismatch_limit is 0.015"),
+        ({}, False, "weights.mismatch_limit is 0.01"),
+        ({"precision": "bf16"}, False, ""),
+        ({"mismatch_limit": 0.05}, False, ""),
+        ({}, True, ""),
+        ({"stale_mismatch_limit": 0.015}, True, "weights.stale_mismatch_limit is 0.015"),
     ],
 )
-def test_how_far_sampler_and_trainer_may_be_apart_is_a_setting(settings, found, is_stale, limit):
-    resources = {"num_ranks": 1, "threads": 1, "device": "cpu"}
-    config = derive_sampler("rl", stage(resources=resources, seed=1, **settings), MACHINE, None, {})
-    if not limit:
-        check_mismatch(found, config.weights, is_stale=is_stale)
-        return
-    with pytest.raises(StageFailed, match=limit):
-        check_mismatch(found, config.weights, is_stale=is_stale)
-
-
-def test_patience_ends_after_so_many_evaluations_behind_the_best():
-    values = {0: 0.1, 2: 0.5, 4: 0.5, 6: None}
-    assert is_patience_over(values, patience=2, is_highest=True)
-    assert not is_patience_over(values, patience=3, is_highest=True)
-    assert not is_patience_over({0: None, 2: None}, patience=1, is_highest=True)
-    assert is_patience_over({0: 0.1, 2: 0.5}, patience=1, is_highest=False)
+def test_how_far_sampler_and_trainer_may_be_apart_is_a_setting(settings, is_stale, limit):
+    given = {"resources": {"num_ranks": 1, "threads": 1, "device": "cpu"}, "seed": 1, "precision": "fp32"}
+    config = derive_sampler("rl", stage(**given | settings), MACHINE, None, {})
+    with pytest.raises(StageFailed, match=limit) if limit else nullcontext():
+        check_mismatch(0.02, config.weights, is_stale=is_stale)
 
 
 def one_step(folder):
@@ -119,8 +104,7 @@ def one_step(folder):
     groups = [rollout(f"g{g}", i, [1 + g], [4 + i, 5], reward=float(i)) for g in range(2) for i in range(2)]
     values = {"learning_rate_decay": "linear", "eps": 0.1, "weight_decay": 0.0, "gradient_clipping": 0.0}
     values |= {"updates_per_step": 2, "kl_metric": True, "kl_kind": "k1", "reference": {"model": str(other)}}
-    values |= {"precision": "fp32", "max_new_tokens": 8, "sampler": {"context": 16}}
-    trainer = trainer_of(model, **values)
+    trainer = trainer_of(model, precision="fp32", max_new_tokens=8, sampler={"context": 16}, **values)
     before = weights_of(trainer)
     reply = trainer.train(3, groups, num_steps=4)
     return reply["learning_rate"], furthest(weights_of(trainer), before), reply["sums"]["summed"]["kl"]

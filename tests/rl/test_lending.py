@@ -1,10 +1,11 @@
 """Trainer and samplers that have the device's memory in turns: who gives before who takes, and what a kill changes."""
 
 import asyncio
+import gc
+from functools import partial
 
 import pytest
 
-from nanodag.errors import BadRequest
 from nanodag.inference.protocol import Request, SamplingParams
 from nanodag.rl.control.memory_turns import Lending
 from nanodag.rl.sync.broadcast_sync import DistributedSync
@@ -15,15 +16,10 @@ from tests.rl.stages import make_job, metrics, run, same_in_the_end
 ONE = Request(input_ids=[1], params=SamplingParams(max_new_tokens=1))
 
 
-def sync_of(world, kind):
-    if kind == "disk":
-        return DiskSync(world.samplers, world.trainer.ask, check_every=1)
-    return DistributedSync(world.samplers, world.trainer.ask, check_every=1, timeout_s=2.0)
-
-
 async def two_steps(world, kind, lending):
     """What the controller does: a step's training and its sync, twice."""
-    sync = sync_of(world, kind)
+    made = {"disk": DiskSync, "distributed": partial(DistributedSync, timeout_s=2.0)}[kind]
+    sync = made(world.samplers, world.trainer.ask, check_every=1)
     world.may_answer.set()
     for version in (1, 2):
         await lending.to_trainer()
@@ -48,28 +44,17 @@ def test_who_gives_memory_does_so_before_the_other_takes_it(tmp_path, kind):
             return world.steps
 
     names = [name for number, name, how in asyncio.run(main()) if number == 0 and how in ("done", "begun")]
-    sync = {
+    before, sync = {
         "disk": (["export"], ["update_weights_from_disk"]),
         "distributed": ([], ["broadcast", "begin_weight_update", "end_weight_update"]),
     }[kind]
-    turns = [
-        *("release_memory_occupation", "take_back", *sync[0]),
-        *("lend", "resume_memory_occupation", *sync[1], "lend", "resume_memory_occupation", "generate"),
-    ]
-    asked = set(turns)
-    assert [name for name in names if name in asked and name != "generate"] == [n for n in 2 * turns if n != "generate"]
+    turns = ["release_memory_occupation", "take_back", *before]
+    turns += ["lend", "resume_memory_occupation", *sync, "lend", "resume_memory_occupation"]
+    assert [name for name in names if name in turns] == 2 * turns
 
 
-def test_in_the_trainers_turn_samplers_refuse_to_generate(tmp_path):
-    async def main():
-        async with World(tmp_path) as world:
-            await Lending(world.samplers, world.trainer.ask).to_trainer()
-            with pytest.raises(BadRequest, match="kv_cache and weights released"):
-                await world.samplers.generate([ONE])
-
-    asyncio.run(main())
-
-
+# A connection that is just being made when its client or the fake server is closed is left to the garbage collector.
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 @pytest.mark.parametrize("kind", ["disk", "distributed"])
 def test_a_sampler_killed_at_any_step_of_the_turns_has_weights_and_memory_in_the_end(tmp_path, kind):
     """One is killed at each step that an undisturbed turn has. A broadcast that it leaves waits `timeout_s`."""
@@ -80,16 +65,16 @@ def test_a_sampler_killed_at_any_step_of_the_turns_has_weights_and_memory_in_the
         async with World(folder, kill_at=kill_at) as world:
             lending = Lending(world.samplers, world.trainer.ask)
             async with asyncio.timeout(20):
-                found = await two_steps(world, kind, lending)
-            return found, world.steps, world.killed
+                assert await two_steps(world, kind, lending) == [("2", "2", set())] * 2, world.killed
+            assert (world.killed is None) == (kill_at is None)
+            return world.steps
 
-    _, steps, _ = asyncio.run(main(None))
     own = ("release_memory_occupation", "resume_memory_occupation", "lend", "take_back", "server_info")
-    places = [place for place, (number, name, how) in enumerate(steps) if number == 0 and name in own]
+    places = [n for n, (number, name, how) in enumerate(asyncio.run(main(None))) if number == 0 and name in own]
     assert len(places) > 20
     for place in places:
-        found, _, killed = asyncio.run(main(place))
-        assert killed is not None and found == [("2", "2", set())] * 2, killed
+        asyncio.run(main(place))
+    gc.collect()  # while such connections are expected
 
 
 @pytest.mark.parametrize("sync", ["disk", pytest.param("distributed", marks=pytest.mark.slow)])

@@ -1,48 +1,8 @@
 """Memory that the trainer lends to the samplers, or has on the host: the same steps, bit by bit."""
 
-import mmap
-
-import torch
-
-from nanodag.host import process_memory
-from nanodag.train.lent_memory import LentMemory
 from tests.forks import call
 from tests.rl.models import all_files, save_tiny_model, trainer_of
 from tests.rl.rollouts import rollout
-
-CPU = torch.device("cpu")
-
-
-def test_what_is_lent_is_free_can_be_read_and_comes_back_to_every_view():
-    kept, scratch = torch.arange(12.0), torch.ones(5)
-    view, other = kept.view(3, 4)[1:, 2:], kept[:1].double()
-    memory = LentMemory([kept, kept[3:], other], [scratch, torch.zeros(0)], device=CPU)
-    assert memory.num_bytes == 12 * 4 + 8 + 5 * 4
-    for _ in range(2):
-        memory.lend()
-        memory.lend()
-        assert kept.untyped_storage().nbytes() == scratch.untyped_storage().nbytes() == 0
-        assert memory.readable(view).tolist() == [[6, 7], [10, 11]] and memory.readable(CLEAR) is CLEAR
-        memory.take_back()
-        memory.take_back()
-        assert view.tolist() == [[6, 7], [10, 11]] and scratch.tolist() == [0] * 5
-        assert memory.readable(view) is view
-    assert not LentMemory([kept], device=torch.device("cuda")).num_bytes, "it is not on that device"
-
-
-CLEAR = torch.ones(1)
-
-
-def test_a_process_knows_what_it_takes_and_the_most_since_it_was_asked():
-    process_memory.peak_bytes()
-    before = process_memory.resident_bytes()
-    block = mmap.mmap(-1, 32 << 20)  # fresh pages, where malloc may have old ones
-    for place in range(0, len(block), mmap.PAGESIZE):
-        block[place] = 1
-    assert process_memory.resident_bytes() - before > 30 << 20
-    block.close()
-    assert process_memory.peak_bytes() - before > 30 << 20
-
 
 PART = [rollout(str(g), s, [1, 2 + g], [3 + s, 5, 7 + g][: 1 + s], reward=float((g + s) % 2))
         for g in range(2) for s in range(3)]  # fmt: skip

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from unittest.mock import Mock
 
 import pytest
 
@@ -38,59 +39,42 @@ while (message := link.next())["do"] != "end":
 
 @pytest.fixture
 def ranks():
-    """Two ranks that answer, and the link to them."""
     link = RankLink(2)
     environment = os.environ | {ADDRESS_VARIABLE: link.address}
     processes = [subprocess.Popen([sys.executable, "-c", RANK, str(rank)], env=environment) for rank in (1, 0)]
     link.accept(timeout_s=300, check=lambda: None)
-    yield link, processes
+    yield link
     link.close()
     for process in processes:
         process.kill()
         process.wait()
 
 
-SAID = [{"rank": rank, "said": "hello"} for rank in (0, 1)]
-
-
-def test_every_rank_is_asked_and_replies_come_in_rank_order_beside_other_work(ranks):
-    link, _ = ranks
-
+def test_replies_come_in_rank_order_beside_other_work_and_behind_those_that_were_given_up(ranks):
     async def ask() -> list:
+        given_up = asyncio.ensure_future(ranks.exchange("say", word="first"))
+        await asyncio.sleep(0)
+        given_up.cancel()
         worked = 0
-        replies = asyncio.ensure_future(link.exchange("say", word="hello"))
+        replies = asyncio.ensure_future(ranks.exchange("say", word="hello"))
         while not replies.done():
             worked += 1
             await asyncio.sleep(0)
         assert worked > 1
         return await replies
 
-    assert [asyncio.run(ask()) for _ in range(2)] == [SAID, SAID]
+    assert asyncio.run(ask()) == [{"rank": rank, "said": "hello"} for rank in (0, 1)]
 
 
-def test_a_question_waits_for_the_reply_to_one_that_was_given_up(ranks):
-    link, _ = ranks
-
-    async def ask() -> list:
-        given_up = asyncio.ensure_future(link.exchange("say", word="first"))
-        await asyncio.sleep(0)
-        given_up.cancel()
-        return await link.exchange("say", word="hello")
-
-    assert asyncio.run(ask()) == SAID
+FAILS = ("fail", TrainingDiverged, "Trainer rank 1: the loss is nan at step 3")
+DIES = ("die", StageFailed, "Trainer rank 1 ended while it was asked to die")
 
 
-@pytest.mark.parametrize(
-    ("do", "error", "why"),
-    [
-        ("fail", TrainingDiverged, "Trainer rank 1: the loss is nan at step 3"),
-        ("die", StageFailed, "Trainer rank 1 ended while it was asked to die"),
-    ],
-)
+@pytest.mark.parametrize(("do", "error", "why"), [FAILS, DIES])
 def test_an_error_of_a_rank_is_raised_by_its_kind_and_its_end_is_noticed_at_once(ranks, do, error, why):
     began = time.monotonic()
     with pytest.raises(error, match=why):
-        asyncio.run(ranks[0].exchange(do, rank=1))
+        asyncio.run(ranks.exchange(do, rank=1))
     assert time.monotonic() - began < 60
 
 
@@ -116,11 +100,7 @@ def test_ranks_end_when_the_controller_is_killed_even_in_the_middle_of_work():
         finally:
             for process in (controller, *ranks):
                 process.kill()
-            for rank in ranks:
-                rank.communicate()
-
-
-READY = b'{"ready": true}\n'
+                process.communicate()
 
 
 @pytest.fixture
@@ -139,26 +119,13 @@ def connected(link, hello: bytes = b""):
 
 
 def rounds(count: int):
-    """A check that does not let a link wait for ever."""
-    left = iter(range(count))
-
-    def check() -> None:
-        if next(left, None) is None:
-            raise StageFailed("waited for in vain")
-
-    return check
-
-
-def test_whoever_looks_what_listens_here_is_sent_away(link):
-    with connected(link, b"GET / HTTP/1.1\r\n"), connected(link, b"[1]\n"), connected(link) as rank:
-        rank.sendall(READY)
-        link.accept(timeout_s=10, check=rounds(50))
+    return Mock(side_effect=[None] * count + [StageFailed("waited for in vain")])
 
 
 @pytest.mark.parametrize("pause_s", [0.0, 0.5])
-def test_a_rank_that_is_ready_is_heard_whether_it_says_so_with_its_hello_or_later(link, pause_s):
-    with connected(link) as rank:
-        late = threading.Timer(pause_s, rank.sendall, [READY])
+def test_whoever_looks_what_listens_here_is_sent_away_and_a_rank_may_be_ready_with_its_hello_or_later(link, pause_s):
+    with connected(link, b"GET / HTTP/1.1\r\n"), connected(link, b"[1]\n"), connected(link) as rank:
+        late = threading.Timer(pause_s, rank.sendall, [b'{"ready": true}\n'])
         late.start()
         link.accept(timeout_s=10, check=rounds(50))
         late.join()
@@ -174,27 +141,19 @@ def test_a_rank_that_never_comes_is_named(link):
         link.accept(timeout_s=0.1, check=lambda: None)
 
 
-def test_a_child_that_ends_unasked_ends_the_others_and_is_named():
+# the second one as of a trainer's node whose torchrun was killed
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "raise SystemExit(137)"])
+def test_a_child_that_ends_unasked_ends_the_others_and_is_named(end):
     children = Children()
     sleep = [sys.executable, "-c", "import time; time.sleep(1000)"]
     lasting = children.start("The sampler", sleep, os.environ)
-    victim = children.start("Trainer rank 0", sleep, os.environ)
     children.check()
-    victim.kill()
+    children.start("Trainer rank 0", [sys.executable, "-c", f"import os; {end}"], os.environ)
     assert lasting.wait(60)
     with pytest.raises(StageFailed, match=r"Trainer rank 0 \(pid \d+\) was ended by SIGKILL"):
         children.check()
     assert children.exit_code == 137
     assert str(children.cause_of(ValueError("broken pipe"))).startswith("Trainer rank 0")
-    children.end()
-
-
-def test_a_child_whose_watchdog_says_that_a_signal_ended_it_counts_as_killed():
-    """As of a trainer's node whose torchrun was killed."""
-    children = Children()
-    children.start("Trainer ranks on there", [sys.executable, "-c", "raise SystemExit(137)"], os.environ).wait(60)
-    assert "was ended by SIGKILL (often: out of memory)" in str(children.cause_of(ValueError("broken pipe")))
-    assert children.exit_code == 137
     children.end()
 
 

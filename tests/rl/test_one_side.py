@@ -15,14 +15,12 @@ def steps_of(job):
 
 
 def test_rollouts_alone_are_those_of_the_first_weights_and_training_alone_ends_on_the_stages_bytes(plain, tmp_path):
-    source = {"source": f"file:{plain.records}/rollouts", "eval_prompts": 0}
-    jobs = []
-    for name, values in (("rollouts", {"only": "rollouts"}), ("training", source)):
-        (tmp_path / name).mkdir()
-        jobs.append(make_job(tmp_path / name, **values))
-        run(jobs[-1])
-    alone, training = jobs
-    sampled, replayed, whole = ([list(read_rollouts(path)) for path in steps_of(job)] for job in (*jobs, plain))
+    alone = make_job(tmp_path / "rollouts", only="rollouts")
+    training = make_job(tmp_path / "training", source=f"file:{plain.records}/rollouts", eval_prompts=0)
+    for job in (alone, training):
+        run(job)
+    jobs = (alone, training, plain)
+    sampled, replayed, whole = ([list(read_rollouts(path)) for path in steps_of(job)] for job in jobs)
     assert sampled[0] == whole[0] and sampled[1] != whole[1] and replayed == whole
     assert digest(training.output) == digest(plain.output)
     assert not list(training.workspace.glob("sampler-*.log")) and not metrics(training, "eval")
@@ -36,22 +34,17 @@ def test_rollouts_alone_are_those_of_the_first_weights_and_training_alone_ends_o
 
 def test_rollouts_alone_go_on_past_the_lag_in_order_of_arrival_and_without_a_group_that_passes(tmp_path):
     loose = {"sampler": {"context": 64, "max_batch": 16, "deterministic": False}, "sync_mode": "retract"}
-    dropped = [{"name": "mean_reward", "options": {"lowest": 2.0}}]
-    for name, values, num_steps in (
-        ("arrival", {**loose, "max_staleness": 1, "filters": []}, 4),
-        ("dropped", {"filters": dropped}, 11),
-    ):
-        (tmp_path / name).mkdir()
-        job = make_job(tmp_path / name, only="rollouts", eval_prompts=0, num_steps=num_steps, **values)
-        assert job.config.rollout.order == ("arrival" if name == "arrival" else "prompt")
+    arrival = {**loose, "max_staleness": 1, "filters": [], "num_steps": 4}
+    dropped = {"filters": [{"name": "mean_reward", "options": {"lowest": 2.0}}], "num_steps": 11}
+    for order, values in (("arrival", arrival), ("prompt", dropped)):
+        job = make_job(tmp_path / order, only="rollouts", eval_prompts=0, **values)
+        assert job.config.rollout.order == order
         run(job)
-        assert len(metrics(job)) == num_steps
+        assert len(metrics(job)) == values["num_steps"]
 
 
 @pytest.mark.slow
 def test_rollouts_alone_come_from_servers_of_others_that_had_other_weights(tmp_path):
-    (tmp_path / "own").mkdir()
-    (tmp_path / "attached").mkdir()
     own = make_job(tmp_path / "own", only="rollouts", eval_prompts=0)
     run(own)
     other = save_tiny_model(tmp_path / "other", vocabulary=VOCABULARY, seed=5)

@@ -20,17 +20,13 @@ SCHEMAS = {  # as pydantic writes those of OpenEnv's own actions
     "move": {"title": "MoveAction", "properties": {"metadata": {}, "x": {"$ref": "#/$defs/Column"}, "why": TEXT},
              "$defs": {"Column": {"type": "integer"}}, "required": ["x"]},
     "tools": {"title": "CallToolAction", "properties": {"type": {}, "tool_name": TEXT}, "required": ["tool_name"]},
-    "full": {"title": "GuessAction", "properties": {"guess": TEXT}, "required": ["guess"]},
 }  # fmt: skip
+SCHEMAS["full"] = SCHEMAS["guess"]
 NO_PLACE = {"message": "full", "code": "CAPACITY_REACHED", "active_sessions": 1, "max_sessions": 1}
 
 
-class Refused(Exception):
-    """What the server says of a message that it refuses."""
-
-
 class Game:
-    """One session of each kind: three steps, or `end`, end it."""
+    """One session of each kind: three steps, or `end`, end it. A ValueError refuses a message."""
 
     def __init__(self, kind):
         self.kind, self.steps = kind, 0
@@ -38,27 +34,26 @@ class Game:
     def answer(self, message):
         data = message["data"]
         if message["type"] == "reset":
-            observation = {"text": f"level {data['level']} seed {data['seed']}"}
-            return {"observation": observation, "reward": None, "done": False}
+            return self.told({"text": f"level {data['level']} seed {data['seed']}"}, None)
         if data.get("type") == "list_tools":
             schema = {"type": "object", "properties": {"word": TEXT}, "required": ["word"]}
-            tools = [{"name": "look", "description": "Looks.", "input_schema": schema}]
-            return {"observation": {"tools": tools}, "reward": None, "done": False}
+            return self.told({"tools": [{"name": "look", "description": "Looks.", "input_schema": schema}]}, None)
         self.steps += 1
-        done = self.steps == 3 or data.get("guess") == "end"
         if self.kind == "tools":
-            error = {"error_type": "invalid_args", "message": "no"} if data["arguments"]["word"] == "bad" else None
-            observation = {"tool_name": "look", "result": {"data": data["arguments"]["word"].upper()}, "error": error}
-        elif self.kind == "move":
-            observation = {"at": data["x"], "hint": "", "walls": [1]}
-        else:
-            if "guess" not in data:
-                errors = [{"loc": ["guess"], "msg": "Field required"}, {"loc": ["word"], "msg": "not permitted"}]
-                raise Refused({"message": "Invalid message", "code": "VALIDATION_ERROR", "errors": errors})
-            if data["guess"] == "crash":
-                raise Refused({"message": "boom", "code": "EXECUTION_ERROR"})
-            observation = {"text": f"not {data['guess']}", "hint": ""}
-        return {"observation": observation, "reward": 0.25, "done": done}
+            word = data["arguments"]["word"]
+            error = {"error_type": "invalid_args", "message": "no"} if word == "bad" else None
+            return self.told({"tool_name": "look", "result": {"data": word.upper()}, "error": error})
+        if self.kind == "move":
+            return self.told({"at": data["x"], "hint": "", "walls": [1]})
+        if "guess" not in data:
+            errors = [{"loc": ["guess"], "msg": "Field required"}, {"loc": ["word"], "msg": "not permitted"}]
+            raise ValueError({"message": "Invalid message", "code": "VALIDATION_ERROR", "errors": errors})
+        if data["guess"] == "crash":
+            raise ValueError({"message": "boom", "code": "EXECUTION_ERROR"})
+        return self.told({"text": f"not {data['guess']}", "hint": ""}, is_over=data["guess"] == "end")
+
+    def told(self, observation, reward=0.25, *, is_over=False):
+        return {"observation": observation, "reward": reward, "done": is_over or self.steps == 3}
 
 
 async def session(request):
@@ -75,7 +70,7 @@ async def session(request):
             break
         try:
             answer = {"type": "observation", "data": game.answer(json.loads(message.data))}
-        except Refused as refused:
+        except ValueError as refused:
             answer = {"type": "error", "data": refused.args[0]}
         await socket.send_str(json.dumps(answer))
     return socket
@@ -87,7 +82,6 @@ async def schema(request):
 
 @pytest.fixture(scope="module")
 def server():
-    """The server's address."""
 
     async def serving():
         app = web.Application()
@@ -109,13 +103,17 @@ def begun(url, **options):
     return game, game.reset(seed=5 + (1 << 40), record=RECORD)
 
 
-def test_an_action_of_one_text_is_what_the_policy_says(server):
+def test_an_action_of_one_text_is_what_the_policy_says_and_one_that_does_not_fit_is_answered(server):
     game, heard = begun(f"{server}/guess")
     assert heard == [{"role": "user", "content": "Play.\n\nlevel 2 seed 5"}] and game.tools() == []
     assert game.step(Action("7")) == ("not 7", 0.25, False, {})
     assert game.step(Action("end"))[2] is True
     with pytest.raises(ValueError, match=r"refuses step: .*boom"):
         game.step(Action("crash"))
+    game, _ = begun(f"{server}/guess", action="act")
+    calls = (ToolCall("act", {"word": "7"}), ToolCall("act", {"guess": "7"}))
+    heard = ["error: guess: Field required; word: not permitted", "not 7"]
+    assert game.step(Action("", calls)) == (heard, 0.25, False, {})
 
 
 def test_the_tools_of_an_mcp_environment_are_called_each_in_a_step_and_speech_ends_it(server):
@@ -136,13 +134,8 @@ def test_an_action_of_other_fields_is_a_tool_with_these_arguments(server):
     assert begun(f"{server}/move", action="why")[0].tools() == []
     with pytest.raises(ValueError, match=r"has no field 'y'; it has x, why"):
         OpenEnv(url=f"{server}/move", action="y")
-
-
-def test_an_action_that_does_not_fit_is_answered_with_what_is_wrong_and_the_game_goes_on(server):
-    game, _ = begun(f"{server}/guess", action="act")
-    calls = (ToolCall("act", {"word": "7"}), ToolCall("act", {"guess": "7"}))
-    heard = ["error: guess: Field required; word: not permitted", "not 7"]
-    assert game.step(Action("", calls)) == (heard, 0.25, False, {})
+    with pytest.raises(ValueError, match=r"http://127\.0\.0\.1:9 does not tell its schema"):
+        OpenEnv(url="http://127.0.0.1:9")
 
 
 def test_a_session_waits_for_the_end_of_another_and_says_for_how_many_there_is_room(server, monkeypatch):
@@ -168,8 +161,3 @@ def test_no_more_sessions_are_open_than_the_server_allows(monkeypatch):
     monkeypatch.setattr(class_environment, "environment", episode)
     asyncio.run(all_of_them())
     assert max(numbers) == 2 and len(numbers) == 4
-
-
-def test_a_server_that_is_not_there_is_named():
-    with pytest.raises(ValueError, match=r"http://127\.0\.0\.1:9 does not tell its schema"):
-        OpenEnv(url="http://127.0.0.1:9")

@@ -66,9 +66,8 @@ def begun(url, **options):
 def test_an_episode_is_what_the_packages_own_client_sees(server, python):
     def one(number):
         game, heard = begun(f"{server}/guess")
-        return [[heard[0]["content"].split("\n\n")[1], 0.0, False]] + [
-            list(game.step(Action(str(n)))[:3]) for n in range(10)
-        ]
+        first = [heard[0]["content"].split("\n\n")[1], 0.0, False]
+        return [first, *(list(game.step(Action(str(n)))[:3]) for n in range(10))]
 
     with ThreadPoolExecutor(8) as threads:
         found = list(threads.map(one, range(8)))

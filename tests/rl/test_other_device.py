@@ -41,40 +41,30 @@ def same_on_both(work, *, reads=True):
         assert other == pytest.approx(one, rel=1e-4, abs=1e-5)
 
 
-def test_a_packed_row_is_scored_and_valued_the_same(tmp_path):
+def test_a_packed_row_is_scored_and_valued_the_same_and_so_are_gradients(tmp_path):
     policy = load_policy(save_tiny_model(tmp_path), temperature=0.7)
     critic = ValueModel(load_policy(tmp_path, temperature=1.0).decoder)
 
     def work(device):
         row = to_row(BATCH, device)
+        models = [
+            (model, {n: p.detach().to(device) for n, p in model.named_parameters()}) for model in (policy, critic)
+        ]
+        weights = {name: p.requires_grad_() for name, p in models[0][1].items()}
+        logprobs, entropies = functional_call(policy, weights, (row,))
+        gradients = torch.autograd.grad(logprobs.sum(), list(weights.values()))
         with torch.no_grad():
-            return [
-                found
-                for model, outputs in ((policy, 2), (critic, 1))
-                for found in [functional_call(model, {n: p.to(device) for n, p in model.named_parameters()}, (row,))]
-                for found in (found if outputs == 2 else [found])
-            ]
+            values = functional_call(*models[1], (row,))
+        return [logprobs.detach(), entropies.detach(), values, *(gradient.flatten() for gradient in gradients)]
 
     same_on_both(work, reads=False)
 
 
-def test_gradients_are_the_same_and_a_backward_pass_reads_nothing_either(tmp_path):
-    policy = load_policy(save_tiny_model(tmp_path), temperature=0.7)
-
-    def work(device):
-        weights = {name: p.detach().to(device).requires_grad_() for name, p in policy.named_parameters()}
-        logprobs, _ = functional_call(policy, weights, (to_row(BATCH, device),))
-        return [gradient.flatten() for gradient in torch.autograd.grad(logprobs.sum(), list(weights.values()))]
-
-    same_on_both(work, reads=False)
-
-
-def scored_row(device, **changes):
+def scored_row(device):
     count = len(BATCH.targets)
     numbers = torch.linspace(-2.0, -0.5, count).to(device)
-    row = replace(to_row(BATCH, device), sampler_logprobs=numbers + 0.3)
     return Scored(
-        row=row,
+        row=replace(to_row(BATCH, device), sampler_logprobs=numbers + 0.3),
         trainer_logprobs=numbers,
         entropies=-numbers,
         old_logprobs=numbers + 0.1,

@@ -10,9 +10,7 @@ from nanodag.errors import SamplerError
 from nanodag.evaluation.benchmark import open_benchmark
 from nanodag.inference.protocol import FinishReason
 from nanodag.rl.control.evaluations import PolicyBenchmark
-from nanodag.rl.control.step_records import Records
 from nanodag.tokenizer.chat import load_renderer
-from nanodag.worker.job import Job
 from tests.rl.fakes import FakeSampler, completion, config
 from tests.rl.turns import ids_of
 
@@ -26,9 +24,8 @@ def opened(tmp_path, folder, encoding):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def made(answer, **values):
-        stage = config(
-            benchmarks=[{"name": "gsm8k", "source": f"file:{tmp_path}/rows.jsonl", **values}], max_new_tokens=16
-        )
+        sets = [{"name": "gsm8k", "source": f"file:{tmp_path}/rows.jsonl", **values}]
+        stage = config(benchmarks=sets, max_new_tokens=16)
         renderer = load_renderer(folder)
 
         def says(request):
@@ -51,12 +48,9 @@ def test_a_policy_is_asked_what_an_eval_stage_asks_and_scored_as_there(opened):
     asked, sampler, stage, renderer = opened(lambda: (next(answers), "stop"), **values)
     found = asyncio.run(asked.result())
     benchmark = open_benchmark(stage.evaluation.benchmarks[0], seed=5)
-    short = benchmark.items[:3]
-    wanted = [
-        (renderer.prompt(item.messages), benchmark.params(item, n, max_new_tokens=16, stop_token_ids=renderer.stop_ids))
-        for item in short
-        for n in range(2)
-    ]
+    limits = {"max_new_tokens": 16, "stop_token_ids": renderer.stop_ids}
+    asked_for = [(item, n) for item in benchmark.items[:3] for n in range(2)]
+    wanted = [(renderer.prompt(item.messages), benchmark.params(item, n, **limits)) for item, n in asked_for]
     assert [(request.input_ids, request.params) for request in sampler.requests] == wanted
     assert [request.params.max_new_tokens for request in sampler.requests] == [9] * 6
     # of 4 items two have a right sample in 2; the last does not fit and counts as wrong
@@ -85,26 +79,7 @@ def test_thinking_between_special_tokens_is_left_out_and_other_special_tokens_ar
 def test_each_named_set_has_its_interval_and_the_start_can_be_left_out():
     sets = [{"name": "often", "every": 2}, {"name": "rare", "every": 9}, {"name": "default"}]
     section = config(benchmarks=sets, eval_every=4, eval_at_start=False).evaluation
-    times = {
-        name: [step for step in range(11) if section.is_time(name, step, num_steps=10)]
-        for name in ("eval_reward", "often", "rare", "default")
-    }
-    usual = [4, 8, 10]
-    assert times == {"eval_reward": usual, "often": [2, 4, 6, 8, 10], "rare": [9, 10], "default": usual}
+    times = {"eval_reward": [4, 8, 10], "often": [2, 4, 6, 8, 10], "rare": [9, 10], "default": [4, 8, 10]}
+    for name, steps in times.items():
+        assert [step for step in range(11) if section.is_time(name, step, num_steps=10)] == steps, name
     assert config(eval_every=4).evaluation.is_time("eval_reward", 0, num_steps=10)
-
-
-def test_scores_that_the_checkpoint_does_not_have_are_written_again_and_there_once(opened, tmp_path):
-    asked, *_ = opened(lambda: ("#### 1", "stop"))
-    result = asyncio.run(asked.result())
-    job = Job(name="rl", run="test", config=config(), inputs={}, workspace=tmp_path)
-    records = Records(job, resume_step=-1)
-    for step in (1, 2, 3):
-        assert records.benchmark(step, result, 0.1) == 1 / 4
-    records.close()
-    Records(job, resume_step=2, evaluated={"gsm8k": {"1": 0.25}}).close()
-    (line,) = [json.loads(text) for text in job.metrics_path.read_text().splitlines()]
-    assert (line["step"], line["benchmark"], line["benchmark_gsm8k"], line["too_long"]) == (1, "gsm8k", 0.25, 1)
-    kept = sorted(path.name for path in (job.records / "benchmarks").iterdir())
-    assert kept == ["step-00000001.gsm8k.jsonl", "step-00000002.gsm8k.jsonl"]  # step 2's is written again
-    assert len((job.records / "benchmarks" / kept[0]).read_text().splitlines()) == 4

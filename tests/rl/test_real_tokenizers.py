@@ -74,7 +74,7 @@ def test_a_call_as_the_template_writes_it_is_read_and_its_result_stands_behind_t
     whole = renderer.opened([QUESTION, said("", [call]), {"role": "tool", "content": "8"}], tools=[TOOLS[tool]])
     # the answer as it is written, behind what the prompt begins of it
     text = encoding.decode(whole)
-    answer = text[len(before) : text.index(renderer_end(renderer, encoding), len(before))]
+    answer = text[len(before) : text.index(encoding.decode([renderer.stop_ids[0]]), len(before))]
     sampled = spelled_otherwise(encoding, answer)
     assert sampled != encoding.encode(answer)
     reader = reader_of(renderer, [Tool.model_validate(TOOLS[tool])])
@@ -85,10 +85,6 @@ def test_a_call_as_the_template_writes_it_is_read_and_its_result_stands_behind_t
     assert second.sequence == 0
     assert second.ids[: len(first.ids) + len(sampled)] == (*first.ids, *sampled)
     assert encoding.decode(second.ids) == text
-
-
-def renderer_end(renderer, encoding):
-    return encoding.decode([renderer.stop_ids[0]])
 
 
 def spelled_otherwise(encoding, text):

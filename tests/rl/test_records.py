@@ -4,6 +4,7 @@ import json
 import resource
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -11,7 +12,6 @@ from nanodag.config.kinds.rl import RLStage
 from nanodag.config.rl_sections import HELD_OUT
 from nanodag.rl.control.step_records import Records, StepLines
 from nanodag.rl.rollouts.batch import RolloutBatch
-from nanodag.rl.rollouts.metrics import Stopwatch
 from nanodag.rl.rollouts.prompts import Prompt
 from nanodag.rl.rollouts.rollout import Span
 from nanodag.worker.job import Job, MetricsLog
@@ -37,17 +37,21 @@ def leave(records: Records, steps: range) -> None:
     records.close()
 
 
-def test_an_evaluation_that_the_checkpoint_does_not_have_is_done_again_and_there_once(tmp_path):
+def test_an_evaluation_that_the_checkpoint_does_not_have_is_done_again_and_half_a_line_is_left_out(tmp_path):
     job = job_in(tmp_path)
+    timeline = job.records / "timeline.jsonl"
     leave(Records(job, resume_step=-1), range(1, 4))
+    for path in (job.metrics_path, timeline):
+        with path.open("a") as stream:
+            stream.write('{"event": "st')
     records = Records(job, resume_step=2, evaluated={HELD_OUT: {"1": 1.0}})
     found = lines(job.metrics_path)
     # those that the step trained on, not those generated beside it
     assert (found[0]["seconds_generate"], found[0]["seconds_step"]) == (0.5, 1.0)
     assert [(line["event"], line["step"]) for line in found] == [("step", 1), ("eval", 1), ("step", 2)]
-    assert [line["step"] for line in lines(job.records / "timeline.jsonl")] == [1, 2]
+    assert [line["step"] for line in lines(timeline)] == [1, 2]
     leave(records, range(3, 4))
-    assert [line["step"] for line in lines(job.records / "timeline.jsonl")] == [1, 2, 3]
+    assert [line["step"] for line in lines(timeline)] == [1, 2, 3]
 
 
 def test_an_evaluation_has_the_interval_of_its_mean_over_prompts(tmp_path):
@@ -61,31 +65,6 @@ def test_an_evaluation_has_the_interval_of_its_mean_over_prompts(tmp_path):
     records.close()
     both, none = lines(job.metrics_path)
     assert (both["low"], both["high"]) == pytest.approx((0.3758, 0.6242), abs=1e-4) and "low" not in none
-
-
-def test_kept_weights_are_there_whole_or_not_and_those_of_later_steps_are_removed(tmp_path):
-    job = job_in(tmp_path)
-    records = Records(job, resume_step=-1)
-    for step in (2, 4, 6):
-        with records.weights(step) as folder:
-            folder.mkdir()
-            assert not (folder.parent / f"step-{step:08d}").exists()
-    with pytest.raises(RuntimeError), records.weights(3) as folder:
-        folder.mkdir()
-        raise RuntimeError
-    records.close()
-    Records(job, resume_step=4).close()
-    assert sorted(path.name for path in (job.records / "weights").iterdir()) == ["step-00000002", "step-00000004"]
-
-
-def test_half_a_line_is_left_out(tmp_path):
-    job = job_in(tmp_path)
-    leave(Records(job, resume_step=-1), range(1, 3))
-    for path in (job.metrics_path, job.records / "timeline.jsonl"):
-        with path.open("a") as stream:
-            stream.write('{"event": "st')
-    Records(job, resume_step=2, evaluated={HELD_OUT: {"1": 1.0, "2": 1.0}}).close()
-    assert len(lines(job.metrics_path)) == 4 and len(lines(job.records / "timeline.jsonl")) == 2
 
 
 @contextmanager
@@ -109,27 +88,11 @@ def test_cut_short_while_it_goes_back_to_a_checkpoint_a_process_has_removed_no_l
     paths = [job.metrics_path, job.records / "timeline.jsonl", job.records / "ledger.jsonl"]
     before = [path.read_bytes() for path in paths]
     with files_end_at(20):
-        for begin in (
-            lambda: Records(job, resume_step=2, evaluated={HELD_OUT: dict.fromkeys("123", 1.0)}),
-            lambda: MetricsLog(job, resume_step=2),
-            lambda: StepLines(paths[2], resume_step=2),
-        ):
+        done = {HELD_OUT: dict.fromkeys("123", 1.0)}
+        for begin, what in ((partial(Records, evaluated=done), job), (MetricsLog, job), (StepLines, paths[2])):
             with pytest.raises(OSError, match="File too large"):
-                begin()
+                begin(what, resume_step=2)
     assert [path.read_bytes() for path in paths] == before
-
-
-def test_a_stopwatch_gives_sums_and_spans_once():
-    stopwatch = Stopwatch()
-    with stopwatch.timed("train"), stopwatch.timed("generate"):
-        pass
-    with stopwatch.timed("train"):
-        pass
-    seconds, spans = stopwatch.taken()
-    assert set(seconds) == {"train", "generate", "step"} and seconds["step"] >= seconds["train"]
-    assert [name for name, _, _ in spans] == ["generate", "train", "train"]
-    assert all(begin <= end for _, begin, end in spans)
-    assert set(stopwatch.taken()[0]) == {"step"} and stopwatch.taken()[1] == []
 
 
 def test_the_right_answers_of_a_steps_prompts_are_kept_and_go_with_it(tmp_path):
@@ -149,20 +112,20 @@ def test_the_right_answers_of_a_steps_prompts_are_kept_and_go_with_it(tmp_path):
     assert {path.name.split(".")[0][-1] for path in folder.iterdir()} == {"1"}
 
 
-def shown(folder, count: int, rollouts) -> list[dict]:
-    """The responses that are shown of these."""
+def shown(folder, count: int, rollouts, *names: str) -> list[tuple]:
+    """These fields of the responses that are shown of the rollouts."""
     job = job_in(folder)
     records = Records(replace(job, config=job.config.model_copy(update={"log_responses": count})), resume_step=-1)
     records.responses(4, rollouts, lambda ids: "".join(map(str, ids)))
     records.close()
     (line,) = lines(job.metrics_path)
     assert (line["event"], line["step"]) == ("sample", 4)
-    return line["responses"]
+    return [tuple(row[name] for name in names) for row in line["responses"]]
 
 
 def test_responses_are_shown_group_by_group_in_turn(tmp_path):
     rollouts = [rollout(group, sample, [1, 2], [3, sample], reward=0.5) for group in ("a", "b") for sample in (0, 1)]
-    found = [(row["prompt_id"], row["prompt"], row["response"], row["reward"]) for row in shown(tmp_path, 3, rollouts)]
+    found = shown(tmp_path, 3, rollouts, "prompt_id", "prompt", "response", "reward")
     assert found == [("a", "12", "30", 0.5), ("b", "12", "30", 0.5), ("a", "12", "31", 0.5)]
 
 
@@ -170,6 +133,5 @@ def test_a_response_of_turns_names_its_speakers_and_its_branches_follow_it(tmp_p
     main, other = (rollout("a", sample, [1], [2], reward=1.0) for sample in (0, 1))
     main = replace(main, spans=(*main.spans, Span(kind="tool", token_ids=(3,)), main.spans[-1]))
     judged = replace(rollout("a", 0, [4], [5], reward=1.0), branch=1, role="judge")
-    rows = shown(tmp_path, 1, [main, judged, other])
-    wanted = [("[model]\n2\n\n[tool]\n3\n\n[model]\n2", 2, 0, ""), ("5", 1, 1, "judge")]
-    assert [(row["response"], row["turns"], row["branch"], row["role"]) for row in rows] == wanted
+    found = shown(tmp_path, 1, [main, judged, other], "response", "turns", "branch", "role")
+    assert found == [("[model]\n2\n\n[tool]\n3\n\n[model]\n2", 2, 0, ""), ("5", 1, 1, "judge")]

@@ -19,11 +19,10 @@ def batch(step: int, *versions: int) -> RolloutBatch:
     for number in range(2):
         prompt = Prompt(epoch=0, record={"prompt_id": f"{step}-{number}"}, token_ids=(1,))
         name = {"prompt_id": prompt.prompt_id, "logprob": -1.0}
-        members = ((step - 1,), versions or (step - 1,))
-        group = [
-            rollout(prompt.group_id, index, [1], [5] * len(own), reward=float(index), versions=own, **name)
-            for index, own in enumerate(members)
-        ]
+        group = []
+        for index, own in enumerate(((step - 1,), versions or (step - 1,))):
+            ids = [5] * len(own)
+            group.append(rollout(prompt.group_id, index, [1], ids, reward=float(index), versions=own, **name))
         kept.append((prompt, group))
     return RolloutBatch(kept=kept)
 
@@ -56,9 +55,8 @@ def test_a_step_draws_its_share_from_groups_that_are_fresh_enough_by_seed_and_st
     assert len(set(map(tuple, drawn[3:]))) > 2
     group = again.with_replayed(6, batch(6), [3, 4, 5]).kept[1][1]
     first = int(group[0].prompt_id[0])
-    assert group == [
-        replace(one, metadata={REPLAYED: first}) for one in groups_of(batch(first).trained)[group[0].group_id]
-    ]
+    earlier = groups_of(batch(first).trained)[group[0].group_id]
+    assert group == [replace(one, metadata={REPLAYED: first}) for one in earlier]
 
 
 def test_a_group_is_as_old_as_its_oldest_trained_token(tmp_path):

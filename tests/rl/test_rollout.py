@@ -1,7 +1,5 @@
 """Rollouts, their JSON lines, and how they read turn by turn."""
 
-import json
-
 import pytest
 
 from nanodag.errors import SourceError
@@ -9,7 +7,6 @@ from nanodag.rl.rollouts.readable_rollout import calls_in, turns_of
 from nanodag.rl.rollouts.rollout import (
     Rollout,
     Span,
-    flatten_response,
     from_json,
     groups_of,
     prompt_span,
@@ -54,23 +51,10 @@ def test_a_rollout_is_written_as_format_1_spells_it_and_read_back_equal():
     assert from_json(FORMAT_1) == rollout()
 
 
-def test_flattened_response_gives_tool_tokens_no_mask():
-    response = flatten_response(rollout())
-    assert response.token_ids == (7, 8, 4, 2)
-    assert response.mask == (1, 1, 0, 0)
-    assert response.logprobs == (-0.5, -0.25, 0.0, -0.125)
-    assert response.versions == (3, 3, -1, 4)
-
-
-def test_members_of_a_group_need_not_be_adjacent_and_groups_may_differ_in_size():
+def test_members_of_a_group_need_not_be_adjacent_and_one_without_reward_has_no_part_in_its_spread():
     groups = groups_of([rollout("b", 1), rollout("a", 0), rollout("b", 0), rollout("b", 2)])
-    assert [(name, [m.sample_index for m in members]) for name, members in groups.items()] == [
-        ("b", [0, 1, 2]),
-        ("a", [0]),
-    ]
-
-
-def test_reward_spread_ignores_members_without_reward():
+    found = [(name, [member.sample_index for member in members]) for name, members in groups.items()]
+    assert found == [("b", [0, 1, 2]), ("a", [0])]
     assert reward_spread([rollout(reward=1.0), rollout(reward=None), rollout(reward=0.25)]) == 0.75
     assert reward_spread([rollout(reward=1.0), rollout(reward=None)]) == 0.0
 
@@ -105,11 +89,10 @@ def test_a_file_of_rollouts_is_read_back_equal_and_leaves_no_temporary_file(tmp_
     rollouts = [rollout("0:7", index, reward=None if index else 0.5) for index in range(3)]
     write_rollouts(path, rollouts)
     assert list(read_rollouts(path)) == rollouts
-    assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000003.jsonl"]
-    assert all(json.loads(line)["format"] == 1 for line in path.read_text(encoding="utf-8").splitlines())
+    assert list(tmp_path.iterdir()) == [path]
 
 
-def test_rounding_above_zero_in_a_logprob_is_taken_as_zero_and_more_is_refused():
+def test_rounding_above_zero_in_a_logprob_is_taken_as_zero_and_more_is_refused_as_is_what_is_no_number():
     assert sampled_span([1], [3e-7], version=0).logprobs == (0.0,)
     with pytest.raises(ValueError, match="no log-probability"):
         sampled_span([1], [0.5], version=0)
@@ -117,9 +100,6 @@ def test_rounding_above_zero_in_a_logprob_is_taken_as_zero_and_more_is_refused()
         for places in ((-1.0, value), (value, -1.0)):
             with pytest.raises(ValueError, match=r"logprobs hold (nan|-inf)"):
                 Span(kind="sampled", token_ids=(1, 2), mask=(1, 1), logprobs=places, versions=(0, 0))
-
-
-def test_a_reward_that_is_no_number_is_refused():
     with pytest.raises(ValueError, match="reward is NaN"):
         rollout().with_reward(float("nan"), {})
 
@@ -147,6 +127,5 @@ def test_who_speaks_between_two_answers_is_what_the_template_says(text, speaker)
 
 def test_calls_are_found_in_both_formats_and_one_that_is_not_closed_is_none():
     text = "a <tool_call>{}</tool_call> b <|tool_call|>1+1<|tool_call_end|> <tool_call>"
-    assert [text[begin:end] for begin, end in calls_in(text)] == [
-        "<tool_call>{}</tool_call>", "<|tool_call|>1+1<|tool_call_end|>"
-    ]  # fmt: skip
+    calls = ["<tool_call>{}</tool_call>", "<|tool_call|>1+1<|tool_call_end|>"]
+    assert [text[begin:end] for begin, end in calls_in(text)] == calls

@@ -1,7 +1,8 @@
 """Who runs beside whom, with which weights, and where a checkpoint can be written. The work is a fake that we own."""
 
 import asyncio
-from contextlib import contextmanager
+from contextlib import nullcontext
+from functools import partialmethod
 
 import pytest
 
@@ -13,22 +14,23 @@ STEPS = 5
 
 
 class FakeWork:
-    """Notes what is called. Each call takes as many rounds of the event loop as `slow` says for its kind."""
+    """Notes what is called. Each call takes as many rounds of the event loop as `slow` says for its kind. changes:
+    rollout batches may get new weights in their midst. kept: weights that may be loaded without being published."""
 
-    def __init__(self, *, evals=(), saves=(), slow=(), stop_at=None, fail=None) -> None:
+    def __init__(self, *, evals=(), saves=(), slow=(), stop_at=None, fail=None, changes=False, kept=()) -> None:
         self.evals, self.saves, self.slow = set(evals), set(saves), dict(slow)
-        self.stop_at, self.fail, self.stopping = stop_at, fail, False
+        self.stop_at, self.fail, self.stopping, self.changes, self.kept = stop_at, fail, False, changes, kept
         self.log: list[tuple] = []
-        self.loaded = self.step = None
+        self.loaded = None
         self.positions: list[Position] = []
-        self.sampled_by: dict[int, int] = {}
+        self.seen: dict[int, list[int]] = {}  # the policies that sampled a step's batch, in each round
         self.busy: set[str] = set()
         self.beside: set[frozenset] = set()
         self.num_used = 0  # rollout batches whose prompts count as used
 
-    @contextmanager
-    def timed(self, name):
-        yield
+    @property
+    def sampled_by(self):
+        return {step: self.seen[step][0] for step in of(self, "generate")}
 
     async def takes(self, kind: str, number: int) -> None:
         if self.stop_at == (kind, number):
@@ -39,6 +41,8 @@ class FakeWork:
         for _ in range(self.slow.get(kind, 3)):
             await asyncio.sleep(0)
             self.beside.add(frozenset(self.busy))
+            if kind == "generate":
+                self.seen[number].append(self.loaded)
         if self.stop_at == (kind, number):
             await asyncio.sleep(0.3)  # until the watch has seen it
         self.busy.discard(kind)
@@ -46,16 +50,15 @@ class FakeWork:
 
     async def load(self, policy):
         self.loaded = policy
-        assert ("publish", policy) in self.log or policy in getattr(self, "kept", ())
+        assert ("publish", policy) in self.log or policy in self.kept
         await self.takes("load", policy)
 
     async def generate(self, step):
-        weights = self.loaded
+        self.seen[step] = [self.loaded]  # begun again after a stop
         await self.takes("generate", step)
-        if self.stopping:
+        if self.stopping and not self.changes:
             raise StopRequested
-        assert self.loaded == weights  # no weights change under a rollout batch
-        self.sampled_by[step] = weights
+        assert self.changes or {*self.seen[step]} == {self.loaded}
         self.num_used = step
         return RolloutBatch(seconds=step)
 
@@ -72,8 +75,7 @@ class FakeWork:
         assert batch.seconds == step
         await self.takes("train", step)
 
-    async def publish(self, policy):
-        await self.takes("publish", policy)
+    publish = partialmethod(takes, "publish")
 
     def note(self, step):
         self.log.append(("note", step))
@@ -89,18 +91,15 @@ class FakeWork:
     def check_that_nothing_is_lost(self, position):
         assert self.num_used in (0, position.step + len(position.waiting))  # 0: gone on from a checkpoint
 
-    def check(self):
-        pass
+    def check(self): ...
 
     def is_stop_requested(self):
         return self.stopping
 
 
-def schedule(
-    work: FakeWork, lag: int, *, position: Position | None = None, is_exact: bool = True, **options
-) -> Schedule:
-    options |= {"num_steps": STEPS, "lag": lag, "is_exact": is_exact}
-    return Schedule(work, position=position or Position(), timed=work.timed, **options)
+def schedule(work: FakeWork, lag: int, **options) -> Schedule:
+    base = {"num_steps": STEPS, "position": Position(), "timed": lambda name: nullcontext(), "is_exact": True}
+    return Schedule(work, lag=lag, **{**base, **options})
 
 
 def run_schedule(work: FakeWork, lag: int, **options) -> FakeWork:
@@ -125,9 +124,7 @@ def exact(lag: int) -> dict[int, int]:
 @pytest.mark.parametrize("is_exact", [True, False])
 @pytest.mark.parametrize("slow", SPEEDS)
 @pytest.mark.parametrize("lag", [0, 1, 2, 4])
-def test_which_weights_sample_a_batch_depends_on_its_step_alone_and_what_runs_beside_a_step_on_the_lag(
-    lag, slow, is_exact, keeps_trainer
-):
+def test_the_weights_of_a_batch_follow_from_its_step_and_the_lag_alone(lag, slow, is_exact, keeps_trainer):
     work = FakeWork(evals=(0, 2, 5), saves=(2, 4), slow=slow)
     run_schedule(work, lag, is_exact=is_exact, keeps_trainer=keeps_trainer)
     assert of(work, "train") == of(work, "note") == ALL and of(work, "evaluate") == [0, 2, 5]
@@ -164,32 +161,24 @@ def test_with_a_lag_a_step_trains_while_weights_are_evaluated():
     assert any({"evaluate", "train"} <= busy for busy in work.beside)
 
 
-@pytest.mark.parametrize(
-    ("lag", "saves", "trained"), [(0, (), [1, 2]), (0, (2,), [1, 2]), (2, (3,), [1, 2, 3]), (2, (), [1, 2, 3, 4])]
-)
-def test_an_evaluation_may_end_the_stage_before_anything_is_sampled_by_its_weights(lag, saves, trained):
+@pytest.mark.parametrize(("lag", "saves", "last"), [(0, (), 2), (0, (2,), 2), (2, (3,), 3), (2, (), 4)])
+def test_an_evaluation_may_end_the_stage_before_anything_is_sampled_by_its_weights(lag, saves, last):
     work = FakeWork(evals=(0, 2, 4), saves=saves, slow={"evaluate": 60})
     run_schedule(work, lag, is_over=lambda: 2 not in work.evals)
-    assert of(work, "evaluate") == [0, 2] and of(work, "train") == of(work, "note") == trained
+    assert of(work, "evaluate") == [0, 2] and of(work, "train") == of(work, "note") == ALL[:last]
     assert max(work.sampled_by.values()) < 2 and not work.busy
 
 
 def test_a_stage_that_was_over_when_it_was_stopped_ends_at_once():
-    work = FakeWork()
-    work.kept = (1,)
-    run_schedule(work, 1, position=Position(2, 1, (RolloutBatch(seconds=3),)), is_over=lambda: True)
+    position = Position(2, 1, (RolloutBatch(seconds=3),))
+    work = run_schedule(FakeWork(kept=(1,)), 1, position=position, is_over=lambda: True)
     assert of(work, "train") == of(work, "generate") == of(work, "load") == []
 
 
 def test_no_more_batches_than_the_lag_wait_behind_the_one_that_trains():
-    class Counting(FakeWork):
-        most = 0
-
-        async def train(self, step, batch):
-            await super().train(step, batch)
-            self.most = max(self.most, len(of(self, "generate")) - step)
-
-    assert run_schedule(Counting(slow={"train": 90}), 2).most == 2
+    log = run_schedule(FakeWork(slow={"train": 90}), 2).log
+    ended = [[kind for kind, _ in log[: log.index(("train", step))]].count("generate") - step for step in ALL]
+    assert max(ended) == 2
 
 
 def test_the_last_weights_are_published_only_to_be_evaluated():
@@ -202,35 +191,16 @@ def test_where_bytes_are_not_promised_the_newest_weights_sample():
     assert work.sampled_by[STEPS] > STEPS - 1 - 3
 
 
-class ChangingWork(FakeWork):
-    """Whose rollout batches may get new weights in their midst."""
-
-    def __init__(self, **options) -> None:
-        super().__init__(**options)
-        self.seen: dict[int, list[int]] = {}
-
-    async def generate(self, step):
-        seen = self.seen[step] = []  # begun again after a stop
-        self.busy.add("generate")
-        for _ in range(self.slow.get("generate", 3)):
-            seen.append(self.loaded)
-            await asyncio.sleep(0)
-            self.beside.add(frozenset(self.busy))
-        await self.takes("generate", step)
-        self.num_used = step
-        return RolloutBatch(seconds=step)
-
-
 IN_FLIGHT = {"is_exact": False, "loads_in_flight": True}
+LONG = [{"generate": 200}, {"generate": 200, "load": 30}]
 
 
-@pytest.mark.parametrize(
-    "slow", [*SPEEDS, {"generate": 200}, {"generate": 200, "load": 30}, {"generate": 30, "evaluate": 200}]
-)
+@pytest.mark.parametrize("slow", [*SPEEDS, *LONG, {"generate": 30, "evaluate": 200}])
 @pytest.mark.parametrize("keeps_trainer", [False, True])
 @pytest.mark.parametrize("lag", [1, 3])
 def test_weights_may_come_in_the_midst_of_a_batch_but_never_while_they_are_evaluated(lag, keeps_trainer, slow):
-    work = ChangingWork(evals=(0, 2, 3, 5), saves=(1, 2, 3, 4), slow=slow)  # an evaluation sees that its weights stay
+    # an evaluation sees that its weights stay
+    work = FakeWork(evals=(0, 2, 3, 5), saves=(1, 2, 3, 4), slow=slow, changes=True)
     run_schedule(work, lag, keeps_trainer=keeps_trainer, **IN_FLIGHT)
     assert of(work, "train") == of(work, "note") == of(work, "generate") == ALL
     assert of(work, "evaluate") == [0, 2, 3, 5] and of(work, "load") == sorted(set(of(work, "load")))
@@ -238,9 +208,9 @@ def test_weights_may_come_in_the_midst_of_a_batch_but_never_while_they_are_evalu
         assert policies == sorted(policies) and policies[0] >= step - 1 - lag and policies[-1] < step
     if keeps_trainer:
         assert frozenset({"load", "train"}) not in work.beside
-    is_long = slow.get("generate", 0) == 200
-    assert any(len(set(policies)) > 1 for policies in work.seen.values()) or not is_long
-    assert any({"load", "generate"} <= both for both in work.beside) or not is_long
+    if slow in LONG:
+        assert any(len(set(policies)) > 1 for policies in work.seen.values())
+        assert any({"load", "generate"} <= both for both in work.beside)
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2])
@@ -256,37 +226,37 @@ def test_from_every_checkpoint_the_rest_is_sampled_by_the_same_weights(lag):
 
 
 MOMENTS = [("generate", 1), ("generate", 4), ("train", 2), ("train", 5), ("evaluate", 2)]
-CHANGING = (ChangingWork, 1, {"generate": 60}, IN_FLIGHT)
 
 
 @pytest.mark.parametrize(
-    ("kind", "lag", "slow", "options", "moment"),
+    ("lag", "slow", "options", "moment"),
     [
-        *((FakeWork, lag, {"evaluate": 20}, {}, moment) for lag in (0, 1, 2) for moment in MOMENTS),
-        *((*CHANGING, moment) for moment in (*MOMENTS[1:], ("load", 1))),
+        *((lag, {"evaluate": 20}, {}, moment) for lag in (0, 1, 2) for moment in MOMENTS),
+        *((1, {"generate": 60}, IN_FLIGHT, moment) for moment in (*MOMENTS[1:], ("load", 1))),
     ],
 )
-def test_asked_to_stop_a_step_is_finished_and_the_rest_follows_from_where_it_stopped(kind, lag, slow, options, moment):
-    work = kind(evals=(0, 2, 5), slow=slow, stop_at=moment)
+def test_asked_to_stop_a_step_is_finished_and_the_rest_follows_from_where_it_stopped(lag, slow, options, moment):
+    work = FakeWork(evals=(0, 2, 5), slow=slow, stop_at=moment, changes=bool(options))
     begun = schedule(work, lag, **options)
     with pytest.raises(StopRequested):
         asyncio.run(begun.run())
     position = begun.position
     work.check_that_nothing_is_lost(position)
-    if kind is FakeWork:
+    if not options:
         assert position.step == max([0, *of(work, "train")]) == max([0, *of(work, "note")])
     assert position.policy <= position.step + 1
-    rest = kind(evals=work.evals, slow=slow)
-    rest.kept = range(position.policy, position.step)  # the controller keeps these weights in the checkpoint
+    kept = range(position.policy, position.step)  # the controller keeps these weights in the checkpoint
+    rest = FakeWork(evals=work.evals, slow=slow, changes=bool(options), kept=kept)
     run_schedule(rest, lag, position=position, **options)
     assert of(work, "train") + of(rest, "train") == ALL and of(work, "evaluate") + of(rest, "evaluate") == [0, 2, 5]
-    assert kind is ChangingWork or work.sampled_by | rest.sampled_by == exact(lag)
+    assert options or work.sampled_by | rest.sampled_by == exact(lag)
 
 
-@pytest.mark.parametrize(("made", "options"), [(FakeWork, {}), (ChangingWork, IN_FLIGHT)])
+@pytest.mark.parametrize("options", [{}, IN_FLIGHT])
 @pytest.mark.parametrize("kind", ["generate", "train", "evaluate", "load", "publish"])
-def test_an_error_on_either_side_ends_both_and_the_batch_that_is_under_way(made, options, kind):
-    work = made(evals=(2,), fail=(kind, 2, StageFailed("broken")), slow={"generate": 60} if options else {})
+def test_an_error_on_either_side_ends_both_and_the_batch_that_is_under_way(options, kind):
+    fail, slow = (kind, 2, StageFailed("broken")), {"generate": 60} if options else {}
+    work = FakeWork(evals=(2,), fail=fail, slow=slow, changes=bool(options))
 
     async def ended_without_tasks():
         with pytest.raises(StageFailed, match="broken"):

@@ -37,9 +37,7 @@ def test_the_stage_leaves_the_best_finished_answer_to_each_prompt_as_a_conversat
     run(job)
     rows = [json.loads(line) for line in (job.output / ROWS).read_text().splitlines()]
     best: dict[str, float] = {}
-    for path in sorted((job.records / "rollouts").glob("step-*.jsonl")):
-        if ".answers" in path.name or ".scores" in path.name:
-            continue
+    for path in (job.records / "rollouts").glob("step-????????.jsonl"):
         for rollout in read_rollouts(path):
             if rollout.finish_reason == "stop":
                 best[rollout.prompt_id] = max(best.get(rollout.prompt_id, -1.0), rollout.reward)
@@ -59,12 +57,9 @@ def test_a_stage_without_a_good_answer_fails_and_says_what_was_left_out(tmp_path
 
 
 def test_a_source_of_an_input_becomes_its_file_in_the_worker_with_its_slice(tmp_path):
-    pipeline = Pipeline(
-        preset="p", stages={**STAGES, "best": SELECT, "sft": {**SFT, "data": ["input:conversations[:50]"]}}
-    )
-    job = Job(
-        name="sft", run="r", config=pipeline.stages["sft"], inputs={"conversations": tmp_path}, workspace=tmp_path
-    )
+    stages = {**STAGES, "best": SELECT, "sft": {**SFT, "data": ["input:conversations[:50]"]}}
+    config = Pipeline(preset="p", stages=stages).stages["sft"]
+    job = Job(name="sft", run="r", config=config, inputs={"conversations": tmp_path}, workspace=tmp_path)
     assert read_job(write_job(job)).config.data[0].url == f"file:{tmp_path}/{ROWS}[:50]"
 
 
@@ -85,13 +80,13 @@ def test_what_makes_no_sense_is_refused_before_work_begins(stages, message):
 
 
 def test_what_a_finished_stage_sampled_is_read_with_the_tokenizer_of_its_input(tmp_path):
-    store, facts = Store(tmp_path / "store"), {"config": {}, "sources": [], "metrics": {}, "cost": {}}
-    (tmp_path / "made").mkdir()
-    (tmp_path / "made" / "file").write_text("x")
-    folders = {"files": tmp_path / "made", "records": tmp_path / "made", "environment": {}, **facts}
-    base = store.publish("a" * 40, kind="sft", stage="base", lineage={}, **folders)
+    store, made = Store(tmp_path / "store"), tmp_path / "made"
+    made.mkdir()
+    (made / "file").write_text("x")
+    facts = {"files": made, "records": made, "environment": {}, "config": {}, "sources": [], "metrics": {}, "cost": {}}
+    base = store.publish("a" * 40, kind="sft", stage="base", lineage={}, **facts)
     lineage = {"model": {"key": base.key, "attempt": base.attempt}}
-    best = store.publish("b" * 40, kind="select", stage="best", lineage=lineage, **folders)
+    best = store.publish("b" * 40, kind="select", stage="best", lineage=lineage, **facts)
     found = shelf_of(store, run_record("r", stages={"base": built(base), "best": built(best)}))
     assert (found.stage, found.model) == ("best", store.materialize(base))
 

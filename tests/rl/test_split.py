@@ -3,7 +3,6 @@ the algorithm."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import pytest
 import torch
@@ -15,30 +14,19 @@ from tests.rl.rollouts import rollout
 
 IN_REWARD = {"kl_coefficient": 0.1, "kl_in": "reward", "kl_kind": "k1"}
 ALGORITHMS = {
-    "gspo": {
-        **{"advantage": "reinforce_pp_baseline", "policy_loss": "gspo", "aggregation": "sequence", "opsm_limit": 0.1},
-        **{"correction": "mis", "correction_floor": 0.2, "correction_cap": 5.0, **IN_REWARD},
-    },
-    "cispo": {
-        **{"advantage": "reinforce_pp", "policy_loss": "cispo", "correction": "icepop", "correction_cap": 50.0},
-        **{"kl_coefficient": 0.1, "kl_unbiased": True, "activation_checkpointing": True},
-    },
-    "gae": {
-        **{"advantage": "gae", "correction": "tis", **IN_REWARD},
-        "critic": {"learning_rate": 1e-2, "epochs": 2, "value_clip": 0.05, "gae_lambda": 0.9},
-    },
+    "gspo": {"advantage": "reinforce_pp_baseline", "policy_loss": "gspo", "aggregation": "sequence", "opsm_limit": 0.1}
+    | {"correction": "mis", "correction_floor": 0.2, "correction_cap": 5.0, **IN_REWARD},
+    "cispo": {"advantage": "reinforce_pp", "policy_loss": "cispo", "correction": "icepop", "correction_cap": 50.0}
+    | {"kl_coefficient": 0.1, "kl_unbiased": True, "activation_checkpointing": True},
+    "gae": {"advantage": "gae", "correction": "tis", **IN_REWARD}
+    | {"critic": {"learning_rate": 1e-2, "epochs": 2, "value_clip": 0.05, "gae_lambda": 0.9}},
     "steps": {"advantage": "grpo", "reward": "process:my:f"},
-    "sapo": {
-        **{"advantage": "rloo", "policy_loss": "sapo", "aggregation": "constant", "correction": "tis_sequence"},
-        "entropy_coefficient": 0.01,
-    },
+    "sapo": {"advantage": "rloo", "policy_loss": "sapo", "aggregation": "constant", "correction": "tis_sequence"}
+    | {"entropy_coefficient": 0.01},
 }
 ROLLOUTS = [
-    replace(
-        rollout(f"g{g}", i, [1 + g, 2, 3][: g + 1], [4 + i, 5, 6 + g, 7, 8, 9][: 2 + (g + i) % 5],
-                reward=float((g + i) % 3), logprob=-3.0 - 0.1 * i),
-        steps=((1, float(g - i)), (0, 0.5 * i)),
-    )
+    rollout(f"g{g}", i, [1 + g, 2, 3][: g + 1], [4 + i, 5, 6 + g, 7, 8, 9][: 2 + (g + i) % 5],
+            reward=float((g + i) % 3), logprob=-3.0 - 0.1 * i, steps=((1, float(g - i)), (0, 0.5 * i)))
     for g in range(4)
     for i in range(3)
 ]  # fmt: skip
@@ -88,10 +76,8 @@ def test_a_step_does_not_depend_on_ranks_or_micro_batches(tmp_path):
 
 def check_numbers(algorithm, whole, of_ranks):
     """The weights do not tell: AdamW makes the same of a gradient with another denominator. A norm and a loss do."""
-    added = {
-        name: [sum(pair) for pair in zip(*(rank[name] for rank in of_ranks if rank[name]), strict=True)]
-        for name in whole
-    }
+    numbers = {name: [rank[name] for rank in of_ranks if rank[name]] for name in whole}
+    added = {name: [sum(each) for each in zip(*lists, strict=True)] for name, lists in numbers.items()}
     assert min(whole["gradient_norm"]) > 1e-3
     assert added["tokens"] == whole["tokens"] and added["left_out"] == whole["left_out"]
     assert of_ranks[0]["gradient_norm"] == pytest.approx(whole["gradient_norm"], rel=1e-3)

@@ -17,29 +17,17 @@ from nanodag.rl.rollouts.rollout import groups_of, read_rollouts
 from nanodag.rl.rollouts.rollout_files import Shelf
 from nanodag.worker.job import STOPPED_EXIT_CODE
 from tests.fault.processes import is_running, wait_until
-from tests.rl.stages import (
-    KILL,
-    STOP,
-    benchmark,
-    disturb,
-    end_group,
-    make_job,
-    metrics,
-    outcomes_of,
-    run,
-    same_in_the_end,
-    slow_rewards,
-    start,
-    wait_for_step,
-)
+from tests.rl import stages
+from tests.rl.stages import KILL, STOP
 
 SIX = {"num_steps": 6, "checkpoint_every": 2, "eval_every": 3}
 
 
-def named_sets(folder):
-    """The same questions greedily every 3 steps, and drawn twice every 2."""
+def six_steps(folder, **values):
+    """With the same questions greedily every 3 steps, and drawn twice every 2."""
     drawn = {"num_samples": 2, "temperature": 1.0, "every": 2, "limit": 3}
-    return [benchmark(folder, "greedy", limit=3), benchmark(folder, "drawn", **drawn)]
+    sets = [stages.benchmark(folder, "greedy", limit=3), stages.benchmark(folder, "drawn", **drawn)]
+    return stages.make_job(folder, **{**SIX, **values}, benchmarks=sets)
 
 
 def results_of(job):
@@ -53,9 +41,8 @@ def log_of(job) -> str:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A stage of six steps that nothing disturbed."""
-    folder = tmp_path_factory.mktemp("stage")
-    job = make_job(folder, **SIX, benchmarks=named_sets(folder))
-    run(job)
+    job = six_steps(tmp_path_factory.mktemp("stage"))
+    stages.run(job)
     return job
 
 
@@ -71,28 +58,26 @@ def test_a_stage_leaves_a_model_that_transformers_loads_and_learns_something(fin
 
 
 def test_every_step_is_on_policy_and_trainer_and_sampler_agree_on_logprobs(finished):
-    steps = metrics(finished)
+    steps = stages.metrics(finished)
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
     for line in steps:
         assert line["staleness"] == line["staleness_largest"] == 0 and line["mismatch_largest"] < 1e-4
         assert line["ratio"] == 1.0 and line["clipped_share"] == 0.0
         assert line["seconds_generate"] > 0 and line["seconds_train"] > 0 and line["seconds_sync"] > 0
-    evals = [(line["step"], line.get("benchmark", "held out")) for line in metrics(finished, "eval")]
-    assert [step for step, name in evals if name == "held out"] == [0, 3, 6]
+    assert [line["step"] for line in stages.metrics(finished, "eval") if "benchmark" not in line] == [0, 3, 6]
 
 
 def test_each_named_set_is_scored_at_its_interval_and_its_scores_are_told(finished):
-    lines = [line for line in metrics(finished, "eval") if "benchmark" in line]
-    scores = {name: {line["step"]: line[f"benchmark_{name}"] for line in lines if line["benchmark"] == name}
-              for name in ("greedy", "drawn")}  # fmt: skip
-    assert [list(found) for found in scores.values()] == [[0, 3, 6], [0, 2, 4, 6]]
     told = results_of(finished)["metrics"]
-    for name, found in scores.items():
-        assert (told[f"benchmark_{name}_before"], told[f"benchmark_{name}"]) == (found[0], found[6])
+    for name, steps in (("greedy", [0, 3, 6]), ("drawn", [0, 2, 4, 6])):
+        lines = [line for line in stages.metrics(finished, "eval") if line.get("benchmark") == name]
+        scores = {line["step"]: line[f"benchmark_{name}"] for line in lines}
+        assert list(scores) == steps
+        assert (told[f"benchmark_{name}_before"], told[f"benchmark_{name}"]) == (scores[0], scores[6])
     written = (finished.records / "benchmarks" / "step-00000004.drawn.jsonl").read_text()
     records = [json.loads(line) for line in written.splitlines()]
     assert [len(record["samples"]) for record in records] == [2] * 3
-    assert scores["drawn"][4] == pytest.approx(statistics.fmean(record["scores"]["avg@2"] for record in records))
+    assert scores[4] == pytest.approx(statistics.fmean(record["scores"]["avg@2"] for record in records))
 
 
 def test_rollouts_of_a_step_are_whole_groups_of_the_policy_version_before_it(finished):
@@ -100,6 +85,7 @@ def test_rollouts_of_a_step_are_whole_groups_of_the_policy_version_before_it(fin
     assert {len(group) for group in groups_of(rollouts).values()} == {4}
     assert {version for rollout in rollouts for version in rollout.versions} == {3}
     assert all(rollout.reward is not None and rollout.num_sampled <= 8 for rollout in rollouts)
+    assert [line["outcome"] for line in stages.outcomes_of(finished)] == ["trained"] * 12  # each prompt of a pass once
 
 
 def test_what_the_trainer_thought_of_each_token_lies_beside_its_rollout(finished):
@@ -115,31 +101,27 @@ def test_what_the_trainer_thought_of_each_token_lies_beside_its_rollout(finished
             assert read.differences == pytest.approx([0.0] * read.rollout.num_sampled, abs=1e-4)
 
 
-def test_the_ledger_has_each_prompt_of_a_pass_once(finished):
-    assert [line["outcome"] for line in outcomes_of(finished)] == ["trained"] * 12
-
-
 def test_killed_at_random_moments_and_started_again_a_stage_ends_on_the_same_bytes(finished, tmp_path):
-    job = make_job(tmp_path, **SIX, benchmarks=named_sets(tmp_path))
-    slow_rewards(tmp_path)
-    assert disturb(job, (1, 2, KILL), (3, 5, KILL))
-    run(job, fresh=True)
-    same_in_the_end(job, finished)
+    job = six_steps(tmp_path)
+    stages.slow_rewards(tmp_path)
+    assert stages.disturb(job, (1, 2, KILL), (3, 5, KILL))
+    stages.run(job, fresh=True)
+    stages.same_in_the_end(job, finished)
 
 
 def test_asked_to_stop_a_stage_leaves_a_checkpoint_and_goes_on_to_the_same_bytes(finished, tmp_path):
-    job = make_job(tmp_path, **SIX | {"checkpoint_every": 100}, benchmarks=named_sets(tmp_path))
-    slow_rewards(tmp_path)
-    assert disturb(job, (3, 3, STOP))  # as a launcher does it: everything in the group gets it
-    run(job)
+    job = six_steps(tmp_path, checkpoint_every=100)
+    stages.slow_rewards(tmp_path)
+    assert stages.disturb(job, (3, 3, STOP))  # as a launcher does it: everything in the group gets it
+    stages.run(job)
     assert "going on after step" in log_of(job)
-    same_in_the_end(job, finished)
+    stages.same_in_the_end(job, finished)
 
 
 def test_one_step_ahead_every_token_but_the_first_steps_is_one_step_stale_and_the_run_learns(tmp_path):
-    job = make_job(tmp_path, **SIX, max_staleness=1, correction="tis")
-    run(job)
-    steps = metrics(job)
+    job = stages.make_job(tmp_path, **SIX, max_staleness=1, correction="tis")
+    stages.run(job)
+    steps = stages.metrics(job)
     assert [line["staleness"] for line in steps] == [0, 1, 1, 1, 1, 1] == [line["staleness_largest"] for line in steps]
     for step in range(1, 7):
         rollouts = read_rollouts(job.records / "rollouts" / f"step-{step:08d}.jsonl")
@@ -147,12 +129,12 @@ def test_one_step_ahead_every_token_but_the_first_steps_is_one_step_stale_and_th
     assert steps[0]["mismatch_largest"] < 1e-4 < steps[1]["mismatch_largest"]  # what the policy learned meanwhile
     result = results_of(job)["metrics"]
     assert result["eval_reward"] > result["eval_reward_before"]
-    assert [line["outcome"] for line in outcomes_of(job)] == ["trained"] * 12
+    assert [line["outcome"] for line in stages.outcomes_of(job)] == ["trained"] * 12
 
 
 def test_asked_to_stop_while_it_starts_a_stage_ends_at_once_with_all_that_it_started(tmp_path):
-    job = make_job(tmp_path)
-    process = start(job)
+    job = stages.make_job(tmp_path)
+    process = stages.start(job)
     try:
         wait_until(lambda: len(members(process.pid)) > 2, every_s=0.002)  # the trainer's rank, then the sampler
         os.kill(min(set(members(process.pid)) - {process.pid}), signal.SIGSTOP)  # the rank will never be ready
@@ -162,13 +144,13 @@ def test_asked_to_stop_while_it_starts_a_stage_ends_at_once_with_all_that_it_sta
         wait_until(lambda: not members(process.pid))
         assert not sync_folder(job.workspace, 1, num_copies=1).exists()
     finally:
-        end_group(process)
+        stages.end_group(process)
 
 
 def test_when_the_trainer_is_killed_the_stage_ends_within_seconds_and_says_so(tmp_path):
-    job = make_job(tmp_path, num_steps=10_000, eval_prompts=0, checkpoint_every=10_000)
-    process = start(job, fresh=True)
-    wait_for_step(job, process, 1)
+    job = stages.make_job(tmp_path, num_steps=10_000, eval_prompts=0, checkpoint_every=10_000)
+    process = stages.start(job, fresh=True)
+    stages.wait_for_step(job, process, 1)
     os.kill(trainer := trainer_in(process.pid), signal.SIGKILL)
     assert process.wait(timeout=60) == 128 + signal.SIGKILL
     assert f"pid {trainer}) was ended by SIGKILL" in log_of(job).splitlines()[-1]
@@ -176,7 +158,6 @@ def test_when_the_trainer_is_killed_the_stage_ends_within_seconds_and_says_so(tm
 
 
 def members(group: int) -> list[int]:
-    """Live processes of a process group."""
     found = []
     for pid in psutil.pids():
         with suppress(ProcessLookupError):
@@ -193,19 +174,19 @@ def trainer_in(group: int) -> int:
 @pytest.mark.slow
 def test_with_adapters_a_stage_leaves_a_model_whose_layers_matrices_alone_have_changed(tmp_path):
     resources = {"num_ranks": 2, "threads": 1, "device": "cpu"}
-    job = make_job(tmp_path, num_steps=3, lora_rank=2, lora_alpha=8, sync_check_every=1, resources=resources)
-    run(job)
+    job = stages.make_job(tmp_path, num_steps=3, lora_rank=2, lora_alpha=8, sync_check_every=1, resources=resources)
+    stages.run(job)
     before, after = (load_file(folder / "model.safetensors") for folder in (job.inputs["model"], job.output))
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert before.keys() == after.keys()
     assert changed == {name for name in before if ".layers." in name and name.endswith("proj.weight")}
-    assert all(line["mismatch_largest"] < 1e-4 for line in metrics(job))
+    assert all(line["mismatch_largest"] < 1e-4 for line in stages.metrics(job))
 
 
 def test_a_reward_that_always_fails_ends_the_stage_with_its_reason(tmp_path):
-    job, module = make_job(tmp_path, eval_prompts=0), tmp_path / "tiny_reward.py"
+    job, module = stages.make_job(tmp_path, eval_prompts=0), tmp_path / "tiny_reward.py"
     module.write_text("def vowels(prompt, completion):\n    raise RuntimeError('no such luck')\n")
-    assert start(job).wait(timeout=300) == 1
+    assert stages.start(job).wait(timeout=300) == 1
     last = log_of(job).splitlines()[-1]
     assert "reward failed for 8 of 8 samples of step 1" in last and "RuntimeError: no such luck" in last
     assert f"({module}, line 2, in vowels)" in last
@@ -215,15 +196,15 @@ def test_a_reward_that_always_fails_ends_the_stage_with_its_reason(tmp_path):
 def test_a_mended_reward_judges_what_a_checkpoint_holds_of_its_failures(tmp_path):
     settings = {"max_staleness": 3, "max_failed_rewards": 1.0, "checkpoint_every": 100, "eval_prompts": 0}
     settings |= {"num_steps": 6, "correction": "tis", "filters": [], "advantage": "reinforce_pp"}
-    job, module, judged = make_job(tmp_path, **settings), tmp_path / "tiny_reward.py", tmp_path / "judged"
+    job, module, judged = stages.make_job(tmp_path, **settings), tmp_path / "tiny_reward.py", tmp_path / "judged"
     mended = module.read_text()
     fails = f"    with open({str(judged)!r}, 'ab') as file:\n        file.write(b'.')\n"
     fails += "    if sum(map(ord, completion)) % 2:\n        raise RuntimeError('odd')\n"
     module.write_text(mended.replace("    return", fails + "    return"))
-    process = start(job, fresh=True)
-    wait_for_step(job, process, 1)
+    process = stages.start(job, fresh=True)
+    stages.wait_for_step(job, process, 1)
     os.kill(trainer := trainer_in(process.pid), signal.SIGSTOP)
-    ahead = max(line["step"] for line in metrics(job)) + 3
+    ahead = max(line["step"] for line in stages.metrics(job)) + 3
     wait_until(lambda: judged.stat().st_size >= 8 * ahead)  # so that batches wait
     os.killpg(process.pid, signal.SIGTERM)
     time.sleep(0.2)  # the stop is known before the trainer can take what waits
@@ -232,7 +213,7 @@ def test_a_mended_reward_judges_what_a_checkpoint_holds_of_its_failures(tmp_path
     batches = list(job.checkpoints.rglob("batch-*.json"))
     assert any("RuntimeError: odd" in path.read_text() for path in batches)  # or this test shows nothing
     module.write_text(mended)
-    run(job)
+    stages.run(job)
     resumed = min(int(path.stem.rpartition("-")[2]) for path in batches)
-    failed = {line["step"]: line["reward_failed"] for line in metrics(job)}
+    failed = {line["step"]: line["reward_failed"] for line in stages.metrics(job)}
     assert len(failed) == 6 and all(count == 0.0 for step, count in failed.items() if step >= resumed), failed

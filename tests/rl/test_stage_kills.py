@@ -18,22 +18,9 @@ import pytest
 from nanodag.errors import StageFailed
 from nanodag.rl.control.checks import check_ranks
 from nanodag.worker.job import STOPPED_EXIT_CODE, write_job
+from tests.rl import stages
 from tests.rl.programs import SPARSE, played_job, trained
-from tests.rl.stages import (
-    KILL,
-    STOP,
-    disturb,
-    end_group,
-    left_of,
-    make_job,
-    metrics,
-    outcomes_of,
-    run,
-    same_in_the_end,
-    slow_rewards,
-    start,
-    wait_for_step,
-)
+from tests.rl.stages import KILL, STOP
 from tests.verifiers_python import python_or_skip
 
 AHEAD = {"max_staleness": 1, "correction": "tis"}
@@ -60,8 +47,7 @@ def on(num_ranks: int) -> dict:
 
 def plain(folder, *, reward="", **values):
     """reward: a module instead of ours."""
-    folder.mkdir()
-    job = make_job(folder, **values)
+    job = stages.make_job(folder, **values)
     if reward:
         (folder / "tiny_reward.py").write_text(reward)
     return job
@@ -76,14 +62,14 @@ def played(player):
 
 
 def sends_changed_weights_once(job) -> None:
-    log, version = (job.workspace / "worker.log").read_text(), metrics(job)[-1]["version"]
+    log, version = (job.workspace / "worker.log").read_text(), stages.metrics(job)[-1]["version"]
     sent = [int(number) for number in re.findall(r"weights (\d+): (?:loaded|shared)", log)]
     assert sent == sorted(set(sent)) and version < 8, "as many steps change nothing"
     assert {*range(version)} <= set(sent) <= {*range(version + 1)}
 
 
 def drops_for_want_of_spread(job) -> None:
-    lines = outcomes_of(job)
+    lines = stages.outcomes_of(job)
     names = {line["prompt_id"] for line in lines}
     assert {line["prompt_id"] for line in lines if line["epoch"] == 0} == names and len(names) == 8
     assert {(line["outcome"], line["reason"]) for line in lines} == {("trained", ""), ("dropped", "zero_spread")}
@@ -92,7 +78,7 @@ def drops_for_want_of_spread(job) -> None:
 def has_the_sequences_of_an_agent(job) -> None:
     rollouts = [one for step in range(1, 5) for one in trained(job, step)]
     assert {one.branch for one in rollouts} == {0, 1, 2, 3} and {one.role for one in rollouts} == {"agent"}
-    for line in metrics(job):
+    for line in stages.metrics(job):
         assert job.config.rollout.max_staleness or line["mismatch_largest"] < 1e-4
         assert 3.0 < line["sequences"] <= 4.0  # a sample that failed has one
 
@@ -102,6 +88,19 @@ EARLY = ((0, 1, KILL), (2, 3, KILL))
 OFTEN = ((0, 0, KILL), (1, 2, KILL), (3, 6, KILL), (7, 9, KILL))
 ONCE = ((4, 4, KILL),)
 THEN_STOPPED = ((2, 3, KILL), (4, 4, STOP))
+
+
+def drops(**values):
+    return sparse, {**DROPS, **values}, OFTEN, drops_for_want_of_spread
+
+
+def two_ranks(number, parts):
+    values = {**SIX, **on(2), "updates_per_step": 2, "zero_stage": 1 + (2 - number) % 3}
+    for part in parts:
+        values |= PARTS[part]
+    return plain, values, THEN_STOPPED, None
+
+
 # name: how the stage is made, its values, the windows, and what must hold of it undisturbed
 FAST = {
     "no update, disk": (sparse, {**FEW, "sync": "disk"}, ONCE, sends_changed_weights_once),
@@ -109,21 +108,12 @@ FAST = {
 }
 SLOW = {
     "ahead": (plain, {**SIX, **AHEAD}, ((1, 2, KILL), (3, 5, STOP)), None),
-    "drops": (sparse, DROPS, OFTEN, drops_for_want_of_spread),
-    "drops, in turns": (sparse, {**DROPS, **TURNS_TAKEN}, OFTEN, drops_for_want_of_spread),
-    "drops, ahead": (sparse, {**DROPS, "max_staleness": 1}, OFTEN, drops_for_want_of_spread),
-    "drops, far ahead": (
-        *(sparse, {**DROPS, "max_staleness": 3, "updates_per_step": 2}),
-        *(OFTEN, drops_for_want_of_spread),
-    ),
-    "drops, partial": (
-        *(sparse, {**DROPS, "max_staleness": 1, "partial_rollout_tokens": 3}),
-        *(OFTEN, drops_for_want_of_spread),
-    ),
-    "drops, partial, corrected": (
-        *(sparse, {**DROPS, "max_staleness": 2, "partial_rollout_tokens": 3, "partial_rollouts": "correct"}),
-        *(OFTEN, drops_for_want_of_spread),
-    ),
+    "drops": drops(),
+    "drops, in turns": drops(**TURNS_TAKEN),
+    "drops, ahead": drops(max_staleness=1),
+    "drops, far ahead": drops(max_staleness=3, updates_per_step=2),
+    "drops, partial": drops(max_staleness=1, partial_rollout_tokens=3),
+    "drops, partial, corrected": drops(max_staleness=2, partial_rollout_tokens=3, partial_rollouts="correct"),
     "critic": (plain, {**PPO, "num_steps": 10, "checkpoint_every": 2, "eval_every": 10}, TWICE, None),
     "replay": (plain, REPLAY, TWICE, None),
     "replay, ahead": (plain, {**REPLAY, "max_staleness": 1}, TWICE, None),
@@ -132,16 +122,9 @@ SLOW = {
     "agent, ahead": (played("agent"), {**AHEAD, "over_sampling": 3}, EARLY, has_the_sequences_of_an_agent),
     "turns": (played("turns"), {"over_sampling": 3}, EARLY, None),
     "turns, ahead": (played("turns"), {**AHEAD, "over_sampling": 3}, EARLY, None),
-} | {
-    f"two ranks, {' + '.join(parts) or 'policy alone'}": (
-        plain,
-        {**SIX, **on(2), "updates_per_step": 2, "zero_stage": 1 + (2 - number) % 3}
-        | {name: value for part in parts for name, value in PARTS[part].items()},
-        THEN_STOPPED,
-        None,
-    )
-    for number, parts in enumerate(COMBINED[::-1])
-}  # fmt: skip
+}
+for number, parts in enumerate(COMBINED[::-1]):
+    SLOW[f"two ranks, {' + '.join(parts) or 'policy alone'}"] = two_ranks(number, parts)
 STAGES = FAST | SLOW
 
 
@@ -150,12 +133,12 @@ STAGES = FAST | SLOW
 def test_a_killed_stage_ends_on_the_same_bytes_and_has_each_prompt_of_a_pass_once(tmp_path, name):
     made, values, windows, check = STAGES[name]
     undisturbed, job = (made(tmp_path / name, **values) for name in ("undisturbed", "disturbed"))
-    run(undisturbed)
-    slow_rewards(tmp_path / "disturbed")
-    assert disturb(job, *windows) >= (len(windows) + 1) // 2, "the stage was over before it was ended"
-    run(job)
-    same_in_the_end(job, undisturbed)
-    outcomes_of(job)
+    stages.run(undisturbed)
+    stages.slow_rewards(tmp_path / "disturbed")
+    assert stages.disturb(job, *windows) >= (len(windows) + 1) // 2, "the stage was over before it was ended"
+    stages.run(job)
+    stages.same_in_the_end(job, undisturbed)
+    stages.outcomes_of(job)
     if check is not None:
         check(undisturbed)
 
@@ -166,18 +149,18 @@ def test_a_killed_stage_ends_on_the_same_bytes_and_has_each_prompt_of_a_pass_onc
 def test_asked_to_stop_at_any_moment_a_stage_ends_soon_and_goes_on_to_the_same_bytes(tmp_path, sync):
     values = {**AHEAD, "sync": sync, "num_steps": 30, "checkpoint_every": 3}
     undisturbed, job = (plain(tmp_path / name, **values) for name in ("undisturbed", "stopped"))
-    run(undisturbed)
-    slow_rewards(tmp_path / "stopped")
+    stages.run(undisturbed)
+    stages.slow_rewards(tmp_path / "stopped")
     moment, codes = random.Random(os.getpid()), []
     for _ in range(12):
-        process = start(job)
+        process = stages.start(job)
         time.sleep(0.3 + moment.random() * 2)
         with suppress(ProcessLookupError):  # its group is not there yet, or not any more
             os.killpg(process.pid, STOP)
         codes.append(process.wait(timeout=60))
     assert STOPPED_EXIT_CODE in codes and set(codes) <= {STOPPED_EXIT_CODE, -STOP, 0}, codes
-    run(job)
-    same_in_the_end(job, undisturbed)
+    stages.run(job)
+    stages.same_in_the_end(job, undisturbed)
 
 
 @pytest.mark.slow
@@ -186,10 +169,10 @@ def test_in_order_of_arrival_a_stage_that_is_killed_and_stopped_trains_no_prompt
     sampler = {"context": 64, "max_batch": 4, "deterministic": False}
     values = {"order": "arrival", "max_staleness": 2, "sync_mode": "in_place", "sampler": sampler}
     job = sparse(tmp_path / "killed", **TEN, **values)
-    slow_rewards(tmp_path / "killed")
-    assert disturb(job, (1, 1, STOP), (4, 4, KILL), (6, 6, STOP), (8, 8, KILL)) >= 2
-    run(job)
-    lines = outcomes_of(job)
+    stages.slow_rewards(tmp_path / "killed")
+    assert stages.disturb(job, (1, 1, STOP), (4, 4, KILL), (6, 6, STOP), (8, 8, KILL)) >= 2
+    stages.run(job)
+    lines = stages.outcomes_of(job)
     assert sum(line["outcome"] == "trained" for line in lines) == 10 * 2
     passes = Counter(line["epoch"] for line in lines)
     assert all(passes[epoch] == 8 for epoch in range(max(passes)))  # the last pass is not over
@@ -215,38 +198,37 @@ def test_whoever_is_killed_at_random_moments_it_ends_on_the_same_bytes(tmp_path,
     if player == "game":
         python_or_skip()
     undisturbed, job = (played_job(tmp_path / name, player, **LONG | values) for name in ("undisturbed", "killed"))
-    run(undisturbed, fresh=True)
+    stages.run(undisturbed, fresh=True)
     moment, num_killed = random.Random(os.getpid()), Counter()
     for number, victims in enumerate(VICTIMS[player]):
-        process = start(job, fresh=True)
+        process = stages.start(job, fresh=True)
         for place, victim in enumerate(victims):
-            wait_for_step(job, process, 3 * number + place + (place > 0 or number > 0))
+            stages.wait_for_step(job, process, 3 * number + place + (place > 0 or number > 0))
             time.sleep(moment.random() * 0.3)
             num_killed[victim] += end_one(process.pid, victim)
         with suppress(subprocess.TimeoutExpired):
             process.wait(timeout=60)
-        end_group(process)
+        stages.end_group(process)
     wanted = {victim for victims in VICTIMS[player] for victim in victims} - {"episode"}
     assert all(num_killed[victim] for victim in wanted), num_killed
-    run(job)
-    same_in_the_end(job, undisturbed)
-    outcomes_of(job)
+    stages.run(job)
+    stages.same_in_the_end(job, undisturbed)
+    stages.outcomes_of(job)
     if player == "game":
         reasons = Counter(one.finish_reason for step in range(1, 13) for one in trained(job, step))
         assert reasons["error"] == 0, "a sample whose process is lost is played again"
-    assert left_of(tmp_path, VICTIMS[player][0][0]) == []
+    assert stages.left_of(tmp_path, VICTIMS[player][0][0]) == []
 
 
 def end_one(pid: int, victim: str) -> int:
     """Kill a process of a stage: the one with these words in its command line, an episode, or for none the stage's own;
     returns how many were killed."""
     found = []
-    with suppress(psutil.Error):
-        found = [psutil.Process(pid)]
+    with suppress(psutil.Error):  # a process that ends while it is looked at
         if victim == "episode":
             found = [child for server in _with(pid, WORLD) for child in server.children()]
-        elif victim:
-            found = _with(pid, victim)
+        else:
+            found = _with(pid, victim) if victim else [psutil.Process(pid)]
     for process in found[:1]:
         with suppress(psutil.Error):
             process.send_signal(signal.SIGKILL)
@@ -265,15 +247,15 @@ def _with(pid: int, words: str) -> list[psutil.Process]:
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
 def test_a_killed_stage_goes_on_with_another_number_of_ranks_with_the_same_ledger_and_losses(tmp_path, before, after):
     undisturbed, job = (plain(tmp_path / name, **MOVED, **on(before)) for name in ("undisturbed", "moved"))
-    run(undisturbed)
-    slow_rewards(tmp_path / "moved")
-    assert disturb(job, (3, 3, KILL)) == 1
+    stages.run(undisturbed)
+    stages.slow_rewards(tmp_path / "moved")
+    assert stages.disturb(job, (3, 3, KILL)) == 1
     resources = job.config.resources.model_copy(update={"num_ranks": after})
     job = replace(job, config=job.config.model_copy(update={"resources": resources}))
     write_job(job)
-    run(job)
-    assert outcomes_of(job) == outcomes_of(undisturbed)
-    for line, other in zip(metrics(job), metrics(undisturbed), strict=True):
+    stages.run(job)
+    assert stages.outcomes_of(job) == stages.outcomes_of(undisturbed)
+    for line, other in zip(stages.metrics(job), stages.metrics(undisturbed), strict=True):
         for name in ("loss", "value_loss", "kl"):
             assert line[name] == pytest.approx(other[name], abs=1e-5, rel=0)
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import hashlib
-import json
 import shutil
 from pathlib import Path
 
@@ -29,26 +28,19 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(model, tmp_path_factory):
-    with start_engine(
-        EngineSettings(model=model, weight_version=0), log_path=tmp_path_factory.mktemp("log") / "log"
-    ) as process:
+    log = tmp_path_factory.mktemp("log") / "log"
+    with start_engine(EngineSettings(model=model, weight_version=0), log_path=log) as process:
         yield process
 
 
-def trainer_that_writes(source, *, spoil=None):
+def trainer_that_writes(source, *, spoil=lambda folder: None):
     """An `ask` that exports the weights in `source` as the trainer's rank 0 does; spoil(folder) comes after it."""
 
     async def ask(do, folder, fingerprint):
         found = Fingerprints("checkpoint")
-        write_like(
-            source,
-            Path(folder),
-            load_file(source / "model.safetensors").items(),
-            dtype=torch.float32,
-            on_tensor=found.add if fingerprint else None,
-        )
-        if spoil is not None:
-            spoil(Path(folder))
+        tensors, add = load_file(source / "model.safetensors"), found.add if fingerprint else None
+        write_like(source, Path(folder), tensors.items(), dtype=torch.float32, on_tensor=add)
+        spoil(Path(folder))
         return [{"fingerprints": found.all()}]
 
     return ask
@@ -62,11 +54,10 @@ def synced(server, model, folder, versions, *, ask, check_every=1):
         sync = DiskSync(samplers, ask, check_every=check_every)
         try:
             for turn, version in enumerate(versions):
-                own = folder / f"v{version}" if turn == 0 else folder / f"v{version}-{turn}"
-                await sync.publish(own, version)
-                await sync.load(own, version)
-                for older in set(folder.glob("v*")) - {own}:
-                    shutil.rmtree(older)
+                await sync.publish(folder / f"turn-{turn}", version)
+                await sync.load(folder / f"turn-{turn}", version)
+                if turn:
+                    shutil.rmtree(folder / f"turn-{turn - 1}")
             return await samplers.fingerprints()
         finally:
             await samplers.disconnect()
@@ -80,9 +71,9 @@ def flip_one_weight(folder):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_what_the_sampler_holds_is_what_the_trainer_gave_away(server, tmp_path):
+def test_what_the_sampler_holds_is_what_the_trainer_gave_away_also_where_no_step_changed_it(server, tmp_path):
     other = save_tiny_model(tmp_path / "other", seed=3)
-    ((found,),) = synced(server, other, tmp_path, [1], ask=trainer_that_writes(other))
+    ((found,),) = synced(server, other, tmp_path, [1, 1, 1], ask=trainer_that_writes(other))
     tensors = load_file(other / "model.safetensors")
     assert found.keys() == tensors.keys()
     raw = tensors["model.norm.weight"].numpy().tobytes()
@@ -110,31 +101,22 @@ def test_only_the_first_and_every_nth_sync_is_verified(server, model, tmp_path):
     assert asked == [True, False, False, True, False]
 
 
-def test_weights_that_no_step_changed_are_verified_too(server, model, tmp_path):
-    ((found,),) = synced(server, model, tmp_path, [1, 1, 1], ask=trainer_that_writes(model))
-    assert found["model.norm.weight"]
+def test_the_checksum_is_answered_in_sglangs_words_and_of_the_weights_in_memory_alone(server, model, tmp_path):
+    def checked(**body):
+        return httpx.post(server.url + "/weights_checker", json=body, timeout=60, trust_env=False)
 
-
-def test_a_checkpoint_that_changed_after_it_was_loaded_is_not_taken_for_the_weights_in_memory(server, model, tmp_path):
     synced(server, model, tmp_path, [1], ask=trainer_that_writes(model))
-    flip_one_weight(tmp_path / "v1")
-    response = httpx.post(server.url + "/weights_checker", json={"action": "checksum"}, timeout=60, trust_env=False)
-    assert response.status_code == 500
-    assert "layers.1.down differ" in response.json()["error"]["message"]
-
-
-def test_the_checksum_is_answered_in_sglangs_words(server, model, tmp_path):
-    synced(server, model, tmp_path, [1], ask=trainer_that_writes(model))
-    answer = httpx.post(server.url + "/weights_checker", content=b"{}", timeout=60, trust_env=False).json()
+    answer = checked().json()
     (rank,) = answer["ranks"]
-    assert answer["success"] is True and json.loads(json.dumps(rank["checksums"]))
+    assert answer["success"] is True and rank["checksums"]
     assert (rank["parallelism_info"][0]["tp_rank"], rank["parallelism_info"][0]["tp_size"]) == (0, 1)
-    refused = httpx.post(server.url + "/weights_checker", json={"action": "compare"}, timeout=60, trust_env=False)
-    assert refused.status_code == 400
+    assert checked(action="compare").status_code == 400
+    flip_one_weight(tmp_path / "turn-0")  # of a checkpoint that was loaded
+    changed = checked(action="checksum")
+    assert changed.status_code == 500 and "layers.1.down differ" in changed.json()["error"]["message"]
 
 
 def test_missing_and_additional_tensors_are_named():
-    assert differing({"a": "1", "b": "2"}, {"a": "1", "b": "2"}) == []
     assert differing({"a": "1", "b": "2"}, {"b": "3", "c": "4"}) == [
         "a has fingerprint none instead of 1",
         "b has fingerprint 3 instead of 2",
@@ -145,13 +127,13 @@ def test_missing_and_additional_tensors_are_named():
 def test_sglangs_layout_fuses_and_fills_up_as_its_tensors_are():
     query, key, value = torch.randn(4, 8), torch.randn(2, 8), torch.randn(2, 8)
     down, embedding = torch.randn(8, 24), torch.randn(70, 8)
-    found = Fingerprints("sglang", torch.bfloat16)
+    found, whole = Fingerprints("sglang", torch.bfloat16), Fingerprints("checkpoint")
+    layer, words = "model.layers.0", "model.embed_tokens.weight"
     for name, tensor in (("q_proj", query), ("k_proj", key), ("v_proj", value)):
-        found.add(f"model.layers.0.self_attn.{name}.weight", tensor)
-    found.add("model.layers.0.mlp.down_proj.weight", down)
-    found.add("model.embed_tokens.weight", embedding)
-    whole = Fingerprints("checkpoint")
-    whole.add("model.layers.0.self_attn.qkv_proj.weight", torch.cat([query, key, value]).bfloat16())
-    whole.add("model.layers.0.mlp.down_proj.weight", torch.cat([down, torch.zeros(8, 8)], dim=1).bfloat16())
-    whole.add("model.embed_tokens.weight", torch.cat([embedding, torch.zeros(58, 8)]).bfloat16())
+        found.add(f"{layer}.self_attn.{name}.weight", tensor)
+    whole.add(f"{layer}.self_attn.qkv_proj.weight", torch.cat([query, key, value]).bfloat16())
+    found.add(f"{layer}.mlp.down_proj.weight", down)
+    whole.add(f"{layer}.mlp.down_proj.weight", torch.cat([down, torch.zeros(8, 8)], dim=1).bfloat16())
+    found.add(words, embedding)
+    whole.add(words, torch.cat([embedding, torch.zeros(58, 8)]).bfloat16())
     assert found.all() == whole.all()

@@ -17,12 +17,12 @@ from nanodag.rl.sync.broadcast_sync import DistributedSync, SharedSync
 from nanodag.rl.sync.weight_sync import DiskSync
 from tests.engines.fake_samplers import PATIENCE_S, World
 
-
-def make_sync(way, world):
-    if way == "disk":
-        return DiskSync(world.samplers, world.trainer.ask, check_every=1)
-    sync = DistributedSync if way == "distributed" else SharedSync
-    return sync(world.samplers, world.trainer.ask, check_every=1, timeout_s=PATIENCE_S, is_beside=True)
+BESIDE = {"timeout_s": PATIENCE_S, "is_beside": True}
+SYNCS = {
+    "disk": DiskSync,
+    "distributed": partial(DistributedSync, **BESIDE),
+    "ipc": partial(SharedSync, **BESIDE),
+}
 
 
 async def three_loads(folder, way, *, is_busy, kill_at):
@@ -30,11 +30,10 @@ async def three_loads(folder, way, *, is_busy, kill_at):
     folder.mkdir()
     pause = {"pause": "in_place"} if is_busy else {}
     async with World(folder, kill_at=kill_at, **pause) as world:
-        sync = make_sync(way, world)
+        sync = SYNCS[way](world.samplers, world.trainer.ask, check_every=1)
         asked = [asyncio.ensure_future(world.samplers.generate([Request(input_ids=[n])])) for n in range(2 * is_busy)]
-        for version in (1, 2, 3):
-            if version == 3 and kill_at is None:
-                break
+        last = 2 if kill_at is None else 3
+        for version in range(1, last + 1):
             world.trainer.weights = str(version)
             await sync.publish(folder / f"policy-{version}", version)
             await sync.load(folder / f"policy-{version}", version)
@@ -43,14 +42,11 @@ async def three_loads(folder, way, *, is_busy, kill_at):
         num_steps = len(world.steps)
         world.may_answer.set()
         ((late,),) = await world.samplers.generate([Request(input_ids=[9])])
-        assert late.weight_version == str(2 if kill_at is None else 3)
+        assert late.weight_version == str(last)
         await asyncio.gather(*asked)
         await world.samplers.members()  # waits for one that is being started
         assert world.samplers.num_restarts == (kill_at is not None), world.killed
         return num_steps
-
-
-ALL = list(product(("disk", "distributed", "ipc"), (False, True), (1,)))
 
 
 # A connection that is just being made when its client or the fake server is closed is left to the garbage collector.
@@ -61,10 +57,10 @@ ALL = list(product(("disk", "distributed", "ipc"), (False, True), (1,)))
         ("distributed", True, 5),
         ("disk", True, 5),
         ("ipc", True, 5),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL),
+        *(pytest.param(*case, 1, marks=pytest.mark.slow) for case in product(SYNCS, (False, True))),
     ],
 )
-def test_a_sampler_killed_at_any_step_of_a_weight_sync_is_back_with_the_new_weights(tmp_path, way, is_busy, every):
+def test_a_sampler_killed_at_any_step_of_a_sync_is_back_with_the_new_weights(tmp_path, way, is_busy, every):
     async def work():
         num_steps = await three_loads(tmp_path / "quiet", way, is_busy=is_busy, kill_at=None)
         wrong = []
@@ -92,40 +88,28 @@ def both(client, call, timeout_s):
 
 def test_a_broadcast_that_is_left_while_a_sampler_receives_leaves_no_call_of_its():
     async def work():
-        begun, ended = asyncio.Event(), asyncio.Event()
-
-        async def receives():
-            begun.set()
-            try:
-                await asyncio.sleep(PATIENCE_S)
-            finally:
-                ended.set()
-
-        under_way = both(SimpleNamespace(), receives(), timeout_s=PATIENCE_S)
-        await begun.wait()
-        await asyncio.sleep(0)
+        receives = asyncio.ensure_future(asyncio.sleep(PATIENCE_S))
+        under_way = both(SimpleNamespace(), receives, timeout_s=PATIENCE_S)
+        await asyncio.sleep(0.01)
         under_way.cancel()
         with pytest.raises(asyncio.CancelledError):
             await under_way
-        return ended.is_set()
+        return receives.cancelled()
 
     assert asyncio.run(work())
 
 
 def test_a_group_that_a_sampler_was_told_to_leave_is_of_no_use_even_if_it_answers_just_then():
-    class Client:
-        def __init__(self):
-            self.told = asyncio.Event()
-
-        async def leave_weight_group(self, name):
-            self.told.set()
-
-        async def receive(self):
-            await self.told.wait()
-
     async def work():
-        client = Client()
-        return await both(client, client.receive(), timeout_s=0.001)
+        told = asyncio.Event()
+
+        async def leave(name):
+            told.set()
+
+        async def receive():
+            await told.wait()
+
+        return await both(SimpleNamespace(leave_weight_group=leave), receive(), timeout_s=0.001)
 
     assert asyncio.run(work())[1] == "a sampler was told to leave the group"
 
@@ -147,24 +131,18 @@ def test_a_client_that_was_closed_says_that_its_sampler_is_lost_however_it_is_as
 def test_a_watch_that_is_left_while_an_answer_is_there_already_ends():
     """A cancellation that came with the answer was swallowed, and whoever left waited for ever."""
 
-    class Client:
-        def __init__(self):
-            self.answer = asyncio.get_running_loop().create_future()
-            self.is_asked = asyncio.Event()
-
-        async def health(self):
-            self.is_asked.set()
-            return await self.answer
-
-    class Alive:
-        url, is_alive = "http://x", True
-
     async def work():
-        client = Client()
-        watch = ServerWatch(Alive(), client, every_s=0.001, timeout_s=60.0)
+        answer, is_asked = asyncio.get_running_loop().create_future(), asyncio.Event()
+
+        async def health():
+            is_asked.set()
+            return await answer
+
+        server, client = SimpleNamespace(url="http://x", is_alive=True), SimpleNamespace(health=health)
+        watch = ServerWatch(server, client, every_s=0.001, timeout_s=60.0)
         under_way = asyncio.ensure_future(watch.over(asyncio.sleep(60)))
-        await client.is_asked.wait()
-        client.answer.set_result(True)
+        await is_asked.wait()
+        answer.set_result(True)
         await asyncio.sleep(0)  # health has its answer, the look has not
         await asyncio.wait_for(watch.leave(), 5)
         under_way.cancel()

@@ -16,7 +16,6 @@ def sglang():
 
 
 def finished(job):
-    """Run the stage; its log."""
     code = start(job).wait(timeout=2 * START_S - 60)
     log = (job.workspace / "worker.log").read_text()
     assert code == 0, log[-6000:]

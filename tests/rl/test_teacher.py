@@ -38,12 +38,11 @@ def test_a_token_that_the_teacher_likes_less_than_the_policy_loses_advantage():
     assert advantages.tolist() == [0.0, 1.5, 0.0, -14.75]
 
 
-def trained(policy, teacher):
+def trained(policy, rollouts, teacher, values):
     """The norm of the gradient of a step, and the sum of the reverse KL."""
-    values = {"temperature": 0.8, "gradient_clipping": 0, "filters": [], "max_new_tokens": 8}
-    asked = {"model": str(teacher), "coefficient": 0.5}
-    trainer = trainer_of(policy, precision="fp32", teacher=asked, sampler={"context": 64}, **values)
-    reply = trainer.train(1, [rollout("a", n, [1, 2], ids, reward=0.5) for n, ids in enumerate(RESPONSES)])
+    values = {"gradient_clipping": 0, "filters": [], "sampler": {"context": 64}, "max_new_tokens": 16, **values}
+    trainer = trainer_of(policy, precision="fp32", teacher={**teacher, "coefficient": 0.5}, **values)
+    reply = trainer.train(1, rollouts)
     return reply["gradient_norm"], reply["sums"]["summed"]["teacher_kl"]
 
 
@@ -59,7 +58,8 @@ def scores(folder: Path) -> tuple[torch.nn.Module, torch.Tensor]:
 
 def test_where_rewards_are_equal_the_gradient_is_that_of_the_reverse_kl(tmp_path):
     policy, teacher = save_tiny_model(tmp_path / "policy"), save_tiny_model(tmp_path / "teacher", seed=4)
-    norm, total = call(trained, policy, teacher)
+    answers = [rollout("a", n, [1, 2], ids, reward=0.5) for n, ids in enumerate(RESPONSES)]
+    norm, total = call(trained, policy, answers, {"model": str(teacher)}, {"temperature": 0.8})
     model, own = scores(policy)
     with torch.no_grad():
         _, theirs = scores(teacher)
@@ -79,19 +79,15 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def teacher(folders, tmp_path_factory):
     log = tmp_path_factory.mktemp("log") / "log"
-    with start_engine(
-        EngineSettings(model=folders["b"], max_batch=4, weight_version=3, context_length=64), log_path=log
-    ) as process:
+    settings = EngineSettings(model=folders["b"], max_batch=4, weight_version=3, context_length=64)
+    with start_engine(settings, log_path=log) as process:
         yield process
 
 
 def rollouts() -> list:
     draw = torch.Generator().manual_seed(2)
-    return [
-        rollout(str(g), s, [1 + g, 2, 3][: g + 1], torch.randint(0, 260, (3 + s,), generator=draw).tolist(), reward=1.0)
-        for g in range(3)
-        for s in range(8)
-    ]
+    drawn = [(g, s, torch.randint(0, 260, (3 + s,), generator=draw).tolist()) for g in range(3) for s in range(8)]
+    return [rollout(str(g), s, [1 + g, 2, 3][: g + 1], ids, reward=1.0) for g, s, ids in drawn]
 
 
 def test_a_servers_logprobs_are_those_of_the_model_at_home(folders, teacher):
@@ -104,27 +100,22 @@ def test_a_servers_logprobs_are_those_of_the_model_at_home(folders, teacher):
             torch.testing.assert_close(logprobs, policy(row)[0], rtol=0, atol=1e-4)
 
 
-def trained_by(policy, **teacher):
-    values = {"gradient_clipping": 0, "filters": [], "max_new_tokens": 16, "updates_per_step": 2}
-    asked = {**teacher, "coefficient": 0.5}
-    trainer = trainer_of(policy, precision="fp32", teacher=asked, sampler={"context": 64}, **values)
-    reply = trainer.train(1, rollouts())
-    return reply["gradient_norm"], reply["sums"]["summed"]["teacher_kl"]
-
-
-def both_trained(policy, url, model):
-    return trained_by(policy, url=url), trained_by(policy, model=str(model))
+def both_trained(policy, *teachers):
+    return [trained(policy, rollouts(), teacher, {"updates_per_step": 2}) for teacher in teachers]
 
 
 @pytest.mark.slow
 def test_a_step_with_a_server_is_that_with_the_model_at_home(folders, teacher):
-    by_server, at_home = call(both_trained, folders["a"], teacher.url, folders["b"])
+    by_server, at_home = call(both_trained, folders["a"], {"url": teacher.url}, {"model": str(folders["b"])})
     assert by_server == pytest.approx(at_home, rel=1e-4)
 
 
 def test_a_server_scores_a_prompt_as_sglang_does_and_may_sample_after_it(folders, teacher):
-    body = {"input_ids": [1, 2, 3], "return_logprob": True, "logprob_start_len": 0}
-    scored = ask(teacher, body | {"sampling_params": {"max_new_tokens": 0}})
+    def ask(**more):
+        body = {"input_ids": [1, 2, 3], "return_logprob": True, "logprob_start_len": 0, **more}
+        return httpx.post(teacher.url + "/generate", json=body, timeout=60, trust_env=False)
+
+    scored = ask(sampling_params={"max_new_tokens": 0}).json()
     model = AutoModelForCausalLM.from_pretrained(folders["b"])
     with torch.no_grad():
         wanted = model(torch.tensor([[1, 2, 3]])).logits[0].log_softmax(-1)
@@ -132,29 +123,17 @@ def test_a_server_scores_a_prompt_as_sglang_does_and_may_sample_after_it(folders
     assert first == [None, 1, None] and second[1:] == [2, None] and third[1:] == [3, None]
     assert [second[0], third[0]] == pytest.approx([wanted[0, 2].item(), wanted[1, 3].item()], abs=1e-4)
     assert scored["output_ids"] == [] and scored["meta_info"]["finish_reason"] == {"type": "length", "length": 0}
-    both = ask(teacher, body | {"sampling_params": {"max_new_tokens": 2, "temperature": 0.5, "ignore_eos": True}})
+    both = ask(sampling_params={"max_new_tokens": 2, "temperature": 0.5, "ignore_eos": True}).json()
     assert both["meta_info"]["input_token_logprobs"] == scored["meta_info"]["input_token_logprobs"]
     assert len(both["output_ids"]) == len(both["meta_info"]["output_token_logprobs"]) == 2
-    unasked = ask(teacher, {**body, "logprob_start_len": -1, "sampling_params": {"max_new_tokens": 1}})
+    unasked = ask(logprob_start_len=-1, sampling_params={"max_new_tokens": 1}).json()
     assert unasked["meta_info"]["input_token_logprobs"] == []
-
-
-def ask(teacher, body):
-    answer = httpx.post(teacher.url + "/generate", json=body, timeout=60, trust_env=False)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ({"sampling_params": {"max_new_tokens": 0}}, "leaves nothing to do"),
+    for more, why in (
+        ({"return_logprob": False, "sampling_params": {"max_new_tokens": 0}}, "leaves nothing to do"),
         ({"logprob_start_len": 1}, "logprob_start_len"),
-    ],
-)
-def test_what_a_server_cannot_score_is_refused(teacher, more, message):
-    answer = httpx.post(teacher.url + "/generate", json={"input_ids": [1], **more}, timeout=60, trust_env=False)
-    assert answer.status_code == 400 and message in answer.text
+    ):
+        refused = ask(**more)
+        assert refused.status_code == 400 and why in refused.text
 
 
 def test_a_teacher_with_another_tokenizer_or_too_short_a_context_is_refused_before_the_run(folders, teacher, tmp_path):
@@ -166,46 +145,46 @@ def test_a_teacher_with_another_tokenizer_or_too_short_a_context_is_refused_befo
         TeacherServer(teacher.url, other, context=64)
 
 
-PLAIN = {"failures": 0, "version": "0", "first_id": 0, "calls": 0, "shortest": 0, "longest": 1000}
-
-
 class Server(Quiet):
     """Fails `failures` times, then scores each token -id / 10. Its tokenizer is not here, and is that of bytes.
     first_id: of its tokenizer. shortest: of a sequence that it scores. longest: of one that it takes."""
+
+    failures, version, first_id, calls, shortest, longest = 0, "0", 0, 0, 0, 1000
 
     def do_GET(self):
         self.answer({"model_path": "/nowhere", "weight_version": "0"})
 
     def do_POST(self):
-        Server.calls += 1
-        body = self.content()
-        if Server.failures > 0:
-            Server.failures -= 1
+        kind, body = type(self), self.content()
+        kind.calls += 1
+        if kind.failures > 0:
+            kind.failures -= 1
             return self.answer({"error": "busy"}, 503)
-        many = body["input_ids"] if "text" not in body else [Server.first_id + one for one in body["text"].encode()]
+        many = body["input_ids"] if "text" not in body else [self.first_id + one for one in body["text"].encode()]
         several = many if isinstance(many[0], list) else [many]
-        if max(map(len, several)) > Server.longest:
+        if max(map(len, several)) > self.longest:
             return self.answer({}, 400)
         scored = [self.scored(ids) for ids in several]
         self.answer(scored if several is many else scored[0])
 
     def scored(self, ids):
         triples = [[None if not place else -token / 10, token, None] for place, token in enumerate(ids)]
-        meta = {"id": "r", "weight_version": Server.version, "finish_reason": {"type": "length", "length": 0}}
-        triples = triples if len(ids) >= Server.shortest else []
+        meta = {"id": "r", "weight_version": self.version, "finish_reason": {"type": "length", "length": 0}}
+        triples = triples if len(ids) >= self.shortest else []
         return {"output_ids": [], "meta_info": meta | {"input_token_logprobs": triples}}
 
 
 @pytest.fixture
 def fake(monkeypatch):
+    """A server's class, whose values a test may change, and its address."""
+
     async def instantly(seconds: float) -> None:
         pass
 
-    for name, value in PLAIN.items():
-        setattr(Server, name, value)
     monkeypatch.setattr(teacher_server._ask.retry, "sleep", instantly)
-    with serving(Server) as url:
-        yield url
+    server = type("Fresh", (Server,), {})
+    with serving(server) as url:
+        yield server, url
 
 
 def rows_of(part, budget):
@@ -213,23 +192,24 @@ def rows_of(part, budget):
 
 
 def test_a_server_elsewhere_is_compared_by_a_text_asked_again_and_asked_in_lots(fake, folders):
-    teacher = TeacherServer(fake, folders["a"], context=64)
+    server, url = fake
+    teacher = TeacherServer(url, folders["a"], context=64)
     part = rollouts()  # 24: two lots
     rows = rows_of(part, 1000)
-    Server.failures, Server.calls = 2, 0
+    server.failures, server.calls = 2, 0
     ((found,),) = teacher.logprobs([part], [rows])
     torch.testing.assert_close(found, -rows[0].targets / 10)
-    assert Server.calls == 4
-    Server.version = "1"
+    assert server.calls == 4
+    server.version = "1"
     with pytest.raises(SamplerError, match="it must not change while the stage runs"):
         teacher.logprobs([part], [rows])
-    Server.failures = 1000
+    server.failures = 1000
     with pytest.raises(SamplerError, match="answered 503"):
         teacher.logprobs([part], [rows])
-    Server.failures, Server.longest, Server.calls = 0, 0, 0
+    server.failures, server.longest, server.calls = 0, 0, 0
     with pytest.raises(BadRequest):  # a request that is refused is not sent again
         teacher.logprobs([part], [rows])
-    assert Server.calls == 1
+    assert server.calls == 1
 
 
 @pytest.mark.parametrize(
@@ -240,11 +220,12 @@ def test_a_server_elsewhere_is_compared_by_a_text_asked_again_and_asked_in_lots(
         ({"longest": 99}, r"a sequence of 100 tokens \(sampler\.context\)"),  # and shorter than this
     ],
 )
-def test_a_server_that_cannot_teach_is_refused_before_the_run(fake, folders, monkeypatch, way, why):
+def test_a_server_that_cannot_teach_is_refused_before_the_run(fake, folders, way, why):
+    server, url = fake
     for name, value in way.items():
-        monkeypatch.setattr(Server, name, value)
+        setattr(server, name, value)
     with pytest.raises(ConfigError, match=why):
-        TeacherServer(fake, folders["a"], context=100 if "longest" in way else 64)
+        TeacherServer(url, folders["a"], context=100 if "longest" in way else 64)
 
 
 def test_a_key_knows_the_server_and_what_it_says_it_serves(teacher, folders):

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -66,9 +67,7 @@ def test_a_program_is_run_in_the_sandbox_and_its_error_is_shown(folder, encoding
 
 
 @pytest.mark.parametrize(("options", "calls"), [({"max_calls": 2}, 3), ({}, 6)])  # 16 tokens of 3 each, and one
-def test_who_calls_too_often_or_fills_the_context_is_cut_off_with_a_turn_of_its_own_at_the_end(
-    folder, ids, options, calls
-):
+def test_who_calls_too_often_or_fills_the_context_is_cut_off_with_a_last_turn_of_its_own(folder, ids, options, calls):
     call = ids("<|tool_call|>1<|tool_call_end|>")
     group, _ = group_of(folder, lambda request: call, generate={"name": "calculator", "options": options})
     for rollout in group:
@@ -104,9 +103,10 @@ def test_when_all_fail_the_stage_ends_with_the_reason_and_a_lost_sampler_is_not_
 
     with pytest.raises(SamplerLost, match="gone"):
         group_of(folder, lost, generate=here("twice"))
-    generate = {"name": here("twice"), "options": {"said": "x" * 100}}
     with pytest.raises(StageFailed, match=r"function that generates failed for 2 of 2 samples"):
-        group_of(folder, lambda request: ids("a<|end|>"), generate=generate)
+        group_of(
+            folder, lambda request: ids("a<|end|>"), generate={"name": here("twice"), "options": {"said": "x" * 100}}
+        )
 
 
 def test_a_group_that_is_not_needed_any_more_is_ended_and_its_turns_aborted(folder, ids):
@@ -148,9 +148,9 @@ LONG = {"sampler": {"context": 4000, "max_batch": 9}, "max_new_tokens": 400}
 MESSAGES = [{"role": "user", "content": "4*2?"}]
 
 
-def prompt_of(token_ids) -> Prompt:
+def prompt_of(format) -> Prompt:
     record = {"prompt_id": "p", "reward": "exact", "messages": MESSAGES}
-    return Prompt(epoch=0, record=record, token_ids=tuple(token_ids))
+    return Prompt(epoch=0, record=record, token_ids=tuple(format.prompt(MESSAGES)))
 
 
 @pytest.mark.parametrize("template", CALLS_AS_WRITTEN, ids=["qwen2.5", "qwen3", "llama3", "coder", "glm"])
@@ -163,8 +163,7 @@ def test_a_tool_works_in_any_format_that_knows_tools(tmp_path, template):
     # a tool that there is not, and where the spelling is Qwen2.5's a text in the place of its arguments
     wrong = [*encoding.encode(written.replace('{"expression": "4*2"}', '"4*2"').replace("calculator", "abacus")), end]
     replies = [call, wrong, [*encoding.encode("so 8"), end]]
-    asked = PolicyFormat(renderer, stage.rollout.template_options, declared_tools(stage.rollout.generate))
-    prompt = prompt_of(asked.prompt(MESSAGES))
+    prompt = prompt_of(PolicyFormat(renderer, stage.rollout.template_options, declared_tools(stage.rollout.generate)))
     assert "calculator" in encoding.decode(prompt.token_ids)
 
     def said_so_far(request):
@@ -187,8 +186,7 @@ def test_thinking_that_the_template_leaves_out_of_earlier_turns_makes_two_sequen
     renderer, encoding, pool = renderer_of(QWEN3, tmp_path), Encoding(tmp_path), SeenPool()
     first, last = ([*encoding.encode(text), renderer.stop_ids[0]] for text in ("<think>\nhm\n</think>\n\n7", "no, 8"))
     sampler = FakeSampler(lambda request: last if "sure?" in encoding.decode(request.input_ids) else first)
-    prompt = prompt_of(renderer.prompt(MESSAGES))
-    generator = generator_of(tmp_path, sampler, pool, generate=here("asked_again"), **LONG)
+    prompt, generator = prompt_of(renderer), generator_of(tmp_path, sampler, pool, generate=here("asked_again"), **LONG)
     rollouts = batch_of(generator, [prompt]).kept[0][1]
     assert [(rollout.sample_index, rollout.branch) for rollout in rollouts] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     for main, branch in (rollouts[:2], rollouts[2:]):
@@ -199,24 +197,23 @@ def test_thinking_that_the_template_leaves_out_of_earlier_turns_makes_two_sequen
 
 
 def test_the_stage_s_switches_and_tools_reach_a_prompt_and_its_source_s_own_switches_go_before_them():
-    class Seen:
-        def prompt(self, messages, switches, *, tools):
-            return [switches["a"], switches["b"], len(tools)]
+    def prompt(messages, switches, *, tools):
+        return [switches["a"], switches["b"], len(tools)]
 
-    record = {"messages": [], "template_options": {"b": 2}}
-    assert rendered(record, PolicyFormat(Seen(), {"a": 1, "b": 1}, ({},))) == (1, 2, 1)
+    asked = PolicyFormat(SimpleNamespace(prompt=prompt), {"a": 1, "b": 1}, ({},))
+    assert rendered({"messages": [], "template_options": {"b": 2}}, asked) == (1, 2, 1)
 
 
 @pytest.mark.parametrize("generate", ["one_turn", here("one")])
 def test_a_stop_string_ends_a_turn_at_the_token_that_completes_it_and_all_is_trained_and_seen(folder, ids, generate):
-    stage = config(generate=generate, stop=["</a>"], stop_token_ids=[10], samples_per_prompt=1, filters=[],
-                   advantage="reinforce_pp")  # fmt: skip
+    alone = {"samples_per_prompt": 1, "filters": [], "advantage": "reinforce_pp"}
+    stage = config(generate=generate, stop=["</a>"], stop_token_ids=[10], **alone)
     replies, pool = iter([ids("<a>8</a>"), ids("8\n"), ids("</a>")]), SeenPool()
     sampler = FakeSampler(lambda request: next(replies))
-    stop_ids = (*load_renderer(folder).stop_ids, *stage.rollout.stop_token_ids)
-    turns = None if generate == "one_turn" else Turns(stage, Encoding(folder), load_renderer(folder), context=CONTEXT,
-                                                      vocabulary=266)  # fmt: skip
-    generator = RolloutGenerator(stage, sampler, pool, Encoding(folder), stop_ids, turns)
+    encoding, renderer = Encoding(folder), load_renderer(folder)
+    stop_ids = (*renderer.stop_ids, *stage.rollout.stop_token_ids)
+    turns = None if generate == "one_turn" else Turns(stage, encoding, renderer, context=CONTEXT, vocabulary=266)
+    generator = RolloutGenerator(stage, sampler, pool, encoding, stop_ids, turns)
     batches = [asyncio.run(generator.group(prompts(folder)[0])) for _ in range(2)]
     by_text, by_token = [rollout for batch in batches for rollout in batch.all_rollouts]
     assert (by_text.finish_reason, by_token.finish_reason) == ("text", "stop")
@@ -226,16 +223,19 @@ def test_a_stop_string_ends_a_turn_at_the_token_that_completes_it_and_all_is_tra
     assert {(r.params.stop, r.params.stop_token_ids) for r in sampler.requests} == {(("</a>",), stop_ids)}
 
 
-SUMS = {
-    "48/2": "24", " (1 + 2)*3 - -4": "13", "0.1+0.2": "0.3", "1/3": "0.333333", "7//2": "3", "7%4": "3",
-    "2**10": "1024", "2**-1": "0.5",
-}  # fmt: skip
+SUMS = {"48/2": "24", " (1 + 2)*3 - -4": "13", "0.1+0.2": "0.3", "1/3": "0.333333", "7//2": "3", "7%4": "3"}
+SUMS |= {"2**10": "1024", "2**-1": "0.5"}
 NO_SUMS = ("9**9**9", "10**400", "1/0", "0**-1", "__import__('os')", "'a'*9", "True+1", "(" * 150, "1e999", "1j", "")
 
 
 def test_the_calculator_knows_arithmetic_and_nothing_else():
-    assert {text: calculated(text) for text in SUMS} == SUMS
-    assert {text: calculated(text) for text in NO_SUMS} == dict.fromkeys(NO_SUMS, "error")
+    known = SUMS | dict.fromkeys(NO_SUMS, "error")
+    assert {text: calculated(text) for text in known} == known
+
+
+def identity(stage) -> str:
+    """The part of a key that a stage's config and its own code make."""
+    return json.dumps(with_identities(result_config(stage), own_entries(stage)))
 
 
 def test_a_stages_key_knows_the_functions_that_it_names_by_their_source(tmp_path, monkeypatch):
@@ -245,10 +245,10 @@ def test_a_stages_key_knows_the_functions_that_it_names_by_their_source(tmp_path
     reward = {"mine_reward:f": 1.0, "group:mine_reward:g": 1.0, "remote:http://h/": 0.5, "f1": 0.5}
     stage = config(generate="mine_turns:f", reward=reward, filters=[])
     assert sorted(own_entries(stage)) == ["group:mine_reward:g", "mine_reward:f", "mine_turns:f"]
-    before = json.dumps(with_identities(result_config(stage), own_entries(stage)))
+    before = identity(stage)
     assert "remote:http://h/" in before and before.count('"sha256"') == 3
     (tmp_path / "mine_reward.py").write_text("def f(): return 2\n")
-    assert json.dumps(with_identities(result_config(stage), own_entries(stage))) != before
+    assert identity(stage) != before
 
 
 def test_a_programs_folder_is_known_by_its_files_and_its_library_by_its_packages_wherever_they_lie(tmp_path):
@@ -258,8 +258,7 @@ def test_a_programs_folder_is_known_by_its_files_and_its_library_by_its_packages
             folder.mkdir(parents=True)
         (code / "agent.py").write_text(text)
         options = {"command": ("python", "agent.py"), "folder": str(code), "library": str(library)}
-        stage = config(generate={"name": "agent", "options": options})
-        return json.dumps(with_identities(result_config(stage), own_entries(stage)))
+        return identity(config(generate={"name": "agent", "options": options}))
 
     first = identity_of("first")
     assert identity_of("elsewhere") == first and str(tmp_path) not in first

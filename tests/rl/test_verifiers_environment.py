@@ -25,22 +25,22 @@ from tests.verifiers_python import python_or_skip
 def generated(encoding, says, tasks, module: str):
     """The rollouts of a group of two for each task; the environment's processes have ended."""
     values = {"generate": {"name": f"verifiers:{module}"}, "sampler": {"context": 200, "max_batch": 64}}
-    records = [{"metadata": {"task": task}} for task in tasks]
     try:
-        return rollouts_of(encoding.folder, FakeSampler(says), records, **values)
+        return rollouts_of(
+            encoding.folder, FakeSampler(says), [{"metadata": {"task": task}} for task in tasks], **values
+        )
     finally:
         for at_once in (64, 1):
-            block = json.dumps({"taskset": {"id": module}})
-            process = agents._process(block, MAX_BYTES, at_once)
+            process = agents._process(json.dumps({"taskset": {"id": module}}), MAX_BYTES, at_once)
             asyncio.run(turns_loop().do(process.close()))
         agents._process.forget()
 
 
 def test_a_rollout_is_trained_by_what_its_rubric_says_and_fails_by_itself(encoding, ids, tmp_path, monkeypatch):
     monkeypatch.setenv(VERIFIERS.variable, sys.executable)
-    monkeypatch.setattr(verifiers_process, "SERVER", PROJECT / "tests/external_envs/fake_verifiers_server.py")
-    monkeypatch.setattr(verifiers_process, "HEALTH_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(verifiers_process, "LOOK_EVERY_S", 0.1)
+    fake = PROJECT / "tests/external_envs/fake_verifiers_server.py"
+    for name, value in {"SERVER": fake, "HEALTH_TIMEOUT_S": 0.3, "LOOK_EVERY_S": 0.1}.items():
+        monkeypatch.setattr(verifiers_process, name, value)
     dies_once = {"do": "die once", "file": str(tmp_path / "died"), "say": "hi"}
     tasks = [{"do": "answer", "say": "hi"}, {"do": "fail", "say": "hi"}, dies_once, {"do": "die"}, {"do": "block"}]
     rollouts = generated(encoding, lambda request: ids("hello<|end|>"), tasks, "m")

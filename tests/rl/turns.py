@@ -2,8 +2,10 @@
 
 import asyncio
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 from nanodag.config.kinds.rl import RLStage
@@ -57,29 +59,15 @@ def prompts(folder, count: int = 1, text: str = "{}?", **record: Any) -> list[Pr
     return found
 
 
-class _Cursor:
-    def __init__(self, prompts: Sequence[Prompt]) -> None:
-        self.prompts = list(prompts)
-
-    def take(self, count: int) -> list[Prompt]:
-        taken, self.prompts = self.prompts[:count], self.prompts[count:]
-        return taken
-
-    def give_back(self, prompts: Sequence[Prompt]) -> None:
-        self.prompts = [*prompts, *self.prompts]
-
-    def passed_over(self) -> list[Prompt]:
-        return []
-
-    def note(self, prompt_id: str, *, has_spread: bool) -> None:
-        pass
-
-
 def batch_of(generator: RolloutGenerator, prompts: Sequence[Prompt]) -> RolloutBatch:
-    async def step() -> RolloutBatch:
-        return await generator.step(_Cursor(prompts), 1)
-
-    return asyncio.run(step())
+    waiting = deque(prompts)
+    cursor = SimpleNamespace(
+        take=lambda count: [waiting.popleft() for _ in range(min(count, len(waiting)))],
+        give_back=lambda given: waiting.extendleft(reversed(given)),
+        passed_over=list,
+        note=lambda prompt_id, *, has_spread: None,
+    )
+    return asyncio.run(generator.step(cursor, 1))
 
 
 def rollouts_of(folder, fake, records: Iterable[Mapping[str, Any]], **values: Any) -> list[Rollout]:

@@ -207,7 +207,6 @@ _HELLO = json.dumps({"model": "policy", "messages": [agents.user("hi")]}).encode
 
 
 def _code(task, body, path: str = "/chat/completions", key: str = "", method: str = "POST") -> int:
-    """The code with which a call is answered."""
     try:
         with urllib.request.urlopen(agents.request(task, path, body, key, method), timeout=30) as reply:
             return reply.status

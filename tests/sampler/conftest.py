@@ -4,18 +4,13 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import (
-    LlamaForCausalLM,
-    MistralForCausalLM,
-    PreTrainedModel,
-    Qwen2ForCausalLM,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from nanodag.engines.start import ServerProcess
 from tests.forks import spawn_server
@@ -35,9 +30,7 @@ def build_model(kind: str, seed: int = 0, **overrides) -> PreTrainedModel:
         sizes["head_dim"] = 16  # not hidden_size / heads
     sizes.update(overrides)
     torch.manual_seed(seed)
-    classes = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
-    model_class = {one.config_class.model_type: one for one in classes}[kind]
-    model = model_class(model_class.config_class(**sizes)).eval()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # transformers starts gains at 1 and biases at 0, which would hide a gain or bias that is not applied.
@@ -89,3 +82,14 @@ def samplers_are_forks():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ServerProcess, "spawn", classmethod(spawn_server))
         yield
+
+
+@pytest.fixture
+def post(server) -> Callable[..., httpx.Response]:
+    """post(path, body) to the server of the test's module; a body of bytes is sent as it is."""
+
+    def send(path, body=None, method="POST"):
+        content = body if isinstance(body, bytes) else json.dumps(body).encode() if body is not None else None
+        return httpx.request(method, server.url + path, content=content, timeout=60, trust_env=False)
+
+    return send

@@ -50,3 +50,11 @@ class Trainer:
             await client.receive_weights(bucket, group=self.name, version=version if bucket is buckets[-1] else None)
         await client.end_weight_update()
         self.work.join()
+
+
+async def begin_broadcast(client: SamplerClient, trainer: Trainer, folder: Path, **how) -> list[Bucket]:
+    """The buckets of an update whose session is open, by a group that is made for it."""
+    buckets = trainer.broadcast(folder, **how)
+    await client.join_weight_group(name=trainer.name, port=trainer.store.port, rank=1, size=2)
+    await client.begin_weight_update()
+    return buckets

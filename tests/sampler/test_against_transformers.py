@@ -5,8 +5,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from nanodag.inference.protocol import Request, SamplingParams
 from nanodag.sampler.engine import Engine
+from tests.sampler.reference import reference_logprobs, request
 
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4], [100, 149, 50], [11] * 90]
 LLAMA3_ROPE = {
@@ -31,25 +31,13 @@ VARIANTS = [
 ]
 
 
-def reference_logprobs(folder, prompt, output_ids, temperature=1.0):
-    """log_softmax(logits / temperature) of each output token, teacher-forced through transformers in float64."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-    with torch.no_grad():
-        logits = model(torch.tensor([prompt + output_ids])).logits[0, len(prompt) - 1 : -1]
-    logprobs = torch.log_softmax(logits / temperature, dim=-1)
-    return logprobs.gather(1, torch.tensor(output_ids)[:, None])[:, 0].numpy()
-
-
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(("kind", "config"), VARIANTS)
 def test_logprobs_of_a_ragged_batch_equal_those_of_transformers(make_checkpoint, kind, config, deterministic):
     folder = make_checkpoint(kind, **config)
     engine = Engine(folder, max_batch=3, deterministic=deterministic)
     prompts = [[token % engine.checkpoint.architecture.vocab_size for token in prompt] for prompt in PROMPTS]
-    requests = [
-        Request(input_ids=p, params=SamplingParams(max_new_tokens=70, temperature=0.8, n=2, ignore_eos=True))
-        for p in prompts
-    ]
+    requests = [request(prompt, max_new_tokens=70, temperature=0.8, n=2) for prompt in prompts]
     for prompt, completions in zip(prompts, engine.generate(requests), strict=True):
         for completion in completions:
             assert len(completion.output_ids) == 70
@@ -61,13 +49,11 @@ def test_logprobs_of_a_ragged_batch_equal_those_of_transformers(make_checkpoint,
 def test_greedy_tokens_equal_those_of_transformers(make_checkpoint, kind):
     folder = make_checkpoint(kind)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    requests = [Request(input_ids=p, params=SamplingParams(max_new_tokens=40, temperature=0.0)) for p in PROMPTS]
+    requests = [request(prompt, max_new_tokens=40, temperature=0.0, ignore_eos=False) for prompt in PROMPTS]
     completions = Engine(folder).generate(requests)
     for prompt, (completion,) in zip(PROMPTS, completions, strict=True):
-        ids = torch.tensor([prompt])
-        generated = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False, pad_token_id=0
-        )
+        ids, greedy = torch.tensor([prompt]), {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
+        generated = model.generate(ids, attention_mask=torch.ones_like(ids), **greedy)
         assert completion.output_ids == generated[0, len(prompt) :].tolist()
         expected = reference_logprobs(folder, prompt, completion.output_ids)
         np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
@@ -77,12 +63,9 @@ def test_bfloat16_logprobs_are_as_close_to_the_truth_as_those_of_transformers(ma
     # Wide enough that every matrix is multiplied in bfloat16.
     folder = make_checkpoint("qwen3", hidden_size=256, head_dim=64, intermediate_size=512, initializer_range=0.05)
     engine = Engine(folder, dtype="bfloat16")
-    assert {getattr(engine.model.weights.layers[0], name).dtype for name in ("qkv", "output", "gate_up", "down")} == {
-        torch.bfloat16
-    }
-    (completions,) = engine.generate(
-        [Request(input_ids=PROMPTS[0], params=SamplingParams(max_new_tokens=100, n=8, ignore_eos=True))]
-    )
+    layer = engine.model.weights.layers[0]
+    assert {matrix.dtype for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down)} == {torch.bfloat16}
+    (completions,) = engine.generate([request(PROMPTS[0], max_new_tokens=100, n=8)])
     rounded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     ours, theirs = [], []
     for completion in completions:
@@ -100,7 +83,7 @@ def test_a_checkpoint_in_several_files_is_read_whole(make_model, tmp_path):
     model.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
     model.save_pretrained(tmp_path / "whole")
     assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 1
-    request = Request(input_ids=[1, 2, 3], params=SamplingParams(max_new_tokens=20, sampling_seed=1))
-    sharded, whole = (Engine(tmp_path / name).generate([request])[0][0] for name in ("sharded", "whole"))
+    names = ("sharded", "whole")
+    sharded, whole = (Engine(tmp_path / name).generate([request(sampling_seed=1)])[0][0] for name in names)
     assert sharded.output_ids == whole.output_ids
     assert sharded.logprobs == whole.logprobs

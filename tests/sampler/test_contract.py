@@ -10,18 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from nanodag.engines.start import start_engine
 from nanodag.errors import BadRequest
-from nanodag.inference.client import SamplerClient
 from nanodag.inference.engine_settings import EngineSettings
 from nanodag.inference.protocol import Request, SamplingParams, completion_from_wire
 from nanodag.sampler.fingerprints import Fingerprints
 from nanodag.sampler.shared_tensors import share
-from tests.sampler.group import Trainer
+from tests.sampler.group import Trainer, begin_broadcast
+from tests.sampler.reference import reference_logprobs, request, with_client
 from tests.sglang_python import python_or_skip
 
 CONTEXT = 1024
@@ -40,12 +41,7 @@ class Sampler:
 
     def ask(self, work):
         """The result of `work(client)`."""
-
-        async def main():
-            async with SamplerClient(self.url, vocab_size=VOCABULARY, context_length=CONTEXT) as client:
-                return await work(client)
-
-        return asyncio.run(main())
+        return with_client(self, work, vocab_size=VOCABULARY, context_length=CONTEXT)
 
     def post(self, path, body):
         return httpx.post(self.url + path, json=body, timeout=120, trust_env=False)
@@ -68,21 +64,9 @@ def sampler(request, make_checkpoint, tmp_path_factory) -> Iterator[Sampler]:
         yield Sampler(request.param, server.url, first, second)
 
 
-def request(prompt=(1, 2, 3), rid=None, **params):
-    params = {"max_new_tokens": 12, "ignore_eos": True, **params}
-    return Request(input_ids=list(prompt), params=SamplingParams(**params), rid=rid)
-
-
-def expected_logprobs(folder, prompt, output, temperature=1.0):
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    with torch.no_grad():
-        logits = model(torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1]
-    return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(output)[:, None])[:, 0]
-
-
 def close(completion, folder, prompt, temperature=1.0):
-    wanted = expected_logprobs(folder, prompt, completion.output_ids, temperature)
-    return bool(torch.allclose(torch.tensor(completion.logprobs), wanted, atol=1e-4))
+    wanted = reference_logprobs(folder, prompt, completion.output_ids, temperature)
+    return np.allclose(completion.logprobs, wanted, atol=1e-4)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -99,9 +83,8 @@ def test_the_likeliest_tokens_of_each_place_are_those_of_transformers(sampler):
     params = SamplingParams(max_new_tokens=4, temperature=0.6, ignore_eos=True)
     asked = Request(input_ids=list(prompt), params=params, score_prompt=True, top_logprobs=3)
     ((found,),) = sampler.ask(lambda client: client.generate([asked]))
-    with torch.no_grad():
-        ids = torch.tensor([[*prompt, *found.output_ids]])
-        logits = AutoModelForCausalLM.from_pretrained(sampler.first)(ids).logits[0]
+    ids = torch.tensor([[*prompt, *found.output_ids]])
+    logits = AutoModelForCausalLM.from_pretrained(sampler.first)(ids).logits[0].detach()
     assert found.prompt_top_logprobs[0] is None and len(found.top_logprobs) == 4
     told = [*found.prompt_top_logprobs[1:], *found.top_logprobs]
     for place, top in enumerate(told):
@@ -115,10 +98,9 @@ def test_a_prompt_is_scored_at_temperature_1_and_nothing_need_be_sampled(sampler
     prompts = [(1, 2, 3, 4), (9, 8, 7)]
     params = SamplingParams(max_new_tokens=0, temperature=0.0)
     wanted = [Request(input_ids=list(prompt), params=params, score_prompt=True) for prompt in prompts]
-    found = sampler.ask(lambda client: client.generate(wanted))
-    for (one,), prompt in zip(found, prompts, strict=True):
+    for (one,), prompt in zip(sampler.ask(lambda client: client.generate(wanted)), prompts, strict=True):
         assert list(one.prompt_ids) == list(prompt) and one.output_ids == [] and one.prompt_logprobs[0] is None
-        expected = expected_logprobs(sampler.first, prompt[:1], prompt[1:]).tolist()
+        expected = reference_logprobs(sampler.first, prompt[:1], prompt[1:])
         assert one.prompt_logprobs[1:] == pytest.approx(expected, abs=1e-4)
 
 
@@ -201,10 +183,8 @@ def test_weights_that_cannot_be_read_leave_the_old_ones(sampler):
 @pytest.mark.parametrize("way", ["disk", "broadcast"])
 def test_what_is_paused_continues_with_the_new_weights_and_says_from_which_token(sampler, way, mode):
     async def broadcast(client, trainer):
-        buckets = trainer.broadcast(sampler.second)
-        await client.join_weight_group(name=trainer.name, port=trainer.store.port, rank=1, size=2)
-        await client.begin_weight_update()
-        for bucket in buckets:  # a cache that something uses cannot be flushed
+        for bucket in await begin_broadcast(client, trainer, sampler.second):
+            # a cache that something uses cannot be flushed
             body = {"names": bucket.names, "dtypes": bucket.dtypes, "shapes": bucket.shapes, "weight_version": "7"}
             body |= {"group_name": trainer.name, "load_format": "flattened_bucket", "flush_cache": mode == "retract"}
             await client._call("POST", "/update_weights_from_distributed", body)
@@ -235,11 +215,10 @@ def test_what_is_paused_continues_with_the_new_weights_and_says_from_which_token
     assert (old.version, old.start, new.version, new.end) == ("0", 0, "7", LONG)
     assert old.end == new.start
     assert second.token_versions() == ["7"] * 12
-    wanted_old = expected_logprobs(sampler.first, (1, 2, 3), last.output_ids)[: old.end]
-    assert torch.allclose(torch.tensor(last.logprobs)[: old.end], wanted_old, atol=1e-4)
+    by_old, by_new = (reference_logprobs(one, (1, 2, 3), last.output_ids) for one in (sampler.first, sampler.second))
+    np.testing.assert_allclose(last.logprobs[: old.end], by_old[: old.end], atol=1e-4)
     if mode == "retract":  # recomputed, so it is as if the new weights had had all of it
-        wanted_new = expected_logprobs(sampler.second, (1, 2, 3), last.output_ids)[new.start :]
-        assert torch.allclose(torch.tensor(last.logprobs)[new.start :], wanted_new, atol=1e-4)
+        np.testing.assert_allclose(last.logprobs[new.start :], by_new[new.start :], atol=1e-4)
 
 
 def test_broadcast_weights_are_held_to_the_bit_and_sampled_with(sampler):
@@ -283,14 +262,17 @@ def test_weights_in_shared_memory_are_held_to_the_bit_and_sampled_with(sampler):
 
 def test_updates_outside_a_session_or_of_no_group_are_refused_and_it_goes_on_serving(sampler):
     one = {"names": ["a"], "dtypes": ["float32"], "shapes": [[2]], "group_name": "nobody"}
-    assert sampler.post("/end_weight_update", {}).status_code == 400
-    assert sampler.post("/update_weights_from_distributed", one).status_code == 400
-    assert sampler.post("/destroy_weights_update_group", {"group_name": "nobody"}).status_code == 400
-    assert sampler.post("/init_weights_update_group", {"master_address": "127.0.0.1"}).status_code in (400, 422)
-    assert sampler.post("/begin_weight_update", {}).status_code == 200
-    assert sampler.post("/begin_weight_update", {}).status_code == 400
-    assert sampler.post("/update_weights_from_distributed", one).status_code == 400
-    assert sampler.post("/end_weight_update", {}).status_code in (200, 400)
+    for path, body, *statuses in (
+        ("end_weight_update", {}, 400),
+        ("update_weights_from_distributed", one, 400),
+        ("destroy_weights_update_group", {"group_name": "nobody"}, 400),
+        ("init_weights_update_group", {"master_address": "127.0.0.1"}, 400, 422),
+        ("begin_weight_update", {}, 200),
+        ("begin_weight_update", {}, 400),
+        ("update_weights_from_distributed", one, 400),
+        ("end_weight_update", {}, 200, 400),
+    ):
+        assert sampler.post(f"/{path}", body).status_code in statuses, path
     sampler.ask(lambda client: client.update_weights_from_disk(sampler.first, 0))
     ((found,),) = sampler.ask(lambda client: client.generate([request()]))
     assert close(found, sampler.first, (1, 2, 3))
@@ -300,13 +282,10 @@ def test_a_trainer_that_goes_away_in_mid_broadcast_is_answered_400_and_the_disk_
     trainer = Trainer("gone")
 
     async def work(client):
-        buckets = trainer.broadcast(sampler.second)
-        await client.join_weight_group(name="gone", port=trainer.store.port, rank=1, size=2)
-        await client.begin_weight_update()
+        buckets = await begin_broadcast(client, trainer, sampler.second)
         await client.receive_weights(buckets[0], group="gone")
         trainer.work.join(0.5)
-        waiting = asyncio.create_task(client.receive_weights(buckets[1], group="gone", version=9))
-        await waiting  # the second is there; a third never comes
+        await client.receive_weights(buckets[1], group="gone", version=9)  # the second is there; a third never comes
         waiting = asyncio.create_task(client.receive_weights(buckets[1], group="gone", version=9))
         await asyncio.sleep(0.5)
         assert not waiting.done()

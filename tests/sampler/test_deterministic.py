@@ -7,50 +7,47 @@ import pytest
 import torch
 
 from nanodag.errors import BadRequest
-from nanodag.inference.protocol import Request, SamplingParams
 from nanodag.sampler import model
 from nanodag.sampler.engine import Engine
 from nanodag.sampler.invariance import invariant_row_sizes
 from nanodag.sampler.model import SamplerModel
+from tests.sampler.reference import request
 
 WIDE = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512}
 
 
 def subject(**changes):
-    params = {"max_new_tokens": 90, "temperature": 0.7, "sampling_seed": 42, "ignore_eos": True, "n": 2, **changes}
-    return Request(input_ids=[5, 17, 99, 3, 60, 8, 1], params=SamplingParams(**params), rid="subject")
+    params = {"max_new_tokens": 90, "temperature": 0.7, "sampling_seed": 42, "n": 2, **changes}
+    return request([5, 17, 99, 3, 60, 8, 1], "subject", **params)
 
 
 def crowd(count, seed=0):
     """Requests of all kinds: lengths from 1 to 150, greedy, top-p, top-k, several samples."""
     rng = np.random.default_rng(seed)
     kinds = [{}, {"temperature": 0.0}, {"top_p": 0.8}, {"top_k": 5}, {"top_k": 40, "top_p": 0.9, "temperature": 1.3}]
-    return [
-        Request(
-            input_ids=rng.integers(0, 150, size=int(rng.integers(1, 120))).tolist(),
-            params=SamplingParams(
-                max_new_tokens=int(rng.integers(1, 100)), ignore_eos=True, sampling_seed=index, **kinds[index % 5]
-            ),
-        )
-        for index in range(count)
-    ]
+    made = []
+    for index in range(count):
+        prompt = rng.integers(0, 150, size=int(rng.integers(1, 120))).tolist()
+        limit = int(rng.integers(1, 100))
+        made.append(request(prompt, max_new_tokens=limit, sampling_seed=index, **kinds[index % 5]))
+    return made
 
 
 def bits(completions):
     return [(completion.output_ids, completion.logprobs) for completion in completions]
 
 
-def after_some_steps(engine, request, others, num_steps):
+def after_some_steps(engine, wanted, others, num_steps):
     """Submit ``others``, make some steps, then admit the request."""
     found = {}
     for other in others:
         engine.submit(other, lambda index, completion: None)
     for _ in range(num_steps):
         engine.step()
-    engine.submit(request, found.__setitem__)
-    while len(found) < request.params.n:
+    engine.submit(wanted, found.__setitem__)
+    while len(found) < wanted.params.n:
         engine.step()
-    return [found[index] for index in range(request.params.n)]
+    return [found[index] for index in range(wanted.params.n)]
 
 
 @pytest.fixture(scope="module")
@@ -58,11 +55,10 @@ def folder(make_checkpoint):
     return make_checkpoint("qwen3")
 
 
-@pytest.fixture(params=["compiled", "torch"])
-def decoding(request, monkeypatch):
-    """Each of the two ways in which a step may be computed."""
-    if request.param == "torch":
-        monkeypatch.setattr(model, "bind", lambda *parts: None)
+@pytest.fixture(scope="module")
+def alone(folder):
+    """The bits of the subject's samples, whose engine has nothing else to do."""
+    return bits(Engine(folder, deterministic=True).generate([subject()])[0])
 
 
 @pytest.fixture
@@ -70,19 +66,21 @@ def torch_decodes(monkeypatch):
     monkeypatch.setattr(model, "bind", lambda *parts: None)
 
 
+@pytest.mark.parametrize("is_compiled", [True, False])
 @pytest.mark.parametrize("changes", [{}, {"top_p": 0.6}, {"top_k": 9}, {"temperature": 0.0}])
-def test_alone_among_others_and_admitted_later_give_the_same_bits(folder, decoding, changes):
-    request = subject(**changes)
-    (alone,) = Engine(folder, max_batch=64, deterministic=True).generate([request])
-    among = Engine(folder, max_batch=64, deterministic=True).generate([*crowd(40), request, *crowd(22, seed=1)])[40]
-    later = after_some_steps(Engine(folder, max_batch=64, deterministic=True), request, crowd(63), 37)
+def test_alone_among_others_and_admitted_later_give_the_same_bits(folder, changes, is_compiled, monkeypatch):
+    if not is_compiled:
+        monkeypatch.setattr(model, "bind", lambda *parts: None)
+    wanted = subject(**changes)
+    (alone,) = Engine(folder, max_batch=64, deterministic=True).generate([wanted])
+    among = Engine(folder, max_batch=64, deterministic=True).generate([*crowd(40), wanted, *crowd(22, seed=1)])[40]
+    later = after_some_steps(Engine(folder, max_batch=64, deterministic=True), wanted, crowd(63), 37)
     assert bits(among) == bits(alone)
     assert bits(later) == bits(alone)
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype", "config"),
-    [("llama", "float32", {}), ("qwen2", "bfloat16", {}), ("qwen3", "bfloat16", WIDE)],
+    ("kind", "dtype", "config"), [("llama", "float32", {}), ("qwen2", "bfloat16", {}), ("qwen3", "bfloat16", WIDE)]
 )
 def test_other_types_sizes_and_dtypes_give_the_same_bits_in_company(make_checkpoint, kind, dtype, config):
     folder = make_checkpoint(kind, **config)
@@ -91,42 +89,31 @@ def test_other_types_sizes_and_dtypes_give_the_same_bits_in_company(make_checkpo
     assert bits(after_some_steps(engine, subject(), crowd(63), 37)) == bits(alone)
 
 
-def test_waiting_for_a_slot_gives_the_same_bits(folder):
-    (alone,) = Engine(folder, max_batch=4, deterministic=True).generate([subject()])
-    queued = Engine(folder, max_batch=4, deterministic=True).generate([*crowd(20), subject()])[-1]
-    assert bits(queued) == bits(alone)
+def test_waiting_for_a_slot_and_finding_the_prompt_in_the_cache_give_the_same_bits(folder, alone):
+    engine = Engine(folder, max_batch=4, deterministic=True)
+    queued = engine.generate([*crowd(20), subject()])[-1]
+    (cached,) = engine.generate([subject()])
+    assert bits(queued) == bits(cached) == alone
 
 
-def test_a_prompt_found_in_the_cache_gives_the_same_bits(folder):
-    engine = Engine(folder, deterministic=True)
-    (first,) = engine.generate([subject()])
-    engine.generate(crowd(10))
-    (again,) = engine.generate([subject()])
-    assert bits(again) == bits(first)
-
-
-def test_samples_do_not_depend_on_how_many_there_are(folder):
-    engine = Engine(folder, deterministic=True)
-    (eight,), (one,) = engine.generate([subject(n=8)]), engine.generate([subject(n=1)])
-    assert bits(eight)[:1] == bits(one)
+def test_samples_do_not_depend_on_how_many_there_are(folder, alone):
+    (eight,) = Engine(folder, deterministic=True).generate([subject(n=8)])
+    assert bits(eight)[:2] == alone
     assert len({tuple(completion.output_ids) for completion in eight}) == 8
 
 
-def test_weights_reloaded_from_disk_give_the_same_bits(folder, make_checkpoint):
+def test_weights_reloaded_from_disk_give_the_same_bits(folder, alone, make_checkpoint):
     engine = Engine(folder, deterministic=True)
-    (before,) = engine.generate([subject()])
     other = make_checkpoint("qwen3", seed=1)
     engine.update_weights(engine.load(other), other, "1")
     (changed,) = engine.generate([subject()])
     engine.update_weights(engine.load(folder), folder, "2")
     (after,) = engine.generate([subject()])
-    assert bits(changed) != bits(before)
-    assert bits(after) == bits(before)
+    assert bits(after) == alone != bits(changed)
     assert bits(changed) == bits(Engine(other, deterministic=True).generate([subject()])[0])
 
 
-def test_a_retracted_sample_continues_with_the_same_bits_where_prompts_are_compiled(folder):
-    (alone,) = Engine(folder, deterministic=True).generate([subject()])
+def test_a_retracted_sample_continues_with_the_same_bits_where_prompts_are_compiled(folder, alone):
     engine, found = Engine(folder, deterministic=True), {}
     engine.submit(subject(), found.__setitem__)
     for step in itertools.count():
@@ -135,7 +122,7 @@ def test_a_retracted_sample_continues_with_the_same_bits_where_prompts_are_compi
         if not engine.has_work:
             break
         engine.step()
-    assert bits([found[0], found[1]]) == bits(alone)
+    assert bits([found[0], found[1]]) == alone
 
 
 class UnevenModel(SamplerModel):
@@ -149,12 +136,13 @@ class UnevenModel(SamplerModel):
             self.buffers.hidden[9] += 1e-3
 
 
+def decoder_of(engine, num_slots, kind=SamplerModel):
+    weights = engine.model.weights
+    return kind(engine.checkpoint.architecture, weights, num_slots=num_slots, capacity=256, deterministic=True)
+
+
 def test_numbers_of_rows_that_change_bits_are_found_and_left_out(folder, torch_decodes):
-    engine = Engine(folder, max_batch=16)
-    uneven = UnevenModel(
-        engine.checkpoint.architecture, engine.model.weights, num_slots=16, capacity=256, deterministic=True
-    )
-    assert invariant_row_sizes(uneven) == (4, 8)
+    assert invariant_row_sizes(decoder_of(Engine(folder, max_batch=16), 16, UnevenModel)) == (4, 8)
 
 
 def test_weights_that_hide_the_order_of_sums_do_not_fool_the_trial(make_checkpoint, torch_decodes):
@@ -163,19 +151,16 @@ def test_weights_that_hide_the_order_of_sums_do_not_fool_the_trial(make_checkpoi
     before = [tensor.clone() for tensor in zeroed.model.weights.tensors()]
     for tensor in zeroed.model.weights.tensors():
         tensor.zero_()
-    decoder = SamplerModel(
-        zeroed.checkpoint.architecture, zeroed.model.weights, num_slots=64, capacity=256, deterministic=True
-    )
+    decoder = decoder_of(zeroed, 64)
     assert invariant_row_sizes(decoder) == Engine(folder, deterministic=True).row_sizes
     assert not any(tensor.any() for tensor in decoder.weights.tensors())
     assert any(tensor.any() for tensor in before)
 
 
 def test_deterministic_mode_refuses_several_threads(folder):
-    threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
         with pytest.raises(BadRequest, match="one torch thread"):
             Engine(folder, deterministic=True)
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(1)

@@ -28,6 +28,11 @@ def random_scores(sharpness, vocab_size=100):
     return scores
 
 
+def drawn(scores, how):
+    """The first tokens and logprobs of rows that have the same scores."""
+    return draw(scores.repeat(len(how.keys), 1), how, np.zeros(len(how.keys), dtype=np.int64))
+
+
 def assert_drawn_from(expected, tokens):
     """A chi-square test at about 1 in 10,000, on the tokens expected at least 5 times; the others as one."""
     counts = np.bincount(tokens, minlength=len(expected)).astype(float)
@@ -56,9 +61,7 @@ def test_tokens_follow_the_distribution_that_transformers_warpers_leave(sharpnes
     if top_p < 1:
         warped = TopPLogitsWarper(top_p)(None, warped)
     expected = torch.softmax(warped.double(), -1)[0].numpy()
-    tokens, _ = draw(
-        scores.repeat(NUM_ROWS, 1), settings(NUM_ROWS, top_p=top_p, top_k=top_k), np.zeros(NUM_ROWS, dtype=np.int64)
-    )
+    tokens, _ = drawn(scores, settings(NUM_ROWS, top_p=top_p, top_k=top_k))
     assert_drawn_from(expected, tokens)
 
 
@@ -67,36 +70,32 @@ def test_tokens_follow_the_distribution_that_transformers_warpers_leave(sharpnes
 )
 def test_the_logprob_is_that_of_the_whole_distribution(top_p, top_k, greedy):
     scores = random_scores(2.0)
-    tokens, logprobs = draw(
-        scores.repeat(50, 1), settings(50, top_p=top_p, top_k=top_k, greedy=greedy), np.zeros(50, dtype=np.int64)
-    )
+    tokens, logprobs = drawn(scores, settings(50, top_p=top_p, top_k=top_k, greedy=greedy))
     np.testing.assert_allclose(logprobs, torch.log_softmax(scores.double(), -1)[0].numpy()[tokens], atol=1e-6)
 
 
 def test_greedy_rows_take_the_likeliest_token_beside_rows_that_are_drawn():
-    scores = random_scores(1.0).repeat(40, 1)
-    mixed = settings(40)
+    scores, mixed = random_scores(1.0), settings(40)
     mixed.greedy[::2] = True
-    tokens, _ = draw(scores.clone(), mixed, np.zeros(40, dtype=np.int64))
+    tokens, _ = drawn(scores, mixed)
     assert set(tokens[::2]) == {int(scores[0].argmax())}
     assert len(set(tokens[1::2])) > 5
 
 
 def test_a_row_with_its_own_top_k_does_not_change_its_neighbours():
-    scores = random_scores(1.0).repeat(40, 1)
-    plain, _ = draw(scores.clone(), settings(40), np.zeros(40, dtype=np.int64))
-    mixed = settings(40)
+    scores, mixed = random_scores(1.0), settings(40)
+    plain, _ = drawn(scores, settings(40))
     mixed.top_k[:20] = 3
     mixed.top_p[20:30] = 0.4
-    tokens, _ = draw(scores.clone(), mixed, np.zeros(40, dtype=np.int64))
+    tokens, _ = drawn(scores, mixed)
     assert tokens[30:].tolist() == plain[30:].tolist()
     assert set(tokens[:20]) <= set(scores[0].topk(3).indices.tolist())
 
 
 def test_a_token_of_probability_zero_is_never_drawn():
-    scores = torch.full((NUM_ROWS, WIDTH), -torch.inf)
-    scores[:, [3, 64, 127]] = torch.tensor([0.0, -80.0, -5.0])
-    tokens, logprobs = draw(scores, settings(NUM_ROWS), np.zeros(NUM_ROWS, dtype=np.int64))
+    scores = torch.full((1, WIDTH), -torch.inf)
+    scores[0, [3, 64, 127]] = torch.tensor([0.0, -80.0, -5.0])
+    tokens, logprobs = drawn(scores, settings(NUM_ROWS))
     assert set(tokens) <= {3, 64, 127}
     assert np.isfinite(logprobs).all()
 

@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import nanodag.sampler.slots
@@ -26,6 +27,11 @@ def submit(engine, wanted):
     found = [None] * wanted.params.n
     engine.submit(wanted, found.__setitem__)
     return found
+
+
+def run(engine):
+    while engine.has_work:
+        engine.step()
 
 
 def count_prefills(engine):
@@ -51,13 +57,6 @@ def engine(folder):
     return Engine(folder, max_batch=8)
 
 
-def test_samples_of_one_prompt_come_in_one_group_and_differ(engine):
-    first, second = engine.generate([request(n=5, ignore_eos=True), request((9, 8), n=2, rid="b", ignore_eos=True)])
-    assert len({tuple(completion.output_ids) for completion in first}) == 5
-    assert [completion.rid for completion in second] == ["b_0", "b_1"]
-    assert [completion.num_prompt_tokens for completion in [*first, *second]] == [3] * 5 + [2] * 2
-
-
 def test_a_prompt_is_run_once_for_all_its_samples_even_if_they_wait_for_slots(engine):
     prompts = count_prefills(engine)
     (completions,) = engine.generate([request(n=30)])
@@ -76,8 +75,7 @@ def test_streams_take_no_more_than_their_share_of_the_engine_but_for_a_limit_of_
     engine.submit(
         request(max_new_tokens=8, ignore_eos=True), lambda _, now: counts.append(len(now.output_ids)), stream=True
     )
-    while engine.has_work:
-        engine.step()
+    run(engine)
     assert counts == told
 
 
@@ -96,20 +94,10 @@ def test_a_prompt_whose_row_another_sample_moved_into_is_run_again(engine, folde
         engine.step()
     assert engine.table.active_rows.tolist() == [0]  # the second moved to where the first was
     again = submit(engine, request((6, 6, 6), sampling_seed=1, ignore_eos=True))
-    while engine.has_work:
-        engine.step()
+    run(engine)
     (fresh,) = Engine(folder, max_batch=8).generate([request((6, 6, 6), sampling_seed=1, ignore_eos=True)])[0]
     assert again[0].output_ids == fresh.output_ids
     np.testing.assert_allclose(again[0].logprobs, fresh.logprobs, atol=1e-5)
-
-
-def test_flushing_the_cache_runs_a_prompt_again(engine):
-    prompts = count_prefills(engine)
-    engine.generate([request()])
-    engine.generate([request()])
-    engine.forget_prompts()
-    engine.generate([request()])
-    assert prompts == [[1, 2, 3]] * 2
 
 
 def test_the_same_seed_gives_the_same_tokens_and_no_seed_gives_others(engine):
@@ -119,22 +107,9 @@ def test_the_same_seed_gives_the_same_tokens_and_no_seed_gives_others(engine):
     assert len({tuple(ids) for ids in (one, three, four)}) == 3
 
 
-def test_a_sample_ends_with_its_stop_token_and_that_has_a_logprob(engine):
-    (longer,) = engine.generate([request(sampling_seed=1, ignore_eos=True)])[0]
-    stop = longer.output_ids[6]
-    end = longer.output_ids.index(stop) + 1
-    (shorter,) = engine.generate([request(sampling_seed=1, stop_token_ids=[149, stop, 148])])[0]
-    assert EOS not in longer.output_ids[:end]
-    assert shorter.output_ids == longer.output_ids[:end]
-    np.testing.assert_allclose(shorter.logprobs, longer.logprobs[:end], atol=1e-5)
-    assert (shorter.finish_reason.type, shorter.finish_reason.matched) == ("stop", stop)
-    assert (longer.finish_reason.type, len(longer.output_ids)) == ("length", 20)
-
-
 def test_the_end_of_sequence_token_ends_a_sample_unless_it_is_ignored(engine):
-    wanted = request((1, 2, 3), n=40, max_new_tokens=200, sampling_seed=0)
-    (ended,) = engine.generate([wanted])
-    (ignored,) = engine.generate([request(n=40, max_new_tokens=200, sampling_seed=0, ignore_eos=True)])
+    params = {"n": 40, "max_new_tokens": 200, "sampling_seed": 0}
+    ended, ignored = engine.generate([request(**params), request(**params, ignore_eos=True)])
     stopped = [completion for completion in ended if completion.finish_reason.type == "stop"]
     assert stopped
     for completion in stopped:
@@ -154,12 +129,6 @@ def test_without_a_limit_a_sample_fills_the_context(engine):
     (completion,) = engine.generate([request([5] * 200, max_new_tokens=None, ignore_eos=True)])[0]
     assert len(completion.output_ids) == 256 - 200
     assert completion.finish_reason.type == "length"
-
-
-def test_logprobs_are_left_out_when_not_asked_for(engine):
-    wanted = Request(input_ids=[1], params=SamplingParams(max_new_tokens=3, ignore_eos=True), return_logprob=False)
-    (completion,) = engine.generate([wanted])[0]
-    assert (len(completion.output_ids), completion.logprobs) == (3, [])
 
 
 def test_samples_that_end_make_room_and_steps_shrink(folder):
@@ -190,8 +159,7 @@ def test_aborting_returns_what_there_is(engine):
     assert [len(completion.output_ids) for completion in running] == [4, 4]
     assert {completion.finish_reason.type for completion in [*running, *waiting]} == {"abort"}
     assert len(waiting[-1].output_ids) == 0
-    while engine.has_work:
-        engine.step()
+    run(engine)
     assert other[0].finish_reason.type in ("stop", "length")
 
 
@@ -216,13 +184,8 @@ def test_weights_that_change_in_flight_split_the_versions_at_the_very_token(engi
     for _ in range(8):
         engine.step()
     engine.update_weights(engine.load(other), other, "41")
-    while engine.has_work:
-        engine.step()
+    run(engine)
     (completion,) = found
-    assert [(span.version, span.start, span.end) for span in completion.weight_versions] == [
-        ("default", 0, 8),
-        ("41", 8, 20),
-    ]
     assert completion.token_versions() == ["default"] * 8 + ["41"] * 12
     assert completion.weight_version == "41"
     expected = stale_cache_logprobs(folder, other, [1, 2, 3], completion.output_ids, 8)
@@ -234,25 +197,6 @@ def test_retracted_samples_are_first_in_line_in_their_order(engine):
     engine.step()
     engine.retract()
     assert [sample.index for sample in engine.waiting] == list(range(20))
-
-
-def test_a_retracted_sample_goes_on_with_nothing_of_the_old_weights(engine, make_checkpoint):
-    other = make_checkpoint("qwen3", seed=1)
-    found = submit(engine, request(ignore_eos=True, n=2))
-    for _ in range(8):
-        engine.step()
-    engine.retract()
-    engine.update_weights(engine.load(other), other, "1")
-    engine.update_weights(engine.load(other), other, "2")
-    while engine.has_work:
-        engine.step()
-    new = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32)
-    for completion in found:
-        assert completion.token_versions() == ["default"] * 8 + ["2"] * 12
-        with torch.no_grad():
-            logits = new(torch.tensor([[1, 2, 3, *completion.output_ids]])).logits[0, 2:-1]
-        expected = torch.log_softmax(logits, -1).gather(1, torch.tensor(completion.output_ids)[:, None])[:, 0]
-        np.testing.assert_allclose(completion.logprobs[8:], expected[8:], atol=1e-4)
 
 
 def test_new_weights_do_not_use_a_prompt_that_old_ones_cached(engine, folder, make_checkpoint):
@@ -271,17 +215,6 @@ def test_weights_of_another_shape_are_refused_by_name(engine, make_checkpoint, c
         engine.load(make_checkpoint("qwen3", **change))
 
 
-def broken_checkpoint(make_model, path, change):
-    model = make_model("qwen3")
-    state = dict(model.state_dict())
-    change(state)
-    model.save_pretrained(path)
-    from safetensors.torch import save_file
-
-    save_file(state, path / "model.safetensors")
-    return path
-
-
 NORM = "model.layers.1.mlp.down_proj.weight"
 
 
@@ -293,18 +226,20 @@ NORM = "model.layers.1.mlp.down_proj.weight"
         (lambda state: state.update({"model.layers.0.extra": torch.ones(2)}), "no place for"),
         (lambda state: state[NORM][3].fill_(torch.nan), "NaN"),
         (lambda state: state[NORM][3, 3].fill_(-torch.inf), "infinity"),
+        (None, "cannot be read"),  # cut short
     ],
 )
 def test_broken_weights_are_refused_with_the_tensor(make_model, tmp_path, change, reason):
-    with pytest.raises(BadRequest, match=reason):
-        Engine(broken_checkpoint(make_model, tmp_path, change))
-
-
-def test_a_truncated_file_is_refused(make_model, tmp_path):
-    make_model("qwen3").save_pretrained(tmp_path)
+    model = make_model("qwen3")
+    model.save_pretrained(tmp_path)
     weights = tmp_path / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(BadRequest, match="cannot be read"):
+    if change is None:
+        weights.write_bytes(weights.read_bytes()[:-100])
+    else:
+        state = dict(model.state_dict())
+        change(state)
+        save_file(state, weights)
+    with pytest.raises(BadRequest, match=reason):
         Engine(tmp_path)
 
 
@@ -326,12 +261,9 @@ def test_scores_that_are_not_finite_end_the_request_and_leave_no_trace(engine, f
 @pytest.mark.parametrize(
     ("wanted", "reason"),
     [
-        (Request(input_ids=[]), "empty"),
-        (Request(input_ids=[3, 150]), "token id 150 is outside the vocabulary of 150"),
-        (Request(input_ids=[-1, 3]), "token id -1"),
+        (request([3, 150]), "token id 150 is outside the vocabulary of 150"),
         (request([1] * 250), "250 tokens and 20 new ones do not fit the context of 256"),
         (request([1] * 256, max_new_tokens=None), "do not fit"),
-        (request(stop_token_ids=[5, 150]), r"stop_token_ids \[150\]"),
         (request(stop=("x",)), "tokenizer"),
     ],
 )
@@ -348,10 +280,7 @@ def test_a_request_that_cannot_be_served_is_refused_before_any_runs(engine, want
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window None for layers"),
         ({"layer_types": ["full_attention", "chunked_attention"], "use_sliding_window": True}, "chunked_attention"),
-        (
-            {"use_sliding_window": True, "max_window_layers": 0, "layer_types": None, "sliding_window": 0},
-            "sliding_window is 0",
-        ),
+        ({"use_sliding_window": True, "layer_types": ["sliding_attention"] * 2, "sliding_window": 0}, "is 0"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type 'yarn'"),
         ({"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
@@ -385,17 +314,14 @@ def test_the_cache_is_bounded_by_its_bytes(folder):
     assert Engine(folder, max_batch=64, cache_bytes=10 * slot_bytes).num_slots == 10
     assert Engine(folder, max_batch=4, cache_bytes=10 * slot_bytes).num_slots == 4
     assert Engine(folder, max_batch=64, context_length=64, cache_bytes=10 * slot_bytes).num_slots == 40
-    with pytest.raises(BadRequest, match="cache"):
-        Engine(folder, cache_bytes=slot_bytes - 1)
 
 
 @pytest.mark.parametrize(
-    ("options", "reason"),
-    [({"dtype": "int8"}, "int8"), ({"max_batch": 0}, "max_batch"), ({"context_length": 257}, "between 2 and")],
+    "option", [{"dtype": "int8"}, {"max_batch": 0}, {"context_length": 257}, {"cache_bytes": 512 * 256 - 1}], ids=str
 )
-def test_options_that_make_no_sense_are_refused(folder, options, reason):
-    with pytest.raises(BadRequest, match=reason):
-        Engine(folder, **options)
+def test_options_that_make_no_sense_are_refused_by_name(folder, option):
+    with pytest.raises(BadRequest, match=next(iter(option)).partition("_")[0]):
+        Engine(folder, **option)
 
 
 # ---- text
@@ -434,8 +360,6 @@ WINDOWED = {"model_type": "mistral", "num_hidden_layers": 2, "sliding_window": 8
         (WINDOWED, None, ConfigError, "contexts have up to 16"),
         (WINDOWED | {"num_hidden_layers": 10**12}, 8, BadRequest, "at most 10000"),
         (WINDOWED | {"sliding_window": "wide"}, 8, BadRequest, "does not describe a model"),
-        (WINDOWED | {"max_position_embeddings": None}, None, BadRequest, "does not describe a model"),
-        (WINDOWED | {"layer_types": 5}, 8, BadRequest, "does not describe a model"),
         (WINDOWED, 8, None, ""),
         (WINDOWED | {"model_type": "gemma3"}, None, None, ""),
     ],

@@ -8,13 +8,13 @@ import torch
 from transformers import DynamicCache
 
 from nanodag.errors import MissingTool
-from nanodag.inference.protocol import Request, SamplingParams
 from nanodag.model import c_library
 from nanodag.sampler import kernel, model, weights
 from nanodag.sampler.engine import Engine
 from nanodag.sampler.kernel import PROMPT_ROWS
 from nanodag.sampler.slots import SlotTable
 from nanodag.sampler.steps import CompiledSteps
+from tests.sampler.reference import request
 
 # SplitMix64's finalizer makes the largest number of this key at count 0: uniforms() is 1 - 2^-53.
 KEY_OF_THE_LARGEST = 0x31628AF67B2131AB
@@ -25,13 +25,15 @@ def requests(count):
     """Ragged prompts, drawn in every way."""
     rng = np.random.default_rng(0)
     kinds = [{}, {"temperature": 0.0}, {"temperature": 0.6}, {"top_p": 0.8}, {"top_k": 5}]
+    prompts = [rng.integers(0, 150, size=1 + 7 * index % 60).tolist() for index in range(count)]
     return [
-        Request(
-            input_ids=rng.integers(0, 150, size=1 + 7 * index % 60).tolist(),
-            params=SamplingParams(max_new_tokens=40, ignore_eos=True, sampling_seed=index, **kinds[index % 5]),
-        )
-        for index in range(count)
+        request(prompt, max_new_tokens=40, sampling_seed=index, **kinds[index % 5])
+        for index, prompt in enumerate(prompts)
     ]
+
+
+def samples_of(engine):
+    return [sample for (sample,) in engine.generate(requests(20))]
 
 
 @pytest.fixture(params=["float32", "bfloat16"])
@@ -61,8 +63,7 @@ def test_it_draws_what_torch_draws_and_a_row_alone_has_the_same_bits(make_checkp
     compiled, plain = Engine(folder, dtype="float32"), torch_engine(folder, dtype="float32")
     assert compiled.model.kernel is not None
     assert plain.model.kernel is None
-    found = [sample for of_request in compiled.generate(requests(20)) for sample in of_request]
-    wanted = [sample for of_request in plain.generate(requests(20)) for sample in of_request]
+    found, wanted = samples_of(compiled), samples_of(plain)
     assert [sample.output_ids for sample in found] == [sample.output_ids for sample in wanted]
     for one, other in zip(found, wanted, strict=True):
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
@@ -83,14 +84,13 @@ def test_in_bfloat16_it_rounds_what_goes_into_a_product_and_nothing_else(
     folder = make_checkpoint("qwen2", **SHAPE, tie_word_embeddings=tied)
     compiled, plain, exact = (make(folder, dtype="bfloat16") for make in (Engine, torch_engine, torch_engine))
     assert compiled.model.kernel is not None
-    found = [sample for of_request in compiled.generate(requests(20)) for sample in of_request]
-    bare = [sample for of_request in plain.generate(requests(20)) for sample in of_request]
+    found, bare = samples_of(compiled), samples_of(plain)
     monkeypatch.setattr(
         model, "_multiply", lambda x, matrix, bias=0: rounded(x, matrix) + (0 if bias is None else bias)
     )
     monkeypatch.setattr(model, "_multiply_into", lambda out, x, matrix: out.copy_(rounded(x, matrix)))
     monkeypatch.setattr(model, "_add_product", lambda x, y, matrix: x.add_(rounded(y, matrix)))
-    wanted = [sample for of_request in exact.generate(requests(20)) for sample in of_request]
+    wanted = samples_of(exact)
     near, far = apart(found, wanted), apart(bare, wanted)
     assert np.median(near) < 1e-6
     assert np.median(far) > 1e-3
@@ -120,11 +120,11 @@ def test_a_cache_of_bfloat16_rounds_keys_and_values_once_and_attention_nothing(m
     assert {cache.dtype for cache in (*engine.model.buffers.keys, *engine.model.buffers.values)} == {torch.bfloat16}
     asked = requests(5)
     near, far = [], []
-    for request, (sample,) in zip(asked, engine.generate(asked), strict=True):
-        ids, start = torch.tensor([request.input_ids + sample.output_ids]), len(request.input_ids) - 1
+    for wanted, (sample,) in zip(asked, engine.generate(asked), strict=True):
+        ids, start = torch.tensor([wanted.input_ids + sample.output_ids]), len(wanted.input_ids) - 1
         for cache, differences in ((RoundingCache(), near), (DynamicCache(), far)):
             with torch.no_grad():
-                logits = rounded(ids, past_key_values=cache).logits[0, start:-1] / (request.params.temperature or 1.0)
+                logits = rounded(ids, past_key_values=cache).logits[0, start:-1] / (wanted.params.temperature or 1.0)
             logprobs = logits.log_softmax(-1).gather(1, ids[0, start + 1 :, None])[:, 0]
             differences += (logprobs - torch.tensor(sample.logprobs)).abs().tolist()
     assert 100 * np.median(near) < np.median(far)
@@ -141,29 +141,36 @@ def test_what_a_slot_held_before_changes_no_bit_even_if_it_is_no_number(make_che
     assert [(one.output_ids, one.logprobs) for (one,) in after] == [(one.output_ids, one.logprobs) for (one,) in before]
 
 
-@pytest.fixture(params=["avx512", "avx2"])
-def older_processor(request, monkeypatch, tmp_path):
-    """Without products of bfloat16; without vectors of 16."""
-    monkeypatch.setenv("NANODAG_CACHE", str(tmp_path))
-    missing = ("-U__AVX512BF16__",) if request.param == "avx512" else ("-U__AVX512BF16__", "-U__AVX512F__")
-    monkeypatch.setattr(c_library, "FLAGS", (*c_library.FLAGS, *missing))
+@pytest.fixture
+def no_library():
+    """The kernel as it was never built."""
     kernel._library.cache_clear()
     yield
     kernel._library.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def built_for_older_processors(tmp_path_factory):
+    """A cache of libraries that one compilation of each kind fills."""
+    return str(tmp_path_factory.mktemp("older"))
+
+
+@pytest.fixture(params=["avx512", "avx2"])
+def older_processor(request, monkeypatch, built_for_older_processors, no_library):
+    """Without products of bfloat16; without vectors of 16."""
+    monkeypatch.setenv("NANODAG_CACHE", built_for_older_processors)
+    missing = ("-U__AVX512BF16__",) if request.param == "avx512" else ("-U__AVX512BF16__", "-U__AVX512F__")
+    monkeypatch.setattr(c_library, "FLAGS", (*c_library.FLAGS, *missing))
 
 
 def test_older_processors_compute_the_same_up_to_rounding(make_checkpoint, torch_engine, older_processor, dtype):
     folder = make_checkpoint("qwen3", **SHAPE)
     older, plain = Engine(folder, dtype=dtype), torch_engine(folder, dtype="float32")
     assert older.model.kernel is not None
-    differences = apart(*([sample for one in of for sample in one] for of in map(answers, (older, plain))))
+    differences = apart(samples_of(older), samples_of(plain))
     assert len(differences) > 100
     assert np.max(differences) < (1e-4 if dtype == "float32" else 0.5)
     assert np.mean(differences) < (1e-5 if dtype == "float32" else 0.05)
-
-
-def answers(engine):
-    return engine.generate(requests(20))
 
 
 @pytest.mark.parametrize("head_dim", [16, 48])
@@ -269,14 +276,6 @@ def test_a_score_that_is_not_a_number_stays_so_through_bfloat16(make_checkpoint,
     largest_nan = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
     engine.model.buffers.hidden.fill_(largest_nan)
     assert CompiledSteps(engine.model.kernel, SlotTable(1, 4)).score(1)[:, :150].isnan().all()
-
-
-@pytest.fixture
-def no_library():
-    """The kernel as it was never built."""
-    kernel._library.cache_clear()
-    yield
-    kernel._library.cache_clear()
 
 
 def test_without_a_compiler_the_sampler_says_what_to_install(make_checkpoint, monkeypatch, no_library):

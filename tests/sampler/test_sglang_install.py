@@ -12,13 +12,7 @@ from nanodag.config.rl_parts import SamplerConfig
 from nanodag.engines.start import SHIM
 from nanodag.errors import MissingTool
 from nanodag.external_envs.package_environment import progress_of
-from nanodag.inference.sglang_install import (
-    default_folder,
-    find_python,
-    install,
-    is_installed,
-    requirements,
-)
+from nanodag.inference.sglang_install import default_folder, find_python, install, is_installed, requirements
 from nanodag.inference.sglang_options import arguments, check_options
 
 NOWHERE = "http://127.0.0.1:9"  # no index there
@@ -72,22 +66,19 @@ Installing collected packages: torch, six
 
 
 @pytest.mark.parametrize(
-    ("num_lines", "total", "said"),
+    ("lines", "total", "said"),
     [
-        (0, 146, "asking the package index"),
-        (1, 146, "package 1 of 146: torch, nothing to download so far"),
-        (4, 146, "package 2 of 146: numpy, 188.5 MB downloaded"),
-        (7, 0, "package 4: six, 189.0 MB downloaded"),
-        (8, 5, "package 5 of 5: idna, 189.0 MB downloaded"),
-        (9, 5, "3 of 5 packages unpacked, 189.0 MB downloaded"),
+        ([], 146, "asking the package index"),
+        (PIP_SAYS[:1], 146, "package 1 of 146: torch, nothing to download so far"),
+        (PIP_SAYS[:4], 146, "package 2 of 146: numpy, 188.5 MB downloaded"),
+        (PIP_SAYS[:7], 0, "package 4: six, 189.0 MB downloaded"),
+        (PIP_SAYS[:8], 5, "package 5 of 5: idna, 189.0 MB downloaded"),
+        (PIP_SAYS, 5, "3 of 5 packages unpacked, 189.0 MB downloaded"),
+        (PIP_SAYS[8:], 5, "3 of 5 packages unpacked, nothing to download"),
     ],
 )
-def test_how_far_pip_is_follows_from_what_it_says(num_lines, total, said):
-    assert progress_of(PIP_SAYS[:num_lines], total, num_unpacked=3) == said
-
-
-def test_unpacking_what_was_all_there_says_that_nothing_is_downloaded():
-    assert progress_of(["Installing collected packages: six"], 5) == "0 of 5 packages unpacked, nothing to download"
+def test_how_far_pip_is_follows_from_what_it_says(lines, total, said):
+    assert progress_of(lines, total, num_unpacked=3) == said
 
 
 def test_an_installation_says_how_far_it_is_and_keeps_what_pip_says(environment):
@@ -103,19 +94,16 @@ def test_an_installation_says_how_far_it_is_and_keeps_what_pip_says(environment)
     assert "Collecting sglang==0.5.23" in (environment / "install.log").read_text()
 
 
-def test_a_missing_environment_is_named_with_the_command_that_makes_it(tmp_path, monkeypatch):
-    monkeypatch.delenv("NANODAG_SGLANG_PYTHON", raising=False)
+def test_an_interpreter_is_the_configs_then_the_variables_then_that_of_the_default_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("NANODAG_SGLANG_PYTHON", sys.executable)
+    with pytest.raises(MissingTool, match=r"There is no interpreter .*/gone"):
+        find_python(str(tmp_path / "gone"), "cpu")
+    assert str(find_python("auto", "cpu")) == sys.executable
+    monkeypatch.delenv("NANODAG_SGLANG_PYTHON")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert default_folder("cpu") == tmp_path / "nanodag" / "sglang-cpu"
     with pytest.raises(MissingTool, match="nanodag sampler install --cpu"):
         find_python("auto", "cpu")
-
-
-def test_an_interpreter_is_named_by_the_config_before_the_variable(tmp_path, monkeypatch):
-    monkeypatch.setenv("NANODAG_SGLANG_PYTHON", sys.executable)
-    assert str(find_python("auto", "cpu")) == sys.executable
-    with pytest.raises(MissingTool, match=r"There is no interpreter .*/gone"):
-        find_python(str(tmp_path / "gone"), "cpu")
 
 
 def test_every_line_of_the_lists_pins_one_version():
@@ -132,17 +120,23 @@ def test_options_become_a_command_line():
             check_options({taken: 1})
 
 
-def test_sglang_is_not_deterministic_and_its_fields_are_not_for_the_embedded_sampler():
-    found = SamplerConfig(engine="sglang", options={"schedule_policy": "fcfs"})
-    assert SamplerConfig.model_validate(found.model_dump()) == found
-    with pytest.raises(ValidationError, match="needs engine embedded"):
-        SamplerConfig(engine="sglang", deterministic=True)
-    with pytest.raises(ValidationError, match=r"sampler\.options\.port"):
-        SamplerConfig(engine="sglang", options={"port": 1})
-    for field in ({"python": "/x"}, {"tensor_parallel": 2}, {"options": {"schedule_policy": "fcfs"}}):
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"deterministic": True}, "needs engine embedded"),
+        ({"options": {"port": 1}}, r"sampler\.options\.port"),
+    ],
+)
+def test_what_sglang_cannot_do_is_refused(fields, reason):
+    with pytest.raises(ValidationError, match=reason):
+        SamplerConfig(engine="sglang", **fields)
+
+
+def test_fields_of_sglang_are_not_for_the_embedded_sampler():
+    for name, value in {"python": "/x", "tensor_parallel": 2, "options": {"schedule_policy": "fcfs"}}.items():
         with pytest.raises(ValidationError, match="means something to engine sglang only"):
-            SamplerConfig(engine="embedded", **field)
-        assert SamplerConfig(**field), "auto may become sglang"
+            SamplerConfig(engine="embedded", **{name: value})
+        assert SamplerConfig(**{name: value}), "auto may become sglang"
 
 
 def test_the_shim_stands_in_for_cuda_kernels_and_says_so_when_one_is_called():

@@ -9,19 +9,12 @@ from nanodag.run.retention import RetentionPolicy, free, plan
 from nanodag.store import Checkpoints, Store
 from nanodag.store.remote_backend import RemoteBackend
 from tests.run_records import run_record, stage_record
-from tests.store.making import KEY, names_in, write_file
+from tests.store.making import KEY, names_in, save, write_file
 
 
 @pytest.fixture
 def store(tmp_path):
     return Store(f"memory://mirror-{tmp_path.name}", local=tmp_path / "here")
-
-
-def save(checkpoints, step):
-    folder = checkpoints.begin(step)
-    (folder / "rank-0").mkdir()
-    (folder / "rank-0" / "state").write_text(f"state of {step}")
-    checkpoints.commit(step)
 
 
 def copies(store):
@@ -32,7 +25,7 @@ def test_another_machine_goes_on_from_the_newest(store, tmp_path):
     here = Checkpoints(tmp_path / "a")
     with store.mirror(KEY, here.path):
         save(here, 10)
-        save(here, 20)
+        save(here, 20, "state of 20")
     assert copies(store) == ["step-00000020"]
     there = store.mirror(KEY, tmp_path / "b")
     assert there.restore() == 20

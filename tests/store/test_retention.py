@@ -10,24 +10,9 @@ from nanodag.run.retention import Best, RetentionPolicy, best_of, free, plan
 from nanodag.store import Store
 from nanodag.store.atomic import temporary_name
 from tests.run_records import built, run_record, stage_record
-from tests.store.making import forge, product_in, publish
+from tests.store.making import forge, key, publish
 
 OLD, NOW = 1_000_000.0, time.time()
-
-
-@pytest.fixture(params=["local", "memory"])
-def store(request, tmp_path):
-    url = tmp_path / "s" if request.param == "local" else f"memory://{tmp_path.name}"
-    return Store(url, local=tmp_path / "here" if request.param == "memory" else None)
-
-
-@pytest.fixture
-def product(tmp_path):
-    return product_in(tmp_path / "product")
-
-
-def key(letter):
-    return letter * 40
 
 
 def made_from(artifact):
@@ -41,6 +26,10 @@ def write_run(store, name, *artifacts, **fields):
 
 def can_go(store, **policy):
     return {(item.what, item.name) for item in plan(store, RetentionPolicy(**policy)).items}
+
+
+def runs_that_go(store, **policy):
+    return {name for what, name in can_go(store, **policy) if what == "run"}
 
 
 def name_of(artifact):
@@ -70,30 +59,13 @@ def test_all_attempts_of_a_stage_that_is_under_way_stay(store, product):
     assert store.lookup(key("a")) == second
 
 
-def test_what_a_run_comes_to_refer_to_meanwhile_is_brought_back(store, product, monkeypatch):
-    artifact, other = publish(store, product, key("a")), publish(store, product, key("b"))
+def test_what_a_run_comes_to_refer_to_meanwhile_is_brought_back_first_with_its_origins(store, product, monkeypatch):
+    base, other, useless = (publish(store, product, key(letter)) for letter in "abc")
     found = plan(store, RetentionPolicy())
-    was_hidden = []
+    delete, was_hidden, order = store.delete, [], []
 
     def meanwhile(seconds):
-        was_hidden.append(store.lookup(key("a")) is None)
-        write_run(store, "r", artifact)
-
-    monkeypatch.setattr(time, "sleep", meanwhile)
-    _, stayed = free(store, found)
-    assert was_hidden == [True] and stayed == [f"{key('a')}/{artifact.attempt}: a run has come to refer to it"]
-    assert store.lookup(key("a")) == artifact and store.lookup(key("b")) is None
-    assert (store.materialize(artifact) / "weights").read_bytes() == b"abcdefgh"
-    assert store.attempts(other.key) == []
-
-
-def test_what_comes_back_comes_back_first_with_its_origins_and_beside_what_took_its_number(store, product, monkeypatch):
-    base, other = publish(store, product, key("a")), publish(store, product, key("b"))
-    useless = publish(store, product, key("c"))
-    found = plan(store, RetentionPolicy())
-    delete, order = store.delete, []
-
-    def meanwhile(seconds):
+        was_hidden.append(store.lookup(base.key) is None)
         publish(store, product, other.key)  # a builder that did not find it
         new = publish(store, product, key("d"), lineage=made_from(base))
         write_run(store, "r", other, new)
@@ -105,7 +77,8 @@ def test_what_comes_back_comes_back_first_with_its_origins_and_beside_what_took_
     monkeypatch.setattr(time, "sleep", meanwhile)
     monkeypatch.setattr(store, "delete", watched)
     _, stayed = free(store, found)
-    assert order == [True] and store.lookup(useless.key) is None and len(stayed) == 2
+    assert was_hidden == order == [True] and store.attempts(useless.key) == []
+    assert len(stayed) == 2 and f"{base.key}/{base.attempt}: a run has come to refer to it" in stayed
     assert len(store.attempts(other.key)) == 2 and store.lookup(base.key) == base
     for attempt in store.attempts(other.key):
         assert (store.materialize(store.attempt(other.key, attempt)) / "weights").read_bytes() == b"abcdefgh"
@@ -167,12 +140,8 @@ def test_runs_are_kept_by_number_or_by_age(store, product):
     for number, artifact in enumerate(made):
         write_run(store, f"r{number}", artifact, created=OLD if number < 3 else NOW)
     assert can_go(store) == set()
-    assert {name for what, name in can_go(store, keep_runs=2) if what == "run"} == {"r0", "r1"}
-    by_age = can_go(store, keep_days=1.0)
-    assert {name for what, name in by_age if what == "run"} == {"r0", "r1", "r2"}
-    assert not any(what == "attempt" for what, _ in by_age), "they were made today"
-    both = plan(store, RetentionPolicy(keep_runs=2, keep_days=1.0))
-    assert [i.name for i in both.items if i.what == "run"] == ["r0", "r1"]
+    assert runs_that_go(store, keep_runs=2) == runs_that_go(store, keep_runs=2, keep_days=1.0) == {"r0", "r1"}
+    assert can_go(store, keep_days=1.0) == {("run", f"r{n}") for n in range(3)}, "no attempt: they were made today"
     free(store, plan(store, RetentionPolicy(keep_runs=2)), settle_s=0)
     assert store.runs() == ["r2", "r3"] and [store.lookup(a.key) for a in made] == [None, None, made[2], made[3]]
 
@@ -181,9 +150,9 @@ def test_a_run_that_completed_counts_before_a_newer_one_that_was_stopped(store, 
     made = [publish(store, product, key(letter)) for letter in "abcd"]
     for number, state in enumerate(["completed", "stopped", "completed", "stopped"]):
         write_run(store, f"r{number}", made[number], state=state)
-    assert {name for what, name in can_go(store, keep_runs=1) if what == "run"} == {"r0", "r1", "r3"}
-    assert {name for what, name in can_go(store, keep_runs=2) if what == "run"} == {"r1", "r3"}
-    assert {name for what, name in can_go(store, keep_runs=3) if what == "run"} == {"r1"}, "then the newest others"
+    assert runs_that_go(store, keep_runs=1) == {"r0", "r1", "r3"}
+    assert runs_that_go(store, keep_runs=2) == {"r1", "r3"}
+    assert runs_that_go(store, keep_runs=3) == {"r1"}, "then the newest others"
 
 
 def test_nights_go_by_age_alone(store, product):

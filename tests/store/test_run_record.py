@@ -6,26 +6,15 @@ import pytest
 
 from nanodag.errors import CorruptArtifact, StoreError
 from nanodag.run.retention import RetentionPolicy, free, plan
-from nanodag.store import Store
 from nanodag.store.run_record import ArtifactReference, references_in
 from tests.run_records import built, run_record, stage_record
-from tests.store.making import product_in, publish, read_file, write_file
+from tests.store.making import key, publish, read_file, write_file
 
 SCORE = {
     **{"label": "l", "stage": "sft", "eval": "e", "benchmark": "sort", "run": "r", "metric": "m", "digest": "d"},
     **{"higher_is_better": True, "form": "f", "chat": True, "num_fewshot": 0, "num_items": 1, "was_found": False},
     **{"value": 0.5, "stderr": 0.0, "low": 0.4, "high": 0.6},
 }
-
-
-@pytest.fixture(params=["local", "memory"])
-def store(request, tmp_path):
-    url = tmp_path / "s" if request.param == "local" else f"memory://{tmp_path.name}"
-    return Store(url, local=tmp_path / "here" if request.param == "memory" else None)
-
-
-def key(letter):
-    return letter * 40
 
 
 def rewrite(store, run, change):
@@ -85,8 +74,8 @@ def test_a_record_that_is_no_record_is_named_and_hides_no_other(store, text):
         store.read_run("bad")
 
 
-def test_gc_removes_nothing_while_a_record_cannot_be_read(store, tmp_path):
-    artifact = publish(store, product_in(tmp_path / "product"), key("a"))
+def test_gc_removes_nothing_while_a_record_cannot_be_read(store, product):
+    artifact = publish(store, product, key("a"))
     (store.workspace(key("b")) / "state").write_text("abc")
     store.write_run(run_record("r", stages={"s": built(artifact)}))
     store.write_run(run_record("late"))

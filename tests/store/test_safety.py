@@ -4,8 +4,6 @@ import ast
 import json
 import os
 import pickle
-import subprocess
-import sys
 
 import pytest
 import yaml
@@ -16,17 +14,18 @@ from nanodag.evaluation.forms import FormLoader
 from nanodag.host.folders import PROJECT
 from nanodag.server.local_server import server_of
 from nanodag.store import Store
+from tests.forks import run_script
 from tests.run_records import run_record
-from tests.store.making import KEY, forge, product_in, publish
+from tests.store.making import KEY, forge, publish
 
+SAFE_LOADERS = ("yaml.SafeLoader", "yaml.CSafeLoader", "FormLoader")
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
-# What runs a model's answers does so in a sandbox; what is run there is no file of the store.
-RUNS_ANSWERS = {f"nanodag/rewards/sandboxed_tests/{side}.py" for side in ("__init__", "program_side", "tests_side")}
-
-
-# In the Python of the verifiers package: a program that the package itself ships as text.
-RUNS_A_PROGRAM = "nanodag/external_envs/verifiers_server.py"
-
+RUNS_TEXT = {
+    # a model's answers, in a sandbox; what is run there is no file of the store
+    *(f"nanodag/rewards/sandboxed_tests/{side}.py" for side in ("__init__", "program_side", "tests_side")),
+    # in the Python of the verifiers package: a program that the package itself ships as text
+    "nanodag/external_envs/verifiers_server.py",
+}
 # SGLang's protocol sends handles of shared memory so; an unpickler of its own knows a list of names and no other
 # (tests/sampler/test_weight_endpoints.py).
 READS_HANDLES = "nanodag/sampler/shared_tensors.py"
@@ -47,30 +46,22 @@ def calls():
 
 
 def constant(value):
-    """What is written there: a constant's value, else its source."""
     return value.value if isinstance(value, ast.Constant) else ast.unparse(value)
-
-
-def test_the_loader_of_forms_is_a_safe_one():
-    assert issubclass(FormLoader, yaml.SafeLoader)
 
 
 def test_nothing_is_unpickled_and_no_file_brings_code():
     wrong = []
+    assert issubclass(FormLoader, yaml.SafeLoader)
     for name, line, call, given in calls():
+        imported = call.removeprefix("import ").partition(".")[0] if call.startswith("import ") else ""
         is_wrong = (
-            (
-                (call.startswith("import ") and call.removeprefix("import ").partition(".")[0] in PICKLES)
-                and name != READS_HANDLES
-            )
+            (imported in PICKLES and name != READS_HANDLES)
             or call.startswith(("pickle.load", "pickle.Unpickler"))
             or (call in ("torch.load", "load_checkpoint_file") and given.get("weights_only") is not True)
             or (call in ("np.load", "numpy.load") and given.get("allow_pickle", False) is not False)
-            or (
-                call == "yaml.load" and given.get("Loader") not in ("yaml.SafeLoader", "yaml.CSafeLoader", "FormLoader")
-            )
+            or (call == "yaml.load" and given.get("Loader") not in SAFE_LOADERS)
             or call in ("yaml.unsafe_load", "yaml.full_load")
-            or (call in ("eval", "exec") and name not in RUNS_ANSWERS and name != RUNS_A_PROGRAM)
+            or (call in ("eval", "exec") and name not in RUNS_TEXT)
             or (call.endswith(".from_pretrained") and given.get("trust_remote_code") is not False)
             or (call.startswith("AutoModel") and "from_pretrained" in call and given.get("use_safetensors") is not True)
         )
@@ -91,9 +82,10 @@ def test_code_in_a_model_folder_is_never_run(tmp_path, monkeypatch):
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"model.embed_tokens.weight": Evil()}))
-    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
-    shape |= {"head_dim": 16, "intermediate_size": 16, "vocab_size": 16, "tie_word_embeddings": True}
-    shape |= {"max_position_embeddings": 16, "rms_norm_eps": 1e-6, "rope_theta": 10000.0}
+    sizes = ("hidden_size", "head_dim", "intermediate_size", "vocab_size", "max_position_embeddings")
+    ones = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    shape = {**dict.fromkeys(sizes, 16), **dict.fromkeys(ones, 1), "tie_word_embeddings": True}
+    shape |= {"rms_norm_eps": 1e-6, "rope_theta": 10000.0}
     about = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "auto_map": {"AutoConfig": "evil.C"}}
     (folder / "config.json").write_text(json.dumps({**shape, **about}))
     (folder / "tokenizer_config.json").write_text(
@@ -107,7 +99,7 @@ def test_code_in_a_model_folder_is_never_run(tmp_path, monkeypatch):
         "    try:\n        read(folder)\n"
         "    except Exception as error:\n        print(read.__name__, error)\n"
     )
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code, str(folder)], capture_output=True, text=True)
+    done = run_script(code, folder)
     assert "older formats are not read" in done.stdout, done.stdout + done.stderr
     assert "TemplateRenderer" in done.stdout
     assert not mark.exists(), done.stdout
@@ -119,8 +111,8 @@ def store(tmp_path):
 
 
 @pytest.fixture
-def made(store, tmp_path):
-    return publish(store, product_in(tmp_path / "product"))
+def made(store, product):
+    return publish(store, product)
 
 
 def test_a_file_that_the_manifest_does_not_name_is_refused(store, made):

@@ -32,12 +32,8 @@ def test_a_sweep_checks_what_its_record_has_not_finished(file, monkeypatch):
 
 def test_a_grid_has_every_combination_and_lists_multiply_it():
     points = points_of(["a.x=[1,2]", "b.y=[1e-3,adamw]"], [])
-    assert [point.overrides for point in points] == [
-        ("a.x=1", "b.y=0.001"),
-        ("a.x=1", "b.y=adamw"),
-        ("a.x=2", "b.y=0.001"),
-        ("a.x=2", "b.y=adamw"),
-    ]
+    every = [("a.x=1", "b.y=0.001"), ("a.x=1", "b.y=adamw"), ("a.x=2", "b.y=0.001"), ("a.x=2", "b.y=adamw")]
+    assert [point.overrides for point in points] == every
     points = points_of(["a.x=[1,2]"], [["c.z=[1,2]"], ["c.z=[3]", "d.w=4"]])
     assert [point.overrides for point in points][1::2] == [("a.x=2", "c.z=[1,2]"), ("a.x=2", "c.z=[3]", "d.w=4")]
     assert points[3].values == {"a.x": "2", "c.z": "[3]", "d.w": "4"}
@@ -47,17 +43,12 @@ def test_what_points_share_is_one_stage_and_what_they_set_is_one_a_value(file):
     sweep = make_sweep(file, "tiny", [], ["sft.num_epochs=[1,2,3]"], [], "")
     assert sweep.stage == "sft"
     # The report is no part of it, nor the eval of another stage's model.
-    assert sorted(sweep.pipeline.stages) == sorted(
-        ["tokenizer", "pretrain", "sft-1", "sft-2", "sft-3", "eval_sft-1", "eval_sft-2", "eval_sft-3"]
-    )
+    multiplied = {f"{stage}-{number}" for stage in ("sft", "eval_sft") for number in (1, 2, 3)}
+    assert set(sweep.pipeline.stages) == {"tokenizer", "pretrain"} | multiplied
     assert sweep.pipeline.stages["eval_sft-2"].inputs == {"model": "sft-2"}
     assert sweep.pipeline.stages["sft-3"].num_epochs == 3
-    assert sweep.points[1].stages == {
-        "tokenizer": "tokenizer",
-        "pretrain": "pretrain",
-        "sft": "sft-2",
-        "eval_sft": "eval_sft-2",
-    }
+    shared = {"tokenizer": "tokenizer", "pretrain": "pretrain"}
+    assert sweep.points[1].stages == {**shared, "sft": "sft-2", "eval_sft": "eval_sft-2"}
 
 
 def test_a_change_below_is_shared_by_the_points_that_have_it(file):
@@ -101,8 +92,8 @@ def test_a_short_and_a_full_name_of_one_option_set_it_twice(file):
     document["presets"]["tiny"]["stages"]["rl"] = rl
     file.write_text(yaml.safe_dump(document, sort_keys=False))
     grid = ["rl.learning_rate=[1e-6,2e-6]", "rl.optimizer.learning_rate=[3e-6]"]
-    with pytest.raises(ConfigError, match="Point 1 sets an option twice"):
-        make_sweep(file, "tiny", [], grid, [], "")
-    with pytest.raises(ConfigError, match="Point 1 sets an option twice"):
-        make_sweep(file, "tiny", [], [], [["rl.optimizer.learning_rate=1e-6", "rl.learning_rate=2e-6"]], "")
+    listed = ["rl.optimizer.learning_rate=1e-6", "rl.learning_rate=2e-6"]
+    for twice in ((grid, []), ([], [listed])):
+        with pytest.raises(ConfigError, match="Point 1 sets an option twice"):
+            make_sweep(file, "tiny", [], *twice, "")
     assert len(make_sweep(file, "tiny", [], grid[:1], [["rl.optimizer.warmup_steps=2"]], "").points) == 2

@@ -14,8 +14,9 @@ from nanodag.store import Store
 from nanodag.store.provenance import process_started
 from nanodag.sweep.sweep_run import begin_sweep, conclude, find_built
 from tests.fake_stages import STAGES
-from tests.nightly.made_nights import FACTS, publish_eval
+from tests.nightly.made_nights import publish_eval
 from tests.run_records import run_record
+from tests.store.making import publish
 
 SWEEP = {"points": [], "stage": "", "preset": "tiny", "overrides": [], "file": "", "flow_run": ""}
 
@@ -43,27 +44,28 @@ def build(run, project, answers):
         (folder / "files").mkdir(parents=True)
         if config.kind == "eval":
             model = run.pipeline.stages[config.inputs["model"]]
-            score = publish_eval(Store(project / "other"), folder / "files", stage, answers[model.seed])
-            assert score.value >= 0
+            publish_eval(Store(project / "other"), folder / "files", stage, answers[model.seed])
         else:
             (folder / "files" / "made.txt").write_text(f"{config.kind} {config.seed}")
         (folder / "records").mkdir()
         lines = [json.dumps({"step": n, "loss": 3.0 / n + config.seed}) for n in range(1, 20)]
         (folder / "records" / "metrics.jsonl").write_text("\n".join(lines))
-        facts = {**FACTS, "metrics": {"loss": 1.0 + config.seed, "steps": 4}, "cost": {"seconds": 2.0}}
-        artifact = run.store.publish(
-            key, folder / "files", records=folder / "records", kind=config.kind, stage=stage, **facts
-        )
+        about = {"metrics": {"loss": 1.0 + config.seed, "steps": 4}, "cost": {"seconds": 2.0}, "kind": config.kind}
+        artifact = publish(run.store, folder / "files", key, records=folder / "records", stage=stage, **about)
         results[stage] = result_of(stage, artifact, was_found=False)
     return results
 
 
+def begun(name, seeds="[1,2]"):
+    return begin_sweep(name, grid=[f"sft.seed={seeds}"], **SWEEP)
+
+
 def test_what_another_run_built_is_found_and_the_rest_is_to_do(project):
-    _, first = begin_sweep("first", grid=["sft.seed=[1,2]"], **SWEEP)
+    _, first = begun("first")
     assert find_built(first) == {}
     build(first, project, {1: [1] * 10, 2: [1] * 10})
     first.close()
-    _, second = begin_sweep("second", grid=["sft.seed=[2,3]"], **SWEEP)
+    _, second = begun("second", "[2,3]")
     found = find_built(second)
     assert set(second.to_do) - set(found) == {"sft-2", "eval_sft-2"}, "point 2 is seed 3"
     record = second.store.read_run("second").stages
@@ -72,7 +74,7 @@ def test_what_another_run_built_is_found_and_the_rest_is_to_do(project):
 
 
 def test_the_page_ranks_points_compares_on_the_same_items_and_is_found_the_next_time(project):
-    sweep, run = begin_sweep("s", grid=["sft.seed=[1,2,3]"], **SWEEP)
+    sweep, run = begun("s", "[1,2,3]")
     answers = {1: [1] * 50 + [0] * 50, 2: [1] * 90 + [0] * 10, 3: [1] * 40 + [0] * 60}
     results = build(run, project, answers)
     found = conclude(sweep, run, results)
@@ -88,7 +90,7 @@ def test_the_page_ranks_points_compares_on_the_same_items_and_is_found_the_next_
 
 
 def test_a_point_that_failed_is_a_row_that_says_so(project):
-    sweep, run = begin_sweep("s", grid=["sft.seed=[1,2]"], **SWEEP)
+    sweep, run = begun("s")
     results = build(run, project, {1: [1] * 10, 2: [1] * 10})
     del results["sft-2"], results["eval_sft-2"]
     text = conclude(sweep, run, results).markdown
@@ -97,16 +99,15 @@ def test_a_point_that_failed_is_a_row_that_says_so(project):
 
 def test_a_runs_name_is_no_sweeps(project):
     Store(project / "store").write_run(run_record("r"))
-    with pytest.raises(ConfigError, match="that is no sweep"):
-        begin_sweep("r", grid=["sft.seed=[1,2]"], **SWEEP)
-    with pytest.raises(ConfigError, match="Sweep name 'nightly-x'"):
-        begin_sweep("nightly-x", grid=["sft.seed=[1,2]"], **SWEEP)
+    for name, said in (("r", "that is no sweep"), ("nightly-x", "Sweep name 'nightly-x'")):
+        with pytest.raises(ConfigError, match=said):
+            begun(name)
 
 
 def test_a_sweep_that_another_process_is_at_is_left_to_it_also_by_a_retry(project):
-    _, run = begin_sweep("s", grid=["sft.seed=[1,2]"], **SWEEP)
+    _, run = begun("s")
     other = psutil.Process(os.getppid())
     theirs = {"pid": other.pid, "pid_started": process_started(other)}
     run.store.change_run("s", lambda record: record.changed(**theirs))
     with pytest.raises(StoreBusy, match=f"under way in process {other.pid}"):
-        begin_sweep("s", grid=["sft.seed=[1,2]"], **SWEEP)
+        begun("s")

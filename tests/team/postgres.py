@@ -3,7 +3,6 @@
 import contextlib
 import os
 import shutil
-import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -11,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from nanodag.host.ports import free_port
 
 PASSWORD = "pg-QkZ81mTqvX"
 
@@ -46,9 +47,7 @@ def programs() -> Path | None:
 @contextlib.contextmanager
 def postgres(programs: Path) -> Iterator[Postgres]:
     folder = Path(tempfile.mkdtemp(prefix="nanodag-postgres-"))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        found = Postgres(probe.getsockname()[1])
+    found = Postgres(free_port())
     as_other: list[str] = []
     if os.geteuid() == 0:  # Postgres refuses to run as root
         shutil.chown(folder, "postgres", "postgres")

@@ -11,34 +11,27 @@ from nanodag.server.prefect_api import read_login
 from nanodag.worker.launch import worker_environment
 
 
-@pytest.mark.parametrize("host", ["10.0.0.5", "gpu-1.example.org", "192.168.1.2"])
-def test_an_address_that_others_reach_is_refused_without_a_password(host):
-    with pytest.raises(ValidationError, match=r"runs commands here; set server\.password_file"):
-        ServerConfig(host=host)
-    assert ServerConfig(host=host, password_file="/x").host == host
-
-
-def test_loopback_needs_none_and_every_interface_is_no_address():
-    assert {ServerConfig(host=host).password_file for host in ("127.0.0.1", "localhost")} == {"none"}
-    for host in ("0.0.0.0", "0", "0x0"):
-        with pytest.raises(ValidationError, match="every interface"):
-            ServerConfig(host=host, password_file="/x")
-    with pytest.raises(ValidationError, match="of IPv6, which is not built"):
-        ServerConfig(host="::1")
-
-
 @pytest.mark.parametrize(
-    ("url", "reason"),
+    ("settings", "reason"),
     [
-        ("postgresql+asyncpg://u:hunter2@h/db", "database holds a password"),
-        ("postgresql+asyncpg://u@h/db?password=hunter2", "database holds a password"),
-        ("mysql://u@h/db", "neither sqlite nor postgresql"),
-        ("postgresql+asyncpg://u@h", "neither sqlite nor postgresql"),
+        ({"host": "10.0.0.5"}, r"runs commands here; set server\.password_file"),
+        ({"host": "gpu-1.example.org"}, r"runs commands here; set server\.password_file"),
+        *[({"host": host, "password_file": "/x"}, "every interface") for host in ("0.0.0.0", "0", "0x0")],
+        ({"host": "::1"}, "of IPv6, which is not built"),
+        ({"database": "postgresql+asyncpg://u:hunter2@h/db"}, "database holds a password"),
+        ({"database": "postgresql+asyncpg://u@h/db?password=hunter2"}, "database holds a password"),
+        ({"database": "mysql://u@h/db"}, "neither sqlite nor postgresql"),
+        ({"database": "postgresql+asyncpg://u@h"}, "neither sqlite nor postgresql"),
     ],
 )
-def test_a_database_with_a_password_or_of_another_kind_is_refused(url, reason):
+def test_an_address_for_all_without_a_password_and_a_database_with_one_are_refused(settings, reason):
     with pytest.raises(ValidationError, match=reason):
-        ServerConfig(database=url)
+        ServerConfig(**settings)
+
+
+def test_loopback_needs_no_password_and_an_address_that_others_reach_may_have_one():
+    assert {ServerConfig(host=host).password_file for host in ("127.0.0.1", "localhost")} == {"none"}
+    assert ServerConfig(host="10.0.0.5", password_file="/x").host == "10.0.0.5"
 
 
 def test_a_login_is_read_from_a_file_that_nobody_else_may_read(tmp_path):

@@ -54,24 +54,19 @@ def start_worker(project, name):
         "PREFECT_WORKER_QUERY_SECONDS": "1",
     }
     command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", "team", "--type", "process"]
+    command += ["--name", name, "--limit", "1"]
     with (project.folder / f"{name}.log").open("wb") as log:
-        return subprocess.Popen(
-            [*command, "--name", name, "--limit", "1"],
-            cwd=project.folder,
-            env=environment,
-            stdout=log,
-            stderr=log,
-        )
+        return subprocess.Popen(command, cwd=project.folder, env=environment, stdout=log, stderr=log)
 
 
 def test_two_workers_share_the_stages_of_one_run(project):
-    for stage in ("eval_base", "eval_too"):
+    evals = ("eval_base", "eval_too")
+    for stage in evals:
         project.tell(stage, "wait")
     process = project.command("run", "--name", "shared")
-    evals = ("eval_base", "eval_too")
     wait_until(lambda: len(workers_of(project.record("shared"), *evals)) == 2, 500, every_s=0.2)
     found = workers_of(project.record("shared"), *evals)
-    for stage in ("eval_base", "eval_too"):
+    for stage in evals:
         project.tell(stage, "")
     output = process.communicate(timeout=300)[0]
     assert process.returncode == 0, output
@@ -91,8 +86,7 @@ def workers_of(record, *stages):
 
 
 def test_what_is_in_the_store_is_sent_to_no_worker(project):
-    code, output = project.run("run", "--name", "again")
-    assert code == 0 and "4 of them found in the store" in output, output
+    assert "4 of them found in the store" in project.done("run", "--name", "again")
     assert workers_of(project.record("again"), "pretrain", "eval_base", "eval_too") == []
 
 

@@ -37,8 +37,7 @@ def project(database, tmp_path_factory):
     settings = {"host": own_address(), "password_file": str(secret), "database": database.url}
     (folder / "project").mkdir()
     made = Project(folder / "project", server=settings, PGPASSWORD=PASSWORD)
-    code, output = made.run("run", "--name", "first")
-    assert code == 0, output
+    made.done("run", "--name", "first")
     yield made
     made.run("server", "stop")
 

@@ -23,18 +23,16 @@ from nanodag.config import resolve
 from nanodag.errors import ConfigError
 from nanodag.host.folders import PROJECT
 from nanodag.host.machine import machine_of
+from nanodag.host.ports import free_port
 from nanodag.plan.make import plan_of
 from nanodag.run.resource_requests import Requests, requests_of
+from tests.fake_stages import STAGES
+from tests.team.postgres import missing
 
 TEMPLATES = PROJECT / "docs" / "templates"
 KUBERNETES_JOB = json.loads((TEMPLATES / "kubernetes-job.json").read_text())
 GIB = 1 << 30
 ON_GPUS = Requests(nodes=1, gpus=8, cpus=64, memory=int(100.5 * GIB))
-
-
-def need(found: object, what: str) -> None:
-    if not found:
-        (pytest.fail if os.environ.get("NANODAG_CI") else pytest.skip)(what)
 
 
 class JobConfiguration(BaseJobConfiguration):
@@ -51,9 +49,6 @@ def filled_in(configuration: type[BaseJobConfiguration], requests: Requests) -> 
     return made.job_manifest
 
 
-# ---- what a stage needs
-
-
 @pytest.mark.parametrize(
     ("overrides", "machine", "wanted"),
     [
@@ -65,11 +60,7 @@ def filled_in(configuration: type[BaseJobConfiguration], requests: Requests) -> 
 )
 def test_a_stage_needs_its_ranks_times_its_threads_on_each_node(tmp_path, overrides, machine, wanted):
     file = tmp_path / "pipeline.yaml"
-    stages = {
-        "tokenizer": {"kind": "tokenizer", "data": ["file:x.txt"], "vocabulary": 512},
-        "pretrain": {"kind": "pretrain", "inputs": {"tokenizer": "tokenizer"}, "data": ["file:x.txt"]},
-    }
-    stages["pretrain"]["shape"] = {"depth": 1}
+    stages = {name: STAGES[name] for name in ("tokenizer", "pretrain")}
     file.write_text(yaml.safe_dump({"cluster": {"hostfile": "hosts"}, "presets": {"p": {"stages": stages}}}))
     resolved = resolve(file, "p", overrides, machine=machine_of(machine))
     found = requests_of(resolved.pipeline, "pretrain", resolved.machine)
@@ -104,21 +95,15 @@ def test_the_command_names_the_stages_there_are(capsys):
         show_sbatch_options("pretrian", [], **about)
 
 
-# ---- Kubernetes
-
-
 def test_the_kubernetes_job_asks_for_its_own_variables_only():
-    text = (TEMPLATES / "kubernetes-job.json").read_text()
-    asked = set(re.findall(r"{{ (\w+) }}", text))
+    asked = set(re.findall(r"{{ (\w+) }}", (TEMPLATES / "kubernetes-job.json").read_text()))
     assert asked == set(KUBERNETES_JOB["variables"]["properties"])
 
 
 def test_a_stages_needs_arrive_in_its_kubernetes_job():
     (container,) = filled_in(JobConfiguration, ON_GPUS)["spec"]["template"]["spec"]["containers"]
-    assert container["resources"] == {
-        "requests": {"cpu": 64, "memory": "102912Mi"},
-        "limits": {"nvidia.com/gpu": 8, "memory": "102912Mi"},
-    }
+    limits = {"nvidia.com/gpu": 8, "memory": "102912Mi"}
+    assert container["resources"] == {"requests": {"cpu": 64, "memory": "102912Mi"}, "limits": limits}
     unknown = filled_in(JobConfiguration, Requests(nodes=1, gpus=0, cpus=6, memory=0))
     (container,) = unknown["spec"]["template"]["spec"]["containers"]
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 0, "memory": "64Gi"}
@@ -153,10 +138,7 @@ def _import(name: str) -> Any:
     try:
         return __import__(name, fromlist=["x"])
     except ImportError as error:
-        need(False, f"{error}: pip install kubernetes-validate prefect-kubernetes")
-
-
-# ---- Slurm
+        missing(f"{error}: pip install kubernetes-validate prefect-kubernetes")
 
 
 def test_the_slurm_job_is_a_script_that_names_what_it_lacks():
@@ -196,21 +178,13 @@ def sbatch(tmp_path):
     """`sbatch --test-only` of a controller for two nodes that are never started. They have no GPUs: that takes their
     own daemons."""
     controller = shutil.which("slurmctld")
-    need(controller and shutil.which("sbatch"), "no slurmctld and sbatch here: apt install slurmctld slurm-client")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    if not (controller and shutil.which("sbatch")):
+        missing("no slurmctld and sbatch here: apt install slurmctld slurm-client")
     (tmp_path / "state").mkdir()
     plugins = f"PluginDir={os.environ['NANODAG_SLURM_PLUGINS']}" if "NANODAG_SLURM_PLUGINS" in os.environ else ""
-    about = {
-        "host": socket.gethostname(),
-        "port": port,
-        "user": getpass.getuser(),
-        "folder": tmp_path,
-        "plugins": plugins,
-    }
+    about = {"host": socket.gethostname(), "port": free_port(), "user": getpass.getuser(), "folder": tmp_path}
     conf = tmp_path / "slurm.conf"
-    conf.write_text(SLURM_CONF.format(**about))
+    conf.write_text(SLURM_CONF.format(**about, plugins=plugins))
     environment = {**os.environ, "SLURM_CONF": str(conf)}
     process = subprocess.Popen(
         [controller, "-D", "-c", "-f", str(conf)], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT

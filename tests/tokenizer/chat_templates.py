@@ -84,7 +84,6 @@ def render_of(text: str) -> Callable[[Sequence[Mapping[str, Any]], bool], str]:
 
 
 def format_of(text: str) -> CallFormat:
-    """The format in which a template writes calls."""
     found = call_format(render_of(text))
     assert found is not None, text
     return found

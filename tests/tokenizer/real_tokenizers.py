@@ -49,7 +49,6 @@ def packages() -> Path:
 
 
 def chat_template(name: str) -> str:
-    """One that TRL keeps."""
     return (packages() / "trl" / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
 
 
@@ -72,7 +71,6 @@ def llama() -> Tokenizer:
 
 
 def save(made: Tokenizer, template: str, folder: Path, *, bos: str, eos: str) -> Path:
-    """A tokenizer's folder, as transformers reads it."""
     folder.mkdir(parents=True, exist_ok=True)
     made.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": eos}

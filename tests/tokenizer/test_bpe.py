@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from nanodag.errors import ConfigError
-from nanodag.tokenizer.bpe import merges_of, save_tokenizer, train_bpe
-from nanodag.tokenizer.encoding import Encoding, byte_to_character
+from nanodag.tokenizer.bpe import save_tokenizer, train_bpe
+from nanodag.tokenizer.encoding import Encoding
 from nanodag.tokenizer.layout import SPECIAL_TOKENS
 from nanodag.tokenizer.samples import SAMPLES
 
@@ -41,11 +41,6 @@ def test_any_text_comes_back(encoding, text):
     ids = encoding.encode(text)
     assert encoding.decode(ids) == text
     assert encoding.encode_batch([text, "x"])[0] == ids
-
-
-def test_text_that_spells_a_special_token_stays_text(encoding):
-    for token in SPECIAL_TOKENS:
-        assert len(encoding.encode(token)) > 1
 
 
 def test_training_gives_the_same_bytes_every_time_and_with_any_number_of_threads(tmp_path):
@@ -94,24 +89,10 @@ def test_the_saved_tokenizer_encodes_as_byte_pair_encoding_is_defined(tmp_path):
         assert encoding.encode(word) == plain_bpe(ranks, word.encode())
 
 
-def test_merges_are_what_training_joined():
-    ranks = {bytes([b]): b for b in range(256)} | {b"ab": 256, b"cd": 257, b"abcd": 258, b"abcde": 259}
-    assert merges_of(ranks) == [(b"a", b"b"), (b"c", b"d"), (b"ab", b"cd"), (b"abcd", b"e")]
-
-
 def test_numbers_are_split_into_groups_of_at_most_two_digits(tmp_path):
     save_tokenizer(train_bpe(iter(["1234567 99999 "] * 50), 270), tmp_path)
     encoding = Encoding(tmp_path)
-    assert [encoding.decode([i]) for i in encoding.encode("1234567 99999")] == [
-        "12",
-        "34",
-        "56",
-        "7",
-        " ",
-        "99",
-        "99",
-        "9",
-    ]
+    assert "|".join(encoding.decode([i]) for i in encoding.encode("1234567 99999")) == "12|34|56|7| |99|99|9"
 
 
 def test_bytes_of_tokens_sum_up_to_the_bytes_of_the_text(encoding):
@@ -160,9 +141,3 @@ def test_a_sentencepiece_vocabulary_has_bytes_too(tmp_path):
     tokenizer.add_special_tokens([AddedToken("<unk>", special=True)])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     assert Encoding(tmp_path).token_bytes.tolist() == [0, 1, 2, 2, 1, 1]
-
-
-def test_every_byte_has_a_character_of_its_own():
-    characters = byte_to_character()
-    assert len(set(characters.values())) == 256
-    assert (characters[0x20], characters[ord("A")], characters[0]) == ("Ġ", "A", "Ā")

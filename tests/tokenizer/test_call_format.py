@@ -36,22 +36,18 @@ def read(text, answer, *, step=1, forced=""):
     return (content + reader.end()).strip(), [(call.name, json.loads(call.arguments)) for call in reader.calls]
 
 
+def own(calls, written=None):
+    return own_format({"start_anchor": "\n", "fields": {"content": {}, "tool_calls": calls}}, written)
+
+
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("step", [1, 7, 9999])
-def test_calls_that_a_template_writes_are_read_whatever_pieces_they_come_in(name, step):
-    calls = [PLAIN, DEEP] if name not in ("llama", "harmony") else [PLAIN | DEEP]
-    assert read(SHAPES[name], written(SHAPES[name], *calls), step=step) == ("", [("run", one) for one in calls])
-
-
-@pytest.mark.parametrize("name", sorted(SHAPES.keys() - {"pythonic"}))  # whose template writes quotes as they are
-def test_values_with_marks_quotes_and_line_ends_are_read_as_they_were(name):
-    assert read(SHAPES[name], written(SHAPES[name], HARD)) == ("", [("run", HARD)])
-
-
-@pytest.mark.parametrize("name", sorted(SHAPES.keys() - {"llama"}))
-def test_what_stands_before_a_call_is_content(name):
-    content, calls = read(SHAPES[name], written(SHAPES[name], PLAIN, content="Let me see: 1 < 2."))
-    assert (content, calls) == ("Let me see: 1 < 2.", [("run", PLAIN)])
+def test_content_and_calls_that_a_template_writes_are_read_whatever_pieces_they_come_in(name, step):
+    calls = [PLAIN, DEEP, HARD] if name != "pythonic" else [PLAIN, DEEP]  # whose template writes quotes as they are
+    calls = [PLAIN | DEEP | HARD] if name in ("llama", "harmony") else calls
+    content = "Let me see: 1 < 2." if name != "llama" else ""
+    answer = written(SHAPES[name], *calls, content=content)
+    assert read(SHAPES[name], answer, step=step) == (content, [("run", one) for one in calls])
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -136,10 +132,9 @@ def test_calls_behind_one_that_was_told_of_are_calls_too():
 
 
 def test_a_special_token_that_ends_a_call_is_no_content_where_none_is_open():
-    calls = {"open": "<call>", "close": ["</call>", "<|end|>"], "content": "json"}
-    own = own_format({"start_anchor": "\n", "fields": {"content": {}, "tool_calls": calls}}, None)
+    found = own({"open": "<call>", "close": ["</call>", "<|end|>"], "content": "json"})
     for text, content in (("Hello", "Hello"), ("<call>[1]", "<call>[1]"), ('<call>{"name": "run"}', "")):
-        reader = TemplateReader(own, names={5: "<|end|>"})
+        reader = TemplateReader(found, names={5: "<|end|>"})
         said = [reader.take(9, text), reader.take(5, ""), reader.end()]
         assert ("".join(said), len(reader.calls)) == (content, not content)
 
@@ -174,24 +169,18 @@ def test_a_response_template_of_the_tokenizers_own_is_read_with_the_tools_types(
 
 
 def test_a_call_of_the_tokenizers_own_template_that_the_answers_end_closes_is_a_call():
-    calls = {"open": "<call>", "close": ["<c>", "<end>"], "content": "json"}
-    own = own_format({"start_anchor": "\n", "fields": {"content": {}, "tool_calls": calls}}, None)
-    reader = TemplateReader(own)
+    found = own({"open": "<call>", "close": ["<c>", "<end>"], "content": "json"})
+    reader = TemplateReader(found)
     said = reader.take(-1, '<call>{"name": "run", "arguments": {"count": 1}}') + reader.end()
     assert (said, reader.calls) == ("", [Call("run", '{"count": 1}')])
-    reader = TemplateReader(own)
+    reader = TemplateReader(found)
     assert reader.take(-1, "<call>[1]<c>") + reader.end() == "<call>[1]"  # which of the two ended it is not told
-
-
-def test_all_marks_of_calls_in_the_tokenizers_own_template_are_known():
-    calls = {"open_pattern": r"<\|call\|>\w+", "close": ["<|a|>", "<|b|>"], "content": "json"}
-    found = own_format({"start_anchor": "\n", "fields": {"content": {}, "tool_calls": calls}}, None)
-    assert all(mark in found.written for mark in ("<|call|>", "<|a|>", "<|b|>"))
 
 
 def test_a_call_of_the_tokenizers_own_template_begins_as_its_chat_template_writes_it():
     calls = {"open": "<tool_call>", "close": "</tool_call>", "content": "json"}
-    own = {"start_anchor": "\n", "fields": {"content": {}, "tool_calls": calls}}
-    found = own_format(own, format_of(SHAPES["hermes"]))
+    found = own(calls, format_of(SHAPES["hermes"]))
     assert (found.opening, found.middle) == ('<tool_call>\n{"name": "', '", "arguments": ')
-    assert own_format(own, format_of(DEEPSEEK)).opening == own_format(own, None).opening == ""
+    assert own(calls, format_of(DEEPSEEK)).opening == own(calls).opening == ""
+    marked = own({"open_pattern": r"<\|call\|>\w+", "close": ["<|a|>", "<|b|>"], "content": "json"})
+    assert all(mark in marked.written for mark in ("<|call|>", "<|a|>", "<|b|>"))

@@ -1,4 +1,3 @@
-import hashlib
 import json
 
 import pytest
@@ -15,14 +14,9 @@ def write(path, records):
     return SourceConfig(url=f"file:{path}")
 
 
-def test_a_tokenizer_is_trained_measured_and_the_same_every_time(tmp_path):
+def test_a_tokenizer_is_trained_and_measured(tmp_path):
     source = write(tmp_path / "text.jsonl", [{"text": line} for t in SAMPLES.values() for line in t.splitlines()])
-    digests, metrics = [], {}
-    for name in ("one", "two"):
-        metrics = train_tokenizer(TrainingText([source], 0, 10**6), 500, tmp_path / name)
-        content = b"".join(path.read_bytes() for path in sorted((tmp_path / name).iterdir()))
-        digests.append(hashlib.sha256(content).hexdigest())
-    assert digests[0] == digests[1]
+    metrics = train_tokenizer(TrainingText([source], 0, 10**6), 500, tmp_path / "one")
     assert metrics["vocabulary"] == Encoding(tmp_path / "one").size == 500
     assert metrics["training_bytes"] == sum(len(t.encode()) - t.count("\n") for t in SAMPLES.values())
     english = SAMPLES["english"]

@@ -1,6 +1,5 @@
 """Ranks of the supervised worker, each a fork, with the variables that torchrun would set."""
 
-import contextlib
 import os
 import signal
 import socket
@@ -12,7 +11,6 @@ from tests.train.stages import metrics
 
 
 def start(workspace: Path, *, num_ranks: int) -> list[Forked]:
-    """All ranks of the job in a workspace."""
     return start_ranks("nanodag.train", workspace / "job.json", num_ranks=num_ranks, log=workspace / "worker.log")
 
 
@@ -45,15 +43,13 @@ def end(ranks: list[Forked]) -> list[int | None]:
     return [rank.poll() for rank in ranks]
 
 
-def interrupt(ranks: list[Forked], workspace: Path, *, after_step: int, with_signal: signal.Signals) -> bool:
-    """Send all ranks a signal once a step is logged, and wait for them; False when they were done before it came."""
-    deadline = time.monotonic() + LIMIT_S
+def interrupt(workspace: Path, *, after_step: int, with_signal: signal.Signals, num_ranks: int = 1) -> list[int | None]:
+    """Run all ranks until a step is logged, send them a signal, and wait for them; their exit codes."""
+    ranks, deadline = start(workspace, num_ranks=num_ranks), time.monotonic() + LIMIT_S
     while max((line["step"] for line in metrics(workspace)), default=0) < after_step:
         assert all(rank.poll() is None for rank in ranks), (workspace / "worker.log").read_text()[-6000:]
         assert time.monotonic() < deadline
         time.sleep(0.001)
     for rank in ranks:
-        with contextlib.suppress(ProcessLookupError):
-            rank.send_signal(with_signal)
-    end(ranks)
-    return not (workspace / "result.json").exists()
+        rank.send_signal(with_signal)
+    return end(ranks)

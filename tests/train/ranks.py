@@ -48,16 +48,20 @@ def engine_of(case: dict[str, Any]) -> TrainEngine:
     )
 
 
-def step_on(engine: TrainEngine, step: int, micro_rows: int, *, poison: bool = False) -> tuple[float, float]:
-    """One step on all rows, this rank's in micro-batches of micro_rows; loss a token and gradient norm."""
-    generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(0, VOCABULARY, (ROWS, LENGTH + 1), generator=generator)
+def rows_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(0, VOCABULARY, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(step))
     targets = tokens[:, 1:].clone()
     for row in range(ROWS):
-        targets[row, : row % 5] = -100  # rows differ in what carries loss
+        targets[row, : row % 5] = -100
+    return tokens[:, :-1], targets
+
+
+def step_on(engine: TrainEngine, step: int, micro_rows: int, *, poison: bool = False) -> tuple[float, float]:
+    """One step on all rows, this rank's in micro-batches of micro_rows; loss a token and gradient norm."""
+    tokens, targets = rows_of(step)
     count = int((targets >= 0).sum())
     mine = slice(engine.rank, ROWS, engine.world_size)
-    parts = list(zip(tokens[mine, :-1].split(micro_rows), targets[mine].split(micro_rows), strict=True))
+    parts = list(zip(tokens[mine].split(micro_rows), targets[mine].split(micro_rows), strict=True))
     total = 0.0
     for index, (ids, labels) in enumerate(parts):
         positions = torch.arange(LENGTH).expand(len(ids), -1)

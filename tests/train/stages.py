@@ -3,10 +3,8 @@
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from tests import forks
 
 WORDS = ("river", "stone", "light", "winter", "house", "garden", "train", "letter", "music", "paper", "green", "silent")
 RESOURCES = {"num_ranks": 1, "threads": 1, "device": "cpu"}
+SHAPE = {"depth": 2, "width": 32, "num_heads": 2, "num_kv_heads": 2, "head_width": 16, "mlp_width": 64}
 OPTIMIZER = {"name": "muon", "learning_rate": 0.01, "matrix_lr": 0.01}
 
 
@@ -42,44 +41,22 @@ def pretrain(folder: Path, **changes: Any) -> dict[str, Any]:
         "seed": 3,
         "data": [{"url": f"file:{folder / 'prose.jsonl'}", "held_out": 0.1}],
         "resources": RESOURCES,
-        "shape": {
-            "depth": 2,
-            "width": 32,
-            "num_heads": 2,
-            "num_kv_heads": 2,
-            "head_width": 16,
-            "mlp_width": 64,
-            "tied_embeddings": True,
-            "max_positions": 128,
-        },
-        "sequence_length": 64,
-        "batch_tokens": 512,
-        "micro_batch_tokens": 256,
-        "horizon_tokens": 512 * 12,
-        "optimizer": OPTIMIZER,
-        "precision": "fp32",
-        "compile": False,
-        "validation_tokens": 512,
-        "validation_every": 4,
-        "checkpoint_every": 3,
-        "log_every": 1,
-        "sample_prompts": ["river stone"],
+        "shape": {**SHAPE, "tied_embeddings": True, "max_positions": 128},
+        **{"sequence_length": 64, "batch_tokens": 512, "micro_batch_tokens": 256, "horizon_tokens": 512 * 12},
+        **{"optimizer": OPTIMIZER, "precision": "fp32", "compile": False, "sample_prompts": ["river stone"]},
+        **{"validation_tokens": 512, "validation_every": 4, "checkpoint_every": 3, "log_every": 1},
         **changes,
     }
 
 
 def sft(folder: Path, **changes: Any) -> dict[str, Any]:
     """Config of an sft stage: one pass over 240 sorting problems, in bf16, with patience."""
-    config = pretrain(folder)
-    for name in ("shape", "horizon_tokens"):
-        config.pop(name)
+    problems = {"url": "python:nanodag.data.lists:sort?count=3&size=240&seed=1", "adapter": "problem", "held_out": 0.1}
     return {
-        **config,
+        **{name: value for name, value in pretrain(folder).items() if name != "shape"},
         "kind": "sft",
         "inputs": {"model": "pretrain"},
-        "data": [
-            {"url": "python:nanodag.data.lists:sort?count=3&size=240&seed=1", "adapter": "problem", "held_out": 0.1}
-        ],
+        "data": [problems],
         "horizon_tokens": 0,
         "num_epochs": 1,
         "precision": "bf16",
@@ -110,26 +87,12 @@ def start(workspace: Path, *, num_ranks: int = 1, fresh: bool = False) -> forks.
 
 
 def finish(workspace: Path, *, num_ranks: int = 1, fresh: bool = False) -> dict[str, Any]:
-    """Run the worker to its end; its result."""
     start(workspace, num_ranks=num_ranks, fresh=fresh).wait(timeout=300)
     assert (workspace / "result.json").exists(), (workspace / "worker.log").read_text()
     return json.loads((workspace / "result.json").read_text())
 
 
-def interrupt(workspace: Path, *, after_step: int, with_signal: signal.Signals) -> int:
-    """Run the worker until a step is logged, send it a signal; its exit code."""
-    process = start(workspace)
-    deadline = time.monotonic() + 120
-    while max((m["step"] for m in metrics(workspace)), default=0) < after_step:
-        assert process.poll() is None, (workspace / "worker.log").read_text()
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    process.send_signal(with_signal)
-    return process.wait(timeout=60)
-
-
 def metrics(workspace: Path) -> list[dict[str, Any]]:
-    """Whole lines of metrics.jsonl so far."""
     path = workspace / "metrics.jsonl"
     if not path.exists():
         return []
@@ -137,5 +100,4 @@ def metrics(workspace: Path) -> list[dict[str, Any]]:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder with its bytes."""
     return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}

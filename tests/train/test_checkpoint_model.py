@@ -19,7 +19,6 @@ from tests.train.stages import pretrain, write_tokenizer
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
-    """A pretrain stage's job in its workspace."""
     folder = tmp_path_factory.mktemp("stage")
     write_tokenizer(folder / "tokenizer")
     config = read_stage(pretrain(folder))
@@ -28,23 +27,21 @@ def job(tmp_path_factory):
     return job
 
 
-def save_halves(model, folder, prefix):
-    """A checkpoint of two ranks, each with half of every parameter."""
+def convert(monkeypatch, job, folder, model, prefix):
+    """Write a checkpoint of two ranks, each with half of every parameter, and make a model of it; the exit code."""
+    checkpoint = folder / "step-00000003"
+    checkpoint.mkdir()
     named = {prefix + name: parameter.detach() for name, parameter in model.named_parameters()}
     shapes = {name: tuple(parameter.shape) for name, parameter in named.items()}
-    common = Common(num_updates=3, num_files=2, shapes=shapes)
     for rank in range(2):
         pieces = {}
         for name, parameter in named.items():
-            half = parameter.numel() // 2
-            begin, end = (0, half) if rank == 0 else (half, parameter.numel())
-            segment = Segment(name=name, shape=shapes[name], flat=0, start=0, offset=begin, length=end - begin)
-            pieces[key("weights", segment)] = parameter.reshape(-1)[begin:end].clone()
-        write_state(folder, rank, common, pieces)
-
-
-def convert(monkeypatch, job, checkpoint, folder):
-    monkeypatch.setattr(sys, "argv", ["-", str(job.workspace), str(checkpoint), str(folder)])
+            halves = parameter.reshape(-1).tensor_split(2)
+            place = {"offset": rank * len(halves[0]), "length": len(halves[rank])}
+            segment = Segment(name=name, shape=shapes[name], flat=0, start=0, **place)
+            pieces[key("weights", segment)] = halves[rank].clone()
+        write_state(checkpoint, rank, Common(num_updates=3, num_files=2, shapes=shapes), pieces)
+    monkeypatch.setattr(sys, "argv", ["-", str(job.workspace), str(checkpoint), str(folder / "model")])
     return checkpoint_model.main()
 
 
@@ -52,10 +49,7 @@ def convert(monkeypatch, job, checkpoint, folder):
 def test_a_checkpoint_becomes_the_model_that_its_ranks_hold(monkeypatch, tmp_path, job, prefix):
     model = Decoder(architecture_of(job, job.inputs["tokenizer"]))
     initialise(model, 5)
-    checkpoint = tmp_path / "step-00000003"
-    checkpoint.mkdir()
-    save_halves(model, checkpoint, prefix)
-    assert convert(monkeypatch, job, checkpoint, tmp_path / "model") == 0
+    assert convert(monkeypatch, job, tmp_path, model, prefix) == 0
     written = dict(load(tmp_path / "model").named_parameters())
     for name, parameter in model.named_parameters():
         assert torch.equal(written[name], parameter), name
@@ -63,8 +57,5 @@ def test_a_checkpoint_becomes_the_model_that_its_ranks_hold(monkeypatch, tmp_pat
 
 
 def test_a_checkpoint_of_adapters_is_refused(monkeypatch, tmp_path, job, capsys):
-    checkpoint = tmp_path / "step-00000003"
-    checkpoint.mkdir()
-    save_halves(torch.nn.Linear(2, 2), checkpoint, "model.layers.0.lora.")
-    assert convert(monkeypatch, job, checkpoint, tmp_path / "model") == 1
+    assert convert(monkeypatch, job, tmp_path, torch.nn.Linear(2, 2), "model.layers.0.lora.") == 1
     assert "trains adapters" in capsys.readouterr().err

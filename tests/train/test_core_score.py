@@ -73,7 +73,7 @@ def test_it_is_the_eval_stages_and_leaves_every_byte_as_it_was(folder, num_ranks
 def test_a_killed_stage_ends_on_the_same_weights_and_the_same_scores(folder):
     wanted, killed = (job(folder, name, every=5) for name in ("undisturbed", "killed"))
     stages.finish(wanted)
-    stages.interrupt(killed, after_step=7, with_signal=signal.SIGKILL)
+    forks.interrupt(killed, after_step=7, with_signal=signal.SIGKILL)
     assert not (killed / "result.json").exists()
     stages.finish(killed)
     assert stages.content(killed / "output") == stages.content(wanted / "output")
@@ -140,28 +140,17 @@ class CountedLoop(Loop):
         self.num_saved, self._saved_step = self.num_saved + 1, self.progress.step
 
 
-def loop_of(score_core, *, every):
-    written = []
-    config = SimpleNamespace(core_every=every, patience=0, validation_every=1, checkpoint_every=100)
-    loop = CountedLoop(
-        config=config,
-        plan=SimpleNamespace(num_steps=5),
-        engine=SimpleNamespace(highest=float),
-        objective=None,
-        source=None,
-        checkpoints=None,
-        write=lambda step, **values: written.append((step, values["core"])),
-        validate=None,
-        score_core=score_core,
-        show_samples=None,
-    )
-    return loop, written
-
-
 def test_a_stop_amid_core_leaves_a_checkpoint_from_which_it_is_scored_again():
     all_right = dict.fromkeys([task.label for task in TASKS], 1.0)
-    answers = [all_right, None, None, all_right, all_right]
-    loop, written = loop_of(lambda: answers.pop(0), every=2)
+    answers, written = [all_right, None, None, all_right, all_right], []
+    loop = CountedLoop(
+        config=SimpleNamespace(core_every=2, patience=0, validation_every=1, checkpoint_every=100),
+        plan=SimpleNamespace(num_steps=5),
+        engine=SimpleNamespace(highest=float),
+        write=lambda step, **values: written.append((step, values["core"])),
+        score_core=lambda: answers.pop(0),
+        **dict.fromkeys(("objective", "source", "checkpoints", "validate", "show_samples")),
+    )
     with pytest.raises(Stopped):
         loop.run()
     assert (loop.num_saved, loop.progress.core_step, written) == (1, 2, [(2, 1.0)])

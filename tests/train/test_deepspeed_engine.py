@@ -11,7 +11,7 @@ from nanodag.config.kinds.rl import RLStage
 from nanodag.config.kinds.sft import SFTStage
 from nanodag.config.pipeline import Pipeline
 from tests.train import forks
-from tests.train.ranks import LENGTH, ROWS, SHAPE, STEPS, VOCABULARY
+from tests.train.ranks import LENGTH, ROWS, SHAPE, STEPS, VOCABULARY, rows_of
 
 
 def run_ranks(out: Path, cases: list[dict], *, num_ranks: int) -> list[dict]:
@@ -111,12 +111,6 @@ def test_bf16_stays_close_to_fp32(one_rank, stage):
     assert found["losses"][0] == pytest.approx(wanted["losses"][0], abs=0.005)
 
 
-def test_the_loss_falls(one_rank):
-    losses = one_rank[str(FP32[0])]["losses"]
-    assert len(losses) == STEPS
-    assert losses[-1] < losses[0]
-
-
 def test_a_saved_state_goes_on_under_another_stage_and_number_of_ranks(folder, one_rank, two_ranks):
     wanted = one_rank[str(FP32[0])]
     assert_same(two_ranks[str({"stage": 1, "load": str(folder / "one"), "first": 2})], wanted, first=2)
@@ -150,12 +144,9 @@ def test_one_rank_comes_to_the_weights_of_a_loop_without_deepspeed(one_rank):
     muon = torch.optim.Muon(by_kind["matrix"], lr=0.02, weight_decay=0.1, momentum=0.95, nesterov=True)
     losses = []
     for step in range(STEPS):
-        tokens = torch.randint(0, VOCABULARY, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(step))
-        targets = tokens[:, 1:].clone()
-        for row in range(ROWS):
-            targets[row, : row % 5] = -100
+        tokens, targets = rows_of(step)
         positions = torch.arange(LENGTH).expand(ROWS, -1)
-        loss = model(tokens[:, :-1], positions, torch.zeros_like(targets), targets) / (targets >= 0).sum()
+        loss = model(tokens, positions, torch.zeros_like(targets), targets) / (targets >= 0).sum()
         losses.append(loss.item())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -166,12 +157,16 @@ def test_one_rank_comes_to_the_weights_of_a_loop_without_deepspeed(one_rank):
     assert one_rank[str(FP32[0])]["losses"] == pytest.approx(losses, abs=5e-3)
 
 
-def test_adapters_train_to_the_same_weights_at_any_stage_and_number_of_ranks(one_rank, two_ranks):
+def test_adapters_train_to_the_same_weights_at_any_stage_and_number_of_ranks_and_alone(one_rank, two_ranks, folder):
     wanted = one_rank[str(LORA[0])]
     for found in (one_rank[str(LORA[1])], two_ranks[str(LORA[0])], two_ranks[str(LORA[1])]):
         # AdamW divides a gradient by its own size: where that is near 0, its rounding moves a weight by up to half a
         # percent of a step of 0.01 (one of 128 by 2.24e-5 on a Zen 3).
         assert_same(found, wanted, atol=5e-5)
+    assert_same(two_ranks[str({**LORA[1], "load": str(folder / "lora"), "first": 2})], wanted, first=2)
+    begun = one_rank[str({**LORA[0], "steps": 2, "save": str(folder / "lora")})]["weights"]
+    changed = {name for name in begun if begun[name] != wanted["weights"][name]}
+    assert changed and all(".0.up" in name or ".0.down" in name for name in changed)
 
 
 def test_samplers_get_the_same_weights_by_folder_and_in_buckets(one_rank, two_ranks):
@@ -201,9 +196,9 @@ def test_an_offloaded_engine_goes_on_from_a_checkpoint_of_one_that_was_not(two_r
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"zero_stage": 0}, "needs zero_stage 1, 2 or 3; found 0"),
-        ({"optimizer": {"name": "muon"}}, "would work on every matrix on the CPU"),
-        ({"resources": {"offload_param": "cpu"}, "zero_stage": 3}, "needs zero_stage 3 and offload_optimizer: cpu"),
+        ({"zero_stage": 0}, "zero_stage 1, 2 or 3; found 0"),
+        ({"optimizer": {"name": "muon"}}, "every matrix on the CPU"),
+        ({"resources": {"offload_param": "cpu"}, "zero_stage": 3}, "offload_optimizer: cpu"),
         ({"resources": {"offload_optimizer": "cpu", "offload_param": "cpu"}}, "needs zero_stage 3"),
     ],
 )
@@ -221,15 +216,3 @@ def test_only_what_trains_can_be_offloaded_and_the_key_does_not_know_it():
         Pipeline(preset="p", stages={"m": model, "e": stage})
     values = {"kind": "rl", "data": ["file:x"]}
     assert result_config(RLStage.of(**values, resources=offload)) == result_config(RLStage.of(**values))
-
-
-def test_with_adapters_only_they_change(one_rank, folder):
-    begun = one_rank[str({**LORA[0], "steps": 2, "save": str(folder / "lora")})]
-    later = one_rank[str(LORA[0])]
-    changed = {name for name in begun["weights"] if begun["weights"][name] != later["weights"][name]}
-    assert changed and all(".0.up" in name or ".0.down" in name for name in changed)
-
-
-def test_adapters_go_on_from_a_checkpoint_of_other_ranks_at_another_stage(two_ranks, one_rank, folder):
-    found = two_ranks[str({**LORA[1], "load": str(folder / "lora"), "first": 2})]
-    assert_same(found, one_rank[str(LORA[0])], first=2)

@@ -1,12 +1,13 @@
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
 import numpy as np
 import pytest
 
-from nanodag.train.held_out_rows import held_out_rows, positions_in
+from nanodag.train.held_out_rows import held_out_rows
 from nanodag.train.packing import document_piece, make_batch
 
+SHARED = ("input_ids", "labels", "position_ids", "document_ids")
 ROWS = [[[3, 4], [5]], [[6, 7, 8, 9]], [[10]]]  # documents of three rows of 6 positions
 
 
@@ -22,12 +23,10 @@ def whole_batch(rows):
     return make_batch(pieces, num_rows=2, row_length=6, pad_id=0)
 
 
-def same(one, other):
-    arrays = ("input_ids", "labels", "position_ids", "document_ids")
-    assert all(getattr(one, name).dtype == getattr(other, name).dtype for name in arrays)
-    return one.surplus_bytes == other.surplus_bytes and all(
-        np.array_equal(getattr(one, name), getattr(other, name)) for name in arrays
-    )
+def assert_same(one, other):
+    assert one.surplus_bytes == other.surplus_bytes
+    for name in SHARED:
+        np.testing.assert_array_equal(getattr(one, name), getattr(other, name), strict=True)
 
 
 def test_held_out_rows_are_made_once_for_all_ranks_restarts_and_stages_with_the_same_data(tmp_path):
@@ -37,27 +36,17 @@ def test_held_out_rows_are_made_once_for_all_ranks_restarts_and_stages_with_the_
     assert made == [0, 1, 2]
     held_out_rows(tmp_path, {"data": "b"}, lambda: islice(batches(made), 1))
     assert made == [0, 1, 2, 0]
-    (one,) = rows.batches(rank=0, world=2, batch_rows=2, pad_id=0)
-    assert same(one, whole_batch([ROWS[0], ROWS[2]]))
-    (other,) = rows.batches(rank=1, world=2, batch_rows=2, pad_id=0)
-    assert same(other, whole_batch([ROWS[1]]))
-    alone = rows.batches(rank=0, world=1, batch_rows=2, pad_id=0)
-    assert same(alone[0], whole_batch(ROWS[:2]))
-    assert same(alone[1], whole_batch(ROWS[2:]))
+    dealt = {(0, 2): [[ROWS[0], ROWS[2]]], (1, 2): [[ROWS[1]]], (0, 1): [ROWS[:2], ROWS[2:]]}
+    for (rank, world), wanted in dealt.items():
+        for batch, its in zip(rows.batches(rank=rank, world=world, batch_rows=2, pad_id=0), wanted, strict=True):
+            assert_same(batch, whole_batch(its))
     assert rows.batches(rank=3, world=4, batch_rows=2, pad_id=0) == []
 
 
 def test_ranks_that_ask_at_once_wait_for_the_one_that_makes_them(tmp_path):
-    made, found = [], []
-
-    def ask():
-        found.append(held_out_rows(tmp_path, {}, lambda: batches(made)))
-
-    ranks = [threading.Thread(target=ask) for _ in range(3)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
+    made = []
+    with ThreadPoolExecutor(3) as ranks:
+        found = list(ranks.map(lambda rank: held_out_rows(tmp_path, {}, lambda: batches(made)), range(3)))
     assert made == [0, 1, 2]
     assert all(np.array_equal(rows.input_ids, found[0].input_ids) for rows in found)
 
@@ -83,7 +72,3 @@ def test_the_eight_used_last_are_kept(tmp_path):
 def test_without_any_held_out_text_there_are_no_batches(tmp_path):
     rows = held_out_rows(tmp_path, {}, lambda: iter(()))
     assert rows.batches(rank=0, world=1, batch_rows=2, pad_id=0) == []
-
-
-def test_positions_count_from_0_in_each_document_and_in_padding():
-    assert positions_in(np.array([[0, 0, 1, 2, 2, 2, -1, -1]])).tolist() == [[0, 1, 0, 0, 1, 2, 0, 1]]

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from torch.func import functional_call
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanodag.config.dial import Shape
 from nanodag.model.build import initialise, qwen3_architecture
@@ -16,6 +15,7 @@ from nanodag.train.objective import NextToken, to_device
 from nanodag.train.packing import Piece, conversation_piece, make_batch
 from nanodag.train.validation import Validation
 from tests.sampler.other_device import NAME, OtherDevice
+from tests.watched import Watched
 
 SHAPE = Shape(depth=1, width=16, num_heads=2, num_kv_heads=1, head_width=8, mlp_width=24, tied_embeddings=True)
 
@@ -27,19 +27,6 @@ def conversation(first: int, length: int) -> Piece:
 BATCH = make_batch(
     [[conversation(1, 6), conversation(9, 4)], [conversation(3, 9)]], num_rows=2, row_length=10, pad_id=0
 )
-
-
-class Reads(TorchDispatchMode):
-    """What a GPU would have been waited for."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function in (torch.ops.aten.nonzero.default, torch.ops.aten._local_scalar_dense.default):
-            self.found.append(function)
-        return function(*args, **(kwargs or {}))
 
 
 class OneRank:
@@ -66,9 +53,9 @@ def test_loss_gradients_and_validation_are_the_same_and_no_loss_waits_for_the_de
     def work(device):
         weights = {name: p.detach().to(device).requires_grad_() for name, p in model.named_parameters()}
         engine = OneRank(model, device, weights)
-        with Reads() as reads:
+        with Watched() as seen:
             loss, _, _ = NextToken().loss(engine, to_device(BATCH, device))
-        assert not reads.found
+        assert not seen.reads
         gradients = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
         assert loss.device.type == device.type and all(g is None or g.device.type == device.type for g in gradients)
         score = Validation(engine, [BATCH, BATCH], BATCH, token_bytes).score()

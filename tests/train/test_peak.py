@@ -10,14 +10,6 @@ from nanodag.train import peak
 GIB = 1 << 30
 
 
-def test_the_peak_is_that_of_the_faster_precision(monkeypatch):
-    speeds = {torch.float32: 60e9, torch.bfloat16: 5e9}
-    monkeypatch.setattr(peak, "_measured_on_cpu", speeds.get)
-    assert peak.matmul_peak("cpu") == 60e9
-    speeds[torch.bfloat16] = 400e9
-    assert peak.matmul_peak("cpu") == 400e9
-
-
 def test_time_in_which_other_processes_run_does_not_lower_the_peak_of_a_cpu(monkeypatch):
     monkeypatch.setattr(peak, "times_transposed", lambda a, b: time.sleep(0.05))  # as when they hold the processor
     assert peak._cpu_seconds(torch.ones(1), torch.ones(1)) < 0.02
@@ -39,17 +31,6 @@ def test_time_in_which_other_processes_run_does_not_lower_the_peak_of_a_cpu(monk
 )
 def test_a_known_gpu_has_the_bfloat16_peak_of_its_data_sheet(name, memory, capability, tera):
     assert peak.known_peak(name, int(memory * GIB), capability) == tera * 1e12
-
-
-def test_an_unknown_gpu_is_measured_on_large_matrices_that_an_eighth_of_its_memory_takes():
-    assert peak.gpu_size(70 * GIB, 2) == peak.gpu_size(70 * GIB, 4) == 8192
-    assert peak.gpu_size(2 * GIB, 4) == 4096  # 3 x 64 MiB of 256
-    assert peak.gpu_size(1 << 20, 4) == 1024
-    assert peak.precisions_of(7.5) == (torch.float32,) and torch.bfloat16 in peak.precisions_of(8.6)
-
-
-def test_products_between_two_waits_take_a_twentieth_of_a_second():
-    assert [peak.lot_of(seconds) for seconds in (1.0, 0.02, 1.1e-3, 1e-7)] == [1, 3, 46, 1000]
 
 
 def test_the_peak_of_an_unknown_gpu_is_that_of_its_fastest_lot(monkeypatch):

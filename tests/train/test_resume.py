@@ -21,7 +21,7 @@ def test_two_ranks_that_were_interrupted_end_on_the_same_bytes(runs, case):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("case", pairs(), ids=str)
+@pytest.mark.parametrize("case", [*pairs()], ids=str)
 def test_any_two_settings_together_end_on_the_same_bytes(runs, case):
     assert runs.differences(case) == []
 

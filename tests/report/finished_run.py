@@ -1,29 +1,23 @@
 """A small finished run, written by hand: base, SFT, RL and a control, each with an evaluation."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import pytest
 
-KEYS = {
-    name: f"{number:040x}" for number, name in enumerate(["tokenizer", "pretrain", "sft", "rl", "control"], start=10)
-}
-
-
-@pytest.fixture
-def run(tmp_path) -> dict[str, Any]:
+def finished_run(folder: Path) -> dict[str, Any]:
     """The context of a report job. `sort`: 10 items, right answers base 0, SFT 4, RL 8, control 5."""
     stages: dict[str, Any] = {}
 
     def add(name, kind, inputs, *, cost=None, config=None, lines=()):
-        files, records = tmp_path / name / "files", tmp_path / name / "records"
+        files, records = folder / name / "files", folder / name / "records"
         files.mkdir(parents=True)
         records.mkdir()
-        (records / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_lines(records / "metrics.jsonl", lines)
         stages[name] = {
             "kind": kind,
-            "key": KEYS.get(name, f"{len(stages) + 90:040x}"),
+            "key": f"{len(stages) + 90:040x}",
             "attempt": "0001",
             "digest": f"{len(stages):064x}",
             "metrics": {},
@@ -47,22 +41,10 @@ def run(tmp_path) -> dict[str, Any]:
 
     steps = [{"event": "step", "step": n, "total": 3, "time": 0.0, "loss": 3.0 - n, "reward": n / 3} for n in (1, 2, 3)]
     add("tokenizer", "tokenizer", {}, cost={"seconds": 60.0})
-    base_cost = {
-        "seconds": 3600.0,
-        "cpu_seconds": 7000.0,
-        "tokens": 1_500_000,
-        "flops": 2e12,
-        "mfu": 0.31,
-    }
+    cost = {"seconds": 3600.0, "cpu_seconds": 7000.0, "tokens": 1_500_000, "flops": 2e12, "mfu": 0.31}
     data = [{"url": "file:train.jsonl"}]
-    add(
-        "pretrain",
-        "pretrain",
-        {"tokenizer": "tokenizer"},
-        cost=base_cost,
-        lines=steps,
-        config={"shape": {"depth": 2}, "resources": {"num_ranks": 2}},
-    )
+    config = {"shape": {"depth": 2}, "resources": {"num_ranks": 2}}
+    add("pretrain", "pretrain", {"tokenizer": "tokenizer"}, cost=cost, lines=steps, config=config)
     add_eval("eval_base", "pretrain", 0, 1.5, form="problems")
     add("sft", "sft", {"model": "pretrain"}, config={"data": data, "num_epochs": 3.0})
     add_eval("eval_sft", "sft", 4, 1.6)
@@ -79,21 +61,20 @@ def run(tmp_path) -> dict[str, Any]:
     }
 
 
+def write_lines(path: Path, lines: Iterable[Any]) -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
 def write_results(files: Path, *, right: int, bits: float, form: str, said: str) -> None:
     (files / "samples").mkdir()
     sort = [
-        {
-            "id": f"s{n}",
-            "scores": {"exact_match": float(n < right)},
-            "prompt": f"Sort {n} | x",
-            "target": "1",
-            "output": f"o{n}",
-        }
+        {"id": f"s{n}", "scores": {"exact_match": float(n < right)}}
+        | {"prompt": f"Sort {n} | x", "target": "1", "output": f"o{n}"}
         for n in range(10)
     ]
     texts = [{"id": f"t{n}", "scores": {"bits_per_byte": bits + n / 10}, "weight": 100} for n in range(12)]
     for name, records in (("sort", sort), ("bits_per_byte", texts)):
-        (files / "samples" / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        write_lines(files / "samples" / f"{name}.jsonl", records)
     common = {"chat": False, "num_fewshot": 0}
     results = {
         "sort": common
