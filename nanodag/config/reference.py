@@ -157,7 +157,8 @@ def reference() -> str:
     ]
     shown: list[type[BaseModel]] = []
     models: list[type[BaseModel]] = [Pipeline, StageBase, SupervisedStage, ChatStage, EngineConfig, SampledStage]
-    for model in [*models, EntryConfig, *(kind.config for kind in shipped().values())]:
+    models += [EntryConfig, *(kind.config for kind in shipped().values())]
+    for model in models:
         lines += _class_lines(model, shown)
     for kind in registry.KINDS:
         lines += ["", f"## Shipped: {kind.replace('_', ' ')}", ""]
