@@ -6,13 +6,13 @@ from typing import Annotated, Literal
 
 import typer
 
-from nanodag.cli import store as store_commands
 from nanodag.cli.nightly import nightly_app
 from nanodag.cli.parameters import Detach, File, ModelName, ModelStage, On, Overrides, Preset, RunName, take
 from nanodag.cli.rerun import rerun
 from nanodag.cli.rollouts import rollouts
 from nanodag.cli.sampler import sampler_app
 from nanodag.cli.server import notify, server_app
+from nanodag.cli.store import diff, export, gc, lineage, reproduce, verify
 from nanodag.cli.sweep import sweep
 from nanodag.errors import ConfigError, NanodagError
 
@@ -103,8 +103,8 @@ def config(
 
     if explain:
         explain_setting(explain, overrides or [], preset=preset, file=file, on=on)
-        return
-    show_config(overrides or [], preset=preset, file=file, on=on)
+    else:
+        show_config(overrides or [], preset=preset, file=file, on=on)
 
 
 @app.command()
@@ -350,7 +350,8 @@ def env_install(
         typer.echo(f"Name it to those who use it: {VERIFIERS.variable}={python}")
 
 
-store_commands.add_to(app)
+for command in (verify, gc, lineage, diff, export, reproduce):
+    app.command()(command)
 
 
 def main() -> None:

@@ -4,10 +4,10 @@ import os
 import shutil
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
@@ -104,9 +104,14 @@ def _shown(value: Any) -> str:
 
 
 def export_artifact(key: str, folder: str, *, file: str) -> None:
+    """Copy a model, or a tokenizer, into a new folder, verified; it is whole when it has that name.
+
+    Raises StoreError when something has that name already, or the artifact is no Hugging Face folder, CorruptArtifact
+    when its bytes are not what they were.
+    """
     console, store = make_console(), served_store(file)
     artifact = store.get(key)
-    path = export(store, artifact, Path(folder))
+    path = _export(store, artifact, Path(folder).expanduser().absolute())
     kind = recorded_kind(artifact.kind).name
     console.print(f"{artifact.stage} ({kind}), {size(artifact.num_bytes)}: {path}", soft_wrap=True)
     run, colon, stage = key.partition(":")
@@ -122,7 +127,8 @@ def reproduce_artifact(key: str, *, file: str) -> int:
     artifact = store.get(key)
     kind = recorded_kind(artifact.kind).name
     console.print(f"Building {artifact.stage} ({kind}) of {artifact.key[:12]}/{artifact.attempt} again.")
-    result = reproduce(store, artifact, file=file, on_line=lambda line: _say(console, line))
+    say = partial(console.print, style="dim", markup=False, soft_wrap=True)
+    result = reproduce(store, artifact, file=file, on_line=say)
     for name, (then, now) in result.environment.items():
         console.print(f"{name} was {_shown(then)}, is {_shown(now)}", style="yellow", markup=False, soft_wrap=True)
     for name in [n for n, state in result.files.items() if state != "same"]:
@@ -141,22 +147,12 @@ def reproduce_artifact(key: str, *, file: str) -> int:
     return 1
 
 
-def _say(console: Console, line: str) -> None:
-    console.print(line, style="dim", markup=False, soft_wrap=True)
-
-
-def export(store: Store, artifact: Artifact, folder: Path) -> Path:
-    """Copy a model, or a tokenizer, into a new folder, verified; it is whole when it has that name.
-
-    Raises StoreError when something has that name already, or the artifact is no Hugging Face folder, CorruptArtifact
-    when its bytes are not what they were.
-    """
+def _export(store: Store, artifact: Artifact, folder: Path) -> Path:
     if not IS_MODEL & set(artifact.files):
         raise StoreError(
             f"Artifact {artifact.folder} is of kind {artifact.kind}, no model and no tokenizer; its files lie in "
             f"{store.materialize(artifact)}."
         )
-    folder = folder.expanduser().absolute()
     if os.path.lexists(folder):
         raise StoreError(f"{folder} is there already, and nothing is overwritten. Name a folder that is not there yet.")
     source = store.materialize(artifact)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from types import TracebackType
+from typing import Self
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.live import Live
@@ -32,26 +32,31 @@ def make_console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=200)
 
 
-class LiveTable:
-    """Shows a run while it goes on. Use as a context; `show` as often as there is time."""
+class _LiveIfTerminal:
+    """A context in which a terminal has something that changes; `_live` is None where the output is no terminal."""
 
-    def __init__(self, console: Console, store: Store) -> None:
+    def __init__(self, console: Console, *, transient: bool) -> None:
         self._console = console
-        self._store = store
-        self._live = Live(console=console, refresh_per_second=4) if console.is_terminal else None
-        self._said: dict[str, tuple[str, float]] = {}
-        self._state = ""
+        self._live = Live(console=console, refresh_per_second=4, transient=transient) if console.is_terminal else None
 
-    def __enter__(self) -> "LiveTable":
+    def __enter__(self) -> Self:
         if self._live is not None:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._live is not None:
             self._live.stop()
+
+
+class LiveTable(_LiveIfTerminal):
+    """Shows a run while it goes on. Use as a context; `show` as often as there is time."""
+
+    def __init__(self, console: Console, store: Store) -> None:
+        super().__init__(console, transient=False)
+        self._store = store
+        self._said: dict[str, tuple[str, float]] = {}
+        self._state = ""
 
     def show(self, record: RunRecord | None, state: Mapping[str, str]) -> None:
         """Bring what is shown up to date. record: the run's, None before the flow has begun. state: Prefect's."""
@@ -127,28 +132,16 @@ def _cells(stage: StageProgress) -> dict[str, RenderableType]:
     }
 
 
-class Shown:
+class Shown(_LiveIfTerminal):
     """Progress of a long command: one line that changes, in a terminal; elsewhere a line now and then. Use as a
     context; call it with the line as often as there is time."""
 
     def __init__(self) -> None:
-        self._console = make_console()
-        self._live = Live(console=self._console, refresh_per_second=4, transient=True)
+        super().__init__(make_console(), transient=True)
         self._said_at = time.monotonic()
 
-    def __enter__(self) -> "Shown":
-        if self._console.is_terminal:
-            self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._console.is_terminal:
-            self._live.stop()
-
     def __call__(self, text: str) -> None:
-        if self._console.is_terminal:
+        if self._live is not None:
             self._live.update(Text(f"  {text}", style="dim", overflow="ellipsis", no_wrap=True))
         elif time.monotonic() - self._said_at > LINE_EVERY_S:
             self._said_at = time.monotonic()

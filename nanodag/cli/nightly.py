@@ -16,12 +16,7 @@ nightly_app = typer.Typer(help="Evaluations every night, and what got worse.", n
 
 
 @nightly_app.command("run")
-def run_night(
-    overrides: Overrides = None,
-    preset: Preset = "auto",
-    file: File = "",
-    detach: Detach = False,
-) -> None:
+def run_night(overrides: Overrides = None, preset: Preset = "auto", file: File = "", detach: Detach = False) -> None:
     """Evaluate now, and compare with the nights before.
 
     Exit code 1 when something got worse by more than noise, or could not be evaluated.

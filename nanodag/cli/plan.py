@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
+from typing import Literal
 
 from rich.table import Table
 
@@ -12,6 +13,7 @@ from nanodag.errors.words import counted, duration, size
 from nanodag.host.machine import detect, machine_of
 from nanodag.plan.case import device_room, host_room
 from nanodag.plan.make import Plan, plan_of
+from nanodag.report.words import count
 from nanodag.run.record import pipeline_file
 
 MIN_WIDTH = 118
@@ -55,20 +57,17 @@ def _print(plan: Plan, warnings: Sequence[str]) -> None:
 def _table(plan: Plan) -> Table:
     has_gpu, has_price = plan.machine.gpu is not None, plan.price_per_hour > 0
     table = Table(box=None, pad_edge=False, show_footer=True)
-    total = duration(plan.seconds) if plan.seconds is not None else ""
-    columns = [("stage", "total"), ("model", ""), ("tokens", ""), ("steps", ""), ("FLOPs", "")]
-    columns += [("a GPU", "")] if has_gpu else []
-    columns += [("memory", ""), ("at once", ""), ("prompt", ""), ("read", "")]
-    columns += [("disk", size(plan.disk_bytes))]
-    columns += [("time", total)]
-    columns += [("price", _price(plan.price_of(plan.seconds)))] if has_price else []
-    for name, footer in columns:
-        table.add_column(name, footer=footer, justify="left" if name == "stage" else "right", no_wrap=True)
+    footers = {"stage": "total", "disk": size(plan.disk_bytes), "price": _price(plan.price_of(plan.seconds))}
+    footers["time"] = duration(plan.seconds) if plan.seconds is not None else ""
+    names = ["stage", "model", "tokens", "steps", "FLOPs", *["a GPU"] * has_gpu, "memory", "at once", "prompt", "read"]
+    for name in [*names, "disk", "time", *["price"] * has_price]:
+        justify: Literal["left", "right"] = "left" if name == "stage" else "right"
+        table.add_column(name, footer=footers.get(name, ""), justify=justify, no_wrap=True)
     for stage in plan.stages:
-        cells = [stage.name, *map(_short, (stage.parameters, stage.tokens, stage.steps, stage.flops))]
+        cells = [stage.name, _short(stage.parameters), _short(stage.tokens), _exact(stage.steps), _short(stage.flops)]
         cells += [size(stage.device_bytes) if stage.device_bytes else ""] if has_gpu else []
         cells += [size(stage.host_bytes) if stage.host_bytes else ""]
-        cells += [_short(stage.at_once), _short(stage.longest_prompt)]
+        cells += [_exact(stage.at_once), _exact(stage.longest_prompt)]
         cells += [size(num) if num else "" for num in (stage.read_bytes, stage.disk_bytes)]
         cells += [duration(stage.seconds) if stage.seconds is not None else ""]
         cells += [_price(plan.price_of(stage.seconds))] if has_price else []
@@ -87,15 +86,11 @@ def _shares(plan: Plan) -> str:
 
 
 def _short(number: float | None) -> str:
-    """`1.7M`, `2.8e+13`, `300`; empty for what is not known."""
-    if number is None:
-        return ""
-    if number >= 1e12:
-        return f"{number:.1e}".replace("e+", "e")
-    for unit, name in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if number >= unit:
-            return f"{number / (1e3 if name == 'k' else unit):.3g}{name}"
-    return f"{number:,.0f}"
+    return "" if number is None else count(number)
+
+
+def _exact(number: int | None) -> str:
+    return "" if number is None else f"{number:,}"
 
 
 def _price(price: float | None) -> str:

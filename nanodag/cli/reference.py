@@ -39,22 +39,15 @@ def commands(command: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[
 def _section(path: tuple[str, ...], command: Any) -> str:
     text, _, examples = command.help.partition("\b\n")
     parameters = [parameter for parameter in command.params if parameter.name != "help"]
-    lines = [f"## nanodag {' '.join(path)}", "", _one_line_a_paragraph(text), ""]
+    paragraphs = [re.sub(r"\s+", " ", paragraph) for paragraph in text.strip().split("\n\n")]
+    lines = [f"## nanodag {' '.join(path)}", "", "\n\n".join(paragraphs), ""]
     if examples:
         # What stands behind a command, apart from it, is said about it.
-        lines += [
-            "```sh",
-            *(re.sub(r"(?<=\S)\s{3,}(?=\w)", "   # ", e) for e in examples.strip().splitlines()),
-            "```",
-            "",
-        ]
+        shown = (re.sub(r"(?<=\S)\s{3,}(?=\w)", "   # ", e) for e in examples.strip().splitlines())
+        lines += ["```sh", *shown, "```", ""]
     if parameters:
         lines += ["| argument or option | meaning |", "|---|---|", *map(_row, parameters), ""]
     return "\n".join(lines)
-
-
-def _one_line_a_paragraph(text: str) -> str:
-    return "\n\n".join(re.sub(r"\s+", " ", paragraph) for paragraph in text.strip().split("\n\n"))
 
 
 def _row(parameter: Any) -> str:

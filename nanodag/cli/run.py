@@ -24,15 +24,7 @@ from nanodag.host.machine import machine_of
 from nanodag.run.preflight import check_before_start
 from nanodag.run.progress import progress_of
 from nanodag.run.python_path import note_python_path
-from nanodag.run.record import (
-    check_gpus,
-    locations_of,
-    merged,
-    pipeline_file,
-    refuse_composed,
-    store_of,
-    unfinished,
-)
+from nanodag.run.record import check_gpus, locations_of, merged, pipeline_file, refuse_composed, store_of, unfinished
 from nanodag.run.stale_stages import left_alone
 from nanodag.server.local_server import LocalServer, server_of
 from nanodag.server.prefect_api import FINAL_STATES, Api
@@ -52,7 +44,9 @@ def run_pipeline(
     began = time.monotonic()
     console = make_console()
     machine = None
-    known = store_of(resolve(pipeline_file(file), overrides=_of_store(overrides)).pipeline) if name else None
+    # A run's record is looked up in its store, before its preset is known.
+    of_store = [text for text in overrides if text.startswith("store")]
+    known = store_of(resolve(pipeline_file(file), overrides=of_store).pipeline) if name else None
     if known is not None and known.find_run(name) is not None:
         # Go on with that run: what it was told before, and is told now.
         before = known.own_run(name)
@@ -76,7 +70,7 @@ def run_pipeline(
     print_placement(console, resolved)
     print_warnings(console, resolved)
     if preset == "auto" and machine is None and resolved.machine.num_gpus:
-        print_others(console, path, resolved)
+        print_presets(console, path)
     kept = choose_stale(console, store.find_run(name), pipeline, build=stale, may_ask=sys.stdin.isatty())
     parameters = {
         "preset": pipeline.preset,
@@ -103,18 +97,11 @@ def print_placement(console: Console, resolved: Resolved) -> None:
         console.print(f"Machine {resolved.machine.short}: {text}", style="dim", markup=False, highlight=False)
 
 
-def print_others(console: Console, path: Path, resolved: Resolved) -> None:
+def print_presets(console: Console, path: Path) -> None:
     """On a machine with GPUs: what else the file has. The default stays a run of minutes unless one asks for more."""
-    presets = read_document(path)["presets"]
-    others = [f"{name} ({body.get('description', '')})" for name, body in presets.items()]
     console.print("No preset was named, so this is the file's default. There are:", style="dim", markup=False)
-    for text in others:
-        console.print(f"  {text}", style="dim", markup=False, highlight=False)
-
-
-def _of_store(overrides: Sequence[str]) -> list[str]:
-    """Overrides that name the store: a run's record is looked up there, before its preset is known."""
-    return [text for text in overrides if text.startswith("store")]
+    for name, body in read_document(path)["presets"].items():
+        console.print(f"  {name} ({body.get('description', '')})", style="dim", markup=False, highlight=False)
 
 
 def take_over(store: Store, name: str, server: LocalServer, console: Console) -> None:
@@ -202,8 +189,6 @@ def start(
 
 
 class _Attended:
-    """A flow run that somebody watches."""
-
     def __init__(self, console: Console, store: Store, api: Api, server: LocalServer, name: str, flow_run: str) -> None:
         self._console, self._store, self._api, self._server = console, store, api, server
         self._name, self._flow_run = name, flow_run
@@ -211,11 +196,15 @@ class _Attended:
 
     def wait(self) -> int:
         """Show the run until it ends, or stop it when asked to; returns the command's exit code."""
-        watch = LiveTable(self._console, self._store)
-        handler = signal.signal(signal.SIGTERM, _as_interrupt)
+        handler = signal.signal(signal.SIGTERM, signal.default_int_handler)  # it raises KeyboardInterrupt
         try:
-            with watch:
-                state = self._follow(watch)
+            with LiveTable(self._console, self._store) as watch:
+                while True:
+                    state = self._state()
+                    watch.show(self._record(), state)
+                    if state["type"] in FINAL_STATES:
+                        break
+                    time.sleep(0.3)
         except KeyboardInterrupt:
             self._stop()
             return STOPPED_EXIT_CODE
@@ -226,14 +215,6 @@ class _Attended:
         finally:
             signal.signal(signal.SIGTERM, handler)
         return self._tell_end(state)
-
-    def _follow(self, watch: LiveTable) -> dict[str, str]:
-        while True:
-            state = self._state()
-            watch.show(self._record(), state)
-            if state["type"] in FINAL_STATES:
-                return state
-            time.sleep(0.3)
 
     def _state(self) -> dict[str, str]:
         """The flow run's state; CRASHED when nobody is left who could change it. Raises ServerError when the server is
@@ -265,7 +246,8 @@ class _Attended:
         deadline = time.monotonic() + STOP_TIMEOUT_S
         try:
             while time.monotonic() < deadline:
-                if self._api.run_state(self._flow_run)["type"] in FINAL_STATES and not self._is_alive():
+                has_ended = self._api.run_state(self._flow_run)["type"] in FINAL_STATES
+                if has_ended and ((record := self._record()) is None or not record.is_alive):
                     break
                 time.sleep(0.2)
         except KeyboardInterrupt:
@@ -293,10 +275,6 @@ class _Attended:
         resume = command(f"run --name {self._name}")
         self._console.print(f"What is finished is in the store. Resume it with: {resume}")
 
-    def _is_alive(self) -> bool:
-        record = self._record()
-        return record is not None and record.is_alive
-
     def _record(self) -> RunRecord | None:
         """The run's record; None before the flow run has begun it."""
         record = self._store.find_run(self._name)
@@ -314,7 +292,3 @@ def bury_the_dead(api: Api, store: Store) -> None:
                 api.set_state(record.flow_run, "CRASHED", "The flow's process is gone.")
         except ServerError:  # another server's, or deleted in the UI
             continue
-
-
-def _as_interrupt(signum: int, frame: object) -> None:
-    raise KeyboardInterrupt

@@ -65,8 +65,7 @@ def serve(
         int, typer.Option("--context-length", metavar="N", min=0, help="Prompt and response; 0 for what fits.")
     ] = 0,
     deterministic: Annotated[
-        bool | None,
-        typer.Option("--deterministic/--not-deterministic", help="Default: embedded on a CPU is."),
+        bool | None, typer.Option("--deterministic/--not-deterministic", help="Default: embedded on a CPU is.")
     ] = None,
     allow_host: Annotated[
         list[str] | None,

@@ -75,19 +75,13 @@ def found_model(name: str, stage: str, file: str) -> tuple[str, Path]:
     if _is_elsewhere(name):
         if stage:
             raise ConfigError(f"{name} is a model by itself and has no stage {stage!r}.")
-        return _elsewhere_name(name), _elsewhere(name)
+        from nanodag.model.import_model import fetched
+
+        is_folder, hub_name = Path(name).exists(), name.removeprefix("hub:")
+        model = fetched(f"file:{name}" if is_folder else f"hub:{hub_name}")
+        return Path(name).resolve().name if is_folder else hub_name, model
     store = served_store(file)
     return _of_run(store, find_run(store, name), stage)
-
-
-def _elsewhere_name(name: str) -> str:
-    return Path(name).resolve().name if Path(name).exists() else name.removeprefix("hub:")
-
-
-def _elsewhere(name: str) -> Path:
-    from nanodag.model.import_model import fetched
-
-    return fetched(f"file:{name}" if Path(name).exists() else f"hub:{name.removeprefix('hub:')}")
 
 
 def _of_run(store: Store, record: RunRecord, stage: str) -> tuple[str, Path]:

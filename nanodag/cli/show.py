@@ -56,7 +56,10 @@ def show_config(overrides: Sequence[str], *, preset: str, file: str, on: str = "
         if (head if dot else "") != section:
             section = head if dot else ""
             console.print(f"\n{section}:", style="bold", highlight=False)
-            _print_facts(console, resolved.pipeline, section)
+            stage = resolved.pipeline.stages.get(section)
+            if stage is not None and stage.is_from_scratch:
+                numbers = ", ".join(f"{name} {value:,}" for name, value in facts(resolved.pipeline, section).items())
+                console.print(f"  # parameters and FLOPs: {numbers}", style="dim", highlight=False)
         origin = resolved.origins[name]
         if note := resolved.origins.get(f"{name}!"):
             origin += f"; {note}"
@@ -101,13 +104,6 @@ def show_sbatch_options(stage: str, overrides: Sequence[str], *, preset: str, on
     if stage not in stages:
         raise ConfigError(f"{path} has no stage {stage!r:.100}; it has {listed(stages)}.{nearest(stage, stages)}")
     print(*requests_of(resolved.pipeline, stage, resolved.machine).sbatch_options())
-
-
-def _print_facts(console: Console, pipeline: Any, section: str) -> None:
-    stage = pipeline.stages.get(section)
-    if stage is not None and stage.is_from_scratch:
-        numbers = ", ".join(f"{name} {value:,}" for name, value in facts(pipeline, section).items())
-        console.print(f"  # parameters and FLOPs: {numbers}", style="dim", highlight=False)
 
 
 def _plain(value: Any) -> str:
@@ -161,16 +157,15 @@ def print_status(name: str = "", *, file: str, all_runs: bool) -> None:
     store = served_store(file)
     records = list(store.records_of_runs().values())
     chosen = [find_run(store, name)] if name else records if all_runs else records[-NEWEST:]
-    print(json.dumps([_run_values(store, record) for record in chosen], indent=2))
-
-
-def _run_values(store: Store, record: RunRecord) -> dict[str, Any]:
-    about = {field: getattr(record, field) for field in ("run", "preset", "machine", "created", "ended", "reason")}
-    stages = [
-        asdict(stage) | {"trackers": tracker_urls(store, record.stages[stage.name])}
-        for stage in progress_of(store, record)
-    ]
-    return {**about, "state": state_of(record), "stages": stages}
+    values = []
+    for record in chosen:
+        about = {field: getattr(record, field) for field in ("run", "preset", "machine", "created", "ended", "reason")}
+        stages = [
+            asdict(stage) | {"trackers": tracker_urls(store, record.stages[stage.name])}
+            for stage in progress_of(store, record)
+        ]
+        values.append({**about, "state": state_of(record), "stages": stages})
+    print(json.dumps(values, indent=2))
 
 
 def _print_run(console: Console, record: RunRecord, now: str) -> None:

@@ -17,11 +17,6 @@ COLOURS = {"whole": "green", "damaged": "red", "newer": "yellow", "unfinished": 
 SHOWN = 40
 
 
-def add_to(app: typer.Typer) -> None:
-    for command in (verify, gc, lineage, diff, export, reproduce):
-        app.command()(command)
-
-
 def verify(
     names: Annotated[
         list[str] | None,
@@ -38,6 +33,8 @@ def verify(
     \b
     nanodag verify RUN --set-aside
     """
+    from rich.text import Text
+
     from nanodag.cli.live_table import make_console
     from nanodag.errors.words import size
     from nanodag.run.record import served_store
@@ -50,7 +47,9 @@ def verify(
         finding = check(store, key, attempt)
         findings.append(finding)
         if finding.state != "whole" or names:
-            _print_finding(console, finding)
+            place = f"{finding.key[:12]}/{finding.attempt}  {finding.stage:<12} "
+            state = (f"{finding.state:<10} ", COLOURS[finding.state])
+            console.print(Text.assemble(state, place, (finding.text, "dim")), soft_wrap=True)
         elif console.is_terminal and number % 20 == 19:
             console.print(f"{number + 1} of {len(attempts)} read", style="dim")
     damaged = [f for f in findings if f.state == "damaged"]
@@ -66,17 +65,6 @@ def verify(
     if damaged and not set_aside:
         console.print("Take it out of the way with: nanodag verify --set-aside; the next run builds it again.")
     raise typer.Exit(1 if damaged or records else 0)
-
-
-def _print_finding(console: "Console", finding: "Finding") -> None:
-    from rich.text import Text
-
-    line = Text.assemble(
-        (f"{finding.state:<10} ", COLOURS[finding.state]),
-        f"{finding.key[:12]}/{finding.attempt}  {finding.stage:<12} ",
-        (finding.text, "dim"),
-    )
-    console.print(line, soft_wrap=True)
 
 
 def _set_aside(console: "Console", store: "Store", finding: "Finding") -> None:

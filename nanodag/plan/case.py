@@ -56,6 +56,12 @@ class Case(Generic[S]):
             count = max(1, min(count, self.machine.cores * self.stage.resources.num_nodes))
         return PlannedDevices(machine=self.machine, device=self.device, precision=precision, count=count, engine=engine)
 
+    def trainers(self, precision: str) -> PlannedDevices:
+        """Devices of its ranks: GPUs, or cores of all their threads."""
+        resources = self.stage.resources
+        threads = 1 if self.device == "cuda" else int(resources.threads)
+        return self.devices(precision, int(resources.num_ranks) * threads)
+
     def plan(self, **numbers: object) -> StagePlan:
         return StagePlan(name=self.name, kind=self.stage.kind, device=self.device, **numbers)  # type: ignore[arg-type]
 

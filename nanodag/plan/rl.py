@@ -19,7 +19,7 @@ from nanodag.plan.evaluation import items_of, prompt_of
 from nanodag.plan.host_memory import programs_of
 from nanodag.plan.sampling import PlannedSamplers, planned_samplers
 from nanodag.plan.sizes import Sizes, held_out_share
-from nanodag.plan.speeds import PARSED_BYTES_S, RL_STEP_S, START_S, PlannedDevices
+from nanodag.plan.speeds import PARSED_BYTES_S, RL_STEP_S, START_S
 from nanodag.plan.stage_plan import Fault, Process, StagePlan
 from nanodag.plan.supervised import artifact_bytes
 
@@ -90,7 +90,7 @@ def plan_rl(case: Case[RLStage]) -> StagePlan:
         disk_bytes=_disk(case) + files,
         kept_bytes=artifact_bytes(model, precision) + files,
         seconds=seconds_of(case, samplers, step),
-        share=_trainers(case).shares.trainer,
+        share=case.trainers(precision).shares.trainer,
         notes=_notes(stage, step, programs),
     )
 
@@ -177,18 +177,12 @@ def _evaluated(case: Case[RLStage], step: Step) -> tuple[float, float]:
     return read, sampled
 
 
-def _trainers(case: Case[RLStage]) -> PlannedDevices:
-    resources = case.stage.resources
-    threads = 1 if case.device == "cuda" else int(resources.threads)
-    return case.devices(str(case.stage.optimizer.precision), int(resources.num_ranks) * threads)
-
-
 def seconds_of(case: Case[RLStage], samplers: PlannedSamplers, step: Step) -> float | None:
     """Seconds by the clock, sampling and training one after the other: where they run at the same time they share the
     device. None where servers of others sample, or the GPU is not known."""
     stage, model, optimizer = case.stage, case.model, case.stage.optimizer
     count = samplers.process.count if stage.has_samplers else 0
-    trainers, (evaluated_prompts, evaluated_answers) = _trainers(case), _evaluated(case, step)
+    trainers, (evaluated_prompts, evaluated_answers) = case.trainers(str(optimizer.precision)), _evaluated(case, step)
     if (stage.has_samplers and not count) or not trainers.peak:
         return None
     trained = stage.num_steps * step.trained * (optimizer.epochs_per_step if stage.has_trainer else 0)

@@ -12,7 +12,7 @@ from nanodag.inference.number_formats import width_of
 from nanodag.plan import host_memory
 from nanodag.plan.case import Case, Formula, changed, memory_faults
 from nanodag.plan.sizes import CORE_CONTEXT, bytes_per_token, core_items, core_tokens, held_out_share
-from nanodag.plan.speeds import PACKED_TOKENS_S, PARSED_BYTES_S, START_S, PlannedDevices
+from nanodag.plan.speeds import PACKED_TOKENS_S, PARSED_BYTES_S, START_S
 from nanodag.plan.stage_plan import Fault, Process, StagePlan
 
 COMPILED_SHARE = 0.65
@@ -51,7 +51,7 @@ def plan_supervised(case: Case[SupervisedStage]) -> StagePlan:
         disk_bytes=(stage.keep_checkpoints + 1) * checkpoint + artifact_bytes(model, precision),
         kept_bytes=artifact_bytes(model, precision),
         seconds=_seconds(case, steps),
-        share=_devices(case).shares.training,
+        share=case.trainers(precision).shares.training,
         notes=tuple(notes),
     )
 
@@ -116,7 +116,7 @@ def artifact_bytes(model: ModelSize, precision: str) -> int:
 
 def _seconds(case: Case[SupervisedStage], steps: int | None) -> float | None:
     stage, model, resources = case.stage, case.model, case.stage.resources
-    devices = _devices(case)
+    devices = case.trainers(str(stage.precision))
     if steps is None or not devices.peak:
         return None
     tokens, peak, shares = steps * int(stage.batch_tokens), devices.peak, devices.shares
@@ -130,12 +130,6 @@ def _seconds(case: Case[SupervisedStage], steps: int | None) -> float | None:
     scoring = scored * model.forward_flops(CORE_CONTEXT) / (shares.likelihood * peak)
     start = START_S[case.device] + case.sizes.in_memory(stage.data) / PARSED_BYTES_S
     return start + max(computing, tokens / (int(resources.num_ranks) * PACKED_TOKENS_S)) + scoring
-
-
-def _devices(case: Case[SupervisedStage]) -> PlannedDevices:
-    resources = case.stage.resources
-    threads = 1 if case.device == "cuda" else int(resources.threads)
-    return case.devices(str(case.stage.precision), int(resources.num_ranks) * threads)
 
 
 def _candidates(stage: SupervisedStage) -> Iterator[tuple[tuple[str, ...], SupervisedStage]]:

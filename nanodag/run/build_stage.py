@@ -153,38 +153,27 @@ def own_entries(stage: AnyStage) -> dict[str, Any]:
     name, as `process:module:function`, or the folder's path.
 
     Raises ConfigError for one that is not there."""
-    entries = [entry for _, entry in entries_in(stage)]
-    functions = {
-        entry.name: code_identity(entry.own_function) | {"name": entry.name} for entry in entries if entry.own_function
-    }
-    files = {entry.name: _file_identity(entry.own_file) for entry in entries if entry.own_file}
-    folders = {entry.own_folder: _folder_identity(entry.own_folder) for entry in entries if entry.own_folder}
-    libraries = {entry.own_library: _library_identity(entry.own_library) for entry in entries if entry.own_library}
-    return functions | files | libraries | folders
+    own: dict[str, Any] = {}
+    for _, entry in entries_in(stage):
+        if entry.own_function:
+            own[entry.name] = code_identity(entry.own_function) | {"name": entry.name}
+        if path := entry.own_file:
+            if not Path(path).is_file():
+                raise ConfigError(f"there is no file {path}")
+            own[entry.name] = {"kind": "file", "sha256": file_sha256(Path(path))}
+        if path := entry.own_library:  # its packages' versions: a program's own code belongs into its folder
+            packages = {found.stem for found in _folder(path).glob("lib/python*/site-packages/*.dist-info")}
+            # Without any its path, or all such folders would be the same.
+            own[path] = {"kind": "library", **({"packages": sorted(packages)} if packages else {"path": path})}
+        if path := entry.own_folder:
+            own[path] = {"kind": "folder", "sha256": folder_sha256(_folder(path), without=OF_TOOLS)}
+    return own
 
 
-def _file_identity(path: str) -> dict[str, Any]:
-    if not Path(path).is_file():
-        raise ConfigError(f"there is no file {path}")
-    return {"kind": "file", "sha256": file_sha256(Path(path))}
-
-
-def _folder_identity(path: str) -> dict[str, Any]:
-    _require_folder(path)
-    return {"kind": "folder", "sha256": folder_sha256(Path(path), without=OF_TOOLS)}
-
-
-def _library_identity(path: str) -> dict[str, Any]:
-    """The versions of its packages: a program's own code belongs into its folder. Its path where none are found, or all
-    such folders would be the same."""
-    _require_folder(path)
-    packages = {found.stem for found in Path(path).glob("lib/python*/site-packages/*.dist-info")}
-    return {"kind": "library", **({"packages": sorted(packages)} if packages else {"path": path})}
-
-
-def _require_folder(path: str) -> None:
+def _folder(path: str) -> Path:
     if not Path(path).is_dir():
         raise ConfigError(f"there is no folder {path}")
+    return Path(path)
 
 
 def worker_identity(module: str) -> list[dict[str, Any]]:

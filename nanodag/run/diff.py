@@ -1,9 +1,10 @@
 """Two runs side by side: what of config, data, code, metrics and cost is not the same."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nanodag.config.resolve import leaves
 from nanodag.errors import ArtifactNotFound, CorruptArtifact, NewerFormat
 from nanodag.run.stale_stages import stale_stages
 from nanodag.store import Artifact, Store, canonical_json
@@ -49,9 +50,9 @@ def compare(store: Store, first: RunRecord, second: RunRecord) -> list[DiffLine]
 
 def _side(store: Store, record: RunRecord) -> dict[str, dict[str, Any]]:
     sections: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
-    for name, value in flat(record.pipeline):
+    for name, value in leaves(record.pipeline):
         if not name.startswith(_ELSEWHERE):
-            sections["config"][name.removeprefix("stages.")] = value
+            sections["config"][name] = value
     sections["code"]["run: revision of the run"] = record.revision
     stale = stale_stages(record)
     for stage, entry in record.stages.items():
@@ -63,9 +64,9 @@ def _side(store: Store, record: RunRecord) -> dict[str, dict[str, Any]]:
         sections["stages"][f"{stage} content"] = artifact.digest[:16]
         for url, identity in (artifact.sources or {}).items():
             sections["data"][f"{stage}: {url}"] = canonical_json(identity)
-        for name, value in flat(artifact.environment):
+        for name, value in leaves(artifact.environment):
             sections["code"][f"{stage}: {name}"] = value
-        for name, value in flat(artifact.metrics):
+        for name, value in leaves(artifact.metrics):
             sections["metrics"][f"{stage}.{name}"] = value
         sections["cost"] |= {f"{stage}.{name}": artifact.cost[name] for name in _COST if name in artifact.cost}
     sections["code"] = _once(sections["code"])
@@ -87,15 +88,6 @@ def _once(code: Mapping[str, Any]) -> dict[str, Any]:
     for full, value in code.items():
         values.setdefault(full.partition(": ")[2], []).append(str(value))
     return {name: ", ".join(dict.fromkeys(given)) for name, given in values.items()}
-
-
-def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted name and value of every leaf of nested tables; a list is a leaf."""
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from flat(inner, f"{name}.{key}" if name else str(key))
-    else:
-        yield name, value
 
 
 def _is_number(value: Any) -> bool:

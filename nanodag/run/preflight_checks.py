@@ -17,6 +17,7 @@ from typing import Any
 
 from nanodag import registry
 from nanodag.config import AnyStage, Pipeline
+from nanodag.config.derive_schedule import began_at
 from nanodag.config.kinds import find_kind, vouch_for
 from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.config.rl_checks import check_lora
@@ -100,7 +101,7 @@ class Checks:
         for where, entry in entries_in(stage):
             self._entry(f"{name}.{where}", stage, entry)
         if stage.lora_rank:
-            self._try(f"{name}.optimizer.lora_rank", f"lora {name}", lambda: self._lora(name, stage))
+            self._try(f"{name}.optimizer.lora_rank", f"lora {name}", partial(self._lora, name, stage.lora_rank))
 
     def _try(self, where: str, what: str, look: Callable[[], object]) -> None:
         """Note the fault that looking raises; what is named twice is looked at once."""
@@ -134,8 +135,10 @@ class Checks:
     def _held_out(self, stage: AnyStage, sources: tuple[SourceConfig, ...]) -> None:
         """A share of few rows may be none of them; as many are read as hold one with near certainty."""
         wanted, held_out = stage.record_kind, [source for source in sources if source.held_out]
-        if not stage.measures_held_out or wanted is None or not held_out or not all(map(_is_few, held_out)):
+        if not stage.measures_held_out or wanted is None or not held_out:
             return
+        if any(isinstance(s.held_out, str) or s.url.startswith(("hub:", "input:")) for s in held_out):
+            return  # a whole file, or rows that are many, or not there yet
         counts = []
         for source in held_out:
             kind = kind_of(source.adapter, source.url, wanted)
@@ -203,7 +206,7 @@ class Checks:
             self.relied_on.update(map(str, [form, *form_files(benchmark)]))
             if isinstance(benchmark, PolicyBenchmarkConfig):
                 asked_form(benchmark)
-            reader = _reader_of(form)
+            reader = str(read_form(form).get("custom_dataset", ""))  # empty where lm-eval has data of its own
             if benchmark.source is None and reader:
                 raise ConfigError(f"Benchmark {benchmark.name!r} needs `source:`, where its items come from.")
             if benchmark.num_fewshot and benchmark.fewshot is None and benchmark.source is not None:
@@ -242,19 +245,6 @@ class Checks:
             return
         self.relied_on.update(str(path) for path in files)
 
-    def _width_of(self, stage: AnyStage) -> int | None:
-        """Width of the model that a stage begins at, where that is imported from a folder."""
-        while not stage.known_model:
-            if "model" not in stage.inputs:
-                return None
-            stage = self._pipeline.stages[stage.inputs["model"]]
-        files = local_files(stage.known_model, self._mirror) or []
-        path = next((path for path in files if path.name == "config.json"), None)
-        try:
-            return int(json.loads(path.read_text())["hidden_size"]) if path is not None else None
-        except (ValueError, KeyError, TypeError):
-            return None
-
     def _external(self, where: str, external: ExternalInput) -> None:
         """Look at what a stage reads besides its data; a server is asked when the stage's key is made."""
         _, what, name, num_steps = external
@@ -274,7 +264,7 @@ class Checks:
         if entry.own_file:
             self._try(where, entry.own_file, partial(read_judge, entry.own_file))
         if entry.own_module:
-            self._try(where, entry.name, partial(self._verifiers_module, entry.own_module))
+            self._try(where, entry.name, lambda: self.relied_on.add(str(module_file(entry.own_module))))
 
     def _rollouts(self, source: str, num_steps: int) -> None:
         found = saved_files(source)
@@ -282,9 +272,16 @@ class Checks:
         next(read_saved(found.files[0]), None)
         self.relied_on.update(map(str, found.files))
 
-    def _lora(self, name: str, stage: AnyStage) -> None:
-        if (width := self._width_of(stage)) is not None:
-            check_lora(name, stage.lora_rank, width)
+    def _lora(self, name: str, rank: int) -> None:
+        """Compare the rank with the width of the model that a stage begins at, where that is imported from a folder."""
+        model = began_at(self._pipeline, name).known_model
+        files = local_files(model, self._mirror) if model else None
+        path = next((path for path in files or () if path.name == "config.json"), None)
+        try:
+            width = int(json.loads(path.read_text())["hidden_size"]) if path is not None else rank
+        except (ValueError, KeyError, TypeError):
+            return
+        check_lora(name, rank, width)
 
     def _function(self, stage: AnyStage, entry: EntryConfig) -> None:
         path, traits = entry.own_function, entry.traits
@@ -312,9 +309,6 @@ class Checks:
             raise ConfigError(f"{path} is called with ({', '.join(arguments)}): {error}") from error
         except ValueError:  # written in C: it does not say
             return
-
-    def _verifiers_module(self, module: str) -> None:
-        self.relied_on.add(str(module_file(module)))
 
     def _module(self, path: str) -> Path:
         file = required_file(path.partition(":")[0], path)
@@ -347,12 +341,6 @@ def _check_metadata(records: list[dict[str, Any]], rewards: list[str], url: str)
                 )
 
 
-def _is_few(source: SourceConfig) -> bool:
-    """True where a share is held out of rows that are there and may be few: not of the hub, nor of what a stage
-    makes."""
-    return isinstance(source.held_out, float) and not source.url.startswith(("hub:", "input:"))
-
-
 def _need_package(name: str) -> None:
     if file_of(name) is None:
         raise MissingTool(f"{name} is not installed; run: pip install 'nanodag[{name}]'")
@@ -365,11 +353,6 @@ _KIND_OF_READER: dict[str, Kind] = {
     "nanodag.evaluation.items.documents": "document",
     "nanodag.evaluation.items.continuations": "document",
 }
-
-
-def _reader_of(form: Path) -> str:
-    """The function that reads a form's items; empty where lm-eval has data of its own."""
-    return str(read_form(form).get("custom_dataset", ""))
 
 
 def _check_columns(form: Path, row: dict[str, Any], url: str) -> None:

@@ -32,10 +32,8 @@ from nanodag.store.run_record import ENDED_WELL, RunRecord, StageRecord, referen
 
 log = logging.getLogger(__name__)
 
-_REPORTED = (
-    *("kind", "key", "attempt", "digest", "metrics", "cost"),
-    *("config", "sources", "environment", "created"),
-)
+_OF_ARTIFACT = ("kind", "key", "attempt", "digest")
+_REPORTED = (*_OF_ARTIFACT, "metrics", "cost", "config", "sources", "environment", "created")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,7 +220,11 @@ def check_gpus(name: str, resolved: Resolved, stages: Sequence[str], record: Run
     known = record.stages if record is not None else {}
     open_stages = [stage for stage in stages if stage not in known or not known[stage].has_ended_well]
     configs = {stage: resolved.pipeline.stages[stage] for stage in open_stages}
-    wanted = [(config.num_gpus(here.num_gpus), stage) for stage, config in configs.items() if _is_on_gpus(config)]
+    wanted = [
+        (config.num_gpus(here.num_gpus), stage)
+        for stage, config in configs.items()
+        if config.resources.device == "cuda" and config.resources.work_pool == "none"
+    ]
     most, stage = max(wanted, default=(0, ""))
     if most > here.num_gpus:
         raise ConfigError(
@@ -243,10 +245,6 @@ def unfinished(pipeline: Pipeline, record: RunRecord | None) -> list[str]:
         return entry.made.config in ("", config_digest(pipeline.stages[name]))
 
     return [name for name in pipeline.stages if not is_finished(name)]
-
-
-def _is_on_gpus(stage: AnyStage) -> bool:
-    return stage.resources.device == "cuda" and stage.resources.work_pool == "none"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,16 +295,14 @@ def recorded_run(
 
 def refuse_composed(name: str, record: RunRecord | None) -> None:
     """Raise ConfigError for a sweep or a night: executed as a run, it would lose its record to a plain preset's."""
-    if record is not None and record.sweep is not None:
-        raise ConfigError(
-            f"{name} is a sweep: resume it by Retry in the UI, or by nanodag sweep --name {name} and what it was "
-            "started with. For a run of its own choose another name."
-        )
-    if record is not None and record.nightly is not None:
-        raise ConfigError(
-            f"{name} is a night: resume it by Retry in the UI, or evaluate again with: nanodag nightly run. For a "
-            "run of its own choose another name."
-        )
+    if record is None or not record.composed:
+        return
+    what, way = "night", "evaluate again with: nanodag nightly run"
+    if record.sweep is not None:
+        what, way = "sweep", f"by nanodag sweep --name {name} and what it was started with"
+    raise ConfigError(
+        f"{name} is a {what}: resume it by Retry in the UI, or {way}. For a run of its own choose another name."
+    )
 
 
 def merged(overrides: Sequence[str]) -> list[str]:
@@ -338,20 +334,12 @@ def recorded_inputs(run: Run, stage: str, labels: Sequence[str]) -> dict[str, St
 
 
 def result_of(stage: str, artifact: Artifact, *, was_found: bool) -> StageResult:
-    return StageResult(
-        stage=stage,
-        kind=artifact.kind,
-        key=artifact.key,
-        attempt=artifact.attempt,
-        digest=artifact.digest,
-        was_found=was_found,
-    )
+    return StageResult(stage=stage, was_found=was_found, **{name: getattr(artifact, name) for name in _OF_ARTIFACT})
 
 
 def lineage_of(inputs: Mapping[str, StageResult]) -> dict[str, dict[str, str]]:
     """Manifest's entry of each input: label -> stage, kind, key, attempt and digest."""
-    fields = ("stage", "kind", "key", "attempt", "digest")
-    return {label: {field: getattr(result, field) for field in fields} for label, result in inputs.items()}
+    return {label: {f: getattr(result, f) for f in ("stage", *_OF_ARTIFACT)} for label, result in inputs.items()}
 
 
 def stage_names() -> list[str]:
@@ -408,7 +396,7 @@ def context_stages(
         # Another run may have built this artifact under other stage names; here it is called as in this run. What it
         # was made of may be the run's no more: then it is what the manifest says.
         lineage = {
-            label: {"stage": source, **{f: shown[source][f] for f in ("kind", "key", "attempt", "digest")}}
+            label: {"stage": source, **{f: shown[source][f] for f in _OF_ARTIFACT}}
             if shown[source]["digest"] == artifact.lineage.get(label, {}).get("digest")
             else artifact.lineage[label]
             for label, source in entry.inputs.items()

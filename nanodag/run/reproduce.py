@@ -51,7 +51,11 @@ def reproduce(
     cannot be the same any more: data have changed, or the kind's code version; StageFailed when the worker fails.
     """
     store.check_own(artifact)
-    stage, inputs = _recipe(artifact), _inputs(store, artifact)
+    stage = _recipe(artifact)
+    inputs = {
+        label: result_of(str(source["stage"]), _with_digest(store, source), was_found=True)
+        for label, source in artifact.lineage.items()
+    }
     if stage.resources.device == "cuda" and not detect().num_gpus:
         raise StoreError(
             f"Artifact {artifact.folder} was made on {counted(stage.num_gpus(0), 'GPU')}, and this machine has "
@@ -95,14 +99,6 @@ def _recipe(artifact: Artifact) -> Any:
         ) from error
 
 
-def _inputs(store: Store, artifact: Artifact) -> dict[str, StageResult]:
-    results = {}
-    for label, source in artifact.lineage.items():
-        above = _with_digest(store, source)
-        results[label] = result_of(str(source["stage"]), above, was_found=True)
-    return results
-
-
 def _with_digest(store: Store, source: Mapping[str, Any]) -> Artifact:
     """The attempt that was used, or another of its key with the same content."""
     key, attempt = str(source["key"]), str(source["attempt"])
@@ -137,15 +133,10 @@ def _same_key(run: Run, stage: Any, inputs: Mapping[str, StageResult], artifact:
 
 
 def _compared(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str]:
-    verdicts = {}
-    for name in sorted({*before, *after}):
-        if name not in after:
-            verdicts[name] = "missing"
-        elif name not in before:
-            verdicts[name] = "new"
-        else:
-            verdicts[name] = "same" if before[name] == after[name] else "differs"
-    return verdicts
+    verdicts = {name: "same" if digest == after.get(name) else "differs" for name, digest in before.items()}
+    verdicts |= dict.fromkeys(before.keys() - after.keys(), "missing")
+    verdicts |= dict.fromkeys(after.keys() - before.keys(), "new")
+    return dict(sorted(verdicts.items()))
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -11,6 +11,8 @@ import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from nanodag.errors import ArtifactNotFound, ConfigError, CorruptArtifact, NewerFormat, StoreBusy, StoreError
@@ -88,7 +90,9 @@ def plan(store: Store, policy: RetentionPolicy) -> RemovalPlan:
     notes: list[str] = []
     attempts = _attempts(store, notes)
     best = _best(attempts, records, policy.best)
-    kept = _with_origins(attempts, _references(staying) | best | _young(attempts, policy))
+    limit = time.time() - policy.keep_days * 86400.0 if policy.keep_days else float("inf")
+    young = {r for r, a in attempts.items() if isinstance(a, Artifact) and a.created >= limit}
+    kept = _with_origins(attempts, _references(staying) | best | young)
     items = [
         Item(what="run", name=name, num_bytes=0, why="older than what is kept", started=records[name].started)
         for name in retired
@@ -98,9 +102,10 @@ def plan(store: Store, policy: RetentionPolicy) -> RemovalPlan:
             why = "no run refers to it" if isinstance(artifact, Artifact) else "damaged, and no run refers to it"
             name = f"{reference.key}/{reference.attempt}"
             items.append(Item(what="attempt", name=name, num_bytes=_bytes(artifact), why=why))
-    items += _workspaces(store, staying)
+    # Keys that a run is going to resume: their workspaces and checkpoints stay.
+    unfinished = {reference.key for reference in _references(staying) if reference.attempt is None}
+    items += _workspaces(store, unfinished)
     items += _copies(store, attempts, kept)
-    unfinished = _unfinished(staying)
     items += [
         Item(what="leftover", name=f"checkpoints/{key}", num_bytes=0, why="no run resumes these checkpoints")
         for key in store.mirrored()
@@ -126,11 +131,16 @@ def free(store: Store, found: RemovalPlan, *, settle_s: float = SETTLE_S) -> tup
     freed = 0
     for item in found.items:
         if item.what == "run":
-            _remove_run(store, item, stayed)
-        elif item.what == "leftover":
-            freed += _clear(store, item, stayed)
-    freed += _free_folders(store, found.items, stayed)
+            # Unless somebody has begun to resume that run since the plan was made.
+            if not store.remove_run(item.name, unless=partial(_is_resumed, started=item.started)):
+                stayed.append(f"{item.name}: that run has been resumed")
+        elif item.what != "attempt":
+            freed += _remove(store, item, stayed)
     return freed + _free_attempts(store, found, settle_s, stayed), stayed
+
+
+def _is_resumed(record: RunRecord, started: float) -> bool:
+    return record.state == "running" or record.started != started
 
 
 def _free_attempts(store: Store, found: RemovalPlan, settle_s: float, stayed: list[str]) -> int:
@@ -178,55 +188,27 @@ def _bring_back(store: Store, reference: ArtifactReference, token: str, stayed: 
     stayed.append(f"{name}: {why}{moved}")
 
 
-def _remove_run(store: Store, item: Item, stayed: list[str]) -> None:
-    """Remove a run's record, unless somebody has begun to resume that run since the plan was made."""
-
-    def is_resumed(record: RunRecord) -> bool:
-        return record.state == "running" or record.started != item.started
-
-    if not store.remove_run(item.name, unless=is_resumed):
-        stayed.append(f"{item.name}: that run has been resumed")
-
-
-def _is_wanted(store: Store, key: str, attempt: str | None = None) -> bool:
-    return _is_in(ArtifactReference(key, attempt), _references(store.all_records()))
-
-
-def _clear(store: Store, item: Item, stayed: list[str]) -> int:
-    """Remove a leftover; returns its bytes. Mirrored checkpoints stay while somebody builds their key, or is about
-    to."""
-    folder, _, key = item.name.partition("/")
-    if folder != "checkpoints":
+def _remove(store: Store, item: Item, stayed: list[str]) -> int:
+    """Remove a workspace, a copy or a leftover; returns its bytes. One of a key stays while somebody builds that, or is
+    about to."""
+    folder, _, name = item.name.partition("/")
+    if item.what == "leftover" and folder != "checkpoints":
         store.clear(item.name)
         return item.num_bytes
+    key, *attempt = name.split("/") if item.what == "copy" else [name]
     try:
         with store.building(key, timeout_s=0.0):
-            if _is_wanted(store, key):
+            if _is_in(ArtifactReference(key, *attempt), _references(store.all_records())):
                 stayed.append(f"{item.name}: a run has come to refer to it")
                 return 0
-            store.clear(item.name)
+            if item.what == "leftover":
+                store.clear(item.name)
+            else:
+                shutil.rmtree(store.local / item.name)
     except StoreBusy:
         stayed.append(f"{item.name}: somebody is building that key")
         return 0
     return item.num_bytes
-
-
-def _free_folders(store: Store, items: tuple[Item, ...], stayed: list[str]) -> int:
-    freed = 0
-    for item in items:
-        if item.what not in ("workspace", "copy"):
-            continue
-        key, *attempt = item.name.split("/")[1:]
-        try:
-            with store.building(key, timeout_s=0.0):
-                if _is_wanted(store, key, *attempt):
-                    stayed.append(f"{item.name}: a run has come to refer to it")
-                    continue
-                shutil.rmtree(store.local / item.name)
-                freed += item.num_bytes
-        except StoreBusy:
-            stayed.append(f"{item.name}: somebody is building that key")
-    return freed
 
 
 def _retired(records: Mapping[str, RunRecord], policy: RetentionPolicy) -> list[str]:
@@ -272,11 +254,6 @@ def _attempts(
 
 def _references(records: Mapping[str, RunRecord]) -> set[ArtifactReference]:
     return {reference for record in records.values() for reference in record.references()}
-
-
-def _unfinished(records: Mapping[str, RunRecord]) -> set[str]:
-    """Keys that a run is going to resume: their workspaces and checkpoints stay."""
-    return {reference.key for reference in _references(records) if reference.attempt is None}
 
 
 def _is_in(reference: ArtifactReference, references: set[ArtifactReference]) -> bool:
@@ -328,22 +305,13 @@ def _metric(values: Mapping[str, Any], name: str) -> Any:
     return _metric(values[head], rest) if dot and isinstance(values.get(head), Mapping) else None
 
 
-def _young(attempts: Mapping[ArtifactReference, Any], policy: RetentionPolicy) -> set[ArtifactReference]:
-    limit = time.time() - policy.keep_days * 86400.0
-    references = {r for r, a in attempts.items() if isinstance(a, Artifact) and a.created >= limit}
-    return references if policy.keep_days else set()
-
-
-def _workspaces(store: Store, staying: Mapping[str, RunRecord]) -> list[Item]:
+def _workspaces(store: Store, unfinished: set[str]) -> list[Item]:
     """Workspaces of stages that no run is going to resume."""
-    unfinished = _unfinished(staying)
-    folder = store.local / "work"
-    items = []
-    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        if path.name not in unfinished:
-            size = sum(n for n in sizes_below(path).values() if n > 0)
-            items.append(Item(what="workspace", name=f"work/{path.name}", num_bytes=size, why="no run resumes it"))
-    return items
+    return [
+        Item(what="workspace", name=f"work/{path.name}", num_bytes=_size_below(path), why="no run resumes it")
+        for path in sorted((store.local / "work").glob("*"))
+        if path.name not in unfinished
+    ]
 
 
 def _copies(store: Store, attempts: Mapping[ArtifactReference, Any], kept: set[ArtifactReference]) -> list[Item]:
@@ -352,10 +320,13 @@ def _copies(store: Store, attempts: Mapping[ArtifactReference, Any], kept: set[A
     for path in sorted((store.local / "cache").glob("*/*")) if store.is_remote else []:
         reference = ArtifactReference(path.parent.name, path.name)
         if path.is_dir() and (reference not in attempts or not _is_in(reference, kept)):
-            size = sum(n for n in sizes_below(path).values() if n > 0)
-            name = f"cache/{path.parent.name}/{path.name}"
-            items.append(Item(what="copy", name=name, num_bytes=size, why="its original goes, or is gone"))
+            name, why = f"cache/{path.parent.name}/{path.name}", "its original goes, or is gone"
+            items.append(Item(what="copy", name=name, num_bytes=_size_below(path), why=why))
     return items
+
+
+def _size_below(path: Path) -> int:
+    return sum(n for n in sizes_below(path).values() if n > 0)
 
 
 def _bytes(artifact: Any) -> int:

@@ -72,12 +72,12 @@ class Cause:
     advice: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Rule:
     """pattern: found in an exception's line. what: put before that line. is_deep: also where another exception hides
     it, as nothing goes on after it."""
 
-    pattern: re.Pattern[str]
+    pattern: str
     what: str
     advice: str
     error: type[StageFailed] = StageFailed
@@ -87,65 +87,46 @@ class _Rule:
 _RESUME = "Then Retry {retry}. It goes on from its newest checkpoint."
 _RULES = (
     _Rule(
-        pattern=re.compile(r"No space left on device|Errno 28|Disk quota exceeded|Errno 122|[Tt]he disk is full"),
-        what="ran out of disk space",
+        r"No space left on device|Errno 28|Disk quota exceeded|Errno 122|[Tt]he disk is full",
+        "ran out of disk space",
+        "Free some of the disk that holds its folder (nanodag gc lists what the store can spare). " + _RESUME,
         is_deep=True,
-        advice="Free some of the disk that holds its folder (nanodag gc lists what the store can spare). " + _RESUME,
     ),
     _Rule(
-        pattern=re.compile(
-            r"OutOfMemoryError|CUDA out of memory|\bMemoryError|[Cc]an(?:no|')t allocate memory|std::bad_alloc"
-        ),
-        what="ran out of memory",
+        r"OutOfMemoryError|CUDA out of memory|\bMemoryError|[Cc]an(?:no|')t allocate memory|std::bad_alloc",
+        "ran out of memory",
+        "Lower what it holds at once, as in: {again}{memory}.",
         is_deep=True,
-        advice="Lower what it holds at once, as in: {again}{memory}.",
     ),
     _Rule(
-        pattern=re.compile(r"\bTrainingDiverged"),
-        what="diverged",
-        is_deep=True,
-        advice="The same would come again. Be gentler, as in: {onward}{rate}.",
+        r"\bTrainingDiverged", "diverged", "The same would come again. Be gentler, as in: {onward}{rate}.", is_deep=True
+    ),
+    _Rule(r"\bSourceError", "cannot use its data", "Mend that source or leave it out of {stage}.data. " + _RESUME),
+    _Rule(
+        r"\bCorruptArtifact|\bNewerFormat",
+        "was given bytes that are not those recorded",
+        "What is damaged does not count as done. Do as the line above says. " + _RESUME,
+    ),
+    _Rule(r"\bConfigError|\bValidationError", "refuses its config", "Correct that value: {again}NAME=VALUE."),
+    _Rule(r"\bMissingTool", "lacks something that is not installed", "Install it. " + _RESUME),
+    _Rule(
+        r"\bSamplerLost",
+        "lost its sampler",
+        "{by_itself}Read why the sampler ended in the folder below. " + _RESUME,
+        StageInterrupted,
     ),
     _Rule(
-        pattern=re.compile(r"\bSourceError"),
-        what="cannot use its data",
-        advice="Mend that source or leave it out of {stage}.data. " + _RESUME,
+        r"\bNodeLost",
+        "lost a node",
+        "{by_itself}Look after that machine, for which it waits. " + _RESUME,
+        StageInterrupted,
     ),
     _Rule(
-        pattern=re.compile(r"\bCorruptArtifact|\bNewerFormat"),
-        what="was given bytes that are not those recorded",
-        advice="What is damaged does not count as done. Do as the line above says. " + _RESUME,
-    ),
-    _Rule(
-        pattern=re.compile(r"\bConfigError|\bValidationError"),
-        what="refuses its config",
-        advice="Correct that value: {again}NAME=VALUE.",
-    ),
-    _Rule(
-        pattern=re.compile(r"\bMissingTool"),
-        what="lacks something that is not installed",
-        advice="Install it. " + _RESUME,
-    ),
-    _Rule(
-        pattern=re.compile(r"\bSamplerLost"),
-        what="lost its sampler",
-        advice="{by_itself}Read why the sampler ended in the folder below. " + _RESUME,
-        error=StageInterrupted,
-    ),
-    _Rule(
-        pattern=re.compile(r"\bNodeLost"),
-        what="lost a node",
-        advice="{by_itself}Look after that machine, for which it waits. " + _RESUME,
-        error=StageInterrupted,
-    ),
-    _Rule(
-        pattern=re.compile(
-            r"\bConnect(?:ion)?(?:Timeout|Error)\b|\bReadTimeout|\bMaxRetryError|\bgaierror|name resolution"
-            r"|\bRemoteProtocolError|\bProtocolError|LocalEntryNotFoundError|50[0234] (?:Server|Bad|Gateway|Service)"
-        ),
-        what="lost the network",
-        advice="{by_itself}Look whether the address above can be reached. " + _RESUME,
-        error=StageInterrupted,
+        r"\bConnect(?:ion)?(?:Timeout|Error)\b|\bReadTimeout|\bMaxRetryError|\bgaierror|name resolution"
+        r"|\bRemoteProtocolError|\bProtocolError|LocalEntryNotFoundError|50[0234] (?:Server|Bad|Gateway|Service)",
+        "lost the network",
+        "{by_itself}Look whether the address above can be reached. " + _RESUME,
+        StageInterrupted,
     ),
 )
 
@@ -173,7 +154,7 @@ def cause_of(ended: Ended, *, stage: str, kind: str, run: str, composed: str = "
     last = next((line for line in reversed(exceptions) if not _CONSEQUENCE.search(line)), "")
     for lines in ([last], exceptions[::-1]):
         for rule in _RULES:
-            line = next((line for line in lines if rule.pattern.search(line)), "")
+            line = next((line for line in lines if re.search(rule.pattern, line)), "")
             if line and (rule.is_deep or line is last):
                 what = f"{rule.what}: {_message(line)}"
                 return Cause(error=rule.error, what=what, advice=rule.advice.format(**words))
@@ -183,7 +164,9 @@ def cause_of(ended: Ended, *, stage: str, kind: str, run: str, composed: str = "
     if not last and (line := next((line for line in exceptions if _LOST_RANK.search(line)), "")):
         what = f"lost one of its ranks, which left no reason (often: out of memory): {line}"
         return Cause(error=StageKilled, what=what, advice=words["by_itself"] + resume.removeprefix("Then "))
-    line = last or (exceptions[-1] if exceptions else _last_words(ended))
+    written = next((line.strip() for line in reversed(ended.lines) if line.strip()), "")
+    words_of_log = f"; the last line of its log is: {written[:300]}" if written else ""
+    line = last or (exceptions[-1] if exceptions else f"exit code {ended.code}{words_of_log}")
     return Cause(error=StageFailed, what=f"failed: {_message(line)}", advice=f"Mend what the log says. {resume}")
 
 
@@ -228,11 +211,6 @@ def _by_itself(ended: Ended) -> str:
     return (
         f"It was started again {counted(ended.restarts, 'time')}, and ended in the same way. " if ended.restarts else ""
     )
-
-
-def _last_words(ended: Ended) -> str:
-    last = next((line.strip() for line in reversed(ended.lines) if line.strip()), "")
-    return f"exit code {ended.code}" + (f"; the last line of its log is: {last[:300]}" if last else "")
 
 
 def _signalled(ended: Ended, resume: str, words: dict[str, str]) -> Cause:

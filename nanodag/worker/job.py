@@ -80,31 +80,27 @@ class Job:
 
 def write_job(job: Job) -> Path:
     """Write job.json into the workspace; returns its path."""
-    path = job.workspace / "job.json"
-    write_json(
-        path,
-        {
-            "name": job.name,
-            "run": job.run,
-            "config": job.config.model_dump(mode="json"),
-            "inputs": {name: str(folder) for name, folder in job.inputs.items()},
-            "workspace": str(job.workspace),
-            "context": dict(job.context),
-        },
-    )
+    path, inputs = job.workspace / "job.json", {name: str(folder) for name, folder in job.inputs.items()}
+    plain = {"config": job.config.model_dump(mode="json"), "inputs": inputs, "workspace": str(job.workspace)}
+    write_json(path, vars(job) | plain | {"context": dict(job.context)})
     return path
 
 
 def read_job(path: Path) -> Job:
     raw = json.loads(path.read_text())
-    _vouch_for_kinds(raw["config"], raw.get("context", {}))
+    context = raw.get("context", {})
+    # The kinds of a job, its own and those that a report is over, are imported as far as the pipeline trusts them: what
+    # a report is over was read from manifests, which others may have written.
+    named = [raw["config"]["kind"], *(stage["kind"] for stage in context.get("stages", {}).values())]
+    if any(":" in name for name in named):
+        vouch_for(Path(context.get("code", ".")) / "pipeline.yaml", context.get("trusted_modules", ()))
     return Job(
         name=raw["name"],
         run=raw["run"],
         config=read_stage(_with_inputs(raw["config"], raw["inputs"])),
         inputs={name: Path(folder) for name, folder in raw["inputs"].items()},
         workspace=Path(raw["workspace"]),
-        context=raw.get("context", {}),
+        context=context,
     )
 
 
@@ -122,24 +118,15 @@ def _with_inputs(config: Any, inputs: Mapping[str, str]) -> Any:
     return found
 
 
-def _vouch_for_kinds(config: Mapping[str, Any], context: Mapping[str, Any]) -> None:
-    """Let the kinds of a job be imported, its own and those that a report is over, as far as the pipeline trusts them:
-    what a report is over was read from manifests, which others may have written."""
-    named = [config["kind"], *(stage["kind"] for stage in context.get("stages", {}).values())]
-    if any(":" in name for name in named):
-        vouch_for(Path(context.get("code", ".")) / "pipeline.yaml", context.get("trusted_modules", ()))
-
-
 def load_job(argv: list[str] | None = None) -> Job:
     """The job named on the command line; sets up logging to stderr and the stop signal.
 
     Launchers append `--local_rank N`; it is taken from the environment instead and ignored here.
     """
     arguments = [a for a in (sys.argv[1:] if argv is None else argv) if not a.startswith("--local")]
-    if len(arguments) < 1:
-        raise SystemExit("usage: python -m nanodag.<module> job.json")
     logs.set_up()
-    install_stop_signal()
+    for signum in (signal.SIGTERM, signal.SIGINT):  # asks for a stop at the next step instead of ending the process
+        signal.signal(signum, _ask)
     job = read_job(Path(arguments[0]))
     if code := job.context.get("code"):
         search_last(code)  # where a user's own functions lie; last, so that it hides no installed package
@@ -151,15 +138,9 @@ class _Stop:
     tidy: Callable[[], None] | None = None  # where a stop ends the process at once
 
 
-def install_stop_signal() -> None:
-    """Make SIGTERM and SIGINT ask for a stop at the next step instead of ending the process."""
-
-    def ask(signum: int, frame: object) -> None:
-        _Stop.requested = True
-        _leave_at_once()
-
-    signal.signal(signal.SIGTERM, ask)
-    signal.signal(signal.SIGINT, ask)
+def _ask(signum: int, frame: object) -> None:
+    _Stop.requested = True
+    _leave_at_once()
 
 
 def leave_when_stopped(tidy: Callable[[], None]) -> None:

@@ -207,12 +207,21 @@ class Nodes:
                 self.end()
                 leave_stopped()
             for number, host in list(waiting.items()):
-                if self._is_up(number):
+                if address_of(self._up_path(number), self._token):
                     log.info("Node %d: %s", number, host.name)
                     del waiting[number]
                 elif host.name not in began:
                     began[host.name] = time.monotonic()
-                    self._others[host.name] = self._reach(number, host, module, environment)
+                    self._others[host.name] = start_there(
+                        self._cluster,
+                        host.name,
+                        self.command(number, module),
+                        environment,
+                        address=self.address,
+                        usage=self._workspace / f"usage-{number}.jsonl",
+                        up=self._up_path(number),
+                        token=self._token,
+                    )
                 else:
                     code = _code_of(self._others[host.name])
                     self._refuse_if_in_vain(host, code, deadline)
@@ -227,30 +236,12 @@ class Nodes:
         if code == NOT_SHARED_EXIT_CODE:
             raise ConfigError(f"{host.name} has no folder {self._workspace}. {SHARE_IT}")
         if time.monotonic() > deadline:
-            command = shlex.join(self._ssh_command(host))
+            command = shlex.join(reaching(self._cluster, host.name))
             how = "has not ended" if code is None else f"ended with code {code}"
             raise NodeLost(
                 f"{host.name} could not be reached in {REACH_TIMEOUT_S:.0f} s: `{command}` {how}. See that it works by "
                 "hand, without a password."
             )
-
-    def _ssh_command(self, host: Host) -> list[str]:
-        return reaching(self._cluster, host.name)
-
-    def _reach(self, number: int, host: Host, module: str, environment: Mapping[str, str]) -> Child:
-        return start_there(
-            self._cluster,
-            host.name,
-            self.command(number, module),
-            environment,
-            address=self.address,
-            usage=self._workspace / f"usage-{number}.jsonl",
-            up=self._up_path(number),
-            token=self._token,
-        )
-
-    def _is_up(self, number: int) -> bool:
-        return bool(address_of(self._up_path(number), self._token))
 
     def _up_path(self, number: int) -> Path:
         return self._workspace / f"node-{number}.up"
@@ -335,7 +326,11 @@ def _code_of(child: Child) -> int | None:
 def run_here() -> int:
     """Be one of the other nodes. The first line of stdin says what to run; the watchdog then runs it, and ends it when
     stdin ends."""
-    message = json.loads(_first_line())
+    with open(0, "rb", buffering=0, closefd=False) as stdin:  # what follows the line, its end, is for the watchdog
+        line = stdin.readline()
+    if not line.endswith(b"\n"):
+        raise SystemExit("nanodag.worker.nodes: stdin ended before it said what to run")
+    message = json.loads(line)
     up = Path(message["up"])
     if not up.parent.is_dir():
         return NOT_SHARED_EXIT_CODE
@@ -349,16 +344,6 @@ def run_here() -> int:
     command = [part.replace(ADDRESS, own) for part in message["command"]]
     watched = [sys.executable, "-m", "nanodag.worker.watchdog", str(channel), message["usage"], "0", *command]
     os.execv(sys.executable, watched)
-
-
-def _first_line() -> bytes:
-    """Up to the end of line and no further: what follows, the end of stdin, is for the watchdog."""
-    line = b""
-    while not line.endswith(b"\n"):
-        if not (byte := os.read(0, 1)):
-            raise SystemExit("nanodag.worker.nodes: stdin ended before it said what to run")
-        line += byte
-    return line
 
 
 def main() -> int:

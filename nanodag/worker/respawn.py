@@ -25,14 +25,10 @@ def main() -> int:
     stopping = threading.Event()
     child: list[Child] = []
 
-    def end_child() -> None:
-        for process in child:
-            process.send(signal.SIGTERM)
-
     def stop(signum: int, frame: object) -> None:
         stopping.set()
         # As a rule the whole group got the signal; a second one would cut short what the first set going.
-        late = threading.Timer(GRACE_S, end_child)
+        late = threading.Timer(GRACE_S, lambda: child[0].send(signal.SIGTERM))
         late.daemon = True
         late.start()
 

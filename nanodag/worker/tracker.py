@@ -66,12 +66,6 @@ def numbers_in(values: Mapping[str, Any]) -> dict[str, float]:
     return {k: float(v) for k, v in values.items() if isinstance(v, int | float) and not isinstance(v, bool)}
 
 
-def tables_in(values: Mapping[str, Any]) -> dict[str, tuple[list[str], list[list[Any]]]]:
-    """Values of a line that are lists of objects, as columns and rows. The first object names the columns."""
-    found = {k: v for k, v in values.items() if isinstance(v, list) and v and isinstance(v[0], dict)}
-    return {k: (list(v[0]), [[one.get(column) for column in v[0]] for one in v]) for k, v in found.items()}
-
-
 def urls_in(folder: Path) -> dict[str, str]:
     """Name of each tracker -> where its run can be seen, as a workspace or an artifact's records know it."""
     known = {path.stem: json.loads(path.read_text()) for path in sorted((folder / FOLDER).glob("*.json"))}
@@ -80,16 +74,10 @@ def urls_in(folder: Path) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class RunRequest:
-    """A tracker's run as it is asked for. folder: for files of the tracker's own. kind: of the stage. config: the
-    stage's resolved one, with what it belongs to under `nanodag`."""
+    """A tracker's run as it is asked for. settings: with group, name and id filled in. folder: for files of the
+    tracker's own. kind: of the stage. config: the stage's resolved one, with what it belongs to under `nanodag`."""
 
-    project: str
-    entity: str
-    group: str
-    name: str
-    id: str
-    tags: tuple[str, ...]
-    is_offline: bool
+    settings: TrackingConfig
     kind: str
     config: Mapping[str, Any]
     folder: Path
@@ -105,18 +93,19 @@ def _open_wandb(asked: RunRequest) -> tuple[TrackerRun, str]:
     import wandb
 
     asked.folder.mkdir(parents=True, exist_ok=True)
+    settings = asked.settings
     run = wandb.init(
-        project=asked.project,
-        entity=None if asked.entity == "none" else asked.entity,
-        group=asked.group,
+        project=settings.project,
+        entity=None if settings.entity == "none" else settings.entity,
+        group=settings.group,
         job_type=asked.kind,
-        name=asked.name,
-        id=asked.id,
+        name=settings.name,
+        id=settings.id,
         resume="allow",
-        tags=list(asked.tags),
+        tags=list(settings.tags),
         config=dict(asked.config),
         dir=str(asked.folder),
-        mode="offline" if asked.is_offline else None,  # None leaves it to WANDB_MODE
+        mode="offline" if settings.mode == "offline" else None,  # None leaves it to WANDB_MODE
         settings=wandb.Settings(console="off", silent=True),
     )
     return run, "" if run.offline else run.url or ""
@@ -125,9 +114,10 @@ def _open_wandb(asked: RunRequest) -> tuple[TrackerRun, str]:
 def _open_trackio(asked: RunRequest) -> tuple[TrackerRun, str]:
     import trackio
 
-    about = {"name": asked.name, "kind": asked.kind, "tags": list(asked.tags)}  # it has no fields for these
+    settings = asked.settings
+    about = {"name": settings.name, "kind": asked.kind, "tags": list(settings.tags)}  # it has no fields for these
     config = {**asked.config, "nanodag": {**asked.config["nanodag"], **about}}
-    run = trackio.init(project=asked.project, name=asked.id, group=asked.group, config=config, resume="allow")
+    run = trackio.init(project=settings.project, name=settings.id, group=settings.group, config=config, resume="allow")
     space = os.environ.get("TRACKIO_SPACE_ID", "")
     return run, f"https://huggingface.co/spaces/{space}" if space else ""
 
@@ -139,12 +129,14 @@ OPENED_BY: Mapping[str, Callable[[RunRequest], tuple[TrackerRun, str]]] = {
 
 
 def _logged(name: str, line: Mapping[str, Any]) -> dict[str, Any]:
-    """Line as a tracker gets it: numbers, and tables as its own Table, which wandb and trackio both have."""
-    tables = {
-        key: importlib.import_module(name).Table(columns=columns, data=rows)
-        for key, (columns, rows) in tables_in(line).items()
-    }
-    return {**numbers_in(line), **tables}
+    """Line as a tracker gets it: numbers, and lists of objects as its own Table, which wandb and trackio both have. The
+    first object names the columns."""
+    logged: dict[str, Any] = dict(numbers_in(line))
+    for key, objects in line.items():
+        if isinstance(objects, list) and objects and isinstance(objects[0], dict):
+            rows = [[each.get(column) for column in objects[0]] for each in objects]
+            logged[key] = importlib.import_module(name).Table(columns=list(objects[0]), data=rows)
+    return logged
 
 
 def request_of(job: Mapping[str, Any], *, build: str) -> RunRequest:
@@ -152,15 +144,10 @@ def request_of(job: Mapping[str, Any], *, build: str) -> RunRequest:
     context, stage = job["context"], job["config"]
     settings = TrackingConfig.model_validate(context["tracking"])
     about = {"run": job["run"], "stage": job["name"], "kind": stage["kind"], "preset": context["preset"]}
-    places = {**about, "build": build}
+    of_run = {field: filled(getattr(settings, field), **about, build=build) for field in ("group", "name", "id")}
+    of_run["id"] = re.sub(r"[^A-Za-z0-9_-]", "-", of_run["id"])
     return RunRequest(
-        project=settings.project,
-        entity=settings.entity,
-        group=filled(settings.group, **places),
-        name=filled(settings.name, **places),
-        id=re.sub(r"[^A-Za-z0-9_-]", "-", filled(settings.id, **places)),
-        tags=settings.tags,
-        is_offline=settings.mode == "offline",
+        settings=settings.model_copy(update=of_run),
         kind=stage["kind"],
         config={**stage, "nanodag": {**about, "key": Path(job["workspace"]).name}},
         folder=Path(context["trackers_folder"]),
@@ -175,10 +162,11 @@ def follow(name: str, workspace: Path, is_done: Callable[[], bool]) -> None:
     if path.exists():
         state = json.loads(path.read_text())
     else:
-        state = {"id": asked.id, "url": "", "step": -1}
+        state = {"id": asked.settings.id, "url": "", "step": -1}
         path.parent.mkdir(exist_ok=True)
         write_json(path, state)  # before the run is opened: whoever is killed in between continues it all the same
-    run, url = OPENED_BY[name](replace(asked, id=state["id"]))
+    settings = asked.settings.model_copy(update={"id": state["id"]})
+    run, url = OPENED_BY[name](replace(asked, settings=settings))
     write_json(path, state := state | {"url": url})
     if url:
         log.info("%s: %s", name, url)

@@ -44,12 +44,11 @@ def main() -> int:
     child = start_child(command, stdin=None, stdout=None, preexec_fn=begin).process
     if niceness:
         os.setpriority(os.PRIO_PROCESS, child.pid, niceness)
+    selector = selectors.DefaultSelector()
     for readable in (descriptor, child_ended):
         # select() may name a pipe that has nothing after all; a read that then waits would miss the asker's end.
         os.set_blocking(readable, False)
-    selector = selectors.DefaultSelector()
-    selector.register(descriptor, selectors.EVENT_READ)
-    selector.register(child_ended, selectors.EVENT_READ)
+        selector.register(readable, selectors.EVENT_READ)
     asker_ended, memory = False, MemoryPeak()
     while not has_ended(child) and not asker_ended and not stop_asked:
         for key, _ in selector.select(timeout=PEAK_EVERY_S):

@@ -40,25 +40,20 @@ MAX_COMPONENTS = 64
 Ask = Callable[[Sequence[Message], Sequence[Message]], Asked]
 
 
-@dataclass(frozen=True, kw_only=True)
-class CallLimits:
-    """Limits of one sample. max_calls: requests for answers. max_tokens: sampled in all its sequences, looked at before
-    each call; 0 for no bound beside max_calls and the stage's `max_new_tokens`, which holds for each sequence."""
-
-    max_calls: int
-    max_tokens: int
-
-
 class Session:
     """One sample as its agent sees it. It belongs to the event loop of turns.
+
+    max_calls: requests for answers. max_tokens: sampled in all its sequences, looked at before each call; 0 for no
+    bound beside max_calls and the stage's `max_new_tokens`, which holds for each sequence.
 
     over: set when nothing that the agent does counts any more, because the sampler failed. answer, reward, components:
     what the agent says. cut: the limit that cut the agent off, empty for none. A refusal for want of room is forgotten
     when a later call is answered: the agent has gone on with less context.
     """
 
-    def __init__(self, sampler: TurnSampler, sample: Sample, limits: CallLimits) -> None:
-        self._sampler, self._given, self._limits = sampler, sample, limits
+    def __init__(self, sampler: TurnSampler, sample: Sample, *, max_calls: int, max_tokens: int) -> None:
+        self._sampler, self._given = sampler, sample
+        self._max_calls, self._max_tokens = max_calls, max_tokens
         self._transcript = Transcript(sampler.renderer, sampler.encoding, sampler.switches_of(sample))
         self._lock = asyncio.Lock()  # of the transcript, which is asked in a thread
         self._calls: list[_Call] = []
@@ -137,12 +132,12 @@ class Session:
 
     def begin_call(self) -> None:
         """Count a call. Raises Refused for one above a limit."""
-        if self._num_calls >= self._limits.max_calls:
+        if self._num_calls >= self._max_calls:
             self._is_spent = True
-            self.refuse(f"max_calls {self._limits.max_calls}", "this sample has made all the calls that it may")
-        if 0 < self._limits.max_tokens <= self._num_sampled:
+            self.refuse(f"max_calls {self._max_calls}", "this sample has made all the calls that it may")
+        if 0 < self._max_tokens <= self._num_sampled:
             self._is_spent = True
-            self.refuse(f"max_tokens {self._limits.max_tokens}", "this sample has sampled all the tokens that it may")
+            self.refuse(f"max_tokens {self._max_tokens}", "this sample has sampled all the tokens that it may")
         self._num_calls += 1
 
     def refuse(self, limit: str, why: str) -> None:

@@ -40,7 +40,7 @@ from nanodag.own_code.find import required_file
 from nanodag.registry import entry
 from nanodag.rewards import sandbox
 from nanodag.rl.environments import agent_fork
-from nanodag.rl.environments.agent_session import MODEL, CallLimits, Session
+from nanodag.rl.environments.agent_session import MODEL, Session
 from nanodag.rl.environments.api_server import MAX_ANSWER, the_api_server
 from nanodag.rl.environments.sample import Sample, TurnSampler, places
 from nanodag.rl.rollouts.rollout import METRICS, TURNS
@@ -52,10 +52,11 @@ SOCKET = "/inside/api"  # of the API in the sandbox
 async def visited(
     sampler: TurnSampler,
     sample: Sample,
-    limits: CallLimits,
     run: Callable[[Session, str], Awaitable[None]],
     *,
     place: AbstractAsyncContextManager[Any],
+    max_calls: int,
+    max_tokens: int,
 ) -> Sample:
     """The sample that comes of `run`, which gets its session, that takes what the agent says of its reward and answer,
     and the session's key, and is awaited while that is valid.
@@ -65,7 +66,7 @@ async def visited(
     and 0. Raises EpisodeFailed for other failures, EpisodeLost for one that was killed, SamplerError where the sampler
     is to blame, ValueError where nothing was asked or what was said is of no use.
     """
-    server, session = the_api_server(), Session(sampler, sample, limits)
+    server, session = the_api_server(), Session(sampler, sample, max_calls=max_calls, max_tokens=max_tokens)
     async with sampler.placed(place):
         key = server.admit(session)
         try:
@@ -124,7 +125,7 @@ async def function_agent(
     python: the interpreter that has its packages. seconds: of a sample. at_once: processes. The others as
     nanodag.rl.environments.agent_session has them; max_bytes: address space of a process.
     """
-    server = _server(named, python, max_bytes)
+    server, place = _server(named, python, max_bytes), places(f"agent {named}", at_once)
     if seconds <= 0:
         raise ConfigError(f"agent {named}: seconds {seconds:g} must be above 0.")
 
@@ -142,8 +143,7 @@ async def function_agent(
         finally:
             fork.close()
 
-    limits = CallLimits(max_calls=max_calls, max_tokens=max_tokens)
-    return await visited(sampler, sample, limits, run, place=places(f"agent {named}", at_once))
+    return await visited(sampler, sample, run, place=place, max_calls=max_calls, max_tokens=max_tokens)
 
 
 @MadeOnce
@@ -188,7 +188,8 @@ async def command_agent(
     answer_file: below its work folder. seconds: of a sample. max_bytes: address space of each of its processes.
     at_once: programs that run at a time. The others as nanodag.rl.environments.agent_session has them.
     """
-    given_up, proxy = threading.Event(), Path(__file__).with_name("sandbox_proxy.py").read_text(encoding="utf-8")
+    given_up, place = threading.Event(), places("agent", at_once)
+    proxy = Path(__file__).with_name("sandbox_proxy.py").read_text(encoding="utf-8")
 
     async def run(session: Session, key: str) -> None:
         walls = sandbox.walls()
@@ -227,9 +228,8 @@ async def command_agent(
         if session.answer is None and finished.stdout.strip():
             session.answer = finished.stdout.strip()
 
-    limits = CallLimits(max_calls=max_calls, max_tokens=max_tokens)
     try:
-        return await visited(sampler, sample, limits, run, place=places("agent", at_once))
+        return await visited(sampler, sample, run, place=place, max_calls=max_calls, max_tokens=max_tokens)
     finally:
         given_up.set()
 
@@ -260,7 +260,7 @@ async def verifiers(
 
     # Another rollout may have ended the process. So a lost one has one to itself, and fails by its own fault alone.
     at_once = at_once if sampler.attempt == 0 else 1
-    process = _process(block, max_bytes, at_once)
+    process, place = _process(block, max_bytes, at_once), places(f"verifiers:{named} {block}", at_once)
 
     async def run(session: Session, key: str) -> None:
         task = sample.record["metadata"]["task"]
@@ -268,8 +268,7 @@ async def verifiers(
         session.report(outcome.reward, outcome.components)
         outcomes.append(outcome)
 
-    limits = CallLimits(max_calls=max_calls, max_tokens=max_tokens)
-    made = await visited(sampler, sample, limits, run, place=places(f"verifiers:{named} {block}", at_once))
+    made = await visited(sampler, sample, run, place=place, max_calls=max_calls, max_tokens=max_tokens)
     for outcome in outcomes:  # none where a limit of ours cut the sample off
         metadata = {**made.metadata, METRICS: dict(outcome.metrics), TURNS: outcome.turns}
         reason = "length" if outcome.is_cut else made.finish_reason

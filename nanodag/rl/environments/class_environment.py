@@ -119,18 +119,14 @@ class _Play:
     async def _begin(self) -> Heard:
         seed = derived_seed("environment", str(self._given.record["prompt_id"]))
         answer = await self._asked("reset", seed=seed, record=dict(self._given.record))
-        self._tools = tools_of(answer.get("tools"))
-        self._check_tools()
-        return heard(
-            answer.get("observation"), roles=self._names, speaker=self._names[0], call_ids=(), may_be_none=True
-        )
-
-    def _check_tools(self) -> None:
-        renderer = self._sampler.renderer
+        self._tools, renderer = tools_of(answer.get("tools")), self._sampler.renderer
         if self._tools and not knows_calls(renderer):
             raise ValueError("this model's chat template knows no tools, or writes calls in a form that is not known")
         if isinstance(renderer, NativeRenderer) and len(self._tools) > 1:
             raise ValueError(f"nanodag's own chat format has one tool, and the environment has {len(self._tools)}")
+        return heard(
+            answer.get("observation"), roles=self._names, speaker=self._names[0], call_ids=(), may_be_none=True
+        )
 
     async def _said(self, observation: Heard) -> Message | None:
         """Answer of the role that hears an observation; None where there is no room for it."""
