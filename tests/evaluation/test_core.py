@@ -57,9 +57,7 @@ def mean_loss(model, tokens, start, end):
 
 
 @pytest.mark.parametrize("max_positions", [192, 9])
-def test_answers_are_judged_by_mean_loss_behind_the_common_beginning_or_over_the_common_end(
-    checkpoint, model_folder, max_positions
-):
+def test_answers_are_judged_by_mean_loss_where_they_differ(checkpoint, model_folder, max_positions):
     checkpoint.max_positions = max_positions  # of 9, prompts lose their beginnings, each as much as it must
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
     for kind in ("multiple_choice", "schema"):
