@@ -8,6 +8,7 @@ from nanodag.tokenizer.bpe import save_tokenizer, train_bpe
 from nanodag.tokenizer.encoding import Encoding
 from nanodag.tokenizer.samples import SAMPLES
 from tests.api.scripted import Scripted, app_of, model_of, spelled, with_template
+from tests.engines.conftest import samplers_are_forks  # noqa: F401 - for each module of this folder
 
 HERMES_TEMPLATE = """\
 {%- if tools -%}<|system|>Tools:{%- for tool in tools %} {{ tool | tojson }}{%- endfor -%}<|end|>{%- endif -%}

@@ -8,11 +8,10 @@ from functools import partial
 import pytest
 
 from nanodag.engines.fleet import Fleet
-from nanodag.engines.start import ServerProcess, start_engine
+from nanodag.engines.start import start_engine
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.engine_settings import EngineSettings
 from tests.api.real_engines import client_over
-from tests.forks import spawn_server
 from tests.server_info import server_info
 
 LONG = {"prompt": "the cat", "max_tokens": 180, "ignore_eos": True, "seed": 3}
@@ -20,9 +19,8 @@ N = 60  # so that an answer takes long enough to be killed in
 
 
 @pytest.fixture
-def serve(model_folder, tmp_path, monkeypatch):
+def serve(model_folder, tmp_path):
     """serve(scenario, count): run scenario(client of the API, fleet) over so many engines."""
-    monkeypatch.setattr(ServerProcess, "spawn", classmethod(spawn_server))
     settings = EngineSettings(deterministic=True, max_batch=4, token="t")
 
     def launch(number, folder, version):

@@ -13,14 +13,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from nanodag.engines.fleet import Fleet
-from nanodag.engines.start import ServerProcess, start_engine
+from nanodag.engines.start import start_engine
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.engine_settings import EngineSettings
 from nanodag.model.headers import weights_digest
 from tests.api.real_engines import client_over, served
 from tests.api.scripted import model_of
 from tests.evaluation.tiny import VOCABULARY
-from tests.forks import spawn_server
 
 TOKEN = "of-this-test"
 LONG = {"prompt": "the cat", "max_tokens": 180, "ignore_eos": True}
@@ -28,12 +27,10 @@ LONG = {"prompt": "the cat", "max_tokens": 180, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def process(model_folder):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ServerProcess, "spawn", classmethod(spawn_server))
-        log_path = model_folder / "sampler.log"
-        options = {"deterministic": True, "max_batch": 4, "stream_every_s": 0.01, "token": TOKEN}
-        with start_engine(EngineSettings(model=model_folder, **options), log_path=log_path) as process:
-            yield process
+    options = {"deterministic": True, "max_batch": 4, "stream_every_s": 0.01, "token": TOKEN}
+    settings = EngineSettings(model=model_folder, **options)
+    with start_engine(settings, log_path=model_folder / "sampler.log") as process:
+        yield process
 
 
 @pytest.fixture

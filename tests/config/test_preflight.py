@@ -180,8 +180,6 @@ def test_what_is_not_there_is_one_line(folder, override, said):
 
 
 @pytest.mark.parametrize(("override", "said"), [
-    ("rl.reward=code", "the reward code reads metadata.tests of a prompt"),
-    ("eval.benchmarks=[{name: contination, source: 'file:text.txt'}]", "has no form 'contination'"),
     ("base.data=['file:nowhere.txt']", "matches no file"),
     ("base.data=['hub:a/b']", "The mirror /nowhere is not a folder"),
 ])  # fmt: skip

@@ -54,22 +54,19 @@ def test_multiple_choice_lists_letters_and_answers_with_one():
     assert (prompt["answer"], prompt["reward"], prompt["metadata"]) == ("B", "multiple_choice", {"choices": ["3", "4"]})
 
 
-@pytest.mark.parametrize(
-    ("name", "row", "asked", "answer"),
-    [
-        ("arc", {"question": "Q?", "choices": {"text": ["x", "y"], "label": ["1", "2"]}, "answerKey": "2"},
-         "Q?\nA. x\nB. y\n", "B"),
-        ("arc", {"question_stem": "Q?", "choices": {"text": ["x", "y"], "label": ["A", "B"]}, "answerKey": "A"},
-         "Q?\nA. x\nB. y\n", "A"),
-        ("piqa", {"goal": "G", "sol1": "s", "sol2": "t", "label": 1}, "G\nA. s\nB. t\n", "B"),
-        ("winogrande", {"sentence": "_ ran.", "option1": "Al", "option2": "Bo", "answer": "2"},
-         "Which fits the blank: _ ran.\nA. Al\nB. Bo\n", "B"),
-        ("boolq", {"question": "is it", "answer": True, "passage": "It is."}, "It is.\n\nis it?\nA. no\nB. yes\n",
-         "B"),
-        ("hellaswag", {"ctx": "He", "endings": ["a", "b"], "label": "0"}, "How does this go on: He\nA. a\nB. b\n",
-         "A"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "row", "asked", "answer"), [
+    ("arc", {"question": "Q?", "choices": {"text": ["x", "y"], "label": ["1", "2"]}, "answerKey": "2"},
+     "Q?\nA. x\nB. y\n", "B"),
+    ("arc", {"question_stem": "Q?", "choices": {"text": ["x", "y"], "label": ["A", "B"]}, "answerKey": "A"},
+     "Q?\nA. x\nB. y\n", "A"),
+    ("piqa", {"goal": "G", "sol1": "s", "sol2": "t", "label": 1}, "G\nA. s\nB. t\n", "B"),
+    ("winogrande", {"sentence": "_ ran.", "option1": "Al", "option2": "Bo", "answer": "2"},
+     "Which fits the blank: _ ran.\nA. Al\nB. Bo\n", "B"),
+    ("boolq", {"question": "is it", "answer": True, "passage": "It is."}, "It is.\n\nis it?\nA. no\nB. yes\n",
+     "B"),
+    ("hellaswag", {"ctx": "He", "endings": ["a", "b"], "label": "0"}, "How does this go on: He\nA. a\nB. b\n",
+     "A"),
+])  # fmt: skip
 def test_every_choice_data_set_is_read_by_its_own_columns(name, row, asked, answer):
     turns = chat(adapt(row, "conversation", name))
     assert turns == [("user", asked + "Answer with one letter."), ("assistant", answer)]
@@ -88,15 +85,12 @@ TURNS = {"conversations": [{"from": "human", "value": "Do"}, {"from": "gpt", "va
 MESSAGES = {"messages": [{"role": "user", "content": "Do", "id": 7}, {"role": "assistant", "content": "Done"}]}
 
 
-@pytest.mark.parametrize(
-    ("adapter", "url", "row", "asked"),
-    [
-        ("alpaca", "hub:some/data", {"instruction": "Do", "input": "", "output": "Done"}, "Do"),
-        ("alpaca", "hub:some/data", {"instruction": "Do", "input": "it", "output": "Done"}, "Do\n\nit"),
-        ("sharegpt", "hub:some/data", TURNS, "Do"),
-        ("auto", "hub:HuggingFaceTB/smol-smoltalk", MESSAGES, "Do"),
-    ],
-)
+@pytest.mark.parametrize(("adapter", "url", "row", "asked"), [
+    ("alpaca", "hub:some/data", {"instruction": "Do", "input": "", "output": "Done"}, "Do"),
+    ("alpaca", "hub:some/data", {"instruction": "Do", "input": "it", "output": "Done"}, "Do\n\nit"),
+    ("sharegpt", "hub:some/data", TURNS, "Do"),
+    ("auto", "hub:HuggingFaceTB/smol-smoltalk", MESSAGES, "Do"),
+])  # fmt: skip
 def test_instructions_and_chats(adapter, url, row, asked):
     assert chat(adapt(row, "conversation", adapter, url)) == [("user", asked), ("assistant", "Done")]
 
@@ -138,20 +132,17 @@ def test_an_adapter_of_ones_own_is_named_by_import_path(monkeypatch):
         adapt({"body": "b"}, "document", "own_module:nothing")
 
 
-@pytest.mark.parametrize(
-    ("row", "kind", "name", "words"),
-    [
-        ({"body": "x"}, "document", "auto",
-         r"'text' cannot make a document of row 3 of hub:some/data: no column 'text'.*columns are body"),
-        ({"text": 7}, "document", "auto", "needs a string `text`; found 7"),
-        ({"question": "Q", "answer": "no number"}, "prompt", "gsm8k", "ends in `#### number`"),
-        ({"messages": []}, "conversation", "auto", "non-empty list"),
-        ({"messages": [{"role": "bot", "content": ""}]}, "conversation", "auto", "the role 'bot'; roles are system"),
-        ({"messages": [{"role": "user", "content": [1]}]}, "conversation", "auto", "user message must be a string"),
-        ({"question": "Q", "choices": ["a"], "answer": 1}, "conversation", "mmlu", "number 1 of 1 choices"),
-        ({"text": "x"}, "prompt", "text", "'text' makes no prompt .*it makes document"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("row", "kind", "name", "words"), [
+    ({"body": "x"}, "document", "auto",
+     r"'text' cannot make a document of row 3 of hub:some/data: no column 'text'.*columns are body"),
+    ({"text": 7}, "document", "auto", "needs a string `text`; found 7"),
+    ({"question": "Q", "answer": "no number"}, "prompt", "gsm8k", "ends in `#### number`"),
+    ({"messages": []}, "conversation", "auto", "non-empty list"),
+    ({"messages": [{"role": "bot", "content": ""}]}, "conversation", "auto", "the role 'bot'; roles are system"),
+    ({"messages": [{"role": "user", "content": [1]}]}, "conversation", "auto", "user message must be a string"),
+    ({"question": "Q", "choices": ["a"], "answer": 1}, "conversation", "mmlu", "number 1 of 1 choices"),
+    ({"text": "x"}, "prompt", "text", "'text' makes no prompt .*it makes document"),
+])  # fmt: skip
 def test_a_row_that_does_not_fit_is_named(row, kind, name, words):
     with pytest.raises(SourceError, match=words):
         adapt(row, kind, name)

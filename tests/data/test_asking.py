@@ -57,29 +57,23 @@ def test_foreign_columns_are_read_without_code(row, columns):
     assert (found["messages"], found["answer"]) == ([{"role": "user", "content": "1?"}], "2")
 
 
-@pytest.mark.parametrize(
-    ("columns", "said"),
-    [
-        ({"question": "problem"}, r"no column 'problem'\. The row's columns are answer, question"),
-        ({"question": "answer.inner"}, r"no column 'answer\.inner'"),
-        ({"solution": "answer"}, "`columns` names 'solution', which it does not read; it reads answer, question"),
-    ],
-)
+@pytest.mark.parametrize(("columns", "said"), [
+    ({"question": "problem"}, r"no column 'problem'\. The row's columns are answer, question"),
+    ({"question": "answer.inner"}, r"no column 'answer\.inner'"),
+    ({"solution": "answer"}, "`columns` names 'solution', which it does not read; it reads answer, question"),
+])  # fmt: skip
 def test_a_column_that_is_not_there_or_not_read_is_named(columns, said):
     with pytest.raises(SourceError, match=said):
         record_of({"question": "1?", "answer": "2"}, "conversation", adapter="problem", columns=columns)
 
 
-@pytest.mark.parametrize(
-    ("kind", "option", "said"),
-    [
-        ("document", {"instruction": BOXED}, "instruction .* means nothing to documents, which nobody asks"),
-        ("document", {"template_options": {"x": 1}}, "template_options .'x': 1. means nothing to documents"),
-        ("conversation", {"reward": "math"}, "reward 'math' means nothing to conversations, whose answers are given"),
-        ("row", {"reward": "math"}, "means nothing to rows as they are; a benchmark reads prompts with `form: prob"),
-        ("text", {"columns": {"a": "b"}}, "columns .* means nothing to all text of a source"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "option", "said"), [
+    ("document", {"instruction": BOXED}, "instruction .* means nothing to documents, which nobody asks"),
+    ("document", {"template_options": {"x": 1}}, "template_options .'x': 1. means nothing to documents"),
+    ("conversation", {"reward": "math"}, "reward 'math' means nothing to conversations, whose answers are given"),
+    ("row", {"reward": "math"}, "means nothing to rows as they are; a benchmark reads prompts with `form: prob"),
+    ("text", {"columns": {"a": "b"}}, "columns .* means nothing to all text of a source"),
+])  # fmt: skip
 def test_an_option_without_effect_is_refused(kind, option, said):
     source = SourceConfig(url="hub:some/data", **option)
     with pytest.raises(SourceError, match=said):

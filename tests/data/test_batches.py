@@ -2,7 +2,6 @@ import json
 import random
 import time
 from collections import Counter
-from concurrent.futures import wait
 from itertools import islice
 from pathlib import Path
 
@@ -15,13 +14,13 @@ from nanodag.errors import ConfigError
 from nanodag.tokenizer.encoding import Encoding
 from nanodag.train.batches import TokenBatches, tokenising_threads
 from nanodag.train.packing import unpack
+from tests.data.rows import write_rows
 
 WORDS = ("the", "sea", "was", "cold", "and", "boats", "lay", "on", "sand", "while", "rain", "fell", "every", "roof")
 
 
 def write(path, records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return SourceConfig(url=f"file:{path}")
+    return SourceConfig(url=write_rows(path, records))
 
 
 def read(source):
@@ -188,16 +187,6 @@ def test_a_rank_beside_a_gpu_tokenises_with_the_cores_that_training_leaves():
     assert tokenising_threads("cpu", cores=64, ranks=1) == 0
 
 
-def test_prefetching_does_not_move_the_position(documents, tokenizer_path):
-    ahead, plain = make(documents, tokenizer_path, prefetch=2), make(documents, tokenizer_path)
-    for _ in range(3):
-        next(ahead), next(plain)
-    wait(ahead._ahead)
-    assert ahead.state_dict() == plain.state_dict()
-    assert ahead.stats() == plain.stats()
-    ahead.close()
-
-
 @pytest.mark.parametrize("tokenising_threads", [0, 3])
 def test_a_position_can_be_taken_back(documents, tokenizer_path, tokenising_threads):
     batches = make(documents, tokenizer_path, repeat=True, prefetch=2, tokenising_threads=tokenising_threads)
@@ -272,16 +261,6 @@ def test_the_last_batch_is_filled_up_and_progress_is_whole(documents, tokenizer_
     assert stats["tokens"] + stats["padding"] == stats["batches"] * 7 * 64
     assert [batch.num_tokens for batch in batches.take(2)] == [0, 0]  # beside ranks that have more
     assert batches.stats()["padding"] == stats["padding"] + 2 * 7 * 64
-
-
-def test_ranks_together_train_each_document_once(documents, tokenizer_path):
-    total = [make(documents, tokenizer_path, rank=rank, world=3) for rank in range(3)]
-    for batches in total:
-        list(batches)
-    alone = make(documents, tokenizer_path)
-    list(alone)
-    assert sum(batches.stats()["records"] for batches in total) == 150
-    assert sum(b.stats()["label_tokens"] for b in total) == alone.stats()["label_tokens"]
 
 
 def test_tokenising_and_packing_keep_far_ahead_of_training(documents, tokenizer_path):

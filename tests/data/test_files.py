@@ -182,3 +182,27 @@ def test_a_file_of_a_package_is_read_without_importing_it(tmp_path, monkeypatch)
     source = open_source("package:some-wheel/some_wheel/rows.jsonl[8:]")
     assert [row["n"] for _, row in source.rows()] == [8, 9]
     assert "1.0" not in json.dumps(source.identity())
+
+
+CONTENT = [
+    {"question": "?", "context": [["Ed", ["Ed is", " a man."]], ["Bo", ["Bo sings."]]]},
+    {"question": "?", "context": [["Bo", ["Bo sings."]], ["Ed", ["Another Ed."]], ["Nil", [" "]]]},
+]
+
+
+def test_a_view_of_passages_has_each_once_in_order_and_is_part_of_url_and_identity(tmp_path):
+    (tmp_path / "q.json").write_text(json.dumps(CONTENT))
+    plain, viewed = open_source(f"file:{tmp_path}/q.json"), open_source(f"file:{tmp_path}/q.json#passages")
+    assert plain.length() == 2
+    passages = [("Ed", "Ed is a man."), ("Bo", "Bo sings."), ("Ed", "Another Ed.")]
+    assert [(row["title"], row["text"]) for _, row in viewed.rows()] == passages
+    assert [row["text"] for _, row in viewed.rows(start=1)] == ["Bo sings.", "Another Ed."]
+    assert plain.identity() != viewed.identity()
+
+
+def test_a_view_of_something_else_is_refused(tmp_path):
+    (tmp_path / "q.json").write_text('[{"question": "?"}]')
+    with pytest.raises(SourceError, match=r"q\.json is not what the view 'passages' reads"):
+        open_source(f"file:{tmp_path}/q.json#passages").length()
+    with pytest.raises(SourceError, match="views are passages"):
+        open_source(f"file:{tmp_path}/q.json#paragraphs").length()

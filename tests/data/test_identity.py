@@ -50,13 +50,10 @@ def test_another_content_of_the_file_is_another_source(path):
     assert open_source(f"identity:{path}").identity()["file"] != before["file"]
 
 
-@pytest.mark.parametrize(
-    ("text", "more", "message"),
-    [
-        ("name: Ada", "", "made_by"), (ADA + "colour: red", "", "colour"), ("name: [", "", "describes no identity"),
-        (ADA, "?size=0", "1 or more"), (ADA, "?words=3", "takes"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "more", "message"), [
+    ("name: Ada", "", "made_by"), (ADA + "colour: red", "", "colour"), ("name: [", "", "describes no identity"),
+    (ADA, "?size=0", "1 or more"), (ADA, "?words=3", "takes"),
+])  # fmt: skip
 def test_what_is_wrong_is_named(path, text, more, message):
     path.write_text(text)
     with pytest.raises(SourceError, match=message):

@@ -19,6 +19,7 @@ from nanodag.data.mixture import Mixture
 from nanodag.data.opening import open_source
 from nanodag.data.shuffle import RowOrder, permutation
 from nanodag.errors import ConfigError, CorruptArtifact, SourceError
+from tests.data.rows import write_rows
 
 
 @pytest.fixture
@@ -58,21 +59,6 @@ def test_permutations_are_even():
     for key in range(4000):
         counts[np.arange(4), permutation(4, key)] += 1
     assert np.abs(counts / 4000 - 0.25).max() < 0.03
-
-
-@pytest.mark.parametrize("ending", ENDINGS)
-def test_each_epoch_has_every_row_once_in_an_order_of_its_own(write, ending):
-    order = RowOrder(open_source(write("a", 20, ending)), seed=1)
-    passes = []
-    for epoch in range(2):
-        found = [order.next_row() for _ in range(20)]
-        assert order.next_row() is None
-        assert {e for e, _, _ in found} == {epoch}
-        assert all(row["text"] == f"a{index}" for _, index, row in found)
-        passes.append([index for _, index, _ in found])
-    assert sorted(passes[0]) == sorted(passes[1]) == list(range(20))
-    assert passes[0] != passes[1]
-    assert passes[0] != list(range(20))
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
@@ -267,10 +253,9 @@ def test_mixing_by_epochs_needs_lengths_and_says_so(write, tmp_path, monkeypatch
 
 
 def test_prompts_are_weighed_by_rows_and_have_ids_of_their_own(tmp_path):
-    for name, length in (("a", 5), ("b", 500)):
-        rows = [{"question": f"{name}{i}" * length, "answer": i} for i in range(20)]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    sources = [SourceConfig(url=f"file:{tmp_path}/{name}.jsonl", adapter="problem", weight=1) for name in "ab"]
+    rows = [[{"question": f"{i}" * length, "answer": i} for i in range(20)] for length in (5, 500)]
+    urls = [write_rows(tmp_path / f"{number}.jsonl", each) for number, each in enumerate(rows)]
+    sources = [SourceConfig(url=url, adapter="problem", weight=1) for url in urls]
     drawing = mixture(sources, kind="prompt")
     found = [next(drawing) for _ in range(40)]
     assert Counter(drawn.source for drawn in found) == {0: 20, 1: 20}

@@ -11,6 +11,7 @@ from nanodag.data.config import SourceConfig
 from nanodag.tokenizer.encoding import Encoding
 from nanodag.train.batches import TokenBatches
 from nanodag.train.packing import unpack
+from tests.data.rows import write_rows
 
 LENGTH = 64
 
@@ -20,8 +21,7 @@ def rows(path, name, count):
     draw = random.Random(count)
     chats = [[("user", f"{name}{i};"), ("assistant", "of " * draw.choice((1, 2, 3, 5, 9, 20)))] for i in range(count)]
     records = [{"messages": [{"role": role, "content": text} for role, text in chat]} for chat in chats]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return SourceConfig(url=f"file:{path}")
+    return SourceConfig(url=write_rows(path, records))
 
 
 def ranks_of(sources, tokenizer_path, world, **options):
@@ -92,7 +92,7 @@ def least_trained(path, sizes, passes, tokenizer_path, encoding, *, world, steps
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("epochs", [(None, None), (3, 1), (2, 4), (1.5, 2.5)])
-def test_after_every_step_two_rows_of_a_source_were_trained_equally_often_or_once_more(
+def test_after_every_step_rows_were_trained_equally_often_or_once_more(
     tmp_path, tokenizer_path, encoding, world, epochs
 ):
     passes = [{"epochs": number} for number in epochs]
@@ -101,9 +101,7 @@ def test_after_every_step_two_rows_of_a_source_were_trained_equally_often_or_onc
     assert min(least.values()) > 1
 
 
-def test_a_mixture_by_weights_trains_the_rows_of_a_source_equally_often_or_once_more(
-    tmp_path, tokenizer_path, encoding
-):
+def test_a_mixture_by_weights_trains_rows_equally_often_or_once_more(tmp_path, tokenizer_path, encoding):
     settings = {"world": 1, "steps": 150, "micro_batches": 1}
     least = least_trained(tmp_path, {"a": 300, "b": 11}, [{"weight": 0.5}] * 2, tokenizer_path, encoding, **settings)
     assert least["b"] > 5

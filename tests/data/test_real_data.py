@@ -19,25 +19,21 @@ def mirror():
     return Path(os.environ["NANODAG_MIRROR"])
 
 
-@pytest.mark.parametrize(
-    ("url", "rows", "answers"),
-    [
-        ("hub:openai/gsm8k/main:train", 7473, {"72", "10", "5"}),
-        ("hub:openai/gsm8k/main:test", 1319, {"18", "3", "70000"}),
-        ("hub:cais/mmlu/all:test", 14042, set("ABCD")),
-        ("hub:allenai/ai2_arc/ARC-Easy:validation", 570, set("ABCD")),
-        ("hub:allenai/ai2_arc/ARC-Challenge:validation", 299, set("ABCD")),
-        ("hub:baber/piqa/default:validation", 1838, set("AB")),
-        ("hub:allenai/winogrande/winogrande_xl:validation", 1267, set("AB")),
-        ("hub:google/boolq:validation", 3270, set("AB")),
-        ("hub:allenai/openbookqa/main:validation", 500, set("ABCD")),
-        ("hub:tau/commonsense_qa:validation", 1221, set("ABCDE")),
-        ("hub:allenai/sciq:validation", 1000, set("ABCD")),
-        ("hub:HuggingFaceH4/MATH-500:test", 500, set()),
-        ("hub:google/IFEval:train", 541, set()),
-        ("hub:openai/openai_humaneval/openai_humaneval:test", 164, set()),
-    ],
-)
+@pytest.mark.parametrize(("url", "rows", "answers"), [
+    ("hub:openai/gsm8k/main:train", 7473, {"72", "10", "5"}),
+    ("hub:openai/gsm8k/main:test", 1319, {"18", "3", "70000"}),
+    ("hub:cais/mmlu/all:test", 14042, set("ABCD")),
+    ("hub:allenai/ai2_arc/ARC-Easy:validation", 570, set("ABCD")),
+    ("hub:allenai/ai2_arc/ARC-Challenge:validation", 299, set("ABCD")),
+    ("hub:baber/piqa/default:validation", 1838, set("AB")),
+    ("hub:allenai/winogrande/winogrande_xl:validation", 1267, set("AB")),
+    ("hub:google/boolq:validation", 3270, set("AB")),
+    ("hub:allenai/openbookqa/main:validation", 500, set("ABCD")),
+    ("hub:tau/commonsense_qa:validation", 1221, set("ABCDE")),
+    ("hub:allenai/sciq:validation", 1000, set("ABCD")), ("hub:HuggingFaceH4/MATH-500:test", 500, set()),
+    ("hub:google/IFEval:train", 541, set()),
+    ("hub:openai/openai_humaneval/openai_humaneval:test", 164, set()),
+])  # fmt: skip
 def test_a_data_set_of_the_mirror_gives_prompts(url, rows, answers):
     drawing = Mixture([SourceConfig(url=url)], kind="prompt", seed=0, once=True, shuffle=False, mirror=mirror())
     prompts = [drawn.record for drawn in drawing]

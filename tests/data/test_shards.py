@@ -86,17 +86,6 @@ def texts_of(rows):
     return [row["text"] for _, _, row in rows]
 
 
-def test_each_rank_fetches_its_own_shards_and_together_they_have_every_row_once(large, counted):
-    found = []
-    for rank in range(3):
-        counted.fetched.clear()
-        rows = one_pass(order_of(large, rank=rank, world=3))
-        assert len(counted.fetched) == 2
-        assert {text.split()[1][0] for text in texts_of(rows)} == set(counted.fetched)
-        found += texts_of(rows)
-    assert sorted(found) == ALL
-
-
 def test_more_ranks_than_shards_have_every_row_once_between_them(large):
     assert sorted(text for rank in range(8) for text in texts_of(one_pass(order_of(large, rank=rank, world=8)))) == ALL
 

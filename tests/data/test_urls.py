@@ -6,16 +6,13 @@ from nanodag.data.urls import hub_path, parse_url
 from nanodag.errors import ConfigError, SourceError
 
 
-@pytest.mark.parametrize(
-    ("url", "name", "revision", "config", "split"),
-    [
-        ("hub:openai/gsm8k", "openai/gsm8k", "", "", "train"),
-        ("hub:openai/gsm8k/main", "openai/gsm8k", "", "main", "train"),
-        ("hub:openai/gsm8k/main:test", "openai/gsm8k", "", "main", "test"),
-        ("hub:a/b@0f1e/cfg:validation[0:5]", "a/b", "0f1e", "cfg", "validation"),
-        ("hub:a/b:test", "a/b", "", "", "test"),
-    ],
-)
+@pytest.mark.parametrize(("url", "name", "revision", "config", "split"), [
+    ("hub:openai/gsm8k", "openai/gsm8k", "", "", "train"),
+    ("hub:openai/gsm8k/main", "openai/gsm8k", "", "main", "train"),
+    ("hub:openai/gsm8k/main:test", "openai/gsm8k", "", "main", "test"),
+    ("hub:a/b@0f1e/cfg:validation[0:5]", "a/b", "0f1e", "cfg", "validation"),
+    ("hub:a/b:test", "a/b", "", "", "test"),
+])  # fmt: skip
 def test_a_hub_url_names_data_set_revision_config_and_split(url, name, revision, config, split):
     path = hub_path(parse_url(url))
     assert (path.name, path.revision, path.config, path.split) == (name, revision, config, split)
@@ -36,15 +33,12 @@ def test_brackets_of_a_glob_are_no_slice():
     assert parse_url("file:part-[0-9].txt").path == "part-[0-9].txt"
 
 
-@pytest.mark.parametrize(
-    ("url", "words"),
-    [
-        ("hbu:a/b", "Did you mean 'hub:'"), ("gsm8k", "has no known kind"), ("hub:gsm8k", "hub:owner/name"),
-        ("hub:a/b?x=1", "takes no parameters"), ("input:conversations?a=1", "takes no parameters"),
-        ("file:", "names nothing"), ("file:x.txt?by=word", "?by=line"), ("file:x.jsonl[5:5]", "slices no rows"),
-        ("package:some-wheel", "package:distribution/path"), ("python:module", "python:module:function"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("url", "words"), [
+    ("hbu:a/b", "Did you mean 'hub:'"), ("gsm8k", "has no known kind"), ("hub:gsm8k", "hub:owner/name"),
+    ("hub:a/b?x=1", "takes no parameters"), ("input:conversations?a=1", "takes no parameters"),
+    ("file:", "names nothing"), ("file:x.txt?by=word", "?by=line"), ("file:x.jsonl[5:5]", "slices no rows"),
+    ("package:some-wheel", "package:distribution/path"), ("python:module", "python:module:function"),
+])  # fmt: skip
 def test_a_wrong_url_says_what_is_wrong(url, words):
     with pytest.raises(SourceError, match=words.replace("?", r"\?")):
         parse_url(url)

@@ -122,6 +122,9 @@ class FakeSampler(FakeServer):
         await self.world.trainer.meet(self, body["group_name"])
         return {}
 
+    async def destroy_weights_update_group(self, body: dict[str, Any]) -> Any:
+        return {}
+
     async def begin_weight_update(self, body: dict[str, Any]) -> Any:
         if self.received is not None:
             raise ValueError("a session is open already")
@@ -129,14 +132,14 @@ class FakeSampler(FakeServer):
         return {}
 
     async def update_weights_from_distributed(self, body: dict[str, Any]) -> Any:
-        return self._receive(body, await self.world.trainer.meet(self, body["group_name"]))
+        assert self.received is not None
+        self.received.append(await self.world.trainer.meet(self, body["group_name"]))
+        self.new_version = body.get("weight_version")
+        return {}
 
     async def update_weights_from_tensor(self, body: dict[str, Any]) -> Any:
-        return self._receive(body, body["serialized_named_tensors"][0])
-
-    def _receive(self, body: dict[str, Any], weights: str) -> Any:
         assert self.received is not None
-        self.received.append(weights)
+        self.received.append(body["serialized_named_tensors"][0])
         self.new_version = body.get("weight_version")
         return {}
 
@@ -150,7 +153,7 @@ class FakeSampler(FakeServer):
     async def pause_generation(self, body: dict[str, Any]) -> Any:
         return {}
 
-    continue_generation = destroy_weights_update_group = pause_generation
+    continue_generation = pause_generation
 
     async def generate(self, body: dict[str, Any]) -> Any:
         if self.released:

@@ -1,7 +1,6 @@
 """Samplers that somebody else runs: looked at, given weights, left out when they are lost, never stopped."""
 
 import asyncio
-from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -19,29 +18,8 @@ from tests.engines.foreign import NEEDED, Foreign, again, fleet, given, until
 ASKED = [Request(input_ids=[1, 2])]
 
 
-@pytest.fixture
-def play(tmp_path):
-    """play(scenario, *servers, ...): run scenario(a fleet of the servers, two if none are named, with weights 1;
-    the servers, in a list to which their successors are added)."""
-
-    async def main(scenario, servers, version, options):
-        async with fleet(tmp_path, servers, **options) as samplers:
-            if version:
-                await given(samplers, tmp_path, version)
-            await scenario(samplers, servers)
-
-    def run(scenario, *servers, version=1, **options):
-        asyncio.run(main(scenario, list(servers or (Foreign(), Foreign())), version, options))
-
-    return run
-
-
 def sampled_by(*servers):
     return [server.asked.count("generate") for server in servers]
-
-
-async def ask(samplers, count):
-    return await asyncio.gather(*(samplers.generate(ASKED) for _ in range(count)))
 
 
 def test_an_address_is_a_url_with_the_file_of_its_key_or_is_refused():
@@ -58,7 +36,10 @@ def test_a_file_of_addresses_is_read_with_its_comments_and_the_wrong_line_named(
     file = tmp_path / "urls"
     file.write_text("# two\nhttp://a:1\n\n  http://b:2 /key  # \n")
     assert read_addresses(file) == [Address("http://a:1"), Address("http://b:2", "/key  #")]
-    for text, said in (("http://a:1\nnode", "line 2"), ("http://a:1\nhttp://a:1/", "line 2: http://a:1 is there")):
+    for text, said in (
+        ("http://a:1\nnode", "line 2"),
+        ("http://a:1\nhttp://a:1/", "line 2: http://a:1 is there"),
+    ):
         file.write_text(text)
         with pytest.raises(ValueError, match=said):
             read_addresses(file)
@@ -111,7 +92,7 @@ def test_servers_of_others_take_the_weights_share_the_prompts_and_are_not_stoppe
             assert [server.weights for server in servers] == ["one", "one"]
             await given(samplers, tmp_path, 2)
             assert await samplers.fingerprints() == [[{"w": "two"}]] * 2
-            found = await ask(samplers, 4)
+            found = await asyncio.gather(*(samplers.generate(ASKED) for _ in range(4)))
             assert [answer.weight_version for ((answer,),) in found] == ["2"] * 4
             assert sampled_by(*servers) == [2, 2]
             assert {"abort_request", "continue_generation"} <= set(servers[0].asked)
@@ -122,82 +103,99 @@ def test_servers_of_others_take_the_weights_share_the_prompts_and_are_not_stoppe
     asyncio.run(work())
 
 
-def test_one_that_was_left_in_the_midst_of_new_weights_is_out_of_it_before_it_takes_any(play):
-    async def scenario(samplers, servers):
-        assert not servers[0].is_receiving and [server.weights for server in servers] == ["one", "one"]
-
-    left = Foreign()
-    left.is_receiving = True
-    play(scenario, left, Foreign())
-
-
-def test_one_that_is_killed_is_left_out_until_it_is_back_and_has_the_current_weights(play, tmp_path):
-    async def scenario(samplers, servers):
-        servers[0].can_answer.clear()
-        step = [asyncio.ensure_future(samplers.generate(ASKED)) for _ in range(4)]
-        await until(lambda: sampled_by(*servers) == [2, 2])
-        servers[0].kill()
-        await asyncio.gather(*step)  # the other one was asked
-        assert sampled_by(servers[1]) == [4]
-        await given(samplers, tmp_path, 2)  # holds nobody up
-        assert await samplers.versions() == ["2"] and await samplers.fingerprints() == [[], [{"w": "two"}]]
-        servers.append(back := await again(servers[0]))
-        await until(lambda: back.weights == "two")
-        await until(lambda: samplers.replicas[0].is_up)
-        await ask(samplers, 2)
-        assert sampled_by(back) == [1]
-        assert back.asked.index("update_weights_from_disk") < back.asked.index("generate")
-
-    play(scenario)
-
-
-def test_one_that_was_started_again_unseen_is_found_out_by_its_weights(play):
-    async def scenario(samplers, servers):
-        servers[0].kill()
-        servers.append(back := await again(servers[0]))
-        ((answer,),) = await samplers.generate(ASKED)
-        assert answer.weight_version == "1" and back.weights == "one"
-
-    play(scenario, Foreign())
-
-
-def test_the_only_one_that_is_killed_before_it_says_that_it_has_the_weights_holds_the_sync_up_no_longer(play, tmp_path):
-    async def scenario(samplers, servers):
-        async with samplers.paused():
-            await samplers.update_weights_from_disk(str(tmp_path / "2"), 2)
-            servers[0].kill()
-            servers.append(await again(servers[0]))
-            async with asyncio.timeout(1):
-                assert await samplers.versions() == ["2"]
-        assert servers[1].weights == "two"
-
-    play(scenario, Foreign(), patience_s=5.0)
-
-
-def test_one_that_hangs_is_left_out_and_its_prompts_are_asked_of_another(play):
-    async def scenario(samplers, servers):
-        servers[0].can_answer.clear()
-        servers[0].hangs_at = {"health_generate"}
-        await ask(samplers, 2)
-        assert sampled_by(servers[1]) == [2] and servers[0].is_alive
-
-    play(scenario)
-
-
-def test_one_that_is_cut_off_while_it_takes_weights_holds_nobody_up_at_first_nor_when_it_is_back(play, tmp_path):
-    async def scenario(samplers, servers):
-        servers[0].hangs_at = {"health_generate", "update_weights_from_disk"}
-        async with asyncio.timeout(1):  # less than a request may take
-            await given(samplers, tmp_path, 2)
-        servers[0].hangs_at = {"health_generate"}
-        servers[0].hangs_on_weights = True
-        count = servers[0].asked.count("update_weights_from_disk")
-        await until(lambda: servers[0].asked.count("update_weights_from_disk") > count + 1)  # the probe before
-        async with asyncio.timeout(1):
+def test_one_that_was_left_in_the_midst_of_new_weights_is_out_of_it_before_it_takes_any(tmp_path):
+    async def work():
+        servers = [Foreign(), Foreign()]
+        servers[0].is_receiving = True
+        async with fleet(tmp_path, servers) as samplers:
             await given(samplers, tmp_path, 1)
-        assert await samplers.versions() == ["1"] and servers[1].weights == "one"
+            assert not servers[0].is_receiving and [server.weights for server in servers] == ["one", "one"]
 
-    play(scenario)
+    asyncio.run(work())
+
+
+def test_one_that_is_killed_is_left_out_until_it_is_back_and_has_the_current_weights(tmp_path):
+    async def work():
+        servers = [Foreign(), Foreign()]
+        async with fleet(tmp_path, servers) as samplers:
+            await given(samplers, tmp_path, 1)
+            servers[0].can_answer.clear()
+            step = [asyncio.ensure_future(samplers.generate(ASKED)) for _ in range(4)]
+            await until(lambda: sampled_by(*servers) == [2, 2])
+            servers[0].kill()
+            await asyncio.gather(*step)  # the other one was asked
+            assert sampled_by(servers[1]) == [4]
+            await given(samplers, tmp_path, 2)  # holds nobody up
+            assert await samplers.versions() == ["2"] and await samplers.fingerprints() == [[], [{"w": "two"}]]
+            servers.append(back := await again(servers[0]))
+            await until(lambda: back.weights == "two")
+            await until(lambda: samplers.replicas[0].is_up)
+            await asyncio.gather(*(samplers.generate(ASKED) for _ in range(2)))
+            assert sampled_by(back) == [1]
+            assert back.asked.index("update_weights_from_disk") < back.asked.index("generate")
+
+    asyncio.run(work())
+
+
+def test_one_that_was_started_again_unseen_is_found_out_by_its_weights(tmp_path):
+    async def work():
+        servers = [Foreign()]
+        async with fleet(tmp_path, servers) as samplers:
+            await given(samplers, tmp_path, 1)
+            servers[0].kill()
+            servers.append(back := await again(servers[0]))
+            ((answer,),) = await samplers.generate(ASKED)
+            assert answer.weight_version == "1" and back.weights == "one"
+
+    asyncio.run(work())
+
+
+def test_the_only_one_that_is_killed_between_taking_weights_and_saying_so_does_not_hold_the_sync_up_for_ever(tmp_path):
+    async def work():
+        servers = [Foreign()]
+        async with fleet(tmp_path, servers, patience_s=5.0) as samplers:
+            await given(samplers, tmp_path, 1)
+            async with samplers.paused():
+                await samplers.update_weights_from_disk(str(tmp_path / "2"), 2)
+                servers[0].kill()
+                servers.append(await again(servers[0]))
+                async with asyncio.timeout(1):
+                    assert await samplers.versions() == ["2"]
+            assert servers[1].weights == "two"
+
+    asyncio.run(work())
+
+
+def test_one_that_hangs_is_left_out_and_its_prompts_are_asked_of_another(tmp_path):
+    async def work():
+        servers = [Foreign(), Foreign()]
+        async with fleet(tmp_path, servers) as samplers:
+            await given(samplers, tmp_path, 1)
+            servers[0].can_answer.clear()
+            servers[0].hangs_at = {"health_generate"}
+            await asyncio.gather(*(samplers.generate(ASKED) for _ in range(2)))
+            assert sampled_by(servers[1]) == [2] and servers[0].is_alive
+
+    asyncio.run(work())
+
+
+def test_one_that_is_cut_off_while_it_takes_weights_holds_nobody_up_at_first_nor_when_it_is_back(tmp_path):
+    async def work():
+        servers = [Foreign(), Foreign()]
+        async with fleet(tmp_path, servers) as samplers:
+            await given(samplers, tmp_path, 1)
+            servers[0].hangs_at = {"health_generate", "update_weights_from_disk"}
+            async with asyncio.timeout(1):  # less than a request may take
+                await given(samplers, tmp_path, 2)
+            servers[0].hangs_at = {"health_generate"}
+            servers[0].hangs_on_weights = True
+            count = servers[0].asked.count("update_weights_from_disk")
+            await until(lambda: servers[0].asked.count("update_weights_from_disk") > count + 1)  # the probe before
+            async with asyncio.timeout(1):
+                await given(samplers, tmp_path, 1)
+            assert await samplers.versions() == ["1"] and servers[1].weights == "one"
+
+    asyncio.run(work())
 
 
 def test_the_trainer_is_asked_to_wait_for_none_that_does_not_answer(tmp_path, monkeypatch):
@@ -222,24 +220,27 @@ def test_the_trainer_is_asked_to_wait_for_none_that_does_not_answer(tmp_path, mo
     asyncio.run(work())
 
 
-def test_weights_that_come_in_the_midst_of_answers_go_to_those_that_are_there_and_each_goes_on(play, tmp_path):
-    async def scenario(samplers, servers):
-        for server in servers:
-            server.can_answer.clear()
-        step = [asyncio.ensure_future(samplers.generate(ASKED)) for _ in range(2)]
-        await until(lambda: sampled_by(*servers) == [1, 1])
-        async with samplers.paused():
-            servers[0].kill()
-            await samplers.update_weights_from_disk(str(tmp_path / "2"), 2)
-        servers.append(back := await again(servers[0]))
-        servers[1].can_answer.set()
-        found = await asyncio.gather(*step)  # began with weights 1, and end with 2
-        assert [answer.weight_version for ((answer,),) in found] == ["2", "2"]
-        await until(lambda: back.weights == "two" and samplers.replicas[0].is_up)
-        for server in (servers[1], back):
-            assert server.asked.count("continue_generation") > server.asked.count("pause_generation")
+def test_weights_that_come_in_the_midst_of_answers_go_to_those_that_are_there_and_each_goes_on(tmp_path):
+    async def work():
+        servers = [Foreign(), Foreign()]
+        async with fleet(tmp_path, servers, pause="in_place") as samplers:
+            await given(samplers, tmp_path, 1)
+            for server in servers:
+                server.can_answer.clear()
+            step = [asyncio.ensure_future(samplers.generate(ASKED)) for _ in range(2)]
+            await until(lambda: sampled_by(*servers) == [1, 1])
+            async with samplers.paused():
+                servers[0].kill()
+                await samplers.update_weights_from_disk(str(tmp_path / "2"), 2)
+            servers.append(back := await again(servers[0]))
+            servers[1].can_answer.set()
+            found = await asyncio.gather(*step)  # began with weights 1, and end with 2
+            assert [answer.weight_version for ((answer,),) in found] == ["2", "2"]
+            await until(lambda: back.weights == "two" and samplers.replicas[0].is_up)
+            for server in (servers[1], back):
+                assert server.asked.count("continue_generation") > server.asked.count("pause_generation")
 
-    play(scenario, pause="in_place")
+    asyncio.run(work())
 
 
 RUBBISH = {
@@ -258,32 +259,34 @@ RUBBISH = {
 
 
 @pytest.mark.parametrize("name", RUBBISH)
-def test_one_that_answers_what_cannot_be_is_left_out_with_the_reason(play, name, caplog):
-    async def scenario(samplers, servers):
-        await ask(samplers, 2)
-        assert sampled_by(servers[1]) == [2]
-        assert f"{servers[0].url} is left out" in caplog.text and said in caplog.text
+def test_one_that_answers_what_cannot_be_is_left_out_with_the_reason(tmp_path, name, caplog):
+    async def work():
+        bad, good = Foreign(), Foreign()
+        bad.answer, said = RUBBISH[name]
+        async with fleet(tmp_path, [bad, good]) as samplers:
+            await given(samplers, tmp_path, 1)
+            await asyncio.gather(*(samplers.generate(ASKED) for _ in range(2)))
+            assert sampled_by(good) == [2]
+            assert f"{bad.url} is left out" in caplog.text and said in caplog.text
 
-    bad = Foreign()
-    bad.answer, said = RUBBISH[name]
-    play(scenario, bad, Foreign())
+    asyncio.run(work())
 
 
-def test_those_that_do_not_fit_end_the_stage_at_its_begin_with_every_reason_and_one_that_is_down_not(play, tmp_path):
-    async def scenario(samplers, servers):
-        servers[3].kill()
-        with pytest.raises(SamplerError) as error:
-            await samplers.external.first_look()
-        said = str(error.value)
-        assert f"{servers[0].url}: its dtype is bfloat16" in said
-        assert "answered 401: no key (" in said and "its key stands in a file behind its URL" in said
-        assert "does not see what this machine writes" in said and "weights.sync: distributed" in said
-        assert servers[3].url not in said and servers[4].url not in said
+def test_those_that_do_not_fit_end_the_stage_at_its_begin_with_every_reason_and_those_that_are_down_do_not(tmp_path):
+    async def work():
+        servers = [Foreign(), Foreign(key="secret"), Foreign(sees=tmp_path / "elsewhere"), Foreign(), Foreign()]
+        servers[0].server["dtype"] = "bfloat16"
+        async with fleet(tmp_path, servers) as samplers:
+            servers[3].kill()
+            with pytest.raises(SamplerError) as error:
+                await samplers.external.first_look()
+            said = str(error.value)
+            assert f"{servers[0].url}: its dtype is bfloat16" in said
+            assert "answered 401: no key (" in said and "its key stands in a file behind its URL" in said
+            assert "does not see what this machine writes" in said and "weights.sync: distributed" in said
+            assert servers[3].url not in said and servers[4].url not in said
 
-    other = Foreign()
-    other.server["dtype"] = "bfloat16"
-    servers = (Foreign(key="secret"), Foreign(sees=tmp_path / "elsewhere"), Foreign(), Foreign())
-    play(scenario, other, *servers, version=0)
+    asyncio.run(work())
 
 
 @pytest.mark.parametrize(
@@ -295,37 +298,44 @@ def test_those_that_do_not_fit_end_the_stage_at_its_begin_with_every_reason_and_
         ({"status": 503, "text": "it starts"}, False),
     ],
 )
-def test_a_router_or_web_server_is_refused_at_once_and_a_server_that_starts_is_waited_for(play, answer, is_refused):
+def test_a_router_or_web_server_is_refused_at_once_and_a_server_that_starts_is_waited_for(tmp_path, answer, is_refused):
     class Other(Foreign):
         async def model_info(self, body):
             return web.Response(**answer)
 
-    async def scenario(samplers, servers):
-        said = r"cannot be used.*/model_info of .*no router or web server"
-        with pytest.raises(SamplerError, match=said) if is_refused else nullcontext():
-            await samplers.external.first_look()
+    async def work():
+        async with fleet(tmp_path, [Other()]) as samplers:
+            if not is_refused:
+                return await samplers.external.first_look()
+            with pytest.raises(SamplerError, match=r"cannot be used.*/model_info of .*no router or web server"):
+                await samplers.external.first_look()
 
-    play(scenario, Other(), version=0)
-
-
-def test_a_key_file_that_is_not_there_is_named(play, tmp_path):
-    async def scenario(samplers, servers):
-        with pytest.raises(BadRequest, match=r"key.* cannot be read"):
-            await samplers.external.attach(Address(servers[0].url, f"{tmp_path}/none"))
-
-    play(scenario)
+    asyncio.run(work())
 
 
-def test_a_stage_without_any_sampler_waits_and_then_ends_with_the_reasons(play, tmp_path):
-    async def scenario(samplers, servers):
-        servers[0].hangs_at = {"server_info"}
-        with pytest.raises(SamplerLost, match=r"No sampler is up.*no answer within 0.02 s"):
+def test_a_key_file_that_is_not_there_is_named(tmp_path):
+    async def work():
+        server = Foreign()
+        await server.start()
+        async with fleet(tmp_path, [server], named=[Address(server.url, f"{tmp_path}/none")]) as samplers:
+            with pytest.raises(BadRequest, match=r"key.* cannot be read"):
+                await samplers.external.attach(Address(server.url, f"{tmp_path}/none"))
+
+    asyncio.run(work())
+
+
+def test_a_stage_without_any_sampler_waits_and_then_ends_with_the_reasons(tmp_path):
+    async def work():
+        hung = Foreign()
+        hung.hangs_at = {"server_info"}
+        async with fleet(tmp_path, [hung], timeout_s=0.02, patience_s=0.1) as samplers:
+            with pytest.raises(SamplerLost, match=r"None|No sampler is up.*no answer within 0.02 s"):
+                await given(samplers, tmp_path, 1)
+            hung.hangs_at = set()
             await given(samplers, tmp_path, 1)
-        servers[0].hangs_at = set()
-        await given(samplers, tmp_path, 1)
-        assert await samplers.versions() == ["1"]
+            assert await samplers.versions() == ["1"]
 
-    play(scenario, Foreign(), version=0, timeout_s=0.02, patience_s=0.1)
+    asyncio.run(work())
 
 
 def test_a_file_of_servers_may_grow_and_shrink_and_a_wrong_one_changes_nothing(tmp_path, caplog):
@@ -345,7 +355,7 @@ def test_a_file_of_servers_may_grow_and_shrink_and_a_wrong_one_changes_nothing(t
             assert servers[1].weights == "one"
             file.write_text("rubbish\n")
             await asyncio.sleep(0.005)
-            await ask(samplers, 2)
+            await asyncio.gather(*(samplers.generate(ASKED) for _ in range(2)))
             assert "line 1" in caplog.text and min(sampled_by(*servers)) > 0
             before = sampled_by(servers[0])
             servers[0].can_answer.clear()
@@ -354,7 +364,7 @@ def test_a_file_of_servers_may_grow_and_shrink_and_a_wrong_one_changes_nothing(t
             file.write_text(servers[1].url)
             await asyncio.sleep(0.005)
             count = sampled_by(servers[0])
-            await ask(samplers, 3)
+            await asyncio.gather(*(samplers.generate(ASKED) for _ in range(3)))
             servers[0].can_answer.set()
             await asyncio.gather(*under_way)  # it answers what it was asked before, nobody else does
             assert sampled_by(servers[0]) == count and sum(sampled_by(*servers)) == 1 + 2 + 2 + 3

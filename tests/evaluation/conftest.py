@@ -1,4 +1,3 @@
-import json
 from pathlib import Path
 
 import pytest
@@ -6,6 +5,7 @@ import pytest
 from nanodag.config.kinds.evaluation import EvalStage
 from nanodag.engines.start import ServerProcess
 from nanodag.worker.job import Job
+from tests.data.rows import write_rows
 from tests.evaluation.tiny import CLASSES, save_tiny_model
 from tests.forks import spawn_server
 
@@ -35,13 +35,11 @@ def model_folder(models) -> Path:
 @pytest.fixture
 def make_job(tmp_path, model_folder):
     """Makes an eval stage's job of two benchmarks of likelihoods and one of written answers. changes: of its config."""
-    source = tmp_path / "problems.jsonl"
     lines = [
         {"question": f"{word} the cat", "answer": "sat", "text": f"{word} on the mat " * 12} for word in "abcdefgh"
     ]
-    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    problems = {"url": f"file:{source}", "adapter": "problem"}
-    documents = {"url": f"file:{source}", "adapter": "text"}
+    source = write_rows(tmp_path / "problems.jsonl", lines)
+    problems, documents = ({"url": source, "adapter": adapter} for adapter in ("problem", "text"))
     config = EvalStage(
         kind="eval", seed=0,
         benchmarks=({"name": "words", "form": "problems", "source": problems, "limit": 5},

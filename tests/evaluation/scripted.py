@@ -1,4 +1,4 @@
-"""A model of lm-eval's that says what a test wrote down, and rows as data sets have them."""
+"""A model of lm-eval's that says what a test wrote down."""
 
 import math
 
@@ -36,42 +36,3 @@ class Scripted(LM):
     @property
     def tokenizer_name(self):
         return "scripted"
-
-
-GSM8K = [
-    {"question": "Q1 ?", "answer": "48/2 = <<48/2=24>>24\n#### 24"},
-    {"question": "Q2 ?", "answer": "#### 1,234"},
-    {"question": "Q3 ?", "answer": "#### -5"},
-    {"question": "Q4 ?", "answer": "#### 7"},
-    {"question": "Q5 ?", "answer": "#### 8"},
-]
-GSM8K_TEXTS = {
-    "Q1": "Half of 48.\n#### 24",
-    "Q2": "so it is $1,234",  # right number, not behind ####
-    "Q3": "#### -5.0\nQuestion",
-    "Q4": "#### 7 #### 8",  # two tries
-    "Q5": "I do not know",
-}
-IFEVAL = {"instruction_id_list": ["punctuation:no_comma", "length_constraints:number_words"]}
-IFEVAL["kwargs"] = [{"num_words": None, "relation": None}, {"num_words": 3, "relation": "at least"}]
-
-
-def humaneval(name, operator):
-    prompt = f'def {name}(a: int, b: int) -> int:\n    """The result.\n    >>> {name}(1, 2)\n    """\n'
-    check = f"def check(candidate):\n    for a in range(4):\n        assert candidate(a, 3) == a {operator} 3\n"
-    test = f"\n\nMETADATA = {{}}\n\n\n{check}"
-    solution = f"    return a {operator} b\n"
-    return {"task_id": name, "prompt": prompt, "canonical_solution": solution, "test": test, "entry_point": name}
-
-
-def mbpp(name, operator):
-    tests = [f"assert {name}({a}, 2) == {eval(f'{a} {operator} 2')}" for a in (1, 5, 7)]
-    code = f"def {name}(a, b):\r\n    return a {operator} b"
-    text = f"Write a function to {name}."
-    setup = {"test_setup_code": "", "challenge_test_list": []}
-    return {"task_id": 1, "text": text, "code": code, "test_list": tests, **setup}
-
-
-def gpqa(question):
-    wrong = {f"Incorrect Answer {n}": f"{question} wrong  {n}" for n in (1, 2, 3)}
-    return {"Question": question, "Correct Answer": f" {question} right\n", **wrong}

@@ -4,7 +4,6 @@ with our score; docs/reference/evaluation.md says why."""
 
 import hashlib
 import importlib.metadata
-import json
 import random
 import sys
 from dataclasses import dataclass, field
@@ -25,7 +24,8 @@ from nanodag.data import adapter_entries
 from nanodag.evaluation.forms import FORMS, read_form, shipped_forms
 from nanodag.evaluation.harness import run_benchmark
 from nanodag.evaluation.items import item_options
-from tests.evaluation.scripted import IFEVAL, Scripted, gpqa, humaneval, mbpp
+from tests.data.rows import IFEVAL, gpqa, humaneval, mbpp, write_rows
+from tests.evaluation.scripted import Scripted
 
 TASKS = Path(lm_eval.__file__).parent / "tasks"
 
@@ -122,8 +122,7 @@ CASES = {
     "arc_challenge": Case(file="arc/arc_challenge.yaml", rows=ARC, scores=BOTH),
     "piqa": Case(
         file="piqa/piqa.yaml",
-        rows=[{"goal": f"G{n} ", "sol1": "a", "sol2": "longer", "label": n % 2} for n in range(4)],
-        scores=BOTH,
+        rows=[{"goal": f"G{n} ", "sol1": "a", "sol2": "longer", "label": n % 2} for n in range(4)], scores=BOTH,
     ),
     "winogrande": Case(
         file="winogrande/default.yaml",
@@ -135,16 +134,12 @@ CASES = {
     "mmlu": Case(file="mmlu/default/mmlu_high_school_biology.yaml", rows=MMLU, fewshot=MMLU[:2]),
     "gpqa": Case(file="gpqa/zeroshot/gpqa_main_zeroshot.yaml", rows=[gpqa(q) for q in ("Where [title] ", "Who")]),
     "gsm8k": Case(
-        file="gsm8k/gsm8k.yaml",
-        rows=[GSM8K],
+        file="gsm8k/gsm8k.yaml", rows=[GSM8K],
         scores={"exact_match": ("strict-match", "exact_match"), "flexible": ("flexible-extract", "exact_match")},
-        answers=GSM8K_ANSWERS,
-        fewshot=[GSM8K],
+        answers=GSM8K_ANSWERS, fewshot=[GSM8K],
     ),
     "humaneval": Case(
-        file="humaneval/humaneval.yaml",
-        rows=[humaneval("add", "+")],
-        adapter="humaneval",
+        file="humaneval/humaneval.yaml", rows=[humaneval("add", "+")], adapter="humaneval",
         scores={"exact_match": ("create_test", "pass@1")},
         answers=[
             "", "    return a + b\n", "    return a - b", "return a + b", "    return a +", "    pass",
@@ -156,10 +151,7 @@ CASES = {
         ],
     ),
     "mbpp": Case(
-        file="mbpp/mbpp.yaml",
-        rows=[mbpp("add", "+")],
-        adapter="mbpp",
-        scores={"exact_match": ("none", "pass_at_1")},
+        file="mbpp/mbpp.yaml", rows=[mbpp("add", "+")], adapter="mbpp", scores={"exact_match": ("none", "pass_at_1")},
         answers=[
             "", "def add(a, b): return a + b", "def add(a, b): return a - b", "exit()",
             "def add(a, b): return a + b\n[DONE]\nmore", "def plus(a, b): return a + b",
@@ -174,8 +166,7 @@ CASES = {
     "math500": Case(
         file="minerva_math/minerva_math500.yaml",
         rows=[{"problem": "Half of $3x$?", "solution": "So $\\boxed{\\frac{3x}{2}}$.", "answer": "\\frac{3x}{2}"}],
-        adapter="math",
-        scores={"exact_match": ("none", "math_verify")},
+        adapter="math", scores={"exact_match": ("none", "math_verify")},
         answers=[
             "", " $\\boxed{\\frac{3x}{2}}$", "It is $\\boxed{1.5x}$.", "So 1.5x", "The answer is $1.5x$, that is all",
             "Final Answer: The final answer is $\\frac32x$. I hope it is correct.\n\nProblem:\nNext\n\nSolution: $1$",
@@ -185,10 +176,8 @@ CASES = {
         differs={"\\frac{3x}{2}": 1, "$1.5x$\n\nThat is all.": 0},
     ),
     "aime": Case(
-        file="aime/aime24.yaml",
-        rows=[{"ID": "1", "Problem": "What is 3 + 1?", "Solution": "", "Answer": 4}],
-        adapter="aime",
-        scores=EXACT,
+        file="aime/aime24.yaml", rows=[{"ID": "1", "Problem": "What is 3 + 1?", "Solution": "", "Answer": 4}],
+        adapter="aime", scores=EXACT,
         answers=[
             "", "4", " 4", "$4$", " \\boxed{4}", "$\\boxed{4}$", "It is 4", "It is $4$.", "\\boxed{ 4 }", "x=4", "-4",
             "\\boxed{4} or \\boxed{5}", "4\n\nQuestion: x\nAnswer: 5", "4<|eot_id|>5", "4</s>5", "4<|im_end|>5", "４",
@@ -200,9 +189,7 @@ CASES = {
         },
     ),
     "bbh": Case(
-        file="bbh/zeroshot/boolean_expressions.yaml",
-        rows=[{"input": "not False is", "target": "True"}],
-        adapter="bbh",
+        file="bbh/zeroshot/boolean_expressions.yaml", rows=[{"input": "not False is", "target": "True"}], adapter="bbh",
         scores={"exact_match": ("flexible-extract", "exact_match")},
         first_line="Evaluate the result of a random Boolean expression.\n\n",
         answers=[
@@ -213,9 +200,7 @@ CASES = {
         differs={" true.": 1, "True, of course": 0, "True False": 0, "answer is True. answer is False": 0},
     ),
     "ifeval": Case(
-        file="ifeval/ifeval.yaml",
-        rows=[{"key": 1, "prompt": "Write.", **IFEVAL}],
-        adapter="ifeval",
+        file="ifeval/ifeval.yaml", rows=[{"key": 1, "prompt": "Write.", **IFEVAL}], adapter="ifeval",
         scores={"exact_match": ("none", "prompt_level_strict_acc"), "loose": ("none", "prompt_level_loose_acc")},
         answers=[
             "Not one comma here.", "Here, one comma.", "Two words", "", " \n", "Sure, here:\nthree words follow",
@@ -228,9 +213,7 @@ CASES = {
 
 def config_of(name, case, folder):
     def source(label, rows):
-        path = folder / f"{label}.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return {"url": f"file:{path}", "adapter": case.adapter}
+        return {"url": write_rows(folder / f"{label}.jsonl", rows), "adapter": case.adapter}
 
     rows = case.rows * max(1, len(case.answers) + len(case.differs))
     fewshot = source("fewshot", case.fewshot) if case.fewshot else None

@@ -11,7 +11,8 @@ from nanodag.evaluation.forms import form_files
 from nanodag.evaluation.harness import run_benchmark
 from nanodag.evaluation.results import Answer
 from nanodag.store.kept_lines import KeptLines
-from tests.evaluation.scripted import GSM8K, Scripted
+from tests.data.rows import GSM8K, write_rows
+from tests.evaluation.scripted import Scripted
 
 
 class Varied(Scripted):
@@ -31,13 +32,11 @@ class Varied(Scripted):
 
 @pytest.fixture
 def source(tmp_path):
-    path = tmp_path / "rows.jsonl"
     rows = [
         {**row, "problem": row["question"], "solution": f"{number % 2}", "instruction": f"I{number}"}
         for number, row in enumerate(GSM8K)
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return f"file:{path}"
+    return write_rows(tmp_path / "rows.jsonl", rows)
 
 
 FORMS = {
@@ -85,13 +84,10 @@ def test_how_a_sample_is_drawn_follows_from_seed_item_and_number(source):
     assert greedy.params(greedy.items[0], 0, max_new_tokens=9).sampling_seed is None
 
 
-@pytest.mark.parametrize(
-    ("given", "why"),
-    [
-        ({"name": "arc_easy"}, "is scored by likelihood"),
-        ({"name": "g", "form": "lm_eval:gsm8k/gsm8k.yaml"}, "has no chat form"),
-    ],
-)
+@pytest.mark.parametrize(("given", "why"), [
+    ({"name": "arc_easy"}, "is scored by likelihood"),
+    ({"name": "g", "form": "lm_eval:gsm8k/gsm8k.yaml"}, "has no chat form"),
+])  # fmt: skip
 def test_what_needs_lm_eval_itself_is_refused_by_name(source, given, why):
     with pytest.raises(ConfigError, match=rf"{why}.*; only an eval stage can ask it"):
         open_benchmark(BenchmarkConfig(source=source, **given), seed=0)

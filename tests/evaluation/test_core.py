@@ -8,8 +8,9 @@ from transformers import AutoModelForCausalLM
 from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.data.core_tasks import TASKS, Task, centred, find_files, prompts_of, read_items
 from nanodag.errors import SourceError
-from nanodag.evaluation.core import run_core, score_task
+from nanodag.evaluation.core import CHAT_TASKS, chat_core_of, run_core, score_task
 from nanodag.evaluation.evaluated_model import EvaluatedModel
+from nanodag.evaluation.paired import paired
 from nanodag.model.core_scoring import JudgedItem
 from tests.core_bundle import CHOICE, ROWS, SCHEMA, TEXT, write_bundle
 
@@ -57,9 +58,7 @@ def mean_loss(model, tokens, start, end):
 
 
 @pytest.mark.parametrize("max_positions", [192, 9])
-def test_answers_are_judged_by_mean_loss_behind_the_common_beginning_or_over_the_common_end(
-    checkpoint, model_folder, max_positions
-):
+def test_answers_are_judged_by_mean_loss_where_they_differ(checkpoint, model_folder, max_positions):
     checkpoint.max_positions = max_positions  # of 9, prompts lose their beginnings, each as much as it must
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
     for kind in ("multiple_choice", "schema"):
@@ -130,3 +129,49 @@ def test_a_task_that_is_missing_or_there_twice_is_named(tmp_path):
     squad.unlink()
     with pytest.raises(SourceError, match=r"lacks squad\.jsonl"):
         find_files(f"file:{bundle}/*/*.jsonl")
+
+
+# ChatCORE by nanochat's formula, worked out by hand
+RIGHT = {
+    "arc_easy_chat": [1, 1, 0, 0], "arc_challenge_chat": [1, 0, 0, 0], "mmlu": [0, 0], "gsm8k": [1, 0, 0, 0, 0],
+    "humaneval": [1, 1], "spelling_bee": [0, 1, 1, 1],
+}  # fmt: skip
+# (0.5 - 0.25) / 0.75, (0.25 - 0.25) / 0.75, (0 - 0.25) / 0.75, 0.2, 1, 0.75, and their mean
+EXPECTED = (1 / 3 + 0 - 1 / 3 + 0.2 + 1 + 0.75) / 6
+
+
+def results_of(folder, right=RIGHT):
+    folder.mkdir(exist_ok=True)
+    results = {}
+    for name, scores in right.items():
+        records = [{"id": f"i{n}", "scores": {"score": float(s)}} for n, s in enumerate(scores)]
+        records[0] |= {"unparsed": 1, "output": "a line\u2028of a model\x85"}
+        lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]  # as an eval stage does
+        (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+        results[name] = {"chat": True, "metric": "score", "value": sum(scores) / len(scores), "stderr": 0.1}
+    return results
+
+
+def test_chat_core_is_the_mean_of_the_tasks_each_centred_by_chance(tmp_path):
+    result = chat_core_of(results_of(tmp_path), tmp_path)
+    score = result.scores["chat_core"]
+    assert score.value == pytest.approx(EXPECTED)
+    assert score.stderr == pytest.approx((3 * (0.1 / 0.75) ** 2 + 3 * 0.1**2) ** 0.5 / 6)
+    assert score.num_items == 21 and result.counts["unparsed"] == 6
+
+
+def test_records_of_chat_core_compare_two_models_item_by_item(tmp_path):
+    first = chat_core_of(results_of(tmp_path / "a"), tmp_path / "a")
+    better = {**RIGHT, "gsm8k": [1, 1, 0, 0, 0], "mmlu": [1, 0]}
+    second = chat_core_of(results_of(tmp_path / "b", better), tmp_path / "b")
+    found = paired(first.records, second.records, "chat_core")
+    assert found.difference == pytest.approx((0.2 + 0.5 / 0.75) / 6)
+    assert found.value_a == pytest.approx(EXPECTED)
+
+
+@pytest.mark.parametrize("name", list(CHAT_TASKS))
+def test_without_a_task_or_with_one_that_was_no_chat_there_is_no_chat_core(tmp_path, name):
+    results = results_of(tmp_path)
+    assert chat_core_of({other: result for other, result in results.items() if other != name}, tmp_path) is None
+    results[name]["chat"] = False
+    assert chat_core_of(results, tmp_path) is None

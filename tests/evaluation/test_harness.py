@@ -23,7 +23,8 @@ from nanodag.evaluation.results import Answer
 from nanodag.inference.protocol import SamplingParams
 from nanodag.store.kept_lines import KeptLines
 from nanodag.tokenizer.chat import load_renderer
-from tests.evaluation.scripted import GSM8K, GSM8K_TEXTS, Scripted
+from tests.data.rows import GSM8K, GSM8K_TEXTS, write_rows
+from tests.evaluation.scripted import Scripted
 from tests.rewards.pools import Pool
 
 
@@ -33,9 +34,7 @@ def run(tmp_path):
 
     def made(model, name, lines, *, chat=False, fewshot=None, adapter="auto", options=None, kept=None, **benchmark):
         def source(label, wanted):
-            path = tmp_path / f"{label}.jsonl"
-            path.write_text("".join(json.dumps(line) + "\n" for line in wanted))
-            return {"url": f"file:{path}", "adapter": adapter}
+            return {"url": write_rows(tmp_path / f"{label}.jsonl", wanted), "adapter": adapter}
 
         items = source("items", lines) | (options or {})
         if fewshot:
@@ -53,9 +52,7 @@ def scores_of(result, metric):
 
 
 @pytest.mark.parametrize(("chat", "exact"), [(False, [1, 0, 0, 1, 0]), (True, [1, 0, 1, 0, 0])])
-def test_gsm8k_takes_the_first_number_behind_a_mark_as_a_text_and_in_chat_that_of_the_one_mark_by_value(
-    run, chat, exact
-):
+def test_gsm8k_takes_the_first_marked_number_as_a_text_and_in_chat_the_only_one_by_value(run, chat, exact):
     texts = {f"<user>{word}" if chat else word: text for word, text in GSM8K_TEXTS.items()}
     result = run(Scripted(texts), "gsm8k", GSM8K, chat=chat)
     assert scores_of(result, "exact_match") == exact
@@ -485,9 +482,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("benchmark", ["p", "arc_easy", "bits_per_byte"])
-def test_a_benchmark_killed_again_and_again_asks_each_item_once_and_ends_as_if_it_had_not_been(
-    run, model_folder, tmp_path, benchmark
-):
+def test_a_benchmark_killed_again_and_again_asks_once_and_ends_the_same(run, model_folder, tmp_path, benchmark):
     asked = {
         "p": {"lines": [*WORDS, *({**row, "question": row["question"] * 2} for row in WORDS)], **SAMPLED},
         "arc_easy": {"lines": [{**row, "question": row["question"] * n} for n, row in enumerate(ARC, start=1)]},

@@ -1,5 +1,3 @@
-import json
-
 import pytest
 
 from nanodag.data.adapters import open_adapter
@@ -7,16 +5,7 @@ from nanodag.data.config import SourceConfig
 from nanodag.data.records import held_out_score
 from nanodag.errors import SourceError
 from nanodag.evaluation.items import continuations, documents, problems, rows, select
-
-
-@pytest.fixture
-def write(tmp_path):
-    def made(name, lines):
-        path = tmp_path / name
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        return f"file:{path}"
-
-    return made
+from tests.data.rows import write_rows
 
 
 def asked(read, source, limit=0, seed=0, **more):
@@ -39,10 +28,9 @@ def test_equal_rows_get_ids_of_their_own():
     assert ids[2] == f"{ids[0]}-1"
 
 
-def test_text_form_and_chat_form_name_an_item_alike(write):
-    url = write(
-        "mc.jsonl", [{"question": f"q{n}?", "choices": ["a", "b"], "answer": n % 2, "subject": "s"} for n in range(9)]
-    )
+def test_text_form_and_chat_form_name_an_item_alike(tmp_path):
+    lines = [{"question": f"q{n}?", "choices": ["a", "b"], "answer": n % 2, "subject": "s"} for n in range(9)]
+    url = write_rows(tmp_path / "mc.jsonl", lines)
     as_rows = asked(rows, url, limit=4)
     as_problems = asked(problems, url, limit=4, adapter="mmlu")
     assert as_rows["item_id"] == as_problems["item_id"]
@@ -50,8 +38,8 @@ def test_text_form_and_chat_form_name_an_item_alike(write):
     assert as_problems["letters"][0] == ["A", "B"]
 
 
-def test_only_what_training_never_sees_is_asked(write):
-    url = write("text.jsonl", [{"text": f"document number {n}"} for n in range(200)])
+def test_only_what_training_never_sees_is_asked(tmp_path):
+    url = write_rows(tmp_path / "text.jsonl", [{"text": f"document number {n}"} for n in range(200)])
     found = asked(documents, url, held_out=0.2)["text"]
     source = SourceConfig(url=url, held_out=0.2)
     record_of = open_adapter(source.adapter, url, "document", {})
@@ -64,15 +52,9 @@ def test_only_what_training_never_sees_is_asked(write):
     assert 20 < len(found) < 60
 
 
-def test_problems_split_by_content_are_refused(write):
-    url = write("p.jsonl", [{"question": "1+1", "answer": "2"}])
-    with pytest.raises(SourceError, match="held_out_by: prompt"):
-        asked(problems, url, adapter="problem", held_out=0.5)
-
-
-def test_a_continuation_offers_the_true_phrase_and_those_of_three_other_documents(write):
+def test_a_continuation_offers_the_true_phrase_and_those_of_three_other_documents(tmp_path):
     texts = [" ".join(f"w{n}.{k}" for k in range(60)) for n in range(8)]
-    url = write("t.jsonl", [{"text": text} for text in [*texts, "too short"]])
+    url = write_rows(tmp_path / "t.jsonl", [{"text": text} for text in [*texts, "too short"]])
     found = continuations(benchmark="c", source={"url": url}, limit=0, seed=0, mirror="")["test"]
     assert len(found) == 8
     for number, item in enumerate(found):
@@ -84,12 +66,12 @@ def test_a_continuation_offers_the_true_phrase_and_those_of_three_other_document
     assert len(set(found["right"])) > 1
 
 
-def test_too_few_documents_for_wrong_choices_are_refused(write):
-    url = write("t.jsonl", [{"text": "word " * 50}] * 3)
-    with pytest.raises(SourceError, match="has 3 held-out documents"):
-        continuations(benchmark="c", source={"url": url}, limit=0, seed=0, mirror="")
-
-
-def test_no_items_is_an_error(write):
-    with pytest.raises(SourceError, match="gave no items"):
-        asked(documents, write("t.jsonl", [{"text": "  "}]))
+@pytest.mark.parametrize(("read", "lines", "options", "said"), [
+    (problems, [{"question": "1+1", "answer": "2"}], {"adapter": "problem", "held_out": 0.5}, "held_out_by"),
+    (continuations, [{"text": "word " * 50}] * 3, {}, "has 3 held-out documents"),
+    (documents, [{"text": "  "}], {}, "gave no items"),
+])  # fmt: skip
+def test_sources_without_items_to_ask_are_refused(tmp_path, read, lines, options, said):
+    source = {"url": write_rows(tmp_path / "t.jsonl", lines)} | options
+    with pytest.raises(SourceError, match=said):
+        read(benchmark="b", source=source, limit=0, seed=0, mirror="")

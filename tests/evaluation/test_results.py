@@ -8,7 +8,7 @@ import pytest
 
 from nanodag.config.kinds.evaluation import BenchmarkConfig, ThinkingConfig
 from nanodag.evaluation.intervals import score_of
-from nanodag.evaluation.results import Answer, answer_of, majority, over_samples, pass_at
+from nanodag.evaluation.results import Answer, answer_of, majority, pass_at
 
 
 @pytest.mark.parametrize("num_samples", [1, 2, 5, 7])
@@ -27,37 +27,18 @@ def test_pass_at_k_is_the_product_of_the_paper_also_for_many_samples():
         assert pass_at(k, n, c) == pytest.approx(paper, rel=1e-12)
 
 
-@pytest.mark.parametrize("k", [0, 4])
-def test_pass_at_more_samples_than_there_are_is_refused(k):
-    with pytest.raises(ValueError, match=f"pass@{k} needs {k} samples; there are 3"):
-        pass_at(k, 3, 1)
-
-
-@pytest.mark.parametrize(
-    ("parsed", "right", "expected"),
-    [
-        (["7", "7", "8"], "7", 1.0),
-        (["7", "8", "8"], "7", 0.0),
-        (["7", "8"], "7", 0.5),  # as many votes: as if one were drawn
-        (["7", "8", "9", "9", "8", "7"], "9", 1 / 3),
-        (["", "", "", "7"], "7", 1.0),  # what could not be parsed has no vote
-        (["", "", ""], "7", 0.0),
-    ],
-)
+@pytest.mark.parametrize(("parsed", "right", "expected"), [
+    (["7", "7", "8"], "7", 1.0), (["7", "8", "8"], "7", 0.0),
+    (["7", "8"], "7", 0.5),  # as many votes: as if one were drawn
+    (["7", "8", "9", "9", "8", "7"], "9", 1 / 3),
+    (["", "", "", "7"], "7", 1.0),  # what could not be parsed has no vote
+    (["", "", ""], "7", 0.0),
+])  # fmt: skip
 def test_the_majority_of_parsed_answers_counts_and_ties_share(parsed, right, expected):
     scores = [float(answer == right) for answer in parsed]
     assert majority(scores, parsed) == pytest.approx(expected)
     shuffled = [number for number in reversed(range(len(parsed)))]
     assert majority([scores[i] for i in shuffled], [parsed[i] for i in shuffled]) == pytest.approx(expected)
-
-
-def test_metrics_over_samples_by_name():
-    scores, parsed = [1.0, 0.0, 0.0, 1.0], ["a", "b", "b", "b"]
-    found = {name: over_samples(name, scores, parsed) for name in ("avg@4", "pass@1", "pass@2", "pass@4", "maj@4")}
-    assert found == {"avg@4": 0.5, "pass@1": 0.5, "pass@2": 1 - 1 / 6, "pass@4": 1.0, "maj@4": pytest.approx(1 / 3)}
-    for wrong in ("maj@3", "avg@5", "best@4", "pass@x"):
-        with pytest.raises(ValueError, match=r"samples"):
-            over_samples(wrong, scores, parsed)
 
 
 def test_the_standard_error_over_items_is_the_clustered_one_over_answers():
@@ -75,50 +56,33 @@ def config(**given):
     return BenchmarkConfig(name="b", **given)
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"num_samples": 4}, "num_samples 4 means nothing at temperature 0"),
-        ({"top_p": 0.9}, "top_p 0.9 means nothing at temperature 0"),
-        ({"top_k": 20}, "top_k 20 means nothing at temperature 0"),
-        ({"num_samples": 4, "temperature": 1, "metrics": ["pass@5"]}, "pass@5 is of at most num_samples, which is 4"),
-        ({"num_samples": 4, "temperature": 1, "metrics": ["maj@2"]}, "maj@2 is of all of num_samples.* write maj@4"),
-        ({"num_samples": 2, "temperature": 1, "metrics": ["avg@2", "avg@2"]}, "avg@2 stands twice"),
-        ({"metrics": ["best@1"]}, "pattern"),
-        ({"temperature": -1}, "greater than or equal"),
-        ({"stop": [""]}, "at least 1 character"),
-    ],
-)
+@pytest.mark.parametrize(("given", "said"), [
+    ({"num_samples": 4}, "num_samples 4 means nothing at temperature 0"),
+    ({"top_p": 0.9}, "top_p 0.9 means nothing at temperature 0"),
+    ({"top_k": 20}, "top_k 20 means nothing at temperature 0"),
+    ({"num_samples": 4, "temperature": 1, "metrics": ["pass@5"]}, "pass@5 is of at most num_samples, which is 4"),
+    ({"num_samples": 4, "temperature": 1, "metrics": ["maj@2"]}, "maj@2 is of all of num_samples.* write maj@4"),
+    ({"num_samples": 2, "temperature": 1, "metrics": ["avg@2", "avg@2"]}, "avg@2 stands twice"),
+    ({"metrics": ["best@1"]}, "pattern"), ({"temperature": -1}, "greater than or equal"),
+    ({"stop": [""]}, "at least 1 character"),
+])  # fmt: skip
 def test_settings_that_cannot_hold_together_are_refused(given, said):
     with pytest.raises(ValueError, match=said):
         config(**given)
 
 
-def test_the_mean_over_samples_is_always_told():
-    assert config().metrics_over_samples == ()
-    assert config(num_samples=3, temperature=1).metrics_over_samples == ("avg@3",)
-    asked = {"num_samples": 3, "temperature": 1, "metrics": ["pass@2", "maj@3"]}
-    assert config(**asked).metrics_over_samples == ("pass@2", "maj@3", "avg@3")
-    assert config(metrics=["pass@1"]).metrics_over_samples == ("pass@1", "avg@1")
-
-
 TAGS = ThinkingConfig()
 
 
-@pytest.mark.parametrize(
-    ("text", "is_open", "answer", "thinking"),
-    [
-        ("<think>a</think>\n\nb", False, "b", "a"),
-        ("a</think>b", False, "b", "a"),  # the prompt began to think
-        ("a</think>b", True, "b", "a"),
-        ("<think></think>b", False, "b", ""),
-        ("<think>a", False, "", "a"),  # it did not end
-        ("a", True, "", "a"),
-        ("x<think>a</think>y<think>b</think>z", False, "z", "a</think>y<think>b"),
-        ("a", False, "a", ""),
-        ("", False, "", ""),
-    ],
-)
+@pytest.mark.parametrize(("text", "is_open", "answer", "thinking"), [
+    ("<think>a</think>\n\nb", False, "b", "a"),
+    ("a</think>b", False, "b", "a"),  # the prompt began to think
+    ("a</think>b", True, "b", "a"), ("<think></think>b", False, "b", ""),
+    ("<think>a", False, "", "a"),  # it did not end
+    ("a", True, "", "a"),
+    ("x<think>a</think>y<think>b</think>z", False, "z", "a</think>y<think>b"),
+    ("a", False, "a", ""), ("", False, "", ""),
+])  # fmt: skip
 def test_the_answer_is_what_stands_behind_thinking(text, is_open, answer, thinking):
     found = answer_of(text, ending="length", tags=TAGS, is_open=is_open)
     assert (found, found.thinking, found.ending) == (answer, thinking, "length")

@@ -45,14 +45,18 @@ def one_by_one(oracle, context, answer):
     return total, all(logprobs[place].argmax() == token for place, token in zip(places, answer, strict=True))
 
 
-@pytest.mark.parametrize("micro_batch_tokens", [1, 20, 4096])
-def test_answers_that_share_a_context_score_as_each_alone(model, oracle, micro_batch_tokens):
+def assert_as_each_alone(questions, found, oracle):
+    for question, scores in zip(questions, found, strict=True):
+        expected = [one_by_one(oracle, question.context, answer) for answer in question.answers]
+        assert [score.logprob for score in scores] == pytest.approx([logprob for logprob, _ in expected], abs=1e-4)
+        assert [score.is_greedy for score in scores] == [is_greedy for _, is_greedy in expected]
+
+
+@pytest.mark.parametrize(("micro_batch_tokens", "max_logits"), [(1, 2**30), (12, 280 * 2), (20, 2**30), (4096, 2**30)])
+def test_answers_that_share_a_context_score_as_each_alone(model, oracle, micro_batch_tokens, max_logits, monkeypatch):
+    monkeypatch.setitem(scoring.MAX_LOGITS, "cpu", max_logits)  # few: the head takes slices
     found = score_questions([model], QUESTIONS, micro_batch_tokens=micro_batch_tokens, max_positions=192)
-    for question, scores in zip(QUESTIONS, found, strict=True):
-        for answer, score in zip(question.answers, scores, strict=True):
-            logprob, is_greedy = one_by_one(oracle, question.context, answer)
-            assert score.logprob == pytest.approx(logprob, abs=1e-4)
-            assert score.is_greedy == is_greedy
+    assert_as_each_alone(QUESTIONS, found, oracle)
 
 
 @pytest.mark.parametrize("window", [None, 4])
@@ -69,10 +73,7 @@ def test_every_back_end_of_attention_gives_the_same_scores(back_end, window, tmp
     monkeypatch.setattr(attention, "back_end_of", lambda query: back_end)
     monkeypatch.setattr(attention, "attend_within", bottom_right)
     found = score_questions([load(tmp_path)], QUESTIONS, micro_batch_tokens=100, max_positions=192)
-    for question, scores in zip(QUESTIONS, found, strict=True):
-        expected = [one_by_one(oracle, question.context, answer) for answer in question.answers]
-        assert [score.logprob for score in scores] == pytest.approx([logprob for logprob, _ in expected], abs=1e-4)
-        assert [score.is_greedy for score in scores] == [is_greedy for _, is_greedy in expected]
+    assert_as_each_alone(QUESTIONS, found, oracle)
 
 
 def test_a_model_whose_numbers_are_not_finite_is_refused_and_has_no_score(model):
@@ -88,27 +89,17 @@ def test_the_likeliest_tokens_are_greedy(model, oracle):
         for _ in range(3):
             answer.append(int(oracle(torch.tensor([context + answer])).logits[0, -1].argmax()))
     other = (answer[0], answer[1], (answer[2] + 1) % 280)
-    ((right, wrong),) = score_questions(
-        [model], [Question((5, 6, 7), (tuple(answer), other))], micro_batch_tokens=64, max_positions=9
-    )
+    question = Question((5, 6, 7), (tuple(answer), other))
+    ((right, wrong),) = score_questions([model], [question], micro_batch_tokens=64, max_positions=9)
     assert (right.is_greedy, wrong.is_greedy) == (True, False)
 
 
 def test_a_context_that_is_too_long_loses_its_beginning(model, oracle):
-    ((score,),) = score_questions(
-        [model], [Question(tuple(range(20, 40)), ((50, 51),))], micro_batch_tokens=1, max_positions=10
-    )
+    long, too_long = Question(tuple(range(20, 40)), ((50, 51),)), Question((1,), (tuple(range(20, 31)),))
+    ((score,),) = score_questions([model], [long], micro_batch_tokens=1, max_positions=10)
     assert score.logprob == pytest.approx(one_by_one(oracle, range(31, 40), (50, 51))[0], abs=1e-4)
     with pytest.raises(ConfigError, match="11 tokens"):
-        score_questions([model], [Question((1,), (tuple(range(20, 31)),))], micro_batch_tokens=1, max_positions=10)
-
-
-def test_small_slices_of_the_logits_change_nothing(model, monkeypatch):
-    whole = score_questions([model], QUESTIONS, micro_batch_tokens=4096, max_positions=192)
-    monkeypatch.setitem(scoring.MAX_LOGITS, "cpu", 280 * 2)
-    sliced = score_questions([model], QUESTIONS, micro_batch_tokens=12, max_positions=192)
-    for a, b in zip(whole, sliced, strict=True):
-        assert [s.logprob for s in a] == pytest.approx([s.logprob for s in b], abs=1e-4)
+        score_questions([model], [too_long], micro_batch_tokens=1, max_positions=10)
 
 
 def test_batches_that_several_devices_share_are_scored_as_by_one(model):
@@ -116,12 +107,9 @@ def test_batches_that_several_devices_share_are_scored_as_by_one(model):
     seen = set()
     for one in (model, other):
         one.register_forward_pre_hook(lambda module, inputs: seen.add(id(module)) or time.sleep(0.01))
-    alone = score_questions([model], QUESTIONS * 3, micro_batch_tokens=1, max_positions=192)
-    done = []
-    shared = score_questions(
-        [model, other], QUESTIONS * 3, micro_batch_tokens=1, max_positions=192,
-        on_batch=lambda num_done, num_tokens: done.append(num_done),
-    )  # fmt: skip
+    settings, done = {"micro_batch_tokens": 1, "max_positions": 192}, []
+    alone = score_questions([model], QUESTIONS * 3, **settings)
+    shared = score_questions([model, other], QUESTIONS * 3, **settings, on_batch=lambda number, _: done.append(number))
     assert shared == alone
     assert seen == {id(model), id(other)} and done == sorted(set(done)) and done[-1] == 15
 
@@ -144,9 +132,7 @@ def test_questions_behind_the_same_examples_read_them_once_a_batch_and_score_as_
     model.register_forward_pre_hook(lambda module, inputs: shapes.append(tuple(inputs[0].shape)))
     found = score_questions([model], questions, micro_batch_tokens=16, max_positions=192)
     assert shapes == [(1, 32), (1, 24)]
-    for question, scores in zip(questions, found, strict=True):
-        expected = [one_by_one(oracle, question.context, answer)[0] for answer in question.answers]
-        assert [score.logprob for score in scores] == pytest.approx(expected, abs=1e-4)
+    assert_as_each_alone(questions, found, oracle)
 
 
 @pytest.mark.parametrize("worth_sharing", [1, 3])

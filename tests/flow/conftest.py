@@ -83,10 +83,10 @@ def completed(project, prefect_server, tmp_path_factory):
         made, store = tmp_path_factory.getbasetemp() / f"completed-{name}", Store(project / "store")
         if made.exists():
             shutil.copytree(made, store.local, dirs_exist_ok=True)
+            before = store.read_run(name).stages
             run = opened(name=name)  # configs name data by their folder, which is another one here
-            for stage in run.order:
-                made = run.entry(stage).made.changed(config=run.entry(stage).config)
-                run.note(stage, state="built", made=made)
+            for stage, entry in before.items():
+                run.note(stage, state="built", key=entry.key, made=entry.made.changed(config=run.entry(stage).config))
             run.close()
         else:
             assert speedrun(name, return_state=True).is_completed()

@@ -15,8 +15,8 @@ OURS = str(Path(failure.__file__).parent / "train" / "loop.py")
 TRACEBACK = ["Traceback (most recent call last):", f'  File "{OURS}", line 3, in <module>', "    main()"]
 
 
-def end(*lines, code=1, **how):
-    return cause_of(Ended(code=code, lines=lines, **how), stage="sft", kind="sft", run="r")
+def end(*lines, code=1, kind="sft", **how):
+    return cause_of(Ended(code=code, lines=lines, **how), stage=kind, kind=kind, run="r")
 
 
 def cause(*lines, restarts_left=2, **how):
@@ -42,6 +42,10 @@ def cause(*lines, restarts_left=2, **how):
 def test_an_exception_becomes_a_reason_and_what_to_do(line, error, what, advice):
     found = cause(line)
     assert found.error is error and found.what.startswith(what) and advice in found.advice
+
+
+def test_what_takes_less_memory_is_told_for_each_kind():
+    assert "rerun r --stage tokenizer tokenizer.max_bytes=" in cause("MemoryError", kind="tokenizer").advice
 
 
 @pytest.mark.parametrize(

@@ -237,9 +237,7 @@ def test_who_watches_a_run_looks_for_the_process_that_serves_now(prefect, record
         ("Ctrl-C", KeyboardInterrupt, None),
     ],
 )
-def test_where_prefect_does_not_start_nothing_that_was_started_stays_and_one_error_says_why(
-    tmp_path, monkeypatch, fault, error, said
-):
+def test_where_prefect_does_not_start_nothing_stays_and_one_error_says_why(tmp_path, monkeypatch, fault, error, said):
     (tmp_path / "pipeline.yaml").write_text("default: tiny\n")
     made = LocalServer(tmp_path, store_url="", file=tmp_path / "pipeline.yaml", settings=ServerConfig())
     started = []

@@ -17,17 +17,15 @@ from flows.speedrun import speedrun
 from nanodag.config.kinds import shipped
 from nanodag.nightly.nights import read_switch, turn
 from nanodag.server.prefect_api import Api
-from nanodag.store import Store
 from tests.http_server import listening
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 
 
 @pytest.fixture
-def store(project, monkeypatch):
+def store(project, completed, monkeypatch):
     monkeypatch.setitem(shipped(), "eval", replace(shipped()["eval"], module="fake_eval"))
-    assert speedrun("main-1", preset="tiny", return_state=True).is_completed()
-    return Store(project / "store")
+    return completed("main-1")
 
 
 @pytest.fixture
@@ -56,29 +54,22 @@ def posted(monkeypatch):
         yield posted
 
 
-def make_main_2(project, num_right):
-    """A newer run, whose base and tuned models answer that many items."""
-    (project / "orders" / "answers.json").write_text(json.dumps({"2": num_right}))
-    overrides = [f"{stage}.seed=2" for stage in ("pretrain", "sft")]
-    assert speedrun("main-2", preset="tiny", overrides=overrides, return_state=True).is_completed()
-
-
 def test_a_worse_model_fails_the_night_sends_an_event_and_is_posted(store, project, emitted, posted, unchecked):
     overrides = ["nightly.runs={main: main-*}", "notify.webhook=env:HOOK"]
     first = nightly_eval(name="nightly-1", overrides=overrides, return_state=True)
     assert first.is_completed(), first.message
     scores = store.read_run("nightly-1").night.scores
-    assert [(s.label, s.stage, s.run, s.value) for s in scores] == [
-        ("main", "pretrain", "main-1", 1.0),
-        ("main", "sft", "main-1", 1.0),
-    ]
+    found = [(score.label, score.stage, score.run, score.value) for score in scores]
+    assert found == [("main", stage, "main-1", 1.0) for stage in ("pretrain", "sft")]
     assert all(s.was_found for s in scores), "the run has evaluated them already"
     assert emitted == posted == []
 
-    make_main_2(project, 80)
+    # A newer run, whose base and tuned models answer 80 items.
+    (project / "orders" / "answers.json").write_text(json.dumps({"2": 80}))
+    newer = ["pretrain.seed=2", "sft.seed=2"]
+    assert speedrun("main-2", overrides=newer, return_state=True).is_completed()
     second = nightly_eval(name="nightly-2", overrides=overrides, return_state=True)
-    assert second.is_failed()
-    assert "2 of 2 scores got worse" in second.message
+    assert second.is_failed() and "2 of 2 scores got worse" in second.message
     assert "main/sft x exact_match 80.0 %, 100.0 % before: −20.0 points" in second.message
     assert "(nightly-1)" in second.message
     ((event, payload),) = emitted
@@ -88,8 +79,6 @@ def test_a_worse_model_fails_the_night_sends_an_event_and_is_posted(store, proje
     assert payload["worse"][0] in told["message"] and "nanodag nightly show nightly-2" in told["text"]
     record = store.read_run("nightly-2")
     assert record.state == "completed", "its evals are all there; what is worse is the models"
-    night = json.loads((store.materialize(store.get("nightly-2:trend")) / "night.json").read_text())
-    assert [c["is_worse"] for c in night["comparisons"]] == [True, True]
 
     third = nightly_eval(name="nightly-3", overrides=overrides, return_state=True)
     assert third.is_completed() and len(posted) == 1, "the same answers as last night are no news"
@@ -149,18 +138,16 @@ def test_a_pinned_model_is_imported_and_evaluated(store, project, unchecked):
     assert ends == {"model-tiny": "built", "tiny-eval_sft": "built", "trend": "built"}
 
 
-def serve():
-    deployment = nightly_eval.to_deployment(
-        "run-nightly-evals", entrypoint_type=EntrypointType.MODULE_PATH, **schedule()
-    )
-    return str(deployment.apply())
-
-
 def test_the_switch_outlives_serving_and_a_changed_config_sets_it_again(project):
     api = Api(PREFECT_API_URL.value().removesuffix("/api"))
     pipeline = yaml.safe_load((project / "pipeline.yaml").read_text())
-    pipeline["presets"]["tiny"]["nightly"] = {"enabled": False, "timezone": "Asia/Tokyo"}
-    (project / "pipeline.yaml").write_text(yaml.safe_dump(pipeline))
+
+    def serve(**nightly):
+        pipeline["presets"]["tiny"]["nightly"] = {"enabled": False, "timezone": "Asia/Tokyo", **nightly}
+        (project / "pipeline.yaml").write_text(yaml.safe_dump(pipeline))
+        how = {"entrypoint_type": EntrypointType.MODULE_PATH, **schedule()}
+        return str(nightly_eval.to_deployment("run-nightly-evals", **how).apply())
+
     deployment = serve()
     found = read_switch(api, deployment)
     assert not found["active"] and found["schedule"]["cron"] == "0 3 * * *"
@@ -169,8 +156,6 @@ def test_the_switch_outlives_serving_and_a_changed_config_sets_it_again(project)
     assert serve() == deployment
     found = read_switch(api, deployment)
     assert found["active"] and found["parameters"]["preset"] == "tiny"
-    pipeline["presets"]["tiny"]["nightly"]["schedule"] = "30 4 * * *"
-    (project / "pipeline.yaml").write_text(yaml.safe_dump(pipeline))
-    serve()
+    serve(schedule="30 4 * * *")
     found = read_switch(api, deployment)
     assert not found["active"] and found["schedule"]["cron"] == "30 4 * * *"

@@ -11,7 +11,7 @@ import yaml
 
 from nanodag.cli.serve import chat_with
 from nanodag.cli.show import show_status
-from nanodag.config import Pipeline, resolve
+from nanodag.config import resolve
 from nanodag.config.kinds import installed, recorded_kind, shipped
 from nanodag.errors import ConfigError, SourceError
 from nanodag.host.machine import machine_of
@@ -19,7 +19,7 @@ from nanodag.nightly.choose import choose
 from nanodag.plan.make import plan_of
 from nanodag.run.build_stage import build_stage, key_of
 from nanodag.run.preflight_checks import Checks
-from nanodag.worker.job import Job, read_job, write_job
+from nanodag.worker.job import read_job
 from tasks.stage_task import task_of
 from tests.fake_stages import NO_TRACKERS, STAGES
 from tests.flow.tiny_runs import opened
@@ -123,23 +123,6 @@ def test_a_kind_in_one_file_of_the_users_own_works_everywhere(merge, monkeypatch
     assert started[0][-1] == str(of["merged"])
     [subject] = choose(run.store, run.pipeline).subjects
     assert (subject.stage, [name for name, _ in subject.evals.values()]) == ("merged", ["eval_merged"])
-
-
-def test_the_key_of_a_stage_knows_the_file_of_its_kind(merge):
-    keys = []
-    for text in (MERGE, MERGE, MERGE + "# other"):
-        (merge / "merging.py").write_text(text)
-        run = opened()
-        keys.append(key_of(run, run.pipeline.stages["merged"], {})[0])
-    assert keys[0] == keys[1] != keys[2]
-
-
-def test_a_stage_of_an_own_kind_survives_being_written_and_read(merge, tmp_path):
-    pipeline = resolve(merge / "pipeline.yaml").pipeline
-    read = Pipeline.model_validate(json.loads(pipeline.model_dump_json()))
-    assert read == pipeline and read.stages["merged"].share == 0.25
-    job = Job(name="merged", run="r", config=pipeline.stages["merged"], inputs={}, workspace=tmp_path)
-    assert read_job(write_job(job)).config == pipeline.stages["merged"]
 
 
 @pytest.mark.parametrize(
@@ -249,10 +232,11 @@ def test_functions_that_a_stage_of_an_own_kind_names_are_trusted_and_keyed_as_th
     run = opened("scored.reward=my_r:f", f"scored.benchmarks={json.dumps(form)}")
     stage = run.pipeline.stages["scored"]
     keys = [key_of(run, stage, {})[0]]
-    for changed in ("my_r.py", "scoring_work/__main__.py", "mine.yaml", "my_judge.py"):
+    of_kind = f"{stage.kind.partition(':')[0]}.py"
+    for changed in ("my_r.py", "scoring_work/__main__.py", "mine.yaml", "my_judge.py", of_kind):
         (scorer / changed).write_text("f: !function my_judge.f" if changed == "mine.yaml" else "def f(): return 1")
         keys.append(key_of(run, stage, {})[0])
-    assert len(set(keys)) == 5
+    assert len(set(keys)) == 6
 
 
 def test_an_own_kind_brings_the_formula_of_its_plan_and_what_its_key_and_the_check_beforehand_name(scorer):
@@ -272,9 +256,7 @@ def test_a_short_name_means_the_setting_of_an_own_kind_in_the_first_process_that
     assert found.origins["scored.resources.threads"] == "override"
 
 
-def test_a_job_imports_no_kind_that_the_pipeline_does_not_trust_and_one_that_is_gone_stops_nobody(
-    tmp_path, monkeypatch
-):
+def test_a_job_imports_no_kind_that_is_not_trusted_and_one_that_is_gone_stops_nobody(tmp_path, monkeypatch):
     """The stages that a report is over come from manifests, which others may have written."""
     (tmp_path / "evil").mkdir()
     (tmp_path / "evil" / "evilmod.py").write_text("raise SystemExit('imported')")

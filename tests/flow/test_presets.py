@@ -20,8 +20,8 @@ pytestmark = [pytest.mark.usefixtures("prefect_server"), pytest.mark.timeout(120
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("NANODAG_MIRROR", raising=False)
-    monkeypatch.delenv("NANODAG_STORE", raising=False)
+    for name in ("NANODAG_MIRROR", "NANODAG_STORE"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NANODAG_CACHE", str(tmp_path / "cache"))
     return tmp_path
 
@@ -43,7 +43,8 @@ def test_pocket_runs_from_tokenizer_to_report_and_is_found_the_second_time(folde
     report = store.attempt(*record.stages["report"].artifact)
     text = (store.materialize(report) / "report.md").read_text()
     assert all(stage in text for stage in ("pretrain", "midtrain", "sft", "rl"))
-    assert any(artifact.data == text for artifact in markdown_artifacts())
+    with get_client(sync_client=True) as client:
+        assert any(artifact.data == text for artifact in client.read_artifacts() if artifact.type == "markdown")
     for name, stage in record.stages.items():
         overhead = stage.made.took_s - stage.made.cost["start_s"] - stage.made.cost["work_s"]
         assert 0 <= overhead < 5.0, name
@@ -89,8 +90,3 @@ def test_a_night_asks_a_real_rl_product_the_sets_that_rl_asks_itself_and_finds_t
     second = nightly_eval(name="nightly-2", overrides=overrides, return_state=True)
     assert second.is_completed(), second.message
     assert {stage.state for name, stage in store.read_run("nightly-2").stages.items() if name != "trend"} == {"found"}
-
-
-def markdown_artifacts():
-    with get_client(sync_client=True) as client:
-        return [a for a in client.read_artifacts() if a.type == "markdown"]

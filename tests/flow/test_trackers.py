@@ -60,43 +60,25 @@ def warnings_in(text):
     return [said.partition("WARNING ")[2] for said in text.splitlines() if "WARNING " in said]
 
 
-def test_what_is_a_list_of_objects_is_a_table_of_the_trackers_own(wandb):
-    rows = [{"prompt": "1 + 1?", "reward": 1.0}, {"prompt": "2?", "reward": None}]
-    metrics = [line(1, event="sample", responses=rows, ids=[1, 2]), line(1, loss=1.0)]
-    tracker.follow("wandb", workspace_of(run_with(), metrics), lambda: True)
-    table, number = wandb("log")
-    content = {"columns": ["prompt", "reward"], "data": [["1 + 1?", 1.0], ["2?", None]]}
-    assert table == {"call": "log", "step": 1, "data": {"tokenizer/responses": content}}
-    assert number["data"] == {"tokenizer/loss": 1.0}
-
-
-def test_a_stage_is_one_run_of_wandb_with_its_config_and_steps(wandb):
+def test_a_stage_is_one_run_of_wandb_with_its_config_steps_and_tables(wandb):
     run = run_with("tracking.project=chat", "tracking.tags=[cpu, tiny]", "tokenizer.seed=5", "tracking.entity=team")
+    rows = [{"prompt": "1 + 1?", "reward": 1.0}, {"prompt": "2?", "reward": None}]
     metrics = [line(1, loss=1.0, text="no number"), line(2, loss=0.5, is_done=True), line(2, event="eval", score=7)]
+    metrics.append(line(3, event="sample", responses=rows, ids=[1, 2]))
     tracker.follow("wandb", workspace_of(run, metrics), lambda: True)
     begin, *logs, end = wandb()
     config, run_id = begin.pop("config"), begin.pop("id")
-    assert begin == {
-        "call": "init",
-        **{"project": "chat", "entity": "team", "group": "r", "name": "r/tokenizer", "tags": ["cpu", "tiny"]},
-        **{"resume": "allow", "mode": None, "job_type": "tokenizer", "dir": str(run.store.local / "trackers")},
-    }
+    named = {"project": "chat", "entity": "team", "group": "r", "name": "r/tokenizer", "tags": ["cpu", "tiny"]}
+    how = {"resume": "allow", "mode": None, "job_type": "tokenizer", "dir": str(run.store.local / "trackers")}
+    assert begin == {"call": "init", **named, **how}
     about = {"run": "r", "stage": "tokenizer", "kind": "tokenizer", "preset": "tiny", "key": "0" * 40}
     assert config == json.loads(run.pipeline.stages["tokenizer"].model_dump_json()) | {"nanodag": about}
     assert config["seed"] == 5 and re.fullmatch("r-tokenizer-[0-9a-f]{8}", run_id)
     said = [(call["step"], call["data"]) for call in logs]
-    assert said == [(1, {"tokenizer/loss": 1.0}), (2, {"tokenizer/loss": 0.5}), (2, {"tokenizer/score": 7.0})]
+    table = {"columns": ["prompt", "reward"], "data": [["1 + 1?", 1.0], ["2?", None]]}
+    numbers = [(1, {"tokenizer/loss": 1.0}), (2, {"tokenizer/loss": 0.5}), (2, {"tokenizer/score": 7.0})]
+    assert said == [*numbers, (3, {"tokenizer/responses": table})]
     assert end == {"call": "finish"}
-
-
-def test_another_try_has_the_id_of_the_first_and_passes_on_what_is_new(wandb):
-    workspace = workspace_of(run_with(), [line(1, loss=1.0), line(2, loss=0.5)])
-    tracker.follow("wandb", workspace, lambda: True)
-    with (workspace / "metrics.jsonl").open("a") as stream:
-        stream.write(json.dumps(line(3, loss=0.3)) + "\n")
-    tracker.follow("wandb", workspace, lambda: True)
-    first, second = wandb("init")
-    assert first["id"] == second["id"] and [call["step"] for call in wandb("log")] == [1, 2, 3]
 
 
 def test_an_id_of_ones_own_is_taken_and_offline_sends_nothing(wandb):

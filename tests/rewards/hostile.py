@@ -45,6 +45,12 @@ def _call(name: str, tries: str, number: int, arguments: str, becomes: str = "re
     return Attack(name, tries, becomes, f"tries(lambda: call({number}, {arguments}))", by_number=True)
 
 
+def _fill(name: str, folder: str) -> Attack:
+    write = f"open('{folder}/' + str(number), 'wb').write(bytes(1 << 20))"
+    program = f"def fill():\n    for number in range(100000):\n        {write}\ntries(fill)"
+    return Attack(name, f"fill {folder}", "refused: ENOSPC", program)
+
+
 ATTACKS = [
     # The machine's files
     Attack("write-usr", "write below /usr", "refused: EROFS", "tries(lambda: open('/usr/x', 'w'))"),
@@ -62,10 +68,8 @@ ATTACKS = [
     Attack("sys", "write below /sys", "refused: ENOENT", "tries(lambda: open('/sys/power/state', 'w'))"),
     Attack("read-passwd", "read /etc/shadow", "refused: ENOENT", "tries(lambda: open('/etc/shadow').read())"),
     Attack("read-home", "read the canary of the machine", "refused: ENOENT", "tries(lambda: open(CANARY).read())"),
-    Attack("symlink", "reach it by a symbolic link", "refused: ENOENT", """
-os.symlink(os.path.dirname(CANARY), '/tmp/link')
-tries(lambda: open('/tmp/link/canary').read())
-"""),
+    Attack("symlink", "reach it by a symbolic link", "refused: ENOENT",
+           "os.symlink(os.path.dirname(CANARY), '/tmp/link')\ntries(lambda: open('/tmp/link/canary').read())"),
     Attack("hardlink", "link a file of /usr to where it may write", "refused: EXDEV",
            "tries(lambda: os.link('/usr/bin/env', '/tmp/env'))"),
     Attack("proc-root", "go through /proc/1/root", "refused: ENOENT | refused: EACCES",
@@ -142,15 +146,12 @@ print('succeeded:', start())
     # Other processes
     Attack("ptrace", "trace the first process", "ended: time", "tries(lambda: call(101, 16, 1, 0, 0))",
            by_number=True),
-    Attack("kill-all", "kill every process", "refused: ESRCH", """
-tries(lambda: os.kill(-1, signal.SIGKILL))
-"""),
+    Attack("kill-all", "kill every process", "refused: ESRCH",
+           "tries(lambda: os.kill(-1, signal.SIGKILL))"),
     Attack("signal-parent", "stop what started it", "succeeded",
            "tries(lambda: os.kill(os.getppid(), signal.SIGSTOP))"),
-    Attack("processes", "see other processes", "harmless", """
-found = [p for p in os.listdir('/proc') if p.isdigit()]
-print('harmless' if len(found) < 4 else found)
-"""),
+    Attack("processes", "see other processes", "harmless",
+           "found = [p for p in os.listdir('/proc') if p.isdigit()]\nprint('harmless' if len(found) < 4 else found)"),
     Attack("daemon", "leave a process behind (double fork, own session)", "harmless", """
 if os.fork() == 0:
     os.setsid()
@@ -203,18 +204,8 @@ for size in 400, 400, 130:
         time.sleep(60)
 time.sleep(60)
 """),
-    Attack("fill-tmp", "fill /tmp", "refused: ENOSPC", """
-def fill():
-    for number in range(100000):
-        open(f'/tmp/{number}', 'wb').write(bytes(1 << 20))
-tries(fill)
-"""),
-    Attack("fill-shm", "fill /dev/shm", "refused: ENOSPC", """
-def fill():
-    for number in range(100000):
-        open(f'/dev/shm/{number}', 'wb').write(bytes(1 << 20))
-tries(fill)
-"""),
+    _fill("fill-tmp", "/tmp"),
+    _fill("fill-shm", "/dev/shm"),
     Attack("large-file", "write one large file", "refused: EFBIG", """
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 tries(lambda: os.posix_fallocate(os.open('/tmp/x', os.O_CREAT | os.O_WRONLY), 0, 1 << 30))
@@ -224,10 +215,8 @@ tries(lambda: os.posix_fallocate(os.open('/tmp/x', os.O_CREAT | os.O_WRONLY), 0,
            "tries(lambda: [os.open('/usr', 0) for _ in range(100000)])"),
     Attack("mlock", "hold memory in place", "refused: EPERM | refused: ENOMEM",
            "tries(lambda: call(149, ctypes.create_string_buffer(1 << 20), 1 << 20))", by_number=True),
-    Attack("recursion", "recurse without end", "bounded: RecursionError", """
-def again(n): return again(n + 1)
-tries(lambda: again(0))
-"""),
+    Attack("recursion", "recurse without end", "bounded: RecursionError",
+           "def again(n): return again(n + 1)\ntries(lambda: again(0))"),
     Attack("stack", "overflow the C stack", "ended: SIGSEGV | ended: RecursionError", """
 sys.setrecursionlimit(1 << 30)
 class A:
@@ -239,16 +228,10 @@ A().x
     # Time
     Attack("sleep", "sleep for ever", "ended: time", "time.sleep(600)"),
     Attack("loop", "compute for ever", "ended: time", "while True: pass"),
-    Attack("stop", "stop itself", "ended: time", """
-os.kill(os.getpid(), signal.SIGSTOP)
-time.sleep(600)
-"""),
-    Attack("deaf", "ignore every signal", "ended: time", """
-[signal.signal(s, signal.SIG_IGN) for s in (1, 2, 3, 13, 14, 15, 24)]
-time.sleep(600)
-"""),
-    Attack("linger", "close all output and stay", "ended: time", """
-os.closerange(0, 64)
-time.sleep(600)
-"""),
+    Attack("stop", "stop itself", "ended: time",
+           "os.kill(os.getpid(), signal.SIGSTOP)\ntime.sleep(600)"),
+    Attack("deaf", "ignore every signal", "ended: time",
+           "[signal.signal(s, signal.SIG_IGN) for s in (1, 2, 3, 13, 14, 15, 24)]\ntime.sleep(600)"),
+    Attack("linger", "close all output and stay", "ended: time",
+           "os.closerange(0, 64)\ntime.sleep(600)"),
 ]  # fmt: skip

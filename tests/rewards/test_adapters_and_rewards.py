@@ -7,6 +7,7 @@ from nanodag.data.adapter_entries import ENTRIES
 from nanodag.data.config import SourceConfig
 from nanodag.data.mixture import Mixture
 from nanodag.rl.rollouts.prompts import PromptCursor
+from tests.data.rows import IFEVAL, gpqa, mbpp
 from tests.rewards.pools import Pool
 
 CHOICES = {"text": ["up", "down", "round"], "label": ["A", "B", "C"]}
@@ -29,31 +30,14 @@ def check(candidate):
 """,
     "entry_point": "lowest",
 }
-MBPP = {
-    "task_id": 1,
-    "text": "Write a function that finds the least number.",
-    "code": "def least(numbers):\r\n    return min(numbers)",
-    "test_setup_code": "",
-    "test_list": ["assert least([3, 1]) == 1", "assert least([7]) == 7", "assert least([-1, 0]) == -1"],
-}
-GPQA = {
-    "Question": "Where?", "Correct Answer": "up \n", "Incorrect Answer 1": "a [title]b", "Incorrect Answer 2": "c  d",
-    "Incorrect Answer 3": "e",
-}  # fmt: skip
-IFEVAL = {
-    "key": 1,
-    "prompt": "Write without commas, in 3 words or more.",
-    "instruction_id_list": ["punctuation:no_comma", "length_constraints:number_words"],
-}
-IFEVAL_ARGUMENTS = [
-    {"num_words": None, "relation": None, "num_highlights": None},
-    {"num_words": 3, "relation": "at least", "num_highlights": None},
-]
 CHAIN_SUM = {
     "question": "State the final answer: 4 + 3 =",
     "answer": "7",
     "metadata": {"source_dataset": "chain_sum", "source_index": 0, "expression": "4 + 3"},
 }
+IFEVAL_ROW = {"key": 1, "prompt": "Write without commas, in 3 words or more.", **IFEVAL}
+MBPP = mbpp("add", "+")
+SANITIZED = {"prompt": "The sum.", "code": MBPP["code"], "test_list": MBPP["test_list"], "test_imports": []}
 TESTS = {"tests": ["assert double(2) == 4", "assert double(-1) == -2"]}
 
 
@@ -61,75 +45,45 @@ def fenced(program: str) -> str:
     return f"It is\n```python\n{program}```\n"
 
 
-# adapter, row, right answer, wrong answer
+# adapter, row, right answer, wrong answer; where these are empty, the letter is drawn: see right_and_wrong
 CASES = [
     ("prompt", {"prompt": "2 + 2?", "answer": 4}, "4", "5"),
     ("prompt", {"messages": [{"role": "user", "content": "Who?"}], "answer": "Ada", "reward": "f1"}, "Ada", "Bo"),
-    (
-        "prompt",
-        {"prompt": "Double it.", "answer": "", "reward": "code", "metadata": TESTS},
-        fenced("def double(n): return 2 * n\n"),
-        fenced("def double(n): return 4\n"),
-    ),
+    ("prompt", {"prompt": "Double it.", "answer": "", "reward": "code", "metadata": TESTS},
+     fenced("def double(n): return 2 * n\n"), fenced("def double(n): return 4\n")),
     ("problem", {"question": "2 + 2?", "answer": 4}, "4", "22"),
     ("problem", {"question": "2 + 2?", "answer": "4", "reward": "gsm8k"}, "#### 4", "4"),
     ("gsm8k", {"question": "How many?", "answer": "48/2 = <<48/2=24>>24\n#### 1,072"}, "So #### 1072", "#### 24"),
-    (
-        "math",
-        {"problem": "Half of $x$?", "solution": "It is $\\boxed{\\frac{x}{2}}$.", "answer": "\\frac{x}{2}", "level": 1},
-        "\\boxed{x/2}",
-        "\\boxed{2x}",
-    ),
+    ("math",
+     {"problem": "Half of $x$?", "solution": "It is $\\boxed{\\frac{x}{2}}$.", "answer": "\\frac{x}{2}", "level": 1},
+     "\\boxed{x/2}", "\\boxed{2x}"),
     ("reasoning_gym", CHAIN_SUM, "<answer>7</answer>", "<answer>8</answer>"),
     ("mmlu", {"question": "2 + 2?", "choices": ["3", "4"], "answer": 1, "subject": "sums"}, "B", "A"),
     ("multiple_choice", {"question": "2 + 2?", "choices": ["4", "3"], "answer": 0}, "The answer is A.", "B"),
     ("arc", {"id": "1", "question": "Where?", "choices": CHOICES, "answerKey": "C"}, "C", "A"),
     ("arc", {"id": "1", "question_stem": "Where?", "choices": CHOICES, "answerKey": "B"}, "B. down", "C. round"),
-    (
-        "sciq",
-        {
-            "question": "Where?",
-            "correct_answer": "up",
-            "distractor1": "a",
-            "distractor2": "b",
-            "distractor3": "c",
-            "support": "It rises.",
-        },
-        "",  # the letter is drawn: see right_and_wrong
-        "",
-    ),
+    ("sciq",
+     {"question": "Where?", "correct_answer": "up", "distractor1": "a", "distractor2": "b", "distractor3": "c",
+      "support": "It rises."}, "", ""),
     ("piqa", {"goal": "Open it", "sol1": "push", "sol2": "pull", "label": 1}, "B", "A"),
     ("winogrande", {"sentence": "_ ran.", "option1": "Ada", "option2": "Bo", "answer": "1"}, "A", "B"),
     ("boolq", {"question": "is it so", "passage": "It is.", "answer": True}, "B", "A"),
     ("hellaswag", {"ctx": "He opens it", "endings": ["and goes", "and comes"], "label": "0"}, "A", "B"),
-    ("ifeval", {**IFEVAL, "kwargs": IFEVAL_ARGUMENTS}, "Not a comma here.", "Here, one comma."),
-    ("ifeval", {**IFEVAL, "kwargs": json.dumps(IFEVAL_ARGUMENTS)}, "Not a comma here.", "Too few."),
-    (
-        "humaneval",
-        HUMANEVAL,
-        fenced("def lowest(a, b):\n    shared = gcd(a, b)\n    return [a // shared, b // shared]\n"),
-        fenced("def lowest(a, b):\n    return [1, 2]\n"),
-    ),
-    ("mbpp", MBPP, fenced(MBPP["code"] + "\n"), fenced("def least(a):\n    return 1\n")),
-    (
-        "mbpp",
-        {
-            "prompt": "The least number.",
-            "code": MBPP["code"],
-            "test_list": MBPP["test_list"],
-            "test_imports": [],
-            "test": "for n in range(3):\n    assert least([n, 9]) == n",
-        },
-        fenced(MBPP["code"] + "\n"),
-        fenced("def least(a):\n    return 1\n"),
-    ),
-    ("gpqa", GPQA, "", ""),  # the letter is drawn: see right_and_wrong
+    ("ifeval", IFEVAL_ROW, "Not a comma here.", "Here, one comma."),
+    ("ifeval", IFEVAL_ROW | {"kwargs": json.dumps(IFEVAL["kwargs"])}, "Not a comma here.", "Too few."),
+    ("humaneval", HUMANEVAL,
+     fenced("def lowest(a, b):\n    shared = gcd(a, b)\n    return [a // shared, b // shared]\n"),
+     fenced("def lowest(a, b):\n    return [1, 2]\n")),
+    ("mbpp", MBPP, fenced(MBPP["code"] + "\n"), fenced("def add(a, b):\n    return 1\n")),
+    ("mbpp", SANITIZED | {"test": "for n in range(3):\n    assert add(n, 9) == n + 9"}, fenced(MBPP["code"] + "\n"),
+     fenced("def add(a, b):\n    return 1\n")),
+    ("gpqa", gpqa("Where?"), "", ""),
     ("aime", {"ID": "2024-I-1", "Problem": "Half of 408?", "Answer": 204}, "It is $\\boxed{204}$.", "\\boxed{205}"),
     ("aime", {"Question": "Half of 50?", "Answer": "025"}, "\\boxed{25}", "\\boxed{26}"),
     ("bbh", {"input": "not True is", "target": "False"}, "So the answer is False.", "True"),
     ("bbh", {"input": "Who? (A) Ada (B) Bo", "target": "(B)"}, "The answer is (B).", "(A)"),
     ("simpleqa", {"problem": "Who drew it?", "answer": "The Ada Group"}, "Answer: Ada Group.", "Bo"),
-]
+]  # fmt: skip
 
 
 class Renderer:

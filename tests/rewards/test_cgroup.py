@@ -16,19 +16,13 @@ from nanodag.rewards import cgroup
 KERNELS_FILES = ["cgroup.kill", "cgroup.procs", "memory.max", "memory.oom.group", "pids.max"]
 
 
-@pytest.mark.parametrize(
-    ("membership", "on", "above"),
-    [
-        ("0::/system.slice/cron.service\n", "cpu memory pids", "system.slice"),
-        ("4:memory:/x\n0::/user.slice/a.scope\n", "memory pids", "user.slice"),
-        ("0::/\n", "memory pids", "."),
-        ("0::/system.slice/cron.service\n", "cpu pids", None),
-        ("4:memory:/x\n", "memory pids", None),
-    ],
-)
-def test_programs_get_a_cgroup_beside_their_starters_where_memory_and_processes_can_be_bounded(
-    tmp_path, membership, on, above
-):
+@pytest.mark.parametrize(("membership", "on", "above"), [
+    ("0::/system.slice/cron.service\n", "cpu memory pids", "system.slice"),
+    ("4:memory:/x\n0::/user.slice/a.scope\n", "memory pids", "user.slice"),
+    ("0::/\n", "memory pids", "."), ("0::/system.slice/cron.service\n", "cpu pids", None),
+    ("4:memory:/x\n", "memory pids", None),
+])  # fmt: skip
+def test_programs_get_a_cgroup_beside_their_starters_where_it_can_bound_them(tmp_path, membership, on, above):
     for name in ("system.slice", "user.slice", "."):
         (tmp_path / name).mkdir(exist_ok=True)
         (tmp_path / name / "cgroup.subtree_control").write_text(on)

@@ -149,17 +149,14 @@ def test_a_step_that_ends_at_an_untrained_token_stands_at_the_trained_one_before
     assert step_rewards([[], [(1, 1.0)]], mask, ids).tolist() == [0.0, 0.0, 0.0, 0.0, 1.0, 0.0]
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"advantage": "rloo"}, "advantage rloo is of whole responses"),
-        ({"advantage": "my_module:mine"}, "advantage my_module:mine is of whole responses"),
-        ({"reward": {"process:my_steps:lines": 1.0, "exact": 0.5}}, "cannot be added to other rewards"),
-        ({"overlong_buffer": 5}, "set it to 0, and let the function score the length"),
-        ({"kl_in": "reward", "kl_coefficient": 0.1, "kl_kind": "k1"}, "use kl_in: loss, or advantage gae"),
-        ({"reward": "process:exact"}, "needs a function as process:"),
-    ],
-)
+@pytest.mark.parametrize(("values", "message"), [
+    ({"advantage": "rloo"}, "advantage rloo is of whole responses"),
+    ({"advantage": "my_module:mine"}, "advantage my_module:mine is of whole responses"),
+    ({"reward": {"process:my_steps:lines": 1.0, "exact": 0.5}}, "cannot be added to other rewards"),
+    ({"overlong_buffer": 5}, "set it to 0, and let the function score the length"),
+    ({"kl_in": "reward", "kl_coefficient": 0.1, "kl_kind": "k1"}, "use kl_in: loss, or advantage gae"),
+    ({"reward": "process:exact"}, "needs a function as process:"),
+])  # fmt: skip
 def test_what_has_no_meaning_for_steps_is_refused(values, message):
     with pytest.raises(ValueError, match=message):
         RLStage.of(kind="rl", data=["file:x"], **{"reward": "process:my_steps:lines", **values})

@@ -3,7 +3,7 @@
 import pytest
 
 from nanodag.rewards import code as module
-from nanodag.rewards.code import code
+from nanodag.rewards.code import code, program_of
 
 ASSERTIONS = ["assert add(2, 3) == 5", "assert add(-1, 1) == 0"]
 
@@ -23,21 +23,18 @@ def test_a_right_program_passes_and_a_half_right_one_is_counted():
     assert half.value == 0.0 and half.components == {"tests": 0.5}
 
 
-@pytest.mark.parametrize(
-    "cheat",
-    [
-        "raise SystemExit(0)", "import os\nos._exit(0)",
-        "class Any:\n    def __eq__(self, other): return True\ndef add(a, b): return Any()",
-        "class Any(int):\n    def __eq__(self, other): return True\ndef add(a, b): return Any(7)",
-        "class Any:\n    def __repr__(self): return 'True'\ndef add(a, b): return Any()",
-        'import os, json\nos.write(3, b\'["5", "5"]\')\nos._exit(0)',
-        "print('[true, true]')\ndef add(a, b): raise SystemExit",
-        "import builtins\nbuiltins.repr = lambda value: '5'\ndef add(a, b): return 5",
-        "import sys\nsys.stdout.write('passed')", "def add(a, b): return add(a, b)",
-        "class Any:\n    def __repr__(self): return '{[]}'\ndef add(a, b): return Any()",
-        "import os\nos.write(3, b'[' * 100_000)\nos._exit(0)", "syntax error", "",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("cheat", [
+    "raise SystemExit(0)", "import os\nos._exit(0)",
+    "class Any:\n    def __eq__(self, other): return True\ndef add(a, b): return Any()",
+    "class Any(int):\n    def __eq__(self, other): return True\ndef add(a, b): return Any(7)",
+    "class Any:\n    def __repr__(self): return 'True'\ndef add(a, b): return Any()",
+    'import os, json\nos.write(3, b\'["5", "5"]\')\nos._exit(0)',
+    "print('[true, true]')\ndef add(a, b): raise SystemExit",
+    "import builtins\nbuiltins.repr = lambda value: '5'\ndef add(a, b): return 5",
+    "import sys\nsys.stdout.write('passed')", "def add(a, b): return add(a, b)",
+    "class Any:\n    def __repr__(self): return '{[]}'\ndef add(a, b): return Any()",
+    "import os\nos.write(3, b'[' * 100_000)\nos._exit(0)", "syntax error", "",
+])  # fmt: skip
 def test_a_program_that_cheats_fails(cheat):
     assert score(fenced(cheat)).value == 0.0
 
@@ -156,30 +153,24 @@ def check(candidate):
     assert score(fenced("def half(x): return [1.5]"), [check], entry_point="half").components == {"tests": 0.5}
 
 
-@pytest.mark.parametrize(
-    ("program", "error"),
-    [
-        ("def f(n):\n    return n", "AssertionError: assert f(2) == 4"),
-        ("def f(n):\n    return n / 0", "ZeroDivisionError: division by zero (line 2 of the program)"),
-        ("import os; os._exit(0)", "the program has ended"),
-        ("raise SystemExit", "RuntimeError: the program raised SystemExit (line 1 of the program)"),
-        ("def g(n): pass", "NameError: name 'f' is not defined"),
-        ("def f(n): return [f]", "AssertionError: assert f(2) == 4"),
-    ],
-)
+@pytest.mark.parametrize(("program", "error"), [
+    ("def f(n):\n    return n", "AssertionError: assert f(2) == 4"),
+    ("def f(n):\n    return n / 0", "ZeroDivisionError: division by zero (line 2 of the program)"),
+    ("import os; os._exit(0)", "the program has ended"),
+    ("raise SystemExit", "RuntimeError: the program raised SystemExit (line 1 of the program)"),
+    ("def g(n): pass", "NameError: name 'f' is not defined"),
+    ("def f(n): return [f]", "AssertionError: assert f(2) == 4"),
+])  # fmt: skip
 def test_the_verdict_says_what_failed_first(program, error):
     assert module.judge({"metadata": {"tests": ["assert f(2) == 4"]}}, program).error == error
 
 
-@pytest.mark.parametrize(
-    "cheat",
-    [
-        "class Any:\n    def __sub__(self, other): return 0\n    __rsub__ = __sub__\n    def __abs__(self): return 0\n",
-        "class Any:\n    def __contains__(self, other): return True\n    def __iter__(self): return iter([])\n",
-        "class Any(float):\n    def __eq__(self, other): return True\n    def __sub__(self, other): return 0.0\n",
-        "class Any(list):\n    def __contains__(self, other): return True\n    def __eq__(self, other): return True\n",
-    ],
-)
+@pytest.mark.parametrize("cheat", [
+    "class Any:\n    def __sub__(self, other): return 0\n    __rsub__ = __sub__\n    def __abs__(self): return 0\n",
+    "class Any:\n    def __contains__(self, other): return True\n    def __iter__(self): return iter([])\n",
+    "class Any(float):\n    def __eq__(self, other): return True\n    def __sub__(self, other): return 0.0\n",
+    "class Any(list):\n    def __contains__(self, other): return True\n    def __eq__(self, other): return True\n",
+])  # fmt: skip
 def test_an_object_that_agrees_with_everything_agrees_with_nothing_wanted(cheat):
     tests = ["assert abs(f(2) - 1.41) < 0.1", "assert 1.41 in f(2)", "assert f(2) == 1.41", "assert 1.41 == f(2)"]
     assert score(fenced(f"{cheat}def f(n): return Any()"), tests).components == {"tests": 0.0}
@@ -323,15 +314,42 @@ def test_a_program_and_its_tests(case):
     assert score(fenced(program), tests, **named).value == value
 
 
-@pytest.mark.parametrize(
-    ("tests", "message"),
-    [
-        ([], "no metadata.tests"),
-        (["assert add(1, 2) =="], "invalid syntax"),
-        (["class Own: pass\nassert add(Own(), 2) == 3"], "neither a plain value nor a function"),
-        (["def check(candidate):\n    assert candidate(1) == 1"], "no metadata.entry_point"),
-    ],
-)
+@pytest.mark.parametrize(("tests", "message"), [
+    ([], "no metadata.tests"), (["assert add(1, 2) =="], "invalid syntax"),
+    (["class Own: pass\nassert add(Own(), 2) == 3"], "neither a plain value nor a function"),
+    (["def check(candidate):\n    assert candidate(1) == 1"], "no metadata.entry_point"),
+])  # fmt: skip
 def test_tests_that_cannot_be_judged_are_refused(tests, message):
     with pytest.raises(ValueError, match=message):
         score(fenced("def add(a, b): return a + b"), tests)
+
+
+SIGNATURE = 'import math\n\n\ndef root(x):\n    """The root of x."""\n'
+BODY = "    return math.sqrt(x)\n"
+FUNCTION = "def root(x):\n    return x ** 0.5\n"
+
+
+@pytest.mark.parametrize(("answer", "program"), [
+    (f"Sure!\n```python\n{FUNCTION}```\nIt takes the root.", FUNCTION),
+    (f"```\n{FUNCTION}```", FUNCTION), (f"```Python3\n{FUNCTION}```", FUNCTION),
+    (f"```py\r\n{FUNCTION}", FUNCTION),  # cut off, or never closed
+    (f"```python\n{FUNCTION}```\nUse it so:\n```python\nprint(root(4))\n```", FUNCTION),
+    (f"First try:\n```python\ndef root(x): pass\n```\nBetter:\n```python\n{FUNCTION}```", FUNCTION),
+    ("```python\nroot = lambda x: x ** 0.5\n```", "root = lambda x: x ** 0.5\n"),
+    (FUNCTION, FUNCTION),
+    (f"Here it is:\n\n{FUNCTION}\nThis takes the root, as you asked.", FUNCTION),
+    ("I cannot do that.", ""), ("```python\ndef root(x:\n```", ""), ("```python\n```", ""), ("\0", ""), ("", ""),
+])  # fmt: skip
+def test_a_program_is_found_with_and_without_fences_and_prose(answer, program):
+    assert program_of(answer, entry_point="root") == program
+
+
+@pytest.mark.parametrize(("answer", "program"), [
+    (BODY, SIGNATURE + BODY), (f"```python\n{BODY}```", SIGNATURE + BODY),
+    (f"```python\n{FUNCTION}```", f"{SIGNATURE}\n{FUNCTION}"),
+    (f"```python\n{SIGNATURE}{BODY}```", f"{SIGNATURE}\n{SIGNATURE}{BODY}"),
+    (f"{BODY}\n\ndef other():\n    pass", f"{SIGNATURE}{BODY}\n\ndef other():\n    pass"),
+    ("return", ""),
+])  # fmt: skip
+def test_a_body_goes_on_where_the_signature_ends_and_a_function_stands_below_it(answer, program):
+    assert program_of(answer, before=SIGNATURE, entry_point="root") == program

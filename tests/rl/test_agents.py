@@ -141,16 +141,21 @@ def test_a_sampler_that_is_lost_ends_the_agent_and_is_blamed(folder):
         generated(folder, lost, "greedy")
 
 
-PROGRAM = """
-import json, os, socket, sys, time, urllib.request
+CLIENT = """
+import json, os, pathlib, re, socket, sys, time, urllib.request
+mine = os.environ["OPENAI_API_KEY"]
 
-def post(path, body):
-    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+def post(path, body, key=mine):
+    headers = {"Authorization": "Bearer " + key, "Content-Type": "application/json"}
     request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + path, json.dumps(body).encode(), headers)
     return json.load(urllib.request.urlopen(request))
 
-record = json.load(open(os.environ["NANODAG_TASK"]))
-said = post("/chat/completions", {"messages": [{"role": "user", "content": "hi"}]})["choices"][0]["message"]["content"]
+def ask(key=mine):
+    answer = post("/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}, key)
+    return answer["choices"][0]["message"]["content"]
+"""
+PROGRAM = """
+record, said = json.load(open(os.environ["NANODAG_TASK"])), ask()
 number = int(record["prompt_id"].removeprefix("p"))
 if number == 1:
     while True:
@@ -171,7 +176,7 @@ open("found.txt", "w").close() if number == 4 else open("/tmp/work/found.txt", "
 def program(tmp_path, text=PROGRAM, **options) -> dict:
     where = tmp_path / "agent"
     where.mkdir()  # the sandbox's user may read it, but not what is above it
-    (where / "agent.py").write_text(text)
+    (where / "agent.py").write_text(CLIENT + text)
     return {"command": ("python", "agent.py"), "folder": str(where), **options}
 
 
@@ -189,13 +194,6 @@ def test_a_program_in_the_sandbox_has_the_api_and_no_network_and_a_hostile_one_f
 
 
 THIEF = """
-import json, os, pathlib, re, time, urllib.request
-
-def post(key):
-    body = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode()
-    headers = {"Authorization": "Bearer " + key, "Content-Type": "application/json"}
-    urllib.request.urlopen(urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers))
-
 def read(path):
     try:
         with open(path, "rb") as stream:
@@ -203,8 +201,7 @@ def read(path):
     except (OSError, ValueError):
         return b""
 
-mine = os.environ["OPENAI_API_KEY"]
-post(mine)
+ask()
 time.sleep(1)
 paths = [path for top in ("tmp", "inside", "dev/shm", "run", "var", "home", "root", "etc")
          for path in pathlib.Path("/", top).rglob("*")]
@@ -213,7 +210,7 @@ for process in pathlib.Path("/proc").glob("[0-9]*"):
 found = {key.decode() for path in paths for key in re.findall(rb"nanodag-[\\w-]{43}", read(path))}
 print(len(found), found <= {mine}, len(list(pathlib.Path("/proc").glob("[0-9]*"))) < 9)
 for key in found - {mine}:
-    post(key)
+    ask(key)
 """
 
 

@@ -7,7 +7,7 @@ import pytest
 from safetensors.torch import load_file
 
 from nanodag.data.mixture import Mixture
-from nanodag.rl.control.evaluations import best_step
+from nanodag.rl.control.evaluations import BestWeights, best_step
 from tests.rl.stages import benchmark, digest, disturb, make_job, metrics, run, same_in_the_end, slow_rewards
 
 SETTINGS = {"num_steps": 6, "checkpoint_every": 2, "keep_checkpoints": 1, "keep_weights_every": 2, "keep": "best:often"}
@@ -17,6 +17,19 @@ def test_the_best_step_is_the_earliest_of_equal_ones_and_what_has_no_score_is_no
     values = {0: 0.1, 10: 0.5, 2: 0.5, 4: None, 6: float("nan")}
     assert (best_step(values, is_highest=True), best_step(values, is_highest=False)) == (2, 0)
     assert best_step({4: None}, is_highest=True) is None
+
+
+def test_weights_stay_while_they_are_best_or_unscored_and_a_checkpoint_outlives_their_removal(tmp_path):
+    best = BestWeights(tmp_path / "best", is_highest=True)
+    for step in (0, 3, 6):
+        best.of(step).mkdir()
+    best.prune({0: 0.5, 3: 0.5})
+    assert [best.of(step).is_dir() for step in (0, 3, 6)] == [True, False, True]
+    best.save(tmp_path / "checkpoint")
+    best.prune({0: 0.5, 3: 0.5, 6: 0.6})
+    assert not best.of(0).exists()
+    best.load(tmp_path / "checkpoint")
+    assert best.of(0).is_dir()
 
 
 def stage(folder, **values):

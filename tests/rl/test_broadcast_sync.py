@@ -62,14 +62,8 @@ class Trainer:
     def __init__(self, folder: Path) -> None:
         self.source = folder
         self.weights = Weights(folder)
-        self.giver = WeightGiver(
-            self.weights,
-            rank=0,
-            prefix="",
-            bucket_bytes=2000,
-            timeout_s=TIMEOUT_S,
-            make_fingerprints=lambda: Fingerprints("checkpoint"),
-        )
+        options = {"rank": 0, "prefix": "", "bucket_bytes": 2000, "timeout_s": TIMEOUT_S}
+        self.giver = WeightGiver(self.weights, **options, make_fingerprints=lambda: Fingerprints("checkpoint"))
         self.asked: list[str] = []
         self.checked: list[bool] = []
 

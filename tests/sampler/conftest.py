@@ -12,8 +12,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from nanodag.engines.start import ServerProcess
-from tests.forks import spawn_server
+from tests.engines.conftest import samplers_are_forks  # noqa: F401 - for each module of this folder
 
 VOCAB_SIZE = 150  # no multiple of 64: the padded columns must never be drawn
 EOS = 7
@@ -74,14 +73,6 @@ def make_model() -> Callable[..., PreTrainedModel]:
 def one_thread():
     """Deterministic mode needs it, and two workers on two cores are slower with more."""
     torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def samplers_are_forks():
-    """A second of imports each, else."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ServerProcess, "spawn", classmethod(spawn_server))
-        yield
 
 
 @pytest.fixture

@@ -70,9 +70,8 @@ def test_a_stage_needs_its_ranks_times_its_threads_on_each_node(tmp_path, overri
 
 
 def test_sbatch_is_asked_for_what_each_node_needs():
-    assert ON_GPUS.sbatch_options() == [
-        *("--nodes=1", "--ntasks-per-node=1", "--cpus-per-task=64", "--gpus-per-node=8", "--mem=102912M")
-    ]
+    said = "--nodes=1 --ntasks-per-node=1 --cpus-per-task=64 --gpus-per-node=8 --mem=102912M"
+    assert ON_GPUS.sbatch_options() == said.split()
     on_cpus = Requests(nodes=2, gpus=0, cpus=6, memory=0)
     assert on_cpus.sbatch_options() == ["--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=6"]
 
