@@ -20,7 +20,7 @@ from nanodag.inference.client import SamplerClient
 from nanodag.inference.engine_settings import EngineSettings
 from nanodag.rl.sync.broadcast_sync import DistributedSync
 from tests.fault.processes import listening
-from tests.rl.test_broadcast_sync import Trainer
+from tests.rl.broadcasts import Trainer
 
 CUT_S = 3.0
 

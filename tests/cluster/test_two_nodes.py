@@ -17,8 +17,8 @@ from tests.cluster.gives_weights import CUT_S
 from tests.cluster.namespaces import SSH_COMMAND, TWO
 from tests.fault.processes import wait_until
 from tests.rl import stages as rl_stages
+from tests.rl.broadcasts import expected
 from tests.rl.models import save_tiny_model
-from tests.rl.test_broadcast_sync import expected
 from tests.train import stages
 
 pytestmark = pytest.mark.slow

@@ -4,11 +4,8 @@ import asyncio
 import os
 import signal
 import time
-from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 from torch import multiprocessing
 
 from nanodag.config.kinds.rl import RLStage
@@ -18,64 +15,15 @@ from nanodag.errors import SamplerError
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.engine_settings import EngineSettings
 from nanodag.inference.protocol import Request, SamplingParams
-from nanodag.model.folder import write_like
 from nanodag.rl.sync import broadcast_sync
 from nanodag.rl.sync.broadcast_sync import DistributedSync, SharedSync
-from nanodag.rl.trainer.weight_sender import WeightGiver
 from nanodag.sampler.fingerprints import Fingerprints
 from nanodag.train.shares import in_buckets
 from tests.engines.samplers import with_samplers
+from tests.rl.broadcasts import TIMEOUT_S, Trainer, expected
 from tests.rl.models import save_tiny_model
 from tests.rl.spread import BIG, two_shares
 from tests.rl.stages import make_job, metrics, run
-
-TIMEOUT_S = 20.0
-
-
-class Weights:
-    """What `Shares` is on one rank, over the tensors of a checkpoint. before(names): called at each bucket."""
-
-    dtype = torch.float32
-
-    def __init__(self, folder: Path) -> None:
-        self.take(folder)
-        self.shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
-        self.num_bytes = {name: tensor.nbytes for name, tensor in self.tensors.items()}
-        self.before = lambda names: None
-
-    def take(self, folder: Path) -> None:
-        self.tensors = load_file(folder / "model.safetensors")
-
-    def keep(self) -> None:
-        self.kept = dict(self.tensors)
-
-    def together(self, names, *, kept=False):
-        if not kept:
-            self.before(names)
-        held = self.kept if kept else self.tensors
-        return torch.cat([held[name].reshape(-1).view(torch.uint8) for name in names])
-
-
-class Trainer:
-    """Rank 0 of a trainer: answers what `ask` asks for. checked: whether each bucket's fingerprints were asked for."""
-
-    def __init__(self, folder: Path) -> None:
-        self.source = folder
-        self.weights = Weights(folder)
-        options = {"rank": 0, "prefix": "", "bucket_bytes": 2000, "timeout_s": TIMEOUT_S}
-        self.giver = WeightGiver(self.weights, **options, make_fingerprints=lambda: Fingerprints("checkpoint"))
-        self.asked: list[str] = []
-        self.checked: list[bool] = []
-
-    async def ask(self, do, **arguments):
-        self.asked.append(do)
-        self.checked += [arguments[name] for name in arguments if name == "fingerprint"]
-        return [await asyncio.to_thread(getattr(self, do, None) or getattr(self.giver, do), **arguments)]
-
-    def export(self, folder, kept):
-        assert kept
-        write_like(self.source, Path(folder), self.giver.kept(), dtype=torch.float32)
-        return {}
 
 
 @pytest.fixture(scope="module")
@@ -125,14 +73,6 @@ def with_sync(pair, models, trainer, tmp_path):
             await samplers.disconnect()
 
     return lambda *work_and_way, **options: asyncio.run(worked(*work_and_way, **options))
-
-
-def expected(folder, count=2):
-    """Fingerprints of a checkpoint, as so many samplers that hold it give them."""
-    found = Fingerprints("checkpoint")
-    for name, tensor in load_file(folder / "model.safetensors").items():
-        found.add(name, tensor)
-    return [[found.all()]] * count
 
 
 async def logprobs(samplers):
