@@ -304,7 +304,8 @@ class Fleet(Roster):
                     return None
 
     async def end(self) -> None:
-        """End them all, also one that is just being started, and the connections to them."""
+        """End them all, and the connections to them. One that is just being started is ended too, or, where nobody
+        waits for it, ends with this process."""
         self.close()
         starting = [replica.restart for replica in self.replicas if replica.restart is not None and replica.is_awaited]
         await asyncio.gather(*starting, return_exceptions=True)
