@@ -5,9 +5,9 @@ Two kinds: `OwnReplica`, whose processes the fleet starts, and `external.Externa
 
 import asyncio
 import logging
-import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -197,19 +197,8 @@ class OwnReplica(Replica):
         while now != weights:  # it is to have others by now
             now = replace(weights)
             await self._provide(now.folder)
-        is_given_up = threading.Event()
-
-        def launch() -> ChildServer:
-            server = self._launch(self.number, now.folder, now.version)
-            if is_given_up.is_set():
-                server.kill()
-            return server
-
         try:
-            server = await in_thread(launch)
-        except asyncio.CancelledError:  # the fleet has ended meanwhile
-            is_given_up.set()
-            raise
+            server = await in_thread(partial(self._launch, self.number, now.folder, now.version))
         except OSError as error:  # no memory, no place on the disk, too many files
             raise SamplerLost(f"{self._name} {self.number} could not be started: {error}") from error
         return server, self.connect(server.url), now
