@@ -133,12 +133,6 @@ def test_operational_fields_are_no_part_of_the_result(file):
     assert "log_every" not in key_part() and "resources" not in key_part()
 
 
-def test_auto_may_be_written_out(file):
-    pipeline = resolve(file, "one", ["base.shape.num_heads=auto", "base.batch_tokens=auto"]).pipeline
-    assert pipeline.stages["base"].shape.num_heads == resolve(file, "one").pipeline.stages["base"].shape.num_heads
-    assert isinstance(pipeline.stages["base"].batch_tokens, int)
-
-
 def test_relative_paths_begin_at_the_file_and_in_overrides_at_the_working_directory(file, tmp_path, monkeypatch):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()

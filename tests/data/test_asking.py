@@ -10,7 +10,7 @@ from nanodag.config.kinds.rl import RLStage
 from nanodag.data.adapters import open_adapter
 from nanodag.data.config import SourceConfig
 from nanodag.data.mixture import Mixture
-from nanodag.data.question_form import asking, check_effect, with_names
+from nanodag.data.question_form import asking, check_effect
 from nanodag.errors import SourceError
 
 BOXED = "{question}\nPut it within \\boxed{}."
@@ -41,17 +41,14 @@ def test_a_source_names_the_verifier_and_the_switches_of_its_prompts():
     assert plain["reward"] == "exact" and "template_options" not in plain
 
 
-@pytest.mark.parametrize(
-    ("row", "columns"),
-    [
-        ({"messages": [{"role": "user", "content": "1?"}], "label": 2}, {"answer": "label"}),  # slime's
-        (
-            {"prompt": [{"role": "user", "content": "1?"}], "reward_model": {"ground_truth": "2"}},  # verl's
-            {"messages": "prompt", "answer": "reward_model.ground_truth"},
-        ),
-        ({"problem": "1?", "a.b": "2"}, {"prompt": "problem", "answer": "a.b"}),
-    ],
-)
+@pytest.mark.parametrize(("row", "columns"), [
+    ({"messages": [{"role": "user", "content": "1?"}], "label": 2}, {"answer": "label"}),  # slime's
+    (
+        {"prompt": [{"role": "user", "content": "1?"}], "reward_model": {"ground_truth": "2"}},  # verl's
+        {"messages": "prompt", "answer": "reward_model.ground_truth"},
+    ),
+    ({"problem": "1?", "a.b": "2"}, {"prompt": "problem", "answer": "a.b"}),
+])  # fmt: skip
 def test_foreign_columns_are_read_without_code(row, columns):
     found = record_of(row, "prompt", adapter="prompt", columns=columns)
     assert (found["messages"], found["answer"]) == ([{"role": "user", "content": "1?"}], "2")
@@ -81,15 +78,12 @@ def test_an_option_without_effect_is_refused(kind, option, said):
     check_effect(SourceConfig(url="hub:some/data"), kind)
 
 
-@pytest.mark.parametrize(
-    ("option", "said"),
-    [
-        ({"instruction": "Answer in a box."}, "must hold {question} once"),
-        ({"instruction": "{question} {question}"}, "must hold {question} once"),
-        ({"reward": "mth"}, "no reward 'mth' that data may ask for; choose auto or one of code, instruction_following"),
-        ({"reward": "mine:judge"}, "or name it as the stage's `reward`"),
-    ],
-)
+@pytest.mark.parametrize(("option", "said"), [
+    ({"instruction": "Answer in a box."}, "must hold {question} once"),
+    ({"instruction": "{question} {question}"}, "must hold {question} once"),
+    ({"reward": "mth"}, "no reward 'mth' that data may ask for; choose auto or one of code, instruction_following"),
+    ({"reward": "mine:judge"}, "or name it as the stage's `reward`"),
+])  # fmt: skip
 def test_an_option_that_cannot_be_is_refused_when_the_config_is_read(option, said):
     with pytest.raises(ValidationError, match=said):
         SourceConfig(url="hub:some/data", **option)
@@ -119,10 +113,3 @@ def test_an_instruction_moves_no_problem_between_training_and_held_out(tmp_path)
         return {drawn.index for drawn in Mixture([source], kind="prompt", seed=0, part="held_out", once=True)}
 
     assert held_out() == held_out(instruction=BOXED) and 5 < len(held_out()) < 30
-
-
-def test_rows_of_a_form_have_the_names_that_columns_gives():
-    source = SourceConfig(url="hub:some/data", columns={"question": "problem"})
-    assert with_names({"problem": "1?"}, source) == {"problem": "1?", "question": "1?"}
-    with pytest.raises(SourceError, match="there is no column 'problem', only body"):
-        with_names({"body": "x"}, source)

@@ -77,11 +77,6 @@ def test_a_glob_takes_files_in_order_of_name_and_ignores_other_kinds(tmp_path):
     assert [row["n"] for _, row in source.rows()] == [0, 1, 2, 3, 4]
 
 
-def test_a_parquet_file_is_read_one_row_group_at_a_time(formats_folder):
-    blocks = open_source(f"file:{formats_folder / 'a.parquet'}").blocks()
-    assert [block.num_rows for block in blocks] == [3, 3, 3, 1]
-
-
 def test_a_jsonl_file_is_read_in_blocks_of_lines(formats_folder, monkeypatch):
     monkeypatch.setattr(formats, "_BLOCK_BYTES", 60)
     source = open_source(f"file:{formats_folder / 'a.jsonl'}")

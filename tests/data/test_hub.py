@@ -39,22 +39,16 @@ def test_the_identity_of_mirrored_data_is_its_content(mirror):
     assert train["files"] != test["files"]
 
 
-@pytest.mark.parametrize(
-    ("url", "words"),
-    [
-        ("hub:openai/gsm8k:train", r"no .*openai/gsm8k/default/train\.parquet.*it has main/test-.*main/train\.parquet"),
-        ("hub:openai/gsm8k/main:validation", r"main/validation\.parquet"),
-        ("hub:openai/gsm9k/main", r"nothing of openai/gsm9k; it has openai/gsm8k"),
-    ],
-)
+@pytest.mark.parametrize(("url", "words"), [
+    ("hub:openai/gsm8k:train", r"no .*openai/gsm8k/default/train\.parquet.*it has main/test-.*main/train\.parquet"),
+    ("hub:openai/gsm8k/main:validation", r"main/validation\.parquet"),
+    ("hub:openai/gsm9k/main", r"nothing of openai/gsm9k; it has openai/gsm8k"),
+])  # fmt: skip
 def test_what_a_mirror_lacks_is_an_error_that_says_what_it_has(mirror, url, words):
     with pytest.raises(SourceError, match=words):
         open_source(url, mirror)
-
-
-def test_a_mirror_that_is_not_there_is_named(tmp_path):
     with pytest.raises(SourceError, match="nowhere is not a folder"):
-        open_source("hub:openai/gsm8k/main", tmp_path / "nowhere")
+        open_source(url, mirror / "nowhere")
 
 
 class LocalHub(HubSource):

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanodag.train.packing import Packer, conversation_piece, document_piece, make_batch, split_piece, unpack
+from nanodag.train.packing import Packer, conversation_piece, document_piece, make_batch, unpack
 
 BOS = 1
 
@@ -35,12 +35,6 @@ def test_only_masked_tokens_of_a_conversation_are_learned():
     ids = np.array([1, 5, 6, 7, 8], dtype=np.int32)
     mask = np.array([False, False, False, True, True])
     assert pairs(conversation_piece(ids, mask)) == [(1, None), (5, None), (6, 7), (7, 8)]
-
-
-def test_a_cut_document_keeps_every_prediction_once_and_begins_again_with_bos():
-    head, rest = split_piece(document_piece([7, 8, 9], BOS), 2, BOS)
-    assert pairs(head) == [(1, 7), (7, 8)]
-    assert pairs(rest) == [(1, None), (8, 9), (9, 1)]
 
 
 def test_the_largest_piece_that_fits_goes_first_and_of_equals_the_oldest():

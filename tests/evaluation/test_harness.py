@@ -96,13 +96,10 @@ def test_columns_rename_the_rows_of_a_form_that_reads_them_as_they_are(run):
     assert scores_of(run(Scripted(GSM8K_TEXTS), "gsm8k", lines, options=FOREIGN), "exact_match") == [1, 0, 0, 1, 0]
 
 
-@pytest.mark.parametrize(
-    ("benchmark", "said"),
-    [
-        ({"name": "gsm8k", "options": BOXED}, "instruction .* means nothing to rows as they are; .* `form: problems`"),
-        ({"name": "p", "form": "problems", "options": {"template_options": {"a": 1}}}, "put as plain text .*mean noth"),
-    ],
-)
+@pytest.mark.parametrize(("benchmark", "said"), [
+    ({"name": "gsm8k", "options": BOXED}, "instruction .* means nothing to rows as they are; .* `form: problems`"),
+    ({"name": "p", "form": "problems", "options": {"template_options": {"a": 1}}}, "put as plain text .*mean noth"),
+])  # fmt: skip
 def test_options_that_a_benchmark_would_not_look_at_are_refused(run, benchmark, said):
     with pytest.raises(ValueError, match=said):
         run(Scripted(), lines=GSM8K, adapter="gsm8k", **benchmark)

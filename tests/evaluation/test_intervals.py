@@ -3,7 +3,7 @@ from lm_eval.api.metrics import mean_stderr
 from scipy.stats import t, ttest_1samp
 
 from nanodag.errors import SourceError
-from nanodag.evaluation.intervals import centred_mean, score_of, wilson
+from nanodag.evaluation.intervals import centred_mean, score_of
 
 
 def test_the_standard_error_is_lm_evals():
@@ -42,12 +42,6 @@ def test_all_right_still_has_an_interval():
     score = score_of([1.0] * 10)
     assert (score.low, score.high) == (pytest.approx(0.72247, abs=1e-5), 1.0)
     assert score.stderr == 0.0
-
-
-def test_wilson_at_one_half():
-    # centre .5, half = z / (1 + z^2/n) * sqrt(.25/n + z^2/(4 n^2)), n = 100
-    low, high = wilson(0.5, 100)
-    assert (low, high) == (pytest.approx(0.40383, abs=1e-5), pytest.approx(0.59617, abs=1e-5))
 
 
 @pytest.mark.parametrize("values", [[], [1.0], [1.0, float("nan")]])

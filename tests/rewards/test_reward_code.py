@@ -87,40 +87,25 @@ def twin(node):
 """
 
 
-@pytest.mark.parametrize(
-    ("program", "tests"),
-    [
-        ("def f(n): return n * n", ["for n in range(5):\n    assert f(n) == n ** 2"]),
-        (
-            "def f(n): return n * n",
-            ["def square(n):\n    return n ** 2", "assert all(f(n) == square(n) for n in (1, 2))"],
-        ),
-        (NODE, ["root = Node(1)\nroot.left = Node(2)", "assert depth(root) == 2 and root.left.data == 2"]),
-        (NODE, ["assert twin(Node(3)) == Node(3) != Node(4)", "assert isinstance(twin(Node(3)), Node)"]),
-        (
-            "class Bad(ValueError): pass\ndef f(n):\n    raise Bad(f'no {n}')",
-            [
-                "try:\n    f(3)\n    assert False\nexcept Bad as error:\n    assert str(error) == 'no 3'",
-                "try:\n    f(3)\n    assert False\nexcept ValueError:\n    pass",
-            ],
-        ),
-        ("def f(numbers): numbers.sort()", ["a = [3, 1, 2]\nf(a)\nassert a == [1, 2, 3]"]),
-        (
-            "def f(g, n): return g(g(n))",
-            ["assert f(lambda n: n * 2, 3) == 12", "import math\nassert f(math.sqrt, 16) == 2"],
-        ),
-        ("def f(n): yield from range(n)", ["assert list(f(3)) == [0, 1, 2]", "assert next(f(1)) == 0"]),
-        (
-            "from collections import Counter, deque\nfrom decimal import Decimal as D\n"
-            "def f(): return Counter('aa'), deque([1]), D('0.10'), {1}, [b'x', 2j, float('inf')], range(2), 9**9999",
-            [
-                "from collections import deque\nfrom decimal import Decimal as D",
-                "assert f() == ({'a': 2}, deque([1]), D('0.1'), {1}, [b'x', 2j, float('inf')], range(2), 9**9999)",
-            ],
-        ),
-        ("import math\ndef root(x): return math.sqrt(x)", ["assert math.isclose(root(2), 1.4142, rel_tol=1e-4)"]),
-    ],
-)
+@pytest.mark.parametrize(("program", "tests"), [
+    ("def f(n): return n * n", ["for n in range(5):\n    assert f(n) == n ** 2"]),
+    ("def f(n): return n * n",
+     ["def square(n):\n    return n ** 2", "assert all(f(n) == square(n) for n in (1, 2))"]),
+    (NODE, ["root = Node(1)\nroot.left = Node(2)", "assert depth(root) == 2 and root.left.data == 2"]),
+    (NODE, ["assert twin(Node(3)) == Node(3) != Node(4)", "assert isinstance(twin(Node(3)), Node)"]),
+    ("class Bad(ValueError): pass\ndef f(n):\n    raise Bad(f'no {n}')",
+     ["try:\n    f(3)\n    assert False\nexcept Bad as error:\n    assert str(error) == 'no 3'",
+      "try:\n    f(3)\n    assert False\nexcept ValueError:\n    pass"]),
+    ("def f(numbers): numbers.sort()", ["a = [3, 1, 2]\nf(a)\nassert a == [1, 2, 3]"]),
+    ("def f(g, n): return g(g(n))",
+     ["assert f(lambda n: n * 2, 3) == 12", "import math\nassert f(math.sqrt, 16) == 2"]),
+    ("def f(n): yield from range(n)", ["assert list(f(3)) == [0, 1, 2]", "assert next(f(1)) == 0"]),
+    ("from collections import Counter, deque\nfrom decimal import Decimal as D\n"
+     "def f(): return Counter('aa'), deque([1]), D('0.10'), {1}, [b'x', 2j, float('inf')], range(2), 9**9999",
+     ["from collections import deque\nfrom decimal import Decimal as D",
+      "assert f() == ({'a': 2}, deque([1]), D('0.1'), {1}, [b'x', 2j, float('inf')], range(2), 9**9999)"]),
+    ("import math\ndef root(x): return math.sqrt(x)", ["assert math.isclose(root(2), 1.4142, rel_tol=1e-4)"]),
+])  # fmt: skip
 def test_tests_are_any_python_and_a_wrong_program_fails_the_same_ones(program, tests):
     assert score(fenced(program), tests).value == 1.0
     name = "depth" if "depth" in program else "root" if "root" in program else "f"
@@ -194,21 +179,16 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize(
-    ("cheat", "test"),
-    [
-        (WRITES.format(kind="{'exception': [0, 'exec', 'exec']}", code=FORGES), "assert f(2) == 4"),
-        (WRITES.format(kind="{'builtin': 'exec'}", code=FORGES), "assert f(2) == 4"),
-        (f"f = exec\ndef g(n): return {FORGES!r}", "assert f(g(2)) == 4"),
-        (f"f = eval\ndef g(n): return {f'exec({FORGES!r})'!r}", "assert f(g(2)) == 4"),
-        ("class math:\n    isclose = lambda *a, **b: True\ndef f(n): return 3", "assert math.isclose(f(2), 4)"),
-        (
-            "class Any:\n    seen = 0\n    def __float__(self):\n        self.seen += 1\n"
-            "        return [0.0, 0.0, -0.5][self.seen % 3]\ndef f(n): return Any()",
-            "import math\nx = f(2)\nassert abs(sum(c * math.pow(x, i) for i, c in enumerate([1, 2, 7]))) < 1e-4",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("cheat", "test"), [
+    (WRITES.format(kind="{'exception': [0, 'exec', 'exec']}", code=FORGES), "assert f(2) == 4"),
+    (WRITES.format(kind="{'builtin': 'exec'}", code=FORGES), "assert f(2) == 4"),
+    (f"f = exec\ndef g(n): return {FORGES!r}", "assert f(g(2)) == 4"),
+    (f"f = eval\ndef g(n): return {f'exec({FORGES!r})'!r}", "assert f(g(2)) == 4"),
+    ("class math:\n    isclose = lambda *a, **b: True\ndef f(n): return 3", "assert math.isclose(f(2), 4)"),
+    ("class Any:\n    seen = 0\n    def __float__(self):\n        self.seen += 1\n"
+     "        return [0.0, 0.0, -0.5][self.seen % 3]\ndef f(n): return Any()",
+     "import math\nx = f(2)\nassert abs(sum(c * math.pow(x, i) for i, c in enumerate([1, 2, 7]))) < 1e-4"),
+])  # fmt: skip
 def test_a_program_reaches_neither_the_verdict_nor_what_the_tests_compute_with(cheat, test):
     assert score(fenced(cheat), [test], entry_point="f").value == 0.0
 

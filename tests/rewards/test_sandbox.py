@@ -169,14 +169,11 @@ def outcome(done: sandbox.Finished) -> str:
     return done.stdout.strip().rpartition("\n")[2]
 
 
-@pytest.mark.parametrize(
-    "attack",
-    [
-        pytest.param(one, id=one.name, marks=[] if one.name in IN_EVERY_RUN else [pytest.mark.slow])
-        for one in ATTACKS
-        if platform.machine() == "x86_64" or not one.by_number
-    ],
-)
+@pytest.mark.parametrize("attack", [
+    pytest.param(one, id=one.name, marks=[] if one.name in IN_EVERY_RUN else [pytest.mark.slow])
+    for one in ATTACKS
+    if platform.machine() == "x86_64" or not one.by_number
+])  # fmt: skip
 def test_an_attack_reaches_nothing(attack, machine):
     assert sandbox.walls() is not None  # or this machine would be attacked
     folder, given = machine
