@@ -93,7 +93,7 @@ REQUESTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("completions", {"prompt": "The city of", "max_tokens": 24, "temperature": 0, "logprobs": 1}),
     ("completions", {"prompt": ["In 1998 she", "Sort"], "max_tokens": 8, "temperature": 0, "stream": True}),
 )
-PASSING = re.compile(r'"(id|created|system_fingerprint)":\s*("[^"]*"|\d+|null)')
+PASSING = re.compile(r'"(id|created|system_fingerprint|cached_tokens)":\s*("[^"]*"|\d+|null)')
 
 
 def main() -> int:
