@@ -106,6 +106,7 @@ def test_what_rl_learned_is_its_last_evaluation_over_its_first_and_a_failed_samp
 
 
 def test_the_gpu_benchmark_plans_every_part_for_a_gpu_and_for_a_toy():
+    assert list(gpu.PARTS) == ["check", "stages", "pretrain-12", "pretrain-20", "sampler", "rl", "sync"]
     for part in gpu.PARTS:
         for tiny in (False, True):
             cases = gpu.cases_of(part, 79 << 30, tiny=tiny)
@@ -113,6 +114,10 @@ def test_the_gpu_benchmark_plans_every_part_for_a_gpu_and_for_a_toy():
             for case in cases:
                 assert callable(getattr(gpu_parts, case.measure)) and case.timeout_s <= gpu.PART_S < 480
                 assert case.options["device"] == ("cpu" if tiny else "cuda")
+    variants = [case.options for case in gpu.cases_of("pretrain-20", 79 << 30)]
+    assert {one["zero_stage"] for one in variants} == {0, 1, 2, 3} and all(one["depth"] == 20 for one in variants)
+    assert {one["compile"] for one in variants} == {one["checkpointing"] for one in variants} == {True, False}
+    assert [case.options["batch"] for case in gpu.cases_of("sampler", 79 << 30)] == [1, 1, 64, 64, 256, 256]
 
 
 def test_a_micro_batch_of_the_gpu_benchmark_fits_its_gpu():

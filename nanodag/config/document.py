@@ -117,13 +117,14 @@ class _Reader:
             self._count(event, read.size)
             return read
         self._count(event, 1)
+        if depth == MAX_DEPTH:
+            aliases = ", what aliases stand for counted" if isinstance(event, yaml.ScalarEvent) else ""
+            raise self._wrong(event, f"nested deeper than {MAX_DEPTH}{aliases}")
         if isinstance(event, yaml.ScalarEvent):
             read = _Read(self._scalar(event))
         else:
             if event.tag not in (None, "!") and _TAGS.get(event.tag) != _COLLECTIONS[type(event)]:
                 raise self._wrong(event, f"the tag {_short(event.tag)} means nothing here; leave it out")
-            if depth == MAX_DEPTH:
-                raise self._wrong(event, f"nested deeper than {MAX_DEPTH}")
             if event.anchor is not None:
                 self._anchors[event.anchor] = None
             before, of_kind = self._size, self._list if isinstance(event, yaml.SequenceStartEvent) else self._table

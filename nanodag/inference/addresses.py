@@ -1,10 +1,10 @@
 """Addresses of servers that somebody else runs: `http://node2:30000`, then the file of its key where it wants one."""
 
+import ipaddress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
-
-from nanodag.host.ports import LOOPBACK
 
 LARGEST_FILE = 1 << 20
 
@@ -20,7 +20,9 @@ class Address:
     def is_here(self) -> bool:
         """True when it is a server of this machine, by its address."""
         host = urlsplit(self.url).hostname or ""
-        return host in ("localhost", "::1") or host.startswith(LOOPBACK.partition(".")[0] + ".")
+        with suppress(ValueError):  # a name
+            return ipaddress.ip_address(host).is_loopback
+        return host == "localhost"
 
 
 def parse_address(text: str) -> Address:

@@ -277,8 +277,10 @@ class Checks:
         model = began_at(self._pipeline, name).known_model
         files = local_files(model, self._mirror) if model else None
         path = next((path for path in files or () if path.name == "config.json"), None)
+        if path is None:
+            return
         try:
-            width = int(json.loads(path.read_text())["hidden_size"]) if path is not None else rank
+            width = int(json.loads(path.read_text())["hidden_size"])
         except (ValueError, KeyError, TypeError):
             return
         check_lora(name, rank, width)

@@ -124,6 +124,8 @@ def load_job(argv: list[str] | None = None) -> Job:
     Launchers append `--local_rank N`; it is taken from the environment instead and ignored here.
     """
     arguments = [a for a in (sys.argv[1:] if argv is None else argv) if not a.startswith("--local")]
+    if not arguments:
+        raise SystemExit("usage: python -m nanodag.<module> job.json")
     logs.set_up()
     for signum in (signal.SIGTERM, signal.SIGINT):  # asks for a stop at the next step instead of ending the process
         signal.signal(signum, _ask)

@@ -3,6 +3,7 @@
 import ipaddress
 import os
 import subprocess
+import sys
 import time
 from datetime import timedelta
 
@@ -77,6 +78,7 @@ def test_torchrun_and_its_ranks_listen_on_loopback_only_and_leave_no_files(tmp_p
     paths = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.getcwd()}", "TMPDIR": str(tmp_path / "temporary")}
     environment = {**os.environ, **network_environment(), **paths}
     command = worker_command("a_rank", tmp_path / "job.json", num_ranks=2)
+    assert command[0] == sys.executable
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
         found = seen_until_end(process)

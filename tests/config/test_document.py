@@ -114,3 +114,9 @@ def test_no_value_of_any_field_gives_a_traceback_or_a_hang(path, fields, data):
 @pytest.mark.parametrize("piece", ["[", "{", "- ", "? ", "a: ", "&a ", "a: b\n", "- a\n", "!!x ", "'", "|\n", "#\n"])
 def test_the_largest_file_of_one_piece_is_read_or_refused_within_2_s(path, piece):
     refused_or_read(path, (piece * (MAX_BYTES // len(piece))).encode())
+
+
+def test_a_value_lies_in_at_most_49_lists():
+    assert parse_yaml("[" * 49 + "1" + "]" * 49, str)
+    with pytest.raises(ConfigError, match="nested deeper than 50"):
+        parse_yaml("[" * 50 + "1" + "]" * 50, str)

@@ -97,6 +97,14 @@ def refusal(file, *overrides, preset="one"):
     ("seed=[1", "Override 'seed=[1': not YAML: did not find expected ',' or ']'."),
     ("seed={a: 1, a: 2}", "Override 'seed={a: 1, a: 2}': the key 'a' stands twice, first in line 1; keep one."),
     ("preset=two", "Override 'preset=two': a preset is chosen with --preset."),
+    ("base.tool_use=1", "base.tool_use: there is no such key. `nanodag config` prints all."),
+    ("seed=1:30", "seed: must be a whole number (found '1:30')"),
+    ("base.zero_stage=true", "base.zero_stage: must be a whole number (found true)"),
+    ("base.optimizer.eps=1e10", "base.optimizer.eps: must be at most 0.1 (found 10000000000)"),
+    ("rl.temperature=0", "rl.rollout.temperature: must be at least 0.001 (found 0)"),
+    ("rl.lora_rank=100000", "rl.optimizer.lora_rank: must be at most 8192 (found 100000)"),
+    ("rl.reward_timeout_s=1e-9", "rl.rollout.reward_timeout_s: must be at least 0.01 (found 1e-09)"),
+    ("base.batch_tokens=1e14", "base.batch_tokens: must be at most 1000000000000 or 'auto' (found"),
     ("stages=5", "Override 'stages=5': `stages` must be a table of stages; found 5."),
 ])  # fmt: skip
 def test_one_line_names_the_field_the_value_and_the_way_out(file, override, said):
@@ -148,6 +156,7 @@ def test_one_fault_is_said_once_and_two_are_two_lines(file):
     ("sore: {}\npresets: {one: {}}", "p.yaml has a key 'sore' that means nothing. Did you mean 'store'?"),
     ("default: 5\npresets: {one: {}}", "p.yaml: default must be the name of a preset; found 5."),
     ("a: &a [*a]", "p.yaml, line 1: *a stands within what it names, &a, and would contain itself."),
+    ("a: &a {b: {c: *a}}", "p.yaml, line 1: *a stands within what it names, &a, and would contain itself."),
     ("a: *b", "p.yaml, line 1: there is no &b above for *b."),
     ("a: " + "[" * 3000, "p.yaml, line 1: nested deeper than 50."),
     ("a: " + "{b: " * 3000, "p.yaml, line 1: nested deeper than 50."),

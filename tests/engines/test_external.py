@@ -32,6 +32,12 @@ def test_an_address_is_a_url_with_the_file_of_its_key_or_is_refused():
         parse_address("http://x keys")
 
 
+def test_only_a_loopback_address_is_of_this_machine():
+    here, elsewhere = ("localhost:1", "127.0.0.1:1", "127.9.9.9", "[::1]:1"), ("127.x:1", "127.0.0.1.nip.io", "[::2]:1")
+    assert all(Address(f"http://{host}").is_here for host in here)
+    assert not any(Address(f"http://{host}").is_here for host in elsewhere)
+
+
 def test_a_file_of_addresses_is_read_with_its_comments_and_the_wrong_line_named(tmp_path):
     file = tmp_path / "urls"
     file.write_text("# two\nhttp://a:1\n\n  http://b:2 /key  # \n")

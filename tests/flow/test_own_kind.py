@@ -19,7 +19,7 @@ from nanodag.nightly.choose import choose
 from nanodag.plan.make import plan_of
 from nanodag.run.build_stage import build_stage, key_of
 from nanodag.run.preflight_checks import Checks
-from nanodag.worker.job import read_job
+from nanodag.worker.job import load_job, read_job
 from tasks.stage_task import task_of
 from tests.fake_stages import NO_TRACKERS, STAGES
 from tests.flow.tiny_runs import opened
@@ -267,3 +267,8 @@ def test_a_job_imports_no_kind_that_is_not_trusted_and_one_that_is_gone_stops_no
     read_job(tmp_path / "job.json")
     gone = recorded_kind("evilmod:KIND")
     assert (gone.name, gone.makes, gone.trains) == ("evilmod:KIND", "nothing", False)
+
+
+def test_a_worker_that_gets_no_job_says_how_it_is_started():
+    with pytest.raises(SystemExit, match=r"usage: python -m nanodag.<module> job.json"):
+        load_job(["--local_rank=1"])

@@ -61,7 +61,7 @@ def test_a_run_is_looked_up_by_name_in_the_store_that_is_named(project, monkeypa
         raise AssertionError(f"reached with seed {pipeline.stages['tokenizer'].seed} in {store.url}")
 
     monkeypatch.setattr(sys.modules["nanodag.cli.run"], "server_of", server_of)
-    with pytest.raises(AssertionError, match=f"reached with seed 5 in {project}/other"):
+    with pytest.raises(AssertionError, match=f"reached with seed 5 in {project}/other$"):
         run_pipeline([elsewhere], preset="auto", file="", name="mine", detach=True)
 
 

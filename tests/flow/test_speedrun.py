@@ -151,6 +151,7 @@ def test_points_share_what_comes_before_and_one_that_fails_does_not_stop_the_oth
     again = sweep("s", **asked, return_state=True)
     assert again.message == "2 points, 4 of 6 stages found in the store"
     assert built_in("s", project) == {"sft-2", "eval_sft-2", "comparison"}
+    assert sweep("other-name", **asked, return_state=True).message == "2 points, 6 of 6 stages found in the store"
 
 
 def test_each_row_has_a_name_a_value_and_its_unit_scores_in_percent_and_what_is_kept_by_benchmark_one_each():

@@ -167,8 +167,8 @@ def test_tensorboard_gets_every_step(project):
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("tracking.id=mine", "tracking.id: 'mine' is one id for all stages"),
-        ("tracking.name='{user}'", "tracking.name: '{user}' has {user}, which nothing fills in"),
+        ("tracking.id=mine", "tracking.id: 'mine' is one id for all stages, which would write into one run; put"),
+        ("tracking.name='{user}'", "tracking.name: '{user}' has {user}, which nothing fills in; there are {run}, {st"),
         ("tracking.trackers=[mlflow]", "tracking.trackers.0: must be "),
     ],
 )

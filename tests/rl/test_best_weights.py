@@ -23,13 +23,17 @@ def test_weights_stay_while_they_are_best_or_unscored_and_a_checkpoint_outlives_
     best = BestWeights(tmp_path / "best", is_highest=True)
     for step in (0, 3, 6):
         best.of(step).mkdir()
+        (best.of(step) / "w").write_text(str(step))
     best.prune({0: 0.5, 3: 0.5})
     assert [best.of(step).is_dir() for step in (0, 3, 6)] == [True, False, True]
     best.save(tmp_path / "checkpoint")
     best.prune({0: 0.5, 3: 0.5, 6: 0.6})
     assert not best.of(0).exists()
     best.load(tmp_path / "checkpoint")
-    assert best.of(0).is_dir()
+    for last, step in ((0.6, 6), (0.4, 0)):
+        assert best.leave({0: 0.5, 6: last}, tmp_path / "output") == step
+        assert (tmp_path / "output" / "w").read_text() == str(step)
+    assert not BestWeights(tmp_path / "best", is_highest=True).of(6).exists()
 
 
 def stage(folder, **values):

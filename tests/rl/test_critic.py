@@ -19,7 +19,7 @@ from tests.rl.stages import make_job, metrics, run
 
 
 def test_a_reward_stands_at_the_last_trained_token_of_its_response():
-    rewards, ids = torch.tensor([2.0, 3.0, 5.0]), torch.tensor([0, 0, 0, 1, 1, 1, 2])
+    rewards, ids = torch.tensor([2.0, 3.0, 5.0, 7.0]), torch.tensor([0, 0, 0, 1, 1, 1, 2])
     trained = torch.tensor([True, True, False, True, False, True, False])
     assert reward_of_last(rewards, trained, ids).tolist() == [0, 2, 0, 0, 0, 3, 0]
 

@@ -43,17 +43,20 @@ def test_groups_with_spread_are_trained_in_prompt_order_whoever_ends_first(tmp_p
 
 
 def test_a_group_that_is_not_needed_is_aborted_and_the_pool_keeps_the_futures_of_its_rewards(tmp_path):
-    late: list[Future[SampleReward]] = [Future(), Future()]
+    late: list[Future[SampleReward]] = []
 
     class LatePool(FakePool):
         def submit_group(self, prompt, completions, **reported):
-            return late if prompt["prompt_id"] == "p3" else super().submit_group(prompt, completions)
+            if prompt["prompt_id"] != "p3":
+                return super().submit_group(prompt, completions)
+            late.extend(Future() for _ in completions)
+            return late[-len(completions) :]
 
     for delays, aborted in (({3: 10_000}, ["step-1-p3@0"]), ({0: 50, 1: 50}, [])):
         sampler = answers(dict.fromkeys(range(4), SPREAD), delays)
         step(sampler, cursor_over(tmp_path, [1] * 4), pool=LatePool(), over_sampling=4)
         assert sampler.aborted == aborted
-    assert not any(future.cancelled() for future in late)
+    assert len(late) == 2 and not any(future.cancelled() for future in late)
 
 
 def test_a_rollout_says_what_was_sampled_by_whom_and_why_it_ended(tmp_path):
@@ -163,9 +166,7 @@ def test_a_groups_seed_depends_on_stage_step_and_prompt_alone(tmp_path):
         group_seed(5, 4, "p0@0"),
         group_seed(5, 4, "p1@0"),
     ]
-    assert (
-        len({group_seed(5, 4, "a"), group_seed(5, 5, "a"), group_seed(6, 4, "a"), group_seed(5, 4, "b")}) == 4
-    )
+    assert len({group_seed(5, 4, "a"), group_seed(5, 5, "a"), group_seed(6, 4, "a"), group_seed(5, 4, "b")}) == 4
     assert all(0 <= group_seed(seed, 1, "a") < 2**63 for seed in range(20))
 
 

@@ -28,6 +28,7 @@ def test_numbers_of_rollouts_by_hand():
     means |= {"reward": 3 / 6, "pass_rate": 3 / 6, "zero_spread_share": 0.5, "response_tokens": 12 / 6}
     assert {name: found[name] for name in means} == pytest.approx(means) and "pass_at_8" not in found
     assert found["response_tokens_largest"] == 4.0
+    assert metrics.rollout_metrics([rollout("a", 0, [1], [2])])["pass_at_n"] == 0.0
 
 
 @pytest.mark.parametrize(

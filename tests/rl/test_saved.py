@@ -89,6 +89,10 @@ def test_answers_of_files_that_share_prompt_ids_stay_with_their_rollouts(tmp_pat
     found = [(read.rollout.prompt_id, bytes(read.rollout.response_token_ids), read.answer) for read in shelf.read(1)]
     assert sorted(found) == [("0:p", b"one", "one"), ("1:p", b"two", "two")]
     assert sorted(line["prompt_id"] for line in read_lines(job.records / "ledger.jsonl")) == ["0:p", "1:p"]
+    (saved,) = saved_files(f"file:{job.records / 'rollouts'}").files
+    answers = saved.with_suffix(".answers.jsonl")
+    answers.write_text(answers.read_text().removesuffix("\n"))  # as an editor leaves it
+    assert {one.asked["answer"] for one in read_saved(saved)} == {"one", "two"}
 
 
 def test_a_line_of_an_export_is_the_rollout_that_was_exported(tmp_path):

@@ -68,3 +68,6 @@ def test_a_batch_that_waits_is_written_and_read_bit_for_bit(tmp_path):
     )
     batches.write_batch(tmp_path / "batch.json", given)
     assert batches.read_batch(tmp_path / "batch.json") == given
+    (tmp_path / "batch.json").write_text('{"kept": 3}')
+    with pytest.raises(StageFailed, match=r"batch\.json holds rollouts as another version of nanodag wrote them"):
+        batches.read_batch(tmp_path / "batch.json")

@@ -7,7 +7,7 @@ from nanodag.store.kept_lines import KeptLines, content_key
 
 def test_a_file_cut_or_changed_at_any_byte_gives_whole_lines_only_and_grows_on(tmp_path):
     path = tmp_path / "kept.jsonl"
-    lines = [{f"k{n}": ["é\n", n / 3, True], f"l{n}": {"ids": [-n]}} for n in range(6)]
+    lines = [{f"k{n}": ["é\n", n / 3, True], f"l{n}": {"ids": [-n]}, f"m{n}": n} for n in range(6)]
     with KeptLines(path) as kept:
         for line in lines:
             kept.add(line)

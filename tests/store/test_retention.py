@@ -141,6 +141,8 @@ def test_runs_are_kept_by_number_or_by_age(store, product):
         write_run(store, f"r{number}", artifact, created=OLD if number < 3 else NOW)
     assert can_go(store) == set()
     assert runs_that_go(store, keep_runs=2) == runs_that_go(store, keep_runs=2, keep_days=1.0) == {"r0", "r1"}
+    policy = RetentionPolicy(keep_runs=2, keep_days=1.0)
+    assert [item.name for item in plan(store, policy).items if item.what == "run"] == ["r0", "r1"]
     assert can_go(store, keep_days=1.0) == {("run", f"r{n}") for n in range(3)}, "no attempt: they were made today"
     free(store, plan(store, RetentionPolicy(keep_runs=2)), settle_s=0)
     assert store.runs() == ["r2", "r3"] and [store.lookup(a.key) for a in made] == [None, None, made[2], made[3]]

@@ -1,12 +1,12 @@
 """Checks of a running RL stage: functions that raise where something does not hold. No torch here."""
 
 import logging
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from nanodag.config.rl_sections import WeightsSection
-from nanodag.errors import StageFailed
+from nanodag.errors import CorruptArtifact, StageFailed
 from nanodag.rl.control.schedule import StopRequested
 from nanodag.worker.job import stop_requested
 
@@ -70,6 +70,15 @@ def check_ranks(folder: Path, replies: Sequence[Mapping[str, Any]], version: int
         raise StageFailed(
             f"Checkpoint {folder}: the trainer's ranks made {counts} updates, the controller counts {version}. Remove "
             "the checkpoint to begin again from the one before."
+        )
+
+
+def check_totals(folder: Path, saved: Collection[str], known: Collection[str]) -> None:
+    """Raise CorruptArtifact for a checkpoint whose totals are not those that this version counts."""
+    if set(saved) != set(known):
+        raise CorruptArtifact(
+            f"Checkpoint {folder} was saved by another version of nanodag: it counts {', '.join(saved)}, and this one "
+            f"{', '.join(known)}. Remove it to begin the stage again."
         )
 
 

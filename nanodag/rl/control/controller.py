@@ -36,6 +36,7 @@ from nanodag.rl.control.checks import (
     check_mismatch,
     check_ranks,
     check_source,
+    check_totals,
     unless_stopped,
     warn_of_first_step,
 )
@@ -361,6 +362,7 @@ class Controller:
             return None
         step, folder = checkpoint
         saved = json.loads((folder / "controller.json").read_text(encoding="utf-8"))
+        check_totals(folder, saved["state"]["totals"], self._state["totals"])
         check_source(folder, saved["source"], self._source_identity)
         self._replay.load(folder)
         self._state, self._used_up = saved["state"], saved["cursor"]

@@ -29,6 +29,7 @@ import threading
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +190,6 @@ async def command_agent(
     at_once: programs that run at a time. The others as nanodag.rl.environments.agent_session has them.
     """
     given_up, place = threading.Event(), places("agent", at_once)
-    proxy = Path(__file__).with_name("sandbox_proxy.py").read_text(encoding="utf-8")
 
     async def run(session: Session, key: str) -> None:
         walls = sandbox.walls()
@@ -213,7 +213,7 @@ async def command_agent(
         )
         finished = await in_thread(
             lambda: sandbox.run_python(
-                proxy,
+                _proxy(),
                 stdin=json.dumps(outside, default=str),
                 timeout_s=seconds,
                 max_bytes=max_bytes,
@@ -232,6 +232,11 @@ async def command_agent(
         return await visited(sampler, sample, run, place=place, max_calls=max_calls, max_tokens=max_tokens)
     finally:
         given_up.set()
+
+
+@cache
+def _proxy() -> str:
+    return Path(__file__).with_name("sandbox_proxy.py").read_text(encoding="utf-8")
 
 
 @entry("generate", "verifiers", argument="module")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import PlainSerializer, PlainValidator, TypeAdapter
+from pydantic import PlainSerializer, PlainValidator, TypeAdapter, ValidationError
 
 from nanodag.errors import StageFailed
 from nanodag.rl.rollouts.prompts import Prompt
@@ -87,8 +87,14 @@ def write_batch(path: Path, batch: RolloutBatch) -> None:
 
 
 def read_batch(path: Path) -> RolloutBatch:
-    """Read what `write_batch` wrote, bit for bit."""
-    return _BATCH.validate_python(json.loads(path.read_text(encoding="utf-8")))
+    """Read what `write_batch` wrote, bit for bit. Raises StageFailed for the file of another version."""
+    try:
+        return _BATCH.validate_python(json.loads(path.read_text(encoding="utf-8")))
+    except ValidationError as error:
+        raise StageFailed(
+            f"{path} holds rollouts as another version of nanodag wrote them; build the stage anew with: "
+            "nanodag rerun RUN --stage STAGE"
+        ) from error
 
 
 # Staleness. A token that step k trains was sampled with some weights. Its staleness is the number of steps before k

@@ -4,6 +4,7 @@ A line is a rollout as a stage leaves it (nanodag.rl.rollouts.rollout), or as `n
 Groups lie in the files and are read when their step comes; only where they begin is kept in memory.
 """
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,7 @@ import orjson
 
 from nanodag.data.digests import file_sha256
 from nanodag.errors import ConfigError, SourceError
-from nanodag.rl.rollouts.rollout import REPLAYED, Rollout, Span, from_record, place_in_group, prompt_span, read_lines
+from nanodag.rl.rollouts.rollout import REPLAYED, Rollout, Span, from_record, place_in_group, prompt_span
 
 Choose = Callable[[Sequence[Rollout]], tuple[list[Rollout], str]]
 FILE = "file:"
@@ -204,4 +205,7 @@ def _span(tokens: Sequence[tuple[int, int, float | None, int]], *, is_tool: bool
 
 @cache
 def _asked(path: Path) -> dict[str, dict[str, Any]]:
-    return {line["prompt_id"]: line for line in read_lines(path)}
+    if not path.exists():
+        return {}
+    lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())  # the last one, too, without a line end
+    return {line["prompt_id"]: line for line in lines}
