@@ -43,9 +43,9 @@ def pool_stage(
     own_flow_run()
     joined = join_run(run, Store(store, local=None if local == "auto" else Path(local)))
     joined.note(stage, worker=os.environ.get("PREFECT__WORKER_NAME", ""))
-    given = {label: StageResult(**result) for label, result in inputs.items()}
+    results = {label: StageResult(**result) for label, result in inputs.items()}
     with _ending_with(parent, joined):
-        future = submit(joined, stage, given, force=force)
+        future = submit(joined, stage, results, force=force)
         return outcome([stage], {stage: future})
 
 

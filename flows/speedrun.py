@@ -43,8 +43,8 @@ def speedrun(
         run = begin_again(name, begin_at=begin_at, stale=stale == "only", overrides=overrides)
     else:
         keeps_stale = stale == "keep" and not force
-        asked = {"file": file, "preset": preset, "overrides": overrides, "keeps_stale": keeps_stale}
-        run = open_run(name, **asked, flow_run=own_flow_run())
+        arguments = {"file": file, "preset": preset, "overrides": overrides, "keeps_stale": keeps_stale}
+        run = open_run(name, **arguments, flow_run=own_flow_run())
     futures = {}
     with ending(run):
         offer_runs(run.store)

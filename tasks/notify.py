@@ -33,8 +33,8 @@ def tell(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any]) -> None:
         send(webhook, notice(flow=flow.name, run=run, state=state.name or "", message=state.message or "", look=look))
     # Of a block it may be anything. The error's own text may hold the address.
     except Exception as error:  # noqa: BLE001
-        said = str(error) if isinstance(error, NanodagError) else type(error).__name__
-        flow_run_logger(flow_run, flow).error("Nobody was told that this run failed: %s", said)
+        reason = str(error) if isinstance(error, NanodagError) else type(error).__name__
+        flow_run_logger(flow_run, flow).error("Nobody was told that this run failed: %s", reason)
 
 
 def send(webhook: str, body: dict[str, str]) -> None:
@@ -57,15 +57,15 @@ def send(webhook: str, body: dict[str, str]) -> None:
 
 def _recorded(flow_run: FlowRun) -> tuple[str, str]:
     """The run's name and its webhook: of its record; of the pipeline that was asked for where it has none yet."""
-    given = flow_run.parameters or {}
-    name = str(given.get("name") or flow_run.name)
+    parameters = flow_run.parameters or {}
+    name = str(parameters.get("name") or flow_run.name)
     records = served_store().records_of_runs()
     own = [run for run, record in records.items() if record.flow_run == str(flow_run.id)]
     for run in (*own, name):
         if run in records:
             return run, str(records[run].pipeline["notify"]["webhook"])
-    asked = (given.get("preset") or "auto", given.get("overrides") or ())
-    return name, resolve(pipeline_file(given.get("file") or ""), *asked).pipeline.notify.webhook
+    arguments = (parameters.get("preset") or "auto", parameters.get("overrides") or ())
+    return name, resolve(pipeline_file(parameters.get("file") or ""), *arguments).pipeline.notify.webhook
 
 
 if __name__ == "__main__":  # `nanodag notify` runs it

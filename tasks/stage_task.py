@@ -134,8 +134,8 @@ def begin_again(
 ) -> Run:
     """A run that there is already, for one stage of it, for one and all that follow it, or for what is stale."""
     recorded = recorded_run(served_store(), name, stage=stage, begin_at=begin_at, stale=stale, overrides=overrides)
-    asked = {"file": recorded.file, "preset": recorded.preset, "overrides": recorded.overrides}
-    return open_run(name, **asked, only=recorded.stages, flow_run=own_flow_run())
+    arguments = {"file": recorded.file, "preset": recorded.preset, "overrides": recorded.overrides}
+    return open_run(name, **arguments, only=recorded.stages, flow_run=own_flow_run())
 
 
 @contextmanager
@@ -167,14 +167,14 @@ def inputs_of(run: Run, stage: str, futures: Mapping[str, PrefectFuture[StageRes
 
     Inputs from stages that are not run this time are those of the run's record.
     """
-    wanted = run.pipeline.stages[stage].inputs
-    results = recorded_inputs(run, stage, [label for label, source in wanted.items() if source not in run.to_do])
-    for label, source in wanted.items():
+    sources = run.pipeline.stages[stage].inputs
+    results = recorded_inputs(run, stage, [label for label, source in sources.items() if source not in run.to_do])
+    for label, source in sources.items():
         if source in futures:
             futures[source].wait()
             if futures[source].state.is_completed():
                 results[label] = futures[source].result()
-    missing = [source for label, source in wanted.items() if label not in results]
+    missing = [source for label, source in sources.items() if label not in results]
     if missing and not (results and find_kind(run.pipeline.stages[stage].kind).takes_what_exists):
         run.note(stage, state="not run", reason=f"needs {', '.join(missing)}")
         return None

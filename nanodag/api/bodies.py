@@ -102,16 +102,16 @@ class CompletionBody(SamplingBody):
 
     def prompts(self, *, longest: int) -> list[str] | list[list[int]]:
         """One or several, all of one form. Raises Refused for anything else, and for more than `longest` ids."""
-        given = self.prompt
-        if isinstance(given, str) or (isinstance(given, list) and given and type(given[0]) is int):
-            given = [given]
-        if not isinstance(given, list) or not given:
+        prompts = self.prompt
+        if isinstance(prompts, str) or (isinstance(prompts, list) and prompts and type(prompts[0]) is int):
+            prompts = [prompts]
+        if not isinstance(prompts, list) or not prompts:
             raise Refused("prompt must be a text, a list of token ids, or a list of either", param="prompt")
-        if len(given) > MAX_PROMPTS:
-            raise Refused(f"{len(given)} prompts at once; at most {MAX_PROMPTS}", param="prompt")
-        if all(isinstance(prompt, str) for prompt in given):
-            return given
-        for number, prompt in enumerate(given):
+        if len(prompts) > MAX_PROMPTS:
+            raise Refused(f"{len(prompts)} prompts at once; at most {MAX_PROMPTS}", param="prompt")
+        if all(isinstance(prompt, str) for prompt in prompts):
+            return prompts
+        for number, prompt in enumerate(prompts):
             if isinstance(prompt, list) and len(prompt) > longest:  # before each of its ids is looked at
                 raise Refused(
                     f"This model's maximum context length is {longest} tokens. However, prompt {number} has "
@@ -121,7 +121,7 @@ class CompletionBody(SamplingBody):
                 )
             if not isinstance(prompt, list) or not prompt or any(type(token) is not int for token in prompt):
                 raise Refused(f"prompt {number} is neither a text nor a list of token ids", param="prompt")
-        return given
+        return prompts
 
 
 class Function(RequestBody):
@@ -280,9 +280,9 @@ def _explained(error: ValidationError) -> Refused:
     # Names of classes and types tell which form of a union was tried.
     parts = [str(part) for part in problem["loc"] if not str(part).endswith(("]", "Tool")) and part not in _FORMS]
     place = ".".join(parts)[:200]
-    found = repr(problem["input"])
-    found = found if len(found) <= 80 else found[:77] + "..."
-    return Refused(f"{place or 'the body'}: {problem['msg']} (found {found})", param=place or None)
+    value = repr(problem["input"])
+    value = value if len(value) <= 80 else value[:77] + "..."
+    return Refused(f"{place or 'the body'}: {problem['msg']} (found {value})", param=place or None)
 
 
 _FORMS = ("constrained-str", "str", "dict", "list")

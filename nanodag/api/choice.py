@@ -137,9 +137,9 @@ class ParsedAnswer:
         # A stop string that this text completes begins at most so far before it.
         begin = max(0, len(self._content) - max(map(len, self._stops), default=0) + 1)
         self._content += text
-        found = [(place, stop) for stop in self._stops if (place := self._content.find(stop, begin)) >= 0]
-        if found:
-            place, self.stop_reason = min(found)
+        matches = [(place, stop) for stop in self._stops if (place := self._content.find(stop, begin)) >= 0]
+        if matches:
+            place, self.stop_reason = min(matches)
             self._content, self._is_cut = self._content[:place], True
             self.finish_reason = "stop"
 

@@ -66,13 +66,13 @@ class Endpoints:
         body = await _parsed(ChatBody, http)
         model = self.model_of(body.model)
         prompt = await unless_left(http, self.chat_prompt(model, body))
-        wanted = body.max_completion_tokens or body.max_tokens
+        max_tokens = body.max_completion_tokens or body.max_tokens
         num_top = body.top_logprobs if body.logprobs else None
         if body.top_logprobs and not body.logprobs:
             raise Refused("top_logprobs is only told with logprobs: true", param="top_logprobs")
         further = further_params(model, body) | _grammar(model, body)
         samples = self._samples(
-            model, body, [prompt.ids], prompt.reader, max_tokens=wanted, num_top=num_top, stop_ids=prompt.stop_ids,
+            model, body, [prompt.ids], prompt.reader, max_tokens=max_tokens, num_top=num_top, stop_ids=prompt.stop_ids,
             further=further, one_call=not body.parallel_tool_calls,
         )  # fmt: skip
         has_tools = not isinstance(samples[0].answer.reader, PlainReader)
@@ -83,14 +83,21 @@ class Endpoints:
     async def completions(self, http: HttpRequest) -> Response:
         body = await _parsed(CompletionBody, http)
         model = self.model_of(body.model)
-        given = body.prompts(longest=model.context_length)
+        raw_prompts = body.prompts(longest=model.context_length)
 
         def ids_of_all() -> list[list[int]]:
             special = body.add_special_tokens
-            return [model.tokens.prompt_ids(one, special=special) if isinstance(one, str) else one for one in given]
+            return [
+                model.tokens.prompt_ids(prompt, special=special) if isinstance(prompt, str) else prompt
+                for prompt in raw_prompts
+            ]
 
         prompts = await unless_left(http, self._tokenized(model, ids_of_all))
-        texts = [one if isinstance(one, str) else model.tokens.decode(one) for one in given] if body.echo else None
+        texts = (
+            [prompt if isinstance(prompt, str) else model.tokens.decode(prompt) for prompt in raw_prompts]
+            if body.echo
+            else None
+        )
         samples = self._samples(
             model, body, prompts, lambda: PlainReader({}), max_tokens=body.max_tokens, num_top=body.logprobs,
             stop_ids=model.tokens.encoding.end_ids, further=further_params(model, body), texts=texts,
@@ -220,11 +227,12 @@ class Endpoints:
         context, limits = model.context_length, self._limits
         if not ids or min(ids) < 0 or max(ids) >= model.vocab_size:
             raise Refused(f"a prompt is empty, or has ids outside the vocabulary of {model.vocab_size}", param=param)
-        wanted = 1 if max_tokens is None else max_tokens
-        if len(ids) + wanted > context:
+        num_new = 1 if max_tokens is None else max_tokens
+        if len(ids) + num_new > context:
             raise Refused(
                 f"This model's maximum context length is {context} tokens. However, you requested "
-                f"{len(ids) + wanted} tokens ({len(ids)} in the prompt, {wanted} in the answer). Please reduce either.",
+                f"{len(ids) + num_new} tokens ({len(ids)} in the prompt, {num_new} in the answer). Please reduce "
+                "either.",
                 param=param, code="context_length_exceeded",
             )  # fmt: skip
         if limits.max_prompt_tokens is not None and len(ids) > limits.max_prompt_tokens:
@@ -318,30 +326,30 @@ async def _parsed(form: type[Parsed], http: HttpRequest) -> Parsed:
 
 def further_params(model: ServedModel, body: SamplingBody) -> dict[str, Any]:
     """Sampling parameters that SGLang alone knows. Raises Refused for them where it is not the engine."""
-    wanted = {}
+    params = {}
     for name, (neutral, wire_name) in SGLANG_SAMPLING.items():
         value = body.further.get(name, neutral)
         if value == neutral:
             continue
         if not model.is_sglang:
             raise Refused(f"{name} needs the engine sglang; {model.name} has the embedded one", param=name)
-        wanted[wire_name] = value
+        params[wire_name] = value
     if model.is_sglang and body.logit_bias:
-        wanted["logit_bias"] = body.logit_bias
-    return wanted
+        params["logit_bias"] = body.logit_bias
+    return params
 
 
 def _grammar(model: ServedModel, body: ChatBody) -> dict[str, Any]:
     """Sampling fields that hold an answer to a form. Raises Refused for an engine without grammars."""
-    wanted = body.response_format
-    if wanted.type == "text":
+    form = body.response_format
+    if form.type == "text":
         return {}
     if not model.has_grammars:
         raise Refused(
-            f"response_format {wanted.type} needs an engine with grammars (--engine sglang); {model.name} has none",
+            f"response_format {form.type} needs an engine with grammars (--engine sglang); {model.name} has none",
             param="response_format",
         )
-    schema = wanted.json_schema.schema_ if wanted.type == "json_schema" and wanted.json_schema else {"type": "object"}
+    schema = form.json_schema.schema_ if form.type == "json_schema" and form.json_schema else {"type": "object"}
     return {"json_schema": to_json(schema).decode()}
 
 

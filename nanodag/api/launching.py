@@ -59,8 +59,8 @@ def served_model(
     def check(weights: Path) -> None:
         if architecture is not None:
             check_same_shape(read_checkpoint(weights), architecture)
-        elif (found := read_json(weights / "config.json").get("vocab_size")) != vocab_size:
-            raise BadRequest(f"the checkpoint in {weights} has a vocabulary of {found} instead of {vocab_size}")
+        elif (new_size := read_json(weights / "config.json").get("vocab_size")) != vocab_size:
+            raise BadRequest(f"the checkpoint in {weights} has a vocabulary of {new_size} instead of {vocab_size}")
 
     return ServedModel(
         name=name,

@@ -57,7 +57,7 @@ class Metrics:
 
     @property
     def num_sampled(self) -> int:
-        return self._num_ended_tokens + sum(one.answer.num_tokens for many in self._open.values() for one in many)
+        return self._num_ended_tokens + sum(choice.answer.num_tokens for many in self._open.values() for choice in many)
 
     @contextmanager
     def counted(self, model: str, samples: Sequence[SampledChoice]) -> Iterator[None]:

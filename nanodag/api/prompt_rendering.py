@@ -66,12 +66,12 @@ def _opened(
 def _switches(renderer: ChatRenderer | None, body: ChatBody) -> tuple[Switches, tuple[str, ...]]:
     """The request's switches that the chat template looks at, and a warning for each other one. renderer: None where
     none can be set."""
-    asked: Switches = {"reasoning_effort": body.reasoning_effort} if body.reasoning_effort else {}
-    asked = {**asked, **body.chat_template_kwargs}
-    known = renderer.switches if renderer is not None and asked else ()
-    unknown = [name for name in asked if name not in known]
+    switches: Switches = {"reasoning_effort": body.reasoning_effort} if body.reasoning_effort else {}
+    switches = {**switches, **body.chat_template_kwargs}
+    known = renderer.switches if renderer is not None and switches else ()
+    unknown = [name for name in switches if name not in known]
     warnings = [f"{name[:80]!r} has no effect: this model's chat template does not look at it" for name in unknown]
-    return {name: value for name, value in asked.items() if name in known}, tuple(warnings)
+    return {name: value for name, value in switches.items() if name in known}, tuple(warnings)
 
 
 def _check_continuation(body: ChatBody) -> None:

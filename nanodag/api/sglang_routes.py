@@ -42,9 +42,9 @@ def passed_on(models: Mapping[str, ServedModel], limits: Limits) -> list[Route]:
     async def generate(http: HttpRequest) -> Response:
         model = model_of(http)
         raw = await http.body()
-        asked = _parsed(raw)
-        prompts, params = _prompts(asked, model), _params(asked)
-        num_samples = len(prompts) * max([1, *(n for one in params if isinstance(n := one.get("n"), int))])
+        body = _parsed(raw)
+        prompts, params = _prompts(body, model), _params(body)
+        num_samples = len(prompts) * max([1, *(n for param_set in params if isinstance(n := param_set.get("n"), int))])
         if num_samples > limits.max_waiting:
             raise Refused(
                 f"{num_samples} answers are more than the {limits.max_waiting} that may be under way here: ask for "
@@ -92,14 +92,16 @@ def _prompts(body: Mapping[str, Any], model: ServedModel) -> list[Any]:
 def _params(body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Sampling parameters: one set for all prompts, or one each."""
     params = body.get("sampling_params") or {}
-    return [one for one in (params if isinstance(params, list) else [params]) if isinstance(one, dict)]
+    return [
+        param_set for param_set in (params if isinstance(params, list) else [params]) if isinstance(param_set, dict)
+    ]
 
 
 def _check_new_tokens(params: Sequence[Mapping[str, Any]], limits: Limits) -> None:
     if limits.max_new_tokens is None:
         return
     default = SamplingParams().max_new_tokens
-    for most in (one.get("max_new_tokens", default) for one in params):
+    for most in (param_set.get("max_new_tokens", default) for param_set in params):
         if not isinstance(most, int) or most > limits.max_new_tokens:
             raise Refused(
                 f"sampling_params: max_new_tokens is {str(most)[:80]} ({default} where it is not given); this server "

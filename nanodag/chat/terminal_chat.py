@@ -117,8 +117,8 @@ class Dialogue:
             for number, (name, arguments) in enumerate(calls)
         ]
         self.messages.append({"role": "assistant", "content": text, "tool_calls": made})
-        for one, result in zip(made, results, strict=True):
-            self.messages.append({"role": "tool", "tool_call_id": one["id"], "content": result})
+        for tool_call, result in zip(made, results, strict=True):
+            self.messages.append({"role": "tool", "tool_call_id": tool_call["id"], "content": result})
 
     def begin_again(self, system: str | None = None) -> None:
         """Forget the exchanges. system: a new system message, empty for none; None keeps the one there is."""
@@ -189,7 +189,7 @@ class ModelConnection:
             prompt = conversation.prompt()
             if was_offered and conversation.toolless:
                 self.tell(f"Asked without tools: {conversation.toolless}")
-            answer, said = ParsedAnswer(self.tokens, prompt.reader(), stops=()), ""
+            answer, text = ParsedAnswer(self.tokens, prompt.reader(), stops=()), ""
             params = SamplingParams(
                 max_new_tokens=conversation.max_new_tokens,
                 temperature=conversation.temperature,
@@ -202,15 +202,19 @@ class ModelConnection:
                     async for completion in completions:
                         answer.take(completion)
                         piece = answer.new().content
-                        said += piece
+                        text += piece
                         self.say(piece)
                 if number < MAX_ROUNDS:
-                    results = [await self._carried_out(one.name, one.arguments) for one in answer.calls]
+                    results = [
+                        await self._carried_out(tool_call.name, tool_call.arguments) for tool_call in answer.calls
+                    ]
             finally:
                 if results:
-                    conversation.called(said, [(one.name, one.arguments) for one in answer.calls], results)
+                    conversation.called(
+                        text, [(tool_call.name, tool_call.arguments) for tool_call in answer.calls], results
+                    )
                 else:
-                    conversation.answer(said)
+                    conversation.answer(text)
             if not answer.calls:
                 return
         self.tell(f"Ended: it called tools in more than {MAX_ROUNDS} rounds.")
@@ -279,9 +283,9 @@ def _begun(model: ServedModel, temperature: float, max_new_tokens: int, tools: S
     context = model.context_length
     longest = min(max_new_tokens, max(1, context // 2))
     conversation = Dialogue(lambda body: chat_prompt(model, body), context, temperature, longest)
-    said = conversation.offer(tools)
+    message = conversation.offer(tools)
     if conversation.tools != tuple(tools):
-        raise BadRequest(said)
+        raise BadRequest(message)
     return conversation
 
 

@@ -94,10 +94,10 @@ def call(name: str, arguments: str) -> str:
 def _only_text(arguments: str) -> str:
     """Raises BadRequest for what is no object with one text."""
     try:
-        given = json.loads(arguments)
+        fields = json.loads(arguments)
     except (ValueError, RecursionError) as error:
         raise BadRequest("its arguments are no JSON") from error
-    values = list(given.values()) if isinstance(given, dict) else []
+    values = list(fields.values()) if isinstance(fields, dict) else []
     if len(values) != 1 or not isinstance(values[0], str):
         raise BadRequest(f"its arguments are {arguments[:80]}")
     return values[0]

@@ -56,10 +56,10 @@ class Line:
         """Send what a call returns. What raises, and what is no JSON, is sent as `{"error"}`. Raises OSError where the
         connection is closed."""
         try:
-            said = json.dumps(work(), allow_nan=False)
+            reply = json.dumps(work(), allow_nan=False)
         except BaseException as error:  # noqa: BLE001 - also what sys.exit raises: it ends with the reason
-            said = json.dumps({"error": with_place(error)})
-        self._connection.sendall(said.encode() + b"\n")
+            reply = json.dumps({"error": with_place(error)})
+        self._connection.sendall(reply.encode() + b"\n")
 
 
 def answering(answer: Callable[[Any], Any]) -> Callable[[Line], None]:
@@ -87,16 +87,16 @@ def main() -> None:
         if IS_FOREIGN:
             del sys.path[0]
         about, serve = maker(**job["given"])
-        said = json.dumps({"about": about}, allow_nan=False)
+        reply = json.dumps({"about": about}, allow_nan=False)
     except BaseException as error:  # noqa: BLE001 - whatever a module raises when it is imported
-        said = json.dumps({"error": with_place(error)})
+        reply = json.dumps({"error": with_place(error)})
     if os.getpid() != pid:  # it forked, and this is the copy
         os._exit(1)
     signal.setitimer(signal.ITIMER_REAL, 0.0)
     gc.freeze()  # a collection in a fork would copy every page
     server = _Forks(control, serve, job["limits"])
     with suppress(OSError):  # whoever asked is gone, which `run` sees
-        control.sendall(said.encode() + b"\n")
+        control.sendall(reply.encode() + b"\n")
     server.run()
 
 

@@ -278,7 +278,7 @@ def serve(
     options += [f"--api-key-file={api_key_file}"] if api_key_file else []
     options += [f"--served-model-name={served_model_name}"] if served_model_name else []
     options += ["--no-access-log"] if no_access_log else []
-    options += [f"--cors={origin}" for origin in cors or []] + [f"--{one}" for one in option or []]
+    options += [f"--cors={origin}" for origin in cors or []] + [f"--{setting}" for setting in option or []]
     serve_models(run, stage, also=also or [], is_following=follow, file=file, options=options)
 
 

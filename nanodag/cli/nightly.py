@@ -67,8 +67,8 @@ def turn_on(overrides: Overrides = None, preset: Preset = "auto", file: File = "
         console.print(f"For now: {error}", style="yellow", markup=False, highlight=False)
     running, parameters = serve(path, pipeline, store, overrides or [])
     cron = cron_of(pipeline.nightly)
-    given = {"by_schedule": True, **parameters}
-    turn(running.api(), running.deployments["nightly_eval"], active=True, schedule=cron, parameters=given)
+    flow_parameters = {"by_schedule": True, **parameters}
+    turn(running.api(), running.deployments["nightly_eval"], active=True, schedule=cron, parameters=flow_parameters)
     console.print(f"On: {cron['cron']}, {cron['timezone']}, while the server is up. Off: nanodag nightly off")
 
 

@@ -89,17 +89,17 @@ def rollouts(
     record = find_run(store, run)
     shelf = shelf_of(store, record, stage)
     print_stale(make_console(), record, shelf.stage)
-    wanted = Wanted(role=role, fate=FAILED if failed else "")
+    criteria = Wanted(role=role, fate=FAILED if failed else "")
     if export:
         least = LEAST_GOOD if lowest is None else lowest
-        save_rollouts(shelf, Path(export), wanted, step=step, best=best, pairs=pairs, lowest=least)
+        save_rollouts(shelf, Path(export), criteria, step=step, best=best, pairs=pairs, lowest=least)
     elif samples:
-        print_rollouts(shelf, wanted, most=samples, step=step)
+        print_rollouts(shelf, criteria, most=samples, step=step)
     else:
         from nanodag.viewer.app import serve
 
-        asked = {"step": "" if step is None else str(step), "role": role, "fate": wanted.fate}
-        serve(shelf, port=port or 0, query={name: value for name, value in asked.items() if value})
+        query = {"step": "" if step is None else str(step), "role": role, "fate": criteria.fate}
+        serve(shelf, port=port or 0, query={name: value for name, value in query.items() if value})
 
 
 def print_rollouts(shelf: "Shelf", wanted: "Wanted", *, most: int, step: int | None) -> None:
@@ -147,9 +147,9 @@ def save_rollouts(
 
 def _refuse_void(given: Mapping[str, bool]) -> None:
     """Raise ConfigError where an option would do nothing. given: whether each of them is there."""
-    for one, other, why in CLASHES:
-        if given[one] and given[other]:
-            raise ConfigError(f"{one} does not go with {other}: {why}. Leave one of them out.")
+    for flag, other, why in CLASHES:
+        if given[flag] and given[other]:
+            raise ConfigError(f"{flag} does not go with {other}: {why}. Leave one of them out.")
     for option, needed in NEEDS:
         if given[option] and not any(given[name] for name in needed):
             raise ConfigError(f"{option} does nothing without {' or '.join(needed)}; add that, or leave {option} out.")

@@ -38,10 +38,12 @@ def serve(
         model, folder = found_model(name, stage, file)
         models[model] = folder
     for other in also:
-        one, folder = found_model(*_named(other, name), file)
-        models[other if one in models else one] = folder
+        model_name, folder = found_model(*_named(other, name), file)
+        models[other if model_name in models else model_name] = folder
     # It ends the engines, so a signal must reach it.
-    _hand_over(SERVING, *(f"--model={one}={folder}" for one, folder in models.items()), *followed, *options)
+    _hand_over(
+        SERVING, *(f"--model={model_name}={folder}" for model_name, folder in models.items()), *followed, *options
+    )
 
 
 def chat_with(name: str, stage: str, *, file: str, options: Sequence[str] = ()) -> NoReturn:
@@ -86,7 +88,7 @@ def found_model(name: str, stage: str, file: str) -> tuple[str, Path]:
 
 def _of_run(store: Store, record: RunRecord, stage: str) -> tuple[str, Path]:
     entries = record.stages.items()
-    models = [one for one, entry in entries if entry.has_ended_well and recorded_kind(entry.kind).makes == MODEL]
+    models = [name for name, entry in entries if entry.has_ended_well and recorded_kind(entry.kind).makes == MODEL]
     if stage and stage not in models:
         raise ArtifactNotFound(
             f"Run {record.run} has no finished model {stage!r}; it has {listed(models)}.{nearest(stage, models)}"

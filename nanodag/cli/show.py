@@ -112,8 +112,8 @@ def _plain(value: Any) -> str:
     if isinstance(value, EntryConfig) and not value.options:
         return value.name
     if hasattr(value, "model_dump"):
-        given = value.model_dump(exclude_defaults=True)
-        return given["url"] if list(given) == ["url"] else str(given)
+        fields = value.model_dump(exclude_defaults=True)
+        return fields["url"] if list(fields) == ["url"] else str(fields)
     return str(value)
 
 

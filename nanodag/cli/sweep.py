@@ -68,8 +68,8 @@ def sweep(
         highlight=False,
     )
     if dry_run:
-        for one in made.points:
-            console.print(f"{one.number:4d}  {' '.join(one.overrides)}", highlight=False, markup=False)
+        for sweep_point in made.points:
+            console.print(f"{sweep_point.number:4d}  {' '.join(sweep_point.overrides)}", highlight=False, markup=False)
         return
     name = name or f"sweep-{resolve(pipeline_file(file), preset).pipeline.preset}-{time.strftime('%m%d-%H%M%S')}"
     store = store_of(made.pipeline)

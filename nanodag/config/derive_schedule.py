@@ -129,13 +129,13 @@ def scheduled(stage: _Supervised, derived: "Derived") -> _Supervised:
             shape = shape_from(source.shape)
         vocabulary = vocabulary_of(pipeline, source)
         sizes = {"horizon_tokens": stage.horizon_tokens, "batch_tokens": stage.batch_tokens}
-        given = {field: int(value) for field, value in sizes.items() if value != "auto"}
+        fixed_sizes = {field: int(value) for field, value in sizes.items() if value != "auto"}
         dial = schedule_of(shape, vocabulary, tokens_per_parameter=source.tokens_per_parameter)
-        schedule = schedule_of(shape, vocabulary, tokens_per_parameter=source.tokens_per_parameter, **given)
+        schedule = schedule_of(shape, vocabulary, tokens_per_parameter=source.tokens_per_parameter, **fixed_sizes)
         why = f"depth {shape.depth}, {num_parameters(shape, vocabulary)['total']:,} parameters"
         for field in sizes if begins else ("batch_tokens",):
             fill(field, getattr(schedule, field), why)
-            if field in given:
+            if field in fixed_sizes:
                 derived.origins[f"{name}.{field}!"] = f"the dial says {getattr(dial, field):,}"
         # One learning rate for all weights is 20 to 50 times lower than what embeddings alone take beside Muon.
         of_all = round(schedule.matrix_lr / traits.dial_divisor, 6)

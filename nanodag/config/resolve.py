@@ -127,8 +127,8 @@ def resolve(
     shown |= {name: note for name, note in origins.items() if name.endswith("!")}
     # What somebody wrote; of our own file the overrides alone, as tests look after its presets.
     not_given = ("default", "derived", *["preset"] * (file.absolute() == PROJECT / "pipeline.yaml"))
-    given = {name for name, origin in shown.items() if not origin.startswith(not_given)}
-    warnings = (*unwise(pipeline, machine, given), *left_out)
+    explicit_names = {name for name, origin in shown.items() if not origin.startswith(not_given)}
+    warnings = (*unwise(pipeline, machine, explicit_names), *left_out)
     return Resolved(pipeline=pipeline, origins=shown, machine=machine, warnings=warnings)
 
 

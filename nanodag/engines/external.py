@@ -144,14 +144,14 @@ def misfits(needed: Needed, model: Mapping[str, Any], server: Mapping[str, Any])
     engine = "embedded" if server.get("engine") == "embedded" else "sglang"
     if engine != needed.engine:
         return [f"it is engine {engine}, and the stage's sampler.engine is {needed.engine}: start that one"]
-    found = [] if model.get("is_generation") else ["its model does not generate"]
-    found += (_embedded if engine == "embedded" else _sglang)(needed, model, server)
+    faults = [] if model.get("is_generation") else ["its model does not generate"]
+    faults += (_embedded if engine == "embedded" else _sglang)(needed, model, server)
     if needed.precision != (dtype := str(server.get("dtype"))):
-        found.append(
+        faults.append(
             f"its dtype is {dtype}, and the stage's sampler.precision means {needed.precision}: start it with --dtype "
             f"{needed.precision}"
         )
-    return found
+    return faults
 
 
 def _of_context(found: Any, needed: Needed, wanted: int) -> list[str]:
@@ -166,48 +166,48 @@ def _of_context(found: Any, needed: Needed, wanted: int) -> list[str]:
 def _embedded(needed: Needed, model: Mapping[str, Any], server: Mapping[str, Any]) -> list[str]:
     if server.get("version") != __version__:
         return [f"it is nanodag {server.get('version')}, and this is {__version__}: install the same on both machines"]
-    found = []
-    said, ours = model.get("architecture"), json.loads(json.dumps(asdict(needed.architecture)))
-    theirs = said if isinstance(said, dict) else {}
+    faults = []
+    architecture, ours = model.get("architecture"), json.loads(json.dumps(asdict(needed.architecture)))
+    theirs = architecture if isinstance(architecture, dict) else {}
     for name in ours:
         if theirs.get(name) != ours[name]:
-            found.append(f"its model has {name} {theirs.get(name)}, the stage's {ours[name]}: serve the same model")
+            faults.append(f"its model has {name} {theirs.get(name)}, the stage's {ours[name]}: serve the same model")
     if needed.is_deterministic and not server.get("deterministic"):
-        found.append("sampler.deterministic is true, and it is not deterministic: start it with --deterministic")
+        faults.append("sampler.deterministic is true, and it is not deterministic: start it with --deterministic")
     if needed.is_deterministic and needed.numerics not in ("", server.get("numerics")):
-        found.append(
+        faults.append(
             f"sampler.deterministic is true, and it rounds otherwise than the stage's other samplers (its processor "
             f"and torch: {server.get('numerics')}; theirs: {needed.numerics}): use machines of one kind, or set it to "
             "false"
         )
-    return found + _of_context(server.get("context_length"), needed, needed.context)
+    return faults + _of_context(server.get("context_length"), needed, needed.context)
 
 
 def _sglang(needed: Needed, model: Mapping[str, Any], server: Mapping[str, Any]) -> list[str]:
-    found = []
+    faults = []
     if "version" not in server or "weight_version" not in model:
         return ["it does not speak SGLang's protocol: no version, or no weight_version"]
     if server["version"] != SGLANG_VERSION:
         log.warning("A server is SGLang %s; %s is what was tested.", server["version"], SGLANG_VERSION)
     if model.get("model_type") != needed.architecture.model_type:
-        found.append(
+        faults.append(
             f"its model is of type {model.get('model_type')}, the stage's is {needed.architecture.model_type}: serve "
             "the same model"
         )
     if not needed.keeps_prompts and not server.get("disable_radix_cache"):
-        found.append("weights.sync_mode is in_place, which needs SGLang without its cache: --disable-radix-cache")
+        faults.append("weights.sync_mode is in_place, which needs SGLang without its cache: --disable-radix-cache")
     longest = server.get("max_req_input_len")  # it keeps a token for the answer
     room = longest + 1 if isinstance(longest, int) else longest
-    return found + _of_context(room, needed, needed.context + CONTEXT_RESERVE)
+    return faults + _of_context(room, needed, needed.context + CONTEXT_RESERVE)
 
 
 def layers_differ(fingerprints: Sequence[Mapping[str, str]], num_layers: int) -> str:
     """Fault of the layers that a server's tensors are of, "" for none. SGLang passes over tensors of
     layers that it does not have, and keeps what it has too many."""
-    found = {int(match[1]) for rank in fingerprints for name in rank if (match := _LAYER.search(name))}
-    if found == set(range(num_layers)):
+    layers = {int(match[1]) for rank in fingerprints for name in rank if (match := _LAYER.search(name))}
+    if layers == set(range(num_layers)):
         return ""
-    return f"its model has {len(found)} layers, the stage's {num_layers}: serve the same model"
+    return f"its model has {len(layers)} layers, the stage's {num_layers}: serve the same model"
 
 
 def _check_answer(request: Request, answer: Completion, versions: Sequence[str]) -> None:
@@ -269,8 +269,8 @@ class ExternalServers:
 
     def _look(self, file: Path) -> None:
         try:
-            found = file.stat()
-            state = (found.st_mtime_ns, found.st_size, found.st_ino)
+            file_stat = file.stat()
+            state = (file_stat.st_mtime_ns, file_stat.st_size, file_stat.st_ino)
             if state != self._state:
                 self._in_file, self._state, self._fault = read_addresses(file), state, ""
         except (OSError, ValueError) as error:
@@ -308,8 +308,8 @@ class ExternalServers:
                 f"{error} (what is named is a sampler itself, no router or web server; its key stands in a file behind "
                 "its URL)"
             ) from error
-        if found := misfits(self._needed, model, server):
-            raise BadRequest("; ".join(found))
+        if faults := misfits(self._needed, model, server):
+            raise BadRequest("; ".join(faults))
         if self._needed.is_deterministic and not self._needed.numerics:  # the others are to round as the first one
             self._needed = replace(self._needed, numerics=str(server.get("numerics")))
         if self._needed.engine == "sglang" and (wrong := await self._other_layers(client)):
@@ -327,8 +327,8 @@ class ExternalServers:
 
     async def _other_layers(self, client: SamplerClient) -> str:
         try:
-            found = await self._in_time(client.fingerprints(), times=HASHING)
-            return layers_differ(found, self._needed.architecture.num_layers)
+            fingerprints = await self._in_time(client.fingerprints(), times=HASHING)
+            return layers_differ(fingerprints, self._needed.architecture.num_layers)
         except SamplerLost:
             raise
         except SamplerError as error:
@@ -344,14 +344,14 @@ class ExternalServers:
         try:
             (probe / "config.json").write_text(json.dumps({"model_type": word}))
             await self._in_time(client.update_weights_from_disk(str(probe), word))
-            said = "took it for weights"
+            reply = "took it for weights"
         except BadRequest as error:
-            said = str(error)
+            reply = str(error)
         finally:
             shutil.rmtree(probe, ignore_errors=True)
-        if word not in said and NO_WEIGHTS_THERE not in said:
+        if word not in reply and NO_WEIGHTS_THERE not in reply:
             raise BadRequest(
-                f"it does not see what this machine writes into {folder} (asked to read there, it said: {said:.300}). "
+                f"it does not see what this machine writes into {folder} (asked to read there, it said: {reply:.300}). "
                 "With weights.sync: disk both machines must share that folder under the same path: put the store's "
                 "local folder onto a shared file system, or use weights.sync: distributed"
             )
@@ -385,8 +385,8 @@ class ExternalServers:
         """Look at every server that is named. Raises SamplerError for those that do not fit; who does not answer is
         waited for later."""
         named = self.named()
-        found = await asyncio.gather(*map(self._looked_at, named.values()))
-        wrong = [f"{url}: {error}" for url, error in zip(named, found, strict=True) if isinstance(error, BadRequest)]
+        errors = await asyncio.gather(*map(self._looked_at, named.values()))
+        wrong = [f"{url}: {error}" for url, error in zip(named, errors, strict=True) if isinstance(error, BadRequest)]
         if wrong:
             raise SamplerError(f"Servers of sampler.urls cannot be used. {'; '.join(wrong)}.")
 

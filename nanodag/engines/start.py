@@ -194,7 +194,7 @@ def _sglang(settings: EngineSettings) -> tuple[list[str], dict[str, str]]:
     context = None if settings.context_length is None else settings.context_length + CONTEXT_RESERVE
     most = context * settings.max_batch if context and settings.max_batch else None
     cache_tokens = min(filter(None, (settings.cache_tokens, most)), default=None)
-    given: dict[str, Option | None] = {
+    options: dict[str, Option | None] = {
         "model-path": str(settings.model),
         "host": settings.host,
         "port": settings.port,
@@ -212,7 +212,7 @@ def _sglang(settings: EngineSettings) -> tuple[list[str], dict[str, str]]:
         **{name.replace("_", "-"): value for name, value in settings.options.items()},
     }
     python = find_python(settings.python, settings.device)
-    command = [str(python), str(SHIM), *arguments({n: v for n, v in given.items() if v is not None})]
+    command = [str(python), str(SHIM), *arguments({n: v for n, v in options.items() if v is not None})]
     return command, _sglang_environment(settings.device)
 
 

@@ -132,16 +132,16 @@ class ServerWatch:
     async def _answer(self) -> bool | None:
         """True when it says that it is well; None for silence of timeout_s. They are waited for in parts: where
         this process does not run for long, one part is over, and what has come meanwhile is seen in the next."""
-        asked = asyncio.ensure_future(
+        request = asyncio.ensure_future(
             self._client.health() if self.may_generate else self._client.health(generates=False)
         )
         try:
             for _ in range(PARTS):
-                if (await asyncio.wait([asked], timeout=self._timeout_s / PARTS))[0]:
-                    return asked.result()
+                if (await asyncio.wait([request], timeout=self._timeout_s / PARTS))[0]:
+                    return request.result()
             return None
         except SamplerLost:  # of this health request alone: other requests may continue
             return False
         finally:
-            asked.cancel()
-            await asyncio.gather(asked, return_exceptions=True)
+            request.cancel()
+            await asyncio.gather(request, return_exceptions=True)

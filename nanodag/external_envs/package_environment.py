@@ -73,10 +73,10 @@ class PackageEnvironment:
                 raise MissingTool(f"There is no interpreter {named}, which {by} names.")
             return Path(named)
         if not self.is_installed(self.folder):
-            given = f"{setting}, or the variable {self.variable}" if setting else f"the variable {self.variable}"
+            places = f"{setting}, or the variable {self.variable}" if setting else f"the variable {self.variable}"
             raise MissingTool(
                 f"{who} in an environment of its own, and there is none in {self.folder}. Make it: {self.command}. Or "
-                f"name the interpreter of one that exists: {given}."
+                f"name the interpreter of one that exists: {places}."
             )
         return self.folder / "bin" / "python"
 

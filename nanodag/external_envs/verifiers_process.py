@@ -76,11 +76,11 @@ def tasks_of(module: str, options: Mapping[str, Any], *, stop: int | None = None
     """The tasks of a taskset in their order: `{"task": ..., "messages": [...]}` each. stop: the first that is left out.
 
     Raises MissingTool where verifiers is not installed, SourceError with the end of what it said where it fails."""
-    asked = ["--tasks", *([] if stop is None else [str(stop)])]
+    arguments = ["--tasks", *([] if stop is None else [str(stop)])]
     with Scratch("tasks") as folder:
         out_path, log_path = Path(folder) / "out", Path(folder) / "log"
         with out_path.open("wb") as out:
-            child = _spawned(block_of(module, options), *asked, log_path=log_path, stdout=out)
+            child = _spawned(block_of(module, options), *arguments, log_path=log_path, stdout=out)
         try:
             has_ended = child.wait(TASKS_TIMEOUT_S)
         finally:
@@ -134,14 +134,14 @@ class VerifiersProcess:
         """Run one rollout of a task against an OpenAI address. To cancel this ends it. sampling: what each call asks
         for, by OpenAI's names. Raises EpisodeFailed, EpisodeLost where the process ended, ConfigError where it does not
         come up."""
-        asked = {"task": dict(task), "base_url": base_url, "api_key": api_key, "model": model}
-        reply = await self._answered({**asked, "sampling": dict(sampling)})
+        request = {"task": dict(task), "base_url": base_url, "api_key": api_key, "model": model}
+        reply = await self._answered({**request, "sampling": dict(sampling)})
         if reply.status_code != 200:
             raise EpisodeFailed(reply.text[:500])
-        found = reply.json()
-        if not found.pop("ok"):
-            raise EpisodeFailed(found["error"])
-        return Outcome(**found)
+        outcome = reply.json()
+        if not outcome.pop("ok"):
+            raise EpisodeFailed(outcome["error"])
+        return Outcome(**outcome)
 
     async def _answered(self, asked: Mapping[str, Any]) -> httpx.Response:
         for is_second in (False, True):
@@ -276,9 +276,9 @@ def _spawned(block: Mapping[str, Any], *where: str, log_path: Path, **how: Any) 
 
 def _environment() -> dict[str, str]:
     """The variables of the process: modules are found where this process finds them."""
-    found = [path for path in sys.path if path and "-packages" not in path and not path.startswith(sys.base_prefix)]
+    paths = [path for path in sys.path if path and "-packages" not in path and not path.startswith(sys.base_prefix)]
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONHOME", "VIRTUAL_ENV")}
-    return {**kept, **no_proxy_here(), "PYTHONPATH": os.pathsep.join(found)}
+    return {**kept, **no_proxy_here(), "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def _end(text: str) -> str:

@@ -90,7 +90,7 @@ class ChatLoop(NullHarness):
         messages = _wired(system, prompt)
         client = AsyncOpenAI(base_url=endpoint, api_key=secret, http_client=_http())
         servers = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
-        asked = Namespace(
+        args = Namespace(
             tool_interception_url=tool_interception_url, api_key=secret, bash=False, edit=False, search=False
         )
         try:
@@ -98,7 +98,7 @@ class ChatLoop(NullHarness):
                 connect = _PROGRAM["connect_mcp"]
                 tools, dispatch, opened = await connect({"mcpServers": servers}, stack) if servers else ([], {}, {})
                 compactor = _PROGRAM["Compactor"](client, ctx.model, tools, False, None)
-                await _PROGRAM["run_chat_loop"](asked, compactor, messages, dispatch, opened, _http())
+                await _PROGRAM["run_chat_loop"](args, compactor, messages, dispatch, opened, _http())
         except SystemExit as error:  # so verifiers' loop says that the model cannot be reached
             code = error.code if isinstance(error.code, int) else MODEL_TRANSPORT_ERROR_EXIT_CODE
             return vf.ProgramResult(code, "", traceback.format_exc())
@@ -167,8 +167,8 @@ class RolloutServer:
 
     async def rollout(self, request: web.Request) -> web.Response:
         """Run one. A client that hangs up ends it."""
-        asked = await request.json()
-        return web.json_response(await self.outcome(asked), dumps=partial(json.dumps, allow_nan=False))
+        body = await request.json()
+        return web.json_response(await self.outcome(body), dumps=partial(json.dumps, allow_nan=False))
 
     async def outcome(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """Result of a rollout."""
@@ -241,8 +241,8 @@ def write_tasks(environment: vf.Env, stop: int | None, out: TextIO) -> None:
 
 def _wired(system: str | None, prompt: Any) -> list[dict[str, Any]]:
     """A system prompt and a prompt, a text or messages, as OpenAI's messages."""
-    given = [vf.UserMessage(content=prompt)] if isinstance(prompt, str) else prompt or []
-    return [*([{"role": "system", "content": system}] if system else []), *map(message_to_wire, given)]
+    messages = [vf.UserMessage(content=prompt)] if isinstance(prompt, str) else prompt or []
+    return [*([{"role": "system", "content": system}] if system else []), *map(message_to_wire, messages)]
 
 
 async def serve(environment: vf.Env, seat: str, socket: str) -> None:

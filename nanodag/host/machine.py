@@ -240,7 +240,7 @@ def _free(folder: Path) -> int:
 def visible_gpus() -> list[str]:
     """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; one where nothing tells how many."""
     named = _named_gpus()
-    return ([found.index for found in _listed_gpus()] or ["0"]) if named is None else named
+    return ([device.index for device in _listed_gpus()] or ["0"]) if named is None else named
 
 
 def _gpus() -> tuple[Gpu | None, int]:
@@ -248,8 +248,8 @@ def _gpus() -> tuple[Gpu | None, int]:
     listed, names = _listed_gpus(), _named_gpus()
     if names is not None:
         uuids = tuple(name for name in names if name[:1] in ("G", "M"))  # GPU-..., MIG-...
-        listed = tuple(found for found in listed if found.index in names or found.uuid.startswith(uuids))
-    gpus = [found.gpu for found in listed]
+        listed = tuple(device for device in listed if device.index in names or device.uuid.startswith(uuids))
+    gpus = [device.gpu for device in listed]
     return (min(gpus, key=lambda gpu: (gpu.memory, gpu.capability)), len(gpus)) if gpus else (None, 0)
 
 
@@ -276,8 +276,8 @@ def _listed_gpus() -> tuple[_Listed, ...]:
     except FileNotFoundError:
         return ()
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
-        said = getattr(error, "stdout", None) or getattr(error, "stderr", None) or error
-        log.warning("nvidia-smi is here and describes no GPU, so this machine counts as one without: %.300s", said)
+        message = getattr(error, "stdout", None) or getattr(error, "stderr", None) or error
+        log.warning("nvidia-smi is here and describes no GPU, so this machine counts as one without: %.300s", message)
         return ()
 
 

@@ -24,8 +24,8 @@ def peak_bytes() -> int:
 
 def _field(name: str) -> int:
     text = STATUS.read_text() if STATUS.exists() else ""
-    found = re.search(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE)
-    return int(found[1]) << 10 if found else 0
+    match = re.search(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE)
+    return int(match[1]) << 10 if match else 0
 
 
 def collect_rarely() -> None:

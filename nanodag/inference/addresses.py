@@ -44,7 +44,7 @@ def parse_address(text: str) -> Address:
 def read_addresses(path: Path) -> list[Address]:
     """Addresses of a file, one a line; empty lines and comments are passed over. Raises ValueError with the line that
     is wrong, OSError where it cannot be read."""
-    found: list[Address] = []
+    addresses: list[Address] = []
     with path.open(encoding="utf-8", errors="replace") as file:
         lines = file.read(LARGEST_FILE).splitlines()
     for number, line in enumerate(lines, start=1):
@@ -54,7 +54,7 @@ def read_addresses(path: Path) -> list[Address]:
             address = parse_address(line)
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from None
-        if any(other.url == address.url for other in found):
+        if any(other.url == address.url for other in addresses):
             raise ValueError(f"{path}, line {number}: {address.url} is there twice")
-        found.append(address)
-    return found
+        addresses.append(address)
+    return addresses

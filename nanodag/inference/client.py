@@ -116,7 +116,9 @@ class SamplerClient:
         content = await self._call("POST", "/generate", _body_of(requests))
         with self._understood("/generate"):
             answers = from_json(content)
-            completions = [completion_from_wire(one) for one in (answers if isinstance(answers, list) else [answers])]
+            completions = [
+                completion_from_wire(answer) for answer in (answers if isinstance(answers, list) else [answers])
+            ]
         for completion in completions:
             _raise_failure(completion)
         expected = sum(request.params.n for request in requests)
@@ -360,11 +362,11 @@ def _numbers(value: Any) -> list[float]:
 
 def _body_of(requests: Sequence[Request]) -> dict[str, Any]:
     """One prompt stands by itself, several as lists."""
-    wanted = [request.return_logprob for request in requests]
+    return_logprobs = [request.return_logprob for request in requests]
     body: dict[str, Any] = {
         "input_ids": [list(request.input_ids) for request in requests],
         "sampling_params": [params_to_wire(request.params) | dict(request.further) for request in requests],
-        "return_logprob": wanted,
+        "return_logprob": return_logprobs,
     }
     if any(request.score_prompt for request in requests):
         body["logprob_start_len"] = [0 if request.score_prompt else -1 for request in requests]
@@ -375,7 +377,7 @@ def _body_of(requests: Sequence[Request]) -> dict[str, Any]:
     if len(requests) == 1:
         return {name: values[0] for name, values in body.items()}
     # SGLang takes no list of return_logprob where n > 1.
-    return body | {"return_logprob": wanted[0]} if len(set(wanted)) == 1 else body
+    return body | {"return_logprob": return_logprobs[0]} if len(set(return_logprobs)) == 1 else body
 
 
 def params_to_wire(params: SamplingParams) -> dict[str, Any]:

@@ -172,13 +172,13 @@ def check_request(request: Request, *, vocab_size: int, context_length: int) -> 
     lowest, highest = min(ids), max(ids)
     if lowest < 0 or highest >= vocab_size:
         raise BadRequest(f"token id {lowest if lowest < 0 else highest} is outside the vocabulary of {vocab_size}")
-    wanted = params.max_new_tokens if params.max_new_tokens is not None else 1
-    if len(ids) + wanted > context_length:
+    num_new = params.max_new_tokens if params.max_new_tokens is not None else 1
+    if len(ids) + num_new > context_length:
         raise BadRequest(
-            f"a prompt of {len(ids)} tokens and {wanted} new ones do not fit the context of {context_length}: "
+            f"a prompt of {len(ids)} tokens and {num_new} new ones do not fit the context of {context_length}: "
             "shorten the prompt, lower max_new_tokens, or start the sampler with a larger context"
         )
-    if wanted == 0 and not (request.score_prompt and request.return_logprob):
+    if num_new == 0 and not (request.score_prompt and request.return_logprob):
         raise BadRequest("max_new_tokens 0 leaves nothing to do: set return_logprob and logprob_start_len 0 with it")
     wrong_stops = [token for token in params.stop_token_ids if not 0 <= token < vocab_size]
     if wrong_stops:
@@ -234,8 +234,8 @@ class GenerateBody(Wire):
 
     def prompts(self) -> list[Any]:
         """Each prompt: a string, or its token ids."""
-        given = self.input_ids if self.text is None else self.text
-        return given if isinstance(given, list) and self.is_batch else [given]
+        prompts = self.input_ids if self.text is None else self.text
+        return prompts if isinstance(prompts, list) and self.is_batch else [prompts]
 
     def of_prompt(self, name: str, index: int) -> Any:
         """The value of ``name`` for prompt ``index``, whether it was given once or for each."""

@@ -56,13 +56,13 @@ class NightComparison:
         lead = f"{line_name(self.score.label, self.score.stage)} {self.score.benchmark} {self.score.metric}"
         if self.found is None:
             return f"{lead}: {self.why}"
-        metric, found = self.score.metric, self.found
+        metric, delta = self.score.metric, self.found
         unit = " %" if words.is_share(metric) else ""
-        now, before = (f"{words.value(value, metric)}{unit}" for value in (found.value_b, found.value_a))
+        now, before = (f"{words.value(value, metric)}{unit}" for value in (delta.value_b, delta.value_a))
         return (
             f"{lead} {now}, {before} before: "
-            f"{words.signed(found.difference, metric)} {words.points(metric)} "
-            f"({words.signed_interval(found.low, found.high, metric)}, adjusted p {words.probability(self.adjusted)}) "
+            f"{words.signed(delta.difference, metric)} {words.points(metric)} "
+            f"({words.signed_interval(delta.low, delta.high, metric)}, adjusted p {words.probability(self.adjusted)}) "
             f"against {self.against} ({self.night})"
         )
 
@@ -91,12 +91,12 @@ def compare(
 
 def _of_one(store: Store, score: NightScore, earlier: Sequence[RunRecord]) -> list[NightComparison]:
     """A score against last night's, and against the best where that is another artifact."""
-    asked = [getattr(score, field) for field in SAME]
+    key = [getattr(score, field) for field in SAME]
     series = [
         (night.run, old)
         for night in earlier
         for old in night.night.scores
-        if [getattr(old, field) for field in SAME] == asked
+        if [getattr(old, field) for field in SAME] == key
     ]
     if not series:
         return []

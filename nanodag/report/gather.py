@@ -163,10 +163,10 @@ def columns_of(stages: Mapping[str, ReportedStage]) -> list[Column]:
 def benchmarks_of(columns: Sequence[Column]) -> list[str]:
     """Names of all benchmarks: the means over many tasks, then in the order of the config where that says one."""
     evals = [stage for column in columns for stage in column.evals]
-    asked = [stage.config["benchmarks"] for stage in evals if issubclass(stage.kind.config, EvalStage)]
-    names = [benchmark["name"] for benchmarks in asked for benchmark in benchmarks]
-    found = dict.fromkeys([*names, *(name for stage in evals for name in stage.results["benchmarks"])])
-    return sorted(found, key=lambda name: HEADLINES.index(name) if name in HEADLINES else len(HEADLINES))
+    suites = [stage.config["benchmarks"] for stage in evals if issubclass(stage.kind.config, EvalStage)]
+    names = [benchmark["name"] for benchmarks in suites for benchmark in benchmarks]
+    all_names = dict.fromkeys([*names, *(name for stage in evals for name in stage.results["benchmarks"])])
+    return sorted(all_names, key=lambda name: HEADLINES.index(name) if name in HEADLINES else len(HEADLINES))
 
 
 def comparisons_of(columns: Sequence[Column], stages: Mapping[str, ReportedStage]) -> list[Comparison]:

@@ -104,12 +104,12 @@ def rl_panels(stage: ReportedStage) -> list[Panel]:
     speed = {"sampled_tokens_per_second": "sampled", "tokens_per_second": "trained"}
     reward = {"reward": "rollouts", "eval_reward": "held out"}
     several = {"turns": "turns", "tool_results": "tool results", "sequences": "sequences"}
-    asked = dict.fromkeys(line["benchmark"] for line in stage.lines if "benchmark" in line)
-    scores = {f"benchmark_{name}": name for name in asked}
+    benchmarks = dict.fromkeys(line["benchmark"] for line in stage.lines if "benchmark" in line)
+    scores = {f"benchmark_{name}": name for name in benchmarks}
     return _panels(
         stage,
         ("Reward", reward, {"smooth": ("rollouts",), "marked": ("held out",)}),
-        ("Benchmarks", scores, {"marked": tuple(asked)}),
+        ("Benchmarks", scores, {"marked": tuple(benchmarks)}),
         ("Tokens an answer", {"response_tokens": "mean"}, {"smooth": ("mean",)}),
         ("Turns of a sample", several, {"from_zero": True}),
         ("Entropy (nats a token)", {"entropy": "entropy"}, {"smooth": ("entropy",)}),

@@ -219,13 +219,13 @@ def _times(source: Mapping[str, Any]) -> str:
 
 def policy_table(stage: ReportedStage) -> Table | None:
     """Scores of an RL stage's own evaluations: its start, its best and its last weights. None without any."""
-    asked: dict[str, list[Mapping[str, Any]]] = {}
+    eval_lines: dict[str, list[Mapping[str, Any]]] = {}
     for line in stage.lines:
         name = line.get("benchmark") or HELD_OUT
         if line["event"] == "eval" and line.get(_policy_field(name)) is not None:
-            asked.setdefault(name, []).append(line)
+            eval_lines.setdefault(name, []).append(line)
     rows = []
-    for name, lines in asked.items():
+    for name, lines in eval_lines.items():
         sign = 1 if lines[-1].get("higher_is_better", True) else -1
         best = max(lines, key=lambda line: (sign * number(line, _policy_field(name)), -line["step"]))
         start = lines[0] if lines[0]["step"] == 0 else None
@@ -275,18 +275,18 @@ def examples_of(comparison: Comparison, *, turned: str, limit: int = 3) -> list[
     """Items with written answers that `after` has right and `before` wrong (turned="right"), or the other way round."""
     name, metric = comparison.benchmark, comparison.metric
     before = {record["id"]: record for record in read_records(comparison.before.samples_path(name))}
-    wanted = 1.0 if turned == "right" else -1.0
+    direction = 1.0 if turned == "right" else -1.0
     examples = []
     for record in read_records(comparison.after.samples_path(name)):
         earlier = before[record["id"]]
         change = record["scores"][metric] - earlier["scores"][metric]
-        if change == wanted and (said := _written(record)) is not None and (once := _written(earlier)) is not None:
+        if change == direction and (answer := _written(record)) is not None and (once := _written(earlier)) is not None:
             examples.append(
                 Example(
                     prompt=words.shortened(record["prompt"]),
                     target=words.shortened(str(record["target"])),
                     before=words.shortened(once),
-                    after=words.shortened(said),
+                    after=words.shortened(answer),
                 )
             )
     return examples[:limit]
@@ -296,10 +296,12 @@ def programs_of(column: Column, benchmark: str, *, verdict: str, limit: int = 2)
     """Programs of a code benchmark that passed, or failed; the first answer to each of the first items."""
     programs = []
     for record in read_records(column.samples_path(benchmark)):
-        said = record.get("samples", [record])[0].get("details", {})
-        if said.get("verdict") == verdict and said.get("program"):
-            error = words.shortened(said["error"]) or "all tests passed"
-            programs.append(Program(item=str(record["id"]), text=words.shortened(said["program"], 1200), error=error))
+        details = record.get("samples", [record])[0].get("details", {})
+        if details.get("verdict") == verdict and details.get("program"):
+            error = words.shortened(details["error"]) or "all tests passed"
+            programs.append(
+                Program(item=str(record["id"]), text=words.shortened(details["program"], 1200), error=error)
+            )
             if len(programs) == limit:
                 break
     return programs

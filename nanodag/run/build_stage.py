@@ -162,7 +162,7 @@ def own_entries(stage: AnyStage) -> dict[str, Any]:
                 raise ConfigError(f"there is no file {path}")
             own[entry.name] = {"kind": "file", "sha256": file_sha256(Path(path))}
         if path := entry.own_library:  # its packages' versions: a program's own code belongs into its folder
-            packages = {found.stem for found in _folder(path).glob("lib/python*/site-packages/*.dist-info")}
+            packages = {package.stem for package in _folder(path).glob("lib/python*/site-packages/*.dist-info")}
             # Without any its path, or all such folders would be the same.
             own[path] = {"kind": "library", **({"packages": sorted(packages)} if packages else {"path": path})}
         if path := entry.own_folder:
@@ -343,9 +343,9 @@ def work(
         at_once=run.at_once,
     )
     step_back_s = STEP_BACK_S if (kind.is_beside or steps_back) and device == "cuda" else 0.0
-    asked = time.monotonic()
+    wait_start = time.monotonic()
     with hold(devices_folder(run.store), devices, stop=run.stop, step_back_s=step_back_s) as held:
-        waited_s = time.monotonic() - asked
+        waited_s = time.monotonic() - wait_start
         with on_devices or contextlib.nullcontext():
             result = run_worker(
                 kind.module,

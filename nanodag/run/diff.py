@@ -87,7 +87,7 @@ def _once(code: Mapping[str, Any]) -> dict[str, Any]:
     values: dict[str, list[str]] = {}
     for full, value in code.items():
         values.setdefault(full.partition(": ")[2], []).append(str(value))
-    return {name: ", ".join(dict.fromkeys(given)) for name, given in values.items()}
+    return {name: ", ".join(dict.fromkeys(stage_values)) for name, stage_values in values.items()}
 
 
 def _is_number(value: Any) -> bool:

@@ -56,17 +56,17 @@ def check_names(
 ) -> None:
     """Raise as check_before_start does, whether it fits this machine or not. remembered: None to look in any case.
     only_names: neither the hub is asked nor which tools this machine has, for who only looks at a config."""
-    asked = {
+    request = {
         "only_names": only_names,
         "pipeline": pipeline.model_dump(mode="json"),
         "stages": [name for name in pipeline.stages if not stages or name in stages],
         "file": str(file),
     }
-    identity = [asked, code_digest(), os.environ.get("PYTHONPATH", ""), sys.executable]
+    identity = [request, code_digest(), os.environ.get("PYTHONPATH", ""), sys.executable]
     name = f"{hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]}.json"
     if remembered is not None and _still_holds(remembered / name):
         return
-    report = _look(asked)
+    report = _look(request)
     if faults := report["faults"]:
         more = [f"and {counted(len(faults) - MAX_FAULTS, 'more fault')}"] if len(faults) > MAX_FAULTS else []
         lines = [*faults[:MAX_FAULTS], *more]

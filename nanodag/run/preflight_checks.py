@@ -134,14 +134,14 @@ class Checks:
 
     def _held_out(self, stage: AnyStage, sources: tuple[SourceConfig, ...]) -> None:
         """A share of few rows may be none of them; as many are read as hold one with near certainty."""
-        wanted, held_out = stage.record_kind, [source for source in sources if source.held_out]
-        if not stage.measures_held_out or wanted is None or not held_out:
+        record_kind, held_out = stage.record_kind, [source for source in sources if source.held_out]
+        if not stage.measures_held_out or record_kind is None or not held_out:
             return
         if any(isinstance(s.held_out, str) or s.url.startswith(("hub:", "input:")) for s in held_out):
             return  # a whole file, or rows that are many, or not there yet
         counts = []
         for source in held_out:
-            kind = kind_of(source.adapter, source.url, wanted)
+            kind = kind_of(source.adapter, source.url, record_kind)
             record_of = open_adapter(source.adapter, source.url, kind, source.options, source.columns)
             opened, belongs = open_part(source, "held_out", self._mirror)
             rows = list(itertools.islice(opened.rows(), ceil(ROWS_FOR_A_SHARE / float(source.held_out))))
@@ -267,10 +267,10 @@ class Checks:
             self._try(where, entry.name, lambda: self.relied_on.add(str(module_file(entry.own_module))))
 
     def _rollouts(self, source: str, num_steps: int) -> None:
-        found = saved_files(source)
-        check_steps(found, num_steps=num_steps)
-        next(read_saved(found.files[0]), None)
-        self.relied_on.update(map(str, found.files))
+        rollouts = saved_files(source)
+        check_steps(rollouts, num_steps=num_steps)
+        next(read_saved(rollouts.files[0]), None)
+        self.relied_on.update(map(str, rollouts.files))
 
     def _lora(self, name: str, rank: int) -> None:
         """Compare the rank with the width of the model that a stage begins at, where that is imported from a folder."""
@@ -364,28 +364,28 @@ def _check_columns(form: Path, row: dict[str, Any], url: str) -> None:
     read = read_form(form)
     if "process_docs" in read:  # which makes columns of its own
         return
-    wanted: set[str] = set()
+    columns: set[str] = set()
     for field in ("doc_to_text", "doc_to_target", "doc_to_choice"):
         text = read.get(field)
         if isinstance(text, str) and text.isidentifier() and form.parent == FORMS:
-            wanted.add(text)  # of ours it is always a column; elsewhere it may be text
+            columns.add(text)  # of ours it is always a column; elsewhere it may be text
         elif isinstance(text, str) and "{{" in text:
             try:
-                wanted |= meta.find_undeclared_variables(Environment().parse(text))
+                columns |= meta.find_undeclared_variables(Environment().parse(text))
             except TemplateSyntaxError as error:
                 raise ConfigError(f"{form.name}: {field} is no template: {error}") from error
-    if missing := sorted(wanted - row.keys()):
+    if missing := sorted(columns - row.keys()):
         raise ConfigError(f"{url} has no column {missing[0]!r}, which {form.name} asks for; it has {', '.join(row)}")
 
 
 def main() -> None:
     answer, doing = Path(sys.argv[1]), Path(sys.argv[2])
-    asked = json.loads(sys.stdin.read())
-    search_last(Path(asked["file"]).parent)  # as in a worker
-    vouch_for(Path(asked["file"]), asked["pipeline"]["trusted_modules"])
-    checks = Checks(Pipeline.model_validate(asked["pipeline"]), doing, only_names=asked["only_names"])
+    request = json.loads(sys.stdin.read())
+    search_last(Path(request["file"]).parent)  # as in a worker
+    vouch_for(Path(request["file"]), request["pipeline"]["trusted_modules"])
+    checks = Checks(Pipeline.model_validate(request["pipeline"]), doing, only_names=request["only_names"])
     checks.trackers()
-    for name in asked["stages"]:
+    for name in request["stages"]:
         checks.stage(name)
     states = {path: state_of(path) for path in sorted(checks.relied_on)}
     temporary = answer.with_suffix(".tmp")

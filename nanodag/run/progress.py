@@ -148,8 +148,8 @@ def _reached_by(store: Store, key: str, attempt: str) -> str:
     except StoreError:  # removed, or damaged; that is said where it is needed
         return ""
     if (kind := recorded_kind(artifact.kind)).makes == SCORES:
-        asked = artifact.config.get("benchmarks", ()) if issubclass(kind.config, EvalStage) else ()
-        names = [*(benchmark["name"] for benchmark in asked), *artifact.metrics]
+        benchmarks = artifact.config.get("benchmarks", ()) if issubclass(kind.config, EvalStage) else ()
+        names = [*(benchmark["name"] for benchmark in benchmarks), *artifact.metrics]
         numbers = {name: value for name, value in artifact.metrics.items() if isinstance(value, int | float)}
         return next((_score(name, numbers[name]) for name in names if name in numbers), "")
     return _telling(artifact.metrics, AT_THE_END)

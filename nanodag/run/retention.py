@@ -160,8 +160,8 @@ def _free_attempts(store: Store, found: RemovalPlan, settle_s: float, stayed: li
         if hidden:
             time.sleep(settle_s)
             attempts = _attempts(store, [], found.attempts)
-            wanted = _with_origins(attempts, _references(store.all_records()))
-            for reference in [r for r in hidden if _is_in(r, wanted)]:
+            references = _with_origins(attempts, _references(store.all_records()))
+            for reference in [r for r in hidden if _is_in(r, references)]:
                 _bring_back(store, reference, hidden[reference][0], stayed, "a run has come to refer to it")
                 del hidden[reference]
         for reference in list(hidden):

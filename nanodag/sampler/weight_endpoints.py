@@ -241,7 +241,7 @@ class WeightEndpoints:
         if sums != received.sums:
             raise SamplerError("the weights in memory are not those that were broadcast")
         of_buckets = await asyncio.shield(asyncio.gather(*received.fingerprints))  # who asks next needs them too
-        return {name: found for bucket in of_buckets for name, found in bucket.items()}
+        return {name: fingerprint for bucket in of_buckets for name, fingerprint in bucket.items()}
 
     async def _check_folder(self, path: Path) -> dict[str, str]:
         weights = await asyncio.to_thread(self.engine.load, path)

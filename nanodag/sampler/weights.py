@@ -91,7 +91,11 @@ class Weights:
         for index, (mine, its) in enumerate(zip(self.layers, other.layers, strict=True)):
             names = [entry.name for entry in fields(mine)]
             pairs += [(f"layers.{index}.{name}", getattr(mine, name), getattr(its, name)) for name in names]
-        return [name for name, one, two in pairs if one is not None and two is not None and not torch.equal(one, two)]
+        return [
+            name
+            for name, ours, theirs in pairs
+            if ours is not None and theirs is not None and not torch.equal(ours, theirs)
+        ]
 
 
 def _as_integers(tensor: Tensor) -> Tensor:

@@ -226,10 +226,10 @@ class LocalServer:
             )
         self._end(record.server if record is not None else None)
         self._end_strays(*([record.serve] if record is not None else []))
-        wanted = serving.port if serving is not None else self._port  # what serves looks for it there
-        port = wanted if _is_free(self._host, wanted) else free_port(self._host)
-        if port != wanted:
-            say(f"Port {wanted} is taken; the Prefect server takes {port}.")
+        preferred_port = serving.port if serving is not None else self._port  # what serves looks for it there
+        port = preferred_port if _is_free(self._host, preferred_port) else free_port(self._host)
+        if port != preferred_port:
+            say(f"Port {preferred_port} is taken; the Prefect server takes {port}.")
         say("Starting the Prefect server ...")
         command = [sys.executable, "-m", "flows.prefect_server", "start", "--host", self._host, "--port", str(port)]
         variables: dict[str, str] = {

@@ -74,7 +74,10 @@ class Api:
             "expected_start_time": {"before_": now},
             "parent_task_run_id": {"is_null_": True},  # a stage of a work pool may wait for a worker for ever
         }
-        return sum(int(self.ask("POST", "/flow_runs/count", {"flow_runs": one})) for one in (under_way, asked_for))
+        return sum(
+            int(self.ask("POST", "/flow_runs/count", {"flow_runs": run_filter}))
+            for run_filter in (under_way, asked_for)
+        )
 
     def set_state(self, flow_run: str, kind: str, message: str, *, name: str = "") -> None:
         """Ask for a state; `CANCELLING` has the runner end the flow's process, `SCHEDULED` runs it again."""

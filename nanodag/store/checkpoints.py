@@ -83,8 +83,8 @@ class Checkpoints:
 
 def steps_in(path: Path) -> list[tuple[int, Path]]:
     """Step and folder of every committed checkpoint in a folder that may not be there, oldest first; not verified."""
-    found = [(match, folder) for folder in path.glob("step-*") if (match := _NAME.fullmatch(folder.name))]
-    return sorted((int(match[1]), folder) for match, folder in found)
+    matches = [(match, folder) for folder in path.glob("step-*") if (match := _NAME.fullmatch(folder.name))]
+    return sorted((int(match[1]), folder) for match, folder in matches)
 
 
 def verify_checkpoint(folder: Path) -> int:

@@ -33,9 +33,9 @@ class KeptLines:
         num_bytes = 0
         if path.exists():
             for line in path.read_bytes().splitlines(keepends=True):
-                if (found := _read(line)) is None:
+                if (values := _read(line)) is None:
                     break
-                self._values |= found
+                self._values |= values
                 num_bytes += len(line)
         self._file = path.open("ab")
         self._file.truncate(num_bytes)

@@ -75,10 +75,12 @@ class RemoteBackend:
         """As LocalBackend.read_texts, side by side where the file system can."""
         if not paths:
             return {}
-        wanted = {f"{self._root}/{path}": path for path in paths}
+        full_paths = {f"{self._root}/{path}": path for path in paths}
         with self._asking(f"Reading {len(paths)} files"):
-            blobs = self._fs.cat(list(wanted), on_error="omit")
-        return {path: blobs[full].decode(errors="surrogateescape") for full, path in wanted.items() if full in blobs}
+            blobs = self._fs.cat(list(full_paths), on_error="omit")
+        return {
+            path: blobs[full].decode(errors="surrogateescape") for full, path in full_paths.items() if full in blobs
+        }
 
     def write_text(self, path: str, text: str) -> None:
         """As LocalBackend.write_text: an object store replaces objects whole, a file system gives them another name."""

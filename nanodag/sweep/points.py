@@ -145,16 +145,16 @@ def _joined(
 def _needed(pipeline: Pipeline, stage: str) -> list[str]:
     """Stages that a stage needs, inputs first, the stage itself, and its evals."""
     order = order_of(pipeline)
-    wanted = {stage}
+    stages = {stage}
     for name in reversed(order):
-        if name in wanted:
-            wanted |= set(pipeline.stages[name].inputs.values())
+        if name in stages:
+            stages |= set(pipeline.stages[name].inputs.values())
     evals = [
         name
         for name, config in pipeline.stages.items()
         if find_kind(config.kind).makes == SCORES and config.inputs.get("model") == stage
     ]
-    return [name for name in order if name in wanted or name in evals]
+    return [name for name in order if name in stages or name in evals]
 
 
 def _axis(text: str) -> list[str]:

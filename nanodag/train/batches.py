@@ -398,10 +398,10 @@ class _LengthsOf:
         self._known: dict[tuple[int, int], Piece] = {}
 
     def pieces(self, drawn: Sequence[Drawn]) -> list[Piece]:
-        new = [one for one in drawn if (one.source, one.index) not in self._known]
-        for one, piece in zip(new, self._make(new), strict=True):
-            self._known[one.source, one.index] = self._blank(piece)
-        return [self._known[one.source, one.index] for one in drawn]
+        new = [draw for draw in drawn if (draw.source, draw.index) not in self._known]
+        for draw, piece in zip(new, self._make(new), strict=True):
+            self._known[draw.source, draw.index] = self._blank(piece)
+        return [self._known[draw.source, draw.index] for draw in drawn]
 
     def _blank(self, piece: Piece) -> Piece:
         # Of a conversation that is truncated, what is left may hold nothing to learn.

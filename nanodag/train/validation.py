@@ -112,7 +112,7 @@ class CoreScore:
                     return None
                 mine = range(start + rank, min(start + CHUNK_ITEMS * world, len(data)), world)
                 judged = judge_items(self._answers, self._document, self._max_positions, task, data, mine)
-                num_right += sum(one.is_right for one in judged)
+                num_right += sum(item.is_right for item in judged)
             accuracies[task.label] = self._engine.summed(num_right)[0] / len(data)
         on_task(len(TASKS))
         return accuracies

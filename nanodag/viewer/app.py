@@ -103,8 +103,8 @@ def _page(shelf: Shelf, painter: Painter, query: Mapping[str, str]) -> dict[str,
     if not steps and not frame["evaluations"]:
         return {**frame, "error": "No step has been trained yet; load the page again in a while."}
     reads = shelf.read(frame["step"], held_out=frame["is_held_out"])
-    fates, wanted = dict(Counter(read.fate for read in reads).most_common()), wanted_of(query)
-    chosen = [read for read in reads if wanted.is_met_by(read)]
+    fates, criteria = dict(Counter(read.fate for read in reads).most_common()), wanted_of(query)
+    chosen = [read for read in reads if criteria.is_met_by(read)]
     unasked: Colour = "advantage" if any(r.advantages for r in reads) else "logprob"
     colour = next((colour for colour in COLOURS if colour == query.get("colour")), unasked)
     number, pages = int(query.get("page") or 1), together(chosen, ON_A_PAGE)
@@ -143,8 +143,8 @@ def _frame(shelf: Shelf, steps: Sequence[Mapping[str, Any]], query: Mapping[str,
     is_held_out = query.get("set") == "eval"
     evaluations = shelf.evaluations()
     there = evaluations if is_held_out else [int(line["step"]) for line in steps]
-    asked = query.get("step", "")
-    step = int(asked) if re.fullmatch(PARAMETERS["step"], asked) else (there[-1] if there else 0)
+    step_text = query.get("step", "")
+    step = int(step_text) if re.fullmatch(PARAMETERS["step"], step_text) else (there[-1] if there else 0)
     return {
         "shelf": shelf,
         "step": step,

@@ -162,13 +162,17 @@ class _Brush:
         rollout, total = read.rollout, len(read.rollout.response_token_ids)
         left_out = max(0, total - self.most)
         gap = range(self.most * 2 // 3, self.most * 2 // 3 + left_out)
-        said = turns_of(rollout, self.encoding.decode)
+        raw_turns = turns_of(rollout, self.encoding.decode)
         numbers = [*rollout.reward_components.items(), *said_metrics(rollout).items()][:MOST_NUMBERS]
         return Branch(
             read=read,
             prompt="" if rollout.prompt_token_ids == shared else self.text(rollout.prompt_token_ids),
-            turns=[turn for number, one in enumerate(said, 1) if (turn := self._turn(read, number, one, gap)).tokens],
-            facts=_facts(read, len(said)),
+            turns=[
+                turn
+                for number, raw_turn in enumerate(raw_turns, 1)
+                if (turn := self._turn(read, number, raw_turn, gap)).tokens
+            ],
+            facts=_facts(read, len(raw_turns)),
             numbers=[(shortened(name, NAME_LENGTH), f"{value:.4g}") for name, value in numbers],
             failures=[_failure(what, name, rollout) for name, what in ERRORS.items() if name in rollout.metadata],
             metadata=_metadata(rollout),

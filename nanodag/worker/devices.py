@@ -61,8 +61,8 @@ def devices_for(*, device: str, num_gpus: int, is_beside: bool, at_once: int = 1
                 "(CUDA_VISIBLE_DEVICES, else nvidia-smi); lower its resources.num_ranks (or "
                 "gpus_per_node), or for rl sampler.replicas or sampler.tensor_parallel."
             )
-        wanted = min(num_gpus + spare_gpus, capacity)
-        return Devices(name="gpu", capacity=capacity, wanted=wanted, least=num_gpus)
+        most_gpus = min(num_gpus + spare_gpus, capacity)
+        return Devices(name="gpu", capacity=capacity, wanted=most_gpus, least=num_gpus)
     return Devices(name="cpu-beside", capacity=1) if is_beside else Devices(name="cpu", capacity=at_once)
 
 

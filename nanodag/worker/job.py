@@ -110,12 +110,12 @@ def _with_inputs(config: Any, inputs: Mapping[str, str]) -> Any:
         return [_with_inputs(value, inputs) for value in config]
     if not isinstance(config, dict):
         return config
-    found = {name: _with_inputs(value, inputs) for name, value in config.items()}
-    if isinstance(url := found.get("url"), str) and url.startswith("input:"):
+    section = {name: _with_inputs(value, inputs) for name, value in config.items()}
+    if isinstance(url := section.get("url"), str) and url.startswith("input:"):
         parsed = parse_url(url)
         rows = url.removeprefix(f"input:{parsed.path}")
-        found["url"] = f"file:{Path(inputs[parsed.path]) / ROWS}{rows}"
-    return found
+        section["url"] = f"file:{Path(inputs[parsed.path]) / ROWS}{rows}"
+    return section
 
 
 def load_job(argv: list[str] | None = None) -> Job:

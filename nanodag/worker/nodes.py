@@ -98,21 +98,21 @@ def chosen(hosts: Sequence[Host], *, nodes: int, ranks_per_node: int, path: Path
 
     Raises ConfigError when this machine is not among them, or too few have room.
     """
-    names = {address.address for found in psutil.net_if_addrs().values() for address in found} | _own_names()
+    names = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses} | _own_names()
     here = [host for host in hosts if host.name in names]
     if not here:
         raise ConfigError(
             f"{path} (cluster.hostfile) does not name this machine ({', '.join(sorted(_own_names()))}, or one of its "
             "addresses). Start the run on one of its hosts: rank 0 runs where the run does."
         )
-    found = [host for host in [here[0], *(h for h in hosts if h not in here)] if host.slots >= ranks_per_node]
-    if here[0] not in found or len(found) < nodes:
+    candidates = [host for host in [here[0], *(h for h in hosts if h not in here)] if host.slots >= ranks_per_node]
+    if here[0] not in candidates or len(candidates) < nodes:
         raise ConfigError(
             f"The stage takes {counted(nodes, 'node')} with {counted(ranks_per_node, 'rank')} each, "
             f"this machine among them; {path} has {', '.join(f'{host.name} slots={host.slots}' for host in hosts)}. "
             "Lower resources.nodes or num_ranks."
         )
-    return found[:nodes]
+    return candidates[:nodes]
 
 
 def _own_names() -> set[str]:
@@ -277,15 +277,15 @@ def start_there(
         "token": token,
     }
     # A session of its own: a stop signal for this process's group would cut the connection, not end the node.
-    given = json.dumps(message).encode() + b"\n"
-    return start_child(reaching(cluster, host), given=given, is_all=False, log_path=log_path)
+    payload = json.dumps(message).encode() + b"\n"
+    return start_child(reaching(cluster, host), given=payload, is_all=False, log_path=log_path)
 
 
 def address_of(up: Path, token: str) -> str:
     """The address of a node that has written this file with this token; empty until it has."""
     with contextlib.suppress(FileNotFoundError):
-        found, _, address = up.read_text().partition(" ")
-        return address if found == token else ""
+        written_token, _, address = up.read_text().partition(" ")
+        return address if written_token == token else ""
     return ""
 
 
@@ -293,8 +293,8 @@ def sampler_hosts(cluster: ClusterConfig, resources: Resources, count: int) -> l
     """The hosts of samplers that have nodes of their own: those after the trainer's. Raises as `chosen`."""
     path = hostfile_of(cluster)
     each = int(resources.num_ranks) // resources.num_nodes
-    found = chosen(read_hostfile(path), nodes=resources.num_nodes + count, ranks_per_node=each, path=path)
-    return [host.name for host in found[resources.num_nodes :]]
+    hosts = chosen(read_hostfile(path), nodes=resources.num_nodes + count, ranks_per_node=each, path=path)
+    return [host.name for host in hosts[resources.num_nodes :]]
 
 
 def _wait_for_all(processes: Mapping[str, Child]) -> int:

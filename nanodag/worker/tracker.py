@@ -158,15 +158,15 @@ def follow(name: str, workspace: Path, is_done: Callable[[], bool]) -> None:
     """Pass a stage's metrics on to one tracker, until is_done, which waits a while each time, says that all are
     written. What was passed on before, by the process of an earlier try, is left out."""
     job = json.loads((workspace / "job.json").read_text())
-    asked, path = request_of(job, build=secrets.token_hex(4)), workspace / FOLDER / f"{name}.json"
+    request, path = request_of(job, build=secrets.token_hex(4)), workspace / FOLDER / f"{name}.json"
     if path.exists():
         state = json.loads(path.read_text())
     else:
-        state = {"id": asked.settings.id, "url": "", "step": -1}
+        state = {"id": request.settings.id, "url": "", "step": -1}
         path.parent.mkdir(exist_ok=True)
         write_json(path, state)  # before the run is opened: whoever is killed in between continues it all the same
-    settings = asked.settings.model_copy(update={"id": state["id"]})
-    run, url = OPENED_BY[name](replace(asked, settings=settings))
+    settings = request.settings.model_copy(update={"id": state["id"]})
+    run, url = OPENED_BY[name](replace(request, settings=settings))
     write_json(path, state := state | {"url": url})
     if url:
         log.info("%s: %s", name, url)

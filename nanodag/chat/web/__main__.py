@@ -17,8 +17,8 @@ OPEN = "--open"
 
 def main() -> int:
     arguments = sys.argv[1:]
-    given = [argument for argument in arguments if argument != OPEN]
-    return serve(given, extra_routes=routes, ready=show if OPEN in arguments else None)
+    server_arguments = [argument for argument in arguments if argument != OPEN]
+    return serve(server_arguments, extra_routes=routes, ready=show if OPEN in arguments else None)
 
 
 def show(url: str) -> None:

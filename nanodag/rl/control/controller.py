@@ -246,7 +246,7 @@ class Controller:
             is_trained = bool(fresh.kept or fresh.num_partial)
             warn_of_first_step(values, is_trained=is_trained, max_new_tokens=rollout.max_new_tokens)
         self._replay.keep(step, fresh, self._state["versions"])
-        sampled = sum(one.num_sampled for one in fresh.all_rollouts) if rollout.is_sampled else 0
+        sampled = sum(sequence.num_sampled for sequence in fresh.all_rollouts) if rollout.is_sampled else 0
         self._count(fresh, values, sampled)
         self._records.ledger(step, fresh)
         values |= {"sampled_tokens": sampled, "seconds_generate": fresh.seconds, "partial_groups": fresh.num_partial}

@@ -78,7 +78,7 @@ class PolicyBenchmark:
     async def result(self) -> BenchmarkResult:
         """Ask every item, and score the answers. Raises SamplerError for an answer that a sampler gave up."""
         answers = await asyncio.gather(*map(self._answers, self.benchmark.items))
-        by_id = {item.id: given for item, given in zip(self.benchmark.items, answers, strict=True)}
+        by_id = {item.id: item_answers for item, item_answers in zip(self.benchmark.items, answers, strict=True)}
         # in a thread: a program of a code benchmark may run for seconds, while rollouts must go on
         return await asyncio.to_thread(self.benchmark.result, by_id)
 
@@ -91,16 +91,21 @@ class PolicyBenchmark:
             for number in range(self._config.num_samples)
         ]
         requests = [
-            Request(input_ids=prompt, params=one, rid=f"eval-{self._config.name}-{item.id}-{n}", return_logprob=False)
-            for n, one in enumerate(params)
+            Request(
+                input_ids=prompt,
+                params=sample_params,
+                rid=f"eval-{self._config.name}-{item.id}-{n}",
+                return_logprob=False,
+            )
+            for n, sample_params in enumerate(params)
         ]
         completions = [completion for (completion,) in await self._sampler.generate(requests)]
         is_open = self._config.thinking is not None and self._encoding.decode(prompt).rstrip().endswith(
             self._config.thinking.begin
         )
         return [
-            self._answer(completion, stops=one.stop or (), is_open=is_open)
-            for completion, one in zip(completions, params, strict=True)
+            self._answer(completion, stops=sample_params.stop or (), is_open=is_open)
+            for completion, sample_params in zip(completions, params, strict=True)
         ]
 
     def _answer(self, completion: Completion, *, stops: Sequence[str], is_open: bool) -> Answer:
@@ -183,11 +188,11 @@ class Evaluations:
     ) -> None:
         self._config: RLStage = job.config
         self._generator, self._timed = generator, timed
-        asked = (self._config.rollout, sampler, encoding, policy_format.renderer)
+        arguments = (self._config.rollout, sampler, encoding, policy_format.renderer)
         self._benchmarks: dict[str, PolicyBenchmark] = {}
         for entry in self._config.evaluation.benchmarks:
             opened = open_benchmark(entry, seed=int(self._config.seed), mirror=str(job.mirror or ""))
-            self._benchmarks[entry.name] = PolicyBenchmark(opened, *asked, context=context)
+            self._benchmarks[entry.name] = PolicyBenchmark(opened, *arguments, context=context)
         longest = context - self._config.rollout.max_new_tokens
         self._held_out, self._num_too_long = _held_out_prompts(job, policy_format, longest)
         self._best = self._best_weights(job.workspace / "best")

@@ -134,21 +134,21 @@ class RolloutGenerator:
     async def answers(self, prompts: Sequence[Prompt]) -> list[Rollout]:
         """Whole responses to held-out prompts, as the evaluation section says, with rewards: never for training. Every
         evaluation draws with the same seeds. Raises StageFailed when too many of the rewards failed."""
-        asked, seed = self._config.evaluation, int(self._config.seed)
+        evaluation, seed = self._config.evaluation, int(self._config.seed)
         params = SamplingParams(
-            n=asked.eval_samples,
+            n=evaluation.eval_samples,
             max_new_tokens=self._config.rollout.max_new_tokens,
-            temperature=asked.eval_temperature,
+            temperature=evaluation.eval_temperature,
             stop_token_ids=self._stop_ids,
             stop=self._stops,
         )
         groups = []
         for number, prompt in enumerate(prompts):
-            drawn = derived_seed(seed, "evaluation", prompt.group_id) if asked.eval_temperature else None
-            one = params.model_copy(update={"sampling_seed": drawn})
-            groups.append(GroupRequests(prompt, one, f"eval-{number}", self._sampler))
+            drawn = derived_seed(seed, "evaluation", prompt.group_id) if evaluation.eval_temperature else None
+            group_params = params.model_copy(update={"sampling_seed": drawn})
+            groups.append(GroupRequests(prompt, group_params, f"eval-{number}", self._sampler))
         rollouts = [rollout for group in await asyncio.gather(*map(self._rollouts, groups)) for rollout in group]
-        if not asked.eval_temperature:
+        if not evaluation.eval_temperature:
             rollouts = [replace(rollout, metadata={**rollout.metadata, GREEDY: True}) for rollout in rollouts]
         limit = self._config.rollout.max_failed_rewards
         check_failures(rollouts, of="an evaluation", max_failed_rewards=limit)
@@ -343,7 +343,7 @@ def with_rewards_of_samples(rollouts: Sequence[Rollout], *, reported_weight: flo
     """The rollouts, each further sequence with the reward of its sample; or where a reward of its role's own was
     reported, with that. reported_weight: of the reward `reported` among the stage's; at 0 what roles report means
     nothing."""
-    mains = {(one.group_id, one.sample_index): one for one in main_sequences(rollouts)}
+    mains = {(sequence.group_id, sequence.sample_index): sequence for sequence in main_sequences(rollouts)}
     shared = []
     for rollout, place in zip(rollouts, places_of_samples(rollouts), strict=True):
         first = rollouts[place]

@@ -70,12 +70,12 @@ class Lending:
 
 async def held_memory(samplers: Fleet) -> list[dict[str, int]]:
     """Bytes that the samplers which are up say they hold (`SamplerClient.memory`); none of one that does not answer."""
-    asked = [replica.client.memory() for replica in samplers.replicas if replica.is_up]
-    found = await asyncio.gather(*asked, return_exceptions=True)
-    for error in found:
+    calls = [replica.client.memory() for replica in samplers.replicas if replica.is_up]
+    replies = await asyncio.gather(*calls, return_exceptions=True)
+    for error in replies:
         if isinstance(error, BaseException) and not isinstance(error, SamplerError):
             raise error
-    return [each for each in found if isinstance(each, dict)]
+    return [each for each in replies if isinstance(each, dict)]
 
 
 async def _release(replica: Replica, client: SamplerClient) -> None:
@@ -89,9 +89,9 @@ async def _release(replica: Replica, client: SamplerClient) -> None:
 
 async def _take(tags: Sequence[MemoryTag], replica: Replica, client: SamplerClient) -> None:
     """Have a sampler take memory again that it gave back; one that was started meanwhile has it."""
-    if given := [tag for tag in tags if tag in replica.released]:
-        await client.resume_memory(given)
-    if "weights" in given:
+    if released := [tag for tag in tags if tag in replica.released]:
+        await client.resume_memory(released)
+    if "weights" in released:
         replica.folder = NO_FOLDER
-    replica.released.difference_update(given)
+    replica.released.difference_update(released)
     replica.watch.may_generate = not replica.released

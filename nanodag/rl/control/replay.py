@@ -39,7 +39,7 @@ class _Kept:
     def group(self) -> tuple[Prompt, list[Rollout]]:
         """The prompt, and the rollouts with the step that trained them first."""
         rollouts = [from_json(line) for line in self.rollouts]
-        marked = [replace(one, metadata={**one.metadata, REPLAYED: self.step}) for one in rollouts]
+        marked = [replace(rollout, metadata={**rollout.metadata, REPLAYED: self.step}) for rollout in rollouts]
         return Prompt(epoch=self.epoch, record=self.record, token_ids=marked[0].prompt_token_ids), marked
 
 
@@ -85,11 +85,11 @@ class ReplayBuffer:
 def replay_metrics(batch: RolloutBatch, versions: Sequence[int]) -> dict[str, float]:
     """Metrics of a step's replayed groups: how many, their share, mean and largest staleness of their trained tokens,
     in steps. Empty where there is none."""
-    replayed = [one for one in batch.trained if REPLAYED in one.metadata]
+    replayed = [rollout for rollout in batch.trained if REPLAYED in rollout.metadata]
     if not replayed:
         return {}
-    num_groups = len({one.group_id for one in replayed})
-    ages = [staleness_of(version, versions) for one in replayed for version in _trained_versions(one)]
+    num_groups = len({rollout.group_id for rollout in replayed})
+    ages = [staleness_of(version, versions) for rollout in replayed for version in _trained_versions(rollout)]
     return {
         "replayed_groups": float(num_groups),
         "replayed_share": num_groups / len(batch.kept),

@@ -32,13 +32,13 @@ class SavedRollouts:
         self._config, self._vocabulary = config, model.vocab_size
         self._longest = min(model.max_positions, int(config.optimizer.micro_batch_tokens))
         self._filters = [entry.load() for entry in config.rollout.filters]
-        found = saved_files(config.rollout.source)
-        check_steps(found, num_steps=config.num_steps)
-        self._files, self._states = found, found.states()
-        self.identity = found.identity()
-        self._groups = SavedGroups(() if found.steps else found.files, self._choose)
-        if not found.steps:
-            self._report(found)
+        files = saved_files(config.rollout.source)
+        check_steps(files, num_steps=config.num_steps)
+        self._files, self._states = files, files.states()
+        self.identity = files.identity()
+        self._groups = SavedGroups(() if files.steps else files.files, self._choose)
+        if not files.steps:
+            self._report(files)
 
     async def step(self, cursor: PromptCursor, step: int) -> RolloutBatch:
         """The groups of one step. Raises SourceError for a file that has changed."""
@@ -81,7 +81,7 @@ class SavedRollouts:
         for rollout in group:
             self._check(rollout)
         sizes = [sum(len(span.token_ids) for span in rollout.spans) for rollout in group]
-        too_long = {one.sample_index for one, size in zip(group, sizes, strict=True) if size > self._longest}
+        too_long = {rollout.sample_index for rollout, size in zip(group, sizes, strict=True) if size > self._longest}
         fitting = [rollout for rollout in group if rollout.sample_index not in too_long]
         scored = [rollout for rollout in fitting if rollout.reward is not None and rollout.num_sampled]
         samples = main_sequences(scored)
@@ -134,11 +134,13 @@ def best_of(group: Sequence[Rollout], *, count: int, lowest: float) -> list[Roll
     """The finished answers of a group with the highest rewards, `lowest` at least, each answer once; of equal rewards
     the earlier ones. An answer comes with its further sequences, but not with those of other roles."""
     samples = main_sequences(group)
-    finished = [one for one in samples if one.finish_reason in ("stop", "text") and (one.reward or 0.0) >= lowest]
-    different = {one.response_token_ids: one for one in reversed(finished)}
+    finished = [
+        sample for sample in samples if sample.finish_reason in ("stop", "text") and (sample.reward or 0.0) >= lowest
+    ]
+    different = {sample.response_token_ids: sample for sample in reversed(finished)}
     ranked = sorted(different.values(), key=lambda one: (-(one.reward or 0.0), one.sample_index))
-    chosen = {(one.sample_index, one.role) for one in ranked[:count]}
-    return [one for one in group if (one.sample_index, one.role) in chosen]
+    chosen = {(sample.sample_index, sample.role) for sample in ranked[:count]}
+    return [rollout for rollout in group if (rollout.sample_index, rollout.role) in chosen]
 
 
 def _prompt_of(saved: Saved, number: int) -> Prompt:

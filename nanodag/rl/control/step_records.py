@@ -79,17 +79,17 @@ class Records:
         in_turn = [sample for place in zip_longest(*groups) for sample in place if sample is not None]
         rows = [
             {
-                "prompt": decode(one.prompt_token_ids),
-                "response": text_of_turns(one, decode),
-                "reward": one.reward,
-                "finish_reason": one.finish_reason,
-                "prompt_id": one.prompt_id,
-                "turns": sum(span.kind == "sampled" for span in one.spans),
-                "branch": one.branch,
-                "role": one.role,
+                "prompt": decode(rollout.prompt_token_ids),
+                "response": text_of_turns(rollout, decode),
+                "reward": rollout.reward,
+                "finish_reason": rollout.finish_reason,
+                "prompt_id": rollout.prompt_id,
+                "turns": sum(span.kind == "sampled" for span in rollout.spans),
+                "branch": rollout.branch,
+                "role": rollout.role,
             }
             for sample in in_turn[: self._config.log_responses]
-            for one in sample
+            for rollout in sample
         ]
         if rows:
             self._metrics.write(step, total=self._config.num_steps, event="sample", responses=rows)

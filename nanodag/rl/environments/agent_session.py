@@ -96,7 +96,7 @@ class Session:
         was asked."""
         if self._broken is not None:
             raise self._broken
-        sequences = sorted((one for one in self._texts if one.num_sampled), key=lambda one: one.token_ids)
+        sequences = sorted((sample for sample in self._texts if sample.num_sampled), key=lambda one: one.token_ids)
         if self._calls:
             most = max(range(len(self._calls)), key=self._calls.__getitem__)
             chats = self._transcript.sample(self._given, last=most)
@@ -106,7 +106,7 @@ class Session:
         main, *others = sequences
         return replace(
             main,
-            branches=tuple(replace(one, role=ROLE, branches=()) for one in others),
+            branches=tuple(replace(branch, role=ROLE, branches=()) for branch in others),
             role=ROLE,
             answer=self._last_said if self.answer is None else self.answer,
             reward=self.reward,
@@ -165,10 +165,10 @@ class Session:
         return self._room(before, len(asked.ids))
 
     def _room(self, num_sampled: int, num_tokens: int) -> int:
-        given = self._given
-        room = min(given.max_sampled - num_sampled, given.max_tokens - num_tokens)
+        sample = self._given
+        room = min(sample.max_sampled - num_sampled, sample.max_tokens - num_tokens)
         if room < 1:
-            limit = f"max_new_tokens {given.max_sampled}, context {given.max_tokens}"
+            limit = f"max_new_tokens {sample.max_sampled}, context {sample.max_tokens}"
             self.refuse(limit, "this conversation has no room for another answer")
         return room
 
@@ -182,7 +182,9 @@ class Session:
     ) -> tuple[int, Completion]:
         """The sampler's answer to a text, and the place of the sequence that it continues."""
         key = tuple(ids)
-        place = next((n for n, one in enumerate(self._texts) if one.token_ids == key[: len(one.token_ids)]), -1)
+        place = next(
+            (n for n, sample in enumerate(self._texts) if sample.token_ids == key[: len(sample.token_ids)]), -1
+        )
         before = self._texts[place].num_sampled if place >= 0 else 0
         most = min(max_tokens, self._room(before, len(key)))
         seed = derived_seed(self._given.seed, "text", of, self._texts_asked[key], *key)
@@ -192,14 +194,14 @@ class Session:
     def text_answered(self, ids: Sequence[int], place: int, completion: Completion, text: str) -> None:
         """Keep what was sampled for a text, in the sequence that it continues or as one of its own."""
         key, size = tuple(ids), len(self._texts[place].token_ids) if place >= 0 else 0
-        one = self._given.beginning(key)
+        sequence = self._given.beginning(key)
         if place >= 0 and self._texts[place].token_ids == key[:size]:  # no other answer came in between
-            one = self._texts[place].with_tool(key[size:]) if key[size:] else self._texts[place]
+            sequence = self._texts[place].with_tool(key[size:]) if key[size:] else self._texts[place]
         else:
             place = len(self._texts)
-            self._texts.append(one)
-        spans = (*one.spans, span_of(completion))
-        self._texts[place] = replace(one, spans=spans, finish_reason=finish_reason_of(completion))
+            self._texts.append(sequence)
+        spans = (*sequence.spans, span_of(completion))
+        self._texts[place] = replace(sequence, spans=spans, finish_reason=finish_reason_of(completion))
         self._last_said = text
 
     async def _complete(self, ids: Sequence[int], seed: int, most: int, stop_token_ids: Sequence[int]) -> Completion:
@@ -316,12 +318,12 @@ class _Endpoints(Endpoints):
             completion = _up_to(whole, answer)
             session.text_answered(ids, place, completion, answer.new().content)
         else:
-            asked = self._asked.pop(0)
-            most = min(params.max_new_tokens, session.room(asked))
-            whole = await session.sampled(asked, max_tokens=most, stop_token_ids=stops, of=of)
+            call = self._asked.pop(0)
+            most = min(params.max_new_tokens, session.room(call))
+            whole = await session.sampled(call, max_tokens=most, stop_token_ids=stops, of=of)
             answer = self._parsed(whole)
             completion = _up_to(whole, answer)
-            await session.answered(asked, completion, _message(answer))
+            await session.answered(call, completion, _message(answer))
         yield completion
 
     def _parsed(self, whole: Completion) -> ParsedAnswer:

@@ -130,19 +130,19 @@ class _Play:
 
     async def _said(self, observation: Heard) -> Message | None:
         """Answer of the role that hears an observation; None where there is no room for it."""
-        given, role = self._given, observation.role
+        sample, role = self._given, observation.role
         speaker = self._speakers.get(role)
         if speaker is None:
-            own = replace(given, seed=derived_seed(given.seed, "role", role))
+            own = replace(sample, seed=derived_seed(sample.seed, "role", role))
             speaker = self._speakers[role] = _Speaker(Conversation(self._sampler, own, self._tools))
-        new = given.record["messages"] if observation.messages is None else observation.messages
-        if observation.messages and sum(len(one["content"]) for one in new) > LONGEST_TOKEN * given.max_tokens:
+        new = sample.record["messages"] if observation.messages is None else observation.messages
+        if observation.messages and sum(len(message["content"]) for message in new) > LONGEST_TOKEN * sample.max_tokens:
             return None
         messages = [*([] if observation.is_anew else speaker.messages), *new]
-        said = await speaker.conversation.answer(messages, max_tokens=self._turn_tokens)
-        if said is not None:
-            speaker.messages, speaker.has_spoken = [*messages, said], True
-        return said
+        reply = await speaker.conversation.answer(messages, max_tokens=self._turn_tokens)
+        if reply is not None:
+            speaker.messages, speaker.has_spoken = [*messages, reply], True
+        return reply
 
     async def _stepped(self, role: str, said: Message) -> Heard | Ended:
         """The observation after a turn, or what ended the episode."""
@@ -153,7 +153,11 @@ class _Play:
         if any(mistakes) and not is_cut:
             answers = [f"error: {what or 'not called, as another call is wrong'}" for what in mistakes]
             return Heard(role=role, messages=list(map(tool_message, call_ids, answers)))
-        calls = [] if any(mistakes) else [{"name": one["name"], "arguments": _arguments(one)} for one in functions]
+        calls = (
+            []
+            if any(mistakes)
+            else [{"name": function["name"], "arguments": _arguments(function)} for function in functions]
+        )
         answer = await self._asked("step", text=said["content"], calls=calls, is_cut=is_cut, role=role)
         self._earned.add(answer.get("reward"), answer.get("info"), self._names)
         done = answer.get("done")
@@ -169,7 +173,7 @@ class _Play:
         main, spoke = self._names[0], [name for name in self._names if name in speakers and speakers[name].has_spoken]
         if main not in spoke:
             raise ValueError(f"the role {main!r} did not speak: its rewards are the sample's")
-        first, *others = [one for name in spoke for one in self._sequences(name)]
+        first, *others = [sequence for name in spoke for sequence in self._sequences(name)]
         return replace(
             first,
             branches=tuple(others),
@@ -184,7 +188,7 @@ class _Play:
         first = self._speakers[name].conversation.sample()
         others = first.branches
         first, reward = replace(first, branches=()), self._earned.by_role.get(name)
-        named = [replace(one, role=name or ROLE, is_trained=self._roles[name]) for one in (first, *others)]
+        named = [replace(sequence, role=name or ROLE, is_trained=self._roles[name]) for sequence in (first, *others)]
         return [replace(named[0], reward=reward), *named[1:]]
 
 

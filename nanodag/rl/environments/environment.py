@@ -93,15 +93,15 @@ def make(path: str, options: Mapping[str, Any]) -> tuple[Any, Callable[[Line], N
 
 
 def _answer(environment: Environment, message: Mapping[str, Any]) -> dict[str, Any]:
-    ((name, given),) = message.items()
+    ((name, payload),) = message.items()
     if name == "reset":
-        random.seed(given["seed"])  # a fork seeds it with noise
-        observation = environment.reset(seed=given["seed"], record=given["record"])
+        random.seed(payload["seed"])  # a fork seeds it with noise
+        observation = environment.reset(seed=payload["seed"], record=payload["record"])
         tools = getattr(environment, "tools", None)
         return {"observation": observation, "tools": [] if tools is None else tools()}
     if name == "step":
-        calls = tuple(ToolCall(call["name"], call["arguments"]) for call in given["calls"])
-        result = environment.step(Action(given["text"], calls, given["is_cut"], given["role"]))
+        calls = tuple(ToolCall(call["name"], call["arguments"]) for call in payload["calls"])
+        result = environment.step(Action(payload["text"], calls, payload["is_cut"], payload["role"]))
         if not isinstance(result, tuple | list) or len(result) != 4:
             raise ValueError(f"step must return (observation, reward, done, info); found {result!r:.200}")
         return dict(zip(("observation", "reward", "done", "info"), result, strict=True))
@@ -183,10 +183,10 @@ def _messages(found: Any, call_ids: Sequence[str]) -> list[Message]:
         if call_ids and len(texts) != len(call_ids):
             raise ValueError(f"{len(call_ids)} calls were answered by {len(texts)} texts; give one for each")
         if call_ids:
-            return [tool_message(one, text) for one, text in zip(call_ids, texts, strict=True)]
+            return [tool_message(call_id, text) for call_id, text in zip(call_ids, texts, strict=True)]
         return [{"role": "user", "content": text} for text in texts]
     unanswered = list(call_ids)
-    return [_message(one, unanswered) for one in texts]
+    return [_message(message, unanswered) for message in texts]
 
 
 def _message(found: Any, unanswered: list[str]) -> Message:

@@ -65,7 +65,7 @@ class OpenEnv:
         if self._is_mcp:
             answer = self._asked("step", {"type": "list_tools"})
             listed = self._observed("step", answer)["observation"]["tools"]
-            self._tools = [_tool(one["name"], one.get("description", ""), one["input_schema"]) for one in listed]
+            self._tools = [_tool(tool["name"], tool.get("description", ""), tool["input_schema"]) for tool in listed]
         elif not self._field:
             parameters = {"type": "object", "properties": self._properties, "required": self._required}
             self._tools = [_tool(ACT, "Acts in the environment.", {**parameters, **self._definitions})]
@@ -89,11 +89,11 @@ class OpenEnv:
         else:
             steps = [dict(call.arguments) for call in action.calls]
         texts, reward, done = [], 0.0, not steps
-        for one in steps:
+        for step in steps:
             if done:
                 texts.append("not done: the episode has ended")
                 continue
-            answer = self._asked("step", one)
+            answer = self._asked("step", step)
             if mistakes := _mistakes(answer):
                 texts.append(f"error: {mistakes}")
                 continue
@@ -144,15 +144,15 @@ class OpenEnv:
 
     def _text(self, observation: Mapping[str, Any]) -> str:
         if self._is_mcp and "tool_name" in observation:
-            error, found = observation.get("error"), observation.get("result")
+            error, content = observation.get("error"), observation.get("result")
             if error:
                 return f"error: {error.get('message')}"
-            if isinstance(found, Mapping) and "data" in found:  # the envelope that FastMCP puts around it
-                found = found["data"]
-            return found if isinstance(found, str) else json.dumps(found)
+            if isinstance(content, Mapping) and "data" in content:  # the envelope that FastMCP puts around it
+                content = content["data"]
+            return content if isinstance(content, str) else json.dumps(content)
         if self._heard != "auto":
-            found = observation.get(self._heard, "")
-            return found if isinstance(found, str) else json.dumps(found)
+            content = observation.get(self._heard, "")
+            return content if isinstance(content, str) else json.dumps(content)
         told = {name: value for name, value in observation.items() if value not in (None, "", [], {})}
         texts = [value for value in told.values() if isinstance(value, str)]
         if len(told) == len(texts) == 1:
@@ -170,7 +170,7 @@ def _mistakes(answer: Mapping[str, Any]) -> str:
     """Mistakes of an action that does not fit its schema; empty for another answer."""
     if _code(answer) != "VALIDATION_ERROR":
         return ""
-    mistakes = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in answer["data"].get("errors", ())]
+    mistakes = [f"{'.'.join(map(str, error['loc']))}: {error['msg']}" for error in answer["data"].get("errors", ())]
     return "; ".join(mistakes) or str(answer["data"].get("message", "invalid action"))
 
 

@@ -43,20 +43,20 @@ class ForkedFunction:
         """The samples that the function returns. Raises EpisodeFailed with the reason why it returns none."""
         with sampler.held():
             fork = await in_thread(self._server.fork)
-        asked: set[asyncio.Task[None]] = set()
+        tasks: set[asyncio.Task[None]] = set()
         try:
             params, switches = sampler.params.model_dump(mode="json"), dict(sampler.switches)
             first = {"sample": _plain(_SAMPLE, sample), "params": params, "switches": switches}
             await fork.send({**first, "attempt": sampler.attempt})
             while "ask" in (message := await fork.hear()):
-                asked.add(asyncio.ensure_future(_answered(fork, sampler, message)))
+                tasks.add(asyncio.ensure_future(_answered(fork, sampler, message)))
             if "unusable" in message:
                 raise ConfigError(message["unusable"])
-            return [_SAMPLE.validate_python(one) for one in message["samples"]]
+            return [_SAMPLE.validate_python(plain_sample) for plain_sample in message["samples"]]
         finally:
-            for task in asked:
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*asked, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             fork.close()
 
 
@@ -140,7 +140,11 @@ class _Asking:
 def samples_in(returned: Any) -> Sequence[Sample]:
     """The samples that a function returned. Raises ValueError where that is no Sample and no list of some."""
     samples = [returned] if isinstance(returned, Sample) else returned
-    if not isinstance(samples, list | tuple) or not samples or not all(isinstance(one, Sample) for one in samples):
+    if (
+        not isinstance(samples, list | tuple)
+        or not samples
+        or not all(isinstance(sample, Sample) for sample in samples)
+    ):
         raise ValueError(f"it must return a Sample, or some in a list; found {returned!r:.200}")
     return samples
 

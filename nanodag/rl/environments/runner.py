@@ -137,7 +137,7 @@ class Turns:
                     )
                 if branch.branches:
                     raise ValueError("a branch has branches; hang all of them on the sample")
-            if not any(one.is_trained for one in (sample, *sample.branches)):
+            if not any(sequence.is_trained for sequence in (sample, *sample.branches)):
                 raise ValueError("no role of a sample is trained")
         return list(samples)
 
@@ -251,7 +251,7 @@ async def _all(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 def _rollouts(prompt: Prompt, index: int, outcome: Sample | Exception) -> list[Rollout]:
     """The sequences of a sample, the main one and its branches; of one that failed a rollout without a response."""
     if isinstance(outcome, Sample):
-        return [_rollout(prompt, index, branch, one) for branch, one in enumerate((outcome, *outcome.branches))]
+        return [_rollout(prompt, index, branch, sample) for branch, sample in enumerate((outcome, *outcome.branches))]
     return [
         Rollout(
             group_id=prompt.group_id,

@@ -133,11 +133,11 @@ class TurnSampler:
         max_tokens: of this turn. Where there is no room left nothing is sampled, and the sample ends as cut off.
         Raises BadRequest for what no sampler can serve.
         """
-        wanted = sample.room if max_tokens is None else min(max_tokens, sample.room)
-        if wanted < 1:
+        limit = sample.room if max_tokens is None else min(max_tokens, sample.room)
+        if limit < 1:
             return replace(sample, finish_reason="length")
         seed = derived_seed(sample.seed, "turn", len(sample.token_ids))
-        completion = await self.answer(sample.token_ids, seed=seed, max_tokens=wanted, stop_token_ids=stop_token_ids)
+        completion = await self.answer(sample.token_ids, seed=seed, max_tokens=limit, stop_token_ids=stop_token_ids)
         reason = finish_reason_of(completion)
         return replace(sample, spans=(*sample.spans, span_of(completion)), finish_reason=reason)
 

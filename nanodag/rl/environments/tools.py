@@ -58,10 +58,10 @@ async def with_tool(
     messages, num_calls = list(sample.record["messages"]), 0
 
     async def result_of(call: Mapping[str, Any]) -> str:
-        given = arguments_of(call).get(argument)
-        if call["function"]["name"] != name or not isinstance(given, str):
+        value = arguments_of(call).get(argument)
+        if call["function"]["name"] != name or not isinstance(value, str):
             return f"error: {name} takes {argument}, a text"
-        result = (await tool(given))[: CHARACTERS_A_TOKEN * max_result_tokens]
+        result = (await tool(value))[: CHARACTERS_A_TOKEN * max_result_tokens]
         ids = sampler.encode(result)
         return result if len(ids) <= max_result_tokens else sampler.decode(ids[:max_result_tokens])
 

@@ -70,17 +70,19 @@ class Transcript:
 
         Raises SourceError for messages that the chat format has no place for.
         """
-        given = tuple(map(plain, messages))
+        plain_messages = tuple(map(plain, messages))
         declared = json.dumps(list(tools), sort_keys=True)
-        meanings = tuple(map(meant, given))
+        meanings = tuple(map(meant, plain_messages))
         sequence = self._goes_on(meanings, declared)
         further = None
         if sequence is not None:
             earlier = self._answered[sequence]
             place = len(earlier.asked.meanings)
-            further = self._renderer.following(given, place, earlier.span.token_ids, self._switches, tools=tools)
+            further = self._renderer.following(
+                plain_messages, place, earlier.span.token_ids, self._switches, tools=tools
+            )
         if further is None:
-            sequence, ids = None, tuple(self._renderer.opened(given, self._switches, tools=tools))
+            sequence, ids = None, tuple(self._renderer.opened(plain_messages, self._switches, tools=tools))
         else:
             ids = (*earlier.ids, *further)
         repeat = self._asked.get(ids, 0)
@@ -184,14 +186,14 @@ class Conversation:
         None where `max_new_tokens` or the context leaves no room. max_tokens: of this answer, 0 for no bound of its
         own. Raises SourceError for messages that the chat format has no place for."""
         # A long text takes long, and others share this event loop.
-        asked = await asyncio.to_thread(self._transcript.asked, messages, self._declared)
-        room = min(self._given.max_sampled - self._num_sampled, self._given.max_tokens - len(asked.ids))
+        request = await asyncio.to_thread(self._transcript.asked, messages, self._declared)
+        room = min(self._given.max_sampled - self._num_sampled, self._given.max_tokens - len(request.ids))
         if room < 1:
             return None
         renderer = self._sampler.renderer
         completion = await self._sampler.answer(
-            asked.ids,
-            seed=asked.seed(self._given.seed),
+            request.ids,
+            seed=request.seed(self._given.seed),
             max_tokens=min(room, max_tokens or room),
             stop_token_ids=[renderer.call_end] if self._tools and isinstance(renderer, NativeRenderer) else (),
         )
@@ -208,7 +210,7 @@ class Conversation:
                 for number, call in enumerate(reader.calls, self._num_calls)
             ]
             self._num_calls += len(reader.calls)
-        self._transcript.answered(asked, completion, message)
+        self._transcript.answered(request, completion, message)
         return message
 
     def sample(self, *, is_cut: bool = False) -> Sample:
@@ -220,7 +222,7 @@ class Conversation:
 def arguments_of(call: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a call as an object; empty where the model wrote none."""
     try:
-        found = json.loads(call["function"]["arguments"])
+        arguments = json.loads(call["function"]["arguments"])
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return arguments if isinstance(arguments, dict) else {}

@@ -139,9 +139,11 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     if any(span.kind == "tool" for rollout in rollouts for span in rollout.spans):
         metrics["tool_results"] = fmean(sum(s.kind == "tool" for s in rollout.spans) for rollout in rollouts)
     components = [(f"reward_{name}", v) for rollout in scored for name, v in rollout.reward_components.items()]
-    said = [(f"metric_{name}", v) for rollout in rollouts for name, v in said_metrics(rollout).items()]
-    said += [(TURNS, n) for one in rollouts if isinstance(n := one.metadata.get(TURNS), int | float)]
-    return {**metrics, **_means(components), **_means(said)}
+    reported_metrics = [(f"metric_{name}", v) for rollout in rollouts for name, v in said_metrics(rollout).items()]
+    reported_metrics += [
+        (TURNS, n) for rollout in rollouts if isinstance(n := rollout.metadata.get(TURNS), int | float)
+    ]
+    return {**metrics, **_means(components), **_means(reported_metrics)}
 
 
 def repetition(token_ids: Sequence[int]) -> float:
@@ -222,8 +224,8 @@ def _means(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
 
 def said_metrics(rollout: Rollout) -> Mapping[str, float]:
     """Numbers that an environment says by name. A function of a user's may keep something else under that word."""
-    said = rollout.metadata.get(METRICS)
-    named = said.items() if isinstance(said, Mapping) else ()
+    metrics = rollout.metadata.get(METRICS)
+    named = metrics.items() if isinstance(metrics, Mapping) else ()
     return {name: value for name, value in named if isinstance(value, int | float)}
 
 

@@ -70,11 +70,13 @@ class Span:
         # C loops: a controller makes hundreds of spans of a thousand tokens a second
         if self.token_ids and min(self.token_ids) < 0:
             raise ValueError(f"{self.kind} span holds the negative token id {min(self.token_ids)}")
-        wanted = len(self.token_ids) if self.kind == "sampled" else 0
+        expected = len(self.token_ids) if self.kind == "sampled" else 0
         for name in ("mask", "logprobs", "versions"):
             length = len(getattr(self, name))
-            if length != wanted and (length or name != "logprobs"):
-                raise ValueError(f"{self.kind} span of {len(self.token_ids)} tokens has {length} {name}, not {wanted}")
+            if length != expected and (length or name != "logprobs"):
+                raise ValueError(
+                    f"{self.kind} span of {len(self.token_ids)} tokens has {length} {name}, not {expected}"
+                )
         if not set(self.mask) <= {0, 1}:
             raise ValueError(f"mask holds {sorted(set(self.mask))}, not 0 and 1 only")
         if self.logprobs and not (max(self.logprobs) <= 0.0 and sum(self.logprobs) > -math.inf):  # a NaN's sum is NaN
@@ -255,7 +257,10 @@ def main_sequences(rollouts: Iterable[Rollout]) -> list[Rollout]:
 def places_of_samples(rollouts: Sequence[Rollout]) -> list[int]:
     """Place of the rollout whose reward each one has: the first of its sample with its role."""
     first: dict[tuple[str, int, str], int] = {}
-    return [first.setdefault((one.group_id, one.sample_index, one.role), at) for at, one in enumerate(rollouts)]
+    return [
+        first.setdefault((rollout.group_id, rollout.sample_index, rollout.role), at)
+        for at, rollout in enumerate(rollouts)
+    ]
 
 
 def reward_spread(group: Sequence[Rollout]) -> float:

@@ -99,8 +99,8 @@ class Shelf:
         folder = self.records / "rollouts"
         path = folder / f"{'eval' if held_out else 'step'}-{step:08d}.jsonl"
         reads = [Read(rollout=r, fate=HELD_OUT) for r in _of(path)] if held_out else self._read_training(step, path)
-        asked = {line["prompt_id"]: line for line in read_lines(path.with_suffix(".answers.jsonl"))}
-        lines = [asked.get(read.rollout.prompt_id, {}) for read in reads]
+        prompts = {line["prompt_id"]: line for line in read_lines(path.with_suffix(".answers.jsonl"))}
+        lines = [prompts.get(read.rollout.prompt_id, {}) for read in reads]
         return [
             replace(read, answer=line.get("answer", ""), messages=tuple(line.get("messages", ())))
             for read, line in zip(reads, lines, strict=True)
@@ -143,9 +143,9 @@ def shelf_of(store: Store, record: RunRecord, stage: str = "") -> Shelf:
     entries = record.stages.items()
     begun = [s for s, e in entries if recorded_kind(e.kind).config.makes_rollouts and _has_begun(e)]
     if not begun or (stage and stage not in begun):
-        wanted = f"stage {stage!r}" if stage else "stage"
+        label = f"stage {stage!r}" if stage else "stage"
         raise ArtifactNotFound(
-            f"Run {record.run} has no RL {wanted} that has begun; it has {', '.join(begun) or 'none'}."
+            f"Run {record.run} has no RL {label} that has begun; it has {', '.join(begun) or 'none'}."
         )
     name = stage or begun[-1]
     entry = record.stages[name]

@@ -40,8 +40,8 @@ class SavedFiles:
 
     def states(self) -> list[tuple[int, int]]:
         """Size and time of change of each file; of one that is gone -1 and 0."""
-        found = [path.stat() if path.exists() else None for path in self.files]
-        return [(-1, 0) if status is None else (status.st_size, status.st_mtime_ns) for status in found]
+        statuses = [path.stat() if path.exists() else None for path in self.files]
+        return [(-1, 0) if status is None else (status.st_size, status.st_mtime_ns) for status in statuses]
 
 
 def saved_files(source: str) -> SavedFiles:

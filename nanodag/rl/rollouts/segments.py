@@ -72,7 +72,7 @@ def rollouts_from(prompt: Prompt, answers: Sequence[Sequence[Completion]], *, lo
         for index in range(len(answers[0]))
     ]
     completions = chain.from_iterable(answers)
-    return [_extended(one, next(completions), longest) if is_unfinished(one) else one for one in begun]
+    return [_extended(rollout, next(completions), longest) if is_unfinished(rollout) else rollout for rollout in begun]
 
 
 def _extended(rollout: Rollout, completion: Completion, longest: int) -> Rollout:

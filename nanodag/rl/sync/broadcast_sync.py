@@ -148,10 +148,10 @@ class DistributedSync:
         self._now_given(folder, version)
         work = self._ask("broadcast", which="now", fingerprint=fingerprint)  # where there is no group they are kept
         calls = [] if failure else [self._receive(member.client, version) for member in members]
-        replies, found = await self._both(work, members, calls)
-        if failure or found:
+        replies, broadcast_failure = await self._both(work, members, calls)
+        if failure or broadcast_failure:
             self._members = []
-        return replies, failure or found
+        return replies, failure or broadcast_failure
 
     # Of use to them all
 
@@ -181,9 +181,9 @@ class DistributedSync:
         except BaseException:
             await _ended(tasks)
             raise
-        found = await self._settled(members, tasks, timeout_s=GRACE_S)
+        failure = await self._settled(members, tasks, timeout_s=GRACE_S)
         late = "a sampler was told to leave the group" if unanswered else ""  # it may have answered just then
-        return replies, told or found or late
+        return replies, told or failure or late
 
     async def _settled(self, members: Sequence[Member], calls: Sequence[Any], *, timeout_s: float | None = None) -> str:
         """Wait for a call to each sampler; the first failure, else "". One that does not answer is killed."""

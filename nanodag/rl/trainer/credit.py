@@ -82,8 +82,8 @@ class Credit:
             return [[self.teacher.policy(row)[0] for row in part] for part in rows]
         if self.teacher is None:
             return None
-        asked = rows if self._group.is_first else [[] for _ in rows]
-        logprobs = self.teacher.logprobs(parts, asked)
+        rows_to_score = rows if self._group.is_first else [[] for _ in rows]
+        logprobs = self.teacher.logprobs(parts, rows_to_score)
         if self._group.is_first:
             return [[self._group.of_first(row_logprobs) for row_logprobs in part] for part in logprobs]
         return [[self._group.of_first(torch.zeros_like(row.sampler_logprobs)) for row in part] for part in rows]
@@ -197,7 +197,7 @@ def advantages_of(
     sequences. advantage: an entry, which sees each sample once, with the trained tokens of all its sequences.
     """
     heads, sample = torch.tensor(places_of_samples(rollouts)).unique(return_inverse=True)
-    counts = torch.zeros_like(heads).index_add_(0, sample, torch.tensor([one.num_trained for one in rollouts]))
+    counts = torch.zeros_like(heads).index_add_(0, sample, torch.tensor([rollout.num_trained for rollout in rollouts]))
     of_samples = rewards[heads]
     if taken is not None:
         of_samples = of_samples - torch.zeros_like(of_samples).index_add_(0, sample, taken)

@@ -91,7 +91,7 @@ class Critic:
                 for row, before, row_rewards in zip(part, values[number], rewards[number], strict=True)
             ]
             advantages.append([advantage for advantage, _ in pairs])
-            returns.append([wanted for _, wanted in pairs])
+            returns.append([row_returns for _, row_returns in pairs])
         sums, norm = self._learn(step, rows, values, returns, num_tokens)
 
         def summed(*numbers: float) -> list[float]:
@@ -114,9 +114,9 @@ class Critic:
         Raises TrainingDiverged when a gradient is not finite.
         """
         sums, largest = DeviceSums(), 0.0
-        for part, old, wanted in zip(rows, values, returns, strict=True):
+        for part, old, part_returns in zip(rows, values, returns, strict=True):
             for place, row in enumerate(part):
-                sums.add(_quality(row, old[place].double(), wanted[place]))
+                sums.add(_quality(row, old[place].double(), part_returns[place]))
         for _ in range(self._own.epochs):
             for number, part in enumerate(rows):
                 for place, row in enumerate(part):

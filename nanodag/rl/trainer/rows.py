@@ -116,9 +116,9 @@ def _rows(pieces: Sequence[_Piece], budget: int, num_ranks: int) -> list[list[_P
     """The fewest rows that fit, a multiple of the ranks where the pieces allow it, filled evenly: largest piece first
     into the emptiest row."""
     ordered = sorted(pieces, key=lambda piece: (-piece.size, piece.rollouts))
-    wanted = max(1, -(-sum(piece.size for piece in pieces) // budget))
+    min_rows = max(1, -(-sum(piece.size for piece in pieces) // budget))
     while True:
-        num_rows = min(-(-wanted // num_ranks) * num_ranks, len(pieces))
+        num_rows = min(-(-min_rows // num_ranks) * num_ranks, len(pieces))
         rows: list[list[_Piece]] = [[] for _ in range(num_rows)]
         sizes = [0] * num_rows
         for piece in ordered:
@@ -127,7 +127,7 @@ def _rows(pieces: Sequence[_Piece], budget: int, num_ranks: int) -> list[list[_P
             sizes[emptiest] += piece.size
         if max(sizes) <= budget:
             return rows
-        wanted = num_rows + 1
+        min_rows = num_rows + 1
 
 
 def _micro_batch(rollouts: Sequence[Rollout], pieces: Sequence[_Piece]) -> MicroBatch:

@@ -121,7 +121,7 @@ class Trainer:
         Raises TrainingDiverged with the step and the last losses when a loss or gradient is not finite.
         """
         self.giver.release()
-        groups = list(groups_of(one for one in rollouts if one.num_trained or not one.role).values())
+        groups = list(groups_of(rollout for rollout in rollouts if rollout.num_trained or not rollout.role).values())
         num_parts = min(self.config.optimizer.updates_per_step, len(groups))
         bounds = [len(groups) * number // num_parts for number in range(num_parts + 1)]  # sizes differ by at most one
         parts = [[r for group in groups[start:end] for r in group] for start, end in pairwise(bounds)]
@@ -159,7 +159,7 @@ class Trainer:
                 sums.add(share)
                 if self.config.rollout.num_replayed:
                     of_row = [parts[number][index] for index in row.host.rollouts]
-                    sums.add(replayed_sums(scored, [REPLAYED in one.metadata for one in of_row]))
+                    sums.add(replayed_sums(scored, [REPLAYED in rollout.metadata for rollout in of_row]))
                 if is_trained:
                     self.engine.backward(loss, last=place == len(part) - 1)
             if is_trained:
@@ -287,7 +287,7 @@ class Trainer:
         try:
             norm = self.engine.step(learning_rate=rate)
         except TrainingDiverged as error:
-            losses = [float(one) for one in self._last_losses]
+            losses = [float(last_loss) for last_loss in self._last_losses]
             raise TrainingDiverged(
                 f"{error} RL step {step}, this rank's last losses {losses}. Lower learning_rate or "
                 "gradient_clipping; the last checkpoint is from before."
@@ -338,8 +338,8 @@ def _execute(trainer: Trainer, message: dict[str, Any]) -> dict[str, Any]:
         case "export":
             options = {name: message.get(name, False) for name in ("fingerprint", "kept")}
             reply = {"fingerprints": trainer.export(Path(message["folder"]), **options)}
-        case "layout" | "open_group" | "join_group" | "broadcast" | "share" as given:
-            reply = getattr(trainer.giver, given)(**{name: message[name] for name in message if name != "do"})
+        case "layout" | "open_group" | "join_group" | "broadcast" | "share" as method:
+            reply = getattr(trainer.giver, method)(**{name: message[name] for name in message if name != "do"})
         case "save":
             trainer.save(Path(message["folder"]))
             reply = {"num_updates": trainer.num_updates}

@@ -36,7 +36,9 @@ class Search:
         records = [json.loads(line) for line in lines if line.strip()]
         if not records:
             raise ConfigError(f'The corpus {corpus} is empty; give it lines such as {{"text": ...}}.')
-        self._passages = [f"{one['title']}: {one['text']}" if "title" in one else one["text"] for one in records]
+        self._passages = [
+            f"{record['title']}: {record['text']}" if "title" in record else record["text"] for record in records
+        ]
         self._top, self._max_characters = min(top, len(records)), max_characters
         self._search_reward = search_reward
         self._bm25s, self._index = bm25s, bm25s.BM25()
