@@ -288,8 +288,8 @@ def _register_choices(name: str, read: Callable[[Mapping[str, Any]], Choice]) ->
 
     def as_prompt(row: Mapping[str, Any]) -> dict[str, Any]:
         question, choices, right, context = read(row)
-        asked = _choice_question(question, choices, context)
-        return _prompt(asked, letter_of(right, choices), "multiple_choice", choices=choices)
+        prompt_text = _choice_question(question, choices, context)
+        return _prompt(prompt_text, letter_of(right, choices), "multiple_choice", choices=choices)
 
     entry(name, "conversation")(conversation)
     entry(name, "prompt")(as_prompt)
@@ -302,26 +302,26 @@ for _name, _read in _CHOICE_READERS.items():
 @entry("ifeval", "prompt")
 def ifeval(row: Mapping[str, Any]) -> dict[str, Any]:
     """prompt with its verifiable instructions; kwargs may be a JSON string, as some copies of the data have it."""
-    given = json.loads(row["kwargs"]) if isinstance(row["kwargs"], str) else list(row["kwargs"])
-    rules = {"instruction_id_list": list(row["instruction_id_list"]), "kwargs": given}
+    kwargs = json.loads(row["kwargs"]) if isinstance(row["kwargs"], str) else list(row["kwargs"])
+    rules = {"instruction_id_list": list(row["instruction_id_list"]), "kwargs": kwargs}
     return _prompt(row["prompt"], "", "instruction_following", **rules)
 
 
 @entry("humaneval", "prompt")
 def humaneval(row: Mapping[str, Any]) -> dict[str, Any]:
     """A function to complete; its tests are in metadata, and what stands before it."""
-    asked = f"Complete this Python function. Answer with the whole function.\n\n{row['prompt']}"
+    question = f"Complete this Python function. Answer with the whole function.\n\n{row['prompt']}"
     known = {"tests": [row["test"]], "entry_point": row["entry_point"], "before": row["prompt"]}
-    return _prompt(asked, row["canonical_solution"], "code", **known)
+    return _prompt(question, row["canonical_solution"], "code", **known)
 
 
 @entry("mbpp", "prompt")
 def mbpp(row: Mapping[str, Any]) -> dict[str, Any]:
     """A function to write, asked as lm-eval does; MBPP+ (column `test`) is judged by its own, larger tests."""
     shown = list(row["test_list"])
-    asked = row["prompt"] if "prompt" in row else row["text"]
+    task = row["prompt"] if "prompt" in row else row["text"]
     question = (
-        f"You are an expert Python programmer, and here is your task: {asked} Your code should pass these tests:\n\n"
+        f"You are an expert Python programmer, and here is your task: {task} Your code should pass these tests:\n\n"
         + "\n".join(shown[:3])
     )
     setup = [*(row.get("test_imports") or ()), row.get("test_setup_code") or ""]

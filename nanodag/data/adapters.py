@@ -77,16 +77,16 @@ def open_adapter(
     """
     resolved = adapter_name(name, url, kind)
     adapt = _imported(resolved) if ":" in resolved else _entry(resolved, url, kind)
-    wanted = {"kind": kind, **options} if ":" in resolved else _only_taken(adapt, options)
+    arguments = {"kind": kind, **options} if ":" in resolved else _only_taken(adapt, options)
     unread = set() if ":" in resolved else set(columns or ())  # what a user's own function reads is its affair
 
     def record_of(index: int, row: dict) -> dict:
         try:
-            given = renamed(row, columns) if columns else row
-            given = _Watched(given) if unread else given
-            record = adapt(given, **wanted)
-            if isinstance(given, _Watched):
-                _check_read(unread, given)
+            input_row = renamed(row, columns) if columns else row
+            input_row = _Watched(input_row) if unread else input_row
+            record = adapt(input_row, **arguments)
+            if isinstance(input_row, _Watched):
+                _check_read(unread, input_row)
             if kind == "prompt":
                 record.setdefault("prompt_id", f"{url}#{index}")
             check_record(record, kind)

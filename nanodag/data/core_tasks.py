@@ -96,14 +96,14 @@ def find_files(url: str) -> dict[str, Path]:
     """
     parts = Path(url.removeprefix("file:")).parts
     root = Path(*takewhile(lambda part: not set(part) & set("*?["), parts))
-    wanted = {task.file for task in TASKS}
+    task_files = {task.file for task in TASKS}
     path_by_task: dict[str, Path] = {}
     for path in sorted(root.rglob("*.jsonl*")):
         name = path.name.split(".")[0]
-        if name in wanted and name in path_by_task:
+        if name in task_files and name in path_by_task:
             raise SourceError(f"CORE's {name} is there twice: {path_by_task[name]} and {path}. Remove one of them.")
         path_by_task[name] = path
-    if missing := sorted(wanted - path_by_task.keys()):
+    if missing := sorted(task_files - path_by_task.keys()):
         raise SourceError(
             f"CORE needs all of its tasks; {root} lacks {', '.join(f'{name}.jsonl' for name in missing)}."
         )

@@ -72,7 +72,7 @@ def _instructed(messages: Sequence[Mapping[str, Any]], source: SourceConfig) -> 
             f"{source.url}: instruction is put around one question, and a record has {len(places)} user turns. Leave "
             "it out, or slice the source."
         )
-    asked = list(messages)
-    question = asked[places[0]]
-    asked[places[0]] = {**question, "content": source.instruction.replace(QUESTION, question["content"])}
-    return asked
+    turns = list(messages)
+    question = turns[places[0]]
+    turns[places[0]] = {**question, "content": source.instruction.replace(QUESTION, question["content"])}
+    return turns

@@ -144,16 +144,16 @@ class ShardedSource(Source):
 
 def make_room(folder: Path, num_bytes: int) -> None:
     """Remove the files used longest ago until that many bytes more stay within the bound."""
-    found = []
+    files = []
     for path in folder.iterdir():
         try:
             facts = path.stat()
         except FileNotFoundError:  # another process makes room, too
             continue
-        found.append((facts.st_mtime, facts.st_size, path))
-    total = sum(size for _, size, _ in found)
+        files.append((facts.st_mtime, facts.st_size, path))
+    total = sum(size for _, size, _ in files)
     most = min(MOST_BYTES, (total + shutil.disk_usage(folder).free) // 2)
-    for _, size, path in sorted(found):
+    for _, size, path in sorted(files):
         if total + num_bytes <= most:
             return
         if path.suffix != ".tmp":  # somebody may be writing it

@@ -174,16 +174,16 @@ class RowOrder:
     def _from_front(self) -> Iterator[tuple[int, Row]]:
         rows = self._source.rows(self._window_start, self._rank, self._world)
         size = _WINDOW_ROWS if self._shuffle else 1
-        given = self._taken % size  # every window but a pass's last is full, so this is the place in the current one
+        start = self._taken % size  # every window but a pass's last is full, so this is the place in the current one
         while window := list(islice(rows, size)):
             self._window_start = window[0][0]
             number = self._window_start // self._world
             order = permutation(len(window), self._seed, self.epoch, number) if self._shuffle else range(len(window))
-            for place in range(given, len(window)):
+            for place in range(start, len(window)):
                 if place == len(window) - 1:  # a position saved after this row lies in the next window
                     self._window_start = window[-1][0] + 1
                 yield window[int(order[place])]
-            given = 0
+            start = 0
 
 
 class _Share:

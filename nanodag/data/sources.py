@@ -71,10 +71,10 @@ class Source(ABC):
         first = 0
         for number, block in enumerate(self.blocks() or ()):
             end = first + block.num_rows
-            wanted = range(_first_of_shard(max(first, start), shard, num_shards), end, num_shards)
-            if wanted:
+            indices = range(_first_of_shard(max(first, start), shard, num_shards), end, num_shards)
+            if indices:
                 rows = self.read(number)
-                for index in wanted:
+                for index in indices:
                     yield index, rows[index - first]
             first = end
 

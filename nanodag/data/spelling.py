@@ -101,12 +101,12 @@ def count(*, size: int = 1000, seed: int = 0, split: Split = "train") -> Questio
         # Three of four times a letter that is in the word.
         letter = stream.choice(word if stream.random() < 0.75 else "abcdefghijklmnopqrstuvwxyz")
         seen, lines = 0, []
-        for number, found in enumerate(word, start=1):
-            seen += found == letter
-            lines.append(f"{number}. {found}" + (f" - that makes {seen}" if found == letter else ""))
+        for number, character in enumerate(word, start=1):
+            seen += character == letter
+            lines.append(f"{number}. {character}" + (f" - that makes {seen}" if character == letter else ""))
         times = {0: "not at all", 1: "once", 2: "twice"}.get(seen, f"{seen} times")
-        said = [f"{word} is spelled {_spelled(word)}. I look for {letter}:", *lines, f"{letter} occurs {times}."]
-        return _asked(stream, _COUNT, word=word, letter=letter), "\n".join([*said, f"#### {seen}"])
+        steps = [f"{word} is spelled {_spelled(word)}. I look for {letter}:", *lines, f"{letter} occurs {times}."]
+        return _asked(stream, _COUNT, word=word, letter=letter), "\n".join([*steps, f"#### {seen}"])
 
     return Questions("count", ask, reward="gsm8k", size=size, seed=seed, split=split)
 

@@ -166,17 +166,17 @@ class Benchmark:
         answers, ValueError for another number of them."""
         records = []
         for item in self.items:
-            given = answers[item.id]
-            if len(given) != self.config.num_samples:
-                raise ValueError(f"item {item.id} has {len(given)} answers, not {self.config.num_samples}")
+            item_answers = answers[item.id]
+            if len(item_answers) != self.config.num_samples:
+                raise ValueError(f"item {item.id} has {len(item_answers)} answers, not {self.config.num_samples}")
             records.append(
                 written_record(
                     self.config,
                     item_id=item.id,
                     prompt=item.messages[-1]["content"],
                     target=item.target,
-                    answers=given,
-                    judged=[self.judge(item, answer) for answer in given],
+                    answers=item_answers,
+                    judged=[self.judge(item, answer) for answer in item_answers],
                 )
             )
         return result_of(
@@ -212,14 +212,14 @@ class Benchmark:
 
     def _value(self, field: str, doc: Mapping[str, Any]) -> Any:
         """A field of the form for a row: a function of it, a column, or a template; a list where it is written so."""
-        wanted = self._form[field]
-        if isinstance(wanted, FunctionName):
-            return _function(wanted)(doc)
-        if not isinstance(wanted, str):
-            return wanted
-        if wanted in doc:
-            return doc[wanted]
-        text = _TEMPLATES.from_string(wanted).render(**doc)
+        definition = self._form[field]
+        if isinstance(definition, FunctionName):
+            return _function(definition)(doc)
+        if not isinstance(definition, str):
+            return definition
+        if definition in doc:
+            return doc[definition]
+        text = _TEMPLATES.from_string(definition).render(**doc)
         if field == "doc_to_target" and text.startswith("[") and text.endswith("]"):
             try:
                 return ast.literal_eval(text)
@@ -233,7 +233,7 @@ def _function(name: FunctionName) -> Callable[..., Any]:
     module, _, function = name.rpartition(".")
     file = name.module_beside
     try:
-        found: Callable[..., Any] = function_in(file, function) if file else function_at(f"{module}:{function}")
+        member: Callable[..., Any] = function_in(file, function) if file else function_at(f"{module}:{function}")
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"A form names the function {name}, which cannot be imported: {error}.") from error
-    return found
+    return member

@@ -47,19 +47,19 @@ def problem(doc: Mapping[str, Any], results: Sequence[str]) -> Returned:
     except Exception as error:  # noqa: BLE001 - verifiers of other packages raise on text that is no answer to them
         log.warning("Counted as wrong, the verifier %s raised %r on %.80r", prompt["reward"], error, results[0])
         return {"exact_match": 0.0, "parsed": ""}
-    found: Returned = {"exact_match": float(getattr(judged, "value", judged) >= 1.0)}
+    scores: Returned = {"exact_match": float(getattr(judged, "value", judged) >= 1.0)}
     parsed = getattr(judged, "parsed", None)
-    return found if parsed is None else {**found, "parsed": parsed}
+    return scores if parsed is None else {**scores, "parsed": parsed}
 
 
 def gsm8k(doc: Mapping[str, Any], results: Sequence[str]) -> Returned:
     """exact_match: the number behind the first `####` is right, as in lm-eval's strict-match; parsed is that number.
     flexible: the last number of the text is right, as in its flexible-extract. Numbers are compared as texts."""
-    wanted, strict = _bare(doc["answer"]), _STRICT.search(results[0])
+    expected, strict = _bare(doc["answer"]), _STRICT.search(results[0])
     numbers = _FLEXIBLE.findall(results[0])
     parsed = _bare(strict[1]) if strict else ""
-    flexible = float(bool(numbers) and _bare(numbers[-1]) == wanted)
-    return {"exact_match": float(parsed == wanted), "parsed": parsed, "flexible": flexible}
+    flexible = float(bool(numbers) and _bare(numbers[-1]) == expected)
+    return {"exact_match": float(parsed == expected), "parsed": parsed, "flexible": flexible}
 
 
 def gsm8k_answered(doc: Mapping[str, Any], results: Sequence[str]) -> Returned:
@@ -95,7 +95,7 @@ def gpqa_choices(rows: "Dataset") -> "Dataset":
 
     def chosen(row: dict[str, Any]) -> dict[str, Any]:
         _, choices, right, _ = gpqa_choice(row)
-        return {**{f"choice{n}": one for n, one in enumerate(choices, start=1)}, "answer": f"({'ABCD'[right]})"}
+        return {**{f"choice{n}": choice for n, choice in enumerate(choices, start=1)}, "answer": f"({'ABCD'[right]})"}
 
     return rows.map(chosen)
 
@@ -151,12 +151,12 @@ def instructions_followed(doc: Mapping[str, Any], results: Sequence[str]) -> Ret
         return {"exact_match": 0.0, "loose": 0.0, "instructions": 0.0, "parsed": ""}
     names, arguments = prompt["metadata"]["instruction_id_list"], prompt["metadata"]["kwargs"]
     each = [
-        {**prompt, "metadata": {"instruction_id_list": [name], "kwargs": [given]}}
-        for name, given in zip(names, arguments, strict=True)
+        {**prompt, "metadata": {"instruction_id_list": [name], "kwargs": [kwargs]}}
+        for name, kwargs in zip(names, arguments, strict=True)
     ]
     lines = results[0].split("\n")
     cut = [results[0], *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]
     variants = [*cut, *(text.replace("*", "") for text in cut)]
-    is_loose = all(any(instruction_following(one, text).value for text in variants) for one in each)
+    is_loose = all(any(instruction_following(instruction, text).value for text in variants) for instruction in each)
     scores = {"exact_match": strict.value, "loose": float(is_loose), "instructions": strict.components["instructions"]}
     return {**scores, "parsed": results[0]}

@@ -51,19 +51,19 @@ def run_core(checkpoint: EvaluatedModel, config: BenchmarkConfig) -> BenchmarkRe
     for task in TASKS:
         data = read_items(files[task.file], config.limit)
         judged = score_task(checkpoint, task, data)
-        scores[task.label] = score_of([float(one.is_right) for one in judged])
+        scores[task.label] = score_of([float(item.is_right) for item in judged])
         records += [
             {
                 "id": f"{task.label}:{number}",
                 "part": task.label,
                 "weight": 1 / len(data),
-                "scores": {"core": centred(float(one.is_right), task.baseline), task.label: float(one.is_right)},
-                **({"too_long": True} if one.is_too_long else {}),
+                "scores": {"core": centred(float(item.is_right), task.baseline), task.label: float(item.is_right)},
+                **({"too_long": True} if item.is_too_long else {}),
             }
-            for number, one in enumerate(judged)
+            for number, item in enumerate(judged)
         ]
-    given = [(scores[task.label], task.baseline) for task in TASKS]
-    core = centred_mean([(score.value, score.stderr, score.num_items, chance) for score, chance in given])
+    task_scores = [(scores[task.label], task.baseline) for task in TASKS]
+    core = centred_mean([(score.value, score.stderr, score.num_items, chance) for score, chance in task_scores])
     return BenchmarkResult(
         name=config.name,
         form="core",
@@ -107,14 +107,14 @@ def chat_core_of(results: Mapping[str, Mapping[str, Any]], samples: Path) -> Ben
 
 
 def _chat_records(name: str, metric: str, samples: Path) -> list[dict[str, Any]]:
-    given = read_records(samples / f"{name}.jsonl")
+    records = read_records(samples / f"{name}.jsonl")
     return [
         {
             "id": f"{name}:{record['id']}",
             "part": name,
-            "weight": 1 / len(given),
+            "weight": 1 / len(records),
             "scores": {CHAT_CORE: centred(record["scores"][metric], CHAT_TASKS[name])},
             **{count: record[count] for count in ("too_long", "unparsed", "truncated") if count in record},
         }
-        for record in given
+        for record in records
     ]

@@ -196,13 +196,13 @@ class EvaluatedModel(TemplateLM):
             by_context.setdefault(tuple(context), {})[tuple(answer)] = None
         questions = [Question(context, tuple(answers)) for context, answers in by_context.items()]
         scored = self.score(questions)
-        found: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[float, bool]] = {}
+        result_by_request: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[float, bool]] = {}
         for question, scores in zip(questions, scored, strict=True):
             fits = question.fits(self.max_positions)
             for choice, score in zip(question.answers, scores, strict=True):
                 pair = (score.logprob, score.is_greedy)
-                found[question.context, choice] = pair if fits else CutScore(pair)
-        return [found[tuple(context), tuple(answer)] for _, context, answer in requests]
+                result_by_request[question.context, choice] = pair if fits else CutScore(pair)
+        return [result_by_request[tuple(context), tuple(answer)] for _, context, answer in requests]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
         """The log-probability of whole texts, each from the start-of-document token; a text longer than the model's
@@ -245,9 +245,9 @@ class EvaluatedModel(TemplateLM):
             )
             opened.append(tags is not None and context.rstrip().endswith(tags.begin))
         answers: list[str] = []
-        for (ids, ending), one, is_open in zip(self.write(prompts, params), params, opened, strict=True):
+        for (ids, ending), sampling, is_open in zip(self.write(prompts, params), params, opened, strict=True):
             text = self._decode(ids, keep=() if tags is None else (tags.begin, tags.end))
-            answers.append(answer_of(text, ending=ending, tags=tags, is_open=is_open, stops=one.stop or ()))
+            answers.append(answer_of(text, ending=ending, tags=tags, is_open=is_open, stops=sampling.stop or ()))
         return answers
 
     def complete(self, prompts: Sequence[list[int]]) -> list[str]:
@@ -264,9 +264,9 @@ class EvaluatedModel(TemplateLM):
         A prompt that leaves its answer no room in the model's positions is not asked. What was kept of the benchmark is
         not written again.
         """
-        limits = [one.max_new_tokens or 0 for one in params]
-        asked = [n for n, prompt in enumerate(prompts) if len(prompt) + limits[n] <= self.max_positions]
-        if num_over := len(prompts) - len(asked):
+        limits = [sampling.max_new_tokens or 0 for sampling in params]
+        fitting = [n for n, prompt in enumerate(prompts) if len(prompt) + limits[n] <= self.max_positions]
+        if num_over := len(prompts) - len(fitting):
             most = self.max_positions - max(limits)
             log.warning(
                 "%d of %s are longer than %d tokens, what max_new_tokens %d leaves of the model's %d; they are not "
@@ -274,19 +274,19 @@ class EvaluatedModel(TemplateLM):
                 num_over, counted(len(prompts), "prompt"), most, max(limits), self.max_positions,
             )  # fmt: skip
         written: list[tuple[list[int], Ending]] = [([], "too_long")] * len(prompts)
-        keys = {n: content_key("written", prompts[n], params[n].model_dump(mode="json")) for n in asked}
+        keys = {n: content_key("written", prompts[n], params[n].model_dump(mode="json")) for n in fitting}
         missing = []
-        for n in asked:
-            found = None if self.kept is None else self.kept.get(keys[n])
-            if found is None:
+        for n in fitting:
+            kept_answer = None if self.kept is None else self.kept.get(keys[n])
+            if kept_answer is None:
                 missing.append(n)
             else:
-                written[n] = (found["ids"], found["ending"])
+                written[n] = (kept_answer["ids"], kept_answer["ending"])
         if missing:
             requests = [Request(input_ids=prompts[n], params=params[n], return_logprob=False) for n in missing]
-            context = min(slot_tokens(max(len(prompts[n]) + limits[n] for n in asked)), self.max_positions)
-            sampler = self._sampler_for(context, sum(len(prompts[n]) + limits[n] for n in asked))
-            num_done = len(asked) - len(missing)
+            context = min(slot_tokens(max(len(prompts[n]) + limits[n] for n in fitting)), self.max_positions)
+            sampler = self._sampler_for(context, sum(len(prompts[n]) + limits[n] for n in fitting))
+            num_done = len(fitting) - len(missing)
 
             def keep(number: int, completion: Completion) -> None:
                 nonlocal num_done
@@ -295,11 +295,11 @@ class EvaluatedModel(TemplateLM):
                 if self.kept is not None:
                     self.kept.add({keys[n]: {"ids": written[n][0], "ending": written[n][1]}})
                 num_done += 1
-                self.on_progress(num_done, len(asked))
+                self.on_progress(num_done, len(fitting))
 
             sampler.write(requests, keep)
-        self.tokens_read += sum(len(prompts[n]) for n in asked)
-        self.tokens_written += sum(len(written[n][0]) for n in asked)
+        self.tokens_read += sum(len(prompts[n]) for n in fitting)
+        self.tokens_written += sum(len(written[n][0]) for n in fitting)
         return written
 
     def _ended(self, completion: Completion) -> tuple[list[int], Ending]:

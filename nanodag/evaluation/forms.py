@@ -149,7 +149,7 @@ def _functions(value: Any) -> list[FunctionName]:
     if isinstance(value, FunctionName):
         return [value]
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return [name for one in inner for name in _functions(one)]
+    return [name for child in inner for name in _functions(child)]
 
 
 def _file_of(config: BenchmarkConfig, *, chat: bool) -> tuple[Path, bool]:

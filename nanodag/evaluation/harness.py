@@ -84,13 +84,13 @@ def run_benchmark(
         # What the form's own function returned stands in the order of the samples, those of the first filter in front.
         # Without such a function the sample itself has the metrics.
         texts = [text if isinstance(text := sample["filtered_resps"][0], str) else "" for sample in samples]
-        judged = [judged_from(found, text, metrics) for found, text in zip(returned or samples, texts, strict=False)]
+        judged = [judged_from(scores, text, metrics) for scores, text in zip(returned or samples, texts, strict=False)]
         groups = range(0, len(samples), config.num_samples)
         records = [
             _written_record(config, samples[i : i + config.num_samples], judged[i : i + config.num_samples])
             for i in groups
         ]
-        means = {name: math.fsum(one.scores[name] for one in judged) / len(judged) for name in metrics}
+        means = {name: math.fsum(verdict.scores[name] for verdict in judged) / len(judged) for name in metrics}
     else:
         records = [_likelihood_record(sample, metrics) for sample in samples]
         means = {}
@@ -120,13 +120,13 @@ def _keep_what_is_returned(task: Any, kept: KeptLines | None) -> list[Mapping[st
     def process_results(doc: Mapping[str, Any], results: Sequence[Any]) -> dict[str, Any]:
         is_written = all(isinstance(text, str) for text in results) and "item_id" in doc
         key = content_key("judged", doc["item_id"], list(results)) if is_written else ""
-        found = kept.get(key) if kept is not None else None
-        if found is None:
-            found = plain(function(doc, results)) if is_written else function(doc, results)
+        verdict = kept.get(key) if kept is not None else None
+        if verdict is None:
+            verdict = plain(function(doc, results)) if is_written else function(doc, results)
             if kept is not None and is_written:
-                kept.add({key: found})
-        returned.append(found)
-        return {name: found[name] for name in metrics if name in found}
+                kept.add({key: verdict})
+        returned.append(verdict)
+        return {name: verdict[name] for name in metrics if name in verdict}
 
     if callable(function):
         task.config.process_results = process_results

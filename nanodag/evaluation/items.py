@@ -137,11 +137,11 @@ def _splits(read: Callable[[SourceConfig, Path | None], Iterator[tuple[Row, Item
     mirror = Path(options["mirror"]) if options.get("mirror") else None
     splits = {"test": select(read(source, mirror), options["limit"], options["seed"])}
     if options.get("fewshot"):
-        wanted = options["num_fewshot"]
+        num_fewshot = options["num_fewshot"]
         examples = SourceConfig.model_validate(options["fewshot"])
-        splits["fewshot"] = select(read(examples, mirror), wanted, options["seed"])
-        if len(splits["fewshot"]) < wanted:
-            raise SourceError(f"{examples.url} has {len(splits['fewshot'])} rows; num_fewshot asks for {wanted}.")
+        splits["fewshot"] = select(read(examples, mirror), num_fewshot, options["seed"])
+        if len(splits["fewshot"]) < num_fewshot:
+            raise SourceError(f"{examples.url} has {len(splits['fewshot'])} rows; num_fewshot asks for {num_fewshot}.")
     if not splits["test"]:
         raise SourceError(f"Benchmark {options['benchmark']}: {source.url} gave no items.")
     return {name: Dataset.from_list(items) for name, items in splits.items()}

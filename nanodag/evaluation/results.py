@@ -149,15 +149,15 @@ class BenchmarkResult:
     def __str__(self) -> str:
         """`gsm8k exact_match 0.412 +- 0.025, 95 % interval 0.364 to 0.461, 400 items, 3 answers unparsed`."""
         score, counts = self.scores[self.metric], self.counts
-        said = [
+        parts = [
             f"{self.name} {self.metric} {score.value:.3f} +- {score.stderr:.3f}",
             f"95 % interval {score.low:.3f} to {score.high:.3f}",
             counted(score.num_items, "item"),
         ]
         if counts["too_long"]:
-            said.append(f"{counted(counts['too_long'], 'prompt')} too long")
-        said += [f"{counted(counts[name], 'answer')} {name}" for name in ("unparsed", "truncated") if counts[name]]
-        return ", ".join(said)
+            parts.append(f"{counted(counts['too_long'], 'prompt')} too long")
+        parts += [f"{counted(counts[name], 'answer')} {name}" for name in ("unparsed", "truncated") if counts[name]]
+        return ", ".join(parts)
 
 
 def result_of(
@@ -212,24 +212,24 @@ def written_record(
     if answers[0].ending == "too_long":
         record["too_long"] = True
     else:
-        num_unparsed = sum(not one.parsed for one in judged)
+        num_unparsed = sum(not verdict.parsed for verdict in judged)
         num_truncated = sum(answer.ending == "length" for answer in answers)
         record |= {name: n for name, n in (("unparsed", num_unparsed), ("truncated", num_truncated)) if n}
-    samples = [_sample(answer, one) for answer, one in zip(answers, judged, strict=True)]
+    samples = [_sample(answer, verdict) for answer, verdict in zip(answers, judged, strict=True)]
     if config.num_samples == 1:
         return shortened({**record, **samples[0]})
-    listed = [{**sample, "scores": dict(one.scores)} for sample, one in zip(samples, judged, strict=True)]
+    listed = [{**sample, "scores": dict(verdict.scores)} for sample, verdict in zip(samples, judged, strict=True)]
     return shortened({**record, "samples": listed})
 
 
 def _scores(config: BenchmarkConfig, judged: Sequence[Judged]) -> dict[str, float]:
     """Scores of an item: the metrics over samples that the benchmark asks for, made of the form's first one, and the
     means of the form's others; of a single sample that asks for none, the form's as they are."""
-    means = {name: math.fsum(one.scores[name] for one in judged) / len(judged) for name in judged[0].scores}
+    means = {name: math.fsum(verdict.scores[name] for verdict in judged) / len(judged) for name in judged[0].scores}
     if not config.metrics_over_samples:
         return means
     first = next(iter(means))
-    base, parsed = [one.scores[first] for one in judged], [one.parsed for one in judged]
+    base, parsed = [verdict.scores[first] for verdict in judged], [verdict.parsed for verdict in judged]
     over = {metric: over_samples(metric, base, parsed) for metric in config.metrics_over_samples}
     return over | {name: value for name, value in means.items() if name != first}
 

@@ -67,19 +67,21 @@ def run_environment(
     """
     items, source = _items(config, chat=chat, seed=seed, mirror=mirror)
     params = partial(sampling_params, config, seed=seed, max_new_tokens=max_new_tokens, until=())
-    asked = [
+    rollouts = [
         (item, params(item_id=item["item_id"], sample=sample).model_dump(mode="json"))
         for item in items
         for sample in range(config.num_samples)
     ]
     of_taskset = {f"taskset.{name}": value for name, value in source.parameters.items()}
-    outcomes = asyncio.run(_outcomes(model, block_of(source.path, {**of_taskset, **config.options}), asked))
-    failed = [one["error"] for one in outcomes if "error" in one]
+    outcomes = asyncio.run(_outcomes(model, block_of(source.path, {**of_taskset, **config.options}), rollouts))
+    failed = [outcome["error"] for outcome in outcomes if "error" in outcome]
     if len(failed) > MOST_FAILED * len(outcomes):
         raise StageFailed(f"Benchmark {config.name!r}: {len(failed)} of {len(outcomes)} rollouts failed: {failed[0]}")
     if failed:
-        log.warning("%s: %d of %d rollouts failed and count as 0: %s", config.name, len(failed), len(asked), failed[0])
-    names = dict.fromkeys(name for one in outcomes for name in one["scores"])
+        log.warning(
+            "%s: %d of %d rollouts failed and count as 0: %s", config.name, len(failed), len(rollouts), failed[0]
+        )
+    names = dict.fromkeys(name for outcome in outcomes for name in outcome["scores"])
     groups = [outcomes[n : n + config.num_samples] for n in range(0, len(outcomes), config.num_samples)]
     return result_of(
         config,
@@ -101,8 +103,8 @@ def _items(config: BenchmarkConfig, *, chat: bool, seed: int, mirror: str) -> tu
     ):  # fmt: skip
         if is_set:
             raise ConfigError(f"Benchmark {config.name!r}: {name} means nothing to form verifiers; leave it out.")
-    found = held_out_records(config.source, "prompt", Path(mirror) if mirror else None)
-    items = select(((row, {"record": record}) for _, row, record in found), config.limit, seed)
+    records = held_out_records(config.source, "prompt", Path(mirror) if mirror else None)
+    items = select(((row, {"record": record}) for _, row, record in records), config.limit, seed)
     return items, parse_url(config.source.url)
 
 
@@ -132,19 +134,19 @@ async def _outcomes(
             except EpisodeFailed as error:
                 if isinstance(error, EpisodeLost):
                     lost.append(number)
-                found: dict[str, Any] = {"scores": {"reward": 0.0}, "reply": "", "is_cut": False, "error": str(error)}
+                result: dict[str, Any] = {"scores": {"reward": 0.0}, "reply": "", "is_cut": False, "error": str(error)}
             else:
                 scores = {**outcome.components, **outcome.metrics, "turns": float(outcome.turns)}
-                found = {
+                result = {
                     "scores": {"reward": outcome.reward, **scores},
                     "reply": outcome.reply,
                     "is_cut": outcome.is_cut,
                 }
                 model.tokens_read += outcome.prompt_tokens
                 model.tokens_written += outcome.completion_tokens
-        outcomes[number] = found
-        if kept is not None and "error" not in found:
-            kept.add({keys[number]: found})
+        outcomes[number] = result
+        if kept is not None and "error" not in result:
+            kept.add({keys[number]: result})
         num_open = sum(outcome is None for outcome in outcomes)
         model.on_progress(len(missing) - num_open, len(missing))
 
@@ -170,12 +172,12 @@ async def _outcomes(
 
 def _sampling(params: Mapping[str, Any]) -> dict[str, Any]:
     """Sampling settings of each call of a rollout. A rollout's seed is that of all its calls: their prompts differ."""
-    asked = {"temperature": params["temperature"], "top_p": params["top_p"], "max_tokens": params["max_new_tokens"]}
+    settings = {"temperature": params["temperature"], "top_p": params["top_p"], "max_tokens": params["max_new_tokens"]}
     if params["top_k"] > 0:
-        asked["top_k"] = params["top_k"]
+        settings["top_k"] = params["top_k"]
     if params["sampling_seed"] is not None:
-        asked["seed"] = params["sampling_seed"]
-    return asked
+        settings["seed"] = params["sampling_seed"]
+    return settings
 
 
 def _record(
@@ -186,14 +188,14 @@ def _record(
         item_id=item["item_id"],
         prompt=item["record"]["messages"][-1]["content"],
         target="",
-        answers=[Answer(one["reply"], ending="length" if one["is_cut"] else "stop") for one in outcomes],
+        answers=[Answer(outcome["reply"], ending="length" if outcome["is_cut"] else "stop") for outcome in outcomes],
         judged=[
             Judged(
-                scores={name: float(one["scores"].get(name, 0.0)) for name in names},
-                parsed=one["reply"].strip() or "-",
-                details={"error": one["error"]} if "error" in one else {},
+                scores={name: float(outcome["scores"].get(name, 0.0)) for name in names},
+                parsed=outcome["reply"].strip() or "-",
+                details={"error": outcome["error"]} if "error" in outcome else {},
             )
-            for one in outcomes
+            for outcome in outcomes
         ],
     )
 

@@ -105,8 +105,8 @@ def two_responses(text: str) -> bool:
 
 def repeat_prompt(text: str, *, prompt_to_repeat: str) -> bool:
     """Begins with the request, word for word, and something follows."""
-    wanted, given = prompt_to_repeat.strip().lower(), text.strip().lower()
-    return given.startswith(wanted) and len(given) > len(wanted)
+    request, answer = prompt_to_repeat.strip().lower(), text.strip().lower()
+    return answer.startswith(request) and len(answer) > len(request)
 
 
 def end_phrase(text: str, *, end_phrase: str) -> bool:
@@ -172,7 +172,7 @@ def instruction_following(prompt: Mapping[str, Any], completion: str) -> Reward:
     if unknown := [name for name in names if name not in RULES]:
         raise ValueError(f"there is no rule for the instruction {unknown[0]!r}; known are {', '.join(sorted(RULES))}")
     followed = [
-        bool(completion.strip()) and RULES[name](completion, **{k: v for k, v in given.items() if v is not None})
-        for name, given in zip(names, arguments, strict=True)
+        bool(completion.strip()) and RULES[name](completion, **{k: v for k, v in kwargs.items() if v is not None})
+        for name, kwargs in zip(names, arguments, strict=True)
     ]
     return Reward(float(all(followed)), {"instructions": sum(followed) / len(followed)})

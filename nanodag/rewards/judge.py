@@ -113,8 +113,8 @@ class Judge:
         prompt, response = sample
         file, url = self._file, f"{self._file.url.rstrip('/')}/chat/completions"
         try:
-            asked = self._asked(_places(prompt), response)
-            text, num_read, num_written = _reply_of(post_json(self._client, url, asked))
+            body = self._asked(_places(prompt), response)
+            text, num_read, num_written = _reply_of(post_json(self._client, url, body))
             paid = (num_read * file.price.input + num_written * file.price.output) / 1e6
             return Reward(score_in(text, file), {"price": paid})
         except (httpx.HTTPError, ValueError) as error:
@@ -161,9 +161,9 @@ def _reply_of(answer: Any) -> tuple[str, int, int]:
 def _places(prompt: Mapping[str, Any]) -> dict[str, str]:
     """Texts for {question} (the last message of the user), {conversation} (all of them), {reference}."""
     messages = prompt.get("messages") or []
-    asked = [message_text(message) for message in messages if message.get("role") == "user"]
+    questions = [message_text(message) for message in messages if message.get("role") == "user"]
     return {
-        "question": asked[-1] if asked else "",
+        "question": questions[-1] if questions else "",
         "conversation": "\n\n".join(f"{message['role']}: {message_text(message)}" for message in messages),
         "reference": str(prompt.get("answer") or ""),
     }

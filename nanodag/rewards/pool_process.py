@@ -49,7 +49,7 @@ def _answer(question: Mapping[str, Any], timeout_s: float) -> Any:
     time_limit.begin(timeout_s * len(samples))
     try:
         by_reward = [_rewards(name, samples) for name in weights]
-        return [_score(weights, found) for found in zip(*by_reward, strict=True)]
+        return [_score(weights, outcomes) for outcomes in zip(*by_reward, strict=True)]
     finally:
         time_limit.end()
 

@@ -41,8 +41,8 @@ class Remote:
     def score_batch(self, samples: Sequence[tuple[Mapping[str, Any], str]]) -> list[Reward | str]:
         """The reward of each sample, or the reason why it has none. Raises httpx.HTTPError or ValueError for a request
         that failed as a whole."""
-        asked = {"samples": [{"prompt": dict(prompt), "completion": text} for prompt, text in samples]}
-        reply = post_json(self._client, self._url, asked)
+        body = {"samples": [{"prompt": dict(prompt), "completion": text} for prompt, text in samples]}
+        reply = post_json(self._client, self._url, body)
         rewards = reply.get("rewards") if isinstance(reply, dict) else None
         if not isinstance(rewards, list) or len(rewards) != len(samples):
             raise ValueError(f"{self._url} answered {len(samples)} samples with {str(reply)[:120]!r}")

@@ -90,7 +90,7 @@ class RewardPool:
                     f"({', '.join(entries.names('reward'))}): name it as the stage's `reward`."
                 )
             weights[reward] = weights.get(reward, 0.0) + weight
-        records = [{**prompt, REPORTED: one} for one in reported or [None] * len(completions)]
+        records = [{**prompt, REPORTED: report} for report in reported or [None] * len(completions)]
         pairs = zip(records, completions, strict=True)
         samples = [_Sample(weights, record, completion, Future()) for record, completion in pairs]
         for lot in [samples] if samples and _has(weights, "group:") else [[sample] for sample in samples]:

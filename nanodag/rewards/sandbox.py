@@ -125,9 +125,11 @@ def run_python(
     """Run a program to its end, or for timeout_s seconds. max_bytes: the address space of each of its processes.
     is_given_up: looked at every WATCH_S where it is given; true ends the program as its time does. behind: the walls in
     the place of `walls()`. Raises MissingTool where there are no walls."""
-    found = (behind or walls)()
+    chosen_walls = (behind or walls)()
     with ExitStack() as stack:
-        started = _start(stack, found, program, stdin=stdin, timeout_s=timeout_s, max_bytes=max_bytes, further=further)
+        started = _start(
+            stack, chosen_walls, program, stdin=stdin, timeout_s=timeout_s, max_bytes=max_bytes, further=further
+        )
         return started.finished(_wait([started], timeout_s, max_bytes, is_given_up), max_bytes)
 
 
@@ -135,35 +137,35 @@ def run_python(
 def walls() -> Walls | None:
     """The walls that work here; None, after a warning, where NANODAG_SANDBOX says that none are needed. Raises
     MissingTool where there are none."""
-    asked = os.environ.get(OPT_OUT, "")
-    if asked == "limits":
+    opt_out = os.environ.get(OPT_OUT, "")
+    if opt_out == "limits":
         log.warning(
             "%s=limits: programs that the model writes run as this user, with its files and its network; only time, "
             "memory, output and processes are limited.",
             OPT_OUT,
         )
         return None
-    if asked:
-        raise MissingTool(f"{OPT_OUT} is {asked!r}, and only `limits` means something: unset it, or say limits.")
-    found, why = _found()
-    if found is None:
+    if opt_out:
+        raise MissingTool(f"{OPT_OUT} is {opt_out!r}, and only `limits` means something: unset it, or say limits.")
+    working_walls, why = _found()
+    if working_walls is None:
         raise MissingTool(
             f"Programs that a model writes run in a sandbox only, and there is none: {why}. {REMEDY}. Or, where "
             f"nothing of value is, set {OPT_OUT}=limits: programs then run as this user, with its files and its "
             "network."
         )
     log.info("Programs that the model writes run in bubblewrap; memory is bounded by %s.", cgroup.in_force())
-    return found
+    return working_walls
 
 
 def why_no_walls() -> str:
     """Why there are no walls for what never runs without, and what to do; empty where there are some."""
-    found, why = _found()
-    if found is None:
+    working_walls, why = _found()
+    if working_walls is None:
         unset = f", and unset {OPT_OUT}, which opens nothing here" if os.environ.get(OPT_OUT) else ""
         return f"it runs in a sandbox only, and there is none: {why}. {REMEDY}{unset}."
-    if asked := os.environ.get(OPT_OUT):
-        return f"it runs in a sandbox only, which {OPT_OUT}={asked} takes away: unset {OPT_OUT}."
+    if opt_out := os.environ.get(OPT_OUT):
+        return f"it runs in a sandbox only, which {OPT_OUT}={opt_out} takes away: unset {OPT_OUT}."
     return ""
 
 
@@ -280,11 +282,11 @@ def _start(
     if behind is not None:
         source = stack.enter_context((folder / "program.py").open("rb"))
         rules = stack.enter_context(seccomp.filter_path().open("rb"))
-        before, found = behind.showing([*further.read_only, *(path for path, _ in further.shown)])
-        wanted = [*further.read_only, *(place for _, place in further.shown)]
+        before, bind_sources = behind.showing([*further.read_only, *(path for path, _ in further.shown)])
+        bind_targets = [*further.read_only, *(place for _, place in further.shown)]
         binds = [
             part
-            for number, pair in enumerate(zip(found, wanted, strict=True))
+            for number, pair in enumerate(zip(bind_sources, bind_targets, strict=True))
             for part in ("--ro-bind" if number < len(further.read_only) else "--bind", *pair)
         ]
         command = [*before, *_options(behind, binds, max_bytes, source=source.fileno(), rules=rules.fileno())]
@@ -341,7 +343,7 @@ def _wait(
 ) -> str:
     """Wait for the end of the first; `time` or `memory` when it had to be ended for that. All end with it, and what
     they started. max_bytes: of a process; all processes of one together get MAX_TOGETHER times that."""
-    first, watched = started[0].child, [one.child.pid for one in started if not one.is_bounded]
+    first, watched = started[0].child, [program.child.pid for program in started if not program.is_bounded]
     deadline, ended = time.monotonic() + timeout_s, ""
     while not ended:
         left_s = max(0.0, deadline - time.monotonic())
@@ -351,8 +353,8 @@ def _wait(
             ended = "time"
         elif any(_memory(pid) > _most_together(max_bytes) for pid in watched):
             ended = "memory"
-    for one in started:
-        one.child.kill()
+    for program in started:
+        program.child.kill()
     return ended
 
 

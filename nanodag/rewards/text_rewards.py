@@ -41,12 +41,12 @@ def gsm8k(prompt: Mapping[str, Any], completion: str) -> Reward:
     that line; text on later lines is ignored. A completion with a second `####` is wrong: it would be a way
     to guess twice. The prompt's answer may be the number alone or a worked solution that ends in `#### number`.
     """
-    wanted = plain_number(prompt["answer"].rpartition("####")[2])
-    if wanted is None:
+    expected = plain_number(prompt["answer"].rpartition("####")[2])
+    if expected is None:
         raise ValueError(f"the prompt's answer {prompt['answer']!r:.80} has no number")
-    _, *given = completion.split("####")
-    found = plain_number(given[0].strip(" \t").partition("\n")[0]) if len(given) == 1 else None
-    return right_or_wrong(found == wanted, "" if found is None else str(found))
+    _, *candidates = completion.split("####")
+    number = plain_number(candidates[0].strip(" \t").partition("\n")[0]) if len(candidates) == 1 else None
+    return right_or_wrong(number == expected, "" if number is None else str(number))
 
 
 @entry("reward", "f1")
@@ -58,11 +58,11 @@ def f1(prompt: Mapping[str, Any], completion: str) -> Reward:
     Source: SQuAD, arXiv:1606.05250, section 6.1.
     """
     answers = prompt["metadata"].get("answers") or [prompt["answer"]]
-    given = _words(completion)
-    wanted = [_words(answer) for answer in answers]
-    shared = [sum((Counter(given) & Counter(words)).values()) for words in wanted]
-    scores = [2 * n / (len(given) + len(words)) if n else 0.0 for n, words in zip(shared, wanted, strict=True)]
-    return Reward(max(scores), {"exact": float(bool(given) and given in wanted)})
+    response = _words(completion)
+    references = [_words(answer) for answer in answers]
+    shared = [sum((Counter(response) & Counter(words)).values()) for words in references]
+    scores = [2 * n / (len(response) + len(words)) if n else 0.0 for n, words in zip(shared, references, strict=True)]
+    return Reward(max(scores), {"exact": float(bool(response) and response in references)})
 
 
 def _words(text: str) -> list[str]:
@@ -77,13 +77,13 @@ def multiple_choice(prompt: Mapping[str, Any], completion: str) -> Reward:
     stop (`B. Paris`), or says `answer is B`, `Answer: B`. Several different letters named are wrong: it would be
     guessing twice. The prompt's answer is the letter.
     """
-    wanted = prompt["answer"].strip().upper()
-    if not re.fullmatch("[A-Z]", wanted):
+    expected = prompt["answer"].strip().upper()
+    if not re.fullmatch("[A-Z]", expected):
         raise ValueError(f"the prompt's answer {prompt['answer']!r:.80} is no letter")
     stated = {letter.upper() for letter in _STATED.findall(completion)}
     if not stated:
         stated = _leading_letters(completion.strip())
-    return right_or_wrong(stated == {wanted}, next(iter(stated)) if len(stated) == 1 else "")
+    return right_or_wrong(stated == {expected}, next(iter(stated)) if len(stated) == 1 else "")
 
 
 def _leading_letters(text: str) -> set[str]:
@@ -115,13 +115,13 @@ def short_answer(prompt: Mapping[str, Any], completion: str) -> Reward:
     """
     if letter := _BRACKETED.fullmatch(prompt["answer"].strip()):
         return multiple_choice({**prompt, "answer": letter.group(1)}, completion)
-    wanted = _plain(prompt["answer"])
-    if not wanted:
+    expected = _plain(prompt["answer"])
+    if not expected:
         raise ValueError(f"the prompt's answer {prompt['answer']!r:.80} has no words")
     stated = [text.partition("\n")[0] for text in _STATING.split(completion)[1:]]
     texts = stated or [completion.strip().rpartition("\n")[2]]
-    given = {_plain(text) for text in texts if len(text) <= MAX_WORDS_CHARACTERS}
-    return right_or_wrong(given == {wanted}, given.pop() if len(given) == 1 else "")
+    answers = {_plain(text) for text in texts if len(text) <= MAX_WORDS_CHARACTERS}
+    return right_or_wrong(answers == {expected}, answers.pop() if len(answers) == 1 else "")
 
 
 def _plain(text: str) -> str:
@@ -139,16 +139,16 @@ def math_answer(prompt: Mapping[str, Any], completion: str) -> Reward:
     """
     from math_verify import parse, verify  # in here: importing sympy takes half a second
 
-    given = _answer_of(completion)
-    if given is None:
+    answer = _answer_of(completion)
+    if answer is None:
         return right_or_wrong(False, "")
     gold = _parsed(parse, _answer_of(prompt["answer"]) or prompt["answer"])
     if not gold:
         raise ValueError(f"math-verify cannot read the prompt's answer {prompt['answer']!r:.80}")
     # Time limits of math-verify need the alarm signal; the pool's own limit covers all of this.
-    found = _parsed(parse, given)
+    expression = _parsed(parse, answer)
     # The text, not the expression: writing out what an expression comes to may take for ever.
-    return right_or_wrong(verify(gold, found, timeout_seconds=None), "".join(given.split()) if found else "")
+    return right_or_wrong(verify(gold, expression, timeout_seconds=None), "".join(answer.split()) if expression else "")
 
 
 @entry("reward", "boxed_math")
@@ -216,7 +216,7 @@ def _verifier(dataset: str) -> Any:
 @entry("reward", "reported", is_of_generate=True)
 def reported(prompt: Mapping[str, Any], completion: str) -> Reward:
     """The reward that the `generate` function reported of the sample. A sample of which nothing was reported fails."""
-    said = prompt.get(REPORTED)
-    if said is None:
+    report = prompt.get(REPORTED)
+    if report is None:
         raise ValueError("reported none")
-    return Reward(float(said["value"]), {name: float(value) for name, value in said["components"].items()})
+    return Reward(float(report["value"]), {name: float(value) for name, value in report["components"].items()})

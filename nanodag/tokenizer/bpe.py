@@ -27,20 +27,20 @@ def train_bpe(texts: Iterator[str], vocabulary: int) -> Ranks:
     import rustbpe
 
     logging.getLogger("rustbpe").setLevel(logging.WARNING)  # it reports each percent
-    wanted = vocabulary - len(SPECIAL_TOKENS)
+    num_ordinary_tokens = vocabulary - len(SPECIAL_TOKENS)
     trainer = rustbpe.Tokenizer()
     # Two pairs can spell the same bytes; that token is kept once, so a few more are made than needed.
-    trainer.train_from_iterator(texts, wanted + 16, pattern=SPLIT_PATTERN)
+    trainer.train_from_iterator(texts, num_ordinary_tokens + 16, pattern=SPLIT_PATTERN)
     tokens = dict.fromkeys(bytes(token) for token, _ in sorted(trainer.get_mergeable_ranks(), key=lambda item: item[1]))
     if len(tokens) <= 256:  # bytes alone: nothing was merged
         raise ConfigError("The text is empty, or has no two characters in a row: give the tokenizer other data.")
-    if len(tokens) < wanted:
+    if len(tokens) < num_ordinary_tokens:
         largest = len(tokens) + len(SPECIAL_TOKENS)
         raise ConfigError(
             f"The text gives only {largest:,} tokens where a vocabulary of {vocabulary:,} is asked for. "
             f"Train the tokenizer on more text or set its vocabulary to at most {largest}."
         )
-    return {token: rank for rank, token in enumerate(itertools.islice(tokens, wanted))}
+    return {token: rank for rank, token in enumerate(itertools.islice(tokens, num_ordinary_tokens))}
 
 
 def merges_of(ranks: Ranks) -> list[tuple[bytes, bytes]]:

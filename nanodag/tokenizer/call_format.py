@@ -176,16 +176,16 @@ class CallFormat:
 def call_format(render: Render) -> CallFormat | None:
     """The format of a chat template; None where it writes no calls, or writes them as no family does."""
     try:
-        one = _answered(render, _FIRST)
+        one_call = _answered(render, _FIRST)
         plain = render([_QUESTION, {"role": "assistant", "content": _ANSWER}], False)
     except SourceError:
         return None
     try:
-        two = _answered(render, _FIRST, _SECOND)
+        two_calls = _answered(render, _FIRST, _SECOND)
     except SourceError:
-        two = ""
+        two_calls = ""
     end = plain[plain.rfind(_ANSWER) + len(_ANSWER) :].strip()
-    formats = (_format_of(family, one, two, end) for family in _FAMILIES)
+    formats = (_format_of(family, one_call, two_calls, end) for family in _FAMILIES)
     return next((fitting for fitting in formats if fitting is not None), None)
 
 
@@ -293,8 +293,8 @@ def _all_calls(found: CallFormat, text: str) -> list[Read]:
 def _objects(text: str) -> Iterator[Any]:
     """The objects of a text: alone, in a list, or one after the other."""
     place = 0
-    while found := re.compile(r"\s*(?=\S)").match(text, place):
-        value, place = JSONDecoder().raw_decode(text, found.end())
+    while match := re.compile(r"\s*(?=\S)").match(text, place):
+        value, place = JSONDecoder().raw_decode(text, match.end())
         yield from value if isinstance(value, list) else [value]
 
 
@@ -316,11 +316,11 @@ def _python(text: str) -> list[Read]:
 def _python_call(call: ast.expr) -> Read:
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
         raise ValueError("a call has a name and named arguments")
-    if any(one.arg is None for one in call.keywords):
+    if any(keyword.arg is None for keyword in call.keywords):
         raise ValueError("an argument has a name")
     try:
-        given = {str(one.arg): ast.literal_eval(_JsonNames().visit(one.value)) for one in call.keywords}
-        return call.func.id, json.loads(json.dumps(given, allow_nan=False))
+        arguments = {str(keyword.arg): ast.literal_eval(_JsonNames().visit(keyword.value)) for keyword in call.keywords}
+        return call.func.id, json.loads(json.dumps(arguments, allow_nan=False))
     except TypeError as error:
         raise ValueError(f"what JSON has no place for: {error}") from error
 

@@ -155,7 +155,7 @@ class NativeRenderer(ChatRenderer):
     def render_batch(
         self, conversations: Sequence[Messages], switches: Sequence[Switches] | None = None
     ) -> list[Rendered]:
-        if named := [name for one in switches or () for name in one]:
+        if named := [name for options in switches or () for name in options]:
             raise SourceError(f"nanodag's own chat format has no switch {named[0]!r}; leave template_options out.")
         pieces = [self._pieces(messages) for messages in conversations]
         texts = [piece for conversation in pieces for piece, _ in conversation if isinstance(piece, str)]
@@ -202,9 +202,9 @@ class NativeRenderer(ChatRenderer):
         if is_call:
             empty["tool_calls"] = [{"function": {"name": "", "arguments": ""}}]
         ids = self.opened([empty, *messages[answered + 1 :]], switches)
-        said = [layout.BOS, layout.ASSISTANT, *([layout.TOOL_CALL, layout.TOOL_CALL_END] if is_call else [])]
+        prefix = [layout.BOS, layout.ASSISTANT, *([layout.TOOL_CALL, layout.TOOL_CALL_END] if is_call else [])]
         has_end = bool(sampled) and sampled[-1] in self.stop_ids
-        return ids[len(said) + has_end :]
+        return ids[len(prefix) + has_end :]
 
     @property
     def call_begin(self) -> int:
@@ -297,7 +297,7 @@ class TemplateRenderer(ChatRenderer):
             self._check_parts(messages)
         render = self._marked if self._marks else self._compared
         of_each = switches or [NO_SWITCHES] * len(conversations)
-        return [render(messages, one) for messages, one in zip(conversations, of_each, strict=True)]
+        return [render(messages, options) for messages, options in zip(conversations, of_each, strict=True)]
 
     def prompt(self, messages: Messages, switches: Switches = NO_SWITCHES, *, tools: Tools = ()) -> list[int]:
         return self._ids_of(self._text(messages, switches, add_generation_prompt=True, **_declared(tools)))
@@ -305,8 +305,8 @@ class TemplateRenderer(ChatRenderer):
     def opened(
         self, messages: Messages, switches: Switches = NO_SWITCHES, *, tools: Tools = (), continues_last: bool = False
     ) -> list[int]:
-        given, how = with_objects(messages), {"continue_final_message": continues_last, **_declared(tools)}
-        return self._ids_of(self._text(given, switches, add_generation_prompt=not continues_last, **how))
+        conversation, how = with_objects(messages), {"continue_final_message": continues_last, **_declared(tools)}
+        return self._ids_of(self._text(conversation, switches, add_generation_prompt=not continues_last, **how))
 
     def _ids_of(self, text: str) -> list[int]:
         if (bound := bounds.in_force()) is not None:
@@ -326,24 +326,24 @@ class TemplateRenderer(ChatRenderer):
         *,
         tools: Tools = (),
     ) -> list[int] | None:
-        given, declared = with_objects(messages), _declared(tools)
-        before = self._text(given[:answered], switches, add_generation_prompt=True, **declared)
-        whole = self._text(given, switches, add_generation_prompt=True, **declared)
+        conversation, declared = with_objects(messages), _declared(tools)
+        before = self._text(conversation[:answered], switches, add_generation_prompt=True, **declared)
+        whole = self._text(conversation, switches, add_generation_prompt=True, **declared)
         last = sampled[-1] if sampled and sampled[-1] in self._special_ids else None
         words = list(sampled if last is None else sampled[:-1])
-        said = self._tokenizer.decode(words, clean_up_tokenization_spaces=False)
+        reply = self._tokenizer.decode(words, clean_up_tokenization_spaces=False)
         # What was said ends at a special token, behind as many as it has itself.
         rest = whole[len(before) :]
-        num_within = len(self._specials.findall(said))
+        num_within = len(self._specials.findall(reply))
         end = next(islice(self._specials.finditer(rest), num_within, None), None)
-        if end is None or not whole.startswith(before) or not says_the_same(said, rest[: end.start()]):
+        if end is None or not whole.startswith(before) or not says_the_same(reply, rest[: end.start()]):
             return None
         end_id, *ids = self._tokenizer(rest[end.start() :], add_special_tokens=False)["input_ids"]
         if last == end_id:
             return ids
         if last not in self.stop_ids:  # it was cut off
             return [end_id, *ids]
-        alone = self._text(given[: answered + 1], switches, add_generation_prompt=False, **declared)
+        alone = self._text(conversation[: answered + 1], switches, add_generation_prompt=False, **declared)
         return ids if alone.rstrip().endswith(end[0]) else None  # it ended with one where the template has another
 
     @cached_property

@@ -14,10 +14,10 @@ def plain(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message in one form: content is a text, what is empty is left out, `developer` is `system`; a call's arguments
     stay as they are, JSON or an object. Raises SourceError for content that is no text."""
     role = "system" if message["role"] == "developer" else message["role"]
-    found: dict[str, Any] = {"role": role, "content": _text(message.get("content"))}
+    fields: dict[str, Any] = {"role": role, "content": _text(message.get("content"))}
     if calls := message.get("tool_calls"):
-        found["tool_calls"] = [dict(call) for call in calls]
-    return found | {name: message[name] for name in _KEPT if message.get(name) and isinstance(message[name], str)}
+        fields["tool_calls"] = [dict(call) for call in calls]
+    return fields | {name: message[name] for name in _KEPT if message.get(name) and isinstance(message[name], str)}
 
 
 def meant(message: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -31,12 +31,12 @@ def meant(message: Mapping[str, Any]) -> tuple[Any, ...]:
 def with_objects(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The messages as chat templates take them: the arguments of calls are objects. Raises SourceError for arguments
     that are no JSON."""
-    found = []
+    template_messages = []
     for number, message in enumerate(map(plain, messages)):
         if "tool_calls" in message:
             message["tool_calls"] = [_with_object(call, number) for call in message["tool_calls"]]
-        found.append(message)
-    return found
+        template_messages.append(message)
+    return template_messages
 
 
 def folded(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], bool]:
@@ -106,8 +106,8 @@ def _given(arguments: Any) -> Any:
 
 def _argument(arguments: Any) -> str:
     """The text of a call, from its arguments: the one value that is there, else all as it stands."""
-    given = _given(arguments)
-    values = list(given.values()) if isinstance(given, Mapping) else []
+    parsed_arguments = _given(arguments)
+    values = list(parsed_arguments.values()) if isinstance(parsed_arguments, Mapping) else []
     if len(values) == 1 and isinstance(values[0], str):
         return values[0]
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

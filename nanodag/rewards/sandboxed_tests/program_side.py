@@ -51,10 +51,10 @@ class ProgramSide:
         """Until the tests' side ends."""
         while True:
             try:
-                asked = self._channel.receive()
+                request = self._channel.receive()
             except ProgramGone:
                 return
-            self._channel.send(self._answer(asked))
+            self._channel.send(self._answer(request))
 
     def _answer(self, asked: Any) -> dict[str, Any]:
         args = [decode(code, self._find) for code in asked["args"]]
@@ -94,10 +94,10 @@ class ProgramSide:
         if not isinstance(error, Exception):
             error = RuntimeError(f"the program raised {type(error).__name__}")
         try:
-            given = [encode(argument, self._keep) for argument in error.args]
+            arguments = [encode(argument, self._keep) for argument in error.args]
         except Exception:  # noqa: BLE001 - arguments that only this program knows how to write
-            given = []
-        return [self._keep(type(error)), given, line]
+            arguments = []
+        return [self._keep(type(error)), arguments, line]
 
     def _keep(self, value: Any) -> Any:
         if isinstance(value, Callback):

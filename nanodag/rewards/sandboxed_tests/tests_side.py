@@ -163,13 +163,13 @@ class TestsSide:
     def _exception(self, kind: Any, args: list[Any], line: int) -> Exception:
         if not isinstance(kind, dict) or [*kind] != ["exception"]:  # it would be called
             raise self._channel.gone("the program wrote to its channel")
-        found = self._find("exception", kind["exception"])
-        known = [one for one in self._exceptions.values() if one.__name__ == found.__name__]
-        given = [decode(code, self._find) for code in args]
+        error_type = self._find("exception", kind["exception"])
+        known = [known_type for known_type in self._exceptions.values() if known_type.__name__ == error_type.__name__]
+        arguments = [decode(code, self._find) for code in args]
         try:
-            error: Exception = (known[0] if known else found)(*given)
+            error: Exception = (known[0] if known else error_type)(*arguments)
         except TypeError:  # one that wants other arguments than it keeps
-            error = Exception(f"{found.__name__}: {given}")
+            error = Exception(f"{error_type.__name__}: {arguments}")
         if line:
             error.add_note(f" (line {line} of the program)")
         return error
@@ -241,10 +241,10 @@ class TestsSide:
     def _note(self, error: Exception) -> None:
         where = "".join(getattr(error, "__notes__", ()))
         try:
-            said = f"{error!s:.{MAX_ERROR_CHARACTERS}}"
+            message = f"{error!s:.{MAX_ERROR_CHARACTERS}}"
         except Exception:  # noqa: BLE001 - it holds an object of the program, whose text that program makes
-            said = "its message cannot be read"
-        self.error = self.error or f"{type(error).__name__}: {said}{where}"
+            message = "its message cannot be read"
+        self.error = self.error or f"{type(error).__name__}: {message}{where}"
 
 
 class Counted(ast.NodeTransformer):
@@ -256,7 +256,7 @@ class Counted(ast.NodeTransformer):
     def visit_Try(self, node: ast.Try) -> ast.Try:
         for handler in [inner for inner in ast.walk(node) if isinstance(inner, ast.ExceptHandler)]:
             caught = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
-            if any(isinstance(one, ast.Name) and one.id in {kind.__name__ for kind in ENDS} for one in caught):
+            if any(isinstance(name, ast.Name) and name.id in {kind.__name__ for kind in ENDS} for name in caught):
                 ends = ast.Starred(ast.Name("__ends__", ast.Load()), ast.Load())
                 handler.type = ast.copy_location(ast.Tuple([*caught, ends], ast.Load()), handler)
         return node
@@ -297,7 +297,7 @@ def _bound(node: ast.AST) -> list[str]:
 def _modules(nodes: list[ast.AST]) -> set[str]:
     """The modules of Python whose attributes tests use without an import: a program's `math` could agree with all."""
     held = [node.value for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]
-    others = {node.id for node in nodes if isinstance(node, ast.Name) and not any(node is one for one in held)}
+    others = {node.id for node in nodes if isinstance(node, ast.Name) and not any(node is owner for owner in held)}
     return ({node.id for node in held} - others) & sys.stdlib_module_names
 
 

@@ -117,10 +117,10 @@ def encode(value: Any, keep: Callable[[Any], Any]) -> Any:
 def builtin_class(name: Any, base: type) -> type:
     """A class of `builtins`. Raises ProgramGone for what is none, or none of this base: a program that writes to its
     channel itself may name `exec`, and have the tests call it."""
-    found = getattr(builtins, name, None) if isinstance(name, str) else None
-    if not isinstance(found, type) or not issubclass(found, base):
+    builtin = getattr(builtins, name, None) if isinstance(name, str) else None
+    if not isinstance(builtin, type) or not issubclass(builtin, base):
         raise ProgramGone("the program wrote to its channel")
-    return found
+    return builtin
 
 
 def decode(code: Any, find: Callable[[str, Any], Any]) -> Any:
