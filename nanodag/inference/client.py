@@ -15,6 +15,7 @@ from http import HTTPStatus
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
+from weakref import WeakSet
 
 import aiohttp
 from pydantic_core import from_json
@@ -80,7 +81,7 @@ class SamplerClient:
         self._session: aiohttp.ClientSession | None = None
         self.is_closed = False
         self._is_embedded = is_embedded
-        self._streams: set[aiohttp.StreamReader] = set()
+        self._responses: WeakSet[aiohttp.ClientResponse] = WeakSet()  # whose bodies may still come
 
     async def __aenter__(self) -> "SamplerClient":
         return self
@@ -93,8 +94,8 @@ class SamplerClient:
     async def close(self) -> None:
         """End requests in flight. Later callers get SamplerLost: the server that they knew has been replaced."""
         self.is_closed = True
-        for content in self._streams:  # aiohttp leaves who reads one waiting
-            content.set_exception(aiohttp.ClientConnectionError("the connection was closed"))
+        for response in list(self._responses):
+            _give_up(response)
         if self._session is not None:
             await self._session.close()
 
@@ -142,6 +143,7 @@ class SamplerClient:
         so_far: Completion | None = None
         try:
             async with self._http.post(f"{self.url}/generate", json=body, allow_redirects=False) as response:
+                self._keep(response)
                 if response.status != OK:
                     self._raise_for("/generate", response.status, await response.read())
                 async with aclosing(self._events(response.content)) as events:
@@ -156,18 +158,14 @@ class SamplerClient:
     async def _events(self, content: aiohttp.StreamReader) -> AsyncGenerator[dict[str, Any], None]:
         """The events of a stream. Its own lines may not be longer than its buffer."""
         rest = b""
-        self._streams.add(content)
-        try:
-            async for block in content.iter_any():
-                *lines, rest = (rest + block).split(b"\n")
-                for line in lines:
-                    if line.startswith(b"data: ") and line.rstrip() != b"data: [DONE]":
-                        event = from_json(line.removeprefix(b"data: "))
-                        if "error" in event:
-                            raise SamplerError(f"{self.url} failed in a stream: {event['error']}")
-                        yield event
-        finally:
-            self._streams.discard(content)
+        async for block in content.iter_any():
+            *lines, rest = (rest + block).split(b"\n")
+            for line in lines:
+                if line.startswith(b"data: ") and line.rstrip() != b"data: [DONE]":
+                    event = from_json(line.removeprefix(b"data: "))
+                    if "error" in event:
+                        raise SamplerError(f"{self.url} failed in a stream: {event['error']}")
+                    yield event
 
     async def update_weights_from_disk(self, path: str, version: str | int, *, flush_cache: bool = True) -> None:
         """Sample with the checkpoint in the folder ``path`` from now on. BadRequest: the old weights are kept."""
@@ -289,9 +287,17 @@ class SamplerClient:
         """The sampler's answer as it comes, whatever its status. Whoever asks closes it. Raises SamplerLost."""
         try:
             headers = {"content-type": "application/json"}
-            return await self._http.request(method, self.url + path, data=body, headers=headers)
+            response = await self._http.request(method, self.url + path, data=body, headers=headers)
         except LOST as error:
             raise self._lost(path, error) from error
+        self._keep(response)
+        return response
+
+    def _keep(self, response: aiohttp.ClientResponse) -> None:
+        """Have `close` end whoever reads its body."""
+        self._responses.add(response)
+        if self.is_closed:  # since its header came
+            _give_up(response)
 
     async def _is_well(self, path: str) -> bool:
         """Over a connection of its own: one that was open may have been lost."""
@@ -315,6 +321,7 @@ class SamplerClient:
     async def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
         try:
             async with self._http.request(method, self.url + path, json=body, allow_redirects=False) as response:
+                self._keep(response)
                 content = await response.read()
         except LOST as error:
             raise self._lost(path, error) from error
@@ -354,6 +361,11 @@ def _joined(before: Completion, part: Completion) -> Completion:
         prompt_top_logprobs=before.prompt_top_logprobs,
         num_told_tokens=0,
     )
+
+
+def _give_up(response: aiohttp.ClientResponse) -> None:
+    """Have whoever reads its body meet an error: aiohttp leaves readers of a connection that it closes waiting."""
+    response.content.set_exception(aiohttp.ClientConnectionError("the connection was closed"))
 
 
 def _numbers(value: Any) -> list[float]:

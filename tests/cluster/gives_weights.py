@@ -53,7 +53,7 @@ def cut_the_link() -> None:
 
 
 async def work(models: list[Path], url: str, folder: Path) -> dict[str, object]:
-    trainer = Trainer(models[1], timeout_s=60.0)
+    trainer = Trainer(models[1])
     here = start_engine(
         EngineSettings(model=models[0], weight_version=0, max_batch=2, context_length=64),
         log_path=folder / "beside.log",

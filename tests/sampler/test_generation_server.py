@@ -10,6 +10,7 @@ import sys
 import weakref
 from types import SimpleNamespace
 
+import aiohttp
 import httpx
 import pytest
 
@@ -148,6 +149,43 @@ def test_a_stream_that_is_left_takes_its_own_request_with_it_and_no_other(server
             await other.resume()
 
     with_client(server, run)
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n", b"HTTP/1.1 200 OK\r\ncontent-le"]
+)
+def test_who_waits_for_an_answer_of_which_a_part_has_come_learns_that_the_client_was_closed(sent):
+    async def call(client, ask):
+        async with asyncio.timeout(10.0):
+            with pytest.raises((SamplerLost, aiohttp.ClientConnectionError)):
+                await ask(client)
+
+    async def read(client):
+        await (await client.open("GET", "/model_info", None)).read()
+
+    async def run():
+        asked = asyncio.Semaphore(0)
+
+        async def answer(reader, writer):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(sent)
+            asked.release()
+            await reader.read()
+            writer.close()
+
+        fake = await asyncio.start_server(answer, "127.0.0.1", 0)
+        client = SamplerClient(f"http://127.0.0.1:{fake.sockets[0].getsockname()[1]}")
+        asks = (lambda c: c.generate([request((1,))]), lambda c: anext(c.stream(request((1,)))), read)
+        calls = [asyncio.ensure_future(call(client, ask)) for ask in asks]
+        for _ in calls:
+            await asked.acquire()
+        await asyncio.sleep(0.1)  # it is read by now
+        await client.close()
+        await asyncio.gather(*calls)
+        fake.close()
+        await asyncio.sleep(0.05)  # the fake's ends
+
+    asyncio.run(run())
 
 
 def test_the_streams_of_several_samples_are_told_apart_by_index(server):
