@@ -118,8 +118,7 @@ class _Reader:
             return read
         self._count(event, 1)
         if depth == MAX_DEPTH:
-            aliases = ", what aliases stand for counted" if isinstance(event, yaml.ScalarEvent) else ""
-            raise self._wrong(event, f"nested deeper than {MAX_DEPTH}{aliases}")
+            raise self._wrong(event, f"nested deeper than {MAX_DEPTH}")
         if isinstance(event, yaml.ScalarEvent):
             read = _Read(self._scalar(event))
         else:

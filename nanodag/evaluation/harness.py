@@ -84,7 +84,7 @@ def run_benchmark(
         # What the form's own function returned stands in the order of the samples, those of the first filter in front.
         # Without such a function the sample itself has the metrics.
         texts = [text if isinstance(text := sample["filtered_resps"][0], str) else "" for sample in samples]
-        judged = [judged_from(scores, text, metrics) for scores, text in zip(returned or samples, texts, strict=False)]
+        judged = [judged_from(output, text, metrics) for output, text in zip(returned or samples, texts, strict=False)]
         groups = range(0, len(samples), config.num_samples)
         records = [
             _written_record(config, samples[i : i + config.num_samples], judged[i : i + config.num_samples])

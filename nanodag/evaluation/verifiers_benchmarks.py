@@ -67,19 +67,19 @@ def run_environment(
     """
     items, source = _items(config, chat=chat, seed=seed, mirror=mirror)
     params = partial(sampling_params, config, seed=seed, max_new_tokens=max_new_tokens, until=())
-    rollouts = [
+    requests = [
         (item, params(item_id=item["item_id"], sample=sample).model_dump(mode="json"))
         for item in items
         for sample in range(config.num_samples)
     ]
     of_taskset = {f"taskset.{name}": value for name, value in source.parameters.items()}
-    outcomes = asyncio.run(_outcomes(model, block_of(source.path, {**of_taskset, **config.options}), rollouts))
+    outcomes = asyncio.run(_outcomes(model, block_of(source.path, {**of_taskset, **config.options}), requests))
     failed = [outcome["error"] for outcome in outcomes if "error" in outcome]
     if len(failed) > MOST_FAILED * len(outcomes):
         raise StageFailed(f"Benchmark {config.name!r}: {len(failed)} of {len(outcomes)} rollouts failed: {failed[0]}")
     if failed:
         log.warning(
-            "%s: %d of %d rollouts failed and count as 0: %s", config.name, len(failed), len(rollouts), failed[0]
+            "%s: %d of %d rollouts failed and count as 0: %s", config.name, len(failed), len(requests), failed[0]
         )
     names = dict.fromkeys(name for outcome in outcomes for name in outcome["scores"])
     groups = [outcomes[n : n + config.num_samples] for n in range(0, len(outcomes), config.num_samples)]

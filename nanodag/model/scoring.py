@@ -303,7 +303,7 @@ def _parts(texts: Sequence[tuple[int, tuple[int, ...]]]) -> tuple[list[Part], li
             last[first] = behind
             first += 1
         cuts = [first, *(i for i in range(first + 1, end) if common[i] == upto), end]
-        below += [(begin, other, upto, behind) for begin, other in itertools.pairwise(cuts) if begin < other][::-1]
+        below += [(begin, stop, upto, behind) for begin, stop in itertools.pairwise(cuts) if begin < stop][::-1]
     return parts, last
 
 

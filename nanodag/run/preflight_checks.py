@@ -267,10 +267,10 @@ class Checks:
             self._try(where, entry.name, lambda: self.relied_on.add(str(module_file(entry.own_module))))
 
     def _rollouts(self, source: str, num_steps: int) -> None:
-        rollouts = saved_files(source)
-        check_steps(rollouts, num_steps=num_steps)
-        next(read_saved(rollouts.files[0]), None)
-        self.relied_on.update(map(str, rollouts.files))
+        saved = saved_files(source)
+        check_steps(saved, num_steps=num_steps)
+        next(read_saved(saved.files[0]), None)
+        self.relied_on.update(map(str, saved.files))
 
     def _lora(self, name: str, rank: int) -> None:
         """Compare the rank with the width of the model that a stage begins at, where that is imported from a folder."""

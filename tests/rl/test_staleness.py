@@ -1,5 +1,7 @@
 """A token older than the cap is never trained, and a rollout batch that waits is the same after a restart."""
 
+import json
+
 import pytest
 
 from nanodag.errors import StageFailed
@@ -68,6 +70,8 @@ def test_a_batch_that_waits_is_written_and_read_bit_for_bit(tmp_path):
     )
     batches.write_batch(tmp_path / "batch.json", given)
     assert batches.read_batch(tmp_path / "batch.json") == given
-    (tmp_path / "batch.json").write_text('{"kept": 3}')
-    with pytest.raises(StageFailed, match=r"batch\.json holds rollouts as another version of nanodag wrote them"):
-        batches.read_batch(tmp_path / "batch.json")
+    whole = json.loads((tmp_path / "batch.json").read_text())
+    for other in (whole | {"kept": 3}, whole | {"groups": []}, {name: whole[name] for name in whole if name != "kept"}):
+        (tmp_path / "batch.json").write_text(json.dumps(other))
+        with pytest.raises(StageFailed, match=r"batch\.json holds rollouts as another version of nanodag wrote them"):
+            batches.read_batch(tmp_path / "batch.json")

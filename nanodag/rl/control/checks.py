@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from nanodag.config.rl_sections import WeightsSection
-from nanodag.errors import CorruptArtifact, StageFailed
+from nanodag.errors import StageFailed
 from nanodag.rl.control.schedule import StopRequested
 from nanodag.worker.job import stop_requested
 
@@ -74,11 +74,11 @@ def check_ranks(folder: Path, replies: Sequence[Mapping[str, Any]], version: int
 
 
 def check_totals(folder: Path, saved: Collection[str], known: Collection[str]) -> None:
-    """Raise CorruptArtifact for a checkpoint whose totals are not those that this version counts."""
+    """Raise StageFailed for a checkpoint whose totals are not those that this version counts."""
     if set(saved) != set(known):
-        raise CorruptArtifact(
+        raise StageFailed(
             f"Checkpoint {folder} was saved by another version of nanodag: it counts {', '.join(saved)}, and this one "
-            f"{', '.join(known)}. Remove it to begin the stage again."
+            f"{', '.join(known)}. Remove the stage's checkpoints to begin it again."
         )
 
 

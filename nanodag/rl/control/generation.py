@@ -316,10 +316,10 @@ def check_failures(rollouts: Sequence[Rollout], *, of: str, max_failed_rewards: 
     broken = [rollout for rollout in rollouts if rollout.finish_reason == "error"]
     answered = [rollout for rollout in rollouts if rollout.finish_reason != "error"]
     failed = [rollout for rollout in answered if has_failed_reward(rollout)]
-    of_reward = "Repair the reward function and start the stage again, raise reward_timeout_s"
+    mend_reward = "Repair the reward function and start the stage again, raise reward_timeout_s"
     for what, why, bad, tried, mend in (
         ("function that generates", FAILED, broken, rollouts, "Repair it, raise generate.timeout_s"),
-        ("reward", REASON, failed, answered, of_reward),
+        ("reward", REASON, failed, answered, mend_reward),
     ):
         if not bad:
             continue

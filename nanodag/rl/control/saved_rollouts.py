@@ -32,13 +32,13 @@ class SavedRollouts:
         self._config, self._vocabulary = config, model.vocab_size
         self._longest = min(model.max_positions, int(config.optimizer.micro_batch_tokens))
         self._filters = [entry.load() for entry in config.rollout.filters]
-        files = saved_files(config.rollout.source)
-        check_steps(files, num_steps=config.num_steps)
-        self._files, self._states = files, files.states()
-        self.identity = files.identity()
-        self._groups = SavedGroups(() if files.steps else files.files, self._choose)
-        if not files.steps:
-            self._report(files)
+        saved = saved_files(config.rollout.source)
+        check_steps(saved, num_steps=config.num_steps)
+        self._files, self._states = saved, saved.states()
+        self.identity = saved.identity()
+        self._groups = SavedGroups(() if saved.steps else saved.files, self._choose)
+        if not saved.steps:
+            self._report(saved)
 
     async def step(self, cursor: PromptCursor, step: int) -> RolloutBatch:
         """The groups of one step. Raises SourceError for a file that has changed."""

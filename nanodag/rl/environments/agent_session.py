@@ -318,12 +318,12 @@ class _Endpoints(Endpoints):
             completion = _up_to(whole, answer)
             session.text_answered(ids, place, completion, answer.new().content)
         else:
-            call = self._asked.pop(0)
-            most = min(params.max_new_tokens, session.room(call))
-            whole = await session.sampled(call, max_tokens=most, stop_token_ids=stops, of=of)
+            prompt = self._asked.pop(0)
+            most = min(params.max_new_tokens, session.room(prompt))
+            whole = await session.sampled(prompt, max_tokens=most, stop_token_ids=stops, of=of)
             answer = self._parsed(whole)
             completion = _up_to(whole, answer)
-            await session.answered(call, completion, _message(answer))
+            await session.answered(prompt, completion, _message(answer))
         yield completion
 
     def _parsed(self, whole: Completion) -> ParsedAnswer:

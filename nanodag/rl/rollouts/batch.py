@@ -7,11 +7,11 @@ which a rollout is a line of nanodag.rl.rollouts.rollout.
 import json
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import PlainSerializer, PlainValidator, TypeAdapter, ValidationError
+from pydantic import PlainSerializer, PlainValidator, TypeAdapter
 
 from nanodag.errors import StageFailed
 from nanodag.rl.rollouts.prompts import Prompt
@@ -88,12 +88,15 @@ def write_batch(path: Path, batch: RolloutBatch) -> None:
 
 def read_batch(path: Path) -> RolloutBatch:
     """Read what `write_batch` wrote, bit for bit. Raises StageFailed for the file of another version."""
+    record = json.loads(path.read_text(encoding="utf-8"))
     try:
-        return _BATCH.validate_python(json.loads(path.read_text(encoding="utf-8")))
-    except ValidationError as error:
+        if record.keys() != {part.name for part in fields(RolloutBatch)}:
+            raise ValueError(f"it has {', '.join(record)}")
+        return _BATCH.validate_python(record)
+    except ValueError as error:  # pydantic's are some
         raise StageFailed(
-            f"{path} holds rollouts as another version of nanodag wrote them; build the stage anew with: "
-            "nanodag rerun RUN --stage STAGE"
+            f"{path} holds rollouts as another version of nanodag wrote them ({error}). Remove the stage's checkpoints "
+            "to begin it again."
         ) from error
 
 

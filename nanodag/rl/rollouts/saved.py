@@ -207,5 +207,8 @@ def _span(tokens: Sequence[tuple[int, int, float | None, int]], *, is_tool: bool
 def _asked(path: Path) -> dict[str, dict[str, Any]]:
     if not path.exists():
         return {}
-    lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())  # the last one, too, without a line end
-    return {line["prompt_id"]: line for line in lines}
+    try:  # the last line, too, without a line end
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+        return {line["prompt_id"]: line for line in lines}
+    except (ValueError, KeyError, TypeError) as error:
+        raise SourceError(f"{path}: not the answers of prompts: {error!r}.") from error
