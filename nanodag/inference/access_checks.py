@@ -64,11 +64,7 @@ class Doors:
         if origin is not None and origin not in (f"http://{host}", f"https://{host}", *self._origins):
             return _refused(403, f"a page of {origin[:80]!r} may not ask this server")
         sent = headers.get("authorization", "").encode()
-        if (
-            self._keys
-            and not self._is_open(scope)
-            and not any([hmac.compare_digest(sent, k) for k in self._keys])
-        ):
+        if self._keys and not self._is_open(scope) and not any([hmac.compare_digest(sent, k) for k in self._keys]):
             message = "this server wants its token: Authorization: Bearer TOKEN"
             return _refused(401, message, kind="authentication_error", code="invalid_api_key")
         length = headers.get("content-length", "0")

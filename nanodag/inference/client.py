@@ -8,8 +8,8 @@ same request may succeed after a restart), SamplerError (it failed at this reque
 """
 
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
@@ -146,16 +146,15 @@ class SamplerClient:
                 self._keep(response)
                 if response.status != OK:
                     self._raise_for("/generate", response.status, await response.read())
-                async with aclosing(self._events(response.content)) as events:
-                    async for event in events:
-                        part = completion_from_wire(event)
-                        _raise_failure(part)
-                        so_far = part if so_far is None or not self._is_embedded else _joined(so_far, part)
-                        yield so_far
+                async for event in self._events(response.content):
+                    part = completion_from_wire(event)
+                    _raise_failure(part)
+                    so_far = part if so_far is None or not self._is_embedded else _joined(so_far, part)
+                    yield so_far
         except LOST as error:
             raise self._lost("/generate", error) from error
 
-    async def _events(self, content: aiohttp.StreamReader) -> AsyncGenerator[dict[str, Any], None]:
+    async def _events(self, content: aiohttp.StreamReader) -> AsyncIterator[dict[str, Any]]:
         """The events of a stream. Its own lines may not be longer than its buffer."""
         rest = b""
         async for block in content.iter_any():

@@ -356,10 +356,12 @@ def read_rollouts(path: Path) -> Iterator[Rollout]:
                 ) from error
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Objects of a file of JSON lines; a last one that is being written, or was cut off, is left out."""
+def read_lines(path: Path, *, is_whole: bool = False) -> Iterator[dict[str, Any]]:
+    """Objects of a file of JSON lines; a last one that is being written, or was cut off, is left out. is_whole: nobody
+    writes it any more, so its last line counts without its line end, too."""
     if path.exists():
-        yield from (json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1] if line)
+        lines = path.read_text(encoding="utf-8").split("\n")
+        yield from (json.loads(line) for line in (lines if is_whole else lines[:-1]) if line.strip())
 
 
 def _dumped(record: Mapping[str, Any]) -> str:

@@ -4,7 +4,6 @@ A line is a rollout as a stage leaves it (nanodag.rl.rollouts.rollout), or as `n
 Groups lie in the files and are read when their step comes; only where they begin is kept in memory.
 """
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +16,7 @@ import orjson
 
 from nanodag.data.digests import file_sha256
 from nanodag.errors import ConfigError, SourceError
-from nanodag.rl.rollouts.rollout import REPLAYED, Rollout, Span, from_record, place_in_group, prompt_span
+from nanodag.rl.rollouts.rollout import REPLAYED, Rollout, Span, from_record, place_in_group, prompt_span, read_lines
 
 Choose = Callable[[Sequence[Rollout]], tuple[list[Rollout], str]]
 FILE = "file:"
@@ -205,10 +204,7 @@ def _span(tokens: Sequence[tuple[int, int, float | None, int]], *, is_tool: bool
 
 @cache
 def _asked(path: Path) -> dict[str, dict[str, Any]]:
-    if not path.exists():
-        return {}
-    try:  # the last line, too, without a line end
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
-        return {line["prompt_id"]: line for line in lines}
+    try:
+        return {line["prompt_id"]: line for line in read_lines(path, is_whole=True)}
     except (ValueError, KeyError, TypeError) as error:
         raise SourceError(f"{path}: not the answers of prompts: {error!r}.") from error
