@@ -22,13 +22,16 @@ from tests.rl.stages import make_job as make_rl_job
 from tests.rl.stages import metrics, start
 
 
-def seen_until_end(process) -> set[tuple[str, str]]:
+def seen_until_end(process, *, seen=None) -> set[tuple[str, str]]:
+    """seen: a file that is made once a process whose name has the file's stem listens."""
     found: set[tuple[str, str]] = set()
     while process.poll() is None:
         try:
             found |= listening(process.pid)
         except psutil.Error:
             break
+        if seen is not None and any(seen.stem in command for command, _ in found):
+            seen.touch()
         time.sleep(0.02)
     process.wait()
     return found
@@ -67,7 +70,10 @@ found = torch.ones(1)
 dist.all_reduce(found)
 assert found.item() == 2.0
 print("met", flush=True)
-import time; time.sleep(1.0)
+import pathlib, time
+begin = time.monotonic()
+while not pathlib.Path(__file__).with_suffix(".seen").exists() and time.monotonic() < begin + 60:
+    time.sleep(0.05)  # a test that is slow to look, on a busy machine, would come too late
 leave()
 """
 
@@ -81,7 +87,7 @@ def test_torchrun_and_its_ranks_listen_on_loopback_only_and_leave_no_files(tmp_p
     assert command[0] == sys.executable
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
-        found = seen_until_end(process)
+        found = seen_until_end(process, seen=tmp_path / "a_rank.seen")
     text = (tmp_path / "log").read_text()
     assert process.returncode == 0 and text.count("met") == 2, text[-3000:]
     assert_loopback_only(found, "nanodag.train.torchrun", "a_rank")

@@ -42,14 +42,28 @@ class FakeServer:
         self.url = "http://127.0.0.1:{1}".format(*self._runner.addresses[0][:2])
 
     def kill(self) -> None:
-        """At once, for whoever is connected."""
+        """At once, for whoever is connected. What was just accepted is a connection two turns of the loop later, and an
+        asyncio server that is closed before would leave its socket open for ever."""
         self.is_alive = False
+        loop = asyncio.get_running_loop()
         for site in self._runner.sites:
-            site._server.close()
-        for connection in self._runner.server.connections:
+            for listener in site._server.sockets:
+                loop.remove_reader(listener.fileno())
+        self._abort()
+        loop.call_soon(self._close, 2)
+
+    def _abort(self) -> None:
+        for connection in self._runner.server.connections if self._runner.server is not None else ():
             connection.force_close()
             if connection.transport is not None:
                 connection.transport.abort()
+
+    def _close(self, turns: int) -> None:
+        for site in self._runner.sites:
+            site._server.close()
+        self._abort()
+        if turns:
+            asyncio.get_running_loop().call_soon(self._close, turns - 1)
 
     stop = kill
 
@@ -283,11 +297,8 @@ class World:
         servers = [*self._replaced, *self.servers]
         for server in servers:
             server.kill()
-        # What is just being accepted becomes a connection that nobody would close.
-        accepted = [task for task in asyncio.all_tasks() if "_accept_connection" in repr(task.get_coro())]
-        await asyncio.gather(*accepted, asyncio.sleep(0.01), return_exceptions=True)
+        await asyncio.sleep(0.01)
         for server in servers:
-            server.kill()
             await server._runner.cleanup()
         await asyncio.sleep(0)
 

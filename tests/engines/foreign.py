@@ -142,6 +142,8 @@ async def fleet(folder, servers, *, file=None, needed=NEEDED, named=None, pause=
         for server in servers:
             if server.is_alive:
                 server.kill()
+        await asyncio.sleep(0.01)  # a killed server closes in the loop's next turns
+        for server in servers:
             await server._runner.cleanup()
         await asyncio.sleep(0)
 
