@@ -151,7 +151,7 @@ class VerifiersProcess:
             except httpx.HTTPError as error:
                 # for its exit code: its reaper first ends what it has left
                 await in_thread(partial(running.child.wait, KILL_TIMEOUT_S))
-                if is_second or running.is_alive or not isinstance(error, httpx.ConnectError):
+                if is_second or running.child.is_alive or not isinstance(error, httpx.ConnectError):
                     raise EpisodeLost(
                         f"{type(error).__name__} of the environment's process: {running.end()}"
                     ) from error
@@ -165,7 +165,7 @@ class VerifiersProcess:
 
     async def _process(self) -> "_Running":
         async with self._starting:
-            if self._running is None or not self._running.is_alive:
+            if self._running is None or not self._running.child.is_alive:
                 if self._failure is not None:
                     raise self._failure
                 if self._running is not None:
@@ -187,25 +187,19 @@ class _Running:
     fault: str = ""
     watching: "asyncio.Task[None] | None" = None
 
-    @property
-    def is_alive(self) -> bool:
-        return self.child.is_alive
-
     def end(self) -> str:
         """Its end in words, with the end of its log."""
-        how = "it runs" if self.is_alive else f"it ended with code {self.child.code}{self.fault}"
+        how = "it runs" if self.child.is_alive else f"it ended with code {self.child.code}{self.fault}"
         return f"{how}; the end of its log:\n{_end(self.child.tail(LOG_LINES))}"
 
     async def watch(self) -> None:
         """Kill it once it takes too much memory, or does not answer any more: code of an environment that blocks holds
         up all of them."""
-        while self.is_alive:
-            try:
-                await self.client.get("/health", timeout=HEALTH_TIMEOUT_S)
-            except httpx.HTTPError:
+        while self.child.is_alive:
+            if not await _answers(self.client):
                 self.kill()
             taken = sum(map(private_bytes, (self.child.pid, *descendants(self.child.pid))))
-            if self.is_alive and taken > self.max_bytes:
+            if self.child.is_alive and taken > self.max_bytes:
                 self.fault = f", as it took {size(taken)} of memory, and max_bytes allows {size(self.max_bytes)}"
                 self.kill()
             await asyncio.sleep(LOOK_EVERY_S)
@@ -243,9 +237,9 @@ async def _started(block: Mapping[str, Any], max_bytes: int) -> _Running:
     patience = Patience([child.pid], [log_path], START_TIMEOUT_S)
     try:
         while not await _answers(client):
-            if not running.is_alive and child.code == -signal.SIGKILL:  # as the system does when memory is short
+            if not running.child.is_alive and child.code == -signal.SIGKILL:  # as the system does when memory is short
                 raise EpisodeLost(f"the environment's process was killed before it was up: {running.end()}")
-            if not running.is_alive or patience.is_over():
+            if not running.child.is_alive or patience.is_over():
                 module = block["taskset"]["id"]
                 raise ConfigError(
                     f"The verifiers environment {module!r} cannot be used, its process does not start: {running.end()}"

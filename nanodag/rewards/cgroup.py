@@ -47,11 +47,8 @@ def group(*, max_bytes: int, max_processes: int) -> Iterator[Cgroup | None]:
             (path / name).write_text(str(value))
         with suppress(OSError):  # where there is no swap
             (path / "memory.swap.max").write_text("0")
-        procs = os.open(path / "cgroup.procs", os.O_WRONLY)
-        try:
-            yield Cgroup(path, procs)
-        finally:
-            os.close(procs)
+        with (path / "cgroup.procs").open("wb", buffering=0) as procs:
+            yield Cgroup(path, procs.fileno())
     finally:
         _remove(path)
 

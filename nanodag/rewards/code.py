@@ -27,39 +27,31 @@ MAX_CUTS = 400  # lines that may stand behind a program without a fence
 def code(prompt: Mapping[str, Any], completion: str) -> Reward:
     """1 when every test passes; the component `tests` is the share of the assertions that hold.
 
-    The program is what the completion gives (`program_of`). The prompt's `metadata.tests` is a list, of
-    `{"input": text, "output": text}` for programs that read and print (blanks at the ends of lines aside), or of Python
-    text with assertions of any form. `metadata.entry_point` names the function that `check(candidate)` tests.
-    `metadata.before` is what stands before the answer, as in HumanEval. Tests run apart from the program
-    (nanodag.rewards.sandboxed_tests): it gets the calls and never what is wanted, and a verdict of its own means
-    nothing. All tests together have BUDGET_S seconds. Raises ValueError for a prompt without tests, or with some that
-    cannot be judged.
+    The program is what the completion gives (`program_of`). docs/how-to/reward.md has the forms of `metadata.tests`,
+    and what `entry_point` and `before` are; blanks at the ends of lines that a program prints do not count. All tests
+    together have BUDGET_S seconds. Raises ValueError for a prompt without tests, or with some that cannot be judged.
     """
-    metadata = prompt["metadata"]
-    program = program_of(completion, before=metadata.get("before", ""), entry_point=metadata.get("entry_point", ""))
+    program = program_of(completion, **_context(prompt))
     verdict = judge(prompt, program)
     return Reward(float(verdict.passed), {"tests": verdict.share}, parsed=program)
 
 
+def _context(prompt: Mapping[str, Any]) -> dict[str, str]:
+    """What stands before an answer to a prompt, and the function that its tests call."""
+    return {name: prompt["metadata"].get(name, "") for name in ("before", "entry_point")}
+
+
 def judge(prompt: Mapping[str, Any], program: str) -> Verdict:
     """Test a program, empty for none, by the prompt's tests. Raises ValueError as `code` does."""
-    metadata = prompt["metadata"]
-    tests = metadata.get("tests")
+    tests = prompt["metadata"].get("tests")
     if not tests:
         raise ValueError("the prompt has no metadata.tests, a list of {input, output} or of assertions")
     deadline = time.monotonic() + BUDGET_S
     asserted = [test for test in tests if isinstance(test, str)]
     verdicts = [_prints(program, test, deadline) for test in tests if not isinstance(test, str)]
     if asserted:
-        verdicts.append(
-            run_tests(
-                program,
-                asserted,
-                before=metadata.get("before", ""),
-                entry_point=metadata.get("entry_point", ""),
-                timeout_s=deadline - time.monotonic(),
-            )
-        )
+        timeout_s = deadline - time.monotonic()
+        verdicts.append(run_tests(program, asserted, **_context(prompt), timeout_s=timeout_s))
     return Verdict(
         num_passed=sum(verdict.num_passed for verdict in verdicts),
         num_checks=sum(verdict.num_checks for verdict in verdicts),

@@ -3,55 +3,50 @@
     group:module:function     function(prompt, completions) -> list of numbers or Reward, one for each completion
     process:module:function   function(prompt, completion) -> (total, [(end, score), ...])
 
-`group` gets the whole group at once, to compare its answers; where it raises or hangs, the whole group fails.
-
-`process` scores single steps of a completion. completion[:end] is what was written when the step was done: the number
-of characters up to its end, 1 to len(completion). The steps are what is trained (nanodag.rl.advantages); the
-total is what filters, metrics and evaluation see. So an outcome that is to be trained, too, is a step that ends at
-len(completion).
+completion[:end] is what was written when a step was done. docs/how-to/reward.md says what becomes of either.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nanodag.own_code.functions import function_at
 from nanodag.registry import entry
-from nanodag.rewards.reward import Reward
+from nanodag.rewards.reward import Reward, as_reward
 
 
-@entry("reward", "group", argument="function")
-class GroupReward:
-    """Calls a user's function on whole groups. Raises ImportError or AttributeError when there is no such function."""
+class _OfFunction:
+    """A reward by a user's function. Raises ImportError or AttributeError when there is no such function."""
 
     def __init__(self, path: str) -> None:
         self._path = path
         self.function = function_at(path)
+
+
+@entry("reward", "group", argument="function")
+class GroupReward(_OfFunction):
+    """Calls a user's function on whole groups."""
 
     def score_batch(self, samples: Sequence[tuple[Mapping[str, Any], str]]) -> list[Reward]:
         """The rewards of one group. Raises ValueError when the function returns another number of them."""
         rewards = list(self.function(samples[0][0], [completion for _, completion in samples]))
         if len(rewards) != len(samples):
             raise ValueError(f"{self._path} returned {len(rewards)} rewards for {len(samples)} answers")
-        return [reward if isinstance(reward, Reward) else Reward(float(reward)) for reward in rewards]
+        return list(map(as_reward, rewards))
 
 
 @entry("reward", "process", argument="function", scores_steps=True)
-class Steps:
-    """Calls a user's function. Raises ImportError or AttributeError when there is no such function."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self.function = function_at(path)
+class Steps(_OfFunction):
+    """Calls a user's function."""
 
     def __call__(self, prompt: Mapping[str, Any], completion: str) -> Reward:
         """The total, and each step's end and score. Raises ValueError for a step that ends outside the completion."""
         total, scored_steps = self.function(prompt, completion)
         steps = [(int(end), float(score)) for end, score in scored_steps]
-        for end, _ in steps:
-            if not 1 <= end <= len(completion):
-                raise ValueError(
-                    f"{self._path} found a step that ends at character {end} of a completion of {len(completion)}"
-                )
+        if outside := [end for end, _ in steps if not 1 <= end <= len(completion)]:
+            raise ValueError(
+                f"{self._path} found a step that ends at character {outside[0]} of a completion of {len(completion)}"
+            )
         return Reward(float(total), steps=steps)
 
 
@@ -70,11 +65,4 @@ def token_places(
 
 def _place(end: int, ids: Sequence[int], text: str, decode: Callable[[Sequence[int]], str]) -> int:
     """The first place up to which the ids spell text[:end], by halving: once they do, they do with more of them."""
-    low, high = 1, len(ids)
-    while low < high:
-        middle = (low + high) // 2
-        if decode(ids[:middle])[:end] == text[:end]:
-            high = middle
-        else:
-            low = middle + 1
-    return low - 1
+    return bisect_left(range(1, len(ids)), True, key=lambda size: decode(ids[:size])[:end] == text[:end])

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from nanodag.data.records import message_text
 from nanodag.errors import ConfigError
 from nanodag.registry import entry
-from nanodag.rewards.remote import post_json
+from nanodag.rewards.remote import Batched, post_json
 from nanodag.rewards.reward import Reward, plain_number
 
 ASKED_AT_ONCE = 16
@@ -81,7 +81,7 @@ def read_judge(path: str) -> JudgeFile:
 
 
 @entry("reward", "judge", argument="file")
-class Judge:
+class Judge(Batched):
     """Asks the model of one file. The value goes from 0 (`lowest`) to 1 (`highest`).
 
     The component `price` is what this sample cost.
@@ -97,33 +97,23 @@ class Judge:
                 raise ConfigError(f"The judge's key_file cannot be read: {error}") from error
         self._client = httpx.Client(timeout=self._file.timeout_s, headers=headers)
 
-    def __call__(self, prompt: Mapping[str, Any], completion: str) -> Reward:
-        """The reward of one answer. Raises ValueError with the reason."""
-        (outcome,) = self.score_batch([(prompt, completion)])
-        if isinstance(outcome, str):
-            raise ValueError(outcome)
-        return outcome
-
     def score_batch(self, samples: Sequence[tuple[Mapping[str, Any], str]]) -> list[Reward | str]:
-        """The reward of each sample, or the reason why it has none."""
         with ThreadPoolExecutor(ASKED_AT_ONCE) as threads:
             return list(threads.map(self._judged, samples))
 
     def _judged(self, sample: tuple[Mapping[str, Any], str]) -> Reward | str:
-        prompt, response = sample
         file, url = self._file, f"{self._file.url.rstrip('/')}/chat/completions"
         try:
-            body = self._asked(_places(prompt), response)
-            text, num_read, num_written = _reply_of(post_json(self._client, url, body))
+            text, num_read, num_written = _reply_of(post_json(self._client, url, self._asked(*sample)))
             paid = (num_read * file.price.input + num_written * file.price.output) / 1e6
             return Reward(score_in(text, file), {"price": paid})
         except (httpx.HTTPError, ValueError) as error:
             return f"the judge {file.model}: {error}"
 
-    def _asked(self, places: Mapping[str, str], response: str) -> dict[str, Any]:
+    def _asked(self, prompt: Mapping[str, Any], response: str) -> dict[str, Any]:
         file = self._file
         messages = [{"role": "system", "content": file.system}] if file.system else []
-        messages.append({"role": "user", "content": filled(file.prompt, {**places, "response": response})})
+        messages.append({"role": "user", "content": filled(file.prompt, {**_places(prompt), "response": response})})
         sampling = {"temperature": file.temperature, "max_tokens": file.max_tokens}
         return {"model": file.model, "messages": messages, **sampling}
 

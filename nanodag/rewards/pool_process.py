@@ -20,7 +20,7 @@ from nanodag.children.fork_server import Line
 from nanodag.errors import ConfigError
 from nanodag.own_code.user_frame import with_place
 from nanodag.rewards import time_limit
-from nanodag.rewards.reward import Reward, weighted_sum
+from nanodag.rewards.reward import Reward, as_reward, weighted_sum
 from nanodag.worker.children import ignore_stop_signals
 
 _FUNCTIONS: dict[str, Any] = {}  # that are loaded, by name
@@ -46,12 +46,9 @@ def _answer(question: Mapping[str, Any], timeout_s: float) -> Any:
             return {"error": str(error)}
         return {}
     weights, samples = question["score"], question["samples"]
-    time_limit.begin(timeout_s * len(samples))
-    try:
+    with time_limit.limited(timeout_s * len(samples)):
         by_reward = [_rewards(name, samples) for name in weights]
         return [_score(weights, outcomes) for outcomes in zip(*by_reward, strict=True)]
-    finally:
-        time_limit.end()
 
 
 def _score(weights: Mapping[str, float], found: Sequence[Reward | str]) -> dict[str, Any]:
@@ -87,8 +84,7 @@ def _rewards(name: str, samples: Sequence[tuple[Mapping[str, Any], str]]) -> lis
 
 def _reward(function: Callable[..., Any], prompt: Mapping[str, Any], completion: str) -> Reward | str:
     try:
-        result = function(prompt, completion)
-        return result if isinstance(result, Reward) else Reward(float(result))
+        return as_reward(function(prompt, completion))
     except Exception as error:  # noqa: BLE001 - a user's function: whatever it raises fails this sample, with the reason
         return _reason(error, function)
 

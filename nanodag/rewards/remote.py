@@ -1,11 +1,7 @@
-"""`remote:URL`: rewards from a server, several samples a request.
+"""`remote:URL`: rewards from a server, several samples a request. docs/how-to/reward.md has the messages.
 
-    POST URL  {"samples": [{"prompt": {...}, "completion": "..."}, ...]}
-    200       {"rewards": [1.0, {"value": 0.5, "components": {"style": 0.2}}, {"error": "why"}, ...]}
-
-`prompt` is the prompt's whole record. One reward a sample, in order. A connection that fails, 429 and 5xx are tried
-again for PATIENCE_S with growing pauses, within the sample's time limit: a server may be begun anew meanwhile.
-Anything else fails the samples.
+A connection that fails, 429 and 5xx are tried again for PATIENCE_S with growing pauses, within the sample's time limit:
+a server may be begun anew meanwhile. Anything else fails the samples.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,24 +19,31 @@ LAST_S = 1.0  # of the time limit: enough to say what went wrong, which is lost 
 REQUEST_TIMEOUT_S = 60.0
 
 
+class Batched:
+    """A reward of many samples at a time."""
+
+    def score_batch(self, samples: Sequence[tuple[Mapping[str, Any], str]]) -> list[Reward | str]:
+        """The reward of each sample, or the reason why it has none."""
+        raise NotImplementedError
+
+    def __call__(self, prompt: Mapping[str, Any], completion: str) -> Reward:
+        """The reward of one sample. Raises ValueError with the reason."""
+        (outcome,) = self.score_batch([(prompt, completion)])
+        if isinstance(outcome, str):
+            raise ValueError(outcome)
+        return outcome
+
+
 @entry("reward", "remote", argument="url")
-class Remote:
+class Remote(Batched):
     """A client of one URL, kept as long as its process."""
 
     def __init__(self, url: str) -> None:
         self._url = url
         self._client = httpx.Client(timeout=REQUEST_TIMEOUT_S)
 
-    def __call__(self, prompt: Mapping[str, Any], completion: str) -> Reward:
-        """The reward of one sample. Raises ValueError with the server's reason."""
-        (outcome,) = self.score_batch([(prompt, completion)])
-        if isinstance(outcome, str):
-            raise ValueError(outcome)
-        return outcome
-
     def score_batch(self, samples: Sequence[tuple[Mapping[str, Any], str]]) -> list[Reward | str]:
-        """The reward of each sample, or the reason why it has none. Raises httpx.HTTPError or ValueError for a request
-        that failed as a whole."""
+        """As Batched. Raises httpx.HTTPError or ValueError for a request that failed as a whole."""
         body = {"samples": [{"prompt": dict(prompt), "completion": text} for prompt, text in samples]}
         reply = post_json(self._client, self._url, body)
         rewards = reply.get("rewards") if isinstance(reply, dict) else None
@@ -72,10 +75,10 @@ def post_json(client: httpx.Client, url: str, body: Mapping[str, Any]) -> Any:
 
 def _reward_of(one: Any) -> Reward | str:
     try:
-        if isinstance(one, Mapping):
-            if "error" in one:
-                return str(one["error"]) or "the server gave no reason"
-            return Reward(float(one["value"]), {str(k): float(v) for k, v in one.get("components", {}).items()})
-        return Reward(float(one))
+        if not isinstance(one, Mapping):
+            return Reward(float(one))
+        if "error" in one:
+            return str(one["error"]) or "the server gave no reason"
+        return Reward(float(one["value"]), {str(k): float(v) for k, v in one.get("components", {}).items()})
     except (KeyError, TypeError, ValueError) as error:
         return f"the server's reward {str(one)[:80]!r} is none: {error}"

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
+from typing import Any
 
 _NUMBER = re.compile(r"[+-]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]*)?")
 MAX_NUMBER_CHARACTERS = 64
@@ -29,6 +30,11 @@ class Reward:
         for name, number in {"value": self.value, **self.components, **of_steps}.items():
             if not abs(number) <= LARGEST:  # NaN neither
                 raise ValueError(f"the reward's {name} is {number}; it must be finite, and at most {LARGEST:g} in size")
+
+
+def as_reward(result: Any) -> Reward:
+    """A reward function's result: a Reward, or a number. Raises TypeError, ValueError for anything else."""
+    return result if isinstance(result, Reward) else Reward(float(result))
 
 
 def right_or_wrong(is_right: bool, parsed: str | None = None) -> Reward:

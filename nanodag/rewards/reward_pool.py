@@ -11,7 +11,8 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from nanodag import registry as entries
@@ -32,8 +33,8 @@ class SampleReward:
     """The reward of one sample. value None: it failed, and `error` says why. steps: as
     nanodag.rewards.function_rewards has them, None where the reward is of another kind."""
 
-    value: float | None
-    components: Mapping[str, float]
+    value: float | None = None
+    components: Mapping[str, float] = field(default_factory=dict)
     error: str = ""
     steps: Sequence[tuple[int, float]] | None = None
 
@@ -102,8 +103,8 @@ class RewardPool:
         self._is_closed = True
         for _ in self._threads:
             self._waiting.put(None)
-        for process in list(self._processes):
-            process.interrupt()
+        for process in list(self._processes):  # whoever waits for one finds that it has ended
+            process.child.send(signal.SIGKILL)
         for thread in self._threads:
             thread.join()
 
@@ -123,7 +124,7 @@ class RewardPool:
                     process = _Process(self._options, self._timeout_s, self._max_bytes)
                     self._processes.append(process)
                     if self._is_closed:  # by now; `close` may not have seen this one
-                        process.interrupt()
+                        process.child.send(signal.SIGKILL)
                 for sample, score in zip(samples, process.score(samples), strict=True):
                     sample.future.set_result(score)
             except _Lost as lost:
@@ -131,12 +132,12 @@ class RewardPool:
                 self._processes.remove(process)
                 process = None
                 for sample in samples:
-                    sample.future.set_result(SampleReward(None, {}, str(lost)))
+                    sample.future.set_result(SampleReward(error=str(lost)))
             except Exception as error:  # noqa: BLE001 - whoever waits for these samples must hear of it
                 for sample in samples:
                     sample.future.set_exception(error)
         if process is not None:
-            process.end()
+            process.child.hang_up(END_TIMEOUT_S)
 
     def _next(self, held: "deque[list[_Sample]]") -> "list[_Sample]":
         """The samples that go to a process together: one, a group whose reward compares its members, or where another
@@ -146,18 +147,16 @@ class RewardPool:
             return []
         samples, weights = list(first), first[0].weights
         goes_together = any(_has(weights, prefix) for prefix in ASKED_TOGETHER) and not _has(weights, "group:")
-        while goes_together and len(samples) < MAX_TOGETHER:
-            try:
+        with suppress(queue.Empty):
+            while goes_together and len(samples) < MAX_TOGETHER:
                 other = self._waiting.get_nowait()
-            except queue.Empty:
-                break
-            if other is None:
-                self._waiting.put(None)
-                break
-            if other[0].weights != weights:
-                held.append(other)
-                break
-            samples += other
+                if other is None:
+                    self._waiting.put(None)
+                    break
+                if other[0].weights != weights:
+                    held.append(other)
+                    break
+                samples += other
         return samples
 
 
@@ -183,7 +182,7 @@ class _Process:
     def __init__(self, options: Mapping[str, Mapping[str, Any]], timeout_s: float, max_bytes: int) -> None:
         self._options, self._timeout_s = options, timeout_s
         command = [sys.executable, "-m", "nanodag.rewards.pool_process", str(timeout_s), str(max_bytes)]
-        self._child = start_child(command, has_line=True, in_group=True)
+        self.child = start_child(command, has_line=True, in_group=True)
         self._loaded: set[str] = set()
 
     def score(self, samples: Sequence[_Sample]) -> list[SampleReward]:
@@ -200,24 +199,13 @@ class _Process:
         answers = self._request(question, self._timeout_s * len(samples), f"the reward {' + '.join(weights)}")
         if isinstance(answers, dict):  # a function ended the interpreter, or returned what is no JSON
             answers = [answers] * len(samples)
-        return [
-            SampleReward(reply.get("value"), reply.get("components", {}), reply.get("error", ""), reply.get("steps"))
-            for reply in answers
-        ]
-
-    def interrupt(self) -> None:
-        """From another thread: have the one that waits for it find that it has ended."""
-        self._child.send(signal.SIGKILL)
-
-    def end(self) -> None:
-        """End it; it is killed where it does not end by itself."""
-        self._child.hang_up(END_TIMEOUT_S)
+        return [SampleReward(**reply) for reply in answers]
 
     def _request(self, message: Mapping[str, Any], timeout_s: float, what: str) -> Any:
         try:
-            return self._child.ask(message, timeout_s)
+            return self.child.ask(message, timeout_s)
         except TimeoutError:
-            self._child.kill()
+            self.child.kill()
             raise _Lost(f"{what} took longer than {timeout_s:g} s") from None
         except ConnectionError:
-            raise _Lost(f"{what}: its process {self._child.how_ended()}") from None
+            raise _Lost(f"{what}: its process {self.child.how_ended()}") from None

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Literal
 
 import psutil
 
@@ -80,17 +81,8 @@ class Finished:
     timed_out: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Further:
-    """Additions to a program's sandbox. read_only: folders, at their own paths. shown: files and sockets, and where it
-    finds them. max_processes: threads count, too."""
-
-    read_only: tuple[str, ...] = ()
-    shown: tuple[tuple[str, str], ...] = ()
-    max_processes: int = MAX_PROCESSES
-
-
-NOTHING = Further()
+Bind = tuple[Literal["--bind", "--ro-bind"], str, str]
+"""What a program sees further: how, a path on this machine, and where the program finds it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,19 +110,21 @@ def run_python(
     stdin: str = "",
     timeout_s: float,
     max_bytes: int = MAX_BYTES,
-    further: Further = NOTHING,
+    binds: Sequence[Bind] = (),
+    max_processes: int = MAX_PROCESSES,
     is_given_up: Callable[[], bool] | None = None,
     behind: Callable[[], Walls | None] | None = None,
 ) -> Finished:
     """Run a program to its end, or for timeout_s seconds. max_bytes: the address space of each of its processes.
-    is_given_up: looked at every WATCH_S where it is given; true ends the program as its time does. behind: the walls in
-    the place of `walls()`. Raises MissingTool where there are no walls."""
+    max_processes: threads count, too. is_given_up: looked at every WATCH_S where it is given; true ends the program as
+    its time does. behind: the walls in the place of `walls()`. Raises MissingTool where there are no walls."""
     chosen_walls = (behind or walls)()
     with ExitStack() as stack:
         started = _start(
-            stack, chosen_walls, program, stdin=stdin, timeout_s=timeout_s, max_bytes=max_bytes, further=further
-        )
-        return started.finished(_wait([started], timeout_s, max_bytes, is_given_up), max_bytes)
+            stack, chosen_walls, program, stdin=stdin, timeout_s=timeout_s, max_bytes=max_bytes, binds=binds,
+            max_processes=max_processes,
+        )  # fmt: skip
+        return _finished([started], timeout_s, max_bytes, is_given_up)
 
 
 @cache
@@ -229,13 +223,6 @@ class _Started:
     folder: Path
     is_bounded: bool
 
-    def finished(self, ended: str, max_bytes: int) -> Finished:
-        """Result of the program. ended: what _wait returned."""
-        stdout, stderr = (_text(self.folder / stream) for stream in ("stdout", "stderr"))
-        if ended == "memory":
-            stderr += f"\nMemoryError: its processes together took more than {_most_together(max_bytes)} bytes"
-        return Finished(stdout, stderr, self.child.code, ended == "time")
-
 
 def run_beside(first: str, second: str, *, stdin: Callable[[tuple[int, int]], str], timeout_s: float) -> Finished:
     """Run `first` to its end, or for timeout_s seconds, with `second` beside it; each has walls of its own.
@@ -254,7 +241,7 @@ def run_beside(first: str, second: str, *, stdin: Callable[[tuple[int, int]], st
         started = _start(stack, behind, first, stdin=stdin(shown), shown=shown, timeout_s=timeout_s)
         for end in ends:
             end.close()  # so that either side sees the end of the other
-        return started.finished(_wait([started, beside], timeout_s, MAX_BYTES), MAX_BYTES)
+        return _finished([started, beside], timeout_s, MAX_BYTES)
 
 
 def _start(
@@ -267,7 +254,8 @@ def _start(
     shown: Sequence[int] = (),
     timeout_s: float,
     max_bytes: int = MAX_BYTES,
-    further: Further = NOTHING,
+    binds: Sequence[Bind] = (),
+    max_processes: int = MAX_PROCESSES,
 ) -> _Started:
     """stdin: a text, or an open file. stdout: an open file, else one in the folder. shown: files that stay open."""
     folder = Path(stack.enter_context(Scratch("sandbox")))
@@ -282,17 +270,12 @@ def _start(
     if behind is not None:
         source = stack.enter_context((folder / "program.py").open("rb"))
         rules = stack.enter_context(seccomp.filter_path().open("rb"))
-        before, bind_sources = behind.showing([*further.read_only, *(path for path, _ in further.shown)])
-        bind_targets = [*further.read_only, *(place for _, place in further.shown)]
-        binds = [
-            part
-            for number, pair in enumerate(zip(bind_sources, bind_targets, strict=True))
-            for part in ("--ro-bind" if number < len(further.read_only) else "--bind", *pair)
-        ]
-        command = [*before, *_options(behind, binds, max_bytes, source=source.fileno(), rules=rules.fileno())]
+        before, paths = behind.showing([path for _, path, _ in binds])
+        bound = [part for (how, _, place), path in zip(binds, paths, strict=True) for part in (how, path, place)]
+        command = [*before, *_options(behind, bound, max_bytes, source=source.fileno(), rules=rules.fileno())]
         files, path = [*files, source.fileno(), rules.fileno()], _PROGRAM
-    group = stack.enter_context(cgroup.group(max_bytes=MAX_TOGETHER * max_bytes, max_processes=further.max_processes))
-    limits = [math.ceil(timeout_s) + 1, max_bytes, MAX_OUTPUT_BYTES, further.max_processes if behind else 1]
+    group = stack.enter_context(cgroup.group(max_bytes=MAX_TOGETHER * max_bytes, max_processes=max_processes))
+    limits = [math.ceil(timeout_s) + 1, max_bytes, MAX_OUTPUT_BYTES, max_processes if behind else 1]
     # -S: no installed packages; -P: nothing of the working directory is imported first.
     python = [os.path.realpath(sys.executable), "-S", "-s", "-P", "-B", "-c", _LIMITED]
     becomes = None if behind is None else behind.becomes
@@ -335,32 +318,31 @@ def _options(behind: Walls, binds: Sequence[str], max_bytes: int, *, source: int
     ]
 
 
-def _wait(
+def _finished(
     started: Sequence[_Started],
     timeout_s: float,
     max_bytes: int,
     is_given_up: Callable[[], bool] | None = None,
-) -> str:
-    """Wait for the end of the first; `time` or `memory` when it had to be ended for that. All end with it, and what
-    they started. max_bytes: of a process; all processes of one together get MAX_TOGETHER times that."""
+) -> Finished:
+    """Result of the first, once it has ended, or had to be ended. All end with it, and what they started. max_bytes: of
+    a process; all processes of one together get MAX_TOGETHER times that."""
     first, watched = started[0].child, [program.child.pid for program in started if not program.is_bounded]
     deadline, ended = time.monotonic() + timeout_s, ""
+    most_together = MAX_TOGETHER * max_bytes - 2 * (max_bytes // TMP_SHARE)  # where no cgroup counts: files as full
     while not ended:
         left_s = max(0.0, deadline - time.monotonic())
         if first.wait(min(WATCH_S, left_s) if watched or is_given_up else left_s):
             break
         if time.monotonic() >= deadline or (is_given_up is not None and is_given_up()):
             ended = "time"
-        elif any(_memory(pid) > _most_together(max_bytes) for pid in watched):
+        elif any(_memory(pid) > most_together for pid in watched):
             ended = "memory"
     for program in started:
         program.child.kill()
-    return ended
-
-
-def _most_together(max_bytes: int) -> int:
-    """Bytes that the processes of a program may take together where no cgroup counts them: files are taken as full."""
-    return MAX_TOGETHER * max_bytes - 2 * (max_bytes // TMP_SHARE)
+    stdout, stderr = (_text(started[0].folder / stream) for stream in ("stdout", "stderr"))
+    if ended == "memory":
+        stderr += f"\nMemoryError: its processes together took more than {most_together} bytes"
+    return Finished(stdout, stderr, first.code, ended == "time")
 
 
 def _memory(pid: int) -> int:

@@ -6,18 +6,20 @@ SIGALRM.
 
 import math
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 GRACE_S = 5.0
 
 
-def begin(limit_s: float) -> None:
-    """Begin a limit of so many seconds."""
+@contextmanager
+def limited(limit_s: float) -> Iterator[None]:
+    """Bound what is done in here to so many seconds."""
     signal.setitimer(signal.ITIMER_REAL, limit_s + GRACE_S)
-
-
-def end() -> None:
-    """End the limit."""
-    signal.setitimer(signal.ITIMER_REAL, 0.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
 
 
 def left_s() -> float:

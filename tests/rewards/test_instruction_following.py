@@ -66,21 +66,14 @@ DISAGREED = {
 NOT_COMPARED = {"length_constraints:number_sentences", "change_case:capital_word_frequency"}
 
 
-@pytest.fixture(scope="module")
-def theirs():
-    """lm-eval's own rules by name. Of what they need beside, langdetect finds English and nltk fetches nothing."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(
-            sys.modules, "langdetect", SimpleNamespace(detect=lambda text: "en", LangDetectException=ValueError)
-        )
-        patch.setitem(sys.modules, "immutabledict", SimpleNamespace(immutabledict=dict))
-        patch.setattr(nltk, "download", lambda *names, **options: True)
-        from lm_eval.tasks.ifeval.instructions_registry import INSTRUCTION_DICT
+def test_the_rules_agree_with_lm_evals_but_where_it_is_said(monkeypatch):
+    # Of what lm-eval's rules need beside, langdetect finds English and nltk fetches nothing.
+    langdetect = SimpleNamespace(detect=lambda text: "en", LangDetectException=ValueError)
+    monkeypatch.setitem(sys.modules, "langdetect", langdetect)
+    monkeypatch.setitem(sys.modules, "immutabledict", SimpleNamespace(immutabledict=dict))
+    monkeypatch.setattr(nltk, "download", lambda *names, **options: True)
+    from lm_eval.tasks.ifeval.instructions_registry import INSTRUCTION_DICT as theirs
 
-        yield INSTRUCTION_DICT
-
-
-def test_the_rules_agree_with_lm_evals_but_where_it_is_said(theirs):
     texts = {text for *_, follows, pretends in CASES for text in (follows, pretends)}
     disagreed = set()
     for name, arguments, *_ in CASES:

@@ -38,11 +38,6 @@ def write(tmp_path, address, **others):
     return f"judge:{file}"
 
 
-@pytest.fixture(autouse=True)
-def _none_asked():
-    Endpoint.asked.clear()
-
-
 PROMPT = {
     "messages": [{"role": "system", "content": "be kind"}, {"role": "user", "content": "2+2?"}],
     "answer": "4",
@@ -52,6 +47,7 @@ PROMPT = {
 
 def test_a_judge_is_asked_with_question_reference_and_answer_and_tells_its_price(tmp_path):
     (tmp_path / "key").write_text("secret\n")
+    Endpoint.asked.clear()
     with serving(Endpoint) as url:
         name = write(
             tmp_path, url, system="Be strict.", key_file=str(tmp_path / "key"), price={"input": 2.0, "output": 10.0}

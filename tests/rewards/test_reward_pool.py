@@ -82,13 +82,6 @@ def test_a_group_reward_of_the_wrong_length_fails_its_group_with_the_reason(own_
     assert [score.value for score in right] == [0.0, 1.0]
 
 
-def test_each_prompt_may_name_its_own_reward():
-    asked = [("exact", "4"), ("gsm8k", "4"), ("gsm8k", "#### 4"), ("exact", "5")]
-    with Pool("auto") as pool:
-        scores = pool.score([({"reward": reward, "answer": "4"}, given) for reward, given in asked])
-    assert [score.value for score in scores] == [1.0, 0.0, 1.0, 0.0]
-
-
 @pytest.mark.parametrize(
     ("reward", "said"),
     [("exakt", "no reward 'exakt'; choose one of code"), ("group:exact", "function as group:"),

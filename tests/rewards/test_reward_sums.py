@@ -78,16 +78,10 @@ class Server(Quiet):
         self.answer({"rewards": rewards})
 
 
-@pytest.fixture
-def url():
-    Server.sizes, Server.refused = [], 0
-    with serving(Server) as url:
-        yield f"{url}/score"
-
-
-def test_a_server_scores_what_waits_together_and_is_asked_again_when_busy(url):
+def test_a_server_scores_what_waits_together_and_is_asked_again_when_busy():
     words = ["busy", "four", "bad", "nan", *["x"] * 8]
-    with Pool(f"remote:{url}", timeout_s=60.0) as pool:
+    Server.sizes, Server.refused = [], 0
+    with serving(Server) as url, Pool(f"remote:{url}/score", timeout_s=60.0) as pool:
         scores = dict(zip(words, pool.score([(PROMPT, word) for word in words]), strict=True))
         assert pool.score([(PROMPT, "denied")])[0].error.startswith("HTTPStatusError")
     assert scores["busy"].value == 4.0 and scores["four"].components == {"style": 0.5} and scores["x"].value == 1.0

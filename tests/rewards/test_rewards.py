@@ -25,15 +25,34 @@ def test_gsm8k_accepts_the_number_however_it_is_spelled(given):
     assert value(gsm8k, "He pays.\n#### 1,234", f"#### {given}") == 1.0
 
 
-@pytest.mark.parametrize("cheat", [
-    "1234",  # no mark
-    "#### 1 #### 1234",  # two guesses
-    "#### 1234\n#### 7", "#### 1234 or 7", "#### 1234 7", "#### 1,2,3,4", "#### 12,34", "#### 1234e0", "#### nan",
-    "#### ٣",  # another script's digit
-    "#### ", "####", "#### .", "#### <<1234>>", "#### " + "1234" * 100_000,
-])  # fmt: skip
-def test_gsm8k_refuses_to_be_cheated(cheat):
-    assert value(gsm8k, "1234", cheat) == 0.0
+OF_MATH = [
+    "", "\\boxed{}", "\\boxed{8}",
+    "\\boxed{7} \\boxed{8}",  # two guesses
+    "\\boxed{7, 8}", "\\boxed{7 \\text{ or } 8}", "\\boxed{\\{7, 8\\}}", "7\nno idea", "\\boxed{7",
+    "\\boxed{" + "9^" * 300 + "9}",
+]  # fmt: skip
+CHEATS = {  # by reward: the right answer, and what must not pass for it
+    gsm8k: ("1234", [
+        "1234",  # no mark
+        "#### 1 #### 1234",  # two guesses
+        "#### 1234\n#### 7", "#### 1234 or 7", "#### 1234 7", "#### 1,2,3,4", "#### 12,34", "#### 1234e0", "#### nan",
+        "#### ٣",  # another script's digit
+        "#### ", "####", "#### .", "#### <<1234>>", "#### " + "1234" * 100_000,
+    ]),
+    multiple_choice: ("B", [
+        "A", "", "ABCD", "A B C D", "A) B) C) D)", "B) or C)", "(B) (C)", "B. Paris\nC. Rome",
+        "The answer is B. The answer is C.", "Answer: B\nAnswer: A", "A bee is B", "Because it is Paris",
+        "B is the second letter",
+    ]),
+    math_answer: ("7", OF_MATH),
+    boxed_math: ("7", OF_MATH),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reward", CHEATS)
+def test_a_reward_refuses_to_be_cheated(reward):
+    answer, cheats = CHEATS[reward]
+    assert [cheat for cheat in cheats if value(reward, answer, cheat)] == []
 
 
 def test_gsm8k_says_when_the_prompt_itself_has_no_number():
@@ -49,32 +68,12 @@ def test_multiple_choice_accepts_the_letter_however_it_is_stated(given):
     assert value(multiple_choice, "B", given) == 1.0
 
 
-@pytest.mark.parametrize("cheat", [
-    "A", "", "ABCD", "A B C D", "A) B) C) D)", "B) or C)", "(B) (C)", "B. Paris\nC. Rome",
-    "The answer is B. The answer is C.", "Answer: B\nAnswer: A", "A bee is B", "Because it is Paris",
-    "B is the second letter",
-])  # fmt: skip
-def test_multiple_choice_refuses_to_be_cheated(cheat):
-    assert value(multiple_choice, "B", cheat) == 0.0
-
-
 @pytest.mark.parametrize(("answer", "given"), [
     ("\\frac{1}{2}", "so \\boxed{0.5}"), ("\\frac{1}{2}", "so \\boxed{\\frac{2}{4}}"),
     ("\\boxed{12}", "\\boxed{12} as said, \\boxed{12}"), ("$x^2+1$", "\\boxed{1+x^2}"), ("7", "The sum is\n$7$"),
 ])  # fmt: skip
 def test_math_accepts_equal_expressions(answer, given):
     assert value(math_answer, answer, given) == 1.0
-
-
-@pytest.mark.parametrize("cheat", [
-    "", "\\boxed{}", "\\boxed{8}",
-    "\\boxed{7} \\boxed{8}",  # two guesses
-    "\\boxed{7, 8}", "\\boxed{7 \\text{ or } 8}", "\\boxed{\\{7, 8\\}}", "7\nno idea", "\\boxed{7",
-    "\\boxed{" + "9^" * 300 + "9}",
-])  # fmt: skip
-def test_math_refuses_to_be_cheated(cheat):
-    assert value(math_answer, "7", cheat) == 0.0
-    assert value(boxed_math, "7", cheat) == 0.0
 
 
 def test_boxed_math_is_math_that_needs_the_box():

@@ -201,7 +201,7 @@ def test_the_stage_s_switches_and_tools_reach_a_prompt_and_its_source_s_own_swit
         return [switches["a"], switches["b"], len(tools)]
 
     asked = PolicyFormat(SimpleNamespace(prompt=prompt), {"a": 1, "b": 1}, ({},))
-    assert rendered({"messages": [], "template_options": {"b": 2}}, asked) == (1, 2, 1)
+    assert rendered(0, {"messages": [], "template_options": {"b": 2}}, asked).token_ids == (1, 2, 1)
 
 
 @pytest.mark.parametrize("generate", ["one_turn", here("one")])

@@ -44,6 +44,7 @@ class ProgramSide:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._objects: list[Any] = []
+        self._operations = {**_OPERATIONS, "load": self._load, "name": self._named}
         self._space = types.ModuleType("program")
         sys.modules["program"] = self._space
 
@@ -61,12 +62,7 @@ class ProgramSide:
         named = {name: decode(code, self._find) for name, code in asked["named"].items()}
         answer: dict[str, Any] = {}
         try:
-            if asked["apply"] == "load":
-                value = self._load(*args)
-            elif asked["apply"] == "name":
-                value = self._named(*args)
-            else:
-                value = _OPERATIONS[asked["apply"]](*args, **named)
+            value = self._operations[asked["apply"]](*args, **named)
             answer["value"] = encode(value, self._keep)
         except BaseException as error:  # noqa: BLE001 - SystemExit and KeyboardInterrupt too: the tests hear of them
             answer["raised"] = self._raised(error)

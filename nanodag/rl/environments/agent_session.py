@@ -8,9 +8,8 @@ refused. A call's length, its stop strings and its stop tokens are the client's.
 import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from nanodag.api.bodies import ChatBody, SamplingBody
@@ -56,7 +55,6 @@ class Session:
         self._max_calls, self._max_tokens = max_calls, max_tokens
         self._transcript = Transcript(sampler.renderer, sampler.encoding, sampler.switches_of(sample))
         self._lock = asyncio.Lock()  # of the transcript, which is asked in a thread
-        self._calls: list[_Call] = []
         self._texts: list[Sample] = []  # sequences of /v1/completions
         self._texts_asked: Counter[tuple[int, ...]] = Counter()
         self._asking: set[asyncio.Future[Completion]] = set()
@@ -97,9 +95,8 @@ class Session:
         if self._broken is not None:
             raise self._broken
         sequences = sorted((sample for sample in self._texts if sample.num_sampled), key=lambda one: one.token_ids)
-        if self._calls:
-            most = max(range(len(self._calls)), key=self._calls.__getitem__)
-            chats = self._transcript.sample(self._given, last=most)
+        if (last := self._transcript.longest()) is not None:
+            chats = self._transcript.sample(self._given, last=last)
             sequences = [chats, *chats.branches, *sequences]
         if not sequences:
             raise ValueError("the agent asked for no answer, so there is nothing to train")
@@ -154,15 +151,11 @@ class Session:
         """Keep what was sampled for a conversation."""
         async with self._lock:
             self._transcript.answered(asked, completion, message)
-            before = _Call(0, 0, (), ()) if asked.sequence is None else self._calls[asked.sequence]
-            size = before.num_sampled + len(completion.output_ids)
-            self._calls.append(_Call(before.number + 1, size, asked.ids, tuple(completion.output_ids)))
         self._last_said = message["content"] or ""
 
     def room(self, asked: Asked) -> int:
         """Tokens that may be sampled behind a conversation. Raises Refused where there are none."""
-        before = 0 if asked.sequence is None else self._calls[asked.sequence].num_sampled
-        return self._room(before, len(asked.ids))
+        return self._room(self._transcript.num_sampled(asked), len(asked.ids))
 
     def _room(self, num_sampled: int, num_tokens: int) -> int:
         sample = self._given
@@ -231,17 +224,6 @@ class Session:
         return completion
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class _Call:
-    """An answered call, and those that it continues: how many they are, what they have sampled. ids: what was asked,
-    shared with the transcript, not copied. said: the answer's. The last call of a sample is the largest."""
-
-    number: int
-    num_sampled: int
-    ids: tuple[int, ...]
-    said: tuple[int, ...]
-
-
 class _Endpoints(Endpoints):
     """The API's endpoints for one request of one sample, and the Backend behind them: it asks for this sample's tokens
     and keeps them."""
@@ -308,32 +290,25 @@ class _Endpoints(Endpoints):
         """See `nanodag.api.served_model.Backend`: all of an answer at once."""
         session, body, params = self._session, self._body, request.params
         assert body is not None and params.max_new_tokens is not None
-        of, stops = body.seed or 0, params.stop_token_ids
+        most, of, stops = params.max_new_tokens, body.seed or 0, params.stop_token_ids
+        reader = PlainReader({}) if self._prompt is None else self._prompt.reader()
+        one_call = isinstance(body, ChatBody) and not body.parallel_tool_calls
+        # As the client reads it: a stop string or a call may end an answer before its last token.
+        answer = ParsedAnswer(self._served.tokens, reader, stops=body.stops, one_call=one_call)
         if self._prompt is None:
             ids = request.input_ids
-            place, whole = await session.text_sampled(
-                ids, max_tokens=params.max_new_tokens, stop_token_ids=stops, of=of
-            )
-            answer = self._parsed(whole)
+            place, whole = await session.text_sampled(ids, max_tokens=most, stop_token_ids=stops, of=of)
+            answer.take(whole)
             completion = _up_to(whole, answer)
             session.text_answered(ids, place, completion, answer.new().content)
         else:
             prompt = self._asked.pop(0)
-            most = min(params.max_new_tokens, session.room(prompt))
+            most = min(most, session.room(prompt))
             whole = await session.sampled(prompt, max_tokens=most, stop_token_ids=stops, of=of)
-            answer = self._parsed(whole)
+            answer.take(whole)
             completion = _up_to(whole, answer)
             await session.answered(prompt, completion, _message(answer))
         yield completion
-
-    def _parsed(self, whole: Completion) -> ParsedAnswer:
-        """The answer as the client reads it: a stop string or a call may end it before its last token."""
-        assert self._body is not None
-        reader = PlainReader({}) if self._prompt is None else self._prompt.reader()
-        one_call = isinstance(self._body, ChatBody) and not self._body.parallel_tool_calls
-        answer = ParsedAnswer(self._served.tokens, reader, stops=self._body.stops, one_call=one_call)
-        answer.take(whole)
-        return answer
 
 
 class _Reply(ChatReply):
@@ -380,6 +355,4 @@ def _metrics() -> Metrics:
     return Metrics({})
 
 
-@cache
-def _token_text(folder: Path) -> TokenText:
-    return TokenText(folder)
+_token_text = cache(TokenText)

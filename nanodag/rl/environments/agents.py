@@ -1,24 +1,8 @@
 """Agents: whatever asks the policy by OpenAI's API while it works on a sample. No torch here.
 
-`agent:package.module:function`, a Python function in a process of its own:
-
-    def agent(task):
-        client = openai.OpenAI(base_url=task.base_url, api_key=task.api_key)
-        ...
-        return 1.0
-
-It may be `async def`. task: `record`, the prompt's (nanodag.data.records); `base_url`, `api_key` and `model`, which
-are in OPENAI_BASE_URL and OPENAI_API_KEY, too; `seed`. It returns its reward, or a reward and its components, for the
-reward `reported`; or its answer, a text, for a reward that judges it; or None.
-
-`{name: agent, options: {command: [python, agent.py], folder: ...}}`, any program, in the sandbox. It finds the API in
-OPENAI_BASE_URL and OPENAI_API_KEY, its prompt's record as JSON in the file NANODAG_TASK, a seed in NANODAG_SEED. It has
-no network beside the API, sees its folder and its library read-only, and writes below /tmp/work, which is gone when it
-ends. What it prints is its answer, unless it posts one or `answer_file` names a file.
-
-`verifiers:MODULE`, a rollout of the `verifiers` package.
-
-Each goes through `visited`, from the key of its session to the sample that came of it.
+`agent:package.module:function` is a Python function in a process of its own; `agent` with the option `command` any
+program, in the sandbox; `verifiers:MODULE` a rollout of the `verifiers` package. docs/how-to/environment.md says what
+each is given and returns. Each goes through `visited`, from the key of its session to the sample that came of it.
 """
 
 import asyncio
@@ -29,7 +13,6 @@ import threading
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +31,7 @@ from nanodag.rl.rollouts.rollout import METRICS, TURNS
 
 MAX_FILE_BYTES = 1 << 30  # that a function may write
 SOCKET = "/inside/api"  # of the API in the sandbox
+PROXY = Path(__file__).with_name("sandbox_proxy.py")
 
 
 async def visited(
@@ -206,18 +190,16 @@ async def command_agent(
                 "PATH": ":".join([*([f"{library}/bin"] if library else []), f"{sys.base_prefix}/bin", "/usr/bin:/bin"]),
             },
         }
-        further = sandbox.Further(
-            read_only=tuple(path for path in (folder, library) if path),
-            shown=((str(the_api_server().socket_path), SOCKET),),
-            max_processes=max_processes,
-        )
+        binds: list[sandbox.Bind] = [("--ro-bind", path, path) for path in (folder, library) if path]
+        binds.append(("--bind", str(the_api_server().socket_path), SOCKET))
         finished = await in_thread(
             lambda: sandbox.run_python(
-                _proxy(),
+                PROXY.read_text(encoding="utf-8"),
                 stdin=json.dumps(outside, default=str),
                 timeout_s=seconds,
                 max_bytes=max_bytes,
-                further=further,
+                binds=binds,
+                max_processes=max_processes,
                 is_given_up=given_up.is_set,
             )
         )
@@ -232,11 +214,6 @@ async def command_agent(
         return await visited(sampler, sample, run, place=place, max_calls=max_calls, max_tokens=max_tokens)
     finally:
         given_up.set()
-
-
-@cache
-def _proxy() -> str:
-    return Path(__file__).with_name("sandbox_proxy.py").read_text(encoding="utf-8")
 
 
 @entry("generate", "verifiers", argument="module")

@@ -1,12 +1,8 @@
 """One server of the OpenAI API for the agents of all samples, in a thread of the controller.
 
 It listens on loopback, and on a Unix socket for programs in the sandbox, which have no network. A key names its sample.
-Keys are random, so none is guessed; one whose sample has ended is answered 410.
-
-Beside OpenAI's endpoints there are two:
-
-    POST /v1/reward {"reward": 0.5, "components": {"format": 1.0}}     what the reward `reported` is
-    POST /v1/answer {"answer": "..."}                                  what a reward of ours judges
+Keys are random, so none is guessed; one whose sample has ended is answered 410. Beside OpenAI's endpoints there are
+/v1/reward and /v1/answer (docs/how-to/environment.md).
 """
 
 import asyncio
@@ -72,9 +68,8 @@ class ApiServer:
         as to the port: the key counts."""
         scratch = Scratch("agents")
         atexit.register(scratch.cleanup)
-        folder = scratch.path
-        folder.chmod(0o755)  # programs in the sandbox are another user's, where this process is root's
-        path = folder / "api"
+        scratch.path.chmod(0o755)  # programs in the sandbox are another user's, where this process is root's
+        path = scratch.path / "api"
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(str(path))
         path.chmod(0o666)
@@ -119,9 +114,8 @@ class ApiServer:
     def _session_of(self, http: HttpRequest) -> Session:
         """The session that the request's key names. Raises Refused where there is none."""
         key = http.headers.get("authorization", "").removeprefix("Bearer ").strip()
-        session = self._sessions.get(key)
-        if session is not None:
-            return session
+        if key in self._sessions:
+            return self._sessions[key]
         if key in self._ended:
             raise gone()
         raise Refused(

@@ -68,39 +68,33 @@ def _server(path: str, options: str, limits: ForkLimits) -> ForkServer:
 
 @dataclass(slots=True)
 class _Speaker:
-    """A role on its way through an episode. messages: its conversation as far as it is."""
+    """A role on its way through an episode. messages: its conversation as far as it is; empty until it has spoken."""
 
     conversation: Conversation
     messages: list[Message] = field(default_factory=list)
-    has_spoken: bool = False
 
 
+@dataclass(slots=True)
 class _Play:
     """One episode. roles: whether each is trained, the main one first. The limits: as of `environment`."""
 
-    def __init__(
-        self,
-        sampler: TurnSampler,
-        sample: Sample,
-        fork: Fork,
-        roles: Mapping[str, bool],
-        max_turns: int,
-        turn_tokens: int,
-        step_s: float,
-    ) -> None:
-        self._sampler, self._given, self._fork = sampler, sample, fork
-        self._roles, self._names = roles, list(roles)
-        self._max_turns, self._turn_tokens, self._step_s = max_turns, turn_tokens, step_s
-        self._speakers: dict[str, _Speaker] = {}
-        self._tools: Sequence[Mapping[str, Any]] = ()
-        self._earned = Earned()
+    sampler: TurnSampler
+    given: Sample
+    fork: Fork
+    roles: Mapping[str, bool]
+    max_turns: int
+    turn_tokens: int
+    step_s: float
+    tools: Sequence[Mapping[str, Any]] = ()
+    speakers: dict[str, _Speaker] = field(default_factory=dict)
+    earned: Earned = field(default_factory=Earned)
 
     async def run(self) -> Sample:
         """The sample of the main role, with the others as branches."""
         outcome: Heard | Ended = await self._begin()
         num_turns = 0
         while isinstance(outcome, Heard):
-            if num_turns == self._max_turns:
+            if num_turns == self.max_turns:
                 outcome = "turns"
             elif (message := await self._said(outcome)) is None:
                 outcome = "tokens"
@@ -108,88 +102,82 @@ class _Play:
                 outcome = await self._stepped(outcome.role, message)
                 num_turns += 1
         if not num_turns:
-            most = self._given.max_tokens
+            most = self.given.max_tokens
             raise ValueError(f"the first observation leaves no room in a context of {most} tokens")
         metrics = metrics_of((await self._asked("end")).get("metrics"))
         return self._sample(outcome, {TURNS: num_turns, ENDED: outcome, METRICS: metrics})
 
     async def _asked(self, name: str, **given: Any) -> dict[str, Any]:
-        return await self._fork.ask({name: given}, self._step_s, name)
+        return await self.fork.ask({name: given}, self.step_s, name)
 
     async def _begin(self) -> Heard:
-        seed = derived_seed("environment", str(self._given.record["prompt_id"]))
-        answer = await self._asked("reset", seed=seed, record=dict(self._given.record))
-        self._tools, renderer = tools_of(answer.get("tools")), self._sampler.renderer
-        if self._tools and not knows_calls(renderer):
+        seed = derived_seed("environment", str(self.given.record["prompt_id"]))
+        answer = await self._asked("reset", seed=seed, record=dict(self.given.record))
+        self.tools, renderer = tools_of(answer.get("tools")), self.sampler.renderer
+        if self.tools and not knows_calls(renderer):
             raise ValueError("this model's chat template knows no tools, or writes calls in a form that is not known")
-        if isinstance(renderer, NativeRenderer) and len(self._tools) > 1:
-            raise ValueError(f"nanodag's own chat format has one tool, and the environment has {len(self._tools)}")
-        return heard(
-            answer.get("observation"), roles=self._names, speaker=self._names[0], call_ids=(), may_be_none=True
-        )
+        if isinstance(renderer, NativeRenderer) and len(self.tools) > 1:
+            raise ValueError(f"nanodag's own chat format has one tool, and the environment has {len(self.tools)}")
+        roles = [*self.roles]
+        return heard(answer.get("observation"), roles, roles[0], (), may_be_none=True)
 
     async def _said(self, observation: Heard) -> Message | None:
         """Answer of the role that hears an observation; None where there is no room for it."""
-        sample, role = self._given, observation.role
-        speaker = self._speakers.get(role)
+        sample, role = self.given, observation.role
+        speaker = self.speakers.get(role)
         if speaker is None:
             own = replace(sample, seed=derived_seed(sample.seed, "role", role))
-            speaker = self._speakers[role] = _Speaker(Conversation(self._sampler, own, self._tools))
+            speaker = self.speakers[role] = _Speaker(Conversation(self.sampler, own, self.tools))
         new = sample.record["messages"] if observation.messages is None else observation.messages
         if observation.messages and sum(len(message["content"]) for message in new) > LONGEST_TOKEN * sample.max_tokens:
             return None
         messages = [*([] if observation.is_anew else speaker.messages), *new]
-        reply = await speaker.conversation.answer(messages, max_tokens=self._turn_tokens)
+        reply = await speaker.conversation.answer(messages, max_tokens=self.turn_tokens)
         if reply is not None:
-            speaker.messages, speaker.has_spoken = [*messages, reply], True
+            speaker.messages = [*messages, reply]
         return reply
 
     async def _stepped(self, role: str, said: Message) -> Heard | Ended:
         """The observation after a turn, or what ended the episode."""
-        functions = [call["function"] for call in said.get("tool_calls", ())]
-        call_ids = [call["id"] for call in said.get("tool_calls", ())]
-        mistakes = [_wrong(function, self._tools) for function in functions]
-        is_cut = self._speakers[role].conversation.is_cut
+        tool_calls = said.get("tool_calls", ())
+        functions, call_ids = [call["function"] for call in tool_calls], [call["id"] for call in tool_calls]
+        mistakes = [_wrong(function, self.tools) for function in functions]
+        is_cut = self.speakers[role].conversation.is_cut
         if any(mistakes) and not is_cut:
             answers = [f"error: {what or 'not called, as another call is wrong'}" for what in mistakes]
             return Heard(role=role, messages=list(map(tool_message, call_ids, answers)))
-        calls = (
-            []
-            if any(mistakes)
-            else [{"name": function["name"], "arguments": _arguments(function)} for function in functions]
-        )
+        valid = [] if any(mistakes) else functions
+        calls = [{"name": function["name"], "arguments": _arguments(function)} for function in valid]
         answer = await self._asked("step", text=said["content"], calls=calls, is_cut=is_cut, role=role)
-        self._earned.add(answer.get("reward"), answer.get("info"), self._names)
+        self.earned.add(answer.get("reward"), answer.get("info"), list(self.roles))
         done = answer.get("done")
         if not isinstance(done, bool):
             raise ValueError(f"done is {done!r:.80}; it must be true or false")
         if done or is_cut:
             return "done" if done else "tokens"
-        observation = answer.get("observation")
-        return heard(observation, roles=self._names, speaker=role, call_ids=call_ids, may_be_none=False)
+        return heard(answer.get("observation"), [*self.roles], role, call_ids, may_be_none=False)
 
     def _sample(self, ended: Ended, metadata: Mapping[str, Any]) -> Sample:
-        speakers = self._speakers
-        main, spoke = self._names[0], [name for name in self._names if name in speakers and speakers[name].has_spoken]
+        main, speakers = next(iter(self.roles)), self.speakers
+        spoke = [role for role in self.roles if role in speakers and speakers[role].messages]
         if main not in spoke:
             raise ValueError(f"the role {main!r} did not speak: its rewards are the sample's")
         first, *others = [sequence for name in spoke for sequence in self._sequences(name)]
         return replace(
             first,
             branches=tuple(others),
-            reward=self._earned.by_role.get(main, 0.0),
-            components=dict(self._earned.components),
+            reward=self.earned.by_role.get(main, 0.0),
+            components=dict(self.earned.components),
             metadata=metadata,
             finish_reason=first.finish_reason if ended == "done" else "length",
         )
 
     def _sequences(self, name: str) -> list[Sample]:
         """Sequences of a role, the one that it spoke in last first, with the role's reward."""
-        first = self._speakers[name].conversation.sample()
-        others = first.branches
-        first, reward = replace(first, branches=()), self._earned.by_role.get(name)
-        named = [replace(sequence, role=name or ROLE, is_trained=self._roles[name]) for sequence in (first, *others)]
-        return [replace(named[0], reward=reward), *named[1:]]
+        sample = self.speakers[name].conversation.sample()
+        said: dict[str, Any] = {"branches": (), "role": name or ROLE, "is_trained": self.roles[name]}
+        first, *others = (replace(sequence, **said) for sequence in (sample, *sample.branches))
+        return [replace(first, reward=self.earned.by_role.get(name)), *others]
 
 
 @entry("generate", "openenv", argument="url")

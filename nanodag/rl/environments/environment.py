@@ -5,31 +5,17 @@ may answer anything. Standard library only.
         def __init__(self, *, rounds: int = 2):        # options of the config, keyword only
             self.rounds = rounds
 
-        def reset(self, *, seed, record):              # an episode begins
+        def reset(self, *, seed, record):              # an episode begins; returns an observation
             self.left = self.rounds
             return "Say something."
 
-        def step(self, action):                        # the policy has spoken
+        def step(self, action):                        # the policy has spoken; observation, reward, done, info
             self.left -= 1
             return f"You said {action.text}.", 0.5, self.left == 0, {}
 
-`tools()` returns the tools that the policy may call, each as OpenAI defines it; `metrics()` numbers to log when an
-episode has ended. Both may be left out.
-
-An observation, which the policy hears, is a text; a list of messages `{"role": ..., "content": ...}`; or
-`{"to": role, "messages": ...}` where several roles speak. A text answers the tool call of the action, where it made
-one, else it is a user's message. With several calls a list of texts answers each. None in `reset`: the prompt's own
-messages.
-
-A reward is a number, or numbers by role. The rewards of an episode's steps add up. `info` is a mapping; of its items
-`components`, named parts of the reward, add up too.
-
-Several roles: `roles = {"solver": True, "judge": False}`, each with whether it is trained. The first is the main one:
-its rewards are the sample's. `{"to": "judge", "messages": [...], "anew": True}` begins its conversation again.
-
-The seed follows from the prompt: the samples of a group begin in the same state. An episode that depends on seed,
-record and actions alone can be resumed exactly. Python's `random` is seeded with the seed, and its hashes are the same
-in each process.
+docs/how-to/environment.md says what each of these may be, and what `tools`, `metrics` and `roles` are. A text answers
+the tool call of the action, where it made one, else it is a user's message. An episode that depends on seed, record and
+actions alone can be resumed exactly.
 
 A fork answers `{"reset": {"seed", "record"}}` with `{"observation", "tools"}`; `{"step": {"text", "calls", "is_cut",
 "role"}}` with `{"observation", "reward", "done", "info"}`; `{"end": {}}` with `{"metrics"}`.
@@ -40,7 +26,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from nanodag.children.fork_server import Line, answering
 from nanodag.own_code.functions import function_at
@@ -69,18 +55,6 @@ class Action:
     role: str = ""
 
 
-class Environment(Protocol):
-    """Methods that an environment's class needs; `tools`, `metrics` and `roles` are optional."""
-
-    def reset(self, *, seed: int, record: Mapping[str, Any]) -> Observation:
-        """Begin an episode, and say what the policy hears first. record: the prompt's (nanodag.data.records)."""
-        ...
-
-    def step(self, action: Action) -> tuple[Observation, float | Mapping[str, float], bool, Mapping[str, Any]]:
-        """(observation, reward, done, info). When it is done nobody hears the observation."""
-        ...
-
-
 # An episode in a fork
 
 
@@ -92,7 +66,7 @@ def make(path: str, options: Mapping[str, Any]) -> tuple[Any, Callable[[Line], N
     return roles_of(getattr(environment, "roles", None)), answering(partial(_answer, environment))
 
 
-def _answer(environment: Environment, message: Mapping[str, Any]) -> dict[str, Any]:
+def _answer(environment: Any, message: Mapping[str, Any]) -> dict[str, Any]:
     ((name, payload),) = message.items()
     if name == "reset":
         random.seed(payload["seed"])  # a fork seeds it with noise
@@ -159,7 +133,7 @@ def roles_of(found: Any) -> dict[str, bool]:
     return roles
 
 
-def heard(found: Any, *, roles: Sequence[str], speaker: str, call_ids: Sequence[str], may_be_none: bool) -> Heard:
+def heard(found: Any, roles: Sequence[str], speaker: str, call_ids: Sequence[str], *, may_be_none: bool) -> Heard:
     """An observation. speaker: who spoke last, and hears it if nothing else is said. call_ids: of the calls that it
     answers. Raises ValueError for what is no observation."""
     is_anew, role = False, speaker
@@ -182,9 +156,7 @@ def _messages(found: Any, call_ids: Sequence[str]) -> list[Message]:
     if all(isinstance(text, str) for text in texts):
         if call_ids and len(texts) != len(call_ids):
             raise ValueError(f"{len(call_ids)} calls were answered by {len(texts)} texts; give one for each")
-        if call_ids:
-            return [tool_message(call_id, text) for call_id, text in zip(call_ids, texts, strict=True)]
-        return [{"role": "user", "content": text} for text in texts]
+        return [*map(tool_message, call_ids, texts)] or [{"role": "user", "content": text} for text in texts]
     unanswered = list(call_ids)
     return [_message(message, unanswered) for message in texts]
 
@@ -203,6 +175,12 @@ def _message(found: Any, unanswered: list[str]) -> Message:
 
 def tool_message(call_id: str, content: str) -> Message:
     return {"role": "tool", "tool_call_id": call_id, "content": content}
+
+
+def tool_named(name: str, description: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool in OpenAI's form. parameters: a JSON schema."""
+    function = {"name": name, "description": description, "parameters": dict(parameters)}
+    return {"type": "function", "function": function}
 
 
 def tools_of(found: Any) -> list[dict[str, Any]]:

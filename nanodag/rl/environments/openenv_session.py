@@ -2,15 +2,9 @@
 
 Each episode is a session of its own: one connection to the server's `/ws`, which answers `{"type": "reset"}` and
 `{"type": "step"}` with `{"type": "observation", "data": {"observation": {...}, "reward": ..., "done": ...}}`. How the
-policy acts follows from the action's JSON schema, which the server tells at `/schema`:
-
-- An MCP environment: its tools are the policy's, each call is a step, and speech without a call ends the episode.
-- One required field, a text: what the policy says goes there.
-- Other fields, or the option `action: act`: the policy has one tool, `act`, whose arguments they are; speech without a
-  call ends the episode.
-
-An action that does not fit the schema is the policy's mistake: it hears what is wrong with it. An environment that
-raises fails the episode.
+policy acts follows from the action's JSON schema, which the server tells at `/schema` (docs/how-to/environment.md). An
+action that does not fit it is the policy's mistake: it hears what is wrong with it. An environment that raises fails
+the episode.
 """
 
 import json
@@ -23,7 +17,7 @@ from typing import Any
 from websockets.exceptions import ConnectionClosed, WebSocketException
 from websockets.sync.client import ClientConnection, connect
 
-from nanodag.rl.environments.environment import Action
+from nanodag.rl.environments.environment import Action, tool_named
 
 TIMEOUT_S = 30.0
 FREE_TIMEOUT_S = 10.0  # a server ends the session of a connection that is gone in its own time
@@ -65,10 +59,10 @@ class OpenEnv:
         if self._is_mcp:
             answer = self._asked("step", {"type": "list_tools"})
             listed = self._observed("step", answer)["observation"]["tools"]
-            self._tools = [_tool(tool["name"], tool.get("description", ""), tool["input_schema"]) for tool in listed]
+            self._tools = [tool_named(t["name"], t.get("description", ""), t["input_schema"]) for t in listed]
         elif not self._field:
             parameters = {"type": "object", "properties": self._properties, "required": self._required}
-            self._tools = [_tool(ACT, "Acts in the environment.", {**parameters, **self._definitions})]
+            self._tools = [tool_named(ACT, "Acts in the environment.", {**parameters, **self._definitions})]
         *before, last = record["messages"]
         text = self._text(told["observation"])
         return [*before, {**last, "content": f"{last['content']}\n\n{text}" if text else last["content"]}]
@@ -127,8 +121,7 @@ class OpenEnv:
         """The observation in an answer. Raises ValueError for one that refuses."""
         if answer.get("type") != "observation":
             raise ValueError(f"{self._url} refuses {what}: {json.dumps(answer.get('data'))[:300]}")
-        told: dict[str, Any] = answer["data"]
-        return told
+        return answer["data"]
 
     def _asked(self, what: str, data: Mapping[str, Any]) -> dict[str, Any]:
         assert self._connection is not None  # reset has made it
@@ -174,17 +167,11 @@ def _mistakes(answer: Mapping[str, Any]) -> str:
     return "; ".join(mistakes) or str(answer["data"].get("message", "invalid action"))
 
 
-def _tool(name: str, description: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    function = {"name": name, "description": description, "parameters": dict(parameters)}
-    return {"type": "function", "function": function}
-
-
 def _schema_of(url: str) -> dict[str, Any]:
     """The JSON schema of an action. Raises ValueError where the server does not tell it."""
     try:
         direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # as `connect` goes
         with direct.open(f"{url}/schema", timeout=TIMEOUT_S) as answer:
-            schema: dict[str, Any] = json.load(answer)["action"]
-            return schema
+            return json.load(answer)["action"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{url} does not tell its schema at {url}/schema: {type(error).__name__} {error}") from error

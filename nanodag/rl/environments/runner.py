@@ -69,21 +69,17 @@ class Turns:
         single, seed = params.model_copy(update={"n": 1}), params.sampling_seed
         if seed is None:  # greedy: a function may still draw numbers of its own
             seed = derived_seed("greedy", prompt.group_id)
-        calls = [
-            self._call(self._sample(prompt, derived_seed(seed, "sample", number)), single, ask, f"{rid}-{number}")
-            for number in range(params.n)
-        ]
-        outcomes = [outcome for answered in await _all(calls) for outcome in answered]
-        return [rollout for number, outcome in enumerate(outcomes) for rollout in _rollouts(prompt, number, outcome)]
-
-    def _sample(self, prompt: Prompt, seed: int) -> Sample:
-        return Sample(
+        given = Sample(
             record=prompt.record,
             spans=(prompt_span(prompt.token_ids),),
             seed=seed,
             max_sampled=self._longest,
             max_tokens=self._context,
         )
+        samples = [replace(given, seed=derived_seed(seed, "sample", number)) for number in range(params.n)]
+        calls = [self._call(sample, single, ask, f"{rid}-{number}") for number, sample in enumerate(samples)]
+        outcomes = [outcome for answered in await _all(calls) for outcome in answered]
+        return [rollout for number, outcome in enumerate(outcomes) for rollout in _rollouts(prompt, number, outcome)]
 
     async def _call(self, sample: Sample, params: SamplingParams, ask: Ask, rid: str) -> Sequence[Sample | Exception]:
         """The samples of one call, or why there are none."""
@@ -252,35 +248,16 @@ def _rollouts(prompt: Prompt, index: int, outcome: Sample | Exception) -> list[R
     """The sequences of a sample, the main one and its branches; of one that failed a rollout without a response."""
     if isinstance(outcome, Sample):
         return [_rollout(prompt, index, branch, sample) for branch, sample in enumerate((outcome, *outcome.branches))]
-    return [
-        Rollout(
-            group_id=prompt.group_id,
-            prompt_id=prompt.prompt_id,
-            sample_index=index,
-            spans=(prompt_span(prompt.token_ids),),
-            finish_reason="error",
-            metadata=_why(outcome),
-        )
-    ]
+    return [prompt.rollout(index, (prompt_span(prompt.token_ids),), "error", metadata=_why(outcome))]
 
 
 def _rollout(prompt: Prompt, index: int, branch: int, sample: Sample) -> Rollout:
     assert sample.finish_reason is not None
-    metadata = dict(sample.metadata)
+    metadata, spans = dict(sample.metadata), sample.spans
     if sample.answer is not None:
         metadata[ANSWER] = sample.answer
     if sample.reward is not None:
         metadata[REPORTED] = {"value": sample.reward, "components": dict(sample.components)}
-    spans = sample.spans
     if not sample.is_trained:
         spans = tuple(replace(span, mask=(0,) * len(span.mask)) for span in spans)
-    return Rollout(
-        group_id=prompt.group_id,
-        prompt_id=prompt.prompt_id,
-        sample_index=index,
-        spans=spans,
-        finish_reason=sample.finish_reason,
-        metadata=metadata,
-        branch=branch,
-        role=sample.role,
-    )
+    return prompt.rollout(index, spans, sample.finish_reason, metadata=metadata, branch=branch, role=sample.role)

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 from nanodag.errors import ConfigError
@@ -87,33 +87,28 @@ def places(what: str, at_once: int) -> asyncio.Semaphore:
     return asyncio.Semaphore(at_once)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class TurnSampler:
     """Adds turns to samples. ask: sends one request, from any thread's event loop.
 
-    stop_ids: what ends the assistant's speech. renderer: the chat format, and switches of its template. held: a context
-    in which time does not count as the function's own, as while it waits for a place among others. attempt: 0 unless
-    the process that an earlier one ran in was killed.
+    renderer: the chat format, and switches of its template. held: a context in which time does not count as the
+    function's own, as while it waits for a place among others. attempt: 0 unless the process that an earlier one ran in
+    was killed.
     """
 
-    def __init__(
-        self,
-        ask: Callable[[Request], Awaitable[Completion]],
-        *,
-        params: SamplingParams,
-        encoding: Encoding,
-        renderer: ChatRenderer,
-        switches: Switches = NO_SWITCHES,
-        held: Callable[[], AbstractContextManager[None]] = nullcontext,
-        attempt: int = 0,
-    ) -> None:
-        self.ask = ask
-        self.held = held
-        self.attempt = attempt
-        self.params = params
-        self.switches = switches
-        self.encoding = encoding
-        self.renderer = renderer
-        self.stop_ids = params.stop_token_ids
+    ask: Callable[[Request], Awaitable[Completion]]
+    _: KW_ONLY
+    params: SamplingParams
+    encoding: Encoding
+    renderer: ChatRenderer
+    switches: Switches = field(default_factory=dict)
+    held: Callable[[], AbstractContextManager[None]] = nullcontext
+    attempt: int = 0
+
+    @property
+    def stop_ids(self) -> Sequence[int]:
+        """Tokens that end the assistant's speech."""
+        return self.params.stop_token_ids
 
     @asynccontextmanager
     async def placed(self, place: AbstractAsyncContextManager[Any]) -> AsyncIterator[None]:

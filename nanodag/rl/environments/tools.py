@@ -12,6 +12,7 @@ from nanodag.host.processor import usable_cores
 from nanodag.host.threads import in_thread
 from nanodag.registry import entry
 from nanodag.rewards.sandbox import run_python
+from nanodag.rl.environments.environment import tool_named
 from nanodag.rl.environments.sample import Sample, TurnSampler
 from nanodag.rl.environments.transcript import Conversation, arguments_of
 
@@ -20,10 +21,7 @@ CHARACTERS_A_TOKEN = 16  # more than nearly every token has: what is longer is c
 
 def _tool(name: str, words: str, argument: str, meaning: str) -> dict[str, Any]:
     schema = {"type": "object", "properties": {argument: {"type": "string", "description": meaning}}}
-    return {
-        "type": "function",
-        "function": {"name": name, "description": words, "parameters": {**schema, "required": [argument]}},
-    }
+    return tool_named(name, words, {**schema, "required": [argument]})
 
 
 # What a policy is told of the tool of an entry, by the entry's name.

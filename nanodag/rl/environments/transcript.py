@@ -2,10 +2,7 @@
 
 An agent or an environment speaks in messages, and sends the whole conversation again with each call. A call whose
 messages are those of an earlier one, its answer and more continues that call's ids: prompt, sampled ids, and what the
-chat template puts behind them. So text that was sampled is never made into ids again. Where the template renders what
-was said in another way (Qwen3 leaves thinking out of earlier turns), and where messages are others, a call begins a
-sequence of its own. Calls form a tree, as one may be continued twice: then the second continuation is a sequence too,
-whose prompt is what both have in common, so that no sampled token is trained twice.
+chat template puts behind them. Others begin a sequence of their own (docs/explanation/rl.md, Sequences of a sample).
 """
 
 import asyncio
@@ -47,10 +44,14 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class _Answered:
+    """An answered call. depth, num_sampled: calls and sampled tokens of its sequence so far."""
+
     asked: Asked
     span: Span
     finish_reason: FinishReason
     said: Any  # what its message means
+    depth: int
+    num_sampled: int
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -94,8 +95,27 @@ class Transcript:
         for `text_of`. Raises SamplerError for a completion that the sampler gave up."""
         if message is None:
             message = {"role": "assistant", "content": self.text_of(completion)}
-        reason, span = finish_reason_of(completion), span_of(completion)
-        self._answered.append(_Answered(asked=asked, span=span, finish_reason=reason, said=meant(plain(message))))
+        before = None if asked.sequence is None else self._answered[asked.sequence]
+        span, said = span_of(completion), meant(plain(message))
+        self._answered.append(
+            _Answered(
+                asked=asked,
+                span=span,
+                finish_reason=finish_reason_of(completion),
+                said=said,
+                depth=1 + (before.depth if before else 0),
+                num_sampled=len(span.token_ids) + self.num_sampled(asked),
+            )
+        )
+
+    def num_sampled(self, asked: Asked) -> int:
+        """Tokens that were sampled in the sequence that a call continues."""
+        return 0 if asked.sequence is None else self._answered[asked.sequence].num_sampled
+
+    def longest(self) -> int | None:
+        """The end of the conversation of most calls, then of most sampled tokens; None where nothing was answered."""
+        calls = [(call.depth, call.num_sampled, call.asked.ids, call.span.token_ids) for call in self._answered]
+        return max(range(len(calls)), key=calls.__getitem__, default=None)
 
     def text_of(self, completion: Completion) -> str:
         """Text of a completion, without special tokens. For reading only: it is never turned into ids again."""

@@ -15,7 +15,7 @@ from pydantic import PlainSerializer, PlainValidator, TypeAdapter
 
 from nanodag.errors import StageFailed
 from nanodag.rl.rollouts.prompts import Prompt
-from nanodag.rl.rollouts.rollout import Rollout, from_json, groups_of, place_in_group, to_json
+from nanodag.rl.rollouts.rollout import Rollout, Span, from_json, groups_of, place_in_group, to_json
 from nanodag.store.atomic import write_json
 
 TOO_STALE = "too_stale"
@@ -136,13 +136,12 @@ def without_older(batch: RolloutBatch) -> RolloutBatch:
 
 
 def _without(batch: RolloutBatch, is_old: Callable[[int], bool]) -> RolloutBatch:
-    all_versions = {version for rollout in batch.trained for version in rollout.versions}
-    old = frozenset(filter(is_old, all_versions))
+    old = set(filter(is_old, {version for rollout in batch.trained for version in rollout.versions}))
     if not old:
         return batch
     kept, dropped = [], list(batch.dropped)
     for prompt, group in batch.kept:
-        masked = [_masked(rollout, old) for rollout in group]
+        masked = [replace(rollout, spans=tuple(_masked(span, old) for span in rollout.spans)) for rollout in group]
         if any(any(span.mask) for rollout in masked for span in rollout.spans):
             kept.append((prompt, masked))
         else:
@@ -166,9 +165,6 @@ def staleness_metrics(rollouts: Sequence[Rollout], versions: Sequence[int]) -> d
     }
 
 
-def _masked(rollout: Rollout, old: Container[int]) -> Rollout:
-    spans = []
-    for span in rollout.spans:
-        pairs = zip(span.mask, span.versions, strict=True)
-        spans.append(replace(span, mask=tuple(0 if version in old else mask for mask, version in pairs)))
-    return replace(rollout, spans=tuple(spans))
+def _masked(span: Span, old: Container[int]) -> Span:
+    pairs = zip(span.mask, span.versions, strict=True)
+    return replace(span, mask=tuple(0 if version in old else mask for mask, version in pairs))

@@ -7,7 +7,7 @@ import glob
 import json
 import math
 import os
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,17 +59,12 @@ def export_chats(
     cut, answers with text of a tool, further sequences of a sample, and prompts whose messages were not kept are left
     out. Raises ConfigError for another suffix.
     """
-    encoding = Encoding(shelf.model)
-    left_out: dict[str, int] = defaultdict(int)
+    encoding, left_out = Encoding(shelf.model), Counter[str]()
     by_prompt: dict[str, dict[str, dict[str, Any]]] = {}
-    for number, read in _reads(shelf, wanted, step):
-        if reason := _why_not(read, lowest):
-            left_out[reason] += 1
-            continue
+    for number, read in _examples(_reads(shelf, wanted, step), lowest, left_out):
         text = text_of(read.rollout, encoding)
-        answer = {"role": "assistant", "content": text}
         row = {
-            "messages": [*map(dict, read.messages), answer],
+            "messages": [*map(dict, read.messages), {"role": "assistant", "content": text}],
             "reward": read.rollout.reward,
             "prompt_id": read.rollout.prompt_id,
             "step": number,
@@ -84,7 +79,7 @@ def export_chats(
         ranked = sorted(answers.values(), key=lambda row: -row["reward"])  # of equal rewards the earlier one
         chosen += ranked[:best]
         left_out["not among the best"] += len(ranked[best:])
-    return Exported(rows=_write(path, chosen), left_out={reason: n for reason, n in left_out.items() if n})
+    return Exported(rows=_write(path, chosen), left_out=+left_out)
 
 
 def export_pairs(shelf: Shelf, path: Path, wanted: Wanted = ANY, *, step: int | None = None, lowest: float) -> Exported:
@@ -95,14 +90,10 @@ def export_pairs(shelf: Shelf, path: Path, wanted: Wanted = ANY, *, step: int | 
     score_chosen, score_rejected, prompt_id, step. What `export_chats` leaves out is left out. Raises ConfigError for
     another suffix.
     """
-    encoding = Encoding(shelf.model)
-    left_out: dict[str, int] = defaultdict(int)
+    encoding, left_out = Encoding(shelf.model), Counter[str]()
     groups: dict[tuple[int, str], list[Read]] = {}
-    for number, read in _reads(shelf, wanted, step):
-        if reason := _why_not(read, -math.inf):
-            left_out[reason] += 1
-        else:
-            groups.setdefault((number, read.rollout.group_id), []).append(read)
+    for number, read in _examples(_reads(shelf, wanted, step), -math.inf, left_out):
+        groups.setdefault((number, read.rollout.group_id), []).append(read)
     rows = []
     for (number, _), reads in groups.items():
         ranked = sorted(reads, key=_reward, reverse=True)  # of equal rewards the earlier one first
@@ -122,7 +113,7 @@ def export_pairs(shelf: Shelf, path: Path, wanted: Wanted = ANY, *, step: int | 
                 "step": number,
             }
         )
-    return Exported(rows=_write(path, rows), left_out={reason: n for reason, n in left_out.items() if n})
+    return Exported(rows=_write(path, rows), left_out=+left_out)
 
 
 def _reward(read: Read) -> float:
@@ -133,6 +124,15 @@ def _reward(read: Read) -> float:
 def text_of(rollout: Rollout, encoding: Encoding) -> str:
     """The response's text, without the stop token."""
     return encoding.decode(rollout.without_stop(rollout.response_token_ids))
+
+
+def _examples(reads: Iterable[tuple[int, Read]], lowest: float, left_out: Counter[str]) -> Iterator[tuple[int, Read]]:
+    """The rollouts that may be examples; others are counted in left_out, by the reason."""
+    for number, read in reads:
+        if reason := _why_not(read, lowest):
+            left_out[reason] += 1
+        else:
+            yield number, read
 
 
 def _why_not(read: Read, lowest: float) -> str:

@@ -35,24 +35,24 @@ class Sums:
     summed: dict[str, float]
     largest: dict[str, float]
 
-    def add(self, other: "Sums") -> None:
-        for name, value in other.summed.items():
-            self.summed[name] = self.summed.get(name, 0.0) + value
-        for name, value in other.largest.items():
-            self.largest[name] = max(self.largest.get(name, value), value)
+
+def _added(ranks: Sequence[Sums]) -> Sums:
+    total = Sums({}, {})
+    for sums in ranks:
+        for name, value in sums.summed.items():
+            total.summed[name] = total.summed.get(name, 0.0) + value
+        for name, value in sums.largest.items():
+            total.largest[name] = max(total.largest.get(name, value), value)
+    return total
 
 
 def trainer_metrics(ranks: Sequence[Sums], *, num_updates: int) -> dict[str, float]:
-    """Means over the trained tokens of all ranks and updates of a step.
+    """Means over the trained tokens of all ranks and updates of a step (docs/reference/metrics.md).
 
-    entropy in nats. ratio = exp(trainer - old); clipped_share: tokens whose gradient was cut off. mismatch = old
-    logprob minus the sampler's: mean, mean size, largest size, and as a KL (k3). correction: mean importance weight;
-    left_out_share: tokens whose weight is 0; none of these where answers are imitated. replayed_ratio: exp(old -
-    sampler) of the replayed tokens. teacher_kl: old minus teacher logprob.
+    mismatch = old logprob minus the sampler's: mean, mean size, largest size, and as a KL (k3). None of mismatch,
+    correction and left_out_share where answers are imitated.
     """
-    total = Sums({}, {})
-    for sums in ranks:
-        total.add(sums)
+    total = _added(ranks)
     tokens = max(total.summed["tokens"], 1.0)
     metrics = {"loss": total.summed["loss"] / num_updates, "trained_tokens": total.summed["tokens"] / num_updates}
     names = ("entropy", "ratio", "clipped", "mismatch", "mismatch_absolute", "mismatch_kl", "correction", "left_out")
@@ -78,16 +78,11 @@ def update_metrics(replies: Sequence[Mapping[str, Any]], *, critic_epochs: int) 
 
 
 def critic_metrics(ranks: Sequence[Sums], *, num_updates: int) -> dict[str, float]:
-    """Means over the trained tokens of all ranks. num_updates: of the critic.
-
-    value_loss: the mean over the updates. value_clipped_share: tokens whose gradient the bound cut off. value_mean,
-    return_mean: before the step. value_explained: 1 - Var(return - value) / Var(return), the explained variance of the
-    values before the step; left out where all returns are equal.
-    """
-    total = Sums({}, {})
-    for sums in ranks:
-        total.add(sums)
-    summed, tokens = total.summed, max(total.summed["tokens"], 1.0)
+    """Means over the trained tokens of all ranks (docs/reference/metrics.md). num_updates: of the critic, over which
+    value_loss is a mean. value_mean, return_mean: before the step. value_explained: left out where all returns are
+    equal."""
+    summed = _added(ranks).summed
+    tokens = max(summed["tokens"], 1.0)
     metrics = {
         "value_loss": summed["value_loss"] / num_updates,
         "value_clipped_share": summed["clipped"] / tokens / num_updates,
@@ -102,15 +97,12 @@ def critic_metrics(ranks: Sequence[Sums], *, num_updates: int) -> dict[str, floa
 
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Over all generated rollouts, dropped ones too: reward and its parts, pass rate, lengths, truncated and repeated
-    share, groups without spread.
+    """Over all generated rollouts, dropped ones too (docs/reference/metrics.md): reward and its parts, pass rate,
+    lengths, truncated and repeated share, groups without spread.
 
-    pass_rate: share with a reward of at least 0.999, what was taken off for length aside. pass_at_n: share of groups
-    with at least one such; pass_at_<k>, for powers of two: `pass_at`, over groups of at least k. Rollouts whose reward
-    failed count as reward_failed only, those whose generation failed as generate_failed. tool_results: spans of tool
-    tokens a response. repeated_share: share of responses with a `repetition` above 0.5. A sample of several sequences
-    counts once, by its main one; sequences: how many a sample has, where any has more. turns, metric_<name>: of an
-    environment, over samples of which it says them.
+    Rollouts whose reward failed count as reward_failed only, those whose generation failed as generate_failed. A sample
+    of several sequences counts once, by its main one; sequences: how many a sample has, where any has more. turns,
+    metric_<name>: over samples of which an environment says them.
     """
     everything, rollouts = len(rollouts), main_sequences(rollouts)
     scored = [rollout for rollout in rollouts if rollout.reward is not None]
@@ -139,11 +131,9 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     if any(span.kind == "tool" for rollout in rollouts for span in rollout.spans):
         metrics["tool_results"] = fmean(sum(s.kind == "tool" for s in rollout.spans) for rollout in rollouts)
     components = [(f"reward_{name}", v) for rollout in scored for name, v in rollout.reward_components.items()]
-    reported_metrics = [(f"metric_{name}", v) for rollout in rollouts for name, v in said_metrics(rollout).items()]
-    reported_metrics += [
-        (TURNS, n) for rollout in rollouts if isinstance(n := rollout.metadata.get(TURNS), int | float)
-    ]
-    return {**metrics, **_means(components), **_means(reported_metrics)}
+    reported = [(f"metric_{name}", v) for rollout in rollouts for name, v in said_metrics(rollout).items()]
+    reported += [(TURNS, n) for rollout in rollouts if isinstance(n := rollout.metadata.get(TURNS), int | float)]
+    return {**metrics, **_means(components), **_means(reported)}
 
 
 def repetition(token_ids: Sequence[int]) -> float:

@@ -18,7 +18,7 @@ from nanodag.config.kinds.rl import RLStage
 from nanodag.data.mixture import Drawn, Mixture
 from nanodag.errors import ConfigError
 from nanodag.errors.words import counted
-from nanodag.rl.rollouts.rollout import Rollout, from_json, to_json
+from nanodag.rl.rollouts.rollout import FinishReason, Rollout, Span, from_json, to_json
 from nanodag.tokenizer.chat import NO_SWITCHES, ChatRenderer, Messages, Switches, Tools
 
 log = logging.getLogger(__name__)
@@ -47,6 +47,11 @@ class Prompt:
         """Names the rollouts of this prompt in this pass."""
         return f"{self.prompt_id}@{self.epoch}"
 
+    def rollout(self, index: int, spans: tuple[Span, ...], finish_reason: FinishReason, **values: Any) -> Rollout:
+        """A rollout of this prompt: that of the sample `index`. values: further fields."""
+        names: dict[str, Any] = {"group_id": self.group_id, "prompt_id": self.prompt_id, "sample_index": index}
+        return Rollout(**names, spans=spans, finish_reason=finish_reason, **values)
+
 
 @dataclass(frozen=True)
 class PolicyFormat:
@@ -59,6 +64,12 @@ class PolicyFormat:
     def prompt(self, messages: Messages, switches: Switches = NO_SWITCHES) -> list[int]:
         """Ids up to where the policy begins to speak. switches: of the prompt's source; they go before the stage's."""
         return self.renderer.prompt(messages, {**self.switches, **switches}, tools=self.tools)
+
+
+def rendered(epoch: int, record: Mapping[str, Any], renderer: PolicyFormat) -> Prompt:
+    """The prompt of a record, with its token ids."""
+    ids = renderer.prompt(record["messages"], record.get("template_options", NO_SWITCHES))
+    return Prompt(epoch=epoch, record=record, token_ids=tuple(ids))
 
 
 class PromptCursor:
@@ -109,17 +120,16 @@ class PromptCursor:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on exactly where `state_dict` was called."""
         self._mixture.load_state_dict(state["mixture"])
-        self._waiting = deque(
-            replace(self._rendered(saved["epoch"], saved["record"]), begun=tuple(map(from_json, saved["begun"])))
-            for saved in state["waiting"]
-        )
+        prompts = (rendered(saved["epoch"], saved["record"], self._renderer) for saved in state["waiting"])
+        begun = (tuple(map(from_json, saved["begun"])) for saved in state["waiting"])
+        self._waiting = deque(replace(prompt, begun=rollouts) for prompt, rollouts in zip(prompts, begun, strict=True))
         self._without_spread = set(state["without_spread"])
 
     def _draw(self) -> Prompt:
         num_overlong = 0
         while num_overlong < OVERLONG_IN_A_ROW:
             drawn = next(self._mixture)
-            prompt = self._rendered(drawn.epoch, drawn.record)
+            prompt = rendered(drawn.epoch, drawn.record, self._renderer)
             if len(prompt.token_ids) > self._longest:
                 self._passed_over.append((prompt, OVERLONG))
                 num_overlong += 1
@@ -136,14 +146,6 @@ class PromptCursor:
         digest = hashlib.sha256(f"{self._seed} {prompt.group_id}".encode()).digest()
         return int.from_bytes(digest[:8], "big") < self._skip_share * 2**64
 
-    def _rendered(self, epoch: int, record: Mapping[str, Any]) -> Prompt:
-        return Prompt(epoch=epoch, record=record, token_ids=rendered(record, self._renderer))
-
-
-def rendered(record: Mapping[str, Any], renderer: PolicyFormat) -> tuple[int, ...]:
-    """The prompt's token ids, from its record."""
-    return tuple(renderer.prompt(record["messages"], record.get("template_options", NO_SWITCHES)))
-
 
 def first_prompts(
     mixture: Iterable[Drawn], renderer: PolicyFormat, *, count: int, longest: int
@@ -155,9 +157,9 @@ def first_prompts(
     for drawn in mixture:
         if len(prompts) == count:
             break
-        token_ids = rendered(drawn.record, renderer)
-        if len(token_ids) <= longest:
-            prompts.append(Prompt(epoch=drawn.epoch, record=drawn.record, token_ids=token_ids))
+        prompt = rendered(drawn.epoch, drawn.record, renderer)
+        if len(prompt.token_ids) <= longest:
+            prompts.append(prompt)
         else:
             num_overlong += 1
     if num_overlong:

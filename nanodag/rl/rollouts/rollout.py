@@ -21,11 +21,11 @@ sequence of a sample has `"branch": 1`, one of a role `"role": "judge"`.
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, groupby, repeat
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import orjson
 
@@ -47,6 +47,7 @@ REWARD_FAILED, GENERATE_FAILED = "reward_failed", "generate_failed"  # what beca
 SpanKind = Literal["prompt", "sampled", "tool"]
 FinishReason = Literal["stop", "text", "length", "abort", "error"]
 SPAN_KINDS, FINISH_REASONS = get_args(SpanKind), get_args(FinishReason)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +91,6 @@ def prompt_span(token_ids: Sequence[int]) -> Span:
 
 def sampled_span(token_ids: Sequence[int], logprobs: Sequence[float], version: int) -> Span:
     """Sampled tokens of one policy version, all of them trained. Logprobs above 0 by rounding are taken as 0."""
-    if len(logprobs) != len(token_ids):
-        raise ValueError(f"sampled span of {len(token_ids)} tokens has {len(logprobs)} logprobs, not {len(token_ids)}")
     return Span(
         kind="sampled",
         token_ids=tuple(token_ids),
@@ -296,8 +295,8 @@ def to_json(rollout: Rollout) -> str:
     return f'{_dumped({**names, "sample_index": rollout.sample_index})[:-1]},"spans":{spans},{_dumped(rest)[1:]}'
 
 
-def from_json(line: str) -> Rollout:
-    """The rollout of one line. Raises ValueError with the reason; `read_rollouts` adds file and line."""
+def from_json(line: str | bytes) -> Rollout:
+    """The rollout of one line. Raises ValueError with the reason; `parsed_lines` adds file and line."""
     return from_record(orjson.loads(line))
 
 
@@ -340,20 +339,26 @@ def write_rollouts(path: Path, rollouts: Iterable[Rollout]) -> None:
 
 
 def read_rollouts(path: Path) -> Iterator[Rollout]:
-    """Yield the rollouts of a JSON lines file, in order.
+    """Yield the rollouts of a JSON lines file, in order. Raises as `parsed_lines`."""
+    return parsed_lines(path, lambda line, _: from_json(line))
+
+
+def parsed_lines(path: Path, parse: Callable[[bytes, int], T]) -> Iterator[T]:
+    """Yield what a parser makes of each line of a file that is not blank, and of the byte at which the line begins.
 
     Raises SourceError that names file, line and reason for a line that is no rollout.
     """
-    with path.open(encoding="utf-8") as stream:
+    begin = 0
+    with path.open("rb") as stream:
         for number, line in enumerate(stream, start=1):
-            if not line.strip():
-                continue
             try:
-                yield from_json(line)
+                if line.strip():
+                    yield parse(line, begin)
             except (ValueError, TypeError) as error:
                 raise SourceError(
                     f"{path}, line {number}: not a rollout: {error}. Remove the line, or write the file again."
                 ) from error
+            begin += len(line)
 
 
 def read_lines(path: Path, *, is_whole: bool = False) -> Iterator[dict[str, Any]]:

@@ -96,8 +96,7 @@ class Shelf:
 
         Raises ArtifactNotFound when there are none, SourceError when a line is no rollout.
         """
-        folder = self.records / "rollouts"
-        path = folder / f"{'eval' if held_out else 'step'}-{step:08d}.jsonl"
+        path = self.records / "rollouts" / f"{'eval' if held_out else 'step'}-{step:08d}.jsonl"
         reads = [Read(rollout=r, fate=HELD_OUT) for r in _of(path)] if held_out else self._read_training(step, path)
         prompts = {line["prompt_id"]: line for line in read_lines(path.with_suffix(".answers.jsonl"))}
         lines = [prompts.get(read.rollout.prompt_id, {}) for read in reads]
@@ -124,15 +123,13 @@ class Shelf:
 
     def timeline(self, step: int) -> list[Timed]:
         """Spans that ended between the step before and this one: name, begin, end in seconds since 1970."""
-        for line in read_lines(self.records / "timeline.jsonl"):
-            if line["step"] == step:
-                return [(name, begin, end) for name, begin, end in line["spans"]]
-        return []
+        lines = read_lines(self.records / "timeline.jsonl")
+        spans = next((line["spans"] for line in lines if line["step"] == step), ())
+        return [(name, begin, end) for name, begin, end in spans]
 
     def steps_with_rollouts(self) -> list[int]:
         """The steps whose rollouts are kept, in order."""
-        paths = (self.records / "rollouts").glob("step-*.jsonl")
-        return sorted({_step_of(path) for path in paths})
+        return sorted(set(map(_step_of, (self.records / "rollouts").glob("step-*.jsonl"))))
 
 
 def shelf_of(store: Store, record: RunRecord, stage: str = "") -> Shelf:
@@ -177,12 +174,8 @@ def _with_scores(rollout: Rollout, scores: Mapping[tuple[str, int, int], Mapping
     fate = REPLAYED if REPLAYED in rollout.metadata else TRAINED
     if entry is None:
         return Read(rollout=rollout, fate=fate if rollout.num_trained else NOT_TRAINED)
-    return Read(
-        rollout=rollout,
-        fate=fate,
-        advantages=tuple(entry["advantages"]),
-        differences=tuple(entry["differences"]),
-    )
+    advantages, differences = tuple(entry["advantages"]), tuple(entry["differences"])
+    return Read(rollout=rollout, fate=fate, advantages=advantages, differences=differences)
 
 
 def _why_left(rollout: Rollout, reason: str) -> str:

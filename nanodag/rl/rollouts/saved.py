@@ -16,7 +16,7 @@ import orjson
 
 from nanodag.data.digests import file_sha256
 from nanodag.errors import ConfigError, SourceError
-from nanodag.rl.rollouts.rollout import REPLAYED, Rollout, Span, from_record, place_in_group, prompt_span, read_lines
+from nanodag.rl.rollouts.rollout import REPLAYED, Rollout, Span, from_record, parsed_lines, place_in_group, read_lines
 
 Choose = Callable[[Sequence[Rollout]], tuple[list[Rollout], str]]
 FILE = "file:"
@@ -88,16 +88,8 @@ class Saved:
 
 
 def read_saved(path: Path) -> Iterator[Saved]:
-    """The rollouts of a file, in order. Raises SourceError that names file, line and reason for a line that is none."""
-    begin = 0
-    with path.open("rb") as stream:
-        for number, line in enumerate(stream, start=1):
-            if line.strip():
-                try:
-                    yield _parsed(line, begin, path)
-                except (ValueError, TypeError) as error:
-                    raise SourceError(f"{path}, line {number}: not a rollout: {error}.") from error
-            begin += len(line)
+    """The rollouts of a file, in order. Raises as `parsed_lines`."""
+    return parsed_lines(path, lambda line, begin: _parsed(line, begin, path))
 
 
 def groups_in(found: Iterable[Saved]) -> list[list[Saved]]:
@@ -183,7 +175,10 @@ def _from_row(row: Mapping[str, Any]) -> Rollout:
             group_id=str(row["group_id"]),
             prompt_id=str(row["prompt_id"]),
             sample_index=int(row["sample_index"]),
-            spans=(prompt_span(row["prompt_ids"]), *(_span(run, is_tool=is_tool) for is_tool, run in runs)),
+            spans=(
+                Span(kind="prompt", token_ids=tuple(row["prompt_ids"])),
+                *(_span(run, is_tool=is_tool) for is_tool, run in runs),
+            ),
             reward=row.get("reward"),
             reward_components=row.get("reward_components") or {},
             finish_reason=row.get("finish_reason", "stop"),

@@ -8,7 +8,7 @@ length of a segment depends on counts, never on time. Each token keeps the versi
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from nanodag.engines.fleet import Fleet
@@ -61,31 +61,20 @@ def rollouts_from(prompt: Prompt, answers: Sequence[Sequence[Completion]], *, lo
     Raises SamplerError for a completion that the sampler gave up.
     """
     nothing_yet = (prompt_span(prompt.token_ids), Span(kind="sampled", token_ids=()))
-    begun = prompt.begun or [
-        Rollout(
-            group_id=prompt.group_id,
-            prompt_id=prompt.prompt_id,
-            sample_index=index,
-            spans=nothing_yet,
-            finish_reason="abort",
-        )
-        for index in range(len(answers[0]))
-    ]
+    begun = prompt.begun or [prompt.rollout(index, nothing_yet, "abort") for index in range(len(answers[0]))]
     completions = chain.from_iterable(answers)
     return [_extended(rollout, next(completions), longest) if is_unfinished(rollout) else rollout for rollout in begun]
 
 
 def _extended(rollout: Rollout, completion: Completion, longest: int) -> Rollout:
-    prompt, before = rollout.spans
-    sampled = added = span_of(completion)
-    if before.token_ids:
-        sampled = Span(
-            kind="sampled",
-            token_ids=before.token_ids + added.token_ids,
-            mask=before.mask + added.mask,
-            logprobs=before.logprobs + added.logprobs,
-            versions=before.versions + added.versions,
-        )
+    (prompt, before), added = rollout.spans, span_of(completion)
+    sampled = Span(
+        kind="sampled",
+        token_ids=before.token_ids + added.token_ids,
+        mask=before.mask + added.mask,
+        logprobs=before.logprobs + added.logprobs,
+        versions=before.versions + added.versions,
+    )
     reason = finish_reason_of(completion)
     if reason == "length" and len(sampled.token_ids) < longest:
         reason = "abort"
@@ -135,35 +124,29 @@ def _as_it_ended(request: Request, completion: Completion) -> Completion:
     return completion
 
 
+@dataclass(slots=True, eq=False)
 class GroupRequests:
     """The requests of one prompt. segment: most tokens of a response now, 0 for all, as an evaluation asks.
     under_way: names of requests that were sent and not answered. is_ended_by_syncs: new weights end what is under way,
     which is then continued by a new request."""
 
-    def __init__(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        rid: str,
-        sampler: Fleet,
-        *,
-        segment: int = 0,
-        is_ended_by_syncs: bool = False,
-    ) -> None:
-        self.prompt, self.params, self.rid, self._segment = prompt, params, rid, segment
-        self._sampler = sampler
-        self._is_ended_by_syncs = is_ended_by_syncs
-        self.under_way: dict[str, None] = {}
+    prompt: Prompt
+    params: SamplingParams
+    rid: str
+    sampler: Fleet
+    segment: int = 0
+    is_ended_by_syncs: bool = False
+    under_way: dict[str, None] = field(default_factory=dict, init=False)
 
     async def rollouts(self) -> list[Rollout]:
         """The group's rollouts, as far as they are sampled."""
-        requests = _requests_for(self.prompt, self.params, self.rid, segment=self._segment)
+        requests = _requests_for(self.prompt, self.params, self.rid, segment=self.segment)
         return rollouts_from(self.prompt, await self.ask(requests), longest=self.params.max_new_tokens or 0)
 
     async def ask(self, requests: Sequence[Request]) -> list[list[Completion]]:
         """The sampler's answers."""
         answers = await self._asked(requests)
-        if not self._is_ended_by_syncs:
+        if not self.is_ended_by_syncs:
             return answers
         whole = [
             asyncio.gather(*(self._to_its_end(request, index, completion) for index, completion in enumerate(answer)))
@@ -183,7 +166,7 @@ class GroupRequests:
     async def _asked(self, requests: Sequence[Request]) -> list[list[Completion]]:
         rids = [str(request.rid) for request in requests]
         self.under_way.update(dict.fromkeys(rids))
-        answers = await self._sampler.generate(requests)
+        answers = await self.sampler.generate(requests)
         for rid in rids:
             del self.under_way[rid]
         return answers
