@@ -28,7 +28,7 @@ class TokenText:
         def ids_of(part: str) -> list[int]:
             return self._tokenizer.encode_batch([part], add_special_tokens=special)[0].ids
 
-        if (bound := bounds.in_force()) is not None:
+        if (bound := bounds.in_force.get()) is not None:
             bound.check_texts([text], lambda part: len(ids_of(part)))
         return ids_of(text)
 

@@ -2,6 +2,7 @@
 
 import ast
 import hashlib
+import itertools
 import json
 import re
 import warnings
@@ -12,48 +13,36 @@ from nanodag.data.records import Kind
 
 Adapt = Callable[..., dict[str, Any]]
 ENTRIES: dict[tuple[str, Kind], Adapt] = {}
-DEFAULTS: dict[str, str] = {  # hub name -> adapter
-    "HuggingFaceTB/smol-smoltalk": "smoltalk",
-    "HuggingFaceTB/smoltalk": "smoltalk",
-    "HuggingFaceTB/smoltalk2": "smoltalk",
-    "HuggingFaceFW/fineweb": "text",
-    "HuggingFaceFW/fineweb-edu": "text",
-    "karpathy/fineweb-edu-100b-shuffle": "text",
-    "karpathy/climbmix-400b-shuffle": "text",
-    "cais/mmlu": "mmlu",
-    "openai/gsm8k": "gsm8k",
-    "HuggingFaceH4/MATH-500": "math",
-    "allenai/ai2_arc": "arc",
-    "allenai/openbookqa": "arc",
-    "tau/commonsense_qa": "arc",
-    "allenai/sciq": "sciq",
-    "baber/piqa": "piqa",
-    "ybisk/piqa": "piqa",
-    "allenai/winogrande": "winogrande",
-    "google/boolq": "boolq",
-    "google/IFEval": "ifeval",
-    "openai/openai_humaneval": "humaneval",
-    "evalplus/humanevalplus": "humaneval",
-    "google-research-datasets/mbpp": "mbpp",
-    "evalplus/mbppplus": "mbpp",
-    "Idavidrein/gpqa": "gpqa",
-    "gneubig/aime-1983-2024": "aime",
-    "Maxwell-Jia/AIME_2024": "aime",
-    "math-ai/aime25": "aime",
-    "SaylorTwift/bbh": "bbh",
-    "lukaemon/bbh": "bbh",
-    "basicv8vc/SimpleQA": "simpleqa",
-    "tatsu-lab/alpaca": "alpaca",
-    "yahma/alpaca-cleaned": "alpaca",
+# adapter -> data sets on the hub
+_HUB_NAMES = {
+    "smoltalk": "HuggingFaceTB/smol-smoltalk HuggingFaceTB/smoltalk HuggingFaceTB/smoltalk2",
+    "text": "HuggingFaceFW/fineweb HuggingFaceFW/fineweb-edu "
+    "karpathy/fineweb-edu-100b-shuffle karpathy/climbmix-400b-shuffle",
+    "mmlu": "cais/mmlu",
+    "gsm8k": "openai/gsm8k",
+    "math": "HuggingFaceH4/MATH-500",
+    "arc": "allenai/ai2_arc allenai/openbookqa tau/commonsense_qa",
+    "sciq": "allenai/sciq",
+    "piqa": "baber/piqa ybisk/piqa",
+    "winogrande": "allenai/winogrande",
+    "boolq": "google/boolq",
+    "ifeval": "google/IFEval",
+    "humaneval": "openai/openai_humaneval evalplus/humanevalplus",
+    "mbpp": "google-research-datasets/mbpp evalplus/mbppplus",
+    "gpqa": "Idavidrein/gpqa",
+    "aime": "gneubig/aime-1983-2024 Maxwell-Jia/AIME_2024 math-ai/aime25",
+    "bbh": "SaylorTwift/bbh lukaemon/bbh",
+    "simpleqa": "basicv8vc/SimpleQA",
+    "alpaca": "tatsu-lab/alpaca yahma/alpaca-cleaned",
 }
+DEFAULTS = {hub_name: adapter for adapter, names in _HUB_NAMES.items() for hub_name in names.split()}
 
 
-def entry(name: str, *kinds: Kind) -> Callable[[Adapt], Adapt]:
-    """Register a function as the adapter of that name for these kinds of record."""
+def entry(name: str, kind: Kind) -> Callable[[Adapt], Adapt]:
+    """Register a function as the adapter of that name for this kind of record."""
 
     def register(adapt: Adapt) -> Adapt:
-        for kind in kinds:
-            ENTRIES[name, kind] = adapt
+        ENTRIES[name, kind] = adapt
         return adapt
 
     return register
@@ -130,15 +119,10 @@ def gsm8k_answer(solution: str) -> str:
 
 def _gsm8k_parts(solution: str) -> list[dict[str, str]]:
     """`48/2 = <<48/2=24>>24` as text, a call of `48/2`, the result `24`, and the text that goes on."""
-    parts: list[dict[str, str]] = []
-    end = 0
-    for match in _CALCULATION.finditer(solution):
-        if match.start() > end:
-            parts.append({"type": "text", "text": solution[end : match.start()]})
-        parts.append({"type": "tool_call", "text": match.group(1)})
-        parts.append({"type": "tool_result", "text": match.group(2)})
-        end = match.end()
-    return [*parts, {"type": "text", "text": solution[end:]}]
+    *pieces, rest = _CALCULATION.split(solution)
+    kinds = itertools.cycle(("text", "tool_call", "tool_result"))
+    parts = [{"type": kind, "text": text} for kind, text in zip(kinds, pieces) if text or kind != "text"]
+    return [*parts, {"type": "text", "text": rest}]
 
 
 @entry("gsm8k", "conversation")
@@ -160,10 +144,15 @@ def math(row: Mapping[str, Any]) -> dict[str, Any]:
     return _chat(row["problem"], row["solution"])
 
 
-@entry("math", "prompt")
-def math_prompt(row: Mapping[str, Any]) -> dict[str, Any]:
-    """problem, with the reference answer as LaTeX."""
-    return _prompt(row["problem"], row["answer"], "math")
+def _columns(question: str, answer: str, reward: str) -> Adapt:
+    """The adapter of a prompt whose question and answer have a column each."""
+    return lambda row: _prompt(row[question], row[answer], reward)
+
+
+entry("math", "prompt")(_columns("problem", "answer", "math"))  # the reference answer as LaTeX
+entry("bbh", "prompt")(_columns("input", "target", "short_answer"))  # of BIG-Bench Hard, and what is built like it
+# A fact in a few words, compared as words, without a judge.
+entry("simpleqa", "prompt")(_columns("problem", "answer", "short_answer"))
 
 
 @entry("aime", "prompt")
@@ -172,18 +161,6 @@ def aime(row: Mapping[str, Any]) -> dict[str, Any]:
     lower = {name.lower(): value for name, value in row.items()}
     question = lower["problem"] if "problem" in lower else lower["question"]
     return _prompt(question, str(int(lower["answer"])), "math")
-
-
-@entry("bbh", "prompt")
-def bbh(row: Mapping[str, Any]) -> dict[str, Any]:
-    """input, target: of BIG-Bench Hard, and what is built like it."""
-    return _prompt(row["input"], row["target"], "short_answer")
-
-
-@entry("simpleqa", "prompt")
-def simpleqa(row: Mapping[str, Any]) -> dict[str, Any]:
-    """problem, answer: a fact in a few words, compared as words, without a judge."""
-    return _prompt(row["problem"], row["answer"], "short_answer")
 
 
 @entry("reasoning_gym", "conversation")
@@ -204,32 +181,52 @@ def verifiers_prompt(row: Mapping[str, Any]) -> dict[str, Any]:
     return {"messages": row["messages"], "answer": "", "reward": "reported", "metadata": {"task": row["task"]}}
 
 
-def _choice_question(question: str, choices: Sequence[str], context: str = "") -> str:
-    listed = "\n".join(f"{_letter(number)}. {choice}" for number, choice in enumerate(choices))
-    lead = f"{context.strip()}\n\n" if context.strip() else ""
-    return f"{lead}{question.strip()}\n{listed}\nAnswer with one letter."
-
-
-def _letter(number: int) -> str:
-    return chr(ord("A") + number)
-
-
 Choice = tuple[str, list[str], int, str]  # question, choices, index of the right one, context
+ReadChoice = Callable[[Mapping[str, Any]], Choice]
 
 
+def choice(*names: str) -> Callable[[ReadChoice], ReadChoice]:
+    """Register what reads a row's question and choices as adapters of these names: a letter is the answer."""
+
+    def register(read: ReadChoice) -> ReadChoice:
+        def as_prompt(row: Mapping[str, Any]) -> dict[str, Any]:
+            question, choices, right, context = read(row)
+            if not 0 <= right < len(choices):
+                raise ValueError(f"the right answer is number {right} of {len(choices)} choices")
+            letters = [chr(ord("A") + number) for number in range(len(choices))]
+            listed = "\n".join(f"{letter}. {text}" for letter, text in zip(letters, choices, strict=True))
+            lead = f"{context.strip()}\n\n" if context.strip() else ""
+            asked = f"{lead}{question.strip()}\n{listed}\nAnswer with one letter."
+            return _prompt(asked, letters[right], "multiple_choice", choices=choices)
+
+        def conversation(row: Mapping[str, Any]) -> dict[str, Any]:
+            record = as_prompt(row)
+            return _chat(record["messages"][0]["content"], record["answer"])
+
+        for name in names:
+            entry(name, "prompt")(as_prompt)
+            entry(name, "conversation")(conversation)
+        return read
+
+    return register
+
+
+@choice("mmlu", "multiple_choice")
 def _mmlu(row: Mapping[str, Any]) -> Choice:
     inner = row["train"] if isinstance(row.get("train"), Mapping) else row  # auxiliary_train nests its rows one deeper
     return inner["question"], list(inner["choices"]), int(inner["answer"]), ""
 
 
+@choice("arc")
 def _arc(row: Mapping[str, Any]) -> Choice:
     question = row["question_stem"] if "question_stem" in row else row["question"]
     return question, list(row["choices"]["text"]), list(row["choices"]["label"]).index(row["answerKey"]), ""
 
 
+@choice("sciq")
 def _sciq(row: Mapping[str, Any]) -> Choice:
-    choices = [row["correct_answer"], row["distractor1"], row["distractor2"], row["distractor3"]]
-    choices = _shuffled(row["question"], choices)
+    columns = ("correct_answer", "distractor1", "distractor2", "distractor3")
+    choices = _shuffled(row["question"], [row[column] for column in columns])
     return row["question"], choices, choices.index(row["correct_answer"]), row.get("support") or ""
 
 
@@ -238,6 +235,7 @@ def _shuffled(question: str, choices: Sequence[str]) -> list[str]:
     return sorted(choices, key=lambda choice: hashlib.blake2b(f"{question}\0{choice}".encode()).digest())
 
 
+@choice("gpqa")
 def gpqa_choice(row: Mapping[str, Any]) -> Choice:
     """GPQA's question and four choices in a fixed order, cleaned as lm-eval does, and the number of the right one."""
     columns = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
@@ -246,57 +244,25 @@ def gpqa_choice(row: Mapping[str, Any]) -> Choice:
     return row["Question"], choices, choices.index(answers[0]), ""
 
 
+@choice("piqa")
 def _piqa(row: Mapping[str, Any]) -> Choice:
     return row["goal"], [row["sol1"], row["sol2"]], int(row["label"]), ""
 
 
+@choice("winogrande")
 def _winogrande(row: Mapping[str, Any]) -> Choice:
     question = f"Which fits the blank: {row['sentence']}"
     return question, [row["option1"], row["option2"]], int(row["answer"]) - 1, ""
 
 
+@choice("boolq")
 def _boolq(row: Mapping[str, Any]) -> Choice:
     return f"{row['question'].rstrip('?')}?", ["no", "yes"], int(bool(row["answer"])), row["passage"]
 
 
+@choice("hellaswag")
 def _hellaswag(row: Mapping[str, Any]) -> Choice:
     return f"How does this go on: {row['ctx']}", list(row["endings"]), int(row["label"]), ""
-
-
-_CHOICE_READERS: dict[str, Callable[[Mapping[str, Any]], Choice]] = {
-    "mmlu": _mmlu,
-    "multiple_choice": _mmlu,
-    "arc": _arc,
-    "sciq": _sciq,
-    "gpqa": gpqa_choice,
-    "piqa": _piqa,
-    "winogrande": _winogrande,
-    "boolq": _boolq,
-    "hellaswag": _hellaswag,
-}
-
-
-def _register_choices(name: str, read: Callable[[Mapping[str, Any]], Choice]) -> None:
-    def letter_of(number: int, choices: Sequence[str]) -> str:
-        if not 0 <= number < len(choices):
-            raise ValueError(f"the right answer is number {number} of {len(choices)} choices")
-        return _letter(number)
-
-    def conversation(row: Mapping[str, Any]) -> dict[str, Any]:
-        question, choices, right, context = read(row)
-        return _chat(_choice_question(question, choices, context), letter_of(right, choices))
-
-    def as_prompt(row: Mapping[str, Any]) -> dict[str, Any]:
-        question, choices, right, context = read(row)
-        prompt_text = _choice_question(question, choices, context)
-        return _prompt(prompt_text, letter_of(right, choices), "multiple_choice", choices=choices)
-
-    entry(name, "conversation")(conversation)
-    entry(name, "prompt")(as_prompt)
-
-
-for _name, _read in _CHOICE_READERS.items():
-    _register_choices(_name, _read)
 
 
 @entry("ifeval", "prompt")

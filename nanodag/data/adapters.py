@@ -9,7 +9,7 @@ Any adapter that makes conversations makes documents too: the texts of the messa
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from nanodag.data.adapter_entries import DEFAULTS, ENTRIES, Adapt
@@ -36,8 +36,7 @@ def adapter_name(name: str, url: str, kind: Kind) -> str:
 
 
 def kind_of(name: str, url: str, wanted: Wanted) -> Kind:
-    """The kind of record that a source gives. For `chat` an adapter that makes documents alone, as `text` does, gives
-    these, every other one conversations."""
+    """Kind of record that a source gives: for `chat` documents if its adapter makes these alone, else conversations."""
     if wanted != "chat":
         return wanted
     resolved = adapter_name(name, url, "conversation")
@@ -76,23 +75,30 @@ def open_adapter(
     not what the adapter expects, or has been given a name that the adapter does not read.
     """
     resolved = adapter_name(name, url, kind)
-    adapt = _imported(resolved) if ":" in resolved else _entry(resolved, url, kind)
-    arguments = {"kind": kind, **options} if ":" in resolved else _only_taken(adapt, options)
-    unread = set() if ":" in resolved else set(columns or ())  # what a user's own function reads is its affair
+    if is_own := ":" in resolved:
+        adapt, arguments, unread = _imported(resolved), {"kind": kind, **options}, set[str]()
+    else:  # options of the same adapter's other kinds are left out: `tools` of gsm8k means nothing to its prompts
+        adapt, unread = _entry(resolved, url, kind), set(columns or ())
+        arguments = {option: value for option, value in options.items() if option in _options(adapt)}
 
     def record_of(index: int, row: dict) -> dict:
         try:
             input_row = renamed(row, columns) if columns else row
-            input_row = _Watched(input_row) if unread else input_row
-            record = adapt(input_row, **arguments)
-            if isinstance(input_row, _Watched):
-                _check_read(unread, input_row)
+            if unread:
+                watched = _Watched(input_row)
+                record = adapt(watched, **arguments)
+                unread.difference_update(watched.read)
+                if unread:
+                    read = listed(sorted(watched.read))
+                    raise ValueError(f"`columns` names {min(unread)!r}, which it does not read; it reads {read}")
+            else:
+                record = adapt(input_row, **arguments)
             if kind == "prompt":
                 record.setdefault("prompt_id", f"{url}#{index}")
             check_record(record, kind)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             detail = f"no column {error}" if isinstance(error, KeyError) else str(error)
-            detail = with_place(error) if ":" in resolved else detail
+            detail = with_place(error) if is_own else detail
             raise SourceError(
                 f"Adapter {resolved!r} cannot make a {kind} of row {index} of {url}: {detail}. "
                 f"The row's columns are {listed(sorted(row))}; choose another adapter or repair the row."
@@ -103,8 +109,7 @@ def open_adapter(
 
 
 def renamed(row: dict, columns: Mapping[str, str]) -> dict:
-    """The row, with columns under the names that an adapter or a form reads as well. Raises KeyError for a column that
-    is not there."""
+    """The row, with columns also under the names that an adapter or a form reads. Raises KeyError for a missing one."""
     return {**row, **{name: _inner(row, path) for name, path in columns.items()}}
 
 
@@ -117,32 +122,22 @@ def _inner(row: Mapping[str, Any], path: str) -> Any:
     return _inner(row[first], rest)
 
 
-class _Watched(dict):
-    """A row that notes which columns it was asked for."""
+class _Watched(Mapping[str, Any]):
+    """A row that notes which columns it was asked for, those that are not there too."""
 
     def __init__(self, row: Mapping[str, Any]) -> None:
-        super().__init__(row)
+        self._row = row
         self.read: set[str] = set()
 
     def __getitem__(self, name: str) -> Any:
         self.read.add(name)
-        return super().__getitem__(name)
+        return self._row[name]
 
-    def get(self, name: str, default: Any = None) -> Any:
-        self.read.add(name)
-        return super().get(name, default)
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._row)
 
-    def __contains__(self, name: object) -> bool:
-        self.read.add(str(name))
-        return super().__contains__(name)
-
-
-def _check_read(unread: set[str], row: _Watched) -> None:
-    """Take the columns that the adapter asked for out of `unread`. Raises ValueError when some are left."""
-    unread -= row.read
-    if unread:
-        name = sorted(unread)[0]
-        raise ValueError(f"`columns` names {name!r}, which it does not read; it reads {listed(sorted(row.read))}")
+    def __len__(self) -> int:
+        return len(self._row)
 
 
 def _names() -> list[str]:
@@ -181,8 +176,3 @@ def _imported(path: str) -> Adapt:
 @functools.cache
 def _options(adapt: Adapt) -> list[str]:
     return list(inspect.signature(adapt).parameters)[1:]
-
-
-def _only_taken(adapt: Adapt, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of the same adapter's other kinds are left out: `tools` of gsm8k means nothing to its prompts."""
-    return {name: value for name, value in options.items() if name in _options(adapt)}

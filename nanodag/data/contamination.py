@@ -8,8 +8,9 @@ Source of the number 13: GPT-3, arXiv:2005.14165, appendix C.
 """
 
 import hashlib
+import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from nanodag.data.opening import open_source
+from nanodag.data.sources import Source
 
 _WORD = re.compile(r"\w+")
 _FILTER_BITS = 24
@@ -27,9 +29,8 @@ _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 class Overlap:
     """One benchmark against one training source.
 
-    rows: of the benchmark. rows_too_short: without any n-gram, so never found. rows_found: with at least one n-gram in
-    the training text. ngrams, ngrams_found: different ones. training_rows, training_bytes: what was read of the
-    training source; complete: all of it.
+    rows: of the benchmark. rows_too_short: without any n-gram, so never found. rows_found: with an n-gram in the
+    training text. ngrams, ngrams_found: different ones. training_rows, training_bytes: read; complete: all of them.
     """
 
     benchmark: str
@@ -68,7 +69,8 @@ def contamination(
     known = np.unique(np.concatenate([b.hashes for b in read])) if read else np.zeros(0, np.uint64)
     table = []
     for url in training:
-        occurs, rows, num_bytes, complete = _search(url, mirror, words, known, max_training_bytes)
+        reading = _Reading(open_source(url, mirror), max_training_bytes)
+        occurs = _search(reading, words, known)
         for benchmark in read:
             hit = occurs[np.searchsorted(known, benchmark.hashes)]
             table.append(
@@ -80,9 +82,9 @@ def contamination(
                     rows_found=len(np.unique(benchmark.row_of[hit])),
                     ngrams=len(np.unique(benchmark.hashes)),
                     ngrams_found=len(np.unique(benchmark.hashes[hit])),
-                    training_rows=rows,
-                    training_bytes=num_bytes,
-                    complete=complete,
+                    training_rows=reading.rows,
+                    training_bytes=reading.num_bytes,
+                    complete=reading.complete,
                 )
             )
     return table
@@ -99,44 +101,39 @@ class _WordHashes(dict[str, int]):
         return value
 
 
-class _Ngrams:
-    """Hashes of the n-grams of many texts, found for many texts at once: most are too short to be worth a call."""
+def _ngrams(texts: Iterable[tuple[str, int]], words: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(hashes (n,) uint64, owners (n,) int64) of the n-grams of texts, each text with a number that owns its n-grams:
+    found for many texts at once, for most are too short to be worth a call."""
+    hash_of = _WordHashes()
+    singles: list[int] = []
+    lengths: list[int] = []
+    owners: list[int] = []
+    for text, owner in texts:
+        if len(text) < 2 * words - 1:  # that many words and the gaps between them
+            continue
+        text_words = _WORD.findall(text.lower())
+        if len(text_words) >= words:
+            singles.extend(map(hash_of.__getitem__, text_words))
+            lengths.append(len(text_words))
+            owners.append(owner)
+        if len(singles) > 1 << 17:
+            yield _joined(singles, lengths, owners, words)
+            singles, lengths, owners = [], [], []
+    yield _joined(singles, lengths, owners, words)
 
-    def __init__(self, words: int) -> None:
-        self._words = words
-        self._hash_of = _WordHashes()
-        self._hashes: list[int] = []
-        self._lengths: list[int] = []
-        self._owners: list[int] = []
 
-    def add(self, text: str, owner: int) -> None:
-        """Take in a text; owner is a number that comes back with each of its n-grams."""
-        if len(text) < 2 * self._words - 1:  # that many words and the gaps between them
-            return
-        words = _WORD.findall(text.lower())
-        if len(words) >= self._words:
-            self._hashes.extend(map(self._hash_of.__getitem__, words))
-            self._lengths.append(len(words))
-            self._owners.append(owner)
-
-    @property
-    def is_large(self) -> bool:
-        return len(self._hashes) > 1 << 17
-
-    def take(self) -> tuple[np.ndarray, np.ndarray]:
-        """(hashes (n,) uint64, owners (n,) int64) of the texts since the last call."""
-        singles = np.array(self._hashes, dtype=np.uint64)
-        lengths = np.array(self._lengths, dtype=np.int64)
-        owners = np.repeat(np.array(self._owners, dtype=np.int64), lengths)
-        rest = np.repeat(np.cumsum(lengths), lengths) - np.arange(len(singles))  # words up to the end of the text
-        self._hashes, self._lengths, self._owners = [], [], []
-        count = max(0, len(singles) - self._words + 1)
-        total = np.zeros(count, np.uint64)
-        with np.errstate(over="ignore"):
-            for place in range(self._words):
-                total = total * _MULTIPLIER + singles[place : place + count]
-        whole = rest[:count] >= self._words
-        return total[whole], owners[:count][whole]
+def _joined(singles: list[int], lengths: list[int], owners: list[int], words: int) -> tuple[np.ndarray, np.ndarray]:
+    """As `_ngrams`. singles: hashes of the words of all texts. lengths, owners: of each text."""
+    hashes = np.array(singles, dtype=np.uint64)
+    sizes = np.array(lengths, dtype=np.int64)
+    rest = np.repeat(np.cumsum(sizes), sizes) - np.arange(len(hashes))  # words up to the end of the text
+    count = max(0, len(hashes) - words + 1)
+    total = np.zeros(count, np.uint64)
+    with np.errstate(over="ignore"):
+        for place in range(words):
+            total = total * _MULTIPLIER + hashes[place : place + count]
+    whole = rest[:count] >= words
+    return total[whole], np.repeat(np.array(owners, dtype=np.int64), sizes)[:count][whole]
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -151,49 +148,41 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(inner)
 
 
+@dataclass
+class _Reading:
+    """The texts of a source, each with the number of its row, from 1; counted while they are read, up to max_bytes."""
+
+    source: Source
+    max_bytes: float = math.inf
+    rows: int = 0
+    num_bytes: int = 0
+    complete: bool = True
+
+    def __iter__(self) -> Iterator[tuple[str, int]]:
+        for _, row in self.source.rows():
+            if self.num_bytes >= self.max_bytes:
+                self.complete = False
+                return
+            self.rows += 1
+            for text in _texts(row):
+                self.num_bytes += len(text.encode("utf-8", "surrogatepass"))
+                yield text, self.rows
+
+
 def _read_benchmark(url: str, mirror: Path | None, words: int) -> _Benchmark:
-    parts = [(np.zeros(0, np.uint64), np.zeros(0, np.int64))]
-    ngrams = _Ngrams(words)
-    rows = 0
-    for index, row in open_source(url, mirror).rows():
-        rows += 1
-        for text in _texts(row):
-            ngrams.add(text, index)
-        if ngrams.is_large:
-            parts.append(ngrams.take())
-    parts.append(ngrams.take())
-    hashes, row_of = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-    return _Benchmark(url, rows, row_of, hashes)
+    reading = _Reading(open_source(url, mirror))
+    hashes, row_of = (np.concatenate(arrays) for arrays in zip(*_ngrams(reading, words), strict=True))
+    return _Benchmark(url, reading.rows, row_of, hashes)
 
 
-def _search(
-    url: str, mirror: Path | None, words: int, known: np.ndarray, max_bytes: int
-) -> tuple[np.ndarray, int, int, bool]:
-    """(which of `known` occur, rows read, bytes read, whether that was all)."""
+def _search(reading: _Reading, words: int, known: np.ndarray) -> np.ndarray:
+    """(len(known),) bool: which of `known` occur in the texts."""
     occurs = np.zeros(len(known), dtype=bool)
-    ngrams = _Ngrams(words)
-    rows = num_bytes = 0
-    complete = True
-
     maybe = np.zeros(1 << _FILTER_BITS, dtype=bool)  # by the top bits: spares most n-grams the search below
     maybe[known >> np.uint64(64 - _FILTER_BITS)] = True
-
-    def mark() -> None:
-        hashes, _ = ngrams.take()
+    for hashes, _ in _ngrams(reading, words):
         hashes = hashes[maybe[hashes >> np.uint64(64 - _FILTER_BITS)]]
         if len(known):
             places = np.minimum(np.searchsorted(known, hashes), len(known) - 1)
             occurs[places[known[places] == hashes]] = True
-
-    for _, row in open_source(url, mirror).rows():
-        if num_bytes >= max_bytes:
-            complete = False
-            break
-        rows += 1
-        for text in _texts(row):
-            num_bytes += len(text.encode("utf-8", "surrogatepass"))
-            ngrams.add(text, rows)
-        if ngrams.is_large:
-            mark()
-    mark()
-    return occurs, rows, num_bytes, complete
+    return occurs

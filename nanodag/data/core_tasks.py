@@ -3,8 +3,7 @@
 For a task, accuracy is centred so that guessing is 0 and all right is 1; CORE is the mean of the 22. Order, few-shot
 examples and limit are nanochat's, so no stage's seed has a part in them.
 
-The bundle is a folder with the 22 files at any depth, `hellaswag.jsonl` and so on (also .gz or .zst), as in the
-eval_bundle that nanochat fetches.
+The bundle is a folder with the 22 files at any depth, `hellaswag.jsonl` (also .gz or .zst), as nanochat's eval_bundle.
 
 Sources: DataComp-LM, arXiv:2406.11794; tasks, shots and baselines of mlfoundations/dclm eval/heavy.yaml,
 additional_aggregation.json (low_variance_datasets) and eval_meta_data_v1.csv; karpathy/nanochat nanochat/core_eval.py.
@@ -91,8 +90,7 @@ def bundle_url(folder: str) -> str:
 def find_files(url: str) -> dict[str, Path]:
     """The file of each task below the folder where a `file:` URL's pattern begins.
 
-    Raises SourceError naming the files of tasks that are not there, for a mean over fewer tasks is another number, and
-    those of a task that is there twice.
+    Raises SourceError naming files that are missing, for a mean over fewer tasks is another number, or there twice.
     """
     parts = Path(url.removeprefix("file:")).parts
     root = Path(*takewhile(lambda part: not set(part) & set("*?["), parts))
@@ -120,9 +118,7 @@ def read_items(path: Path, limit: int) -> list[Item]:
 def prompts_of(task: Task, data: Sequence[Item], number: int) -> list[str]:
     """The texts of one item: with each choice, with each context, or without and with the continuation."""
     others = [i for i in range(len(data)) if i != number]
-    examples = (
-        [data[i] for i in random.Random(1234 + number).sample(others, task.num_fewshot)] if task.num_fewshot else []
-    )
+    examples = [data[i] for i in random.Random(1234 + number).sample(others, task.num_fewshot)]
     item, delimiter = data[number], task.delimiter
     if task.kind == "multiple_choice":
         before = "".join(f"{e['query']}{delimiter}{e['choices'][e['gold']]}\n\n" for e in examples)

@@ -6,8 +6,9 @@
 import glob
 import importlib.metadata
 import os
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,46 +19,45 @@ from nanodag.data.urls import SourceURL
 from nanodag.errors import MissingTool, SourceError
 
 _COMPRESSIONS = (".gz", ".zst")
+_FILE = {"kind": "file"}
 _FORMATS = (".parquet", ".jsonl", ".ndjson", ".json", ".txt")
 
 
 class FileSource(Source):
     """The rows of several files, one after another.
 
-    reading: what besides the bytes decides the rows (a view, the way text is cut); part of the identity.
+    name: what its identity begins with; a view, and the way text is cut, are in it where they decide the rows, too.
     """
 
-    def __init__(self, paths: Sequence[Path], *, by: str = "document", view: str = "") -> None:
-        self.paths = list(paths)
+    def __init__(
+        self, paths: Sequence[Path], *, by: str = "document", view: str = "", name: Mapping[str, str] = _FILE
+    ) -> None:
+        self.paths, self._name = list(paths), name
         self._reading: dict[str, Any] = {}
         if view:
-            self._reading["view"] = [view, VIEWS[view].version if view in VIEWS else 0]
+            self._reading["view"] = [view, VIEWS[view][1] if view in VIEWS else 0]
         if any(_format(path) == ".txt" for path in self.paths):
             self._reading["by"] = by
         self._files: list[RowFile] = [_row_file(path, by, view) for path in self.paths]
-        self._blocks: list[Block] | None = None
-        self._first_blocks: list[int] = []
 
     def identity(self) -> dict[str, Any]:
         common = Path(os.path.commonpath([path.parent for path in self.paths]))
         names = [path.relative_to(common).as_posix() for path in self.paths]
         files = [[name, file_sha256(path)] for name, path in zip(names, self.paths, strict=True)]
-        return {"kind": "file", "files": files, **self._reading}
+        return {**self._name, "files": files, **self._reading}
 
     def blocks(self) -> Sequence[Block] | None:
-        if not all(file.has_blocks for file in self._files):
-            return None
-        if self._blocks is None:
-            self._blocks = []
-            for file in self._files:
-                self._first_blocks.append(len(self._blocks))
-                self._blocks.extend(Block(*sizes) for sizes in file.blocks())
-        return self._blocks
+        has_blocks = all(file.has_blocks for file in self._files)
+        return [block for _, _, block in self._numbered] if has_blocks else None
+
+    @cached_property
+    def _numbered(self) -> list[tuple[RowFile, int, Block]]:
+        """Each block with its file and its number there."""
+        return [(file, number, block) for file in self._files for number, block in enumerate(file.blocks())]
 
     def read(self, number: int) -> Sequence[Row]:
-        self.blocks()
-        file = bisect_right(self._first_blocks, number) - 1
-        return self._files[file].read(number - self._first_blocks[file])
+        file, inner, _ = self._numbered[number]
+        return file.read(inner)
 
     def apart(self) -> tuple[Source, Source] | None:
         if len(self._files) < 2 or self.blocks() is None:
@@ -66,19 +66,10 @@ class FileSource(Source):
 
     def length(self) -> int | None:
         lengths = [file.length() for file in self._files]
-        known = [length for length in lengths if length is not None]
-        return sum(known) if len(known) == len(lengths) else None
+        return None if None in lengths else sum(length or 0 for length in lengths)
 
-    def rows(self, start: int = 0, shard: int = 0, num_shards: int = 1) -> Iterator[tuple[int, Row]]:
-        if self.blocks() is not None:
-            yield from super().rows(start, shard, num_shards)
-            return
-        index = 0
-        for file in self._files:
-            for take in file.stream():
-                if index >= start and index % num_shards == shard:
-                    yield index, take()
-                index += 1
+    def stream(self) -> Iterator[Callable[[], Row]]:
+        return chain.from_iterable(file.stream() for file in self._files)
 
 
 def open_file(url: SourceURL) -> FileSource:

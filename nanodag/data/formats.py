@@ -5,14 +5,14 @@ import io
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Literal, cast
 
-from nanodag.errors import MissingTool, SourceError
+from nanodag.data.sources import Block, LazyRows, Row
+from nanodag.errors import SourceError
 
-Row = dict[str, Any]
 Record = tuple[int, int, bytes]  # first line (from 1), offset in the file, raw bytes
 
 _BLOCK_BYTES = 4 << 20
@@ -30,8 +30,8 @@ class RowFile(ABC):
         self.path = path
 
     @abstractmethod
-    def blocks(self) -> list[tuple[int, int]]:
-        """(rows, bytes in memory) of each block."""
+    def blocks(self) -> list[Block]:
+        """Its blocks in order of their rows."""
 
     @abstractmethod
     def read(self, number: int) -> Sequence[Row]:
@@ -39,7 +39,7 @@ class RowFile(ABC):
 
     def length(self) -> int | None:
         """The number of rows; None where counting would take long."""
-        return sum(num_rows for num_rows, _ in self.blocks())
+        return sum(block.num_rows for block in self.blocks())
 
     def stream(self) -> Iterator[Callable[[], Row]]:
         """For each row in order, a function that decodes it: rows that are skipped cost no decoding."""
@@ -49,37 +49,22 @@ class RowFile(ABC):
                 yield partial(rows.__getitem__, index)
 
 
-class LazyRows(Sequence[Row]):
-    """Rows made one by one when they are taken."""
-
-    def __init__(self, num_rows: int, make: Callable[[int], Row]) -> None:
-        self._num_rows = num_rows
-        self._make = make
-
-    def __len__(self) -> int:
-        return self._num_rows
-
-    def __getitem__(self, index: int) -> Row:  # type: ignore[override] # no slices
-        if not 0 <= index < self._num_rows:
-            raise IndexError(index)
-        return self._make(index)
-
-
 class ParquetFile(RowFile):
     """A row group is a block. is_held: the file stays open, and readable when it is removed."""
 
     def __init__(self, path: Path, *, is_held: bool = False) -> None:
         super().__init__(path)
-        self._sizes: list[tuple[int, int]] | None = None
         self._is_held = is_held
         self._held: Any = None
 
-    def blocks(self) -> list[tuple[int, int]]:
-        if self._sizes is None:
-            with self._open() as file:
-                groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
-                self._sizes = [(group.num_rows, group.total_byte_size) for group in groups]
-        return self._sizes
+    def blocks(self) -> list[Block]:
+        return self._blocks
+
+    @cached_property
+    def _blocks(self) -> list[Block]:
+        with self._open() as file:
+            groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+            return [Block(group.num_rows, group.total_byte_size) for group in groups]
 
     def read(self, number: int) -> Sequence[Row]:
         import pyarrow
@@ -113,90 +98,82 @@ class JsonFile(RowFile):
     def __init__(self, path: Path, view: str = "") -> None:
         super().__init__(path)
         self._view = view
-        self._rows: list[Row] | None = None
 
-    def blocks(self) -> list[tuple[int, int]]:
-        return [(len(self._all()), self.path.stat().st_size)]
+    def blocks(self) -> list[Block]:
+        return [Block(len(self._rows), self.path.stat().st_size)]
 
     def read(self, number: int) -> Sequence[Row]:
-        return self._all()
-
-    def _all(self) -> list[Row]:
-        if self._rows is None:
-            import orjson
-
-            with open_binary(self.path) as stream:
-                try:
-                    content = orjson.loads(b"".join(_lines(self.path, stream)))
-                except orjson.JSONDecodeError as error:
-                    raise SourceError(f"{self.path} line {error.lineno} is not JSON: {error.msg}.") from error
-            if self._view:
-                content = view_rows(self._view, content, str(self.path))
-            elif isinstance(content, dict):
-                content = content.get("data")
-            if not isinstance(content, list) or not all(isinstance(row, dict) for row in content):
-                raise SourceError(f"{self.path} must hold a list of objects, or an object with such a list as `data`.")
-            self._rows = content
         return self._rows
+
+    @cached_property
+    def _rows(self) -> list[Row]:
+        import orjson
+
+        with open_binary(self.path) as stream:
+            try:
+                content = orjson.loads(b"".join(_lines(self.path, stream)))
+            except orjson.JSONDecodeError as error:
+                raise SourceError(f"{self.path} line {error.lineno} is not JSON: {error.msg}.") from error
+        if self._view:
+            return view_rows(self._view, content, self.path)
+        if isinstance(content, dict):
+            content = content.get("data")
+        if not isinstance(content, list) or not all(isinstance(row, dict) for row in content):
+            raise SourceError(f"{self.path} must hold a list of objects, or an object with such a list as `data`.")
+        return content
 
 
 class TextFile(RowFile):
     """Records found by scanning lines: JSON lines, or pieces of plain text.
 
-    by: "jsonl" (blank lines skipped), "line", "paragraph" (ended by blank lines), or "document", the whole file. A
-    document is cut at the next blank line after each 64 KiB, or at any line end after 1 MiB: a book is several rows.
-    Text rows are {"text": str}.
+    by: "jsonl" (blank lines skipped), "line", "paragraph" (ended by blank lines), or "document", the whole file, cut at
+    the next blank line after each 64 KiB, or at any line end after 1 MiB: several rows of {"text": str}.
     """
 
     def __init__(self, path: Path, by: Literal["jsonl", "line", "paragraph", "document"] | str) -> None:
         super().__init__(path)
         self._by = by
-        self._index: list[tuple[int, int, int, int]] | None = None  # rows, bytes, offset, first line
-        self._length: int | None = None
         self.has_blocks = path.suffix not in (".gz", ".zst")
 
-    def blocks(self) -> list[tuple[int, int]]:
-        return [(rows, num_bytes) for rows, num_bytes, _, _ in self._blocks()]
+    def blocks(self) -> list[Block]:
+        return [block for block, _, _ in self._blocks]
 
     def read(self, number: int) -> Sequence[Row]:
-        num_rows, _, offset, line = self._blocks()[number]
+        block, offset, line = self._blocks[number]
         with self.path.open("rb") as stream:
             stream.seek(offset)
-            records = []
-            for record in self._records(stream, line, offset):
-                records.append(record)
-                if len(records) == num_rows:
-                    break
+            records = list(islice(self._records(stream, line, offset), block.num_rows))
         return LazyRows(len(records), lambda index: self._decode(records[index]))
 
     def length(self) -> int | None:
-        if self.has_blocks:
-            return super().length()
-        if self._length is None and self.path.stat().st_size <= _COUNTED_BYTES:
-            self._length = sum(1 for _ in self.stream())
-        return self._length
+        return super().length() if self.has_blocks else self._counted
+
+    @cached_property
+    def _counted(self) -> int | None:
+        return sum(1 for _ in self.stream()) if self.path.stat().st_size <= _COUNTED_BYTES else None
 
     def stream(self) -> Iterator[Callable[[], Row]]:
         with open_binary(self.path) as stream:
             for record in self._records(stream, 1, 0):
                 yield partial(self._decode, record)
 
-    def _blocks(self) -> list[tuple[int, int, int, int]]:
-        if self._index is None:
-            self._index = []
-            rows, num_bytes, offset, line = 0, 0, 0, 1
-            with self.path.open("rb") as stream:
-                for first_line, start, raw in self._records(stream, 1, 0):
-                    if rows == 0:
-                        num_bytes, offset, line = 0, start, first_line
-                    rows += 1
-                    num_bytes += len(raw)
-                    if num_bytes >= _BLOCK_BYTES:
-                        self._index.append((rows, num_bytes, offset, line))
-                        rows = 0
-            if rows:
-                self._index.append((rows, num_bytes, offset, line))
-        return self._index
+    @cached_property
+    def _blocks(self) -> list[tuple[Block, int, int]]:
+        """Each block with its offset in the file and its first line."""
+        blocks = []
+        rows, num_bytes, offset, line = 0, 0, 0, 1
+        with self.path.open("rb") as stream:
+            for first_line, start, raw in self._records(stream, 1, 0):
+                if rows == 0:
+                    num_bytes, offset, line = 0, start, first_line
+                rows += 1
+                num_bytes += len(raw)
+                if num_bytes >= _BLOCK_BYTES:
+                    blocks.append((Block(rows, num_bytes), offset, line))
+                    rows = 0
+        if rows:
+            blocks.append((Block(rows, num_bytes), offset, line))
+        return blocks
 
     def _records(self, stream: IO[bytes], line: int, offset: int) -> Iterator[Record]:
         least_bytes = {"jsonl": 0, "line": 0, "paragraph": 1, "document": _DOCUMENT_BYTES}[self._by]
@@ -220,25 +197,21 @@ class TextFile(RowFile):
 
     def _decode(self, record: Record) -> Row:
         line, _, raw = record
-        if self._by == "jsonl":
-            return _json_row(self.path, line, raw)
+        if self._by != "jsonl":
+            try:
+                return {"text": raw.decode("utf-8").rstrip("\n")}
+            except UnicodeDecodeError as error:
+                line += raw[: error.start].count(b"\n")
+                raise SourceError(f"{self.path} line {line} is not UTF-8: {error.reason}. Convert the file.") from error
+        import orjson
+
         try:
-            return {"text": raw.decode("utf-8").rstrip("\n")}
-        except UnicodeDecodeError as error:
-            line += raw[: error.start].count(b"\n")
-            raise SourceError(f"{self.path} line {line} is not UTF-8: {error.reason}. Convert the file.") from error
-
-
-def _json_row(path: Path, line: int, raw: bytes) -> Row:
-    import orjson
-
-    try:
-        row = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        raise SourceError(f"{path} line {line} is not JSON: {error.msg}; found {raw[:60]!r}.") from error
-    if not isinstance(row, dict):
-        raise SourceError(f"{path} line {line} must be a JSON object; found {raw[:60]!r}.")
-    return row
+            row = orjson.loads(raw)
+        except orjson.JSONDecodeError as error:
+            raise SourceError(f"{self.path} line {line} is not JSON: {error.msg}; found {raw[:60]!r}.") from error
+        if not isinstance(row, dict):
+            raise SourceError(f"{self.path} line {line} must be a JSON object; found {raw[:60]!r}.")
+        return row
 
 
 def open_binary(path: Path) -> IO[bytes]:
@@ -246,81 +219,25 @@ def open_binary(path: Path) -> IO[bytes]:
     if path.suffix == ".gz":
         return cast(IO[bytes], gzip.open(path, "rb"))  # it reads like one
     if path.suffix == ".zst":
-        return io.BufferedReader(_ZstdStream(path), 1 << 20)
+        import pyarrow
+
+        # zstandard's own reader takes a file whose last frame is cut off for whole.
+        return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"), 1 << 17)
     return path.open("rb")
-
-
-class _ZstdStream(io.RawIOBase):
-    """Decompressed bytes of all frames of a .zst file; EOFError where the last frame is cut off.
-
-    zstandard's own stream_reader ends such a file as if it were whole.
-    """
-
-    def __init__(self, path: Path) -> None:
-        try:
-            import zstandard
-        except ImportError as error:
-            raise MissingTool(f"Reading {path} needs zstandard. Run: pip install zstandard") from error
-        self._new_frame = zstandard.ZstdDecompressor().decompressobj
-        self._frame: Any = None
-        self._file = path.open("rb")
-        self._compressed = b""
-        self._ready = b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._ready:
-            self._compressed = self._compressed or self._file.read(1 << 17)
-            if not self._compressed:
-                if self._frame is not None:
-                    raise EOFError("the compressed stream is cut off")
-                return 0
-            self._frame = self._frame or self._new_frame()
-            self._ready = self._frame.decompress(self._compressed)
-            self._compressed = b""
-            if self._frame.eof:
-                self._compressed, self._frame = self._frame.unused_data, None
-        num_bytes = min(len(buffer), len(self._ready))
-        buffer[:num_bytes] = self._ready[:num_bytes]
-        self._ready = self._ready[num_bytes:]
-        return num_bytes
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
 
 
 def _lines(path: Path, stream: IO[bytes]) -> Iterator[bytes]:
     """Lines of a stream; a damaged compressed stream is named with the last good line."""
-    damage: tuple[type[Exception], ...] = (EOFError, OSError, zlib.error)
-    if path.suffix == ".zst":
-        import zstandard
-
-        damage = (*damage, zstandard.ZstdError)
     number = 0
     try:
         for line in stream:
             yield line
             number += 1
-    except damage as error:
+    except (EOFError, OSError, zlib.error) as error:
         raise SourceError(f"{path} is damaged after line {number}: {error}. Fetch it again.") from error
 
 
-@dataclass(frozen=True)
-class View:
-    """Another way to read rows out of a JSON file, named after `#` in its URL.
-
-    rows: parsed JSON -> rows. version: of what it makes, a part of the source's identity: raise it when the rows
-    change.
-    """
-
-    rows: Callable[[Any], list[dict[str, Any]]]
-    version: int
-
-
-def hotpot_passages(content: Any) -> list[dict[str, Any]]:
+def hotpot_passages(content: Any) -> list[Row]:
     """Every Wikipedia passage of a HotpotQA file once, {"title", "text"}, in order of first appearance.
 
     A question comes with ten passages, and questions share passages. Two passages are one when title and text agree.
@@ -333,7 +250,9 @@ def hotpot_passages(content: Any) -> list[dict[str, Any]]:
     return [{"title": title, "text": text} for title, text in passages]
 
 
-VIEWS: dict[str, View] = {"passages": View(hotpot_passages, 1)}
+# Other ways to read rows out of a JSON file, named after `#` in its URL: parsed JSON -> rows, and the version of these,
+# a part of the source's identity: raise it when the rows change.
+VIEWS: dict[str, tuple[Callable[[Any], list[Row]], int]] = {"passages": (hotpot_passages, 1)}
 
 # Files whose plain rows are of no use as they are.
 DEFAULT_VIEWS: dict[str, str] = {
@@ -341,11 +260,12 @@ DEFAULT_VIEWS: dict[str, str] = {
 }
 
 
-def view_rows(name: str, content: Any, where: str) -> list[dict[str, Any]]:
+def view_rows(name: str, content: Any, where: Path) -> list[Row]:
     """The rows that a view makes. Raises SourceError when the view is not known or the content is not what it reads."""
     if name not in VIEWS:
         raise SourceError(f"{where} is asked for the view {name!r}; views are {', '.join(VIEWS)}.")
     try:
-        return VIEWS[name].rows(content)
+        rows, _ = VIEWS[name]
+        return rows(content)
     except (LookupError, TypeError, ValueError) as error:
         raise SourceError(f"{where} is not what the view {name!r} reads: {error!r}.") from error

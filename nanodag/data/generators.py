@@ -1,21 +1,18 @@
-"""Rows that code makes: reasoning-gym's generators, conversations about an identity, tasksets of verifiers, and a
-user's own function.
+"""Rows that code makes: reasoning-gym's generators, talks about an identity, verifiers' tasksets, a user's function.
 
-Their identity is name, parameters and a hash of the code that makes the rows, so it stays the same when other packages
-change, and changes when the generator does.
+Their identity is name, parameters and a hash of the code that makes the rows: it changes with that, and no other code.
 """
 
 import importlib.metadata
-import importlib.util
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from nanodag.data.digests import file_sha256, folder_sha256
-from nanodag.data.formats import LazyRows
-from nanodag.data.sources import Block, Row, Source
+from nanodag.data.sources import Block, LazyRows, Row, Source
 from nanodag.data.urls import SourceURL
-from nanodag.errors import MissingTool, SourceError
+from nanodag.errors import SourceError
 from nanodag.own_code.find import required_file
 from nanodag.own_code.functions import function_at
 
@@ -30,40 +27,28 @@ class GeneratedSource(Source):
     """
 
     def __init__(self, identity: dict[str, Any], code: Callable[[], str], make: Callable[[], Any], where: str) -> None:
-        self._identity = identity
-        self._code = code
-        self._make = make
-        self._where = where
-        self._made: Any = None
+        self._identity, self._code, self._make, self._where = identity, code, make, where
 
     def identity(self) -> dict[str, Any]:
         return {**self._identity, "code": self._code()}
 
     def blocks(self) -> list[Block] | None:
-        made = self._first()
-        if not (hasattr(made, "__len__") and hasattr(made, "__getitem__")):
+        if not (hasattr(self._made, "__len__") and hasattr(self._made, "__getitem__")):
             return None
-        length = len(made)
+        length = len(self._made)
         sizes = [min(_BLOCK_ROWS, length - first) for first in range(0, length, _BLOCK_ROWS)]
         return [Block(size, size * _ROW_BYTES) for size in sizes]
 
     def read(self, number: int) -> Sequence[Row]:
-        made = self._first()
-        first = number * _BLOCK_ROWS
+        made, first = self._made, number * _BLOCK_ROWS
         return LazyRows(min(_BLOCK_ROWS, len(made) - first), lambda index: self._checked(made[first + index]))
 
-    def rows(self, start: int = 0, shard: int = 0, num_shards: int = 1) -> Iterator[tuple[int, Row]]:
-        if self.blocks() is not None:
-            yield from super().rows(start, shard, num_shards)
-            return
-        for index, row in enumerate(self._make()):
-            if index >= start and index % num_shards == shard:
-                yield index, self._checked(row)
+    def stream(self) -> Iterator[Callable[[], Row]]:
+        return (partial(self._checked, row) for row in self._make())
 
-    def _first(self) -> Any:
-        if self._made is None:
-            self._made = self._make()
-        return self._made
+    @cached_property
+    def _made(self) -> Any:
+        return self._make()
 
     def _checked(self, row: Any) -> Row:
         if not isinstance(row, dict):
@@ -75,10 +60,7 @@ def open_reasoning_gym(url: SourceURL) -> GeneratedSource:
     """The source of a `reasoning_gym:` URL. Parameters are the generator's own, with `seed` 0 and `size` 10,000 unless
     given; reasoning_gym is imported when the first row is read."""
     parameters = {"seed": 0, "size": 10_000, **url.parameters}
-    spec = importlib.util.find_spec("reasoning_gym")
-    if spec is None or spec.origin is None:
-        raise MissingTool(f"Source {url.text!r} needs reasoning-gym. Run: pip install reasoning-gym")
-    package = Path(spec.origin).parent
+    package = required_file("reasoning_gym", f"Source {url.text!r}").parent
 
     def make() -> Any:
         import reasoning_gym
@@ -91,21 +73,19 @@ def open_reasoning_gym(url: SourceURL) -> GeneratedSource:
                 "Names and parameters are listed in its GALLERY.md."
             ) from error
 
-    version = importlib.metadata.version("reasoning_gym")
-    identity = {"kind": "reasoning_gym", "name": url.path, "parameters": _sorted(parameters), "version": version}
+    identity = {**_identity(url, parameters), "version": importlib.metadata.version("reasoning_gym")}
     return GeneratedSource(identity, lambda: folder_sha256(package), make, url.text)
 
 
 def open_identity(url: SourceURL) -> GeneratedSource:
-    """The source of an `identity:` URL (nanodag.data.identity), with `seed` 0 and `size` 1,000 unless given. The file's
-    content is part of its identity."""
+    """The source of an `identity:` URL: `seed` 0, `size` 1,000 unless given. The file's content is in its identity."""
     from nanodag.data import identity
 
     parameters = {"seed": 0, "size": 1000, **url.parameters}
     path = Path(url.path).expanduser().absolute()
     if not path.is_file():
         raise SourceError(f"Source {url.text!r}: there is no file {path}. It describes who the model is, as YAML.")
-    named = {"kind": "identity", "file": file_sha256(path), "parameters": _sorted(parameters)}
+    named = {"kind": "identity", "file": file_sha256(path), "parameters": dict(sorted(parameters.items()))}
 
     def make() -> Any:
         return identity.Conversations(identity.read_persona(path), **parameters)
@@ -128,16 +108,14 @@ def open_python(url: SourceURL) -> GeneratedSource:
             raise SourceError(f"Source {url.text!r}: {code} has no function {function}.") from error
         return named(**url.parameters)
 
-    identity = {"kind": "python", "name": url.path, "parameters": _sorted(url.parameters)}
-    return GeneratedSource(identity, lambda: file_sha256(code), make, url.text)
+    return GeneratedSource(_identity(url, url.parameters), lambda: file_sha256(code), make, url.text)
 
 
 def open_verifiers(url: SourceURL) -> GeneratedSource:
-    """The source of a `verifiers:` URL: a taskset's tasks, of one without an end those before the slice's. Parameters
-    are its config's own fields.
+    """The source of a `verifiers:` URL: a taskset's tasks, of one without an end those before the slice's.
 
-    verifiers' own process reads them (nanodag.external_envs.verifiers_process), when the first row is read. The hash in
-    the identity is that of the module's file alone.
+    Parameters are fields of its config. verifiers' own process reads the tasks (nanodag.external_envs.
+    verifiers_process), when the first row is read. The hash in the identity is that of the module's file alone.
     """
     from nanodag.external_envs import verifiers_process
 
@@ -145,9 +123,11 @@ def open_verifiers(url: SourceURL) -> GeneratedSource:
         options = {f"taskset.{name}": value for name, value in url.parameters.items()}
         return verifiers_process.tasks_of(url.path, options, stop=url.stop)
 
-    identity = {"kind": "verifiers", "name": url.path, "parameters": _sorted(url.parameters)}
-    return GeneratedSource(identity, lambda: file_sha256(verifiers_process.module_file(url.path)), make, url.text)
+    def code() -> str:
+        return file_sha256(verifiers_process.module_file(url.path))
+
+    return GeneratedSource(_identity(url, url.parameters), code, make, url.text)
 
 
-def _sorted(parameters: dict[str, Any]) -> dict[str, Any]:
-    return dict(sorted(parameters.items()))
+def _identity(url: SourceURL, parameters: dict[str, Any]) -> dict[str, Any]:
+    return {"kind": url.kind, "name": url.path, "parameters": dict(sorted(parameters.items()))}

@@ -4,6 +4,7 @@ A mirror is laid out as `<hub name>/<config>/<split>.parquet` (or several files 
 config means `default` there. With a mirror the hub is never asked: what is not in the mirror is an error.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -12,66 +13,46 @@ from typing import Any
 
 from nanodag.data.files import FileSource
 from nanodag.data.shards import FetchedSource, RemoteFile, ShardedSource
-from nanodag.data.sources import Block, Row, Shard, Source
+from nanodag.data.sources import Block, Row, Source
 from nanodag.data.urls import HubPath, SourceURL, hub_path
-from nanodag.errors import MissingTool, SourceError
+from nanodag.errors import SourceError
 
 _FEW_FILES, _FEW_BYTES = 64, 4 << 30  # a data set within both is small
-
-
-class MirrorSource(FileSource):
-    """Parquet files of a mirror under the hub's name; their content is the identity."""
-
-    def __init__(self, path: HubPath, files: list[Path]) -> None:
-        super().__init__(files)
-        self._path = path
-
-    def identity(self) -> dict[str, Any]:
-        name = {"kind": "hub", "name": self._path.name, "config": self._path.config, "split": self._path.split}
-        return {**name, "files": super().identity()["files"]}
 
 
 class HubSource(Source):
     """Rows of the hub's files at one commit.
 
-    Where the files are parquet, a small data set is fetched whole and has blocks, as it has from a mirror; a larger one
-    is read shard by shard. `rows` streams from the front, so that a few rows cost no file; so does everything else
-    where the files are not parquet.
+    Of parquet files, a small data set is fetched whole and has blocks, as from a mirror; a larger one is read shard by
+    shard. `rows` streams from the front, so that a few rows cost no file; so does all where files are not parquet.
     """
 
     def __init__(self, url: SourceURL) -> None:
         self._url = url
         self._path = hub_path(url)
-        self._commit = self._path.revision if _is_commit(self._path.revision) else ""
 
     def identity(self) -> dict[str, Any]:
-        path = self._path
-        return {
-            "kind": "hub",
-            "name": path.name,
-            "config": path.config,
-            "split": path.split,
-            "commit": self.commit(),
-        }
+        return {**_name_of(self._path), "commit": self._commit}
 
-    def commit(self) -> str:
+    @cached_property
+    def _commit(self) -> str:
         """The commit that is read: of the URL, else the newest one, asked of the hub once."""
-        if not self._commit:
-            import httpx2  # what huggingface_hub speaks HTTP with: a missing network is its error, not an OSError
-            import huggingface_hub
+        if re.fullmatch("[0-9a-f]{40}", self._path.revision):
+            return self._path.revision
+        import httpx2  # what huggingface_hub speaks HTTP with: a missing network is its error, not an OSError
+        import huggingface_hub
 
-            try:
-                info = huggingface_hub.HfApi().dataset_info(self._path.name, revision=self._path.revision or None)
-            except (OSError, ValueError, httpx2.HTTPError) as error:
-                raise SourceError(
-                    f"Source {self._url.text!r}: the hub does not say which commit {self._path.name} is at: {error}. "
-                    f"Check the name and the network; or name a commit, hub:{self._path.name}@<40 hex digits>; or set "
-                    "a mirror."
-                ) from error
-            self._commit = str(info.sha)
-        return self._commit
+        try:
+            info = huggingface_hub.HfApi().dataset_info(self._path.name, revision=self._path.revision or None)
+        except (OSError, ValueError, httpx2.HTTPError) as error:
+            raise SourceError(
+                f"Source {self._url.text!r}: the hub does not say which commit {self._path.name} is at: {error}. "
+                f"Check the name and the network; or name a commit, hub:{self._path.name}@<40 hex digits>; or set "
+                "a mirror."
+            ) from error
+        return str(info.sha)
 
-    def shards(self) -> Sequence[Shard] | None:
+    def shards(self) -> Sequence[RemoteFile] | None:
         return None if self._is_small else self._files
 
     def blocks(self) -> Sequence[Block] | None:
@@ -102,7 +83,7 @@ class HubSource(Source):
 
     @property
     def _named(self) -> dict[str, Any]:
-        return {"path": self._path.name, "name": self._path.config or None, "revision": self.commit()}
+        return {"path": self._path.name, "name": self._path.config or None, "revision": self._commit}
 
     @cached_property
     def _builder(self) -> Any:
@@ -131,17 +112,19 @@ class HubSource(Source):
     @contextmanager
     def _reading(self) -> Iterator[Any]:
         """The datasets library; its errors say which source they are about."""
-        try:
-            import datasets
-            import httpx2
-        except ImportError as error:
-            raise MissingTool(f"Source {self._url.text!r} needs datasets. Run: pip install datasets") from error
+        import datasets
+        import httpx2
+
         try:
             yield datasets
         except (OSError, ValueError, datasets.exceptions.DatasetsError, httpx2.HTTPError) as error:
             raise SourceError(
                 f"Source {self._url.text!r} cannot be read from the hub: {error}. Check name, config and split."
             ) from error
+
+
+def _name_of(path: HubPath) -> dict[str, str]:
+    return {"kind": "hub", "name": path.name, "config": path.config, "split": path.split}
 
 
 def _sized(urls: list[str]) -> list[RemoteFile]:
@@ -174,7 +157,7 @@ def open_hub(url: SourceURL, mirror: Path | None) -> Source:
             f"Source {url.text!r} is not in the mirror: there is no {folder / path.split}.parquet. "
             f"{_what_there_is(mirror, path)} Add the file, change the URL, or unset the mirror to read from the hub."
         )
-    return MirrorSource(path, files)
+    return FileSource(files, name=_name_of(path))  # by the hub's name; its identity is the content
 
 
 def _what_there_is(mirror: Path, path: HubPath) -> str:
@@ -185,7 +168,3 @@ def _what_there_is(mirror: Path, path: HubPath) -> str:
         return f"Of {path.name} it has {', '.join(there[:20])}."
     names = sorted({p.parent.parent.relative_to(mirror).as_posix() for p in mirror.glob("*/*/*/*.parquet")})
     return f"It has nothing of {path.name}; it has {', '.join(names[:20]) or 'no data set at all'}."
-
-
-def _is_commit(revision: str) -> bool:
-    return len(revision) == 40 and set(revision) <= set("0123456789abcdef")

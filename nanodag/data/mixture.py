@@ -37,7 +37,7 @@ class Mixture:
     With weights it is endless, and shares count UTF-8 bytes of text (rows for prompts). With epochs it ends when each
     source has had its passes num_epochs times, spread evenly over the whole; repeat=True begins again, in another
     order, without end. once=True ends it after one pass over each source: shares by weight hold until a source is
-    through. part: rows with a held-out score (canonical.py) below a source's `held_out` fraction are the held-out part,
+    through. part: rows with a held-out score (records.py) below a source's `held_out` fraction are the held-out part,
     or those of its last shard; all others are for training.
 
     Raises ConfigError for weights mixed with epochs. Raises SourceError when a pass over a weighted source has no
@@ -70,13 +70,11 @@ class Mixture:
             _Stream(config, kind=kind, part=part, mirror=mirror, seed=seed * 1_000_003 + number, **shares)
             for number, config in enumerate(self.sources)
         ]
-        self._weights = [] if by_epochs else [config.weight for config in self.sources if config.weight]
-        passes = [1.0 if once else num_epochs * (config.epochs or 1.0) for config in self.sources]
-        self._passes = passes if by_epochs or once else []
-        self._rows_a_round = self._count_rows(needed=not once) if self._passes else []
+        self._has_passes = by_epochs or once
+        for stream in self._streams if self._has_passes else ():
+            passes = 1.0 if once else num_epochs * (stream.config.epochs or 1.0)
+            stream.set_passes(passes, is_spread=not once and (len(self.sources) > 1 or passes != int(passes)))
         self._round = 1
-        self._spent = [0] * len(self.sources)  # bytes, or rows of prompts
-        self._records = [0] * len(self.sources)
 
     def __iter__(self) -> "Mixture":
         return self
@@ -84,36 +82,36 @@ class Mixture:
     def __next__(self) -> Drawn:
         while (due := self._due()) is not None:
             share, number = due
-            drawn = self._streams[number].next_record(endless=self._repeat or not self._passes)
+            stream = self._streams[number]
+            drawn = stream.next_record(endless=self._repeat or not self._has_passes)
             if drawn is None:
                 continue
             epoch, index, record = drawn
-            self._spent[number] += 1 if self._kind == "prompt" else record_bytes(record)
-            self._records[number] += 1
+            stream.spent += 1 if self._kind == "prompt" else record_bytes(record)
+            stream.num_records += 1
             return Drawn(number, epoch, index, record, self._stretch(share, number, epoch))
         raise StopIteration
 
     @property
     def progress(self) -> float | None:
         """Share of this round's passes that is done, 0 to 1; None for an endless mixture of weights."""
-        if not self._passes:
+        if not self._has_passes:
             return None
-        done = [stream.order.passes() - (self._round - 1) * passes for stream, passes in self._with_passes()]
-        rows = [min(1.0, d / p) * n for d, p, n in zip(done, self._passes, self._rows_a_round, strict=True)]
-        return max(0.0, sum(rows) / max(1.0, sum(self._rows_a_round)))
+        ended = self._round - 1
+        rows = [min(1.0, (s.order.passes() - ended * s.passes) / s.passes) * s.rows_a_round for s in self._streams]
+        return max(0.0, sum(rows) / max(1.0, sum(stream.rows_a_round for stream in self._streams)))
 
     def stats(self) -> dict[str, dict[str, float]]:
         """By source URL: records given out by this rank, and passes over the source so far."""
-        counted = zip(self.sources, self._streams, self._records, strict=True)
-        return {config.url: {"records": n, "epochs": stream.order.passes()} for config, stream, n in counted}
+        return {s.config.url: {"records": s.num_records, "epochs": s.order.passes()} for s in self._streams}
 
     def state_dict(self) -> dict[str, Any]:
         """JSON values; a few numbers a source."""
         return {
             "signature": self._signature,
             "round": self._round,
-            "spent": list(self._spent),
-            "records": list(self._records),
+            "spent": [stream.spent for stream in self._streams],
+            "records": [stream.num_records for stream in self._streams],
             "streams": [stream.order.state_dict() for stream in self._streams],
         }
 
@@ -126,55 +124,37 @@ class Mixture:
                 "saved with."
             )
         self._round = state["round"]
-        self._spent = list(state["spent"])
-        self._records = list(state["records"])
-        for stream, saved in zip(self._streams, state["streams"], strict=True):
-            stream.order.load_state_dict(saved)
-
-    def _with_passes(self) -> list[tuple["_Stream", float]]:
-        return list(zip(self._streams, self._passes, strict=True))
-
-    def _count_rows(self, *, needed: bool) -> list[float]:
-        """Rows that each source gives a round; a guess where its length is unknown and not needed."""
-        rows = []
-        for stream, passes in self._with_passes():
-            length = stream.order.length
-            parts_matter = needed and (len(self.sources) > 1 or passes != int(passes))
-            if parts_matter and not stream.order.can_tell_passes:
-                raise SourceError(
-                    f"Source {stream.config.url} does not know its number of rows, which a mixture by epochs needs to "
-                    "spread it evenly. Give every source of this mixture a weight instead."
-                )
-            rows.append(passes * (10_000 if length is None else length))
-        return rows
+        saved = zip(state["spent"], state["records"], state["streams"], strict=True)
+        for stream, (spent, num_records, position) in zip(self._streams, saved, strict=True):
+            stream.spent, stream.num_records = spent, num_records
+            stream.order.load_state_dict(position)
 
     def _stretch(self, share: float, number: int, epoch: int) -> int:
-        if not self._passes:
+        if not self._has_passes:
             return sum(stream.order.epoch for stream in self._streams)
         # From the share alone, not from what this rank was given: it is the same on all ranks.
-        ended = [epoch if n == number else int(share * passes + 1e-9) for n, passes in enumerate(self._passes)]
-        return sum(ended)
+        return sum(epoch if n == number else int(share * s.passes + 1e-9) for n, s in enumerate(self._streams))
 
     def _due(self) -> tuple[float, int] | None:
         """The source furthest behind its share, as (how far it is, its number); None at the end."""
         while True:
             behind = [
-                (self._spent[number] / self._weights[number] if self._weights else self._done(number), number)
-                for number in range(len(self.sources))
-                if not self._passes or not self._streams[number].order.reached(self._passes[number] * self._round)
+                (stream.share(), number)
+                for number, stream in enumerate(self._streams)
+                if not self._has_passes or not stream.order.reached(stream.passes * self._round)
             ]
             if behind:
                 return min(behind)
-            if not self._repeat or not any(self._rows_a_round):
+            if not self._repeat or not any(stream.rows_a_round for stream in self._streams):
                 return None
             self._round += 1
 
-    def _done(self, number: int) -> float:
-        return self._streams[number].order.passes() / self._passes[number]
-
 
 class _Stream:
-    """Records of one source that belong to the wanted part."""
+    """Records of one source that belong to the wanted part.
+
+    spent: bytes given out, or rows of prompts. passes, rows_a_round: of a round of the mixture, where it has passes.
+    """
 
     def __init__(self, config: SourceConfig, *, kind: Wanted, part: Part, mirror: Path | None, **order: Any) -> None:
         self.config = config
@@ -185,6 +165,22 @@ class _Stream:
         self._adapt = open_adapter(config.adapter, config.url, made, config.options, config.columns)
         self._ask = asking(config, made)
         self._kept_in_pass = True  # after a resume in the middle of a pass it is not known, so no complaint at its end
+        self.spent = self.num_records = 0
+        self.passes = self.rows_a_round = 0.0
+
+    def set_passes(self, passes: float, *, is_spread: bool) -> None:
+        """is_spread: parts of a pass are told; where the source's length is not needed and unknown, it is a guess."""
+        if is_spread and not self.order.can_tell_passes:
+            raise SourceError(
+                f"Source {self.config.url} does not know its number of rows, which a mixture by epochs needs to "
+                "spread it evenly. Give every source of this mixture a weight instead."
+            )
+        length = self.order.length
+        self.passes, self.rows_a_round = passes, passes * (10_000 if length is None else length)
+
+    def share(self) -> float:
+        """Part of its share that was given out: by weight, else by passes."""
+        return self.spent / self.config.weight if self.config.weight else self.order.passes() / self.passes
 
     def next_record(self, *, endless: bool) -> tuple[int, int, dict[str, Any]] | None:
         """(epoch, index, record) of the next row; None when it is not of this part, or at the end of a pass."""

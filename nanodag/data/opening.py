@@ -20,26 +20,18 @@ def open_source(text: str, mirror: Path | None = None) -> Source:
     Raises SourceError when the URL or what it points to is not there; rows are read later.
     """
     url = parse_url(text)
-    source = _open(url, mirror)
+    source = hub.open_hub(url, mirror) if url.kind == "hub" else _OPENERS[url.kind](url)
     return source if url.start == 0 and url.stop is None else SlicedSource(source, url.start, url.stop)
 
 
-def _open(url: SourceURL, mirror: Path | None) -> Source:
-    match url.kind:
-        case "file":
-            return files.open_file(url)
-        case "package":
-            return files.open_package_file(url)
-        case "hub":
-            return hub.open_hub(url, mirror)
-        case "reasoning_gym":
-            return generators.open_reasoning_gym(url)
-        case "identity":
-            return generators.open_identity(url)
-        case "verifiers":
-            return generators.open_verifiers(url)
-        case _:
-            return generators.open_python(url)
+_OPENERS: dict[str, Callable[[SourceURL], Source]] = {
+    "file": files.open_file,
+    "package": files.open_package_file,
+    "reasoning_gym": generators.open_reasoning_gym,
+    "identity": generators.open_identity,
+    "verifiers": generators.open_verifiers,
+    "python": generators.open_python,
+}
 
 
 def open_part(config: SourceConfig, part: Part, mirror: Path | None) -> tuple[Source, Callable[[dict[str, Any]], bool]]:
@@ -50,7 +42,7 @@ def open_part(config: SourceConfig, part: Part, mirror: Path | None) -> tuple[So
     """
     source = open_source(config.url, mirror)
     if part == "all":
-        return source, _always
+        return source, lambda record: True
     if config.held_out == "last_shard":
         if (parts := source.apart()) is None:
             raise SourceError(
@@ -58,14 +50,10 @@ def open_part(config: SourceConfig, part: Part, mirror: Path | None) -> tuple[So
                 "row groups, and there are no two. Give held_out as a fraction, e.g. 0.01."
             )
         rest, last = parts
-        return (last if part == "held_out" else rest), _always
+        return (last if part == "held_out" else rest), lambda record: True
     share, by = config.held_out, config.held_out_by
 
     def belongs(record: dict[str, Any]) -> bool:
         return (share > 0 and held_out_score(record, by) < share) == (part == "held_out")
 
     return source, belongs
-
-
-def _always(record: dict[str, Any]) -> bool:
-    return True

@@ -58,21 +58,17 @@ def asking(source: SourceConfig, kind: Kind) -> Callable[[Record], Record]:
         added["template_options"] = dict(source.template_options)
 
     def ask(record: Record) -> Record:
-        if source.instruction != QUESTION:
-            record = {**record, "messages": _instructed(record["messages"], source)}
-        return {**record, **added} if added else record
+        if source.instruction == QUESTION:
+            return {**record, **added} if added else record
+        messages = list(record["messages"])
+        places = [place for place, message in enumerate(messages) if message["role"] == "user"]
+        if len(places) != 1:
+            raise SourceError(
+                f"{source.url}: instruction is put around one question, and a record has {len(places)} user turns. "
+                "Leave it out, or slice the source."
+            )
+        question = messages[places[0]]
+        messages[places[0]] = {**question, "content": source.instruction.replace(QUESTION, question["content"])}
+        return {**record, "messages": messages, **added}
 
     return ask
-
-
-def _instructed(messages: Sequence[Mapping[str, Any]], source: SourceConfig) -> list[Mapping[str, Any]]:
-    places = [place for place, message in enumerate(messages) if message["role"] == "user"]
-    if len(places) != 1:
-        raise SourceError(
-            f"{source.url}: instruction is put around one question, and a record has {len(places)} user turns. Leave "
-            "it out, or slice the source."
-        )
-    turns = list(messages)
-    question = turns[places[0]]
-    turns[places[0]] = {**question, "content": source.instruction.replace(QUESTION, question["content"])}
-    return turns

@@ -12,13 +12,14 @@ import os
 import shutil
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nanodag.data.files import FileSource
 from nanodag.data.formats import ParquetFile, RowFile
-from nanodag.data.sources import Row, Shard, Source
+from nanodag.data.sources import Row, Source
 from nanodag.errors import SourceError
 from nanodag.host.folders import cache_folder
 
@@ -121,12 +122,12 @@ class ShardedSource(Source):
     """Rows of shards that are fetched one after the other."""
 
     def __init__(self, shards: Sequence[RemoteFile]) -> None:
-        self._shards = list(shards)
+        self._shards = shards
 
     def identity(self) -> dict[str, Any]:
         return {"kind": "shards", "urls": [shard.url for shard in self._shards]}
 
-    def shards(self) -> Sequence[Shard]:
+    def shards(self) -> Sequence[RemoteFile]:
         return self._shards
 
     def rows(self, start: int = 0, shard: int = 0, num_shards: int = 1) -> Iterator[tuple[int, Row]]:
@@ -163,15 +164,13 @@ def make_room(folder: Path, num_bytes: int) -> None:
 
 def _is_used_now(path: Path) -> bool:
     """True when the file is there; its time says that it was used just now."""
-    try:
+    with suppress(FileNotFoundError):
         os.utime(path)
-    except FileNotFoundError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    try:
+    with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
+    return False

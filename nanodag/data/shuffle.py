@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from nanodag.data.shards import ROWS_OF_A_SHARD
-from nanodag.data.sources import Block, Row, Shard, Source
+from nanodag.data.shards import ROWS_OF_A_SHARD, RemoteFile
+from nanodag.data.sources import Block, Row, Source
 from nanodag.errors import CorruptArtifact
 
 WINDOW_BYTES = 64 << 20  # of blocks that are shuffled together
+_POSITION = ("epoch", "shard", "taken", "rows_of_shard", "window_start")  # attributes of RowOrder that are saved
 _WINDOW_ROWS = 4096
 _WINDOWS_A_RANK = 16  # so many, and a rank has windows of its own: it has a sixteenth more than another at most
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
@@ -60,10 +61,10 @@ class RowOrder:
         self._world = world
         self._shuffle = shuffle
         self.epoch = 0
-        self._taken = 0  # rows that this rank took: in this pass; with shards, of this one
-        self._shard = 0  # with shards: those of this rank's that are through in this pass
-        self._rows_of_shard = 0  # with shards: this rank's rows of the current one, 0 before it is opened
-        self._window_start = 0  # from the front: number of the first row of the window that is being given
+        self.shard = 0  # with shards: those of this rank's that are through in this pass
+        self.taken = 0  # rows that this rank took: in this pass; with shards, of this one
+        self.rows_of_shard = 0  # with shards: this rank's rows of the current one, 0 before it is opened
+        self.window_start = 0  # from the front: number of the first row of the window that is being given
         self._rows: Iterator[tuple[int, Row]] | None = None
         self._shares: dict[int, _Share | None] = {}  # of this pass, once it is known
 
@@ -83,23 +84,23 @@ class RowOrder:
             self._rows = self._rest_of_pass()
         numbered_row = next(self._rows, None)
         if numbered_row is None:
-            self.epoch, self._shard, self._taken, self._window_start, self._rows = self.epoch + 1, 0, 0, 0, None
+            self.epoch, self.shard, self.taken, self.window_start, self._rows = self.epoch + 1, 0, 0, 0, None
             return None
-        self._taken += 1
+        self.taken += 1
         return self.epoch, *numbered_row
 
     def passes(self) -> float:
         """Passes over the source that are done, over all ranks as if they went in step."""
         if shards := self._source.shards():
             num_own = len(shards) if len(shards) < self._world else len(range(self._rank, len(shards), self._world))
-            inside = self._taken / self._rows_of_shard if self._rows_of_shard else 0.0
-            return self.epoch + (self._shard + inside) / num_own
+            inside = self.taken / self.rows_of_shard if self.rows_of_shard else 0.0
+            return self.epoch + (self.shard + inside) / num_own
         share = self._share()
         if share is not None and share.has_own_windows:
-            return self.epoch + self._taken / share.num_rows
+            return self.epoch + self.taken / share.num_rows
         if not self.length:
             return float(self.epoch)
-        return self.epoch + min(1.0, self._taken * self._world / self.length)
+        return self.epoch + min(1.0, self.taken * self._world / self.length)
 
     def reached(self, passes: float) -> bool:
         """True when this rank has no row left below that many passes over the source."""
@@ -108,31 +109,25 @@ class RowOrder:
             return self.passes() >= passes
         if self.length is None:
             return self.epoch >= passes
-        position = self._rank + self._taken * self._world
+        position = self._rank + self.taken * self._world
         if position >= self.length:  # this pass is over for this rank, though it has not been told yet
             return (self.epoch + 1) * self.length + self._rank >= round(passes * self.length)
         return self.epoch * self.length + position >= round(passes * self.length)
 
     def state_dict(self) -> dict[str, int]:
         """JSON values."""
-        return {
-            "epoch": self.epoch,
-            "shard": self._shard,
-            "taken": self._taken,
-            "rows_of_shard": self._rows_of_shard,
-            "window_start": self._window_start,
-        }
+        return {name: getattr(self, name) for name in _POSITION}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on where `state_dict` was called. Raises CorruptArtifact for a position that another version saved."""
-        if set(state) != (known := set(self.state_dict())):
+        if set(state) != set(_POSITION):
             raise CorruptArtifact(
                 f"The saved position in {self._source!r:.200} has {', '.join(sorted(state))}, and this nanodag knows "
-                f"{', '.join(sorted(known))}: another version saved it. Remove the stage's checkpoints to begin it "
+                f"{', '.join(sorted(_POSITION))}: another version saved it. Remove the stage's checkpoints to begin it "
                 "again."
             )
-        self.epoch, self._shard, self._taken = state["epoch"], state["shard"], state["taken"]
-        self._rows_of_shard, self._window_start = state["rows_of_shard"], state["window_start"]
+        for name, value in state.items():
+            setattr(self, name, value)
         self._rows = None
 
     def _share(self) -> "_Share | None":
@@ -148,40 +143,40 @@ class RowOrder:
         if shards := self._source.shards():
             return self._from_shards(shards)
         share = self._share()
-        return self._from_front() if share is None else share.rows(self._taken)
+        return self._from_front() if share is None else share.rows(self.taken)
 
-    def _own(self, shards: Sequence[Shard]) -> list[int]:
+    def _own(self, shards: Sequence[RemoteFile]) -> list[int]:
         """Numbers of this rank's shards in the order of this pass: all of them where ranks are more."""
         order = permutation(len(shards), self._seed, self.epoch, -1) if self._shuffle else range(len(shards))
         return list(map(int, order if len(shards) < self._world else order[self._rank :: self._world]))
 
-    def _from_shards(self, shards: Sequence[Shard]) -> Iterator[tuple[int, Row]]:
+    def _from_shards(self, shards: Sequence[RemoteFile]) -> Iterator[tuple[int, Row]]:
         own = self._own(shards)
         rank, world = (self._rank, self._world) if len(shards) < self._world else (0, 1)
-        while self._shard < len(own):
-            number = own[self._shard]
-            if not self._rows_of_shard or self._taken < self._rows_of_shard:
+        while self.shard < len(own):
+            number = own[self.shard]
+            if not self.rows_of_shard or self.taken < self.rows_of_shard:
                 source = shards[number].open()
-                if self._shard + 1 < len(own):
-                    shards[own[self._shard + 1]].fetch_ahead()
+                if self.shard + 1 < len(own):
+                    shards[own[self.shard + 1]].fetch_ahead()
                 key = (self._seed, self.epoch, number)
                 share = _Share(source, key, rank=rank, world=world, shuffle=self._shuffle)
-                self._rows_of_shard = share.num_rows
-                for place, row in share.rows(self._taken):
+                self.rows_of_shard = share.num_rows
+                for place, row in share.rows(self.taken):
                     yield number * ROWS_OF_A_SHARD + place, row
-            self._shard, self._taken, self._rows_of_shard = self._shard + 1, 0, 0
+            self.shard, self.taken, self.rows_of_shard = self.shard + 1, 0, 0
 
     def _from_front(self) -> Iterator[tuple[int, Row]]:
-        rows = self._source.rows(self._window_start, self._rank, self._world)
+        rows = self._source.rows(self.window_start, self._rank, self._world)
         size = _WINDOW_ROWS if self._shuffle else 1
-        start = self._taken % size  # every window but a pass's last is full, so this is the place in the current one
+        start = self.taken % size  # every window but a pass's last is full, so this is the place in the current one
         while window := list(islice(rows, size)):
-            self._window_start = window[0][0]
-            number = self._window_start // self._world
+            self.window_start = window[0][0]
+            number = self.window_start // self._world
             order = permutation(len(window), self._seed, self.epoch, number) if self._shuffle else range(len(window))
             for place in range(start, len(window)):
                 if place == len(window) - 1:  # a position saved after this row lies in the next window
-                    self._window_start = window[-1][0] + 1
+                    self.window_start = window[-1][0] + 1
                 yield window[int(order[place])]
             start = 0
 

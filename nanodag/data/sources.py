@@ -7,9 +7,13 @@ Compressed text, and what is no parquet on the hub, have neither: they are read 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nanodag.data.shards import RemoteFile
 
 Row = dict[str, Any]
 
@@ -22,18 +26,24 @@ class Block:
     num_bytes: int
 
 
-class Shard(Protocol):
-    """A file of a source that is fetched when its turn comes."""
+class LazyRows(Sequence[Row]):
+    """Rows made one by one when they are taken."""
 
-    def fetch_ahead(self) -> None:
-        """Fetch it beside other work; opening it waits for that."""
+    def __init__(self, num_rows: int, make: Callable[[int], Row]) -> None:
+        self._num_rows = num_rows
+        self._make = make
 
-    def open(self) -> "Source":
-        """Its rows, in blocks."""
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def __getitem__(self, index: int) -> Row:  # type: ignore[override] # no slices
+        if not 0 <= index < self._num_rows:
+            raise IndexError(index)
+        return self._make(index)
 
 
 class Source(ABC):
-    """Rows by number. A subclass has blocks and reads them, or overrides `rows` and has none."""
+    """Rows by number. A subclass has blocks and reads them, or overrides `stream` or `rows` and has none."""
 
     @abstractmethod
     def identity(self) -> dict[str, Any]:
@@ -43,13 +53,12 @@ class Source(ABC):
         """The blocks in order of their rows, or None where rows can only be read from the front."""
         return None
 
-    def shards(self) -> Sequence[Shard] | None:
+    def shards(self) -> "Sequence[RemoteFile] | None":
         """The files in order, where each is fetched when its turn comes; None elsewhere."""
         return None
 
     def apart(self) -> "tuple[Source, Source] | None":
-        """All but the last shard, and the last: the last of several files, else the last block of one. None where
-        there are no two."""
+        """All but the last shard, and the last: of several files, else of one's blocks. None where there are no two."""
         return self._apart_at([block.num_rows for block in self.blocks() or ()])
 
     def _apart_at(self, rows: Sequence[int]) -> "tuple[Source, Source] | None":
@@ -61,6 +70,10 @@ class Source(ABC):
         """The rows of one block, decoded when they are taken out of the sequence."""
         raise NotImplementedError(f"{type(self).__name__} has no blocks")
 
+    def stream(self) -> Iterator[Callable[[], Row]]:
+        """For each row in order, a function that decodes it, where there are no blocks: skipped rows cost nothing."""
+        raise NotImplementedError(f"{type(self).__name__} has blocks, or rows of its own")
+
     def length(self) -> int | None:
         """The number of rows; None where only reading everything would tell."""
         blocks = self.blocks()
@@ -68,19 +81,21 @@ class Source(ABC):
 
     def rows(self, start: int = 0, shard: int = 0, num_shards: int = 1) -> Iterator[tuple[int, Row]]:
         """(number, row) from number `start` on, those with number % num_shards == shard."""
+        blocks = self.blocks()
+        if blocks is None:
+            for index, take in enumerate(self.stream()):
+                if index >= start and index % num_shards == shard:
+                    yield index, take()
+            return
         first = 0
-        for number, block in enumerate(self.blocks() or ()):
-            end = first + block.num_rows
-            indices = range(_first_of_shard(max(first, start), shard, num_shards), end, num_shards)
+        for number, block in enumerate(blocks):
+            end, low = first + block.num_rows, max(first, start)
+            indices = range(low + (shard - low) % num_shards, end, num_shards)
             if indices:
                 rows = self.read(number)
                 for index in indices:
                     yield index, rows[index - first]
             first = end
-
-
-def _first_of_shard(start: int, shard: int, num_shards: int) -> int:
-    return start + (shard - start) % num_shards
 
 
 class SlicedSource(Source):
@@ -90,38 +105,35 @@ class SlicedSource(Source):
         self._source = source
         self._start = start
         self._stop = stop
-        self._pieces: list[tuple[int, int, int, int]] | None = None  # block, first and end row in it, bytes
 
     def identity(self) -> dict[str, Any]:
         return {**self._source.identity(), "slice": [self._start, self._stop]}
 
+    @cached_property
+    def _pieces(self) -> list[tuple[int, int, Block]]:
+        """Of each block that has rows in the slice: its number, the first of them in it, and their block."""
+        pieces = []
+        first = 0
+        for number, block in enumerate(self._source.blocks() or ()):
+            low = max(self._start - first, 0)
+            high = block.num_rows if self._stop is None else min(self._stop - first, block.num_rows)
+            if low < high:
+                pieces.append((number, low, Block(high - low, block.num_bytes)))
+            first += block.num_rows
+        return pieces
+
     def blocks(self) -> Sequence[Block] | None:
-        blocks = self._source.blocks()
-        if blocks is None:
-            return None
-        if self._pieces is None:
-            self._pieces = []
-            first = 0
-            for number, block in enumerate(blocks):
-                low = max(self._start - first, 0)
-                high = block.num_rows if self._stop is None else min(self._stop - first, block.num_rows)
-                if low < high:
-                    self._pieces.append((number, low, high, block.num_bytes))
-                first += block.num_rows
-        return [Block(high - low, num_bytes) for _, low, high, num_bytes in self._pieces]
+        return None if self._source.blocks() is None else [block for _, _, block in self._pieces]
 
     def read(self, number: int) -> Sequence[Row]:
-        if self._pieces is None:
-            self.blocks()
-        assert self._pieces is not None
-        block, low, high, _ = self._pieces[number]
-        return _Window(self._source.read(block), low, high)
+        whole, low, block = self._pieces[number]
+        rows = self._source.read(whole)
+        return LazyRows(block.num_rows, lambda index: rows[low + index])
 
     def length(self) -> int | None:
         whole = self._source.length()
-        if whole is None:
-            return None
-        return max(0, (whole if self._stop is None else min(self._stop, whole)) - self._start)
+        stop = whole if self._stop is None or whole is None else min(self._stop, whole)
+        return None if stop is None else max(0, stop - self._start)
 
     def rows(self, start: int = 0, shard: int = 0, num_shards: int = 1) -> Iterator[tuple[int, Row]]:
         if self.blocks() is not None:
@@ -131,18 +143,3 @@ class SlicedSource(Source):
             if self._stop is not None and index >= self._stop:
                 return
             yield index - self._start, row
-
-
-class _Window(Sequence[Row]):
-    """Part of a sequence without copying or decoding it."""
-
-    def __init__(self, rows: Sequence[Row], low: int, high: int) -> None:
-        self._rows, self._low, self._high = rows, low, high
-
-    def __len__(self) -> int:
-        return self._high - self._low
-
-    def __getitem__(self, index: int) -> Row:  # type: ignore[override] # no slices
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        return self._rows[self._low + index]

@@ -62,8 +62,13 @@ def parse_url(text: str) -> SourceURL:
     if not colon or kind not in KINDS:
         kinds = [f"{known_kind}:" for known_kind in KINDS]
         raise SourceError(f"Source {text!r} has no known kind; kinds are {listed(kinds)}.{nearest(f'{kind}:', kinds)}")
-    rest, start, stop = _take_slice(text, rest)
-    view = ""
+    start, view = 0, ""
+    stop: int | None = None
+    if bounds := _SLICE.search(rest):
+        rest = rest[: bounds.start()]
+        start, stop = int(bounds[1] or 0), int(bounds[2]) if bounds[2] else None
+        if stop is not None and stop <= start:
+            raise SourceError(f"Source {text!r} slices no rows: [{start}:{stop}] is empty; the second must be larger.")
     if kind in ("file", "package") and "#" in rest:
         rest, _, view = rest.rpartition("#")
     parameters: dict[str, Any] = {}
@@ -72,8 +77,7 @@ def parse_url(text: str) -> SourceURL:
         rest = rest[: query.start()]
     if not rest:
         raise SourceError(f"Source {text!r} names nothing after {kind}:.")
-    url = SourceURL(text, kind, rest, parameters, view, start, stop)
-    _check(url)
+    _check(url := SourceURL(text, kind, rest, parameters, view, start, stop))
     return url
 
 
@@ -82,19 +86,8 @@ def hub_path(url: SourceURL) -> HubPath:
     match = _HUB.match(url.path)
     if match is None:
         raise SourceError(f"Source {url.text!r} is not of the form hub:owner/name[@revision][/config][:split].")
-    parts = match.groupdict()
-    return HubPath(parts["name"], parts["revision"] or "", parts["config"] or "", parts["split"] or "train")
-
-
-def _take_slice(text: str, rest: str) -> tuple[str, int, int | None]:
-    match = _SLICE.search(rest)
-    if match is None:
-        return rest, 0, None
-    start = int(match.group(1) or 0)
-    stop = int(match.group(2)) if match.group(2) else None
-    if stop is not None and stop <= start:
-        raise SourceError(f"Source {text!r} slices no rows: [{start}:{stop}] is empty; the second must be larger.")
-    return rest[: match.start()], start, stop
+    parts = match.groupdict(default="")
+    return HubPath(parts["name"], parts["revision"], parts["config"], parts["split"] or "train")
 
 
 def _parameter(pair: str) -> tuple[str, Any]:

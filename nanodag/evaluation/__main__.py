@@ -70,8 +70,8 @@ def evaluate_checkpoint(job: Job, metrics_log: MetricsLog) -> tuple[dict[str, An
 
 def _fill(job: Job, checkpoint: EvaluatedModel, progress: "_Progress") -> tuple[dict[str, Any], dict[str, Any]]:
     config = job.config
-    forms, samples_folder, finished_folder = job.workspace / "forms", job.output / "samples", job.workspace / "finished"
-    for needed in (forms, samples_folder, finished_folder):
+    samples_folder, finished_folder = job.output / "samples", job.workspace / "finished"
+    for needed in (job.workspace / "forms", samples_folder, finished_folder):
         needed.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {}
     cost: dict[str, Any] = {"forward_tokens": 0, "seconds_by_benchmark": {}}
@@ -79,12 +79,12 @@ def _fill(job: Job, checkpoint: EvaluatedModel, progress: "_Progress") -> tuple[
         progress.begin(number, benchmark.name)
         done_path = finished_folder / f"{benchmark.name}.json"
         if not done_path.exists():
-            _run_one(job, checkpoint, benchmark, forms, samples_folder, done_path)
+            _run_one(job, checkpoint, benchmark, done_path)
         done = json.loads(done_path.read_text(encoding="utf-8"))
         results[benchmark.name] = done["result"]
         cost["forward_tokens"] += done["tokens"]
         cost["seconds_by_benchmark"][benchmark.name] = done["seconds"]
-        progress.end(number, done["result"])
+        progress.end(done["result"])
     if total := chat_core_of(results, samples_folder):
         log.info("%s", total)
         total.write_records(samples_folder / f"{total.name}.jsonl")
@@ -95,46 +95,29 @@ def _fill(job: Job, checkpoint: EvaluatedModel, progress: "_Progress") -> tuple[
     return {name: result["value"] for name, result in results.items()}, cost
 
 
-def _run_one(
-    job: Job, checkpoint: EvaluatedModel, benchmark: BenchmarkConfig, forms: Path, samples_folder: Path, done_path: Path
-) -> None:
+def _run_one(job: Job, checkpoint: EvaluatedModel, benchmark: BenchmarkConfig, done_path: Path) -> None:
     began = time.monotonic()
     tokens_before = checkpoint.tokens_read + checkpoint.tokens_written
     kept_path = done_path.with_suffix(".jsonl")
     with KeptLines(kept_path) as checkpoint.kept:
-        result = _asked(job, checkpoint, benchmark, forms)
+        result = _asked(job, checkpoint, benchmark)
     checkpoint.kept = None
     log.log(logging.WARNING if any(result.counts.values()) else logging.INFO, "%s", result)
-    result.write_records(samples_folder / f"{result.name}.jsonl")
+    result.write_records(job.output / "samples" / f"{result.name}.jsonl")
     tokens = checkpoint.tokens_read + checkpoint.tokens_written - tokens_before
     seconds = round(time.monotonic() - began, 3)
     write_json(done_path, {"result": result.as_json(), "tokens": tokens, "seconds": seconds})
     kept_path.unlink()
 
 
-def _asked(job: Job, checkpoint: EvaluatedModel, benchmark: BenchmarkConfig, forms: Path) -> BenchmarkResult:
+def _asked(job: Job, checkpoint: EvaluatedModel, benchmark: BenchmarkConfig) -> BenchmarkResult:
     if benchmark.is_core:
         check_likelihood(benchmark)
         return run_core(checkpoint, benchmark)
-    config, mirror = job.config, str(job.mirror or "")
+    how: dict[str, Any] = {"chat": job.config.chat, "seed": job.config.seed, "mirror": str(job.mirror or "")}
     if is_environment(benchmark):
-        return run_environment(
-            checkpoint,
-            benchmark,
-            chat=config.chat,
-            seed=config.seed,
-            mirror=mirror,
-            max_new_tokens=config.max_new_tokens,
-        )
-    return run_benchmark(
-        checkpoint,
-        benchmark,
-        chat=config.chat,
-        seed=config.seed,
-        mirror=mirror,
-        folder=forms,
-        kept=checkpoint.kept,
-    )
+        return run_environment(checkpoint, benchmark, **how)
+    return run_benchmark(checkpoint, benchmark, **how, folder=job.workspace / "forms", kept=checkpoint.kept)
 
 
 def _samples(checkpoint: EvaluatedModel, prompts: tuple[str, ...], *, chat: bool) -> list[dict[str, str]]:
@@ -157,26 +140,23 @@ class _Progress:
 
     def begin(self, number: int, name: str) -> None:
         self._number, self._name = number, name
-        self._write(1000 * number, event="phase", phase=name, done=0, of=0, unit="requests")
+        self._write(0, event="phase", phase=name, done=0, of=0, unit="requests")
 
     def __call__(self, done: int, total: int) -> None:
         if stop_requested():
             leave_stopped()
         if time.monotonic() - self._last >= REPORT_EVERY_S:
-            step = 1000 * self._number + 1000 * done // max(total, 1)
-            self._write(step, event="phase", phase=self._name, done=done, of=total, unit="requests")
+            part = 1000 * done // max(total, 1)
+            self._write(part, event="phase", phase=self._name, done=done, of=total, unit="requests")
 
-    def end(self, number: int, result: dict[str, Any]) -> None:
-        self._write(
-            1000 * (number + 1),
-            event="eval",
-            benchmark=self._name,
-            **{self._name: result["value"], f"{self._name}_stderr": result["stderr"]},
-        )
+    def end(self, result: dict[str, Any]) -> None:
+        scores = {self._name: result["value"], f"{self._name}_stderr": result["stderr"]}
+        self._write(1000, event="eval", benchmark=self._name, **scores)
 
-    def _write(self, step: int, **values: Any) -> None:
+    def _write(self, part: int, **values: Any) -> None:
+        """part: of the benchmark under way that is done, in thousandths."""
         self._last = time.monotonic()
-        self._step = max(self._step, step)
+        self._step = max(self._step, 1000 * self._number + part)
         self._log.write(self._step, total=self._total, **values)
 
 

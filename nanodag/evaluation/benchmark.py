@@ -56,9 +56,8 @@ def sampling_params(
     until: Sequence[str],
     stop_token_ids: Sequence[int] = (),
 ) -> SamplingParams:
-    """Sampling of one answer. seed, max_new_tokens: of the stage, where the benchmark has none of its own. until: the
-    form's stop strings. The answer's seed follows from (seed, item, sample), so it does not depend on what else is
-    asked, or by how many samplers."""
+    """Sampling of one answer. seed, max_new_tokens: of the stage, where the benchmark has none. until: the form's stop
+    strings. The answer's seed follows from (seed, item, sample), not from what else is asked or how many samplers."""
     own_seed = seed if config.seed == "auto" else config.seed
     return SamplingParams(
         max_new_tokens=max_new_tokens if config.max_new_tokens == "auto" else config.max_new_tokens,
@@ -83,14 +82,12 @@ class AskedItem:
 
 
 def open_benchmark(config: BenchmarkConfig, *, seed: int, mirror: str = "") -> "Benchmark":
-    """The benchmark, asked as a chat. seed: of the stage: it draws the items, and samples where the benchmark has no
-    seed. mirror: a folder, empty for the hub.
+    """The benchmark, asked as a chat. mirror: a folder, empty for the hub.
 
-    Raises ConfigError for a form that does not exist or needs lm-eval itself, SourceError for items that cannot be
-    read.
+    seed: of the stage: it draws the items, and samples where the benchmark has no seed. Raises ConfigError for a form
+    that does not exist or needs lm-eval itself, SourceError for items that cannot be read.
     """
-    path, form = asked_form(config)
-    return Benchmark(config, path, form, seed=seed, mirror=mirror)
+    return Benchmark(config, *asked_form(config), seed=seed, mirror=mirror)
 
 
 def asked_form(config: BenchmarkConfig) -> tuple[Path, Mapping[str, Any]]:
@@ -141,8 +138,7 @@ class Benchmark:
     def params(
         self, item: AskedItem, sample: int, *, max_new_tokens: int, stop_token_ids: Sequence[int] = ()
     ) -> SamplingParams:
-        """Sampling parameters of sample number `sample` of an item. max_new_tokens: where the benchmark does not
-        say."""
+        """Sampling parameters of an item's sample. max_new_tokens: where the benchmark does not say."""
         return sampling_params(
             self.config,
             item_id=item.id,

@@ -38,8 +38,7 @@ _IGNORED = re.compile(r"[,$]|.*#### ", re.DOTALL)
 
 
 def problem(doc: Mapping[str, Any], results: Sequence[str]) -> Returned:
-    """exact_match: 1.0 where the problem's own verifier, the one that RL trains on, gives full marks; else 0.0. parsed:
-    what the verifier found, where it says so."""
+    """exact_match: 1.0 where the problem's own verifier, RL's, gives full marks, else 0.0. parsed: what it says."""
     prompt = json.loads(doc["record"])
     verify = load("reward", prompt["reward"])
     try:
@@ -63,8 +62,7 @@ def gsm8k(doc: Mapping[str, Any], results: Sequence[str]) -> Returned:
 
 
 def gsm8k_answered(doc: Mapping[str, Any], results: Sequence[str]) -> Returned:
-    """exact_match: as the reward that RL trains on, the number behind the one `####`, by its value. flexible: as
-    above."""
+    """exact_match: as RL's reward, the number behind the one `####`, by its value. flexible: as above."""
     strict = gsm8k_reward({"answer": doc["answer"]}, results[0])
     return {**gsm8k(doc, results), "exact_match": strict.value, "parsed": strict.parsed}
 
@@ -90,8 +88,7 @@ def winogrande_rest(doc: Mapping[str, Any]) -> str:
 
 
 def gpqa_choices(rows: "Dataset") -> "Dataset":
-    """GPQA's rows with choice1 to choice4, in a fixed order where lm-eval draws one in each process, and `answer`, the
-    right one's letter in brackets."""
+    """GPQA's rows with choice1 to choice4 in a fixed order (lm-eval draws one), and `answer`, a letter in brackets."""
 
     def chosen(row: dict[str, Any]) -> dict[str, Any]:
         _, choices, right, _ = gpqa_choice(row)

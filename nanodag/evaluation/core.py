@@ -23,7 +23,7 @@ from nanodag.errors import ConfigError
 from nanodag.evaluation.evaluated_model import EvaluatedModel
 from nanodag.evaluation.intervals import Score, centred_mean, score_of
 from nanodag.evaluation.paired import read_records
-from nanodag.evaluation.results import BenchmarkResult
+from nanodag.evaluation.results import COUNTS, BenchmarkResult
 from nanodag.model.core_scoring import CHUNK_ITEMS, JudgedItem, judge_items
 
 CHAT_CORE = "chat_core"
@@ -52,26 +52,27 @@ def run_core(checkpoint: EvaluatedModel, config: BenchmarkConfig) -> BenchmarkRe
         data = read_items(files[task.file], config.limit)
         judged = score_task(checkpoint, task, data)
         scores[task.label] = score_of([float(item.is_right) for item in judged])
-        records += [
-            {
-                "id": f"{task.label}:{number}",
-                "part": task.label,
-                "weight": 1 / len(data),
-                "scores": {"core": centred(float(item.is_right), task.baseline), task.label: float(item.is_right)},
-                **({"too_long": True} if item.is_too_long else {}),
-            }
-            for number, item in enumerate(judged)
-        ]
+        for number, item in enumerate(judged):
+            is_right = float(item.is_right)
+            both = {"core": centred(is_right, task.baseline), task.label: is_right}
+            records.append(_record(task.label, number, len(data), both, {"too_long": True} if item.is_too_long else {}))
     task_scores = [(scores[task.label], task.baseline) for task in TASKS]
     core = centred_mean([(score.value, score.stderr, score.num_items, chance) for score, chance in task_scores])
+    return _result(config.name, "core", {"core": core, **scores}, records, is_chat=False)
+
+
+def _record(
+    part: str, name: int | str, num_items: int, scores: Mapping[str, float], counts: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Record of an item of one of the tasks, which all count as much. name: of the item there."""
+    return {"id": f"{part}:{name}", "part": part, "weight": 1 / num_items, "scores": scores, **counts}
+
+
+def _result(
+    name: str, metric: str, scores: Mapping[str, Score], records: list[dict[str, Any]], *, is_chat: bool
+) -> BenchmarkResult:
     return BenchmarkResult(
-        name=config.name,
-        form="core",
-        metric="core",
-        base_metric="core",
-        is_chat=False,
-        scores={"core": core, **scores},
-        records=records,
+        name=name, form=metric, metric=metric, base_metric=metric, is_chat=is_chat, scores=scores, records=records
     )
 
 
@@ -95,26 +96,13 @@ def chat_core_of(results: Mapping[str, Mapping[str, Any]], samples: Path) -> Ben
     records = [record for name in CHAT_TASKS for record in _chat_records(name, results[name]["metric"], samples)]
     counts = Counter(record["part"] for record in records)
     tasks = [(results[name]["value"], results[name]["stderr"], counts[name], CHAT_TASKS[name]) for name in CHAT_TASKS]
-    return BenchmarkResult(
-        name=CHAT_CORE,
-        form=CHAT_CORE,
-        metric=CHAT_CORE,
-        base_metric=CHAT_CORE,
-        is_chat=True,
-        scores={CHAT_CORE: centred_mean(tasks)},
-        records=records,
-    )
+    return _result(CHAT_CORE, CHAT_CORE, {CHAT_CORE: centred_mean(tasks)}, records, is_chat=True)
 
 
 def _chat_records(name: str, metric: str, samples: Path) -> list[dict[str, Any]]:
     records = read_records(samples / f"{name}.jsonl")
+    scores = [{CHAT_CORE: centred(record["scores"][metric], CHAT_TASKS[name])} for record in records]
     return [
-        {
-            "id": f"{name}:{record['id']}",
-            "part": name,
-            "weight": 1 / len(records),
-            "scores": {CHAT_CORE: centred(record["scores"][metric], CHAT_TASKS[name])},
-            **{count: record[count] for count in ("too_long", "unparsed", "truncated") if count in record},
-        }
-        for record in records
+        _record(name, record["id"], len(records), score, {count: record[count] for count in COUNTS if count in record})
+        for record, score in zip(records, scores, strict=True)
     ]

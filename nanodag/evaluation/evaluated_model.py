@@ -90,7 +90,7 @@ class EvaluatedModel(TemplateLM):
         )
         self._device = device
         self._micro_batch_tokens = micro_batch_tokens
-        self._max_new_tokens = max_new_tokens
+        self.max_new_tokens = max_new_tokens
         self._sampler: InProcess | Replicas | None = None
         self.on_progress = on_progress
         self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -228,41 +228,38 @@ class EvaluatedModel(TemplateLM):
         assert self.under_way is not None
         config, seed = self.under_way
         tags = config.thinking
-        prompts, params, opened = [], [], []
-        for request in requests:
-            context, settings = request.args
-            prompts.append(self.tok_encode(context))
-            params.append(
-                sampling_params(
-                    config,
-                    item_id=str(request.doc.get("item_id", context)),
-                    sample=int(request.doc_id or 0) % config.num_samples,
-                    seed=seed,
-                    max_new_tokens=self._max_new_tokens,
-                    until=settings.get("until") or (),
-                    stop_token_ids=self._stop_ids,
-                )
+        contexts = [request.args[0] for request in requests]
+        params = [
+            sampling_params(
+                config,
+                item_id=str(request.doc.get("item_id", context)),
+                sample=int(request.doc_id or 0) % config.num_samples,
+                seed=seed,
+                max_new_tokens=self.max_new_tokens,
+                until=request.args[1].get("until") or (),
+                stop_token_ids=self._stop_ids,
             )
-            opened.append(tags is not None and context.rstrip().endswith(tags.begin))
+            for request, context in zip(requests, contexts, strict=True)
+        ]
         answers: list[str] = []
-        for (ids, ending), sampling, is_open in zip(self.write(prompts, params), params, opened, strict=True):
+        written = self.write([self.tok_encode(context) for context in contexts], params)
+        for (ids, ending), sampling, context in zip(written, params, contexts, strict=True):
             text = self._decode(ids, keep=() if tags is None else (tags.begin, tags.end))
+            is_open = tags is not None and context.rstrip().endswith(tags.begin)
             answers.append(answer_of(text, ending=ending, tags=tags, is_open=is_open, stops=sampling.stop or ()))
         return answers
 
     def complete(self, prompts: Sequence[list[int]]) -> list[str]:
-        """Greedy continuations of token ids as text, each up to the end of its turn; empty for a prompt that is too
-        long."""
+        """Greedy continuations of token ids as text, up to the end of the turn; empty for a prompt that is too long."""
         params = SamplingParams(
-            max_new_tokens=self._max_new_tokens, temperature=0.0, stop_token_ids=tuple(self._stop_ids)
+            max_new_tokens=self.max_new_tokens, temperature=0.0, stop_token_ids=tuple(self._stop_ids)
         )
         return [self._decode(ids) for ids, _ in self.write(prompts, [params] * len(prompts))]
 
     def write(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[tuple[list[int], Ending]]:
         """The new token ids of each prompt without the one that ended them, and how they ended.
 
-        A prompt that leaves its answer no room in the model's positions is not asked. What was kept of the benchmark is
-        not written again.
+        A prompt that leaves its answer no room in the model's positions is not asked, nor what was kept written again.
         """
         limits = [sampling.max_new_tokens or 0 for sampling in params]
         fitting = [n for n, prompt in enumerate(prompts) if len(prompt) + limits[n] <= self.max_positions]
@@ -275,14 +272,10 @@ class EvaluatedModel(TemplateLM):
             )  # fmt: skip
         written: list[tuple[list[int], Ending]] = [([], "too_long")] * len(prompts)
         keys = {n: content_key("written", prompts[n], params[n].model_dump(mode="json")) for n in fitting}
-        missing = []
-        for n in fitting:
-            kept_answer = None if self.kept is None else self.kept.get(keys[n])
-            if kept_answer is None:
-                missing.append(n)
-            else:
-                written[n] = (kept_answer["ids"], kept_answer["ending"])
-        if missing:
+        known = {n: kept for n in fitting if self.kept is not None and (kept := self.kept.get(keys[n])) is not None}
+        for n, answer in known.items():
+            written[n] = (answer["ids"], answer["ending"])
+        if missing := [n for n in fitting if n not in known]:
             requests = [Request(input_ids=prompts[n], params=params[n], return_logprob=False) for n in missing]
             context = min(slot_tokens(max(len(prompts[n]) + limits[n] for n in fitting)), self.max_positions)
             sampler = self._sampler_for(context, sum(len(prompts[n]) + limits[n] for n in fitting))
@@ -303,8 +296,7 @@ class EvaluatedModel(TemplateLM):
         return written
 
     def _ended(self, completion: Completion) -> tuple[list[int], Ending]:
-        """An answer's token ids and ending. Raises SamplerError for one that the sampler gave up, as of a model whose
-        numbers are not finite."""
+        """An answer's ids and ending. Raises SamplerError for one given up, as of a model with numbers not finite."""
         ids, reason = completion.output_ids, completion.finish_reason
         if reason is not None and reason.type == "abort":
             raise SamplerError(f"The sampler gave up an answer: {reason.message}")

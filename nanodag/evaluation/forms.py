@@ -1,5 +1,4 @@
-"""Forms of benchmarks: which YAML file a config names, and what stands in it. No torch here, and lm-eval is not
-imported."""
+"""Forms of benchmarks: which YAML file a config names, and what stands in it. No torch and no lm-eval here."""
 
 import importlib.util
 from pathlib import Path
@@ -103,8 +102,7 @@ FormLoader.add_constructor("!function", FormLoader.named)
 
 
 def read_form(path: Path) -> dict[str, Any]:
-    """A YAML file of lm-eval's with those that it includes; `!function x` as FunctionName(x). Raises ConfigError for
-    what is none."""
+    """A form with those that it includes, `!function x` as FunctionName(x). Raises ConfigError for what is none."""
     form: dict[str, Any] = {}
     for _, part in reversed(_parts(path)):
         form |= part

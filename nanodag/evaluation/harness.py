@@ -85,11 +85,8 @@ def run_benchmark(
         # Without such a function the sample itself has the metrics.
         texts = [text if isinstance(text := sample["filtered_resps"][0], str) else "" for sample in samples]
         judged = [judged_from(output, text, metrics) for output, text in zip(returned or samples, texts, strict=False)]
-        groups = range(0, len(samples), config.num_samples)
-        records = [
-            _written_record(config, samples[i : i + config.num_samples], judged[i : i + config.num_samples])
-            for i in groups
-        ]
+        num, size = len(samples), config.num_samples
+        records = [_written_record(config, samples[n : n + size], judged[n : n + size]) for n in range(0, num, size)]
         means = {name: math.fsum(verdict.scores[name] for verdict in judged) / len(judged) for name in metrics}
     else:
         records = [_likelihood_record(sample, metrics) for sample in samples]
@@ -110,9 +107,8 @@ def run_benchmark(
 
 
 def _keep_what_is_returned(task: Any, kept: KeptLines | None) -> list[Mapping[str, Any]]:
-    """Results of the form's `process_results`, answer by answer in the order of lm-eval's samples. lm-eval gets the
-    metrics only: it takes the mean of whatever else there is. A verdict that was kept is not made again: a program may
-    take seconds in the sandbox."""
+    """Results of the form's `process_results` in the order of lm-eval's samples. lm-eval gets the metrics alone, as it
+    takes the mean of all there is. A verdict that was kept is not made again: a program may run for seconds."""
     returned: list[Mapping[str, Any]] = []
     function = task.config.process_results
     metrics = list(task.aggregation())
@@ -141,11 +137,9 @@ def _job_yaml(config: BenchmarkConfig, form: Path, seed: int, mirror: str) -> st
         if is_ours or config.limit or config.num_samples > 1:
             raise ConfigError(f"Benchmark {config.name!r} needs `source:`, where its items come from.")
         return yaml.safe_dump(made, sort_keys=False)
-    made |= {"test_split": "test", "validation_split": None, "training_split": None}
+    made |= {"test_split": "test", "validation_split": None, "training_split": None, "fewshot_split": None}
     if config.num_fewshot:
         made |= {"fewshot_split": "fewshot", "fewshot_config": {"sampler": "first_n"}}
-    else:
-        made["fewshot_split"] = None
     made["dataset_kwargs"] = item_options(config, seed=seed, mirror=mirror)
     text = yaml.safe_dump(made, sort_keys=False)
     # lm-eval's own forms speak of the data set's own columns, which is what `rows` gives.
@@ -156,41 +150,28 @@ def _written_record(
     config: BenchmarkConfig, samples: Sequence[Mapping[str, Any]], judged: Sequence[Judged]
 ) -> dict[str, Any]:
     """An item's line of samples/<benchmark>.jsonl, out of what lm-eval logs for its answers."""
-    first = samples[0]
     texts = [sample["resps"][0][0] for sample in samples]
-    return written_record(
-        config,
-        item_id=_id_of(first),
-        prompt=first["arguments"][0][0],
-        target=_plain(first["target"]),
-        answers=[text if isinstance(text, Answer) else Answer(text) for text in texts],
-        judged=judged,
-    )
+    answers = [text if isinstance(text, Answer) else Answer(text) for text in texts]
+    prompt, target = samples[0]["arguments"][0][0], _plain(samples[0]["target"])
+    item_id = _id_of(samples[0])
+    return written_record(config, item_id=item_id, prompt=prompt, target=target, answers=answers, judged=judged)
 
 
 def _likelihood_record(sample: Mapping[str, Any], metrics: list[str]) -> dict[str, Any]:
     """An item's line of samples/<benchmark>.jsonl, out of what lm-eval logs for it."""
-    record: dict[str, Any] = {"id": _id_of(sample)}
-    scores: dict[str, float] = {}
-    for name in metrics:
-        value = sample[name]
-        if name == "bits_per_byte":
-            logprob, num_bytes = value
-            scores[name] = -logprob / (num_bytes * math.log(2))
-            record["weight"] = num_bytes
-        else:
-            scores[name] = float(value)
-    record["scores"] = scores
+    prompts = [arguments[0] for arguments in sample["arguments"]]
+    record: dict[str, Any] = {"id": _id_of(sample), "prompt": prompts[0] if len(set(prompts)) == 1 else prompts}
+    scores = {name: sample[name] for name in metrics}
     if any(isinstance(response[0], CutScore) for response in sample["resps"]):
         record["too_long"] = True
-    prompts = [arguments[0] for arguments in sample["arguments"]]
-    if "weight" in record:
-        record["prompt"] = prompts[0]
+    if "bits_per_byte" in metrics:
+        logprob, record["weight"] = sample["bits_per_byte"]
+        scores["bits_per_byte"] = -logprob / (record["weight"] * math.log(2))
     else:  # choices, each with its log-probability
-        record["prompt"] = prompts[0] if len(set(prompts)) == 1 else prompts
         record["choices"] = [arguments[1] for arguments in sample["arguments"]]
         record["logprobs"] = [round(float(response[0][0]), 4) for response in sample["resps"]]
         record["target"] = _plain(sample["target"])
+    record["scores"] = {name: float(score) for name, score in scores.items()}
     return {key: shortened(value) if isinstance(value, str) else value for key, value in record.items()}
 
 

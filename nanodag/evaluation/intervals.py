@@ -2,8 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 from scipy.special import stdtr, stdtrit
@@ -25,17 +24,13 @@ class Score:
     high: float
     num_items: int
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def score_of(values: Sequence[float], weights: Sequence[float] | None = None) -> Score:
     """The weighted mean of item scores, with its standard error over items drawn at random.
 
     values: (N,) one score an item. weights: (N,) positive, 1 each where None (a document's bytes, for bits per byte).
-    Right-or-wrong scores get Wilson's interval, which stays within [0, 1] and is not empty at 0 or N right; all others
-    Student's, cut at 0 and 1 where unweighted scores all lie there. Raises SourceError for fewer than 2 items: one item
-    has no standard error.
+    Right-or-wrong scores get Wilson's interval, which stays within [0, 1] and is not empty at 0 or N right; others
+    Student's, cut at 0 and 1 where unweighted scores all lie there. Raises SourceError for fewer than 2 items.
 
     Source: Student, Biometrika 1908; Wilson, JASA 1927.
     """

@@ -40,7 +40,7 @@ def rows(**options: Any) -> "dict[str, Dataset]":
 
 
 def problems(**options: Any) -> "dict[str, Dataset]":
-    """Prompts as RL sees them, one user turn each: `question`, `system`, `answer`, `choices`, and `record`, the whole
+    """Prompts as RL sees them, one user turn each: `question`, `system`, `answer`, `letters`, and `record`, the whole
     canonical prompt as JSON, for the reward that scores it."""
     return _splits(_problems, options)
 

@@ -25,12 +25,10 @@ Records = Path | Iterable[Mapping[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class PairedDifference:
-    """b minus a. low and high: Student's 95 % interval of this difference alone. num_higher, num_lower: items on which
-    b scored higher, lower than a.
+    """b minus a. low, high: Student's 95 % interval of this difference alone. num_higher, num_lower: items, b's score.
 
     p_value: of "no difference"; McNemar's exact test where every score is 0 or 1, else Student's t of the differences
-    item by item. It decides whether a difference is more than noise, once it is corrected for how many are looked at
-    (`holm`).
+    item by item. Corrected for how many are looked at (`holm`), it decides what is more than noise.
     """
 
     num_items: int
@@ -122,8 +120,7 @@ def mcnemar(num_higher: int, num_lower: int) -> float:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Adjusted p-values, in the order given: calling those below alpha real is wrong about any of them with a chance of
-    at most alpha, whatever their dependence.
+    """Adjusted p-values in order: calling those below alpha real errs with a chance of at most alpha, dependent or not.
 
     Source: Holm, Scandinavian Journal of Statistics 1979.
     """

@@ -4,11 +4,11 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from nanodag.config.kinds.evaluation import OVER_SAMPLES, BenchmarkConfig, ThinkingConfig
+from nanodag.config.kinds.evaluation import BenchmarkConfig, ThinkingConfig
 from nanodag.errors import ConfigError
 from nanodag.errors.words import counted
 from nanodag.evaluation.intervals import Score, score_of
@@ -17,6 +17,8 @@ from nanodag.store.atomic import write_bytes
 MAX_RECORDED_CHARACTERS = 20_000
 INVALID = "[invalid]"
 """What filters of lm-eval make of an answer in which they find nothing."""
+COUNTS = ("too_long", "unparsed", "truncated")
+"""What a record may count."""
 Ending = Literal["stop", "length", "too_long"]
 
 
@@ -81,8 +83,7 @@ def plain(returned: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def judged_from(returned: Mapping[str, Any], text: str, metrics: Sequence[str]) -> Judged:
-    """Verdict from what a form's `process_results` returned for an answer: its metrics, and maybe `parsed` and
-    `details`.
+    """Verdict from what a form's `process_results` returned: its metrics, and maybe `parsed` and `details`.
 
     text: as lm-eval's filters left it; it is the parsed answer where the function does not name one. metrics: of the
     form, the main one first. Raises ConfigError for a metric that the function did not return.
@@ -120,10 +121,7 @@ class BenchmarkResult:
     def counts(self) -> dict[str, int]:
         """Items whose prompt is too long, answers that could not be parsed, answers that reached their limit. Each is
         counted by itself: a truncated answer is often unparsed, too."""
-        return {
-            name: sum(int(record.get(name, 0)) for record in self.records)
-            for name in ("too_long", "unparsed", "truncated")
-        }
+        return {name: sum(int(record.get(name, 0)) for record in self.records) for name in COUNTS}
 
     def as_json(self) -> dict[str, Any]:
         """Everything but the records."""
@@ -137,8 +135,8 @@ class BenchmarkResult:
             "num_samples": self.num_samples,
             "sampling": self.sampling,
             **self.counts,
-            **self.scores[self.metric].as_json(),
-            "metrics": {name: score.as_json() for name, score in self.scores.items()},
+            **asdict(self.scores[self.metric]),
+            "metrics": {name: asdict(score) for name, score in self.scores.items()},
         }
 
     def write_records(self, path: Path) -> None:
@@ -230,7 +228,7 @@ def _scores(config: BenchmarkConfig, judged: Sequence[Judged]) -> dict[str, floa
         return means
     first = next(iter(means))
     base, parsed = [verdict.scores[first] for verdict in judged], [verdict.parsed for verdict in judged]
-    over = {metric: over_samples(metric, base, parsed) for metric in config.metrics_over_samples}
+    over = {metric: _over_samples(metric, base, parsed) for metric in config.metrics_over_samples}
     return over | {name: value for name, value in means.items() if name != first}
 
 
@@ -256,25 +254,18 @@ def shortened(value: Any) -> Any:
     return value
 
 
-def over_samples(metric: str, scores: Sequence[float], parsed: Sequence[str]) -> float:
-    """An item's value of `avg@n`, `pass@k` or `maj@n`. scores, parsed: of each of its n samples; parsed is empty where
-    no answer could be parsed. Raises ValueError for another name or count."""
-    match = OVER_SAMPLES.fullmatch(metric)
-    if match is None or not scores:
-        raise ValueError(f"{metric!r} is no metric over {len(scores)} samples")
-    kind, count = match[1], int(match[2])
+def _over_samples(metric: str, scores: Sequence[float], parsed: Sequence[str]) -> float:
+    """An item's value of `avg@n`, `pass@k` or `maj@n`. scores, parsed: of its n samples, parsed empty for no answer."""
+    kind, count = metric.split("@")
     if kind == "pass":
-        return pass_at(count, len(scores), sum(score >= 1.0 for score in scores))
-    if count != len(scores):
-        raise ValueError(f"{metric} of {len(scores)} samples")
-    return math.fsum(scores) / count if kind == "avg" else majority(scores, parsed)
+        return pass_at(int(count), len(scores), sum(score >= 1.0 for score in scores))
+    return math.fsum(scores) / len(scores) if kind == "avg" else majority(scores, parsed)
 
 
 def pass_at(k: int, num_samples: int, num_right: int) -> float:
     """The chance that one of k samples is right, drawn without putting back from num_samples of which num_right are.
 
-    It is unbiased: its mean over draws of num_samples answers is 1 - (1 - p)^k. Raises ValueError for a k above
-    num_samples.
+    Unbiased: its mean over draws of num_samples answers is 1 - (1 - p)^k. Raises ValueError for a k above num_samples.
 
     Source: Chen et al., arXiv:2107.03374, eq. 1.
     """

@@ -57,7 +57,7 @@ def is_environment(config: BenchmarkConfig) -> bool:
 
 
 def run_environment(
-    model: EvaluatedModel, config: BenchmarkConfig, *, chat: bool, seed: int, mirror: str, max_new_tokens: int
+    model: EvaluatedModel, config: BenchmarkConfig, *, chat: bool, seed: int, mirror: str
 ) -> BenchmarkResult:
     """Evaluate one benchmark. Rollouts that `model.kept` has are not run again.
 
@@ -66,21 +66,19 @@ def run_environment(
     MOST_FAILED of the rollouts fail.
     """
     items, source = _items(config, chat=chat, seed=seed, mirror=mirror)
-    params = partial(sampling_params, config, seed=seed, max_new_tokens=max_new_tokens, until=())
-    requests = [
-        (item, params(item_id=item["item_id"], sample=sample).model_dump(mode="json"))
+    params = partial(sampling_params, config, seed=seed, max_new_tokens=model.max_new_tokens, until=())
+    tasks = [
+        (item["record"]["metadata"]["task"], params(item_id=item["item_id"], sample=sample).model_dump(mode="json"))
         for item in items
         for sample in range(config.num_samples)
     ]
     of_taskset = {f"taskset.{name}": value for name, value in source.parameters.items()}
-    outcomes = asyncio.run(_outcomes(model, block_of(source.path, {**of_taskset, **config.options}), requests))
+    outcomes = asyncio.run(_outcomes(model, block_of(source.path, {**of_taskset, **config.options}), tasks))
     failed = [outcome["error"] for outcome in outcomes if "error" in outcome]
     if len(failed) > MOST_FAILED * len(outcomes):
         raise StageFailed(f"Benchmark {config.name!r}: {len(failed)} of {len(outcomes)} rollouts failed: {failed[0]}")
     if failed:
-        log.warning(
-            "%s: %d of %d rollouts failed and count as 0: %s", config.name, len(failed), len(requests), failed[0]
-        )
+        log.warning("%s: %d of %d rollouts failed and count as 0: %s", config.name, len(failed), len(tasks), failed[0])
     names = dict.fromkeys(name for outcome in outcomes for name in outcome["scores"])
     groups = [outcomes[n : n + config.num_samples] for n in range(0, len(outcomes), config.num_samples)]
     return result_of(
@@ -109,24 +107,23 @@ def _items(config: BenchmarkConfig, *, chat: bool, seed: int, mirror: str) -> tu
 
 
 async def _outcomes(
-    model: EvaluatedModel, block: Mapping[str, Any], asked: Sequence[tuple[Item, Mapping[str, Any]]]
+    model: EvaluatedModel, block: Mapping[str, Any], tasks: Sequence[tuple[Any, dict[str, Any]]]
 ) -> list[dict[str, Any]]:
-    """Outcome of each rollout, in order: `scores`, `reply` and `is_cut`, or `error` too. block: verifiers' own."""
+    """Outcome of each rollout, in order: `scores`, `reply` and `is_cut`, or `error` too. block: verifiers' own. tasks:
+    each with its sampling parameters."""
     settings, kept = model.sampler_settings, model.kept
-    tasks = [(item["record"]["metadata"]["task"], dict(params)) for item, params in asked]
     keys = [content_key("environment", block, *task) for task in tasks]
     outcomes = [None if kept is None else kept.get(key) for key in keys]
     missing = [number for number, outcome in enumerate(outcomes) if outcome is None]
-    flops = 2.0 * matrix_parameters(model.folder) * sum(TURNS * asked[n][1]["max_new_tokens"] for n in missing)
+    flops = 2.0 * matrix_parameters(model.folder) * sum(TURNS * tasks[n][1]["max_new_tokens"] for n in missing)
     replicas = replicas_for(settings, flops)
     places = asyncio.Semaphore(replicas * int(settings.config.max_batch))
     process = VerifiersProcess(block)
     lost: list[int] = []
 
     async def play(number: int, base_url: str, key: str) -> None:
-        item, params = asked[number]
+        task, params = tasks[number]
         async with places:
-            task = item["record"]["metadata"]["task"]
             try:
                 outcome = await process.rollout(
                     task, base_url=base_url, api_key=key, model=MODEL, sampling=_sampling(params)
@@ -136,12 +133,9 @@ async def _outcomes(
                     lost.append(number)
                 result: dict[str, Any] = {"scores": {"reward": 0.0}, "reply": "", "is_cut": False, "error": str(error)}
             else:
-                scores = {**outcome.components, **outcome.metrics, "turns": float(outcome.turns)}
-                result = {
-                    "scores": {"reward": outcome.reward, **scores},
-                    "reply": outcome.reply,
-                    "is_cut": outcome.is_cut,
-                }
+                parts = {**outcome.components, **outcome.metrics, "turns": float(outcome.turns)}
+                scores = {"reward": outcome.reward, **parts}
+                result = {"scores": scores, "reply": outcome.reply, "is_cut": outcome.is_cut}
                 model.tokens_read += outcome.prompt_tokens
                 model.tokens_written += outcome.completion_tokens
         outcomes[number] = result

@@ -1,18 +1,17 @@
 """Texts by samplers: an embedded one inside this process, or several of either engine, each a process on a GPU or core
 of its own, which are handed requests one by one as they get done with others.
 
-On a CPU an embedded sampler has one thread and is deterministic, so an answer does not depend on how many of them there
-are, nor on what is written beside it.
+On a CPU an embedded sampler has one thread and is deterministic: no answer depends on how many there are, or on others.
 """
 
 import asyncio
 import secrets
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
@@ -36,7 +35,6 @@ SGLANG_CONTEXT = 8192  # as far as the model has so many positions: no later ben
 REQUEST_TIMEOUT_S = 6 * 3600.0  # of silence; a sampler that dies is noticed at once
 
 OnWritten = Callable[[int, Completion], None]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,11 +79,9 @@ class SamplerSettings:
 
 
 def start_sampler(settings: SamplerSettings, *, context: int, flops: float) -> "InProcess | Replicas":
-    """Samplers with room for a context, as many as there are GPUs or cores for and as have something to do. flops: of
-    what is to be written.
+    """Samplers with room for a context, as many as there are GPUs or cores for and flops to be written.
 
-    Raises BadRequest for sizes that do not fit, SamplerLost where one does not start, MissingTool where SGLang is not
-    installed.
+    Raises BadRequest for sizes that do not fit, SamplerLost where one does not start, MissingTool for a missing SGLang.
     """
     replicas = replicas_for(settings, flops)
     if settings.config.engine == "sglang":  # its start takes a minute, and its cache is shared out by the token
@@ -106,48 +102,45 @@ def replicas_for(settings: SamplerSettings, flops: float) -> int:
 
 
 class InProcess:
-    """One sampler in this process: nothing is to be started, and torch is loaded. context: prompt and answer together,
-    in tokens."""
+    """One sampler in this process: nothing is started, and torch is loaded. context: tokens of prompt and answer."""
 
     num_replicas = 1
 
     def __init__(self, settings: SamplerSettings, context: int) -> None:
         self.context = context
         self._is_exact = settings.is_exact
-        make = partial(
-            Engine,
-            settings.folder,
-            dtype=DTYPES[settings.precision],
-            device=settings.device,
-            max_batch=int(settings.config.max_batch),
-            context_length=context,
-            cache_bytes=int(settings.config.cache_bytes),
-            deterministic=self._is_exact,
-        )
-        self._engine = self._on_one_thread(make)
+        with self._threads_of_a_process():
+            self._engine = Engine(
+                settings.folder,
+                dtype=DTYPES[settings.precision],
+                device=settings.device,
+                max_batch=int(settings.config.max_batch),
+                context_length=context,
+                cache_bytes=int(settings.config.cache_bytes),
+                deterministic=self._is_exact,
+            )
 
     def write(self, requests: Sequence[Request], on_written: OnWritten) -> None:
         """Answer requests of one sample each. on_written gets a request's number and its answer, as they are done."""
-        self._on_one_thread(partial(self._write, requests, on_written))
-
-    def _write(self, requests: Sequence[Request], on_written: OnWritten) -> None:
-        self._engine.forget_prompts()  # what an earlier call left in the cache must not change how this one rounds
 
         def written(number: int, index: int, completion: Completion) -> None:
             on_written(number, completion)
 
-        for number, request in enumerate(requests):
-            self._engine.submit(request, partial(written, number))
-        while self._engine.has_work:
-            self._engine.step()
+        with self._threads_of_a_process():
+            self._engine.forget_prompts()  # what an earlier call left in the cache must not change how this one rounds
+            for number, request in enumerate(requests):
+                self._engine.submit(request, partial(written, number))
+            while self._engine.has_work:
+                self._engine.step()
 
-    def _on_one_thread(self, work: Callable[[], T]) -> T:
+    @contextmanager
+    def _threads_of_a_process(self) -> Iterator[None]:
         """Work as the samplers do that are processes: on a CPU with one thread of torch, else with all of them."""
         threads = torch.get_num_threads()
         if self._is_exact:
             torch.set_num_threads(1)
         try:
-            return work()
+            yield
         finally:
             torch.set_num_threads(threads)
 

@@ -13,8 +13,7 @@ from nanodag.worker.job import ROWS, Job, load_job
 
 
 def leave_best(stage: SelectStage, job: Job) -> dict[str, Any]:
-    """Write the best answers into the output; returns what the stage's metrics say of them. Raises StageFailed where
-    there is none."""
+    """Write the best answers into the output; returns their metrics. Raises StageFailed where there is none."""
     shelf = Shelf(run=job.run, stage=job.name, records=job.records, metrics=job.metrics_path, model=job.inputs["model"])
     job.output.mkdir(parents=True, exist_ok=True)
     chosen = export_chats(shelf, job.output / ROWS, best=stage.best, lowest=stage.lowest_reward)

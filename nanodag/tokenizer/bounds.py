@@ -74,24 +74,20 @@ class Bound:
             sys.settrace(before)
 
 
-_in_force: ContextVar[Bound | None] = ContextVar("bound", default=None)
+in_force: ContextVar[Bound | None] = ContextVar("bound", default=None)
+"""The bound of the request that is worked on; None outside of `bounded`."""
 
 
 @contextmanager
 def bounded(max_tokens: int) -> Iterator[Bound]:
     """Bound what is tokenised in here, and in the threads that `asyncio.to_thread` starts; given up when left."""
     bound = Bound(max_tokens)
-    token = _in_force.set(bound)
+    token = in_force.set(bound)
     try:
         yield bound
     finally:
         bound.give_up()
-        _in_force.reset(token)
-
-
-def in_force() -> Bound | None:
-    """The bound of the request that is worked on; None outside of `bounded`."""
-    return _in_force.get()
+        in_force.reset(token)
 
 
 def _slices(texts: Sequence[str]) -> Iterator[str]:

@@ -64,8 +64,7 @@ def merges_of(ranks: Ranks) -> list[tuple[bytes, bytes]]:
 def save_tokenizer(ranks: Ranks, folder: Path) -> None:
     """Write tokenizer.json and tokenizer_config.json. The same ranks give the same bytes.
 
-    `tokenizer(text)` puts `<|bos|>` first, as models trained on packed documents expect; the chat template does it
-    itself.
+    `tokenizer(text)` puts `<|bos|>` first, as models trained on packed documents expect, and as the chat template does.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors

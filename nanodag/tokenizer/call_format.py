@@ -237,7 +237,8 @@ def own_format(template: Mapping[str, Any], probed: CallFormat | None) -> CallFo
     """The format of a response template that a tokenizer brings, with a field `tool_calls`. probed: that of its chat
     template, which says how a call begins where both begin with the same mark."""
     calls = template["fields"]["tool_calls"]
-    begins, ends = (_literals(calls.get(name)) for name in ("open", "close"))
+    literals = (calls.get(name) or [] for name in ("open", "close"))  # one, or a list
+    begins, ends = ([marks] if isinstance(marks, str) else marks for marks in literals)
     patterns = [calls.get(name, "").replace("\\", "") for name in ("open_pattern", "close_pattern")]
     mark, closing = (marks[0] if len(marks) == 1 else "" for marks in (begins, ends))
     is_same = probed is not None and mark and probed.opening.startswith(mark)
@@ -256,10 +257,10 @@ def declares_tools(render: Render) -> bool:
         return False
 
 
-def _answered(render: Render, *calls: tuple[str, str], content: str = "") -> str:
+def _answered(render: Render, *calls: tuple[str, str]) -> str:
     functions = [{"name": _NAME, "arguments": _arguments(values)} for values in calls]
     made = [{"id": _ID, "type": "function", "function": function} for function in functions]
-    return render([_QUESTION, {"role": "assistant", "content": content, "tool_calls": made}], False)
+    return render([_QUESTION, {"role": "assistant", "content": "", "tool_calls": made}], False)
 
 
 def _arguments(values: tuple[str, str]) -> dict[str, str]:
@@ -296,11 +297,6 @@ def _objects(text: str) -> Iterator[Any]:
     while match := re.compile(r"\s*(?=\S)").match(text, place):
         value, place = JSONDecoder().raw_decode(text, match.end())
         yield from value if isinstance(value, list) else [value]
-
-
-def _literals(marks: str | Sequence[str] | None) -> Sequence[str]:
-    """Marks of a response template, which has one or a list of them."""
-    return [marks] if isinstance(marks, str) else marks or []
 
 
 def _python(text: str) -> list[Read]:

@@ -1,7 +1,6 @@
 """Conversations to token ids and loss mask: our own format without jinja, any other through its chat template."""
 
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
@@ -28,66 +27,7 @@ SAID = "4711"  # stands in for an answer; no template writes it otherwise
 _GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
 
 
-class ChatRenderer(ABC):
-    """Renders conversations for one tokenizer.
-
-    Switches are those of the chat template, as a source's `template_options` has them. Raises SourceError for one that
-    the template does not look at.
-    """
-
-    @property
-    @abstractmethod
-    def stop_ids(self) -> tuple[int, ...]:
-        """Ids that end what a model writes, its end of turn first. Sampler, evaluation and API stop at the same ones;
-        a published model names them in generation_config.json."""
-
-    @property
-    def switches(self) -> Collection[str]:
-        """Names of the template's switches."""
-        return ()
-
-    @abstractmethod
-    def render_batch(
-        self, conversations: Sequence[Messages], switches: Sequence[Switches] | None = None
-    ) -> list[Rendered]:
-        """For each: ids (n,) int32, and mask (n,) bool, True where the token is one that the assistant says: that which
-        ends its turn too, and no tool results. switches: of each conversation."""
-
-    @abstractmethod
-    def prompt(self, messages: Messages, switches: Switches = NO_SWITCHES, *, tools: Tools = ()) -> list[int]:
-        """Ids up to where the assistant begins to speak. tools: declared to the model as its template has it, each in
-        OpenAI's form; our own format declares none."""
-
-    @abstractmethod
-    def opened(
-        self, messages: Messages, switches: Switches = NO_SWITCHES, *, tools: Tools = (), continues_last: bool = False
-    ) -> list[int]:
-        """`prompt` of messages in OpenAI's form, with calls and their results (nanodag.tokenizer.messages).
-        continues_last: up to where the last message ends, an assistant's, so that what follows continues it."""
-
-    @abstractmethod
-    def following(
-        self,
-        messages: Messages,
-        answered: int,
-        sampled: Sequence[int],
-        switches: Switches = NO_SWITCHES,
-        *,
-        tools: Tools = (),
-    ) -> list[int] | None:
-        """Ids between sampled ones and where the assistant speaks again, in a conversation that continued.
-
-        messages: in OpenAI's form; those before `answered` were the prompt, and that one is what was sampled. An answer
-        that was cut off gets its end. None where the messages are not rendered as they were: the template rewrites
-        what was said, or leaves it out.
-        """
-
-    def render(self, messages: Messages) -> Rendered:
-        """`render_batch` of one conversation."""
-        return self.render_batch([messages])[0]
-
-
-def load_renderer(folder: Path) -> ChatRenderer:
+def load_renderer(folder: Path) -> "ChatRenderer":
     """The renderer for the tokenizer of a folder: NativeRenderer when its chat template is ours."""
     encoding = Encoding(folder)
     template = encoding.settings.get("chat_template")
@@ -124,8 +64,7 @@ def check_switches(template: str, switches: Switches, where: Path) -> None:
 
 
 def switches_of(template: str, where: Path) -> list[str]:
-    """The names of the switches that a chat template looks at. Raises SourceError for a template that cannot be read.
-    where: as above."""
+    """Names of the switches that a chat template looks at. Raises SourceError for one that cannot be read."""
     from jinja2 import Environment, TemplateSyntaxError, meta
 
     # Markers of generation are a tag of transformers' own.
@@ -141,20 +80,44 @@ def switches_of(template: str, where: Path) -> list[str]:
     return sorted(name for name in looked_at if not name.endswith("_token"))
 
 
-class NativeRenderer(ChatRenderer):
-    """Our format (layout.py). Special tokens are put in by id, so text that spells one stays text."""
+Piece = tuple[str | int, bool]  # a text or a special id, and whether it is trained
+_MARKS = {  # around a turn, or a part of one
+    "system": (layout.SYSTEM, layout.END),
+    "user": (layout.USER, layout.END),
+    "tool": (layout.TOOL_RESULT, layout.TOOL_RESULT_END),
+    "tool_call": (layout.TOOL_CALL, layout.TOOL_CALL_END),
+    "tool_result": (layout.TOOL_RESULT, layout.TOOL_RESULT_END),
+}
+
+
+class NativeRenderer:
+    """Our format (layout.py). Special tokens are put in by id, so text that spells one stays text.
+
+    switches: names of the chat template's switches, as `template_options` has them. Raises SourceError for one that it
+    does not look at. call_begin, call_end: ids around a tool call. tool_tokens: names of the tokens around calls and
+    results, by id.
+    """
+
+    switches: Collection[str] = ()
 
     def __init__(self, encoding: Encoding) -> None:
         self._encoding = encoding
         self._ids = {token: encoding.token_id(token) for token in layout.SPECIAL_TOKENS}
+        self.call_begin, self.call_end = self._ids[layout.TOOL_CALL], self._ids[layout.TOOL_CALL_END]
+        names = (layout.TOOL_CALL, layout.TOOL_CALL_END, layout.TOOL_RESULT, layout.TOOL_RESULT_END)
+        self.tool_tokens = {self._ids[name]: name for name in names}
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
+        """Ids that end what a model writes, its end of turn first. Sampler, evaluation and API stop at the same ones;
+        a published model names them in generation_config.json."""
         return tuple(dict.fromkeys([self._ids[layout.END], *self._encoding.end_ids]))
 
     def render_batch(
         self, conversations: Sequence[Messages], switches: Sequence[Switches] | None = None
     ) -> list[Rendered]:
+        """For each: ids (n,) int32, and mask (n,) bool, True where the token is one that the assistant says: that which
+        ends its turn too, and no tool results. switches: of each conversation."""
         if named := [name for options in switches or () for name in options]:
             raise SourceError(f"nanodag's own chat format has no switch {named[0]!r}; leave template_options out.")
         pieces = [self._pieces(messages) for messages in conversations]
@@ -172,12 +135,15 @@ class NativeRenderer(ChatRenderer):
         return rendered
 
     def prompt(self, messages: Messages, switches: Switches = NO_SWITCHES, *, tools: Tools = ()) -> list[int]:
+        """Ids up to where the assistant speaks. tools: in OpenAI's form, declared by templates, not by our format."""
         ((ids, _),) = self.render_batch([messages], [switches])
         return [*ids.tolist(), self._ids[layout.ASSISTANT]]
 
     def opened(
         self, messages: Messages, switches: Switches = NO_SWITCHES, *, tools: Tools = (), continues_last: bool = False
     ) -> list[int]:
+        """`prompt` of messages in OpenAI's form, with calls and their results (nanodag.tokenizer.messages).
+        continues_last: up to where the last message ends, an assistant's, so that what follows continues it."""
         turns, is_open = folded(messages)
         if not (is_open or continues_last):
             return self.prompt(turns, switches)
@@ -185,14 +151,13 @@ class NativeRenderer(ChatRenderer):
         return ids.tolist()[:-1]  # the answer goes on in the last turn, such as behind a call's result
 
     def following(
-        self,
-        messages: Messages,
-        answered: int,
-        sampled: Sequence[int],
-        switches: Switches = NO_SWITCHES,
-        *,
-        tools: Tools = (),
+        self, messages: Messages, answered: int, sampled: Sequence[int], switches: Switches, *, tools: Tools
     ) -> list[int] | None:
+        """Ids between sampled ones and where the assistant speaks again, in a conversation that continued.
+
+        messages: in OpenAI's form; those before `answered` were the prompt, that one was sampled and gets its end if it
+        was cut off. None where they are not rendered as they were: the template rewrites or drops what was said.
+        """
         calls = messages[answered].get("tool_calls")
         is_call = bool(sampled) and sampled[-1] == self.call_end
         if is_call != bool(calls):
@@ -206,50 +171,29 @@ class NativeRenderer(ChatRenderer):
         has_end = bool(sampled) and sampled[-1] in self.stop_ids
         return ids[len(prefix) + has_end :]
 
-    @property
-    def call_begin(self) -> int:
-        """The id that begins a tool call."""
-        return self._ids[layout.TOOL_CALL]
-
-    @property
-    def call_end(self) -> int:
-        """The id that ends a tool call."""
-        return self._ids[layout.TOOL_CALL_END]
-
-    @property
-    def tool_tokens(self) -> dict[int, str]:
-        """The names of the tokens around calls and results, by id."""
-        names = (layout.TOOL_CALL, layout.TOOL_CALL_END, layout.TOOL_RESULT, layout.TOOL_RESULT_END)
-        return {self._ids[name]: name for name in names}
-
-    def _pieces(self, messages: Messages) -> list[tuple[str | int, bool]]:
-        """Texts and special ids in order, each with whether it is trained."""
-        ids = self._ids
-        pieces: list[tuple[str | int, bool]] = [(ids[layout.BOS], False)]
+    def _pieces(self, messages: Messages) -> list[Piece]:
+        pieces: list[Piece] = [(self._ids[layout.BOS], False)]
         for message in messages:
             role, content = message["role"], message["content"]
             if role == "assistant":
-                pieces.append((ids[layout.ASSISTANT], False))
-                pieces.extend([(content, True)] if isinstance(content, str) else self._spoken(content))
-                pieces.append((ids[layout.END], True))
-            elif role == "tool":
-                pieces += [(ids[layout.TOOL_RESULT], False), (content, False), (ids[layout.TOOL_RESULT_END], False)]
-            elif role in ("system", "user"):
-                opening = layout.SYSTEM if role == "system" else layout.USER
-                pieces += [(ids[opening], False), (content, False), (ids[layout.END], False)]
+                spoken: list[Piece] = [(content, True)] if isinstance(content, str) else self._spoken(content)
+                pieces += [(self._ids[layout.ASSISTANT], False), *spoken, (self._ids[layout.END], True)]
+            elif role in ("system", "user", "tool"):
+                pieces += self._between_marks(role, content)
             else:
                 raise SourceError(f"A message has the role {role!r}; roles are system, user, assistant and tool.")
         return pieces
 
-    def _spoken(self, parts: Sequence[Mapping[str, str]]) -> list[tuple[str | int, bool]]:
-        ids = self._ids
-        pieces: list[tuple[str | int, bool]] = []
+    def _between_marks(self, kind: str, text: str) -> list[Piece]:
+        begin, end = _MARKS[kind]
+        return [(piece, kind == "tool_call") for piece in (self._ids[begin], text, self._ids[end])]
+
+    def _spoken(self, parts: Sequence[Mapping[str, str]]) -> list[Piece]:
+        pieces: list[Piece] = []
         for part in parts:
             text = part["text"]
-            if part["type"] == "tool_call":
-                pieces += [(ids[layout.TOOL_CALL], True), (text, True), (ids[layout.TOOL_CALL_END], True)]
-            elif part["type"] == "tool_result":
-                pieces += [(ids[layout.TOOL_RESULT], False), (text, False), (ids[layout.TOOL_RESULT_END], False)]
+            if part["type"] in ("tool_call", "tool_result"):
+                pieces += self._between_marks(part["type"], text)
             elif pieces and isinstance(pieces[-1][0], str):  # texts in a row are one text: a merge may span their seam
                 pieces[-1] = (pieces[-1][0] + text, True)
             else:
@@ -257,8 +201,8 @@ class NativeRenderer(ChatRenderer):
         return pieces
 
 
-class TemplateRenderer(ChatRenderer):
-    """Any Hugging Face tokenizer with a chat template.
+class TemplateRenderer:
+    """Any Hugging Face tokenizer with a chat template; methods are those of NativeRenderer.
 
     Templates with generation markers give the mask themselves. For others (Qwen2.5's), two renderings are compared: the
     prompt for a turn, and the conversation with that turn. The text that the second adds is the assistant's, less white
@@ -275,7 +219,7 @@ class TemplateRenderer(ChatRenderer):
         self._marks = "{% generation %}" in self.template or "{%- generation" in self.template
         self._special_texts = sorted(self._tokenizer.all_special_tokens, key=len, reverse=True)
         special = {number: str(t) for number, t in self._tokenizer.added_tokens_decoder.items() if t.special}
-        self._special_names, self._special_ids = special, special.keys()
+        self._special_names = special
         self._specials = re.compile("|".join(map(re.escape, sorted(special.values(), key=len, reverse=True))) or "(?!)")
 
     @cached_property
@@ -309,7 +253,7 @@ class TemplateRenderer(ChatRenderer):
         return self._ids_of(self._text(conversation, switches, add_generation_prompt=not continues_last, **how))
 
     def _ids_of(self, text: str) -> list[int]:
-        if (bound := bounds.in_force()) is not None:
+        if (bound := bounds.in_force.get()) is not None:
             bound.check_texts([text], lambda part: len(self._tokenizer(part, add_special_tokens=False)["input_ids"]))
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
@@ -318,18 +262,12 @@ class TemplateRenderer(ChatRenderer):
         return switches_of(self.template, self._folder)
 
     def following(
-        self,
-        messages: Messages,
-        answered: int,
-        sampled: Sequence[int],
-        switches: Switches = NO_SWITCHES,
-        *,
-        tools: Tools = (),
+        self, messages: Messages, answered: int, sampled: Sequence[int], switches: Switches, *, tools: Tools
     ) -> list[int] | None:
         conversation, declared = with_objects(messages), _declared(tools)
         before = self._text(conversation[:answered], switches, add_generation_prompt=True, **declared)
         whole = self._text(conversation, switches, add_generation_prompt=True, **declared)
-        last = sampled[-1] if sampled and sampled[-1] in self._special_ids else None
+        last = sampled[-1] if sampled and sampled[-1] in self._special_names else None
         words = list(sampled if last is None else sampled[:-1])
         reply = self._tokenizer.decode(words, clean_up_tokenization_spaces=False)
         # What was said ends at a special token, behind as many as it has itself.
@@ -353,8 +291,7 @@ class TemplateRenderer(ChatRenderer):
 
     @cached_property
     def calls(self) -> CallFormat | None:
-        """Format in which the model writes calls: as its tokenizer's response template says, else as its chat template
-        writes them."""
+        """Format of the model's calls: as the tokenizer's response template says, else as its chat template does."""
         own = getattr(self._tokenizer, "response_template", None)
         if own is not None and "tool_calls" in own.get("fields", {}):
             return own_format(own, call_format(self._probed))
@@ -379,8 +316,7 @@ class TemplateRenderer(ChatRenderer):
 
     @cached_property
     def _takes_parts(self) -> bool:
-        """True when the template renders parts as parts. Another one fails, leaves them out, or prints Python's
-        list."""
+        """True when the template renders parts as parts. Others fail, leave them out, or print Python's list."""
         content = [{"type": "text", "text": "one"}, {"type": "tool_call", "text": "two"}]
         try:
             text = self._text(
@@ -400,7 +336,7 @@ class TemplateRenderer(ChatRenderer):
 
         if any(name not in self.switches for name in switches):
             check_switches(self.template, switches, self._folder)
-        bound = bounds.in_force()
+        bound = bounds.in_force.get()
         try:
             with nullcontext() if bound is None else bound.of_template():
                 return self._tokenizer.apply_chat_template(list(messages), **switches, **how)
@@ -446,3 +382,6 @@ class TemplateRenderer(ChatRenderer):
 
 def _declared(tools: Tools) -> dict[str, Any]:
     return {"tools": list(tools)} if tools else {}
+
+
+ChatRenderer = NativeRenderer | TemplateRenderer

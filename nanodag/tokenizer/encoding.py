@@ -95,7 +95,7 @@ class Encoding:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text; no special tokens."""
-        if (bound := bounds.in_force()) is not None:
+        if (bound := bounds.in_force.get()) is not None:
             bound.check_texts(texts, lambda text: len(self._tokenizer.encode_batch_fast([text])[0].ids))
         return [encoded.ids for encoded in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 

@@ -21,18 +21,7 @@ TOOL_RESULT = "<|tool_result|>"
 TOOL_RESULT_END = "<|tool_result_end|>"
 
 # Their ids are the last ones of the vocabulary, in this order.
-SPECIAL_TOKENS = (
-    BOS,
-    PAD,
-    SYSTEM,
-    USER,
-    ASSISTANT,
-    END,
-    TOOL_CALL,
-    TOOL_CALL_END,
-    TOOL_RESULT,
-    TOOL_RESULT_END,
-)
+SPECIAL_TOKENS = (BOS, PAD, SYSTEM, USER, ASSISTANT, END, TOOL_CALL, TOOL_CALL_END, TOOL_RESULT, TOOL_RESULT_END)
 
 # GPT-4's split, with numbers in groups of at most two digits instead of three: a small vocabulary has no room for 1,000
 # numbers. Source: openai/tiktoken, cl100k_base.

@@ -29,8 +29,7 @@ def meant(message: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def with_objects(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages as chat templates take them: the arguments of calls are objects. Raises SourceError for arguments
-    that are no JSON."""
+    """The messages as chat templates take them, calls' arguments as objects. Raises SourceError for what is no JSON."""
     template_messages = []
     for number, message in enumerate(map(plain, messages)):
         if "tool_calls" in message:
@@ -67,8 +66,7 @@ def folded(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]],
 
 
 def says_the_same(one: str, other: str) -> bool:
-    """True when two texts are equal but for white space, the spelling of JSON objects in them, and bytes that are no
-    text."""
+    """True when two texts are equal but for white space, the spelling of JSON objects, and bytes that are no text."""
     return one == other or _bare(one) == _bare(other)
 
 

@@ -62,18 +62,16 @@ def train_tokenizer(text: TrainingText, vocabulary: int, folder: Path) -> dict[s
     ranks = train_bpe(iter(text), vocabulary)
     save_tokenizer(ranks, folder)
     encoding = Encoding(folder)
-    metrics: dict[str, Any] = {
+    return {
         "vocabulary": encoding.size,
         "training_documents": text.num_documents,
         "training_bytes": text.num_bytes,
-        "bytes_per_token": bytes_per_token(encoding, text.measured),
+        "bytes_per_token": _bytes_per_token(encoding, text.measured),
+        **{f"bytes_per_token_{kind}": _bytes_per_token(encoding, [sample]) for kind, sample in SAMPLES.items()},
     }
-    for kind, sample in SAMPLES.items():
-        metrics[f"bytes_per_token_{kind}"] = bytes_per_token(encoding, [sample])
-    return metrics
 
 
-def bytes_per_token(encoding: Encoding, texts: Sequence[str]) -> float:
+def _bytes_per_token(encoding: Encoding, texts: Sequence[str]) -> float:
     """UTF-8 bytes of the texts over their tokens."""
     num_tokens = sum(map(len, encoding.encode_batch(texts)))
     return round(sum(len(text.encode("utf-8", "surrogatepass")) for text in texts) / max(1, num_tokens), 4)
@@ -81,8 +79,7 @@ def bytes_per_token(encoding: Encoding, texts: Sequence[str]) -> float:
 
 def main() -> None:
     job = load_job()
-    config = job.config
-    metrics_log = MetricsLog(job)
+    config, metrics_log = job.config, MetricsLog(job)
     started = time.monotonic()
 
     def watch(text: TrainingText) -> None:

@@ -3,11 +3,17 @@
 import json
 from pathlib import Path
 
+from nanodag.data.config import SourceConfig
+
 
 def write_rows(path: Path, rows: list) -> str:
     """The URL of a file with these rows, written now."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return f"file:{path}"
+
+
+def source_of(path: Path, rows: list) -> SourceConfig:
+    return SourceConfig(url=write_rows(path, rows))
 
 
 GSM8K = [

@@ -1,7 +1,5 @@
 """Options of a source: columns, instruction, reward, switches of the chat template."""
 
-import json
-
 import pytest
 from pydantic import ValidationError
 
@@ -12,6 +10,7 @@ from nanodag.data.config import SourceConfig
 from nanodag.data.mixture import Mixture
 from nanodag.data.question_form import asking, check_effect
 from nanodag.errors import SourceError
+from tests.data.rows import write_rows
 
 BOXED = "{question}\nPut it within \\boxed{}."
 
@@ -41,16 +40,17 @@ def test_a_source_names_the_verifier_and_the_switches_of_its_prompts():
     assert plain["reward"] == "exact" and "template_options" not in plain
 
 
-@pytest.mark.parametrize(("row", "columns"), [
-    ({"messages": [{"role": "user", "content": "1?"}], "label": 2}, {"answer": "label"}),  # slime's
+@pytest.mark.parametrize(("adapter", "row", "columns"), [
+    ("prompt", {"messages": [{"role": "user", "content": "1?"}], "label": 2}, {"answer": "label"}),  # slime's
     (
-        {"prompt": [{"role": "user", "content": "1?"}], "reward_model": {"ground_truth": "2"}},  # verl's
+        "prompt", {"prompt": [{"role": "user", "content": "1?"}], "reward_model": {"ground_truth": "2"}},  # verl's
         {"messages": "prompt", "answer": "reward_model.ground_truth"},
     ),
-    ({"problem": "1?", "a.b": "2"}, {"prompt": "problem", "answer": "a.b"}),
+    ("prompt", {"problem": "1?", "a.b": "2"}, {"prompt": "problem", "answer": "a.b"}),
+    ("aime", {"Problem": "1?", "label": 2}, {"answer": "label"}),  # it looks at all columns
 ])  # fmt: skip
-def test_foreign_columns_are_read_without_code(row, columns):
-    found = record_of(row, "prompt", adapter="prompt", columns=columns)
+def test_foreign_columns_are_read_without_code(adapter, row, columns):
+    found = record_of(row, "prompt", adapter=adapter, columns=columns)
     assert (found["messages"], found["answer"]) == ([{"role": "user", "content": "1?"}], "2")
 
 
@@ -105,11 +105,10 @@ def test_stages_refuse_what_they_would_not_look_at():
 
 
 def test_an_instruction_moves_no_problem_between_training_and_held_out(tmp_path):
-    path = tmp_path / "p.jsonl"
-    path.write_text("".join(json.dumps({"question": f"{n}?", "answer": str(n)}) + "\n" for n in range(60)))
+    url = write_rows(tmp_path / "p.jsonl", [{"question": f"{n}?", "answer": str(n)} for n in range(60)])
 
     def held_out(**more):
-        source = SourceConfig(url=f"file:{path}", adapter="problem", held_out=0.3, held_out_by="prompt", **more)
+        source = SourceConfig(url=url, adapter="problem", held_out=0.3, held_out_by="prompt", **more)
         return {drawn.index for drawn in Mixture([source], kind="prompt", seed=0, part="held_out", once=True)}
 
     assert held_out() == held_out(instruction=BOXED) and 5 < len(held_out()) < 30

@@ -14,13 +14,9 @@ from nanodag.errors import ConfigError
 from nanodag.tokenizer.encoding import Encoding
 from nanodag.train.batches import TokenBatches, tokenising_threads
 from nanodag.train.packing import unpack
-from tests.data.rows import write_rows
+from tests.data.rows import source_of
 
 WORDS = ("the", "sea", "was", "cold", "and", "boats", "lay", "on", "sand", "while", "rain", "fell", "every", "roof")
-
-
-def write(path, records):
-    return SourceConfig(url=write_rows(path, records))
 
 
 def read(source):
@@ -30,7 +26,7 @@ def read(source):
 @pytest.fixture
 def documents(tmp_path):
     draw = random.Random(0)
-    return write(
+    return source_of(
         tmp_path / "documents.jsonl",
         [{"text": f"{i} " + " ".join(draw.choices(WORDS, k=draw.randrange(1, 60)))} for i in range(150)],
     )
@@ -45,7 +41,7 @@ def chats(tmp_path):
             yield {"role": "user", "content": f"{i} {turn} " + " ".join(draw.choices(WORDS, k=draw.randrange(1, 9)))}
             yield {"role": "assistant", "content": " ".join(draw.choices(WORDS, k=draw.randrange(1, 9)))}
 
-    return write(tmp_path / "chats.jsonl", [{"messages": list(turns(i))} for i in range(120)])
+    return source_of(tmp_path / "chats.jsonl", [{"messages": list(turns(i))} for i in range(120)])
 
 
 def make(source, tokenizer_path, kind="document", **options):
@@ -138,7 +134,7 @@ def test_bytes_of_labels_are_those_of_the_text_whatever_the_tokenizer_puts_befor
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>"}))
     texts = ["a cat at sea", " begins with a blank", "é 日 🙂", "", "the end " * 12]
-    source = write(tmp_path / "texts.jsonl", [{"text": text} for text in texts])
+    source = source_of(tmp_path / "texts.jsonl", [{"text": text} for text in texts])
     token_bytes = Encoding(tmp_path).token_bytes
     for length in (16, 64, 256):
         batches = list(make(source, tmp_path, sequence_length=length))
@@ -212,7 +208,7 @@ def test_taking_a_position_back_waits_for_what_the_thread_is_doing(tmp_path, tok
 
 
 def test_an_error_in_the_thread_reaches_the_loop(tmp_path, tokenizer_path):
-    source = write(tmp_path / "bad.jsonl", [{"text": "x y z " * 40} for _ in range(64)] + [{"body": "?"}])
+    source = source_of(tmp_path / "bad.jsonl", [{"text": "x y z " * 40} for _ in range(64)] + [{"body": "?"}])
     batches = make(source, tokenizer_path, prefetch=2, shuffle=False, window_pieces=16)
     with pytest.raises(ValueError, match=r"row 64 of .*bad\.jsonl: no column 'text'"):
         list(batches)
@@ -224,7 +220,7 @@ def test_too_long_conversations_are_truncated_or_dropped_and_counted(tmp_path, t
         return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
     records = [chat("a", "b"), chat("a", "b " * 100), chat("a " * 100, "b"), chat("", "")]
-    source = write(tmp_path / "chats.jsonl", records)
+    source = source_of(tmp_path / "chats.jsonl", records)
     cut, dropped = (make(source, tokenizer_path, "chat", too_long=how) for how in ("truncate", "drop"))
     list(cut), list(dropped)
     encoding = Encoding(tokenizer_path)

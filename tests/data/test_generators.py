@@ -76,23 +76,20 @@ def test_an_unknown_generator_or_parameter_is_named():
         open_source("reasoning_gym:chain_sum?termss=2").length()
 
 
-def test_a_folder_digest_ignores_compiled_files(tmp_path):
-    (tmp_path / "a.py").write_text("x = 1")
-    before = folder_sha256(tmp_path)
-    (tmp_path / "__pycache__").mkdir()
-    (tmp_path / "__pycache__" / "a.pyc").write_bytes(b"1")
-    assert folder_sha256(tmp_path) == before
-    (tmp_path / "b.py").write_text("")
-    assert folder_sha256(tmp_path) != before
-
-
-def test_a_folder_digest_leaves_out_named_folders_inside_and_never_what_lies_above(tmp_path):
+def test_a_folder_digest_leaves_out_compiled_files_and_named_folders_inside_and_never_what_lies_above(tmp_path):
     program = tmp_path / ".venv" / "agent"
     (program / ".git").mkdir(parents=True)
     (program / "agent.py").write_text("x = 1")
     (program / ".git" / "HEAD").write_text("a")
-    before = folder_sha256(program, without=(".git", ".venv"))
+    before, whole = folder_sha256(program, without=(".git", ".venv")), folder_sha256(program)
+    (program / "__pycache__").mkdir()
+    (program / "__pycache__" / "a.pyc").write_bytes(b"1")
+    assert folder_sha256(program) == whole
     (program / ".git" / "HEAD").write_text("b")
+    assert folder_sha256(program) != whole
     assert folder_sha256(program, without=(".git", ".venv")) == before
+    (program / "b.py").write_text("")
+    changed = folder_sha256(program, without=(".git", ".venv"))
+    assert changed != before
     (program / "agent.py").write_text("x = 2")
-    assert folder_sha256(program, without=(".git", ".venv")) != before
+    assert folder_sha256(program, without=(".git", ".venv")) != changed

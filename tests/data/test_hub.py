@@ -27,16 +27,13 @@ def mirror(tmp_path):
     return tmp_path / "mirror"
 
 
-def test_a_mirror_stands_for_the_hub(mirror):
+def test_a_mirror_stands_for_the_hub_and_content_is_its_identity(mirror):
     assert [row for _, row in open_source("hub:openai/gsm8k/main", mirror).rows()] == ROWS
     assert [row for _, row in open_source("hub:openai/gsm8k/main:test", mirror).rows()] == ROWS[:3]
     assert open_source("hub:openai/gsm8k/main:train[1:3]", mirror).length() == 2
-
-
-def test_the_identity_of_mirrored_data_is_its_content(mirror):
     train, test = (open_source(f"hub:openai/gsm8k/main:{split}", mirror).identity() for split in ("train", "test"))
     assert train["name"] == "openai/gsm8k"
-    assert train["files"] != test["files"]
+    assert train["files"] != test["files"]  # their content
 
 
 @pytest.mark.parametrize(("url", "words"), [
@@ -54,9 +51,9 @@ def test_what_a_mirror_lacks_is_an_error_that_says_what_it_has(mirror, url, word
 class LocalHub(HubSource):
     """A hub source whose data set lies in a local folder, which the datasets library streams the same way."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, split="train"):
         super().__init__(parse_url("hub:some/name@" + "0" * 40))
-        self._path = type(self._path)(str(folder), "0" * 40, "", "train")
+        self._path = type(self._path)(str(folder), "0" * 40, "", split)
 
 
 def test_a_small_data_set_is_fetched_whole_and_has_blocks_and_a_large_one_has_shards(tmp_path, monkeypatch):
@@ -75,11 +72,14 @@ def test_a_small_data_set_is_fetched_whole_and_has_blocks_and_a_large_one_has_sh
     assert [[row for _, row in part.rows()] for part in source.apart()] == [ROWS, ROWS[:1]]
 
 
-def test_rows_are_streamed_by_index_and_shard(tmp_path):
+def test_rows_are_streamed_by_index_and_shard_and_a_split_that_is_not_there_is_refused(tmp_path):
     pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "train.parquet")
     source = LocalHub(tmp_path)
     assert list(source.rows()) == list(enumerate(ROWS))
     assert list(source.rows(start=1, shard=0, num_shards=2)) == [(2, ROWS[2]), (4, ROWS[4])]
+    source = LocalHub(tmp_path, split="nonsense")
+    with pytest.raises(SourceError, match="cannot be read from the hub"):
+        list(source.rows())
 
 
 def test_what_is_no_parquet_has_neither_blocks_nor_a_last_shard(tmp_path):
@@ -88,14 +88,6 @@ def test_what_is_no_parquet_has_neither_blocks_nor_a_last_shard(tmp_path):
     assert (source.blocks(), source.shards()) == (None, None)
     assert list(source.rows()) == [(0, {"text": "a"})]
     assert source.apart() is None
-
-
-def test_a_split_that_is_not_there_is_refused(tmp_path):
-    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "train.parquet")
-    source = LocalHub(tmp_path)
-    source._path = type(source._path)(str(tmp_path), "0" * 40, "", "nonsense")
-    with pytest.raises(SourceError, match="cannot be read from the hub"):
-        list(source.rows())
 
 
 def test_without_network_the_commit_is_an_error_not_a_guess():

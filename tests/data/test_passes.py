@@ -7,11 +7,10 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from nanodag.data.config import SourceConfig
 from nanodag.tokenizer.encoding import Encoding
 from nanodag.train.batches import TokenBatches
 from nanodag.train.packing import unpack
-from tests.data.rows import write_rows
+from tests.data.rows import source_of
 
 LENGTH = 64
 
@@ -21,7 +20,7 @@ def rows(path, name, count):
     draw = random.Random(count)
     chats = [[("user", f"{name}{i};"), ("assistant", "of " * draw.choice((1, 2, 3, 5, 9, 20)))] for i in range(count)]
     records = [{"messages": [{"role": role, "content": text} for role, text in chat]} for chat in chats]
-    return SourceConfig(url=write_rows(path, records))
+    return source_of(path, records)
 
 
 def ranks_of(sources, tokenizer_path, world, **options):

@@ -18,19 +18,15 @@ def test_a_hub_url_names_data_set_revision_config_and_split(url, name, revision,
     assert (path.name, path.revision, path.config, path.split) == (name, revision, config, split)
 
 
-def test_parameters_are_json_values_or_bare_words():
-    url = parse_url('reasoning_gym:chain_sum?size=10&digits=[1,2]&deep=true&word=plain&quoted="7"&share=0.5')
-    assert url.path == "chain_sum"
-    assert url.parameters == {"size": 10, "digits": [1, 2], "deep": True, "word": "plain", "quoted": "7", "share": 0.5}
-
-
-def test_a_question_mark_in_a_glob_is_a_wildcard_not_a_query():
-    url = parse_url("file:data/part-?.jsonl[2:]")
-    assert (url.path, url.parameters, url.start, url.stop) == ("data/part-?.jsonl", {}, 2, None)
-
-
-def test_brackets_of_a_glob_are_no_slice():
-    assert parse_url("file:part-[0-9].txt").path == "part-[0-9].txt"
+@pytest.mark.parametrize(("text", "path", "parameters", "start"), [
+    ('reasoning_gym:chain_sum?size=10&digits=[1,2]&deep=true&word=plain&quoted="7"&share=0.5', "chain_sum",
+     {"size": 10, "digits": [1, 2], "deep": True, "word": "plain", "quoted": "7", "share": 0.5}, 0),
+    ("file:data/part-?.jsonl[2:]", "data/part-?.jsonl", {}, 2),  # a wildcard, not a query
+    ("file:part-[0-9].txt", "part-[0-9].txt", {}, 0),  # no slice
+])  # fmt: skip
+def test_parameters_are_json_values_or_bare_words_and_a_glob_is_no_query_or_slice(text, path, parameters, start):
+    url = parse_url(text)
+    assert (url.path, url.parameters, url.start, url.stop) == (path, parameters, start, None)
 
 
 @pytest.mark.parametrize(("url", "words"), [

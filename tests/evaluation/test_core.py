@@ -13,6 +13,7 @@ from nanodag.evaluation.evaluated_model import EvaluatedModel
 from nanodag.evaluation.paired import paired
 from nanodag.model.core_scoring import JudgedItem
 from tests.core_bundle import CHOICE, ROWS, SCHEMA, TEXT, write_bundle
+from tests.data.rows import write_rows
 
 
 def task(kind, num_fewshot=0, delimiter=" ") -> Task:
@@ -39,8 +40,7 @@ def test_prompts_with_a_worked_example():
 
 
 def test_items_are_shuffled_before_the_limit(tmp_path):
-    path = tmp_path / "t.jsonl"
-    path.write_text("".join(json.dumps({"n": n}) + "\n" for n in range(50)))
+    write_rows(path := tmp_path / "t.jsonl", [{"n": n} for n in range(50)])
     order = list(range(50))
     random.Random(1337).shuffle(order)
     assert [item["n"] for item in read_items(path, 7)] == order[:7]

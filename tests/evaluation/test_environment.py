@@ -35,7 +35,7 @@ def benchmark(**values):
 
 
 def run(model, config):
-    return run_environment(model, config, chat=True, seed=0, mirror="", max_new_tokens=8)
+    return run_environment(model, config, chat=True, seed=0, mirror="")
 
 
 def test_each_task_is_a_rollout_and_what_was_kept_is_not_run_again(model, tmp_path, monkeypatch):
@@ -65,13 +65,13 @@ def test_too_many_rollouts_that_fail_end_the_benchmark_and_settings_without_mean
             run(model, benchmark(**settings))
 
 
-@pytest.fixture
-def _no_server(monkeypatch):
+def without_server(monkeypatch):
     monkeypatch.setattr(verifiers_benchmarks, "_served", lambda settings, replicas: contextlib.nullcontext(("", "")))
 
 
 def play(monkeypatch, rollout):
     """Every environment's process is one that answers with rollout(task). Returns the settings of those made."""
+    without_server(monkeypatch)
     made = []
 
     class Process:
@@ -88,13 +88,12 @@ def play(monkeypatch, rollout):
     return made
 
 
-@pytest.mark.usefixtures("_no_server")
-def test_an_environment_that_cannot_start_ends_the_benchmark_with_the_reason(model):
+def test_an_environment_that_cannot_start_ends_the_benchmark_with_the_reason(model, monkeypatch):
+    without_server(monkeypatch)
     with pytest.raises(ConfigError, match=r"(?s)environment 'm' cannot be used.*colour"):
         run(model, benchmark(source="verifiers:m?colour=1"))
 
 
-@pytest.mark.usefixtures("_no_server")
 def test_options_of_a_benchmark_reach_the_environment_and_are_refused_without_one(model, monkeypatch):
     async def fails(task):
         raise EpisodeFailed("no")
@@ -107,7 +106,6 @@ def test_options_of_a_benchmark_reach_the_environment_and_are_refused_without_on
         benchmark(form="mmlu", options={"agent.max_turns": 4})
 
 
-@pytest.mark.usefixtures("_no_server")
 def test_a_rollout_whose_process_ended_is_played_again_alone_and_fails_if_it_ends_each_time(model, monkeypatch):
     plays, at_once = [], []
 

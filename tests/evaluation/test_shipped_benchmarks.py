@@ -1,7 +1,5 @@
 """Three rows written by hand for each benchmark, asked and judged."""
 
-import json
-
 import pytest
 
 from nanodag.config.kinds.evaluation import BenchmarkConfig
@@ -9,7 +7,7 @@ from nanodag.evaluation.benchmark import open_benchmark
 from nanodag.evaluation.forms import shipped_forms
 from nanodag.evaluation.harness import run_benchmark
 from nanodag.evaluation.results import Answer
-from tests.data.rows import IFEVAL, gpqa, humaneval, mbpp
+from tests.data.rows import IFEVAL, gpqa, humaneval, mbpp, write_rows
 from tests.evaluation.scripted import Scripted
 
 
@@ -76,9 +74,7 @@ CASES = {
 
 
 def source(folder, rows, adapter):
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return {"url": f"file:{path}", "adapter": adapter}
+    return {"url": write_rows(folder / "rows.jsonl", rows), "adapter": adapter}
 
 
 @pytest.mark.parametrize("name", list(CASES))

@@ -1,13 +1,11 @@
 import json
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from nanodag.config.kinds.evaluation import BenchmarkConfig, EvalStage
+from nanodag.config.kinds.evaluation import EvalStage
 from nanodag.evaluation import __main__ as worker
 from nanodag.worker.job import write_job
 from tests.evaluation.jobs import bytes_of, evaluate
@@ -17,16 +15,11 @@ def test_an_eval_stage_leaves_scores_records_and_samples(make_job):
     job = make_job("a")
     metrics, cost = evaluate(job)
     results = json.loads((job.output / "results.json").read_text())
-    assert metrics == {
-        name: results["benchmarks"][name]["value"] for name in ("words", "bits_per_byte", "continuation")
-    }
-    words = results["benchmarks"]["words"]
-    assert (words["metric"], words["form"], words["chat"], words["num_items"]) == (
-        "exact_match",
-        "problems_chat",
-        True,
-        5,
-    )
+    benchmarks = results["benchmarks"]
+    assert metrics == {name: benchmarks[name]["value"] for name in ("words", "bits_per_byte", "continuation")}
+    words = benchmarks["words"]
+    about = words["metric"], words["form"], words["chat"], words["num_items"]
+    assert about == ("exact_match", "problems_chat", True, 5)
     assert words["low"] <= words["value"] <= words["high"]
     records = [json.loads(line) for line in (job.output / "samples" / "words.jsonl").read_text().splitlines()]
     assert sum(record["scores"]["exact_match"] for record in records) / 5 == words["value"]
@@ -88,32 +81,6 @@ def test_killed_between_items_it_goes_on_behind_them_and_ends_on_the_same_bytes(
     assert bytes_of(broken) == bytes_of(whole)
     assert found["forward_tokens"] == cost["forward_tokens"]
     assert not list((broken.workspace / "finished").glob("*.jsonl"))
-
-
-@pytest.mark.slow
-def test_a_worker_that_is_killed_whenever_it_has_finished_something_ends_on_the_same_bytes(make_job):
-    sampled = BenchmarkConfig(**{
-        **make_job("config").config.benchmarks[0].model_dump(), "num_samples": 64, "temperature": 1.0, "limit": 0,
-    })  # fmt: skip
-    benchmarks = (sampled, *make_job("others").config.benchmarks[1:])
-    whole = make_job("whole", benchmarks=benchmarks)
-    evaluate(whole)
-    job = make_job("killed", benchmarks=benchmarks)
-    command = [sys.executable, "-m", "nanodag.evaluation", str(write_job(job))]
-    finished, kills, last = job.workspace / "finished", 0, 0
-    while True:
-        process = subprocess.Popen(command)
-        while process.poll() is None:
-            size = sum(path.stat().st_size for path in finished.glob("*") if path.is_file())
-            if kills < 4 and size > last + 2000 * kills:
-                process.kill()
-                last, kills = size, kills + 1
-            time.sleep(0.005)
-        if process.returncode == 0:
-            break
-        assert process.returncode == -signal.SIGKILL
-    assert kills == 4
-    assert bytes_of(job) == bytes_of(whole)
 
 
 def test_the_worker_runs_as_a_process_and_publishes_its_result_last(make_job):

@@ -135,7 +135,7 @@ def test_a_benchmark_of_a_taskset_asks_a_model_behind_the_api(boxes, tmp_path):
     save_tiny_model(tmp_path / "model", "qwen3")
     model = EvaluatedModel(tmp_path / "model", precision="fp32", device="cpu", max_new_tokens=12)
     config = BenchmarkConfig(name="boxes", form="verifiers", source="verifiers:boxes?size=3&held_out=true")
-    result = run_environment(model, config, chat=True, seed=0, mirror="", max_new_tokens=12)
+    result = run_environment(model, config, chat=True, seed=0, mirror="")
     assert result.scores["reward"].num_items == 3 and {"told", "opened", "turns"} < set(result.scores)
     assert all(record["output"] and "details" not in record for record in result.records)
     assert model.tokens_written > 0

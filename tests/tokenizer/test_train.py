@@ -1,21 +1,14 @@
-import json
-
 import pytest
 
-from nanodag.data.config import SourceConfig
 from nanodag.errors import ConfigError
 from nanodag.tokenizer.encoding import Encoding
 from nanodag.tokenizer.samples import SAMPLES
 from nanodag.tokenizer.train import TrainingText, train_tokenizer
-
-
-def write(path, records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return SourceConfig(url=f"file:{path}")
+from tests.data.rows import source_of
 
 
 def test_a_tokenizer_is_trained_and_measured(tmp_path):
-    source = write(tmp_path / "text.jsonl", [{"text": line} for t in SAMPLES.values() for line in t.splitlines()])
+    source = source_of(tmp_path / "text.jsonl", [{"text": line} for t in SAMPLES.values() for line in t.splitlines()])
     metrics = train_tokenizer(TrainingText([source], 0, 10**6), 500, tmp_path / "one")
     assert metrics["vocabulary"] == Encoding(tmp_path / "one").size == 500
     assert metrics["training_bytes"] == sum(len(t.encode()) - t.count("\n") for t in SAMPLES.values())
@@ -26,8 +19,8 @@ def test_a_tokenizer_is_trained_and_measured(tmp_path):
 
 
 def test_text_ends_at_its_limit_and_no_row_is_read_twice(tmp_path):
-    small = write(tmp_path / "a.jsonl", [{"text": f"a{i:04d}"} for i in range(10)])
-    large = write(tmp_path / "b.jsonl", [{"text": f"b{i:04d}"} for i in range(100)])
+    small = source_of(tmp_path / "a.jsonl", [{"text": f"a{i:04d}"} for i in range(10)])
+    large = source_of(tmp_path / "b.jsonl", [{"text": f"b{i:04d}"} for i in range(100)])
     weighted = [source.model_copy(update={"weight": 1.0}) for source in (small, large)]
     everything = list(TrainingText(weighted, 0, 10**6))
     assert sorted(everything) == [f"a{i:04d}" for i in range(10)] + [f"b{i:04d}" for i in range(100)]
@@ -37,11 +30,10 @@ def test_text_ends_at_its_limit_and_no_row_is_read_twice(tmp_path):
 
 
 def test_a_long_document_does_not_outweigh_the_others(tmp_path):
-    text = TrainingText([write(tmp_path / "a.jsonl", [{"text": "x" * 50_000}])], 0, 10**6)
+    text = TrainingText([source_of(tmp_path / "a.jsonl", [{"text": "x" * 50_000}])], 0, 10**6)
     assert [len(t) for t in text] == [10_000]
 
 
 def test_no_text_is_an_error(tmp_path):
-    (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(ConfigError, match="The text is empty"):
-        train_tokenizer(TrainingText([SourceConfig(url=f"file:{tmp_path}/empty.jsonl")], 0, 10**6), 300, tmp_path / "t")
+        train_tokenizer(TrainingText([source_of(tmp_path / "empty.jsonl", [])], 0, 10**6), 300, tmp_path / "t")
