@@ -15,13 +15,13 @@ from rich.text import Text
 from nanodag.cli.live_table import STYLES, make_console
 from nanodag.cli.parameters import command
 from nanodag.config import Resolved, resolve
-from nanodag.config.derive_schedule import facts
-from nanodag.config.hardware_rules import reason_of
+from nanodag.config.derive import reason_of
 from nanodag.config.kind import PAGE
 from nanodag.config.kinds import recorded_kind
+from nanodag.config.model_size import model_of
 from nanodag.config.reference import setting
 from nanodag.config.resolve import leaves
-from nanodag.config.rl_entries import EntryConfig
+from nanodag.config.rl_parts import EntryConfig
 from nanodag.errors import ArtifactNotFound, ConfigError, CorruptArtifact, NanodagError, NewerFormat
 from nanodag.errors.words import counted, duration, listed, nearest, size, tries
 from nanodag.host.machine import machine_of
@@ -57,8 +57,9 @@ def show_config(overrides: Sequence[str], *, preset: str, file: str, on: str = "
             section = head if dot else ""
             console.print(f"\n{section}:", style="bold", highlight=False)
             stage = resolved.pipeline.stages.get(section)
-            if stage is not None and stage.is_from_scratch:
-                numbers = ", ".join(f"{name} {value:,}" for name, value in facts(resolved.pipeline, section).items())
+            if stage is not None and stage.is_from_scratch and (model := model_of(resolved.pipeline, section)):
+                counts = model.parameters | {"flops_per_token": model.training_flops(stage.step_size[1])}
+                numbers = ", ".join(f"{part} {count:,}" for part, count in counts.items())
                 console.print(f"  # parameters and FLOPs: {numbers}", style="dim", highlight=False)
         origin = resolved.origins[name]
         if note := resolved.origins.get(f"{name}!"):

@@ -1,23 +1,317 @@
 """Replaces every `auto` of a pipeline by a number and says why it is that number; and names what was set by hand and
-the machine does badly, which is kept."""
+the machine does badly, which is kept.
 
-from collections.abc import Collection, Iterator
-from typing import Any
+What a stage that trains gets from a machine is here: device, ranks, threads, precision, memory for micro-batches. Pure
+functions of the pipeline and a Machine; RULES says each with its reason and numbers.
 
-from nanodag.config.derive_hardware import Derived, device_of, precision_of, spread
-from nanodag.config.derive_schedule import model_of
-from nanodag.config.hardware_rules import RULES
+Numbers are coarse on purpose. A micro-batch is part of a stage's key, so machines of one kind must not differ in it:
+memory counts in steps of half an octave, and micro-batches divide a step.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from nanodag.config import footprint
+from nanodag.config.kind import SCORES
 from nanodag.config.kinds import find_kind
-from nanodag.config.pipeline import Pipeline
-from nanodag.config.section import Filler
-from nanodag.config.stage_base import StageBase
+from nanodag.config.model_size import ModelSize, model_of
+from nanodag.config.section import Filler, Part
+from nanodag.config.stage_base import StageBase, TrainedStage
+from nanodag.errors import ConfigError
 from nanodag.errors.words import counted
-from nanodag.host.machine import Machine
+from nanodag.host.machine import GIB, Machine
+from nanodag.inference.number_formats import width_of
+
+if TYPE_CHECKING:
+    from nanodag.config.pipeline import Pipeline
 
 BUNDLE = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
+ENDLESS = 1 << 60
+NO_BUNDLE = "core_bundle is none"  # why CORE is left out of a stage
+LEAST_FLOPS_A_RANK = {"cpu": 2e10, "cuda": 1e13}  # of a step
+MAX_CPU_RANKS = 16
+FULL_TOKENS = {"cpu": 8192, "cuda": 32768}
+LEAST_TOKENS = 8192  # of a micro-batch on a GPU
+RL_TOKENS = {"cpu": 4096, "cuda": 16384}
+RL_TOKENS_UNKNOWN = 9216
+RL_CORES_A_RANK = 4
+ROOM_IN_TURNS = 0.9  # of a GPU's room, for a trainer that samplers lend theirs: contexts and SGLang's graphs stay
+LEAST_BF16_WIDTH = 256
+PROCESS_BYTES = GIB
+TRITON_CAPABILITY = 7.0
 
 
-def derive(pipeline: Pipeline, machine: Machine) -> tuple[Pipeline, dict[str, str]]:
+@dataclass(frozen=True)
+class Rule:
+    """Rule for an `auto`, as `nanodag config` says it, and its reason. setting: its name in a stage. limit: what the
+    rule's text leaves room for, on a GPU."""
+
+    setting: str
+    rule: str
+    reason: str
+    limit: int = 0
+
+
+# fmt: off
+RULES = {
+    "device": Rule("device", "GPUs where the machine has some",
+         "One GPU computes as much as thousands of cores. `device=cpu` moves all stages at once."),
+    "device_stage": Rule("resources.device", "the pipeline's `device`",
+         "A stage may be sent elsewhere on its own."),
+    "device_cpu": Rule("resources.device", "a stage of this kind multiplies no matrices",
+         "A tokenizer, an import or a report would hold a GPU that another stage waits for."),
+    "nodes": Rule("resources.nodes", "the machine's nodes, for stages that train",
+         "This machine counts as one node; more are described by a text, or set with `cluster.hostfile`."),
+    "ranks_cuda": Rule("resources.num_ranks", "all GPUs, as long as a step has 10 TFLOP for each",
+         "Less is done in 20 ms at half of an H100's peak; then starting kernels and exchanging gradients take longer "
+         "than computing. Reasoned, not measured."),
+    "ranks_cpu": Rule("resources.num_ranks", "one a core, as long as a step has 20 GFLOP for each",
+         "Measured on two cores: two ranks of one thread make 24,000 tokens a second, one rank of two threads 20,000, "
+         "one thread 15,400: waking a thread costs as much as a small product. Beyond two cores it is reasoned: at "
+         f"most {MAX_CPU_RANKS} ranks, as each holds the weights and packs its own rows, and at most a quarter of the "
+         "cores idle."),
+    "ranks_none": Rule("resources.num_ranks", "one process, as the kind has no ranks",
+         "Only stages that train are spread."),
+    "ranks_one": Rule("resources.num_ranks", "one rank with all threads, for a model of unknown size",
+         "Each rank on a CPU would hold the whole model, and nobody knows how large that is."),
+    "ranks_rl_cpu": Rule("resources.num_ranks", f"one for every {RL_CORES_A_RANK} cores",
+         "RL's rows are long, so threads pay, and samplers of one thread each want cores too."),
+    "ranks_given": Rule("resources.num_ranks", "nodes x gpus_per_node",
+         "`gpus_per_node` was given."),
+    "threads": Rule("resources.threads", "the cores, shared out to the ranks of a node",
+         "More threads than cores take turns."),
+    "precision": Rule("precision", "bf16 where the device multiplies it fast, else fp32",
+         "GPUs from compute capability 8, AMX and AVX512-BF16 multiply it at least twice as fast. Others emulate it: "
+         "AVX2 makes 5 GFLOP a CPU-second in bf16 and 60 in fp32."),
+    "precision_evaluation": Rule("precision", "bf16 on a GPU that multiplies it fast, else fp32",
+         "An evaluation on a CPU is short, so that scores without the rounding of bf16 cost little; on a GPU large "
+         "models are scored in what they were trained in."),
+    "precision_rl": Rule("optimizer.precision", f"fp32 on a CPU for a model narrower than {LEAST_BF16_WIDTH}",
+         "In bf16 trainer and sampler differ by up to 0.3 nats a token, in fp32 by 0.01 (measured); so small a model "
+         "trains in minutes either way."),
+    "micro": Rule("micro_batch_tokens", "the most that divides a step and fits, at most {limit}",
+         f"{FULL_TOKENS['cuda']:,} tokens fill any GPU, and {FULL_TOKENS['cpu']:,} any CPU; more only take memory. "
+         "Reasoned from the sizes of products, not measured on a GPU.", limit=FULL_TOKENS["cuda"]),
+    "checkpointing": Rule("activation_checkpointing",
+         f"on a GPU where {LEAST_TOKENS:,} tokens, or a rank's whole step, do not fit without",
+         "It costs a third of the time, and smaller micro-batches would leave a GPU idle for more than that."),
+    "compile": Rule("compile", "wherever there is a compiler for the device",
+         "Norms, rotations and gates become one pass over memory; Triton knows GPUs from capability 7."),
+    "compile_rl": Rule("optimizer.compile", "on GPUs, and on CPUs in bf16",
+         "On a CPU it helps bf16 by a quarter, and fp32 hardly (measured)."),
+    "offload": Rule("resources.offload_optimizer",
+         "cpu where the optimizer's states would take over half of the GPU's share, and it can be offloaded",
+         "They are read once a step over PCIe, which costs less than micro-batches that are too small."),
+    "micro_rl": Rule("optimizer.micro_batch_tokens",
+         "the most that fits beside the samplers, at most {limit}, and a whole rollout",
+         "Samplers have the share that `sampler.memory_fraction` says. A rollout cannot be cut.",
+         limit=RL_TOKENS["cuda"]),
+    "placement_beside": Rule("placement", "beside the trainer, each with its share of the memory",
+         "Nobody waits for memory. GPUs of their own are never chosen: on half of the GPUs a rank holds twice the "
+         "states. Reasoned, not measured."),
+    "placement_shared": Rule("placement",
+         "in turns, as beside the samplers the optimizer's states would have to stay in host memory",
+         "Twice a step over PCIe for weights and states costs less than updating them on a CPU. Not measured."),
+    "lends_states": Rule("lends_states", "on GPUs in turns with the samplers",
+         "On a CPU the states would move from memory to memory."),
+    "sampler_gpus": Rule("sampler.gpus",
+         "the last half of the node's GPUs with placement: separate, else none of their own",
+         "Which share pays depends on the lengths of prompts and answers; `seconds_trainer_waits` tells."),
+    "micro_rl_unknown": Rule("optimizer.micro_batch_tokens",
+         f"{RL_TOKENS_UNKNOWN:,}, or a whole rollout, for a model of unknown size",
+         "What slime's scripts give one GPU for small models."),
+}
+# fmt: on
+
+
+def reason_of(origin: str) -> str:
+    """Reason of the rule in a value's origin; empty where no rule is."""
+    reasons = (rule.reason for rule in RULES.values() if rule.rule.partition("{")[0] in origin)
+    return next(reasons, "") if origin.startswith("derived: ") else ""
+
+
+S = TypeVar("S", bound=StageBase)
+Trained = TypeVar("Trained", bound=TrainedStage)
+
+
+class Derived:
+    """Origins of values derived so far, for one stage of a pipeline, by dotted name."""
+
+    def __init__(self, name: str, machine: Machine, origins: dict[str, str], pipeline: "Pipeline") -> None:
+        self.name, self.machine, self.origins, self.pipeline = name, machine, origins, pipeline
+
+    def why(self, rule: str, **values: Any) -> str:
+        """The machine and a rule of RULES, from which a value follows. values: what the rule's text has room for."""
+        return f"{self.machine.short}: {RULES[rule].rule.format(**values)}"
+
+    def note(self, setting: str, rule: str) -> None:
+        """Note that a setting of the stage follows from a rule."""
+        self.origins[f"{self.name}.{setting}"] = f"derived: {self.why(rule)}"
+
+    def filler(self, section: Part, place: str = "") -> Filler[Part]:
+        """The filler of the stage, or of its section at a place."""
+        return Filler(section, f"{self.name}.{place}" if place else self.name, self.origins)
+
+    def fastest(self, stage: StageBase) -> str:
+        """The precision that a stage's device multiplies fastest."""
+        return "bf16" if self.machine.multiplies_bf16_fast(str(stage.resources.device)) else "fp32"
+
+
+def budget(memory: int) -> int:
+    """Bytes of a device that may be planned for: 90 % of it, down to a power of two or one and a half of one."""
+    usable = int(0.9 * memory)
+    power = 1 << (usable.bit_length() - 1)
+    return power * 3 // 2 if usable >= power * 3 // 2 else power
+
+
+def device_of(stage: S, of_pipeline: str, derived: Derived) -> S:
+    """The stage on a device. of_pipeline: `cpu` or `cuda`. Raises ConfigError for GPUs of a stage on CPUs."""
+    fill, gpus = derived.filler(stage.resources, "resources"), stage.resources.gpus_per_node
+    is_on_cpu = find_kind(stage.kind).is_on_cpu
+    why = derived.why("device_cpu" if is_on_cpu else "device_stage")
+    if fill("device", "cpu" if is_on_cpu else of_pipeline, why) == "cpu" and gpus:
+        raise ConfigError(f"{derived.name}.resources.gpus_per_node: {gpus}, and this machine has no GPU.")
+    return stage.model_copy(update={"resources": fill.filled})
+
+
+def precision_of(stage: S, derived: Derived) -> S:
+    """The stage in the precision that its device multiplies fastest; an evaluation on a CPU in float32."""
+    if not hasattr(stage, "precision"):
+        return stage
+    fill, is_scored = derived.filler(stage), find_kind(stage.kind).makes == SCORES
+    precision = "fp32" if is_scored and stage.resources.device == "cpu" else derived.fastest(stage)
+    fill("precision", precision, derived.why("precision_evaluation" if is_scored else "precision"))
+    return fill.filled
+
+
+def spread(stage: S, model: ModelSize | None, derived: Derived) -> S:
+    """The stage with nodes, ranks and threads, once its device, precision and batch are known."""
+    machine, resources, trains = derived.machine, stage.resources, find_kind(stage.kind).trains
+    nodes, ranks = resources.nodes, resources.num_ranks
+    if ranks == "auto" and resources.gpus_per_node:
+        nodes = 1 if nodes == "auto" else nodes
+        ranks = nodes * resources.gpus_per_node
+        derived.note("resources.num_ranks", "ranks_given")
+    elif ranks == "auto":
+        nodes, ranks = _nodes_and_ranks(stage, model, derived)
+    elif nodes == "auto":
+        nodes = machine.nodes if trains and ranks % machine.nodes == 0 else 1
+    fill = derived.filler(resources, "resources")
+    fill("nodes", nodes, derived.why("nodes"))
+    fill("threads", max(1, machine.cores * nodes // ranks), derived.why("threads"))
+    fill.updates["num_ranks"] = ranks
+    if resources.offload_optimizer == "auto" and not trains:
+        fill.updates["offload_optimizer"] = "none"
+    return stage.model_copy(update={"resources": fill.filled})
+
+
+def _nodes_and_ranks(stage: StageBase, model: ModelSize | None, derived: Derived) -> tuple[int, int]:
+    """Nodes and ranks: as many ranks, on all nodes together, as a step has work for, on as few nodes as have room for
+    these."""
+    machine, device, nodes = derived.machine, str(stage.resources.device), stage.resources.nodes
+    if not find_kind(stage.kind).trains:
+        derived.note("resources.num_ranks", "ranks_none")
+        return (1, 1) if nodes == "auto" else (nodes, nodes)
+    allowed = range(1, machine.nodes + 1) if nodes == "auto" else range(nodes, nodes + 1)
+    if device == "cuda":
+        of_a_node = list(range(1, max(1, machine.num_gpus - stage.own_gpus) + 1))
+        derived.note("resources.num_ranks", "ranks_cuda")
+    else:
+        of_a_node = stage.ranks_on_cpu(model, derived)
+    tokens, length, rows, unit = stage.step_size
+    most = allowed[-1] * of_a_node[-1]
+    if model is not None:
+        most = min(most, int(tokens * model.training_flops(length) / LEAST_FLOPS_A_RANK[device]))
+    most = max(most, unit, allowed[0])
+    if unit > (there := allowed[-1] * (machine.num_gpus if device == "cuda" else machine.cores)):
+        what = "GPUs" if device == "cuda" else "cores"
+        raise ConfigError(
+            f"{derived.name}.optimizer.sequence_parallel: {unit} ranks would share each row, and this machine has "
+            f"{there} {what} for them; lower it."
+        )
+    totals = [(count * ranks, -count) for count in allowed for ranks in {*of_a_node, unit}]
+    fitting = [(t, n) for t, n in totals if t <= most and t % unit == 0 and rows % t == 0]
+    ranks, fewest = max(fitting, default=(allowed[0] * unit, -allowed[0]))
+    return -fewest, ranks
+
+
+def offloaded(stage: Trained, model: ModelSize | None, can: bool, derived: Derived) -> Trained:
+    """The stage with its optimizer's states in host memory where they are large and can be there."""
+    is_large = False
+    if can and stage.resources.device == "cuda" and model is not None and derived.machine.gpu is not None:
+        is_large = 2 * state_bytes(stage, model, int(stage.resources.num_ranks)) > rank_room(stage, derived.machine, 1)
+    fill = derived.filler(stage.resources, "resources")
+    fill("offload_optimizer", "cpu" if is_large else "none", derived.why("offload"))
+    return stage.model_copy(update={"resources": fill.filled})
+
+
+def fitting_tokens(stage: TrainedStage, model: ModelSize | None, derived: Derived, *, checkpointed: bool) -> int:
+    """Tokens of a micro-batch that fit on one rank's device; as many as one likes where nobody knows."""
+    resources = stage.resources
+    if model is None or (resources.device == "cuda" and derived.machine.gpu is None):
+        return ENDLESS
+    ranks = int(resources.num_ranks)
+    left = free_bytes(stage, model, derived.machine, ranks, ranks // resources.num_nodes)
+    return max(0, left) // token_bytes(stage, model, checkpointed=checkpointed)
+
+
+def rank_room(stage: TrainedStage, machine: Machine, ranks_here: int) -> int:
+    """Bytes that a rank may fill: of its GPU, or its share of the host's memory; in RL what samplers leave of it."""
+    if stage.resources.device == "cuda" and machine.gpu is not None:
+        return int(stage.room_share * (budget(machine.gpu.memory) - footprint.CUDA_BYTES))
+    return int(stage.room_share * (budget(machine.memory) // ranks_here - PROCESS_BYTES))
+
+
+def state_of(stage: TrainedStage, model: ModelSize, *, num_ranks: int, is_critic: bool = False) -> footprint.TrainState:
+    """Memory of a rank for the model that a stage trains, or for its critic, which has no adapters."""
+    rank = 0 if is_critic else stage.lora_rank
+    return footprint.train_state(
+        model.parameters,
+        precision=stage.trainer.precision,
+        zero_stage=stage.trainer.zero_stage,
+        num_ranks=num_ranks,
+        optimizer=stage.optimizer_name,
+        device=str(stage.resources.device),
+        offload_optimizer=stage.resources.offload_optimizer == "cpu",
+        offload_param=stage.resources.offload_param == "cpu",
+        trained=footprint.lora_parameters(model.shape, rank) if rank else None,
+    )
+
+
+def state_bytes(stage: TrainedStage, model: ModelSize, ranks: int) -> int:
+    """Bytes of all weights, gradients and states on one rank's device, of every model that the stage holds."""
+    trained, frozen = stage.held_models
+    total = state_of(stage, model, num_ranks=ranks).total
+    return total * trained + frozen * width_of(stage.trainer.precision) * model.total
+
+
+def free_bytes(stage: TrainedStage, model: ModelSize, machine: Machine, ranks: int, ranks_here: int) -> int:
+    """Bytes that a rank has for micro-batches, beside states and the head's logits. ranks_here: on its node."""
+    precision, device = stage.trainer.precision, str(stage.resources.device)
+    tokens, scored = FULL_TOKENS[device], stage.scores_tokens
+    head = footprint.head_memory(
+        model.shape, model.vocabulary, tokens, precision=precision, device=device, scored=scored
+    )
+    return rank_room(stage, machine, ranks_here) - state_bytes(stage, model, ranks) - head
+
+
+def token_bytes(stage: TrainedStage, model: ModelSize, *, checkpointed: bool) -> int:
+    """Bytes that each token of a micro-batch takes."""
+    device, precision, shape = str(stage.resources.device), stage.trainer.precision, model.shape
+    kept = footprint.activations(shape, 1, precision=precision, checkpointing=checkpointed)
+    kept += footprint.working(shape, 1, precision)
+    if stage.packs_documents:
+        kept += footprint.documents_apart(shape, 1, precision=precision, device=device, checkpointing=checkpointed)
+    return kept
+
+
+def has_compiler(device: str, machine: Machine) -> bool:
+    """True where layers can be compiled for a machine's device."""
+    return device == "cpu" or machine.gpu is None or machine.gpu.capability >= TRITON_CAPABILITY
+
+
+def derive(pipeline: "Pipeline", machine: Machine) -> tuple["Pipeline", dict[str, str]]:
     """The pipeline without `auto`, as it fits a machine, and the origin of what was filled in, by dotted name."""
     origins: dict[str, str] = {}
     device = pipeline.device
@@ -27,33 +321,23 @@ def derive(pipeline: Pipeline, machine: Machine) -> tuple[Pipeline, dict[str, st
     stages: dict[str, Any] = {}
     for name, stage in pipeline.stages.items():
         derived = Derived(name, machine, origins, pipeline)
-        fill = Filler(stage, name, origins)
+        fill = derived.filler(stage)
         fill("seed", pipeline.seed, "the pipeline's seed")
-        stage = stage.model_copy(update=fill.updates)
-        stage = precision_of(device_of(stage, device, derived).before_ranks(derived), derived)
+        stage = precision_of(device_of(fill.filled, device, derived).before_ranks(derived), derived)
         model = model_of(pipeline, name)
         stages[name] = spread(stage, model, derived).after_ranks(model, derived)
     return pipeline.model_copy(update={"stages": stages, "device": device}), origins
 
 
-def with_core(pipeline: Pipeline, machine: Machine) -> tuple[Pipeline, dict[str, str], tuple[str, ...]]:
-    """The pipeline with CORE's items from `core_bundle`, or CORE left out where that is none; the origin of what was
-    filled in, and warnings.
-
-    Raises ConfigError for an eval stage of which nothing would be left.
-    """
-    origins: dict[str, str] = {}
-    stages: dict[str, Any] = {}
-    without: list[str] = []
-    for name, stage in pipeline.stages.items():
-        stages[name], is_left_out = stage.with_core(pipeline.core_bundle, Derived(name, machine, origins, pipeline))
-        without += [name] if is_left_out else []
-    warning = f"CORE is left out of {', '.join(without)}: core_bundle is none. Fetch and unpack {BUNDLE}, and set "
+def core_left_out(origins: Mapping[str, str]) -> tuple[str, ...]:
+    """The warning that CORE is left out of stages; none where it is of none. origins: of what was derived."""
+    without = dict.fromkeys(name.partition(".")[0] for name, why in origins.items() if why == f"derived: {NO_BUNDLE}")
+    warning = f"CORE is left out of {', '.join(without)}: {NO_BUNDLE}. Fetch and unpack {BUNDLE}, and set "
     warning += "core_bundle to its folder, or NANODAG_CORE_BUNDLE"
-    return pipeline.model_copy(update={"stages": stages}), origins, (warning,) if without else ()
+    return (warning,) if without else ()
 
 
-def unwise(pipeline: Pipeline, machine: Machine, given: Collection[str]) -> tuple[str, ...]:
+def unwise(pipeline: "Pipeline", machine: Machine, given: Collection[str]) -> tuple[str, ...]:
     """A line for each bad idea, naming the settings, what is bad, and what `auto` would say.
 
     pipeline: derived for the machine. given: dotted names of what somebody wrote.
@@ -79,14 +363,11 @@ def _of_stage(stage: StageBase, machine: Machine) -> Iterator[tuple[str, str]]:
             yield setting, f"bf16, which {machine.short} emulates many times slower than fp32; `auto` is fp32"
         if precision == "fp32" and device == "cuda" and is_fast and find_kind(stage.kind).trains:
             yield setting, f"fp32, which {machine.short} multiplies many times slower than bf16; `auto` is bf16"
-    ranks = int(resources.num_ranks) // resources.num_nodes
+    ranks, threads = int(resources.num_ranks) // resources.num_nodes, int(resources.threads)
     if device == "cuda" and machine.gpu is not None and ranks > machine.num_gpus:
         why = f"{counted(ranks, 'rank')} a node, and {machine.short} has {counted(machine.num_gpus, 'GPU')} for them"
         yield "resources.num_ranks", why
-    if device == "cpu" and ranks * int(resources.threads) > machine.cores:
-        why = (
-            f"{counted(ranks, 'rank')} of {counted(int(resources.threads), 'thread')} take turns on "
-            f"{counted(machine.cores, 'core')}; `auto` uses each core once"
-        )
-        yield "resources.num_ranks", why
-        yield "resources.threads", why
+    if device == "cpu" and ranks * threads > machine.cores:
+        why = f"{counted(ranks, 'rank')} of {counted(threads, 'thread')} take turns on {counted(machine.cores, 'core')}"
+        for name in ("num_ranks", "threads"):
+            yield f"resources.{name}", f"{why}; `auto` uses each core once"

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, TypeVar
 from nanodag.config.footprint import USABLE
 from nanodag.config.model_size import ModelSize
 from nanodag.config.rl_parts import SGLANG_ONLY, EngineConfig, SamplerConfig
-from nanodag.config.section import Filler
+from nanodag.config.section import Filler, Part
+from nanodag.config.stage_base import Resources
 from nanodag.errors import ConfigError
 from nanodag.errors.words import counted
 from nanodag.host.machine import GIB, Machine, detect
@@ -72,59 +73,48 @@ def engine_of(machine: Machine, device: str, model: ModelSize | None) -> tuple[s
     return "sglang", "SGLang is installed"
 
 
-def replicas_of(*, device: str, gpus: int, tensor_parallel: int, is_exact: bool, threads: int) -> tuple[int, str]:
+def replicas_of(resources: Resources, gpus: int, tensor_parallel: int, *, is_exact: bool) -> tuple[int, str]:
     """Number of samplers, and why. gpus: that the stage has. is_exact: each is deterministic.
 
     A sum that is split over threads has other bits, so a deterministic sampler has one thread, and several of them
     share the cores; another one on a CPU has all threads.
     """
-    if device == "cuda":
+    if resources.device == "cuda":
         return max(1, gpus // tensor_parallel), "one for each GPU"
     if is_exact:
-        return min(threads, MAX_CPU_REPLICAS), f"a thread each, {MAX_CPU_REPLICAS} at most"
+        return min(int(resources.threads), MAX_CPU_REPLICAS), f"a thread each, {MAX_CPU_REPLICAS} at most"
     return 1, "one with all threads"
 
 
-def room_for_cache(
-    machine: Machine, *, device: str, share: float, replicas: int, tensor_parallel: int, engine: str, weights: int
-) -> int:
-    """Bytes that one replica's cache may take. share: of each GPU that it runs on, or of the host's memory for all
-    replicas. weights: bytes that it holds beside the cache. 0 or less where they do not fit."""
+def room_for_cache(machine: Machine, device: str, sampler: EngineConfig, share: float, replicas: int) -> int:
+    """Bytes that one replica's weights and cache may take. share: of each GPU that it runs on, or of the host's memory
+    for all replicas."""
     if device != "cuda" or machine.gpu is None:
-        return int(share * machine.memory / replicas) - weights
-    usable = SGLANG_STATIC if engine == "sglang" else 1.0
-    return int(share * usable * machine.gpu.memory * tensor_parallel) - weights
+        return int(share * machine.memory / replicas)
+    usable = SGLANG_STATIC if sampler.engine == "sglang" else 1.0
+    return int(share * usable * machine.gpu.memory * sampler.tensor_parallel)
 
 
 def derive_sampler(name: str, stage: _RL, machine: Machine, model: ModelSize | None, origins: dict[str, str]) -> _RL:
     """The stage with no `auto` among what concerns samplers. model: None where its size is not known beforehand."""
     config, device = stage.sampler, str(stage.resources.device)
     fill = Filler(config, f"{name}.sampler", origins)
-    engine, tensor_parallel = _filled_engine(fill, config, machine, device, model)
+    context = fill("context", *_context(stage, model))
+    engine, tensor_parallel = _filled_engine(fill, config, machine, device, model, context)
     is_exact = fill("deterministic", engine == "embedded" and device == "cpu", f"engine {engine} on {device}")
     precision = fill("precision", stage.optimizer.precision, "the trainer's: two precisions would differ in their draw")
-    threads = int(stage.resources.threads)
-    replicas, why = replicas_of(
-        device=device, gpus=_gpus_of_samplers(stage, machine), tensor_parallel=tensor_parallel, is_exact=is_exact,
-        threads=threads,
-    )  # fmt: skip
+    gpus = _gpus_of_samplers(stage, machine)
+    replicas, why = replicas_of(stage.resources, gpus, tensor_parallel, is_exact=is_exact)
     if config.nodes:
         replicas, why = config.nodes * replicas, f"{why}, on {counted(config.nodes, 'node')} of their own"
     if config.has_others:
         replicas, why = 0, "sampler.urls and urls_file name servers of others"
     replicas = fill("replicas", replicas, why)
     replicas = max(1, replicas)  # where it has none of its own, what follows is of one that it would start
-    context = fill("context", *_context(stage, model))
-    if engine == "sglang" and model is not None:
-        check_no_window(model.window, context, f"{name}.sampler.engine")
     share = fill("memory_fraction", *_share(stage))
-    weights = 0
-    if model is not None:  # the embedded engine holds them twice while they change
-        weights = model.total * width_of(precision) * (2 if engine == "embedded" else 1)
-    room = room_for_cache(
-        machine, device=device, share=share, replicas=replicas // max(1, config.nodes), tensor_parallel=tensor_parallel,
-        engine=engine, weights=weights,
-    )  # fmt: skip
+    room = room_for_cache(machine, device, fill.filled, share, replicas // max(1, config.nodes))
+    if model is not None:  # the embedded engine holds its weights twice while they change
+        room -= model.total * width_of(precision) * (2 if engine == "embedded" else 1)
     rollout = stage.rollout
     samples = max(rollout.over_sampling, rollout.prompts_per_step) * rollout.samples_per_prompt
     at_once, why = min(samples, MAX_BATCH["cuda"] * replicas), f"{samples} samples a step"
@@ -151,26 +141,24 @@ def derive_sampler(name: str, stage: _RL, machine: Machine, model: ModelSize | N
     of_weights("mismatch_limit", LARGEST_MISMATCH[coarsest], f"{coarsest} on one of the two sides")
     of_rollout = Filler(rollout, f"{name}.rollout", origins)
     of_rollout("order", *_order(stage))
-    return stage.model_copy(
-        update={
-            "sampler": config.model_copy(update=fill.updates),
-            "weights": stage.weights.model_copy(update=of_weights.updates),
-            "rollout": rollout.model_copy(update=of_rollout.updates),
-        }
-    )
+    sections = {"sampler": fill.filled, "weights": of_weights.filled, "rollout": of_rollout.filled}
+    return stage.model_copy(update=sections)
 
 
 def _filled_engine(
-    fill: Filler, config: EngineConfig, machine: Machine, device: str, model: ModelSize | None
+    fill: Filler[Part], config: EngineConfig, machine: Machine, device: str, model: ModelSize | None, context: int
 ) -> tuple[str, int]:
     """The engine, and GPUs of one sampler. What was set for SGLang means nothing to the embedded one.
 
-    Raises ConfigError for a model that is to be split over GPUs, where the embedded engine is taken."""
+    Raises ConfigError for a model that is to be split over GPUs, where the embedded engine is taken, and for one with a
+    window that SGLang would leave out."""
     is_of_others = isinstance(config, SamplerConfig) and config.has_others  # there it is installed by others
     is_here = machine.sglang or config.python != "auto" or is_of_others
     engine, why = engine_of(replace(machine, sglang=is_here), device, model)
     engine = fill("engine", engine, f"{machine}: {why}")
     if engine != "embedded":
+        if model is not None:
+            check_no_window(model.window, context, f"{fill.name}.engine")
         return engine, config.tensor_parallel
     if config.tensor_parallel > 1:
         raise ConfigError(
@@ -187,10 +175,9 @@ def _order(stage: "RLStage") -> tuple[str, str]:
     """`arrival` needs requests that stay in flight while weights change."""
     if stage.weights.sync_mode == "finish":
         return "prompt", "sync_mode finish"
-    for name in ("over_sampling", "partial_rollout_tokens"):  # they choose groups in the order of their prompts
-        if getattr(stage.rollout, name):
-            return "prompt", name
-    return "arrival", f"sync_mode {stage.weights.sync_mode}"
+    choosing = ("over_sampling", "partial_rollout_tokens")  # groups, in the order of their prompts
+    chosen = next((name for name in choosing if getattr(stage.rollout, name)), "")
+    return ("prompt", chosen) if chosen else ("arrival", f"sync_mode {stage.weights.sync_mode}")
 
 
 def _gpus_of_samplers(stage: "RLStage", machine: Machine) -> int:
@@ -235,21 +222,15 @@ def derive_evaluation(
     benchmark needs, so it is no setting."""
     config, device = stage.sampler, str(stage.resources.device)
     fill = Filler(config, f"{name}.sampler", origins)
-    engine, tensor_parallel = _filled_engine(fill, config, machine, device, model)
-    if engine == "sglang" and model is not None:
-        check_no_window(model.window, model.max_positions, f"{name}.sampler.engine")
-    replicas, why = replicas_of(
-        device=device, gpus=stage.resources.gpus_per_node or machine.num_gpus, tensor_parallel=tensor_parallel,
-        is_exact=engine == "embedded", threads=int(stage.resources.threads),
-    )  # fmt: skip
+    context = 0 if model is None else model.max_positions
+    engine, tensor_parallel = _filled_engine(fill, config, machine, device, model, context)
+    gpus = stage.resources.gpus_per_node or machine.num_gpus
+    replicas, why = replicas_of(stage.resources, gpus, tensor_parallel, is_exact=engine == "embedded")
     replicas = fill("replicas", replicas, f"{machine}, {why}")
     fill("max_batch", MAX_BATCH[device], f"on {device}, as far as the cache holds them")
     share, why = (SHARE_IN_EVALUATION, "of a GPU") if device == "cuda" else (SHARE_OF_HOST, "of the host's memory")
     weights = 0 if model is None else model.total * width_of(str(stage.precision))
-    room = room_for_cache(
-        machine, device=device, share=share, replicas=replicas, tensor_parallel=tensor_parallel, engine=engine,
-        weights=weights,
-    )  # fmt: skip
+    room = room_for_cache(machine, device, fill.filled, share, replicas) - weights
     if device == "cuda" and machine.gpu is not None:  # beside it lies another copy of the weights, which scores
         left = int(USABLE * machine.gpu.memory) - weights - BESIDE_IN_EVALUATION
         room = min(room, tensor_parallel * left - weights)
@@ -259,11 +240,10 @@ def derive_evaluation(
         answers = Filler(benchmark, f"{name}.benchmarks.{number}", origins)
         answers("seed", stage.seed, "the stage's seed")
         answers("max_new_tokens", stage.max_new_tokens, "the stage's max_new_tokens")
-        benchmarks.append(benchmark.model_copy(update=answers.updates))
+        benchmarks.append(answers.filled)
     scored = Filler(stage, name, origins)
     scored("micro_batch_tokens", SCORED_TOKENS[device], f"on {device}")
-    sampler = config.model_copy(update=fill.updates)
-    return stage.model_copy(update={**scored.updates, "sampler": sampler, "benchmarks": tuple(benchmarks)})
+    return scored.filled.model_copy(update={"sampler": fill.filled, "benchmarks": tuple(benchmarks)})
 
 
 def _gib(num_bytes: int) -> str:

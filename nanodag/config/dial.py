@@ -68,13 +68,8 @@ def num_parameters(shape: Shape, vocabulary: int) -> dict[str, int]:
     norms = shape.depth * (2 * shape.width + 2 * shape.head_width) + shape.width
     embedding = vocabulary * shape.width
     head = 0 if shape.tied_embeddings else embedding
-    return {
-        "embedding": embedding,
-        "head": head,
-        "matrices": matrices,
-        "norms": norms,
-        "total": embedding + head + matrices + norms,
-    }
+    parts = {"embedding": embedding, "head": head, "matrices": matrices, "norms": norms}
+    return parts | {"total": sum(parts.values())}
 
 
 def flops_per_token(shape: Shape, vocabulary: int, sequence_length: int) -> int:

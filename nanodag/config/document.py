@@ -31,7 +31,7 @@ _OCTAL_OR_HEX = re.compile(r"0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 _TAGS = {f"tag:yaml.org,2002:{name}": name for name in ("str", "int", "float", "bool", "null", "map", "seq")}
-_COLLECTIONS = {yaml.MappingStartEvent: "map", yaml.SequenceStartEvent: "seq"}
+_FITTING = {"int": (int,), "float": (int, float), "bool": (bool,), "null": (type(None),)}  # values, by a scalar's tag
 
 
 def read_yaml(file: Path) -> Any:
@@ -50,10 +50,8 @@ def read_yaml(file: Path) -> Any:
         raise ConfigError(
             f"{file} is not UTF-8: byte {error.object[error.start]:#04x} at position {error.start}. Save it as UTF-8."
         ) from None
-    except ConfigError:
-        raise
-    except (OSError, ValueError) as error:  # ValueError: a null byte in the path
-        raise ConfigError(f"{str(file)!r} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
+    except OSError as error:
+        raise ConfigError(f"{str(file)!r} cannot be read: {error.strerror or error}.") from None
     return parse_yaml(text, lambda line: f"{file}, line {line}")
 
 
@@ -122,12 +120,13 @@ class _Reader:
         if isinstance(event, yaml.ScalarEvent):
             read = _Read(self._scalar(event))
         else:
-            if event.tag not in (None, "!") and _TAGS.get(event.tag) != _COLLECTIONS[type(event)]:
+            is_list = isinstance(event, yaml.SequenceStartEvent)
+            if event.tag not in (None, "!") and _TAGS.get(event.tag) != ("seq" if is_list else "map"):
                 raise self._wrong(event, f"the tag {_short(event.tag)} means nothing here; leave it out")
             if event.anchor is not None:
                 self._anchors[event.anchor] = None
-            before, of_kind = self._size, self._list if isinstance(event, yaml.SequenceStartEvent) else self._table
-            value, height = of_kind(depth + 1)
+            before = self._size
+            value, height = self._list(depth + 1) if is_list else self._table(depth + 1)
             read = _Read(value, 1 + self._size - before, 1 + height)
         if event.anchor is not None:
             self._anchors[event.anchor] = read
@@ -140,12 +139,10 @@ class _Reader:
 
     def _list(self, depth: int) -> tuple[list[Any], int]:
         """The list whose first event has passed, and the height of what is in it."""
-        values, height = [], 0
+        reads = []
         while not isinstance(event := next(self._events), yaml.SequenceEndEvent):
-            read = self._node(event, depth)
-            values.append(read.value)
-            height = max(height, read.height)
-        return values, height
+            reads.append(self._node(event, depth))
+        return [read.value for read in reads], max((read.height for read in reads), default=0)
 
     def _table(self, depth: int) -> tuple[dict[str, Any], int]:
         """The table whose first event has passed, and the height of what is in it."""
@@ -188,7 +185,7 @@ class _Reader:
         if tag == "str" or (tag is None and not (event.implicit[0] and event.tag is None)):
             return text
         value = self._plain(event)
-        if tag is not None and not _fits(value, tag):
+        if tag is not None and type(value) not in _FITTING.get(tag, ()):
             raise self._wrong(event, f"the tag {_short(event.tag)} does not fit {text!r:.60}; leave it out")
         return float(value) if tag == "float" else value
 
@@ -226,8 +223,3 @@ class _Reader:
 
 def _short(tag: str) -> str:
     return f"{tag.replace('tag:yaml.org,2002:', '!!'):.40}"
-
-
-def _fits(value: Any, tag: str) -> bool:
-    kinds = {"int": int, "float": int | float, "bool": bool, "null": type(None)}
-    return tag in kinds and isinstance(value, kinds[tag]) and (tag == "bool" or not isinstance(value, bool))

@@ -1,14 +1,13 @@
 """Messages on what is wrong with a config: the field, the value found, what is allowed, the nearest right name."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
 from nanodag.config.kinds import known
 from nanodag.config.pipeline import Pipeline
-from nanodag.config.section import full_name
+from nanodag.config.section import full_name, models_in
 from nanodag.errors.words import counted, listed, nearest, said
 
 # What pydantic adds to a location for the branches of a union such as `number | "auto"`: no part of a field's name.
@@ -16,20 +15,13 @@ _BRANCHES = ("literal[", "int", "float", "bool", "str", "constrained", "function
 MAX_LINES = 8
 MAX_NAMES = 20
 _BY_TYPE = {
-    "int_type": "must be a whole number",
-    "int_parsing": "must be a whole number",
-    "int_from_float": "must be a whole number",
-    "float_type": "must be a number",
-    "float_parsing": "must be a number",
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "must be a whole number"),
+    **dict.fromkeys(("float_type", "float_parsing"), "must be a number"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "must be true or false"),
+    **dict.fromkeys(("list_type", "tuple_type"), "must be a list"),
+    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "must be a table"),
     "finite_number": "must be a finite number",
-    "bool_type": "must be true or false",
-    "bool_parsing": "must be true or false",
     "string_type": "must be text",
-    "list_type": "must be a list",
-    "tuple_type": "must be a list",
-    "dict_type": "must be a table",
-    "model_type": "must be a table",
-    "model_attributes_type": "must be a table",
     "string_too_short": "must not be empty",
     "literal_error": "must be {expected}",
     "greater_than": "must be above {gt}",
@@ -40,17 +32,15 @@ _BY_TYPE = {
 }
 
 
-def explain(error: ValidationError, kinds: Mapping[str, str], file: Path, preset: str) -> str:
-    """One line for each wrong field, after the file's name and the preset's. kinds: stage -> the kind that it names."""
+def explain(error: ValidationError, kinds: Mapping[str, str], where: str) -> str:
+    """One line for each wrong field, after the file and the preset, `where`. kinds: stage -> the kind that it names."""
     problems = error.errors(include_url=False)
     # Of a value that a list lacks, the place of the list.
     lacks = [problem["type"] == "missing" and isinstance(problem["loc"][-1], int) for problem in problems]
     names = [_name_of(problem["loc"][: -1 if lack else None]) for problem, lack in zip(problems, lacks, strict=True)]
     tables = {".".join(parts[:end]) for parts in (name.split(".") for name in names) for end in range(1, len(parts))}
-    lines: dict[str, list[str]] = {}
+    lines = {name: [text] for name, text in _unknown_keys(problems, kinds).items()}
     suffixes: dict[str, str] = {}
-    for name, models_unknown in _unknown_keys(problems, kinds).items():
-        lines[name] = [models_unknown]
     for name, problem in zip(names, problems, strict=True):
         if problem["type"] == "extra_forbidden" or name in tables:
             continue  # said above; or said of what is in it, and what that leaves of the whole is no second fault
@@ -68,11 +58,10 @@ def explain(error: ValidationError, kinds: Mapping[str, str], file: Path, preset
     for name, (first, *others) in lines.items():  # what is common to the branches of a union stands once
         text = " or ".join([first, *(other.removeprefix("must be ") for other in others)])
         texts.append(f"{name}: {text}{suffixes.get(name, '')}" if name else first)
-    head = f"{file}, preset {preset!r}"
     if len(texts) == 1:
-        return f"{head}: {texts[0]}"
+        return f"{where}: {texts[0]}"
     more = [f"  and {counted(len(texts) - MAX_LINES, 'more fault')}"] if len(texts) > MAX_LINES else []
-    return "\n".join([f"{head}, cannot be used:", *(f"  {text}" for text in texts[:MAX_LINES]), *more])
+    return "\n".join([f"{where}, cannot be used:", *(f"  {text}" for text in texts[:MAX_LINES]), *more])
 
 
 def _message(problem: Mapping[str, Any]) -> str:
@@ -81,10 +70,9 @@ def _message(problem: Mapping[str, Any]) -> str:
         return _BY_TYPE[kind].format(**{k: f"{v:g}" if isinstance(v, float) else v for k, v in context.items()})
     if kind == "missing":
         return "has too few values" if isinstance(problem["loc"][-1], int) else "is missing"
-    if kind == "too_short":
-        return f"must have at least {counted(context['min_length'], 'entry', 'entries')}"
-    if kind == "too_long":
-        return f"must have at most {counted(context['max_length'], 'entry', 'entries')}"
+    if kind in ("too_short", "too_long"):
+        bound, words = ("min_length", "at least") if kind == "too_short" else ("max_length", "at most")
+        return f"must have {words} {counted(context[bound], 'entry', 'entries')}"
     text = problem["msg"].removeprefix("Value error, ").removesuffix(".")
     return text.removeprefix("stages.") if not problem["loc"] else text
 
@@ -144,7 +132,7 @@ def _model_at(location: Sequence[int | str], kinds: Mapping[str, str]) -> type[B
         rest = rest[2:]
     for part in rest:
         field = model.model_fields.get(part) if isinstance(part, str) else None
-        model = (_model_in(field.annotation) if field else None) or model
+        model = next(models_in(field.annotation), model) if field else model
     return model
 
 
@@ -153,12 +141,6 @@ def _names_in(model: type[BaseModel], prefix: str = "") -> list[str]:
     names = []
     for name, field in model.model_fields.items():
         names.append(prefix + name)
-        inner = _model_in(field.annotation)
-        names += _names_in(inner, f"{prefix}{name}.") if inner is not None and inner is not model else []
+        inner = next(models_in(field.annotation), model)
+        names += _names_in(inner, f"{prefix}{name}.") if inner is not model else []
     return names
-
-
-def _model_in(annotation: Any) -> Any:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next((model for a in get_args(annotation) if (model := _model_in(a)) is not None), None)

@@ -6,9 +6,6 @@
 
 Bytes of one process, as the engines of this package hold them at their highest (nanodag.train.deepspeed_engine with
 DeepSpeed 0.19.8, nanodag.model.decoder, nanodag.rl.trainer, nanodag.sampler.decode_views).
-
-Letters: N parameters, b bytes of a number of the training precision, R ranks; W width, F MLP width, Q query heads times
-head width, K key-value heads times head width, V vocabulary.
 """
 
 from collections.abc import Mapping
@@ -73,7 +70,7 @@ def train_state(
     Master weights and the optimizer's states are float32. What DeepSpeed holds beside them differs by stage and
     precision:
 
-    - stage 0: gradients of b, and in bfloat16 a float32 copy of them while a step is taken;
+    - stage 0: gradients in the training precision, and in bfloat16 a float32 copy of them while a step is taken;
     - stage 1 in bfloat16: gradients twice, whole on every rank, in bfloat16 and summed in float32;
     - stage 1 in float32 and stage 2: whole gradients until their bucket is reduced, then shards in float32, which a
       step copies once;
@@ -123,13 +120,11 @@ def num_states(parameters: Mapping[str, int], optimizer: str, learned: int) -> i
 def layer_activations(shape: Shape, precision: Precision | str) -> int:
     """Bytes a token that one layer keeps for its backward pass, not compiled: what `before_attention`, the attention
     and `after_attention` of nanodag.model.layer save. A compiled layer keeps half to two thirds of it."""
-    width, mlp = shape.width, shape.mlp_width
+    width, mlp, wide = shape.width, shape.mlp_width, width_of(precision)
     query, key = shape.num_heads * shape.head_width, shape.num_kv_heads * shape.head_width
-    if precision == "bf16":  # norms are computed in float32 and keep their input so
-        norms = 2 * (4 + 2 + 2) * width + (4 + 2) * (query + key)
-        return norms + 2 * (query + 2 * key) + 2 * query + FLOAT * shape.num_heads + 2 * 4 * mlp
-    norms = 2 * (4 + 4 + 4) * width + (4 + 4) * (query + key)
-    return norms + 4 * (query + 2 * key) + 4 * query + FLOAT * shape.num_heads + 4 * 4 * mlp
+    # Norms are computed in float32 and keep their input so.
+    norms = 2 * (FLOAT + 2 * wide) * width + (FLOAT + wide) * (query + key)
+    return norms + wide * (query + 2 * key) + wide * query + FLOAT * shape.num_heads + 4 * wide * mlp
 
 
 def activations(shape: Shape, tokens: int, *, precision: Precision | str, checkpointing: bool = False) -> int:

@@ -1,13 +1,20 @@
-"""A model's shape, which decides memory and work before any of it was built; and shapes of models on the hub, by name.
+"""A model's shape, which decides memory and work before any of it was built: of models on the hub by name, and of a
+stage's model.
 
 `auto` follows from the pipeline and the machine alone, so it cannot look into files that may not be there yet.
 """
 
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 from nanodag.config.dial import Shape, flops_per_token, num_parameters
+from nanodag.errors import ConfigError
 from nanodag.inference.cache_size import token_bytes
+
+if TYPE_CHECKING:
+    from nanodag.config.kinds.training import PretrainStage
+    from nanodag.config.pipeline import Pipeline
 
 
 @dataclass(frozen=True)
@@ -47,30 +54,23 @@ class ModelSize:
         return self.training_flops(length) / 3
 
 
-# From each model's config.json: layers, width, heads, key-value heads, head width, inner width, tied; vocabulary.
+# From each model's config.json: layers, width, heads, key-value heads, head width, inner width, tied; vocabulary; and
+# positions that all models of its family have at least.
 _QWEN = 151_936
-KNOWN: dict[str, tuple[Shape, int]] = {
-    "Qwen/Qwen2.5-0.5B": (Shape(24, 896, 14, 2, 64, 4864, tied_embeddings=True), _QWEN),
-    "Qwen/Qwen2.5-1.5B": (Shape(28, 1536, 12, 2, 128, 8960, tied_embeddings=True), _QWEN),
-    "Qwen/Qwen2.5-3B": (Shape(36, 2048, 16, 2, 128, 11008, tied_embeddings=True), _QWEN),
-    "Qwen/Qwen2.5-7B": (Shape(28, 3584, 28, 4, 128, 18944, tied_embeddings=False), 152_064),
-    "Qwen/Qwen3-0.6B": (Shape(28, 1024, 16, 8, 128, 3072, tied_embeddings=True), _QWEN),
-    "Qwen/Qwen3-1.7B": (Shape(28, 2048, 16, 8, 128, 6144, tied_embeddings=True), _QWEN),
-    "Qwen/Qwen3-4B": (Shape(36, 2560, 32, 8, 128, 9728, tied_embeddings=True), _QWEN),
-    "Qwen/Qwen3-8B": (Shape(36, 4096, 32, 8, 128, 12288, tied_embeddings=False), _QWEN),
-    "HuggingFaceTB/SmolLM2-135M": (Shape(30, 576, 9, 3, 64, 1536, tied_embeddings=True), 49_152),
-    "HuggingFaceTB/SmolLM2-360M": (Shape(32, 960, 15, 5, 64, 2560, tied_embeddings=True), 49_152),
-    "HuggingFaceTB/SmolLM2-1.7B": (Shape(24, 2048, 32, 32, 64, 8192, tied_embeddings=True), 49_152),
-    "meta-llama/Llama-3.2-1B": (Shape(16, 2048, 32, 8, 64, 8192, tied_embeddings=True), 128_256),
-    "meta-llama/Llama-3.2-3B": (Shape(28, 3072, 24, 8, 128, 8192, tied_embeddings=True), 128_256),
-}
-
-# By how their names begin: positions that all models of a family have at least.
-POSITIONS = {
-    "Qwen/Qwen2.5-": 32_768,
-    "Qwen/Qwen3-": 32_768,
-    "HuggingFaceTB/SmolLM2-": 8_192,
-    "meta-llama/Llama-3.2-": 131_072,
+KNOWN = {
+    "Qwen/Qwen2.5-0.5B": ModelSize(Shape(24, 896, 14, 2, 64, 4864, tied_embeddings=True), _QWEN, 32_768),
+    "Qwen/Qwen2.5-1.5B": ModelSize(Shape(28, 1536, 12, 2, 128, 8960, tied_embeddings=True), _QWEN, 32_768),
+    "Qwen/Qwen2.5-3B": ModelSize(Shape(36, 2048, 16, 2, 128, 11008, tied_embeddings=True), _QWEN, 32_768),
+    "Qwen/Qwen2.5-7B": ModelSize(Shape(28, 3584, 28, 4, 128, 18944, tied_embeddings=False), 152_064, 32_768),
+    "Qwen/Qwen3-0.6B": ModelSize(Shape(28, 1024, 16, 8, 128, 3072, tied_embeddings=True), _QWEN, 32_768),
+    "Qwen/Qwen3-1.7B": ModelSize(Shape(28, 2048, 16, 8, 128, 6144, tied_embeddings=True), _QWEN, 32_768),
+    "Qwen/Qwen3-4B": ModelSize(Shape(36, 2560, 32, 8, 128, 9728, tied_embeddings=True), _QWEN, 32_768),
+    "Qwen/Qwen3-8B": ModelSize(Shape(36, 4096, 32, 8, 128, 12288, tied_embeddings=False), _QWEN, 32_768),
+    "HuggingFaceTB/SmolLM2-135M": ModelSize(Shape(30, 576, 9, 3, 64, 1536, tied_embeddings=True), 49_152, 8_192),
+    "HuggingFaceTB/SmolLM2-360M": ModelSize(Shape(32, 960, 15, 5, 64, 2560, tied_embeddings=True), 49_152, 8_192),
+    "HuggingFaceTB/SmolLM2-1.7B": ModelSize(Shape(24, 2048, 32, 32, 64, 8192, tied_embeddings=True), 49_152, 8_192),
+    "meta-llama/Llama-3.2-1B": ModelSize(Shape(16, 2048, 32, 8, 64, 8192, tied_embeddings=True), 128_256, 131_072),
+    "meta-llama/Llama-3.2-3B": ModelSize(Shape(28, 3072, 24, 8, 128, 8192, tied_embeddings=True), 128_256, 131_072),
 }
 
 
@@ -78,9 +78,32 @@ def known_model(model: str) -> ModelSize | None:
     """The size of an import's `model`; None of one that is not known, which gets the careful value of each rule.
 
     A chat model is its base model's size: `-Instruct` and `-Base` do not matter, nor does a revision."""
-    if not model.startswith("hub:"):
+    name = model.partition("@")[0]
+    return KNOWN.get(re.sub(r"-(Instruct|Base)$", "", name.removeprefix("hub:"))) if name.startswith("hub:") else None
+
+
+def began_at(pipeline: "Pipeline", name: str) -> str:
+    """The stage that a stage's model began in, through all that trained it."""
+    while source := pipeline.stages[name].inputs.get("model"):
+        name = source
+    return name
+
+
+def pretrain_of(pipeline: "Pipeline", name: str) -> "PretrainStage | None":
+    """The stage that a stage's model began in at random weights; None of an imported checkpoint."""
+    stage = pipeline.stages[began_at(pipeline, name)]
+    return cast("PretrainStage", stage) if stage.is_from_scratch else None
+
+
+def model_of(pipeline: "Pipeline", name: str) -> ModelSize | None:
+    """The size of the model that a stage trains or scores, whether its shape was given, derived from its depth, or is
+    that of an import that is known; None of another import, and of a stage without a model."""
+    began = began_at(pipeline, name)
+    if imported := pipeline.stages[began].known_model:
+        return known_model(imported)
+    if (source := pretrain_of(pipeline, began)) is None:
         return None
-    name = model.removeprefix("hub:").partition("@")[0]
-    if (known := KNOWN.get(re.sub(r"-(Instruct|Base)$", "", name))) is None:
-        return None
-    return ModelSize(*known, next(number for family, number in POSITIONS.items() if name.startswith(family)))
+    tokenizer, shape = pipeline.stages[source.inputs["tokenizer"]], source.shape.filled(began, {})
+    if not tokenizer.vocabulary_size:
+        raise ConfigError(f"A pretrain stage's input `tokenizer` must be of kind tokenizer; found {tokenizer.kind}.")
+    return ModelSize(shape.as_shape(), tokenizer.vocabulary_size, shape.max_positions)

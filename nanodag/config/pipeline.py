@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Mapping
 from graphlib import CycleError, TopologicalSorter
-from heapq import heappop, heappush
 from ipaddress import ip_address
 from socket import inet_aton
 from typing import Annotated, Any, Literal
@@ -26,7 +25,6 @@ from nanodag.config.kinds import find_kind, known
 from nanodag.config.nightly import NightlyConfig
 from nanodag.config.section import Auto, Seconds, Section, found_in, full_name
 from nanodag.config.stage_base import StageBase
-from nanodag.config.tracking import TrackingConfig
 from nanodag.data.config import SourceConfig
 from nanodag.data.urls import parse_url
 from nanodag.errors.words import listed, nearest
@@ -34,6 +32,12 @@ from nanodag.errors.words import listed, nearest
 _NO_STORES = {"memory": "is gone when its process ends", **dict.fromkeys(("http", "https"), "cannot be written to")}
 _WEBHOOK = re.compile(r"none|env:\w+|block:[a-z0-9-]+/[a-z0-9-]+")
 _STAGE_NAME = re.compile(r"[a-z][a-z0-9_-]{0,40}")
+# Trackers with a process of their own (nanodag.worker.tracker); TensorBoard only writes files.
+SERVICES = ("wandb", "trackio")
+PLACES = ("run", "stage", "kind", "preset", "build")
+_PLACE = re.compile(r"\{([^{}]*)\}")
+
+Template = Annotated[str, Field(min_length=1, max_length=200)]
 
 
 def _of_its_kind(raw: Any, info: ValidationInfo) -> StageBase:
@@ -197,6 +201,50 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+class TrackingConfig(Section):
+    """Trackers that get the metrics, beside metrics.jsonl. Each stage is one run of a tracker. In group, name and id
+    `{run}`, `{stage}`, `{kind}`, `{preset}` and `{build}` are filled in."""
+
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ("tensorboard",)
+    """`tensorboard` writes files beside the metrics, `wandb` is Weights & Biases, `trackio` Hugging Face's. The last
+    two are packages of their own."""
+    project: str = Field("nanodag", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}$")
+    """The tracker's project."""
+    entity: str = Field("none", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    """The team or user of W&B; `none`: that of the login."""
+    group: Template = "{run}"
+    """What the stages of one run have in common."""
+    name: Template = "{run}/{stage}"
+    """The name of a stage's run in W&B. Trackio tells runs apart by their names, so there it is the id."""
+    id: str = Field("{run}-{stage}-{build}", pattern=r"^[A-Za-z0-9_.{}-]{1,100}$")
+    """What a stage's run is known by, and continued under after a retry. `{build}` is new for each build; without it
+    every build of the stage writes into one run."""
+    tags: tuple[Annotated[str, Field(min_length=1, max_length=64)], ...] = ()
+    """Tags of every stage's run."""
+    mode: Literal["online", "offline"] = "online"
+    """`offline`: W&B writes files under the store's local folder and sends nothing; `wandb sync` does that later."""
+
+    @field_validator("group", "name", "id")
+    @classmethod
+    def _fills_what_there_is(cls, text: str) -> str:
+        if unknown := [place for place in _PLACE.findall(text) if place not in PLACES]:
+            places = listed(f"{{{place}}}" for place in PLACES)
+            raise ValueError(f"{text!r} has {{{unknown[0]}}}, which nothing fills in; there are {places}")
+        return text
+
+    @field_validator("id")
+    @classmethod
+    def _differs_between_stages(cls, text: str) -> str:
+        if "{stage}" not in text:
+            raise ValueError(f"{text!r} is one id for all stages, which would write into one run; put {{stage}} in it")
+        return text
+
+
+def filled(template: str, **places: str) -> str:
+    """A template with its places filled in."""
+    return _PLACE.sub(lambda match: places[match[1]], template)
+
+
 class NotifyConfig(Section):
     """Messages on a run, sweep or night that failed, and on a night that got worse."""
 
@@ -336,12 +384,11 @@ def order_of(pipeline: Pipeline) -> list[str]:
     except CycleError as error:
         names = listed(sorted(set(error.args[1])))
         raise ValueError(f"stages {names} wait for each other; a DAG has no cycle") from None
-    ready: list[tuple[int, str]] = []
+    ready: list[str] = []
     order = []
     while sorter.is_active():
-        for name in sorter.get_ready():
-            heappush(ready, (numbers[name], name))
-        order.append(heappop(ready)[1])
+        ready = sorted((*ready, *sorter.get_ready()), key=numbers.__getitem__)
+        order.append(ready.pop(0))
         sorter.done(order[-1])
     return order
 

@@ -12,13 +12,12 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from nanodag import registry
-from nanodag.config.hardware_rules import RULES
+from nanodag.config.derive import RULES
 from nanodag.config.kinds import shipped
 from nanodag.config.pipeline import AnyStage, Pipeline, full_path
 from nanodag.config.resolve import Resolved
-from nanodag.config.rl_entries import EntryConfig
-from nanodag.config.rl_parts import EngineConfig
-from nanodag.config.sampled_stage import SampledStage
+from nanodag.config.rl_parts import EngineConfig, EntryConfig, SampledStage
+from nanodag.config.section import models_in
 from nanodag.config.stage_base import StageBase
 from nanodag.config.supervised import ChatStage, SupervisedStage
 from nanodag.errors import ConfigError
@@ -198,14 +197,6 @@ def _class_lines(model: type[BaseModel], shown: list[type[BaseModel]]) -> Iterat
         for inner in models_in(field.annotation):
             if not issubclass(inner, StageBase):
                 yield from _class_lines(inner, shown)
-
-
-def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The classes that a field holds."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for inner in get_args(annotation):
-        yield from models_in(inner)
 
 
 def _entry_cells(kind: str, name: str, entry: registry.Entry) -> tuple[str, str, str, str]:

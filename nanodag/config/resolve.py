@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from nanodag.config.derive import derive, unwise, with_core
+from nanodag.config.derive import core_left_out, derive, unwise
 from nanodag.config.derive_sampler import this_machine
 from nanodag.config.document import parse_yaml, read_yaml
 from nanodag.config.explain import explain
@@ -68,20 +68,21 @@ def resolve(
     document = read_document(file)
     check_owner(file)
     presets = document["presets"]
-    is_chosen = preset != "auto"
-    if not is_chosen:  # the same on every machine: a GPU is no reason to begin a run of many hours unasked
-        preset = document.get("default", "pocket")
     tree: dict[str, Any] = {}
-    origins: dict[str, str] = {}
+    origins = {"preset": "the command line"}
+    if preset == "auto":  # the same on every machine: a GPU is no reason to begin a run of many hours unasked
+        preset, origins["preset"] = document.get("default", "pocket"), "the file's default"
+    where = f"{file}, preset {preset!r}"
     common = {key: value for key, value in document.items() if key not in ("default", "presets")}
     bodies = {"the file, for all presets": common}
     for name in _lineage(presets, preset, file):
         bodies[f"preset {name}"] = {k: v for k, v in presets[name].items() if k != "extends"}
-    vouch_for(file.absolute(), _trusted(list(bodies.values())))  # before tables meet: sections are a kind's
+    modules = next((b["trusted_modules"] for b in reversed(bodies.values()) if "trusted_modules" in b), None)
+    modules = modules if isinstance(modules, list) else []  # what is wrong with it is told with all that is
+    vouch_for(file.absolute(), [m for m in modules if isinstance(m, str)])  # before tables meet: sections are a kind's
     for origin, body in bodies.items():
         _merge(tree, body, origins, origin)
     tree["preset"] = preset
-    origins["preset"] = "the command line" if is_chosen else "the file's default"
     _absolute_paths(tree, file.absolute().parent)
     from_file, unchanged = _what_may_run(tree), json.dumps(tree["stages"])
     for text in environment_overrides():
@@ -96,10 +97,8 @@ def resolve(
             )
     _absolute_paths(tree, Path.cwd())
     if len(tree["stages"]) > MAX_STAGES:
-        raise ConfigError(
-            f"{file}, preset {preset!r}: stages: {len(tree['stages']):,} are more than {MAX_STAGES:,}, the most that a "
-            "preset may have; split it."
-        )
+        count = f"{len(tree['stages']):,} are more than {MAX_STAGES:,}"
+        raise ConfigError(f"{where}: stages: {count}, the most that a preset may have; split it.")
     try:
         # As JSON, so that types are strict (no number for true, no text for a number) and a list may stand for a tuple.
         pipeline = Pipeline.model_validate_json(json.dumps(tree), strict=True)
@@ -107,18 +106,21 @@ def resolve(
             check_agents(pipeline, json.loads(unchanged))
     except ValidationError as error:
         kinds = {name: str(body.get("kind", "")) for name, body in tree["stages"].items() if isinstance(body, dict)}
-        raise ConfigError(explain(error, kinds, file, preset)) from None
+        raise ConfigError(explain(error, kinds, where)) from None
     check_trust(pipeline, file.absolute())
     unchecked = tuple(full_path(pipeline.stages, name) for name in pipeline.unchecked)
     pipeline = pipeline.model_copy(update={"unchecked": unchecked})
     names = [name for name, _ in leaves(pipeline)] if unchecked else ()
     for name in set(unchecked).difference(names):
         near = nearest(name, names) or " Name it as messages do, as in rl.optimizer.micro_batch_tokens."
-        raise ConfigError(f"{file}, preset {preset!r}: unchecked: there is no setting {name!r:.100}.{near}")
-    _check_nightly(pipeline, document, f"{file}, preset {preset!r}")
-    pipeline, of_core, left_out = with_core(pipeline, machine)
+        raise ConfigError(f"{where}: unchecked: there is no setting {name!r:.100}.{near}")
+    known = stages_in(document)
+    for name in () if pipeline.nightly.stages == "all" else pipeline.nightly.stages:
+        if name not in known:
+            near = nearest(name, known) or f" Stages are {listed(known)}."
+            raise ConfigError(f"{where}: nightly.stages: no preset of the file has a stage {name!r:.100}.{near}")
     pipeline, derived = derive(pipeline, machine)
-    origins.update(of_core | derived)
+    origins.update(derived)
     inner: dict[str, str] = {}  # of tables, what the first thing in them comes from
     for name, origin in origins.items():
         for end in (place for place, character in enumerate(name) if character == "."):
@@ -128,17 +130,8 @@ def resolve(
     # What somebody wrote; of our own file the overrides alone, as tests look after its presets.
     not_given = ("default", "derived", *["preset"] * (file.absolute() == PROJECT / "pipeline.yaml"))
     explicit_names = {name for name, origin in shown.items() if not origin.startswith(not_given)}
-    warnings = (*unwise(pipeline, machine, explicit_names), *left_out)
+    warnings = (*unwise(pipeline, machine, explicit_names), *core_left_out(derived))
     return Resolved(pipeline=pipeline, origins=shown, machine=machine, warnings=warnings)
-
-
-def _check_nightly(pipeline: Pipeline, document: Mapping[str, Any], where: str) -> None:
-    """Raise ConfigError for a stage of nightly.stages that no preset of the file has."""
-    known = stages_in(document)
-    for name in () if pipeline.nightly.stages == "all" else pipeline.nightly.stages:
-        if name not in known:
-            near = nearest(name, known) or f" Stages are {listed(known)}."
-            raise ConfigError(f"{where}: nightly.stages: no preset of the file has a stage {name!r:.100}.{near}")
 
 
 def _origin_of(name: str, origins: Mapping[str, str], inner: Mapping[str, str]) -> str:
@@ -157,12 +150,6 @@ def _what_may_run(tree: Any) -> dict[str, Any]:
     of_samplers = [("stages", str(name), "sampler", field) for name in tree["stages"] for field in fields]
     values = {".".join(path).removeprefix("stages."): _at(tree, path) for path in (*FILE_ONLY, *of_samplers)}
     return {name: value for name, value in values.items() if value is not None}
-
-
-def _trusted(bodies: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The modules that the file trusts, as far as it says so rightly: what is wrong is told with all that is."""
-    modules = next((body["trusted_modules"] for body in reversed(bodies) if "trusted_modules" in body), ())
-    return [module for module in modules if isinstance(module, str)] if isinstance(modules, list) else []
 
 
 def _at(tree: Any, path: KeyPath) -> Any:
@@ -359,17 +346,12 @@ def _absolute_paths(tree: dict[str, Any], base: Path) -> None:
     tree["stages"] = _absolute_files(tree.get("stages", {}), base)
     if "nightly" in tree:
         tree["nightly"] = _absolute_files(tree["nightly"], base)  # its models
-    store = tree.setdefault("store", {})
-    places = [(tree, "mirror", "none"), (tree, "core_bundle", "none")]
-    places += [(store, "url", "store"), (store, "local", "auto")]
-    for section, field in (("cluster", "hostfile"), ("server", "password_file")):
-        if isinstance(table := tree.get(section), dict):
-            places.append((table, field, "none"))
-    for stage in tree["stages"].values() if isinstance(tree["stages"], dict) else ():
-        if isinstance(stage, dict) and isinstance(table := stage.get("sampler"), dict):
-            places.append((table, "urls_file", "none"))
-    for table, field, default in places if isinstance(store, dict) else places[:2]:
-        value = table.get(field, default)
+    store, stages = tree.setdefault("store", {}), tree["stages"].values() if isinstance(tree["stages"], dict) else ()
+    places = [(tree, "mirror"), (tree, "core_bundle"), (store, "url"), (store, "local")]
+    places += [(tree.get("cluster"), "hostfile"), (tree.get("server"), "password_file")]
+    places += [(stage.get("sampler"), "urls_file") for stage in stages if isinstance(stage, dict)]
+    for table, field in places:
+        value = table.get(field, "store" if field == "url" else "none") if isinstance(table, dict) else "none"
         is_known = isinstance(value, str) and value not in ("", "none", "auto") and "://" not in value
         if is_known and not (field in ("hostfile", "urls_file") and value.startswith("$")):  # filled in where it runs
             try:

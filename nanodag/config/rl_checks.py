@@ -6,12 +6,12 @@ a pipeline file. Strings of several lines say what is wrong and the way out.
 
 import re
 from collections.abc import Callable, Collection, Iterator
-from functools import reduce
 from itertools import chain
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from nanodag import registry
-from nanodag.config.rl_parts import OF_POLICY_LOSSES, CriticConfig, ReferenceConfig, TeacherConfig
+from nanodag.config.rl_parts import OF_POLICY_LOSSES, CriticConfig, ReferenceConfig, RewardConfig, TeacherConfig
 from nanodag.config.rl_sections import HELD_OUT
 from nanodag.config.section import full_name
 from nanodag.data.config import mixes_by_epochs
@@ -21,7 +21,6 @@ from nanodag.inference.addresses import parse_address
 
 if TYPE_CHECKING:
     from nanodag.config.kinds.rl import RLStage
-    from nanodag.config.rl_entries import RewardConfig
 
 _NAMED = re.compile(r"([\[{])([\w.]+)(:g)?[\]}]")
 _URLS = ("http://", "https://")
@@ -54,7 +53,7 @@ def check_lora(stage_name: str, rank: int, width: int) -> None:
 
 
 def _value(stage: "RLStage", name: str) -> Any:
-    return reduce(getattr, full_name(type(stage), name).split("."), stage)
+    return attrgetter(full_name(type(stage), name))(stage)
 
 
 def _filled(stage: "RLStage", sentence: str) -> str:
@@ -70,9 +69,9 @@ def _filled(stage: "RLStage", sentence: str) -> str:
 def _refuse_unused(stage: "RLStage", names: Collection[str], why: str) -> None:
     """Raise ValueError for a setting, other than its default, that nothing would look at."""
     for name in sorted(names):
-        *parts, last = full_name(type(stage), name).split(".")
-        owner = reduce(getattr, parts, stage)
-        if (value := getattr(owner, last)) != type(owner).model_fields[last].default:
+        section, _, setting = full_name(type(stage), name).partition(".")
+        default = attrgetter(setting)(type(stage).model_fields[section].default)
+        if (value := _value(stage, name)) != default:
             why = _filled(stage, why)
             raise ValueError(f"{name} {value} means nothing with {why}; leave it out, or change the latter")
 
@@ -85,18 +84,8 @@ def _is_alone(s: "RLStage") -> bool:
     return s.rollout.samples_per_prompt == 1 and s.rollout.generate.is_one_turn
 
 
-def _is_nccl(s: "RLStage") -> bool:
-    return s.weights.sync_backend == "nccl"
-
-
-def _steps_are_known(s: "RLStage") -> bool:
-    """False with num_epochs: the stage looks when it has counted its prompts."""
-    return not s.num_epochs
-
-
 # fmt: off
-Check = tuple[Callable[["RLStage"], object], str]
-CHECKS: tuple[Check, ...] = (
+CHECKS: tuple[tuple[Callable[["RLStage"], object], str], ...] = (
     # rollouts
     (lambda s: s.rollout.over_sampling and s.rollout.over_sampling < s.rollout.num_fresh,
      "[over_sampling] is below the {rollout.num_fresh} new groups of [prompts_per_step]; raise it, or set it to 0 to "
@@ -170,7 +159,7 @@ CHECKS: tuple[Check, ...] = (
     (lambda s: s.algorithm.teacher.url != "none" and s.rollout.temperature != 1.0,
      "algorithm.teacher.url with [rollout.temperature]: servers score a prompt at temperature 1; set it to 1.0, or use "
      "teacher.model"),
-    (lambda s: s.algorithm.has_critic and _steps_are_known(s) and s.algorithm.critic.warmup_steps >= s.num_steps,
+    (lambda s: s.algorithm.has_critic and not s.num_epochs and s.algorithm.critic.warmup_steps >= s.num_steps,
      "[algorithm.critic.warmup_steps] leaves the policy untrained in all [num_steps]; lower it"),
     (lambda s: s.algorithm.has_critic and s.optimizer.updates_per_step * s.algorithm.critic.epochs == 1
      and s.algorithm.critic.value_clip != CriticConfig.model_fields["value_clip"].default,
@@ -179,15 +168,15 @@ CHECKS: tuple[Check, ...] = (
     (lambda s: _is_alone(s) and not s.rollout.clone.best
      and s.algorithm.advantage.traits is not None and s.algorithm.advantage.traits.compares_groups,
      "[rollout.samples_per_prompt] leaves [advantage] nothing to compare; raise it, or use gae or reinforce_pp"),
-    # the optimizer
+    # the optimizer; with num_epochs the stage looks when it has counted its prompts
     (lambda s: s.optimizer.learning_rate_minimum > s.optimizer.learning_rate,
      "[learning_rate_minimum:g] is above [learning_rate:g]; lower it"),
     (lambda s: s.optimizer.updates_per_step > s.rollout.prompts_per_step,
      "[optimizer.updates_per_step] is above [rollout.prompts_per_step]; each update trains at least one prompt's "
      "group"),
-    (lambda s: _steps_are_known(s) and s.optimizer.warmup_steps > s.num_steps,
+    (lambda s: not s.num_epochs and s.optimizer.warmup_steps > s.num_steps,
      "[optimizer.warmup_steps] is above [num_steps], so that step never comes; lower it, or raise num_steps"),
-    (lambda s: _steps_are_known(s) and max(s.profile_steps, default=0) > s.num_steps,
+    (lambda s: not s.num_epochs and max(s.profile_steps, default=0) > s.num_steps,
      "[profile_steps] has a step above [num_steps], which never comes; lower it, or raise num_steps"),
     (lambda s: s.resources.num_ranks != "auto" and s.resources.num_ranks % s.optimizer.sequence_parallel,
      "[optimizer.sequence_parallel] ranks share each row, and [resources.num_ranks] is not a multiple of it; change "
@@ -265,9 +254,9 @@ CHECKS: tuple[Check, ...] = (
      "sampler.deterministic: true on a GPU, whose sums have another order with each batch; set it to false, or leave "
      "it out"),
     # how weights reach them
-    (lambda s: _is_nccl(s) and s.resources.device == "cpu",
+    (lambda s: s.weights.sync_backend == "nccl" and s.resources.device == "cpu",
      "weights.sync_backend: nccl needs GPUs, and resources.device is cpu; use gloo"),
-    (lambda s: _is_nccl(s) and s.placement in ("beside", "shared") and not s.sampler.has_others,
+    (lambda s: s.weights.sync_backend == "nccl" and s.placement in ("beside", "shared") and not s.sampler.has_others,
      "weights.sync_backend: nccl with placement: {placement}, and NCCL refuses two processes on one GPU; use gloo, or "
      "placement: separate"),
     (lambda s: s.only == "rollouts" and s.sampler.has_others and s.weights.sync != "disk",
@@ -293,6 +282,30 @@ UNUSED: tuple[tuple[Callable[["RLStage"], object], tuple[str, ...], str], ...] =
     (lambda s: s.optimizer.learning_rate_decay == "none", ("learning_rate_minimum",), "[learning_rate_decay]"),
     (lambda s: s.weights.sync != "distributed", ("sync_address", "sync_backend"), "sync: {sync}"),
     (lambda s: s.weights.sync == "disk", ("sync_bucket_bytes", "sync_timeout_s"), "sync: disk"),
+)
+# For each reward: REWARD is its name, LEAST its shortest time limit, FITTING the advantages that take steps.
+REWARDS: tuple[tuple[Callable[["RLStage", RewardConfig, registry.Entry], object], str], ...] = (
+    (lambda s, r, traits: traits.is_of_generate and s.rollout.generate.is_one_turn,
+     "reward REWARD is what a function that generates says, and generate one_turn says none; name another reward, or a "
+     "function as rollout.generate"),
+    (lambda s, r, traits: traits.scores_steps and s.rollout.generate.name.partition(":")[0] in ("agent", "verifiers"),
+     "reward REWARD scores the steps of a response, and what generate {rollout.generate.name} answers has no place in "
+     "the tokens; name a reward of whole answers"),
+    (lambda s, r, traits: traits.scores_steps and (len(s.reward) > 1 or r.weight != 1.0),
+     "reward REWARD scores steps, which cannot be added to other rewards; name it alone, without a weight, and let it "
+     "score what the others would as steps"),
+    (lambda s, r, traits: traits.scores_steps and not getattr(s.algorithm.advantage.traits, "takes_steps", False),
+     "algorithm.advantage {algorithm.advantage} is of whole responses, and the reward REWARD scores their steps; use "
+     "FITTING"),
+    (lambda s, r, traits: traits.scores_steps and s.rollout.overlong_buffer,
+     "[rollout.overlong_buffer] takes off a response's reward, and with REWARD its steps are trained; set it to 0, and "
+     "let the function score the length as a step"),
+    (lambda s, r, traits: traits.scores_steps and s.algorithm.kl_in == "reward" and not s.algorithm.has_critic,
+     "algorithm.kl_in: reward takes a sum off a response's reward, and with REWARD its steps are trained; use kl_in: "
+     "loss, or advantage gae"),
+    (lambda s, r, traits: s.rollout.reward_timeout_s < traits.least_timeout_s,
+     "[rollout.reward_timeout_s:g] is below LEAST, what the reward REWARD takes, so a program that hangs would fail "
+     "instead of being wrong; raise it"),
 )
 # fmt: on
 
@@ -341,7 +354,7 @@ def _of_rewards(stage: "RLStage") -> Iterator[str]:
     """Rewards that do not go together, or not with what is made of them."""
     if not stage.reward or not all(reward.weight for reward in stage.reward):
         weights = listed(f"{reward.name} {reward.weight:g}" for reward in stage.reward)
-        yield (f"reward ({weights}) has nothing to add up, or a weight of 0; name rewards with weights")
+        yield f"reward ({weights}) has nothing to add up, or a weight of 0; name rewards with weights"
     names = [reward.name for reward in stage.reward]
     for source in (*stage.data, *stage.evaluation.validation):
         if source.reward != "auto" and "auto" not in names:
@@ -350,51 +363,12 @@ def _of_rewards(stage: "RLStage") -> Iterator[str]:
                 "nothing; leave out one of them"
             )
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        yield (f"reward {twice[0]} stands twice; name it once, with the sum of the weights")
+        yield f"reward {twice[0]} stands twice; name it once, with the sum of the weights"
+    fitting = sorted((n for n, entry in registry.entries_of("advantage").items() if entry.takes_steps), reverse=True)
     for reward in stage.reward:
-        if (traits := reward.traits) is not None and traits.is_of_generate and stage.rollout.generate.is_one_turn:
-            yield (
-                f"reward {reward.name} is what a function that generates says, and generate one_turn says none; "
-                "name another reward, or a function as rollout.generate"
-            )
-        if traits is None:
+        if (traits := reward.traits) is None:
             continue
-        if traits.scores_steps:
-            yield from _of_process_reward(stage, reward)
-        if stage.rollout.reward_timeout_s < traits.least_timeout_s:
-            yield (
-                f"rollout.reward_timeout_s {stage.rollout.reward_timeout_s:g} is below {traits.least_timeout_s:g}, "
-                f"what the reward {reward.name} takes, so a program that hangs would fail instead of being wrong; "
-                "raise it"
-            )
-
-
-def _of_process_reward(stage: "RLStage", reward: "RewardConfig") -> Iterator[str]:
-    """A reward that scores single steps."""
-    if stage.rollout.generate.name.partition(":")[0] in ("agent", "verifiers"):
-        yield (
-            f"reward {reward.name} scores the steps of a response, and what generate {stage.rollout.generate.name} "
-            "answers has no place in the tokens; name a reward of whole answers"
-        )
-    if len(stage.reward) > 1 or reward.weight != 1.0:
-        yield (
-            f"reward {reward.name} scores steps, which cannot be added to other rewards; name it alone, without a "
-            "weight, and let it score what the others would as steps"
-        )
-    traits = stage.algorithm.advantage.traits
-    if traits is None or not traits.takes_steps:
-        fitting = [name for name, entry in registry.entries_of("advantage").items() if entry.takes_steps]
-        yield (
-            f"algorithm.advantage {stage.algorithm.advantage} is of whole responses, and the reward {reward.name} "
-            f"scores their steps; use {' or '.join(sorted(fitting, reverse=True))}"
-        )
-    if stage.rollout.overlong_buffer:
-        yield (
-            f"rollout.overlong_buffer {stage.rollout.overlong_buffer} takes off a response's reward, and with "
-            f"{reward.name} its steps are trained; set it to 0, and let the function score the length as a step"
-        )
-    if stage.algorithm.kl_in == "reward" and not (traits is not None and traits.needs_critic):
-        yield (
-            f"algorithm.kl_in: reward takes a sum off a response's reward, and with {reward.name} its steps are "
-            "trained; use kl_in: loss, or advantage gae"
-        )
+        for is_so, sentence in REWARDS:
+            if is_so(stage, reward, traits):
+                text = _filled(stage, sentence).replace("LEAST", f"{traits.least_timeout_s:g}")
+                yield text.replace("FITTING", " or ".join(fitting)).replace("REWARD", reward.name)

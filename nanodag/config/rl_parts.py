@@ -1,14 +1,188 @@
-"""Parts of an RL stage: its sampler, critic and teacher."""
+"""Parts of stages that sample and reward responses: functions that they name, samplers, critic and teacher; and what
+all these stages have."""
 
-from typing import Annotated, Literal, Self
+import math
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
+from nanodag import registry
 from nanodag.config.section import Auto, Fraction, Natural, Positive, Precision, Seconds, Section, Share, operational
+from nanodag.config.stage_base import StageBase
+from nanodag.data.config import SourceConfig
+from nanodag.data.records import Wanted
 from nanodag.inference.addresses import parse_address
 from nanodag.inference.sglang_options import check_options
 
+MAX_CALLS = 256  # of functions that generate, at once: each holds a thread and three file descriptors
+# After _bare_name a table is no JSON any more, in which a list would stand for a tuple.
+_Texts = Annotated[tuple[str, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
+PROGRAM_OPTIONS = ("command", "folder", "library", "python")
 SGLANG_ONLY = ("python", "tensor_parallel", "options")
+
+
+class EntryConfig(Section):
+    """A function with its options. A bare name means no options.
+
+    kind: of the entry. special: a name that stands for no function. settings: of its options those that are fields of
+    their own, and where they stand in the algorithm section.
+    """
+
+    kind: ClassVar[str]
+    special: ClassVar[str] = ""
+    settings: ClassVar[Mapping[str, str]] = {}
+
+    name: str
+    """A name of those that nanodag ships, or a function of the user's own as package.module:function."""
+    options: dict[str, bool | int | float | str] = {}
+    """Keyword arguments of the function."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_name(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _exists(self) -> "EntryConfig":
+        if self.name != self.special:
+            registry.check_options(self.kind, self.name, self.options, self.settings)
+        elif self.options:
+            raise ValueError(f"options mean nothing to {self.kind} {self.name}; leave them out, or name a function")
+        return self
+
+    def __str__(self) -> str:
+        """Name with options, for messages."""
+        return f"{self.name} with {self.options}" if self.options else self.name
+
+    @property
+    def traits(self) -> registry.Entry | None:
+        """Traits known without importing it; None of a user's own function."""
+        return None if self.name == self.special else registry.find(self.kind, self.name)
+
+    @property
+    def own_function(self) -> str:
+        """`module:function` of the user's own that it names; empty for ours."""
+        return "" if self.name == self.special else registry.own_function(self.kind, self.name)
+
+    @property
+    def own_file(self) -> str:
+        """The user's own file that it names, as `judge:` does; empty where there is none."""
+        return "" if self.name == self.special else registry.own_file(self.kind, self.name)
+
+    @property
+    def own_folder(self) -> str:
+        """The user's folder that an agent's program runs in, whose files decide what it does; empty where there is
+        none."""
+        return self._option_of_agent("folder")
+
+    @property
+    def own_library(self) -> str:
+        """The Python environment with whose packages an agent's program runs; empty where there is none."""
+        return self._option_of_agent("library")
+
+    def _option_of_agent(self, name: str) -> str:
+        return str(self.options.get(name, "")) if (self.kind, self.name) == ("generate", "agent") else ""
+
+    @property
+    def own_module(self) -> str:
+        """The module that a guest loads for it, as `verifiers:` does; empty where there is none."""
+        return "" if self.name == self.special else registry.own_module(self.kind, self.name)
+
+    def load(self) -> Callable[..., Any]:
+        """The function with its options set."""
+        return registry.load(self.kind, self.name, self.options)
+
+
+class AdvantageConfig(EntryConfig):
+    """The advantage estimator."""
+
+    kind = "advantage"
+    settings = {"gamma": "critic.gamma", "gae_lambda": "critic.gae_lambda"}
+
+
+class PolicyLossConfig(EntryConfig):
+    """The policy loss."""
+
+    kind = "policy_loss"
+    settings = {name: name for name in ("clip_low", "clip_high", "dual_clip", "sapo_positive", "sapo_negative")}
+
+
+class AggregationConfig(EntryConfig):
+    """Mean over token losses."""
+
+    kind = "aggregation"
+
+
+class KLConfig(EntryConfig):
+    """The estimator of a token's KL to the reference model."""
+
+    kind = "kl"
+
+
+class CorrectionConfig(EntryConfig):
+    """Importance correction for rollouts of older weights or of another engine."""
+
+    kind = "correction"
+    settings = {"floor": "correction_floor", "cap": "correction_cap"}
+
+
+class RewardConfig(EntryConfig):
+    """One reward; `auto` is what each prompt names."""
+
+    kind = "reward"
+    special = "auto"
+
+    weight: float = Field(1.0, ge=-1_000_000, le=1_000_000)
+    """Factor of the reward in the sum."""
+
+
+class FilterConfig(EntryConfig):
+    """A filter of groups."""
+
+    kind = "filter"
+
+    @model_validator(mode="after")
+    def _lets_some_pass(self) -> "FilterConfig":
+        lowest, highest = self.options.get("lowest", -math.inf), self.options.get("highest", math.inf)
+        if self.traits is not None and float(lowest) > float(highest):
+            raise ValueError(
+                f"filter {self.name}: lowest {lowest:g} is above highest {highest:g}, so every group would be dropped; "
+                "swap them"
+            )
+        return self
+
+
+class GenerateConfig(EntryConfig):
+    """A way to a response: `one_turn` of the sampler, or an async function with turns of its own."""
+
+    kind = "generate"
+    special = "one_turn"
+
+    name: str = "one_turn"
+    """How a response is made: `one_turn`, a shipped tool (`calculator`, `python`), an async function as
+    package.module:function, or an agent: `agent:package.module:function`, or `agent` with the option `command`."""
+    options: dict[str, bool | int | float | str | _Texts] = {}  # type: ignore[assignment]
+    """Keyword arguments of the function; a program's `command` is a list of texts."""
+    timeout_s: Seconds = 300.0
+    """Seconds that the function may take without asking the sampler."""
+
+    @model_validator(mode="after")
+    def _has_a_function_to_end(self) -> "GenerateConfig":
+        if self.is_one_turn and self.timeout_s != type(self).model_fields["timeout_s"].default:
+            raise ValueError("generate.timeout_s means nothing to one_turn; leave it out, or name a function")
+        return self
+
+    @property
+    def programs(self) -> dict[str, Any]:
+        """Options of an agent that say which program runs, and where."""
+        is_agent = self.name.partition(":")[0] in ("agent", "verifiers")
+        return {name: self.options[name] for name in PROGRAM_OPTIONS if is_agent and name in self.options}
+
+    @property
+    def is_one_turn(self) -> bool:
+        """True where the sampler's answer to the prompt is the response."""
+        return self.name == self.special
 
 
 class EngineConfig(Section):
@@ -163,3 +337,61 @@ class TeacherConfig(Section):
     """A teacher server's address (nanodag.rl.trainer.teacher_server), in place of model; `none` for none."""
     coefficient: float = Field(1.0, gt=0, le=1000)
     """Factor of the teacher's log-probability less the policy's, added to each token's advantage."""
+
+
+def _one_or_names_with_weights(value: Any) -> Any:
+    if isinstance(value, dict) and "name" not in value:
+        value = [{"name": name, "weight": weight} for name, weight in value.items()]
+    if isinstance(value, str | dict | RewardConfig):
+        value = [value]
+    return tuple(value) if isinstance(value, list) else value  # strict: after this it is no JSON, where a list does
+
+
+class SampledStage(StageBase):
+    """Responses of a model (input `model`) to prompts, and their rewards."""
+
+    record_kind: ClassVar[Wanted | None] = "prompt"
+    curves: ClassVar[Literal["", "loss", "rollouts"]] = "rollouts"
+    makes_rollouts: ClassVar[bool] = True
+
+    data: tuple[SourceConfig, ...] = Field(min_length=1)
+    """The prompts."""
+    reward: Annotated[tuple[RewardConfig, ...], BeforeValidator(_one_or_names_with_weights)] = (
+        RewardConfig(name="auto"),
+    )
+    """A reward by name, a function as package.module:function, or names with weights, which are summed. `auto` takes
+    what each prompt names; `process:package.module:function` scores single steps."""
+    sampler: SamplerConfig = SamplerConfig()
+    """The servers that rollouts come from."""
+    num_steps: int = Field(100, ge=1)
+    """Rounds of rollouts (slime's num_rollout)."""
+    num_epochs: float = Field(0.0, ge=0, le=1_000_000)
+    """Passes over the prompts, in the place of num_steps: as many steps as their prompts fill. A step asks
+    prompts_per_step of them, less those of the groups that rollout.replay trains again. 0 for num_steps."""
+    log_responses: int = operational(0, ge=0)
+    """Responses of each step that metrics.jsonl and trackers get as a table, with prompt, text and reward: the first
+    one of each group in turn, then the second, each with its branches. 0 for none."""
+    profile_steps: tuple[Positive, ...] = operational(())
+    """Steps whose traces are written into records/profile: torch's of each trainer rank and of each sampler, and the
+    step's timeline."""
+    checkpoint_every: int = operational(20, ge=1)
+    """Steps between checkpoints."""
+    keep_checkpoints: int = operational(2, ge=1)
+    """Newest checkpoints that are kept while the stage runs."""
+
+    @property
+    def learned_sources(self) -> tuple[SourceConfig, ...]:
+        return self.data
+
+    @property
+    def has_samplers(self) -> bool:
+        """True where anything is sampled."""
+        return True
+
+    @property
+    def sglang(self) -> SamplerConfig | None:
+        return self.sampler if self.has_samplers and self.sampler.engine == "sglang" else None
+
+    @property
+    def machines(self) -> dict[str, int]:
+        return super().machines | ({"sampler.nodes": self.sampler.nodes} if self.sampler.nodes else {})

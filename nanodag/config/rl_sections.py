@@ -1,24 +1,14 @@
 """The sections of an RL stage: what a person would look for together."""
 
 from collections.abc import Callable
-from functools import reduce
+from operator import attrgetter
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from nanodag import registry
+from nanodag.config import rl_parts as parts
 from nanodag.config.kinds.evaluation import BenchmarkConfig
-from nanodag.config.rl_entries import (
-    AdvantageConfig,
-    AggregationConfig,
-    CorrectionConfig,
-    EntryConfig,
-    FilterConfig,
-    GenerateConfig,
-    KLConfig,
-    PolicyLossConfig,
-)
-from nanodag.config.rl_parts import CloneConfig, CriticConfig, ReferenceConfig, ReplayConfig, TeacherConfig
 from nanodag.config.section import WHOLE, Auto, Natural, Positive, Precision, Seconds, Share, StageSection, operational
 from nanodag.data.config import SourceConfig
 from nanodag.errors import ConfigError
@@ -39,7 +29,7 @@ class SamplingSection(StageSection):
     over_sampling: int = Field(0, ge=0, le=100_000_000)
     """Prompts generated for a step; the first prompts_per_step groups that pass the filters, in prompt order, are
     trained. 0 generates just these."""
-    filters: tuple[FilterConfig, ...] = (FilterConfig(name="nonzero_spread"),)
+    filters: tuple[parts.FilterConfig, ...] = (parts.FilterConfig(name="nonzero_spread"),)
     """Filters that drop whole groups."""
     curriculum_skip: float = Field(0.0, ge=0, le=0.95)
     """Share of the prompts that were always or never solved last time and are skipped in a later pass."""
@@ -71,16 +61,16 @@ class SamplingSection(StageSection):
 class RolloutSection(SamplingSection):
     """Source and age of the rollouts that are trained."""
 
-    generate: GenerateConfig = GenerateConfig()
+    generate: parts.GenerateConfig = parts.GenerateConfig()
     """How a response is made: one turn of the sampler, or turns and tools."""
     source: str = Field(SAMPLERS, pattern="^(samplers|file:/.+)$")
     """Where the rollouts that are trained come from: the `samplers`, or `file:PATH`, JSON lines that exist. A stage's
     records and `nanodag rollouts --export` have such lines. PATH is a file, a pattern as `/runs/*/rollouts.jsonl`, or
     the folder `rollouts` of a stage's records, whose steps are trained as they were. With files, samplers serve
     evaluations alone, and settings of generation mean nothing."""
-    clone: CloneConfig = CloneConfig()
+    clone: parts.CloneConfig = parts.CloneConfig()
     """Imitation of the best answers in the files of `source`."""
-    replay: ReplayConfig = ReplayConfig()
+    replay: parts.ReplayConfig = parts.ReplayConfig()
     """Groups of earlier steps that are trained again."""
     order: Literal["prompt", "arrival"] | Auto = "auto"
     """Which groups a step trains. `prompt`: the next ones in the data, which each run repeats. `arrival`: the first
@@ -115,11 +105,11 @@ class RolloutSection(SamplingSection):
 class AlgorithmSection(StageSection):
     """Advantages and the loss."""
 
-    advantage: AdvantageConfig = AdvantageConfig(name="grpo")
+    advantage: parts.AdvantageConfig = parts.AdvantageConfig(name="grpo")
     """The advantage estimator, by name or as package.module:function."""
-    policy_loss: PolicyLossConfig = PolicyLossConfig(name="ppo_clip")
+    policy_loss: parts.PolicyLossConfig = parts.PolicyLossConfig(name="ppo_clip")
     """The policy loss, by name or as package.module:function."""
-    aggregation: AggregationConfig = AggregationConfig(name="token")
+    aggregation: parts.AggregationConfig = parts.AggregationConfig(name="token")
     """The mean over the loss: by `token`, by `sequence`, or divided by a `constant` (Dr. GRPO)."""
     clip_low: float = Field(0.2, gt=0, le=1)
     """Lower clip of ppo_clip, gspo and cispo; the bound is 1 - clip_low. No effect while updates_per_step and
@@ -134,7 +124,7 @@ class AlgorithmSection(StageSection):
     """SAPO's temperature for positive advantages."""
     sapo_negative: float = Field(1.05, gt=0, le=1000)
     """SAPO's temperature for negative advantages."""
-    kl_kind: KLConfig = KLConfig(name="low_var")
+    kl_kind: parts.KLConfig = parts.KLConfig(name="low_var")
     """The estimator of the KL to the reference model."""
     kl_coefficient: float = Field(0.0, ge=0, le=100)
     """Weight of the KL to the reference model; 0 for none, and no reference model unless kl_metric is true."""
@@ -144,13 +134,13 @@ class AlgorithmSection(StageSection):
     """Where the KL counts: in the `loss`, or taken off each `reward`."""
     kl_unbiased: bool = False
     """Whether the KL in the loss has its unbiased gradient."""
-    reference: ReferenceConfig = ReferenceConfig()
+    reference: parts.ReferenceConfig = parts.ReferenceConfig()
     """The model that the KL is measured from."""
     reference_every: int = Field(0, ge=0)
     """Updates after which the current weights become the reference; 0 for never."""
     entropy_coefficient: float = Field(0.0, ge=0, le=100)
     """Weight of the entropy bonus."""
-    correction: CorrectionConfig = CorrectionConfig(name="none")
+    correction: parts.CorrectionConfig = parts.CorrectionConfig(name="none")
     """Importance correction for rollouts of older weights or of another engine."""
     correction_cap: float = Field(2.0, gt=0, le=1000)
     """Upper bound of the correction's ratio."""
@@ -162,9 +152,9 @@ class AlgorithmSection(StageSection):
     opsm_limit: float = Field(0.0, ge=0, le=1000)
     """Off-policy sequence masking: largest mean of sampler less trainer log-probability, in nats a token, of a response
     with a negative advantage; 0 for none."""
-    critic: CriticConfig = CriticConfig()
+    critic: parts.CriticConfig = parts.CriticConfig()
     """PPO's critic, for the advantage `gae`."""
-    teacher: TeacherConfig = TeacherConfig()
+    teacher: parts.TeacherConfig = parts.TeacherConfig()
     """The teacher of on-policy distillation, on top of any advantage."""
 
     @property
@@ -178,18 +168,16 @@ class AlgorithmSection(StageSection):
         traits = self.advantage.traits
         return traits is not None and traits.needs_critic
 
-    def load(self, chosen: EntryConfig) -> Callable[..., Any]:
+    def load(self, chosen: parts.EntryConfig) -> Callable[..., Any]:
         """A function with its options and the settings that it takes. Raises ConfigError for one of the user's own that
         does not name a setting other than the default."""
         options = dict(chosen.options)
         taken = registry.options_taken(chosen.kind, chosen.name)
         for option, name in sorted(chosen.settings.items()):
-            *parts, last = name.split(".")
-            owner = reduce(getattr, parts, self)
-            value = getattr(owner, last)
+            value = attrgetter(name)(self)
             if taken is None or option in taken:
                 options[option] = value
-            elif value != type(owner).model_fields[last].default:
+            elif value != attrgetter(name)(AlgorithmSection()):
                 raise ConfigError(f"{chosen.kind} {chosen.name} does not name {option} {value}; leave {name} out.")
         return registry.load(chosen.kind, chosen.name, options)
 
@@ -310,11 +298,7 @@ class EvaluationSection(StageSection):
             raise ValueError(f"benchmark {core[0]!r} is scored by likelihood; only an eval stage can ask it")
         return self
 
-    def interval(self, name: str) -> int:
-        """Steps between evaluations on a benchmark, or on the held-out prompts."""
-        own = {benchmark.name: benchmark.every for benchmark in self.benchmarks if benchmark.every != "auto"}
-        return int(own.get(name, self.eval_every))
-
     def is_time(self, name: str, step: int, *, num_steps: int) -> bool:
         """True where the weights of a step are evaluated on a benchmark, or on the held-out prompts."""
-        return self.eval_at_start if step == 0 else step % self.interval(name) == 0 or step == num_steps
+        own = {benchmark.name: int(benchmark.every) for benchmark in self.benchmarks if benchmark.every != "auto"}
+        return self.eval_at_start if step == 0 else step % own.get(name, self.eval_every) == 0 or step == num_steps

@@ -1,7 +1,7 @@
 """Base class of every part of the config, kinds of numbers, and fields that do not change a result."""
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticKnownError
@@ -50,16 +50,27 @@ def found_in(value: Any, wanted: type[T], where: str = "") -> Iterator[tuple[str
             yield from found_in(inner, wanted, f"{where}.{key}" if where else str(key))
 
 
+def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The models in a field's type, in their order."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from models_in(inner)
+
+
 class Section(BaseModel):
     """Base of every part of the config: frozen, keyword only, unknown keys refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
-class Filler:
+Part = TypeVar("Part", bound=Section)
+
+
+class Filler(Generic[Part]):
     """Gives a section's settings that are `auto` a value, and notes why. updates: the values."""
 
-    def __init__(self, section: Section, name: str, origins: dict[str, str]) -> None:
+    def __init__(self, section: Part, name: str, origins: dict[str, str]) -> None:
         self.updates: dict[str, Any] = {}
         self._section, self.name, self._origins = section, name, origins
 
@@ -71,6 +82,11 @@ class Filler:
         self.updates[field] = value
         self._origins[f"{self.name}.{field}"] = f"derived: {why}"
         return value
+
+    @property
+    def filled(self) -> Part:
+        """The section with the values."""
+        return self._section.model_copy(update=self.updates)
 
 
 class StageSection(Section):

@@ -11,11 +11,10 @@ from nanodag.data.records import Wanted
 from nanodag.registry import optimizer_named
 
 if TYPE_CHECKING:
-    from nanodag.config.derive_hardware import Derived
+    from nanodag.config.derive import Derived
     from nanodag.config.kinds.evaluation import EvalSamplerConfig
     from nanodag.config.model_size import ModelSize
-    from nanodag.config.rl_entries import EntryConfig
-    from nanodag.config.rl_parts import SamplerConfig
+    from nanodag.config.rl_parts import EntryConfig, SamplerConfig
 
 
 class Resources(StageSection):
@@ -211,10 +210,6 @@ class StageBase(Section):
     def vocabulary_size(self) -> int:
         """Tokens of the tokenizer that it makes; 0 where it makes none, or does not say."""
         return 0
-
-    def with_core(self, bundle: str, derived: "Derived") -> "tuple[Self, bool]":
-        """The stage with CORE's items from a bundle, and whether CORE was left out because that is `none`."""
-        return self, False
 
     def before_ranks(self, derived: "Derived") -> Self:
         """The stage without `auto` among the settings that its number of ranks follows from."""

@@ -1,21 +1,24 @@
 """Settings of pretraining, midtraining and SFT: shape, optimizer, schedule, the loop's settings."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from nanodag import registry
-from nanodag.config.derive_hardware import Derived, fit_supervised, supervised_ranks_on_cpu
-from nanodag.config.derive_schedule import check_batch, scheduled
+from nanodag.config import derive
+from nanodag.config.dial import Shape, schedule_of, shape_of
 from nanodag.config.kind import MODEL, Kind
-from nanodag.config.model_size import ModelSize
-from nanodag.config.section import WHOLE, Auto, Natural, Precision, Share, StageSection, operational
+from nanodag.config.model_size import ModelSize, model_of, pretrain_of
+from nanodag.config.section import WHOLE, Auto, Filler, Natural, Precision, Share, StageSection, operational
 from nanodag.config.stage_base import ExternalInput, TrainedStage
 from nanodag.data.config import SourceConfig
 from nanodag.data.core_tasks import FEWEST_ITEMS, bundle_url
 from nanodag.data.records import Wanted
+from nanodag.errors import ConfigError
 
 
 class ShapeConfig(StageSection):
@@ -39,6 +42,42 @@ class ShapeConfig(StageSection):
     """Base of the rotary positions' wavelengths."""
     max_positions: int = Field(2048, ge=16, le=100_000_000)
     """Longest sequence that the model is declared for, in tokens."""
+
+    def filled(self, stage: str, origins: dict[str, str]) -> "ShapeConfig":
+        """The shape without `auto`: by the dial, and heads and MLP by a width that was given by hand. stage: its name.
+
+        Raises ConfigError for heads that do not go together."""
+        dial, fill = shape_of(self.depth), Filler(self, f"{stage}.shape", origins)
+        sizes = ("width", "num_heads", "num_kv_heads", "head_width", "mlp_width", "tied_embeddings")
+        width, num_heads, _, head_width, *_ = (fill(size, getattr(dial, size), f"depth {self.depth}") for size in sizes)
+        if self.width != "auto":
+            of_width: dict[str, int] = {}
+            if self.head_width == "auto" and width % head_width:
+                head_width = of_width["head_width"] = next(h for h in (128, 64, 32, 16, 8, width) if width % h == 0)
+            if self.num_heads == "auto":
+                num_heads = of_width["num_heads"] = max(1, width // head_width)
+            if self.num_kv_heads == "auto":
+                of_width["num_kv_heads"] = num_heads
+            if self.mlp_width == "auto":
+                of_width["mlp_width"] = -(-8 * width // 3 // 64) * 64
+            fill.updates |= of_width
+            origins.update({f"{stage}.shape.{size}": f"derived: width {width}" for size in of_width})
+        shape = fill.filled
+        if int(shape.num_heads) % int(shape.num_kv_heads):
+            raise ConfigError(
+                f"{stage}.shape.num_kv_heads: {shape.num_kv_heads} does not divide num_heads {shape.num_heads}; "
+                "each key-value head serves a whole number of heads."
+            )
+        if int(shape.head_width) % 2:
+            raise ConfigError(
+                f"{stage}.shape.head_width: {shape.head_width} is odd; rotary positions turn pairs. Set an even one, "
+                "or a width that an even number divides."
+            )
+        return shape
+
+    def as_shape(self) -> Shape:
+        """The Shape that this describes, once nothing is `auto`."""
+        return Shape(**{field.name: getattr(self, field.name) for field in fields(Shape)})
 
 
 if TYPE_CHECKING:
@@ -201,30 +240,76 @@ class SupervisedStage(TrainedStage):
         """Tokens of a step, tokens of a row, rows that ranks share out evenly; no ranks belong together."""
         return int(self.batch_tokens), self.sequence_length, int(self.batch_tokens) // self.sequence_length, 1
 
-    def with_core(self, bundle: str, derived: Derived) -> tuple[Self, bool]:
-        """The stage with the bundle that it is scored on while it trains."""
-        if self.core_bundle != "auto":
-            return self, False
-        updates: dict[str, Any] = {"core_bundle": bundle}
-        derived.origins[f"{derived.name}.core_bundle"] = "derived: the pipeline's core_bundle"
-        is_left_out = bundle == "none" and self.core_every > 0
-        if is_left_out:
-            updates["core_every"] = 0
-            derived.origins[f"{derived.name}.core_every"] = "derived: core_bundle is none"
-        return self.model_copy(update=updates), is_left_out
-
-    def before_ranks(self, derived: Derived) -> Self:
-        """The stage with its schedule."""
-        return scheduled(self, derived)
-
-    def ranks_on_cpu(self, model: ModelSize | None, derived: Derived) -> list[int]:
-        return super().ranks_on_cpu(model, derived) if model is None else supervised_ranks_on_cpu(self, model, derived)
-
-    def after_ranks(self, model: ModelSize | None, derived: Derived) -> Self:
-        """The stage without any `auto`. Raises ConfigError for a batch that its ranks cannot share out."""
-        stage = fit_supervised(self, model, derived)
-        check_batch(stage, derived)
+    def before_ranks(self, derived: derive.Derived) -> Self:
+        """The stage with its horizon, batch and rates, and the bundle that it is scored on while it trains."""
+        name, traits = derived.name, self.optimizer.traits
+        fill, rates = derived.filler(self), derived.filler(self.optimizer, "optimizer")
+        bundle = fill("core_bundle", derived.pipeline.core_bundle, "the pipeline's core_bundle")
+        if self.core_bundle == "auto" and bundle == "none" and self.core_every:
+            fill.updates["core_every"] = 0
+            derived.origins[f"{name}.core_every"] = f"derived: {derive.NO_BUNDLE}"
+        source, model = pretrain_of(derived.pipeline, name), model_of(derived.pipeline, name)
+        if source is not None and model is not None:
+            sizes = {"horizon_tokens": self.horizon_tokens, "batch_tokens": self.batch_tokens}
+            fixed_sizes = {field: int(value) for field, value in sizes.items() if value != "auto"}
+            of_model = partial(schedule_of, model.shape, model.vocabulary)
+            dial = of_model(tokens_per_parameter=source.tokens_per_parameter)
+            schedule = of_model(tokens_per_parameter=source.tokens_per_parameter, **fixed_sizes)
+            why = f"depth {model.shape.depth}, {model.total:,} parameters"
+            for field in sizes if self.is_from_scratch else ("batch_tokens",):
+                fill(field, getattr(schedule, field), why)
+                if field in fixed_sizes:
+                    derived.origins[f"{name}.{field}!"] = f"the dial says {getattr(dial, field):,}"
+            # One learning rate for all weights is 20 to 50 times lower than what embeddings alone take beside Muon.
+            of_all = round(schedule.matrix_lr / traits.dial_divisor, 6)
+            rates("learning_rate", of_all if traits.takes_all else schedule.embedding_lr, why)
+            rates("matrix_lr", schedule.matrix_lr / (1 if traits.takes_all else traits.dial_divisor), why)
+        elif traits.takes_all and self.optimizer.matrix_lr == "auto":
+            rates.updates["matrix_lr"] = self.optimizer.learning_rate
+        if "horizon_tokens" not in fill.updates:
+            fill("horizon_tokens", 0, "0, num_epochs decides")
+        stage = fill.filled.model_copy(update={"optimizer": rates.filled})
+        for setting in ("batch_tokens", "optimizer.learning_rate", "optimizer.matrix_lr"):
+            if attrgetter(setting)(stage) == "auto":
+                raise ConfigError(f"{name}.{setting}: auto needs a pretrain stage above it; give a number.")
         return stage
+
+    def ranks_on_cpu(self, model: ModelSize | None, derived: derive.Derived) -> list[int]:
+        """Numbers of ranks with which few cores are idle and memory holds a row of each, ascending."""
+        if model is None:
+            return super().ranks_on_cpu(model, derived)
+        derived.note("resources.num_ranks", "ranks_cpu")
+        cores, row = derived.machine.cores, self.sequence_length * derive.token_bytes(self, model, checkpointed=False)
+        most = min(derive.MAX_CPU_RANKS, cores)
+        busy = [ranks for ranks in range(2, most + 1) if 4 * ranks * (cores // ranks) >= 3 * cores]
+        return [1, *(r for r in busy if derive.free_bytes(self, model, derived.machine, r, r) > row)]
+
+    def after_ranks(self, model: ModelSize | None, derived: derive.Derived) -> Self:
+        """The stage without any `auto`. Raises ConfigError for a batch that its ranks cannot share out."""
+        device, length = str(self.resources.device), self.sequence_length
+        batch, ranks = int(self.batch_tokens), int(self.resources.num_ranks)
+        stage = derive.offloaded(self, model, self.optimizer.traits.offloads and self.zero_stage > 0, derived)
+        of_rank, limit = max(1, batch // ranks), derive.FULL_TOKENS[device]
+        if device == "cuda" and (model is None or derived.machine.gpu is None):
+            limit = derive.LEAST_TOKENS
+        least = min(derive.LEAST_TOKENS if device == "cuda" else length, of_rank)
+        if self.micro_batch_tokens != "auto":
+            least = int(self.micro_batch_tokens)
+        fill = derived.filler(stage)
+        is_tight = derive.fitting_tokens(stage, model, derived, checkpointed=False) < least
+        is_checkpointed = bool(fill("activation_checkpointing", is_tight, derived.why("checkpointing")))
+        most = min(limit, derive.fitting_tokens(stage, model, derived, checkpointed=is_checkpointed))
+        rows = max(1, of_rank // length)  # of which a micro-batch has a whole number that divides them
+        widest = next(r for r in range(min(rows, max(1, most // length)), 0, -1) if rows % r == 0)
+        micro = int(fill("micro_batch_tokens", widest * length, derived.why("micro", limit=f"{limit:,}")))
+        fill("compile", derive.has_compiler(device, derived.machine), derived.why("compile"))
+        if micro % length or batch % (micro * ranks):
+            raise ConfigError(
+                f"{derived.name}: batch_tokens {batch} must be a multiple of micro_batch_tokens {micro} x num_ranks "
+                f"{ranks}, and micro_batch_tokens a multiple of sequence_length {length}. Set batch_tokens to "
+                f"{max(1, round(batch / (length * ranks))) * length * ranks}, micro_batch_tokens to auto."
+            )
+        return fill.filled
 
 
 class ChatStage(SupervisedStage):

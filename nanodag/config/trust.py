@@ -6,14 +6,13 @@ the pipeline file vouches for, and no others. `trusted_modules` stands in the fi
 """
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from nanodag import registry
 from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.config.pipeline import Pipeline
-from nanodag.config.rl_entries import GenerateConfig, entries_in
+from nanodag.config.rl_parts import EntryConfig, GenerateConfig
 from nanodag.config.section import found_in
 from nanodag.data import lists, spelling
 from nanodag.data.config import SourceConfig
@@ -25,14 +24,26 @@ SHIPPED = frozenset(f"{module.__name__}:{name}" for module in (lists, spelling) 
 
 
 def check_trust(pipeline: Pipeline, file: Path) -> None:
-    """Raise ConfigError for the first function that a pipeline names without its file vouching for the module."""
-    check_forms(pipeline, file)
+    """Raise ConfigError for the first function that a pipeline names without its file vouching for the module, and for
+    a benchmark's form that is a YAML file from elsewhere: it names functions, which are imported from beside it."""
     voucher = Voucher(file=file, trusted_modules=pipeline.trusted_modules)
-    for where, name in named_functions(pipeline):
-        if name not in SHIPPED:
-            voucher.check(where, name)
+    for _, source in found_in(pipeline, SourceConfig):
+        url = parse_url(source.url)
+        named = {source.url: url.path.replace("-", "_")} if url.kind in ("python", "verifiers") else {}
+        if ":" in source.adapter:
+            named[f"adapter of {source.url}"] = source.adapter
+        for where, name in named.items():
+            if name not in SHIPPED:
+                voucher.check(where, name)
     for stage_name, stage in pipeline.stages.items():
-        for _, entry in entries_in(stage):
+        for _, benchmark in found_in(stage, BenchmarkConfig):
+            if is_elsewhere(benchmark.form, pipeline, file):
+                raise ConfigError(
+                    f"stage {stage_name}: the form {benchmark.form:.200} of benchmark {benchmark.name} lies elsewhere, "
+                    f"and a form may name functions. Put it below {file.parent}, or name one of lm-eval's as "
+                    "lm_eval:folder/file.yaml."
+                )
+        for _, entry in found_in(stage, EntryConfig):
             if entry.own_function and not registry.is_shipped(entry.own_function):
                 voucher.check(f"stage {stage_name}", entry.own_function)
             if entry.own_module:
@@ -61,19 +72,6 @@ def _programs_at(stages: Any, where: str) -> dict[str, Any]:
         return {}
 
 
-def check_forms(pipeline: Pipeline, file: Path) -> None:
-    """Raise ConfigError for a benchmark's form that is a YAML file from elsewhere: such a file names functions, which
-    are imported from beside it."""
-    for name, stage in pipeline.stages.items():
-        for _, benchmark in found_in(stage, BenchmarkConfig):
-            form = benchmark.form
-            if is_elsewhere(form, pipeline, file):
-                raise ConfigError(
-                    f"stage {name}: the form {form:.200} of benchmark {benchmark.name} lies elsewhere, and a form may "
-                    f"name functions. Put it below {file.parent}, or name one of lm-eval's as lm_eval:folder/file.yaml."
-                )
-
-
 def is_elsewhere(form: str, pipeline: Pipeline, file: Path) -> bool:
     """True where a form is neither shipped, nor lm-eval's, nor a file below the pipeline file's folder that is not in
     the store, where others write."""
@@ -85,17 +83,3 @@ def is_elsewhere(form: str, pipeline: Pipeline, file: Path) -> bool:
     path = Path(form).resolve()
     stores = [Path(folder).resolve() for folder in (pipeline.store.url, pipeline.store.local) if "://" not in folder]
     return not path.is_relative_to(file.parent.resolve()) or any(path.is_relative_to(store) for store in stores)
-
-
-def named_functions(pipeline: Pipeline) -> Iterator[tuple[str, str]]:
-    """Functions of sources and adapters: where each is named, and its `module:function`."""
-    for source in sources_in(pipeline):
-        if (url := parse_url(source.url)).kind in ("python", "verifiers"):
-            yield source.url, url.path.replace("-", "_")
-        if ":" in source.adapter:
-            yield f"adapter of {source.url}", source.adapter
-
-
-def sources_in(value: Any) -> list[SourceConfig]:
-    """Every source that a config names, at any depth."""
-    return [source for _, source in found_in(value, SourceConfig)]

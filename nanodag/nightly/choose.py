@@ -15,7 +15,7 @@ from nanodag.config import Pipeline
 from nanodag.config.derive import derive
 from nanodag.config.kind import MODEL, SCORES
 from nanodag.config.kinds import recorded_kind
-from nanodag.config.kinds.import_model import ImportStage
+from nanodag.config.kinds.small_stages import ImportStage
 from nanodag.config.pipeline import AnyStage, read_stage
 from nanodag.errors import ArtifactNotFound, ConfigError, StoreError
 from nanodag.errors.words import counted, listed, nearest

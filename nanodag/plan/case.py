@@ -1,16 +1,15 @@
 """A stage that is to be planned: its settings, model, machine and sizes of data; and whether its processes fit."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from nanodag.config import Pipeline
-from nanodag.config.derive_schedule import began_at
-from nanodag.config.derive_schedule import model_of as derived_model_of
 from nanodag.config.dial import Shape
 from nanodag.config.footprint import USABLE
-from nanodag.config.model_size import ModelSize
+from nanodag.config.model_size import ModelSize, began_at
+from nanodag.config.model_size import model_of as derived_model_of
 from nanodag.config.pipeline import PlanConfig
 from nanodag.config.stage_base import StageBase
 from nanodag.data.config import SourceConfig
@@ -66,13 +65,24 @@ class Case(Generic[S]):
         return StagePlan(name=self.name, kind=self.stage.kind, device=self.device, **numbers)  # type: ignore[arg-type]
 
 
+Changed = tuple[tuple[str, ...], Any]
+"""A candidate: settings as they would be written, and the stage with them."""
+
+
 @dataclass(frozen=True)
 class Formula:
-    """Formula of a kind's plan, which its config class names as `plan_formula`. plan: the plan of a case. faults: of
-    that plan, with what would mend each; None where memory alone is looked at."""
+    """Formula of a kind's plan, which its config class names as `plan_formula`.
+
+    plan: the plan of a case. faults: of that plan where its processes are known, beside a lack of memory. too_large:
+    the setting that is named where a case does not fit, and its value. candidates: changes that may make it fit, tried
+    in their order. prepared: the case that the others take.
+    """
 
     plan: Callable[[Any], StagePlan]
-    faults: Callable[[StagePlan, Any], Iterable[Fault]] | None = None
+    faults: Callable[[StagePlan, Any], Iterable[Fault]] = lambda plan, case: ()
+    too_large: Callable[[Any], tuple[str, object]] = lambda case: ("resources.device", case.device)
+    candidates: Callable[[Any], Iterable[Changed]] = lambda case: ()
+    prepared: Callable[[Any], Case[Any]] = lambda case: case
 
 
 def case_of(pipeline: Pipeline, name: str, machine: Machine) -> Case[StageBase]:
@@ -93,11 +103,11 @@ def case_of(pipeline: Pipeline, name: str, machine: Machine) -> Case[StageBase]:
 def _model_of(pipeline: Pipeline, name: str, mirror: Path | None) -> ModelSize | None:
     """The model of a stage, or of the one that it takes it from; None where that is not known, as of an import from
     the hub that nobody has named yet."""
-    known, stage = derived_model_of(pipeline, name), began_at(pipeline, name)
-    if not stage.known_model:
+    known, began = derived_model_of(pipeline, name), began_at(pipeline, name)
+    if not (imported := pipeline.stages[began].known_model):
         return known
     try:
-        files = local_files(stage.known_model, mirror)
+        files = local_files(imported, mirror)
     except (BadRequest, SourceError):  # the check beforehand says what is wrong with it
         return None
     if not files:
@@ -105,8 +115,7 @@ def _model_of(pipeline: Pipeline, name: str, mirror: Path | None) -> ModelSize |
     try:
         read = read_checkpoint(files[0].parent).architecture
     except BadRequest as error:
-        began = next(other for other, candidate in pipeline.stages.items() if candidate is stage)
-        raise ConfigError(f"{began}.model={stage.known_model} cannot be taken: {error}") from error
+        raise ConfigError(f"{began}.model={imported} cannot be taken: {error}") from error
     shape = Shape(
         depth=read.num_layers,
         width=read.hidden_size,
@@ -137,8 +146,7 @@ def fits(plan: StagePlan, machine: Machine) -> bool:
 
 
 def changed(stage: S, updates: Mapping[str, object]) -> tuple[tuple[str, ...], S]:
-    """A candidate: the settings that are others with these values, as they would be written, and the stage with them.
-    updates: dotted name -> value."""
+    """The candidate with these values. updates: dotted name -> value."""
     written = []
     for name, value in updates.items():
         section, _, field_name = name.rpartition(".")
@@ -150,22 +158,13 @@ def changed(stage: S, updates: Mapping[str, object]) -> tuple[tuple[str, ...], S
     return tuple(written), stage
 
 
-def memory_faults(
-    plan: StagePlan,
-    case: Case[S],
-    planned: Callable[[Case[S]], StagePlan],
-    *,
-    setting: str,
-    value: object,
-    candidates: Iterable[tuple[tuple[str, ...], S]] = (),
-) -> list[Fault]:
-    """One fault where the stage does not fit, with the first of the candidates that fits, else none.
-
-    setting, value: named as too large. candidates: settings as they would be written, and the stage with them."""
+def memory_faults(plan: StagePlan, case: Case[S], formula: Formula) -> Iterator[Fault]:
+    """One fault where the stage does not fit, with the first of the candidates that fits, else none."""
     machine = case.machine
     if fits(plan, machine):
-        return []
-    fitting = (names for names, stage in candidates if fits(planned(replace(case, stage=stage)), machine))
+        return
+    candidates = formula.candidates(case)
+    fitting = (names for names, stage in candidates if fits(formula.plan(replace(case, stage=stage)), machine))
     mend = next(fitting, ())
     if machine.gpu is not None and plan.device_bytes > device_room(machine):
         what, room = f"{size(plan.device_bytes)} on a GPU", f"the {size(device_room(machine))} of a {machine.gpu.name}"
@@ -174,4 +173,5 @@ def memory_faults(
     why = f"takes {what}, more than {room} that can be used"
     if not mend:
         why += "; nothing that was tried of this stage is enough: take a smaller model, or a larger machine"
-    return [Fault(setting=setting, found=str(value), why=why, mend=mend)]
+    setting, value = formula.too_large(case)
+    yield Fault(setting=setting, found=str(value), why=why, mend=mend)

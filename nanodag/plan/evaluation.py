@@ -1,19 +1,21 @@
-"""Plans evaluation: likelihoods by the model that is trained, written answers by samplers."""
+"""Plans evaluation: likelihoods by the model that is trained, written answers by samplers; and samplers of RL too."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-from nanodag.config.derive_sampler import REPLICA_FLOPS, SHARE_IN_EVALUATION, SHARE_OF_HOST
-from nanodag.config.footprint import MAX_LOGITS
-from nanodag.config.kinds.evaluation import BenchmarkConfig, EvalStage
+from nanodag.config.derive_sampler import REPLICA_FLOPS, SGLANG_STATIC, SHARE_IN_EVALUATION, SHARE_OF_HOST
+from nanodag.config.footprint import MAX_LOGITS, embedded_buffers
+from nanodag.config.kinds.evaluation import BenchmarkConfig, EvalSamplerConfig, EvalStage
 from nanodag.config.model_size import ModelSize
+from nanodag.config.rl_parts import SamplerConfig
 from nanodag.evaluation.forms import is_written
+from nanodag.inference.cache_size import slot_tokens
 from nanodag.inference.number_formats import width_of
 from nanodag.plan import host_memory
-from nanodag.plan.case import Case, Formula, S, changed, memory_faults
+from nanodag.plan.case import Case, Changed, Formula, S, changed
 from nanodag.plan.host_memory import verifiers_processes
-from nanodag.plan.sampling import PlannedSamplers, planned_samplers
 from nanodag.plan.sizes import Sizes, bytes_per_token, core_items, core_tokens, held_out_share
 from nanodag.plan.speeds import EVALUATION_START_S, PARSED_BYTES_S, SGLANG_START_S
 from nanodag.plan.stage_plan import Fault, Process, StagePlan
@@ -32,33 +34,85 @@ CONTEXT = 500
 """Tokens before one that is read or written, on average, as far as the model's positions go."""
 
 
-@dataclass(frozen=True)
-class _Written:
-    """The written benchmark with the longest prompt and answer, and their tokens."""
+@dataclass(frozen=True, kw_only=True)
+class PlannedSamplers:
+    """at_once: samples that all of them decode together. needed_bytes: of cache, for one sample of the context; room:
+    of one sampler's cache. process: one of them."""
 
-    name: str
-    prompt: int
-    answer: int
+    at_once: int
+    needed_bytes: int
+    room: int
+    process: Process
 
 
-def _widest(case: Case[EvalStage]) -> _Written | None:
-    written = []
+def planned_samplers(
+    case: Case[S],
+    sampler: SamplerConfig | EvalSamplerConfig,
+    *,
+    precision: str,
+    replicas: int,
+    slots: int,
+    context: int,
+    memory_fraction: float,
+    used: float,
+) -> PlannedSamplers:
+    """Samplers of either engine. slots: samples that one of them may decode at once.
+
+    An embedded one has a slot of the whole context for each sample. used: tokens of it that samples fill as a rule: on
+    a CPU, pages of the cache that nothing was written to are never taken. RL's takes new weights beside those it has.
+    SGLang shares its cache out by the token. Beside weights and cache it has graphs and activations, for which
+    memory_fraction, of the GPU or of the host's memory, leaves room.
+    """
+    model, machine, device = case.model, case.machine, case.device
+    width, parallel = width_of(precision), sampler.tensor_parallel
+    token, room = model.token_bytes(width), int(sampler.cache_bytes) // parallel
+    if sampler.engine == "sglang":
+        needed = context * token // parallel
+        slots = max(0, min(slots, room // needed))
+        whole = machine.gpu.memory if device == "cuda" and machine.gpu is not None else machine.memory
+        share = int(memory_fraction * whole)
+        held = {
+            "weights": width * model.total // parallel,
+            "cache": room,
+            "graphs and activations": share - int(SGLANG_STATIC * share),
+        }
+        filled = room
+    else:
+        tokens = slot_tokens(context)
+        needed = tokens * token
+        slots = min(slots, room // needed)
+        held = {
+            "weights": (2 if isinstance(sampler, SamplerConfig) else 1) * width * model.total,
+            "logits and buffers": embedded_buffers(model.shape, model.vocabulary, slots, tokens),
+            "cache": slots * needed,
+        }
+        filled = slots * min(needed, slot_tokens(math.ceil(used)) * token)
+    cpu = {"cache": filled, "process": host_memory.SAMPLER}
+    process = host_memory.computing(
+        "sampler", device, held, cpu=cpu, count=replicas, gpus=parallel, reserve=held["cache"] - filled
+    )
+    return PlannedSamplers(at_once=slots * replicas, needed_bytes=needed, room=room, process=process)
+
+
+def _widest(case: Case[EvalStage]) -> tuple[int, int, str]:
+    """Tokens of the longest prompt and answer together of a written benchmark, and its name; empty without one."""
+    widest = (0, 0, "")
     for benchmark in filter(is_written, case.stage.benchmarks):
         url = _url_of(benchmark)
         known = case.sizes.longest_prompt(url, case.model.vocabulary) if url else None
-        prompt = (known or PROMPT_ROOM) * (1 + benchmark.num_fewshot)
-        written.append(_Written(benchmark.name, prompt, case.stage.answer_tokens(benchmark)))
-    return max(written, key=lambda widest: widest.prompt + widest.answer, default=None)
+        prompt, answer = (known or PROMPT_ROOM) * (1 + benchmark.num_fewshot), int(benchmark.max_new_tokens)
+        if prompt + answer > sum(widest[:2]):
+            widest = (prompt, answer, benchmark.name)
+    return widest
 
 
 def samplers_of(case: Case[EvalStage]) -> PlannedSamplers | None:
     """The samplers that write answers; None where there is nothing to write. As many embedded ones start as are worth
     it where no answer ends before its last token."""
     stage, sampler, model = case.stage, case.stage.sampler, case.model
-    if (widest := _widest(case)) is None:
+    if not (written := list(filter(is_written, stage.benchmarks))):
         return None
-    written = list(filter(is_written, stage.benchmarks))
-    lengths = [stage.answer_tokens(benchmark) + prompt_of(benchmark, case) for benchmark in written]
+    lengths = [int(benchmark.max_new_tokens) + prompt_of(benchmark, case) for benchmark in written]
     replicas = int(sampler.replicas)
     if sampler.engine == "embedded":
         answers = [items_of(benchmark, case.sizes) * benchmark.num_samples for benchmark in written]
@@ -70,10 +124,9 @@ def samplers_of(case: Case[EvalStage]) -> PlannedSamplers | None:
         precision=str(stage.precision),
         replicas=replicas,
         slots=int(sampler.max_batch),
-        context=min(widest.prompt + widest.answer, model.max_positions),
+        context=min(sum(_widest(case)[:2]), model.max_positions),
         memory_fraction=SHARE_IN_EVALUATION if case.device == "cuda" else SHARE_OF_HOST,
         used=max(lengths),
-        takes_weights=False,
     )
 
 
@@ -83,47 +136,49 @@ def plan_evaluation(case: Case[EvalStage]) -> StagePlan:
     if case.known_model is None:
         return case.plan(read_bytes=read, notes=("its model is not known yet",))
     model, samplers, tokens = case.model, samplers_of(case), _tokens(case)
-    flops = tokens.all * model.forward_flops(_context(model))
     on_disk = int(4 * read) + host_memory.MB
     return case.plan(
         parameters=model.total,
-        tokens=int(tokens.all),
-        flops=flops,
+        tokens=int(sum(tokens)),
+        flops=sum(tokens) * model.forward_flops(_context(model)),
         read_bytes=read,
         processes=_processes(case, samplers),
         num_gpus=max(1, samplers.process.count * samplers.process.gpus if samplers else 0) if is_on_gpu else 0,
         at_once=samplers.at_once if samplers else None,
-        longest_prompt=model.max_positions - max(map(stage.answer_tokens, stage.benchmarks)) if samplers else None,
+        longest_prompt=model.max_positions - max(int(b.max_new_tokens) for b in stage.benchmarks) if samplers else None,
         disk_bytes=on_disk,
         kept_bytes=on_disk,
-        seconds=_seconds(case, samplers, tokens),
+        seconds=_seconds(case, samplers, *tokens),
         share=case.devices(str(stage.precision), 1).shares.likelihood,
     )
 
 
-def faults_of_evaluation(plan: StagePlan, case: Case[EvalStage]) -> Iterator[Fault]:
-    """Faults: what does not fit, answers that would be cut, prompts without room, a cache too small for one sample."""
-    if case.known_model is None:
+def _too_large(case: Case[EvalStage]) -> tuple[str, object]:
+    """The samplers' cache, or what is scored at once where there is nothing to write."""
+    if samplers_of(case) is not None:
+        return "sampler.cache_bytes", case.stage.sampler.cache_bytes
+    return "micro_batch_tokens", case.stage.micro_batch_tokens
+
+
+def _void(plan: StagePlan, case: Case[EvalStage]) -> Iterator[Fault]:
+    """Faults that would make results void: answers that would be cut, prompts without room, a cache too small for one
+    sample."""
+    positions, (prompt, answer, name) = case.model.max_positions, _widest(case)
+    if (samplers := samplers_of(case)) is None:
         return
-    stage, positions, samplers = case.stage, case.model.max_positions, samplers_of(case)
-    setting = "sampler.cache_bytes" if samplers else "micro_batch_tokens"
-    value = stage.sampler.cache_bytes if samplers else stage.micro_batch_tokens
-    yield from memory_faults(plan, case, plan_evaluation, setting=setting, value=value, candidates=_candidates(case))
-    if (widest := _widest(case)) is None or samplers is None:
-        return
-    if (needed := widest.prompt + widest.answer) > positions:
-        room = positions - widest.prompt
-        why = f"tokens and a prompt of about {widest.prompt} are more than the model's {positions} positions: items of "
-        why += f"{widest.name} would not be asked"
-        mend = (f"max_new_tokens={room}",) if room > 0 and widest.answer == stage.max_new_tokens else ()
-        yield Fault(setting="max_new_tokens", found=str(widest.answer), why=why, mend=mend)
+    if prompt + answer > positions:
+        room = positions - prompt
+        why = f"tokens and a prompt of about {prompt} are more than the model's {positions} positions: items of {name} "
+        why += "would not be asked"
+        mend = (f"max_new_tokens={room}",) if room > 0 and answer == case.stage.max_new_tokens else ()
+        yield Fault(setting="max_new_tokens", found=str(answer), why=why, mend=mend)
     if not samplers.at_once:
-        why = f"bytes hold no sample of {needed} tokens, which takes {samplers.needed_bytes}"
+        why = f"bytes hold no sample of {prompt + answer} tokens, which takes {samplers.needed_bytes}"
         mend = (f"sampler.cache_bytes={samplers.needed_bytes}",)
         yield Fault(setting="sampler.cache_bytes", found=str(samplers.room), why=why, mend=mend)
 
 
-def _candidates(case: Case[EvalStage]) -> Iterator[tuple[tuple[str, ...], EvalStage]]:
+def _candidates(case: Case[EvalStage]) -> Iterator[Changed]:
     """Smaller caches that hold a sample; then with one sampler; then in bf16 where the machine multiplies it fast."""
     stage = case.stage
     fast = ("bf16",) if case.machine.multiplies_bf16_fast(case.device) else ()
@@ -148,11 +203,12 @@ def items_of(benchmark: BenchmarkConfig, sizes: Sizes) -> int:
     """Items that are asked, UNKNOWN_ITEMS where that is not known."""
     if benchmark.is_core:
         return core_items(benchmark.limit)
-    size = sizes.of(benchmark.source.url) if benchmark.source is not None else None
-    rows = size.rows if size is not None and size.rows is not None else UNKNOWN_ITEMS
-    if benchmark.source is not None and (share := held_out_share(benchmark.source)):
-        rows = int(rows * share)
-    return min(rows, benchmark.limit) if benchmark.limit else rows
+    source, rows = benchmark.source, UNKNOWN_ITEMS
+    if source is not None:
+        size = sizes.of(source.url)
+        rows = size.rows if size is not None and size.rows is not None else rows
+        rows = int(rows * (held_out_share(source) or 1))
+    return min(rows, benchmark.limit or rows)
 
 
 def prompt_of(benchmark: BenchmarkConfig, case: Case[S]) -> float:
@@ -168,20 +224,8 @@ def _row_bytes(benchmark: BenchmarkConfig, sizes: Sizes) -> float:
     return size.row_bytes if size is not None else UNKNOWN_BYTES
 
 
-@dataclass(frozen=True)
-class _Tokens:
-    """Tokens of all items. scored: by likelihood. prompts, written: of those that are answered in writing."""
-
-    scored: float
-    prompts: float
-    written: float
-
-    @property
-    def all(self) -> float:
-        return self.scored + self.prompts + self.written
-
-
-def _tokens(case: Case[EvalStage]) -> _Tokens:
+def _tokens(case: Case[EvalStage]) -> tuple[float, float]:
+    """Tokens of all items that are read, to be scored by likelihood or as prompts; and those that are written."""
     scored = prompts = written = 0.0
     words = case.model.vocabulary
     for benchmark in case.stage.benchmarks:
@@ -189,15 +233,14 @@ def _tokens(case: Case[EvalStage]) -> _Tokens:
         if benchmark.is_core:
             scored += core_tokens(benchmark.limit, words)
         elif is_written(benchmark):
-            most = case.stage.answer_tokens(benchmark)
-            answer = case.inputs.answer_share * most
             prompts += items * prompt_of(benchmark, case)
+            answer = case.inputs.answer_share * int(benchmark.max_new_tokens)
             written += items * benchmark.num_samples * answer
         else:
             is_cut = "continuation" in (benchmark.form, benchmark.name)
             text = CONTINUATION_BYTES if is_cut else _row_bytes(benchmark, case.sizes)
             scored += items * (1 + benchmark.num_fewshot) * text / bytes_per_token(words)
-    return _Tokens(scored, prompts, written)
+    return scored + prompts, written
 
 
 def _processes(case: Case[EvalStage], samplers: PlannedSamplers | None) -> tuple[Process, ...]:
@@ -230,7 +273,7 @@ def _context(model: ModelSize) -> int:
     return min(CONTEXT, model.max_positions // 2)
 
 
-def _seconds(case: Case[EvalStage], samplers: PlannedSamplers | None, tokens: _Tokens) -> float | None:
+def _seconds(case: Case[EvalStage], samplers: PlannedSamplers | None, read: float, written: float) -> float | None:
     stage, model, is_on_gpu = case.stage, case.model, case.device == "cuda"
     precision, engine = str(stage.precision), str(stage.sampler.engine)
     devices = case.devices(precision, 1 if is_on_gpu else int(stage.resources.threads), engine)
@@ -241,21 +284,15 @@ def _seconds(case: Case[EvalStage], samplers: PlannedSamplers | None, tokens: _T
     context = _context(model)
     seconds = EVALUATION_START_S[case.device] + case.sizes.in_memory(sources) / PARSED_BYTES_S
     seconds += ITEM_S * sum(items_of(benchmark, case.sizes) for benchmark in stage.benchmarks)
-    seconds += (tokens.scored + tokens.prompts) * model.forward_flops(context) / rate
+    seconds += read * model.forward_flops(context) / rate
     if samplers is not None:
-        count, width = samplers.process.count, width_of(precision)
-        decoding = case.devices(precision, count, engine).decoding_s(
-            model,
-            tokens.written,
-            weight_bytes=width * model.total,
-            context=context,
-            token_bytes=model.token_bytes(width),
-            at_once=max(1, samplers.at_once // count),
-        )
+        count = samplers.process.count
+        each = case.devices(precision, count, engine)
+        decoding = each.decoding_s(model, written, context=context, at_once=max(1, samplers.at_once // count))
         if decoding is None:
             return None
         seconds += decoding + (SGLANG_START_S if is_on_gpu and engine == "sglang" else 0.0)
     return seconds
 
 
-EVALUATION = Formula(plan_evaluation, faults_of_evaluation)
+EVALUATION = Formula(plan_evaluation, _void, _too_large, _candidates)

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from nanodag.config.footprint import CUDA_BYTES
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.model_size import ModelSize
-from nanodag.config.rl_entries import MAX_CALLS
+from nanodag.config.rl_parts import MAX_CALLS
 from nanodag.model.architecture import cpu_layer_fits
 from nanodag.plan.stage_plan import Process
 

@@ -1,6 +1,6 @@
 """The plan of a whole pipeline on a machine."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -40,9 +40,8 @@ class Plan:
     def disk_bytes(self) -> int:
         """Most bytes on disk at any time, as far as stages are known: checkpoints go when their stage has ended."""
         kept = list(accumulate((stage.kept_bytes for stage in self.stages), initial=0))
-        return max(
-            (before + (stage.disk_bytes or 0) for before, stage in zip(kept, self.stages, strict=False)), default=0
-        )
+        most = (before + (stage.disk_bytes or 0) for before, stage in zip(kept, self.stages, strict=False))
+        return max(most, default=0)
 
     def price_of(self, seconds: float | None) -> float | None:
         """Price of that many seconds on the machine."""
@@ -77,23 +76,20 @@ def plan_of(pipeline: Pipeline, machine: Machine, *, stages: Collection[str] = (
 def check_plan(pipeline: Pipeline, machine: Machine, *, stages: Collection[str] = ()) -> None:
     """Raise ConfigError with a line for each thing that would not fit the machine, or be void, but for the settings
     that the pipeline names as `unchecked`."""
-    faults = plan_of(pipeline, machine, stages=stages).faults
-    if faults:
+    if faults := plan_of(pipeline, machine, stages=stages).faults:
         lines = [f"Preset {pipeline.preset!r} does not fit {machine}:", *faults]
         raise ConfigError("\n  ".join([*lines, "If a number is meant, say so with unchecked=[NAME]."]))
 
 
 def _planned(pipeline: Pipeline, case: Case[StageBase]) -> StagePlan:
     formula: Formula = function_at(case.stage.plan_formula)
+    case = formula.prepared(case)
     plan, pool = formula.plan(case), case.stage.resources.work_pool
     if pool != "none":
         return replace(plan, notes=(*plan.notes, f"runs in the work pool {pool}: not checked here"))
-    if formula.faults is None:
-        faults: Iterable[Fault] = memory_faults(plan, case, formula.plan, setting="resources.device", value=plan.device)
-    else:
-        faults = formula.faults(plan, case)
-    unmeant = [f for f in (*_gpus(plan, case.machine), *faults) if f"{case.name}.{f.setting}" not in pipeline.unchecked]
-    return replace(plan, faults=unmeant)
+    faults = [*_gpus(plan, case.machine), *memory_faults(plan, case, formula)]
+    faults += formula.faults(plan, case) if plan.processes else ()
+    return replace(plan, faults=[f for f in faults if f"{case.name}.{f.setting}" not in pipeline.unchecked])
 
 
 def _beside(pipeline: Pipeline, plan: StagePlan, stages: Collection[str]) -> StagePlan:
@@ -123,16 +119,13 @@ def _gpus(plan: StagePlan, machine: Machine) -> Sequence[Fault]:
 
 def _with_disk(pipeline: Pipeline, plans: Sequence[StagePlan], machine: Machine) -> Sequence[StagePlan]:
     """The plans, and the fault of the first stage at which the disk is full."""
-    kept, is_full, out = 0, False, []
-    for plan in plans:
-        used = kept + (plan.disk_bytes or 0)
-        if used > machine.disk and not is_full:
-            is_full = True
-            fault = _disk_fault(pipeline, plan, kept, machine)
-            plan = replace(plan, faults=(*plan.faults, fault))
+    kept = 0
+    for number, plan in enumerate(plans):
+        if kept + (plan.disk_bytes or 0) > machine.disk:
+            full = replace(plan, faults=(*plan.faults, _disk_fault(pipeline, plan, kept, machine)))
+            return [*plans[:number], full, *plans[number + 1 :]]
         kept += plan.kept_bytes
-        out.append(plan)
-    return out
+    return plans
 
 
 def _disk_fault(pipeline: Pipeline, plan: StagePlan, kept: int, machine: Machine) -> Fault:
@@ -141,13 +134,12 @@ def _disk_fault(pipeline: Pipeline, plan: StagePlan, kept: int, machine: Machine
     stage = pipeline.stages[plan.name]
     keeps = int(getattr(stage, "keep_checkpoints", 1))
     used, setting = kept + (plan.disk_bytes or 0), "keep_checkpoints" if keeps > 1 else "store.url"
-    kinds = f"what stages before it leave and {keeps} checkpoints" if keeps > 1 else "what stages before it leave"
+    kinds = "what stages before it leave" + f" and {keeps} checkpoints" * (keeps > 1)
     why = f"are used of the disk at {plan.name}, with {kinds}, and {size(machine.disk)} are free where the store lies"
     for fewer in range(keeps - 1, 0, -1):
         stages = {**pipeline.stages, plan.name: stage.model_copy(update={"keep_checkpoints": fewer})}
         changed = _planned(pipeline, case_of(pipeline.model_copy(update={"stages": stages}), plan.name, machine))
         if kept + (changed.disk_bytes or 0) <= machine.disk:
-            mend = (f"keep_checkpoints={fewer}",)
-            return Fault(setting=setting, found=size(used), why=why, mend=mend)
+            return Fault(setting=setting, found=size(used), why=why, mend=(f"keep_checkpoints={fewer}",))
     why += f"; set store.url to a place with {size(used)}, or free {size(used - machine.disk)}"
     return Fault(setting=setting, found=size(used), why=why)

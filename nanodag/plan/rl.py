@@ -6,27 +6,22 @@ from dataclasses import dataclass, replace
 from itertools import product
 from statistics import fmean
 
-from nanodag.config.derive_hardware import state_of
-from nanodag.config.footprint import activations, head_memory, working
+from nanodag.config.derive import state_of
 from nanodag.config.kinds.rl import RLStage
-from nanodag.config.kinds.select import SelectStage
 from nanodag.config.rl_sections import HELD_OUT
 from nanodag.errors.words import size
 from nanodag.inference.number_formats import width_of
 from nanodag.plan import host_memory
-from nanodag.plan.case import Case, Formula, changed, memory_faults
-from nanodag.plan.evaluation import items_of, prompt_of
+from nanodag.plan.case import Case, Changed, Formula, changed
+from nanodag.plan.evaluation import PlannedSamplers, items_of, planned_samplers, prompt_of
 from nanodag.plan.host_memory import programs_of
-from nanodag.plan.sampling import PlannedSamplers, planned_samplers
 from nanodag.plan.sizes import Sizes, held_out_share
 from nanodag.plan.speeds import PARSED_BYTES_S, RL_STEP_S, START_S
 from nanodag.plan.stage_plan import Fault, Process, StagePlan
-from nanodag.plan.supervised import artifact_bytes
+from nanodag.plan.supervised import artifact_bytes, held_to_train
 
 TOKEN_BYTES_ON_DISK = 30
 """Bytes of a sampled token in the rollout files."""
-Changed = tuple[tuple[str, ...], RLStage]
-"""Settings as they would be written, and the stage with them."""
 
 
 def samplers_of(case: Case[RLStage]) -> PlannedSamplers:
@@ -42,7 +37,6 @@ def samplers_of(case: Case[RLStage]) -> PlannedSamplers:
         context=min(int(sampler.context), case.model.max_positions),
         memory_fraction=float(sampler.memory_fraction),
         used=mean_prompt(case) + stage.rollout.max_new_tokens,
-        takes_weights=True,
     )
     return replace(planned, process=replace(planned.process, count=int(sampler.replicas)))
 
@@ -72,17 +66,16 @@ def plan_rl(case: Case[RLStage]) -> StagePlan:
     flops = steps * (step.trained * model.training_flops(step.length) + step.sampled * model.forward_flops(step.length))
     trainer, sampler = _by_placement(stage, _trainer(case), samplers.process)
     controller = {"process": host_memory.CONTROLLER, "data": case.sizes.held_to_read(stage.data)}
-    beside = [Process(name="controller", host=controller)]
-    beside.append(Process(name="rewards", count=rollout.reward_processes, host={"process": host_memory.REWARDS}))
+    rewards = Process(name="rewards", count=rollout.reward_processes, host={"process": host_memory.REWARDS})
+    beside = (Process(name="controller", host=controller), rewards)
     programs = programs_of(stage, max(step.samples, asked_at_once(stage)))
-    read = int(steps * prompts_a_step(stage) * step.prompt * 4)
     files = int(steps * step.kept * TOKEN_BYTES_ON_DISK)
     return case.plan(
         parameters=model.total,
         tokens=int(steps * step.trained),
         steps=steps,
         flops=flops,
-        read_bytes=read,
+        read_bytes=int(steps * prompts_a_step(stage) * step.prompt * 4),
         processes=((trainer,) * stage.has_trainer + (sampler,) * stage.has_samplers + (*beside, *programs)),
         num_gpus=stage.num_gpus(case.machine.num_gpus) if case.device == "cuda" else 0,
         at_once=samplers.at_once,
@@ -155,9 +148,7 @@ def prompts_a_step(stage: RLStage) -> int:
 
 def asked_at_once(stage: RLStage) -> int:
     """Held-out samples that one evaluation asks for."""
-    evaluation = stage.evaluation
-    has_held_out = evaluation.validation or any(source.held_out for source in stage.data)
-    return evaluation.eval_prompts * evaluation.eval_samples if has_held_out else 0
+    return stage.evaluation.eval_prompts * stage.evaluation.eval_samples if HELD_OUT in stage.evaluated else 0
 
 
 def _evaluated(case: Case[RLStage], step: Step) -> tuple[float, float]:
@@ -191,17 +182,9 @@ def seconds_of(case: Case[RLStage], samplers: PlannedSamplers, step: Step) -> fl
     training = trained * passes * model.training_flops(step.length) / (trainers.shares.trainer * trainers.peak)
     sampling = 0.0
     if count:
-        precision, width = str(stage.sampler.precision), width_of(str(stage.sampler.precision))
-        devices = case.devices(precision, count, str(stage.sampler.engine))
-        decoding = devices.decoding_s(
-            model,
-            stage.num_steps * step.sampled + evaluated_answers,
-            weight_bytes=width * model.total,
-            context=step.length,
-            token_bytes=model.token_bytes(width),
-            at_once=max(1, samplers.at_once // count),
-        )
-        if decoding is None:
+        devices = case.devices(str(stage.sampler.precision), count, str(stage.sampler.engine))
+        sampled, at_once = stage.num_steps * step.sampled + evaluated_answers, max(1, samplers.at_once // count)
+        if (decoding := devices.decoding_s(model, sampled, context=step.length, at_once=at_once)) is None:
             return None
         read = stage.num_steps * prompts_a_step(stage) * step.prompt + evaluated_prompts
         sampling = decoding + read * model.forward_flops(step.length) / (devices.shares.likelihood * devices.peak)
@@ -221,19 +204,16 @@ def _notes(stage: RLStage, step: Step, programs: Sequence[Process]) -> tuple[str
     return tuple(notes)
 
 
-def faults_of_rl(plan: StagePlan, case: Case[RLStage]) -> list[Fault]:
-    """Faults: what does not fit, and what would make the stage's results void."""
-    if not plan.processes:
-        return []
-    setting, value = "optimizer.micro_batch_tokens", case.stage.optimizer.micro_batch_tokens
-    if not case.stage.has_trainer:
-        setting, value = "sampler.max_batch", case.stage.sampler.max_batch
-    candidates = _candidates(case)
-    return [*memory_faults(plan, case, plan_rl, setting=setting, value=value, candidates=candidates), *_void(case)]
+def _too_large(case: Case[RLStage]) -> tuple[str, object]:
+    """The trainer's micro-batch, or the samplers' batch where nothing is trained."""
+    if case.stage.has_trainer:
+        return "optimizer.micro_batch_tokens", case.stage.optimizer.micro_batch_tokens
+    return "sampler.max_batch", case.stage.sampler.max_batch
 
 
-def _void(case: Case[RLStage]) -> Iterator[Fault]:
-    """A batch smaller than asked, a prompt without room, an answer that cannot be as long as is asked."""
+def _void(plan: StagePlan, case: Case[RLStage]) -> Iterator[Fault]:
+    """Faults that would make results void: a batch smaller than asked, a prompt without room, an answer that cannot be
+    as long as is asked."""
     stage, sampler, rollout, samplers = case.stage, case.stage.sampler, case.stage.rollout, samplers_of(case)
     context, positions, batch = int(sampler.context), case.model.max_positions, int(sampler.max_batch)
     if samplers.at_once < min(batch, prompts_a_step(stage) * rollout.samples_per_prompt):
@@ -254,18 +234,9 @@ def _void(case: Case[RLStage]) -> Iterator[Fault]:
 
 def _trainer(case: Case[RLStage]) -> Process:
     """One rank: policy, and where the algorithm has them reference, critic and teacher."""
-    stage, model, shape = case.stage, case.model, case.model.shape
-    resources, optimizer, algorithm = stage.resources, stage.optimizer, stage.algorithm
-    precision, micro = str(optimizer.precision), int(optimizer.micro_batch_tokens) // optimizer.sequence_parallel
-    ranks = int(resources.num_ranks)
-    state = state_of(stage, model, num_ranks=ranks)
-    kept = activations(shape, micro, precision=precision, checkpointing=bool(optimizer.activation_checkpointing))
-    whole = width_of(precision) * model.total
-    held = {
-        **state.on_device,
-        "activations": kept + working(shape, micro, precision),
-        "logits": head_memory(shape, model.vocabulary, micro, precision=precision, device=case.device, scored=True),
-    }
+    stage, model, optimizer, algorithm = case.stage, case.model, case.stage.optimizer, case.stage.algorithm
+    ranks, whole = int(stage.resources.num_ranks), width_of(str(optimizer.precision)) * model.total
+    state, held = held_to_train(stage, model, int(optimizer.micro_batch_tokens) // optimizer.sequence_parallel)
     if algorithm.has_reference:
         held["reference"] = whole
     if algorithm.has_critic:
@@ -279,7 +250,7 @@ def _trainer(case: Case[RLStage]) -> Process:
         held,
         cuda={"model": 4 * model.total, "offloaded": state.host},
         cpu={"offloaded": state.host, "process": host_memory.TRAINER + compiler},
-        count=ranks // resources.num_nodes,
+        count=ranks // stage.resources.num_nodes,
     )
 
 
@@ -289,9 +260,8 @@ def _by_placement(stage: RLStage, trainer: Process, sampler: Process) -> tuple[P
     if stage.resources.device == "cpu" or stage.placement == "beside":
         return trainer, sampler
     if stage.placement == "separate":
-        own = len(stage.sampler.gpus) if isinstance(stage.sampler.gpus, tuple) else 0
         count = sampler.count // max(1, stage.sampler.nodes)
-        own = own or count * sampler.gpus
+        own = stage.own_gpus or count * sampler.gpus
         return replace(trainer, own_gpus=trainer.count), replace(sampler, count=count, own_gpus=own)
     # The sampler's graphs are not released, and CUDA's contexts stay.
     left = ("cuda", "graphs and activations")
@@ -350,9 +320,5 @@ def _smaller_trainers(stage: RLStage) -> Iterator[Changed]:
         yield changed(stage, updates | {"resources.offload_optimizer": offload})
 
 
-def _as_rl(case: Case[SelectStage]) -> Case[RLStage]:
-    return replace(case, stage=case.stage.as_rl())  # type: ignore[return-value, arg-type]
-
-
-RL = Formula(plan_rl, faults_of_rl)
-SELECT = Formula(lambda case: plan_rl(_as_rl(case)), lambda plan, case: faults_of_rl(plan, _as_rl(case)))
+RL = Formula(plan_rl, _void, _too_large, _candidates)
+SELECT = replace(RL, prepared=lambda case: replace(case, stage=case.stage.as_rl()))

@@ -94,28 +94,29 @@ class Sizes:
         is not known."""
         if any(source.weight is not None for source in sources):
             return None
-        each = [self._tokens_of_rows(source, vocabulary, is_chat=True) for source in sources]
         shares = [(1 - held_out_share(source)) * (source.epochs or 1.0) for source in sources]
-        known = [tokens * share for tokens, share in zip(each, shares, strict=True) if tokens is not None]
-        return int(sum(known)) if len(known) == len(each) else None
+        return self._tokens(sources, shares, vocabulary, is_chat=True)
 
     def held_out_tokens(self, sources: Sequence[SourceConfig], vocabulary: int, *, is_chat: bool) -> int | None:
         """Tokens that a mixture holds out: of conversations, where there are such beside text. None where that is not
         known; 0 where nothing is held out."""
         held_out = [source for source in sources if source.held_out]
         held_out = [source for source in held_out if source.adapter != "text"] or held_out
-        each = [self._tokens_of_rows(source, vocabulary, is_chat=is_chat) for source in held_out]
-        if any(tokens is None for tokens in each) or any(not held_out_share(source) for source in held_out):
-            return None
-        return int(sum((tokens or 0.0) * held_out_share(s) for tokens, s in zip(each, held_out, strict=True)))
+        shares = list(map(held_out_share, held_out))
+        return self._tokens(held_out, shares, vocabulary, is_chat=is_chat) if all(shares) else None
 
-    def _tokens_of_rows(self, source: SourceConfig, vocabulary: int, *, is_chat: bool) -> float | None:
-        """Tokens of all rows of a source, once."""
-        size = self.of(source.url)
-        if size is None or size.rows is None:
-            return None
-        template = 1 if source.adapter == "text" or not is_chat else CHAT_TOKENS
-        return size.rows * (size.row_bytes / bytes_per_token(vocabulary) + template)
+    def _tokens(
+        self, sources: Sequence[SourceConfig], shares: Sequence[float], vocabulary: int, *, is_chat: bool
+    ) -> int | None:
+        """Tokens of so large shares of the sources' rows; None where a size is not known."""
+        tokens = []
+        for source, share in zip(sources, shares, strict=True):
+            size = self.of(source.url)
+            if size is None or size.rows is None:
+                return None
+            template = 1 if source.adapter == "text" or not is_chat else CHAT_TOKENS
+            tokens.append(size.rows * (size.row_bytes / bytes_per_token(vocabulary) + template) * share)
+        return int(sum(tokens))
 
     def in_memory(self, sources: Sequence[SourceConfig]) -> int:
         """Bytes of files that a process holds as a whole."""
@@ -124,13 +125,12 @@ class Sizes:
 
     def in_windows(self, sources: Sequence[SourceConfig]) -> int:
         """Bytes that a process shuffles at once: of each source with blocks a window, or all of a small one."""
-        return sum(self._window(source.url) for source in sources)
+        return sum(min(WINDOW_BYTES, self._shuffled(source.url)) for source in sources)
 
-    def _window(self, url: str) -> int:
-        size = self.of(url)
-        if not url.startswith("hub:"):
-            return min(WINDOW_BYTES, size.in_blocks) if size is not None else 0
-        return min(WINDOW_BYTES, self.text_bytes(url))
+    def _shuffled(self, url: str) -> int:
+        if url.startswith("hub:"):
+            return self.text_bytes(url)
+        return size.in_blocks if (size := self.of(url)) is not None else 0
 
     def held_to_read(self, sources: Sequence[SourceConfig]) -> int:
         """Bytes of host memory that a process takes to read a mixture: files that it parses as a whole, windows that it

@@ -1,12 +1,12 @@
 """Plans the stages that multiply no matrices: tokenizer, import, report."""
 
-from nanodag.config.kinds.import_model import ImportStage
-from nanodag.config.kinds.report import MAX_SEARCHED, ReportStage
-from nanodag.config.kinds.tokenizer import TokenizerStage
+from collections.abc import Iterator
+
+from nanodag.config.kinds.small_stages import MAX_SEARCHED, ImportStage, ReportStage, TokenizerStage
 from nanodag.plan import host_memory
-from nanodag.plan.case import Case, Formula, changed, memory_faults
+from nanodag.plan.case import Case, Changed, Formula, changed
 from nanodag.plan.speeds import PARSED_BYTES_S
-from nanodag.plan.stage_plan import Fault, Process, StagePlan
+from nanodag.plan.stage_plan import Process, StagePlan
 
 SHORT_S = 1.0
 """Seconds of a worker without a model."""
@@ -26,7 +26,6 @@ KNOWN_WORDS = 150 * host_memory.MB
 def plan_tokenizer(case: Case[TokenizerStage]) -> StagePlan:
     stage, parsed = case.stage, case.sizes.in_memory(case.stage.data)
     num_bytes = min(stage.max_bytes, sum(case.sizes.text_bytes(source.url) for source in stage.data))
-    seconds = SHORT_S + num_bytes / LEARNED_BYTES_S + parsed / PARSED_BYTES_S
     words = int(KNOWN_WORDS * (num_bytes / 8e6) ** 0.6)
     held = {"process": host_memory.TOKENIZER, "data": int(host_memory.PARSED * parsed), "words": words}
     return case.plan(
@@ -34,16 +33,14 @@ def plan_tokenizer(case: Case[TokenizerStage]) -> StagePlan:
         processes=(Process(name="worker", host=held),),
         disk_bytes=200 * stage.vocabulary,
         kept_bytes=200 * stage.vocabulary,
-        seconds=seconds,
+        seconds=SHORT_S + num_bytes / LEARNED_BYTES_S + parsed / PARSED_BYTES_S,
     )
 
 
-def faults_of_tokenizer(plan: StagePlan, case: Case[TokenizerStage]) -> list[Fault]:
+def _less_text(case: Case[TokenizerStage]) -> Iterator[Changed]:
     """A tokenizer whose text does not fit learns from less."""
     most = case.stage.max_bytes
-    sizes = [most >> k for k in range(1, 12) if most >> k >= LEAST_TEXT]
-    candidates = [changed(case.stage, {"max_bytes": num}) for num in sizes]
-    return memory_faults(plan, case, plan_tokenizer, setting="max_bytes", value=most, candidates=candidates)
+    return (changed(case.stage, {"max_bytes": most >> k}) for k in range(1, 12) if most >> k >= LEAST_TEXT)
 
 
 def plan_import(case: Case[ImportStage]) -> StagePlan:
@@ -70,25 +67,24 @@ def plan_report(case: Case[ReportStage]) -> StagePlan:
     num_bytes = sum(min(MAX_SEARCHED, sizes.text_bytes(url)) for url in searched)
     num_bytes += sum(sizes.text_bytes(source.url) for source in stage.contamination)
     parsed = sizes.in_memory(list(searched.values())) / PARSED_BYTES_S
-    seconds = SHORT_S + num_bytes / SEARCHED_BYTES_S + parsed
     held = {"process": host_memory.REPORT, "data": int(host_memory.PARSED * largest)}
     return case.plan(
         read_bytes=num_bytes,
         processes=(Process(name="worker", host=held),),
         disk_bytes=5 * host_memory.MB,
         kept_bytes=5 * host_memory.MB,
-        seconds=seconds,
+        seconds=SHORT_S + num_bytes / SEARCHED_BYTES_S + parsed,
     )
 
 
-def faults_of_report(plan: StagePlan, case: Case[ReportStage]) -> list[Fault]:
+def _no_search(case: Case[ReportStage]) -> Iterator[Changed]:
     """A report whose search does not fit searches for nothing."""
-    searched = case.stage.contamination
-    candidates = [(("contamination=[]",), case.stage.model_copy(update={"contamination": ()}))]
-    return memory_faults(plan, case, plan_report, setting="contamination", value=len(searched), candidates=candidates)
+    yield ("contamination=[]",), case.stage.model_copy(update={"contamination": ()})
 
 
-TOKENIZER = Formula(plan_tokenizer, faults_of_tokenizer)
+TOKENIZER = Formula(plan_tokenizer, too_large=lambda case: ("max_bytes", case.stage.max_bytes), candidates=_less_text)
 IMPORT = Formula(plan_import)
-REPORT = Formula(plan_report, faults_of_report)
+REPORT = Formula(
+    plan_report, too_large=lambda case: ("contamination", len(case.stage.contamination)), candidates=_no_search
+)
 UNKNOWN = Formula(lambda case: case.plan(notes=("a kind of your own: nothing is known of it",)))

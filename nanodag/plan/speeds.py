@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from nanodag.config.model_size import ModelSize
 from nanodag.host.machine import Machine
+from nanodag.inference.number_formats import width_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,19 +69,16 @@ class PlannedDevices:
         core = self.machine.core
         return self.count * (core.bf16 if self.precision == "bf16" else core.fp32)
 
-    def decoding_s(
-        self, model: ModelSize, tokens: float, *, weight_bytes: float, context: int, token_bytes: int, at_once: int
-    ) -> float | None:
+    def decoding_s(self, model: ModelSize, tokens: float, *, context: int, at_once: int) -> float | None:
         """Seconds to decode so many tokens, with a sampler on each device, which decodes at_once samples of a context.
 
-        A GPU reads all weights and the samples' cache for each step. token_bytes: of one token's keys and values. None
-        where the machine's speed is not known.
+        A GPU reads all weights and the samples' cache for each step. None where the machine's speed is not known.
         """
-        flops, share = model.forward_flops(context), self.shares.decoding
+        flops, share, width = model.forward_flops(context), self.shares.decoding, width_of(self.precision)
         if self.device == "cpu":
             return tokens * flops / (share * self.peak)
         gpu = self.machine.gpu
         if gpu is None or not gpu.bandwidth or not gpu.peak:
             return None
-        step = (weight_bytes + at_once * context * token_bytes) / gpu.bandwidth + at_once * flops / gpu.peak
-        return tokens / (self.count * at_once) * step / share
+        read = width * model.total + at_once * context * model.token_bytes(width)
+        return tokens / (self.count * at_once) * (read / gpu.bandwidth + at_once * flops / gpu.peak) / share

@@ -3,32 +3,31 @@
 import math
 from collections.abc import Iterator
 
-from nanodag.config.derive_hardware import state_of
-from nanodag.config.footprint import MAX_LOGITS, activations, documents_apart, head_memory, num_states, working
+from nanodag.config import footprint
+from nanodag.config.derive import state_of
 from nanodag.config.model_size import ModelSize
+from nanodag.config.stage_base import TrainedStage
 from nanodag.config.supervised import SupervisedStage
 from nanodag.errors.words import counted
 from nanodag.inference.number_formats import width_of
 from nanodag.plan import host_memory
-from nanodag.plan.case import Case, Formula, changed, memory_faults
+from nanodag.plan.case import Case, Changed, Formula, changed
 from nanodag.plan.sizes import CORE_CONTEXT, bytes_per_token, core_items, core_tokens, held_out_share
 from nanodag.plan.speeds import PACKED_TOKENS_S, PARSED_BYTES_S, START_S
-from nanodag.plan.stage_plan import Fault, Process, StagePlan
+from nanodag.plan.stage_plan import Process, StagePlan
 
 COMPILED_SHARE = 0.65
 """Share of a layer's activations that a compiled one keeps."""
 
 
 def plan_supervised(case: Case[SupervisedStage]) -> StagePlan:
-    stage, notes = case.stage, []
-    steps = _steps(case)
-    if steps is None:
-        notes.append("tokens of its data are not known beforehand")
+    stage, steps = case.stage, _steps(case)
+    notes = [] if steps is not None else ["tokens of its data are not known beforehand"]
     if stage.patience:
         notes.append(f"may end sooner (patience {stage.patience})")
     if stage.core_every:
-        every = f"every {stage.core_every:,} steps and at the end"
-        notes.append(f"CORE {every}, {counted(core_items(stage.core_limit), 'item')} each time")
+        items = counted(core_items(stage.core_limit), "item")
+        notes.append(f"CORE every {stage.core_every:,} steps and at the end, {items} each time")
     tokens = None if steps is None else steps * int(stage.batch_tokens)
     if case.known_model is None:
         return case.plan(tokens=tokens, steps=steps, notes=("its model is not known yet",))
@@ -38,7 +37,7 @@ def plan_supervised(case: Case[SupervisedStage]) -> StagePlan:
     # What must be read to hold out the validation's tokens by a hash, which are kept.
     validated = stage.validation_tokens / max(shares) if shares else 0.0
     read = None if tokens is None else int((tokens + validated) * bytes_per_token(model.vocabulary))
-    states = num_states(model.parameters, stage.optimizer.name, model.total)
+    states = footprint.num_states(model.parameters, stage.optimizer.name, model.total)
     checkpoint = 4 * (model.total + states) + (4 * model.total if stage.patience else 0)
     return case.plan(
         parameters=model.total,
@@ -56,13 +55,6 @@ def plan_supervised(case: Case[SupervisedStage]) -> StagePlan:
     )
 
 
-def faults_of_supervised(plan: StagePlan, case: Case[SupervisedStage]) -> list[Fault]:
-    """Faults of a stage that does not fit the machine."""
-    micro = case.stage.micro_batch_tokens
-    candidates = _candidates(case.stage)
-    return memory_faults(plan, case, plan_supervised, setting="micro_batch_tokens", value=micro, candidates=candidates)
-
-
 def _steps(case: Case[SupervisedStage]) -> int | None:
     """Steps of the whole training: of its horizon, or of passes over its data where their size is known."""
     stage, tokens = case.stage, None
@@ -78,21 +70,12 @@ def _steps(case: Case[SupervisedStage]) -> int | None:
 
 def _processes(case: Case[SupervisedStage]) -> tuple[Process, ...]:
     stage, model, device = case.stage, case.model, case.device
-    resources, precision, shape = stage.resources, str(stage.precision), model.shape
-    micro, ranks = int(stage.micro_batch_tokens), int(resources.num_ranks)
-    checkpointing = bool(stage.activation_checkpointing)
-    state = state_of(stage, model, num_ranks=ranks)
-    kept = activations(shape, micro, precision=precision, checkpointing=checkpointing)
-    compiled = COMPILED_SHARE if stage.compile and not checkpointing else 1.0
-    apart = documents_apart(shape, micro, precision=precision, device=device, checkpointing=checkpointing)
-    held = {
-        **state.on_device,
-        "activations": int(compiled * kept) + working(shape, micro, precision) + apart,
-        "logits": head_memory(shape, model.vocabulary, micro, precision=precision, device=device),
-    }
+    micro, ranks = int(stage.micro_batch_tokens), int(stage.resources.num_ranks)
+    kept_share = COMPILED_SHARE if stage.compile and not stage.activation_checkpointing else 1.0
+    state, held = held_to_train(stage, model, micro, kept_share)
     if stage.core_every:  # its passes hold less than a micro-batch's, but for the head's
-        largest = min(MAX_LOGITS[device], model.vocabulary * max(micro, model.max_positions))
-        held["logits"] = max(held["logits"], largest * (width_of(precision) + 4))
+        largest = min(footprint.MAX_LOGITS[device], model.vocabulary * max(micro, model.max_positions))
+        held["logits"] = max(held["logits"], largest * (width_of(str(stage.precision)) + 4))
     if stage.patience:
         held["best weights"] = 4 * model.total // (ranks if stage.zero_stage else 1)
     compiler = host_memory.compiler_bytes(model, compiled=stage.compile, device=device)
@@ -103,10 +86,27 @@ def _processes(case: Case[SupervisedStage]) -> tuple[Process, ...]:
         held,
         cuda={"data": data, "model": 4 * model.total, "offloaded": state.host},
         cpu={"offloaded": state.host, "process": host_memory.TRAINER + compiler, "data": data},
-        count=ranks // resources.num_nodes,
+        count=ranks // stage.resources.num_nodes,
     )
     launcher = (Process(name="launcher", host={"process": host_memory.LAUNCHER}),) if ranks > 1 else ()
     return rank, *launcher
+
+
+def held_to_train(
+    stage: TrainedStage, model: ModelSize, micro: int, kept_share: float = 1.0
+) -> tuple[footprint.TrainState, dict[str, int]]:
+    """Memory of a rank for the model that it trains, and all bytes on its device, by what holds them. micro: tokens at
+    once. kept_share: of the activations, that layers keep."""
+    trainer, shape, device = stage.trainer, model.shape, str(stage.resources.device)
+    precision, checkpointing = str(trainer.precision), bool(trainer.activation_checkpointing)
+    state = state_of(stage, model, num_ranks=int(stage.resources.num_ranks))
+    kept = int(kept_share * footprint.activations(shape, micro, precision=precision, checkpointing=checkpointing))
+    kept += footprint.working(shape, micro, precision)
+    if stage.packs_documents:
+        kept += footprint.documents_apart(shape, micro, precision=precision, device=device, checkpointing=checkpointing)
+    scored = stage.scores_tokens
+    logits = footprint.head_memory(shape, model.vocabulary, micro, precision=precision, device=device, scored=scored)
+    return state, {**state.on_device, "activations": kept, "logits": logits}
 
 
 def artifact_bytes(model: ModelSize, precision: str) -> int:
@@ -132,14 +132,18 @@ def _seconds(case: Case[SupervisedStage], steps: int | None) -> float | None:
     return start + max(computing, tokens / (int(resources.num_ranks) * PACKED_TOKENS_S)) + scoring
 
 
-def _candidates(stage: SupervisedStage) -> Iterator[tuple[tuple[str, ...], SupervisedStage]]:
+def _candidates(case: Case[SupervisedStage]) -> Iterator[Changed]:
     """Smaller micro-batches that divide a step, from the largest on; then the same with checkpointing, then ZeRO 3."""
-    resources, length = stage.resources, stage.sequence_length
-    rows = max(1, int(stage.batch_tokens) // (int(resources.num_ranks) * length))
+    stage, length = case.stage, case.stage.sequence_length
+    rows = max(1, int(stage.batch_tokens) // (int(stage.resources.num_ranks) * length))
     smaller = [r * length for r in range(rows, 0, -1) if rows % r == 0 and r * length <= int(stage.micro_batch_tokens)]
     for changes in ({}, {"activation_checkpointing": True}, {"activation_checkpointing": True, "zero_stage": 3}):
         for micro in smaller:
             yield changed(stage, {"micro_batch_tokens": micro, **changes})
 
 
-SUPERVISED = Formula(plan_supervised, faults_of_supervised)
+SUPERVISED = Formula(
+    plan_supervised,
+    too_large=lambda case: ("micro_batch_tokens", case.stage.micro_batch_tokens),
+    candidates=_candidates,
+)

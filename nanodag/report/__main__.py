@@ -7,7 +7,7 @@ from typing import Any
 
 from nanodag.config.kind import CONVERSATIONS
 from nanodag.config.kinds import recorded_kind
-from nanodag.config.kinds.report import MAX_SEARCHED
+from nanodag.config.kinds.small_stages import MAX_SEARCHED
 from nanodag.data.config import SourceConfig
 from nanodag.data.contamination import Overlap, contamination
 from nanodag.errors.words import counted, size

@@ -16,9 +16,9 @@ from nanodag.config import AnyStage, result_config
 from nanodag.config.kind import PAGE
 from nanodag.config.kinds import find_kind
 from nanodag.config.kinds.evaluation import BenchmarkConfig
-from nanodag.config.rl_entries import entries_in
+from nanodag.config.rl_parts import EntryConfig
 from nanodag.config.section import found_in
-from nanodag.config.trust import sources_in
+from nanodag.data.config import SourceConfig
 from nanodag.data.digests import file_sha256, folder_sha256
 from nanodag.data.opening import open_source
 from nanodag.errors import ConfigError, StageFailed, StageStopped, StoreBusy
@@ -123,7 +123,7 @@ def key_of(run: Run, stage: AnyStage, inputs: Inputs) -> tuple[str, dict[str, An
     """
     mirror = None if run.pipeline.mirror == "none" else Path(run.pipeline.mirror)
     sources: dict[str, Any] = {}
-    for source in sources_in(stage):
+    for _, source in found_in(stage, SourceConfig):
         if source.url not in sources and not source.url.startswith("input:"):  # the input's digest names its rows
             sources[source.url] = open_source(source.url, mirror).identity()
         if ":" in source.adapter:
@@ -154,7 +154,7 @@ def own_entries(stage: AnyStage) -> dict[str, Any]:
 
     Raises ConfigError for one that is not there."""
     own: dict[str, Any] = {}
-    for _, entry in entries_in(stage):
+    for _, entry in found_in(stage, EntryConfig):
         if entry.own_function:
             own[entry.name] = code_identity(entry.own_function) | {"name": entry.name}
         if path := entry.own_file:

@@ -17,15 +17,15 @@ from typing import Any
 
 from nanodag import registry
 from nanodag.config import AnyStage, Pipeline
-from nanodag.config.derive_schedule import began_at
 from nanodag.config.kinds import find_kind, vouch_for
 from nanodag.config.kinds.evaluation import BenchmarkConfig
+from nanodag.config.model_size import began_at
+from nanodag.config.pipeline import SERVICES
 from nanodag.config.rl_checks import check_lora
-from nanodag.config.rl_entries import EntryConfig, entries_in
+from nanodag.config.rl_parts import EntryConfig
 from nanodag.config.rl_sections import PolicyBenchmarkConfig
 from nanodag.config.section import found_in
 from nanodag.config.stage_base import ExternalInput
-from nanodag.config.tracking import SERVICES
 from nanodag.data.adapters import kind_of, open_adapter
 from nanodag.data.config import SourceConfig, mixes_by_epochs
 from nanodag.data.core_tasks import find_files
@@ -98,7 +98,7 @@ class Checks:
             self._try(f"{name}.sampler.python", f"sglang {python}", partial(find_python, python, device))
         for external in stage.external_inputs():
             self._external(f"{name}.{external.setting}", external)
-        for where, entry in entries_in(stage):
+        for where, entry in found_in(stage, EntryConfig):
             self._entry(f"{name}.{where}", stage, entry)
         if stage.lora_rank:
             self._try(f"{name}.optimizer.lora_rank", f"lora {name}", partial(self._lora, name, stage.lora_rank))
@@ -128,7 +128,7 @@ class Checks:
     def _source(self, where: str, source: SourceConfig, stage: AnyStage) -> None:
         kind = None if stage.record_kind is None else kind_of(source.adapter, source.url, stage.record_kind)
         read = source.model_dump(exclude={"url", "weight", "epochs", "held_out"}, exclude_defaults=True)
-        rewards = [entry.name for _, entry in entries_in(stage) if entry.kind == "reward"]
+        rewards = [entry.name for _, entry in found_in(stage, EntryConfig) if entry.kind == "reward"]
         what = f"{source.url} {read} as {kind} for {rewards}"
         self._try(where, what, lambda: _check_metadata(self._rows(source, kind), rewards, source.url))
 
@@ -274,7 +274,7 @@ class Checks:
 
     def _lora(self, name: str, rank: int) -> None:
         """Compare the rank with the width of the model that a stage begins at, where that is imported from a folder."""
-        model = began_at(self._pipeline, name).known_model
+        model = self._pipeline.stages[began_at(self._pipeline, name)].known_model
         files = local_files(model, self._mirror) if model else None
         path = next((path for path in files or () if path.name == "config.json"), None)
         if path is None:

@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from nanodag.config.kinds.select import SelectStage
+from nanodag.config.kinds.rl import SelectStage
 from nanodag.errors import StageFailed
 from nanodag.rl.__main__ import main
 from nanodag.rl.rollouts.export import export_chats

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from nanodag.config.derive_schedule import shape_from
 from nanodag.config.dial import Shape, flops_per_token
 from nanodag.config.kinds import find_kind
 from nanodag.config.supervised import SupervisedStage
@@ -175,7 +174,7 @@ def architecture_of(job: Job, tokenizer_path: Path) -> Architecture:
         return read_checkpoint(job.inputs["model"]).architecture
     config = job.config
     return qwen3_architecture(
-        shape_from(config.shape),
+        config.shape.as_shape(),
         vocabulary=Encoding(tokenizer_path).size,
         rope_theta=config.shape.rope_theta,
         max_positions=config.shape.max_positions,

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nanodag.children.child import Child, start_child
-from nanodag.config.tracking import TrackingConfig, filled
+from nanodag.config.pipeline import TrackingConfig, filled
 from nanodag.store.atomic import write_json
 from nanodag.worker import logs
 from nanodag.worker.logs import Tail

@@ -13,7 +13,7 @@ from nanodag.config.model_size import ModelSize, known_model
 from nanodag.config.rl_checks import check
 from nanodag.errors import ConfigError
 from nanodag.host.machine import GIB, machine_of
-from nanodag.model.architecture import Architecture, Rope
+from nanodag.model.build import qwen3_architecture
 from nanodag.sampler.sizes import plan_cache
 
 DEPTH_24 = ModelSize(shape_of(24), 32768, 4096)
@@ -83,15 +83,15 @@ def test_without_sglang_a_gpu_gets_the_embedded_engine_and_the_command_that_inst
     assert RLStage.model_validate(stage.model_dump()) == stage, "a record of it is read again"
 
 
-@pytest.mark.parametrize(
-    ("text", "engine", "is_exact"), [("cpu:2:avx2:16GiB", "embedded", True), ("1x24GB", "sglang", False)]
-)
-def test_with_servers_of_others_a_stage_has_none_of_its_own_unless_it_is_said(text, engine, is_exact):
-    for others in ({"urls": ["http://node2:30000"]}, {"urls_file": "/urls"}):
-        sampler = sampler_on(text, sglang=False, sampler=others).sampler
-        assert (sampler.replicas, sampler.engine, sampler.deterministic) == (0, engine, is_exact)
-        assert sampler.max_batch > 0 and sampler.cache_bytes > 0
-        assert sampler_on(text, sglang=False, sampler={**others, "replicas": 1}).sampler.replicas == 1
+@pytest.mark.parametrize("others", [{"urls": ["http://node2:30000"]}, {"urls_file": "/urls"}])
+@pytest.mark.parametrize(("text", "expected"), [
+    ("cpu:2:avx2:16GiB", (0, "embedded", True)), ("1x24GB", (0, "sglang", False)),
+])  # fmt: skip
+def test_with_servers_of_others_a_stage_has_none_of_its_own_unless_it_is_said(text, expected, others):
+    sampler = sampler_on(text, sglang=False, sampler=others).sampler
+    assert (sampler.replicas, sampler.engine, sampler.deterministic) == expected
+    assert sampler.max_batch > 0 and sampler.cache_bytes > 0
+    assert sampler_on(text, sglang=False, sampler={**others, "replicas": 1}).sampler.replicas == 1
 
 
 @pytest.mark.parametrize(("sampler", "said"), [
@@ -172,11 +172,11 @@ def test_the_cpus_replicas_share_a_quarter_of_the_memory():
     assert 7.9 * GIB < 2 * (sampler.cache_bytes + 2 * 4 * DEPTH_12.total) <= 8 * GIB
 
 
-def evaluation_on(text, model=DEPTH_24, **sampler):
+def evaluation_on(text, model=DEPTH_24, origins=None, **settings):
     machine = machine_of(text)
     resources = {"num_ranks": 1, "threads": machine.cores, "device": machine.device}
-    table = {"benchmarks": ({"name": "gsm8k"},), "resources": resources, "precision": "bf16", "sampler": sampler}
-    return derive_evaluation("eval", EvalStage(kind="eval", **table), machine, model, {}).sampler
+    table = {"benchmarks": ({"name": "gsm8k"},), "resources": resources, "precision": "bf16", **settings}
+    return derive_evaluation("e", EvalStage(kind="eval", **table), machine, model, {} if origins is None else origins)
 
 
 @pytest.mark.parametrize(("text", "engine", "replicas", "max_batch"), [
@@ -184,45 +184,36 @@ def evaluation_on(text, model=DEPTH_24, **sampler):
     ("2xV100+sglang", "embedded", 2, 256), ("2x8xH100", "embedded", 8, 256), ("cpu:2:avx2:8GiB", "embedded", 2, 64),
 ])  # fmt: skip
 def test_an_evaluation_has_rls_engine_and_a_sampler_for_each_gpu(text, engine, replicas, max_batch):
-    sampler = evaluation_on(text, options={} if engine == "sglang" else {"schedule_policy": "fcfs"})
+    options = {} if engine == "sglang" else {"schedule_policy": "fcfs"}
+    sampler = evaluation_on(text, sampler={"options": options}).sampler
     assert (sampler.engine, sampler.replicas, sampler.max_batch, sampler.options) == (engine, replicas, max_batch, {})
 
 
 def test_an_evaluations_sglang_server_over_two_gpus_has_twice_the_cache_but_for_the_weights():
-    one, two = (evaluation_on("8xH100+sglang", tensor_parallel=each) for each in (1, 2))
+    one, two = (evaluation_on("8xH100+sglang", sampler={"tensor_parallel": each}).sampler for each in (1, 2))
     assert (one.replicas, two.replicas) == (8, 4)
     assert two.cache_bytes == pytest.approx(2 * one.cache_bytes + 2 * DEPTH_24.total, abs=4)
-    assert evaluation_on("cpu:8:avx2:32GiB", engine="sglang").replicas == 1
+    assert evaluation_on("cpu:8:avx2:32GiB", sampler={"engine": "sglang"}).sampler.replicas == 1
 
 
 @pytest.mark.parametrize(("model", "expected"), [(DEPTH_24, 111), (DEPTH_12, 256), (QWEN, 256)])
 def test_an_evaluation_on_24_gb_has_room_for_gsm8ks_prompts_and_answers(model, expected):
     """The context is by need: 400 tokens of a prompt and 512 of an answer; with 2 GiB in fp32 it was 512 in all."""
-    sampler = evaluation_on("1x24GB", model)
+    sampler = evaluation_on("1x24GB", model).sampler
     slots, context = plan_cache(_architecture(model), sampler.max_batch, 912, sampler.cache_bytes, 2)
     assert (slots, context) == (expected, 912)
     assert slots * 960 * model.token_bytes(2) + 2 * model.total <= 0.7 * machine_of("1x24GB").gpu.memory
 
 
 def _architecture(model):
-    factors = {"factor": 1.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0}
-    rope = Rope(theta=1e4, kind="default", original_positions=4096, **factors)
-    return Architecture(
-        model_type="qwen3", vocab_size=32768, hidden_size=768, num_layers=model.shape.depth, num_heads=12,
-        num_kv_heads=model.shape.num_kv_heads, head_dim=model.shape.head_width, intermediate_size=2048, norm_eps=1e-6,
-        tied=False, qk_norm=True, rope=rope, max_positions=model.max_positions,
-    )  # fmt: skip
+    return qwen3_architecture(model.shape, vocabulary=32768, rope_theta=1e4, max_positions=model.max_positions)
 
 
 def test_a_benchmark_has_the_stage_s_seed_and_limit_of_an_answer_where_it_says_none():
     own = {"name": "own", "form": "gsm8k", "seed": 5, "max_new_tokens": 9, "temperature": 1.0}
-    resources = {"num_ranks": 1, "threads": 1, "device": "cpu"}
-    stage = EvalStage(
-        kind="eval", seed=3, max_new_tokens=40, benchmarks=({"name": "gsm8k"}, own), resources=resources,
-        precision="fp32",
-    )  # fmt: skip
     origins = {}
-    derived = derive_evaluation("e", stage, this_machine(), DEPTH_24, origins)
+    more = {"seed": 3, "max_new_tokens": 40, "benchmarks": ({"name": "gsm8k"}, own)}
+    derived = evaluation_on("cpu:1:avx2:8GiB", origins=origins, **more)
     first, second = derived.benchmarks
     assert (derived.micro_batch_tokens, origins["e.micro_batch_tokens"]) == (1024, "derived: on cpu")
     assert (first.seed, first.max_new_tokens, second.seed, second.max_new_tokens) == (3, 40, 5, 9)

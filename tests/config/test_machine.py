@@ -45,10 +45,6 @@ def test_a_wrong_text_is_refused_with_the_part_that_is_wrong(text, why):
         machine_of(text)
 
 
-def test_this_machine_can_be_said_as_a_text():
-    assert machine_of(str(detect())).memory == detect().memory
-
-
 SMI = "0, GPU-aaa, NVIDIA H100 80GB HBM3, 81559, 9.0\n1, GPU-bbb, NVIDIA GeForce RTX 3090, 24576, 8.6\n"
 
 
@@ -83,10 +79,10 @@ def test_a_control_group_with_a_quota_has_fewer_cores(quota, cores, tmp_path, mo
     assert processor.usable_cores() == cores
 
 
-def test_a_control_group_with_a_limit_has_less_memory(tmp_path, monkeypatch):
-    (tmp_path / "memory.max").write_text(str(3 * GIB))
+def test_a_control_group_with_a_limit_has_less_memory_and_its_text_says_so(tmp_path, monkeypatch):
+    (tmp_path / "memory.max").write_text(str(13 * GIB // 4))
     monkeypatch.setattr(host, "control_group_files", lambda name: [tmp_path / name])
-    assert detect().memory == 3 * GIB
+    assert detect().memory == machine_of(str(detect())).memory == 13 * GIB // 4
 
 
 def test_an_nvidia_smi_that_fails_is_no_gpu_and_said(nvidia_smi, tmp_path, caplog):
@@ -114,8 +110,3 @@ def test_the_instruction_set_is_the_widest_that_is_there_or_allowed(flags, limit
     if limit:
         monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
     assert detect().instruction_set == expected
-
-
-@pytest.mark.parametrize(("gpu", "is_fast"), [("8xH100", True), ("1xA100", True), ("1x24GB", True), ("1xT4", False)])
-def test_gpus_take_bf16_from_ampere_on(gpu, is_fast):
-    assert machine_of(gpu).multiplies_bf16_fast("cuda") == is_fast

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -38,16 +39,12 @@ MODULE = """
         return [{"question": f"{i}?", "answer": i} for i in range(n)]
     def failing_rows():
         raise KeyError("answer_column")
-    def adapt(row, kind):
-        return {"text": row["question"]}
     async def generate(sampler, sample):
         return sample
     def loss(trainer, old, advantages, mask, ids, clip_low, clip_high):
         return advantages
     def short_loss(trainer, old, clip_low=0.2):
         return trainer
-    def plain_generate(sampler, sample):
-        return sample
     class World:
         def __init__(self, *, rounds=2):
             self.rounds = rounds
@@ -70,9 +67,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "p.jsonl").write_text('{"prompt": "1+1", "answer": 2}\n')
     (tmp_path / "q.jsonl").write_text('{"question": "1+1", "choices": ["a", "b", "c", "d"]}\n')
-    with gzip.open(tmp_path / "cut.jsonl.gz", "wt") as stream:
-        stream.write('{"a": 1}\n' * 1000)
-    cut = (tmp_path / "cut.jsonl.gz").read_bytes()
+    cut = gzip.compress(b'{"a": 1}\n' * 1000)
     (tmp_path / "cut.jsonl.gz").write_bytes(cut[: len(cut) // 2])
     stages = json.loads(json.dumps(STAGES).replace("/x.txt", "text.txt").replace("/p.jsonl", "p.jsonl"))
     benchmarks = [{"name": "continuation", "source": "file:text.txt"}]
@@ -137,8 +132,6 @@ def test_a_module_that_is_not_there_is_refused_when_the_config_is_read(folder, o
     ("rl.reward=broken_pf:f", "(broken_pf.py, line 2, in <module>)"),
     ("rl.advantage=mine_pf:reward", "(rewards, group_ids, num_tokens): too many"),
     ("rl.policy_loss=mine_pf:short_loss", "mask, sequence_ids): too many positional"),
-    ("rl.correction=mine_pf:short_loss", "mask, sequence_ids): too many positional"),
-    ("rl.policy_loss=mine_pf:no", "rl.algorithm.policy_loss: mine_pf:no: mine_pf.py has no function no"),
     ("rl.filters=['mine_pf:no']", "rl.rollout.filters.0: mine_pf:no: mine_pf.py has no function no"),
     ("rl.filters=[{name: 'mine_pf:drop', options: {lowst: 1}}]", "has no option 'lowst'; it takes lowest"),
     ("rl.generate=mine_pf:no", "rl.rollout.generate: mine_pf:no: mine_pf.py has no function no"),
@@ -147,7 +140,6 @@ def test_a_module_that_is_not_there_is_refused_when_the_config_is_read(folder, o
     ("rl.generate={name: 'agent:mine_pf:no', options: {python: /nowhere}}",
      "the agent's python /nowhere is no program"),
     ("rl.teacher={model: /nowhere}", "rl.algorithm.teacher.model: Model 'file:/nowhere': there is no folder"),
-    ("model.model=file:/nowhere", "model.model: Model 'file:/nowhere': there is no folder /nowhere."),
     ("rl={inputs: {model: model}, lora_rank: 65}", "rl.optimizer.lora_rank: 65 is above 64, the width"),
     ("rl.data=['file:/nowhere.jsonl']", "rl.data.0: Source 'file:/nowhere.jsonl' matches no file"),
     ("rl.data=['file:empty.jsonl']", "rl.data.0: file:empty.jsonl is empty: it has no rows"),
@@ -197,18 +189,16 @@ def test_config_asks_neither_the_hub_nor_for_tools(folder, capsys):
     assert "[hub:a/b]" in capsys.readouterr().out
 
 
-def check(folder, *overrides):
+def check(folder, *overrides, stage="rl"):
     pipeline = resolve(folder / "pipeline.yaml", "one", overrides).pipeline
-    check_before_start(pipeline, file=folder / "pipeline.yaml", remembered=folder / "checked", stages=["rl"])
+    check_before_start(pipeline, file=folder / "pipeline.yaml", remembered=folder / "checked", stages=[stage])
 
 
 def test_what_does_not_fit_this_machine_is_refused_before_anything_is_looked_at(folder, monkeypatch):
     monkeypatch.setattr("nanodag.run.preflight.detect", lambda folder: machine_of("cpu:2:avx2:1GiB"))
     monkeypatch.setattr("nanodag.run.preflight._look", lambda asked: pytest.fail("it looked"))
-    file = folder / "pipeline.yaml"
-    pipeline = resolve(file, "one", ["base.depth=24"]).pipeline
     with pytest.raises(ConfigError, match=r"base.micro_batch_tokens: \d+ takes .* of memory, more than 1.0 GB"):
-        check_before_start(pipeline, file=file, remembered=folder / "checked", stages=["base"])
+        check(folder, "base.depth=24", stage="base")
 
 
 def test_nothing_of_the_users_is_imported_here_and_a_module_that_ends_its_process_is_named(folder):
@@ -272,11 +262,7 @@ def test_programs_without_a_sandbox_are_refused_before_work_begins(folder, monke
     row = {"prompt": "def f():\n", "canonical_solution": "    pass", "test": "assert f() is None", "entry_point": "f"}
     (folder / "he.jsonl").write_text(json.dumps(row) + "\n")
     asked = "eval.benchmarks=[{name: humaneval, source: {url: 'file:he.jsonl', adapter: humaneval}}]"
-
-    def no_walls():
-        raise MissingTool("there is none")
-
-    monkeypatch.setattr(sandbox, "walls", no_walls)
+    monkeypatch.setattr(sandbox, "walls", Mock(side_effect=MissingTool("there is none")))
     assert faults(folder, asked) == ["eval.benchmarks.0: there is none"]
     monkeypatch.setattr(sandbox, "walls", lambda: None)
     assert faults(folder, asked) == []

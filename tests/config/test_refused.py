@@ -1,14 +1,21 @@
-"""What a pipeline file or an override may not say, and the one line that is said of it."""
+"""What a pipeline file or an override may not say, and the one line that is said of it; and the reader of such files
+against PyYAML, where both mean the same, and against whatever one may write."""
 
 import json
+import os
 import resource
 import time
 
 import pytest
 import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from nanodag.config import resolve
+from nanodag.config.document import LARGEST, MAX_BYTES, parse_yaml
+from nanodag.config.resolve import leaves
 from nanodag.errors import ConfigError
+from nanodag.host.folders import PROJECT
 from nanodag.host.machine import machine_of
 from tests.config.stages import STAGES
 
@@ -97,48 +104,29 @@ def refusal(file, *overrides, preset="one"):
     ("seed=[1", "Override 'seed=[1': not YAML: did not find expected ',' or ']'."),
     ("seed={a: 1, a: 2}", "Override 'seed={a: 1, a: 2}': the key 'a' stands twice, first in line 1; keep one."),
     ("preset=two", "Override 'preset=two': a preset is chosen with --preset."),
-    ("base.tool_use=1", "base.tool_use: there is no such key. `nanodag config` prints all."),
-    ("seed=1:30", "seed: must be a whole number (found '1:30')"),
     ("base.zero_stage=true", "base.zero_stage: must be a whole number (found true)"),
-    ("base.optimizer.eps=1e10", "base.optimizer.eps: must be at most 0.1 (found 10000000000)"),
-    ("rl.temperature=0", "rl.rollout.temperature: must be at least 0.001 (found 0)"),
-    ("rl.lora_rank=100000", "rl.optimizer.lora_rank: must be at most 8192 (found 100000)"),
-    ("rl.reward_timeout_s=1e-9", "rl.rollout.reward_timeout_s: must be at least 0.01 (found 1e-09)"),
-    ("base.batch_tokens=1e14", "base.batch_tokens: must be at most 1000000000000 or 'auto' (found"),
     ("stages=5", "Override 'stages=5': `stages` must be a table of stages; found 5."),
 ])  # fmt: skip
 def test_one_line_names_the_field_the_value_and_the_way_out(file, override, said):
     assert said in refusal(file, override)
 
 
-def test_a_fault_of_the_plan_that_is_meant_must_be_there(file):
-    assert refusal(file, "unchecked=[rl.temprature]") == (
-        "unchecked: there is no setting 'rl.temprature'. Did you mean 'rl.rollout.temperature'?"
-    )
-
-
-def test_adapters_are_not_larger_than_the_model(file):
-    assert refusal(file, "rl.lora_rank=129") == (
-        "rl.optimizer.lora_rank: 129 is above 128, the width of the model, so adapters would be larger than what they "
-        "adapt; lower it."
-    )
+@pytest.mark.parametrize(("override", "message"), [
+    ("unchecked=[rl.temprature]",
+     "unchecked: there is no setting 'rl.temprature'. Did you mean 'rl.rollout.temperature'?"),
+    ("rl.lora_rank=129",  # 128 is none
+     "rl.optimizer.lora_rank: 129 is above 128, the width of the model, so adapters would be larger than what they "
+     "adapt; lower it."),
+    ("rl={kind: sft, prompts_per_step: 1, samples_per_prompt: 2, max_staleness: 1, advantage: grpo, sync: disk}",
+     "rl: a stage of kind sft has no keys prompts_per_step, samples_per_prompt, max_staleness, advantage and "
+     "1 other; they are keys of kind rl"),
+    ("base.data=[{weight: -1}]",
+     "p.yaml, preset 'one', cannot be used:\n  base.data.0.url: is missing\n"
+     "  base.data.0.weight: must be above 0 (found -1)"),
+])  # fmt: skip
+def test_one_fault_is_said_once_and_two_are_two_lines(file, override, message):
+    assert refusal(file, override) == message
     assert resolve(file, "one", ["rl.lora_rank=128"])
-
-
-def test_another_kinds_keys_are_one_line(file):
-    keys = "rl={kind: sft, prompts_per_step: 1, samples_per_prompt: 2, max_staleness: 1, advantage: grpo, sync: disk}"
-    assert refusal(file, keys) == (
-        "rl: a stage of kind sft has no keys prompts_per_step, samples_per_prompt, max_staleness, advantage and "
-        "1 other; they are keys of kind rl"
-    )
-
-
-def test_one_fault_is_said_once_and_two_are_two_lines(file):
-    assert refusal(file, "base.data=[{weight: -1}]").splitlines() == [
-        "p.yaml, preset 'one', cannot be used:",
-        "  base.data.0.url: is missing",
-        "  base.data.0.weight: must be above 0 (found -1)",
-    ]
 
 
 @pytest.mark.parametrize(("text", "said"), [
@@ -147,7 +135,6 @@ def test_one_fault_is_said_once_and_two_are_two_lines(file):
     ("presets: {}", "p.yaml has no table `presets`; see the pipeline.yaml that comes with nanodag."),
     ("presets:\n  one: {}\n  one: {}", "p.yaml, line 3: the key 'one' stands twice, first in line 2; keep one."),
     ("presets: {one: }", "p.yaml: the preset 'one' must be a table with `stages`; found nothing."),
-    ("presets: {one: x}", "p.yaml: the preset 'one' must be a table with `stages`; found 'x'."),
     ("presets: {one: {extends: 5}}", "p.yaml: `extends` of the preset 'one' must be the name of another; found 5."),
     ("presets: {one: {extends: two}}", "p.yaml has no preset 'two', which 'one' extends; it has one."),
     ("presets: {one: {sever: {}}}", "p.yaml: the preset 'one' has a key 'sever' that means nothing. Did you mean"),
@@ -155,11 +142,9 @@ def test_one_fault_is_said_once_and_two_are_two_lines(file):
     ("presets: {one: {stages: {a: 5}}}", "p.yaml: `stages` in the preset 'one': the stage 'a' must be a table,"),
     ("sore: {}\npresets: {one: {}}", "p.yaml has a key 'sore' that means nothing. Did you mean 'store'?"),
     ("default: 5\npresets: {one: {}}", "p.yaml: default must be the name of a preset; found 5."),
-    ("a: &a [*a]", "p.yaml, line 1: *a stands within what it names, &a, and would contain itself."),
     ("a: &a {b: {c: *a}}", "p.yaml, line 1: *a stands within what it names, &a, and would contain itself."),
     ("a: *b", "p.yaml, line 1: there is no &b above for *b."),
     ("a: " + "[" * 3000, "p.yaml, line 1: nested deeper than 50."),
-    ("a: " + "{b: " * 3000, "p.yaml, line 1: nested deeper than 50."),
     ("a: !!python/object/apply:os.system [ls]", "p.yaml, line 1: the tag !!python/object/apply:os.system means"),
     ("{[a]: b}", "p.yaml, line 1: a table or list cannot be a key; braces in text need quotes."),
     ("a: 1\n---\nb: 2", "p.yaml, line 2: a second document (`---`) begins; a pipeline file is one."),
@@ -231,3 +216,109 @@ def test_a_file_of_thousands_of_stages_or_keys_ends(file, stages, said):
     else:
         assert len(resolve(file, "one").pipeline.stages["rl"].rollout.template_options) == 20_000
     assert time.process_time() - began < 40
+
+
+SHIPPED = (PROJECT / "pipeline.yaml").read_text()
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "60"))  # of each kind
+# What is special in YAML, and in a pipeline file; a fuzzer's own letters rarely meet it.
+PIECES = [
+    *("&a ", "*a", "<<: ", "- ", ": ", "\n", "\n  ", "\n    ", "{", "}", "[", "]", ",", "? ", "|", ">", "#", '"', "'"),
+    *("!!int ", "!x ", "!!python/object:os.system ", "---\n", "...\n", "%YAML 1.1\n", "\t", "\0", "\x85", "\ufeff"),
+    *("presets", "one", "stages", "extends", "default", "inputs", "kind", "rl", "store", "url", "data", "drop", "null"),
+    *("true", "1e999", "0x", "010", ".nan", "~", "9" * 30, "-1", "reward", "sampler", "unchecked", "shape", "auto"),
+]
+
+
+def test_the_shipped_file_means_what_it_means_to_pyyaml():
+    assert parse_yaml(SHIPPED, str) == yaml.safe_load(SHIPPED)
+
+
+@pytest.mark.parametrize(("text", "value"), [
+    *(("12", 12), ("-12", -12), ("0o17", 15), ("0x1F", 31), ("0", 0)),
+    *(("1.5", 1.5), (".5", 0.5), ("5.", 5.0), ("2e-6", 2e-6), ("1e-300", 1e-300), ("-.inf", float("-inf"))),
+    *(("1e6", 1_000_000), ("1.5e3", 1500), ("1000.0", 1000.0)),
+    *(("true", True), ("False", False), ("~", None), ("", None), ("NULL", None)),
+    *(("yes", "yes"), ("on", "on"), ("1:30", "1:30"), ("1_000", "1_000"), ("2026-11-22", "2026-11-22")),
+    *(("'12'", "12"), ('"true"', "true"), ("!!str 12", "12"), ("!!float 3", 3.0), ("! 12", "12")),
+    ("{1: a, yes: b, null: c}", {"1": "a", "yes": "b", "null": "c"}),
+    ("- &x {a: 1, b: 2}\n- {<<: *x, b: 3}", [{"a": 1, "b": 2}, {"a": 1, "b": 3}]),
+    ("- &x {a: 1}\n- &y {a: 2, b: 2}\n- {<<: [*x, *y]}", [{"a": 1}, {"a": 2, "b": 2}, {"a": 1, "b": 2}]),
+])  # fmt: skip
+def test_scalars_are_those_of_yaml_1_2(text, value):
+    found = parse_yaml(text, str)
+    assert found == value and type(found) is type(value)
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers(-LARGEST, LARGEST) | st.floats(-LARGEST, LARGEST),
+        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text("abc", min_size=1), inner, max_size=4),
+        max_leaves=20,
+    )
+)
+@settings(max_examples=EXAMPLES, deadline=None)
+def test_json_is_read_as_json(value):
+    assert parse_yaml(json.dumps(value), str) == value
+
+
+def refused_or_read(path, content, overrides=()):
+    began = time.process_time()
+    path.write_bytes(content)
+    try:
+        resolve(path, "auto", overrides)
+    except ConfigError as error:
+        assert len(str(error)) < 4000, "a message that nobody reads"
+    assert time.process_time() - began < 2
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return tmp_path_factory.mktemp("fuzz") / "p.yaml"
+
+
+@given(st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=60))
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_no_text_gives_a_traceback_or_a_hang(path, pieces):
+    refused_or_read(path, "".join(pieces).encode("utf-8", "surrogatepass"))
+
+
+@given(st.integers(0, len(SHIPPED)), st.integers(0, 80), st.lists(st.sampled_from(PIECES), max_size=4))
+@settings(max_examples=EXAMPLES // 2, deadline=None)
+def test_no_slip_in_the_shipped_file_gives_a_traceback_or_a_hang(path, start, length, pieces):
+    refused_or_read(path, (SHIPPED[:start] + "".join(pieces) + SHIPPED[start + length :]).encode())
+
+
+PIPELINE = json.dumps({"default": "one", "presets": {"one": {"stages": STAGES}}}).encode()
+
+
+@pytest.fixture(scope="module")
+def fields(path):
+    """Dotted names of all that a pipeline has, and of some tables."""
+    path.write_bytes(PIPELINE)
+    names = [name for name, _ in leaves(resolve(path, "one").pipeline) if name != "preset"]
+    return [*names, "store", "server", "nightly", "rl", "rl.sampler", "base.shape", "stages", "rl.inputs"]
+
+
+VALUES = [
+    None, True, -1, 0, 1e300, 10**18, 10**15, 1e14, 2.5, "", "auto", "none", "x:y", "file:", [], {}, [[]], {"a": []},
+    ["auto"],
+]  # fmt: skip
+
+
+@given(st.data())
+@settings(max_examples=EXAMPLES, deadline=None)
+def test_no_value_of_any_field_gives_a_traceback_or_a_hang(path, fields, data):
+    chosen = data.draw(st.lists(st.sampled_from(fields), min_size=1, max_size=2))
+    overrides = [f"{name}={json.dumps(data.draw(st.sampled_from(VALUES)))}" for name in chosen]
+    refused_or_read(path, PIPELINE, overrides)
+
+
+@pytest.mark.parametrize("piece", ["[", "{", "- ", "? ", "a: ", "&a ", "a: b\n", "- a\n", "!!x ", "'", "|\n", "#\n"])
+def test_the_largest_file_of_one_piece_is_read_or_refused_within_2_s(path, piece):
+    refused_or_read(path, (piece * (MAX_BYTES // len(piece))).encode())
+
+
+def test_a_value_lies_in_at_most_49_lists():
+    assert parse_yaml("[" * 49 + "1" + "]" * 49, str)
+    with pytest.raises(ConfigError, match="nested deeper than 50"):
+        parse_yaml("[" * 50 + "1" + "]" * 50, str)

@@ -1,12 +1,20 @@
-"""pipeline.yaml, presets, overrides: what is refused, how it is said, where each value came from."""
+"""pipeline.yaml, presets, overrides: where each value came from; words, ranges and short names of settings; and
+what `gsm8k-rl` has in the place of every option of slime's script, as docs/how-to/rl-algorithm.md says."""
 
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 
+from nanodag.cli.show import explain_setting
 from nanodag.config import order_of, resolve, result_config
+from nanodag.config.kinds import shipped
+from nanodag.config.pipeline import Pipeline
+from nanodag.config.reference import COMMAND, reference, setting, words_of
 from nanodag.config.resolve import leaves, portable
+from nanodag.config.rl_parts import EntryConfig
+from nanodag.config.section import models_in, sections_of
 from nanodag.errors import ConfigError
 from nanodag.host.folders import PROJECT
 from nanodag.host.machine import machine_of
@@ -34,15 +42,10 @@ def file(tmp_path, monkeypatch):
 @pytest.mark.parametrize("preset", list(yaml.safe_load(SHIPPED.read_text())["presets"]))
 def test_every_shipped_preset_loads_with_an_origin_for_every_value(preset):
     resolved = resolve(SHIPPED, preset)
-    for name, value in leaves(resolved.pipeline):
-        assert resolved.origins[name], name
-        assert (
-            value != "auto"
-            or name in ("store.local", "rl.reward", "plan.groups_with_spread")
-            or ".adapter" in name
-            or ".form" in name
-            or name.endswith((".bos", ".sampler.python", ".sync_address"))
-        ), name
+    assert all(resolved.origins[name] for name, _ in leaves(resolved.pipeline))
+    left = {name for name, value in leaves(resolved.pipeline) if value == "auto"}
+    kept = ("store.local", "plan.groups_with_spread", ".bos", ".sampler.python", ".sync_address")
+    assert not {name for name in left if not name.endswith(kept)}
     assert set(order_of(resolved.pipeline)) == set(resolved.pipeline.stages)
 
 
@@ -60,12 +63,9 @@ def test_origins_say_default_preset_override_environment_and_derived(file, monke
     assert resolved.origins["base.batch_tokens!"].startswith("the dial says")
 
 
-def test_a_preset_extends_another_and_drops_a_stage(file):
+def test_a_preset_extends_another_and_drops_a_stage_and_an_override_wins_the_last_one_over_the_first(file):
     assert resolve(file, "two").pipeline.stages["rl"].optimizer.learning_rate == 1e-5
     assert list(resolve(file, "short").pipeline.stages) == ["tokenizer", "base"]
-
-
-def test_an_override_wins_over_the_preset_and_the_last_one_over_the_first(file):
     pipeline = resolve(file, "two", ["rl.learning_rate=2e-6", "seed=1", "seed=2"]).pipeline
     assert (pipeline.stages["rl"].optimizer.learning_rate, pipeline.seed) == (2e-6, 2)
 
@@ -80,17 +80,12 @@ def test_what_a_derived_device_cannot_do_is_refused_before_anything_runs(file):
     assert (stage.weights.sync_check_every, stage.sampler.deterministic) == (0, False)
 
 
-MORE = {
-    "kind": "pretrain", "inputs": {"model": "base"}, "data": ["file:text.txt"], "sequence_length": 8,
-    "batch_tokens": 64, "horizon_tokens": 6400,
-}  # fmt: skip
-
-
 def with_more(file, **changes):
     """The preset with a stage `more` that goes on pretraining `base`."""
     document = yaml.safe_load(file.read_text())
-    more = {name: value for name, value in {**MORE, **changes}.items() if value is not None}
-    document["presets"]["one"]["stages"]["more"] = more
+    stages = document["presets"]["one"]["stages"]
+    more = stages["base"] | {"inputs": {"model": "base"}, "horizon_tokens": 6400, "shape": None} | changes
+    stages["more"] = {name: value for name, value in more.items() if value is not None}
     file.write_text(yaml.safe_dump(document, sort_keys=False))
     return file
 
@@ -98,7 +93,7 @@ def with_more(file, **changes):
 def test_pretraining_that_goes_on_takes_its_rates_from_the_stage_where_the_model_began(file):
     stages = resolve(with_more(file), "one").pipeline.stages
     base, more = stages["base"], stages["more"]
-    assert (base.continues, more.continues, more.horizon_tokens) == (False, True, 6400)
+    assert (base.is_from_scratch, more.is_from_scratch, more.horizon_tokens) == (True, False, 6400)
     assert more.optimizer.matrix_lr == pytest.approx(0.02 * (64 / 2**19) ** 0.5, abs=1e-6)  # rule 6 of the dial
     assert more.optimizer == base.optimizer
 
@@ -169,12 +164,9 @@ def core_file(file, monkeypatch):
     """A preset with CORE in training and in an eval stage."""
     monkeypatch.delenv("NANODAG_CORE_BUNDLE", raising=False)
     document = yaml.safe_load(file.read_text())
-    bits = {"name": "bits_per_byte", "source": "file:text.txt"}
-    stages = {
-        "base": {"core_every": 10},
-        "eval": {"kind": "eval", "inputs": {"model": "base"}, "benchmarks": [{"name": "core"}, bits]},
-    }
-    document["presets"]["core"] = {"extends": next(iter(document["presets"])), "stages": stages}
+    benchmarks = [{"name": "core"}, {"name": "bits_per_byte", "source": "file:text.txt"}]
+    evaluated = {"kind": "eval", "inputs": {"model": "base"}, "benchmarks": benchmarks}
+    document["presets"]["core"] = {"extends": "one", "stages": {"base": {"core_every": 10}, "eval": evaluated}}
     file.write_text(yaml.safe_dump(document, sort_keys=False))
     return file
 
@@ -215,3 +207,116 @@ def test_scoring_core_while_training_is_no_part_of_the_result(core_file):
 def test_fewer_items_of_core_than_its_worked_examples_are_refused(core_file, override, said):
     with pytest.raises(ConfigError, match=said):
         with_core(core_file, "core_bundle=/bundle", override)
+
+
+def classes(model):
+    """A class, and those that its fields hold at any depth."""
+    inner = (each for field in model.model_fields.values() for each in models_in(field.annotation))
+    return {model}.union(*map(classes, inner))
+
+
+def test_every_setting_has_words():
+    models = classes(Pipeline).union(*(classes(kind.config) for kind in shipped().values()))
+    fields = [(model, name, field) for model in models for name, field in model.model_fields.items()]
+    assert len(fields) > 300
+    assert [f"{model.__name__}.{name}" for model, name, field in fields if name != "kind" and not words_of(field)] == []
+
+
+def test_the_reference_in_docs_is_what_the_classes_say():
+    found = (PROJECT / "docs" / "reference" / "config.md").read_text(encoding="utf-8")
+    assert found == reference(), f"stale; run: {COMMAND}"
+
+
+@pytest.mark.parametrize("kind", shipped())
+def test_no_two_settings_of_a_stage_have_one_short_name(kind):
+    stage = shipped()[kind].config
+    names = [*stage.model_fields, *(name for section in sections_of(stage).values() for name in section.model_fields)]
+    assert sorted(set(names)) == sorted(names)
+
+
+def test_options_with_a_setting_of_their_own_name_one_that_exists():
+    fields = shipped()["rl"].config.model_fields["algorithm"].annotation.model_fields
+    for model in EntryConfig.__subclasses__():
+        for name in model.settings.values():
+            first, _, last = name.partition(".")
+            assert first in fields and (not last or last in fields[first].annotation.model_fields), name
+
+
+def test_a_short_name_says_what_the_setting_is_and_where_its_value_came_from():
+    found = setting(resolve(SHIPPED, "gsm8k-rl", ["rl.clip_low=0.1"]), "rl.clip_high")
+    assert (found.name, found.type, found.default, found.value) == (
+        "rl.algorithm.clip_high", "number, above 0, at most 100", "0.2", 0.28
+    )  # fmt: skip
+    assert found.words.startswith("Upper clip of ppo_clip") and found.origin == "preset gsm8k-rl"
+
+
+@pytest.mark.parametrize(("name", "said"), [
+    ("rl.clip_hihg", "no setting 'rl.clip_hihg'. Did you mean 'rl.algorithm.clip_high'"),
+    ("rll.clip_high", "Did you mean 'rl.algorithm.clip_high'"),
+    ("store.ulr", "Did you mean 'store.url'"),
+    ("rl", "rl is a stage of kind rl; name a setting of it: kind, inputs, seed"),
+])  # fmt: skip
+def test_a_name_that_is_no_setting_is_refused_with_the_nearest(name, said):
+    with pytest.raises(ConfigError, match=said):
+        setting(resolve(SHIPPED, "gsm8k-rl"), name)
+
+
+def test_nanodag_config_explains_a_setting(capsys):
+    explain_setting("rl.advantage", ["rl.advantage=rloo"], preset="gsm8k-rl", file=str(SHIPPED))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "rl.algorithm.advantage, preset gsm8k-rl"
+    assert "  shipped   grpo, dr_grpo, rloo, reinforce_pp," in lines[3]
+    assert lines[4:] == ["  default   grpo", "  value     rloo    # override"]
+
+
+PAGE = (PROJECT / "docs" / "how-to" / "rl-algorithm.md").read_text(encoding="utf-8")
+PAGE = PAGE.partition("beside slime's script")[2].partition("## Names of TRL")[0]
+ROW = re.compile(r"^\|.*\| `([a-z][\w.]+)` \| `([^`]+)` \|$", re.MULTILINE)
+# Of tests/test-qwen2.5-0.5B-gsm8k.sh, without the model's shape, which comes with the checkpoint.
+SCRIPT = """hf-checkpoint ref-load prompt-data input-key label-key apply-chat-template rollout-shuffle rm-type
+num-rollout rollout-batch-size n-samples-per-prompt rollout-max-response-len rollout-temperature
+over-sampling-batch-size
+dynamic-sampling-filter-path global-batch-size eval-interval eval-prompt-data n-samples-per-eval-prompt
+eval-max-response-len eval-top-k tensor-model-parallel-size sequence-parallel pipeline-model-parallel-size
+context-parallel-size expert-model-parallel-size expert-tensor-parallel-size use-dynamic-batch-size max-tokens-per-gpu
+advantage-estimator use-kl-loss kl-loss-coef kl-loss-type entropy-coef eps-clip eps-clip-high optimizer lr
+lr-decay-style weight-decay adam-beta1 adam-beta2 use-wandb wandb-project wandb-group rollout-num-gpus-per-engine
+sglang-mem-fraction-static attention-dropout hidden-dropout accumulate-allreduce-grads-in-fp32
+attention-softmax-in-fp32 attention-backend actor-num-nodes actor-num-gpus-per-node colocate"""
+
+
+@pytest.fixture(scope="module")
+def stages():
+    """The preset that follows slime's script."""
+    resolved = resolve(SHIPPED, "gsm8k-rl", machine=machine_of("4xH100"))
+    return resolved.pipeline.model_dump(mode="json")["stages"]
+
+
+def at(table, name: str):
+    """The value of a dotted name, places in lists by number."""
+    for part in name.split("."):
+        table = table[int(part)] if isinstance(table, list) else table[part]
+    return table
+
+
+def test_the_preset_is_what_the_table_says(stages):
+    said = ROW.findall(PAGE)
+    assert len(said) >= 40
+    assert {name: at(stages, name) for name, _ in said} == {name: yaml.safe_load(value) for name, value in said}
+
+
+def test_every_option_of_the_script_is_in_a_table():
+    rows = " ".join(line.split(" | ")[0] for line in PAGE.splitlines() if line.startswith("| `--"))
+    named = set(re.findall(r"--([\w-]+)", rows))
+    assert set(SCRIPT.split()) - named == set()
+
+
+def test_training_evaluation_and_benchmarks_ask_and_judge_alike(stages):
+    sources = [stages["rl"]["data"][0], stages["rl"]["evaluation"]["validation"][0]]
+    sources += [stages[name]["benchmarks"][0]["source"] for name in ("eval_base", "eval_rl")]
+    assert {(one["instruction"], one["reward"]) for one in sources} == {
+        ("{question}\nPlease reason step by step, and put your final answer within \\boxed{}.", "boxed_math")
+    }
+    assert {stages[name]["benchmarks"][0]["form"] for name in ("eval_base", "eval_rl")} == {"problems"}
+    assert stages["rl"]["rollout"]["filters"] == [{"name": "nonzero_spread", "options": {}}]
+    assert stages["eval_rl"]["max_new_tokens"] == stages["rl"]["rollout"]["max_new_tokens"]

@@ -226,10 +226,7 @@ def modules(tmp_path):
     ("package_here.inner", None), ("package_here.nothing", None), ("nothing_here", None), ("mine_here.leaf", None),
     ("sys", None),  # Python's own, whatever lies beside the pipeline file
     ("", None), ("../mine_here", None),
+    ("json", json.__file__),  # a file beside the pipeline hides no installed module
 ])  # fmt: skip
 def test_a_module_is_found_and_neither_it_nor_its_package_is_run(modules, module, file):
     assert file_of(module, [modules]) == (None if file is None else modules / file)
-
-
-def test_a_file_beside_the_pipeline_hides_no_installed_module(modules):
-    assert str(file_of("json", [modules])) == json.__file__

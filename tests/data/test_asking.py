@@ -3,8 +3,8 @@
 import pytest
 from pydantic import ValidationError
 
-from nanodag.config.kinds.report import ReportStage
 from nanodag.config.kinds.rl import RLStage
+from nanodag.config.kinds.small_stages import ReportStage
 from nanodag.data.adapters import open_adapter
 from nanodag.data.config import SourceConfig
 from nanodag.data.mixture import Mixture

@@ -187,7 +187,7 @@ from typing import ClassVar
 
 from nanodag.config.kind import Kind
 from nanodag.config.kinds.evaluation import BenchmarkConfig
-from nanodag.config.rl_entries import RewardConfig
+from nanodag.config.rl_parts import RewardConfig
 from nanodag.config.stage_base import ExternalInput, StageBase
 from nanodag.plan.case import Formula
 

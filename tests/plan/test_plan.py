@@ -1,4 +1,4 @@
-"""Plans of single stages: sums worked out by hand, and each fault with the change that mends it."""
+"""Plans: sums worked out by hand, each fault with the change that mends it, and machines that each preset fits."""
 
 import json
 from dataclasses import replace
@@ -7,15 +7,16 @@ from functools import cache
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
 from nanodag.cli.plan import show_plan
 from nanodag.config import resolve
-from nanodag.config.derive_schedule import model_of as derived_model
 from nanodag.config.dial import shape_of
 from nanodag.config.kinds.evaluation import BenchmarkConfig
-from nanodag.config.kinds.tokenizer import TokenizerStage
+from nanodag.config.kinds.small_stages import TokenizerStage
 from nanodag.config.model_size import ModelSize
-from nanodag.config.rl_entries import GenerateConfig
+from nanodag.config.model_size import model_of as derived_model
+from nanodag.config.rl_parts import GenerateConfig
 from nanodag.data.config import SourceConfig
 from nanodag.errors import ConfigError
 from nanodag.host.folders import PROJECT
@@ -282,13 +283,13 @@ def test_torchs_compiler_is_counted_where_our_own_code_does_not_take_the_layers(
 
 
 def test_a_gpu_that_decodes_one_sample_is_bound_by_its_bandwidth_and_a_core_by_its_products():
-    model, sample = ModelSize(shape_of(3), 2048, 512), {"context": 0, "token_bytes": 0, "at_once": 1}
+    model = ModelSize(shape_of(3), 2048, 512)
     gpu = PlannedDevices(machine=machine_of("1xH100"), device="cuda", precision="bf16", count=1, engine="sglang")
     free = model.forward_flops(0) / gpu.machine.gpu.peak
-    seconds = gpu.decoding_s(model, 100, weight_bytes=3350e9 / 100, **sample)
-    assert seconds == pytest.approx(100 * (0.01 + free) / 0.5)
+    seconds = gpu.decoding_s(model, 100, context=0, at_once=1)
+    assert seconds == pytest.approx(100 * (2 * model.total / 3350e9 + free) / 0.5)
     cores = PlannedDevices(machine=machine_of("cpu:2:avx512_bf16:8GiB"), device="cpu", precision="fp32", count=2)
-    seconds = cores.decoding_s(model, 100, weight_bytes=0, **sample)
+    seconds = cores.decoding_s(model, 100, context=0, at_once=1)
     assert seconds == pytest.approx(100 * model.forward_flops(0) / (CPU_SHARES["fp32"].decoding * 2 * 240e9))
 
 
@@ -336,3 +337,31 @@ def test_a_cache_on_a_cpu_takes_what_prompts_fill_and_must_have_room_for_the_res
     assert sampler.host["cache"] + sampler.reserve == slots * 1024 * token
     assert sampler.host["cache"] == slots * 256 * token  # 78 of a prompt and 128 of an answer, up to whole pages
     assert rl.most_host_bytes == rl.host_bytes + 2 * sampler.reserve
+
+
+MADE_FOR = {
+    **dict.fromkeys(("pocket", "best-of-n", "small"), (CPU, GPU, "1xH200")),
+    **{"single-gpu": (GPU, "1xH200"), "speedrun": (EIGHT,), "gsm8k-rl": (GPU, "1xH200", EIGHT)},
+}
+
+
+@pytest.mark.parametrize("preset, machine", [(preset, machine) for preset in MADE_FOR for machine in MADE_FOR[preset]])
+def test_a_preset_fits_the_machines_that_it_is_made_for(preset, machine):
+    plan = planned(preset, machine)
+    assert plan.faults == []
+    # How many answers are good enough for `sft_best` to train on, nobody knows beforehand.
+    assert {stage.name for stage in plan.stages if stage.seconds is None} <= {"sft_best"}
+    assert all(stage.processes for stage in plan.stages)
+
+
+def test_every_preset_is_made_for_a_machine():
+    assert set(yaml.safe_load(FILE.read_text())["presets"]) == set(MADE_FOR)
+
+
+@pytest.mark.parametrize(
+    ("model", "machine"),
+    [("Qwen/Qwen3-8B", "8xH100"), ("Qwen/Qwen2.5-3B", "1x24GB"), ("Qwen/Qwen2.5-0.5B-Instruct", "1xT4")],
+)
+def test_what_auto_gives_the_evaluation_of_an_imported_model_fits(model, machine):
+    plan = stage_of(planned("gsm8k-rl", machine, f"base.model=hub:{model}"), "eval_base")
+    assert not plan.faults and plan.at_once > 64

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from nanodag.config.kinds.report import ReportStage
+from nanodag.config.kinds.small_stages import ReportStage
 from nanodag.errors.words import counted, duration, size
 from nanodag.report import tables, words
 from nanodag.report.__main__ import contamination_table, training_urls

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from nanodag.config.kinds.select import SelectStage
+from nanodag.config.kinds.rl import SelectStage
 from nanodag.config.pipeline import Pipeline
 from nanodag.data.records import check_record
 from nanodag.report.__main__ import training_urls

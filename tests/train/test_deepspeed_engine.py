@@ -8,7 +8,7 @@ import torch
 
 from nanodag.config import result_config
 from nanodag.config.kinds.rl import RLStage
-from nanodag.config.kinds.sft import SFTStage
+from nanodag.config.kinds.training import SFTStage
 from nanodag.config.pipeline import Pipeline
 from tests.train import forks
 from tests.train.ranks import LENGTH, ROWS, SHAPE, STEPS, VOCABULARY, rows_of

@@ -1,6 +1,6 @@
-"""The kinds of stages, a file each, and how a kind is found by what a pipeline says as `kind`.
+"""The kinds of stages, and how a kind is found by what a pipeline says as `kind`.
 
-Shipped ones are the `KIND` of each module here. An installed package offers its own under a name, as an entry point of
+Shipped ones are the `KINDS` of each module here. An installed package offers its own under a name, as an entry point of
 the group `nanodag.kinds`: who installs a package lets it run. Any other is named as `module:NAME`, as rewards and
 adapters are, and stands beside the pipeline file or in its trusted_modules.
 """
@@ -57,8 +57,8 @@ def recorded_kind(name: str) -> Kind:
 def shipped() -> dict[str, Kind]:
     """The kinds that come with nanodag, by name."""
     modules = [importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__)]
-    kinds: list[Kind] = sorted((module.KIND for module in modules), key=lambda kind: kind.order)
-    return {kind.name: kind for kind in kinds}
+    kinds: list[Kind] = [kind for module in modules for kind in module.KINDS]
+    return {kind.name: kind for kind in sorted(kinds, key=lambda kind: kind.order)}
 
 
 @cache

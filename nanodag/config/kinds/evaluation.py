@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from nanodag.config.derive_hardware import Derived
+from nanodag.config.derive import Derived
 from nanodag.config.derive_sampler import derive_evaluation
 from nanodag.config.kind import MODEL, SCORES, Kind
 from nanodag.config.model_size import ModelSize
@@ -17,8 +17,6 @@ from nanodag.data.core_tasks import FEWEST_ITEMS, bundle_url
 from nanodag.errors import ConfigError
 from nanodag.errors.words import counted
 
-GREEDY_ONLY = {"num_samples": 1, "top_p": 1.0, "top_k": 0}
-"""Settings that mean nothing at temperature 0, with the values that they have there."""
 OVER_SAMPLES = re.compile(r"(avg|maj|pass)@([1-9][0-9]*)")
 """A metric over the samples of an item: its name, and how many samples it is of."""
 
@@ -81,13 +79,12 @@ class BenchmarkConfig(Section):
             )
         if self.is_core and 0 < self.limit < FEWEST_ITEMS:
             raise ValueError(f"limit {self.limit} of CORE is too few for its worked examples; take {FEWEST_ITEMS} or 0")
-        if self.temperature == 0:
-            for name, value in GREEDY_ONLY.items():
-                if (own := getattr(self, name)) != value:
-                    raise ValueError(
-                        f"benchmark {self.name!r}: {name} {own} means nothing at temperature 0, where all answers to "
-                        "an item are the same; set temperature"
-                    )
+        for name in () if self.temperature else ("num_samples", "top_p", "top_k"):
+            if (own := getattr(self, name)) != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"benchmark {self.name!r}: {name} {own} means nothing at temperature 0, where all answers to an "
+                    "item are the same; set temperature"
+                )
         for metric in self.metrics:
             kind, count = metric.split("@")
             if int(count) > self.num_samples or (kind != "pass" and int(count) != self.num_samples):
@@ -199,40 +196,37 @@ class EvalStage(StageBase):
         """The stage with `auto` for what follows from a machine, its samplers too."""
         return super().on_another_machine(sampler=EvalSamplerConfig(), **updates)
 
-    def with_core(self, bundle: str, derived: Derived) -> tuple[Self, bool]:
+    def before_ranks(self, derived: Derived) -> Self:
         """The stage with CORE's items where the benchmark names none. Raises ConfigError where CORE is left out and
         nothing else is evaluated."""
         if not any(benchmark.wants_bundle for benchmark in self.benchmarks):
-            return self, False
+            return self
+        bundle = derived.pipeline.core_bundle
         derived.origins[f"{derived.name}.benchmarks"] = f"derived: core_bundle is {bundle}"
-        kept = tuple(benchmark for benchmark in self.benchmarks if not benchmark.wants_bundle)
-        if bundle != "none":
-            update = {"source": SourceConfig(url=bundle_url(bundle))}
-            kept = tuple(b.model_copy(update=update) if b.wants_bundle else b for b in self.benchmarks)
-        if not kept:
+        update = {"source": None if bundle == "none" else SourceConfig(url=bundle_url(bundle))}
+        each = (b.model_copy(update=update) if b.wants_bundle else b for b in self.benchmarks)
+        if not (kept := tuple(benchmark for benchmark in each if not benchmark.wants_bundle)):
             raise ConfigError(
                 f"{derived.name}.benchmarks: CORE alone, and core_bundle is none. Set core_bundle to the folder of its "
                 "items, or give the benchmark a source."
             )
-        return self.model_copy(update={"benchmarks": kept}), bundle == "none"
+        return self.model_copy(update={"benchmarks": kept})
 
     def after_ranks(self, model: ModelSize | None, derived: Derived) -> Self:
         """The stage without any `auto` among its samplers' settings."""
         return derive_evaluation(derived.name, self, derived.machine, model, derived.origins)
 
-    def answer_tokens(self, benchmark: BenchmarkConfig) -> int:
-        """The longest written answer of a benchmark, in tokens."""
-        return self.max_new_tokens if benchmark.max_new_tokens == "auto" else benchmark.max_new_tokens
 
-
-KIND = Kind(
-    name="eval",
-    config=EvalStage,
-    module="nanodag.evaluation",
-    code_version=6,
-    makes=SCORES,
-    needs={"model": MODEL},
-    is_beside=True,
-    order=80,
-    less_memory="micro_batch_tokens=2048",
+KINDS = (
+    Kind(
+        name="eval",
+        config=EvalStage,
+        module="nanodag.evaluation",
+        code_version=6,
+        makes=SCORES,
+        needs={"model": MODEL},
+        is_beside=True,
+        order=80,
+        less_memory="micro_batch_tokens=2048",
+    ),
 )

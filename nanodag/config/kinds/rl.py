@@ -1,32 +1,23 @@
-"""Reinforcement learning."""
+"""Reinforcement learning; and best of n: answers of a model that a reward chose, as conversations for SFT."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
-from nanodag.config.derive_hardware import Derived, fit_rl, own_gpus, placed, rl_precision, rl_ranks_on_cpu
-from nanodag.config.derive_sampler import derive_sampler
-from nanodag.config.derive_schedule import model_of, width_from_scratch
-from nanodag.config.hardware_rules import ROOM_IN_TURNS
-from nanodag.config.kind import MODEL, Kind
+from nanodag.config import derive
+from nanodag.config import rl_sections as sections
+from nanodag.config.derive_sampler import SHARE_BESIDE_TRAINER, derive_sampler
+from nanodag.config.kind import CONVERSATIONS, MODEL, Kind
 from nanodag.config.kinds.evaluation import BenchmarkConfig, EvalStage
-from nanodag.config.model_size import ModelSize
+from nanodag.config.model_size import ModelSize, model_of, pretrain_of
 from nanodag.config.rl_checks import check, check_lora
-from nanodag.config.rl_entries import EntryConfig
-from nanodag.config.rl_sections import (
-    HELD_OUT,
-    AlgorithmSection,
-    EvaluationSection,
-    OptimizerSection,
-    RolloutSection,
-    WeightsSection,
-)
-from nanodag.config.sampled_stage import SampledStage
+from nanodag.config.rl_parts import EntryConfig, SampledStage
 from nanodag.config.section import Auto, operational
 from nanodag.config.stage_base import ExternalInput, TrainedStage
 from nanodag.data.config import SourceConfig
 from nanodag.errors import ConfigError
+from nanodag.host.machine import Machine
 
 
 class RLStage(SampledStage, TrainedStage):
@@ -47,15 +38,15 @@ class RLStage(SampledStage, TrainedStage):
     only: Literal["both", "rollouts"] = "both"
     """`rollouts`: responses are generated and scored, and nothing is trained; the stage leaves the model that it began
     with. To train without generating, name files as rollout.source."""
-    rollout: RolloutSection = RolloutSection()
+    rollout: sections.RolloutSection = sections.RolloutSection()
     """Which responses are generated and kept."""
-    algorithm: AlgorithmSection = AlgorithmSection()
+    algorithm: sections.AlgorithmSection = sections.AlgorithmSection()
     """Advantages and the loss."""
-    optimizer: OptimizerSection = OptimizerSection()
+    optimizer: sections.OptimizerSection = sections.OptimizerSection()
     """The trainer's steps."""
-    weights: WeightsSection = WeightsSection()
+    weights: sections.WeightsSection = sections.WeightsSection()
     """How new weights reach the samplers."""
-    evaluation: EvaluationSection = EvaluationSection()
+    evaluation: sections.EvaluationSection = sections.EvaluationSection()
     """Evaluation on held-out prompts and benchmarks."""
     keep: str = Field("last", pattern="^(last|best:.+)$")
     """The weights that the stage leaves: the `last` ones, or those of the evaluation that was `best` by a metric, the
@@ -81,7 +72,7 @@ class RLStage(SampledStage, TrainedStage):
         """Evaluations of policies: names of benchmarks, HELD_OUT for held-out prompts."""
         has_prompts = self.evaluation.validation or any(source.held_out for source in self.data)
         names = [benchmark.name for benchmark in self.evaluation.benchmarks]
-        return [*names, *[HELD_OUT] * bool(self.evaluation.eval_prompts and has_prompts)]
+        return [*names, *[sections.HELD_OUT] * bool(self.evaluation.eval_prompts and has_prompts)]
 
     def mixtures(self) -> Iterator[tuple[str, tuple[SourceConfig, ...]]]:
         """Its prompts, and those of its evaluation."""
@@ -123,7 +114,7 @@ class RLStage(SampledStage, TrainedStage):
         return max(ranks, gpus if self.sampler.engine == "sglang" else min(gpus, available))
 
     @property
-    def trainer(self) -> OptimizerSection:
+    def trainer(self) -> sections.OptimizerSection:
         return self.optimizer
 
     @property
@@ -138,7 +129,7 @@ class RLStage(SampledStage, TrainedStage):
         if self.placement == "separate" or is_alone:
             return 1.0
         if self.placement == "shared" and self.lends_states is not False:
-            return ROOM_IN_TURNS
+            return derive.ROOM_IN_TURNS
         return 1 - float(self.sampler.memory_fraction)
 
     @property
@@ -152,25 +143,85 @@ class RLStage(SampledStage, TrainedStage):
     def own_gpus(self) -> int:
         return len(self.sampler.gpus) if isinstance(self.sampler.gpus, tuple) else 0
 
-    def before_ranks(self, derived: Derived) -> Self:
-        """The stage with the trainer's precision, and the GPUs that samplers have to themselves."""
-        return own_gpus(rl_precision(self, model_of(derived.pipeline, derived.name), derived), derived)
+    def before_ranks(self, derived: derive.Derived) -> Self:
+        """The stage with the trainer's precision, narrow models on a CPU in float32, and the GPUs that samplers have to
+        themselves, by number. Raises ConfigError where that leaves the trainer none, or one is not there."""
+        is_on_gpu, model = self.resources.device == "cuda", model_of(derived.pipeline, derived.name)
+        is_narrow = not is_on_gpu and model is not None and model.shape.width < derive.LEAST_BF16_WIDTH
+        of_optimizer, of_sampler = derived.filler(self.optimizer, "optimizer"), derived.filler(self.sampler, "sampler")
+        precision, why = "fp32" if is_narrow else derived.fastest(self), "precision_rl" if is_narrow else "precision"
+        of_optimizer("precision", precision, derived.why(why))
+        total = derived.machine.num_gpus
+        is_separate = self.placement == "separate" and is_on_gpu and not self.sampler.nodes
+        gpus = of_sampler("gpus", max(1, total // 2) if is_separate else (), derived.why("sampler_gpus"))
+        numbers = tuple(range(total - gpus, total)) if isinstance(gpus, int) else gpus
+        if is_separate and (not numbers or len(set(numbers)) != len(numbers) or not set(numbers) < set(range(total))):
+            raise ConfigError(
+                f"{derived.name}.sampler.gpus: {self.sampler.gpus} of this machine's {total} leaves samplers or "
+                "trainer without a GPU of its own; name some of "
+                f"{', '.join(map(str, range(total))) or 'none'}, not all."
+            )
+        of_sampler.updates["gpus"] = numbers
+        return self.model_copy(update={"optimizer": of_optimizer.filled, "sampler": of_sampler.filled})
 
-    def ranks_on_cpu(self, model: ModelSize | None, derived: Derived) -> list[int]:
-        """Numbers of ranks that a node without GPUs may have beside its samplers."""
-        return rl_ranks_on_cpu(derived)
+    def ranks_on_cpu(self, model: ModelSize | None, derived: derive.Derived) -> list[int]:
+        """Numbers of ranks that a node without GPUs may have beside its samplers, ascending."""
+        derived.note("resources.num_ranks", "ranks_rl_cpu")
+        most = min(derive.MAX_CPU_RANKS, derived.machine.cores // derive.RL_CORES_A_RANK)
+        return list(range(1, max(1, most) + 1))
 
-    def after_ranks(self, model: ModelSize | None, derived: Derived) -> Self:
+    def after_ranks(self, model: ModelSize | None, derived: derive.Derived) -> Self:
         """The stage without any `auto`. Raises ConfigError for what its resources cannot do."""
-        stage = derive_sampler(derived.name, placed(self, model, derived), derived.machine, model, derived.origins)
-        stage = fit_rl(stage, model, derived)
+        fill = derived.filler(self)
+        chosen = "shared" if self._gains_by_turns(model, derived.machine) else "beside"
+        placement = fill("placement", chosen, derived.why(f"placement_{chosen}"))
+        is_lent = placement == "shared" and self.resources.device == "cuda"
+        fill("lends_states", is_lent, derived.why("lends_states"))
+        stage = derive_sampler(derived.name, fill.filled, derived.machine, model, derived.origins)
+        stage = stage._with_trainer(model, derived)
         try:
             check(stage)
         except ValueError as error:
             raise ConfigError(f"stages.{derived.name}.{error}.") from error
-        if stage.lora_rank and (width := width_from_scratch(derived.pipeline, derived.name)):
-            check_lora(derived.name, stage.lora_rank, width)
+        if stage.lora_rank and model is not None and pretrain_of(derived.pipeline, derived.name) is not None:
+            check_lora(derived.name, stage.lora_rank, model.shape.width)
         return stage
+
+    def _gains_by_turns(self, model: ModelSize | None, machine: Machine) -> bool:
+        """True where the optimizer's states stay on the GPU where the trainer has it in turns, and beside samplers
+        not."""
+        sampler = self.sampler
+        if model is None or machine.gpu is None or self.resources.device != "cuda":
+            return False
+        if self.resources.offload_optimizer != "auto" or sampler.nodes or sampler.gpus != () or sampler.has_others:
+            return False
+        if self.rollout.max_staleness or self.lends_states is False:
+            return False
+        states = 2 * derive.state_bytes(self, model, int(self.resources.num_ranks))
+        share = SHARE_BESIDE_TRAINER if sampler.memory_fraction == "auto" else sampler.memory_fraction
+        sampler = sampler.model_copy(update={"memory_fraction": share})
+        placements = ("beside", "shared")
+        beside, shared = (self.model_copy(update={"placement": each, "sampler": sampler}) for each in placements)
+        return derive.rank_room(beside, machine, 1) < states <= derive.rank_room(shared, machine, 1)
+
+    def _with_trainer(self, model: ModelSize | None, derived: derive.Derived) -> Self:
+        """The stage with offload, activation checkpointing, micro-batch and compilation, once its context is known."""
+        device, context, machine = str(self.resources.device), int(self.sampler.context), derived.machine
+        stage = derive.offloaded(self, model, True, derived)
+        optimizer, limit = self.optimizer, derive.RL_TOKENS[device]
+        fill = derived.filler(optimizer, "optimizer")
+        least = min(derive.LEAST_TOKENS, limit) if device == "cuda" else context
+        tokens = least if optimizer.micro_batch_tokens == "auto" else int(optimizer.micro_batch_tokens)
+        is_tight = derive.fitting_tokens(stage, model, derived, checkpointed=False) < max(tokens, context)
+        is_checkpointed = bool(fill("activation_checkpointing", is_tight, derived.why("checkpointing")))
+        most = min(limit, derive.fitting_tokens(stage, model, derived, checkpointed=is_checkpointed))
+        most, why = 1 << (max(most, 1).bit_length() - 1), "micro_rl"
+        if device == "cuda" and (model is None or machine.gpu is None):
+            most, why = derive.RL_TOKENS_UNKNOWN, "micro_rl_unknown"
+        fill("micro_batch_tokens", max(most, context), derived.why(why, limit=f"{limit:,}"))
+        is_fast = device == "cuda" or optimizer.precision == "bf16"
+        fill("compile", is_fast and derive.has_compiler(device, machine), derived.why("compile_rl"))
+        return stage.model_copy(update={"optimizer": fill.filled})
 
     def own_evaluation(self, name: str) -> EvalStage | None:
         """The benchmarks that it asks its policy, as an eval stage with the same items, samples and seeds."""
@@ -195,17 +246,87 @@ class RLStage(SampledStage, TrainedStage):
         return any(reward.traits is not None and reward.traits.scores_steps for reward in self.reward)
 
 
-KIND = Kind(
-    name="rl",
-    config=RLStage,
-    module="nanodag.rl",
-    code_version=3,
-    makes=MODEL,
-    needs={"model": MODEL},
-    may_take={"critic": MODEL, "reference": MODEL, "teacher": MODEL},
-    trains=True,
-    label="RL",
-    order=60,
-    lower_rate="learning_rate=5e-7",
-    less_memory="micro_batch_tokens=2048",
+class SelectStage(SampledStage):
+    """Rejection sampling (input `model`): rollout.samples_per_prompt answers to each prompt, of which the best are
+    kept. An `sft` stage reads them as `input:conversations`."""
+
+    plan_formula: ClassVar[str] = "nanodag.plan.rl:SELECT"
+
+    rollout: sections.SamplingSection = sections.SamplingSection()
+    """Which answers are generated."""
+    best: int = Field(1, ge=1)
+    """Different answers that are kept of each prompt, those with the highest rewards; of equal ones the first."""
+    lowest_reward: float = 1.0
+    """The least reward of an answer that is kept."""
+
+    @model_validator(mode="after")
+    def _can_be_sampled(self) -> "SelectStage":
+        self.as_rl()
+        return self
+
+    def as_rl(self) -> RLStage:
+        """The RL stage that its worker runs: it samples and scores, and trains nothing. Raises ValueError for settings
+        that make none."""
+        context, sampler = self.sampler.context, self.sampler
+        has_own_place = sampler.nodes > 0 or sampler.gpus not in ("auto", ())
+        try:
+            return RLStage.of(
+                **self.model_dump(exclude={"kind", "best", "lowest_reward"}),
+                kind="rl",
+                only="rollouts",
+                placement="separate" if has_own_place else "beside",
+                advantage="reinforce_pp",  # compares no groups, which may be of one answer here
+                lends_states=False,
+                order="prompt",
+                eval_prompts=0,
+                precision=sampler.precision,
+                micro_batch_tokens="auto" if context == "auto" else max(16, context),
+                activation_checkpointing=False,
+                compile=False,
+                sync_check_every=0,
+                mismatch_limit=1.0,
+            )
+        except ValidationError as error:
+            raise ValueError(error.errors()[0]["msg"].removeprefix("Value error, ")) from error
+
+    def load_entry(self, entry: EntryConfig) -> Callable[..., Any]:
+        return entry.load()
+
+    def num_gpus(self, available: int) -> int:
+        return self.as_rl().num_gpus(available)
+
+    def after_ranks(self, model: ModelSize | None, derived: derive.Derived) -> Self:
+        """The stage without any `auto`. Raises ConfigError for what its resources cannot do."""
+        try:
+            stage = self.as_rl()
+        except ValueError as error:  # of what this machine makes of it
+            raise ConfigError(f"stages.{derived.name}.{error}.") from error
+        return self.model_copy(update={"sampler": stage.before_ranks(derived).after_ranks(model, derived).sampler})
+
+
+KINDS = (
+    Kind(
+        name="rl",
+        config=RLStage,
+        module="nanodag.rl",
+        code_version=3,
+        makes=MODEL,
+        needs={"model": MODEL},
+        may_take={"critic": MODEL, "reference": MODEL, "teacher": MODEL},
+        trains=True,
+        label="RL",
+        order=60,
+        lower_rate="learning_rate=5e-7",
+        less_memory="micro_batch_tokens=2048",
+    ),
+    Kind(
+        name="select",
+        config=SelectStage,
+        module="nanodag.select",
+        code_version=4,
+        makes=CONVERSATIONS,
+        needs={"model": MODEL},
+        order=55,
+        less_memory="sampler.max_batch=16",
+    ),
 )

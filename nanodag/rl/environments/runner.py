@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from nanodag.api.tool_format import knows_calls
 from nanodag.children.forks import EpisodeFailed, EpisodeLost
 from nanodag.config.kinds.rl import RLStage
-from nanodag.config.rl_entries import MAX_CALLS
+from nanodag.config.rl_parts import MAX_CALLS
 from nanodag.errors import BadRequest, ConfigError, MissingTool, SamplerError
 from nanodag.host.threads import LoopThread, MadeOnce
 from nanodag.inference.protocol import Completion, Request, SamplingParams

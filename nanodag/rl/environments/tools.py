@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
-from nanodag.config.rl_entries import GenerateConfig
+from nanodag.config.rl_parts import GenerateConfig
 from nanodag.host.processor import usable_cores
 from nanodag.host.threads import in_thread
 from nanodag.registry import entry

@@ -1,0 +1,98 @@
+"""Stages that multiply no matrices: tokenizer, import, report."""
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from pydantic import Field, model_validator
+
+from nanodag.config.kind import MODEL, PAGE, TOKENIZER, Kind
+from nanodag.config.stage_base import ExternalInput, StageBase
+from nanodag.data.config import SourceConfig
+from nanodag.data.question_form import check_effect
+from nanodag.data.records import Wanted
+
+MAX_SEARCHED = 200_000_000  # bytes of each training source that a report searches: about half a minute
+
+
+class TokenizerStage(StageBase):
+    """Byte-level BPE trained on the beginning of the mixture."""
+
+    record_kind: ClassVar[Wanted | None] = "document"
+    plan_formula: ClassVar[str] = "nanodag.plan.small_stages:TOKENIZER"
+
+    data: tuple[SourceConfig, ...] = Field(min_length=1)
+    """The mixture of documents that the tokenizer is trained on."""
+    vocabulary: int = Field(32768, ge=512, le=262144)
+    """Tokens of the vocabulary, special tokens included."""
+    max_bytes: int = Field(2_000_000_000, ge=10_000)
+    """Bytes of text read from the mixture."""
+
+    @property
+    def vocabulary_size(self) -> int:
+        return self.vocabulary
+
+
+class ImportStage(StageBase):
+    """A model that exists already, as a Hugging Face directory."""
+
+    plan_formula: ClassVar[str] = "nanodag.plan.small_stages:IMPORT"
+
+    model: str
+    """The Hugging Face model: `hub:owner/name[@revision]` or `file:FOLDER`."""
+
+    @property
+    def known_model(self) -> str:
+        return self.model
+
+    def external_inputs(self) -> Iterator[ExternalInput]:
+        yield ExternalInput("model", "model", self.model)
+
+
+class ReportStage(StageBase):
+    """report.md and report.html over its inputs."""
+
+    plan_formula: ClassVar[str] = "nanodag.plan.small_stages:REPORT"
+
+    contamination: tuple[SourceConfig, ...] = ()
+    """Benchmark sources whose 13-grams are looked for in the training data."""
+    price_per_hour: float = Field(0.0, ge=0)
+    """Price of one device an hour, in any currency; 0 leaves prices out."""
+
+    @model_validator(mode="after")
+    def _data_alone_is_read(self) -> "ReportStage":
+        for source in self.contamination:
+            check_effect(source, "text")
+        return self
+
+
+KINDS = (
+    Kind(
+        name="tokenizer",
+        config=TokenizerStage,
+        module="nanodag.tokenizer.train",
+        makes=TOKENIZER,
+        is_on_cpu=True,
+        order=10,
+        less_memory="max_bytes=10000000",
+    ),
+    Kind(
+        name="import",
+        config=ImportStage,
+        module="nanodag.model.import_model",
+        makes=MODEL,
+        code_version=2,
+        is_on_cpu=True,
+        label="START",
+        order=20,
+    ),
+    Kind(
+        name="report",
+        config=ReportStage,
+        module="nanodag.report",
+        code_version=3,
+        makes=PAGE,
+        takes_what_exists=True,
+        is_on_cpu=True,
+        order=90,
+    ),
+)

@@ -1,0 +1,87 @@
+"""The kinds that run the one supervised loop: pretraining, midtraining, SFT."""
+
+from typing import Self
+
+from pydantic import Field
+
+from nanodag.config.derive import Derived
+from nanodag.config.kind import CONVERSATIONS, MODEL, TOKENIZER
+from nanodag.config.supervised import ChatStage, ShapeConfig, SupervisedKind, SupervisedStage
+from nanodag.errors import ConfigError
+
+
+class PretrainStage(SupervisedStage):
+    """Training on documents: from random weights of a shape (input `tokenizer`), or from a model that there is (input
+    `model`; continued pretraining: shape is left out, horizon_tokens given)."""
+
+    shape: ShapeConfig = ShapeConfig()
+    """The model's shape."""
+    tokens_per_parameter: float = Field(10.5, gt=0, le=1_000_000)
+    """Horizon in tokens for each parameter in matrices and output head, where horizon_tokens is auto."""
+
+    @property
+    def is_from_scratch(self) -> bool:
+        return self.shape.depth > 0
+
+    def before_ranks(self, derived: Derived) -> Self:
+        """The stage with its shape and schedule. Raises ConfigError for a horizon or rows that the shape has not."""
+        stage, name = self, derived.name
+        if self.is_from_scratch:
+            stage = self.model_copy(update={"shape": self.shape.filled(name, derived.origins)})
+            if self.horizon_tokens == 0:
+                raise ConfigError(
+                    f"{name}.horizon_tokens: 0 trains nothing; give a number, or auto for what the dial says."
+                )
+            if self.sequence_length > self.shape.max_positions:
+                raise ConfigError(
+                    f"{name}.sequence_length: {self.sequence_length} is above {name}.shape.max_positions "
+                    f"{self.shape.max_positions}; lower the one or raise the other."
+                )
+        return super(PretrainStage, stage).before_ranks(derived)
+
+    def check_inputs(self) -> None:
+        """Raise ValueError unless it begins at one thing, and says what that thing needs."""
+        if ("tokenizer" in self.inputs) == ("model" in self.inputs):
+            labels = ", ".join(self.inputs) or "none"
+            raise ValueError(
+                f"inputs: found {labels}; name either a tokenizer, to begin at random weights, or a model, to continue"
+            )
+        if "tokenizer" in self.inputs:
+            if not self.is_from_scratch:
+                raise ValueError("shape.depth is missing: random weights need one, as in shape: {depth: 4}")
+            return
+        if self.shape != ShapeConfig():
+            raise ValueError("shape is that of inputs.model; leave it out, or name a tokenizer to begin from scratch")
+        if self.horizon_tokens in ("auto", 0):
+            raise ValueError(
+                f"horizon_tokens {self.horizon_tokens}: the dial's is for random weights; say for how many tokens the "
+                "model of inputs.model goes on"
+            )
+        if self.tokens_per_parameter != type(self).model_fields["tokens_per_parameter"].default:
+            raise ValueError("tokens_per_parameter means nothing to a model that goes on; leave it out")
+
+
+class MidtrainStage(ChatStage):
+    """Chat format, multiple choice and tools, on a large mixture."""
+
+
+class SFTStage(ChatStage):
+    """The last supervised stage."""
+
+
+OF_CONVERSATIONS = {"conversations": CONVERSATIONS}
+KINDS = (
+    SupervisedKind(
+        name="pretrain",
+        config=PretrainStage,
+        may_take={"tokenizer": TOKENIZER, "model": MODEL},  # one of them, see check_inputs
+        label="BASE",
+        order=30,
+    ),
+    SupervisedKind(
+        name="midtrain", config=MidtrainStage, needs={"model": MODEL}, may_take=OF_CONVERSATIONS, label="MID", order=40
+    ),
+    SupervisedKind(
+        name="sft", config=SFTStage, needs={"model": MODEL}, may_take=OF_CONVERSATIONS, label="SFT", order=50
+    ),
+)
