@@ -131,6 +131,16 @@ def entries_of(kind: str) -> dict[str, Entry]:
     return _shipped()[kind]
 
 
+def check_reward_of_data(name: str, mend: str) -> None:
+    """Raise ConfigError for a reward that a prompt may not ask for: data name neither code nor an address."""
+    if name not in names("reward"):
+        ours = ", ".join(names("reward"))
+        raise ConfigError(
+            f"A prompt asks for the reward {name}, and data may only ask for those that come with nanodag ({ours}): "
+            f"{mend}."
+        )
+
+
 def optimizer_named(name: str) -> OptimizerEntry:
     """The optimizer of a name, without importing it."""
     spec = entries_of("optimizer")[name]

@@ -23,6 +23,7 @@ from nanodag.data.question_form import asking, check_effect, with_names
 from nanodag.data.records import Kind, message_text
 from nanodag.data.sources import Row
 from nanodag.errors import ConfigError, SourceError
+from nanodag.registry import check_reward_of_data
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -169,6 +170,7 @@ def _problems(source: SourceConfig, mirror: Path | None) -> Iterator[tuple[Row, 
                 f"{source.url}, row {index}: a benchmark's prompt is one user turn, maybe behind a system turn; "
                 f"found {roles}."
             )
+        check_reward_of_data(record["reward"], f"use another `adapter`, or mend {source.url}, row {index}")
         choices = record["metadata"].get("choices", [])
         kept = {name: record[name] for name in ("messages", "answer", "reward", "metadata")}
         item = {

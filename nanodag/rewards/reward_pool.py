@@ -85,11 +85,8 @@ class RewardPool:
             traits = entries.find("reward", reward)
             if traits is not None and traits.needs_sandbox:
                 sandbox.walls()  # here and not in each sample: a machine without walls is no failure of samples
-            if name == "auto" and reward not in entries.names("reward"):
-                raise ConfigError(
-                    f"A prompt asks for the reward {reward}, and data may only ask for those that come with nanodag "
-                    f"({', '.join(entries.names('reward'))}): name it as the stage's `reward`."
-                )
+            if name == "auto":
+                entries.check_reward_of_data(reward, "name it as the stage's `reward`")
             weights[reward] = weights.get(reward, 0.0) + weight
         records = [{**prompt, REPORTED: report} for report in reported or [None] * len(completions)]
         pairs = zip(records, completions, strict=True)

@@ -3,7 +3,7 @@ import pytest
 from nanodag.data.adapters import open_adapter
 from nanodag.data.config import SourceConfig
 from nanodag.data.records import held_out_score
-from nanodag.errors import SourceError
+from nanodag.errors import ConfigError, SourceError
 from nanodag.evaluation.items import continuations, documents, problems, rows, select
 from tests.data.rows import write_rows
 
@@ -64,6 +64,13 @@ def test_a_continuation_offers_the_true_phrase_and_those_of_three_other_document
         others = {choice.split(".")[0] for choice in item["choices"]}
         assert len(item["choices"]) == 4 == len(others)
     assert len(set(found["right"])) > 1
+
+
+@pytest.mark.parametrize("reward", ["os:system", "remote:http://127.0.0.1:1", "judge:/etc/passwd"])
+def test_data_may_not_name_code_or_an_address_as_the_reward_of_a_benchmark(tmp_path, reward):
+    url = write_rows(tmp_path / "p.jsonl", [{"question": "1+1", "answer": "2", "reward": reward}])
+    with pytest.raises(ConfigError, match=rf"asks for the reward {reward}, and data may only .*p\.jsonl, row 0"):
+        asked(problems, url, adapter="problem")
 
 
 @pytest.mark.parametrize(("read", "lines", "options", "said"), [
