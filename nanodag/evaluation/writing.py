@@ -114,9 +114,8 @@ class InProcess:
     def __init__(self, settings: SamplerSettings, context: int) -> None:
         self.context = context
         self._is_exact = settings.is_exact
-        make = partial(
-            Engine,
-            settings.folder,
+        described = EngineSettings(
+            model=settings.folder,
             dtype=DTYPES[settings.precision],
             device=settings.device,
             max_batch=int(settings.config.max_batch),
@@ -124,7 +123,7 @@ class InProcess:
             cache_bytes=int(settings.config.cache_bytes),
             deterministic=self._is_exact,
         )
-        self._engine = self._on_one_thread(make)
+        self._engine = self._on_one_thread(lambda: Engine(described))
 
     def write(self, requests: Sequence[Request], on_written: OnWritten) -> None:
         """Answer requests of one sample each. on_written gets a request's number and its answer, as they are done."""
