@@ -153,6 +153,7 @@ def _prompts(options: dict[str, Any], count: int) -> list[list[int]]:
 
 
 def _sampler(options: dict[str, Any], path: Path, slots: int) -> Any:
+    from nanodag.inference.engine_settings import EngineSettings
     from nanodag.sampler.engine import Engine
 
     a = SHAPES[options["model"]]
@@ -160,9 +161,8 @@ def _sampler(options: dict[str, Any], path: Path, slots: int) -> Any:
     head = a["hidden_size"] // a["num_attention_heads"]
     cache = slots * context * 2 * a["num_hidden_layers"] * a["num_key_value_heads"] * head * 4
     dtype = "bfloat16" if options["device"] == "cuda" else "float32"
-    engine = Engine(
-        path, dtype=dtype, device=options["device"], max_batch=slots, context_length=context, cache_bytes=cache
-    )
+    sizes = {"max_batch": slots, "context_length": context, "cache_bytes": cache}
+    engine = Engine(EngineSettings(model=path, dtype=dtype, device=options["device"], **sizes))
     assert engine.num_slots == slots, f"{engine.num_slots} slots instead of {slots}"
     return engine
 

@@ -199,10 +199,12 @@ def requests_of(args: argparse.Namespace, prompts: "torch.Tensor") -> list:  # n
 
 
 def sampler_side(args: argparse.Namespace, prompts: "torch.Tensor") -> Side:  # noqa: F821
+    from nanodag.inference.engine_settings import EngineSettings
     from nanodag.sampler.engine import Engine
 
     deterministic = args.side.endswith("deterministic")
-    engine = Engine(args.model, dtype=args.dtype, max_batch=len(prompts), deterministic=deterministic)
+    settings = EngineSettings(model=args.model, dtype=args.dtype, max_batch=len(prompts), deterministic=deterministic)
+    engine = Engine(settings)
     requests = requests_of(args, prompts)
 
     def run() -> list:
@@ -240,9 +242,10 @@ def http_side(args: argparse.Namespace, prompts: "torch.Tensor") -> Side:  # noq
 def matmul_side(args: argparse.Namespace, prompts: "torch.Tensor") -> Side:  # noqa: F821
     import torch
 
+    from nanodag.inference.engine_settings import EngineSettings
     from nanodag.sampler.engine import Engine
 
-    weights = Engine(args.model, dtype=args.dtype, max_batch=1).model.weights
+    weights = Engine(EngineSettings(model=args.model, dtype=args.dtype, max_batch=1)).model.weights
     matrices = [getattr(layer, name) for layer in weights.layers for name in ("qkv", "output", "gate_up", "down")]
     pairs = [(torch.randn(len(prompts), m.shape[0], dtype=m.dtype), m) for m in [*matrices, weights.head]]
     outputs = [torch.empty(len(prompts), m.shape[1], dtype=m.dtype) for _, m in pairs]

@@ -33,13 +33,13 @@ def install(
     from pathlib import Path
 
     from nanodag.cli.live_table import Shown
-    from nanodag.inference.sglang_install import PYTHON_VARIABLE, default_folder
+    from nanodag.inference.sglang_install import PYTHON_VARIABLE, sglang_environment
     from nanodag.inference.sglang_install import install as install_sglang
 
     has_gpu = shutil.which("nvidia-smi") is not None
     device: Literal["cpu", "cuda"] = "cpu" if cpu or (cpu is None and not has_gpu) else "cuda"
     with Shown() as shown:
-        where = Path(folder).absolute() if folder else default_folder(device)
+        where = Path(folder).absolute() if folder else sglang_environment(device).folder
         python = install_sglang(device, where, shown.say, show=shown)
     if folder:
         typer.echo(f"Name it to those who use it: sampler.python, or {PYTHON_VARIABLE}={python}")

@@ -19,7 +19,7 @@ from nanodag.errors.words import counted
 from nanodag.host.machine import GIB, Machine, detect
 from nanodag.inference.cache_size import slot_tokens
 from nanodag.inference.number_formats import width_of
-from nanodag.inference.sglang_install import PYTHON_VARIABLE, default_folder, is_installed
+from nanodag.inference.sglang_install import PYTHON_VARIABLE, sglang_environment
 from nanodag.inference.sglang_options import check_no_window
 
 if TYPE_CHECKING:
@@ -54,7 +54,8 @@ def this_machine() -> Machine:
     machine = detect()
     if machine.gpu is None:
         return machine
-    is_here = bool(os.environ.get(PYTHON_VARIABLE)) or is_installed(default_folder("cuda"), "cuda")
+    installed = sglang_environment("cuda")
+    is_here = bool(os.environ.get(PYTHON_VARIABLE)) or installed.is_installed(installed.folder)
     return replace(machine, sglang=is_here)
 
 

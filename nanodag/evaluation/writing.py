@@ -109,16 +109,17 @@ class InProcess:
     def __init__(self, settings: SamplerSettings, context: int) -> None:
         self.context = context
         self._is_exact = settings.is_exact
+        described = EngineSettings(
+            model=settings.folder,
+            dtype=DTYPES[settings.precision],
+            device=settings.device,
+            max_batch=int(settings.config.max_batch),
+            context_length=context,
+            cache_bytes=int(settings.config.cache_bytes),
+            deterministic=self._is_exact,
+        )
         with self._threads_of_a_process():
-            self._engine = Engine(
-                settings.folder,
-                dtype=DTYPES[settings.precision],
-                device=settings.device,
-                max_batch=int(settings.config.max_batch),
-                context_length=context,
-                cache_bytes=int(settings.config.cache_bytes),
-                deterministic=self._is_exact,
-            )
+            self._engine = Engine(described)
 
     def write(self, requests: Sequence[Request], on_written: OnWritten) -> None:
         """Answer requests of one sample each. on_written gets a request's number and its answer, as they are done."""

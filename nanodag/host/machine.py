@@ -128,10 +128,9 @@ class Machine:
             return f"cpu:{host}" if self.nodes == 1 else f"{self.nodes}xcpu:{host}"
         gpu = self.gpu
         is_named = gpu in GPUS or re.fullmatch(r"\d+GB", gpu.name)
-        name = gpu.name if is_named else f"{gpu.name.replace(' ', '_')}@{_gib(gpu.memory)}@{gpu.capability}"
-        name = name.replace(" ", "_")
+        name = gpu.name if is_named else f"{gpu.name}@{_gib(gpu.memory)}@{gpu.capability}"
         nodes = f"{self.nodes}x" if self.nodes > 1 else ""
-        return f"{nodes}{self.num_gpus}x{name}:{host}"
+        return f"{nodes}{self.num_gpus}x{name.replace(' ', '_')}:{host}"
 
 
 def machine_of(text: str) -> Machine:
@@ -143,22 +142,14 @@ def machine_of(text: str) -> Machine:
     match = re.fullmatch(r"(?:(?P<nodes>\d{1,4})x)?(?:(?P<count>\d{1,3})x(?P<gpu>[^:]+)|cpu)(?::(?P<host>.+))?", text)
     if match is None or (not match["gpu"] and not match["host"]):
         raise _wrong(text, "is of neither form")
-    host = (match["host"] or "").split(":") if match["host"] else []
-    if len(host) not in (0, 3):
-        raise _wrong(text, f"names {len(host)} things of the host, and not its cores, instruction set and memory")
     nodes, count = int(match["nodes"] or 1), int(match["count"] or 0)
+    assumed = f"{CORES_PER_GPU * count}:avx512_bf16:{_gib(MEMORY_PER_GPU * count)}"
+    host = (match["host"] or assumed).split(":")
+    if len(host) != 3:
+        raise _wrong(text, f"names {len(host)} things of the host, and not its cores, instruction set and memory")
     gpu = _gpu_of(match["gpu"].replace("_", " "), text) if match["gpu"] else None
     if not nodes or (gpu is not None and not count):
         raise _wrong(text, "has none of something")
-    if not host:
-        return Machine(
-            cores=CORES_PER_GPU * count,
-            instruction_set="avx512_bf16",
-            memory=MEMORY_PER_GPU * count,
-            gpu=gpu,
-            num_gpus=count,
-            nodes=nodes,
-        )
     if not re.fullmatch(r"[1-9]\d{0,3}", host[0]):
         raise _wrong(text, f"has {host[0]!r:.20} cores")
     if host[1] not in INSTRUCTION_SETS:
@@ -232,9 +223,7 @@ def _gib(memory: int) -> str:
 
 def _free(folder: Path) -> int:
     folder = folder.absolute()
-    while not folder.exists():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
+    return shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
 
 
 def visible_gpus() -> list[str]:

@@ -38,12 +38,6 @@ def own_address(named: str) -> str:
     raise ValueError(f"{named!r} is neither an address nor an interface of this machine; it has {known}")
 
 
-def interface_of(address: str) -> str:
-    interfaces = [name for name, has in psutil.net_if_addrs().items() if any(entry.address == address for entry in has)]
-    assert interfaces, f"no interface has {address}"
-    return interfaces[0]
-
-
 def no_proxy_here() -> dict[str, str]:
     """Environment in which no proxy stands before addresses of this machine."""
     direct = ",".join([*filter(None, [os.environ.get("NO_PROXY") or os.environ.get("no_proxy")]), LOOPBACK])
@@ -53,5 +47,6 @@ def no_proxy_here() -> dict[str, str]:
 def network_environment(address: str = LOOPBACK) -> dict[str, str]:
     """Environment in which gloo and NCCL listen and meet on the interface of this machine's address, and on no other.
     They would else take that of the machine's name, or all. What the user set stays."""
-    interface = interface_of(address)
-    return {name: os.environ.get(name, interface) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
+    interfaces = [name for name, has in psutil.net_if_addrs().items() if any(entry.address == address for entry in has)]
+    assert interfaces, f"no interface has {address}"
+    return {name: os.environ.get(name, interfaces[0]) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}

@@ -13,11 +13,12 @@ ISA_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 SHAPE_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32", "LRU_CACHE_CAPACITY": "32"}
 _ANY = ("DEFAULT", "ALL", "AVX10")
 _BF16 = (*_ANY, "AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX512_CORE_AMX")
-ISA_LIMITS_OF = {
-    "amx": (*_ANY, "AVX512_CORE_AMX"),
-    "avx512_bf16": _BF16,
-    "avx512": (*_BF16, "AVX512"),
-    "avx2": (*_BF16, "AVX512", "AVX2"),
+# The widest first: the processor's flag of each, and the limits that leave it.
+_SETS = {
+    "amx": ("amx_bf16", (*_ANY, "AVX512_CORE_AMX")),
+    "avx512_bf16": ("avx512_bf16", _BF16),
+    "avx512": ("avx512f", (*_BF16, "AVX512")),
+    "avx2": ("avx2", (*_BF16, "AVX512", "AVX2")),
 }
 
 
@@ -55,18 +56,11 @@ def read_limit(path: Path) -> str:
 def instruction_set() -> str:
     """The widest of `amx`, `avx512_bf16`, `avx512`, `avx2` that matrix products here may use; `other` for less."""
     flags = processor_flags()
-    has = {
-        "amx": "amx_bf16" in flags,
-        "avx512_bf16": "avx512_bf16" in flags,
-        "avx512": "avx512f" in flags,
-        "avx2": "avx2" in flags,
-        "other": True,
-    }
     limits = [os.environ[name].upper() for name in ISA_LIMITS if os.environ.get(name)]
-    for limit in limits:
-        for name, allowed in ISA_LIMITS_OF.items():
-            has[name] = has[name] and limit.startswith(allowed)
-    return next(name for name, is_there in has.items() if is_there)
+    for name, (flag, leaving) in _SETS.items():
+        if flag in flags and all(limit.startswith(leaving) for limit in limits):
+            return name
+    return "other"
 
 
 def numerics(torch: str) -> str:

@@ -73,12 +73,11 @@ class Doors:
         return None
 
     def _is_ours(self, host: str) -> bool:
-        name = _hostname(f"//{host}")
         try:
-            ipaddress.ip_address(name)
-        except ValueError:
-            return name in self._names
-        return True
+            name = urlsplit(f"//{host}").hostname or ""
+            return name in self._names or bool(ipaddress.ip_address(name))
+        except ValueError:  # of either: it is no address
+            return False
 
     def _limited(self, receive: Receive) -> Receive:
         """Raises TooLarge in the middle of a body that says nothing, or too little, of its length."""
@@ -98,13 +97,6 @@ class Doors:
         return _refused(
             413, f"the body has {found}, above {self._max_body_bytes}: send less at once, or raise --max-body-bytes"
         )
-
-
-def _hostname(url: str) -> str:
-    try:
-        return urlsplit(url).hostname or ""
-    except ValueError:
-        return ""
 
 
 class TooLarge(Exception):

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn
 from weakref import WeakSet
 
@@ -86,9 +85,7 @@ class SamplerClient:
     async def __aenter__(self) -> "SamplerClient":
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *raised: object) -> None:
         await self.close()
 
     async def close(self) -> None:
@@ -192,19 +189,20 @@ class SamplerClient:
         """Take part in one broadcast of the group's rank 0. version: of the whole, with its last bucket; flush_cache:
         forget then what is cached of prompts."""
         body = {"names": bucket.names, "dtypes": bucket.dtypes, "shapes": bucket.shapes, "group_name": group}
-        body |= {"load_format": "flattened_bucket", "flush_cache": flush_cache and version is not None}
-        body |= {"weight_version": str(version)} if version is not None else {}
-        await self._call("POST", "/update_weights_from_distributed", body)
+        await self._send_bucket("/update_weights_from_distributed", body, version, flush_cache)
 
     async def take_weights(
         self, handles: Sequence[str], *, version: str | int | None = None, flush_cache: bool = True
     ) -> None:
         """Copy a bucket that lies in shared memory. handles: one for each of its ranks, as `shared_tensors` makes them;
         version, flush_cache: as of `receive_weights`."""
-        body: dict[str, Any] = {"serialized_named_tensors": list(handles), "load_format": "flattened_bucket"}
-        body |= {"flush_cache": flush_cache and version is not None}
+        body = {"serialized_named_tensors": list(handles)}
+        await self._send_bucket("/update_weights_from_tensor", body, version, flush_cache)
+
+    async def _send_bucket(self, path: str, body: dict[str, Any], version: str | int | None, flush_cache: bool) -> None:
+        body |= {"load_format": "flattened_bucket", "flush_cache": flush_cache and version is not None}
         body |= {"weight_version": str(version)} if version is not None else {}
-        await self._call("POST", "/update_weights_from_tensor", body)
+        await self._call("POST", path, body)
 
     async def end_weight_update(self) -> None:
         await self._call("POST", "/end_weight_update", {})
@@ -263,7 +261,15 @@ class SamplerClient:
     async def health(self, *, generates: bool = True) -> bool:
         """True: it generates. False: it lives but is paused or starting. Raises SamplerLost if it does not answer.
         generates: False to ask whether it lives alone; SGLang answers the other question by generating."""
-        return await self._is_well("/health_generate" if generates else "/health")
+        self._check_open()
+        path = "/health_generate" if generates else "/health"
+        # Over a connection of its own: one that was open may have been lost.
+        own = aiohttp.ClientSession(connector=AskingAgain(), timeout=self._timeout, headers=self._headers)
+        try:
+            async with own, own.get(self.url + path, allow_redirects=False) as response:
+                return response.status == OK
+        except LOST as error:
+            raise self._lost(path, error) from error
 
     async def model_info(self) -> dict[str, Any]:
         """Table of its model: model_path, weight_version and more."""
@@ -297,16 +303,6 @@ class SamplerClient:
         self._responses.add(response)
         if self.is_closed:  # since its header came
             _give_up(response)
-
-    async def _is_well(self, path: str) -> bool:
-        """Over a connection of its own: one that was open may have been lost."""
-        self._check_open()
-        own = aiohttp.ClientSession(connector=AskingAgain(), timeout=self._timeout, headers=self._headers)
-        try:
-            async with own, own.get(self.url + path, allow_redirects=False) as response:
-                return response.status == OK
-        except LOST as error:
-            raise self._lost(path, error) from error
 
     def _check_open(self) -> None:
         if self.is_closed:

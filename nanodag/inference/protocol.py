@@ -3,14 +3,10 @@
 The models accept exactly what the embedded sampler honours; any other field is refused, never ignored. ``Request`` and
 ``Completion`` are the same for a sampler in this process (``engine.Engine``), the embedded server and SGLang.
 
-Endpoints: POST /generate, /update_weights_from_disk, /init_weights_update_group,
-/destroy_weights_update_group, /begin_weight_update, /update_weights_from_distributed, /end_weight_update,
-/weights_checker, /flush_cache, /pause_generation, /continue_generation, /abort_request; GET /health, /health_generate,
-/model_info, /get_server_info. Source:
-sgl-project/sglang 0.5.23, python/sglang/srt/managers/io_struct.py and python/sglang/srt/sampling/sampling_params.py.
+Source: sgl-project/sglang 0.5.23, python/sglang/srt/managers/io_struct.py and
+python/sglang/srt/sampling/sampling_params.py.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
@@ -45,12 +41,6 @@ class Wire(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
-def _finite(value: float) -> float:
-    if not math.isfinite(value):
-        raise ValueError("must be finite")
-    return value
-
-
 def _top_k(value: int) -> int:
     if value != -1 and value < 1:
         raise ValueError("must be -1 (off) or at least 1")
@@ -75,9 +65,9 @@ class SamplingParams(Wire):
 
     max_new_tokens: Annotated[int, Field(ge=0)] | None = 128
     """None: as many as the context has room for. 0: the prompt is scored, and nothing is sampled."""
-    temperature: Annotated[float, Field(ge=0.0), AfterValidator(_finite)] = 1.0
+    temperature: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 1.0
     """0 takes the likeliest token and reports its logprob at temperature 1."""
-    top_p: Annotated[float, Field(gt=0.0, le=1.0), AfterValidator(_finite)] = 1.0
+    top_p: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] = 1.0
     top_k: Annotated[int, AfterValidator(_top_k)] = -1
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
     stop_token_ids: Annotated[tuple[int, ...], BeforeValidator(_ids)] = ()
@@ -216,8 +206,9 @@ class GenerateBody(Wire):
             raise ValueError("text is empty")
         for name in ("sampling_params", "rid", "return_logprob", "logprob_start_len", "top_logprobs_num"):
             value = getattr(self, name)
-            if isinstance(value, list) and (not self.is_batch or len(value) != self.num_prompts):
-                raise ValueError(f"{name} is a list of {len(value)} for {self.num_prompts} prompts")
+            num_prompts = len(self.prompts())
+            if isinstance(value, list) and (not self.is_batch or len(value) != num_prompts):
+                raise ValueError(f"{name} is a list of {len(value)} for {num_prompts} prompts")
         if self.is_batch and isinstance(self.rid, list) and len(set(self.rid)) < len(self.rid):
             raise ValueError("the same rid is given twice")
         if self.incremental and not self.stream:
@@ -227,10 +218,6 @@ class GenerateBody(Wire):
     @property
     def is_batch(self) -> bool:
         return isinstance(self.text, list) or (self.input_ids is not None and isinstance(self.input_ids[0], list))
-
-    @property
-    def num_prompts(self) -> int:
-        return len(self.prompts())
 
     def prompts(self) -> list[Any]:
         """Each prompt: a string, or its token ids."""
@@ -337,9 +324,7 @@ def completion_to_wire(completion: Completion, *, return_logprob: bool) -> dict[
         "completion_tokens": completion.num_told_tokens + len(completion.output_ids),
         "cached_tokens": completion.num_cached_tokens,
         "weight_version": completion.weight_version,
-        "weight_versions": [
-            {"version": span.version, "start": span.start, "end": span.end} for span in completion.weight_versions
-        ],
+        "weight_versions": [vars(span) for span in completion.weight_versions],
     }
     if completion.num_told_tokens:
         meta["told_tokens"] = completion.num_told_tokens
@@ -380,6 +365,7 @@ def completion_from_wire(answer: Mapping[str, Any]) -> Completion:
     meta, output_ids = answer["meta_info"], list(answer["output_ids"])
     version = str(meta["weight_version"])
     finish = meta["finish_reason"]
+    details = {name: (finish or {}).get(name) for name in ("matched", "message", "status_code")}
     spans = meta.get("weight_versions")
     if spans is None:
         spans = [{"version": version, "start": 0, "end": len(output_ids)}] if output_ids else []
@@ -389,14 +375,7 @@ def completion_from_wire(answer: Mapping[str, Any]) -> Completion:
         logprobs=[entry[0] for entry in meta.get("output_token_logprobs") or ()],
         prompt_logprobs=[entry[0] for entry in meta.get("input_token_logprobs") or ()],
         prompt_ids=[entry[1] for entry in meta.get("input_token_logprobs") or ()],
-        finish_reason=None
-        if finish is None
-        else FinishReason(
-            type=finish["type"],
-            matched=finish.get("matched"),
-            message=finish.get("message"),
-            status_code=finish.get("status_code"),
-        ),
+        finish_reason=None if finish is None else FinishReason(type=finish["type"], **details),
         weight_version=version,
         weight_versions=[VersionSpan(version=str(s["version"]), start=s["start"], end=s["end"]) for s in spans],
         num_prompt_tokens=meta.get("prompt_tokens", 0),  # SGLang leaves it out where a request was ended in its queue

@@ -19,37 +19,22 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 INDEX_TIMEOUT_S = 3.0
 
 
-def environment(device: Device) -> PackageEnvironment:
+def sglang_environment(device: Device) -> PackageEnvironment:
     """SGLang's, for a CPU or a GPU."""
     return PackageEnvironment(
         name=f"sglang-{device}",
         package="sglang",
-        listed=requirements(device),
+        listed=Path(__file__).with_name(f"sglang-{device}.txt"),
         variable=PYTHON_VARIABLE,
         command=f"nanodag sampler install --{device}",
     )
-
-
-def requirements(device: Device) -> Path:
-    """The list of what is installed."""
-    return Path(__file__).with_name(f"sglang-{device}.txt")
-
-
-def default_folder(device: Device) -> Path:
-    """Default folder of the environment."""
-    return environment(device).folder
-
-
-def is_installed(folder: Path, device: Device) -> bool:
-    """True when the environment was finished, from the list as it is now."""
-    return environment(device).is_installed(folder)
 
 
 def find_python(configured: str, device: Device) -> Path:
     """The interpreter of SGLang's environment: the one that is configured, else the one that NANODAG_SGLANG_PYTHON
     names, else of the environment that `install` made. Raises MissingTool where there is none."""
     who = "sampler.engine sglang needs SGLang"
-    return environment(device).find_python(configured, setting="sampler.python", who=who)
+    return sglang_environment(device).find_python(configured, setting="sampler.python", who=who)
 
 
 def install(device: Device, folder: Path, say: Say, *, show: Say = silent, cpu_index: str = CPU_INDEX) -> Path:
@@ -58,7 +43,7 @@ def install(device: Device, folder: Path, say: Say, *, show: Say = silent, cpu_i
     say gets what is begun and done, show twice a second how far it is. cpu_index: where torch's builds for a CPU are,
     beside the package index that pip is set to.
     """
-    made = environment(device)
+    made = sglang_environment(device)
     if made.begin(folder, say) is None:
         return folder / "bin" / "python"
     listed, pins = str(made.listed), made.pins

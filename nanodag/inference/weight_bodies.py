@@ -81,7 +81,17 @@ class EndUpdateBody(Wire):
     """POST /end_weight_update."""
 
 
-class ReceiveWeightsBody(Wire):
+class BucketBody(Wire):
+    """Fields of a request that brings one bucket of weights, in either way."""
+
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+    selector: Literal["target", "all"] = "all"
+    torch_empty_cache: bool = False
+
+
+class ReceiveWeightsBody(BucketBody):
     """POST /update_weights_from_distributed: these tensors are what rank 0 broadcasts next. ``flattened_bucket``: in
     one piece, their bytes one after the other; else each by itself."""
 
@@ -89,12 +99,7 @@ class ReceiveWeightsBody(Wire):
     dtypes: list[str]
     shapes: list[list[Annotated[int, Field(ge=0)]]]
     group_name: str = GROUP_NAME
-    flush_cache: bool = True
-    abort_all_requests: bool = False
-    weight_version: str | None = None
     load_format: Literal["flattened_bucket"] | None = None
-    selector: Literal["target", "all"] = "all"
-    torch_empty_cache: bool = False
 
     @model_validator(mode="after")
     def _describes_tensors(self) -> "ReceiveWeightsBody":
@@ -112,20 +117,15 @@ class ReceiveWeightsBody(Wire):
 
     @property
     def num_bytes(self) -> int:
-        return sum(math.prod(shape) * DTYPE_BYTES[dtype] for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
+        return Bucket(self.names, self.dtypes, self.shapes).num_bytes
 
 
-class ReceiveTensorsBody(Wire):
+class ReceiveTensorsBody(BucketBody):
     """POST /update_weights_from_tensor: handles of tensors in memory that both sides see, one for each rank of the
     sampler, in base64 (``sampler/shared_tensors.py``). The embedded sampler is one rank."""
 
     serialized_named_tensors: Annotated[list[str], Field(min_length=1)]
     load_format: Literal["flattened_bucket"]
-    flush_cache: bool = True
-    abort_all_requests: bool = False
-    weight_version: str | None = None
-    selector: Literal["target", "all"] = "all"
-    torch_empty_cache: bool = False
 
     @model_validator(mode="after")
     def _is_of_one_rank(self) -> "ReceiveTensorsBody":

@@ -18,7 +18,6 @@ in_flight           requests in flight, and the moments between them at which we
 weight_group        the process group through which weights are broadcast
 generation_server   the HTTP application; ``python -m nanodag.sampler JSON``
 weight_endpoints    its endpoints about weights
-trace_endpoints     its endpoints that trace the engine
 device              the memory that the process holds of its device, and a trace of its work
 
 The protocol itself and the client are in nanodag.inference.

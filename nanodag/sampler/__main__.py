@@ -10,7 +10,6 @@ import socket
 import sys
 
 import uvicorn
-from pydantic import ValidationError
 
 from nanodag.errors import BadRequest, MissingTool
 from nanodag.inference.access_checks import Doors
@@ -21,7 +20,6 @@ from nanodag.model.architecture import read_checkpoint
 log = logging.getLogger("nanodag.sampler")
 
 KEEP_ALIVE_S = 3600
-DEFAULT_MAX_BATCH = 64
 
 
 class _Server(uvicorn.Server):
@@ -45,7 +43,7 @@ def main() -> int:
     try:
         (described,) = sys.argv[1:]
         settings = EngineSettings.model_validate_json(described)
-    except (ValueError, ValidationError) as error:
+    except ValueError as error:
         log.error("cannot start: %s", error)
         return 2
     end_with_starter()
@@ -77,21 +75,10 @@ def serve(settings: EngineSettings, listener: socket.socket) -> None:
     from nanodag.sampler.generation_server import SamplerServer
 
     torch.set_num_threads(settings.threads)
-    engine = Engine(
-        settings.model,
-        dtype=settings.dtype,
-        device=settings.device,
-        max_batch=settings.max_batch or DEFAULT_MAX_BATCH,
-        context_length=settings.context_length,
-        cache_bytes=settings.cache_bytes,
-        deterministic=settings.deterministic,
-        seed=settings.seed or 0,
-        weight_version=settings.weight_version,
-        stream_every_s=settings.stream_every_s,
-    )
+    engine = Engine(settings)
     sizes = (engine.num_slots, engine.context_length)
     log.info("%s in %s: %d samples of %d tokens at once", settings.model, engine.dtype_name, *sizes)
-    loop = EngineLoop(engine, on_crash=_exit_on_crash)
+    loop = EngineLoop(engine)
     server = SamplerServer(engine, loop, max_text_bytes=settings.max_text_bytes)
     config = uvicorn.Config(
         Doors(
@@ -108,13 +95,6 @@ def serve(settings: EngineSettings, listener: socket.socket) -> None:
     loop.start()
     _Server(config, settings, listener.getsockname()[1]).run(sockets=[listener])
     loop.stop()
-
-
-def _exit_on_crash(error: BaseException) -> None:
-    """End the process at once: its clients learn of it by their broken connections."""
-    logging.shutdown()
-    sys.stderr.flush()
-    os._exit(1)
 
 
 if __name__ == "__main__":

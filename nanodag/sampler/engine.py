@@ -1,6 +1,6 @@
 """Continuous batching over the slots of one model.
 
-    engine = Engine(path, dtype="float32", max_batch=64)
+    engine = Engine(EngineSettings(model=path, dtype="float32", max_batch=64))
     completions = engine.generate([Request(input_ids=[...], params=SamplingParams(n=8))])   # one list per request
 
 A step decodes one token for every running sample, admits waiting ones into free slots (their prompts are run once each,
@@ -21,7 +21,8 @@ import numpy as np
 import torch
 
 from nanodag.errors import BadRequest, SamplerError
-from nanodag.inference.cache_size import DEFAULT_CACHE_BYTES, PREFILL_TOKENS, slot_tokens
+from nanodag.inference.cache_size import PREFILL_TOKENS, slot_tokens
+from nanodag.inference.engine_settings import EngineSettings
 from nanodag.inference.number_formats import DTYPES
 from nanodag.inference.protocol import Completion, FinishReason, MemoryTag, Request, check_request
 from nanodag.model.architecture import check_same_shape, read_checkpoint
@@ -35,6 +36,7 @@ from nanodag.sampler.steps import CompiledSteps, TorchSteps
 from nanodag.sampler.text import Text
 from nanodag.sampler.weights import Weights, WeightsBuilder, load_weights
 
+DEFAULT_MAX_BATCH = 64
 STEP_PREFILL_TOKENS = 4096
 """New prompts that one step takes in; more would hold up what is running."""
 
@@ -45,57 +47,44 @@ class Engine:
     steps: TorchSteps | CompiledSteps | None
     row_sizes: tuple[int, ...]
 
-    def __init__(
-        self,
-        model_path: str | Path,
-        *,
-        dtype: str = "auto",
-        device: str = "cpu",
-        max_batch: int = 64,
-        context_length: int | None = None,
-        cache_bytes: int = DEFAULT_CACHE_BYTES,
-        deterministic: bool = False,
-        seed: int = 0,
-        weight_version: str = "default",
-        stream_every_s: float = 0.0,
-    ) -> None:
-        """Load the checkpoint in the folder ``model_path``.
+    def __init__(self, settings: EngineSettings) -> None:
+        """Load the checkpoint in the folder ``settings.model``. Beside what the settings say of themselves:
 
-        dtype: float32, bfloat16, or auto (the checkpoint's own; float16 becomes float32).
-        max_batch: samples that run at once. context_length: prompt and answer together, at most what the model was
-        trained for; by default as much of that as ``cache_bytes`` has room for with max_batch samples, and if that is
-        less than MIN_CONTEXT, with fewer samples; num_slots says how many fit. cache_bytes: of keys and values, which
-        are in the weights' dtype. seed: of requests that bring none.
-        deterministic: the same bits for a request whoever runs beside it; CPU and one torch thread only.
-        stream_every_s: what a stream reports at most, beside its first token and its end; 0 for every token. Many
-        streams report less often, see StreamPace.
+        dtype: auto is the checkpoint's own; float16 becomes float32. max_batch: None is DEFAULT_MAX_BATCH.
+        context_length: at most what the model was trained for; by default as much of that as ``cache_bytes`` has room
+        for with max_batch samples, and if that is less than MIN_CONTEXT, with fewer samples; num_slots says how many
+        fit. cache_bytes: of keys and values, which are in the weights' dtype. deterministic: CPU and one torch thread
+        only. stream_every_s: beside a stream's first token and its end; many streams report less often, see StreamPace.
 
         Raises BadRequest: not a checkpoint that the sampler can run, or sizes that do not fit.
         """
-        self.checkpoint = read_checkpoint(Path(model_path))
-        self.device = torch.device(device)
-        self.dtype_name = dtype
-        if dtype == "auto":
+        self.checkpoint, deterministic = read_checkpoint(settings.model), settings.deterministic
+        self.device = torch.device(settings.device)
+        self.dtype_name = settings.dtype
+        if self.dtype_name == "auto":
             self.dtype_name = "bfloat16" if self.checkpoint.dtype == "bfloat16" else "float32"
         if self.dtype_name not in DTYPES.values():
-            raise BadRequest(f"dtype {dtype!r} is not built into the sampler: use auto, {' or '.join(DTYPES.values())}")
+            known = " or ".join(DTYPES.values())
+            raise BadRequest(f"dtype {settings.dtype!r} is not built into the sampler: use auto, {known}")
         if deterministic and (self.device.type != "cpu" or torch.get_num_threads() != 1):
             raise BadRequest(
-                f"deterministic mode needs the CPU and one torch thread; this is {device!r} with "
+                f"deterministic mode needs the CPU and one torch thread; this is {settings.device!r} with "
                 f"{torch.get_num_threads()} threads"
             )
-        cache_dtype = getattr(torch, self.dtype_name)
+        self._dtype = getattr(torch, self.dtype_name)
+        a, max_batch = self.checkpoint.architecture, settings.max_batch
+        max_batch = DEFAULT_MAX_BATCH if max_batch is None else max_batch
         num_slots, self.context_length = plan_cache(
-            self.checkpoint.architecture, max_batch, context_length, cache_bytes, cache_dtype.itemsize
+            a, max_batch, settings.context_length, settings.cache_bytes, self._dtype.itemsize
         )
-        weights = self.load(Path(model_path))
+        weights = self.load(settings.model)
         self._has_bias = (weights.layers[0].qkv_bias is not None, weights.layers[0].output_bias is not None)
         self.model = SamplerModel(
-            self.checkpoint.architecture,
+            a,
             weights,
             num_slots=num_slots,
             capacity=slot_tokens(self.context_length),
-            cache_dtype=cache_dtype,
+            cache_dtype=self._dtype,
             deterministic=deterministic,
         )
         if self.model.kernel is not None:  # rows are independent of one another in it
@@ -103,15 +92,15 @@ class Engine:
         else:
             self.row_sizes = invariant_row_sizes(self.model) if deterministic else row_sizes(num_slots)
         self.num_slots = self.row_sizes[-1]
-        self.text = Text.of_checkpoint(Path(model_path))
+        self.text = Text.of_checkpoint(settings.model)
         self.table = SlotTable(self.num_slots, self.context_length)
         self._make_steps()
         self.released: set[MemoryTag] = set()
         self.waiting: deque[ActiveSample] = deque()
-        self.weight_version = weight_version
+        self.weight_version = settings.weight_version
         self.num_generated_tokens = 0
-        self._seed = seed
-        self._pace = StreamPace(stream_every_s)
+        self._seed = settings.seed or 0
+        self._pace = StreamPace(settings.stream_every_s)
         self._request_numbers = itertools.count()
         self._prompt_rows: dict[bytes, int] = {}  # prompt -> a row whose cache begins with it
         self._row_prompts: dict[int, bytes] = {}
@@ -172,11 +161,8 @@ class Engine:
             self.validate(request)
         done: list[list[Completion | None]] = [[None] * request.params.n for request in requests]
 
-        def keep(of_request: list[Completion | None]) -> Listener:
-            return of_request.__setitem__
-
         for request, of_request in zip(requests, done, strict=True):
-            self.submit(request, keep(of_request))
+            self.submit(request, of_request.__setitem__)
         while self.has_work:
             self.step()
         results = [[sample for sample in of_request if sample is not None] for of_request in done]
@@ -213,13 +199,13 @@ class Engine:
         """
         mine = self.checkpoint.architecture
         check_same_shape(read_checkpoint(path), mine)
-        return load_weights(path, mine, getattr(torch, self.dtype_name), self.device)
+        return load_weights(path, mine, self._dtype, self.device)
 
     def builder(self, source: str) -> WeightsBuilder:
         """Makes weights of this engine's model of a checkpoint's tensors. source: where they are from. Touches no
         state: any thread may call it and use what it returns."""
-        dtype = getattr(torch, self.dtype_name)
-        return WeightsBuilder(self.checkpoint.architecture, dtype, self.device, source=source, has_bias=self._has_bias)
+        a = self.checkpoint.architecture
+        return WeightsBuilder(a, self._dtype, self.device, source=source, has_bias=self._has_bias)
 
     def release_memory(self, tags: Collection[MemoryTag]) -> None:
         """Free the memory of the weights, of the cache, or of both; what was in them is lost. Raises BadRequest while
@@ -246,10 +232,8 @@ class Engine:
         self._make_steps()
 
     def _make_steps(self) -> None:
-        kernel = self.model.kernel
-        if not self.model.is_whole:
-            self.steps = None
-        else:
+        kernel, self.steps = self.model.kernel, None
+        if self.model.is_whole:
             self.steps = TorchSteps(self.model, self.table) if kernel is None else CompiledSteps(kernel, self.table)
 
     def _what_is_missing(self) -> str:
@@ -332,9 +316,6 @@ class Engine:
                 self._forget_row(row)
             self._note_version(sample, len(sample.output_ids))
             self.table.fill(row, sample, len(prefix))
-        self._prefill(groups)
-
-    def _prefill(self, groups: dict[bytes, tuple[np.ndarray, list[int]]]) -> None:
         for batch in self._prefill_batches(list(groups.values())):
             self.model.prefill([prompt for prompt, _ in batch], [rows for _, rows in batch])
         for key, (_, rows) in groups.items():
@@ -367,10 +348,8 @@ class Engine:
     def _compact(self) -> None:
         """Move samples from the highest rows into free ones below, if that makes the next steps smaller."""
         num_active = len(self.table.active_rows)
-        if not num_active:
-            return
         num_rows = self.row_sizes[bisect_left(self.row_sizes, num_active)]
-        if num_rows == self._num_rows():
+        if not num_active or num_rows == self._num_rows():
             return
         free = self.table.free_rows().tolist()
         for row in reversed(self.table.active_rows.tolist()):

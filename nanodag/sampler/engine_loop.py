@@ -5,6 +5,8 @@ Everything that touches the engine happens in this thread, between steps: other 
 """
 
 import logging
+import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -17,25 +19,23 @@ from nanodag.sampler.engine import Engine
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
+HAS_ENDED = "the sampler's loop has ended: it was stopped"
 
 
 class EngineLoop:
-    """An engine, its thread, and whether it is paused."""
+    """An engine, its thread, and whether it is paused. An error that no request caused ends the process."""
 
-    def __init__(self, engine: Engine, *, on_crash: Callable[[BaseException], None]) -> None:
-        """on_crash: called in the loop's thread, as its last act, with an error that no request caused."""
+    def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.is_paused = False
-        self._on_crash = on_crash
         self._commands: deque[tuple[Callable[[], object], Future]] = deque()
         self._wake = threading.Condition()
         self._is_stopping = False
-        self._crash: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
 
     @property
     def is_alive(self) -> bool:
-        return self._thread.is_alive() and self._crash is None
+        return self._thread.is_alive()
 
     def start(self) -> None:
         self._thread.start()
@@ -51,8 +51,8 @@ class EngineLoop:
         """Run ``function`` in the loop's thread between two steps."""
         future: Future[Result] = Future()
         with self._wake:
-            if self._crash is not None or self._is_stopping:
-                future.set_exception(SamplerError(f"the sampler's loop has ended: {self._crash or 'it was stopped'}"))
+            if self._is_stopping:
+                future.set_exception(SamplerError(HAS_ENDED))
                 return future
             self._commands.append((function, future))
             self._wake.notify()
@@ -75,13 +75,16 @@ class EngineLoop:
             while self._run_commands():
                 if self.engine.has_work and not self.is_paused:
                     self.engine.step()
-        # Whatever it is, clients must hear of it: a dead loop behind a live server looks like a slow one.
-        except BaseException as error:
+        # Whatever it is, clients must hear of it, by their broken connections: a dead loop behind a live server looks
+        # like a slow one.
+        except BaseException:
             log.exception("the sampler's loop crashed")
-            self._end(error)
-            self._on_crash(error)
-        else:
-            self._end(None)
+            logging.shutdown()
+            sys.stderr.flush()
+            os._exit(1)
+        for _, future in self._commands:  # no more come once it stops
+            if future.set_running_or_notify_cancel():
+                future.set_exception(SamplerError(HAS_ENDED))
 
     def _run_commands(self) -> bool:
         """Run what was handed in; wait for more if there is nothing else to do. False when it is time to stop."""
@@ -98,11 +101,3 @@ class EngineLoop:
             except Exception as error:  # noqa: BLE001
                 future.set_exception(error)
         return not self._is_stopping
-
-    def _end(self, error: BaseException | None) -> None:
-        with self._wake:
-            self._crash = error
-            self._is_stopping = True
-            commands, self._commands = self._commands, deque()
-        for _, future in commands:
-            future.set_exception(SamplerError(f"the sampler's loop has ended: {error or 'it was stopped'}"))

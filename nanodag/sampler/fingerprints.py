@@ -56,25 +56,19 @@ class Fingerprints:
         tensor = tensor.detach()
         if self._dtype is not None and tensor.is_floating_point():
             tensor = tensor.to(self._dtype)
-        if self._layout == "checkpoint":
-            self._found[name] = _hex(hashlib.sha256(_bytes(tensor)))
-            return
-        data = _bytes(_padded(name, tensor))
-        part = next((part for part in _FUSED if f".{part}." in name), None)
-        if part is not None:
-            whole, place, num_places = _FUSED[part]
-            self._add_part(name.replace(part, whole), place, num_places, data)
-        else:
-            self._found[name] = _hex(hashlib.sha256(data))
-
-    def _add_part(self, name: str, place: int, num_places: int, data: memoryview) -> None:
-        expected, digest = self._open.pop(name, (0, hashlib.sha256()))
-        assert place == expected, f"part {place} of {name} came where {expected} was due"
-        digest.update(data)  # rows follow one another, so the bytes of the whole are those of its parts
+        whole, place, num_places = name, 0, 1
+        if self._layout == "sglang":
+            tensor = _padded(name, tensor)
+            if part := next((part for part in _FUSED if f".{part}." in name), ""):
+                fused, place, num_places = _FUSED[part]
+                whole = name.replace(part, fused)
+        due, digest = self._open.pop(whole, (0, hashlib.sha256()))
+        assert place == due, f"part {place} of {whole} came where {due} was due"
+        digest.update(_bytes(tensor))  # rows follow one another, so the bytes of the whole are those of its parts
         if place + 1 == num_places:
-            self._found[name] = _hex(digest)
+            self._found[whole] = digest.digest()[:8].hex()
         else:
-            self._open[name] = (place + 1, digest)
+            self._open[whole] = (place + 1, digest)
 
     def all(self) -> dict[str, str]:
         """Fingerprints of everything that was added, by name."""
@@ -108,7 +102,3 @@ def _padded(name: str, tensor: Tensor) -> Tensor:
 
 def _bytes(tensor: Tensor) -> memoryview:
     return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
-def _hex(digest: Any) -> str:
-    return digest.digest()[:8].hex()

@@ -7,12 +7,14 @@ its requests with it.
 
 import asyncio
 import itertools
-import logging
+import os
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import ExitStack
 from dataclasses import asdict
-from functools import cached_property
-from typing import Any, TypeVar
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic_core import to_json
@@ -21,7 +23,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ExceptionHandler, Receive, Scope, Send
 
 from nanodag import __version__
 from nanodag.errors import BadRequest, SamplerError
@@ -31,37 +33,33 @@ from nanodag.inference.protocol import (
     AbortBody,
     Completion,
     ContinueBody,
-    FinishReason,
     GenerateBody,
     MemoryBody,
     PauseBody,
     Request,
+    StartProfileBody,
+    StopProfileBody,
     completion_to_wire,
 )
-from nanodag.sampler.device import held_memory
+from nanodag.sampler.device import held_memory, traced
 from nanodag.sampler.engine import Engine
 from nanodag.sampler.engine_loop import EngineLoop
-from nanodag.sampler.in_flight import Traffic, body_of
-from nanodag.sampler.slots import ActiveRequest, Listener
-from nanodag.sampler.trace_endpoints import TraceEndpoints
+from nanodag.sampler.in_flight import Traffic, body_of, routes
+from nanodag.sampler.slots import ActiveRequest
 from nanodag.sampler.weight_endpoints import WeightEndpoints
-
-log = logging.getLogger(__name__)
-Result = TypeVar("Result")
-
-DEFAULT_MAX_TEXT_BYTES = 1 << 20
 
 
 class SamplerServer:
     """State and actions behind the endpoints. Its coroutines run in one event loop, the engine in the loop's thread."""
 
-    def __init__(self, engine: Engine, loop: EngineLoop, *, max_text_bytes: int = DEFAULT_MAX_TEXT_BYTES) -> None:
+    def __init__(self, engine: Engine, loop: EngineLoop, *, max_text_bytes: int) -> None:
         """max_text_bytes: of the prompts of one request that are given as text: a tokenizer takes seconds for a MB."""
         self.engine = engine
         self._max_text_bytes = max_text_bytes
         self._tokenizing = asyncio.Lock()
         self.loop = loop
         self._numbers = itertools.count()
+        self._trace: ExitStack | None = None
         self.traffic = Traffic(loop)
         self.weights = WeightEndpoints(engine, self.traffic)
 
@@ -71,28 +69,23 @@ class SamplerServer:
         return _Post(asyncio.get_running_loop())
 
     def application(self) -> Starlette:
-        post, get = ["POST"], ["GET"]
+        told = (self.health, self.health_generate, self.model_info, self.server_info)
+        changed = (
+            self.generate, self.pause_generation, self.continue_generation, self.abort_request, self.start_profile,
+            self.stop_profile, self.release_memory_occupation, self.resume_memory_occupation,
+        )  # fmt: skip
         return Starlette(
             routes=[
-                Route("/generate", self.generate, methods=post),
+                *routes("GET", told),
+                *routes("POST", changed),
                 *self.weights.routes(),
-                *TraceEndpoints(self.traffic).routes(),
                 Route("/flush_cache", self.flush_cache, methods=["GET", "POST"]),
-                Route("/pause_generation", self.pause_generation, methods=post),
-                Route("/continue_generation", self.continue_generation, methods=post),
-                Route("/abort_request", self.abort_request, methods=post),
-                Route("/release_memory_occupation", self.release_memory_occupation, methods=post),
-                Route("/resume_memory_occupation", self.resume_memory_occupation, methods=post),
-                Route("/health", self.health, methods=get),
-                Route("/health_generate", self.health_generate, methods=get),
-                Route("/model_info", self.model_info, methods=get),
-                Route("/get_model_info", self.model_info, methods=get),
-                Route("/get_server_info", self.server_info, methods=get),
-                Route("/server_info", self.server_info, methods=get),
+                Route("/get_model_info", self.model_info, methods=["GET"]),
+                Route("/get_server_info", self.server_info, methods=["GET"]),
             ],
             exception_handlers={
-                BadRequest: _refused,
-                SamplerError: _failed,
+                BadRequest: _answered(400, "BadRequest"),
+                SamplerError: _answered(500, "SamplerError"),
                 HTTPException: _http_error,
                 **HANDLERS,
             },
@@ -113,8 +106,9 @@ class SamplerServer:
             await self.traffic.leave(rids)
         samples = [(sample, request) for request, group in zip(requests, results, strict=True) for sample in group]
         for sample, _ in samples:
-            if (failure := _failure(sample.finish_reason)) is not None:
-                return failure
+            reason = sample.finish_reason
+            if reason is not None and reason.status_code is not None:  # it failed through no fault of the request
+                return JSONResponse({"error": {"message": reason.message}}, status_code=reason.status_code)
         answers = [completion_to_wire(sample, return_logprob=request.return_logprob) for sample, request in samples]
         is_single = not body.is_batch and requests[0].params.n == 1
         return Response(to_json(answers[0] if is_single else answers), media_type="application/json")
@@ -155,22 +149,19 @@ class SamplerServer:
         """Wait for all samples of all requests, by request. Raises Left where the client went away before the last."""
         results: list[list[Any]] = [[None] * request.params.n for request in requests]
         num_missing = itertools.count(sum(len(group) for group in results) - 1, -1)
-        finished = asyncio.get_running_loop().create_future()
+        finished = asyncio.Event()
         wake = asyncio.get_running_loop().call_soon_threadsafe
 
-        def listener_of(group: list[Any]) -> Listener:
-            def listen(index: int, completion: Completion) -> None:
-                group[index] = completion
-                if next(num_missing) == 0:
-                    wake(_settle, finished)
-
-            return listen
+        def listen(group: list[Any], index: int, completion: Completion) -> None:
+            group[index] = completion
+            if next(num_missing) == 0:
+                wake(finished.set)
 
         running = await self.traffic.in_loop(
-            lambda: [self.engine.submit(r, listener_of(g)) for r, g in zip(requests, results, strict=True)]
+            lambda: [self.engine.submit(r, partial(listen, g)) for r, g in zip(requests, results, strict=True)]
         )
         try:
-            await unless_left(http, finished)
+            await unless_left(http, finished.wait())
         except BaseException:
             self._drop(running)
             raise
@@ -185,16 +176,13 @@ class SamplerServer:
         queue: asyncio.Queue[tuple[int, int, Completion]] = asyncio.Queue()
         post = self._post
 
-        def listener_of(prompt: int) -> Listener:
-            def listen(index: int, completion: Completion) -> None:
-                post.send(queue, (prompt, index, completion))
-
-            return listen
+        def listen(prompt: int, index: int, completion: Completion) -> None:
+            post.send(queue, (prompt, index, completion))
 
         try:
             running = await self.traffic.in_loop(
                 lambda: [
-                    self.engine.submit(r, listener_of(p), stream=True, tells_once=body.incremental)
+                    self.engine.submit(r, partial(listen, p), stream=True, tells_once=body.incremental)
                     for p, r in enumerate(requests)
                 ]
             )
@@ -209,8 +197,7 @@ class SamplerServer:
                 self._drop(running)
             await self.traffic.leave(rids)
 
-        events = self._events(body, requests, queue, have_ended)
-        return _EventStream(events, end)
+        return _EventStream(self._events(body, requests, queue, have_ended), end)
 
     async def _events(
         self,
@@ -279,6 +266,32 @@ class SamplerServer:
         body = await body_of(http, MemoryBody)
         await self.traffic.in_loop(lambda: self.engine.resume_memory(body.tags))
         return Response()
+
+    async def start_profile(self, http: HttpRequest) -> Response:
+        """Begin the one trace, of the engine's thread by torch. Its folder must be there: nobody makes one through this
+        door."""
+        folder = Path((await body_of(http, StartProfileBody)).output_dir)
+        if self._trace is not None:
+            raise BadRequest("a trace is under way; end it with /stop_profile first")
+        if not folder.is_absolute() or not folder.is_dir():
+            raise BadRequest(f"output_dir {str(folder)!r:.200} is not the absolute path of a folder")
+        trace = self._trace = ExitStack()
+        path = folder / f"sampler-{os.getpid()}.trace.json.gz"
+        try:
+            await self.traffic.in_loop(lambda: trace.enter_context(traced(path)))
+        except BaseException:
+            self._trace = None  # it has not begun, and may be asked for again
+            raise
+        return PlainTextResponse("Start profiling.\n")
+
+    async def stop_profile(self, http: HttpRequest) -> Response:
+        """End it, and write its file."""
+        await body_of(http, StopProfileBody)
+        if self._trace is None:
+            raise BadRequest("no trace is under way; begin one with /start_profile")
+        trace, self._trace = self._trace, None
+        await self.traffic.in_loop(trace.close)
+        return PlainTextResponse("Stop profiling.\n")
 
     async def health(self, http: HttpRequest) -> Response:
         """200 as long as the loop lives, also while it is paused and a balancer must not drop it."""
@@ -366,24 +379,8 @@ class _Post:
             queue.put_nowait(letter)
 
 
-def _settle(future: "asyncio.Future[None]") -> None:
-    if not future.done():
-        future.set_result(None)
-
-
-def _failure(reason: FinishReason | None) -> Response | None:
-    """The answer for a sample that failed through no fault of the request."""
-    if reason is None or reason.status_code is None:
-        return None
-    return JSONResponse({"error": {"message": reason.message}}, status_code=reason.status_code)
-
-
-def _refused(http: HttpRequest, error: Exception) -> Response:
-    return JSONResponse({"error": {"message": str(error), "type": "BadRequest"}}, status_code=400)
-
-
-def _failed(http: HttpRequest, error: Exception) -> Response:
-    return JSONResponse({"error": {"message": str(error), "type": "SamplerError"}}, status_code=500)
+def _answered(status: int, kind: str) -> ExceptionHandler:
+    return lambda http, error: JSONResponse({"error": {"message": str(error), "type": kind}}, status_code=status)
 
 
 def _http_error(http: HttpRequest, error: Exception) -> Response:

@@ -1,13 +1,14 @@
 """Requests in flight at the embedded server, and the moments between them at which weights may change."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from pydantic_core import from_json
 from starlette.requests import Request as HttpRequest
+from starlette.routing import Route
 
 from nanodag.errors import BadRequest
 from nanodag.inference.protocol import Body, parse_body
@@ -65,6 +66,11 @@ class Traffic:
             finally:
                 self._is_closed = False
                 self._changed.notify_all()
+
+
+def routes(method: str, endpoints: Iterable[Callable]) -> list[Route]:
+    """Routes to endpoints, each under its function's name."""
+    return [Route(f"/{endpoint.__name__}", endpoint, methods=[method]) for endpoint in endpoints]
 
 
 async def body_of(http: HttpRequest, model: type[Body]) -> Body:

@@ -79,14 +79,13 @@ class Kernel:
         for index in range(a.num_layers):
             self._layers[index].keys = _address(buffers.keys[index])
             self._layers[index].values = _address(buffers.values[index])
+        sizes = (
+            "num_layers", "hidden_size", "num_kv_heads", "heads_per_kv", "head_dim", "intermediate_size", "vocab_size",
+        )  # fmt: skip
+        worked_in = ("normed", "qkv", "attended", "gate_up", "activated", "logits")
         self._model = _Model(
-            num_layers=a.num_layers,
-            hidden_size=a.hidden_size,
-            num_kv_heads=a.num_kv_heads,
-            heads_per_kv=a.heads_per_kv,
-            head_dim=a.head_dim,
-            intermediate_size=a.intermediate_size,
-            vocab_size=a.vocab_size,
+            **{name: getattr(a, name) for name in sizes},
+            **{name: _address(getattr(buffers, name)) for name in worked_in},
             vocab_width=buffers.logits.shape[1],
             capacity=buffers.capacity,
             hidden_stride=buffers.hidden.stride(0),
@@ -95,12 +94,6 @@ class Kernel:
             rotations=_address(rotations),
             layers=ctypes.cast(self._layers, c_void_p),
             hidden=buffers.hidden.data_ptr(),
-            normed=_address(buffers.normed),
-            qkv=_address(buffers.qkv),
-            attended=_address(buffers.attended),
-            gate_up=_address(buffers.gate_up),
-            activated=_address(buffers.activated),
-            logits=_address(buffers.logits),
             scratch=_address(scratch),
             rounded=_address(rounded),
             packed=_address(packed),

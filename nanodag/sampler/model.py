@@ -197,8 +197,7 @@ class SamplerModel:
 
         source: the slot whose cache begins with that prompt; None when it is ``slot`` itself.
         """
-        buffers, num_kv = self.buffers, self.architecture.num_kv_heads
-        target = slice(slot * num_kv, (slot + 1) * num_kv)
+        buffers, target = self.buffers, self._rows_of(slot)
         if source is not None and source != slot:
             self._copy_cache(source, slot, length)
             buffers.prompt_hidden[slot] = buffers.prompt_hidden[source]
@@ -208,27 +207,29 @@ class SamplerModel:
 
     def _copy_cache(self, source: int, target: int, length: int) -> None:
         """The first tokens of a slot, in whole blocks, in which the compiled code may have them in another order."""
-        num_kv, end = self.architecture.num_kv_heads, -(-length // CACHE_BLOCK) * CACHE_BLOCK
-        to, of = slice(target * num_kv, (target + 1) * num_kv), slice(source * num_kv, (source + 1) * num_kv)
+        end = -(-length // CACHE_BLOCK) * CACHE_BLOCK
         for cache in (*self.buffers.keys, *self.buffers.values):
-            cache[to, :end] = cache[of, :end]
+            cache[self._rows_of(target), :end] = cache[self._rows_of(source), :end]
+
+    def _rows_of(self, slot: int) -> slice:
+        """Rows of a slot, one for each key/value head, in the cache and the mask."""
+        num_kv = self.architecture.num_kv_heads
+        return slice(slot * num_kv, (slot + 1) * num_kv)
 
     @torch.inference_mode()
     def move(self, source: int, target: int, length: int) -> None:
         """Make slot ``target`` what ``source`` is now; ``length`` tokens of it are in the cache."""
-        buffers, num_kv = self.buffers, self.architecture.num_kv_heads
-        to, of = slice(target * num_kv, (target + 1) * num_kv), slice(source * num_kv, (source + 1) * num_kv)
+        buffers = self.buffers
         self._copy_cache(source, target, length)
-        buffers.mask[to] = buffers.mask[of]
+        buffers.mask[self._rows_of(target)] = buffers.mask[self._rows_of(source)]
         buffers.hidden[target] = buffers.hidden[source]
         buffers.prompt_hidden[target] = buffers.prompt_hidden[source]
 
     @torch.inference_mode()
     def clear(self, slot: int) -> None:
         """Forget what is in a slot, NaN included."""
-        num_kv = self.architecture.num_kv_heads
         for cache in (*self.buffers.keys, *self.buffers.values):
-            cache[slot * num_kv : (slot + 1) * num_kv] = 0.0
+            cache[self._rows_of(slot)] = 0.0
         self.buffers.hidden[slot] = 0.0
         self.buffers.prompt_hidden[slot] = 0.0
 

@@ -180,13 +180,7 @@ class SlotTable:
         if settings is None:
             like = np.arange(rows)
             like[~self.active[:rows]] = self.active_rows[0]
-            settings = DrawSettings(
-                temperature=self.temperature[like],
-                greedy=self.greedy[like],
-                top_p=self.top_p[like],
-                top_k=self.top_k[like],
-                keys=self.keys[like],
-            )
+            settings = DrawSettings(**{name: getattr(self, name)[like] for name in DrawSettings.__dataclass_fields__})
             self._settings[rows] = settings
         return settings
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from nanodag.errors import BadRequest, SamplerError
 from nanodag.inference.weight_bodies import (
     BeginUpdateBody,
+    BucketBody,
     DestroyGroupBody,
     EndUpdateBody,
     InitGroupBody,
@@ -33,10 +34,10 @@ from nanodag.inference.weight_bodies import (
 )
 from nanodag.sampler.engine import Engine
 from nanodag.sampler.fingerprints import fingerprints_of, overall
-from nanodag.sampler.in_flight import Traffic, body_of
+from nanodag.sampler.in_flight import Traffic, body_of, routes
 from nanodag.sampler.shared_tensors import opened
 from nanodag.sampler.weight_group import WeightGroup, find_store, split
-from nanodag.sampler.weights import Weights, WeightsBuilder, fingerprint_checkpoint
+from nanodag.sampler.weights import Weights, WeightsBuilder, read_tensors
 
 GROUP_TIMEOUT_S = 600.0
 RANK_NAMES = ("tp_rank", "tp_size", "dp_rank", "dp_size", "pp_rank", "pp_size", "rank", "size")
@@ -79,12 +80,11 @@ class WeightEndpoints:
         self._one_at_a_time = asyncio.Lock()
 
     def routes(self) -> list[Route]:
-        endpoints = (
+        return routes("POST", (
             self.update_weights_from_disk, self.weights_checker, self.init_weights_update_group,
             self.destroy_weights_update_group, self.begin_weight_update, self.update_weights_from_distributed,
             self.update_weights_from_tensor, self.end_weight_update,
-        )  # fmt: skip
-        return [Route(f"/{endpoint.__name__}", endpoint, methods=["POST"]) for endpoint in endpoints]
+        ))  # fmt: skip
 
     async def update_weights_from_disk(self, http: HttpRequest) -> Response:
         """Wait for requests in flight (unless paused), then change the weights. A bad path keeps the old ones."""
@@ -180,9 +180,7 @@ class WeightEndpoints:
         body = await body_of(http, ReceiveTensorsBody)
         return await self._receive("update_weights_from_tensor", body, lambda: opened(body.handle, self.engine.device))
 
-    async def _receive(
-        self, endpoint: str, body: ReceiveWeightsBody | ReceiveTensorsBody, receive: Callable[[], dict[str, Tensor]]
-    ) -> Response:
+    async def _receive(self, endpoint: str, body: BucketBody, receive: Callable[[], dict[str, Tensor]]) -> Response:
         """One bucket of a session. What is wrong with its tensors is told at the end: who sends goes on to there."""
         session = self._session
         if session is None:
@@ -248,7 +246,7 @@ class WeightEndpoints:
         differing = await self.traffic.in_loop(lambda: self.engine.model.weights.differing(weights))
         if differing:
             raise SamplerError(f"the weights in memory are not those of {path}: {', '.join(differing)} differ")
-        return await asyncio.to_thread(fingerprint_checkpoint, path)
+        return await asyncio.to_thread(lambda: fingerprints_of(read_tensors(path)))
 
     async def _abort_all(self, endpoint: str) -> None:
         await self.traffic.in_loop(lambda: self.engine.abort(lambda running: True, f"aborted by {endpoint}"))

@@ -17,8 +17,9 @@ D head, F intermediate.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -28,9 +29,9 @@ from torch import Tensor
 from nanodag.errors import BadRequest
 from nanodag.model.architecture import Architecture
 from nanodag.model.headers import weight_files
-from nanodag.sampler.fingerprints import fingerprints_of
 
 VOCABULARY_BLOCK = 64
+_OF_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 # A bfloat16 matmul of torch on a CPU costs some 18 us whatever its size; below this many elements float32 is faster.
 MIN_BFLOAT16_ELEMENTS = 1 << 16
 TURNED_ELEMENTS = 1 << 17
@@ -68,34 +69,25 @@ class Weights:
             return self.head.index_select(1, token_ids).t().float().contiguous()
         return self.embedding.index_select(0, token_ids).float()
 
-    def tensors(self) -> Iterator[Tensor]:
-        """The tensors, in one fixed order."""
-        if self.embedding is not None:
-            yield self.embedding
-        for layer in self.layers:
-            for entry in fields(layer):
-                tensor = getattr(layer, entry.name)
-                if tensor is not None:
-                    yield tensor
-        yield self.norm
-        yield self.head
+    def named(self) -> dict[str, Tensor]:
+        """The tensors by the fields of these classes, in one fixed order."""
+        layers = {
+            f"layers.{n}.{name}": tensor for n, layer in enumerate(self.layers) for name, tensor in vars(layer).items()
+        }
+        tensors = {"embedding": self.embedding, **layers, "norm": self.norm, "head": self.head}
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+    def tensors(self) -> list[Tensor]:
+        return list(self.named().values())
 
     def sums(self) -> list[int]:
         """Sum of each tensor's bits, read as integers: what changes one of them changes its sum."""
         return [int(_as_integers(tensor).sum(dtype=torch.int64)) for tensor in self.tensors()]
 
     def differing(self, other: "Weights") -> list[str]:
-        """Names of the tensors that are not equal to the last bit, as the fields of these classes."""
-        pairs = [("embedding", self.embedding, other.embedding), ("norm", self.norm, other.norm)]
-        pairs.append(("head", self.head, other.head))
-        for index, (mine, its) in enumerate(zip(self.layers, other.layers, strict=True)):
-            names = [entry.name for entry in fields(mine)]
-            pairs += [(f"layers.{index}.{name}", getattr(mine, name), getattr(its, name)) for name in names]
-        return [
-            name
-            for name, ours, theirs in pairs
-            if ours is not None and theirs is not None and not torch.equal(ours, theirs)
-        ]
+        """Names of the tensors that are not equal to the last bit."""
+        theirs = other.named()
+        return [name for name, ours in self.named().items() if name in theirs and not torch.equal(ours, theirs[name])]
 
 
 def _as_integers(tensor: Tensor) -> Tensor:
@@ -111,7 +103,7 @@ def load_weights(path: Path, architecture: Architecture, dtype: torch.dtype, dev
     Raises BadRequest: no safetensors file, a file that cannot be read, and as ``WeightsBuilder`` does.
     """
     builder = WeightsBuilder(architecture, dtype, device, source=f"the checkpoint in {path}")
-    builder.add(_read_tensors(path))
+    builder.add(read_tensors(path))
     return builder.whole()
 
 
@@ -132,19 +124,19 @@ class WeightsBuilder:
         source: str,
         has_bias: tuple[bool, bool] = (False, False),
     ) -> None:
-        self._architecture = architecture
+        self._architecture, self._dtype, self._device, self._source = architecture, dtype, device, source
         self._raw: dict[str, Tensor] = {}
-        self._take = _Taker(self._raw, source, dtype, device)
+        self._taken: set[str] = set()
         self._layers: dict[int, LayerWeights] = {}
         self._names_each = _layer_names(architecture, *has_bias)
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
         """More of them, in any order. Raises BadRequest: a tensor that came before, has another shape, or holds NaN or
         infinity."""
-        if twice := sorted(tensors.keys() & (self._raw.keys() | self._take.taken)):
-            raise BadRequest(f"{twice[0]!r} in {self._take.source} came twice")
+        if twice := sorted(tensors.keys() & (self._raw.keys() | self._taken)):
+            raise BadRequest(f"{twice[0]!r} in {self._source} came twice")
         self._raw.update(tensors)
-        for index in {int(name.split(".")[2]) for name in tensors if _is_of_layer(name)}:
+        for index in {int(match[1]) for match in map(_OF_LAYER.match, tensors) if match}:
             names = [f"model.layers.{index}.{name}" for name in self._names_each]
             if index < self._architecture.num_layers and all(name in self._raw for name in names):
                 self._build(index)
@@ -152,32 +144,106 @@ class WeightsBuilder:
     def whole(self) -> Weights:
         """Finish the weights. Raises BadRequest: a tensor that is missing, has another shape, holds NaN or infinity, or
         that this architecture has no place for."""
-        a, take = self._architecture, self._take
+        a = self._architecture
         for index in range(a.num_layers):
             if index not in self._layers:
                 self._build(index)
         padding = -a.vocab_size % VOCABULARY_BLOCK
         embedding, shape = "model.embed_tokens.weight", (a.vocab_size, a.hidden_size)
-        norm = take("model.norm.weight", (a.hidden_size,)) * a.hidden_size**0.5
+        norm = self._take("model.norm.weight", (a.hidden_size,)) * a.hidden_size**0.5
         weights = Weights(
-            embedding=None if a.tied else _stored(take(embedding, shape), take.dtype),
+            embedding=None if a.tied else _stored(self._take(embedding, shape), self._dtype),
             layers=[self._layers[index] for index in range(a.num_layers)],
             norm=norm,
-            head=take.turned([embedding if a.tied else "lm_head.weight"], shape, padding=padding),
+            head=self._turned([embedding if a.tied else "lm_head.weight"], shape, padding=padding),
         )
-        take.refuse_leftovers(ignored=("lm_head.weight",) if a.tied else ())
+        known = self._taken | {"lm_head.weight"} if a.tied else self._taken
+        # Old Llama checkpoints carry the rotary frequencies, which follow from the config.
+        left = [name for name in self._raw if name not in known and not name.endswith("rotary_emb.inv_freq")]
+        if left:
+            raise BadRequest(f"the sampler has no place for {sorted(left)[:5]} ({len(left)} tensors) of {self._source}")
         return weights
 
     def _build(self, index: int) -> None:
-        self._layers[index] = _layer(self._take, f"model.layers.{index}.", self._architecture)
-        for name in self._take.taken & self._raw.keys():
-            if name.startswith(f"model.layers.{index}."):
+        prefix = f"model.layers.{index}."
+        self._layers[index] = self._layer(prefix)
+        for name in self._taken & self._raw.keys():
+            if name.startswith(prefix):
                 del self._raw[name]
 
+    def _layer(self, prefix: str) -> LayerWeights:
+        a, take = self._architecture, self._take
+        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        q_width, kv_width = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
+        widths = {"q": q_width, "k": kv_width, "v": kv_width}
+        projections = [take(f"{attention}{n}_proj.weight", (width, a.hidden_size)) for n, width in widths.items()]
+        has_bias, has_output_bias = (f"{attention}{n}_proj.bias" in self._raw for n in "qo")
+        biases = [take(f"{attention}{n}_proj.bias", (width,)) for n, width in widths.items()] if has_bias else None
+        norm = take(prefix + "input_layernorm.weight", (a.hidden_size,))
+        mlp_norm = take(prefix + "post_attention_layernorm.weight", (a.hidden_size,))
+        gate_and_up = [f"{mlp}{name}_proj.weight" for name in ("gate", "up")]
+        return LayerWeights(
+            qkv=_stored(_fold_gain(norm, _fuse_heads(projections, a)), self._dtype),
+            qkv_bias=_fuse_heads(biases, a) if biases else None,
+            qk_gain=self._qk_gain(attention) if a.qk_norm else None,
+            output=self._turned([attention + "o_proj.weight"], (a.hidden_size, q_width)),
+            output_bias=take(attention + "o_proj.bias", (a.hidden_size,)) if has_output_bias else None,
+            gate_up=self._turned(gate_and_up, (a.intermediate_size, a.hidden_size), gain=mlp_norm),
+            down=self._turned([mlp + "down_proj.weight"], (a.hidden_size, a.intermediate_size)),
+        )
 
-def _is_of_layer(name: str) -> bool:
-    parts = name.split(".")
-    return parts[:2] == ["model", "layers"] and len(parts) > 3 and parts[2].isdecimal()
+    def _qk_gain(self, attention: str) -> Tensor:
+        """(G+2, D): the gain of each query head, of the key, and ones for the value."""
+        a = self._architecture
+        query, key = (self._take(f"{attention}{n}_norm.weight", (a.head_dim,))[_interleaved(a.head_dim)] for n in "qk")
+        return torch.stack([query] * a.heads_per_kv + [key, torch.ones_like(key)])
+
+    def _take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor, rounded to dtype, in float32."""
+        # A copy, never a view of the mapped file: its owner may replace or delete it.
+        return self._rounded(name, self._checked(name, shape)).clone()
+
+    def _turned(
+        self, names: Sequence[str], shape: tuple[int, int], *, gain: Tensor | None = None, padding: int = 0
+    ) -> Tensor:
+        """Matrices (out, in) of one shape, one under the other and then `padding` rows of zeros, as (in, all of out)
+        in the dtype that it is multiplied in; with the gain (in,) of the norm before it folded in.
+
+        Block by block, so that a model of gigabytes is read and written once: what lies between stays in the cache.
+        """
+        rows, depth = shape
+        out = torch.zeros if padding else torch.empty
+        width = len(names) * rows + padding
+        whole = out(depth, width, dtype=_kept_dtype(depth * width, self._dtype), device=self._device)
+        size = max(TURNED_ELEMENTS // depth // 64, 1) * 64
+        for place, name in enumerate(names):
+            raw = self._checked(name, shape)
+            for begin in range(0, rows, size):
+                block = self._rounded(name, raw[begin : begin + size])
+                if gain is not None:
+                    block = (block * (gain * depth**0.5)).to(self._dtype)
+                at = place * rows + begin
+                whole[:, at : at + len(block)] = block.to(whole.dtype).t().contiguous()
+        return whole
+
+    def _checked(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        if name not in self._raw:
+            raise BadRequest(f"{self._source} has no tensor {name!r}")
+        tensor = self._raw[name]
+        if tuple(tensor.shape) != shape:
+            raise BadRequest(
+                f"{name!r} in {self._source} has shape {tuple(tensor.shape)}; its config.json implies {shape}"
+            )
+        self._taken.add(name)
+        return tensor
+
+    def _rounded(self, name: str, tensor: Tensor) -> Tensor:
+        """Rounded to dtype, in float32; may be the tensor itself."""
+        tensor = tensor.to(device=self._device, dtype=self._dtype).to(torch.float32)
+        # Their sum is finite unless one is not, or they are huge.
+        if not math.isfinite(tensor.sum().item()) and not tensor.isfinite().all():
+            raise BadRequest(f"{name!r} in {self._source} holds NaN or infinity")
+        return tensor
 
 
 def _layer_names(a: Architecture, has_qkv_bias: bool, has_output_bias: bool) -> list[str]:
@@ -189,12 +255,8 @@ def _layer_names(a: Architecture, has_qkv_bias: bool, has_output_bias: bool) -> 
     return names + ["self_attn.o_proj.bias"] * has_output_bias
 
 
-def fingerprint_checkpoint(path: Path) -> dict[str, str]:
-    """The fingerprint of every tensor of the checkpoint in ``path``. Raises BadRequest if it cannot be read."""
-    return fingerprints_of(_read_tensors(path))
-
-
-def _read_tensors(path: Path) -> dict[str, Tensor]:
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Every tensor of the checkpoint in ``path``, by name. Raises BadRequest if it cannot be read."""
     tensors: dict[str, Tensor] = {}
     for file_path in weight_files(path):
         try:
@@ -203,103 +265,6 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
         except (OSError, SafetensorError) as error:
             raise BadRequest(f"{file_path} cannot be read: {error}") from error
     return tensors
-
-
-class _Taker:
-    """Hands out a checkpoint's tensors by name, checked, and knows which were never asked for."""
-
-    def __init__(self, raw: Mapping[str, Tensor], source: str, dtype: torch.dtype, device: torch.device) -> None:
-        self.raw = raw
-        self.source = source
-        self.dtype = dtype
-        self.device = device
-        self.taken: set[str] = set()
-
-    def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor, rounded to dtype, in float32."""
-        # A copy, never a view of the mapped file: its owner may replace or delete it.
-        return self._rounded(name, self._raw(name, shape)).clone()
-
-    def turned(
-        self, names: Sequence[str], shape: tuple[int, int], *, gain: Tensor | None = None, padding: int = 0
-    ) -> Tensor:
-        """Matrices (out, in) of one shape, one under the other and then `padding` rows of zeros, as (in, all of out)
-        in the dtype that it is multiplied in; with the gain (in,) of the norm before it folded in.
-
-        Block by block, so that a model of gigabytes is read and written once: what lies between stays in the cache.
-        """
-        rows, depth = shape
-        out = torch.zeros if padding else torch.empty
-        width = len(names) * rows + padding
-        whole = out(depth, width, dtype=_kept_dtype(depth * width, self.dtype), device=self.device)
-        size = max(TURNED_ELEMENTS // depth // 64, 1) * 64
-        for place, name in enumerate(names):
-            raw = self._raw(name, shape)
-            for begin in range(0, rows, size):
-                block = self._rounded(name, raw[begin : begin + size])
-                if gain is not None:
-                    block = (block * (gain * depth**0.5)).to(self.dtype)
-                at = place * rows + begin
-                whole[:, at : at + len(block)] = block.to(whole.dtype).t().contiguous()
-        return whole
-
-    def _raw(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        if name not in self.raw:
-            raise BadRequest(f"{self.source} has no tensor {name!r}")
-        tensor = self.raw[name]
-        if tuple(tensor.shape) != shape:
-            raise BadRequest(
-                f"{name!r} in {self.source} has shape {tuple(tensor.shape)}; its config.json implies {shape}"
-            )
-        self.taken.add(name)
-        return tensor
-
-    def _rounded(self, name: str, tensor: Tensor) -> Tensor:
-        """Rounded to dtype, in float32; may be the tensor itself."""
-        tensor = tensor.to(device=self.device, dtype=self.dtype).to(torch.float32)
-        # Their sum is finite unless one is not, or they are huge.
-        if not math.isfinite(tensor.sum().item()) and not tensor.isfinite().all():
-            raise BadRequest(f"{name!r} in {self.source} holds NaN or infinity")
-        return tensor
-
-    def optional(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
-        return self(name, shape) if name in self.raw else None
-
-    def refuse_leftovers(self, ignored: tuple[str, ...]) -> None:
-        # Old Llama checkpoints carry the rotary frequencies, which follow from the config.
-        known = {*self.taken, *ignored}
-        left = [name for name in self.raw if name not in known and not name.endswith("rotary_emb.inv_freq")]
-        if left:
-            raise BadRequest(f"the sampler has no place for {sorted(left)[:5]} ({len(left)} tensors) of {self.source}")
-
-
-def _layer(take: _Taker, prefix: str, a: Architecture) -> LayerWeights:
-    q_width, kv_width = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
-    attention, mlp = prefix + "self_attn.", prefix + "mlp."
-    widths = {"q": q_width, "k": kv_width, "v": kv_width}
-    projections = [take(f"{attention}{n}_proj.weight", (width, a.hidden_size)) for n, width in widths.items()]
-    has_bias = attention + "q_proj.bias" in take.raw
-    biases = [take(f"{attention}{n}_proj.bias", (width,)) for n, width in widths.items()] if has_bias else None
-    norm = take(prefix + "input_layernorm.weight", (a.hidden_size,))
-    mlp_norm = take(prefix + "post_attention_layernorm.weight", (a.hidden_size,))
-    gate_and_up = [f"{mlp}{name}_proj.weight" for name in ("gate", "up")]
-    return LayerWeights(
-        qkv=_stored(_fold_gain(norm, _fuse_heads(projections, a)), take.dtype),
-        qkv_bias=_fuse_heads(biases, a) if biases else None,
-        qk_gain=_qk_gain(take, attention, a) if a.qk_norm else None,
-        output=take.turned([attention + "o_proj.weight"], (a.hidden_size, q_width)),
-        output_bias=take.optional(attention + "o_proj.bias", (a.hidden_size,)),
-        gate_up=take.turned(gate_and_up, (a.intermediate_size, a.hidden_size), gain=mlp_norm),
-        down=take.turned([mlp + "down_proj.weight"], (a.hidden_size, a.intermediate_size)),
-    )
-
-
-def _qk_gain(take: _Taker, attention: str, a: Architecture) -> Tensor:
-    """(G+2, D): the gain of each query head, of the key, and ones for the value."""
-    order = _interleaved(a.head_dim)
-    query = take(attention + "q_norm.weight", (a.head_dim,))[order]
-    key = take(attention + "k_norm.weight", (a.head_dim,))[order]
-    return torch.stack([query] * a.heads_per_kv + [key, torch.ones_like(key)])
 
 
 def _stored(matrix: Tensor, dtype: torch.dtype) -> Tensor:

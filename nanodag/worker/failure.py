@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nanodag import errors
+from nanodag.children.tree import how_ended
 from nanodag.config.kinds import recorded_kind
 from nanodag.errors import StageFailed, StageInterrupted, StageKilled, StageStopped
 from nanodag.errors.words import counted
@@ -219,13 +220,12 @@ def _signalled(ended: Ended, resume: str, words: dict[str, str]) -> Cause:
         what = "was told to end by somebody else (SIGTERM): its machine is wanted back, or a limit was reached"
         return Cause(error=StageInterrupted, what=what, advice=by_itself)
     number = ended.code - 128
-    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     if ended.out_of_memory and number == signal.SIGKILL:
-        what = f"was ended by {name}: the machine ran out of memory"
+        what = f"{how_ended(-number)}: the machine ran out of memory"
         lower = f"Lower what it holds at once: {words['again']}{words['memory']}"
         return Cause(error=StageKilled, what=what, advice=f"{by_itself} {lower}")
     hint = " (often: out of memory)" if number == signal.SIGKILL else ""
-    return Cause(error=StageKilled, what=f"was ended by {name}{hint}", advice=by_itself)
+    return Cause(error=StageKilled, what=how_ended(-number) + hint, advice=by_itself)
 
 
 def _rank_ended_by_signal(lines: Sequence[str]) -> int:

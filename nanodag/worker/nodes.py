@@ -35,7 +35,7 @@ from nanodag.config.pipeline import ClusterConfig
 from nanodag.config.stage_base import Resources
 from nanodag.errors import ConfigError, NodeLost
 from nanodag.errors.words import counted
-from nanodag.host.ports import free_port, network_environment
+from nanodag.host.ports import address_towards, free_port, network_environment
 from nanodag.worker.job import STOPPED_EXIT_CODE, Job, leave_stopped, load_job, stop_requested
 
 log = logging.getLogger(__name__)
@@ -93,11 +93,12 @@ def read_hostfile(path: Path) -> list[Host]:
     return hosts
 
 
-def chosen(hosts: Sequence[Host], *, nodes: int, ranks_per_node: int, path: Path) -> list[Host]:
-    """The hosts of a stage: this machine, then the first others with room for its ranks.
+def chosen(path: Path, *, nodes: int, ranks_per_node: int) -> list[Host]:
+    """The hosts of a stage, out of a hostfile: this machine, then the first others with room for its ranks.
 
-    Raises ConfigError when this machine is not among them, or too few have room.
+    Raises ConfigError as `read_hostfile`, and when this machine is not among them, or too few have room.
     """
+    hosts = read_hostfile(path)
     names = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses} | _own_names()
     here = [host for host in hosts if host.name in names]
     if not here:
@@ -120,19 +121,17 @@ def _own_names() -> set[str]:
     return {name, name.partition(".")[0], socket.getfqdn()}
 
 
-def address_towards(host: str) -> str:
+def _address_towards(host: str) -> str:
     """This machine's IPv4 address as another one sees it. Raises NodeLost for a name that nobody knows."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, 9))  # sends nothing: it only chooses a route
-        except OSError as error:
-            raise NodeLost(f"There is no way to {host} from {socket.gethostname()}: {error}.") from error
-        return str(probe.getsockname()[0])
+    try:
+        return address_towards(host)
+    except OSError as error:
+        raise NodeLost(f"There is no way to {host} from {socket.gethostname()}: {error}.") from error
 
 
 def seen_address(host: str) -> str:
-    """`address_towards` another machine. Raises ConfigError for a host that is this machine itself."""
-    address = address_towards(host)
+    """`_address_towards` another machine. Raises ConfigError for a host that is this machine itself."""
+    address = _address_towards(host)
     if address.startswith("127."):
         raise ConfigError(
             f"{host} is this machine itself to {socket.gethostname()} (seen from {address}), so no other node would "
@@ -155,8 +154,7 @@ class Nodes:
         self._workspace = job.workspace
         self.end_timeout_s = job.config.stop_timeout_s + OVER_STOP_S
         path = hostfile_of(self._cluster)
-        hosts = read_hostfile(path)
-        self._hosts = chosen(hosts, nodes=self._num_nodes, ranks_per_node=self._ranks_per_node, path=path)
+        self._hosts = chosen(path, nodes=self._num_nodes, ranks_per_node=self._ranks_per_node)
         self.address = seen_address(self._hosts[1].name)
         self._port = free_port(self.address)
         self._token = secrets.token_hex(8)
@@ -291,9 +289,8 @@ def address_of(up: Path, token: str) -> str:
 
 def sampler_hosts(cluster: ClusterConfig, resources: Resources, count: int) -> list[str]:
     """The hosts of samplers that have nodes of their own: those after the trainer's. Raises as `chosen`."""
-    path = hostfile_of(cluster)
     each = int(resources.num_ranks) // resources.num_nodes
-    hosts = chosen(read_hostfile(path), nodes=resources.num_nodes + count, ranks_per_node=each, path=path)
+    hosts = chosen(hostfile_of(cluster), nodes=resources.num_nodes + count, ranks_per_node=each)
     return [host.name for host in hosts[resources.num_nodes :]]
 
 
@@ -335,7 +332,7 @@ def run_here() -> int:
     if not up.parent.is_dir():
         return NOT_SHARED_EXIT_CODE
     os.environ.update(message["environment"])
-    own = address_towards(message["address"])
+    own = _address_towards(message["address"])
     os.environ.update(network_environment(own))
     channel = os.dup(0)
     os.set_inheritable(channel, True)

@@ -19,9 +19,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from nanodag.children.child import Child, start_child
+from nanodag.children.child import start_child
 from nanodag.config.pipeline import TrackingConfig, filled
 from nanodag.store.atomic import write_json
 from nanodag.worker import logs
@@ -39,7 +39,10 @@ class TrackerProcesses:
     """The trackers of a stage's metrics, running. names: of OPENED_BY."""
 
     def __init__(self, workspace: Path, names: Sequence[str]) -> None:
-        self._processes = {name: _start(name, workspace) for name in names}
+        how: dict[str, Any] = {"given": b"", "is_all": False, "in_group": True, "stdout": subprocess.DEVNULL}
+        how["environment"] = {"WANDB_ERROR_REPORTING": "false"} | os.environ
+        command = [sys.executable, "-m", __name__]
+        self._processes = {name: start_child([*command, name, str(workspace)], **how) for name in names}
 
     def close(self) -> None:
         """Have them finish, once all metrics are written. One that takes too long is ended."""
@@ -52,14 +55,6 @@ class TrackerProcesses:
                 log.warning("%s did not finish within %.0f s; it may lack the last metrics.", name, FINISH_TIMEOUT_S)
             elif child.code:
                 log.warning("The process of %s ended with code %d; it may lack metrics.", name, child.code)
-
-
-def _start(name: str, workspace: Path) -> Child:
-    command = [sys.executable, "-m", __name__, name, str(workspace)]
-    environment = {"WANDB_ERROR_REPORTING": "false"} | os.environ
-    return start_child(
-        command, environment=environment, given=b"", is_all=False, in_group=True, stdout=subprocess.DEVNULL
-    )
 
 
 def numbers_in(values: Mapping[str, Any]) -> dict[str, float]:
@@ -75,21 +70,14 @@ def urls_in(folder: Path) -> dict[str, str]:
 @dataclass(frozen=True, kw_only=True)
 class RunRequest:
     """A tracker's run as it is asked for. settings: with group, name and id filled in. folder: for files of the
-    tracker's own. kind: of the stage. config: the stage's resolved one, with what it belongs to under `nanodag`."""
+    tracker's own. config: the stage's resolved one, with what it belongs to under `nanodag`."""
 
     settings: TrackingConfig
-    kind: str
     config: Mapping[str, Any]
     folder: Path
 
 
-class TrackerRun(Protocol):
-    def log(self, metrics: dict[str, Any], step: int) -> object: ...
-
-    def finish(self) -> object: ...
-
-
-def _open_wandb(asked: RunRequest) -> tuple[TrackerRun, str]:
+def _open_wandb(asked: RunRequest) -> tuple[Any, str]:
     import wandb
 
     asked.folder.mkdir(parents=True, exist_ok=True)
@@ -98,7 +86,7 @@ def _open_wandb(asked: RunRequest) -> tuple[TrackerRun, str]:
         project=settings.project,
         entity=None if settings.entity == "none" else settings.entity,
         group=settings.group,
-        job_type=asked.kind,
+        job_type=asked.config["kind"],
         name=settings.name,
         id=settings.id,
         resume="allow",
@@ -111,21 +99,20 @@ def _open_wandb(asked: RunRequest) -> tuple[TrackerRun, str]:
     return run, "" if run.offline else run.url or ""
 
 
-def _open_trackio(asked: RunRequest) -> tuple[TrackerRun, str]:
+def _open_trackio(asked: RunRequest) -> tuple[Any, str]:
     import trackio
 
     settings = asked.settings
-    about = {"name": settings.name, "kind": asked.kind, "tags": list(settings.tags)}  # it has no fields for these
+    # It has no fields for these.
+    about = {"name": settings.name, "kind": asked.config["kind"], "tags": list(settings.tags)}
     config = {**asked.config, "nanodag": {**asked.config["nanodag"], **about}}
     run = trackio.init(project=settings.project, name=settings.id, group=settings.group, config=config, resume="allow")
     space = os.environ.get("TRACKIO_SPACE_ID", "")
     return run, f"https://huggingface.co/spaces/{space}" if space else ""
 
 
-OPENED_BY: Mapping[str, Callable[[RunRequest], tuple[TrackerRun, str]]] = {
-    "wandb": _open_wandb,
-    "trackio": _open_trackio,
-}
+OPENED_BY: Mapping[str, Callable[[RunRequest], tuple[Any, str]]] = {"wandb": _open_wandb, "trackio": _open_trackio}
+"""What opens a tracker's run: one with `log(metrics, step)` and `finish()`, and its URL."""
 
 
 def _logged(name: str, line: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,7 +135,6 @@ def request_of(job: Mapping[str, Any], *, build: str) -> RunRequest:
     of_run["id"] = re.sub(r"[^A-Za-z0-9_-]", "-", of_run["id"])
     return RunRequest(
         settings=settings.model_copy(update=of_run),
-        kind=stage["kind"],
         config={**stage, "nanodag": {**about, "key": Path(job["workspace"]).name}},
         folder=Path(context["trackers_folder"]),
     )

@@ -15,7 +15,7 @@ from nanodag.config.stage_base import Resources
 from nanodag.errors import ConfigError, NodeLost
 from nanodag.host.machine import detect
 from nanodag.worker import nodes
-from nanodag.worker.nodes import Host, Nodes, chosen, read_hostfile
+from nanodag.worker.nodes import Nodes, chosen, read_hostfile
 
 
 def test_a_hostfile_is_read_as_deepspeed_reads_it(tmp_path):
@@ -38,14 +38,15 @@ def test_a_wrong_line_of_a_hostfile_is_named(tmp_path, text, named):
 
 def test_this_machine_comes_first_and_hosts_without_room_are_passed_over(monkeypatch, tmp_path):
     monkeypatch.setattr(nodes, "_own_names", lambda: {"b"})
-    hosts = [Host(name="a", slots=8), Host(name="small", slots=1), Host(name="b", slots=8), Host(name="c", slots=8)]
-    found = chosen(hosts, nodes=3, ranks_per_node=8, path=tmp_path)
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text("a slots=8\nsmall slots=1\nb slots=8\nc slots=8\n")
+    found = chosen(hostfile, nodes=3, ranks_per_node=8)
     assert [host.name for host in found] == ["b", "a", "c"]
     with pytest.raises(ConfigError, match="takes 4 nodes with 8 ranks each"):
-        chosen(hosts, nodes=4, ranks_per_node=8, path=tmp_path)
+        chosen(hostfile, nodes=4, ranks_per_node=8)
     monkeypatch.setattr(nodes, "_own_names", lambda: {"elsewhere"})
     with pytest.raises(ConfigError, match="does not name this machine"):
-        chosen(hosts, nodes=2, ranks_per_node=8, path=tmp_path)
+        chosen(hostfile, nodes=2, ranks_per_node=8)
 
 
 def test_a_host_that_is_loopback_here_is_refused():

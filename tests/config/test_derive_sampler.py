@@ -12,6 +12,7 @@ from nanodag.config.kinds.rl import RLStage
 from nanodag.config.model_size import ModelSize, known_model
 from nanodag.config.rl_checks import check
 from nanodag.errors import ConfigError
+from nanodag.external_envs.package_environment import PackageEnvironment
 from nanodag.host.machine import GIB, machine_of
 from nanodag.model.build import qwen3_architecture
 from nanodag.sampler.sizes import plan_cache
@@ -110,7 +111,7 @@ def test_this_machine_says_whether_sglang_is_installed(monkeypatch):
         monkeypatch.setenv("NANODAG_SGLANG_PYTHON", "/x")
         assert str(this_machine()).endswith(expected)
     monkeypatch.delenv("NANODAG_SGLANG_PYTHON")
-    monkeypatch.setattr(derive_sampler_module, "is_installed", lambda folder, device: False)
+    monkeypatch.setattr(PackageEnvironment, "is_installed", lambda environment, folder: False)
     monkeypatch.setattr(derive_sampler_module, "detect", lambda: machine_of("1xH100"))
     assert not this_machine().sglang
 

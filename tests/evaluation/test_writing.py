@@ -12,7 +12,9 @@ from nanodag.evaluation import writing
 from nanodag.evaluation.evaluated_model import ONE_EMBEDDED, EvaluatedModel
 from nanodag.evaluation.writing import SamplerSettings, start_sampler
 from nanodag.inference.protocol import Request, SamplingParams
-from nanodag.inference.sglang_install import default_folder, is_installed
+from nanodag.inference.sglang_install import sglang_environment
+
+SGLANG = sglang_environment("cpu")
 
 
 def test_sglang_servers_have_gpus_of_their_own_and_an_amount_of_cache(models, monkeypatch):
@@ -74,7 +76,7 @@ def test_an_evaluation_whose_sampler_is_killed_goes_on_and_writes_the_same(model
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.skipif(not is_installed(default_folder("cpu"), "cpu"), reason="SGLang for a CPU is not installed")
+@pytest.mark.skipif(not SGLANG.is_installed(SGLANG.folder), reason="SGLang for a CPU is not installed")
 def test_two_sglang_servers_on_a_cpu_write_what_the_embedded_sampler_does(models):
     """A minute of CPU to start. The stop string is in the name of no special token: SGLang looks there, too."""
     config = EvalSamplerConfig(engine="sglang", replicas=2, max_batch=8, cache_bytes=1 << 20)

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
@@ -21,6 +22,7 @@ from tests.flow.tiny_runs import opened
 
 WANDB = "tracking.trackers=[wandb]"
 CALLS = "wandb.jsonl"
+run_with = partial(opened, WANDB)
 
 
 @pytest.fixture
@@ -38,10 +40,6 @@ def wandb(project, monkeypatch):
 
     yield calls
     sys.modules.pop("wandb", None)
-
-
-def run_with(*overrides, name="r"):
-    return opened(WANDB, *overrides, name=name)
 
 
 def workspace_of(run, metrics=()):

@@ -8,9 +8,9 @@ from nanodag.errors import ConfigError
 from nanodag.model.build import initialise, qwen3_architecture
 from nanodag.model.decoder import Decoder
 from nanodag.model.folder import load, save
-from nanodag.sampler.engine import Engine
 from nanodag.tokenizer.bpe import save_tokenizer
 from nanodag.tokenizer.layout import SPECIAL_TOKENS
+from tests.sampler.reference import make_engine
 
 VOCABULARY = 97
 COMMON = {
@@ -115,7 +115,7 @@ def test_a_model_with_biases_that_was_trained_is_read_alike_by_transformers_and_
     )
     assert not report["missing_keys"] and not report["unexpected_keys"]
     torch.testing.assert_close(read(ids).logits, logits, rtol=1e-5, atol=1e-5)
-    sampled, _ = Engine(tmp_path / "out").model.prompt_logprobs(ids[0].numpy())
+    sampled, _ = make_engine(tmp_path / "out").model.prompt_logprobs(ids[0].numpy())
     wanted = logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
     torch.testing.assert_close(torch.tensor(sampled), wanted, rtol=1e-4, atol=1e-4)
 

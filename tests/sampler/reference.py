@@ -7,7 +7,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from nanodag.inference.client import SamplerClient
+from nanodag.inference.engine_settings import EngineSettings
 from nanodag.inference.protocol import Request, SamplingParams
+from nanodag.sampler.engine import Engine
+
+
+def make_engine(folder, **settings):
+    """An engine with these settings, unchecked: the device may be one of the tests' own."""
+    return Engine(EngineSettings.model_construct(model=folder, **settings))
 
 
 def request(prompt=(1, 2, 3), rid=None, **params):

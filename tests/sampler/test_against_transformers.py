@@ -5,8 +5,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from nanodag.sampler.engine import Engine
-from tests.sampler.reference import reference_logprobs, request
+from tests.sampler.reference import make_engine, reference_logprobs, request
 
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4], [100, 149, 50], [11] * 90]
 LLAMA3_ROPE = {
@@ -35,7 +34,7 @@ VARIANTS = [
 @pytest.mark.parametrize(("kind", "config"), VARIANTS)
 def test_logprobs_of_a_ragged_batch_equal_those_of_transformers(make_checkpoint, kind, config, deterministic):
     folder = make_checkpoint(kind, **config)
-    engine = Engine(folder, max_batch=3, deterministic=deterministic)
+    engine = make_engine(folder, max_batch=3, deterministic=deterministic)
     prompts = [[token % engine.checkpoint.architecture.vocab_size for token in prompt] for prompt in PROMPTS]
     requests = [request(prompt, max_new_tokens=70, temperature=0.8, n=2) for prompt in prompts]
     for prompt, completions in zip(prompts, engine.generate(requests), strict=True):
@@ -50,7 +49,7 @@ def test_greedy_tokens_equal_those_of_transformers(make_checkpoint, kind):
     folder = make_checkpoint(kind)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     requests = [request(prompt, max_new_tokens=40, temperature=0.0, ignore_eos=False) for prompt in PROMPTS]
-    completions = Engine(folder).generate(requests)
+    completions = make_engine(folder).generate(requests)
     for prompt, (completion,) in zip(PROMPTS, completions, strict=True):
         ids, greedy = torch.tensor([prompt]), {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
         generated = model.generate(ids, attention_mask=torch.ones_like(ids), **greedy)
@@ -62,7 +61,7 @@ def test_greedy_tokens_equal_those_of_transformers(make_checkpoint, kind):
 def test_bfloat16_logprobs_are_as_close_to_the_truth_as_those_of_transformers(make_checkpoint):
     # Wide enough that every matrix is multiplied in bfloat16.
     folder = make_checkpoint("qwen3", hidden_size=256, head_dim=64, intermediate_size=512, initializer_range=0.05)
-    engine = Engine(folder, dtype="bfloat16")
+    engine = make_engine(folder, dtype="bfloat16")
     layer = engine.model.weights.layers[0]
     assert {matrix.dtype for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down)} == {torch.bfloat16}
     (completions,) = engine.generate([request(PROMPTS[0], max_new_tokens=100, n=8)])
@@ -84,6 +83,6 @@ def test_a_checkpoint_in_several_files_is_read_whole(make_model, tmp_path):
     model.save_pretrained(tmp_path / "whole")
     assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 1
     names = ("sharded", "whole")
-    sharded, whole = (Engine(tmp_path / name).generate([request(sampling_seed=1)])[0][0] for name in names)
+    sharded, whole = (make_engine(tmp_path / name).generate([request(sampling_seed=1)])[0][0] for name in names)
     assert sharded.output_ids == whole.output_ids
     assert sharded.logprobs == whole.logprobs

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from nanodag.engines.start import start_engine
 from nanodag.errors import BadRequest
+from nanodag.inference.client import SamplerClient
 from nanodag.inference.engine_settings import EngineSettings
 from nanodag.inference.protocol import Request, SamplingParams, completion_from_wire
 from nanodag.sampler.fingerprints import Fingerprints
@@ -139,18 +140,30 @@ def test_bad_requests_are_refused_and_it_goes_on_serving(sampler):
     assert sampler.post("/generate", good).status_code == 200
 
 
-def test_what_would_end_a_server_is_never_sent(sampler):
-    for bad in (request((VOCABULARY,)), request((-1,)), request(()), request([1] * CONTEXT)):
-        with pytest.raises(BadRequest):
-            sampler.ask(lambda client, bad=bad: client.generate([bad]))
+async def share_weights(client, folder, version):
+    tensors = {name: t.detach() for name, t in AutoModelForCausalLM.from_pretrained(folder).named_parameters()}
+    names = list(tensors)
+    await client.begin_weight_update()
+    for part in (names[:1], names[1:]):
+        flat = torch.cat([tensors[name].reshape(-1).view(torch.uint8) for name in part])
+        kept, handles = share(flat, {name: tuple(tensors[name].shape) for name in part}, torch.float32, 1)
+        await client.take_weights(handles, version=version if names[-1] in part else None)
+        kept.fill_(1)  # a copy was taken
+    await client.end_weight_update()
 
 
-def test_new_weights_change_the_version_and_the_logprobs_and_can_be_verified(sampler):
+@pytest.mark.parametrize("way", ["disk", "broadcast", "shared memory"])
+def test_new_weights_are_held_to_the_bit_and_sampled_with_and_change_the_version(sampler, way):
+    trainer = Trainer("one")
+    ways = {"disk": SamplerClient.update_weights_from_disk, "broadcast": trainer.give, "shared memory": share_weights}
+
     async def work(client):
-        await client.update_weights_from_disk(sampler.second, 5)
+        await ways[way](client, sampler.second, 5)
         info, ((found,),) = await client.model_info(), await client.generate([request()])
         (held,) = await client.fingerprints()
-        await client.update_weights_from_disk(sampler.first, 0)
+        await ways[way](client, sampler.first, 0)  # a group goes on
+        if way == "broadcast":
+            await client.leave_weight_group("one")
         return info, found, held, await client.fingerprints()
 
     info, found, held, (back,) = sampler.ask(work)
@@ -219,45 +232,6 @@ def test_what_is_paused_continues_with_the_new_weights_and_says_from_which_token
     np.testing.assert_allclose(last.logprobs[: old.end], by_old[: old.end], atol=1e-4)
     if mode == "retract":  # recomputed, so it is as if the new weights had had all of it
         np.testing.assert_allclose(last.logprobs[new.start :], by_new[new.start :], atol=1e-4)
-
-
-def test_broadcast_weights_are_held_to_the_bit_and_sampled_with(sampler):
-    trainer = Trainer("one")
-
-    async def work(client):
-        await trainer.give(client, sampler.second, 5)
-        ((found,),), (held,) = await client.generate([request()]), await client.fingerprints()
-        await trainer.give(client, sampler.first, 0)  # the group goes on
-        (back,) = await client.fingerprints()
-        await client.leave_weight_group("one")
-        return found, held, back
-
-    found, held, back = sampler.ask(work)
-    assert found.token_versions() == ["5"] * 12
-    assert close(found, sampler.second, (1, 2, 3)) and not close(found, sampler.first, (1, 2, 3))
-    assert held == fingerprints_of(sampler.engine, sampler.second)
-    assert back == fingerprints_of(sampler.engine, sampler.first)
-
-
-def test_weights_in_shared_memory_are_held_to_the_bit_and_sampled_with(sampler):
-    tensors = {name: t.detach() for name, t in AutoModelForCausalLM.from_pretrained(sampler.second).named_parameters()}
-    names = list(tensors)
-
-    async def work(client):
-        await client.begin_weight_update()
-        for part in (names[:1], names[1:]):
-            flat = torch.cat([tensors[name].reshape(-1).view(torch.uint8) for name in part])
-            kept, handles = share(flat, {name: tuple(tensors[name].shape) for name in part}, torch.float32, 1)
-            await client.take_weights(handles, version=6 if names[-1] in part else None)
-            kept.fill_(1)  # a copy was taken
-        await client.end_weight_update()
-        ((found,),), (held,) = await client.generate([request()]), await client.fingerprints()
-        await client.update_weights_from_disk(sampler.first, 0)
-        return found, held
-
-    found, held = sampler.ask(work)
-    assert found.token_versions() == ["6"] * 12 and close(found, sampler.second, (1, 2, 3))
-    assert held == fingerprints_of(sampler.engine, sampler.second)
 
 
 def test_updates_outside_a_session_or_of_no_group_are_refused_and_it_goes_on_serving(sampler):

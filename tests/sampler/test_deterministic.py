@@ -8,10 +8,9 @@ import torch
 
 from nanodag.errors import BadRequest
 from nanodag.sampler import model
-from nanodag.sampler.engine import Engine
 from nanodag.sampler.invariance import invariant_row_sizes
 from nanodag.sampler.model import SamplerModel
-from tests.sampler.reference import request
+from tests.sampler.reference import make_engine, request
 
 WIDE = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512}
 
@@ -58,7 +57,7 @@ def folder(make_checkpoint):
 @pytest.fixture(scope="module")
 def alone(folder):
     """The bits of the subject's samples, whose engine has nothing else to do."""
-    return bits(Engine(folder, deterministic=True).generate([subject()])[0])
+    return bits(make_engine(folder, deterministic=True).generate([subject()])[0])
 
 
 @pytest.fixture
@@ -72,9 +71,9 @@ def test_alone_among_others_and_admitted_later_give_the_same_bits(folder, change
     if not is_compiled:
         monkeypatch.setattr(model, "bind", lambda *parts: None)
     wanted = subject(**changes)
-    (alone,) = Engine(folder, max_batch=64, deterministic=True).generate([wanted])
-    among = Engine(folder, max_batch=64, deterministic=True).generate([*crowd(40), wanted, *crowd(22, seed=1)])[40]
-    later = after_some_steps(Engine(folder, max_batch=64, deterministic=True), wanted, crowd(63), 37)
+    (alone,) = make_engine(folder, max_batch=64, deterministic=True).generate([wanted])
+    among = make_engine(folder, max_batch=64, deterministic=True).generate([*crowd(40), wanted, *crowd(22, seed=1)])[40]
+    later = after_some_steps(make_engine(folder, max_batch=64, deterministic=True), wanted, crowd(63), 37)
     assert bits(among) == bits(alone)
     assert bits(later) == bits(alone)
 
@@ -84,37 +83,37 @@ def test_alone_among_others_and_admitted_later_give_the_same_bits(folder, change
 )
 def test_other_types_sizes_and_dtypes_give_the_same_bits_in_company(make_checkpoint, kind, dtype, config):
     folder = make_checkpoint(kind, **config)
-    (alone,) = Engine(folder, dtype=dtype, deterministic=True).generate([subject()])
-    engine = Engine(folder, dtype=dtype, deterministic=True)
+    (alone,) = make_engine(folder, dtype=dtype, deterministic=True).generate([subject()])
+    engine = make_engine(folder, dtype=dtype, deterministic=True)
     assert bits(after_some_steps(engine, subject(), crowd(63), 37)) == bits(alone)
 
 
 def test_waiting_for_a_slot_and_finding_the_prompt_in_the_cache_give_the_same_bits(folder, alone):
-    engine = Engine(folder, max_batch=4, deterministic=True)
+    engine = make_engine(folder, max_batch=4, deterministic=True)
     queued = engine.generate([*crowd(20), subject()])[-1]
     (cached,) = engine.generate([subject()])
     assert bits(queued) == bits(cached) == alone
 
 
 def test_samples_do_not_depend_on_how_many_there_are(folder, alone):
-    (eight,) = Engine(folder, deterministic=True).generate([subject(n=8)])
+    (eight,) = make_engine(folder, deterministic=True).generate([subject(n=8)])
     assert bits(eight)[:2] == alone
     assert len({tuple(completion.output_ids) for completion in eight}) == 8
 
 
 def test_weights_reloaded_from_disk_give_the_same_bits(folder, alone, make_checkpoint):
-    engine = Engine(folder, deterministic=True)
+    engine = make_engine(folder, deterministic=True)
     other = make_checkpoint("qwen3", seed=1)
     engine.update_weights(engine.load(other), other, "1")
     (changed,) = engine.generate([subject()])
     engine.update_weights(engine.load(folder), folder, "2")
     (after,) = engine.generate([subject()])
     assert bits(after) == alone != bits(changed)
-    assert bits(changed) == bits(Engine(other, deterministic=True).generate([subject()])[0])
+    assert bits(changed) == bits(make_engine(other, deterministic=True).generate([subject()])[0])
 
 
 def test_a_retracted_sample_continues_with_the_same_bits_where_prompts_are_compiled(folder, alone):
-    engine, found = Engine(folder, deterministic=True), {}
+    engine, found = make_engine(folder, deterministic=True), {}
     engine.submit(subject(), found.__setitem__)
     for step in itertools.count():
         if step in (1, 40):
@@ -142,17 +141,17 @@ def decoder_of(engine, num_slots, kind=SamplerModel):
 
 
 def test_numbers_of_rows_that_change_bits_are_found_and_left_out(folder, torch_decodes):
-    assert invariant_row_sizes(decoder_of(Engine(folder, max_batch=16), 16, UnevenModel)) == (4, 8)
+    assert invariant_row_sizes(decoder_of(make_engine(folder, max_batch=16), 16, UnevenModel)) == (4, 8)
 
 
 def test_weights_that_hide_the_order_of_sums_do_not_fool_the_trial(make_checkpoint, torch_decodes):
     folder = make_checkpoint("qwen3", hidden_size=128, head_dim=32, intermediate_size=384)
-    zeroed = Engine(folder)
+    zeroed = make_engine(folder)
     before = [tensor.clone() for tensor in zeroed.model.weights.tensors()]
     for tensor in zeroed.model.weights.tensors():
         tensor.zero_()
     decoder = decoder_of(zeroed, 64)
-    assert invariant_row_sizes(decoder) == Engine(folder, deterministic=True).row_sizes
+    assert invariant_row_sizes(decoder) == make_engine(folder, deterministic=True).row_sizes
     assert not any(tensor.any() for tensor in decoder.weights.tensors())
     assert any(tensor.any() for tensor in before)
 
@@ -161,6 +160,6 @@ def test_deterministic_mode_refuses_several_threads(folder):
     torch.set_num_threads(2)
     try:
         with pytest.raises(BadRequest, match="one torch thread"):
-            Engine(folder, deterministic=True)
+            make_engine(folder, deterministic=True)
     finally:
         torch.set_num_threads(1)

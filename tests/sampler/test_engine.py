@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import nanodag.sampler.slots
 from nanodag.errors import BadRequest, ConfigError, SamplerError
 from nanodag.inference.protocol import Request, SamplingParams
 from nanodag.model.architecture import check_sglang
-from nanodag.sampler.engine import Engine
+from tests.sampler.reference import make_engine
 
 EOS = 7
 
@@ -54,7 +55,7 @@ def folder(make_checkpoint):
 
 @pytest.fixture
 def engine(folder):
-    return Engine(folder, max_batch=8)
+    return make_engine(folder, max_batch=8)
 
 
 def test_a_prompt_is_run_once_for_all_its_samples_even_if_they_wait_for_slots(engine):
@@ -71,7 +72,7 @@ def test_streams_take_no_more_than_their_share_of_the_engine_but_for_a_limit_of_
 ):
     monkeypatch.setattr(nanodag.sampler.slots, "REPORT_CPU_S", 1e9)
     monkeypatch.setattr(nanodag.sampler.slots, "MAX_SILENCE_S", silence_s)
-    engine, counts = Engine(folder, max_batch=2, stream_every_s=1e-9), []
+    engine, counts = make_engine(folder, max_batch=2, stream_every_s=1e-9), []
     engine.submit(
         request(max_new_tokens=8, ignore_eos=True), lambda _, now: counts.append(len(now.output_ids)), stream=True
     )
@@ -95,7 +96,7 @@ def test_a_prompt_whose_row_another_sample_moved_into_is_run_again(engine, folde
     assert engine.table.active_rows.tolist() == [0]  # the second moved to where the first was
     again = submit(engine, request((6, 6, 6), sampling_seed=1, ignore_eos=True))
     run(engine)
-    (fresh,) = Engine(folder, max_batch=8).generate([request((6, 6, 6), sampling_seed=1, ignore_eos=True)])[0]
+    (fresh,) = make_engine(folder, max_batch=8).generate([request((6, 6, 6), sampling_seed=1, ignore_eos=True)])[0]
     assert again[0].output_ids == fresh.output_ids
     np.testing.assert_allclose(again[0].logprobs, fresh.logprobs, atol=1e-5)
 
@@ -132,20 +133,14 @@ def test_without_a_limit_a_sample_fills_the_context(engine):
 
 
 def test_samples_that_end_make_room_and_steps_shrink(folder):
-    engine = Engine(folder, max_batch=64)
-    widths = []
-    original = engine.steps.decode
-
-    def decode(rows):
-        widths.append(rows)
-        original(rows)
-
-    engine.steps.decode = decode
+    engine = make_engine(folder, max_batch=64)
+    engine.steps.decode = decode = Mock(wraps=engine.steps.decode)
     long = submit(engine, request((4, 4), max_new_tokens=100, ignore_eos=True, sampling_seed=5))
     engine.generate([request((index,), max_new_tokens=5, ignore_eos=True) for index in range(63)])
+    widths = [call.args[0] for call in decode.call_args_list]
     assert max(widths) == 64
     assert widths[-1] == 1
-    (alone,) = Engine(folder).generate([request((4, 4), max_new_tokens=100, ignore_eos=True, sampling_seed=5)])[0]
+    (alone,) = make_engine(folder).generate([request((4, 4), max_new_tokens=100, ignore_eos=True, sampling_seed=5)])[0]
     assert long[0].output_ids == alone.output_ids
     np.testing.assert_allclose(long[0].logprobs, alone.logprobs, atol=1e-5)
 
@@ -204,7 +199,7 @@ def test_new_weights_do_not_use_a_prompt_that_old_ones_cached(engine, folder, ma
     engine.generate([request()])
     engine.update_weights(engine.load(other), other, "1")
     (after,) = engine.generate([request(sampling_seed=0, ignore_eos=True)])[0]
-    (fresh,) = Engine(other).generate([request(sampling_seed=0, ignore_eos=True)])[0]
+    (fresh,) = make_engine(other).generate([request(sampling_seed=0, ignore_eos=True)])[0]
     assert after.output_ids == fresh.output_ids
     np.testing.assert_allclose(after.logprobs, fresh.logprobs, atol=1e-5)
 
@@ -240,7 +235,7 @@ def test_broken_weights_are_refused_with_the_tensor(make_model, tmp_path, change
         change(state)
         save_file(state, weights)
     with pytest.raises(BadRequest, match=reason):
-        Engine(tmp_path)
+        make_engine(tmp_path)
 
 
 def test_scores_that_are_not_finite_end_the_request_and_leave_no_trace(engine, folder):
@@ -251,7 +246,7 @@ def test_scores_that_are_not_finite_end_the_request_and_leave_no_trace(engine, f
     engine.update_weights(engine.load(folder), folder, "1")
     assert torch.equal(head, engine.model.weights.head)
     (completion,) = engine.generate([request(sampling_seed=0, ignore_eos=True)])[0]
-    (fresh,) = Engine(folder, max_batch=8).generate([request(sampling_seed=0, ignore_eos=True)])[0]
+    (fresh,) = make_engine(folder, max_batch=8).generate([request(sampling_seed=0, ignore_eos=True)])[0]
     assert completion.output_ids == fresh.output_ids
 
 
@@ -293,7 +288,7 @@ def test_what_is_not_built_is_refused_by_name(make_model, tmp_path, change, reas
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(BadRequest, match=reason):
-        Engine(tmp_path)
+        make_engine(tmp_path)
 
 
 def test_the_older_spelling_of_rope_theta_is_read(make_model, tmp_path):
@@ -304,16 +299,16 @@ def test_the_older_spelling_of_rope_theta_is_read(make_model, tmp_path):
     del config["rope_parameters"]
     (tmp_path / "old" / "config.json").write_text(json.dumps({**config, "rope_theta": 77.0, "rope_scaling": None}))
     wanted = request(sampling_seed=1)
-    old, new = (Engine(tmp_path / name).generate([wanted])[0][0] for name in ("old", "new"))
+    old, new = (make_engine(tmp_path / name).generate([wanted])[0][0] for name in ("old", "new"))
     assert old.logprobs == new.logprobs
 
 
 def test_the_cache_is_bounded_by_its_bytes(folder):
     # 2 layers x 2 key/value heads x 16 dimensions x (key and value) x 4 bytes = 512 bytes a token; 256 tokens
     slot_bytes = 512 * 256
-    assert Engine(folder, max_batch=64, cache_bytes=10 * slot_bytes).num_slots == 10
-    assert Engine(folder, max_batch=4, cache_bytes=10 * slot_bytes).num_slots == 4
-    assert Engine(folder, max_batch=64, context_length=64, cache_bytes=10 * slot_bytes).num_slots == 40
+    assert make_engine(folder, max_batch=64, cache_bytes=10 * slot_bytes).num_slots == 10
+    assert make_engine(folder, max_batch=4, cache_bytes=10 * slot_bytes).num_slots == 4
+    assert make_engine(folder, max_batch=64, context_length=64, cache_bytes=10 * slot_bytes).num_slots == 40
 
 
 @pytest.mark.parametrize(
@@ -321,14 +316,14 @@ def test_the_cache_is_bounded_by_its_bytes(folder):
 )
 def test_options_that_make_no_sense_are_refused_by_name(folder, option):
     with pytest.raises(BadRequest, match=next(iter(option)).partition("_")[0]):
-        Engine(folder, **option)
+        make_engine(folder, **option)
 
 
 # ---- text
 
 
 def test_a_stop_string_ends_a_sample_and_is_trimmed_from_its_text(text_folder):
-    engine = Engine(text_folder)
+    engine = make_engine(text_folder)
     (free,) = engine.generate([request(sampling_seed=2, ignore_eos=True)])[0]
     words = free.text.split()
     assert words == [f"w{token}" for token in free.output_ids]
@@ -342,7 +337,7 @@ def test_a_stop_string_ends_a_sample_and_is_trimmed_from_its_text(text_folder):
 
 
 def test_a_stop_token_is_trimmed_from_the_text_but_not_from_the_ids(text_folder):
-    engine = Engine(text_folder)
+    engine = make_engine(text_folder)
     (free,) = engine.generate([request(sampling_seed=2, ignore_eos=True)])[0]
     stop = free.output_ids[3]
     (completion,) = engine.generate([request(sampling_seed=2, stop_token_ids=[stop])])[0]

@@ -19,10 +19,9 @@ from nanodag.errors import BadRequest, SamplerError, SamplerLost
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.engine_settings import EngineSettings
 from nanodag.inference.protocol import Request, SamplingParams
-from nanodag.sampler.engine import Engine
 from nanodag.sampler.generation_server import SamplerServer
 from tests.fault.processes import is_running, wait_until
-from tests.sampler.reference import request, with_client
+from tests.sampler.reference import make_engine, request, with_client
 from tests.server_info import server_info
 
 
@@ -66,7 +65,7 @@ def test_one_prompt_is_answered_by_an_object_in_sglangs_words(post, text_folder)
     }
     answer = post("/generate", body).json()
     wanted = Request(input_ids=[1, 2, 3], params=SamplingParams(**body["sampling_params"]))
-    (expected,) = Engine(text_folder, max_batch=8, deterministic=True).generate([wanted])[0]
+    (expected,) = make_engine(text_folder, max_batch=8, deterministic=True).generate([wanted])[0]
     assert answer["output_ids"] == expected.output_ids
     assert answer["text"] == " ".join(f"w{token}" for token in expected.output_ids)
     triples = zip(expected.logprobs, expected.output_ids, strict=True)
@@ -101,13 +100,17 @@ def test_a_prompt_as_text_is_the_same_as_its_tokens(post):
     assert ids["output_ids"] == text["output_ids"] == texts[0]["output_ids"]
 
 
-def test_a_stream_holds_all_so_far_and_ends_with_done(server):
-    body = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}, "stream": True}
-    with httpx.stream("POST", server.url + "/generate", json=body, trust_env=False) as response:
+def events_of(server, body):
+    """The events of a stream."""
+    with httpx.stream("POST", server.url + "/generate", json=body | {"stream": True}, trust_env=False) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
         lines = [line for line in response.iter_lines() if line]
     assert lines[-1] == "data: [DONE]"
-    events = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def test_a_stream_holds_all_so_far_and_ends_with_done(server):
+    events = events_of(server, {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}})
     assert [len(event["output_ids"]) for event in events] == [1, 2, 3, 4]
     assert [event["meta_info"]["finish_reason"] for event in events[:3]] == [None] * 3
     assert events[3]["output_ids"][:2] == events[1]["output_ids"]
@@ -118,9 +121,7 @@ def test_an_incremental_stream_tells_each_token_once_and_no_text(post, server):
     params = {"max_new_tokens": 4, "ignore_eos": True, "sampling_seed": 3}
     body = {"input_ids": [1, 2], "sampling_params": params, "return_logprob": True, "top_logprobs_num": 2}
     whole = post("/generate", body).json()["meta_info"]
-    body |= {"stream": True, "incremental": True}
-    with httpx.stream("POST", server.url + "/generate", json=body, trust_env=False) as response:
-        events = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
+    events = events_of(server, body | {"incremental": True})
     assert all(len(event["output_ids"]) == 1 and "text" not in event for event in events)
     metas = [event["meta_info"] for event in events]
     assert [meta["completion_tokens"] for meta in metas] == [1, 2, 3, 4]
@@ -190,9 +191,7 @@ def test_who_waits_for_an_answer_of_which_a_part_has_come_learns_that_the_client
 
 def test_the_streams_of_several_samples_are_told_apart_by_index(server):
     body = {"input_ids": [[1], [2]], "sampling_params": {"max_new_tokens": 3, "n": 2, "ignore_eos": True}}
-    with httpx.stream("POST", server.url + "/generate", json=body | {"stream": True}, trust_env=False) as response:
-        events = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
-    ended = [event["index"] for event in events if event["meta_info"]["finish_reason"]]
+    ended = [event["index"] for event in events_of(server, body) if event["meta_info"]["finish_reason"]]
     assert sorted(ended) == [0, 1, 2, 3]
 
 
@@ -309,7 +308,7 @@ def test_unknown_paths_and_methods_are_answered_in_json(post):
 
 def test_a_client_that_knows_the_limits_sends_nothing_beyond_them():
     async def run(client):
-        for wrong in (request((150,)), request(()), request([1] * 250)):
+        for wrong in (request((150,)), request((-1,)), request(()), request([1] * 250), request([1] * 256)):
             with pytest.raises(BadRequest):
                 await client.generate([wrong])
         with pytest.raises(SamplerLost, match=r"127\.0\.0\.1:1"):
@@ -456,7 +455,7 @@ class Running:
 def test_who_leaves_is_held_until_the_abort_has_run_so_that_no_other_s_request_comes_to_lie_in_its_place():
     asked, aborted = [], []
     engine = SimpleNamespace(abort=lambda is_meant, reason: aborted.append((is_meant(mine()), is_meant(Running()))))
-    server = SamplerServer(engine, SimpleNamespace(call=asked.append))
+    server = SamplerServer(engine, SimpleNamespace(call=asked.append), max_text_bytes=0)
     leaver = Running()
     mine = weakref.ref(leaver)
     server._drop([leaver])

@@ -10,11 +10,10 @@ from transformers import DynamicCache
 from nanodag.errors import MissingTool
 from nanodag.model import c_library
 from nanodag.sampler import kernel, model, weights
-from nanodag.sampler.engine import Engine
 from nanodag.sampler.kernel import PROMPT_ROWS
 from nanodag.sampler.slots import SlotTable
 from nanodag.sampler.steps import CompiledSteps
-from tests.sampler.reference import request
+from tests.sampler.reference import make_engine, request
 
 # SplitMix64's finalizer makes the largest number of this key at count 0: uniforms() is 1 - 2^-53.
 KEY_OF_THE_LARGEST = 0x31628AF67B2131AB
@@ -48,7 +47,7 @@ def torch_engine(monkeypatch):
     def make(folder, **options):
         with monkeypatch.context() as patch:
             patch.setattr(model, "bind", lambda *parts: None)
-            return Engine(folder, **options)
+            return make_engine(folder, **options)
 
     return make
 
@@ -60,7 +59,7 @@ WIDE = {"vocab_size": 1100}  # columns of so wide a matrix are gathered
 @pytest.mark.parametrize(("kind", "more"), [("llama", {}), ("qwen2", {}), ("qwen3", {}), ("qwen3", WIDE)])
 def test_it_draws_what_torch_draws_and_a_row_alone_has_the_same_bits(make_checkpoint, torch_engine, kind, tied, more):
     folder = make_checkpoint(kind, **SHAPE, **more, tie_word_embeddings=tied)
-    compiled, plain = Engine(folder, dtype="float32"), torch_engine(folder, dtype="float32")
+    compiled, plain = make_engine(folder, dtype="float32"), torch_engine(folder, dtype="float32")
     assert compiled.model.kernel is not None
     assert plain.model.kernel is None
     found, wanted = samples_of(compiled), samples_of(plain)
@@ -82,7 +81,7 @@ def test_in_bfloat16_it_rounds_what_goes_into_a_product_and_nothing_else(
 
     monkeypatch.setattr(weights, "MIN_BFLOAT16_ELEMENTS", 0)
     folder = make_checkpoint("qwen2", **SHAPE, tie_word_embeddings=tied)
-    compiled, plain, exact = (make(folder, dtype="bfloat16") for make in (Engine, torch_engine, torch_engine))
+    compiled, plain, exact = (make(folder, dtype="bfloat16") for make in (make_engine, torch_engine, torch_engine))
     assert compiled.model.kernel is not None
     found, bare = samples_of(compiled), samples_of(plain)
     monkeypatch.setattr(
@@ -114,7 +113,7 @@ def test_a_cache_of_bfloat16_rounds_keys_and_values_once_and_attention_nothing(m
             parameter.copy_(torch.ones(()) if name.endswith("norm.weight") else parameter.bfloat16())
     rounded.save_pretrained(tmp_path)
     rounded.double()
-    engine = Engine(tmp_path, dtype="bfloat16")
+    engine = make_engine(tmp_path, dtype="bfloat16")
     assert engine.model.kernel is not None
     assert engine.model.weights.layers[0].qkv.dtype == torch.float32
     assert {cache.dtype for cache in (*engine.model.buffers.keys, *engine.model.buffers.values)} == {torch.bfloat16}
@@ -132,7 +131,7 @@ def test_a_cache_of_bfloat16_rounds_keys_and_values_once_and_attention_nothing(m
 
 def test_what_a_slot_held_before_changes_no_bit_even_if_it_is_no_number(make_checkpoint, dtype):
     """Prompts of odd and even lengths begin anywhere in a block of the cache."""
-    engine = Engine(make_checkpoint("qwen3", **SHAPE), dtype=dtype, max_batch=4)
+    engine = make_engine(make_checkpoint("qwen3", **SHAPE), dtype=dtype, max_batch=4)
     before = engine.generate(requests(8))
     engine.forget_prompts()
     for cache in (*engine.model.buffers.keys, *engine.model.buffers.values):
@@ -165,7 +164,7 @@ def older_processor(request, monkeypatch, built_for_older_processors, no_library
 
 def test_older_processors_compute_the_same_up_to_rounding(make_checkpoint, torch_engine, older_processor, dtype):
     folder = make_checkpoint("qwen3", **SHAPE)
-    older, plain = Engine(folder, dtype=dtype), torch_engine(folder, dtype="float32")
+    older, plain = make_engine(folder, dtype=dtype), torch_engine(folder, dtype="float32")
     assert older.model.kernel is not None
     differences = apart(samples_of(older), samples_of(plain))
     assert len(differences) > 100
@@ -175,7 +174,7 @@ def test_older_processors_compute_the_same_up_to_rounding(make_checkpoint, torch
 
 @pytest.mark.parametrize("head_dim", [16, 48])
 def test_on_older_processors_rows_have_the_same_bits_too(make_checkpoint, older_processor, dtype, head_dim):
-    check_rows(Engine(make_checkpoint("qwen3", **SHAPE, head_dim=head_dim), dtype=dtype, max_batch=20))
+    check_rows(make_engine(make_checkpoint("qwen3", **SHAPE, head_dim=head_dim), dtype=dtype, max_batch=20))
 
 
 def apart(samples, others):
@@ -191,7 +190,7 @@ def apart(samples, others):
 
 @pytest.mark.parametrize("head_dim", [16, 32, 48, 64, 128])
 def test_a_row_has_the_same_bits_among_any_number_of_rows(make_checkpoint, dtype, head_dim):
-    check_rows(Engine(make_checkpoint("qwen3", **SHAPE, head_dim=head_dim), dtype=dtype, max_batch=20))
+    check_rows(make_engine(make_checkpoint("qwen3", **SHAPE, head_dim=head_dim), dtype=dtype, max_batch=20))
 
 
 def check_rows(engine):
@@ -213,7 +212,7 @@ def check_rows(engine):
 @pytest.mark.parametrize("head_dim", [32, 48])
 @pytest.mark.parametrize("length", [1, PROMPT_ROWS, PROMPT_ROWS + 1, 200])
 def test_a_prompt_leaves_the_bits_that_decoding_it_token_by_token_leaves(make_checkpoint, dtype, head_dim, length):
-    engine = Engine(make_checkpoint("qwen2", **SHAPE, head_dim=head_dim), dtype=dtype, max_batch=3)
+    engine = make_engine(make_checkpoint("qwen2", **SHAPE, head_dim=head_dim), dtype=dtype, max_batch=3)
     decoder, table = engine.model, SlotTable(3, 256)
     steps, buffers = CompiledSteps(decoder.kernel, table), decoder.buffers
     prompts = [np.random.default_rng(seed).integers(0, 150, size=size) for seed, size in ((0, 5), (1, length))]
@@ -238,7 +237,7 @@ def drawing_from(engine, *, greedy, key):
 
 
 def test_scores_that_are_not_finite_break_a_row_and_nothing_is_recorded_for_it(make_checkpoint):
-    engine = Engine(make_checkpoint("qwen3", **SHAPE), dtype="float32", max_batch=1)
+    engine = make_engine(make_checkpoint("qwen3", **SHAPE), dtype="float32", max_batch=1)
     for greedy in (False, True):
         table, draw = drawing_from(engine, greedy=greedy, key=2)
         engine.model.buffers.logits.zero_()
@@ -252,7 +251,7 @@ def test_scores_that_are_not_finite_break_a_row_and_nothing_is_recorded_for_it(m
 
 def test_a_token_without_probability_is_never_drawn(make_checkpoint):
     """The sum of a block is rounded: a number that falls beyond what its elements add up to must not take the next."""
-    engine = Engine(make_checkpoint("qwen3", **SHAPE), dtype="float32", max_batch=1)
+    engine = make_engine(make_checkpoint("qwen3", **SHAPE), dtype="float32", max_batch=1)
     scores, possible = engine.model.buffers.logits, [130, 131, 149]
     table, draw = drawing_from(engine, greedy=False, key=KEY_OF_THE_LARGEST)
     for small in np.linspace(-18.0, -0.1, 400):
@@ -266,13 +265,13 @@ def test_a_token_without_probability_is_never_drawn(make_checkpoint):
 @pytest.mark.parametrize(("hidden_size", "intermediate_size"), [(40, 80), (64, 60)])
 def test_other_shapes_are_left_to_torch(make_checkpoint, hidden_size, intermediate_size):
     folder = make_checkpoint("qwen3", hidden_size=hidden_size, intermediate_size=intermediate_size)
-    assert Engine(folder).model.kernel is None
+    assert make_engine(folder).model.kernel is None
 
 
 def test_a_score_that_is_not_a_number_stays_so_through_bfloat16(make_checkpoint, monkeypatch):
     """Rounded as an integer, this NaN would become zero, and the row a token."""
     monkeypatch.setattr(weights, "MIN_BFLOAT16_ELEMENTS", 0)
-    engine = Engine(make_checkpoint("qwen3", **SHAPE), dtype="bfloat16", max_batch=1)
+    engine = make_engine(make_checkpoint("qwen3", **SHAPE), dtype="bfloat16", max_batch=1)
     largest_nan = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
     engine.model.buffers.hidden.fill_(largest_nan)
     assert CompiledSteps(engine.model.kernel, SlotTable(1, 4)).score(1)[:, :150].isnan().all()
@@ -282,12 +281,12 @@ def test_without_a_compiler_the_sampler_says_what_to_install(make_checkpoint, mo
     monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.delenv("CC", raising=False)
     with pytest.raises(MissingTool, match="There is no C compiler cc"):
-        Engine(make_checkpoint("qwen3", **SHAPE), dtype="float32")
+        make_engine(make_checkpoint("qwen3", **SHAPE), dtype="float32")
 
 
 def test_a_compiler_that_fails_is_told_and_leaves_nothing_behind(make_checkpoint, tmp_path, monkeypatch, no_library):
     monkeypatch.setenv("NANODAG_CACHE", str(tmp_path))
     monkeypatch.setattr(c_library, "FLAGS", ("-no-such-flag",))
     with pytest.raises(MissingTool, match="no-such-flag"):
-        Engine(make_checkpoint("qwen3", **SHAPE), dtype="float32")
+        make_engine(make_checkpoint("qwen3", **SHAPE), dtype="float32")
     assert list(tmp_path.iterdir()) == []

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from nanodag.inference.protocol import Request, SamplingParams
-from nanodag.sampler.engine import Engine
 from tests.sampler.other_device import NAME, OtherDevice
+from tests.sampler.reference import make_engine
 
 DRAWN = (
     {},
@@ -39,7 +39,7 @@ def test_what_is_sampled_on_another_device_is_what_is_sampled_on_a_cpu(make_chec
     new = make_checkpoint(kind, seed=1, tie_word_embeddings=kind == "llama")
 
     def sampled(device):
-        engine = Engine(folder, device=device, max_batch=32, dtype=dtype)
+        engine = make_engine(folder, device=device, max_batch=32, dtype=dtype)
         found = [group for lot in lots for group in engine.generate(lot)]
         weights = engine.load(new)
         engine.update_weights(weights, new, "1")

@@ -7,8 +7,7 @@ import torch
 from nanodag.engines.start import start_engine
 from nanodag.errors import BadRequest
 from nanodag.inference.engine_settings import EngineSettings
-from nanodag.sampler.engine import Engine
-from tests.sampler.reference import request, with_client
+from tests.sampler.reference import make_engine, request, with_client
 
 BOTH = ("weights", "kv_cache")
 MIB = 1 << 20
@@ -27,7 +26,7 @@ def test_after_release_and_resume_with_the_same_weights_the_same_tokens_come(mak
     folder = make_checkpoint("qwen3")
     torch.set_num_threads(threads)
     try:
-        engine = Engine(folder, dtype="float32", max_batch=8, context_length=64, deterministic=deterministic)
+        engine = make_engine(folder, dtype="float32", max_batch=8, context_length=64, deterministic=deterministic)
         expected = answers(engine)
         for order in (BOTH, BOTH[::-1]):
             engine.release_memory(BOTH)
@@ -42,7 +41,7 @@ def test_after_release_and_resume_with_the_same_weights_the_same_tokens_come(mak
 
 def test_what_needs_released_memory_is_refused(make_checkpoint):
     folder = make_checkpoint("qwen3")
-    engine = Engine(folder, dtype="float32", max_batch=8, context_length=64)
+    engine = make_engine(folder, dtype="float32", max_batch=8, context_length=64)
     weights = engine.load(folder)
     with pytest.raises(BadRequest, match="weights: not released"):
         engine.resume_memory(["weights"])

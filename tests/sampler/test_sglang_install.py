@@ -12,7 +12,7 @@ from nanodag.config.rl_parts import SamplerConfig
 from nanodag.engines.start import SHIM
 from nanodag.errors import MissingTool
 from nanodag.external_envs.package_environment import progress_of
-from nanodag.inference.sglang_install import default_folder, find_python, install, is_installed, requirements
+from nanodag.inference.sglang_install import find_python, install, sglang_environment
 from nanodag.inference.sglang_options import arguments, check_options
 
 NOWHERE = "http://127.0.0.1:9"  # no index there
@@ -43,12 +43,13 @@ def test_an_interrupted_installation_goes_on_and_a_finished_one_is_left_alone(en
     broken.touch()
     with pytest.raises(MissingTool, match=r"(?s)pip ended with code 1 after .*install\.log:.*no route to index"):
         install("cpu", environment, print, cpu_index=NOWHERE)
-    assert not is_installed(environment, "cpu")
+    for_cpu, for_cuda = (sglang_environment(device) for device in ("cpu", "cuda"))
+    assert not for_cpu.is_installed(environment)
     broken.unlink()
     assert install("cpu", environment, print, cpu_index=NOWHERE) == environment / "bin" / "python"
-    assert is_installed(environment, "cpu") and not is_installed(environment, "cuda")
+    assert for_cpu.is_installed(environment) and not for_cuda.is_installed(environment)
     before = calls.read_text()
-    assert "--no-deps torch==2.13.0" in before and f"--no-deps --requirement {requirements('cpu')}" in before
+    assert "--no-deps torch==2.13.0" in before and f"--no-deps --requirement {for_cpu.listed}" in before
     install("cpu", environment, print, cpu_index=NOWHERE)
     assert calls.read_text() == before
 
@@ -101,14 +102,15 @@ def test_an_interpreter_is_the_configs_then_the_variables_then_that_of_the_defau
     assert str(find_python("auto", "cpu")) == sys.executable
     monkeypatch.delenv("NANODAG_SGLANG_PYTHON")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert default_folder("cpu") == tmp_path / "nanodag" / "sglang-cpu"
+    assert sglang_environment("cpu").folder == tmp_path / "nanodag" / "sglang-cpu"
     with pytest.raises(MissingTool, match="nanodag sampler install --cpu"):
         find_python("auto", "cpu")
 
 
 def test_every_line_of_the_lists_pins_one_version():
     for device in ("cpu", "cuda"):
-        lines = [line for line in requirements(device).read_text().splitlines() if not line.startswith("#")]
+        listed = sglang_environment(device).listed.read_text()
+        lines = [line for line in listed.splitlines() if not line.startswith("#")]
         assert "sglang==0.5.23" in lines and all(line.count("==") == 1 for line in lines)
 
 

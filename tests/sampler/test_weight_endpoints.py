@@ -13,10 +13,9 @@ from safetensors.torch import load_file
 from nanodag.engines.start import start_engine
 from nanodag.errors import BadRequest
 from nanodag.inference.engine_settings import EngineSettings
-from nanodag.sampler.engine import Engine
 from nanodag.sampler.shared_tensors import share
 from tests.sampler.group import Trainer, begin_broadcast
-from tests.sampler.reference import request, with_client
+from tests.sampler.reference import make_engine, request, with_client
 
 ONE = {"names": ["a"], "dtypes": ["float32"], "shapes": [[2]]}
 HANDLE = {"serialized_named_tensors": ["gA=="], "load_format": "flattened_bucket"}
@@ -134,7 +133,7 @@ def test_what_is_no_handle_of_tensors_is_refused_and_runs_nothing(post, tmp_path
 
 
 def test_a_layer_is_built_when_its_last_tensor_comes_and_what_came_is_let_go(folders):
-    engine = Engine(folders[0], max_batch=1, context_length=64)
+    engine = make_engine(folders[0], max_batch=1, context_length=64)
     tensors = load_file(folders[1] / "model.safetensors")
     order = sorted(tensors, key=lambda name: hashlib.sha256(name.encode()).digest())  # any
     builder = engine.builder("here")
