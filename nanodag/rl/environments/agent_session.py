@@ -23,7 +23,7 @@ from nanodag.api.refusals import Refused
 from nanodag.api.replies import ChatReply
 from nanodag.api.served_model import Limits, ServedModel
 from nanodag.api.token_text import TokenText
-from nanodag.api.tool_format import PlainReader
+from nanodag.api.tool_format import Reader
 from nanodag.errors import BadRequest, SamplerError
 from nanodag.inference.protocol import Completion, FinishReason, Request
 from nanodag.inference.seeds import derived_seed
@@ -329,7 +329,7 @@ class _Endpoints(Endpoints):
     def _parsed(self, whole: Completion) -> ParsedAnswer:
         """The answer as the client reads it: a stop string or a call may end it before its last token."""
         assert self._body is not None
-        reader = PlainReader({}) if self._prompt is None else self._prompt.reader()
+        reader = Reader() if self._prompt is None else self._prompt.reader()
         one_call = isinstance(self._body, ChatBody) and not self._body.parallel_tool_calls
         answer = ParsedAnswer(self._served.tokens, reader, stops=self._body.stops, one_call=one_call)
         answer.take(whole)
