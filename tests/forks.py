@@ -119,21 +119,15 @@ def start_module(
 
 
 def spawn_server(
-    cls: type[ServerProcess],
-    command: Sequence[str],
-    *,
-    log_path: Path,
-    env: Mapping[str, str],
-    token: str = "",
-    url: str = "",
+    cls: type[ServerProcess], command: Sequence[str], *, log_path: Path, env: Mapping[str, str], token: str = ""
 ) -> ServerProcess:
     """A stand-in for ServerProcess.spawn where an embedded sampler may be a fork; other servers start as always."""
     if command[1] != "-m":
-        return SPAWN(cls, command, log_path=log_path, env=env, token=token, url=url)
+        return SPAWN(cls, command, log_path=log_path, env=env, token=token)
     module, *arguments = command[2:]
     environment = {**env, **server_environment(token)}
     process = start_module(module, *arguments, environment=environment, log=log_path, new_session=False)
-    return cls(process, url, log_path)  # type: ignore[arg-type]
+    return cls(process, log_path=log_path, in_group=True)  # type: ignore[arg-type]
 
 
 def _call(folder: Path, function: Callable[..., Any], arguments: Sequence[Any]) -> None:

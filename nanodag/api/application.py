@@ -37,8 +37,8 @@ def application(
     models: by name; the first answers requests that name none. keys: a request bears one of them as `Authorization:
     Bearer KEY`; none for no check. names: of this host, beside its addresses, localhost and what it is called: a
     request for another Host is refused. origins: of pages elsewhere that may ask (CORS). engine_routes: the engines'
-    own protocol (`passage.py`). metrics: made for these models. extra_routes: more, such as a page; what is fetched
-    from them by GET needs no key, since a browser cannot bear one there.
+    own protocol (`sglang_routes.py`). metrics: made for these models. extra_routes: more, such as a page; what is
+    fetched from them by GET needs no key, since a browser cannot bear one there.
     """
     metrics, limits = metrics or Metrics(models), limits or Limits()
     endpoints = Endpoints(models, limits, metrics)

@@ -138,12 +138,14 @@ class Tool(RequestBody):
 
 
 class CalledFunction(RequestBody):
+    """A function by its name. arguments: JSON."""
+
     name: str
     arguments: str = "{}"
 
 
 class EarlierCall(RequestBody):
-    """A call that an earlier answer made. arguments: JSON."""
+    """A call that an earlier answer made."""
 
     id: str = ""
     type: Literal["function"] = "function"
@@ -171,13 +173,9 @@ class Message(RequestBody):
         return "".join(part["text"] for part in self.content)
 
 
-class NamedFunction(RequestBody):
-    name: str
-
-
 class NamedTool(RequestBody):
     type: Literal["function"] = "function"
-    function: NamedFunction
+    function: CalledFunction
 
 
 class JsonSchema(RequestBody):
@@ -233,12 +231,7 @@ Parsed = TypeVar("Parsed", bound=RequestBody)
 
 def parse_body(model: type[Parsed], raw: bytes) -> Parsed:
     """The checked body of a request. Raises Refused with the first field that is wrong, and why."""
-    try:
-        content = from_json(raw, allow_inf_nan=False)
-    except ValueError as error:
-        raise Refused(f"the body is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise Refused(f"the body must be a JSON object, not a {type(content).__name__}")
+    content = json_object(raw)
     free = "prompt" if issubclass(model, CompletionBody) else "tokens" if model is DetokenizeBody else ""
     _check_lists(content, free=free)
     try:
@@ -249,6 +242,17 @@ def parse_body(model: type[Parsed], raw: bytes) -> Parsed:
         if name not in HARMLESS and name not in SGLANG_SAMPLING and NEUTRAL.get(name) != value:
             raise Refused(f"there is no field {name[:80]!r} here: leave it out", param=name[:80])
     return body
+
+
+def json_object(raw: bytes) -> dict[str, Any]:
+    """Raises Refused for a body that is none."""
+    try:
+        content = from_json(raw, allow_inf_nan=False)
+    except ValueError as error:
+        raise Refused(f"the body is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise Refused(f"the body must be a JSON object, not a {type(content).__name__}")
+    return content
 
 
 def _check_lists(content: dict[str, Any], *, free: str) -> None:
@@ -262,17 +266,14 @@ def _check_lists(content: dict[str, Any], *, free: str) -> None:
             raise Refused(f"{name[:80]} has {len(value)} items; at most {MAX_ITEMS}", param=name[:80])
 
 
-def _without_nulls(content: dict[str, Any]) -> dict[str, Any]:
+def _without_nulls(content: dict[str, Any]) -> Any:
     """null stands for a field that is not there, at the top and in messages, as clients send it."""
-    kept = {name: value for name, value in content.items() if value is not None}
-    if isinstance(messages := kept.get("messages"), list):
-        kept["messages"] = [
-            {name: value for name, value in message.items() if value is not None}
-            if isinstance(message, dict)
-            else message
-            for message in messages
-        ]
-    return kept
+
+    def kept(part: Any) -> Any:
+        return {name: value for name, value in part.items() if value is not None} if isinstance(part, dict) else part
+
+    messages = content.get("messages")
+    return kept(content | {"messages": list(map(kept, messages))} if isinstance(messages, list) else content)
 
 
 def _explained(error: ValidationError) -> Refused:

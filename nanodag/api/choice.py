@@ -23,7 +23,7 @@ class ScoredToken:
     start: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class CallPart:
     """A piece of a tool call's arguments. index: of the call in its answer. name: in a call's first piece alone."""
 
@@ -36,8 +36,8 @@ class CallPart:
 class New:
     """Additions to an answer since it was last looked at."""
 
-    content: str = ""
-    calls: list[Call] = field(default_factory=list)
+    content: str
+    calls: list[Call]
     scored: list[ScoredToken] = field(default_factory=list)
 
 
@@ -85,11 +85,10 @@ class ParsedAnswer:
         self.num_cached_tokens = completion.num_cached_tokens
         if completion.prompt_ids and not self.prompt_scores:
             self.prompt_scores = _of_prompt(completion)
-        ids = completion.output_ids
+        num_ids = len(completion.output_ids)
         has_stop = reason is not None and reason.type == "stop" and isinstance(reason.matched, int)
-        for place in range(self.num_tokens, len(ids)):
-            is_end = has_stop and place == len(ids) - 1
-            self._token(completion, place, is_end=is_end)
+        for place in range(self.num_tokens, num_ids):
+            self._token(completion, place, is_end=has_stop and place == num_ids - 1)
             if self.finish_reason is not None:
                 return
         if reason is not None:
@@ -113,8 +112,7 @@ class ParsedAnswer:
             if is_new:
                 self._told.append(0)
             if is_new or len(call.arguments) > self._told[index]:
-                piece = call.arguments[self._told[index] :]
-                parts.append(CallPart(index=index, name=call.name if is_new else None, arguments=piece))
+                parts.append(CallPart(index, call.name if is_new else None, call.arguments[self._told[index] :]))
                 self._told[index] = len(call.arguments)
         return parts
 
@@ -151,15 +149,8 @@ class ParsedAnswer:
 
     def _num_held(self) -> int:
         """Characters at the end that a stop string may begin with."""
-        return max((_overlap(self._content, stop) for stop in self._stops), default=0)
-
-
-def _overlap(text: str, stop: str) -> int:
-    """The longest end of the text that is a beginning of the stop string."""
-    for length in range(min(len(stop) - 1, len(text)), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+        begun = (size for stop in self._stops for size in range(1, len(stop)) if self._content.endswith(stop[:size]))
+        return max(begun, default=0)
 
 
 def _of_prompt(completion: Completion) -> list[ScoredToken]:

@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import uvicorn
@@ -117,10 +118,16 @@ async def _serve(args: argparse.Namespace, extra_routes: Routes, ready: Callable
             model = served_model(args, served[number], folder, version, scratch, first=first, num_models=len(folders))
             models[model.name] = model
         engines = [model.backend for model in models.values() if isinstance(model.backend, Fleet)]
-        with _cancelled_by_sigterm():
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert task is not None
+        loop.add_signal_handler(signal.SIGTERM, task.cancel)  # as Ctrl-C does; later uvicorn listens
+        try:
             await asyncio.gather(*(each.start(args.replicas) for each in engines))
+        finally:
+            loop.remove_signal_handler(signal.SIGTERM)
         models = {name: await with_its_context(model) for name, model in models.items()}
-        limits, metrics = _limits(args), Metrics(models)
+        limits = Limits(**{field.name: getattr(args, field.name) for field in fields(Limits) if field.name in args})
+        metrics = Metrics(models)
         app = application(
             models,
             limits=limits,
@@ -203,16 +210,6 @@ def _keys(args: argparse.Namespace) -> list[str]:
     return read_keys(args.api_key_file, named="--api-key-file")
 
 
-def _limits(args: argparse.Namespace) -> Limits:
-    return Limits(
-        max_body_bytes=args.max_body_bytes,
-        max_prompt_tokens=args.max_prompt_tokens,
-        max_new_tokens=args.max_new_tokens,
-        max_waiting=args.max_waiting,
-        request_timeout_s=args.request_timeout_s,
-    )
-
-
 def _listener(host: str, port: int) -> socket.socket:
     """A bound socket. Raises ConfigError when the address cannot be had."""
     try:
@@ -238,15 +235,3 @@ def _said(args: argparse.Namespace, models: dict[str, ServedModel], listener: so
     names = ", ".join(f"{name} (context {model.context_length})" for name, model in models.items())
     engines = counted(args.replicas * len(models), f"{args.engine} engine")
     return f"Serving {names} by {engines} at {_address(listener)}/v1; Ctrl-C ends it."
-
-
-@contextlib.contextmanager
-def _cancelled_by_sigterm() -> Iterator[None]:
-    """While engines start, SIGTERM ends this as Ctrl-C does; later uvicorn listens."""
-    task, loop = asyncio.current_task(), asyncio.get_running_loop()
-    assert task is not None
-    loop.add_signal_handler(signal.SIGTERM, task.cancel)
-    try:
-        yield
-    finally:
-        loop.remove_signal_handler(signal.SIGTERM)

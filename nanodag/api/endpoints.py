@@ -29,8 +29,8 @@ from nanodag.api.parallel_samples import Answering, SampledChoice
 from nanodag.api.prompt_rendering import ChatPrompt, chat_prompt
 from nanodag.api.refusals import UNAVAILABLE, Refused, refusal_of
 from nanodag.api.replies import ChatReply, CompletionReply, Reply, usage
-from nanodag.api.served_model import Limits, ServedModel
-from nanodag.api.tool_format import PlainReader, Reader
+from nanodag.api.served_model import Limits, ServedModel, model_named
+from nanodag.api.tool_format import Reader
 from nanodag.inference.disconnects import left_unless_read, unless_left
 from nanodag.inference.protocol import Request, SamplingParams
 from nanodag.tokenizer.bounds import TooManyTokens, bounded
@@ -75,7 +75,7 @@ class Endpoints:
             model, body, [prompt.ids], prompt.reader, max_tokens=max_tokens, num_top=num_top, stop_ids=prompt.stop_ids,
             further=further, one_call=not body.parallel_tool_calls,
         )  # fmt: skip
-        has_tools = not isinstance(samples[0].answer.reader, PlainReader)
+        has_tools = type(samples[0].answer.reader) is not Reader
         reply = self.chat_reply(model, body)
         reply.warnings += prompt.warnings
         return await self._answered(http, body, reply, samples, is_cut=has_tools)
@@ -93,13 +93,10 @@ class Endpoints:
             ]
 
         prompts = await unless_left(http, self._tokenized(model, ids_of_all))
-        texts = (
-            [prompt if isinstance(prompt, str) else model.tokens.decode(prompt) for prompt in raw_prompts]
-            if body.echo
-            else None
-        )
+        echoed = raw_prompts if body.echo else [""] * len(raw_prompts)
+        texts = [prompt if isinstance(prompt, str) else model.tokens.decode(prompt) for prompt in echoed]
         samples = self._samples(
-            model, body, prompts, lambda: PlainReader({}), max_tokens=body.max_tokens, num_top=body.logprobs,
+            model, body, prompts, Reader, max_tokens=body.max_tokens, num_top=body.logprobs,
             stop_ids=model.tokens.encoding.end_ids, further=further_params(model, body), texts=texts,
             score_prompt=body.max_tokens == 0 or (body.echo and body.logprobs is not None),
         )  # fmt: skip
@@ -149,15 +146,7 @@ class Endpoints:
 
     def model_of(self, name: str) -> ServedModel:
         """The model that a request names. Raises Refused where there is none."""
-        if not name:
-            return next(iter(self._models.values()))
-        if name not in self._models:
-            names = ", ".join(self._models)
-            raise Refused(
-                f"There is no model {name[:200]!r} here; there is {names}.",
-                status=404, param="model", code="model_not_found",
-            )  # fmt: skip
-        return self._models[name]
+        return model_named(self._models, name)
 
     async def _tokenized(self, model: ServedModel, work: Callable[[], Any]) -> Any:
         """Run a function beside the event loop. It ends at the model's context, and with whoever asked."""
@@ -181,20 +170,15 @@ class Endpoints:
         num_top: int | None,
         stop_ids: Sequence[int] = (),
         further: Mapping[str, Any],
-        texts: Sequence[str] | None = None,
+        texts: Sequence[str] = ("",),
         score_prompt: bool = False,
         one_call: bool = False,
     ) -> list[SampledChoice]:
         """The request's samples, each a request of its own to the engine: so each ends by itself, and choice number i
         of a seed is what the seed i higher gives alone. Raises Refused for what does not fit."""
-        if len(prompts) * body.n > self._limits.max_waiting:
-            raise Refused(
-                f"{len(prompts)} prompts with {body.n} choices each are more than the {self._limits.max_waiting} "
-                "answers that may be under way here: ask for fewer at once, or raise --max-waiting.",
-                param="n",
-            )
+        self._limits.check_count(len(prompts) * body.n, f"{len(prompts)} prompts with {body.n} choices each")
         samples: list[SampledChoice] = []
-        for number, ids in enumerate(prompts):
+        for ids, text in zip(prompts, texts, strict=True):
             most = self.most_new(model, ids, max_tokens, "messages" if isinstance(body, ChatBody) else "prompt")
             for choice in range(body.n):
                 params = SamplingParams(
@@ -217,7 +201,6 @@ class Endpoints:
                 # lm-eval takes a completion's last logprob for that of the one token that it asked for.
                 is_text = isinstance(body, CompletionBody)
                 answer = ParsedAnswer(model.tokens, reader(), stops=body.stops, one_call=one_call, scores_end=is_text)
-                text = texts[number] if texts is not None else ""
                 samples.append(SampledChoice(index=len(samples), request=request, answer=answer, prompt_text=text))
         return samples
 
@@ -255,12 +238,7 @@ class Endpoints:
                 f"The engine of {model.name} is starting: ask again.",
                 status=503, kind=UNAVAILABLE, code="engine_starting",
             )  # fmt: skip
-        if metrics.num_in_flight + len(samples) > self._limits.max_waiting:
-            raise Refused(
-                f"{metrics.num_in_flight} answers are under way or wait, and {len(samples)} more would be above "
-                f"{self._limits.max_waiting}: ask again later.",
-                status=429, kind="rate_limit_error", code="queue_full",
-            )  # fmt: skip
+        self._limits.check_room(metrics.num_in_flight, len(samples))
         if any(body.logit_bias.values()) and not model.is_sglang:
             reply.warnings.append(f"logit_bias has no effect: the engine of {model.name} has none")
         http.scope[SAMPLES] = samples
@@ -296,7 +274,7 @@ class Endpoints:
                                 yield _event(reply.chunk([sample], [choice]))
                         if not has_begun and any(sample.answer.num_tokens for sample in samples):
                             has_begun = True
-                            self._metrics.first_token(reply.model.name, time.monotonic() - began)
+                            self._metrics.first_token.labels(reply.model.name).observe(time.monotonic() - began)
                 if with_usage:
                     yield _event(reply.chunk(samples, []) | {"usage": usage(samples)})
             except Exception as error:  # noqa: BLE001 - the reply has begun: the client hears of it in the stream
@@ -344,7 +322,7 @@ def _grammar(model: ServedModel, body: ChatBody) -> dict[str, Any]:
     form = body.response_format
     if form.type == "text":
         return {}
-    if not model.has_grammars:
+    if not model.is_sglang:
         raise Refused(
             f"response_format {form.type} needs an engine with grammars (--engine sglang); {model.name} has none",
             param="response_format",

@@ -4,6 +4,7 @@ import argparse
 import secrets
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from nanodag.api.served_model import ServedModel
 from nanodag.api.token_text import TokenText
@@ -15,7 +16,7 @@ from nanodag.inference.client import SamplerClient
 from nanodag.inference.engine_settings import EngineSettings
 from nanodag.inference.sglang_install import Device
 from nanodag.model.architecture import check_same_shape, check_sglang, read_checkpoint, read_json
-from nanodag.tokenizer.chat import ChatRenderer, load_renderer
+from nanodag.tokenizer.chat import load_renderer
 
 STREAM_EVERY_S = 0.05
 UNWELL_S = 60.0  # an engine that does not answer for so long is ended
@@ -62,10 +63,14 @@ def served_model(
         elif (new_size := read_json(weights / "config.json").get("vocab_size")) != vocab_size:
             raise BadRequest(f"the checkpoint in {weights} has a vocabulary of {new_size} instead of {vocab_size}")
 
+    try:
+        renderer = load_renderer(folder)
+    except SourceError:  # a base model of others has no chat template
+        renderer = None
     return ServedModel(
         name=name,
         tokens=tokens,
-        renderer=_renderer(folder),
+        renderer=renderer,
         backend=Fleet(
             model=folder,
             version=version,
@@ -80,7 +85,6 @@ def served_model(
         context_length=context,
         vocab_size=vocab_size,
         is_sglang=args.engine == "sglang",
-        has_grammars=args.engine == "sglang",
         root=folder,
     )
 
@@ -94,39 +98,26 @@ async def with_its_context(model: ServedModel) -> ServedModel:
 
 
 def _settings(args: argparse.Namespace, device: Device, context: int, token: str, num_models: int) -> EngineSettings:
+    shared: dict[str, Any] = {"engine": args.engine, "device": device, "token": token}
+    shared |= {"max_batch": args.max_batch, "threads": args.threads}
     if args.engine == "embedded":
         return EngineSettings(
-            engine="embedded",
-            device=device,
             dtype=args.dtype,
-            max_batch=args.max_batch,
             context_length=args.context_length,
-            threads=args.threads,
-            token=token,
             deterministic=args.deterministic,
             stream_every_s=STREAM_EVERY_S,
+            **shared,
         )
     num_gpus = len(visible_gpus()) if device == "cuda" else 1
     sharing = -(-args.replicas * num_models * args.tensor_parallel // num_gpus)
     return EngineSettings(
-        engine="sglang",
-        device=device,
         dtype="auto" if device == "cuda" else "float32",
-        max_batch=args.max_batch,
         context_length=context,
-        threads=args.threads,
-        token=token,
         start_timeout_s=SGLANG_START_S,
         python=args.python,
         tensor_parallel=args.tensor_parallel,
         memory_fraction=SGLANG_MEMORY[device] / sharing,
         # With its tokenizer: grammars need it, and so does text by /generate.
         options={"skip-tokenizer-init": False, "grammar-backend": "xgrammar"},
+        **shared,
     )
-
-
-def _renderer(folder: Path) -> ChatRenderer | None:
-    try:
-        return load_renderer(folder)
-    except SourceError:  # a base model of others has no chat template
-        return None

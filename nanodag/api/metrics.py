@@ -37,17 +37,14 @@ class Metrics:
         by_model = ["model"]
         self.num_in_flight = self._num_ended_tokens = 0
         self._open: dict[int, Sequence[SampledChoice]] = {}
-        self._replies = Counter("nanodag_replies", "Replies by status", ["path", "status"], registry=registry)
+        self.replies = Counter("nanodag_replies", "Replies by status", ["path", "status"], registry=registry)
         self._in_flight = Gauge("nanodag_samples_in_flight", "Samples that run or wait", registry=registry)
         self._prompt = Counter("nanodag_prompt_tokens", "Tokens of prompts", by_model, registry=registry)
         self._sampled = Counter("nanodag_sampled_tokens", "Tokens sampled", by_model, registry=registry)
         self._ended = Counter("nanodag_samples", "Samples by why they ended", ["model", "reason"], registry=registry)
-        self._first = Histogram(
-            "nanodag_first_token_seconds", "Until a stream's first token", by_model, buckets=SECONDS, registry=registry
-        )
-        self._took = Histogram(
-            "nanodag_request_seconds", "Until a request's last token", by_model, buckets=SECONDS, registry=registry
-        )
+        seconds = partial(Histogram, labelnames=by_model, buckets=SECONDS, registry=registry)
+        self.first_token = seconds("nanodag_first_token_seconds", "Until a stream's first token")
+        self._took = seconds("nanodag_request_seconds", "Until a request's last token")
         restarts = Gauge("nanodag_engine_restarts", "Engines that were started again", by_model, registry=registry)
         ready = Gauge("nanodag_engine_ready", "1 where an engine answers", by_model, registry=registry)
         self._in_flight.set_function(lambda: self.num_in_flight)
@@ -77,12 +74,6 @@ class Metrics:
                 self._sampled.labels(model).inc(sample.answer.num_tokens)
                 self._ended.labels(model, sample.answer.finish_reason or "broken off").inc()
 
-    def first_token(self, model: str, seconds: float) -> None:
-        self._first.labels(model).observe(seconds)
-
-    def replied(self, path: str, status: int) -> None:
-        self._replies.labels(path, str(status)).inc()
-
     async def exposition(self, http: HttpRequest) -> Response:
         """GET /metrics."""
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
@@ -104,7 +95,7 @@ class AccessLog:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 route = None if status == HTTPStatus.NOT_FOUND else scope.get("route")
-                self._metrics.replied(getattr(route, "path", "other"), status)
+                self._metrics.replies.labels(getattr(route, "path", "other"), str(status)).inc()
             await send(message)
 
         if scope["type"] != "http":
@@ -113,14 +104,9 @@ class AccessLog:
             await self._app(scope, receive, noted)
         finally:
             path, seconds = ascii(scope["path"][:LONGEST_PATH])[1:-1], time.monotonic() - began
-            log.info("%s %s %d %.3f s%s", scope["method"], path, status, seconds, _tokens(scope))
-
-
-def _tokens(scope: Scope) -> str:
-    if SAMPLES not in scope:
-        return ""
-    used = usage(scope[SAMPLES])
-    return f" {used['prompt_tokens']} + {used['completion_tokens']} tokens"
+            used = usage(scope[SAMPLES]) if SAMPLES in scope else {}
+            tokens = f" {used['prompt_tokens']} + {used['completion_tokens']} tokens" if used else ""
+            log.info("%s %s %d %.3f s%s", scope["method"], path, status, seconds, tokens)
 
 
 async def log_speed(metrics: Metrics, every_s: float = SPEED_EVERY_S) -> None:

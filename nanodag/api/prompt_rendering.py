@@ -11,7 +11,6 @@ from nanodag.api.served_model import ServedModel
 from nanodag.api.tool_format import Reader, argument_of, knows_calls, reader_of
 from nanodag.errors import SourceError
 from nanodag.tokenizer.bounds import TooManyTokens
-from nanodag.tokenizer.call_format import CallFormat
 from nanodag.tokenizer.chat import ChatRenderer, NativeRenderer, Switches, TemplateRenderer
 
 
@@ -28,39 +27,35 @@ class ChatPrompt:
 
 Opened = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]], list[int]]
 """opened(messages, tools): the ids that an answer continues."""
+Ids = Callable[[], list[int]]
 
 
 def chat_prompt(model: ServedModel, body: ChatBody, opened: Opened | None = None) -> ChatPrompt:
     """The prompt of a conversation. opened: where the ids are not those of the chat template alone. Raises Refused for
     what this model's format has no place for."""
-    tools = offered(body)
-    if model.renderer is None:
+    tools, renderer = offered(body), model.renderer
+    if renderer is None:
         raise Refused(f"{model.name} has no chat template: ask it by /v1/completions", param="model")
     _check_continuation(body)
     try:
-        switches, warnings = _switches(model.renderer if opened is None else None, body)
-        if opened is None:
-            opened = partial(_opened, model.renderer, body, switches)
-        if isinstance(model.renderer, NativeRenderer):
-            made = _native(model.renderer, body, tools, opened)
+        switches, warnings = _switches(renderer if opened is None else None, body)
+
+        def ids() -> list[int]:
+            messages, declared = messages_of(body), [tool.model_dump(exclude_unset=True) for tool in tools]
+            if opened is not None:
+                return opened(messages, declared)
+            return renderer.opened(messages, switches, tools=declared, continues_last=body.continue_final_message)
+
+        if isinstance(renderer, NativeRenderer):
+            made = _native(renderer, body, tools, ids)
         else:
-            assert isinstance(model.renderer, TemplateRenderer)
-            made = _by_template(model, model.renderer, body, tools, opened)
+            assert isinstance(renderer, TemplateRenderer)
+            made = _by_template(model, renderer, body, tools, ids)
         return replace(made, warnings=warnings)
     except TooManyTokens:
         raise
     except SourceError as error:
         raise Refused(str(error), param="messages") from error
-
-
-def _opened(
-    renderer: ChatRenderer,
-    body: ChatBody,
-    switches: Switches,
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]],
-) -> list[int]:
-    return renderer.opened(messages, switches, tools=tools, continues_last=body.continue_final_message)
 
 
 def _switches(renderer: ChatRenderer | None, body: ChatBody) -> tuple[Switches, tuple[str, ...]]:
@@ -118,7 +113,7 @@ def is_forced(body: ChatBody) -> bool:
     return body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool)
 
 
-def _native(renderer: NativeRenderer, body: ChatBody, tools: Sequence[Tool], opened: Opened) -> ChatPrompt:
+def _native(renderer: NativeRenderer, body: ChatBody, tools: Sequence[Tool], ids_of: Ids) -> ChatPrompt:
     if len(tools) > 1:
         names = ", ".join(tool.function.name for tool in tools)[:200]
         raise Refused(
@@ -126,7 +121,7 @@ def _native(renderer: NativeRenderer, body: ChatBody, tools: Sequence[Tool], ope
             f"{names}. Give one, or name it in tool_choice.",
             param="tools",
         )
-    ids = opened(messages_of(body), _declared(tools))
+    ids = ids_of()
     if not tools:
         return ChatPrompt(ids=ids, stop_ids=renderer.stop_ids, reader=partial(reader_of, renderer, tools))
     argument_of(tools[0])  # refuses what a call cannot be for
@@ -139,7 +134,7 @@ def _native(renderer: NativeRenderer, body: ChatBody, tools: Sequence[Tool], ope
 
 
 def _by_template(
-    model: ServedModel, renderer: TemplateRenderer, body: ChatBody, tools: Sequence[Tool], opened: Opened
+    model: ServedModel, renderer: TemplateRenderer, body: ChatBody, tools: Sequence[Tool], ids_of: Ids
 ) -> ChatPrompt:
     if tools and not knows_calls(renderer):
         raise Refused(
@@ -148,22 +143,13 @@ def _by_template(
             + ": leave tools out",
             param="tools",
         )
-    ids = opened(messages_of(body), _declared(tools))
-    forced = _beginning(renderer.calls, tools) if tools and is_forced(body) else ""
-    if forced:
+    ids = ids_of()
+    forced, calls = "", renderer.calls
+    if tools and is_forced(body):  # its beginning is put into the prompt: then any engine writes a call
+        if calls is None or not calls.opening:
+            raise Refused(
+                "this model's format of tool calls cannot be forced: set tool_choice to auto", param="tool_choice"
+            )
+        forced = calls.opening + (f"{tools[0].function.name}{calls.middle}" if len(tools) == 1 else "")
         ids += model.tokens.prompt_ids(forced, special=False)
     return ChatPrompt(ids=ids, stop_ids=renderer.stop_ids, reader=partial(reader_of, renderer, tools, forced=forced))
-
-
-def _declared(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    return [tool.model_dump(exclude_unset=True) for tool in tools]
-
-
-def _beginning(calls: CallFormat | None, tools: Sequence[Tool]) -> str:
-    """Beginning of an answer that has to be a call: then any engine writes one. Raises Refused for a format in which
-    that cannot be said beforehand."""
-    if calls is None or not calls.opening:
-        raise Refused(
-            "this model's format of tool calls cannot be forced: set tool_choice to auto", param="tool_choice"
-        )
-    return calls.opening + (f"{tools[0].function.name}{calls.middle}" if len(tools) == 1 else "")

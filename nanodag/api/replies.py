@@ -72,12 +72,10 @@ class ChatReply(Reply):
 
     def __init__(self, model: ServedModel, body: ChatBody) -> None:
         super().__init__("chat.completion", "chat.completion.chunk", "chatcmpl", model)
-        self._wants_scores = body.logprobs
-        self._num_top = body.top_logprobs
-        self._has_to_call = is_forced(body)
+        self._body = body
 
     def warning(self, sample: SampledChoice) -> str:
-        if not self._has_to_call or sample.answer.calls:
+        if not is_forced(self._body) or sample.answer.calls:
             return ""
         return f"choice {sample.index}: tool_choice wants a call, and the answer has none"
 
@@ -111,13 +109,13 @@ class ChatReply(Reply):
         return {"index": sample.index, "delta": delta, "logprobs": scores, "finish_reason": None}
 
     def _scores(self, scored: Sequence[ScoredToken]) -> dict[str, Any] | None:
-        if not self._wants_scores:
+        if not self._body.logprobs:
             return None
         return {"content": [self._score(entry) for entry in scored], "refusal": None}
 
     def _score(self, entry: ScoredToken) -> dict[str, Any]:
         tokens = self.model.tokens
-        top = [_named(tokens, token, logprob) for token, logprob in entry.top[: self._num_top]]
+        top = [_named(tokens, token, logprob) for token, logprob in entry.top[: self._body.top_logprobs]]
         return {**_named(tokens, entry.token, entry.logprob), "top_logprobs": top}
 
 
@@ -131,8 +129,7 @@ class CompletionReply(Reply):
         self._begun: set[int] = set()  # choices whose prompt was said
 
     def choice(self, sample: SampledChoice, new: New) -> dict[str, Any]:
-        scores = self._scores([*self._of_prompt(sample), *new.scored], sample)
-        return {"index": sample.index, "text": sample.prompt_text + new.content, "logprobs": scores, **_end(sample)}
+        return self.parts(sample, new)[0]
 
     def parts(self, sample: SampledChoice, new: New) -> list[dict[str, Any]]:
         answer = sample.answer

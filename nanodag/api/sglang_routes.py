@@ -9,14 +9,14 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import aiohttp
-from pydantic_core import from_json
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from nanodag.api.bodies import json_object
 from nanodag.api.refusals import Refused
-from nanodag.api.served_model import Limits, ServedModel
+from nanodag.api.served_model import Limits, ServedModel, model_named
 from nanodag.engines.fleet import Fleet
 from nanodag.errors import SamplerLost
 from nanodag.inference.client import LOST
@@ -30,50 +30,24 @@ READ = ("/model_info", "/get_model_info", "/server_info", "/get_server_info", "/
 def passed_on(models: Mapping[str, ServedModel], limits: Limits) -> list[Route]:
     """The routes. Every model's backend is a `Fleet`."""
 
-    def model_of(http: HttpRequest) -> ServedModel:
-        name = http.query_params.get("model") or next(iter(models))
-        if name not in models:
-            raise Refused(f"There is no model {name[:200]!r} here.", status=404, param="model", code="model_not_found")
-        return models[name]
-
     async def read(http: HttpRequest) -> Response:
-        return _Passed(model_of(http), limits, "GET", http.url.path)
+        return _Passed(model_named(models, http.query_params.get("model", "")), limits, "GET", http.url.path)
 
     async def generate(http: HttpRequest) -> Response:
-        model = model_of(http)
+        model = model_named(models, http.query_params.get("model", ""))
         raw = await http.body()
-        body = _parsed(raw)
+        body = json_object(raw)
         prompts, params = _prompts(body, model), _params(body)
         num_samples = len(prompts) * max([1, *(n for param_set in params if isinstance(n := param_set.get("n"), int))])
-        if num_samples > limits.max_waiting:
-            raise Refused(
-                f"{num_samples} answers are more than the {limits.max_waiting} that may be under way here: ask for "
-                "fewer at once, or raise --max-waiting.",
-                param="n",
-            )
+        limits.check_count(num_samples, f"{num_samples} answers")
         _check_new_tokens(params, limits)
         with bounded(limits.max_prompt_tokens or model.context_length):
             await unless_left(http, asyncio.to_thread(_check_prompt_tokens, prompts, model, limits))
         assert isinstance(model.backend, Fleet)
-        if model.backend.load + num_samples > limits.max_waiting:
-            raise Refused(
-                f"{model.backend.load} answers are under way or wait, and {num_samples} more would be above "
-                f"{limits.max_waiting}: ask again later.",
-                status=429, kind="rate_limit_error", code="queue_full",
-            )  # fmt: skip
+        limits.check_room(model.backend.load, num_samples)
         return _Passed(model, limits, "POST", "/generate", raw, num_samples)
 
     return [*(Route(path, read, methods=["GET"]) for path in READ), Route("/generate", generate, methods=["POST"])]
-
-
-def _parsed(raw: bytes) -> dict[str, Any]:
-    try:
-        body = from_json(raw, allow_inf_nan=False)
-    except ValueError as error:
-        raise Refused(f"the body is not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise Refused("the body must be a JSON object")
-    return body
 
 
 def _prompts(body: Mapping[str, Any], model: ServedModel) -> list[Any]:

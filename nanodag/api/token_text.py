@@ -16,9 +16,9 @@ class TokenText:
     def __init__(self, folder: Path) -> None:
         """Raises SourceError where there is no tokenizer."""
         self.encoding = Encoding(folder)
-        self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+        self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
 
     def prompt_ids(self, text: str, *, special: bool) -> list[int]:
         """Ids of a text in which special tokens may be spelled out. special: with those that the tokenizer adds by
@@ -26,19 +26,15 @@ class TokenText:
 
         # `encode` would keep the interpreter's lock
         def ids_of(part: str) -> list[int]:
-            return self._tokenizer.encode_batch([part], add_special_tokens=special)[0].ids
+            return self.tokenizer.encode_batch([part], add_special_tokens=special)[0].ids
 
         if (bound := bounds.in_force.get()) is not None:
             bound.check_texts([text], lambda part: len(ids_of(part)))
         return ids_of(text)
 
-    def stepped(self, stream: DecodeStream, token: int) -> str | None:
-        """Text that a token adds to a stream, None where that is not certain yet."""
-        return stream.step(self._tokenizer, token)
-
     def decode(self, ids: Sequence[int]) -> str:
         """The text, without special tokens."""
-        return self._tokenizer.decode(list(ids))
+        return self.tokenizer.decode(list(ids))
 
     def name(self, token: int) -> str:
         """A token by itself: its text, `bytes:\\xe2\\x80` where its bytes are no whole characters (as OpenAI writes
@@ -60,16 +56,16 @@ class Decoding:
     """The text of one answer, token by token. A character whose bytes are not all there waits for the rest."""
 
     def __init__(self, tokens: TokenText) -> None:
-        self._tokens = tokens
+        self._tokenizer = tokens.tokenizer
         self._stream = DecodeStream(skip_special_tokens=True)
         self._waiting: list[int] = []
 
     def step(self, token: int) -> str:
         """Text that this token adds."""
-        piece = self._tokens.stepped(self._stream, token)
+        piece = self._stream.step(self._tokenizer, token)  # None where it is not certain yet
         self._waiting = [*self._waiting, token] if piece is None else []
         return piece or ""
 
     def rest(self) -> str:
         """Rest at the end: bytes that never became a character, as U+FFFD."""
-        return self._tokens.decode(self._waiting) if self._waiting else ""
+        return self._tokenizer.decode(self._waiting) if self._waiting else ""

@@ -8,9 +8,10 @@ The reader is transformers' ResponseParser, but for nanodag's format, and for an
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
 from nanodag.api.bodies import Tool
 from nanodag.api.refusals import Refused
@@ -30,55 +31,41 @@ class Call:
     arguments: str
 
 
-class Reader(Protocol):
-    """Takes an answer's tokens; gives the text that is no call, and the calls. is_cut: the last of them was not closed;
-    it is a call all the same, as a client was told of it."""
+class Reader:
+    """Takes an answer's tokens; gives the text that is no call, and the calls. This one reads all as content. names:
+    special tokens that are to be seen all the same.
 
-    calls: list[Call]
-    is_cut: bool
+    is_cut: the last of the calls was not closed; it is a call all the same, as a client was told of it.
+    """
+
+    def __init__(self, names: Mapping[int, str] = NO_NAMES) -> None:
+        self._names = names
+        self.calls: list[Call] = []
+        self.is_cut = False
 
     def told(self) -> Call | None:
         """The call that is open, with what is certain of its arguments, to be told to a client: it stays a call then,
         whatever becomes of it. None where there is none, or its name is not known yet."""
-        ...
-
-    def take(self, token: int, piece: str) -> str:
-        """Content that this token adds."""
-        ...
-
-    def end(self) -> str:
-        """Rest of the content at the end."""
-        ...
-
-
-class PlainReader:
-    """All is content. names: special tokens that are to be seen all the same."""
-
-    is_cut = False
-
-    def __init__(self, names: Mapping[int, str]) -> None:
-        self._names = names
-        self.calls: list[Call] = []
-
-    def told(self) -> Call | None:
         return None
 
     def take(self, token: int, piece: str) -> str:
+        """Content that this token adds."""
         return self._names.get(token, "") + piece
 
     def end(self) -> str:
+        """Rest of the content at the end."""
         return ""
 
 
-class NativeReader:
+class NativeReader(Reader):
     """nanodag's own format. A call has no name and is one text: it goes to the one tool, as its one argument."""
 
     def __init__(self, renderer: NativeRenderer, tool: Tool, *, is_open: bool) -> None:
         """is_open: the prompt ended with the token that opens a call."""
+        super().__init__()
         self._renderer, self._tool = renderer, tool
         self._text = "" if is_open else None
-        self._is_told = self.is_cut = False
-        self.calls: list[Call] = []
+        self._is_told = False
 
     def told(self) -> Call | None:
         if self._text is None:
@@ -110,7 +97,7 @@ class NativeReader:
         return text or ""
 
 
-class TemplateReader:
+class TemplateReader(Reader):
     """A format whose calls stand among content."""
 
     def __init__(
@@ -121,13 +108,13 @@ class TemplateReader:
         from transformers.utils.chat_parsing import ResponseParser
 
         assert calls.template is not None
+        super().__init__(names)
         typed = [tool.model_dump() for tool in tools] if calls.shape in ("pairs", "own") else None
         self._parser = ResponseParser(dict(calls.template), prefix="", tools=typed)
-        self._format, self._names = calls, names
+        self._format = calls
         self._raw = ""  # of the call that is open
-        self._is_open = self._is_told = self.is_cut = self._has_ended = False
+        self._is_open = self._is_told = self._has_ended = False
         self._is_lost = False  # the parser could not read on: what follows is content
-        self.calls: list[Call] = []
         self.take(-1, forced)
 
     def take(self, token: int, piece: str) -> str:
@@ -205,21 +192,16 @@ class TemplateReader:
         return _begun(self._raw, self._format.keys)
 
 
-class BareReader:
+class BareReader(Reader):
     """A format without marks, such as Llama 3's: an answer that is calls and nothing else has calls. Nobody is told of
     them before it is whole."""
 
-    is_cut = False
-
     def __init__(self, calls: CallFormat, forced: str = "") -> None:
         """forced: how the answer was made to begin, in the prompt."""
+        super().__init__()
         self._format = calls
         self._text = forced  # all of it while it may be a call, then nothing
         self._is_content = False
-        self.calls: list[Call] = []
-
-    def told(self) -> Call | None:
-        return None
 
     def take(self, token: int, piece: str) -> str:
         text, self._text = self._text + piece, ""
@@ -242,11 +224,9 @@ class BareReader:
 def _as_json(arguments: Any) -> str:
     """Arguments as JSON; so also a text that the model wrote in their place, as templates take JSON alone."""
     if isinstance(arguments, str):
-        try:
+        with suppress(ValueError, RecursionError):
             json.loads(arguments)
             return arguments
-        except (ValueError, RecursionError):
-            pass
     return json.dumps(arguments, ensure_ascii=False)
 
 
@@ -285,11 +265,11 @@ def reader_of(renderer: ChatRenderer, tools: Sequence[Tool], *, is_open: bool = 
     """Reader of an answer of a model that `knows_calls`. is_open, forced: how the prompt made it begin. Raises Refused
     for a tool that a call in its format cannot be for."""
     if isinstance(renderer, NativeRenderer):
-        return NativeReader(renderer, tools[0], is_open=is_open) if tools else PlainReader(renderer.tool_tokens)
+        return NativeReader(renderer, tools[0], is_open=is_open) if tools else Reader(renderer.tool_tokens)
     assert isinstance(renderer, TemplateRenderer)
     calls = renderer.calls if tools else None
     if calls is None:
-        return PlainReader(NO_NAMES)
+        return Reader()
     if calls.template is None:
         return BareReader(calls, forced)
     return TemplateReader(calls, forced, names=renderer.special_tokens_in(calls.written), tools=tools)

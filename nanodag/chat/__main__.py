@@ -21,17 +21,8 @@ def main() -> int:
     parser.add_argument("--max-new-tokens", type=int, default=256, help="the longest answer")
     device = "cuda" if os.path.exists("/dev/nvidiactl") else "cpu"
     parser.add_argument("--device", default=device, help=f"cpu or cuda; here {device}")
-    args = parser.parse_args()
     try:
-        return chat(
-            args.folder,
-            temperature=args.temperature,
-            max_new_tokens=args.max_new_tokens,
-            device=args.device,
-            system=args.system,
-            tools=args.tools,
-            message=args.message,
-        )
+        return chat(parser.parse_args())
     except NanodagError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

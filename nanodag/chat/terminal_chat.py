@@ -7,15 +7,18 @@ standard output has the answers alone.
 Not covered: several conversations at once, and changing an earlier message; the web chat has both.
 """
 
+import argparse
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import sys
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from rich.console import Console
@@ -27,13 +30,13 @@ from nanodag.api.launching import served_model, with_its_context
 from nanodag.api.prompt_rendering import ChatPrompt, chat_prompt
 from nanodag.api.refusals import Refused
 from nanodag.api.served_model import ServedModel
-from nanodag.api.token_text import TokenText
-from nanodag.chat.history import typed_lines
+from nanodag.api.tool_format import Call
 from nanodag.chat.tools import DEFAULT_TOOLS, MAX_ROUNDS, TOOLS, call
 from nanodag.engines.fleet import Fleet
 from nanodag.errors import BadRequest, SamplerError, SourceError
+from nanodag.host.folders import state_folder
 from nanodag.host.scratch import Scratch
-from nanodag.inference.protocol import Completion, Request, SamplingParams
+from nanodag.inference.protocol import Request, SamplingParams
 
 HELP = """\
 /reset            forget the conversation
@@ -42,9 +45,9 @@ HELP = """\
 /temperature X    0 takes the likeliest token every time
 /tokens N         the longest answer
 /quit             leave; so does the end of input"""
-
-Say = Callable[[str], None]
-Ask = Callable[[Request], AsyncGenerator[Completion, None]]
+MAX_LINES = 1000  # of the history
+# An editor must know which characters have no width.
+BLUE, PLAIN = "\x01\x1b[1;34m\x02", "\x01\x1b[0m\x02"
 
 
 @dataclass
@@ -110,11 +113,11 @@ class Dialogue:
         """Add what the model said."""
         self.messages.append({"role": "assistant", "content": text})
 
-    def called(self, text: str, calls: Sequence[tuple[str, str]], results: Sequence[str]) -> None:
-        """Add what the model said before its calls, the calls as names and arguments, and what came of them."""
+    def called(self, text: str, calls: Sequence[Call], results: Sequence[str]) -> None:
+        """Add what the model said before its calls, the calls, and what came of them."""
         made = [
-            {"id": f"call-{len(self.messages)}-{number}", "function": {"name": name, "arguments": arguments}}
-            for number, (name, arguments) in enumerate(calls)
+            {"id": f"call-{len(self.messages)}-{number}", "function": asdict(tool_call)}
+            for number, tool_call in enumerate(calls)
         ]
         self.messages.append({"role": "assistant", "content": text, "tool_calls": made})
         for tool_call, result in zip(made, results, strict=True):
@@ -171,60 +174,6 @@ class Dialogue:
         return f"{name.removeprefix('/')}: {number:g}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelConnection:
-    """Connection of a conversation with a model. ask: sends a request. say: shows a piece of the answer. tell: shows a
-    line about it."""
-
-    tokens: TokenText
-    ask: Ask
-    say: Say
-    tell: Say
-
-    async def answer(self, conversation: Dialogue) -> None:
-        """Say the answer to the last question as it comes, carrying out the tools that it calls. What was said stays
-        said when this is cancelled. Raises BadRequest for a question that cannot be put, SamplerError."""
-        for number in range(MAX_ROUNDS + 1):
-            was_offered = bool(conversation.tools)
-            prompt = conversation.prompt()
-            if was_offered and conversation.toolless:
-                self.tell(f"Asked without tools: {conversation.toolless}")
-            answer, text = ParsedAnswer(self.tokens, prompt.reader(), stops=()), ""
-            params = SamplingParams(
-                max_new_tokens=conversation.max_new_tokens,
-                temperature=conversation.temperature,
-                stop_token_ids=prompt.stop_ids,
-            )
-            request = Request(input_ids=prompt.ids, params=params, return_logprob=False)
-            results: list[str] = []
-            try:
-                async with aclosing(self.ask(request)) as completions:
-                    async for completion in completions:
-                        answer.take(completion)
-                        piece = answer.new().content
-                        text += piece
-                        self.say(piece)
-                if number < MAX_ROUNDS:
-                    results = [
-                        await self._carried_out(tool_call.name, tool_call.arguments) for tool_call in answer.calls
-                    ]
-            finally:
-                if results:
-                    conversation.called(
-                        text, [(tool_call.name, tool_call.arguments) for tool_call in answer.calls], results
-                    )
-                else:
-                    conversation.answer(text)
-            if not answer.calls:
-                return
-        self.tell(f"Ended: it called tools in more than {MAX_ROUNDS} rounds.")
-
-    async def _carried_out(self, name: str, arguments: str) -> str:
-        result = await asyncio.to_thread(call, name, arguments)
-        self.tell(f"{name}: {_shown(arguments)} = {result}")
-        return result
-
-
 def _shown(arguments: str) -> str:
     """The text of a call with one text, else the arguments as they came."""
     try:
@@ -234,39 +183,33 @@ def _shown(arguments: str) -> str:
     return str(values[0]) if len(values) == 1 else arguments
 
 
-def chat(
-    model_folder: Path,
-    *,
-    temperature: float = 0.8,
-    max_new_tokens: int = 256,
-    device: str = "cpu",
-    system: str = "",
-    tools: Sequence[str] = DEFAULT_TOOLS,
-    message: str | None = None,
-) -> int:
+def chat(options: argparse.Namespace) -> int:
     """Talk to a model until /quit or the end of input; returns the exit code. Ctrl-C ends an answer.
 
-    system: the system message. message: the only one; `-` for the whole of standard input.
+    options: as of `__main__.py`.
     Raises SourceError for a folder without tokenizer or chat template, SamplerLost when the engine cannot start,
     BadRequest for a tool that cannot be used here.
     """
-    console = Console(highlight=False)
+    console, folder, message = Console(highlight=False), options.folder, options.message
     is_terminal = message is None and sys.stdin.isatty()
-    with Scratch("chat") as folder, asyncio.Runner() as runner:
-        args = parse_arguments([f"--model=model={model_folder}", "--max-batch=1", f"--device={device}"])
-        name = model_folder.name
-        model = served_model(args, name, model_folder, name, Path(folder), first=0, num_models=1)
+    with Scratch("chat") as logs, asyncio.Runner() as runner:
+        args = parse_arguments([f"--model=model={folder}", "--max-batch=1", f"--device={options.device}"])
+        model = served_model(args, folder.name, folder, folder.name, Path(logs), first=0, num_models=1)
         if model.renderer is None:
-            raise SourceError(f"The tokenizer in {model_folder} has no chat template, so it cannot be talked to.")
+            raise SourceError(f"The tokenizer in {folder} has no chat template, so it cannot be talked to.")
         if is_terminal:
-            console.print(f"[dim]Loading {model_folder} ... (/help for commands)[/dim]")
+            console.print(f"[dim]Loading {folder} ... (/help for commands)[/dim]")
         engines = model.backend
         assert isinstance(engines, Fleet)
         try:
-            with _interrupts_kept_away():
+            # The engine never sees Ctrl-C, which is meant for the answer under way: a child inherits the mask of
+            # blocked signals, and the handlers that a server installs do not unblock them.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
                 runner.run(engines.start(1))
-            conversation = _begun(runner.run(with_its_context(model)), temperature, max_new_tokens, tools)
-            conversation.begin_again(system)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            conversation = _begun(runner.run(with_its_context(model)), options)
             talk = Talk(conversation, model, runner, console, is_terminal)
             if message is not None:
                 return 0 if talk.hears(sys.stdin.read() if message == "-" else message) else 1
@@ -279,41 +222,74 @@ def chat(
             runner.run(engines.end())
 
 
-def _begun(model: ServedModel, temperature: float, max_new_tokens: int, tools: Sequence[str]) -> Dialogue:
+def _begun(model: ServedModel, options: argparse.Namespace) -> Dialogue:
     context = model.context_length
-    longest = min(max_new_tokens, max(1, context // 2))
-    conversation = Dialogue(lambda body: chat_prompt(model, body), context, temperature, longest)
-    message = conversation.offer(tools)
-    if conversation.tools != tuple(tools):
+    longest = min(options.max_new_tokens, max(1, context // 2))
+    conversation = Dialogue(lambda body: chat_prompt(model, body), context, options.temperature, longest)
+    message = conversation.offer(options.tools)
+    if conversation.tools != tuple(options.tools):
         raise BadRequest(message)
+    conversation.begin_again(options.system)
     return conversation
 
 
+@dataclass(frozen=True)
 class Talk:
-    """A conversation, and where it is shown: on a terminal, or with nothing but the answers on standard output."""
+    """A conversation with a model, and where it is shown: on a terminal, or with nothing but the answers on standard
+    output."""
 
-    def __init__(
-        self,
-        conversation: Dialogue,
-        model: ServedModel,
-        runner: asyncio.Runner,
-        console: Console,
-        is_terminal: bool,
-    ) -> None:
-        self._conversation, self._runner, self._console = conversation, runner, console
-        self._is_terminal = is_terminal
+    conversation: Dialogue
+    model: ServedModel
+    runner: asyncio.Runner
+    console: Console
+    is_terminal: bool
 
-        def ask(request: Request) -> AsyncGenerator[Completion, None]:
-            return model.backend.answer(request, stream=True)
+    async def answer(self) -> None:
+        """Say the answer to the last question as it comes, carrying out the tools that it calls. What was said stays
+        said when this is cancelled. Raises BadRequest for a question that cannot be put, SamplerError."""
+        conversation = self.conversation
+        for number in range(MAX_ROUNDS + 1):
+            was_offered = bool(conversation.tools)
+            prompt = conversation.prompt()
+            if was_offered and conversation.toolless:
+                self._tell(f"Asked without tools: {conversation.toolless}")
+            answer, text = ParsedAnswer(self.model.tokens, prompt.reader(), stops=()), ""
+            params = SamplingParams(
+                max_new_tokens=conversation.max_new_tokens,
+                temperature=conversation.temperature,
+                stop_token_ids=prompt.stop_ids,
+            )
+            request = Request(input_ids=prompt.ids, params=params, return_logprob=False)
+            results: list[str] = []
+            try:
+                async with aclosing(self.model.backend.answer(request, stream=True)) as completions:
+                    async for completion in completions:
+                        answer.take(completion)
+                        piece = answer.new().content
+                        text += piece
+                        self._say(piece)
+                if number < MAX_ROUNDS:
+                    results = [await self._carried_out(tool_call) for tool_call in answer.calls]
+            finally:
+                if results:
+                    conversation.called(text, answer.calls, results)
+                else:
+                    conversation.answer(text)
+            if not answer.calls:
+                return
+        self._tell(f"Ended: it called tools in more than {MAX_ROUNDS} rounds.")
 
-        self._line = ModelConnection(tokens=model.tokens, ask=ask, say=self._say, tell=self._tell)
+    async def _carried_out(self, tool_call: Call) -> str:
+        result = await asyncio.to_thread(call, tool_call.name, tool_call.arguments)
+        self._tell(f"{tool_call.name}: {_shown(tool_call.arguments)} = {result}")
+        return result
 
     def _say(self, text: str) -> None:
-        self._console.out(text, end="", highlight=False)
+        self.console.out(text, end="", highlight=False)
 
     def _tell(self, text: str) -> None:
-        if self._is_terminal:
-            self._console.print(f"\n{text}", style="dim", markup=False)
+        if self.is_terminal:
+            self.console.print(f"\n{text}", style="dim", markup=False)
         else:
             print(text, file=sys.stderr)
 
@@ -322,35 +298,54 @@ class Talk:
         all_heard = True
         for line in lines:
             if line.startswith("/"):
-                reply = self._conversation.command(line)
+                reply = self.conversation.command(line)
                 if reply is None:
                     break
                 self._tell(reply)
             elif line.strip():
                 all_heard = self.hears(line) and all_heard
-        return 0 if all_heard or self._is_terminal else 1
+        return 0 if all_heard or self.is_terminal else 1
 
     def hears(self, text: str) -> bool:
         """Answer one message; False where it could not be put to the model."""
-        self._conversation.ask(text)
-        if self._is_terminal:
-            self._console.print("[bold green]model[/bold green]  ", end="")
+        self.conversation.ask(text)
+        if self.is_terminal:
+            self.console.print("[bold green]model[/bold green]  ", end="")
         try:
             with contextlib.suppress(KeyboardInterrupt):  # the answer so far stays part of the conversation
-                self._runner.run(self._line.answer(self._conversation))
+                self.runner.run(self.answer())
         except BadRequest as error:
             print(error, file=sys.stderr)
             return False
-        self._say("\n\n" if self._is_terminal else "\n")
+        self._say("\n\n" if self.is_terminal else "\n")
         return True
 
 
-@contextlib.contextmanager
-def _interrupts_kept_away() -> Iterator[None]:
-    """Processes started inside never see Ctrl-C: it is meant for the answer under way, not for the engine."""
-    # A child inherits the mask of blocked signals, and the handlers that a server installs do not unblock them.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+def typed_lines(who: str) -> Iterator[str]:
+    """Lines as they are typed, each asked for with a name, until the end of input or Ctrl-C. As far as Python has
+    readline they are edited, and kept for later chats; a folder that cannot be written to keeps none."""
+    editor, path = _editor(), state_folder() / "chat-history"
+    prompt = f"{who}    " if editor is None or "NO_COLOR" in os.environ else f"{BLUE}{who}{PLAIN}    "
+    if editor is not None:
+        with contextlib.suppress(OSError):
+            editor.read_history_file(path)
+        editor.set_history_length(MAX_LINES)
     try:
-        yield
+        while True:
+            yield input(prompt)
+    except (EOFError, KeyboardInterrupt):
+        print()
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if editor is not None:
+            with contextlib.suppress(OSError):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.touch(mode=0o600)
+                editor.write_history_file(path)
+
+
+def _editor() -> ModuleType | None:
+    try:
+        import readline
+    except ImportError:
+        return None
+    return readline

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from nanodag.errors import BadRequest
 from nanodag.rewards.sandbox import why_no_walls
 from nanodag.rl.environments.tools import calculated, printed
 
@@ -41,10 +40,6 @@ class ChatTool:
         return f"Python of a chat is off: {why}" if self.needs_walls and (why := why_no_walls()) else ""
 
 
-def _python(program: str) -> str:
-    return printed(program, seconds=PYTHON_S, longest=MAX_RESULT_CHARACTERS)
-
-
 TOOLS = {
     tool.name: tool
     for tool in (
@@ -61,7 +56,7 @@ TOOLS = {
             "without a network, and returns what it printed.",
             parameter="program",
             meaning="a whole program, which prints its result",
-            run=_python,
+            run=lambda program: printed(program, seconds=PYTHON_S, longest=MAX_RESULT_CHARACTERS),
             needs_walls=True,
         ),
     )
@@ -83,21 +78,12 @@ def call(name: str, arguments: str) -> str:
     if why := tool.why_not():
         return f"{FAILED}: {why}"
     try:
-        text = _only_text(arguments)
-    except BadRequest as error:
-        return f'{FAILED}: {error}; a call has the form {{"{tool.parameter}": "..."}}'
-    result = tool.run(text)
-    left = len(result) - MAX_RESULT_CHARACTERS
-    return result if left <= 0 else f"{result[:MAX_RESULT_CHARACTERS]}\n... and {left} characters more"
-
-
-def _only_text(arguments: str) -> str:
-    """Raises BadRequest for what is no object with one text."""
-    try:
-        fields = json.loads(arguments)
-    except (ValueError, RecursionError) as error:
-        raise BadRequest("its arguments are no JSON") from error
+        fields, fault = json.loads(arguments), f"its arguments are {arguments[:80]}"
+    except (ValueError, RecursionError):
+        fields, fault = None, "its arguments are no JSON"
     values = list(fields.values()) if isinstance(fields, dict) else []
     if len(values) != 1 or not isinstance(values[0], str):
-        raise BadRequest(f"its arguments are {arguments[:80]}")
-    return values[0]
+        return f'{FAILED}: {fault}; a call has the form {{"{tool.parameter}": "..."}}'
+    result = tool.run(values[0])
+    left = len(result) - MAX_RESULT_CHARACTERS
+    return result if left <= 0 else f"{result[:MAX_RESULT_CHARACTERS]}\n... and {left} characters more"

@@ -94,7 +94,7 @@ def notify(overrides: Overrides = None, preset: Preset = "auto", file: File = ""
     running = server.ensure(lambda text: console.print(text, style="dim"))
     ended = subprocess.run(
         [sys.executable, "-m", "tasks.notify", webhook, json.dumps(body)],
-        env={**os.environ, **server.environment(running)}, capture_output=True, text=True, check=False,
+        env={**os.environ, **server.environment(running.port)}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     if ended.returncode:
         last = (ended.stderr.strip().splitlines() or [""])[-1]

@@ -80,7 +80,6 @@ class ExternalReplica(Replica):
 
     @property
     def name(self) -> str:
-        """Its number and address, for a message."""
         return f"Sampler {self.number} ({self.url})"
 
     async def open(self, weights: WeightsFolder) -> Opened:
@@ -91,7 +90,6 @@ class ExternalReplica(Replica):
         return server, client, WeightsFolder(NO_FOLDER, weights.version)
 
     def pause_s(self, attempt: int) -> float:
-        """Time before that attempt to have it back."""
         return min(self._servers.every_s * 2.0 ** min(attempt - 1, 16), self._servers.longest_s) if attempt else 0.0
 
     def check(self, requests: Sequence[Request]) -> None:
@@ -166,12 +164,13 @@ def _of_context(found: Any, needed: Needed, wanted: int) -> list[str]:
 def _embedded(needed: Needed, model: Mapping[str, Any], server: Mapping[str, Any]) -> list[str]:
     if server.get("version") != __version__:
         return [f"it is nanodag {server.get('version')}, and this is {__version__}: install the same on both machines"]
-    faults = []
     architecture, ours = model.get("architecture"), json.loads(json.dumps(asdict(needed.architecture)))
     theirs = architecture if isinstance(architecture, dict) else {}
-    for name in ours:
-        if theirs.get(name) != ours[name]:
-            faults.append(f"its model has {name} {theirs.get(name)}, the stage's {ours[name]}: serve the same model")
+    faults = [
+        f"its model has {name} {theirs.get(name)}, the stage's {value}: serve the same model"
+        for name, value in ours.items()
+        if theirs.get(name) != value
+    ]
     if needed.is_deterministic and not server.get("deterministic"):
         faults.append("sampler.deterministic is true, and it is not deterministic: start it with --deterministic")
     if needed.is_deterministic and needed.numerics not in ("", server.get("numerics")):
@@ -217,23 +216,18 @@ def _check_answer(request: Request, answer: Completion, versions: Sequence[str])
             f"it answered with weights {min(strange)!r:.80} and was given {versions[0]}: it was started again, or "
             "somebody else gives it weights"
         )
-    if request.return_logprob and not (
-        len(answer.logprobs) == len(answer.output_ids) and all(map(_is_logprob, answer.logprobs))
-    ):
+    are_logprobs = all(isinstance(p, int | float) and -math.inf < p < LARGEST_LOGPROB for p in answer.logprobs)
+    if request.return_logprob and not (are_logprobs and len(answer.logprobs) == len(answer.output_ids)):
         raise SamplerError("it answered with tokens that have no log-probabilities, or impossible ones")
     if not all(type(token) is int and token >= 0 for token in answer.output_ids):
         raise SamplerError("it answered with what is no token")
 
 
-def _is_logprob(value: Any) -> bool:
-    return isinstance(value, int | float) and -math.inf < value < LARGEST_LOGPROB
-
-
 class ExternalServers:
     """Addresses of external servers that are named now, and how to begin with the server at each.
 
-    urls: addresses of the config. file: of further ones, looked at again when it changed; None for none. needed: what
-    each must be. folder: where weights go that servers read, None where they get them by network. connect: a client
+    urls: addresses of the config. file: of further ones, read again and again; None for none. needed: what each must
+    be. folder: where weights go that servers read, None where they get them by network. connect: a client
     of a URL with a key. every_s: between two looks at the file and two tries, which grow to longest_s. timeout_s: for
     each answer of a server that begins. patience_s: for one of them to be up, where no other sampler is.
     """
@@ -255,7 +249,6 @@ class ExternalServers:
         self._connect, self._timeout_s = connect, timeout_s
         self.every_s, self.longest_s, self.patience_s = every_s, longest_s, patience_s
         self._in_file: list[Address] = []
-        self._state: tuple[int, int, int] | None = None
         self._looked = -float("inf")
         self._fault = ""
         self._reasons: dict[str, str] = {}
@@ -269,10 +262,7 @@ class ExternalServers:
 
     def _look(self, file: Path) -> None:
         try:
-            file_stat = file.stat()
-            state = (file_stat.st_mtime_ns, file_stat.st_size, file_stat.st_ino)
-            if state != self._state:
-                self._in_file, self._state, self._fault = read_addresses(file), state, ""
+            self._in_file, self._fault = read_addresses(file), ""
         except (OSError, ValueError) as error:
             if str(error) != self._fault:
                 log.warning("sampler.urls_file: %s. The servers that it named before stay.", error)

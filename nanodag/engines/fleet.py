@@ -19,7 +19,7 @@ from typing import TypeVar
 from nanodag.engines.replica import Member, Replica
 from nanodag.engines.roster import Roster
 from nanodag.engines.start import start_engines
-from nanodag.engines.watch import ChildServer
+from nanodag.engines.watch import AnyServer
 from nanodag.errors import SamplerError, SamplerLost
 from nanodag.errors.words import counted
 from nanodag.inference.client import SamplerClient
@@ -35,11 +35,8 @@ class Fleet(Roster):
 
     async def start(self, count: int) -> None:
         """Start so many engines at once. Raises SamplerLost, with none left, when one cannot."""
-        assert self._launch is not None
-        launch, (folder, version) = self._launch, (self.current.folder, self.current.version)
-        self.add(await start_engines(lambda number: launch(number, folder, version), count))
-
-    # Requests
+        folder, version = self.current.folder, self.current.version
+        self.add(await start_engines(lambda number: self._launch(number, folder, version), count))
 
     @property
     def is_ready(self) -> bool:
@@ -115,7 +112,7 @@ class Fleet(Roster):
                 replica.load -= 1
 
     async def _asked_in_vain(
-        self, replica: Replica, server: ChildServer, error: SamplerError, attempts_left: int
+        self, replica: Replica, server: AnyServer, error: SamplerError, attempts_left: int
     ) -> None:
         """Note that one was lost. Raises SamplerLost where nobody else is to be asked."""
         if replica.is_own and not replica.is_awaited:  # others wait for its answers
@@ -142,8 +139,6 @@ class Fleet(Roster):
             with suppress(holder.faults):  # then it has ended
                 await holder.watched(holder.client.abort(rid))
 
-    # Weights
-
     async def members(self) -> list[Member]:
         """All of them, when all have answered; servers of others that are here. They are to be given weights: none that
         comes back takes any by itself until `paused` has ended."""
@@ -167,25 +162,20 @@ class Fleet(Roster):
         Not without `pause`: then who changes weights waits for them."""
         try:
             await self.hold_back()
-            async with self._all_paused():
+            if self._pause is None:
                 yield
+                return
+            self._is_paused = True
+            try:
+                there = [replica for replica in self.here if replica.is_up or replica.is_awaited]
+                await asyncio.gather(*(self._if_not_lost(replica, self._pause_one) for replica in there))
+                yield
+            finally:
+                self._is_paused = False
+                # Who waited for one that is being started again could not be stopped for minutes; it goes on by itself.
+                await asyncio.gather(*(self._resume(replica) for replica in self.replicas if replica.is_up))
         finally:
-            self.let_go()
-
-    @asynccontextmanager
-    async def _all_paused(self) -> AsyncIterator[None]:
-        if self._pause is None:
-            yield
-            return
-        self._is_paused = True
-        try:
-            there = [replica for replica in self.here if replica.is_up or replica.is_awaited]
-            await asyncio.gather(*(self._if_not_lost(replica, self._pause_one) for replica in there))
-            yield
-        finally:
-            self._is_paused = False
-            # Who waited for one that is being started again could not be stopped for minutes; it goes on by itself.
-            await asyncio.gather(*(self._resume(replica) for replica in self.replicas if replica.is_up))
+            self._may_give.set()
 
     async def _pause_one(self, replica: Replica, client: SamplerClient) -> None:
         assert self._pause is not None
@@ -269,8 +259,6 @@ class Fleet(Roster):
         held = await self.each(lambda replica, client: client.fingerprints(), are_up=True)
         return [held.get(replica, []) for replica in self.replicas]
 
-    # All of them
-
     async def each(
         self, call: Callable[[Replica, SamplerClient], Awaitable[T]], *, are_up: bool = False
     ) -> dict[Replica, T]:
@@ -279,7 +267,9 @@ class Fleet(Roster):
         began = time.monotonic()
         while True:
             self.arrange()
-            await self.all_tried()
+            if not self._have_all_been_tried:
+                await asyncio.gather(*(replica.was_tried.wait() for replica in self.replicas))
+                self._have_all_been_tried = True
             if are_up and not self._may_give.is_set():  # in the midst of a sync: who came back gets its weights here
                 stale = [replica for replica in self.here if not replica.is_up and not replica.is_awaited]
                 await asyncio.gather(*(self._if_not_lost(replica, self._take) for replica in stale))

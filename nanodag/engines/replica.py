@@ -11,7 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from nanodag.engines.watch import ChildServer, ServerWatch
+from nanodag.engines.start import ServerProcess
+from nanodag.engines.watch import AnyServer, ServerWatch
 from nanodag.errors import SamplerError, SamplerLost
 from nanodag.host.threads import in_thread
 from nanodag.inference.client import SamplerClient
@@ -23,7 +24,7 @@ T = TypeVar("T")
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
 """Between two starts that fail, of an engine that nobody waits for."""
 
-Launch = Callable[[int, Path, Any], ChildServer]
+Launch = Callable[[int, Path, Any], ServerProcess]
 """launch(number, model folder, version): a server that answers. Blocks; raises SamplerLost with the end of the log."""
 
 
@@ -32,7 +33,7 @@ class Member:
     """An engine as it is now: another server in its place is another member."""
 
     number: int
-    server: ChildServer
+    server: AnyServer
     client: SamplerClient
 
 
@@ -46,7 +47,7 @@ class WeightsFolder:
 
 NO_FOLDER = Path()
 """The folder of weights that are not known, or lost."""
-Opened = tuple[ChildServer, SamplerClient, WeightsFolder]
+Opened = tuple[AnyServer, SamplerClient, WeightsFolder]
 """A server that answers, a client of it, and the weights that it has."""
 
 
@@ -58,18 +59,13 @@ class Replica:
     whether there is a server that may be given weights. is_up: it may be asked.
     """
 
-    is_own = False
-    """True when the fleet starts and ends its processes."""
-    is_awaited = False
-    """True when the fleet waits for it where it is away, and ends where it is lost too often; else it is left out."""
-    must_answer = False
-    """True when it counts as lost when it is silent while it takes weights."""
-    faults: type[SamplerError] = SamplerLost
-    """Errors after which it is away."""
-    is_named = True
-    """True when it is to be among the fleet."""
+    is_own = False  # the fleet starts and ends its processes
+    is_awaited = False  # where it is away the fleet waits, and ends where it is lost too often; else it is left out
+    must_answer = False  # it counts as lost when it is silent while it takes weights
+    is_named = True  # it is to be among the fleet
+    faults: type[SamplerError] = SamplerLost  # after which it is away
 
-    server: ChildServer
+    server: AnyServer
     client: SamplerClient
     watch: ServerWatch
     folder: Path
@@ -192,11 +188,11 @@ class OwnReplica(Replica):
 
     async def open(self, weights: WeightsFolder) -> Opened:
         """Start a server with the weights, of which those are given that are current when their folder is there."""
-        now = replace(weights)
-        await self._provide(now.folder)
-        while now != weights:  # it is to have others by now
+        while True:
             now = replace(weights)
             await self._provide(now.folder)
+            if now == weights:  # else it is to have others by now
+                break
         try:
             server = await in_thread(partial(self._launch, self.number, now.folder, now.version))
         except OSError as error:  # no memory, no place on the disk, too many files

@@ -15,7 +15,8 @@ from typing import Any
 
 from nanodag.engines.external import ExternalReplica, ExternalServers
 from nanodag.engines.replica import Launch, OwnReplica, Replica, WeightsFolder
-from nanodag.engines.watch import ChildServer, ServerWatch
+from nanodag.engines.start import ServerProcess
+from nanodag.engines.watch import AnyServer, ServerWatch
 from nanodag.errors import SamplerError, SamplerLost
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.protocol import PauseMode
@@ -47,12 +48,12 @@ class Roster:
 
     def __init__(
         self,
-        servers: Sequence[ChildServer] = (),
+        servers: Sequence[ServerProcess] = (),
         *,
         model: Path,
         version: Any,
-        launch: Launch | None,
-        connect: Callable[[str], SamplerClient] | None,
+        launch: Launch,
+        connect: Callable[[str], SamplerClient],
         name: str = "Sampler",
         max_restarts: int | None = 3,
         is_stopping: Callable[[], bool] = lambda: False,
@@ -75,7 +76,7 @@ class Roster:
         self._pause, self._is_paused = pause, False
         self._external, self._check = external, check
         self._is_closed = False
-        self._have_all_been_tried = external is None
+        self._have_all_been_tried = external is None  # at first, each external server that is named is waited for
         # What a stage's samplers start with is for nobody: its first weights are still to come.
         self._has_weights, self._may_give = asyncio.Event(), asyncio.Event()
         self._may_give.set()
@@ -86,14 +87,13 @@ class Roster:
         self._holder: dict[str, Replica] = {}  # of each request under way
         self.add(servers)
 
-    def add(self, servers: Sequence[ChildServer]) -> None:
+    def add(self, servers: Sequence[ServerProcess]) -> None:
         """Take up servers that run and have the current weights."""
-        assert (self._launch is not None and self._connect is not None) or not servers
         for server in servers:
             replica = OwnReplica(
                 len(self.replicas),
-                launch=self._launch,  # type: ignore[arg-type] # the assertion
-                connect=self._connect,  # type: ignore[arg-type]
+                launch=self._launch,
+                connect=self._connect,
                 provide=lambda folder: self.provide(folder),  # a weight sync sets another one later
                 max_restarts=self._max_restarts,
                 name=self.name,
@@ -101,7 +101,7 @@ class Roster:
             self.replicas.append(replica)
             self._take_up(replica, server, replica.connect(server.url), self.current)
 
-    def _take_up(self, replica: Replica, server: ChildServer, client: SamplerClient, weights: WeightsFolder) -> None:
+    def _take_up(self, replica: Replica, server: AnyServer, client: SamplerClient, weights: WeightsFolder) -> None:
         """Note that a server, which has these weights, is this engine's."""
         replica.server, replica.client = server, client
         replica.folder, replica.version = weights.folder, weights.version
@@ -174,13 +174,7 @@ class Roster:
             unnamed.is_here = False
             unnamed.begin(self._come_back(unnamed, is_well=True))
 
-    async def all_tried(self) -> None:
-        """Wait, at first, until each external server that is named has been tried."""
-        if not self._have_all_been_tried:
-            await asyncio.gather(*(replica.was_tried.wait() for replica in self.replicas))
-            self._have_all_been_tried = True
-
-    def lost(self, replica: Replica, server: ChildServer, error: SamplerError) -> None:
+    def lost(self, replica: Replica, server: AnyServer, error: SamplerError) -> None:
         """Begin to replace a server that was lost, unless that has begun. Raises it where the fleet ends, SamplerLost
         where it was lost too often."""
         is_coming = replica.restart is not None
@@ -199,7 +193,7 @@ class Roster:
         if not is_coming:  # else it was about to come back, and sees that it may not
             replica.begin(self._come_back(replica))
 
-    def noticed(self, replica: Replica, server: ChildServer, error: SamplerError) -> None:
+    def noticed(self, replica: Replica, server: AnyServer, error: SamplerError) -> None:
         """The same for who has nobody to raise to: whoever needs the engine next meets the error."""
         try:
             self.lost(replica, server, error)
@@ -302,13 +296,9 @@ class Roster:
         self._has_weights.set()
 
     async def hold_back(self) -> None:
-        """Return when none takes weights by itself, and none will until `let_go`."""
+        """Return when none takes weights by itself, and none will until _may_give is set again."""
         self._may_give.clear()
         await asyncio.gather(*self._giving, return_exceptions=True)
-
-    def let_go(self) -> None:
-        """End `hold_back`: an engine that comes back takes weights by itself again."""
-        self._may_give.set()
 
     def close(self) -> None:
         """End them all; none is started again."""

@@ -39,10 +39,10 @@ class NodeServer(ServerProcess):
 
 
 class SamplerNode:
-    """One node and its samplers; `Elsewhere` of `start.py`. number: of the sampler that is started next, for the
-    files that tell of it. folder: the workspace, which all nodes share."""
+    """One node and its samplers, of which `start_engine` starts one. number: of the sampler that is started next, for
+    the files that tell of it. folder: the workspace, which all nodes share."""
 
-    host = nodes.ADDRESS
+    host = nodes.ADDRESS  # that they listen on
 
     def __init__(self, cluster: ClusterConfig, name: str, folder: Path, *, number: int) -> None:
         self._cluster, self._name, self._folder = cluster, name, folder
@@ -86,8 +86,8 @@ class SamplerNode:
             token=self._token,
             log_path=log_path,
         )
-        return NodeServer(child.process, "", log_path)
+        return NodeServer(child.process, log_path=log_path, in_group=True)
 
     def address(self, server: ServerProcess) -> str:
-        """The node's, once it has written it."""
+        """The node's, once it has written it; else empty."""
         return nodes.address_of(self._up, self._token)

@@ -10,18 +10,16 @@ import json
 import os
 import secrets
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Self
 
 import httpx
 
 from nanodag.children.child import Child, start_child
-from nanodag.engines.watch import ChildServer
 from nanodag.errors import SamplerLost
 from nanodag.host.ports import LOOPBACK, free_port, network_environment
 from nanodag.host.processor import SHAPE_CACHES
@@ -35,7 +33,8 @@ from nanodag.inference.sglang_install import Device, find_python
 from nanodag.inference.sglang_options import Option, arguments
 from nanodag.model.architecture import read_checkpoint
 
-Server = TypeVar("Server", bound=ChildServer)
+if TYPE_CHECKING:
+    from nanodag.engines.sampler_node import SamplerNode
 
 POLL_S = 0.02
 SHIM = Path(__file__).with_name("sglang_shim.py")
@@ -53,20 +52,16 @@ CPU_OPTIONS: dict[str, Option] = {
 
 
 class ServerProcess(Child):
-    """A server that runs as a child, in this process's group."""
+    """A server that runs as a child, in this process's group. url: empty until it is known."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]", url: str, log_path: Path) -> None:
-        super().__init__(process, log_path=log_path, in_group=True)
-        self.url = url
+    url = ""
 
     @classmethod
-    def spawn(
-        cls, command: Sequence[str], *, log_path: Path, env: Mapping[str, str], token: str = "", url: str = ""
-    ) -> Self:
+    def spawn(cls, command: Sequence[str], *, log_path: Path, env: Mapping[str, str], token: str = "") -> Self:
         """Start a command; its output is appended to ``log_path``. It may not be ready yet."""
         environment = {**env, **server_environment(token)}
         child = start_child(command, environment=environment, log_path=log_path, in_group=True)
-        return cls(child.process, url, log_path)
+        return cls(child.process, log_path=log_path, in_group=True)
 
     def __exit__(self, *raised: object) -> None:
         self.stop()
@@ -89,22 +84,8 @@ class ServerProcess(Child):
             time.sleep(POLL_S)
 
 
-class Elsewhere(Protocol):
-    """Another machine that servers are started on, which sees the folder of their logs. host: that they listen on."""
-
-    host: str
-
-    def spawn(self, command: Sequence[str], *, log_path: Path, env: Mapping[str, str], token: str) -> ServerProcess:
-        """Start a command there; its output is appended to log_path. It may not be ready yet."""
-        ...
-
-    def address(self, server: ServerProcess) -> str:
-        """Address of that machine; empty until it has answered."""
-        ...
-
-
 def start_engine(
-    settings: EngineSettings, *, log_path: str | Path, elsewhere: Elsewhere | None = None
+    settings: EngineSettings, *, log_path: str | Path, elsewhere: "SamplerNode | None" = None
 ) -> ServerProcess:
     """Start one process and wait until it answers. Its output is appended to ``log_path``. elsewhere: on that machine,
     which must then be reached from here.
@@ -144,7 +125,7 @@ def start_engine(
     return server
 
 
-async def start_engines(start: Callable[[int], Server], count: int) -> list[Server]:
+async def start_engines(start: Callable[[int], ServerProcess], count: int) -> list[ServerProcess]:
     """Start several at once, each by its number; all of them are ended again where one does not start."""
     starting = (in_thread(partial(start, number)) for number in range(count))
     started = await asyncio.gather(*starting, return_exceptions=True)
@@ -159,13 +140,8 @@ async def start_engines(start: Callable[[int], Server], count: int) -> list[Serv
 
 def cache_tokens(model: Path, *, cache_bytes: int, dtype: str, context: int) -> int:
     """Tokens that a cache of so many bytes holds, at least one context."""
-    a = read_checkpoint(model).architecture
-    each = token_bytes(
-        num_layers=a.num_layers,
-        num_kv_heads=a.num_kv_heads,
-        head_width=a.head_dim,
-        element_bytes=DTYPE_BYTES[dtype],
-    )
+    a, size = read_checkpoint(model).architecture, DTYPE_BYTES[dtype]
+    each = token_bytes(num_layers=a.num_layers, num_kv_heads=a.num_kv_heads, head_width=a.head_dim, element_bytes=size)
     return max(cache_bytes // each, context + CONTEXT_RESERVE)
 
 
@@ -216,16 +192,15 @@ def _sglang(settings: EngineSettings) -> tuple[list[str], dict[str, str]]:
     return command, _sglang_environment(settings.device)
 
 
-def foreign_environment() -> dict[str, str]:
-    """This process's, without what belongs to its own Python and its own torch."""
-    foreign = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
-    ours = SHAPE_CACHES.items()
-    return {name: value for name, value in os.environ.items() if name not in foreign and (name, value) not in ours}
-
-
 def _sglang_environment(device: Device) -> dict[str, str]:
-    environment = foreign_environment() | network_environment()
-    environment.update(GOMP_SPINCOUNT="0", HF_HUB_OFFLINE="1", SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN="1")
+    """This process's, without what belongs to its own Python and its own torch, with SGLang's."""
+    foreign, ours = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"), SHAPE_CACHES.items()
+    environment = {
+        name: value for name, value in os.environ.items() if name not in foreign and (name, value) not in ours
+    }
+    environment.update(
+        network_environment(), GOMP_SPINCOUNT="0", HF_HUB_OFFLINE="1", SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN="1"
+    )
     # /health would generate, which a paused server cannot. /health_generate still does.
     environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "false"
     # A server whose scheduler has crashed would wait 65 s for dumps that nobody made, before its end can be seen.

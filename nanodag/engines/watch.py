@@ -6,10 +6,14 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from nanodag.errors import SamplerLost
 from nanodag.inference.client import SamplerClient
+
+if TYPE_CHECKING:
+    from nanodag.engines.external import ExternalServer
+    from nanodag.engines.start import ServerProcess
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -17,28 +21,7 @@ PARTS = 10  # of the time in which a server is to answer
 LOOK_S = 0.25  # an end is seen as soon
 
 
-class ChildServer(Protocol):
-    """A server as a child process."""
-
-    url: str
-
-    @property
-    def pid(self) -> int: ...
-
-    @property
-    def is_alive(self) -> bool: ...
-
-    def tail(self) -> str:
-        """The end of its log."""
-        ...
-
-    def stop(self) -> None:
-        """Ask it to end, then make it."""
-        ...
-
-    def kill(self) -> None:
-        """Make it end at once."""
-        ...
+AnyServer: TypeAlias = "ServerProcess | ExternalServer"
 
 
 class ServerWatch:
@@ -52,7 +35,7 @@ class ServerWatch:
 
     def __init__(
         self,
-        server: ChildServer,
+        server: AnyServer,
         client: SamplerClient,
         *,
         every_s: float,
@@ -132,9 +115,7 @@ class ServerWatch:
     async def _answer(self) -> bool | None:
         """True when it says that it is well; None for silence of timeout_s. They are waited for in parts: where
         this process does not run for long, one part is over, and what has come meanwhile is seen in the next."""
-        request = asyncio.ensure_future(
-            self._client.health() if self.may_generate else self._client.health(generates=False)
-        )
+        request = asyncio.ensure_future(self._client.health(generates=self.may_generate))
         try:
             for _ in range(PARTS):
                 if (await asyncio.wait([request], timeout=self._timeout_s / PARTS))[0]:

@@ -35,7 +35,7 @@ class NightComparison:
     against: str
     night: str
     run: str
-    found: PairedDifference | None
+    found: PairedDifference | None = None
     why: str = ""
     candidates: int = 1
     p_worse: float = 1.0
@@ -44,10 +44,7 @@ class NightComparison:
 
     def as_json(self) -> dict[str, Any]:
         name = {field: getattr(self.score, field) for field in ("label", "stage", "eval", "benchmark", "metric")}
-        rest = {
-            field: getattr(self, field)
-            for field in ("against", "night", "run", "why", "candidates", "p_worse", "adjusted", "is_worse")
-        }
+        rest = {field: value for field, value in vars(self).items() if field not in ("score", "found")}
         return {**name, **rest, "found": self.found.as_json() if self.found else None}
 
     def __str__(self) -> str:
@@ -60,8 +57,7 @@ class NightComparison:
         unit = " %" if words.is_share(metric) else ""
         now, before = (f"{words.value(value, metric)}{unit}" for value in (delta.value_b, delta.value_a))
         return (
-            f"{lead} {now}, {before} before: "
-            f"{words.signed(delta.difference, metric)} {words.points(metric)} "
+            f"{lead} {now}, {before} before: {words.signed(delta.difference, metric)} {words.points(metric)} "
             f"({words.signed_interval(delta.low, delta.high, metric)}, adjusted p {words.probability(self.adjusted)}) "
             f"against {self.against} ({self.night})"
         )
@@ -80,9 +76,7 @@ def compare(
     scores: of nanodag.nightly.findings.scores_of. earlier: records of earlier nights, oldest first. A score whose model
     and items are the last night's is not tested again.
     """
-    made: list[NightComparison] = []
-    for score in scores:
-        made += _of_one(store, score, earlier)
+    made = [comparison for score in scores for comparison in _of_one(store, score, earlier)]
     tested = [i for i, comparison in enumerate(made) if comparison.found is not None]
     for i, adjusted in zip(tested, holm([made[i].p_worse for i in tested]), strict=True):
         made[i] = replace(made[i], adjusted=adjusted, is_worse=adjusted < false_alarms)
@@ -102,7 +96,8 @@ def _of_one(store: Store, score: NightScore, earlier: Sequence[RunRecord]) -> li
         return []
     last_night, last = series[-1]
     if last.digest == score.digest:
-        return [_untested(score, "last night", last_night, last, SAME_ANSWERS)]
+        run = last.run
+        return [NightComparison(score=score, against="last night", night=last_night, run=run, why=SAME_ANSWERS)]
     sign = 1 if score.higher_is_better else -1
     best_night, best = max(series, key=lambda pair: sign * pair[1].value)
     candidates = len({old.digest for _, old in series})
@@ -115,19 +110,14 @@ def _of_one(store: Store, score: NightScore, earlier: Sequence[RunRecord]) -> li
 def _tested(
     store: Store, score: NightScore, against: str, night: str, old: NightScore, candidates: int
 ) -> NightComparison:
+    comparison = NightComparison(score=score, against=against, night=night, run=old.run)
     try:
         name = f"samples/{score.benchmark}.jsonl"
-        paths = [store.materialize(store.attempt(s.key, s.attempt)) / name for s in (old, score)]
-        outcome = paired(paths[0], paths[1], score.metric)
+        before, now = (store.materialize(store.attempt(s.key, s.attempt)) / name for s in (old, score))
+        outcome = paired(before, now, score.metric)
     except (ArtifactNotFound, CorruptArtifact, SourceError) as error:
-        return _untested(score, against, night, old, str(error))
+        return replace(comparison, why=str(error))
     is_lower = (outcome.difference < 0) == score.higher_is_better and outcome.difference != 0
     # Half of the two-sided p-value, exact for McNemar's test; where it got better, 1 errs on the safe side.
     p_worse = min(1.0, candidates * outcome.p_value / 2) if is_lower else 1.0
-    return NightComparison(
-        score=score, against=against, night=night, run=old.run, found=outcome, candidates=candidates, p_worse=p_worse
-    )
-
-
-def _untested(score: NightScore, against: str, night: str, old: NightScore, why: str) -> NightComparison:
-    return NightComparison(score=score, against=against, night=night, run=old.run, found=None, why=why)
+    return replace(comparison, found=outcome, candidates=candidates, p_worse=p_worse)

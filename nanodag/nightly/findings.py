@@ -43,18 +43,16 @@ def scores_of(night: Night, results: Mapping[str, StageResult]) -> list[NightSco
     """One score a model and benchmark, in the order of the config. results: the night's stage name -> its result;
     stages that failed are not in it."""
     scores = []
-    for subject in night.subjects:
-        for name, (eval_name, _) in subject.evals.items():
-            if name not in results:
-                continue
-            result = results[name]
-            folder = night.run.store.materialize(night.run.store.attempt(result.key, result.attempt))
-            benchmarks = json.loads((folder / "results.json").read_text(encoding="utf-8"))["benchmarks"]
-            for benchmark, values in benchmarks.items():
-                line = {"label": subject.label, "stage": subject.stage, "eval": eval_name, "benchmark": benchmark}
-                artifact = {"key": result.key, "attempt": result.attempt, "digest": result.digest}
-                kept = {field: values[field] for field in KEPT if field in values}
-                scores.append(NightScore(**line, run=subject.run, **kept, **artifact, was_found=result.was_found))
+    evaluated = [(s, name, of) for s in night.subjects for name, (of, _) in s.evals.items() if name in results]
+    for subject, name, eval_name in evaluated:
+        result = results[name]
+        folder = night.run.store.materialize(night.run.store.attempt(result.key, result.attempt))
+        benchmarks = json.loads((folder / "results.json").read_text(encoding="utf-8"))["benchmarks"]
+        for benchmark, values in benchmarks.items():
+            line = {"label": subject.label, "stage": subject.stage, "eval": eval_name, "benchmark": benchmark}
+            artifact = {"key": result.key, "attempt": result.attempt, "digest": result.digest}
+            kept = {field: values[field] for field in KEPT if field in values}
+            scores.append(NightScore(**line, run=subject.run, **kept, **artifact, was_found=result.was_found))
     return scores
 
 

@@ -10,7 +10,7 @@ from nanodag.nightly.compare import SAME_ANSWERS, NightComparison, line_name
 from nanodag.report import words
 from nanodag.report.page import PageSection, Part, Report
 from nanodag.report.plots import Panel, panels_svg
-from nanodag.report.tables import Cell, Table
+from nanodag.report.tables import Cell, Table, cells
 from nanodag.store.run_record import NightScore, RunRecord
 
 MAX_TICKS = 5
@@ -31,13 +31,10 @@ def trend_report(
         f"“worse” in a night is below {false_alarms:g}. “Not worse” may hide a small change."
     )
     sections = [PageSection(title="Tonight", note=note, parts=_tonight(scores, comparisons))]
-    if missing:
-        rows = [[Cell(text=text)] for text in missing]
-        table = Table(headers=["what, and why"], rows=rows)
-        sections.append(PageSection(title="Not evaluated", parts=[Part(table=table)]))
-    if stale:
-        rows = [[Cell(text=text, tone="bad")] for text in stale]
-        sections.append(PageSection(title="Stale", parts=[Part(table=Table(headers=["model, and why"], rows=rows))]))
+    for title, what, texts, tone in (("Not evaluated", "what", missing, ""), ("Stale", "model", stale, "bad")):
+        if texts:
+            table = Table(headers=[f"{what}, and why"], rows=[[Cell(text=text, tone=tone)] for text in texts])
+            sections.append(PageSection(title=title, parts=[Part(table=table)]))
     for number, (label, stage) in enumerate(dict.fromkeys((score.label, score.stage) for score in scores)):
         sections.append(_trend_section(nights, label, stage, name=f"trend-{number}", zone=zone))
     cards = [
@@ -46,9 +43,8 @@ def trend_report(
         Cell(text=str(sum(not score.was_found for score in scores)), detail="evaluated tonight, the rest were known"),
         Cell(text=str(len(nights)), detail="nights"),
     ]
-    return Report(
-        title="Nightly evals", subtitle=f"{tonight.run} · {_when(tonight, zone)}", cards=cards, sections=sections
-    )
+    subtitle = f"{tonight.run} · {_when(tonight, zone)}"
+    return Report(title="Nightly evals", subtitle=subtitle, cards=cards, sections=sections)
 
 
 def _tonight(scores: Sequence[NightScore], comparisons: Sequence[NightComparison]) -> list[Part]:
@@ -147,23 +143,25 @@ def _nights_table(
     """Newest first: night, run, a column a benchmark."""
     scores = {(key, place): score for key, points in series.items() for place, score in points}
     rows = []
-    for place in range(len(nights) - 1, -1, -1):
-        mine = [score for (_, where), score in scores.items() if where == place]
-        if not mine:
-            continue
-        cells = [_score_cell(scores.get((key, place))) for key in series]
-        rows.append([Cell(text=_when(nights[place], zone)), Cell(text=mine[0].run or "pinned"), *cells])
+    for place in sorted({place for _, place in scores}, reverse=True):
+        mine = [scores.get((key, place)) for key in series]
+        run = next(score.run for score in mine if score is not None) or "pinned"
+        rows.append([*cells(_when(nights[place], zone), run), *map(_score_cell, mine)])
     headers = ["night", "run", *(benchmark for _, benchmark in series)]
     return Table(headers=headers, rows=rows, numeric=tuple(range(2, len(headers))))
 
 
+def _due(night: RunRecord, zone: str) -> datetime:
+    return datetime.fromtimestamp(night.night.due, ZoneInfo(zone))
+
+
 def _when(night: RunRecord, zone: str) -> str:
-    return f"{datetime.fromtimestamp(night.night.due, ZoneInfo(zone)):%Y-%m-%d %H:%M}"
+    return f"{_due(night, zone):%Y-%m-%d %H:%M}"
 
 
 def dates_below(nights: Sequence[RunRecord], zone: str) -> list[str]:
     """Label below each night: its day; its time, where all are of one day; both, where some are."""
-    times = [datetime.fromtimestamp(night.night.due, ZoneInfo(zone)) for night in nights]
+    times = [_due(night, zone) for night in nights]
     num_days = len({time.date() for time in times})
     form = "%m-%d" if num_days == len(times) else "%H:%M" if num_days == 1 else "%m-%d\n%H:%M"
     return [f"{time:{form}}" for time in times]

@@ -12,7 +12,7 @@ from nanodag.data.config import SourceConfig
 from nanodag.data.contamination import Overlap, contamination
 from nanodag.errors.words import counted, size
 from nanodag.report.page import build_report, to_html, to_markdown
-from nanodag.report.tables import Cell, Table
+from nanodag.report.tables import Cell, Table, cells
 from nanodag.store.atomic import write_bytes
 from nanodag.worker.job import Job, MetricsLog, finish, load_job
 
@@ -40,12 +40,13 @@ def write_report(job: Job, contamination: Table | None) -> dict[str, Any]:
         missing=[name for name, source in job.config.inputs.items() if name not in job.inputs],
     )
     job.output.mkdir(exist_ok=True)
-    pages = {"report.html": to_html(report), "report.md": to_markdown(report)}
-    # A text of the data or an answer may have half a character, which no page can.
-    contents = {name: text.encode("utf-8", "replace") for name, text in pages.items()}
-    for name, content in contents.items():
+    sizes = {}
+    for name, text in {"report.html": to_html(report), "report.md": to_markdown(report)}.items():
+        # A text of the data or an answer may have half a character, which no page can.
+        content = text.encode("utf-8", "replace")
         write_bytes(job.output / name, content)
-    return {f"{name.replace('.', '_')}_bytes": len(content) for name, content in contents.items()}
+        sizes[f"{name.replace('.', '_')}_bytes"] = len(content)
+    return sizes
 
 
 def contamination_table(
@@ -80,15 +81,14 @@ def training_urls(stages: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 def _row(overlap: Overlap) -> list[Cell]:
     searched = overlap.rows - overlap.rows_too_short
+    head = [Cell(text=overlap.benchmark, code=True), Cell(text=overlap.training, code=True)]
     if why := _not_checked(overlap):
-        head = [Cell(text=overlap.benchmark, code=True), Cell(text=overlap.training, code=True)]
-        return [*head, Cell(text="not checked", detail=why), Cell(text=""), Cell(text=""), Cell(text="")]
+        return [*head, Cell(text="not checked", detail=why), *cells("", "", "")]
     share = overlap.rows_found / searched
     short = f"{overlap.rows_too_short} shorter than 13 words" if overlap.rows_too_short else ""
     tone = "bad" if overlap.rows_found else "good" if overlap.complete else ""
     return [
-        Cell(text=overlap.benchmark, code=True),
-        Cell(text=overlap.training, code=True),
+        *head,
         Cell(text=str(overlap.rows_found), tone=tone),
         Cell(text=str(searched), detail=short),
         Cell(text=f"{100 * share:.1f} %"),

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from nanodag.config.kind import SCORES, Kind
 from nanodag.config.kinds import recorded_kind
@@ -50,6 +50,13 @@ class ReportedStage:
     environment: Mapping[str, Any]
     files: Path
     records: Path
+
+    @classmethod
+    def read(cls, name: str, raw: Mapping[str, Any]) -> Self:
+        """raw: as the context has it."""
+        fields = {key: raw[key] for key in ("key", "attempt", "digest", "metrics", "cost", "config", "lineage")}
+        fields |= {"environment": raw.get("environment", {}), "kind": recorded_kind(raw["kind"])}
+        return cls(name=name, files=Path(raw["files"]), records=Path(raw["records"]), **fields)
 
     @cached_property
     def lines(self) -> list[dict[str, Any]]:
@@ -112,33 +119,26 @@ class Comparison:
 
 def stages_of(context: Mapping[str, Any]) -> dict[str, ReportedStage]:
     """The stages of a run by name: inputs before what was made of them, whatever order they were given in."""
-    stages: dict[str, ReportedStage] = {}
-    for name, raw in context["stages"].items():
-        fields = {key: raw[key] for key in ("key", "attempt", "digest", "metrics", "cost", "config", "lineage")}
-        stages[name] = ReportedStage(
-            name=name,
-            kind=recorded_kind(raw["kind"]),
-            environment=raw.get("environment", {}),
-            files=Path(raw["files"]),
-            records=Path(raw["records"]),
-            **fields,
-        )
+    stages = {name: ReportedStage.read(name, raw) for name, raw in context["stages"].items()}
     depth: dict[str, int] = {}
 
     def depth_of(stage: ReportedStage) -> int:
         if stage.name not in depth:
-            sources = [stage_behind(stages, source) for source in stage.lineage.values()]
-            depth[stage.name] = 1 + max((depth_of(source) for source in sources if source is not None), default=0)
+            depth[stage.name] = 1 + max(map(depth_of, sources_of(stages, stage)), default=0)
         return depth[stage.name]
 
-    ordered = sorted(stages.values(), key=lambda stage: (depth_of(stage), stage.kind.order, stage.name))
-    return {stage.name: stage for stage in ordered}
+    return dict(sorted(stages.items(), key=lambda item: (depth_of(item[1]), item[1].kind.order, item[0])))
 
 
 def stage_behind(stages: Mapping[str, ReportedStage], source: Mapping[str, Any]) -> ReportedStage | None:
     """The stage that a line of lineage names, by key and digest: an earlier run may have called it otherwise. None when
     it is not part of this report."""
     return next((s for s in stages.values() if s.key == source["key"] and s.digest == source["digest"]), None)
+
+
+def sources_of(stages: Mapping[str, ReportedStage], stage: ReportedStage) -> list[ReportedStage]:
+    """The stages that a stage's inputs come from."""
+    return [origin for source in stage.lineage.values() if (origin := stage_behind(stages, source)) is not None]
 
 
 def columns_of(stages: Mapping[str, ReportedStage]) -> list[Column]:
@@ -150,14 +150,8 @@ def columns_of(stages: Mapping[str, ReportedStage]) -> list[Column]:
             evals.setdefault(model.name, []).append(stage)
     models = [stages[name] for name in stages if name in evals]
     kinds = [model.kind.name for model in models]
-    return [
-        Column(
-            label=(model.kind.label if kinds.count(model.kind.name) == 1 else "") or model.name.upper(),
-            stage=model,
-            evals=tuple(evals[model.name]),
-        )
-        for model in models
-    ]
+    labels = [(m.kind.label if kinds.count(m.kind.name) == 1 else "") or m.name.upper() for m in models]
+    return [Column(label=label, stage=m, evals=tuple(evals[m.name])) for label, m in zip(labels, models, strict=True)]
 
 
 def benchmarks_of(columns: Sequence[Column]) -> list[str]:

@@ -3,13 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from html import escape
-from pathlib import Path
 from typing import Any
 
 from nanodag.config.kind import SCORES, Kind
-from nanodag.config.kinds import recorded_kind
 from nanodag.errors import ArtifactNotFound, CorruptArtifact, NewerFormat
-from nanodag.report.gather import ReportedStage, stage_behind
+from nanodag.report.gather import ReportedStage, sources_of
 from nanodag.store import Artifact, Store
 
 BOX_WIDTH, BOX_HEIGHT, GAP_X, GAP_Y = 132, 46, 44, 18
@@ -29,15 +27,9 @@ def lineage_svg(stages: Mapping[str, ReportedStage]) -> str:
         '<path class="head" d="M0 0L8 4L0 8z" fill="#9aa3af"/></marker></defs>',
     ]
     for name, stage in stages.items():
-        for source in sources_of(stages, stage):
-            parts.append(_arrow(places[source.name], places[name]))
+        parts += [_arrow(places[source.name], places[name]) for source in sources_of(stages, stage)]
     parts += [_box(stage, *places[name]) for name, stage in stages.items()]
     return "".join([*parts, "</svg>"])
-
-
-def sources_of(stages: Mapping[str, ReportedStage], stage: ReportedStage) -> list[ReportedStage]:
-    """The stages that a stage's inputs come from."""
-    return [origin for source in stage.lineage.values() if (origin := stage_behind(stages, source)) is not None]
 
 
 def _places(stages: Mapping[str, ReportedStage]) -> dict[str, tuple[int, int]]:
@@ -51,8 +43,7 @@ def _places(stages: Mapping[str, ReportedStage]) -> dict[str, tuple[int, int]]:
     places: dict[str, tuple[int, int]] = {}
     taken: dict[int, int] = {}
     for name in sorted(stages, key=lambda name: stages[name].kind.makes == SCORES):
-        lowest = 1 if stages[name].kind.makes == SCORES else 0
-        row = max(taken.get(columns[name], 0), lowest)
+        row = max(taken.get(columns[name], 0), int(stages[name].kind.makes == SCORES))
         places[name] = (columns[name], row)
         taken[columns[name]] = row + 1
     return places
@@ -141,17 +132,7 @@ def picture_of(origin: Origin) -> str:
         if artifact is None or any((s.key, s.attempt) == (artifact.key, artifact.attempt) for s in stages.values()):
             return
         name = artifact.stage if artifact.stage not in stages else f"{artifact.stage} {artifact.key[:4]}"
-        nowhere = Path()
-        stages[name] = ReportedStage(
-            name=name,
-            kind=recorded_kind(artifact.kind),
-            files=nowhere,
-            records=nowhere,
-            **{
-                name: getattr(artifact, name)
-                for name in ("key", "attempt", "digest", "metrics", "cost", "config", "lineage", "environment")
-            },
-        )
+        stages[name] = ReportedStage.read(name, vars(artifact) | {"files": "", "records": ""})
 
     add(origin)
     return lineage_svg(stages)

@@ -116,9 +116,7 @@ def _environment(*, autoescape: bool) -> Any:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=autoescape, undefined=jinja2.StrictUndefined
     )
-    environment.filters["md"] = words.markdown
-    environment.filters["md_cell"] = _md_cell
-    environment.filters["fenced"] = words.fenced
+    environment.filters.update(md=words.markdown, md_cell=_md_cell, fenced=words.fenced)
     return environment
 
 
@@ -132,18 +130,13 @@ def _change_cards(comparisons: Sequence[Comparison]) -> list[Cell]:
     """The largest gain beside the largest loss, of shares of right answers, of a model over the one it comes from."""
     compared = [c for c in comparisons if c.is_parent and words.is_share(c.metric)]
     cards = []
-    for verdict, what in (("better", "gain"), ("worse", "loss")):
+    for verdict, what, tone in (("better", "gain", "good"), ("worse", "loss", "bad")):
         clear = [c for c in compared if c.verdict == verdict]
         if clear:
             largest = max(clear, key=lambda c: abs(c.gain))
+            points = f"{words.signed(largest.found.difference, largest.metric)} points"
             models = f"{largest.after.label} over {largest.before.label}"
-            cards.append(
-                Cell(
-                    text=f"{words.signed(largest.found.difference, largest.metric)} points",
-                    detail=f"largest {what}: {largest.benchmark}, {models}",
-                    tone="good" if verdict == "better" else "bad",
-                )
-            )
+            cards.append(Cell(text=points, detail=f"largest {what}: {largest.benchmark}, {models}", tone=tone))
         elif compared:
             cards.append(Cell(text=f"no {what}", detail=f"beyond noise, in {counted(len(compared), 'comparison')}"))
     return cards

@@ -62,12 +62,11 @@ def panels_svg(panels: Sequence[Panel], *, name: str) -> str:
 
 def scores_svg(columns: Sequence[Column], *, name: str) -> str:
     """Every benchmark's score with its 95 % interval, model after model."""
-    benchmarks = [b for b in benchmarks_of(columns) if sum(c.benchmark(b) is not None for c in columns) > 0]
+    benchmarks = [b for b in benchmarks_of(columns) if any(c.benchmark(b) is not None for c in columns)]
     pictures = []
     for number, benchmark in enumerate(benchmarks):
         figure, axis = figure_of_page(width=2.3, height=2.5)
-        scores = [(i, c.benchmark(benchmark)) for i, c in enumerate(columns)]
-        there = [(i, score) for i, score in scores if score is not None]
+        there = [(i, score) for i, c in enumerate(columns) if (score := c.benchmark(benchmark)) is not None]
         scale = 100 if is_share(there[0][1]["metric"]) else 1
         values = [scale * score["value"] for _, score in there]
         below = [scale * (score["value"] - score["low"]) for _, score in there]
@@ -129,13 +128,11 @@ PANELS: Mapping[str, Callable[[ReportedStage], list[Panel]]] = {
 
 
 def _panels(stage: ReportedStage, *drawn: tuple[str, dict[str, str], dict[str, Any]]) -> list[Panel]:
-    panels = [Panel(title=t, x_label="step", lines=_lines(stage, names), **how) for t, names, how in drawn]
-    return [panel for panel in panels if panel.lines]
-
-
-def _lines(stage: ReportedStage, names: Mapping[str, str]) -> dict[str, tuple[list[float], list[float]]]:
-    curves = {label: stage.curve(name) for name, label in names.items()}
-    return {label: curve for label, curve in curves.items() if curve[0]}
+    panels = []
+    for title, names, how in drawn:
+        if lines := {label: curve for name, label in names.items() if (curve := stage.curve(name))[0]}:
+            panels.append(Panel(title=title, x_label="step", lines=lines, **how))
+    return panels
 
 
 def _draw(axis: Any, panel: Panel) -> int:

@@ -12,7 +12,7 @@ from nanodag.errors.words import counted, duration
 from nanodag.report import tables, words
 from nanodag.report.gather import Comparison, columns_of, comparisons_of, stages_of, warnings_of
 from nanodag.report.page import PageSection, Part, Report
-from nanodag.report.tables import Cell, Table
+from nanodag.report.tables import Cell, Table, cells
 from nanodag.run.record import context_stages
 from nanodag.run.stale_stages import stale_stages
 from nanodag.store import Artifact, Store
@@ -41,7 +41,7 @@ def summary_of(store: Store, record: RunRecord) -> Summary:
     columns = columns_of(stages)
     comparisons = comparisons_of(columns, stages)
     return Summary(
-        scores=tables.short_scores_table(columns) if columns else None,
+        scores=tables.scores_table(columns, is_short=True) if columns else None,
         better=tuple(_line(c) for c in comparisons if c.verdict == "better"),
         worse=tuple(_line(c) for c in comparisons if c.verdict == "worse"),
         num_compared=len(comparisons),
@@ -84,11 +84,10 @@ def summary_report(record: RunRecord, summary: Summary) -> Report:
     seconds = {name: e.made.cost_of("seconds", 0.0) if e.made is not None else 0.0 for name, e in record.stages.items()}
     rows = [
         [
-            Cell(text=name),
-            Cell(text=recorded_kind(entry.kind).name),
+            *cells(name, recorded_kind(entry.kind).name),
             Cell(text="stale" if name in stale else entry.state, detail=stale.get(name, "")),
             Cell(text=entry.key[:12], code=True),
-            Cell(text=duration(seconds[name]) if seconds[name] else ""),
+            *cells(duration(seconds[name]) if seconds[name] else ""),
         ]
         for name, entry in record.stages.items()
     ]

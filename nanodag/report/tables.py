@@ -9,8 +9,7 @@ from nanodag.config.rl_sections import HELD_OUT
 from nanodag.errors.words import duration, size, tries
 from nanodag.evaluation.paired import read_records
 from nanodag.report import words
-from nanodag.report.gather import Column, Comparison, ReportedStage, benchmarks_of
-from nanodag.report.lineage import sources_of
+from nanodag.report.gather import Column, Comparison, ReportedStage, benchmarks_of, sources_of
 
 BOUNDS = ("low", "high")
 COUNTS = ("too_long", "unparsed", "truncated")
@@ -29,6 +28,11 @@ class Cell:
     code: bool = False
 
 
+def cells(*texts: str) -> list[Cell]:
+    """Cells with a text and nothing else."""
+    return [Cell(text=text) for text in texts]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Table:
     """numeric: numbers of the columns that are aligned to the right."""
@@ -38,7 +42,7 @@ class Table:
     numeric: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Example:
     """An item that two models answered differently."""
 
@@ -57,41 +61,29 @@ class Program:
     error: str
 
 
-def scores_table(columns: Sequence[Column]) -> Table:
-    """Benchmarks down, models across: score and standard error, 95 % interval below."""
+def scores_table(columns: Sequence[Column], *, is_short: bool = False) -> Table:
+    """Benchmarks down, models across: score and standard error, 95 % interval below. is_short: one line a benchmark,
+    score and 95 % interval."""
     rows = []
     for benchmark in benchmarks_of(columns):
         scores = [column.benchmark(benchmark) for column in columns]
         known = [score for score in scores if score is not None]
         metric = known[0]["metric"]
-        unit = "%" if words.is_share(metric) else "lower is better"
-        items = sorted({score["num_items"] for score in known})
+        unit = "%" if words.is_share(metric) else "" if is_short else "lower is better"
+        items = " / ".join(map(str, sorted({score["num_items"] for score in known})))
         base = known[0].get("base_metric", metric)
         named = metric if base == metric else f"{metric} of {base}"
-        lead = Cell(text=benchmark, detail=f"{named}, {unit}, {' / '.join(map(str, items))} items")
-        cells = [_score_cell(score) if score else Cell(text="") for score in scores]
-        rows.append([lead, *cells])
+        lead = Cell(text=benchmark, detail=unit if is_short else f"{named}, {unit}, {items} items")
+        rows.append([lead, *(_score_cell(score, is_short) if score else Cell(text="") for score in scores)])
     headers = ["benchmark", *(column.label for column in columns)]
     return Table(headers=headers, rows=rows, numeric=tuple(range(1, len(headers))))
 
 
-def short_scores_table(columns: Sequence[Column]) -> Table:
-    """The same as one line a benchmark: score and 95 % interval."""
-    rows = []
-    for benchmark in benchmarks_of(columns):
-        scores = [column.benchmark(benchmark) for column in columns]
-        metric = next(score["metric"] for score in scores if score is not None)
-        row = [Cell(text=benchmark, detail="%" if words.is_share(metric) else "")]
-        for score in scores:
-            value, low, high = (words.value(score[name], metric) if score else "" for name in ("value", *BOUNDS))
-            row.append(Cell(text=value, detail=f"{low}–{high}" if score else ""))
-        rows.append(row)
-    headers = ["benchmark", *(column.label for column in columns)]
-    return Table(headers=headers, rows=rows, numeric=tuple(range(1, len(headers))))
-
-
-def _score_cell(score: Mapping[str, Any]) -> Cell:
+def _score_cell(score: Mapping[str, Any], is_short: bool) -> Cell:
     metric = score["metric"]
+    if is_short:
+        value, low, high = (words.value(score[name], metric) for name in ("value", *BOUNDS))
+        return Cell(text=value, detail=f"{low}–{high}")
     value = words.value(score["value"], metric)
     counts = [f", {score[name]} {name.replace('_', ' ')}" for name in COUNTS if score.get(name)]
     return Cell(
@@ -104,22 +96,14 @@ def comparisons_table(comparisons: Sequence[Comparison]) -> Table:
     """Differences on the same items, what is worse first."""
     rows = []
     for comparison in sorted(comparisons, key=lambda comparison: comparison.verdict != "worse"):
-        result, metric = comparison.found, comparison.metric
-        verdict = comparison.verdict
-        rows.append(
-            [
-                Cell(text=comparison.benchmark, detail="" if comparison.same_form else "asked in different forms"),
-                Cell(text=f"{comparison.after.label} − {comparison.before.label}"),
-                Cell(
-                    text=words.signed(result.difference, metric),
-                    detail=words.signed_interval(result.low, result.high, metric),
-                    verdict=verdict,
-                    tone={"better": "good", "worse": "bad"}.get(verdict, ""),
-                ),
-                Cell(text=f"{result.num_higher} / {result.num_lower}", detail=f"of {result.num_items}"),
-                Cell(text=words.probability(comparison.adjusted)),
-            ]
-        )
+        result, metric, verdict = comparison.found, comparison.metric, comparison.verdict
+        lead = Cell(text=comparison.benchmark, detail="" if comparison.same_form else "asked in different forms")
+        models = f"{comparison.after.label} − {comparison.before.label}"
+        difference, interval = result.difference, words.signed_interval(result.low, result.high, metric)
+        tone = {"better": "good", "worse": "bad"}.get(verdict, "")
+        changed = Cell(text=words.signed(difference, metric), detail=interval, verdict=verdict, tone=tone)
+        items = Cell(text=f"{result.num_higher} / {result.num_lower}", detail=f"of {result.num_items}")
+        rows.append([lead, *cells(models), changed, items, *cells(words.probability(comparison.adjusted))])
     headers = ["benchmark", "models", "difference", "items up / down", "p"]
     return Table(headers=headers, rows=rows, numeric=(2, 3, 4))
 
@@ -129,17 +113,10 @@ def stages_table(stages: Mapping[str, ReportedStage], price_per_hour: float) -> 
     rows = [_stage_row(stage, price_per_hour) for stage in stages.values()]
     summed = ("seconds", "cpu_seconds", "flops", "tokens", "forward_tokens")
     totals = {name: sum(number(stage.cost, name) for stage in stages.values()) for name in summed}
-    last = [
-        Cell(text="all"),
-        Cell(text=duration(totals["seconds"])),
-        Cell(text=duration(totals["cpu_seconds"]) if totals["cpu_seconds"] else ""),
-        Cell(text=_count(totals["tokens"])),
-        Cell(text=_count(totals["forward_tokens"])),
-        Cell(text=""),
-        Cell(text=_count(totals["flops"])),
-        Cell(text=""),
-        Cell(text=size(max((number(s.cost, "peak_bytes") for s in stages.values()), default=0))),
-    ]
+    largest = size(max((number(s.cost, "peak_bytes") for s in stages.values()), default=0))
+    cpu_time = duration(totals["cpu_seconds"]) if totals["cpu_seconds"] else ""
+    trained, read, flops = (_count(totals[name]) for name in ("tokens", "forward_tokens", "flops"))
+    last = cells("all", duration(totals["seconds"]), cpu_time, trained, read, "", flops, "", largest)
     headers = ["stage", "time", "CPU time", "trained", "read", "trained/s", "FLOPs", "MFU", "memory"]
     if price_per_hour:
         headers.append("price")
@@ -161,13 +138,11 @@ def _stage_row(stage: ReportedStage, price_per_hour: float) -> list[Cell]:
         Cell(text=duration(seconds) if seconds else "", detail=tries(int(number(cost, "num_attempts")), last)),
         Cell(text=duration(cost["cpu_seconds"]) if number(cost, "cpu_seconds") else ""),
         Cell(text=_count(tokens), detail=f"{100 * documents:.0f} % documents" if documents else ""),
-        Cell(text=_count(number(cost, "forward_tokens"))),
-        Cell(text=_count(speed)),
-        Cell(text=_count(number(cost, "flops"))),
+        *cells(_count(number(cost, "forward_tokens")), _count(speed), _count(number(cost, "flops"))),
         Cell(text=f"{100 * cost['mfu']:.1f} %" if number(cost, "mfu") else ""),
         Cell(text=size(cost["peak_bytes"]) if number(cost, "peak_bytes") else ""),
     ]
-    return [*row, Cell(text=f"{_price(stage, price_per_hour):.2f}")] if price_per_hour else row
+    return [*row, *cells(f"{_price(stage, price_per_hour):.2f}")] if price_per_hour else row
 
 
 def _price(stage: ReportedStage, price_per_hour: float) -> float:
@@ -197,14 +172,14 @@ def reached_table(stages: Mapping[str, ReportedStage]) -> Table | None:
             if value is not None and not isinstance(value, list)
         ]
         if shown and not stage.kind.is_about_others:
-            rows.append([Cell(text=stage.name), Cell(text=" · ".join(shown))])
+            rows.append(cells(stage.name, " · ".join(shown)))
     return Table(headers=["stage", "reached"], rows=rows) if rows else None
 
 
 def rows_table(stages: Mapping[str, ReportedStage]) -> Table | None:
     """Rows of each source that a stage trained on, and how often each; None where no stage counted them."""
     rows = [
-        [Cell(text=name), Cell(text=source["url"]), Cell(text=f"{source['rows']:,}"), Cell(text=_times(source))]
+        cells(name, source["url"], f"{source['rows']:,}", _times(source))
         for name, stage in stages.items()
         for source in stage.metrics.get("rows_trained", [])
     ]
@@ -231,8 +206,8 @@ def policy_table(stage: ReportedStage) -> Table | None:
         start = lines[0] if lines[0]["step"] == 0 else None
         metric = lines[-1].get("metric", "reward")
         lead = Cell(text="held-out prompts" if name == HELD_OUT else name, detail=metric)
-        cells = [_policy_cell(line, name) if line is not None else Cell(text="") for line in (start, best, lines[-1])]
-        rows.append([lead, *cells])
+        shown = [_policy_cell(line, name) if line is not None else Cell(text="") for line in (start, best, lines[-1])]
+        rows.append([lead, *shown])
     headers = ["evaluation", "start", "best", "last"]
     return Table(headers=headers, rows=rows, numeric=(1, 2, 3)) if rows else None
 
@@ -254,21 +229,17 @@ def _policy_cell(line: Mapping[str, Any], name: str) -> Cell:
 
 def samples_table(columns: Sequence[Column]) -> Table | None:
     """Answers of each model to the same prompts; None when no eval stage was given any."""
-    prompts: dict[str, None] = {}
-    answers: dict[tuple[str, str], str] = {}
+    answers: dict[str, dict[str, str]] = {}
     for column in columns:
         for stage in column.evals:
             for sample in stage.results["samples"]:
-                prompts.setdefault(sample["prompt"])
-                answers[column.label, sample["prompt"]] = sample["completion"]
-    if not prompts:
-        return None
-
-    def said(column: Column, prompt: str) -> Cell:
-        return Cell(text=words.shortened(answers.get((column.label, prompt), "")), code=True)
-
-    rows = [[Cell(text=prompt), *(said(column, prompt) for column in columns)] for prompt in prompts]
-    return Table(headers=["prompt", *(column.label for column in columns)], rows=rows)
+                answers.setdefault(sample["prompt"], {})[column.label] = sample["completion"]
+    labels = [column.label for column in columns]
+    rows = [
+        [Cell(text=prompt), *(Cell(text=words.shortened(said.get(label, "")), code=True) for label in labels)]
+        for prompt, said in answers.items()
+    ]
+    return Table(headers=["prompt", *labels], rows=rows) if rows else None
 
 
 def examples_of(comparison: Comparison, *, turned: str, limit: int = 3) -> list[Example]:
@@ -281,14 +252,7 @@ def examples_of(comparison: Comparison, *, turned: str, limit: int = 3) -> list[
         earlier = before[record["id"]]
         change = record["scores"][metric] - earlier["scores"][metric]
         if change == direction and (answer := _written(record)) is not None and (once := _written(earlier)) is not None:
-            examples.append(
-                Example(
-                    prompt=words.shortened(record["prompt"]),
-                    target=words.shortened(str(record["target"])),
-                    before=words.shortened(once),
-                    after=words.shortened(answer),
-                )
-            )
+            examples.append(Example(*map(words.shortened, (record["prompt"], str(record["target"]), once, answer))))
     return examples[:limit]
 
 
@@ -299,12 +263,9 @@ def programs_of(column: Column, benchmark: str, *, verdict: str, limit: int = 2)
         details = record.get("samples", [record])[0].get("details", {})
         if details.get("verdict") == verdict and details.get("program"):
             error = words.shortened(details["error"]) or "all tests passed"
-            programs.append(
-                Program(item=str(record["id"]), text=words.shortened(details["program"], 1200), error=error)
-            )
-            if len(programs) == limit:
-                break
-    return programs
+            text = words.shortened(details["program"], 1200)
+            programs.append(Program(item=str(record["id"]), text=text, error=error))
+    return programs[:limit]
 
 
 def _written(record: Mapping[str, Any]) -> str | None:
@@ -316,35 +277,25 @@ def _written(record: Mapping[str, Any]) -> str | None:
 
 def lineage_table(stages: Mapping[str, ReportedStage]) -> Table:
     """Digests of each stage and of its inputs."""
-    rows = [
-        [
-            Cell(text=stage.name),
-            Cell(text=stage.kind.name),
-            Cell(text=stage.key[:16], code=True),
-            Cell(text=stage.attempt),
-            Cell(text=stage.digest[:16], code=True),
-            Cell(text=", ".join(source.name for source in sources_of(stages, stage))),
-        ]
-        for stage in stages.values()
-    ]
+    rows = []
+    for stage in stages.values():
+        key, digest = (Cell(text=hashed[:16], code=True) for hashed in (stage.key, stage.digest))
+        made_of = ", ".join(source.name for source in sources_of(stages, stage))
+        rows.append([*cells(stage.name, stage.kind.name), key, *cells(stage.attempt), digest, *cells(made_of)])
     headers = ["stage", "kind", "key", "attempt", "content digest", "made of"]
     return Table(headers=headers, rows=rows, numeric=(3,))
 
 
 def config_table(stage: ReportedStage, origins: Mapping[str, str]) -> Table:
     """Every value of a stage's resolved config, what was chosen or derived before what was left at its default."""
-    values = list(leaves(dict(stage.config), stage.name))
     rows = []
-    for name, value in values:
-        origin = origins.get(name, "default")
-        instead = origins.get(f"{name}!", "")  # what the dial would have said
-        rows.append((origin == "default", name.removeprefix(f"{stage.name}."), words.shown(value), origin, instead))
-    rows.sort(key=lambda row: row[0])
-    cells = [
-        [Cell(text=name, code=True), Cell(text=words.shortened(value, 600)), Cell(text=origin, detail=instead)]
-        for _, name, value, origin, instead in rows
-    ]
-    return Table(headers=["field", "value", "from"], rows=cells)
+    for name, value in leaves(dict(stage.config), stage.name):
+        # what the dial would have said
+        origin = Cell(text=origins.get(name, "default"), detail=origins.get(f"{name}!", ""))
+        field = Cell(text=name.removeprefix(f"{stage.name}."), code=True)
+        rows.append([field, *cells(words.shortened(words.shown(value), 600)), origin])
+    rows.sort(key=lambda row: row[2].text == "default")
+    return Table(headers=["field", "value", "from"], rows=rows)
 
 
 def environment_table(stages: Mapping[str, ReportedStage]) -> Table | None:
@@ -358,7 +309,7 @@ def environment_table(stages: Mapping[str, ReportedStage]) -> Table | None:
         return None
     everywhere = sum(bool(stage.environment) for stage in stages.values())
     rows = [
-        [Cell(text=name), Cell(text=value), Cell(text="all" if len(where) == everywhere else ", ".join(where))]
+        cells(name, value, "all" if len(where) == everywhere else ", ".join(where))
         for (name, value), where in stages_by_setting.items()
     ]
     return Table(headers=["setting", "value", "stages"], rows=rows)

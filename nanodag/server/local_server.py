@@ -86,13 +86,8 @@ class LocalServer:
     """
 
     def __init__(self, home: Path, *, store_url: str, file: Path, settings: ServerConfig) -> None:
-        self.home = home
-        self._store_url = store_url
-        self._file = file
-        self._host, self._port = settings.host, settings.port
-        self._database, self._password_file = settings.database, settings.password_file
-        self._proxy_names = settings.proxy_names
-        self._start_timeout_s = settings.start_timeout_s
+        self.home, self._store_url, self._file = home, store_url, file
+        self._config, self._host, self._password_file = settings, settings.host, settings.password_file
         self._started: list[ProcessId] = []  # by this object, for the call under way
 
     def running(self) -> RunningServer | None:
@@ -113,7 +108,7 @@ class LocalServer:
         """
         read_login(self._password_file)  # refused before anything starts
         with (
-            locked(self.home / "start.lock", timeout_s=2 * self._start_timeout_s),
+            locked(self.home / "start.lock", timeout_s=2 * self._config.start_timeout_s),
             writing(f"Starting Prefect's server in {self.home}"),
             self._all_or_nothing(),
         ):
@@ -162,25 +157,21 @@ class LocalServer:
 
     def stop(self) -> bool:
         """End both processes and every flow run of theirs; False when none was up."""
-        record = self._recorded()
-        was_up = record is not None and (record.serve.is_alive() or record.server.is_alive())
-        if record is not None:
-            self._end(record.serve)
-            self._end(record.server)
+        processes = [record.serve, record.server] if (record := self._recorded()) is not None else []
+        was_up = any(process.is_alive() for process in processes)
+        for process in processes:
+            self._end(process)
         were_strays = self._end_strays()
         (self.home / "server.json").unlink(missing_ok=True)
         return was_up or were_strays
 
-    def environment(self, running: RunningServer) -> dict[str, str]:
-        return self._environment(running.port)
-
     def _settings(self) -> str:
         """Text of all whose change makes another server necessary. Of the login only when its file changed."""
-        has_login = self._password_file != NO_LOGIN
-        changed = f" {Path(self._password_file).stat().st_mtime_ns}" if has_login else ""
+        file, names = self._password_file, " ".join(self._config.proxy_names) or "none"
+        changed = f" {Path(file).stat().st_mtime_ns}" if file != NO_LOGIN else ""
         return (
-            f"host {self._host}, database {self._database}, password_file {self._password_file}{changed}, proxy_names "
-            f"{' '.join(self._proxy_names) or 'none'}, closed to web pages"
+            f"host {self._host}, database {self._config.database}, password_file {file}{changed}, proxy_names {names}, "
+            "closed to web pages"
         )
 
     def _to_serve(self) -> str:
@@ -211,7 +202,7 @@ class LocalServer:
 
     def _patience(self, running: RunningServer) -> Patience:
         logs = [self.home / "server.log", self.home / "serve.log"]
-        return Patience([running.server.pid, running.serve.pid], logs, self._start_timeout_s)
+        return Patience([running.server.pid, running.serve.pid], logs, self._config.start_timeout_s)
 
     def _server_or_start(self, say: Callable[[str], None]) -> tuple[ProcessId, int]:
         record = self._recorded()
@@ -226,7 +217,7 @@ class LocalServer:
             )
         self._end(record.server if record is not None else None)
         self._end_strays(*([record.serve] if record is not None else []))
-        preferred_port = serving.port if serving is not None else self._port  # what serves looks for it there
+        preferred_port = serving.port if serving is not None else self._config.port  # what serves looks for it there
         port = preferred_port if _is_free(self._host, preferred_port) else free_port(self._host)
         if port != preferred_port:
             say(f"Port {preferred_port} is taken; the Prefect server takes {port}.")
@@ -238,13 +229,13 @@ class LocalServer:
             "PREFECT_SERVER_CSRF_PROTECTION_ENABLED": "true",
             "PREFECT_UI_API_URL": "/api",
             "NANODAG_HOSTS": " ".join({self._host: None, HOST: None, "localhost": None}),
-            "NANODAG_PROXIES": " ".join(self._proxy_names),
+            "NANODAG_PROXIES": " ".join(self._config.proxy_names),
         }
-        if self._database != "sqlite":
-            variables["PREFECT_SERVER_DATABASE_CONNECTION_URL"] = self._database
+        if self._config.database != "sqlite":
+            variables["PREFECT_SERVER_DATABASE_CONNECTION_URL"] = self._config.database
         if (login := read_login(self._password_file)) is not None:
             variables["PREFECT_SERVER_API_AUTH_STRING"] = ":".join(login)
-        return self._start(command, "server.log", self._environment(port) | variables), port
+        return self._start(command, "server.log", self.environment(port) | variables), port
 
     def _serve(self, server: ProcessId, port: int, say: Callable[[str], None]) -> RunningServer:
         """Start the process that serves the flows, beside the server if that is still coming up; wait for both."""
@@ -253,7 +244,7 @@ class LocalServer:
         ready.unlink(missing_ok=True)
         command = [sys.executable, "-m", "nanodag.worker.respawn", sys.executable, "-m", "flows.serve", str(ready)]
         # The database's password is none of its business.
-        environment = {k: v for k, v in self._environment(port).items() if k not in ("PGPASSWORD", "PGPASSFILE")}
+        environment = {k: v for k, v in self.environment(port).items() if k not in ("PGPASSWORD", "PGPASSFILE")}
         running = RunningServer(
             port=port,
             server=server,
@@ -290,7 +281,7 @@ class LocalServer:
             if patience.is_over():
                 raise ServerError(
                     f"Prefect's server did not come up: {patience} (server.start_timeout_s is "
-                    f"{self._start_timeout_s:g}).\n{self._tail('server.log')}\n{self._tail('serve.log')}"
+                    f"{self._config.start_timeout_s:g}).\n{self._tail('server.log')}\n{self._tail('serve.log')}"
                 )
             time.sleep(0.05)
 
@@ -314,8 +305,8 @@ class LocalServer:
         self._started.append(ProcessId(pid=process.pid, started=process_started(psutil.Process(process.pid))))
         return self._started[-1]
 
-    def _environment(self, port: int) -> dict[str, str]:
-        """The caller's environment without its Prefect and nanodag settings, with ours."""
+    def environment(self, port: int) -> dict[str, str]:
+        """The caller's environment without its Prefect and nanodag settings, with ours. port: of the server."""
         replaced = ("PREFECT_", "NANODAG_STORE", "NANODAG_MIRROR", "NANODAG_FILE")
         kept = {name: value for name, value in os.environ.items() if not name.startswith(replaced)}
         login = read_login(self._password_file)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from nanodag.report.words import shortened
 from nanodag.rl.rollouts.metrics import said_metrics
@@ -114,17 +114,19 @@ class Painter:
         largest = max((abs(v) for read in reads for v in _values(read, colour) if v is not None), default=0.0)
         versions = sorted({version for read in reads for version in read.rollout.versions})
         brush = _Brush(self._encoding, colour, largest, versions, most=TOKENS_A_PAGE // max(1, len(reads)))
-        by_group: dict[str, list[Read]] = {}
-        for read in reads:
-            by_group.setdefault(read.rollout.group_id, []).append(read)
-        return [_group(mine, brush) for mine in by_group.values()]
+        return [_group(group, brush) for group in grouped(reads, "group_id")]
+
+
+def grouped(reads: Sequence[Read], field: str) -> list[list[Read]]:
+    """Groups of those whose rollouts agree in a field, in the order of the first of each."""
+    groups: dict[Any, list[Read]] = {}
+    for read in reads:
+        groups.setdefault(getattr(read.rollout, field), []).append(read)
+    return list(groups.values())
 
 
 def _group(reads: Sequence[Read], brush: "_Brush") -> PromptSamples:
-    samples: dict[int, list[Read]] = {}
-    for read in reads:
-        samples.setdefault(read.rollout.sample_index, []).append(read)
-    ordered = [sorted(sample, key=attrgetter("rollout.branch")) for sample in samples.values()]
+    ordered = [sorted(sample, key=attrgetter("rollout.branch")) for sample in grouped(reads, "sample_index")]
     mains = [sample[0] for sample in ordered]
     first, rewards = mains[0], [main.rollout.reward for main in mains if main.rollout.reward is not None]
     shared = first.rollout.prompt_token_ids
@@ -162,17 +164,16 @@ class _Brush:
         rollout, total = read.rollout, len(read.rollout.response_token_ids)
         left_out = max(0, total - self.most)
         gap = range(self.most * 2 // 3, self.most * 2 // 3 + left_out)
-        raw_turns = turns_of(rollout, self.encoding.decode)
+        turns = [
+            self._turn(read, number, said, gap)
+            for number, said in enumerate(turns_of(rollout, self.encoding.decode), 1)
+        ]
         numbers = [*rollout.reward_components.items(), *said_metrics(rollout).items()][:MOST_NUMBERS]
         return Branch(
             read=read,
             prompt="" if rollout.prompt_token_ids == shared else self.text(rollout.prompt_token_ids),
-            turns=[
-                turn
-                for number, raw_turn in enumerate(raw_turns, 1)
-                if (turn := self._turn(read, number, raw_turn, gap)).tokens
-            ],
-            facts=_facts(read, len(raw_turns)),
+            turns=[turn for turn in turns if turn.tokens],
+            facts=_facts(read, len(turns)),
             numbers=[(shortened(name, NAME_LENGTH), f"{value:.4g}") for name, value in numbers],
             failures=[_failure(what, name, rollout) for name, what in ERRORS.items() if name in rollout.metadata],
             metadata=_metadata(rollout),

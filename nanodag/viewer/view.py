@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from nanodag.report.words import shortened
 from nanodag.rl.rollouts.metrics import Timed
 from nanodag.rl.rollouts.rollout_files import FAILED, FAILURES, Read, Wanted
-from nanodag.viewer.sample_view import BLUE, GREEN
+from nanodag.viewer.sample_view import BLUE, GREEN, grouped
 
 GREY = "120,130,145"
 LONGEST_SAID = 40  # letters
@@ -18,11 +18,8 @@ FILLS = {"generate": BLUE, "evaluate": "109,91,208", "sync": "220,122,9", "train
 def together(reads: Sequence[Read], most: int) -> list[list[Read]]:
     """Pages of whole groups: the samples of a prompt stand together, in the order of the first of them. A page holds
     up to `most` rollouts, or one group that is larger."""
-    groups: dict[str, list[Read]] = {}
-    for read in reads:
-        groups.setdefault(read.rollout.group_id, []).append(read)
     pages: list[list[Read]] = [[]]
-    for group in groups.values():
+    for group in grouped(reads, "group_id"):
         if pages[-1] and len(pages[-1]) + len(group) > most:
             pages.append([])
         pages[-1] += group
@@ -31,10 +28,8 @@ def together(reads: Sequence[Read], most: int) -> list[list[Read]]:
 
 def first_samples(reads: Sequence[Read], most: int) -> list[Read]:
     """Rollouts of the first samples, with all of their sequences, the samples of a prompt together."""
-    ordered = [read for page in together(reads, len(reads)) for read in page]
-    samples = dict.fromkeys((read.rollout.group_id, read.rollout.sample_index) for read in ordered)
-    kept = set(list(samples)[:most])
-    return [read for read in ordered if (read.rollout.group_id, read.rollout.sample_index) in kept]
+    samples = [sample for group in grouped(reads, "group_id") for sample in grouped(group, "sample_index")]
+    return [read for sample in samples[:most] for read in sample]
 
 
 def fate_choices(fates: Mapping[str, int]) -> list[tuple[str, str]]:

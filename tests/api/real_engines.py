@@ -3,16 +3,27 @@
 import os
 import re
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
+from types import SimpleNamespace
 
 import httpx
 
 from nanodag.api.application import application
 from nanodag.api.served_model import Limits
 from nanodag.api.sglang_routes import passed_on
+from nanodag.engines.fleet import Fleet
+from nanodag.inference.client import SamplerClient
 from tests.api.scripted import model_of
 from tests.evaluation.tiny import POSITIONS
 from tests.fault.processes import wait_until
 from tests.forks import start_module
+
+
+def fleet_over(process, folder, token):
+    """A fleet whose one engine is a process that is up."""
+    kept = SimpleNamespace(url=process.url, pid=process.pid, is_alive=True, stop=lambda: None)
+    connect = partial(SamplerClient, token=token)
+    return Fleet(model=folder, version="default", max_restarts=None, launch=lambda *of: kept, connect=connect)
 
 
 @asynccontextmanager

@@ -23,9 +23,6 @@ def app(folder, greeting):
     return app_of(model_of(folder, greeting))
 
 
-# ---- chat
-
-
 def test_a_chat_reply_has_openais_form(app, greeting, ids_of):
     reply = chat(app).json()
     (choice,) = reply["choices"]
@@ -134,9 +131,6 @@ def test_logprobs_end_where_a_stop_string_begins(app):
     assert b"".join(bytes(entry["bytes"]) for entry in scored).decode() == "Grüße, "
 
 
-# ---- completions
-
-
 def test_a_completion_begins_as_a_document_of_ours_does(app, greeting, ids_of):
     reply = ask(app, "/v1/completions", {"prompt": "The cat", "max_tokens": 4}).json()
     assert list(greeting.asked[0].input_ids) == ids_of("<|bos|>", "The cat")
@@ -195,9 +189,6 @@ def test_echo_in_a_stream_says_the_prompt_first(app):
     assert said.startswith("The catG") and parts[-1]["choices"][0]["finish_reason"] == "length"
 
 
-# ---- models
-
-
 def test_models_are_listed_and_asked_by_name(folder, ids_of):
     one, other = Scripted(ids_of("one", "<|end|>")), Scripted(ids_of("other", "<|end|>"))
     app = app_of(model_of(folder, one, name="sft"), model_of(folder, other, name="rl", context=100))
@@ -208,9 +199,6 @@ def test_models_are_listed_and_asked_by_name(folder, ids_of):
     assert chat(app).json()["model"] == "sft"
     error = refusal(chat(app, model="gpt-4"), 404)
     assert error["code"] == "model_not_found" and "there is sft, rl" in error["message"]
-
-
-# ---- errors
 
 
 def test_a_context_that_overflows_has_openais_code(app):
@@ -272,9 +260,6 @@ def test_a_path_that_is_not_there_is_404_in_openais_form(app):
     assert refusal(ask(app, "/v1/chat/completions"), 405)["code"] == "unknown_url"
 
 
-# ---- a client that leaves
-
-
 def leave_after(app, body, num_messages):
     """Send a request by hand, and leave after so many messages of the reply."""
 
@@ -306,9 +291,6 @@ def test_who_leaves_takes_the_request_along(saying, stream, num_messages):
     leave_after(app, {"messages": [{"role": "user", "content": "hi"}], "stream": stream, "n": 2}, num_messages)
     assert len(backend.asked) == 2 and backend.num_open == 0
     assert chat(app, n=2, max_tokens=1).status_code == 200  # and the places are free
-
-
-# ---- metrics
 
 
 def test_metrics_count_requests_and_tokens(app, greeting):

@@ -22,9 +22,6 @@ def app(saying):
     return saying("a", "<|end|>", limits=Limits(max_body_bytes=1 << 20))[0]
 
 
-# ---- long texts
-
-
 def test_a_text_is_tokenised_no_further_than_the_context():
     for texts, num_chars in ((["a " * (1 << 23)], bounds.SLICE_CHARS), (["a" * 1000] * 100_000, 66_000)):
         counted = []
@@ -80,9 +77,6 @@ def test_a_template_that_loops_ends_at_its_time_and_others_are_answered(folder, 
     error = refusal(chat(app, "loop"))
     assert "the chat template took more than 0.3 s of CPU time" in error["message"]
     assert chat(app, "hi").status_code == 200
-
-
-# ---- bodies
 
 
 @pytest.mark.parametrize(
@@ -166,9 +160,6 @@ def test_a_prompt_of_no_known_form_is_refused(app):
     assert ask(app, "/v1/completions", {"prompt": ""}).status_code == 200, "it begins with <|bos|>"
 
 
-# ---- who asks
-
-
 def test_a_key_is_wanted_of_all_but_health(folder, ids_of):
     app = app_of(model_of(folder, Scripted(ids_of("a"))), keys=[KEY, "another-key-of-24-chars"])
     assert ask(app, "/health").status_code == 200
@@ -195,9 +186,6 @@ def test_pages_of_other_origins_may_ask_only_where_they_are_named(folder, ids_of
     assert reply.status_code == 200 and reply.headers["access-control-allow-origin"] == page
     other = ask(app, "/v1/models", headers={"origin": "https://x.example"})
     assert other.status_code == 403 and "access-control-allow-origin" not in other.headers
-
-
-# ---- the command
 
 
 @pytest.mark.parametrize(

@@ -1,65 +1,47 @@
 """lm-eval's own clients of an OpenAI API score a served model as our evaluation scores it, item by item."""
 
 import json
-from types import SimpleNamespace
 
 import httpx
 import pytest
 from lm_eval.models.openai_completions import LocalChatCompletion, LocalCompletionsAPI
 
 from nanodag.config.kinds.evaluation import BenchmarkConfig
-from nanodag.engines.fleet import Fleet
-from nanodag.engines.start import ServerProcess, start_engine
+from nanodag.engines.start import start_engine
 from nanodag.evaluation.evaluated_model import EvaluatedModel
 from nanodag.evaluation.harness import run_benchmark
-from nanodag.inference.client import SamplerClient
 from nanodag.inference.engine_settings import EngineSettings
+from tests.api.real_engines import fleet_over
 from tests.api.scripted import app_of, model_of
 from tests.chat.fake_api import serving
 from tests.evaluation.tiny import POSITIONS
-from tests.forks import spawn_server
 
 pytestmark = pytest.mark.slow
 WORDS = [
-    "the cat",
-    "a dog and",
-    "on the mat",
-    "sat",
-    "ran after the",
-    "the dog",
-    "cat the",
-    "and the mat",
-    "after",
-    "on",
+    *("the cat", "a dog and", "on the mat", "sat", "ran after the"),
+    *("the dog", "cat the", "and the mat", "after", "on"),
 ]
 NEW = 12
 
 
 @pytest.fixture(scope="module")
 def url(model_folder):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ServerProcess, "spawn", classmethod(spawn_server))
-        with start_engine(
-            EngineSettings(model=model_folder, token="t", max_batch=4), log_path=model_folder / "log"
-        ) as process:
-            server = SimpleNamespace(url=process.url, pid=process.pid, is_alive=True, stop=lambda: None)
-            engines = Fleet(
-                model=model_folder, version="0", launch=lambda *of: server,
-                connect=lambda url: SamplerClient(url, token="t"), max_restarts=None,
-            )  # fmt: skip
-            app = app_of(model_of(model_folder, engines, context=POSITIONS))
-            begun = []
+    settings = EngineSettings(model=model_folder, token="t", max_batch=4)
+    with start_engine(settings, log_path=model_folder / "log") as process:
+        engines = fleet_over(process, model_folder, "t")
+        app = app_of(model_of(model_folder, engines, context=POSITIONS))
+        begun = []
 
-            async def begins(scope, receive, send):
-                if not begun:
-                    begun.append(await engines.start(1))  # in the server's own event loop
-                if scope["path"] == "/end":
-                    await engines.end()
-                await app(scope, receive, send)
+        async def begins(scope, receive, send):
+            if not begun:
+                begun.append(await engines.start(1))  # in the server's own event loop
+            if scope["path"] == "/end":
+                await engines.end()
+            await app(scope, receive, send)
 
-            with serving(begins) as port:
-                yield f"http://127.0.0.1:{port}/v1"
-                httpx.get(f"http://127.0.0.1:{port}/end", trust_env=False)
+        with serving(begins) as port:
+            yield f"http://127.0.0.1:{port}/v1"
+            httpx.get(f"http://127.0.0.1:{port}/end", trust_env=False)
 
 
 def outside(kind, url, model_folder, **how):
@@ -85,19 +67,18 @@ def records(tmp_path):
     return of
 
 
-def ours_of(model_folder):
-    return EvaluatedModel(model_folder, precision="fp32", device="cpu", micro_batch_tokens=96, max_new_tokens=NEW)
+@pytest.fixture
+def ours(model_folder):
+    model = EvaluatedModel(model_folder, precision="fp32", device="cpu", micro_batch_tokens=96, max_new_tokens=NEW)
+    yield model
+    model.close()
 
 
-def test_choices_are_scored_alike_by_completions(records, model_folder, url):
+def test_choices_are_scored_alike_by_completions(records, ours, model_folder, url):
     choices = {"text": ["sat on", "ran", "the mat", "dog"], "label": ["A", "B", "C", "D"]}
     items = [{"question": words, "choices": choices, "answerKey": "ABCD"[n % 4]} for n, words in enumerate(WORDS)]
     theirs = outside(LocalCompletionsAPI, f"{url}/completions", model_folder, batch_size=4, add_bos_token=True)
-    ours = ours_of(model_folder)
-    try:
-        expected = records(ours, items, adapter="auto", name="arc_easy")
-    finally:
-        ours.close()
+    expected = records(ours, items, adapter="auto", name="arc_easy")
     found = records(theirs, items, adapter="auto", name="arc_easy")
     assert len(found) == len(items) and [one["scores"] for one in found] == [one["scores"] for one in expected]
     for mine, its in zip(expected, found, strict=True):
@@ -105,15 +86,11 @@ def test_choices_are_scored_alike_by_completions(records, model_folder, url):
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_answers_are_written_alike(records, model_folder, url, chat):
+def test_answers_are_written_alike(records, ours, model_folder, url, chat):
     items = [{"question": words, "answer": "the"} for words in WORDS]
     kind, path = (LocalChatCompletion, "chat/completions") if chat else (LocalCompletionsAPI, "completions")
     theirs = outside(kind, f"{url}/{path}", model_folder, **({} if chat else {"add_bos_token": True}))
-    ours = ours_of(model_folder)
-    try:
-        expected = records(ours, items, adapter="problem", name="p", form="problems", chat=chat)
-    finally:
-        ours.close()
+    expected = records(ours, items, adapter="problem", name="p", form="problems", chat=chat)
     found = records(theirs, items, adapter="problem", name="p", form="problems", chat=chat)
     assert [one["output"] for one in found] == [one["output"] for one in expected]
     assert [one["scores"] for one in found] == [one["scores"] for one in expected]

@@ -4,7 +4,6 @@ import asyncio
 import json
 import re
 import signal
-from types import SimpleNamespace
 
 import httpx
 import psutil
@@ -12,12 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from nanodag.engines.fleet import Fleet
 from nanodag.engines.start import start_engine
-from nanodag.inference.client import SamplerClient
 from nanodag.inference.engine_settings import EngineSettings
 from nanodag.model.headers import weights_digest
-from tests.api.real_engines import client_over, served
+from tests.api.real_engines import client_over, fleet_over, served
 from tests.api.scripted import model_of
 from tests.evaluation.tiny import VOCABULARY
 
@@ -39,11 +36,7 @@ def serve(model_folder, process):
 
     def run(scenario, **limits):
         async def main():
-            kept = SimpleNamespace(url=process.url, pid=process.pid, is_alive=True, stop=lambda: None)
-            engines = Fleet(
-                model=model_folder, version="default", max_restarts=None,
-                launch=lambda number, folder, version: kept, connect=lambda url: SamplerClient(url, token=TOKEN),
-            )  # fmt: skip
+            engines = fleet_over(process, model_folder, TOKEN)
             async with client_over(model_folder, engines, **limits) as client:
                 return await asyncio.wait_for(scenario(client, engines.least_busy().client), 60)
 

@@ -27,9 +27,6 @@ def message_of(reply):
     return choice["message"], choice["finish_reason"]
 
 
-# ---- nanodag's own format
-
-
 @pytest.fixture
 def sums(saying):
     return saying("It is ", "<|tool_call|>", "12*34", "<|tool_call_end|>", "<|tool_result|>", "9")[0]
@@ -186,8 +183,6 @@ def test_the_argument_of_a_tool_is_its_required_one():
     optional = {"properties": {"code": {"type": "string"}, "seconds": {"type": "number"}}, "required": ["code"]}
     assert argument_of(Tool(function=Function(name="python", parameters=optional))) == "code"
 
-
-# ---- Hermes' and Qwen's format
 
 CALL = '{"name": "weather", "arguments": {"city": "Zürich", "day": "now"}}'
 

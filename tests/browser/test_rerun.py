@@ -22,6 +22,19 @@ def wait_for_retry(project, before):
     return project.record(run)
 
 
+def retried(project, page, before):
+    """Click Retry on a run's page; its record once that has completed."""
+    page.choose("Retry")
+    page.shoot("dialog")
+    page.confirm("Retry")
+    page.shoot("asked")
+    record = wait_for_retry(project, before)
+    page.wait_for_state("Completed")
+    page.shoot("completed")
+    assert record["stages"]["pretrain"]["made"]["cost"]["num_attempts"] == 2
+    return record
+
+
 def states(record):
     return {name: stage["state"] for name, stage in record["stages"].items()}
 
@@ -47,18 +60,12 @@ def test_retry_finds_what_is_finished_and_goes_on_with_what_failed(project, ui):
     page.shoot("failed")
     assert page.tasks() == [("pretrain", "Failed"), ("tokenizer", "Completed")]
     project.tell("pretrain", "")
-    page.choose("Retry")
-    page.shoot("dialog")
-    page.confirm("Retry")
-    page.shoot("asked")
-    record = wait_for_retry(project, failed)
-    page.wait_for_state("Completed")
+    record = retried(project, page, failed)
     page.open_run(failed["flow_run"])
     tasks = page.tasks()
     page.shoot("completed")
     print(tasks)
     assert states(record) == {"tokenizer": "found", "pretrain": "built", "eval_base": "built", "report": "built"}
-    assert record["stages"]["pretrain"]["made"]["cost"]["num_attempts"] == 2
     assert steps(project, record, "pretrain") == ["1", "2", "3", "4"], "each step once: it went on from step 2"
     assert ("tokenizer", "Cached") in tasks and ("pretrain", "Completed") in tasks
 
@@ -112,13 +119,8 @@ def test_cancel_leaves_no_process_and_retry_goes_on(project, ui, order):
     page.shoot("cancelled")
     wait_until(lambda: not alive([*pids_in(workspace), running["pid"]]))
     project.tell("pretrain", "")
-    page.choose("Retry")
-    page.confirm("Retry")
-    record = wait_for_retry(project, running)
-    page.wait_for_state("Completed")
-    page.shoot("completed")
+    record = retried(project, page, running)
     assert set(states(record).values()) <= {"built", "found"}
-    assert record["stages"]["pretrain"]["made"]["cost"]["num_attempts"] == 2
     assert steps(project, record, "pretrain") == ["1", "2", "3", "4"]
 
 
@@ -144,9 +146,4 @@ def test_a_run_whose_every_process_was_killed_is_marked_crashed_and_retry_goes_o
     page.wait_for_state("Crashed")
     page.shoot("crashed")
     project.tell("pretrain", "")
-    page.choose("Retry")
-    page.confirm("Retry")
-    record = wait_for_retry(project, running)
-    page.wait_for_state("Completed")
-    page.shoot("completed")
-    assert record["stages"]["pretrain"]["made"]["cost"]["num_attempts"] == 2
+    retried(project, page, running)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nanodag.api.prompt_rendering import ChatPrompt, chat_prompt
 from nanodag.api.refusals import Refused
-from nanodag.api.tool_format import PlainReader
+from nanodag.api.tool_format import Call, Reader
 from nanodag.chat.terminal_chat import Dialogue, Talk
 from nanodag.chat.tools import MAX_ROUNDS
 from nanodag.errors import BadRequest
@@ -26,7 +26,7 @@ from tests.api.scripted import Scripted, model_of, spelled
 def one_token_a_word(body) -> ChatPrompt:
     """A prompt is one token for each word and each message."""
     ids = [2 for message in body.messages for _ in ["role", *message.content.split()]]
-    return ChatPrompt(ids=ids, stop_ids=(1,), reader=lambda: PlainReader({}))
+    return ChatPrompt(ids=ids, stop_ids=(1,), reader=Reader)
 
 
 def conversation(context: int = 12, render=one_token_a_word) -> Dialogue:
@@ -42,7 +42,7 @@ def test_the_oldest_exchange_is_left_out_when_the_context_is_full():
     talk = conversation()
     talk.begin_again("brief")  # 2 tokens
     assert length_of_prompt(talk, "a b") == 2 + 3
-    talk.called("", [("calculator", "{}")], ["r"])  # 1 and 2
+    talk.called("", [Call("calculator", "{}")], ["r"])  # 1 and 2
     talk.answer("c")  # 2
     # with the first exchange it would be 14, and 4 of answer do not fit in 12
     assert length_of_prompt(talk, "d e f") == 2 + 4
@@ -166,7 +166,7 @@ def test_an_answer_that_is_ended_stays_as_far_as_it_was_said(talk_with, spoken):
 def test_lines_of_an_earlier_chat_come_back_with_the_arrow_key(tmp_path):
     """On a terminal of its own, as readline needs one."""
     program = (
-        "from nanodag.chat.history import typed_lines\n"
+        "from nanodag.chat.terminal_chat import typed_lines\n"
         "for line in typed_lines('you'):\n"
         "    print('heard', repr(line), flush=True)\n"
     )

@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 from nanodag.chat import tools
 from nanodag.chat.tools import MAX_RESULT_CHARACTERS, TOOLS, call
 from nanodag.chat.web import routes as web
-from nanodag.chat.web.markdown import LONGEST, to_html
+from nanodag.chat.web.routes import LONGEST, to_html
 from nanodag.rewards import sandbox
 from tests.api.scripted import Scripted, app_of, ask, model_of
 

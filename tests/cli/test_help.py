@@ -48,6 +48,6 @@ def test_an_error_is_said_once_and_without_a_class(monkeypatch, capsys, tmp_path
 
 
 def test_stopping_the_server_takes_the_overrides_that_a_run_takes(monkeypatch, tmp_path):
-    monkeypatch.setattr("nanodag.server.local_server.LocalServer.stop", lambda server: server._port == 4321)
+    monkeypatch.setattr("nanodag.server.local_server.LocalServer.stop", lambda server: server._config.port == 4321)
     done = CliRunner().invoke(app, ["server", "stop", "server.port=4321", f"store.url={tmp_path}/s"])
     assert done.output == "The Prefect server has ended.\n", done

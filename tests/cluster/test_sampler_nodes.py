@@ -85,7 +85,7 @@ def test_a_sampler_of_another_node_has_started_when_it_is_reached_from_here(tmp_
         """Say by a file that a sampler is there, which nothing reaches for a while."""
         Path(json.loads(command[-1])["ready_file"]).write_text(json.dumps({"port": port}))
         threading.Thread(target=link, daemon=True).start()
-        return ServerProcess(subprocess.Popen(["sleep", "60"]), "", log_path)
+        return ServerProcess(subprocess.Popen(["sleep", "60"]), log_path=log_path, in_group=True)
 
     away = SimpleNamespace(host="there", spawn=spawn, address=lambda server: "127.0.0.1")
     (tmp_path / "log").touch()

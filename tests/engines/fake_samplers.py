@@ -78,6 +78,9 @@ class FakeServer:
     async def execute(self, name: str, request: web.Request, body: dict[str, Any]) -> web.Response:
         raise NotImplementedError
 
+    async def weights_checker(self, body: dict[str, Any]) -> Any:
+        return {"ranks": [{"checksums": {"w": self.weights}}]}
+
 
 class FakeSampler(FakeServer):
     """One sampler."""
@@ -103,9 +106,6 @@ class FakeSampler(FakeServer):
 
     async def model_info(self, body: dict[str, Any]) -> Any:
         return {"weight_version": self.version}
-
-    async def weights_checker(self, body: dict[str, Any]) -> Any:
-        return {"ranks": [{"checksums": {"w": self.weights}}]}
 
     async def server_info(self, body: dict[str, Any]) -> Any:
         return {"memory": {"bytes": 2 - len(self.released), "peak_bytes": 2}}
@@ -136,9 +136,6 @@ class FakeSampler(FakeServer):
         await self.world.trainer.meet(self, body["group_name"])
         return {}
 
-    async def destroy_weights_update_group(self, body: dict[str, Any]) -> Any:
-        return {}
-
     async def begin_weight_update(self, body: dict[str, Any]) -> Any:
         if self.received is not None:
             raise ValueError("a session is open already")
@@ -167,7 +164,7 @@ class FakeSampler(FakeServer):
     async def pause_generation(self, body: dict[str, Any]) -> Any:
         return {}
 
-    continue_generation = pause_generation
+    continue_generation = destroy_weights_update_group = pause_generation
 
     async def generate(self, body: dict[str, Any]) -> Any:
         if self.released:

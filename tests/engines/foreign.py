@@ -90,9 +90,6 @@ class Foreign(FakeServer):
         self.is_receiving = False
         return {}
 
-    async def weights_checker(self, body):
-        return {"ranks": [{"checksums": {"w": self.weights}}]}
-
     async def generate(self, body):
         await self.can_answer.wait()
         if isinstance(self.answer, web.Response):
@@ -146,6 +143,15 @@ async def fleet(folder, servers, *, file=None, needed=NEEDED, named=None, pause=
         for server in servers:
             await server._runner.cleanup()
         await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def attached(folder, *servers, **options):
+    """`fleet` of these servers, which have weights 1; and the list of them, which takes up successors, too."""
+    servers = list(servers)
+    async with fleet(folder, servers, **options) as samplers:
+        await given(samplers, folder, 1)
+        yield samplers, servers
 
 
 async def given(samplers, folder, version):

@@ -13,7 +13,7 @@ from nanodag.inference.client import SamplerClient
 from nanodag.inference.protocol import Request
 from nanodag.rl.sync import broadcast_sync
 from nanodag.rl.sync.broadcast_sync import DistributedSync
-from tests.engines.foreign import NEEDED, Foreign, again, fleet, given, until
+from tests.engines.foreign import NEEDED, Foreign, again, attached, fleet, given, until
 
 ASKED = [Request(input_ids=[1, 2])]
 
@@ -122,9 +122,7 @@ def test_one_that_was_left_in_the_midst_of_new_weights_is_out_of_it_before_it_ta
 
 def test_one_that_is_killed_is_left_out_until_it_is_back_and_has_the_current_weights(tmp_path):
     async def work():
-        servers = [Foreign(), Foreign()]
-        async with fleet(tmp_path, servers) as samplers:
-            await given(samplers, tmp_path, 1)
+        async with attached(tmp_path, Foreign(), Foreign()) as (samplers, servers):
             servers[0].can_answer.clear()
             step = [asyncio.ensure_future(samplers.generate(ASKED)) for _ in range(4)]
             await until(lambda: sampled_by(*servers) == [2, 2])
@@ -145,9 +143,7 @@ def test_one_that_is_killed_is_left_out_until_it_is_back_and_has_the_current_wei
 
 def test_one_that_was_started_again_unseen_is_found_out_by_its_weights(tmp_path):
     async def work():
-        servers = [Foreign()]
-        async with fleet(tmp_path, servers) as samplers:
-            await given(samplers, tmp_path, 1)
+        async with attached(tmp_path, Foreign()) as (samplers, servers):
             servers[0].kill()
             servers.append(back := await again(servers[0]))
             ((answer,),) = await samplers.generate(ASKED)
@@ -158,9 +154,7 @@ def test_one_that_was_started_again_unseen_is_found_out_by_its_weights(tmp_path)
 
 def test_the_only_one_that_is_killed_between_taking_weights_and_saying_so_does_not_hold_the_sync_up_for_ever(tmp_path):
     async def work():
-        servers = [Foreign()]
-        async with fleet(tmp_path, servers, patience_s=5.0) as samplers:
-            await given(samplers, tmp_path, 1)
+        async with attached(tmp_path, Foreign(), patience_s=5.0) as (samplers, servers):
             async with samplers.paused():
                 await samplers.update_weights_from_disk(str(tmp_path / "2"), 2)
                 servers[0].kill()
@@ -174,9 +168,7 @@ def test_the_only_one_that_is_killed_between_taking_weights_and_saying_so_does_n
 
 def test_one_that_hangs_is_left_out_and_its_prompts_are_asked_of_another(tmp_path):
     async def work():
-        servers = [Foreign(), Foreign()]
-        async with fleet(tmp_path, servers) as samplers:
-            await given(samplers, tmp_path, 1)
+        async with attached(tmp_path, Foreign(), Foreign()) as (samplers, servers):
             servers[0].can_answer.clear()
             servers[0].hangs_at = {"health_generate"}
             await asyncio.gather(*(samplers.generate(ASKED) for _ in range(2)))
@@ -187,9 +179,7 @@ def test_one_that_hangs_is_left_out_and_its_prompts_are_asked_of_another(tmp_pat
 
 def test_one_that_is_cut_off_while_it_takes_weights_holds_nobody_up_at_first_nor_when_it_is_back(tmp_path):
     async def work():
-        servers = [Foreign(), Foreign()]
-        async with fleet(tmp_path, servers) as samplers:
-            await given(samplers, tmp_path, 1)
+        async with attached(tmp_path, Foreign(), Foreign()) as (samplers, servers):
             servers[0].hangs_at = {"health_generate", "update_weights_from_disk"}
             async with asyncio.timeout(1):  # less than a request may take
                 await given(samplers, tmp_path, 2)
@@ -228,9 +218,7 @@ def test_the_trainer_is_asked_to_wait_for_none_that_does_not_answer(tmp_path, mo
 
 def test_weights_that_come_in_the_midst_of_answers_go_to_those_that_are_there_and_each_goes_on(tmp_path):
     async def work():
-        servers = [Foreign(), Foreign()]
-        async with fleet(tmp_path, servers, pause="in_place") as samplers:
-            await given(samplers, tmp_path, 1)
+        async with attached(tmp_path, Foreign(), Foreign(), pause="in_place") as (samplers, servers):
             for server in servers:
                 server.can_answer.clear()
             step = [asyncio.ensure_future(samplers.generate(ASKED)) for _ in range(2)]

@@ -200,9 +200,6 @@ def test_a_sampler_that_dies_again_and_again_ends_with_the_last_lines_of_its_log
     assert len(numbers) == 3
 
 
-# ---- the whole stage
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("of_both", "of_killed"),

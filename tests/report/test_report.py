@@ -17,15 +17,6 @@ from nanodag.report.gather import columns_of, comparisons_of, stages_of
 from nanodag.report.lineage import lineage_svg
 from nanodag.report.page import build_report, to_html, to_markdown
 from nanodag.report.plots import Panel, panels_svg, rl_panels, supervised_panels
-from nanodag.report.tables import (
-    config_table,
-    examples_of,
-    policy_table,
-    reached_table,
-    rows_table,
-    scores_table,
-    stages_table,
-)
 from nanodag.worker.job import Job, write_job
 from tests.report.finished_run import finished_run, write_lines
 
@@ -64,7 +55,7 @@ def test_stages_come_after_their_inputs_whatever_order_the_job_lists_them_in(run
 
 
 def test_scores_have_models_as_columns_in_the_order_of_the_dag_two_of_a_kind_named_by_their_stages(run):
-    table = scores_table(columns_of(stages_of(run)))
+    table = tables.scores_table(columns_of(stages_of(run)))
     assert table.headers == ["benchmark", "BASE", "SFT", "CONTROL", "RL"]
     assert texts(table)[0] == ["sort", "0.0 ± 10.0", "40.0 ± 10.0", "50.0 ± 10.0", "80.0 ± 10.0"]
     assert texts(table)[1] == ["bits_per_byte", "1.600 ± 0.050", "1.700 ± 0.050", "1.700 ± 0.050", "1.800 ± 0.050"]
@@ -84,8 +75,10 @@ def test_models_are_compared_with_the_one_they_come_from_and_with_each_other_wit
     assert not by_pair["sort", "SFT", "BASE"].same_form
     assert by_pair["sort", "CONTROL", "SFT"].verdict == "no clear difference"
     assert by_pair["bits_per_byte", "RL", "SFT"].verdict == "worse"  # more bits are worse
-    assert [example.prompt for example in examples_of(rl, turned="right")] == [f"Sort {n} | x" for n in (4, 5, 6)]
-    assert examples_of(rl, turned="wrong") == []
+    assert [example.prompt for example in tables.examples_of(rl, turned="right")] == [
+        f"Sort {n} | x" for n in (4, 5, 6)
+    ]
+    assert tables.examples_of(rl, turned="wrong") == []
 
 
 def test_programs_that_passed_and_failed_are_shown_and_none_of_their_text_is_markup(run):
@@ -110,12 +103,12 @@ def test_means_over_many_tasks_stand_first(run):
         samples = samples_of(run, stage).read_text().replace("exact_match", "chat_core")
         samples_of(run, stage, "chat_core").write_text(samples)
     stages = stages_of(run)
-    assert [row[0] for row in texts(scores_table(columns_of(stages)))] == ["chat_core", "sort", "bits_per_byte"]
+    assert [row[0] for row in texts(tables.scores_table(columns_of(stages)))] == ["chat_core", "sort", "bits_per_byte"]
     assert "chat_core" in {c.benchmark for c in comparisons_of(columns_of(stages), stages)}
 
 
 def test_time_tokens_and_cost_add_up(run):
-    table = stages_table(stages_of(run), 2.0)
+    table = tables.stages_table(stages_of(run), 2.0)
     rows = {row[0]: row for row in texts(table)}
     #                         2 ranks for an hour at 2.00 each
     assert rows["pretrain"] == ["pretrain", "1 h 0 min", "1 h 56 min", "1.5 M", "", "417", "2 T", "31.0 %", "", "4.00"]
@@ -127,16 +120,16 @@ def test_the_report_says_how_many_rows_were_trained_and_how_often(run):
     counts = [("a", 540, 10_800), ("b", 200, 300), ("c", 7, 7)]
     trained = [{"url": url, "rows": rows, "trained": total} for url, rows, total in counts]
     run["stages"]["sft"]["metrics"]["rows_trained"] = trained
-    assert texts(rows_table(stages_of(run))) == [
+    assert texts(tables.rows_table(stages_of(run))) == [
         ["sft", "a", "540", "20 times"],
         ["sft", "b", "200", "once, 100 of them once more"],
         ["sft", "c", "7", "once"],
     ]
-    assert reached_table(stages_of(run)) is None
+    assert tables.reached_table(stages_of(run)) is None
 
 
 def test_config_says_where_values_come_from_and_what_the_dial_would_have_said(run):
-    table = config_table(stages_of(run)["sft"], run["origins"])
+    table = tables.config_table(stages_of(run)["sft"], run["origins"])
     assert texts(table)[0] == ["num_epochs", "3", "override"] and table.rows[0][2].detail == "said 1"
     assert [row[2].text for row in table.rows[1:]] == ["default", "default"]
 
@@ -150,8 +143,8 @@ def answer(run, **right):
 
 def comparison_table(run):
     """(after, before) on `sort` -> p and verdict, as the page shows them."""
-    tables = [part.table for part in report_of(run).sections[0].parts[2:] if part.table]
-    rows = [row for table in tables for row in table.rows if row[0].text == "sort"]
+    shown = [part.table for part in report_of(run).sections[0].parts[2:] if part.table]
+    rows = [row for table in shown for row in table.rows if row[0].text == "sort"]
     return {row[1].text: (row[4].text, row[2].verdict) for row in rows}
 
 
@@ -199,7 +192,7 @@ def test_a_stages_row_tells_tokens_trained_and_read_its_tries_and_its_share_of_d
     run["stages"]["eval_rl"]["cost"] = {"seconds": 5.0, "forward_tokens": 500, "flops": 1e3}
     run["stages"]["control"]["cost"] = {"seconds": 100.0, "earlier_seconds": 62.0, "num_attempts": 3}
     run["stages"]["sft"]["metrics"]["document_share"] = 0.254
-    table = stages_table(stages_of(run), 0.0)
+    table = tables.stages_table(stages_of(run), 0.0)
     rows = {row[0]: row for row in texts(table)}
     assert table.headers[3:6] == ["trained", "read", "trained/s"]
     assert (rows["rl"][3:6], rows["eval_rl"][3:6]) == (["3 k", "2 k", "300"], ["", "500", ""])
@@ -222,7 +215,7 @@ def test_what_is_stale_rl_that_learned_nothing_and_prompts_that_were_too_long_ar
     ]
     for page in (to_html(report), to_markdown(report)):
         assert page.index("rl learned nothing") < page.index("Scores")
-    row = scores_table(columns_of(stages_of(run))).rows[0]
+    row = tables.scores_table(columns_of(stages_of(run))).rows[0]
     assert [cell.detail for cell in row[3:]] == ["30.0 to 70.0", "60.0 to 100.0, 3 too long"]
 
 
@@ -238,13 +231,13 @@ def test_metrics_over_samples_and_counts_stand_beside_the_score_and_the_best_ans
         write_lines(samples_of(run, stage), records)
     stages = stages_of(run)
     columns = columns_of(stages)
-    row = scores_table(columns).rows[0]
+    row = tables.scores_table(columns).rows[0]
     assert row[0].detail == "exact_match, %, 10 items"  # of the first model, which has it
     assert [cell.detail.partition(", ")[2] for cell in row[2:]] == ["4 unparsed", "", "4 unparsed, 1 truncated"]
-    assert scores_table(columns[1:2]).rows[0][0].detail == "pass@2 of exact_match, %, 10 items"
+    assert tables.scores_table(columns[1:2]).rows[0][0].detail == "pass@2 of exact_match, %, 10 items"
     (comparison,) = [c for c in comparisons_of(columns, stages) if c.metric == "pass@2"]
     assert (comparison.before.label, comparison.after.label, comparison.found.num_higher) == ("SFT", "RL", 1)
-    (example,) = examples_of(comparison, turned="right")
+    (example,) = tables.examples_of(comparison, turned="right")
     assert (example.prompt, example.before, example.after) == ("Sort 3", "eval_sft 3 0", "eval_rl 3 1")
 
 
@@ -363,7 +356,7 @@ def test_curves_show_what_was_recorded(run):
 
 def test_a_policys_own_evaluations_are_a_table_of_start_best_and_last(run):
     stage = stages_of(run)["rl"]
-    assert policy_table(stage) is None
+    assert tables.policy_table(stage) is None
     for step, right, loss in ((0, 0.25, 2.0), (10, 0.75, 1.0), (20, 0.5, 1.5)):
         asked = {"event": "eval", "step": step, "low": right - 0.125, "high": right + 0.125}
         stage.lines.append({**asked, "eval_reward": right})
@@ -371,7 +364,7 @@ def test_a_policys_own_evaluations_are_a_table_of_start_best_and_last(run):
             stage.lines.append({**asked, "benchmark": "sort", "metric": "exact_match", "benchmark_sort": right})
         bits = {"metric": "bits_per_byte", "higher_is_better": False, "benchmark_bits": loss}
         stage.lines.append({"event": "eval", "step": step, "benchmark": "bits", **bits})
-    table = policy_table(stage)
+    table = tables.policy_table(stage)
     assert texts(table) == [
         ["held-out prompts", "0.250", "0.750", "0.500"],
         ["bits", "2.000", "1.000", "1.500"],
@@ -386,8 +379,8 @@ def test_what_a_stage_reached_is_said_in_one_line(run):
     run["stages"]["sft"]["metrics"] = {"loss": 1.23456, "stopped_early": True, "steps": 12_000, "mfu": None}
     run["stages"]["pretrain"]["cost"]["mfu"] = None
     stages = stages_of(run)
-    assert texts(reached_table(stages)) == [["sft", "loss 1.2346 · stopped early yes · steps 12,000"]]
-    assert {row[0]: row for row in texts(stages_table(stages, 0.0))}["pretrain"][7] == ""
+    assert texts(tables.reached_table(stages)) == [["sft", "loss 1.2346 · stopped early yes · steps 12,000"]]
+    assert {row[0]: row for row in texts(tables.stages_table(stages, 0.0))}["pretrain"][7] == ""
     assert "stopped early yes" in to_markdown(report_of(run))
 
 

@@ -134,7 +134,7 @@ def test_a_watch_that_is_left_while_an_answer_is_there_already_ends():
     async def work():
         answer, is_asked = asyncio.get_running_loop().create_future(), asyncio.Event()
 
-        async def health():
+        async def health(*, generates):
             is_asked.set()
             return await answer
 

@@ -238,9 +238,6 @@ def test_the_page_has_two_looks_and_loads_nothing(get):
         raise AssertionError(f"{text} is the same by day and by night")
 
 
-# ---- turns, roles and branches
-
-
 def said(text, version=3):
     return sampled_span(list(text.encode()), [-0.5] * len(text.encode()), version)
 

@@ -13,29 +13,33 @@ are mounted in checks the Host, and a key where one is needed.
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+import re
+from collections.abc import Awaitable, Callable, Sequence
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from markdown_it import MarkdownIt
+from markdown_it.renderer import RendererHTML
+from markdown_it.token import Token
+from markdown_it.utils import EnvType, OptionsDict
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
+from nanodag.api.refusals import Refused
 from nanodag.chat.tools import DEFAULT_TOOLS, FAILED, MAX_ROUNDS, TOOLS, call
-from nanodag.chat.web.markdown import LONGEST, to_html
 
 FOLDER = Path(__file__).parent
 PAGE = "index.html"
+LONGEST = 32 << 10  # characters of Markdown; a fifth of a second of CPU for the worst that was tried
 MAX_BODY_BYTES = 8 * LONGEST  # a character takes 6 bytes at most, as JSON's \uXXXX
 MAX_CALLS_WAITING = 16
 # Nothing but this server's own files runs, is shown or is spoken to. `data:` is the icon of the tab.
-POLICY = "; ".join(
-    (
-        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:",
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    )
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 HEADERS = {
     "Content-Security-Policy": POLICY,
@@ -49,14 +53,6 @@ HEADERS = {
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 
 Answer = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
-
-
-class _Refused(Exception):
-    """A request that is not answered. status: of HTTP."""
-
-    def __init__(self, status: HTTPStatus, message: str) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 def routes() -> list[Route]:
@@ -94,25 +90,24 @@ async def _render(body: dict[str, Any]) -> dict[str, Any]:
     try:
         return {"html": await asyncio.to_thread(to_html, text)}
     except ValueError as error:
-        raise _Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, str(error)) from error
+        raise Refused(str(error), status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE) from error
 
 
 class _Calls:
     """Runs the calls of one application, of which only so many may wait for each other."""
 
-    def __init__(self) -> None:
-        self._num_waiting = 0
+    num_waiting = 0
 
     async def answer(self, body: dict[str, Any]) -> dict[str, Any]:
         name, arguments = _text_of(body, "name"), _text_of(body, "arguments")
-        if self._num_waiting >= MAX_CALLS_WAITING:
-            message = f"{self._num_waiting} calls of tools wait already; try again in a while"
-            raise _Refused(HTTPStatus.TOO_MANY_REQUESTS, message)
-        self._num_waiting += 1
+        if self.num_waiting >= MAX_CALLS_WAITING:
+            message = f"{self.num_waiting} calls of tools wait already; try again in a while"
+            raise Refused(message, status=HTTPStatus.TOO_MANY_REQUESTS)
+        self.num_waiting += 1
         try:
             result = await asyncio.to_thread(call, name, arguments)
         finally:
-            self._num_waiting -= 1
+            self.num_waiting -= 1
         return {"result": result, "failed": result.startswith(FAILED)}
 
 
@@ -123,42 +118,74 @@ def _json(answer: Answer) -> Callable[[Request], Awaitable[Response]]:
         try:
             _check_sender(request)
             return JSONResponse(await answer(await _body(request)), headers=HEADERS)
-        except _Refused as refused:
-            error = {"message": str(refused), "type": "invalid_request_error", "param": None, "code": None}
-            return JSONResponse({"error": error}, refused.status, headers=HEADERS)
+        except Refused as refused:
+            return JSONResponse(refused.content(), refused.status, headers=HEADERS)
 
     return endpoint
 
 
 def _check_sender(request: Request) -> None:
-    """Raises _Refused for what a page of another site could have sent."""
+    """Raises Refused for what a page of another site could have sent."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        raise _Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"Content-Type must be application/json; found {kind!r}")
+        message = f"Content-Type must be application/json; found {kind!r}"
+        raise Refused(message, status=HTTPStatus.UNSUPPORTED_MEDIA_TYPE)
     origin, host = request.headers.get("origin", ""), request.headers.get("host", "")
     if not host or urlsplit(origin).netloc != host:
-        raise _Refused(HTTPStatus.FORBIDDEN, f"Origin must be this server, {host}; found {origin!r}")
+        raise Refused(f"Origin must be this server, {host}; found {origin!r}", status=HTTPStatus.FORBIDDEN)
 
 
 async def _body(request: Request) -> dict[str, Any]:
-    """Raises _Refused for what is too long or no JSON object."""
+    """Raises Refused for what is too long or no JSON object."""
     read = bytearray()
     async for piece in request.stream():
         read += piece
         if len(read) > MAX_BODY_BYTES:
-            raise _Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a body has at most {MAX_BODY_BYTES} bytes")
+            message = f"a body has at most {MAX_BODY_BYTES} bytes"
+            raise Refused(message, status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
     try:
         body = json.loads(read)
     except (ValueError, RecursionError) as error:
-        raise _Refused(HTTPStatus.BAD_REQUEST, "the body is no JSON") from error
+        raise Refused("the body is no JSON") from error
     if not isinstance(body, dict):
-        raise _Refused(HTTPStatus.BAD_REQUEST, "the body must be an object")
+        raise Refused("the body must be an object")
     return body
 
 
 def _text_of(body: dict[str, Any], name: str) -> str:
     text = body.get(name)
     if not isinstance(text, str):
-        raise _Refused(HTTPStatus.BAD_REQUEST, f"{name} must be a text; found {type(text).__name__}")
+        raise Refused(f"{name} must be a text; found {type(text).__name__}")
     # Half a pair of UTF-16, which JSON may name and no encoding can write.
     return text.encode("utf-8", "replace").decode("utf-8")
+
+
+class _Renderer(RendererHTML):
+    def link_open(self, tokens: Sequence[Token], idx: int, options: OptionsDict, env: EnvType) -> str:
+        tokens[idx].attrSet("target", "_blank")
+        tokens[idx].attrSet("rel", "noopener noreferrer nofollow")
+        return self.renderToken(tokens, idx, options, env)
+
+
+class _Reader(MarkdownIt):
+    """Reads Markdown that a model wrote: no HTML of its own, no image, no link but to the web. A block nested deeper
+    than markdown-it's 20 levels is left out."""
+
+    def __init__(self) -> None:
+        # Line ends stay line ends: models write verses and lists without Markdown's two spaces.
+        super().__init__("commonmark", {"html": False, "breaks": True}, renderer_cls=_Renderer)
+        self.enable(["table", "strikethrough"])
+        self.disable("image")  # what is left of one is a link to it
+
+    def validateLink(self, url: str) -> bool:
+        return re.match(r"(?:https?://|mailto:)", url, re.IGNORECASE) is not None
+
+
+_READER = _Reader()
+
+
+def to_html(text: str) -> str:
+    """Markdown as HTML that cannot do anything. Raises ValueError for a text of more than LONGEST characters."""
+    if len(text) > LONGEST:
+        raise ValueError(f"the text has {len(text)} characters, and {LONGEST} are rendered at most")
+    return _READER.render(text)

@@ -22,7 +22,7 @@ from nanodag.api.refusals import Refused
 from nanodag.api.replies import ChatReply
 from nanodag.api.served_model import Limits, ServedModel
 from nanodag.api.token_text import TokenText
-from nanodag.api.tool_format import PlainReader
+from nanodag.api.tool_format import Reader
 from nanodag.errors import BadRequest, SamplerError
 from nanodag.inference.protocol import Completion, FinishReason, Request
 from nanodag.inference.seeds import derived_seed
@@ -291,7 +291,7 @@ class _Endpoints(Endpoints):
         session, body, params = self._session, self._body, request.params
         assert body is not None and params.max_new_tokens is not None
         most, of, stops = params.max_new_tokens, body.seed or 0, params.stop_token_ids
-        reader = PlainReader({}) if self._prompt is None else self._prompt.reader()
+        reader = Reader() if self._prompt is None else self._prompt.reader()
         one_call = isinstance(body, ChatBody) and not body.parallel_tool_calls
         # As the client reads it: a stop string or a call may end an answer before its last token.
         answer = ParsedAnswer(self._served.tokens, reader, stops=body.stops, one_call=one_call)
