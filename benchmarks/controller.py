@@ -210,7 +210,7 @@ class Stage:
                 for server in self.servers[: self.chosen.lost]:
                     os.kill(server.pid, signal.SIGKILL)
             files.append(self.note(step, await taking))
-            self.pool.policy = step
+            self.pool.samplers_have(step)
         await self.samplers.disconnect()
         return files
 

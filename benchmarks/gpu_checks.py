@@ -127,13 +127,13 @@ def waits(device: Any, folder: Path) -> dict[str, Any]:
     from benchmarks.gpu_parts import model_folder
     from nanodag.config.kinds.rl import RLStage
     from nanodag.rl.losses import Totals
-    from nanodag.rl.trainer.policy import load_policy, to_row
+    from nanodag.rl.trainer.policy import Policy, to_row
     from nanodag.rl.trainer.update import PolicyObjective, Scored
 
     if not device.is_gpu:
         return {}
     here = torch.device("cuda", 0)
-    policy = load_policy(model_folder("toy", folder, "cuda"), temperature=1.0).to(here, torch.bfloat16)
+    policy = Policy(model_folder("toy", folder, "cuda"), temperature=1.0).to(here, torch.bfloat16)
     objective = PolicyObjective(RLStage.of(kind="rl", data=["file:x"], aggregation="sequence"))
 
     def step() -> Tensor:

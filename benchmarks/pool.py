@@ -144,7 +144,7 @@ class Stage:
         await asyncio.sleep(self.sync_s)
         self.seats.versions.append((asyncio.get_running_loop().time(), policy))
         if self.pool is not None:
-            self.pool.policy = policy
+            self.pool.samplers_have(policy)
 
     async def generate(self, step: int) -> RolloutBatch:
         return await (self.generator.step(self.cursor, step) if self.pool is None else self.pool.take(step))

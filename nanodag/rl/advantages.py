@@ -186,13 +186,12 @@ def process_grpo(steps: Sequence[Steps], group_ids: Tensor, sizes: Sequence[int]
     counts = torch.tensor([len(pairs) for pairs in steps])
     group = group_statistics(scores, group_ids.cpu().repeat_interleave(counts))
     normalised = (group.centred / (group.std + EPSILON)).split(counts.tolist())
-    return [_from_the_end(pairs, values, size) for pairs, values, size in zip(steps, normalised, sizes, strict=True)]
-
-
-def _from_the_end(steps: Steps, values: Tensor, size: int) -> Tensor:
-    at_token = torch.zeros(size, dtype=torch.float64)
-    at_token.index_add_(0, torch.tensor([place for place, _ in steps], dtype=torch.int64), values)
-    return at_token.flip(0).cumsum(0).flip(0).float()
+    advantages = []
+    for pairs, values, size in zip(steps, normalised, sizes, strict=True):
+        at_token = torch.zeros(size, dtype=torch.float64)
+        at_token.index_add_(0, torch.tensor([place for place, _ in pairs], dtype=torch.int64), values)
+        advantages.append(at_token.flip(0).cumsum(0).flip(0).float())
+    return advantages
 
 
 def step_rewards(steps: Sequence[Steps], mask: Tensor, sequence_ids: Tensor) -> Tensor:

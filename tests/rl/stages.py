@@ -59,6 +59,11 @@ def benchmark(folder: Path, name: str, **values: Any) -> dict[str, Any]:
     return {"name": name, "form": f"{folder}/vowels.yaml", "source": f"file:{folder}/prompts.jsonl", **values}
 
 
+def on(num_ranks: int) -> dict[str, Any]:
+    """Values of a stage with so many ranks on a CPU."""
+    return {"resources": {"num_ranks": num_ranks, "threads": 1, "device": "cpu"}}
+
+
 def make_job(folder: Path, **config: Any) -> Job:
     """The job of a stage of two steps of 2 prompts x 4 samples x 8 tokens, its files in `folder`."""
     model = save_tiny_model(folder / "model", vocabulary=VOCABULARY)
@@ -68,7 +73,7 @@ def make_job(folder: Path, **config: Any) -> Job:
         (folder / f"{name}.yaml").write_text(FORM)
     prompts = [{"prompt": f"word {n}", "answer": "x", "prompt_id": f"p{n}"} for n in range(11)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
-    values = {"kind": "rl", "inputs": {}, "seed": 7, "resources": {"num_ranks": 1, "threads": 1, "device": "cpu"}}
+    values = {"kind": "rl", "inputs": {}, "seed": 7, **on(1)}
     values |= {"data": [{"url": f"file:{folder}/prompts.jsonl", "held_out": 0.3}], "reward": "tiny_reward:vowels"}
     values |= {"prompts_per_step": 2, "samples_per_prompt": 4, "max_new_tokens": 8, "num_steps": 2}
     values |= {"sampler": {"context": 64, "max_batch": 16}, "micro_batch_tokens": 64, "precision": "fp32"}

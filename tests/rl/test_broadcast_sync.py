@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import time
+from contextlib import asynccontextmanager
 
 import pytest
 from torch import multiprocessing
@@ -23,7 +24,7 @@ from tests.engines.samplers import with_samplers
 from tests.rl.broadcasts import TIMEOUT_S, Trainer, expected
 from tests.rl.models import save_tiny_model
 from tests.rl.spread import BIG, two_shares
-from tests.rl.stages import make_job, metrics, run
+from tests.rl.stages import make_job, metrics, on, run
 
 
 @pytest.fixture(scope="module")
@@ -57,22 +58,23 @@ def pair(models, tmp_path_factory):
 
 
 @pytest.fixture
-def with_sync(pair, models, trainer, tmp_path):
-    """Run `work(load, samplers, sync)` on the two servers, which are replaced by what it leaves. load(version): the
+def syncing(pair, models, trainer, tmp_path):
+    """A context of the two servers, which are replaced by what it leaves: load, samplers, sync. load(version): the
     trainer's weights into them, which may need a folder."""
     launch, servers = pair
 
-    async def worked(work, way=DistributedSync, check_every=1, **options):
+    @asynccontextmanager
+    async def syncing(way=DistributedSync, check_every=1, **options):
         samplers = Fleet(servers, model=models[0], version=0, launch=launch, connect=SamplerClient, **options)
         sync = way(samplers, trainer.ask, check_every=check_every, timeout_s=TIMEOUT_S, is_beside=True)
         try:
-            await work(lambda version: sync.load(tmp_path / f"policy-{version}", version), samplers, sync)
+            yield lambda version: sync.load(tmp_path / f"policy-{version}", version), samplers, sync
         finally:
             servers[:] = [member.server for member in await samplers.members()]
             trainer.giver.close()
             await samplers.disconnect()
 
-    return lambda *work_and_way, **options: asyncio.run(worked(*work_and_way, **options))
+    return syncing
 
 
 async def logprobs(samplers):
@@ -88,20 +90,18 @@ ASKED = {
 
 
 @pytest.mark.parametrize("way", ASKED)
-def test_every_sampler_has_the_trainers_weights_to_the_bit_and_samples_with_them(with_sync, trainer, models, way):
-    async def work(load, samplers, sync):
+async def test_every_sampler_has_the_trainers_weights_to_the_bit_and_samples_with_them(syncing, trainer, models, way):
+    async with syncing(way) as (load, samplers, _):
         before = await logprobs(samplers)
         await load(1)
         assert await samplers.fingerprints() == expected(models[1]) and await logprobs(samplers) != before
         trainer.weights.take(models[2])
         await load(2)
         assert await samplers.fingerprints() == expected(models[2]) and await samplers.versions() == ["2", "2"]
-
-    with_sync(work, way)
     assert trainer.asked == ASKED[way]
 
 
-def test_one_weight_that_changed_on_its_way_is_noticed_and_named(with_sync, trainer):
+async def test_one_weight_that_changed_on_its_way_is_noticed_and_named(syncing, trainer):
     name = "model.layers.1.mlp.down_proj.weight"
 
     class Spoiled(Fingerprints):
@@ -110,11 +110,12 @@ def test_one_weight_that_changed_on_its_way_is_noticed_and_named(with_sync, trai
 
     trainer.giver._make_fingerprints = lambda: Spoiled("checkpoint")
     with pytest.raises(SamplerError, match=rf"Sampler 0 .*version 7: {name} has fingerprint"):
-        with_sync(lambda load, samplers, sync: load(7))
+        async with syncing() as (load, _, _):
+            await load(7)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
-def test_a_sampler_lost_in_mid_broadcast_is_replaced_and_none_keeps_a_mixture(pair, with_sync, trainer, models, how):
+async def test_a_sampler_lost_in_a_broadcast_is_replaced_and_none_keeps_a_mixture(pair, syncing, trainer, models, how):
     trainer.giver._timeout_s = TIMEOUT_S if how == signal.SIGKILL else 2.0
     victim = pair[1][1]
     count = iter(range(100))
@@ -125,7 +126,7 @@ def test_a_sampler_lost_in_mid_broadcast_is_replaced_and_none_keeps_a_mixture(pa
 
     trainer.weights.before = hit
 
-    async def work(load, samplers, sync):
+    async with syncing() as (load, samplers, _):
         began = time.monotonic()
         await load(1)
         assert await samplers.fingerprints() == expected(models[1]) and time.monotonic() - began < 100
@@ -133,8 +134,6 @@ def test_a_sampler_lost_in_mid_broadcast_is_replaced_and_none_keeps_a_mixture(pa
         trainer.giver._timeout_s = TIMEOUT_S
         await load(2)
         assert await samplers.fingerprints() == expected(models[2]) and samplers.num_restarts == 1
-
-    with_sync(work)
     assert not victim.is_alive
     assert trainer.asked.count("export") == 1 and trainer.asked[-3:] == ["open_group", "join_group", "broadcast"]
 
@@ -166,7 +165,7 @@ def test_a_sampler_that_stops_in_mid_broadcast_holds_up_no_other_of_three(traine
 
 
 @pytest.mark.parametrize("way", ASKED)
-def test_samplers_answer_while_buckets_are_on_their_way_and_stand_still_for_the_swap_alone(with_sync, trainer, way):
+async def test_samplers_answer_while_buckets_are_on_their_way_and_stand_still_for_the_swap_alone(syncing, trainer, way):
     trainer.weights.before = lambda names: time.sleep(0.03)
     answered: list[float] = []
 
@@ -175,7 +174,7 @@ def test_samplers_answer_while_buckets_are_on_their_way_and_stand_still_for_the_
             await logprobs(samplers)
             answered.append(time.monotonic())
 
-    async def work(load, samplers, sync):
+    async with syncing(way, check_every=0, pause="in_place") as (load, samplers, sync):
         asking = asyncio.ensure_future(ask(samplers))
         await load(1)
         began = time.monotonic()
@@ -188,13 +187,11 @@ def test_samplers_answer_while_buckets_are_on_their_way_and_stand_still_for_the_
         assert costs["sync_bytes"] == 2 * sum(trainer.weights.num_bytes.values())
         assert costs["seconds_samplers_still"] < 0.5 * seconds
 
-    with_sync(work, way, check_every=0, pause="in_place")
 
-
-def test_a_sampler_on_another_machine_is_sent_what_was_given_last_or_a_folder_through_a_group_of_its_own(
-    with_sync, trainer, models, tmp_path, monkeypatch
+async def test_a_sampler_on_another_machine_is_sent_what_was_given_last_or_a_folder_through_a_group_of_its_own(
+    syncing, trainer, models, tmp_path, monkeypatch
 ):
-    async def work(load, samplers, sync):
+    async with syncing() as (load, samplers, sync):
         await load(1)
         trainer.weights.take(models[0])  # it trained on
         monkeypatch.setattr(broadcast_sync, "is_here", lambda client: False)
@@ -208,27 +205,22 @@ def test_a_sampler_on_another_machine_is_sent_what_was_given_last_or_a_folder_th
         monkeypatch.undo()
         await load(2)  # all are in one group again
         assert await samplers.fingerprints() == expected(models[0])
-
-    with_sync(work)
     assert "export" not in trainer.asked
 
 
-def test_a_sampler_that_refuses_is_given_the_weights_through_a_folder(with_sync, trainer, models):
+async def test_a_sampler_that_refuses_is_given_the_weights_through_a_folder(syncing, trainer, models):
     trainer.giver._timeout_s = 2.0
-
-    async def work(load, samplers, sync):
+    async with syncing() as (load, samplers, _):
         (_, member) = await samplers.members()
         await member.client.begin_weight_update()  # a second one is refused
         await load(1)
         assert await samplers.fingerprints() == expected(models[1]) and samplers.num_restarts == 0
 
-    with_sync(work)
 
-
-def test_a_sampler_lost_later_is_started_again_with_what_was_broadcast_not_what_the_trainer_has_by_then(
-    pair, with_sync, trainer, models
+async def test_a_sampler_lost_later_is_started_again_with_what_was_broadcast_not_what_the_trainer_has_by_then(
+    pair, syncing, trainer, models
 ):
-    async def work(load, samplers, sync):
+    async with syncing() as (load, samplers, _):
         await load(1)
         trainer.weights.take(models[2])  # it trained on
         os.kill(pair[1][0].pid, signal.SIGKILL)
@@ -236,24 +228,18 @@ def test_a_sampler_lost_later_is_started_again_with_what_was_broadcast_not_what_
         await load(2)
         assert await samplers.fingerprints() == expected(models[2]) and samplers.num_restarts == 1
 
-    with_sync(work)
 
-
-def test_weights_out_of_a_checkpoint_are_read_from_their_folder(with_sync, trainer, models):
-    async def work(load, samplers, sync):
+async def test_weights_out_of_a_checkpoint_are_read_from_their_folder(syncing, trainer, models):
+    async with syncing() as (_, samplers, sync):
         await sync.load(models[2], 4)
         assert await samplers.fingerprints() == expected(models[2]) and await samplers.versions() == ["4", "4"]
-
-    with_sync(work)
     assert trainer.asked == []
 
 
-def test_only_the_first_and_every_nth_broadcast_is_verified(with_sync, trainer):
-    async def work(load, samplers, sync):
+async def test_only_the_first_and_every_nth_broadcast_is_verified(syncing, trainer):
+    async with syncing(check_every=3) as (load, _, _):
         for version in range(1, 5):
             await load(version)
-
-    with_sync(work, check_every=3)
     assert trainer.checked == [True, False, False, True]
 
 
@@ -279,9 +265,8 @@ def test_what_is_spread_over_two_ranks_comes_together_in_a_bucket_and_one_ranks_
 def stage(folder, **config):
     """A stage of four steps, run; its lines about weights, and what it left."""
     folder.mkdir()
-    resources = {"num_ranks": 2, "threads": 1, "device": "cpu"}
     sampler = {"context": 64, "max_batch": 16, "replicas": 2}
-    job = make_job(folder, num_steps=4, sync_check_every=1, resources=resources, sampler=sampler, **config)
+    job = make_job(folder, num_steps=4, sync_check_every=1, sampler=sampler, **on(2), **config)
     run(job)
     lines = (job.workspace / "worker.log").read_text().splitlines()
     for line in metrics(job):

@@ -10,10 +10,8 @@ from nanodag.data.mixture import Mixture
 from nanodag.errors import ConfigError, SamplerError, StageFailed
 from nanodag.inference.seeds import derived_seed as group_seed
 from nanodag.rewards.reward_pool import SampleReward
-from nanodag.rl.control.step_records import StepLines
 from nanodag.rl.rollouts.batch import read_batch, write_batch
 from nanodag.rl.rollouts.prompts import first_prompts
-from nanodag.rl.rollouts.rollout import read_lines
 from tests.rl import fakes
 from tests.rl.fakes import EQUAL, SPREAD, STOP, FakePool, FakeSampler, answers, cursor_over, generator, ids, kept, step
 
@@ -162,10 +160,7 @@ def test_a_function_mended_in_part_still_ends_the_stage_above_the_limit(tmp_path
 def test_a_groups_seed_depends_on_stage_step_and_prompt_alone(tmp_path):
     sampler = answers({0: SPREAD, 1: SPREAD})
     step(sampler, cursor_over(tmp_path, [1] * 2), number=4)
-    assert [r.params.sampling_seed for r in sampler.requests] == [
-        group_seed(5, 4, "p0@0"),
-        group_seed(5, 4, "p1@0"),
-    ]
+    assert [r.params.sampling_seed for r in sampler.requests] == [group_seed(5, 4, "p0@0"), group_seed(5, 4, "p1@0")]
     assert len({group_seed(5, 4, "a"), group_seed(5, 5, "a"), group_seed(6, 4, "a"), group_seed(5, 4, "b")}) == 4
     assert all(0 <= group_seed(seed, 1, "a") < 2**63 for seed in range(20))
 
@@ -219,13 +214,6 @@ def test_a_prompt_that_finds_spread_again_is_tried_in_every_pass(tmp_path):
     cursor.note("p0", has_spread=False)
     cursor.note("p0", has_spread=True)
     assert [prompt.epoch for prompt in cursor.take(5)] == [0, 1, 2, 3, 4]
-
-
-def test_the_ledger_drops_lines_of_steps_that_are_done_again_and_half_a_line(tmp_path):
-    path = tmp_path / "ledger.jsonl"
-    path.write_text("".join(f'{{"step": {number}, "prompt_id": "p"}}\n' for number in (1, 2, 3)) + '{"step": 9, "ep')
-    StepLines(path, resume_step=2).close()
-    assert [line["step"] for line in read_lines(path)] == [1, 2]
 
 
 def ended_by_syncs(wholes: list[str]) -> FakeSampler:

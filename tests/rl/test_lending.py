@@ -34,16 +34,13 @@ async def two_steps(world, kind, lending):
 
 
 @pytest.mark.parametrize("kind", ["disk", "distributed"])
-def test_who_gives_memory_does_so_before_the_other_takes_it(tmp_path, kind):
-    async def main():
-        async with World(tmp_path) as world:
-            lending = Lending(world.samplers, world.trainer.ask)
-            assert await two_steps(world, kind, lending) == [("2", "2", set())] * 2
-            assert lending.taken() == {"sampler_resting_bytes": 0, "trainer_resting_bytes": 1}
-            assert lending.taken() == {}
-            return world.steps
-
-    names = [name for number, name, how in asyncio.run(main()) if number == 0 and how in ("done", "begun")]
+async def test_who_gives_memory_does_so_before_the_other_takes_it(tmp_path, kind):
+    async with World(tmp_path) as world:
+        lending = Lending(world.samplers, world.trainer.ask)
+        assert await two_steps(world, kind, lending) == [("2", "2", set())] * 2
+        assert lending.taken() == {"sampler_resting_bytes": 0, "trainer_resting_bytes": 1}
+        assert lending.taken() == {}
+    names = [name for number, name, how in world.steps if number == 0 and how in ("done", "begun")]
     before, sync = {
         "disk": (["export"], ["update_weights_from_disk"]),
         "distributed": ([], ["broadcast", "begin_weight_update", "end_weight_update"]),

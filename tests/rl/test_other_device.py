@@ -15,9 +15,9 @@ from nanodag.config.kinds.rl import RLStage
 from nanodag.rl.advantages import distilled, gae, reward_of_last, step_rewards
 from nanodag.rl.losses import Totals
 from nanodag.rl.trainer.critic import ValueModel, whitened
-from nanodag.rl.trainer.policy import load_policy, to_row
+from nanodag.rl.trainer.policy import Policy, to_row
 from nanodag.rl.trainer.rows import pack
-from nanodag.rl.trainer.update import PolicyObjective, Scored
+from nanodag.rl.trainer.update import PolicyObjective, Scored, kl_of_rollouts
 from tests.rl.models import save_tiny_model
 from tests.rl.rollouts import RAGGED
 from tests.sampler.other_device import NAME, OtherDevice
@@ -42,8 +42,8 @@ def same_on_both(work, *, reads=True):
 
 
 def test_a_packed_row_is_scored_and_valued_the_same_and_so_are_gradients(tmp_path):
-    policy = load_policy(save_tiny_model(tmp_path), temperature=0.7)
-    critic = ValueModel(load_policy(tmp_path, temperature=1.0).decoder)
+    policy = Policy(save_tiny_model(tmp_path), temperature=0.7)
+    critic = ValueModel(Policy(tmp_path, temperature=1.0).decoder)
 
     def work(device):
         row = to_row(BATCH, device)
@@ -99,7 +99,7 @@ def test_what_goes_into_advantages_is_the_same():
         advantages, returns = gae(of_last + steps, values, row.mask, row.sequence_ids, gamma=0.9, gae_lambda=0.8)
         ((white,),) = whitened([[advantages]], [[row]], lambda *numbers: list(numbers))
         objective = PolicyObjective(RLStage.of(kind="rl", data=["file:x"]))
-        kl = objective.kl_of_rollouts(row, values, values + 0.1, len(RAGGED))
+        kl = kl_of_rollouts(objective.kl(values, values + 0.1), row, len(RAGGED))
         return [of_last, steps, advantages, returns, white, kl, *distilled(values, values, values - 1, coefficient=0.5)]
 
     same_on_both(work)

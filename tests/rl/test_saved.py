@@ -35,7 +35,7 @@ from nanodag.tokenizer.bpe import save_tokenizer
 from nanodag.worker.job import Job
 from tests.rl.fakes import config
 from tests.rl.rollouts import rollout
-from tests.rl.stages import KILL, disturb, make_job, metrics, run, same_in_the_end, slow_rewards
+from tests.rl.stages import KILL, disturb, make_job, metrics, on, run, same_in_the_end, slow_rewards
 
 
 def answer(prompt: str, index: int, text: str, reward: float | None, **more) -> Rollout:
@@ -53,8 +53,7 @@ def group(prompt: str) -> list[Rollout]:
 
 def source(path: Path, *, vocabulary: int = 256, **values) -> SavedRollouts:
     values = {"source": f"file:{path}", "num_steps": 3, "micro_batch_tokens": 16} | values
-    ones = dict.fromkeys(("num_matrix_parameters", "num_head_parameters", "num_bytes"), 1)
-    return SavedRollouts(config(**values), ModelFacts(**ones, max_positions=64, vocab_size=vocabulary))
+    return SavedRollouts(config(**values), ModelFacts(sizes={}, num_bytes=1, max_positions=64, vocab_size=vocabulary))
 
 
 def taken(found: SavedRollouts, step: int) -> list[str]:
@@ -243,9 +242,8 @@ def test_killed_and_started_again_a_stage_on_a_file_ends_on_the_same_bytes(demon
              for one in read_rollouts(demonstrations)]  # fmt: skip
     write_rollouts(demonstrations, known)
     values = {"num_steps": 6, "checkpoint_every": 2, "eval_every": 3, "correction": "tis", "updates_per_step": 2}
-    values |= {"resources": {"num_ranks": num_ranks, "threads": 1, "device": "cpu"}}
     values |= {"placement": "shared", "max_staleness": 1}  # which bounds nothing of what exists
-    values |= {"source": f"file:{demonstrations}"}
+    values |= {"source": f"file:{demonstrations}", **on(num_ranks)}
     undisturbed, job = (make_job(tmp_path / name, **values) for name in ("undisturbed", "killed"))
     run(undisturbed)
     slow_rewards(tmp_path / "killed")

@@ -5,10 +5,10 @@ import torch
 
 from benchmarks import long_rows
 from nanodag.errors import ConfigError
-from nanodag.rl.trainer.policy import load_policy
+from nanodag.rl.trainer.policy import Policy
 from nanodag.rl.trainer.sequence_parallel import SequenceGroup
 from tests.rl.models import save_tiny_model
-from tests.rl.stages import make_job, metrics, run
+from tests.rl.stages import make_job, metrics, on, run
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 8])
@@ -28,17 +28,16 @@ def test_the_parts_of_a_row_make_up_the_row_and_each_token_is_scored_once(size):
 
 def test_a_model_whose_heads_cannot_be_shared_out_is_refused(tmp_path):
     model = save_tiny_model(tmp_path)  # 4 query heads, 2 key-value heads
-    load_policy(model, temperature=1.0, group=SequenceGroup(size=2))
+    Policy(model, temperature=1.0, group=SequenceGroup(size=2))
     with pytest.raises(ConfigError, match=r"sequence_parallel 4 .* 4 query and 2 key-value heads"):
-        load_policy(model, temperature=1.0, group=SequenceGroup(size=4))
+        Policy(model, temperature=1.0, group=SequenceGroup(size=4))
 
 
 @pytest.mark.slow
 def test_a_stage_of_ranks_that_share_rows_trains_as_one_rank_does(tmp_path):
     found = []
     for num_ranks in (1, 2):
-        resources = {"num_ranks": num_ranks, "threads": 1, "device": "cpu"}
-        values = {"resources": resources, "sequence_parallel": num_ranks, "precision": "bf16"}
+        values = {**on(num_ranks), "sequence_parallel": num_ranks, "precision": "bf16"}
         job = make_job(tmp_path / str(num_ranks), **values)
         run(job)
         rollouts = (job.records / "rollouts" / "step-00000001.jsonl").read_text()

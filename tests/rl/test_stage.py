@@ -173,8 +173,7 @@ def trainer_in(group: int) -> int:
 
 @pytest.mark.slow
 def test_with_adapters_a_stage_leaves_a_model_whose_layers_matrices_alone_have_changed(tmp_path):
-    resources = {"num_ranks": 2, "threads": 1, "device": "cpu"}
-    job = stages.make_job(tmp_path, num_steps=3, lora_rank=2, lora_alpha=8, sync_check_every=1, resources=resources)
+    job = stages.make_job(tmp_path, num_steps=3, lora_rank=2, lora_alpha=8, sync_check_every=1, **stages.on(2))
     stages.run(job)
     before, after = (load_file(folder / "model.safetensors") for folder in (job.inputs["model"], job.output))
     changed = {name for name in before if not torch.equal(before[name], after[name])}

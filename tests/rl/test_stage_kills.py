@@ -20,7 +20,7 @@ from nanodag.rl.control.checks import check_ranks
 from nanodag.worker.job import STOPPED_EXIT_CODE, write_job
 from tests.rl import stages
 from tests.rl.programs import SPARSE, played_job, trained
-from tests.rl.stages import KILL, STOP
+from tests.rl.stages import KILL, STOP, on
 from tests.verifiers_python import python_or_skip
 
 AHEAD = {"max_staleness": 1, "correction": "tis"}
@@ -39,10 +39,6 @@ PARTS = {
 }
 COMBINED = [parts for size in range(4) for parts in itertools.combinations(PARTS, size)]
 MOVED = {**SIX, **PARTS["critic"], **PARTS["reference"], "zero_stage": 3, "updates_per_step": 2}
-
-
-def on(num_ranks: int) -> dict:
-    return {"resources": {"num_ranks": num_ranks, "threads": 1, "device": "cpu"}}
 
 
 def plain(folder, *, reward="", **values):

@@ -86,68 +86,55 @@ def both(client, call, timeout_s):
     return asyncio.ensure_future(sync._both(trainer(), [SimpleNamespace(client=client)], [call]))
 
 
-def test_a_broadcast_that_is_left_while_a_sampler_receives_leaves_no_call_of_its():
-    async def work():
-        receives = asyncio.ensure_future(asyncio.sleep(PATIENCE_S))
-        under_way = both(SimpleNamespace(), receives, timeout_s=PATIENCE_S)
-        await asyncio.sleep(0.01)
-        under_way.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await under_way
-        return receives.cancelled()
-
-    assert asyncio.run(work())
+async def test_a_broadcast_that_is_left_while_a_sampler_receives_leaves_no_call_of_its():
+    receives = asyncio.ensure_future(asyncio.sleep(PATIENCE_S))
+    under_way = both(SimpleNamespace(), receives, timeout_s=PATIENCE_S)
+    await asyncio.sleep(0.01)
+    under_way.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await under_way
+    assert receives.cancelled()
 
 
-def test_a_group_that_a_sampler_was_told_to_leave_is_of_no_use_even_if_it_answers_just_then():
-    async def work():
-        told = asyncio.Event()
+async def test_a_group_that_a_sampler_was_told_to_leave_is_of_no_use_even_if_it_answers_just_then():
+    told = asyncio.Event()
 
-        async def leave(name):
-            told.set()
+    async def leave(name):
+        told.set()
 
-        async def receive():
-            await told.wait()
+    async def receive():
+        await told.wait()
 
-        return await both(SimpleNamespace(leave_weight_group=leave), receive(), timeout_s=0.001)
-
-    assert asyncio.run(work())[1] == "a sampler was told to leave the group"
+    _, failure = await both(SimpleNamespace(leave_weight_group=leave), receive(), timeout_s=0.001)
+    assert failure == "a sampler was told to leave the group"
 
 
-def test_a_client_that_was_closed_says_that_its_sampler_is_lost_however_it_is_asked():
+async def test_a_client_that_was_closed_says_that_its_sampler_is_lost_however_it_is_asked():
     request = Request(input_ids=[1])
-
-    async def work():
-        client = SamplerClient("http://127.0.0.1:1")
-        await client.close()
-        calls = [client.health, client.end_weight_update, partial(client.generate, [request])]
-        for call in (*calls, partial(anext, client.stream(request))):
-            with pytest.raises(SamplerLost, match="was closed"):
-                await call()
-
-    asyncio.run(work())
+    client = SamplerClient("http://127.0.0.1:1")
+    await client.close()
+    calls = [client.health, client.end_weight_update, partial(client.generate, [request])]
+    for call in (*calls, partial(anext, client.stream(request))):
+        with pytest.raises(SamplerLost, match="was closed"):
+            await call()
 
 
-def test_a_watch_that_is_left_while_an_answer_is_there_already_ends():
+async def test_a_watch_that_is_left_while_an_answer_is_there_already_ends():
     """A cancellation that came with the answer was swallowed, and whoever left waited for ever."""
+    answer, is_asked = asyncio.get_running_loop().create_future(), asyncio.Event()
 
-    async def work():
-        answer, is_asked = asyncio.get_running_loop().create_future(), asyncio.Event()
+    async def health(*, generates):
+        is_asked.set()
+        return await answer
 
-        async def health(*, generates):
-            is_asked.set()
-            return await answer
-
-        server, client = SimpleNamespace(url="http://x", is_alive=True), SimpleNamespace(health=health)
-        watch = ServerWatch(server, client, every_s=0.001, timeout_s=60.0)
-        under_way = asyncio.ensure_future(watch.over(asyncio.sleep(60)))
-        await is_asked.wait()
-        answer.set_result(True)
-        await asyncio.sleep(0)  # health has its answer, the look has not
-        await asyncio.wait_for(watch.leave(), 5)
-        under_way.cancel()
-
-    asyncio.run(work())
+    server, client = SimpleNamespace(url="http://x", is_alive=True), SimpleNamespace(health=health)
+    watch = ServerWatch(server, client, every_s=0.001, timeout_s=60.0)
+    under_way = asyncio.ensure_future(watch.over(asyncio.sleep(60)))
+    await is_asked.wait()
+    answer.set_result(True)
+    await asyncio.sleep(0)  # health has its answer, the look has not
+    await asyncio.wait_for(watch.leave(), 5)
+    under_way.cancel()
 
 
 @pytest.mark.slow
@@ -161,15 +148,12 @@ def test_a_watch_that_is_left_while_an_answer_is_there_already_ends():
         ("disk", True, (1, "/update_weights_from_disk about to be sent")),
     ],
 )
-def test_a_real_sampler_killed_in_the_midst_of_a_sync_is_back_with_the_trainers_weights(tmp_path, way, is_busy, step):
-    async def work():
-        async with Bench(tmp_path, "embedded") as bench:
-            await bench.sync(Case(way, is_busy), None)
-            for _ in range(50):  # a quick answer comes before the kill: then nothing was killed
-                if (await bench.sync(Case(way, is_busy), step)).is_done:
-                    break
-            else:
-                pytest.fail(f"{step} was never reached")
-            await bench.sync(Case(way, is_busy), None)
-
-    asyncio.run(work())
+async def test_a_sampler_killed_in_the_midst_of_a_sync_is_back_with_the_trainers_weights(tmp_path, way, is_busy, step):
+    async with Bench(tmp_path, "embedded") as bench:
+        await bench.sync(Case(way, is_busy), None)
+        for _ in range(50):  # a quick answer comes before the kill: then nothing was killed
+            if (await bench.sync(Case(way, is_busy), step)).is_done:
+                break
+        else:
+            pytest.fail(f"{step} was never reached")
+        await bench.sync(Case(way, is_busy), None)

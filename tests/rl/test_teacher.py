@@ -13,7 +13,7 @@ from nanodag.errors import BadRequest, ConfigError, SamplerError
 from nanodag.inference.engine_settings import EngineSettings
 from nanodag.rl.advantages import distilled
 from nanodag.rl.trainer import teacher_server
-from nanodag.rl.trainer.policy import load_policy, to_row
+from nanodag.rl.trainer.policy import Policy, to_row
 from nanodag.rl.trainer.rows import pack
 from nanodag.rl.trainer.teacher_server import TeacherServer
 from nanodag.run.build_stage import server_identity
@@ -94,7 +94,7 @@ def test_a_servers_logprobs_are_those_of_the_model_at_home(folders, teacher):
     part = rollouts()
     rows = rows_of(part, 40)
     found = TeacherServer(teacher.url, folders["a"], context=64).logprobs([part], [rows])
-    policy = load_policy(folders["b"], temperature=1.0)
+    policy = Policy(folders["b"], temperature=1.0)
     with torch.no_grad():
         for row, logprobs in zip(rows, found[0], strict=True):
             torch.testing.assert_close(logprobs, policy(row)[0], rtol=0, atol=1e-4)

@@ -16,11 +16,11 @@ from nanodag.rl.losses import PolicyLoss, Totals
 from nanodag.rl.rollouts.filters import shaped
 from nanodag.rl.rollouts.metrics import Sums, rollout_metrics, trainer_metrics
 from nanodag.rl.rollouts.rollout import groups_of, read_rollouts
-from nanodag.rl.trainer.update import DeviceSums, PolicyObjective, Scored
+from nanodag.rl.trainer.update import DeviceSums, PolicyObjective, Scored, kl_of_rollouts
 from tests.forks import call
 from tests.rl.models import furthest, save_tiny_model, trainer_of, weights_of
 from tests.rl.rollouts import rollout
-from tests.rl.stages import make_job, metrics, run
+from tests.rl.stages import make_job, metrics, on, run
 
 MASK, RESPONSES = torch.tensor([True, True, False, True]), torch.tensor([0, 0, 0, 1])
 SAMPLER, FAR = (-1.0, -2.0, -3.0, -1.5), (-1.0, -2.0, -3.0, -1.0)
@@ -100,7 +100,8 @@ def test_a_reference_is_held_for_a_coefficient_or_the_metric_alone():
 
 def test_kl_in_the_reward_is_summed_over_each_rollout():
     row = SimpleNamespace(mask=MASK, sequence_ids=RESPONSES, rollouts=torch.tensor([2, 0]))
-    sums = PolicyObjective(stage(**IN_REWARD)).kl_of_rollouts(row, OLD, torch.tensor([-1.6, -1.25, 0.0, -2.0]), 4)
+    kl = PolicyObjective(stage(**IN_REWARD)).kl(OLD, torch.tensor([-1.6, -1.25, 0.0, -2.0]))
+    sums = kl_of_rollouts(kl, row, 4)
     assert sums.tolist() == pytest.approx([0.5, 0.0, 0.25, 0.0])
 
 
@@ -218,8 +219,7 @@ def plain_update(model, optimizer, rollouts, old):
 def test_two_steps_of_a_stage_of_two_ranks_equal_plain_pytorch_on_the_same_rollouts(tmp_path):
     from transformers import AutoModelForCausalLM
 
-    resources = {"num_ranks": 2, "threads": 1, "device": "cpu"}
-    job = make_job(tmp_path, resources=resources, eval_prompts=0, checkpoint_every=10, learning_rate=1e-3)
+    job = make_job(tmp_path, **on(2), eval_prompts=0, checkpoint_every=10, learning_rate=1e-3)
     run(job)
     model = AutoModelForCausalLM.from_pretrained(job.inputs["model"], dtype=torch.float32)
     matrices = [p for p in model.parameters() if p.dim() > 1]
@@ -280,7 +280,7 @@ def updated(model, *steps, **values):
     parts = [[rollout("a", i, [1, 2], [3 + i], reward=reward) for i, reward in enumerate(three)] for three in steps]
     replies = [trainer.train(step, part) for step, part in enumerate(parts, start=1)]
     counts = [(reply["num_updates"], reply["skipped_updates"]) for reply in replies]
-    assert trainer.num_updates == sum(made for made, _ in counts)
+    assert trainer.engine.num_updates == sum(made for made, _ in counts)
     return counts, replies[-1]["gradient_norm"], weights_of(trainer)
 
 
@@ -317,7 +317,7 @@ def several_epochs(folder):
     _, clipped, kl = zip(*(plain_update(model, optimizer, rollouts, old) for _ in range(3)), strict=True)
     wanted = {f"decoder.{name}": tensor for name, tensor in model.named_parameters()}
     rows = trainer.last_scores[0][1]
-    counts = [reply["num_updates"], reply["num_passes"], trainer.num_updates, reply["sums"]["summed"]["tokens"]]
+    counts = [reply["num_updates"], reply["num_passes"], trainer.engine.num_updates, reply["sums"]["summed"]["tokens"]]
     scored = (len(rows), sum(len(row.targets) for row, _, _ in rows))
     return furthest(weights_of(trainer), wanted), sum(clipped), counts, scored, sum(kl), reply["sums"]["summed"]["kl"]
 

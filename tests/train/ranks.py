@@ -22,8 +22,7 @@ from nanodag.errors import TrainingDiverged  # noqa: E402
 from nanodag.model.build import initialise, qwen3_architecture  # noqa: E402
 from nanodag.model.decoder import Decoder, Layer  # noqa: E402
 from nanodag.model.lora import add_lora, merged  # noqa: E402
-from nanodag.rl.trainer.lora_merge import MergedShares  # noqa: E402
-from nanodag.rl.trainer.weight_sender import KEPT, NOW, Buckets  # noqa: E402
+from nanodag.rl.trainer.weight_sender import KEPT, NOW, WeightGiver  # noqa: E402
 from nanodag.sampler.fingerprints import Fingerprints  # noqa: E402
 from nanodag.train.deepspeed_engine import TrainEngine, leave  # noqa: E402
 
@@ -108,14 +107,13 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
 
 def ways(engine: TrainEngine, *, lora: bool) -> dict[str, dict[str, str]]:
     """Fingerprints on rank 0 of what samplers get of these weights, by the way in which they get it."""
-    weights, shares = engine.weights(), engine.shares
-    if lora:
-        weights, shares = merged(weights, scale=2.0), MergedShares(shares, scale=2.0)
+    weights = merged(engine.weights(), scale=2.0) if lora else engine.weights()
     folder, found = Fingerprints("checkpoint"), {}
     for name, tensor in weights:
         folder.add(name, tensor)
-    buckets = Buckets(shares, rank=engine.rank, prefix="", bucket_bytes=5000)
-    buckets.begin(NOW)
+    options = {"rank": engine.rank, "prefix": "", "bucket_bytes": 5000, "timeout_s": 60.0, "lora_scale": 2.0}
+    buckets = WeightGiver(engine.shares, **options, make_fingerprints=lambda: Fingerprints("checkpoint"))
+    buckets.begin(NOW, fingerprint=False)
     for which in (NOW, KEPT):
         brought = Fingerprints("checkpoint")
         for number in range(len(buckets)):

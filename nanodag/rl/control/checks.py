@@ -18,8 +18,7 @@ CUT_FROM = 0.5
 
 
 async def unless_stopped(work: Awaitable[T]) -> T:
-    """Result of the work. Raises StopRequested when a stop was asked for meanwhile: the signal may have ended what
-    computes rewards."""
+    """Result of the work. Raises StopRequested after a stop signal, which may have ended what computes rewards."""
     try:
         result = await work
     except StageFailed:
@@ -63,8 +62,7 @@ def warn_of_first_step(values: Mapping[str, float], *, is_trained: bool, max_new
 
 
 def check_ranks(folder: Path, replies: Sequence[Mapping[str, Any]], version: int) -> None:
-    """Raise StageFailed when a rank of the trainer that saved or loaded a checkpoint made other updates than the
-    controller counts."""
+    """Raise StageFailed when a rank that saved or loaded a checkpoint made other updates than the controller counts."""
     counts = [reply["num_updates"] for reply in replies]
     if set(counts) != {version}:
         raise StageFailed(

@@ -31,15 +31,7 @@ from nanodag.engines.replica import Replica
 from nanodag.errors import NanodagError, StageFailed
 from nanodag.inference.client import SamplerClient
 from nanodag.rewards import sandbox
-from nanodag.rl.control.checks import (
-    EMPTY_STEPS_IN_A_ROW,
-    check_mismatch,
-    check_ranks,
-    check_source,
-    check_totals,
-    unless_stopped,
-    warn_of_first_step,
-)
+from nanodag.rl.control import checks
 from nanodag.rl.control.evaluations import Evaluations
 from nanodag.rl.control.generation import RolloutGenerator
 from nanodag.rl.control.memory_turns import held_memory
@@ -51,26 +43,10 @@ from nanodag.rl.control.services import Services
 from nanodag.rl.control.step_records import Records
 from nanodag.rl.environments.runner import Turns
 from nanodag.rl.environments.tools import declared_tools
-from nanodag.rl.rollouts.batch import (
-    RolloutBatch,
-    read_batch,
-    staleness_metrics,
-    without_older,
-    without_stale,
-    write_batch,
-)
-from nanodag.rl.rollouts.metrics import (
-    Stopwatch,
-    cost_of,
-    drop_counts,
-    learning_of,
-    rollout_metrics,
-    sampler_memory,
-    speeds,
-    update_metrics,
-)
+from nanodag.rl.rollouts import batch as batches
+from nanodag.rl.rollouts import metrics
 from nanodag.rl.rollouts.prompts import PolicyFormat, PromptCursor
-from nanodag.rl.rollouts.rollout import Rollout
+from nanodag.rl.rollouts.rollout import Rollout, read_lines
 from nanodag.store.atomic import write_json
 from nanodag.store.checkpoints import Checkpoints
 from nanodag.tokenizer.chat import load_renderer
@@ -84,10 +60,9 @@ class Controller:
     """One RL stage. services: started, ended by who made them. It does the work that its schedule asks for."""
 
     def __init__(self, job: Job, services: Services, runner: asyncio.Runner) -> None:
-        self._job = job
+        self._job, self._services, self._runner = job, services, runner
         self._config: RLStage = job.config
-        self._services = services
-        self._runner = runner
+        self.check, self.is_stop_requested = services.children.check, stop_requested  # of the schedule's work
         rollout, generate = self._config.rollout, self._config.rollout.generate
         renderer, encoding = load_renderer(job.inputs["model"]), Encoding(job.inputs["model"])
         self._encoding = encoding
@@ -114,16 +89,8 @@ class Controller:
         if not rollout.is_sampled:
             self._generator, self._pool = SavedRollouts(self._config, services.model), None
         self._replay = ReplayBuffer(self._config)
-        self._stopwatch = Stopwatch()
-        self._evaluations = Evaluations(
-            job,
-            generator,
-            services.samplers,
-            encoding,
-            policy_format,
-            context=services.context,
-            timed=self._stopwatch.timed,
-        )
+        self._stopwatch = metrics.Stopwatch()
+        self._evaluations = Evaluations(job, services, generator, encoding, policy_format, self._stopwatch.timed)
         self._checkpoints = Checkpoints(job.checkpoints, keep=self._config.keep_checkpoints)
         totals = {"sampled": 0, "prompt": 0, "computed": 0, "scored": 0, "empty_steps": 0}
         self._state: dict[str, Any] = {"version": 0, "versions": [0], "totals": totals}
@@ -166,14 +133,6 @@ class Controller:
             leave_stopped()
         self._finish(schedule.position.step, leave)
 
-    def check(self) -> None:
-        """Raise StageFailed when a child has ended."""
-        self._services.children.check()
-
-    def is_stop_requested(self) -> bool:
-        """True once a stop signal came."""
-        return stop_requested()
-
     # The samplers' side
 
     async def load(self, policy: int) -> None:
@@ -190,20 +149,20 @@ class Controller:
             async with self._services.samplers.paused():
                 await self._services.samplers.update_weights_from_disk(str(self._job.inputs["model"]), 0)
         if self._pool is not None:
-            self._pool.policy = policy
+            self._pool.samplers_have(policy)
         for older in [number for number in self._published if number < policy]:
             _, folder = self._published.pop(older)
             if folder not in [kept for _, kept in self._published.values()]:
                 shutil.rmtree(folder, ignore_errors=True)  # not every sync leaves a folder
 
-    async def generate(self, step: int) -> RolloutBatch:
+    async def generate(self, step: int) -> batches.RolloutBatch:
         """Generate what a step will train on."""
         is_traced = step in self._config.profile_steps and self._config.rollout.is_sampled
         async with _traced(self._services.samplers, self._records.profile(step)) if is_traced else nullcontext():
             with self._stopwatch.timed("generate"):
                 if self._pool is not None:
                     return await self._pool.take(step)
-                batch = await unless_stopped(self._generator.step(self._cursor, step))
+                batch = await checks.unless_stopped(self._generator.step(self._cursor, step))
         self._used_up = self._cursor.state_dict()
         return batch
 
@@ -217,20 +176,20 @@ class Controller:
 
     # The trainer's side
 
-    async def train(self, step: int, batch: RolloutBatch) -> None:
+    async def train(self, step: int, batch: batches.RolloutBatch) -> None:
         """One step: counts, ledger and rollouts included."""
         rollout, versions = self._config.rollout, self._state["versions"]
         if rollout.is_sampled:
-            batch = without_stale(batch, versions, largest=rollout.max_staleness)
+            batch = batches.without_stale(batch, versions, largest=rollout.max_staleness)
         if rollout.is_sampled and rollout.partial_rollout_tokens and rollout.partial_rollouts == "mask":
-            batch = without_older(batch)
+            batch = batches.without_older(batch)
         reasons = [drop.reason for drop in batch.dropped] + [reason for _, reason in batch.passed_over]
-        values = rollout_metrics(batch.all_rollouts) | drop_counts(reasons)
+        values = metrics.rollout_metrics(batch.all_rollouts) | metrics.drop_counts(reasons)
         fresh, batch = batch, self._replay.with_replayed(step, batch, versions)
         if rollout.is_sampled:
-            values |= staleness_metrics(batch.trained, versions) | replay_metrics(batch, versions)
+            values |= batches.staleness_metrics(batch.trained, versions) | replay_metrics(batch, versions)
         if self._config.has_samplers:
-            values |= sampler_memory(await held_memory(self._services.samplers))
+            values |= metrics.sampler_memory(await held_memory(self._services.samplers))
         await self._services.lending.to_trainer()
         path = self._records.rollouts(step, batch)
         if batch.kept and self._config.has_trainer:
@@ -238,13 +197,13 @@ class Controller:
                 values |= await self._update(step, path)
         if "mismatch_absolute" in values and rollout.is_sampled:
             is_stale = values["staleness_largest"] > 0
-            check_mismatch(values["mismatch_absolute"], self._config.weights, is_stale=is_stale)
+            checks.check_mismatch(values["mismatch_absolute"], self._config.weights, is_stale=is_stale)
         if (every := self._config.keep_weights_every) and step % every == 0:
             with self._stopwatch.timed("checkpoint"), self._records.weights(step) as folder:
                 await self._services.link.exchange("export", folder=str(folder))
         if step == 1 and rollout.is_sampled and self._config.has_trainer:
             is_trained = bool(fresh.kept or fresh.num_partial)
-            warn_of_first_step(values, is_trained=is_trained, max_new_tokens=rollout.max_new_tokens)
+            checks.warn_of_first_step(values, is_trained=is_trained, max_new_tokens=rollout.max_new_tokens)
         self._replay.keep(step, fresh, self._state["versions"])
         sampled = sum(sequence.num_sampled for sequence in fresh.all_rollouts) if rollout.is_sampled else 0
         self._count(fresh, values, sampled)
@@ -257,9 +216,7 @@ class Controller:
     def note(self, step: int) -> None:
         """Write the metrics of a step."""
         seconds, spans = self._stopwatch.taken()
-        model = self._services.model
-        body, head = model.num_matrix_parameters - model.num_head_parameters, model.num_head_parameters
-        rates = speeds(self._values, seconds, num_parameters=body, num_head_parameters=head)
+        rates = metrics.speeds(self._values, seconds, **self._services.model.sizes)
         taken = self._services.lending.taken() | self._services.sync.costs.taken()
         self._records.step(step, seconds, self._values | rates | taken)
         self._records.responses(step, self._rollouts, self._encoding.decode)
@@ -280,8 +237,7 @@ class Controller:
                 await self._services.link.exchange("export", folder=str(kept))
 
     def _is_given(self, policy: int) -> bool:
-        """True where samplers get the weights of a policy: where something changes them, to sample or to be
-        evaluated."""
+        """True where samplers get the weights of a policy: where a trainer changes them, to sample or be evaluated."""
         return self._config.has_trainer and (self._config.rollout.is_sampled or self.is_evaluation_due(policy))
 
     async def _update(self, step: int, path: str) -> dict[str, float]:
@@ -298,9 +254,9 @@ class Controller:
             # one more than may be used, so that what is too old is seen to be
             oldest = max(self._config.rollout.max_staleness, self._config.rollout.replay.max_staleness)
             state["versions"] = [*state["versions"], state["version"]][-oldest - 2 :]
-        return update_metrics(replies, critic_epochs=self._config.algorithm.critic.epochs)
+        return metrics.update_metrics(replies, critic_epochs=self._config.algorithm.critic.epochs)
 
-    def _count(self, batch: RolloutBatch, values: dict[str, float], sampled: int) -> None:
+    def _count(self, batch: batches.RolloutBatch, values: dict[str, float], sampled: int) -> None:
         """Add up what the stage's cost is made of; end it when nothing is left to learn from. sampled: tokens."""
         totals = self._state["totals"]
         totals["sampled"] += sampled
@@ -309,10 +265,10 @@ class Controller:
         totals["scored"] += values.get("scored_tokens", 0)
         is_empty = self._config.has_trainer and not batch.kept and not batch.num_partial
         totals["empty_steps"] = totals["empty_steps"] + 1 if is_empty else 0
-        if totals["empty_steps"] >= EMPTY_STEPS_IN_A_ROW:
-            reasons = drop_counts([drop.reason for drop in batch.dropped])
+        if totals["empty_steps"] >= checks.EMPTY_STEPS_IN_A_ROW:
+            reasons = metrics.drop_counts([drop.reason for drop in batch.dropped])
             raise StageFailed(
-                f"No group passed the filters in {EMPTY_STEPS_IN_A_ROW} steps in a row; the last one: {reasons}. The "
+                f"No group passed the filters in {totals['empty_steps']} steps in a row; the last one: {reasons}. The "
                 "prompts are all too hard or all too easy for this model: train it on their format first, or choose "
                 "others."
             )
@@ -336,18 +292,19 @@ class Controller:
                 "step": position.step,
                 "policy": position.policy,
                 "weights": {policy: version for policy, (version, _) in weights.items()},
-                "source": self._source_identity,
+                "source": self._generator.identity,
             }
         )
         with self._stopwatch.timed("checkpoint"):
             began, folder = time.monotonic(), self._checkpoints.begin(position.step)
             self._evaluations.save(folder)  # at once: it is what `saved` says only until an evaluation ends
-            check_ranks(folder, await self._services.link.exchange("save", folder=str(folder)), self._state["version"])
+            replies = await self._services.link.exchange("save", folder=str(folder))
+            checks.check_ranks(folder, replies, self._state["version"])
             for number, batch in enumerate(position.waiting, start=position.step + 1):
-                write_batch(folder / f"batch-{number}.json", batch)
+                batches.write_batch(folder / f"batch-{number}.json", batch)
             self._replay.save(folder)
             if pool is not None:
-                write_batch(folder / "pool.json", pool.batch)
+                batches.write_batch(folder / "pool.json", pool.batch)
             for policy, (_, source) in weights.items():
                 await self._services.sync.write(source)
                 shutil.copytree(source, folder / f"policy-{policy}")
@@ -362,8 +319,8 @@ class Controller:
             return None
         step, folder = checkpoint
         saved = json.loads((folder / "controller.json").read_text(encoding="utf-8"))
-        check_totals(folder, saved["state"]["totals"], self._state["totals"])
-        check_source(folder, saved["source"], self._source_identity)
+        checks.check_totals(folder, saved["state"]["totals"], self._state["totals"])
+        checks.check_source(folder, saved["source"], self._generator.identity)
         self._replay.load(folder)
         self._state, self._used_up = saved["state"], saved["cursor"]
         self._cursor.load_state_dict(self._used_up)
@@ -374,22 +331,17 @@ class Controller:
             self._published[int(policy)] = (version, copy)
         self._runner.run(self._services.lending.to_trainer())
         replies = self._runner.run(self._services.link.exchange("load", folder=str(folder)))
-        check_ranks(folder, replies, self._state["version"])
+        checks.check_ranks(folder, replies, self._state["version"])
         waiting = sorted(folder.glob("batch-*.json"), key=lambda path: int(path.stem.rpartition("-")[2]))
         log.info("going on after step %d; %d rollout batches wait", step, len(waiting))
         # A reward that failed is no result: it is computed again.
-        judging = self._generator.judged_again(self._cursor, step, [read_batch(path) for path in waiting])
+        judging = self._generator.judged_again(self._cursor, step, [batches.read_batch(path) for path in waiting])
         position = Position(step, saved["policy"], self._runner.run(judging))
         self._used_up = self._cursor.state_dict()
         if self._pool is not None:
-            last, kept = step + len(position.waiting), read_batch(folder / "pool.json")
+            last, kept = step + len(position.waiting), batches.read_batch(folder / "pool.json")
             self._runner.run(self._pool.restore(kept, saved["pool"], step=last, policy=position.policy))
         return position
-
-    @property
-    def _source_identity(self) -> dict[str, Any]:
-        """Identity of the files that are trained; empty where there are none."""
-        return self._generator.identity if isinstance(self._generator, SavedRollouts) else {}
 
     def _finish(self, steps: int, leave: Callable[[Job], dict[str, Any]] | None) -> None:
         self._job.output.parent.mkdir(parents=True, exist_ok=True)
@@ -398,21 +350,17 @@ class Controller:
             self._runner.run(self._services.lending.to_trainer())
             self._runner.run(self._services.link.exchange("export", folder=str(self._job.output)))
         self._records.close()
-        totals, model = self._state["totals"], self._services.model
-        metrics: dict[str, Any] = {"steps": steps}
+        summary: dict[str, Any] = {"steps": steps}
         if self._config.has_trainer:  # else there is nothing that could be said to have been learned
-            metrics["version"] = self._state["version"]
+            summary["version"] = self._state["version"]
         if self._config.has_trainer and self._config.rollout.is_sampled:  # rewards of files say nothing of this policy
-            lines = self._job.metrics_path.read_text("utf-8").splitlines()
-            metrics |= learning_of([json.loads(line) for line in lines])
+            summary |= metrics.learning_of(list(read_lines(self._job.metrics_path)))
         if self._config.evaluation.patience:
-            metrics["stopped_early"] = steps < self._config.num_steps
-        metrics |= {"kept_step": kept} if kept is not None else {}
-        metrics |= leave(self._job) if leave is not None else {}
-        metrics |= self._evaluations.metrics()
-        head = model.num_head_parameters
-        cost = cost_of(totals, num_parameters=model.num_matrix_parameters - head, num_head_parameters=head)
-        finish(self._job, metrics=metrics, cost=cost)
+            summary["stopped_early"] = steps < self._config.num_steps
+        summary |= {"kept_step": kept} if kept is not None else {}
+        summary |= leave(self._job) if leave is not None else {}
+        summary |= self._evaluations.metrics()
+        finish(self._job, metrics=summary, cost=metrics.cost_of(self._state["totals"], **self._services.model.sizes))
 
 
 @asynccontextmanager

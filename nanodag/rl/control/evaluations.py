@@ -31,6 +31,7 @@ from nanodag.evaluation.results import Answer, BenchmarkResult, Ending
 from nanodag.inference.protocol import Completion, Request
 from nanodag.rl.control.checks import unless_stopped
 from nanodag.rl.control.generation import RolloutGenerator
+from nanodag.rl.control.services import Services
 from nanodag.rl.control.step_records import Records
 from nanodag.rl.rollouts.prompts import PolicyFormat, Prompt, first_prompts
 from nanodag.tokenizer.chat import ChatRenderer
@@ -90,19 +91,14 @@ class PolicyBenchmark:
             self.benchmark.params(item, number, max_new_tokens=self._longest, stop_token_ids=self._stop_ids)
             for number in range(self._config.num_samples)
         ]
+        rid = f"eval-{self._config.name}-{item.id}"
         requests = [
-            Request(
-                input_ids=prompt,
-                params=sample_params,
-                rid=f"eval-{self._config.name}-{item.id}-{n}",
-                return_logprob=False,
-            )
+            Request(input_ids=prompt, params=sample_params, rid=f"{rid}-{n}", return_logprob=False)
             for n, sample_params in enumerate(params)
         ]
         completions = [completion for (completion,) in await self._sampler.generate(requests)]
-        is_open = self._config.thinking is not None and self._encoding.decode(prompt).rstrip().endswith(
-            self._config.thinking.begin
-        )
+        thinking, text = self._config.thinking, self._encoding.decode(prompt).rstrip()
+        is_open = thinking is not None and text.endswith(thinking.begin)
         return [
             self._answer(completion, stops=sample_params.stop or (), is_open=is_open)
             for completion, sample_params in zip(completions, params, strict=True)
@@ -121,8 +117,7 @@ class PolicyBenchmark:
 
 
 class BestWeights:
-    """Folders `policy-<step>` of weights. folder: of the stage, on the file system of its checkpoints; what a process
-    before left there is removed."""
+    """Folders `policy-<step>` of weights. folder: of the stage, on its checkpoints' file system; it is emptied."""
 
     def __init__(self, folder: Path, *, is_highest: bool) -> None:
         self._folder, self.is_highest = folder, is_highest
@@ -165,42 +160,32 @@ def best_step(values: Mapping[int, float | None], *, is_highest: bool) -> int | 
     return min(known, key=lambda step: (-sign * known[step], step), default=None)
 
 
-def is_patience_over(values: Mapping[int, float | None], *, patience: int, is_highest: bool) -> bool:
-    """True once `patience` evaluations, or more, came after the best one; never before there is a score."""
-    best = best_step(values, is_highest=is_highest)
-    return best is not None and sum(step > best for step in values) >= patience
-
-
 class Evaluations:
-    """The held-out prompts and benchmarks of a stage, and the scores of its policies so far. context: tokens of a
-    sampler's slot. timed: counts the time that something takes."""
+    """The held-out prompts and benchmarks of a stage, and the scores of its policies so far. timed: a stopwatch's."""
 
     def __init__(
         self,
         job: Job,
+        services: Services,
         generator: RolloutGenerator,
-        sampler: Fleet,
         encoding: Encoding,
         policy_format: PolicyFormat,
-        *,
-        context: int,
         timed: Callable[[str], AbstractContextManager[None]],
     ) -> None:
         self._config: RLStage = job.config
         self._generator, self._timed = generator, timed
-        arguments = (self._config.rollout, sampler, encoding, policy_format.renderer)
+        arguments = (self._config.rollout, services.samplers, encoding, policy_format.renderer)
         self._benchmarks: dict[str, PolicyBenchmark] = {}
         for entry in self._config.evaluation.benchmarks:
             opened = open_benchmark(entry, seed=int(self._config.seed), mirror=str(job.mirror or ""))
-            self._benchmarks[entry.name] = PolicyBenchmark(opened, *arguments, context=context)
-        longest = context - self._config.rollout.max_new_tokens
+            self._benchmarks[entry.name] = PolicyBenchmark(opened, *arguments, context=services.context)
+        longest = services.context - self._config.rollout.max_new_tokens
         self._held_out, self._num_too_long = _held_out_prompts(job, policy_format, longest)
         self._best = self._best_weights(job.workspace / "best")
         self.scores: dict[str, dict[str, float | None]] = {}  # by HELD_OUT or benchmark, then policy, as JSON has it
 
     def due(self, policy: int) -> list[str]:
-        """Evaluations of a policy that are due and not done: HELD_OUT, names of benchmarks. Weights that stay are
-        evaluated once."""
+        """Evaluations of a policy that are due: HELD_OUT, names of benchmarks. Weights that stay are evaluated once."""
         config = self._config
         if not config.has_samplers or (policy and not config.has_trainer):
             return []
@@ -212,22 +197,20 @@ class Evaluations:
         """Answer the held-out prompts and the benchmarks whose time it is, one after the other."""
         for name in self.due(policy):
             began, score = time.monotonic(), self.scores.setdefault(name, {})
-            with self._timed("evaluate"):
-                if name == HELD_OUT:
-                    answers = await unless_stopped(self._generator.answers(self._held_out))
-                else:
-                    result = await unless_stopped(self._benchmarks[name].result())
-            seconds, too_long = time.monotonic() - began, self._num_too_long
             if name == HELD_OUT:
+                with self._timed("evaluate"):
+                    answers = await unless_stopped(self._generator.answers(self._held_out))
+                seconds, too_long = time.monotonic() - began, self._num_too_long
                 score[str(policy)] = records.evaluation(policy, answers, seconds, self._held_out, too_long=too_long)
             else:
-                score[str(policy)] = records.benchmark(policy, result, seconds)
+                with self._timed("evaluate"):
+                    result = await unless_stopped(self._benchmarks[name].result())
+                score[str(policy)] = records.benchmark(policy, result, time.monotonic() - began)
             if self._best is not None and name == self._config.best_metric:
                 self._best.prune(self._scores(name))
 
     def weights_to_keep(self, policy: int) -> Path | None:
-        """Folder to write the weights of a policy into that may turn out to be the best; None for others, and where
-        they are there already."""
+        """Folder for the weights of a policy that may turn out to be the best; None for others, and once it exists."""
         if self._best is None or self._config.best_metric not in self.due(policy):
             return None
         folder = self._best.of(policy)
@@ -245,10 +228,11 @@ class Evaluations:
             self._best.load(checkpoint)
 
     def is_over(self) -> bool:
-        """True once `patience` evaluations have brought nothing better."""
+        """True once `patience` evaluations, or more, came after the best one; never before there is a score."""
         assert self._best is not None, "the config asks for the best weights where it has patience"
-        scores, patience = self._scores(self._config.best_metric), self._config.evaluation.patience
-        return is_patience_over(scores, patience=patience, is_highest=self._best.is_highest)
+        scores = self._scores(self._config.best_metric)
+        best = best_step(scores, is_highest=self._best.is_highest)
+        return best is not None and sum(step > best for step in scores) >= self._config.evaluation.patience
 
     def leave_best(self, output: Path) -> int | None:
         """Make the weights of the best policy the stage's product, and return its number; None where the last ones are

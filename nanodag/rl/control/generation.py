@@ -10,9 +10,10 @@ order of arrival are nanodag.rl.control.pool's.
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
+from typing import Any
 
 from nanodag.config.kinds.rl import RLStage
 from nanodag.engines.fleet import Fleet
@@ -54,6 +55,8 @@ class RolloutGenerator:
     """Generates for one stage. sampler: a client of the server; pool: computes rewards while others are generated;
     turns: where the config names a function that generates."""
 
+    identity: Mapping[str, Any] = {}  # of the files that are trained: there are none
+
     def __init__(
         self,
         config: RLStage,
@@ -67,7 +70,8 @@ class RolloutGenerator:
         self._sampler = sampler
         self._pool = pool
         self._encoding = encoding
-        self._stop_ids, self._stops = tuple(stop_ids), config.rollout.stop or None
+        self._ends: dict[str, Any] = {"max_new_tokens": config.rollout.max_new_tokens}  # of each answer
+        self._ends |= {"stop_token_ids": tuple(stop_ids), "stop": config.rollout.stop or None}
         self._turns = turns
         self._filters = [entry.load() for entry in config.rollout.filters]
         self._reported_weight = sum(reward.weight for reward in config.reward if reward.name == REPORTED)
@@ -135,18 +139,12 @@ class RolloutGenerator:
         """Whole responses to held-out prompts, as the evaluation section says, with rewards: never for training. Every
         evaluation draws with the same seeds. Raises StageFailed when too many of the rewards failed."""
         evaluation, seed = self._config.evaluation, int(self._config.seed)
-        params = SamplingParams(
-            n=evaluation.eval_samples,
-            max_new_tokens=self._config.rollout.max_new_tokens,
-            temperature=evaluation.eval_temperature,
-            stop_token_ids=self._stop_ids,
-            stop=self._stops,
-        )
+        settings = {**self._ends, "n": evaluation.eval_samples, "temperature": evaluation.eval_temperature}
         groups = []
         for number, prompt in enumerate(prompts):
             drawn = derived_seed(seed, "evaluation", prompt.group_id) if evaluation.eval_temperature else None
-            group_params = params.model_copy(update={"sampling_seed": drawn})
-            groups.append(GroupRequests(prompt, group_params, f"eval-{number}", self._sampler))
+            params = SamplingParams(**settings, sampling_seed=drawn)
+            groups.append(GroupRequests(prompt, params, f"eval-{number}", self._sampler))
         rollouts = [rollout for group in await asyncio.gather(*map(self._rollouts, groups)) for rollout in group]
         if not evaluation.eval_temperature:
             rollouts = [replace(rollout, metadata={**rollout.metadata, GREEDY: True}) for rollout in rollouts]
@@ -235,11 +233,9 @@ class RolloutGenerator:
     def _group(self, step: int, prompt: Prompt) -> GroupRequests:
         config = self._config
         params = SamplingParams(
+            **self._ends,
             n=config.rollout.samples_per_prompt,
-            max_new_tokens=config.rollout.max_new_tokens,
             temperature=config.rollout.temperature,
-            stop_token_ids=self._stop_ids,
-            stop=self._stops,
             sampling_seed=derived_seed(int(config.seed), step, prompt.group_id),
         )
         rid, is_ended = f"step-{step}-{prompt.group_id}", config.weights.sync_mode == "abort"
@@ -270,8 +266,7 @@ class RolloutGenerator:
         return with_rewards_of_samples(rollouts, reported_weight=self._reported_weight)
 
     async def _scored_again(self, prompt: Prompt, group: Sequence[Rollout]) -> list[Rollout]:
-        """A judged group, with new rewards for the members whose reward failed. All are scored, as a reward may compare
-        them."""
+        """A judged group, with failed rewards computed again. All are scored, as a reward may compare them."""
         if not any(map(has_failed_reward, group)):
             return list(group)
         bare = [replace(member, metadata={k: v for k, v in member.metadata.items() if k != REASON}) for member in group]

@@ -28,8 +28,7 @@ MEMORY_TAGS: tuple[MemoryTag, ...] = ("weights", "kv_cache")
 
 
 class Lending:
-    """The turns of one stage; the samplers begin. ask: of the trainer's ranks. is_lent: False where both sides keep
-    what they have."""
+    """The turns of one stage; the samplers begin. ask: of the trainer's ranks. is_lent: False if both keep theirs."""
 
     def __init__(self, samplers: Fleet, ask: Ask, *, is_lent: bool = True) -> None:
         self._samplers, self._ask, self._is_lent = samplers, ask, is_lent

@@ -1,13 +1,11 @@
 """Facts about a stage's services before they start: the model, where its samplers run, where weights pass. No torch."""
 
 import hashlib
-import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanodag.config.rl_parts import SamplerConfig
-from nanodag.inference.addresses import parse_address
 from nanodag.model.architecture import read_json
 from nanodag.model.headers import faults_of_config, head_parameters, matrix_parameters, weight_files
 
@@ -18,8 +16,8 @@ SHARED_MEMORY = Path("/dev/shm")
 class ModelFacts:
     """Facts about the model of a Hugging Face directory, without loading it."""
 
-    num_matrix_parameters: int
-    num_head_parameters: int
+    sizes: Mapping[str, int]
+    """num_parameters: of the matrices but the head; num_head_parameters."""
     num_bytes: int
     max_positions: int
     vocab_size: int
@@ -28,24 +26,13 @@ class ModelFacts:
     @faults_of_config()
     def read(cls, folder: Path) -> "ModelFacts":
         """From config.json and the headers of the safetensors files. Raises ConfigError where there are none."""
-        config = read_json(folder / "config.json")
+        config, head = read_json(folder / "config.json"), head_parameters(folder)
         return cls(
-            num_matrix_parameters=matrix_parameters(folder),
-            num_head_parameters=head_parameters(folder),
+            sizes={"num_parameters": matrix_parameters(folder) - head, "num_head_parameters": head},
             num_bytes=sum(file.stat().st_size for file in weight_files(folder)),
             max_positions=int(config["max_position_embeddings"]),
             vocab_size=int(config["vocab_size"]),
         )
-
-
-def urls_file(config: SamplerConfig) -> Path | None:
-    """The file that names servers of others; None for none."""
-    return None if config.urls_file == "none" else Path(os.path.expandvars(config.urls_file))
-
-
-def all_here(config: SamplerConfig) -> bool:
-    """True where every sampler runs on this machine; those of a file may be anywhere."""
-    return config.urls_file == "none" and all(parse_address(text).is_here for text in config.urls)
 
 
 def sync_folder(workspace: Path, model_bytes: int, *, num_copies: int, is_shared: bool = False) -> Path:

@@ -53,9 +53,8 @@ class PoolState:
 
 
 class RolloutPool:
-    """The pool of one stage. Nothing is begun but inside `take`. policy: that the samplers have; who gives them weights
-    sets it. is_stopping: true once a stop was asked for: it may have ended what computes rewards, so nothing that ends
-    then counts."""
+    """The pool of one stage. Nothing is begun but inside `take`. is_stopping: true once a stop was asked for: it may
+    have ended what computes rewards, so nothing that ends then counts."""
 
     def __init__(
         self,
@@ -83,13 +82,9 @@ class RolloutPool:
         self._taken_at = time.monotonic()
         self._policy = 0
 
-    @property
-    def policy(self) -> int:
-        return self._policy
-
-    @policy.setter
-    def policy(self, value: int) -> None:
-        self._policy = value
+    def samplers_have(self, policy: int) -> None:
+        """Note whose weights the samplers have now."""
+        self._policy = policy
         self._changed.set()
 
     async def take(self, step: int) -> RolloutBatch:
@@ -116,8 +111,7 @@ class RolloutPool:
         return batch
 
     def _ready(self, step: int) -> list[Group] | None:
-        """Groups that a step takes, those that began first; None while it lacks some or must wait for one that is
-        due."""
+        """Groups that a step takes, those that began first; None while it lacks some or one that is due."""
         self._fill(step)
         done = [group for group in self._groups if group.judged is not None]
         if len(self._dropped) >= WAVES_A_STEP * self._size:

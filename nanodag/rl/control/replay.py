@@ -63,11 +63,14 @@ class ReplayBuffer:
         return replace(batch, kept=mixed)
 
     def keep(self, step: int, fresh: RolloutBatch, versions: Sequence[int]) -> None:
-        """Remember what a step trained as fresh, and forget what the next one may not train any more. versions: those
-        after the step."""
+        """Remember what a step trained as fresh, forget what the next one may not train. versions: after the step."""
         if not self._size:
             return
-        new = [_kept(step, prompt, group) for prompt, group in fresh.kept if any(map(_trained_versions, group))]
+        new = []
+        for prompt, group in fresh.kept:
+            if trained := [version for rollout in group for version in _trained_versions(rollout)]:
+                rollouts = tuple(map(to_json, group))
+                new.append(_Kept(step, min(trained), prompt.epoch, dict(prompt.record), rollouts))
         self._kept = [kept for kept in (*self._kept, *new) if staleness_of(kept.oldest, versions) <= self._cap]
 
     def save(self, folder: Path) -> None:
@@ -96,11 +99,6 @@ def replay_metrics(batch: RolloutBatch, versions: Sequence[int]) -> dict[str, fl
         "replayed_staleness": sum(ages) / max(len(ages), 1),
         "replayed_staleness_largest": float(max(ages, default=0)),
     }
-
-
-def _kept(step: int, prompt: Prompt, group: Sequence[Rollout]) -> _Kept:
-    oldest = min(version for rollout in group for version in _trained_versions(rollout))
-    return _Kept(step, oldest, prompt.epoch, dict(prompt.record), tuple(map(to_json, group)))
 
 
 def _trained_versions(rollout: Rollout) -> list[int]:

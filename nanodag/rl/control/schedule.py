@@ -25,7 +25,7 @@ With `takes_turns` nothing of the samplers runs beside a step: who works has the
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -52,39 +52,27 @@ class Position:
 
 class Work(Protocol):
     """The work of the loops; nanodag.rl.control.controller does it. The samplers': `load` a policy's published weights,
-    `generate` what a step trains on, `evaluate`. The trainer's: `train` a step, `publish` its weights where `load`
-    finds them, `note` what the step was like, `save` a checkpoint of what is there when that is called. `check` raises
-    when something that is needed has ended; it is called often."""
+    `generate` what a step trains on, `evaluate` what is due. The trainer's: `train` a step, `publish` its weights where
+    `load` finds them, `note` what the step was like, `save` a checkpoint of what is there when that is called. `check`
+    raises when something that is needed has ended; it is called often."""
 
     async def load(self, policy: int) -> None: ...
-
     async def generate(self, step: int) -> RolloutBatch: ...
-
     def is_evaluation_due(self, policy: int) -> bool: ...
-
     async def evaluate(self, policy: int) -> None: ...
-
     async def train(self, step: int, batch: RolloutBatch) -> None: ...
-
     async def publish(self, policy: int) -> None: ...
-
     def note(self, step: int) -> None: ...
-
     def is_checkpoint_due(self, step: int) -> bool: ...
-
     async def save(self, position: Position) -> None: ...
-
     def check(self) -> None: ...
-
     def is_stop_requested(self) -> bool: ...
 
 
 class Schedule:
     """The two loops of a stage. timed: adds what a block takes to the seconds of that name. keeps_trainer: the weights
     that are published are the trainer's own, so no step begins before the samplers have taken them, or passed them
-    over. loads_in_flight: weights may be loaded while a rollout batch is under way; not with is_exact. is_over: whether
-    what was evaluated says that the stage ends here. takes_turns: a step, its weights included, and what samplers do
-    with a policy never overlap; only with lag 0."""
+    over. loads_in_flight: not with is_exact. takes_turns: only with lag 0."""
 
     def __init__(
         self,
@@ -130,7 +118,7 @@ class Schedule:
         await self._publish()
         self._ends_early()  # as it was when the checkpoint was written
         training = asyncio.create_task(self._training())
-        sampling = asyncio.create_task(self._until_stopped(self._sampling()))
+        sampling = asyncio.create_task(self._sampling())
         watching = asyncio.create_task(self._watch())
         loops = asyncio.gather(training, sampling)
         try:
@@ -179,9 +167,20 @@ class Schedule:
     # The samplers' side
 
     async def _sampling(self) -> None:
+        """Run the samplers' side; give it up when a stop is asked for. The trainer's side ends its step first."""
+        task, stop = asyncio.create_task(self._policies()), asyncio.create_task(self._stop.wait())
         try:
-            await self._policies()
+            await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                task.result()
+        except StopRequested:
+            self._ask_to_stop()
+        except SamplerError:
+            if not self._work.is_stop_requested():
+                raise
+            self._ask_to_stop()  # the signal reached the samplers too
         finally:
+            await _end(task, stop)
             if self._under_way is not None:
                 await _end(self._under_way)
 
@@ -196,10 +195,10 @@ class Schedule:
                         await self._work.load(policy)
                         self._now_taken(policy)
                         if self._is_over is not None:
-                            await self._evaluation(policy)
+                            await self._work.evaluate(policy)
                             if self._ends_early():
                                 return
-                        await asyncio.gather(self._batches(policy), self._evaluation(policy))
+                        await asyncio.gather(self._batches(policy), self._work.evaluate(policy))
             self._policy += 1
             self._now_taken(policy)
 
@@ -233,8 +232,7 @@ class Schedule:
         return self._step + len(self._waiting)
 
     async def _batches(self, policy: int) -> None:
-        """Generate the batches that a policy's weights are fresh enough for; with loads_in_flight until there are
-        fresher ones."""
+        """Generate what a policy's weights are fresh enough for; with loads_in_flight until there are fresher ones."""
         while self._under_way is not None or (
             self._num_generated < self._last_step(policy) and not self._is_outdated(policy)
         ):
@@ -260,10 +258,6 @@ class Schedule:
         finally:
             await _end(other)
 
-    async def _evaluation(self, policy: int) -> None:
-        if self._work.is_evaluation_due(policy):
-            await self._work.evaluate(policy)
-
     # Waiting and stopping
 
     async def _until(self, is_so: Callable[[], bool]) -> None:
@@ -284,22 +278,6 @@ class Schedule:
     def _ask_to_stop(self) -> None:
         self._stop.set()
         self._changed.set()
-
-    async def _until_stopped(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run the samplers' side; give it up when a stop is asked for. The trainer's side ends its step first."""
-        task, stop = asyncio.create_task(work), asyncio.create_task(self._stop.wait())
-        try:
-            await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                task.result()
-        except StopRequested:
-            self._ask_to_stop()
-        except SamplerError:
-            if not self._work.is_stop_requested():
-                raise
-            self._ask_to_stop()  # the signal reached the samplers too
-        finally:
-            await _end(task, stop)
 
 
 async def _end(*work: "asyncio.Future[Any]") -> None:

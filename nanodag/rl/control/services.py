@@ -2,12 +2,14 @@
 
 import asyncio
 import logging
+import os
 import secrets
 import shutil
 import sys
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -32,9 +34,8 @@ from nanodag.inference.number_formats import DTYPES
 from nanodag.inference.sglang_install import Device, find_python
 from nanodag.model.architecture import check_sglang, read_checkpoint
 from nanodag.rewards.reward_pool import RewardPool
-from nanodag.rl.control.gpu_placement import Places, places_of
 from nanodag.rl.control.memory_turns import Lending
-from nanodag.rl.control.model_facts import SHARED_MEMORY, ModelFacts, all_here, sync_folder, urls_file
+from nanodag.rl.control.model_facts import SHARED_MEMORY, ModelFacts, sync_folder
 from nanodag.rl.sync.broadcast_sync import DistributedSync, SharedSync
 from nanodag.rl.sync.weight_sync import DiskSync
 from nanodag.rl.trainer.link import ADDRESS_VARIABLE, NoTrainer, RankLink
@@ -57,6 +58,8 @@ class Services:
         self._job = job
         self._config: RLStage = job.config
         self._has_trainer, self._has_samplers = self._config.has_trainer, self._config.has_samplers
+        self._device = cast(Device, self._config.resources.device)
+        self.num_samplers = int(self._config.sampler.replicas) if self._has_samplers else 0  # processes of this stage
         self.children = Children(is_stopping=stop_requested)
         self.model = ModelFacts.read(job.inputs["model"])
         self.context = min(int(self._config.sampler.context), self.model.max_positions)
@@ -74,13 +77,16 @@ class Services:
             if self.num_samplers:
                 find_python(sampler.python, self._device)  # MissingTool now
             check_sglang(job.inputs["model"], self.context, f"{job.name}.sampler.engine")
+        self._addresses = [parse_address(text) for text in sampler.urls]  # of servers of others
+        self._urls_file = None if sampler.urls_file == "none" else Path(os.path.expandvars(sampler.urls_file))
         self._cluster = ClusterConfig(**job.context["cluster"]) if sampler.nodes else ClusterConfig()
         self._hosts = sampler_hosts(self._cluster, self._config.resources, sampler.nodes) if sampler.nodes else []
+        self._samplers_each = -(-self.num_samplers // max(1, len(self._hosts)))  # as many on each node that has some
         self.sync_folder = sync_folder(
             job.workspace,
             self.model.num_bytes,
             num_copies=2 + self._config.rollout.max_staleness,
-            is_shared=bool(self._hosts) or not all_here(sampler),
+            is_shared=bool(self._hosts or self._urls_file or not all(address.is_here for address in self._addresses)),
         )
         self._token = secrets.token_hex(16)  # of this stage: samplers answer nobody else
         self._servers: list[ServerProcess] = []
@@ -145,7 +151,7 @@ class Services:
         others = "" if external is None else f"; {counted(len(external.named()), 'server')} of others are named"
         log.info("%d trainer ranks and %d samplers are up%s.", self.link.num_ranks, self.num_samplers, others)
 
-    def _make_sync(self) -> DiskSync | DistributedSync:
+    def _make_sync(self) -> DiskSync:
         config, ask = self._config, self.link.exchange
         if config.weights.sync == "disk":
             return DiskSync(self.samplers, ask, check_every=int(config.weights.sync_check_every))
@@ -204,7 +210,7 @@ class Services:
             command = [sys.executable, "-m", "nanodag.rl.trainer.trainer", str(self._job.workspace / "job.json")]
             self.children.start(f"Trainer rank {rank}", command, variables)
 
-    def _find_places(self) -> Places:
+    def _find_places(self) -> "Places":
         config = self._config
         return places_of(
             [str(number) for number in range(len(visible_gpus()))] if self._hosts else visible_gpus(),
@@ -214,25 +220,11 @@ class Services:
             tensor_parallel=config.sampler.tensor_parallel,
         )
 
-    @property
-    def _samplers_each(self) -> int:
-        """Samplers of a node that has some: as many on each."""
-        return -(-self.num_samplers // max(1, len(self._hosts)))
-
-    @property
-    def _device(self) -> Device:
-        return cast(Device, self._config.resources.device)
-
-    @property
-    def num_samplers(self) -> int:
-        """Sampler processes of this stage."""
-        return int(self._config.sampler.replicas) if self._has_samplers else 0
-
     def _external_servers(self) -> ExternalServers:
         config = self._config.sampler
         return ExternalServers(
-            [parse_address(text) for text in config.urls],
-            file=urls_file(config),
+            self._addresses,
+            file=self._urls_file,
             needed=Needed(
                 engine=config.engine,
                 architecture=read_checkpoint(self._job.inputs["model"]).architecture,
@@ -296,6 +288,50 @@ class Services:
             memory_fraction=SGLANG_STATIC if self._device == "cuda" else float(config.memory_fraction),
             options={**defaults, **config.options},
         )
+
+
+@dataclass(frozen=True)
+class Places:
+    """Values of CUDA_VISIBLE_DEVICES. trainer: of every rank on this node, which takes the one of its local rank.
+    samplers: of each sampler, its own alone."""
+
+    trainer: str
+    samplers: tuple[str, ...]
+
+
+def places_of(
+    gpus: Sequence[str], *, own: Sequence[int], num_ranks: int, replicas: int, tensor_parallel: int = 1
+) -> Places:
+    """The places of a stage's processes on one node.
+
+    gpus: that the stage has there, as CUDA_VISIBLE_DEVICES names them. own: those of samplers alone, by number; none
+    where samplers are on the trainer's, one after the other and then from the first again. num_ranks: of this node.
+    Raises ConfigError where a side has too few.
+    """
+    if missing := [number for number in own if number >= len(gpus)]:
+        raise ConfigError(
+            f"sampler.gpus names GPU {missing[0]}, and the stage has {len(gpus)} ({', '.join(gpus)}). Lower it, or let "
+            "the stage have more of the node's GPUs."
+        )
+    trainers = [gpu for number, gpu in enumerate(gpus) if number not in own]
+    samplers = [gpus[number] for number in own] or list(gpus)
+    if len(trainers) < num_ranks and own:
+        raise ConfigError(
+            f"{num_ranks} ranks have {len(trainers)} GPUs beside the samplers' {len(samplers)} "
+            f"({', '.join(samplers)}). Lower resources.num_ranks or sampler.gpus."
+        )
+    if len(samplers) < tensor_parallel:
+        raise ConfigError(
+            f"sampler.tensor_parallel {tensor_parallel} splits a model over more than the {len(samplers)} GPUs that "
+            f"samplers have here ({', '.join(samplers)}). Lower it, or raise sampler.gpus."
+        )
+    firsts = [number * tensor_parallel for number in range(replicas)]
+    return Places(
+        trainer=",".join(trainers),
+        samplers=tuple(
+            ",".join(samplers[(first + n) % len(samplers)] for n in range(tensor_parallel)) for first in firsts
+        ),
+    )
 
 
 def _begun(work: Coroutine[Any, Any, T]) -> "Future[T]":

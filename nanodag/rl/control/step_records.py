@@ -5,6 +5,7 @@ import logging
 import shutil
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import groupby, zip_longest
 from operator import attrgetter
 from pathlib import Path
@@ -60,8 +61,9 @@ class Records:
         for path in self._weights.glob("step-*"):
             if path.suffix == PARTIAL or int(path.name.rpartition("-")[2]) > resume_step:
                 shutil.rmtree(path)
-        _drop_evaluations(job.metrics_path, evaluated)
+        _filter_lines(job.metrics_path, lambda line: not _is_done_again(line, evaluated))
         self._metrics = MetricsLog(job, resume_step=resume_step)
+        self._write: Callable[..., None] = partial(self._metrics.write, total=self._config.num_steps)
         self._timeline = StepLines(job.records / "timeline.jsonl", resume_step=resume_step)
         self._ledger = StepLines(job.records / "ledger.jsonl", resume_step=resume_step)
 
@@ -92,7 +94,7 @@ class Records:
             for rollout in sample
         ]
         if rows:
-            self._metrics.write(step, total=self._config.num_steps, event="sample", responses=rows)
+            self._write(step, event="sample", responses=rows)
 
     @contextmanager
     def weights(self, step: int) -> Iterator[Path]:
@@ -105,13 +107,8 @@ class Records:
 
     def step(self, step: int, seconds: Mapping[str, float], values: Mapping[str, Any]) -> None:
         """One line of metrics. seconds: by part, since the line before; `step` is the wall time, and what ran beside
-        something else is counted in full. values: `seconds_generate` among them, which the rollouts took, whenever that
-        was."""
-        self._metrics.write(
-            step,
-            total=self._config.num_steps,
-            **{f"seconds_{name}": value for name, value in seconds.items()} | dict(values),
-        )
+        something else is counted in full. values: `seconds_generate` among them, of the rollouts, whenever that was."""
+        self._write(step, **{f"seconds_{name}": value for name, value in seconds.items()} | dict(values))
         names = ("reward", "pass_rate", "response_tokens", "entropy")
         shown = {name: round(values[name], 4) for name in names if name in values}
         log.info("step %d of %d: %s, %.2f s", step, self._config.num_steps, shown, seconds["step"])
@@ -123,8 +120,7 @@ class Records:
         return folder
 
     def timeline(self, step: int, spans: Sequence[Timed]) -> None:
-        """Spans that ended between the step before and this one: a line of timeline.jsonl; of a step that is profiled
-        also a Chrome trace."""
+        """Spans that ended since the step before: a line of timeline.jsonl; of a profiled step also a Chrome trace."""
         if step in self._config.profile_steps:
             write_json(self.profile(step) / "timeline.json", chrome_trace(spans))
         self._timeline.write({"step": step, "spans": spans})
@@ -148,9 +144,8 @@ class Records:
         path = self._folder / f"eval-{step:08d}.jsonl"
         write_rollouts(path, rollouts)
         _write_answers(path.with_suffix(".answers.jsonl"), prompts)
-        self._metrics.write(
+        self._write(
             step,
-            total=self._config.num_steps,
             event="eval",
             prompts=len({rollout.group_id for rollout in rollouts}),
             eval_too_long=too_long,
@@ -164,9 +159,8 @@ class Records:
         """Records of a benchmark's items, as an eval stage writes them, and a line of metrics; returns its score."""
         name, score = result.name, result.scores[result.metric]
         result.write_records(self._benchmarks / f"step-{step:08d}.{name}.jsonl")
-        self._metrics.write(
+        self._write(
             step,
-            total=self._config.num_steps,
             event="eval",
             benchmark=name,
             metric=result.metric,
@@ -195,8 +189,7 @@ class Records:
 
 
 def _interval(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Interval of the mean reward, 95 %, over prompts: answers to one prompt are alike. Empty for less than two
-    prompts."""
+    """Interval of the mean reward, 95 %, over prompts: answers to one are alike. Empty for less than two prompts."""
     rewards: dict[str, list[float]] = {}
     for rollout in main_sequences(rollouts):
         if rollout.reward is not None:
@@ -216,13 +209,9 @@ def _write_answers(path: Path, prompts: Sequence[Prompt]) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
-def _drop_evaluations(path: Path, evaluated: Mapping[str, Container[str]]) -> None:
-    """Remove the lines of evaluations that are done again from metrics.jsonl."""
-
-    def is_kept(line: Mapping[str, Any]) -> bool:
-        return line["event"] != "eval" or str(line["step"]) in evaluated.get(line.get("benchmark", HELD_OUT), ())
-
-    _filter_lines(path, is_kept)
+def _is_done_again(line: Mapping[str, Any], evaluated: Mapping[str, Container[str]]) -> bool:
+    """True for a line of metrics.jsonl of an evaluation that is to be repeated."""
+    return line["event"] == "eval" and str(line["step"]) not in evaluated.get(line.get("benchmark", HELD_OUT), ())
 
 
 def _filter_lines(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> None:

@@ -30,7 +30,7 @@ from nanodag.host.ports import LOOPBACK, address_towards
 from nanodag.inference.addresses import Address
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.weight_bodies import Bucket
-from nanodag.rl.sync.weight_sync import Ask, DiskSync, SyncCosts, check_versions, verified
+from nanodag.rl.sync.weight_sync import Ask, DiskSync, check_versions, verified
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +39,8 @@ GRACE_S = 5.0
 Replies = list[dict[str, Any]]
 
 
-class DistributedSync:
-    """Through a process group. check_every: the first weights and every one of that number are verified, 0 for none.
+class DistributedSync(DiskSync):
+    """Through a process group; what comes out of a checkpoint goes through its folder. check_every: as of DiskSync.
     timeout_s: for a sampler to end what it has received. ranks_each: processes of one sampler, all of them members.
 
     address: of this machine, on which rank 0 listens; "" for loopback, or, with a sampler on another machine, the one
@@ -61,16 +61,10 @@ class DistributedSync:
         backend: str = "gloo",
         is_beside: bool = False,
     ) -> None:
-        self._samplers = samplers
-        self._ask = ask
-        self._check_every = check_every
-        self._timeout_s = timeout_s
-        self._ranks_each = ranks_each
+        super().__init__(samplers, ask, check_every=check_every)
+        self._timeout_s, self._ranks_each = timeout_s, ranks_each
         self._address, self._backend = address, backend
         self._is_beside = is_beside
-        self.costs = SyncCosts()
-        self._from_checkpoint = DiskSync(samplers, ask, check_every=0, costs=self.costs)
-        self._num_given = 0
         self._buckets: list[Bucket] = []
         self._members: list[Member] = []
         self._name = ""
@@ -85,11 +79,10 @@ class DistributedSync:
     async def load(self, folder: Path, version: int) -> None:
         """Give the samplers the trainer's weights, and see that they have them."""
         if folder.is_dir():  # out of a checkpoint: the trainer's own are newer
-            await self._from_checkpoint.load(folder, version)
+            await super().load(folder, version)
             return
         began = time.monotonic()
-        is_checked = self._check_every > 0 and self._num_given % self._check_every == 0
-        self._num_given += 1
+        is_checked = self._are_next_checked()
         async with AsyncExitStack() as standing:
             if not self._is_beside:
                 await standing.enter_async_context(self._samplers.paused())
@@ -263,7 +256,11 @@ class DistributedSync:
     async def _give_one(self, client: SamplerClient, which: str, version: int) -> None:
         """A broadcast to one sampler alone."""
         await self._learn_buckets()
-        await _answers(client)  # the trainer would wait for one that is lost
+        try:  # the trainer would wait for one that is lost
+            async with asyncio.timeout(GRACE_S):
+                await client.model_info()
+        except TimeoutError as late:
+            raise SamplerLost(f"the sampler at {client.url} does not answer within {GRACE_S:g} s") from late
         await self._leave([member.client for member in self._members])
         (joins,) = await self._opened([client])
 
@@ -336,15 +333,6 @@ def address_for(clients: Sequence[SamplerClient]) -> str:
     """The address of this machine by which it reaches samplers elsewhere; loopback where there are none."""
     elsewhere = [urlsplit(client.url).hostname or "" for client in clients if not is_here(client)]
     return address_towards(elsewhere[0]) if elsewhere else LOOPBACK
-
-
-async def _answers(client: SamplerClient) -> None:
-    """Raise SamplerLost for a sampler that does not answer now."""
-    try:
-        async with asyncio.timeout(GRACE_S):
-            await client.model_info()
-    except TimeoutError as error:
-        raise SamplerLost(f"the sampler at {client.url} does not answer within {GRACE_S:g} s") from error
 
 
 async def _ended(tasks: Sequence["asyncio.Future[None]"]) -> list[BaseException | None]:

@@ -51,23 +51,19 @@ class SyncCosts:
 
 
 class DiskSync:
-    """Through a folder. check_every: the first weights and every one of that number are verified, 0 for none. costs:
-    where they are noted."""
+    """Through a folder. check_every: the first weights and every one of that number are verified, 0 for none."""
 
     keeps_trainer = False  # it may train further before the samplers have loaded what it published
 
-    def __init__(self, samplers: Fleet, ask: Ask, *, check_every: int, costs: SyncCosts | None = None) -> None:
-        self.costs = SyncCosts() if costs is None else costs
-        self._samplers = samplers
-        self._ask = ask
-        self._check_every = check_every
-        self._num_published = 0
+    def __init__(self, samplers: Fleet, ask: Ask, *, check_every: int) -> None:
+        self.costs = SyncCosts()
+        self._samplers, self._ask = samplers, ask
+        self._check_every, self._num_given = check_every, 0
         self._fingerprints: dict[int, Mapping[str, str]] = {}
 
     async def publish(self, folder: Path, version: int) -> None:
         """Have the trainer write its weights."""
-        is_checked = self._check_every > 0 and self._num_published % self._check_every == 0
-        self._num_published += 1
+        is_checked = self._are_next_checked()
         began = time.monotonic()
         replies = await self._ask("export", folder=str(folder), fingerprint=is_checked)
         if is_checked:
@@ -89,6 +85,11 @@ class DiskSync:
 
     async def write(self, folder: Path) -> None:
         """It was written when they were published."""
+
+    def _are_next_checked(self) -> bool:
+        """True where the weights that are given now are to be verified; counts them."""
+        self._num_given += 1
+        return self._check_every > 0 and (self._num_given - 1) % self._check_every == 0
 
 
 async def check_versions(samplers: Fleet, version: int) -> None:

@@ -12,14 +12,11 @@ from nanodag.config.kinds.rl import RLStage
 from nanodag.rl.advantages import distilled, process_grpo, reward_of_last, step_rewards
 from nanodag.rl.rollouts.rollout import Rollout, places_of_samples
 from nanodag.rl.trainer.critic import Critic
-from nanodag.rl.trainer.policy import DeviceRow, Reference, check_beside
+from nanodag.rl.trainer.policy import ByRow, Parts, Reference, Rows, check_beside
 from nanodag.rl.trainer.sequence_parallel import SequenceGroup
 from nanodag.rl.trainer.teacher_server import TeacherServer
-from nanodag.rl.trainer.update import DeviceSums, PolicyObjective, Scored, sum_where
+from nanodag.rl.trainer.update import DeviceSums, PolicyObjective, Scored, kl_of_rollouts, sum_where
 from nanodag.train.deepspeed_engine import TrainEngine
-
-ByRow = list[list[Tensor]]
-"""(N,) of each row of each part of a step."""
 
 
 class Credit:
@@ -37,11 +34,10 @@ class Credit:
         device: str,
     ) -> None:
         self._config, self._engine, self._group, self._objective = config, engine, group, objective
-        critic, teacher = config.algorithm.critic, config.algorithm.teacher
+        teacher = config.algorithm.teacher
         self.critic: Critic | None = None
         if config.algorithm.has_critic:
-            folder = folder_beside(config, "critic", critic.model, inputs)
-            self.critic = Critic(config, folder, device=device, group=group)
+            self.critic = Critic(config, folder_beside(config, "critic", inputs), device=device, group=group)
         else:
             is_cloned = bool(config.rollout.clone.best)
             self._advantage = imitated if is_cloned else config.algorithm.load(config.algorithm.advantage)
@@ -49,7 +45,7 @@ class Credit:
         if teacher.url != "none":
             self.teacher = TeacherServer(teacher.url, inputs["model"], context=int(config.sampler.context))
         elif teacher.model != "none":
-            folder = folder_beside(config, "teacher", teacher.model, inputs)
+            folder = folder_beside(config, "teacher", inputs)
             self.teacher = Reference(folder, temperature=config.rollout.temperature, engine=engine, group=group)
 
     def is_policy_trained(self, step: int) -> bool:
@@ -57,27 +53,26 @@ class Credit:
         return self.critic is None or step > self._config.algorithm.critic.warmup_steps
 
     def assign(
-        self,
-        step: int,
-        parts: Sequence[Sequence[Rollout]],
-        rows: list[list[DeviceRow]],
-        old: ByRow | None,
-        reference: ByRow | None,
+        self, step: int, parts: Parts, rows: Rows, old: ByRow | None, reference: ByRow | None
     ) -> tuple[ByRow, dict[str, Any]]:
-        """Advantages of the tokens of each row, (N,) float32, over all rollouts of the step; and what is reported of
-        the critic, which learns from the step. old, reference: logprobs, needed with `kl_in: reward`. Every rank must
-        call it."""
+        """Advantages of the tokens of each row, float32, over all rollouts of the step; and what is reported of the
+        critic, which learns from it. old, reference: logprobs, needed with `kl_in: reward`. Every rank must call it."""
         rewards = [torch.tensor([rollout.reward for rollout in part], dtype=torch.float32) for part in parts]
+        kl: ByRow | None = None  # that is taken off the rewards
+        if self._config.algorithm.kl_in == "reward":
+            assert old is not None and reference is not None
+            pairs = [zip(*logprobs, strict=True) for logprobs in zip(old, reference, strict=True)]
+            kl = [[self._objective.kl(*pair) for pair in part] for part in pairs]
         if self.critic is not None:
             counts = [sum(rollout.num_trained for rollout in part) for part in parts]
-            return self.critic.step(step, rows, self._token_rewards(parts, rows, rewards, old, reference), counts)
+            return self.critic.step(step, rows, self._token_rewards(parts, rows, rewards, kl), counts)
         if self._config.has_process_reward and not self._config.rollout.clone.best:
             return self._by_step(parts, rows), {}
-        return self._by_group(parts, rows, torch.cat(rewards), self._taken_by_kl(parts, rows, old, reference)), {}
+        return self._by_group(parts, rows, torch.cat(rewards), self._taken_by_kl(parts, rows, kl)), {}
 
     @torch.no_grad()
-    def teacher_logprobs(self, parts: Sequence[Sequence[Rollout]], rows: Sequence[Sequence[DeviceRow]]) -> ByRow | None:
-        """The teacher's log-probabilities of the tokens of each row, (N,) float32; None without one."""
+    def teacher_logprobs(self, parts: Parts, rows: Rows) -> ByRow | None:
+        """The teacher's log-probabilities of the tokens of each row, float32; None without one."""
         if isinstance(self.teacher, Reference):
             return [[self.teacher.policy(row)[0] for row in part] for part in rows]
         if self.teacher is None:
@@ -99,20 +94,14 @@ class Credit:
         share = DeviceSums({"teacher_kl": sum_where(scored.row.mask, reverse_kl)})
         return replace(scored, advantages=advantages), share
 
-    def _by_group(
-        self,
-        parts: Sequence[Sequence[Rollout]],
-        rows: Sequence[Sequence[DeviceRow]],
-        rewards: Tensor,
-        taken: Tensor | None,
-    ) -> ByRow:
+    def _by_group(self, parts: Parts, rows: Rows, rewards: Tensor, taken: Tensor | None) -> ByRow:
         """rewards, taken: as `advantages_of` has them."""
         rollouts = [rollout for part in parts for rollout in part]
         advantages = advantages_of(rollouts, rewards, taken, self._advantage).to(self._engine.device)
         by_part = advantages.split([len(part) for part in parts])
         return [[own[row.rollouts][row.sequence_ids] for row in part] for own, part in zip(by_part, rows, strict=True)]
 
-    def _by_step(self, parts: Sequence[Sequence[Rollout]], rows: Sequence[Sequence[DeviceRow]]) -> ByRow:
+    def _by_step(self, parts: Parts, rows: Rows) -> ByRow:
         """Advantages by the scores of steps. A row's tokens are those of its rollouts, one after the other."""
         rollouts = [rollout for part in parts for rollout in part]
         steps = [rollout.steps or () for rollout in rollouts]
@@ -124,16 +113,8 @@ class Credit:
             for values, part in zip(by_part, rows, strict=True)
         ]
 
-    def _token_rewards(
-        self,
-        parts: Sequence[Sequence[Rollout]],
-        rows: Sequence[Sequence[DeviceRow]],
-        rewards: Sequence[Tensor],
-        old: ByRow | None,
-        reference: ByRow | None,
-    ) -> ByRow:
-        """The reward of each token, (N,) float64: its response's at the last trained one, or those of steps, less its
-        KL with `kl_in: reward`."""
+    def _token_rewards(self, parts: Parts, rows: Rows, rewards: Sequence[Tensor], kl: ByRow | None) -> ByRow:
+        """The reward of each token, float64: its response's at the last trained one, or those of steps, less the KL."""
         token_rewards: ByRow = []
         for number, part in enumerate(rows):
             part_rewards = rewards[number].double().to(self._engine.device)
@@ -144,38 +125,29 @@ class Credit:
                     of_tokens = step_rewards(steps, row.mask, row.sequence_ids)
                 else:
                     of_tokens = reward_of_last(part_rewards[row.rollouts], row.mask, row.sequence_ids)
-                if self._config.algorithm.kl_in == "reward":
-                    assert old is not None and reference is not None
-                    kl = self._objective.kl(old[number][place], reference[number][place])
-                    of_tokens = of_tokens - self._config.algorithm.kl_coefficient * kl
+                if kl is not None:
+                    of_tokens = of_tokens - self._config.algorithm.kl_coefficient * kl[number][place]
                 token_rewards[-1].append(of_tokens)
         return token_rewards
 
-    def _taken_by_kl(
-        self,
-        parts: Sequence[Sequence[Rollout]],
-        rows: list[list[DeviceRow]],
-        old: ByRow | None,
-        reference: ByRow | None,
-    ) -> Tensor | None:
+    def _taken_by_kl(self, parts: Parts, rows: Rows, kl: ByRow | None) -> Tensor | None:
         """Share of KL that is taken off the reward of each rollout, (B,) float32; None where it takes nothing."""
-        if self._config.algorithm.kl_in != "reward":
+        if kl is None:
             return None
-        assert old is not None and reference is not None
         penalties = []
-        for part, part_rows, part_old, part_reference in zip(parts, rows, old, reference, strict=True):
+        for part, part_rows, part_kl in zip(parts, rows, kl, strict=True):
             kl_by_rollout = torch.zeros(len(part), dtype=torch.float64, device=self._engine.device)
-            for row, old_logprobs, reference_logprobs in zip(part_rows, part_old, part_reference, strict=True):
-                kl_by_rollout += self._objective.kl_of_rollouts(row, old_logprobs, reference_logprobs, len(part))
+            for row, row_kl in zip(part_rows, part_kl, strict=True):
+                kl_by_rollout += kl_of_rollouts(row_kl, row, len(part))
             # Each rank has its rows, and all need the same rewards.
             summed = self._engine.summed(*self._group.counted(*kl_by_rollout.tolist()))
             penalties.append(self._config.algorithm.kl_coefficient * torch.tensor(summed, dtype=torch.float32))
         return torch.cat(penalties)
 
 
-def folder_beside(config: RLStage, section: str, model: str, inputs: Mapping[str, Path]) -> Path:
-    """Folder of the model that a section names: `policy`, `input` or a path. Raises ConfigError for one that cannot
-    read the policy's rollouts."""
+def folder_beside(config: RLStage, section: str, inputs: Mapping[str, Path]) -> Path:
+    """Folder of a section's model: `policy`, `input` or a path. Raises ConfigError if it cannot read the rollouts."""
+    model = getattr(config.algorithm, section).model
     if model == "policy":
         return inputs["model"]
     folder = inputs[section] if model == "input" else Path(model)

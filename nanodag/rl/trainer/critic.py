@@ -18,7 +18,7 @@ from nanodag.errors import TrainingDiverged
 from nanodag.model.decoder import Decoder
 from nanodag.model.folder import load
 from nanodag.rl.advantages import gae
-from nanodag.rl.trainer.policy import DeviceRow, engine_of, hidden_states
+from nanodag.rl.trainer.policy import ByRow, DeviceRow, Rows, engine_of, hidden_states
 from nanodag.rl.trainer.sequence_parallel import ALONE, SequenceGroup
 from nanodag.rl.trainer.update import DeviceSums
 
@@ -67,31 +67,24 @@ class Critic:
         model = ValueModel(decoder, group)
         self.engine = engine_of(model, config, learning_rate=self._own.learning_rate, device=device)
 
-    def step(
-        self,
-        step: int,
-        rows: Sequence[Sequence[DeviceRow]],
-        rewards: Sequence[Sequence[Tensor]],
-        num_tokens: Sequence[int],
-    ) -> tuple[list[list[Tensor]], dict[str, Any]]:
-        """Advantages of the tokens of each row, (N,) float32, by the critic as it is at the start of a step, from which
+    def step(self, step: int, rows: Rows, rewards: ByRow, num_tokens: Sequence[int]) -> tuple[ByRow, dict[str, Any]]:
+        """Advantages of the tokens of each row, float32, by the critic as it is at the start of a step, from which
         it then learns; and what is reported of that.
 
-        By part of the step: rows; rewards (N,) float64, of each token; num_tokens: trained ones on all ranks.
+        rewards: float64, of each token. num_tokens: by part, trained ones on all ranks.
         Every rank must call it.
         """
         with torch.no_grad():
             values = [[self.engine(row) for row in part] for part in rows]
-        gamma, gae_lambda = self._own.gamma, self._own.gae_lambda
-        advantages: list[list[Tensor]] = []
-        returns: list[list[Tensor]] = []
-        for number, part in enumerate(rows):
-            pairs = [
-                gae(row_rewards, before, row.mask, row.sequence_ids, gamma=gamma, gae_lambda=gae_lambda)
-                for row, before, row_rewards in zip(part, values[number], rewards[number], strict=True)
+        options = {"gamma": self._own.gamma, "gae_lambda": self._own.gae_lambda}
+        pairs = [
+            [
+                gae(row_rewards, before, row.mask, row.sequence_ids, **options)
+                for row, before, row_rewards in zip(*part, strict=True)
             ]
-            advantages.append([advantage for advantage, _ in pairs])
-            returns.append([row_returns for _, row_returns in pairs])
+            for part in zip(rows, values, rewards, strict=True)
+        ]
+        advantages, returns = ([[pair[n] for pair in part] for part in pairs] for n in (0, 1))
         sums, norm = self._learn(step, rows, values, returns, num_tokens)
 
         def summed(*numbers: float) -> list[float]:
@@ -101,12 +94,7 @@ class Critic:
         return whitened(advantages, rows, summed), {"critic": report, "critic_gradient_norm": norm}
 
     def _learn(
-        self,
-        step: int,
-        rows: Sequence[Sequence[DeviceRow]],
-        values: Sequence[Sequence[Tensor]],
-        returns: Sequence[Sequence[Tensor]],
-        num_tokens: Sequence[int],
+        self, step: int, rows: Rows, values: ByRow, returns: ByRow, num_tokens: Sequence[int]
     ) -> tuple[DeviceSums, float]:
         """Pass over the step as often as the config says, with an update for each part. Returns sums for
         metrics.critic_metrics and the largest gradient norm.
@@ -148,9 +136,7 @@ class Critic:
         self.engine.load(folder / FOLDER)
 
 
-def whitened(
-    advantages: Sequence[Sequence[Tensor]], rows: Sequence[Sequence[DeviceRow]], summed: Callable[..., list[float]]
-) -> list[list[Tensor]]:
+def whitened(advantages: ByRow, rows: Rows, summed: Callable[..., list[float]]) -> ByRow:
     """(A - mean) / sqrt(variance + 1e-8) over the trained tokens of all rows on all ranks, the variance unbiased.
 
     summed: adds numbers up over ranks. Source: verl's masked_whiten; OpenRLHF divides by n and takes max(variance,
@@ -183,12 +169,5 @@ def _quality(row: DeviceRow, values: Tensor, returns: Tensor) -> DeviceSums:
     """Sums over the trained tokens of a row: how well values of before the step say the returns."""
     values, returns = (torch.where(row.mask, tensor, 0.0) for tensor in (values, returns))
     errors = returns - values
-    sums = {
-        "tokens": row.mask.sum(),
-        "value": values.sum(),
-        "return": returns.sum(),
-        "return_squared": returns.square().sum(),
-        "error": errors.sum(),
-        "error_squared": errors.square().sum(),
-    }
-    return DeviceSums(sums)
+    sums = {"tokens": row.mask.sum(), "value": values.sum(), "return": returns.sum(), "error": errors.sum()}
+    return DeviceSums({**sums, "return_squared": returns.square().sum(), "error_squared": errors.square().sum()})

@@ -21,11 +21,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from nanodag.errors import NanodagError, StageFailed, TrainingDiverged
+from nanodag.errors import StageFailed, TrainingDiverged
 
 ADDRESS_VARIABLE = "NANODAG_CONTROLLER"  # host:port:token
 POLL_S = 0.2
-_ERRORS: dict[str, type[NanodagError]] = {"TrainingDiverged": TrainingDiverged}
 
 
 class RankLink:
@@ -113,7 +112,7 @@ class RankLink:
         if reply is None:
             raise StageFailed(f"Trainer rank {rank} ended while it was asked to {asked}.")
         if "error" in reply:
-            kind = _ERRORS.get(reply["error"], StageFailed)
+            kind = TrainingDiverged if reply["error"] == "TrainingDiverged" else StageFailed
             raise kind(f"Trainer rank {rank}: {reply['message']}")
         return reply
 
@@ -171,16 +170,10 @@ class ControllerLink:
 
 
 async def _readable(connection: socket.socket) -> None:
-    loop = asyncio.get_running_loop()
-    ready: asyncio.Future[None] = loop.create_future()
-
-    def note() -> None:
-        if not ready.done():
-            ready.set_result(None)
-
-    loop.add_reader(connection, note)
+    loop, ready = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(connection, ready.set)
     try:
-        await ready
+        await ready.wait()
     finally:
         loop.remove_reader(connection)
 
@@ -197,8 +190,7 @@ class _Lines:
         self.socket.sendall(json.dumps(message).encode() + b"\n")
 
     def has_more(self, *, within_s: float = 0.0) -> bool:
-        """True where `read` has something to begin with: what came with the line before it, or what comes within that
-        time, the end included."""
+        """True where `read` has something to begin with: from the line before, or within that time; the end, too."""
         if self._rest:
             return True
         poll = select.poll()

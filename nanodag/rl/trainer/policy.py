@@ -1,7 +1,7 @@
 """The policy that is trained, a decoder that scores packed rollouts; and the frozen one that it is compared with."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from nanodag.model.attention import group_attention, on_device
 from nanodag.model.decoder import Decoder, Layer
 from nanodag.model.folder import load
 from nanodag.model.headers import faults_of_config
+from nanodag.rl.rollouts.rollout import Rollout
 from nanodag.rl.trainer.rows import MicroBatch
 from nanodag.rl.trainer.sequence_parallel import ALONE, SequenceGroup, Share
 from nanodag.tokenizer.encoding import Encoding
@@ -42,6 +43,14 @@ class DeviceRow:
     host: MicroBatch
 
 
+Parts = Sequence[Sequence[Rollout]]
+"""The rollouts of each part of a step; a part is an update's."""
+Rows = Sequence[Sequence[DeviceRow]]
+"""This rank's rows of each part."""
+ByRow = list[list[Tensor]]
+"""(N,) of each row of each part."""
+
+
 def to_row(batch: MicroBatch, device: torch.device) -> DeviceRow:
     """Move a micro-batch to the device."""
     names = [name for name in DeviceRow.__slots__ if name != "host"]
@@ -58,13 +67,21 @@ def hidden_states(decoder: Decoder, row: DeviceRow, group: SequenceGroup) -> tup
 
 
 class Policy(nn.Module):
-    """Wraps a decoder; calling it scores one row. temperature: the one that the sampler samples at. group: of the ranks
-    that share a row."""
+    """The policy in a Hugging Face directory, in float32 on CPU; calling it scores one row. temperature: the one that
+    the sampler samples at. group: of the ranks that share a row."""
 
-    def __init__(self, decoder: Decoder, *, temperature: float, group: SequenceGroup = ALONE) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        temperature: float,
+        compiled: bool = False,
+        checkpointing: bool = False,
+        group: SequenceGroup = ALONE,
+    ) -> None:
         super().__init__()
-        group.check(decoder.architecture)
-        self.decoder = decoder
+        self.decoder = load(folder, compiled=compiled, activation_checkpointing=checkpointing)
+        group.check(self.decoder.architecture)
         self.temperature = temperature
         self._group = group
 
@@ -76,32 +93,19 @@ class Policy(nn.Module):
         return self._group.whole(logprobs, share, num_tokens), self._group.whole(entropies, share, num_tokens)
 
 
-def load_policy(
-    folder: Path,
-    *,
-    temperature: float,
-    compiled: bool = False,
-    checkpointing: bool = False,
-    group: SequenceGroup = ALONE,
-) -> Policy:
-    """The policy in a Hugging Face directory, in float32 on CPU."""
-    decoder = load(folder, compiled=compiled, activation_checkpointing=checkpointing)
-    return Policy(decoder, temperature=temperature, group=group)
-
-
 class Reference:
     """The frozen policy that KL is measured from: the model that the stage began with, or a later one. Every rank holds
     all of it, in the training precision. A refreshed one is part of a checkpoint."""
 
     def __init__(self, model_path: Path, *, temperature: float, engine: TrainEngine, group: SequenceGroup) -> None:
-        policy = load_policy(model_path, temperature=temperature, group=group).requires_grad_(False)
+        policy = Policy(model_path, temperature=temperature, group=group).requires_grad_(False)
         self.policy = policy.to(engine.device, engine.dtype)
         self._engine = engine
         self.lent = LentMemory(self.policy.parameters(), device=engine.device)
 
     @torch.no_grad()
-    def refresh(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Take the trainer's weights of now; every rank must call it."""
+    def refresh(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Take these, the trainer's of now; every rank must call it."""
         parameters = dict(self.policy.named_parameters())
         for name, tensor in weights:
             parameters[name].copy_(tensor)
@@ -113,12 +117,9 @@ class Reference:
             tensors = {name: self.lent.readable(tensor).cpu().contiguous() for name, tensor in parameters}
             save_file(tensors, folder / REFERENCE_FILE)
 
-    @torch.no_grad()
     def load(self, folder: Path) -> None:
         """Take back what `save` wrote."""
-        saved = load_file(folder / REFERENCE_FILE)
-        for name, parameter in self.policy.named_parameters():
-            parameter.copy_(saved[name])
+        self.refresh(load_file(folder / REFERENCE_FILE).items())
 
 
 def engine_of(model: nn.Module, config: RLStage, *, learning_rate: float, device: str) -> TrainEngine:

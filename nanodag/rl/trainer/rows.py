@@ -8,7 +8,7 @@ Letters: T tokens of the row, G prompts, R responses, N tokens to score (every r
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from nanodag.errors import ConfigError
 from nanodag.rl.rollouts.rollout import Rollout, flatten_response
 
 Ints = NDArray[np.int64]
+DTYPES: dict[str, Any] = {"mask": np.bool_, "sampler_logprobs": np.float32}  # of the others int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +48,8 @@ class MicroBatch:
         return len(self.token_ids)
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Responses of one group that share a row; size: tokens of the row."""
-
-    rollouts: tuple[int, ...]
-    size: int
+Piece = tuple[int, ...]
+"""Rollouts of one group that share a row, by their places in the list that is packed."""
 
 
 def pack(rollouts: Sequence[Rollout], *, budget_tokens: int, num_ranks: int = 1) -> list[list[MicroBatch]]:
@@ -63,11 +60,11 @@ def pack(rollouts: Sequence[Rollout], *, budget_tokens: int, num_ranks: int = 1)
     numbers given. Raises ConfigError when one prompt with one response exceeds the budget.
     """
     pieces = _pieces(rollouts, budget_tokens)
-    while len(pieces) < num_ranks and any(len(piece.rollouts) > 1 for piece in pieces):
+    while len(pieces) < num_ranks and any(len(piece) > 1 for piece in pieces):
         pieces = _halve_the_largest(rollouts, pieces)
     if not pieces:
         raise ValueError("there is no rollout with a sampled token to pack")
-    rows = [_micro_batch(rollouts, row) for row in _rows(pieces, budget_tokens, num_ranks)]
+    rows = [_micro_batch(rollouts, row) for row in _rows(rollouts, pieces, budget_tokens, num_ranks)]
     while len(rows) % num_ranks:
         smallest = min(rows, key=lambda row: row.num_tokens)
         rows.append(replace(smallest, mask=np.zeros_like(smallest.mask)))
@@ -80,7 +77,7 @@ def _row_size(rollouts: Sequence[Rollout], indices: Sequence[int]) -> int:
     return len(rollouts[indices[0]].prompt_token_ids) + sum(responses)
 
 
-def _pieces(rollouts: Sequence[Rollout], budget: int) -> list[_Piece]:
+def _pieces(rollouts: Sequence[Rollout], budget: int) -> list[Piece]:
     """Each group as one piece, or as several with the prompt repeated where it exceeds the budget."""
     groups: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     for index, rollout in enumerate(rollouts):
@@ -91,83 +88,61 @@ def _pieces(rollouts: Sequence[Rollout], budget: int) -> list[_Piece]:
         current: list[int] = []
         for index in members:
             if current and _row_size(rollouts, [*current, index]) > budget:
-                pieces.append(_Piece(tuple(current), _row_size(rollouts, current)))
+                pieces.append(tuple(current))
                 current = []
             current.append(index)
-            if _row_size(rollouts, current) > budget:
-                size = _row_size(rollouts, current)
+            if (size := _row_size(rollouts, current)) > budget:
                 raise ConfigError(
                     f"A rollout of prompt {rollouts[index].prompt_id} has {size} tokens, more than micro_batch_tokens "
                     f"{budget}. Raise micro_batch_tokens to at least {size}, or lower max_new_tokens."
                 )
-        pieces.append(_Piece(tuple(current), _row_size(rollouts, current)))
+        pieces.append(tuple(current))
     return pieces
 
 
-def _halve_the_largest(rollouts: Sequence[Rollout], pieces: Sequence[_Piece]) -> list[_Piece]:
-    largest = max((piece for piece in pieces if len(piece.rollouts) > 1), key=lambda piece: piece.size)
-    middle = len(largest.rollouts) // 2
-    halves = [largest.rollouts[:middle], largest.rollouts[middle:]]
-    rest = [piece for piece in pieces if piece is not largest]
-    return rest + [_Piece(half, _row_size(rollouts, half)) for half in halves]
+def _halve_the_largest(rollouts: Sequence[Rollout], pieces: Sequence[Piece]) -> list[Piece]:
+    largest = max((piece for piece in pieces if len(piece) > 1), key=lambda piece: _row_size(rollouts, piece))
+    middle = len(largest) // 2
+    return [*(piece for piece in pieces if piece is not largest), largest[:middle], largest[middle:]]
 
 
-def _rows(pieces: Sequence[_Piece], budget: int, num_ranks: int) -> list[list[_Piece]]:
-    """The fewest rows that fit, a multiple of the ranks where the pieces allow it, filled evenly: largest piece first
-    into the emptiest row."""
-    ordered = sorted(pieces, key=lambda piece: (-piece.size, piece.rollouts))
-    min_rows = max(1, -(-sum(piece.size for piece in pieces) // budget))
+def _rows(rollouts: Sequence[Rollout], pieces: Sequence[Piece], budget: int, num_ranks: int) -> list[list[Piece]]:
+    """The fewest rows that fit, a multiple of the ranks if possible; the largest piece first into the emptiest row."""
+    size_of = {piece: _row_size(rollouts, piece) for piece in pieces}
+    ordered = sorted(pieces, key=lambda piece: (-size_of[piece], piece))
+    min_rows = max(1, -(-sum(size_of.values()) // budget))
     while True:
         num_rows = min(-(-min_rows // num_ranks) * num_ranks, len(pieces))
-        rows: list[list[_Piece]] = [[] for _ in range(num_rows)]
+        rows: list[list[Piece]] = [[] for _ in range(num_rows)]
         sizes = [0] * num_rows
         for piece in ordered:
             emptiest = sizes.index(min(sizes))
             rows[emptiest].append(piece)
-            sizes[emptiest] += piece.size
+            sizes[emptiest] += size_of[piece]
         if max(sizes) <= budget:
             return rows
         min_rows = num_rows + 1
 
 
-def _micro_batch(rollouts: Sequence[Rollout], pieces: Sequence[_Piece]) -> MicroBatch:
-    token_ids: list[int] = []
-    position_ids: list[int] = []
-    prompts: list[Any] = []
-    responses: list[Any] = []
-    members: list[Any] = []
-    predictors: list[int] = []
-    targets: list[int] = []
-    mask: list[int] = []
-    logprobs: list[float] = []
-    sequence_ids: list[int] = []
+def _micro_batch(rollouts: Sequence[Rollout], pieces: Sequence[Piece]) -> MicroBatch:
+    row: dict[str, list[Any]] = {column.name: [] for column in fields(MicroBatch)}
+    token_ids = row["token_ids"]
     for number, piece in enumerate(pieces):
-        prompt = rollouts[piece.rollouts[0]].prompt_token_ids
-        prompts.append((len(token_ids), len(prompt)))
+        prompt = rollouts[piece[0]].prompt_token_ids
+        row["prompts"].append((len(token_ids), len(prompt)))
         prompt_end = len(token_ids) + len(prompt) - 1
         token_ids += prompt
-        position_ids += range(len(prompt))
-        for index in piece.rollouts:
+        row["position_ids"] += range(len(prompt))
+        for index in piece:
             response = flatten_response(rollouts[index])
             start, size = len(token_ids), len(response.token_ids)
-            sequence_ids += [len(responses)] * size
-            responses.append((start, size - 1, number))
-            members.append(index)
-            predictors += [prompt_end, *range(start, start + size - 1)]
-            targets += response.token_ids
-            mask += response.mask
-            logprobs += response.logprobs
+            row["sequence_ids"] += [len(row["responses"])] * size
+            row["responses"].append((start, size - 1, number))
+            row["rollouts"].append(index)
+            row["predictors"] += [prompt_end, *range(start, start + size - 1)]
+            row["targets"] += response.token_ids
+            row["mask"] += response.mask
+            row["sampler_logprobs"] += response.logprobs
             token_ids += response.token_ids[:-1]
-            position_ids += range(len(prompt), len(prompt) + size - 1)
-    return MicroBatch(
-        token_ids=np.array(token_ids, np.int64),
-        position_ids=np.array(position_ids, np.int64),
-        prompts=np.array(prompts, np.int64).reshape(-1, 2),
-        responses=np.array(responses, np.int64).reshape(-1, 3),
-        predictors=np.array(predictors, np.int64),
-        targets=np.array(targets, np.int64),
-        mask=np.array(mask, np.bool_),
-        sampler_logprobs=np.array(logprobs, np.float32),
-        sequence_ids=np.array(sequence_ids, np.int64),
-        rollouts=np.array(members, np.int64),
-    )
+            row["position_ids"] += range(len(prompt), len(prompt) + size - 1)
+    return MicroBatch(**{name: np.array(values, DTYPES.get(name, np.int64)) for name, values in row.items()})

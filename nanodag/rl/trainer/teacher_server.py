@@ -16,8 +16,7 @@ from torch import Tensor
 from nanodag.errors import BadRequest, ConfigError, SamplerError
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.protocol import Completion, Request, SamplingParams
-from nanodag.rl.rollouts.rollout import Rollout
-from nanodag.rl.trainer.policy import DeviceRow, check_tokens
+from nanodag.rl.trainer.policy import ByRow, DeviceRow, Parts, Rows, check_tokens
 from nanodag.tokenizer.encoding import Encoding
 
 ATTEMPTS = 6
@@ -38,8 +37,8 @@ class TeacherServer:
         self._version = ""
         asyncio.run(self._check(policy, context))
 
-    def logprobs(self, parts: Sequence[Sequence[Rollout]], rows: Sequence[Sequence[DeviceRow]]) -> list[list[Tensor]]:
-        """Log-probabilities of the tokens of each row of each part of a step, (N,) float32; 0 in a row without trained
+    def logprobs(self, parts: Parts, rows: Rows) -> ByRow:
+        """Log-probabilities of the tokens of each row of each part of a step, float32; 0 in a row without trained
         tokens.
 
         Raises SamplerError when the server fails ATTEMPTS times, or has other weights than at the beginning.

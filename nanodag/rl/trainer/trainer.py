@@ -40,12 +40,10 @@ from nanodag.rl.rollouts.rollout import REPLAYED, Rollout, groups_of, read_rollo
 from nanodag.rl.trainer.credit import Credit, folder_beside
 from nanodag.rl.trainer.critic import Critic
 from nanodag.rl.trainer.link import ControllerLink
-from nanodag.rl.trainer.lora_merge import MergedShares
-from nanodag.rl.trainer.policy import DeviceRow, Reference, engine_of, load_policy, to_row
+from nanodag.rl.trainer.policy import ByRow, DeviceRow, Policy, Reference, Rows, engine_of, to_row
 from nanodag.rl.trainer.rows import pack
 from nanodag.rl.trainer.sequence_parallel import join
-from nanodag.rl.trainer.token_scores import Scores, write_scores
-from nanodag.rl.trainer.update import DeviceSums, PolicyObjective, Scored, replayed_sums
+from nanodag.rl.trainer.update import DeviceSums, PolicyObjective, Scored, Scores, replayed_sums, write_scores
 from nanodag.rl.trainer.weight_sender import WeightGiver
 from nanodag.sampler.device import give_back, held_memory, traced
 from nanodag.sampler.fingerprints import Fingerprints
@@ -53,7 +51,6 @@ from nanodag.train.deepspeed_engine import TrainEngine, leave
 from nanodag.train.learning_rate import policy_rate
 from nanodag.train.lent_memory import LentMemory
 from nanodag.train.peak import matmul_peak
-from nanodag.train.shares import Shares
 from nanodag.worker.children import ignore_stop_signals
 from nanodag.worker.job import Job, logs, read_job
 
@@ -74,7 +71,7 @@ class Trainer:
         self.model_path = model_path
         self._objective = PolicyObjective(config)
         self._group = join(config.optimizer.sequence_parallel, device)
-        policy = load_policy(
+        policy = Policy(
             model_path,
             temperature=config.rollout.temperature,
             compiled=config.optimizer.compile is True,
@@ -87,12 +84,8 @@ class Trainer:
         inputs = {**(beside or {}), "model": model_path}
         self._reference: Reference | None = None
         if config.algorithm.has_reference:
-            self._reference = Reference(
-                folder_beside(config, "reference", config.algorithm.reference.model, inputs),
-                temperature=config.rollout.temperature,
-                engine=self.engine,
-                group=self._group,
-            )
+            folder, temperature = folder_beside(config, "reference", inputs), config.rollout.temperature
+            self._reference = Reference(folder, temperature=temperature, engine=self.engine, group=self._group)
         self._credit = Credit(
             config,
             engine=self.engine,
@@ -101,13 +94,15 @@ class Trainer:
             inputs=inputs,
             device=device,
         )
+        self._lora_scale = config.optimizer.lora_alpha / max(config.optimizer.lora_rank, 1)
         self.giver = WeightGiver(
-            self._shares(),
+            self.engine.shares,
             rank=self.engine.rank,
             prefix=PREFIX,
             bucket_bytes=config.weights.sync_bucket_bytes,
             timeout_s=config.weights.sync_timeout_s,
             make_fingerprints=self._fingerprints,
+            lora_scale=self._lora_scale,
         )
         self._peak_flops = matmul_peak(device)
         self._last_losses: deque[Tensor] = deque(maxlen=LOSSES_KEPT)
@@ -167,14 +162,14 @@ class Trainer:
                 rate = policy_rate(
                     self.config.optimizer,
                     steps_done=step - 1 + turn / len(passes),
-                    num_updates=self.num_updates,
+                    num_updates=self.engine.num_updates,
                     num_steps=num_steps or self.config.num_steps,
                     first_step=algorithm.critic.warmup_steps if algorithm.has_critic else 0,
                 )
                 if (norm := self._update(step, sums.summed["loss"], rate)) is not None:
                     norms.append(norm)
             total.add(sums)
-        self._refresh_reference(self.num_updates - len(norms))
+        self._refresh_reference(self.engine.num_updates - len(norms))
         if not self._group.is_first:  # another rank counts the same rows
             total, rows, self.last_scores = DeviceSums(), [], []
         return reply | {
@@ -239,10 +234,6 @@ class Trainer:
             for memory in memories:
                 memory.take_back()
 
-    def memory(self) -> dict[str, int]:
-        """Bytes that this rank holds of its device: `bytes` now, `peak_bytes` the most since this was asked last."""
-        return held_memory(self.engine.device)
-
     @property
     def _lent(self) -> dict[str, list[LentMemory]]:
         critic = self._credit.critic
@@ -260,24 +251,8 @@ class Trainer:
             return Fingerprints("checkpoint")
         return Fingerprints("sglang", getattr(torch, DTYPES[sampler.precision]))
 
-    @property
-    def num_updates(self) -> int:
-        return self.engine.num_updates
-
-    def _shares(self) -> Shares | MergedShares:
-        """Every parameter as it lies spread over the ranks, adapters merged as they come together."""
-        if not self.config.optimizer.lora_rank:
-            return self.engine.shares
-        return MergedShares(self.engine.shares, scale=self._lora_scale)
-
-    @property
-    def _lora_scale(self) -> float:
-        return self.config.optimizer.lora_alpha / self.config.optimizer.lora_rank
-
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter whole, adapters merged, as `Engine.weights` yields them."""
-        if not self.config.optimizer.lora_rank:
-            return self.engine.weights()
         return merged(self.engine.weights(), scale=self._lora_scale)
 
     def _update(self, step: int, loss: Tensor, rate: float) -> float | None:
@@ -300,7 +275,7 @@ class Trainer:
     def _refresh_reference(self, updates_before: int) -> None:
         """Refresh after every `reference_every` updates, at the end of the step in which they were done."""
         every = self.config.algorithm.reference_every
-        if self._reference is not None and every and self.num_updates // every > updates_before // every:
+        if self._reference is not None and every and self.engine.num_updates // every > updates_before // every:
             self._reference.refresh(self._weights())
 
     def _rows_of(self, part: Sequence[Rollout]) -> list[DeviceRow]:
@@ -317,7 +292,7 @@ class Trainer:
         )
 
     @torch.no_grad()
-    def _scores(self, model: Any, rows: Sequence[Sequence[DeviceRow]]) -> list[list[Tensor]]:
+    def _scores(self, model: Any, rows: Rows) -> ByRow:
         return [[model(row)[0] for row in part] for part in rows]
 
 
@@ -325,27 +300,24 @@ def _execute(trainer: Trainer, message: dict[str, Any]) -> dict[str, Any]:
     began = time.monotonic()
     reply: dict[str, Any] = {}
     match message["do"]:
-        case "load":
-            trainer.load(Path(message["folder"]))
-            reply = {"num_updates": trainer.num_updates}
+        case "load" | "save" as method:
+            getattr(trainer, method)(Path(message["folder"]))
+            reply = {"num_updates": trainer.engine.num_updates}
         case "train":
             path = Path(message["rollouts"])
             trace = Path(message["profile"], f"trainer-{trainer.engine.rank}.trace.json.gz")
             with traced(trace) if message["profile"] else nullcontext():
                 reply = trainer.train(message["step"], list(read_rollouts(path)), num_steps=message["num_steps"])
             write_scores(path.with_suffix(f".scores-{trainer.engine.rank}.jsonl"), trainer.last_scores)
-            reply["peak_bytes"] = trainer.memory()["peak_bytes"]
+            reply["peak_bytes"] = held_memory(trainer.engine.device)["peak_bytes"]
         case "export":
             options = {name: message.get(name, False) for name in ("fingerprint", "kept")}
             reply = {"fingerprints": trainer.export(Path(message["folder"]), **options)}
         case "layout" | "open_group" | "join_group" | "broadcast" | "share" as method:
             reply = getattr(trainer.giver, method)(**{name: message[name] for name in message if name != "do"})
-        case "save":
-            trainer.save(Path(message["folder"]))
-            reply = {"num_updates": trainer.num_updates}
         case "lend":
             trainer.lend(message["what"])
-            reply = {"bytes": trainer.memory()["bytes"]}
+            reply = {"bytes": held_memory(trainer.engine.device)["bytes"]}
         case "take_back":
             trainer.take_back()
     return {**reply, "seconds": time.monotonic() - began}

@@ -7,8 +7,11 @@ its veto and off-policy sequence masking. With `kl_in: reward` the KL is taken o
 are imitated (`rollout.clone`), the policy loss is a token's negative log-likelihood, and c is 1.
 """
 
-from collections.abc import Sequence
+import json
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +20,11 @@ from torch import Tensor
 from nanodag.config.kinds.rl import RLStage
 from nanodag.rl.losses import Totals, none, not_vetoed, off_policy_kept, reinforce, sequence_sums, unbiased
 from nanodag.rl.rollouts.metrics import Sums
+from nanodag.rl.rollouts.rollout import Rollout
 from nanodag.rl.trainer.policy import DeviceRow
+
+Scores = tuple[DeviceRow, Tensor, Tensor]
+"""A row with its advantages and old log-probabilities, (N,) float32 each."""
 
 
 @dataclass(slots=True)
@@ -82,13 +89,6 @@ class PolicyObjective:
         loss = (self._aggregation(mask, row.sequence_ids, totals) * torch.where(mask, per_token, 0.0)).sum()
         return loss, _sums(loss, scored, policy, None if self._is_cloned else weights, kl)
 
-    @torch.no_grad()
-    def kl_of_rollouts(self, row: DeviceRow, old_logprobs: Tensor, reference_logprobs: Tensor, size: int) -> Tensor:
-        """KL summed over the trained tokens of each rollout, (size,) float64; 0 for those that are not in the row."""
-        kl = self.kl(old_logprobs, reference_logprobs)
-        sums = sequence_sums(kl.double(), row.mask, row.sequence_ids)
-        return sums.new_zeros(size).index_add(0, row.rollouts, sums[: len(row.rollouts)])
-
     def _weights(self, scored: "Scored") -> Tensor:
         algorithm, row = self._algorithm, scored.row
         compared = (scored.old_logprobs, row.sampler_logprobs, row.mask, row.sequence_ids)
@@ -117,6 +117,12 @@ class Scored:
     old_logprobs: Tensor
     advantages: Tensor
     reference_logprobs: Tensor | None
+
+
+def kl_of_rollouts(kl: Tensor, row: DeviceRow, size: int) -> Tensor:
+    """KL, (N,), summed over the trained tokens of each rollout, (size,) float64; 0 for those not in the row."""
+    sums = sequence_sums(kl.double(), row.mask, row.sequence_ids)
+    return sums.new_zeros(size).index_add(0, row.rollouts, sums[: len(row.rollouts)])
 
 
 @torch.no_grad()
@@ -160,3 +166,38 @@ def _sums(loss: Tensor, scored: Scored, policy: Any, weights: Tensor | None, kl:
 def sum_where(mask: Tensor, values: Tensor) -> Tensor:
     """The sum of the values, (N,), where the mask is True: () float64. Elsewhere they may be anything."""
     return torch.where(mask, values.detach(), 0.0).double().sum()
+
+
+def write_scores(path: Path, parts: Sequence[tuple[Sequence[Rollout], Iterable[Scores]]]) -> None:
+    """Write a rank's share of a step beside the rollouts, for readers. parts: the rollouts of each update, and this
+    rank's rows of them.
+
+    Rank R writes `step-N.scores-R.jsonl`, a line a rollout: group_id, sample_index, branch, and two numbers for each
+    token after the prompt. One is the token's advantage, the other its mismatch: the log-probability by the trainer at
+    the start of the step less the sampler's, in nats. Both are null for a token that is not trained.
+    """
+    lines = [line for rollouts, rows in parts for row in rows for line in _score_lines(rollouts, row)]
+    path.write_text("".join(lines), encoding="utf-8")
+
+
+def _score_lines(rollouts: Sequence[Rollout], scores: Scores) -> Iterable[str]:
+    row, advantages, old_logprobs = scores
+    mask = row.mask.tolist()
+    columns = [
+        [round(v, 5) if is_trained and math.isfinite(v) else None for v, is_trained in zip(of, mask, strict=True)]
+        for of in (advantages.tolist(), (old_logprobs - row.sampler_logprobs).tolist())
+    ]
+    sizes = row.sequence_ids.bincount(minlength=len(row.rollouts)).tolist()
+    start = 0
+    for index, size in zip(row.rollouts.tolist(), sizes, strict=True):
+        place, start = slice(start, start + size), start + size
+        if any(mask[place]):  # a row that only keeps a rank busy is masked
+            rollout = rollouts[index]
+            record = {
+                "group_id": rollout.group_id,
+                "sample_index": rollout.sample_index,
+                "branch": rollout.branch,
+                "advantages": columns[0][place],
+                "differences": columns[1][place],
+            }
+            yield json.dumps(record, separators=(",", ":")) + "\n"

@@ -1,9 +1,5 @@
-"""The trainer's half of a weight sync without a folder: its ranks give the weights to the samplers, bucket by bucket.
-
-    layout                             names, dtypes and shapes of the buckets
-    open_group, join_group, broadcast  through a process group
-    share                              through shared memory: handles that a sampler opens
-    kept                               the weights that were given last, for a folder
+"""The trainer's half of a weight sync without a folder: its ranks give the weights to the samplers, bucket by bucket,
+through a process group or through shared memory.
 
 All ranks do each of these together: every rank takes part in bringing a bucket together on rank 0, which so holds one
 beside its own share, and has the replies that count. The ranks keep a copy of their shares of the weights that were
@@ -12,7 +8,7 @@ or until `release`: a sampler copies it while it answers. A sampler that dies or
 rank 0 then leaves the group and says so, the ranks go on in step, and the controller gives the weights another way.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nanodag.model.folder import read_tensors
-from nanodag.rl.trainer.lora_merge import MergedShares
+from nanodag.model.lora import BETWEEN, merged
 from nanodag.sampler.fingerprints import Fingerprints
 from nanodag.sampler.shared_tensors import share
 from nanodag.sampler.weight_group import WeightGroup, open_store, split
@@ -30,50 +26,72 @@ NOW, KEPT = "now", "kept"
 """Which weights: the trainer's own, those that it gave last; any other word is a folder."""
 
 
-class Buckets:
+class WeightGiver:
     """One rank's part. prefix: of the parameters' names, before those that transformers gives. bucket_bytes: most that
-    is brought together at once, unless one tensor is larger."""
+    is brought together at once, unless one tensor is larger. timeout_s: most that the making of a group or one
+    broadcast may take. make_fingerprints: new ones, of the tensors that samplers must then hold.
 
-    def __init__(self, shares: Shares | MergedShares, *, rank: int, prefix: str, bucket_bytes: int) -> None:
-        self._shares, self.dtype = shares, shares.dtype
-        self._rank, self._prefix = rank, prefix
-        self._buckets = list(in_buckets(list(shares.shapes), shares.num_bytes, bucket_bytes))
+    lora_scale: alpha over rank, of a policy with adapters. A bucket is gathered with its adapters, some hundredths of
+    its size, and merged on rank 0 by the same code as where weights are written into a folder (nanodag.model.lora), so
+    both ways give the same bits. Rank 0 holds the bucket twice then.
+    """
+
+    def __init__(
+        self,
+        shares: Shares,
+        *,
+        rank: int,
+        prefix: str,
+        bucket_bytes: int,
+        timeout_s: float,
+        make_fingerprints: Callable[[], Fingerprints],
+        lora_scale: float = 1.0,
+    ) -> None:
+        self._shares, self._rank, self._prefix, self._lora_scale = shares, rank, prefix, lora_scale
+        self._parts: dict[str, list[str]] = {}  # of each parameter: its weight, then its adapters
+        for name in shares.shapes:
+            layer, between, _ = name.partition(BETWEEN)
+            self._parts.setdefault(f"{layer}.weight" if between else name, []).append(name)
+        self._num_bytes = {name: shares.num_bytes[parts[0]] for name, parts in self._parts.items()}
+        self._buckets = list(in_buckets(list(self._parts), self._num_bytes, bucket_bytes))
+        self._timeout_s = timeout_s
+        self._make_fingerprints = make_fingerprints
+        self._fingerprints: Fingerprints | None = None
+        self._shared: Tensor | None = None
+        self._joining: dict[str, Any] = {}
+        self._group: WeightGroup | None = None
 
     def __len__(self) -> int:
         return len(self._buckets)
 
     def layout(self) -> dict[str, Any]:
         """`buckets`: the fields of a `weight_bodies.Bucket` each, in the order in which they are given."""
-        dtype = str(self.dtype).removeprefix("torch.")
-        shapes = (self.shapes(number) for number in range(len(self)))
+        dtype = str(self._shares.dtype).removeprefix("torch.")
         buckets = [
             {"names": list(of), "dtypes": [dtype] * len(of), "shapes": [list(shape) for shape in of.values()]}
-            for of in shapes
+            for of in map(self._shapes, range(len(self)))
         ]
         return {"buckets": buckets}
 
-    def shapes(self, number: int) -> dict[str, tuple[int, ...]]:
-        """Shapes of the tensors in a bucket, by the names that transformers gives."""
-        return {name.removeprefix(self._prefix): self._shares.shapes[name] for name in self._buckets[number]}
-
-    def begin(self, which: str) -> None:
+    def begin(self, which: str, *, fingerprint: bool) -> None:
         """Keep the trainer's own weights as they are now; to be called before the first bucket."""
         if which == NOW:
             self._shares.keep()
+        self._fingerprints = self._make_fingerprints() if fingerprint and self._rank == 0 else None
 
     def together(self, number: int, which: str) -> Tensor | None:
         """A bucket's bytes on rank 0, (num_bytes,) uint8; None elsewhere. Every rank must call it."""
         if which in (NOW, KEPT):
-            return self._shares.together(self._buckets[number], kept=which == KEPT)
+            return self._merged(self._buckets[number], kept=which == KEPT)
         if self._rank > 0:
             return None
-        tensors = read_tensors(Path(which), list(self.shapes(number)))
-        return torch.cat([tensor.to(self.dtype).reshape(-1).view(torch.uint8) for tensor in tensors])
+        tensors = read_tensors(Path(which), list(self._shapes(number)))
+        return torch.cat([tensor.to(self._shares.dtype).reshape(-1).view(torch.uint8) for tensor in tensors])
 
     def named(self, number: int, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """The tensors in a bucket's bytes; views."""
-        shapes = self.shapes(number)
-        return iter(split(flat, list(shapes), [self.dtype] * len(shapes), list(shapes.values())).items())
+        """The tensors in a bucket's bytes, by the names that transformers gives; views."""
+        shapes = self._shapes(number)
+        return iter(split(flat, list(shapes), [self._shares.dtype] * len(shapes), list(shapes.values())).items())
 
     def kept(self) -> Iterator[tuple[str, Tensor]]:
         """The weights given last, tensor by tensor, on rank 0; nothing elsewhere, but every rank must walk through."""
@@ -81,29 +99,6 @@ class Buckets:
             flat = self.together(number, KEPT)
             if flat is not None:
                 yield from self.named(number, flat)
-
-
-class WeightGiver(Buckets):
-    """One rank's part, which gives its buckets. timeout_s: most that the making of a group or one broadcast may take.
-    make_fingerprints: new ones, of the tensors that samplers must then hold."""
-
-    def __init__(
-        self,
-        shares: Shares | MergedShares,
-        *,
-        rank: int,
-        prefix: str,
-        bucket_bytes: int,
-        timeout_s: float,
-        make_fingerprints: Callable[[], Fingerprints],
-    ) -> None:
-        super().__init__(shares, rank=rank, prefix=prefix, bucket_bytes=bucket_bytes)
-        self._timeout_s = timeout_s
-        self._make_fingerprints = make_fingerprints
-        self._fingerprints: Fingerprints | None = None
-        self._shared: Tensor | None = None
-        self._joining: dict[str, Any] = {}
-        self._group: WeightGroup | None = None
 
     def open_group(self, name: str, size: int, *, address: str, backend: str) -> dict[str, Any]:
         """Leave the group that there was, and listen for another's members on an address; `port`: rank 0's."""
@@ -128,7 +123,7 @@ class WeightGiver(Buckets):
 
     def broadcast(self, *, which: str, fingerprint: bool) -> dict[str, Any]:
         """`failure`: why not all were sent, else ""; `fingerprints` by name. which: as of `together`."""
-        self._begin(which, fingerprint=fingerprint)
+        self.begin(which, fingerprint=fingerprint)
         failure = ""
         for number in range(len(self)):
             if (flat := self._bucket(number, which)) is not None:
@@ -140,14 +135,14 @@ class WeightGiver(Buckets):
         of them all. To be called for all buckets in their order. which: as of `together`."""
         self.release()
         if number == 0:
-            self._begin(which, fingerprint=fingerprint)
+            self.begin(which, fingerprint=fingerprint)
         reply: dict[str, Any] = {"handles": [], "failure": "", "fingerprints": {}}
         if (flat := self._bucket(number, which)) is None:
             return reply
         if self._fingerprints is not None and number + 1 == len(self):
             reply["fingerprints"] = self._fingerprints.all()
         try:
-            self._shared, reply["handles"] = share(flat, self.shapes(number), self.dtype, count)
+            self._shared, reply["handles"] = share(flat, self._shapes(number), self._shares.dtype, count)
         except RuntimeError as error:
             reply["failure"] = f"a bucket could not be shared: {error}"
         return reply
@@ -160,9 +155,25 @@ class WeightGiver(Buckets):
         self.release()
         self._leave_group()
 
-    def _begin(self, which: str, *, fingerprint: bool) -> None:
-        self.begin(which)
-        self._fingerprints = self._make_fingerprints() if fingerprint and self._rank == 0 else None
+    def _shapes(self, number: int) -> dict[str, tuple[int, ...]]:
+        names = self._buckets[number]
+        return {name.removeprefix(self._prefix): self._shares.shapes[self._parts[name][0]] for name in names}
+
+    @torch.no_grad()
+    def _merged(self, names: Sequence[str], *, kept: bool) -> Tensor | None:
+        """Bytes of these parameters on rank 0, adapters merged."""
+        parts = [part for name in names for part in self._parts[name]]
+        flat = self._shares.together(parts, kept=kept)
+        if flat is None or len(parts) == len(names):
+            return flat
+        dtypes, shapes = [self._shares.dtype] * len(parts), [self._shares.shapes[part] for part in parts]
+        whole = torch.empty(sum(self._num_bytes[name] for name in names), dtype=torch.uint8, device=flat.device)
+        begin = 0
+        for name, tensor in merged(split(flat, parts, dtypes, shapes).items(), scale=self._lora_scale):
+            end = begin + self._num_bytes[name]
+            whole[begin:end] = tensor.contiguous().reshape(-1).view(torch.uint8)
+            begin = end
+        return whole
 
     def _bucket(self, number: int, which: str) -> Tensor | None:
         """See `together`; the bucket's tensors are fingerprinted where that was asked for."""
