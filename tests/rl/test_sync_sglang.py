@@ -3,16 +3,16 @@
 import pytest
 
 from nanodag.rl.rollouts.rollout import read_lines
+from tests.guest_pythons import sglang_python
 from tests.rl.in_flight import SETTINGS, check_that_responses_went_on
 from tests.rl.stages import make_job, metrics, start
-from tests.sglang_python import python_or_skip
 
 START_S = 1500  # SGLang alone takes most of a minute, on an idle machine
 
 
 @pytest.fixture(autouse=True)
 def sglang():
-    python_or_skip()
+    sglang_python()
 
 
 def finished(job):
