@@ -45,13 +45,7 @@ CALLED_WITH: Mapping[str, tuple[str, ...]] = {
     "environment": (),
     "filter": ("group",),
 }
-_TYPES: dict[str, tuple[type, ...]] = {
-    "float": (int, float),
-    "int": (int,),
-    "bool": (bool,),
-    "str": (str,),
-    "Sequence[str]": (list, tuple),
-}
+_TYPES: dict[str, Any] = {"float": (int, float), "int": int, "bool": bool, "str": str, "Sequence[str]": (list, tuple)}
 _IN_WORDS = {"Sequence[str]": "a list of texts"}
 _EXAMPLES = {"int": "4", "bool": "true", "str": "TEXT", "Sequence[str]": "[python, agent.py]"}  # others: 0.5
 
@@ -223,16 +217,11 @@ def own_function(kind: str, name: str) -> str:
     return "" if path.startswith(EXAMPLES) else path
 
 
-def own_file(kind: str, name: str) -> str:
-    """The user's file that a name resumes with, as `judge:` does; empty for what has none."""
+def own_argument(kind: str, name: str, form: Argument) -> str:
+    """Argument behind a name's colon where it is of that form, as the user's `file` of `judge:` or a guest's `module`
+    of `verifiers:`; empty otherwise."""
     spec = find(kind, name)
-    return name.partition(":")[2] if spec is not None and spec.argument == "file" else ""
-
-
-def own_module(kind: str, name: str) -> str:
-    """The module that a guest loads for a name, as `verifiers:` does; empty for what has none."""
-    spec = find(kind, name)
-    return name.partition(":")[2].replace("-", "_") if spec is not None and spec.argument == "module" else ""
+    return name.partition(":")[2] if spec is not None and spec.argument == form else ""
 
 
 def load(kind: str, name: str, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:

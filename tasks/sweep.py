@@ -1,6 +1,7 @@
 """Tasks of a sweep: what the store does not have, so many stages at a time, and the comparison at the end."""
 
 import re
+from pathlib import Path
 
 from prefect import task
 from prefect.artifacts import create_markdown_artifact
@@ -10,7 +11,7 @@ from prefect.futures import PrefectFuture
 from nanodag.config.kinds import find_kind
 from nanodag.run.record import Run, StageResult
 from nanodag.sweep.points import Sweep
-from nanodag.sweep.sweep_run import SweepFindings, conclude
+from nanodag.sweep.sweep_run import conclude
 from tasks.stage_task import inputs_of, submit
 
 Futures = dict[str, PrefectFuture[StageResult]]
@@ -51,10 +52,10 @@ def _submit(run: Run, stage: str, futures: Futures) -> bool:
 
 
 @task(name="comparison", cache_policy=NO_CACHE, persist_result=False)
-def comparison(sweep: Sweep, run: Run, results: dict[str, StageResult]) -> SweepFindings:
+def comparison(sweep: Sweep, run: Run, results: dict[str, StageResult]) -> Path:
     """Compare the points; publish the page, and show its table in Prefect's UI."""
-    findings = conclude(sweep, run, results)
+    page = conclude(sweep, run, results)
     key = re.sub(r"[^a-z0-9]+", "-", f"sweep-{run.name}".lower()).strip("-")
-    text = f"{findings.markdown}\nWith plots: `{findings.page}`\n"
+    text = f"{page.with_suffix('.md').read_text(encoding='utf-8')}\nWith plots: `{page}`\n"
     create_markdown_artifact(key=key, markdown=text, description=f"Sweep {run.name}")
-    return findings
+    return page

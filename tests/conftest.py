@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 
 # Before torch is imported: two workers on two cores are slower with more threads, and spinning ones starve the rest.
 os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="0", TOKENIZERS_PARALLELISM="false")
@@ -13,7 +14,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest  # noqa: E402
 
+from nanodag.cli import main  # noqa: E402
 from nanodag.host.folders import PROJECT  # noqa: E402
+from nanodag.store import Store  # noqa: E402
+from tests.store.making import product_in  # noqa: E402
 
 # Files of more than some ten CPU-seconds, the longest first: a worker that is left alone with one of these at the end
 # keeps the other waiting.
@@ -34,6 +38,31 @@ LONG = (
     "rl/test_stage_kills.py",
     "fault/test_kill_starts.py",
 )
+
+
+@pytest.fixture
+def store(tmp_path):
+    return Store(tmp_path / "store")
+
+
+@pytest.fixture
+def product(tmp_path):
+    return product_in(tmp_path / "product")
+
+
+@pytest.fixture
+def nanodag(capsys, monkeypatch):
+    """Run a command, and see that it ends with a code and says some words; its output."""
+
+    def call(command, *words, code=0):
+        monkeypatch.setattr(sys, "argv", ["nanodag", *command.split()])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        said = "".join(capsys.readouterr())
+        assert (ended.value.code or 0) == code and all(word in said for word in words), said
+        return said
+
+    return call
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

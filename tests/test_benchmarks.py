@@ -26,17 +26,11 @@ from nanodag.host.folders import PROJECT
 from nanodag.host.machine import machine_of
 from nanodag.plan.make import plan_of
 from nanodag.rl.rollouts.rollout import Rollout, prompt_span, write_rollouts
-from nanodag.store import Store
 from nanodag.worker.job import read_job
 from tests.run_records import run_record, stage_record
 
 OF_MACHINE = ("resources.", "sampler.replicas", "sampler.max_batch", "sampler.cache_bytes", "precision", "compile")
 COST = {"seconds": 2.0, "start_s": 1.0, "work_s": 0.5}
-
-
-@pytest.fixture
-def store(tmp_path):
-    return Store(tmp_path / "store")
 
 
 def test_the_store_that_commands_are_timed_on_has_whole_records(store, tmp_path):

@@ -87,7 +87,7 @@ def config(
     preset: Preset = "auto",
     file: File = "",
     explain: Annotated[
-        str, typer.Option("--explain", metavar="NAME", help="One setting: what it is, its range, default and value.")
+        str, typer.Option(metavar="NAME", help="One setting: what it is, its range, default and value.")
     ] = "",
     on: On = "",
 ) -> None:
@@ -114,7 +114,7 @@ def plan(
     file: File = "",
     on: On = "",
     price_per_hour: Annotated[
-        float, typer.Option("--price-per-hour", metavar="X", min=0, help="Of the whole machine, in any currency.")
+        float, typer.Option(metavar="X", min=0, help="Of the whole machine, in any currency.")
     ] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="Everything, with what each process holds.")] = False,
 ) -> None:
@@ -194,12 +194,10 @@ def chat(
     web: Annotated[bool, typer.Option("--web", help="In a browser, by a page of this machine.")] = False,
     also: Annotated[
         list[str] | None,
-        typer.Option(
-            "--also", metavar="STAGE", help="With --web: one more model; or RUN:STAGE, or a folder. Repeatable."
-        ),
+        typer.Option(metavar="STAGE", help="With --web: one more model; or RUN:STAGE, or a folder. Repeatable."),
     ] = None,
     port: Annotated[
-        int, typer.Option("--port", metavar="PORT", min=0, max=65535, help="With --web: of the page; 0 for any.")
+        int, typer.Option(metavar="PORT", min=0, max=65535, help="With --web: of the page; 0 for any.")
     ] = 8000,
     no_open: Annotated[bool, typer.Option("--no-open", help="With --web: open no browser.")] = False,
     file: File = "",
@@ -231,31 +229,23 @@ def serve(
     stage: ModelStage = "",
     also: Annotated[
         list[str] | None,
-        typer.Option("--also", metavar="STAGE", help="One more, beside it; or RUN:STAGE, or a folder. Repeatable."),
+        typer.Option(metavar="STAGE", help="One more, beside it; or RUN:STAGE, or a folder. Repeatable."),
     ] = None,
     follow: Annotated[
         bool, typer.Option("--follow", help="The newest weights of a run under way, each as it comes.")
     ] = False,
-    engine: Annotated[str, typer.Option("--engine", help="embedded, or sglang where that is installed.")] = "embedded",
-    replicas: Annotated[int, typer.Option("--replicas", metavar="N", min=1, help="Engines of each model.")] = 1,
+    engine: Annotated[str, typer.Option(help="embedded, or sglang where that is installed.")] = "embedded",
+    replicas: Annotated[int, typer.Option(metavar="N", min=1, help="Engines of each model.")] = 1,
     served_model_name: Annotated[
-        str, typer.Option("--served-model-name", metavar="NAME", help="Of the first model, in place of its own.")
+        str, typer.Option(metavar="NAME", help="Of the first model, in place of its own.")
     ] = "",
     no_access_log: Annotated[
         bool, typer.Option("--no-access-log", help="No line a request, and none of tokens a second.")
     ] = False,
-    host: Annotated[
-        str, typer.Option("--host", metavar="ADDRESS", help="Any but loopback needs --api-key-file.")
-    ] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option("--port", metavar="PORT", min=0, max=65535, help="0 for any that is free.")
-    ] = 8000,
-    api_key_file: Annotated[
-        str, typer.Option("--api-key-file", metavar="FILE", help="Keys, one a line; a request bears one.")
-    ] = "",
-    cors: Annotated[
-        list[str] | None, typer.Option("--cors", metavar="ORIGIN", help="Pages of it may ask. Repeatable.")
-    ] = None,
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Any but loopback needs --api-key-file.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(metavar="PORT", min=0, max=65535, help="0 for any that is free.")] = 8000,
+    api_key_file: Annotated[str, typer.Option(metavar="FILE", help="Keys, one a line; a request bears one.")] = "",
+    cors: Annotated[list[str] | None, typer.Option(metavar="ORIGIN", help="Pages of it may ask. Repeatable.")] = None,
     option: Annotated[
         list[str] | None,
         typer.Option(
@@ -326,7 +316,7 @@ def test(
 def env_install(
     package: Annotated[Literal["verifiers"], typer.Argument(metavar="PACKAGE", help="verifiers.")],
     folder: Annotated[
-        str, typer.Option("--folder", metavar="FOLDER", help="Where it lies. Default: ~/.cache/nanodag/verifiers.")
+        str, typer.Option(metavar="FOLDER", help="Where it lies. Default: ~/.cache/nanodag/verifiers.")
     ] = "",
 ) -> None:
     """Make the Python environment of a package of environments.

@@ -1,16 +1,10 @@
 """`nanodag nightly`: evals by schedule. Each command imports what it needs when it runs."""
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from nanodag.cli.parameters import Detach, File, Overrides, Preset
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from nanodag.config import Pipeline
-    from nanodag.store import Store
 
 nightly_app = typer.Typer(help="Evaluations every night, and what got worse.", no_args_is_help=True)
 
@@ -26,23 +20,17 @@ def run_night(overrides: Overrides = None, preset: Preset = "auto", file: File =
     """
     import time
 
-    from nanodag.cli.live_table import make_console
     from nanodag.cli.parameters import command
+    from nanodag.cli.run import serve, settings, start_and_watch
     from nanodag.nightly.nights import PREFIX, check_choice
-    from nanodag.run.python_path import note_python_path
 
-    console = make_console()
-    path, pipeline, store = settings(overrides or [], preset=preset, file=file)
+    path, pipeline, store = settings(overrides, preset=preset, file=file)
     check_choice(store, pipeline, path)
-    running, parameters = serve(path, pipeline, store, overrides or [])
+    running, parameters = serve(path, pipeline, store, overrides)
     name = f"{PREFIX}{time.strftime('%Y%m%d-%H%M%S')}"
-    api = running.api()
-    note_python_path(store.local, name)
-    flow_run = api.create_run(running.deployments["nightly_eval"], name=name, parameters={"name": name, **parameters})
-    console.print(f"Night [bold]{name}[/]: {running.url}/runs/flow-run/{flow_run}")
-    if not detach:
-        code = follow(store, api, name, flow_run)
-        console.print(f"Scores and page: {command(f'nightly show {name}')}")
+    code = start_and_watch("Night", store, running, "nightly_eval", name, parameters, detach=detach)
+    if code is not None:
+        typer.echo(f"Scores and page: {command(f'nightly show {name}')}")
         raise typer.Exit(code)
 
 
@@ -56,16 +44,17 @@ def turn_on(overrides: Overrides = None, preset: Preset = "auto", file: File = "
     nanodag nightly on --preset small
     """
     from nanodag.cli.live_table import make_console
+    from nanodag.cli.run import serve, settings
     from nanodag.errors import ArtifactNotFound
     from nanodag.nightly.nights import check_choice, cron_of, turn
 
     console = make_console()
-    path, pipeline, store = settings(overrides or [], preset=preset, file=file)
+    path, pipeline, store = settings(overrides, preset=preset, file=file)
     try:
         check_choice(store, pipeline, path)
     except ArtifactNotFound as error:  # what is there by the night counts
         console.print(f"For now: {error}", style="yellow", markup=False, highlight=False)
-    running, parameters = serve(path, pipeline, store, overrides or [])
+    running, parameters = serve(path, pipeline, store, overrides)
     cron = cron_of(pipeline.nightly)
     flow_parameters = {"by_schedule": True, **parameters}
     turn(running.api(), running.deployments["nightly_eval"], active=True, schedule=cron, parameters=flow_parameters)
@@ -79,12 +68,12 @@ def turn_off(preset: Preset = "auto", file: File = "") -> None:
     \b
     nanodag nightly off
     """
-    from nanodag.cli.live_table import make_console
+    from nanodag.cli.run import serve, settings
     from nanodag.nightly.nights import turn
 
-    running, _ = serve(*settings([], preset=preset, file=file), [])
+    running, _ = serve(*settings(None, preset=preset, file=file), None)
     turn(running.api(), running.deployments["nightly_eval"], active=False)
-    make_console().print("Off.")
+    typer.echo("Off.")
 
 
 @nightly_app.command("show")
@@ -115,45 +104,3 @@ def show_night(
     folder = store.materialize(store.get(f"{nights[-1].run}:{PAGE_STAGE}"))
     console.print(Markdown((folder / "trend.md").read_text(encoding="utf-8")))
     console.print(str(folder / "trend.html"), soft_wrap=True, highlight=False)
-
-
-def settings(overrides: list[str], *, preset: str, file: str) -> "tuple[Path, Pipeline, Store]":
-    """The pipeline file, what it says, and its store."""
-    from nanodag.config import resolve
-    from nanodag.run.record import pipeline_file, store_of
-
-    path = pipeline_file(file)
-    pipeline = resolve(path, preset, overrides).pipeline
-    return path, pipeline, store_of(pipeline)
-
-
-def serve(path: "Path", pipeline: "Pipeline", store: "Store", overrides: list[str]) -> tuple[Any, dict[str, Any]]:
-    """The running server, and a flow run's parameters: the flow's process has another environment and working
-    directory, so it is told all that came from these."""
-    from nanodag.cli.live_table import make_console
-    from nanodag.config.resolve import portable
-    from nanodag.run.record import locations_of
-    from nanodag.server.local_server import server_of
-
-    console = make_console()
-    running = server_of(pipeline, store, path).ensure(lambda text: console.print(text, style="dim"))
-    all_overrides = [*portable(overrides), *locations_of(pipeline, store)]
-    return running, {"preset": pipeline.preset, "overrides": list(dict.fromkeys(all_overrides)), "file": str(path)}
-
-
-def follow(store: Any, api: Any, name: str, flow_run: str) -> int:
-    """Show a run until it ends; returns the command's exit code. Ctrl-C leaves it to go on."""
-    import time
-
-    from nanodag.cli.live_table import LiveTable, make_console
-    from nanodag.server.prefect_api import FINAL_STATES
-
-    console = make_console()
-
-    with LiveTable(console, store) as watch:
-        while (state := api.run_state(flow_run))["type"] not in FINAL_STATES:
-            watch.show(store.find_run(name), state)
-            time.sleep(0.3)
-        watch.show(store.find_run(name), state)
-    console.print(f"{state['name']}: {state['message']}", markup=False, highlight=False)
-    return 0 if state["type"] == "COMPLETED" else 1

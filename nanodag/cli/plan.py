@@ -2,13 +2,14 @@
 
 import json
 import sys
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 from rich.table import Table
 
 from nanodag.cli.live_table import make_console
-from nanodag.config import resolve
+from nanodag.cli.show import print_warnings
+from nanodag.config import Resolved, resolve
 from nanodag.errors.words import counted, duration, size
 from nanodag.host.machine import detect, machine_of
 from nanodag.plan.case import device_room, host_room
@@ -30,11 +31,11 @@ def show_plan(
     if as_json:
         sys.stdout.write(json.dumps({**plan.as_json(), "warnings": resolved.warnings}, indent=1) + "\n")
     else:
-        _print(plan, resolved.warnings)
+        _print(plan, resolved)
     return 2 if plan.faults else 0
 
 
-def _print(plan: Plan, warnings: Sequence[str]) -> None:
+def _print(plan: Plan, resolved: Resolved) -> None:
     console = make_console()
     console.width = max(console.width, MIN_WIDTH)
     machine, gpu = plan.machine, plan.machine.gpu
@@ -45,8 +46,7 @@ def _print(plan: Plan, warnings: Sequence[str]) -> None:
     for stage in plan.stages:
         for note in stage.notes:
             console.print(f"  {stage.name}: {note}", style="dim", markup=False, highlight=False)
-    for text in warnings:
-        console.print(f"Warning: {text}.", style="yellow", markup=False, highlight=False, soft_wrap=True)
+    print_warnings(console, resolved)
     console.print(_shares(plan), style="dim", markup=False, highlight=False)
     for fault in plan.faults:
         console.print(f"  {fault}", style="red", markup=False, highlight=False, soft_wrap=True)
@@ -57,20 +57,20 @@ def _print(plan: Plan, warnings: Sequence[str]) -> None:
 def _table(plan: Plan) -> Table:
     has_gpu, has_price = plan.machine.gpu is not None, plan.price_per_hour > 0
     table = Table(box=None, pad_edge=False, show_footer=True)
-    footers = {"stage": "total", "disk": size(plan.disk_bytes), "price": _price(plan.price_of(plan.seconds))}
-    footers["time"] = duration(plan.seconds) if plan.seconds is not None else ""
+    exact, price = "{:,}".format, "{:,.2f}".format
+    footers = {"stage": "total", "disk": size(plan.disk_bytes), "price": _cell(plan.price_of(plan.seconds), price)}
+    footers["time"] = _cell(plan.seconds, duration)
     names = ["stage", "model", "tokens", "steps", "FLOPs", *["a GPU"] * has_gpu, "memory", "at once", "prompt", "read"]
     for name in [*names, "disk", "time", *["price"] * has_price]:
         justify: Literal["left", "right"] = "left" if name == "stage" else "right"
         table.add_column(name, footer=footers.get(name, ""), justify=justify, no_wrap=True)
     for stage in plan.stages:
-        cells = [stage.name, _short(stage.parameters), _short(stage.tokens), _exact(stage.steps), _short(stage.flops)]
-        cells += [size(stage.device_bytes) if stage.device_bytes else ""] if has_gpu else []
-        cells += [size(stage.host_bytes) if stage.host_bytes else ""]
-        cells += [_exact(stage.at_once), _exact(stage.longest_prompt)]
-        cells += [size(num) if num else "" for num in (stage.read_bytes, stage.disk_bytes)]
-        cells += [duration(stage.seconds) if stage.seconds is not None else ""]
-        cells += [_price(plan.price_of(stage.seconds))] if has_price else []
+        cells = [stage.name, _cell(stage.parameters, count), _cell(stage.tokens, count)]
+        cells += [_cell(stage.steps, exact), _cell(stage.flops, count)]
+        cells += [_cell(num or None, size) for num in (*[stage.device_bytes] * has_gpu, stage.host_bytes)]
+        cells += [_cell(stage.at_once, exact), _cell(stage.longest_prompt, exact)]
+        cells += [_cell(num or None, size) for num in (stage.read_bytes, stage.disk_bytes)]
+        cells += [_cell(stage.seconds, duration), *[_cell(plan.price_of(stage.seconds), price)] * has_price]
         table.add_row(*cells, style="red" if stage.faults else "")
     return table
 
@@ -85,13 +85,6 @@ def _shares(plan: Plan) -> str:
     return f"  Of the matmul peak, these reach: {shares or 'none is known'}."
 
 
-def _short(number: float | None) -> str:
-    return "" if number is None else count(number)
-
-
-def _exact(number: int | None) -> str:
-    return "" if number is None else f"{number:,}"
-
-
-def _price(price: float | None) -> str:
-    return "" if price is None else f"{price:,.2f}"
+def _cell(value: Any, form: Callable[[Any], str]) -> str:
+    """The text of a value; empty where it is not known."""
+    return "" if value is None else form(value)

@@ -61,4 +61,4 @@ def rerun(
     print_warnings(console, resolved)
     which = {"stage": stage} if stage else {"stale": "only"} if stale else {"begin_at": begin_at}
     parameters = {"overrides": changes, "force": force, **which}
-    raise typer.Exit(start(console, store, server, name, parameters, detach=detach, began=began))
+    raise typer.Exit(start(store, server, name, parameters, detach=detach, began=began))

@@ -32,31 +32,27 @@ def rollouts(
     ] = "",
     port: Annotated[
         int | None,
-        typer.Option("--port", metavar="PORT", min=0, max=65535, help="Of the page, on 127.0.0.1. Default: any free."),
+        typer.Option(metavar="PORT", min=0, max=65535, help="Of the page, on 127.0.0.1. Default: any free."),
     ] = None,
     step: Annotated[
         int | None,
-        typer.Option("--step", metavar="STEP", min=0, help="Of this step. Default: the newest; with --export: all."),
+        typer.Option(metavar="STEP", min=0, help="Of this step. Default: the newest; with --export: all."),
     ] = None,
-    role: Annotated[str, typer.Option("--role", metavar="ROLE", help="What this role said.")] = "",
+    role: Annotated[str, typer.Option(metavar="ROLE", help="What this role said.")] = "",
     failed: Annotated[bool, typer.Option("--failed", help="Samples that failed, with the reason.")] = False,
     samples: Annotated[
         int, typer.Option("--print", metavar="N", min=0, help="Print the first N samples of a step here instead.")
     ] = 0,
-    export: Annotated[
-        str, typer.Option("--export", metavar="FILE", help="Write them to a .jsonl or .parquet file instead.")
-    ] = "",
+    export: Annotated[str, typer.Option(metavar="FILE", help="Write them to a .jsonl or .parquet file instead.")] = "",
     best: Annotated[
-        int, typer.Option("--best", metavar="N", min=0, help="Export conversations: the N best answers to each prompt.")
+        int, typer.Option(metavar="N", min=0, help="Export conversations: the N best answers to each prompt.")
     ] = 0,
     pairs: Annotated[
         bool, typer.Option("--pairs", help="Export preference pairs: each group's best answer and its worst.")
     ] = False,
     lowest: Annotated[
         float | None,
-        typer.Option(
-            "--lowest", metavar="REWARD", help="With --best or --pairs: a good answer's least reward. Default: 1."
-        ),
+        typer.Option(metavar="REWARD", help="With --best or --pairs: a good answer's least reward. Default: 1."),
     ] = None,
     file: File = "",
 ) -> None:

@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from nanodag.run.progress import progress_of
 from nanodag.run.python_path import note_python_path
 from nanodag.run.record import check_gpus, locations_of, merged, pipeline_file, refuse_composed, store_of, unfinished
 from nanodag.run.stale_stages import left_alone
-from nanodag.server.local_server import LocalServer, server_of
+from nanodag.server.local_server import LocalServer, RunningServer, server_of
 from nanodag.server.prefect_api import FINAL_STATES, Api
 from nanodag.store import Store
 from nanodag.store.run_record import RunRecord
@@ -79,7 +80,49 @@ def run_pipeline(
         "file": str(path),
         "stale": kept,
     }
-    return start(console, store, server, name, parameters, detach=detach, began=began)
+    return start(store, server, name, parameters, detach=detach, began=began)
+
+
+def settings(overrides: Sequence[str] | None, *, preset: str, file: str) -> tuple[Path, Pipeline, Store]:
+    """The pipeline file, what it says, and its store."""
+    path = pipeline_file(file)
+    pipeline = resolve(path, preset, overrides or ()).pipeline
+    return path, pipeline, store_of(pipeline)
+
+
+def ensured(server: LocalServer) -> RunningServer:
+    """The running server, brought up where it is not, which is said."""
+    return server.ensure(partial(make_console().print, style="dim"))
+
+
+def serve(
+    path: Path, pipeline: Pipeline, store: Store, overrides: Sequence[str] | None
+) -> tuple[RunningServer, dict[str, Any]]:
+    """The running server, and a flow run's parameters: the flow's process has another environment and working
+    directory, so it is told all that came from these."""
+    all_overrides = [*portable(overrides or ()), *locations_of(pipeline, store)]
+    parameters = {"preset": pipeline.preset, "overrides": list(dict.fromkeys(all_overrides)), "file": str(path)}
+    return ensured(server_of(pipeline, store, path)), parameters
+
+
+def start_and_watch(
+    title: str, store: Store, running: RunningServer, flow: str, name: str, parameters: dict[str, Any], *, detach: bool
+) -> int | None:
+    """Start the flow run of a night or sweep and show it until it ends; Ctrl-C leaves it to go on. Returns the
+    command's exit code, None when detached."""
+    console, api = make_console(), running.api()
+    note_python_path(store.local, name)
+    flow_run = api.create_run(running.deployments[flow], name=name, parameters={"name": name, **parameters})
+    console.print(f"{title} [bold]{name}[/]: {running.url}/runs/flow-run/{flow_run}")
+    if detach:
+        return None
+    with LiveTable(console, store) as watch:
+        while (state := api.run_state(flow_run))["type"] not in FINAL_STATES:
+            watch.show(store.find_run(name), state)
+            time.sleep(0.3)
+        watch.show(store.find_run(name), state)
+    console.print(f"{state['name']}: {state['message']}", markup=False, highlight=False)
+    return 0 if state["type"] == "COMPLETED" else 1
 
 
 def print_placement(console: Console, resolved: Resolved) -> None:
@@ -161,18 +204,11 @@ def choose_stale(console: Console, record: RunRecord | None, pipeline: Pipeline,
 
 
 def start(
-    console: Console,
-    store: Store,
-    server: LocalServer,
-    name: str,
-    parameters: Mapping[str, Any],
-    *,
-    detach: bool,
-    began: float,
+    store: Store, server: LocalServer, name: str, parameters: Mapping[str, Any], *, detach: bool, began: float
 ) -> int:
     """Start a flow run of a run, of one stage where `parameters` name one, and show it until it ends, unless detached;
     returns the command's exit code. began: when the command did, by time.monotonic."""
-    running = server.ensure(lambda text: console.print(text, style="dim"))
+    console, running = make_console(), ensured(server)
     api, stage = running.api(), parameters.get("stage", "")
     bury_the_dead(api, store)
     deployment = running.deployments["run_stage" if stage else "speedrun"]

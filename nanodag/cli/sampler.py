@@ -6,19 +6,15 @@ import typer
 
 sampler_app = typer.Typer(help="SGLang's environment, and samplers that you run yourself.", no_args_is_help=True)
 
-Cpu = Annotated[
-    bool | None, typer.Option("--cpu/--cuda", help="For a CPU (3.2 GB) or CUDA (some 11 GB). Default: by hardware.")
-]
-
 
 @sampler_app.command()
 def install(
-    cpu: Cpu = None,
+    cpu: Annotated[
+        bool | None, typer.Option("--cpu/--cuda", help="For a CPU (3.2 GB) or CUDA (some 11 GB). Default: by hardware.")
+    ] = None,
     folder: Annotated[
         str,
-        typer.Option(
-            "--folder", metavar="FOLDER", help="Where it lies. Default: ~/.cache/nanodag/sglang-cpu or -cuda."
-        ),
+        typer.Option(metavar="FOLDER", help="Where it lies. Default: ~/.cache/nanodag/sglang-cpu or -cuda."),
     ] = "",
 ) -> None:
     """Make SGLang's environment.
@@ -47,35 +43,29 @@ def install(
 
 @sampler_app.command()
 def serve(
-    model: Annotated[str, typer.Option("--model", metavar="MODEL", help="A folder, a model of the hub, or RUN:STAGE.")],
-    engine: Annotated[
-        str, typer.Option("--engine", help="embedded, sglang, or auto as the stage would choose here.")
-    ] = "auto",
-    host: Annotated[
-        str, typer.Option("--host", metavar="ADDRESS", help="Any but loopback needs --api-key-file.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", metavar="PORT", min=1, max=65535, help="Of the server.")] = 30000,
+    model: Annotated[str, typer.Option(metavar="MODEL", help="A folder, a model of the hub, or RUN:STAGE.")],
+    engine: Annotated[str, typer.Option(help="embedded, sglang, or auto as the stage would choose here.")] = "auto",
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Any but loopback needs --api-key-file.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(metavar="PORT", min=1, max=65535, help="Of the server.")] = 30000,
     api_key_file: Annotated[
-        str, typer.Option("--api-key-file", metavar="FILE", help="Its first line is the key that requests must bear.")
+        str, typer.Option(metavar="FILE", help="Its first line is the key that requests must bear.")
     ] = "",
     dtype: Annotated[
-        str, typer.Option("--dtype", help="float32 or bfloat16; auto as the stage's sampler.precision here.")
+        str, typer.Option(help="float32 or bfloat16; auto as the stage's sampler.precision here.")
     ] = "auto",
-    context_length: Annotated[
-        int, typer.Option("--context-length", metavar="N", min=0, help="Prompt and response; 0 for what fits.")
-    ] = 0,
+    context_length: Annotated[int, typer.Option(metavar="N", min=0, help="Prompt and response; 0 for what fits.")] = 0,
     deterministic: Annotated[
         bool | None, typer.Option("--deterministic/--not-deterministic", help="Default: embedded on a CPU is.")
     ] = None,
     allow_host: Annotated[
         list[str] | None,
-        typer.Option("--allow-host", metavar="NAME", help="One more name of this machine (embedded). Repeatable."),
+        typer.Option(metavar="NAME", help="One more name of this machine (embedded). Repeatable."),
     ] = None,
     option: Annotated[
         list[str] | None,
         typer.Option("--option", "-o", metavar="NAME=VALUE", help="Of the engine's own options. Repeatable."),
     ] = None,
-    file: Annotated[str, typer.Option("--file", metavar="FILE", help="Whose store RUN:STAGE is in.")] = "",
+    file: Annotated[str, typer.Option(metavar="FILE", help="Whose store RUN:STAGE is in.")] = "",
 ) -> None:
     """Serve one sampler, for stages that name it in sampler.urls. Ctrl-C ends it.
 

@@ -8,16 +8,13 @@ from typing import NoReturn
 
 from rich.console import Console
 
-from nanodag.cli.show import find_run, print_stale
+from nanodag.cli.show import find_run, finished_stages, print_stale
 from nanodag.config.kind import MODEL
-from nanodag.config.kinds import recorded_kind
 from nanodag.errors import ArtifactNotFound, ConfigError
 from nanodag.errors.words import listed, nearest
 from nanodag.host.machine import detect
 from nanodag.host.processor import usable_cores
 from nanodag.run.record import served_store
-from nanodag.store import Store
-from nanodag.store.run_record import RunRecord
 from nanodag.worker.launch import worker_environment
 
 SERVING = "nanodag.chat.web"  # nanodag.api, and the page
@@ -28,15 +25,12 @@ def serve(
 ) -> NoReturn:
     """Serve a run's stage, a folder or a model of the hub. also: stages of the same run, RUN:STAGE, folders or models
     of the hub. is_following: the newest weights of a run under way. options: of the serving process."""
-    models: dict[str, Path] = {}
     followed: list[str] = []
     if is_following:
         store = served_store(file)
         followed = [f"--follow={find_run(store, name).run}", f"--follow-stage={stage}"]
         followed += [f"--store={store.url}", f"--store-local={store.local}"]
-    else:
-        model, folder = found_model(name, stage, file)
-        models[model] = folder
+    models = dict([] if is_following else [found_model(name, stage, file)])
     for other in also:
         model_name, folder = found_model(*_named(other, name), file)
         models[other if model_name in models else model_name] = folder
@@ -83,12 +77,8 @@ def found_model(name: str, stage: str, file: str) -> tuple[str, Path]:
         model = fetched(f"file:{name}" if is_folder else f"hub:{hub_name}")
         return Path(name).resolve().name if is_folder else hub_name, model
     store = served_store(file)
-    return _of_run(store, find_run(store, name), stage)
-
-
-def _of_run(store: Store, record: RunRecord, stage: str) -> tuple[str, Path]:
-    entries = record.stages.items()
-    models = [name for name, entry in entries if entry.has_ended_well and recorded_kind(entry.kind).makes == MODEL]
+    record = find_run(store, name)
+    models = finished_stages(record, MODEL)
     if stage and stage not in models:
         raise ArtifactNotFound(
             f"Run {record.run} has no finished model {stage!r}; it has {listed(models)}.{nearest(stage, models)}"

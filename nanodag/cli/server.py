@@ -13,10 +13,10 @@ server_app = typer.Typer(help="Prefect's server: the UI, and what executes runs.
 
 
 def _server(overrides: list[str] | None, file: str, preset: str) -> "LocalServer":
-    from nanodag.cli.nightly import settings
+    from nanodag.cli.run import settings
     from nanodag.server.local_server import server_of
 
-    path, pipeline, store = settings(overrides or [], preset=preset, file=file)
+    path, pipeline, store = settings(overrides, preset=preset, file=file)
     return server_of(pipeline, store, path)
 
 
@@ -27,11 +27,9 @@ def server_start(overrides: Overrides = None, file: File = "", preset: Preset = 
     \b
     nanodag server start
     """
-    from nanodag.cli.live_table import make_console
+    from nanodag.cli.run import ensured
 
-    console = make_console()
-    running = _server(overrides, file, preset).ensure(lambda text: console.print(text, style="dim"))
-    console.print(f"Prefect UI: {running.url}")
+    typer.echo(f"Prefect UI: {ensured(_server(overrides, file, preset)).url}")
 
 
 @server_app.command("stop")
@@ -70,12 +68,12 @@ def notify(overrides: Overrides = None, preset: Preset = "auto", file: File = ""
     import sys
 
     from nanodag.cli.live_table import make_console
-    from nanodag.cli.nightly import settings
+    from nanodag.cli.run import ensured, settings
     from nanodag.errors import ConfigError, ServerError
     from nanodag.run.notifications import post
     from nanodag.server.local_server import server_of
 
-    path, pipeline, store = settings(overrides or [], preset=preset, file=file)
+    path, pipeline, store = settings(overrides, preset=preset, file=file)
     webhook, console = pipeline.notify.webhook, make_console()
     if webhook == "none":
         raise ConfigError(
@@ -91,7 +89,7 @@ def notify(overrides: Overrides = None, preset: Preset = "auto", file: File = ""
         )
         return
     server = server_of(pipeline, store, path)
-    running = server.ensure(lambda text: console.print(text, style="dim"))
+    running = ensured(server)
     ended = subprocess.run(
         [sys.executable, "-m", "tasks.notify", webhook, json.dumps(body)],
         env={**os.environ, **server.environment(running.port)}, capture_output=True, text=True, check=False,

@@ -296,6 +296,12 @@ def find_run(store: Store, name: str) -> RunRecord:
     return records[matching[0]]
 
 
+def finished_stages(record: RunRecord, makes: str) -> list[str]:
+    """Stages of a run that are finished and make that, in the DAG's order. makes: as in nanodag.config.kind."""
+    finished = [(stage, entry) for stage, entry in record.stages.items() if entry.has_ended_well]
+    return [stage for stage, entry in finished if recorded_kind(entry.kind).makes == makes]
+
+
 def show_stages(name: str, *, file: str) -> None:
     """Every stage of a run with its inputs, data, metrics and cost, from the manifests."""
     console = make_console()
@@ -321,8 +327,7 @@ def show_report(name: str, *, file: str) -> None:
     console = make_console()
     store = served_store(file)
     record = find_run(store, name)
-    made = (s for s, entry in record.stages.items() if entry.has_ended_well and recorded_kind(entry.kind).makes == PAGE)
-    if not (reports := list(made)):
+    if not (reports := finished_stages(record, PAGE)):
         raise ArtifactNotFound(
             f"Run {record.run} has no report yet; see how far it is with: {command(f'stages {record.run}')}"
         )

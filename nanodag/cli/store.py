@@ -1,6 +1,5 @@
 """The commands that look after the store. Light: each imports what it needs when it runs."""
 
-import shutil
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -77,22 +76,20 @@ def _set_aside(console: "Console", store: "Store", finding: "Finding") -> None:
     except StoreBusy:
         console.print(f"{finding.key[:12]}/{finding.attempt} stays: somebody is building that key.", style="yellow")
         return
-    shutil.rmtree(store.local / "cache" / finding.key / finding.attempt, ignore_errors=True)
     console.print(f"{finding.key[:12]}/{finding.attempt} is now {where}", soft_wrap=True)
 
 
 def gc(
     keep_runs: Annotated[
         int,
-        typer.Option("--keep-runs", metavar="N", min=0, help="Keep the newest N runs, completed ones first; 0: all."),
+        typer.Option(metavar="N", min=0, help="Keep the newest N runs, completed ones first; 0: all."),
     ] = 0,
     keep_days: Annotated[
-        float, typer.Option("--keep-days", metavar="DAYS", min=0, help="Keep runs that are younger; 0: of any age.")
+        float, typer.Option(metavar="DAYS", min=0, help="Keep runs that are younger; 0: of any age.")
     ] = 0.0,
     keep_best: Annotated[
         list[str] | None,
         typer.Option(
-            "--keep-best",
             metavar="STAGE.METRIC[:min]",
             help="Keep a stage's best by a metric, the highest unless :min is there; may be repeated.",
         ),
@@ -146,7 +143,7 @@ def gc(
 
 def lineage(
     key: Key,
-    picture: Annotated[str, typer.Option("--picture", metavar="FILE.svg", help="Draw it into that file, too.")] = "",
+    picture: Annotated[str, typer.Option(metavar="FILE.svg", help="Draw it into that file, too.")] = "",
     file: File = "",
 ) -> None:
     """Show what an artifact was made from, up to the data.

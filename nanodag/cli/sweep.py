@@ -14,7 +14,7 @@ def sweep(
         typer.Option("--grid", "-g", metavar="NAME=[A,B]", help="An option and its values; may be repeated."),
     ] = None,
     point: Annotated[
-        list[str] | None, typer.Option("--point", metavar="'A=1 B=2'", help="The values of one point; may be repeated.")
+        list[str] | None, typer.Option(metavar="'A=1 B=2'", help="The values of one point; may be repeated.")
     ] = None,
     stage: Annotated[
         str,
@@ -49,12 +49,10 @@ def sweep(
     import time
 
     from nanodag.cli.live_table import make_console
-    from nanodag.cli.nightly import follow, serve, settings
-    from nanodag.config import resolve
+    from nanodag.cli.run import serve, settings, start_and_watch
     from nanodag.errors.words import counted
     from nanodag.run.preflight import check_before_start
-    from nanodag.run.python_path import note_python_path
-    from nanodag.run.record import pipeline_file, store_of, unfinished
+    from nanodag.run.record import pipeline_file, unfinished
     from nanodag.sweep.points import make_sweep
     from nanodag.sweep.sweep_run import PAGE_STAGE
 
@@ -71,20 +69,15 @@ def sweep(
         for sweep_point in made.points:
             console.print(f"{sweep_point.number:4d}  {' '.join(sweep_point.overrides)}", highlight=False, markup=False)
         return
-    name = name or f"sweep-{resolve(pipeline_file(file), preset).pipeline.preset}-{time.strftime('%m%d-%H%M%S')}"
-    store = store_of(made.pipeline)
-    to_build = unfinished(made.pipeline, store.find_run(name))
-    check_before_start(made.pipeline, file=pipeline_file(file), remembered=store.local / "checked", to_build=to_build)
-    note_python_path(store.local, name)
     path, pipeline, store = settings(changes, preset=preset, file=file)
+    name = name or f"sweep-{pipeline.preset}-{time.strftime('%m%d-%H%M%S')}"
+    to_build = unfinished(made.pipeline, store.find_run(name))
+    check_before_start(made.pipeline, file=path, remembered=store.local / "checked", to_build=to_build)
     running, parameters = serve(path, pipeline, store, changes)
-    about = {"name": name, "grid": grid, "points": points, "stage": made.stage, "at_once": at_once}
-    api = running.api()
-    flow_run = api.create_run(running.deployments["sweep"], name=name, parameters={**about, **parameters})
-    console.print(f"Sweep [bold]{name}[/]: {running.url}/runs/flow-run/{flow_run}")
-    if detach:
+    parameters |= {"grid": grid, "points": points, "stage": made.stage, "at_once": at_once}
+    code = start_and_watch("Sweep", store, running, "sweep", name, parameters, detach=detach)
+    if code is None:
         return
-    code = follow(store, api, name, flow_run)
     record = store.find_run(name)
     if record is not None and PAGE_STAGE in record.stages:
         folder = store.materialize(store.get(f"{name}:{PAGE_STAGE}"))

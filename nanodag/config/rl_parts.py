@@ -68,7 +68,7 @@ class EntryConfig(Section):
     @property
     def own_file(self) -> str:
         """The user's own file that it names, as `judge:` does; empty where there is none."""
-        return "" if self.name == self.special else registry.own_file(self.kind, self.name)
+        return "" if self.name == self.special else registry.own_argument(self.kind, self.name, "file")
 
     @property
     def own_folder(self) -> str:
@@ -87,7 +87,9 @@ class EntryConfig(Section):
     @property
     def own_module(self) -> str:
         """The module that a guest loads for it, as `verifiers:` does; empty where there is none."""
-        return "" if self.name == self.special else registry.own_module(self.kind, self.name)
+        if self.name == self.special:
+            return ""
+        return registry.own_argument(self.kind, self.name, "module").replace("-", "_")
 
     def load(self) -> Callable[..., Any]:
         """The function with its options set."""

@@ -1,26 +1,5 @@
 """Every error that nanodag raises on purpose.
 
-NanodagError
-├── ConfigError (ValueError)            pipeline.yaml, a preset or an override is wrong
-├── SourceError (ValueError)            a data source cannot be read, or a row of it is malformed
-├── StoreError (OSError)                the store cannot do what was asked
-│   ├── ArtifactNotFound                no valid artifact under that key
-│   ├── CorruptArtifact                 bytes differ from the manifest
-│   ├── NewerFormat                     a newer nanodag wrote it
-│   └── StoreBusy                       another writer holds the key
-├── StageFailed (RuntimeError)          a worker ended without publishing a result
-│   ├── StageInterrupted                what ended it may pass: started again, it may get through
-│   │   └── StageKilled                 a signal ended it
-│   └── StageStopped                    it was asked to stop; started again, it goes on
-├── NodeLost (ConnectionError)          another machine of a stage went away, or cannot be reached
-├── TrainingDiverged (ArithmeticError)  NaN or infinity in a loss, gradient or weight
-├── MissingTool (RuntimeError)          a program or package that is needed is not installed
-├── ServerError (RuntimeError)          Prefect's server does not come up, or refuses what it is asked
-│   └── ServerBusy (ConnectionError)    no answer, or one that says "not now": asked again, it may do it
-└── SamplerError (RuntimeError)
-    ├── BadRequest (ValueError)         the sampler refuses this request
-    └── SamplerLost (ConnectionError)   the sampler died or stopped answering
-
 Each carries one message that says what, the value found, where, and what to do. They take one positional argument, so
 they survive pickling between processes.
 """

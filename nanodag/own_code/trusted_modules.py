@@ -24,7 +24,7 @@ class Voucher:
         module, folder = name.partition(":")[0], self.file.parent
         if module.partition(".")[0] in sys.stdlib_module_names:  # whatever trusted_modules say: some have no file
             raise ConfigError(f"{where}: {name!r} names {module}, a module of Python's own, and no function of yours.")
-        if _is_below(module, self.trusted_modules):
+        if any(module == package or module.startswith(f"{package}.") for package in self.trusted_modules):
             return
         if is_beside(module, folder):
             if may_be_of_others(folder.stat()):
@@ -62,7 +62,3 @@ def is_beside(module: str, folder: Path) -> bool:
     elsewhere = [path for path in sys.path if Path(path).resolve() != folder.resolve()]
     spec = PathFinder.find_spec(top, [str(folder)])
     return spec is not None and spec.origin is not None and PathFinder.find_spec(top, elsewhere) is None
-
-
-def _is_below(module: str, packages: Sequence[str]) -> bool:
-    return any(module == package or module.startswith(f"{package}.") for package in packages)

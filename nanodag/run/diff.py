@@ -7,8 +7,8 @@ from typing import Any
 from nanodag.config.resolve import leaves
 from nanodag.errors import ArtifactNotFound, CorruptArtifact, NewerFormat
 from nanodag.run.stale_stages import stale_stages
-from nanodag.store import Artifact, Store, canonical_json
-from nanodag.store.run_record import RunRecord, StageRecord
+from nanodag.store import Store, canonical_json
+from nanodag.store.run_record import RunRecord
 
 SECTIONS = ("stages", "config", "data", "code", "metrics", "cost")
 _COST = ("seconds", "cpu_seconds", "tokens", "flops", "peak_bytes", "device")
@@ -40,12 +40,11 @@ class DiffLine:
 def compare(store: Store, first: RunRecord, second: RunRecord) -> list[DiffLine]:
     """Every line of both runs, section by section. first, second: their records."""
     sides = [_side(store, record) for record in (first, second)]
-    rows = []
-    for section in SECTIONS:
-        before, after = sides[0][section], sides[1][section]
-        for name in list(dict.fromkeys([*before, *after])):
-            rows.append(DiffLine(section=section, name=name, before=before.get(name), after=after.get(name)))
-    return rows
+    return [
+        DiffLine(section=section, name=name, before=sides[0][section].get(name), after=sides[1][section].get(name))
+        for section in SECTIONS
+        for name in dict.fromkeys([*sides[0][section], *sides[1][section]])
+    ]
 
 
 def _side(store: Store, record: RunRecord) -> dict[str, dict[str, Any]]:
@@ -58,8 +57,11 @@ def _side(store: Store, record: RunRecord) -> dict[str, dict[str, Any]]:
     for stage, entry in record.stages.items():
         made = f"{entry.key[:12]}/{entry.made.attempt}" if entry.made is not None else entry.state
         sections["stages"][stage] = f"{made}, stale" if stage in stale else made
-        artifact = _artifact(store, entry)
-        if artifact is None:
+        if entry.artifact is None:
+            continue
+        try:
+            artifact = store.attempt(*entry.artifact)
+        except (ArtifactNotFound, CorruptArtifact, NewerFormat):  # `nanodag verify` says more; the rest is compared
             continue
         sections["stages"][f"{stage} content"] = artifact.digest[:16]
         for url, identity in (artifact.sources or {}).items():
@@ -71,15 +73,6 @@ def _side(store: Store, record: RunRecord) -> dict[str, dict[str, Any]]:
         sections["cost"] |= {f"{stage}.{name}": artifact.cost[name] for name in _COST if name in artifact.cost}
     sections["code"] = _once(sections["code"])
     return sections
-
-
-def _artifact(store: Store, entry: StageRecord) -> Artifact | None:
-    if entry.artifact is None:
-        return None
-    try:
-        return store.attempt(*entry.artifact)
-    except (ArtifactNotFound, CorruptArtifact, NewerFormat):  # `nanodag verify` says more; the rest can be compared
-        return None
 
 
 def _once(code: Mapping[str, Any]) -> dict[str, Any]:

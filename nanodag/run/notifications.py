@@ -45,17 +45,14 @@ def post(webhook: str, body: Mapping[str, Any]) -> None:
     try:
         with _not_logged():
             answer = httpx.post(address, json=dict(body), timeout=TIMEOUT_S, follow_redirects=False)
+        if answer.status_code < 300:
+            return
+        may_pass = answer.status_code == 429 or answer.status_code >= 500
+        reason = f"answered {answer.status_code}: {answer.text[:200]}"
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         may_pass = isinstance(error, httpx.TransportError) and not isinstance(error, httpx.UnsupportedProtocol)
-        kind = type(error).__name__
-        raise (ServerBusy if may_pass else ServerError)(
-            f"notify.webhook: the address in {name} cannot be reached ({kind})."
-        ) from None
-    if answer.status_code >= 300:
-        may_pass = answer.status_code == 429 or answer.status_code >= 500
-        raise (ServerBusy if may_pass else ServerError)(
-            f"notify.webhook: the address in {name} answered {answer.status_code}: {answer.text[:200]}"
-        )
+        reason = f"cannot be reached ({type(error).__name__})."
+    raise (ServerBusy if may_pass else ServerError)(f"notify.webhook: the address in {name} {reason}")
 
 
 @contextmanager

@@ -20,7 +20,6 @@ from nanodag.worker.tracker import urls_in
 
 TAIL_BYTES = 65536
 SPEED_WINDOW_S = 30.0
-STARTING = "starting"
 # Of a stage's metrics, what stands in the table: the first that is there, and in which words. Under way it is the curve
 # that is trained on: evaluations are rare, and the two would take turns.
 UNDER_WAY = {"reward": "reward", "loss": "loss"}
@@ -75,7 +74,7 @@ def _stage(store: Store, name: str, entry: StageRecord) -> StageProgress:
     return StageProgress(
         name=name,
         kind=recorded_kind(entry.kind).name,
-        state=STARTING if is_running and not works else state,
+        state="starting" if is_running and not works else state,
         key=entry.key,
         done=1.0 if is_made else min(1.0, last["step"] / last["total"]) if works else 0.0,
         amount=_amount(last) if works else "",
@@ -156,8 +155,8 @@ def _reached_by(store: Store, key: str, attempt: str) -> str:
 
 
 def _telling(metrics: Mapping[str, Any], names: Mapping[str, str]) -> str:
-    there = [(words, metrics[name]) for name, words in names.items() if isinstance(metrics.get(name), int | float)]
-    return f"{there[0][0]} {there[0][1]:.3f}" if there else ""
+    there = (name for name in names if isinstance(metrics.get(name), int | float))
+    return next((f"{names[name]} {metrics[name]:.3f}" for name in there), "")
 
 
 def _score(benchmark: str, value: float) -> str:

@@ -25,7 +25,7 @@ from nanodag.host.machine import Machine, detect, machine_of
 from nanodag.own_code.find import search_last
 from nanodag.own_code.trusted_modules import check_owner
 from nanodag.run.python_path import take_python_path
-from nanodag.run.stale_stages import config_digest, following, inputs_in, left_alone, stale_stages
+from nanodag.run.stale_stages import config_digest, following, left_alone, stale_stages
 from nanodag.store import Artifact, Store
 from nanodag.store.provenance import code_revision, process_started
 from nanodag.store.run_record import ENDED_WELL, RunRecord, StageRecord, references_in
@@ -237,14 +237,9 @@ def check_gpus(name: str, resolved: Resolved, stages: Sequence[str], record: Run
 def unfinished(pipeline: Pipeline, record: RunRecord | None) -> list[str]:
     """Stages that a record has not as finished with the config that they have now; all without a record."""
     known = record.stages if record is not None else {}
-
-    def is_finished(name: str) -> bool:
-        entry = known.get(name)
-        if entry is None or not entry.has_ended_well or entry.made is None:
-            return False
-        return entry.made.config in ("", config_digest(pipeline.stages[name]))
-
-    return [name for name in pipeline.stages if not is_finished(name)]
+    made = {name: entry.made for name, entry in known.items() if entry.has_ended_well and entry.made is not None}
+    stages = pipeline.stages.items()
+    return [name for name, config in stages if name not in made or made[name].config not in ("", config_digest(config))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,7 +275,8 @@ def recorded_run(
         near = nearest(first, list(record.stages))
         raise ConfigError(f"Run {name} has no stage {first!r}; it has {', '.join(record.stages)}.{near}")
     else:
-        stages = (stage,) if stage else following(inputs_in(record), begin_at)
+        inputs = {name: entry.inputs for name, entry in record.stages.items()}
+        stages = (stage,) if stage else following(inputs, begin_at)
     allowed = (*stages, "unchecked")
     foreign = [text for text in overrides if text.partition("=")[0].partition(".")[0] not in allowed]
     if foreign:

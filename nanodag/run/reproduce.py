@@ -19,7 +19,7 @@ from nanodag.host.machine import detect
 from nanodag.run.build_stage import job_of, key_of, work
 from nanodag.run.record import Run, StageResult, pipeline_file, result_of
 from nanodag.store import Artifact, Store, content_digest
-from nanodag.store.atomic import files_below, sha256_of
+from nanodag.store.atomic import hashes_below
 from nanodag.store.provenance import environment
 from nanodag.worker.launch import Watch
 
@@ -37,7 +37,7 @@ class Reproduction:
 
     @property
     def is_same(self) -> bool:
-        return all(state == "same" for state in self.files.values())
+        return self.workspace is None
 
 
 def reproduce(
@@ -70,10 +70,9 @@ def reproduce(
         workspace = store.workspace(name)
         job = job_of(run, artifact.stage, stage, inputs, workspace)
         result, _ = work(run, job, lock, Watch(on_line=on_line, stop=run.stop), steps_back=True)
-        hashes = {p.relative_to(job.output).as_posix(): sha256_of(p) for p in files_below(job.output)}
+        hashes = {name: facts["sha256"] for name, facts in hashes_below(job.output).items()}
         files = _compared({name: facts["sha256"] for name, facts in artifact.files.items()}, hashes)
-        is_same = all(state == "same" for state in files.values())
-        if is_same:
+        if is_same := set(files.values()) == {"same"}:
             shutil.rmtree(workspace)
     return Reproduction(
         digest=content_digest(hashes),

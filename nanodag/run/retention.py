@@ -11,13 +11,12 @@ import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
 from typing import Any
 
+from nanodag.config.resolve import leaves
 from nanodag.errors import ArtifactNotFound, ConfigError, CorruptArtifact, NewerFormat, StoreBusy, StoreError
 from nanodag.store import Artifact, Store
-from nanodag.store.atomic import sizes_below
+from nanodag.store.atomic import bytes_below
 from nanodag.store.run_record import ArtifactReference, RunRecord
 
 log = logging.getLogger(__name__)
@@ -104,7 +103,11 @@ def plan(store: Store, policy: RetentionPolicy) -> RemovalPlan:
             items.append(Item(what="attempt", name=name, num_bytes=_bytes(artifact), why=why))
     # Keys that a run is going to resume: their workspaces and checkpoints stay.
     unfinished = {reference.key for reference in _references(staying) if reference.attempt is None}
-    items += _workspaces(store, unfinished)
+    items += [
+        Item(what="workspace", name=f"work/{path.name}", num_bytes=bytes_below(path), why="no run resumes it")
+        for path in sorted((store.local / "work").glob("*"))
+        if path.name not in unfinished
+    ]
     items += _copies(store, attempts, kept)
     items += [
         Item(what="leftover", name=f"checkpoints/{key}", num_bytes=0, why="no run resumes these checkpoints")
@@ -113,7 +116,7 @@ def plan(store: Store, policy: RetentionPolicy) -> RemovalPlan:
     ]
     items += [
         Item(what="leftover", name=name, num_bytes=size, why="its writer was killed")
-        for name, size in store.leftovers().items()
+        for name, size in store.backend.leftovers().items()
     ]
     staying_attempts = [a for reference, a in attempts.items() if _is_in(reference, kept) or a == "newer"]
     return RemovalPlan(
@@ -131,16 +134,11 @@ def free(store: Store, found: RemovalPlan, *, settle_s: float = SETTLE_S) -> tup
     freed = 0
     for item in found.items:
         if item.what == "run":
-            # Unless somebody has begun to resume that run since the plan was made.
-            if not store.remove_run(item.name, unless=partial(_is_resumed, started=item.started)):
+            if not store.remove_run(item.name, started=item.started):
                 stayed.append(f"{item.name}: that run has been resumed")
         elif item.what != "attempt":
             freed += _remove(store, item, stayed)
     return freed + _free_attempts(store, found, settle_s, stayed), stayed
-
-
-def _is_resumed(record: RunRecord, started: float) -> bool:
-    return record.state == "running" or record.started != started
 
 
 def _free_attempts(store: Store, found: RemovalPlan, settle_s: float, stayed: list[str]) -> int:
@@ -152,7 +150,7 @@ def _free_attempts(store: Store, found: RemovalPlan, settle_s: float, stayed: li
             key, _, attempt = item.name.partition("/")
             try:
                 with store.building(key, timeout_s=0.0):
-                    hidden[ArtifactReference(key, attempt)] = (store.hide(key, attempt), item.num_bytes)
+                    hidden[ArtifactReference(key, attempt)] = (store.backend.hide(key, attempt), item.num_bytes)
             except StoreBusy:
                 stayed.append(f"{item.name}: somebody is building that key")
             except FileNotFoundError:
@@ -179,7 +177,7 @@ def _bring_back(store: Store, reference: ArtifactReference, token: str, stayed: 
     key, old = reference.key, str(reference.attempt)
     name = f"{key}/{old}"
     try:
-        attempt = store.bring_back(key, old, token)
+        attempt = store.backend.bring_back(key, old, token)
     except (OSError, StoreError) as error:
         log.warning("%s could not be brought back: %s", name, error)
         stayed.append(f"{name}: {why}, but it could not be brought back ({error}); a run that needs it builds it again")
@@ -193,7 +191,7 @@ def _remove(store: Store, item: Item, stayed: list[str]) -> int:
     about to."""
     folder, _, name = item.name.partition("/")
     if item.what == "leftover" and folder != "checkpoints":
-        store.clear(item.name)
+        store.backend.clear(item.name)
         return item.num_bytes
     key, *attempt = name.split("/") if item.what == "copy" else [name]
     try:
@@ -202,7 +200,7 @@ def _remove(store: Store, item: Item, stayed: list[str]) -> int:
                 stayed.append(f"{item.name}: a run has come to refer to it")
                 return 0
             if item.what == "leftover":
-                store.clear(item.name)
+                store.backend.clear(item.name)
             else:
                 shutil.rmtree(store.local / item.name)
     except StoreBusy:
@@ -288,7 +286,7 @@ def _best(
     for rule in rules:
         scores: dict[str, list[tuple[float, ArtifactReference]]] = {}
         for reference, names in stages.items():
-            value = _metric(attempts[reference].metrics, rule.metric)
+            value = dict(leaves(attempts[reference].metrics)).get(rule.metric)
             if isinstance(value, int | float) and not isinstance(value, bool):
                 for stage in names if rule.stage == "*" else names & {rule.stage}:
                     scores.setdefault(stage, []).append((-value if rule.is_lowest else value, reference))
@@ -298,22 +296,6 @@ def _best(
     return winners
 
 
-def _metric(values: Mapping[str, Any], name: str) -> Any:
-    if name in values:
-        return values[name]
-    head, dot, rest = name.partition(".")
-    return _metric(values[head], rest) if dot and isinstance(values.get(head), Mapping) else None
-
-
-def _workspaces(store: Store, unfinished: set[str]) -> list[Item]:
-    """Workspaces of stages that no run is going to resume."""
-    return [
-        Item(what="workspace", name=f"work/{path.name}", num_bytes=_size_below(path), why="no run resumes it")
-        for path in sorted((store.local / "work").glob("*"))
-        if path.name not in unfinished
-    ]
-
-
 def _copies(store: Store, attempts: Mapping[ArtifactReference, Any], kept: set[ArtifactReference]) -> list[Item]:
     """This host's copies of a remote store's attempts that do not stay."""
     items = []
@@ -321,12 +303,8 @@ def _copies(store: Store, attempts: Mapping[ArtifactReference, Any], kept: set[A
         reference = ArtifactReference(path.parent.name, path.name)
         if path.is_dir() and (reference not in attempts or not _is_in(reference, kept)):
             name, why = f"cache/{path.parent.name}/{path.name}", "its original goes, or is gone"
-            items.append(Item(what="copy", name=name, num_bytes=_size_below(path), why=why))
+            items.append(Item(what="copy", name=name, num_bytes=bytes_below(path), why=why))
     return items
-
-
-def _size_below(path: Path) -> int:
-    return sum(n for n in sizes_below(path).values() if n > 0)
 
 
 def _bytes(artifact: Any) -> int:

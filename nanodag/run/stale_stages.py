@@ -54,11 +54,6 @@ def left_alone(record: RunRecord, pipeline: Pipeline) -> dict[str, str]:
     return {name: why for name, why in stale.items() if name in pipeline.stages}
 
 
-def inputs_in(record: RunRecord) -> dict[str, Mapping[str, str]]:
-    """Stage -> its inputs, in the DAG's order."""
-    return {name: entry.inputs for name, entry in record.stages.items()}
-
-
 def following(inputs: Mapping[str, Mapping[str, str]], first: str) -> tuple[str, ...]:
     """A stage and all that take its result, directly or through others, in the DAG's order.
 

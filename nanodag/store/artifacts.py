@@ -14,38 +14,41 @@ Layout:
     <local>/cache/<key>/<attempt>/                      verified local copies, when the store is remote
 """
 
-import contextlib
+import json
 import logging
 import os
+import re
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from nanodag.errors import ArtifactNotFound, CorruptArtifact, NewerFormat, StoreError
 from nanodag.host.folders import PRIVATE, user_cache
-from nanodag.store.atomic import files_below, locked, sha256_of, sizes_below, writing
+from nanodag.store.atomic import hashes_below, locked, sha256_of, sizes_below, writing
 from nanodag.store.local_backend import LocalBackend
 from nanodag.store.manifest import (
     ATTEMPT,
     FORMAT_VERSION,
     MANIFEST,
-    PARTS,
     Artifact,
     check_listing,
     content_digest,
     parse_manifest,
 )
 from nanodag.store.mirror import Mirror
-from nanodag.store.records import SAFE_NAME, RunRecords, safe_name
 from nanodag.store.remote_backend import RemoteBackend
+from nanodag.store.run_record import RunRecord, parse_record
 
 log = logging.getLogger(__name__)
 
+SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
 
-class Store(RunRecords):
+
+class Store:
     """Artifacts, runs and workspaces below one URL.
 
     url: a local path or an fsspec URL (`s3://bucket/prefix`, `memory://x`). local: folder for workspaces, locks and
@@ -55,13 +58,13 @@ class Store(RunRecords):
     def __init__(self, url: str | Path, *, local: Path | None = None) -> None:
         self.url = str(url)
         self.is_remote = "://" in self.url and not self.url.startswith("file://")
-        self._backend: LocalBackend | RemoteBackend
+        self.backend: LocalBackend | RemoteBackend
         if self.is_remote:
             self.local = (local or user_cache()).absolute()
-            self._backend = RemoteBackend(self.url, self.local / "cache")
+            self.backend = RemoteBackend(self.url, self.local / "cache")
         else:
             self.local = Path(self.url.removeprefix("file://")).absolute()
-            self._backend = LocalBackend(self.local)
+            self.backend = LocalBackend(self.local)
         try:
             self.local.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
         except OSError as error:
@@ -100,7 +103,7 @@ class Store(RunRecords):
     def check_own(self, artifact: Artifact) -> None:
         """Raise StoreError when another user wrote an artifact that is about to be acted upon: its config may name
         code."""
-        if not self._backend.is_own(f"{artifact.folder}/{MANIFEST}"):
+        if not self.backend.is_own(f"{artifact.folder}/{MANIFEST}"):
             raise StoreError(
                 f"Artifact {artifact.folder} in {self.url} was written by another user, and running its stage "
                 "would run the code that it names. Build it in a run of your own, then reproduce that."
@@ -131,11 +134,11 @@ class Store(RunRecords):
 
     def keys(self) -> list[str]:
         """Every key that has at least one attempt."""
-        return sorted(n for n in self._backend.names("artifacts") if SAFE_NAME.fullmatch(n))
+        return sorted(n for n in self.backend.names("artifacts") if SAFE_NAME.fullmatch(n))
 
     def attempts(self, key: str) -> list[str]:
         """Names of the attempts under a key, oldest first, whether they are whole or not."""
-        return sorted(n for n in self._backend.names(f"artifacts/{safe_name(key)}") if ATTEMPT.fullmatch(n))
+        return sorted(n for n in self.backend.names(f"artifacts/{safe_name(key)}") if ATTEMPT.fullmatch(n))
 
     def materialize(self, artifact: Artifact) -> Path:
         """A local folder with the artifact's files, each verified against its sha256; pulled first when remote.
@@ -148,88 +151,54 @@ class Store(RunRecords):
         """A local folder with the artifact's records (metrics.jsonl, worker.log), verified as in `materialize`."""
         return self._verified(artifact, "records")
 
-    def publish(
-        self,
-        key: str,
-        files: Path,
-        *,
-        kind: str,
-        stage: str,
-        config: Mapping[str, Any],
-        lineage: Mapping[str, Mapping[str, Any]],
-        sources: Any,
-        metrics: Mapping[str, Any],
-        cost: Mapping[str, Any],
-        environment: Mapping[str, Any],
-        records: Path | None = None,
-    ) -> Artifact:
+    def publish(self, key: str, files: Path, *, stage: str, records: Path | None = None, **about: Any) -> Artifact:
         """Add one attempt under a key: copy the files, then the manifest, visible all at once.
 
-        `files` and `records` stay where they are. Nothing that was published before is touched. Raises StoreError when
-        there is nothing to publish.
+        `files` and `records` stay where they are. Nothing that was published before is touched. about: kind, config,
+        lineage, sources, metrics, cost and environment of the manifest (Artifact). Raises StoreError when there is
+        nothing to publish.
         """
         parts = {"files": files, "records": records}
-        hashes: dict[str, dict[str, dict[str, Any]]] = {part: {} for part in PARTS}
-        for part, folder in parts.items():
-            if folder is not None:
-                for path in files_below(folder):
-                    name = path.relative_to(folder).as_posix()
-                    hashes[part][name] = {"sha256": sha256_of(path), "bytes": path.stat().st_size}
+        hashes = {part: hashes_below(folder) if folder is not None else {} for part, folder in parts.items()}
         if not hashes["files"]:
             raise StoreError(f"Stage {stage} left no files in {files}; there is nothing to publish.")
         artifact = Artifact(
             format=FORMAT_VERSION,
             key=safe_name(key),
             attempt="",
-            kind=kind,
             stage=stage,
             digest=content_digest({n: f["sha256"] for n, f in hashes["files"].items()}),
             files=hashes["files"],
             records=hashes["records"],
-            config=config,
-            lineage=lineage,
-            sources=sources,
-            metrics=metrics,
-            cost=cost,
-            environment=environment,
             created=time.time(),
+            **about,
         )
         last = max((int(attempt[:4]) for attempt in self.attempts(key)), default=0)
-        return self._backend.put(artifact, parts, last + 1)
+        return self.backend.put(artifact, parts, last + 1)
 
     def mirror(self, key: str, folder: Path) -> Mirror:
         """Copier of the checkpoints of a key's stage to a remote store. Raises StoreError when it is local."""
-        if not isinstance(self._backend, RemoteBackend):
+        if not isinstance(self.backend, RemoteBackend):
             raise StoreError(f"The store {self.url} is local: checkpoints in it are there already, nothing to mirror.")
-        return Mirror(self._backend, safe_name(key), folder)
+        return Mirror(self.backend, safe_name(key), folder)
 
     def mirrored(self) -> list[str]:
-        return sorted(n for n in self._backend.names("checkpoints") if SAFE_NAME.fullmatch(n))
-
-    def hide(self, key: str, attempt: str) -> str:
-        """Take an attempt out of sight, all at once; returns what `bring_back` or `delete` need."""
-        return self._backend.hide(safe_name(key), safe_name(attempt))
-
-    def bring_back(self, key: str, attempt: str, hidden: str) -> str:
-        """Undo `hide`; returns its attempt, another one where a builder has taken its number meanwhile."""
-        return self._backend.bring_back(safe_name(key), safe_name(attempt), hidden)
+        return sorted(n for n in self.backend.names("checkpoints") if SAFE_NAME.fullmatch(n))
 
     def delete(self, key: str, attempt: str, hidden: str) -> None:
-        """Remove what `hide` took out of sight, and this host's copy of it."""
-        self._backend.delete(safe_name(key), safe_name(attempt), hidden)
-        shutil.rmtree(self.local / "cache" / key / attempt, ignore_errors=True)
+        """Remove what the back end's `hide` took out of sight, and this host's copy of it."""
+        self.backend.delete(safe_name(key), safe_name(attempt), hidden)
+        self._drop_copy(key, attempt)
 
     def set_aside(self, key: str, attempt: str) -> str:
-        """Move a damaged attempt to where it does not count; returns where that is."""
+        """Move a damaged attempt to where it does not count, and remove this host's copy of it; returns where it is."""
         with self.building(key, timeout_s=0.0):
-            return self._backend.set_aside(safe_name(key), safe_name(attempt))
+            where = self.backend.set_aside(safe_name(key), safe_name(attempt))
+        self._drop_copy(key, attempt)
+        return where
 
-    def leftovers(self) -> dict[str, int]:
-        """Files that killed writers left behind: path below the store -> bytes."""
-        return self._backend.leftovers()
-
-    def clear(self, leftover: str) -> None:
-        self._backend.clear(leftover)
+    def _drop_copy(self, key: str, attempt: str) -> None:
+        shutil.rmtree(self.local / "cache" / key / attempt, ignore_errors=True)
 
     def workspace(self, key: str) -> Path:
         """The folder in which a stage of this key works; kept until its result is published.
@@ -251,7 +220,6 @@ class Store(RunRecords):
     def discard_workspace(self, key: str) -> None:
         shutil.rmtree(self.local / "work" / safe_name(key), ignore_errors=True)
 
-    @contextlib.contextmanager
     def building(
         self,
         key: str,
@@ -259,7 +227,7 @@ class Store(RunRecords):
         timeout_s: float = 24 * 3600.0,
         poll_s: float = 0.2,
         give_up: Callable[[], bool] = lambda: False,
-    ) -> Iterator[int]:
+    ) -> AbstractContextManager[int]:
         """Hold the right to build a key on this host; waits for another builder, who may publish it meanwhile.
 
         Yields the lock's file descriptor: the lock goes when the last process that holds it ends, so a killed builder
@@ -267,15 +235,111 @@ class Store(RunRecords):
         or once give_up() says so.
         """
         path = self.local / "locks" / f"{safe_name(key)}.lock"
-        with locked(path, timeout_s=timeout_s, poll_s=poll_s, give_up=give_up) as descriptor:
-            yield descriptor
+        return locked(path, timeout_s=timeout_s, poll_s=poll_s, give_up=give_up)
+
+    def write_run(self, record: RunRecord) -> RunRecord:
+        """Write or replace a run's record while no other process on this host changes it; returns it with its number.
+
+        A new run gets the next `number`. Raises StoreError for a name that could leave the folder, or when the record
+        that is there cannot be read: what it keeps alive is not known.
+        """
+        with self._changing(record.run):
+            before = self.find_run(record.run)
+            number = before.number if before is not None else self._next_number()
+            return self._write(record.changed(number=number))
+
+    def change_run(self, run: str, change: Callable[[RunRecord], RunRecord]) -> RunRecord:
+        """Replace a run's record by what `change` makes of it, while no other process on this host changes it; returns
+        the new one."""
+        with self._changing(run):
+            return self._write(change(self.read_run(run)))
+
+    def find_run(self, run: str) -> RunRecord | None:
+        """A run's record, or None where there is none. Raises StoreError when it cannot be read (parse_record)."""
+        text = self.backend.read_texts([_path(run)]).get(_path(run))
+        return parse_record(text, run, self.url) if text is not None else None
+
+    def read_run(self, run: str) -> RunRecord:
+        """A run's record. Raises ArtifactNotFound naming the runs there are, StoreError when it cannot be read."""
+        record = self.find_run(run)
+        if record is None:
+            newest = ", ".join(self.runs()[-5:]) or "none yet"
+            raise ArtifactNotFound(f"There is no run {run!r} in {self.url}. Newest runs: {newest}.")
+        return record
+
+    def own_run(self, run: str) -> RunRecord:
+        """`read_run` of a record that is about to be acted upon: it names a pipeline file, and code.
+
+        Raises StoreError when another user wrote it.
+        """
+        if not self.backend.is_own(_path(run)):
+            raise StoreError(
+                f"The record of run {run} in {self.url} was written by another user, and resuming it would run "
+                "the code that it names. Start a run of your own: what is in the store is found."
+            )
+        return self.read_run(run)
+
+    def runs(self) -> list[str]:
+        """Names of all runs that have a readable record, oldest first."""
+        return list(self.records_of_runs())
+
+    def records_of_runs(self) -> dict[str, RunRecord]:
+        """Every readable record by its run's name, oldest first; a warning names each other one."""
+        records, unreadable = self._records()
+        for error in unreadable.values():
+            log.warning("%s It is passed over.", error)
+        return records
+
+    def all_records(self) -> dict[str, RunRecord]:
+        """The same for who needs all of them. Raises StoreError naming the first one that cannot be read."""
+        records, unreadable = self._records()
+        for error in unreadable.values():
+            raise error
+        return records
+
+    def unreadable_runs(self) -> dict[str, StoreError]:
+        """Runs whose record cannot be read: name -> why."""
+        return self._records()[1]
+
+    def remove_run(self, run: str, *, started: float | None = None) -> bool:
+        """Remove a run's record; what it made stays until `gc`. False, and it stays, where it was begun last at
+        `started` and somebody has begun to resume it since."""
+        with self._changing(run):
+            record = self.find_run(run) if started is not None else None
+            if record is not None and (record.state == "running" or record.started != started):
+                return False
+            self.backend.remove(_path(run))
+        return True
+
+    def _changing(self, run: str) -> AbstractContextManager[int]:
+        return locked(self.local / "locks" / f"run-{safe_name(run)}.lock", timeout_s=60.0, poll_s=0.01)
+
+    def _write(self, record: RunRecord) -> RunRecord:
+        self.backend.write_text(_path(record.run), json.dumps(record.model_dump(mode="json"), indent=1))
+        return record
+
+    def _next_number(self) -> int:
+        return 1 + max((record.number for record in self._records()[0].values()), default=0)
+
+    def _records(self) -> tuple[dict[str, RunRecord], dict[str, StoreError]]:
+        """Records by their run's name, oldest first, and why each other one cannot be read."""
+        records: dict[str, RunRecord] = {}
+        unreadable: dict[str, StoreError] = {}
+        names = [n for n in self.backend.names("runs") if n.endswith(".json") and SAFE_NAME.fullmatch(n)]
+        for path, text in self.backend.read_texts([f"runs/{name}" for name in names]).items():
+            run = Path(path).stem
+            try:
+                records[run] = parse_record(text, run, self.url)
+            except StoreError as error:
+                unreadable[run] = error
+        return dict(sorted(records.items(), key=lambda item: (item[1].number, item[1].created))), unreadable
 
     def _read_manifest(self, key: str, attempt: str) -> Artifact:
         """Raises FileNotFoundError where there is no manifest, CorruptArtifact where it does not fit its files."""
         folder = f"artifacts/{safe_name(key)}/{safe_name(attempt)}"
         try:
-            sizes = self._backend.listing(folder)
-            artifact = parse_manifest(self._backend.read_text(f"{folder}/{MANIFEST}"), key=key, attempt=attempt)
+            sizes = self.backend.listing(folder)
+            artifact = parse_manifest(self.backend.read_text(f"{folder}/{MANIFEST}"), key=key, attempt=attempt)
         except UnicodeDecodeError as error:
             raise CorruptArtifact(f"Artifact {folder} has no readable {MANIFEST} ({error}).") from error
         except PermissionError as error:
@@ -284,13 +348,13 @@ class Store(RunRecords):
         return artifact
 
     def _verified(self, artifact: Artifact, part: str) -> Path:
-        folder = self._backend.fetch(artifact)
+        folder = self.backend.fetch(artifact)
         check_listing(artifact, sizes_below(folder), (part,))
         for name, facts in getattr(artifact, part).items():
             path = folder / part / name
             digest = sha256_of(path)
-            if digest != facts["sha256"] and self._backend.forget(artifact, f"{part}/{name}"):
-                self._backend.fetch(artifact)  # the copy here may have gone bad while the original has not
+            if digest != facts["sha256"] and self.backend.forget(artifact, f"{part}/{name}"):
+                self.backend.fetch(artifact)  # the copy here may have gone bad while the original has not
                 digest = sha256_of(path)
             if digest != facts["sha256"]:
                 raise CorruptArtifact(
@@ -299,3 +363,14 @@ class Store(RunRecords):
                     f"{artifact.key[:12]} --set-aside; stage {artifact.stage} is then rebuilt by the next run."
                 )
         return folder / part
+
+
+def _path(run: str) -> str:
+    return f"runs/{safe_name(run)}.json"
+
+
+def safe_name(name: str) -> str:
+    """The name, when it can be one of a folder or file in the store. Raises StoreError for all others."""
+    if not SAFE_NAME.fullmatch(name):
+        raise StoreError(f"{name!r} is not a name the store can use: letters, digits, '.', '_' and '-', at most 128.")
+    return name

@@ -68,6 +68,11 @@ def sizes_below(folder: Path) -> dict[str, int]:
     return sizes
 
 
+def bytes_below(folder: Path) -> int:
+    """Bytes of all regular files below a folder."""
+    return sum(size for size in sizes_below(folder).values() if size != NOT_REGULAR)
+
+
 def copy_hashed(source: Path, target: Path) -> str:
     """Copy a file's bytes and have them reach the disk; returns the sha256 of what was copied."""
     digest = hashlib.sha256()
@@ -81,21 +86,24 @@ def copy_hashed(source: Path, target: Path) -> str:
 
 
 def sha256_of(path: Path) -> str:
-    """64 hex digits of a file's bytes, read in blocks of 1 MiB."""
-    digest = hashlib.sha256()
+    """64 hex digits of a file's bytes."""
     with path.open("rb") as stream:
-        while block := stream.read(BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def files_below(folder: Path) -> Iterator[Path]:
-    """Every regular file below a folder, sorted. Raises ValueError at a link: it could lead out of the folder."""
+def hashes_below(folder: Path) -> dict[str, dict[str, Any]]:
+    """Relative path -> {"sha256", "bytes"} of every regular file below a folder, sorted.
+
+    Raises ValueError at a link: it could lead out of the folder.
+    """
+    hashes: dict[str, dict[str, Any]] = {}
     for path in sorted(folder.rglob("*")):
         if path.is_symlink():
             raise ValueError(f"{path} is a link; an artifact holds only regular files. Copy what it points to.")
         if path.is_file():
-            yield path
+            name = path.relative_to(folder).as_posix()
+            hashes[name] = {"sha256": sha256_of(path), "bytes": path.stat().st_size}
+    return hashes
 
 
 def fsync_path(path: Path) -> None:
@@ -169,8 +177,7 @@ def locked(
     with writing(f"Making the lock {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         opened = path.open("a")
-    deadline = time.monotonic() + timeout_s
-    is_reported = False
+    deadline, is_reported = time.monotonic() + timeout_s, False
     with opened as stream:
         while True:
             try:

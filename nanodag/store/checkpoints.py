@@ -8,12 +8,12 @@ import shutil
 from pathlib import Path
 
 from nanodag.errors import CorruptArtifact
-from nanodag.store.atomic import files_below, fsync_folders, fsync_path, sha256_of, write_json, writing
+from nanodag.store.atomic import fsync_folders, fsync_path, hashes_below, sha256_of, write_json, writing
 
 log = logging.getLogger(__name__)
 
 MANIFEST = "checkpoint.json"
-_NAME = re.compile(r"step-(\d{8})$")
+STEP = re.compile(r"step-(\d{8})$")
 
 
 class Checkpoints:
@@ -51,10 +51,9 @@ class Checkpoints:
         folder = self.temporary(step)
         final = self.path / f"step-{step:08d}"
         with writing(f"Writing checkpoint {final}"):
-            hashes = {}
-            for file in files_below(folder):
-                hashes[file.relative_to(folder).as_posix()] = {"sha256": sha256_of(file), "bytes": file.stat().st_size}
-                fsync_path(file)
+            hashes = hashes_below(folder)
+            for name in hashes:
+                fsync_path(folder / name)
             fsync_folders(folder)
             write_json(folder / MANIFEST, {"step": step, "files": hashes})
             if final.exists():  # a rerun of the same step after a damaged one was passed over
@@ -83,7 +82,7 @@ class Checkpoints:
 
 def steps_in(path: Path) -> list[tuple[int, Path]]:
     """Step and folder of every committed checkpoint in a folder that may not be there, oldest first; not verified."""
-    matches = [(match, folder) for folder in path.glob("step-*") if (match := _NAME.fullmatch(folder.name))]
+    matches = [(match, folder) for folder in path.glob("step-*") if (match := STEP.fullmatch(folder.name))]
     return sorted((int(match[1]), folder) for match, folder in matches)
 
 

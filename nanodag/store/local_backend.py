@@ -10,6 +10,7 @@ from pathlib import Path
 
 from nanodag.errors import CorruptArtifact, StoreError
 from nanodag.store.atomic import (
+    bytes_below,
     copy_hashed,
     fsync_folders,
     fsync_path,
@@ -91,7 +92,8 @@ class LocalBackend:
                 raise StoreError(f"{home} is a link; nothing is published through one. Remove it.")
             if is_new:
                 fsync_path(home.parent)
-            _remove_leftovers(home)
+            for name in filter(is_leftover, os.listdir(home)):  # of processes that were killed while they published
+                shutil.rmtree(home / name, ignore_errors=True)
             temporary = home / temporary_name()
             try:
                 _copy(artifact, parts, temporary)
@@ -162,8 +164,8 @@ class LocalBackend:
         sizes = {}
         for path in (*self.root.glob("artifacts/*/.*.tmp"), *self.root.glob("runs/.*.tmp")):
             if is_leftover(path.name):
-                size = sum(n for n in sizes_below(path).values() if n > 0) if path.is_dir() else path.stat().st_size
-                sizes[path.relative_to(self.root).as_posix()] = size
+                num_bytes = bytes_below(path) if path.is_dir() else path.stat().st_size
+                sizes[path.relative_to(self.root).as_posix()] = num_bytes
         return sizes
 
     def clear(self, leftover: str) -> None:
@@ -184,10 +186,3 @@ def _copy(artifact: Artifact, parts: Parts, destination: Path) -> None:
                 raise StoreError(f"{folder / name} changed while it was published; nothing was. Publish it again.")
             target.chmod(0o444)
     fsync_folders(destination)
-
-
-def _remove_leftovers(home: Path) -> None:
-    """Remove what processes left behind that were killed while they published."""
-    for leftover in home.glob(".*.tmp"):
-        if is_leftover(leftover.name):
-            shutil.rmtree(leftover, ignore_errors=True)

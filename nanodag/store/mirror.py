@@ -7,14 +7,12 @@ A thread of the process that started the worker copies, at low priority; the wor
 import json
 import logging
 import os
-import re
 import shutil
 import threading
 from pathlib import Path
-from types import TracebackType
 
 from nanodag.errors import CorruptArtifact, StoreError
-from nanodag.store.checkpoints import MANIFEST, Checkpoints, verify_checkpoint
+from nanodag.store.checkpoints import MANIFEST, STEP, Checkpoints, steps_in, verify_checkpoint
 from nanodag.store.manifest import is_inside
 from nanodag.store.remote_backend import RemoteBackend
 
@@ -22,7 +20,6 @@ log = logging.getLogger(__name__)
 
 POLL_S = 2.0
 NICENESS = 10
-_STEP = re.compile(r"step-\d{8}")
 
 
 class Mirror:
@@ -32,8 +29,8 @@ class Mirror:
     checkpoint first; call `drop` once the stage's result is published.
     """
 
-    def __init__(self, backend: RemoteBackend, key: str, folder: Path, *, poll_s: float = POLL_S) -> None:
-        self._backend, self._home, self._folder, self._poll_s = backend, f"checkpoints/{key}", folder, poll_s
+    def __init__(self, backend: RemoteBackend, key: str, folder: Path) -> None:
+        self._backend, self._home, self._folder = backend, f"checkpoints/{key}", folder
         self._copied = ""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._keep_copying, name="checkpoint mirror", daemon=True)
@@ -42,9 +39,7 @@ class Mirror:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._ended.set()
         self._thread.join()
 
@@ -73,12 +68,10 @@ class Mirror:
     def copy_newest(self) -> bool:
         """Copy the newest committed checkpoint, then remove older copies; False when that was done already, or when the
         checkpoint went away meanwhile, for a newer one."""
-        names = (
-            sorted(p.name for p in self._folder.iterdir() if _STEP.fullmatch(p.name)) if self._folder.is_dir() else []
-        )
-        if not names or names[-1] == self._copied:
+        committed = steps_in(self._folder)
+        if not committed or (newest := committed[-1][1].name) == self._copied:
             return False
-        source, target = self._folder / names[-1], f"{self._home}/{names[-1]}"
+        source, target = self._folder / newest, f"{self._home}/{newest}"
         try:
             text = (source / MANIFEST).read_text(encoding="utf-8")
             for name in json.loads(text)["files"]:
@@ -86,14 +79,14 @@ class Mirror:
         except FileNotFoundError:
             return False
         self._backend.write_text(f"{target}/{MANIFEST}", text)
-        self._copied = names[-1]
+        self._copied = newest
         for name in self._steps():
             if name != self._copied:
                 self._backend.clear(f"{self._home}/{name}")
         return True
 
     def _steps(self) -> list[str]:
-        return sorted(name for name in self._backend.names(self._home) if _STEP.fullmatch(name))
+        return sorted(name for name in self._backend.names(self._home) if STEP.fullmatch(name))
 
     def _bring(self, name: str) -> int:
         text = self._backend.read_text(f"{self._home}/{name}/{MANIFEST}")
@@ -118,7 +111,7 @@ class Mirror:
         if hasattr(os, "setpriority"):  # on Linux this is the thread's alone
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         while True:
-            is_last = self._ended.wait(self._poll_s)
+            is_last = self._ended.wait(POLL_S)
             try:
                 self.copy_newest()
             except StoreError as error:

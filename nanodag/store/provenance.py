@@ -48,7 +48,7 @@ def environment(device: str) -> dict[str, Any]:
         "num_cores": usable_cores(),
         "processor": _processor(),
         "device": device,
-        "versions": _versions(),
+        "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
     }
 
 
@@ -65,17 +65,6 @@ def is_alive(pid: int, started: float) -> bool:
         return process.status() != psutil.STATUS_ZOMBIE and abs(process_started(process) - started) < 1.0
     except psutil.NoSuchProcess:
         return False
-
-
-@functools.cache
-def _versions() -> dict[str, str]:
-    versions = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
 
 
 @functools.cache

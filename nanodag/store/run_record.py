@@ -106,11 +106,11 @@ class StageRecord(_Part):
 
 
 class PointRecord(_Part):
-    """A point of a sweep: its overrides, and which stages of the sweep are its own: the pipeline's name -> here."""
+    """A point of a sweep. number: from 1. overrides: its own. stages: the preset's stage -> the sweep's."""
 
     number: int
     overrides: tuple[str, ...]
-    stages: dict[str, str]
+    stages: dict[str, str] = {}
 
 
 class SweepRecord(_Part):

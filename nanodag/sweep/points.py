@@ -2,8 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,28 +16,18 @@ from nanodag.errors import ConfigError
 from nanodag.errors.words import counted
 from nanodag.host.machine import Machine
 from nanodag.store import canonical_json
+from nanodag.store.run_record import PointRecord
 
 MAX_POINTS = 1000
 # What belongs to the sweep as a whole: its points share a store, a server and where data come from.
 SETTINGS = ("preset", "description", "mirror", "store", "server", "nightly", "unchecked")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Point:
-    """One setting of a sweep. number: from 1. overrides: its own. values: what it sets, name -> text. stages: stage of
-    the preset -> stage of the sweep's pipeline."""
-
-    number: int
-    overrides: tuple[str, ...]
-    values: Mapping[str, str]
-    stages: Mapping[str, str] = field(default_factory=dict)
-
-
 class Sweep:
     """stage: of the preset, what is compared. pipeline: all points' stages. points: in their order. Not a dataclass, so
     that what carries it about does not look inside."""
 
-    def __init__(self, stage: str, pipeline: Pipeline, points: Sequence[Point]) -> None:
+    def __init__(self, stage: str, pipeline: Pipeline, points: Sequence[PointRecord]) -> None:
         self.stage = stage
         self.pipeline = pipeline
         self.points = tuple(points)
@@ -46,24 +35,26 @@ class Sweep:
     @property
     def names(self) -> list[str]:
         """The options that points set, in the order given."""
-        return list(dict.fromkeys(name for point in self.points for name in point.values))
+        return list(dict.fromkeys(name for point in self.points for name in values_of(point)))
 
 
-def points_of(grid: Sequence[str], listed: Sequence[Sequence[str]]) -> list[Point]:
+def values_of(point: PointRecord) -> dict[str, str]:
+    """Options that a point sets: name -> text. Raises ConfigError for an override that is none."""
+    return dict(map(_split, point.overrides))
+
+
+def points_of(grid: Sequence[str], listed: Sequence[Sequence[str]]) -> list[PointRecord]:
     """Every combination of the grid's values with every listed set of overrides.
 
     grid: `dotted.name=[value, ...]` each. listed: lists of `dotted.name=value`. Raises ConfigError.
     """
     axes = [_axis(text) for text in grid]
-    combined = [(*(text for text in chosen), *more) for more in (listed or [()]) for chosen in itertools.product(*axes)]
+    combined = [(*chosen, *more) for more in (listed or [()]) for chosen in itertools.product(*axes)]
     if not grid and not listed:
         raise ConfigError("A sweep needs a grid, as rl.learning_rate=[1e-6,2e-6], or a list of points.")
     if len(combined) > MAX_POINTS:
         raise ConfigError(f"The grid has {len(combined)} points; {MAX_POINTS} is the limit. Split it.")
-    made = []
-    for number, overrides in enumerate(combined, start=1):
-        made.append(Point(number=number, overrides=overrides, values=dict(_split(text) for text in overrides)))
-    return made
+    return [PointRecord(number=number, overrides=overrides) for number, overrides in enumerate(combined, start=1)]
 
 
 def make_sweep(
@@ -86,11 +77,11 @@ def make_sweep(
     for point in points:
         if len({full_path(base.stages, _split(text)[0]) for text in point.overrides}) < len(point.overrides):
             raise ConfigError(f"Point {point.number} sets an option twice: {', '.join(point.overrides)}.")
-        for name in point.values:
+        for name in values_of(point):
             if name.partition(".")[0] in SETTINGS:
                 raise ConfigError(f"{name!r} belongs to the sweep as a whole; give it beside the grid, not in it.")
     if not stage:
-        heads = {name.partition(".")[0] for point in points for name in point.values}
+        heads = {name.partition(".")[0] for point in points for name in values_of(point)}
         kinds = {name: find_kind(each.kind) for name, each in base.stages.items()}
         if not (named := [n for n in order_of(base) if n in heads and not kinds[n].is_about_others]):
             raise ConfigError(f"No point sets an option of a stage; the stages are {', '.join(base.stages)}.")
@@ -113,8 +104,8 @@ def make_sweep(
 
 
 def _joined(
-    pipelines: Sequence[Pipeline], points: Sequence[Point], stage: str
-) -> tuple[dict[str, AnyStage], list[Point]]:
+    pipelines: Sequence[Pipeline], points: Sequence[PointRecord], stage: str
+) -> tuple[dict[str, AnyStage], list[PointRecord]]:
     """One table of stages: equal configs on equal inputs are one stage, which has its name from the preset where all
     points share it, with the number of the first point that has it where they do not."""
     identities: list[dict[str, str]] = []
@@ -129,7 +120,7 @@ def _joined(
         identities.append(by_name)
     digits = len(str(len(points)))
     stages: dict[str, AnyStage] = {}
-    placed: list[Point] = []
+    placed: list[PointRecord] = []
     for pipeline, point, by_name in zip(pipelines, points, identities, strict=True):
         names = {}
         for name, identity in by_name.items():
@@ -138,7 +129,7 @@ def _joined(
             config = pipeline.stages[name]
             inputs = {label: names[source] for label, source in config.inputs.items()}
             stages.setdefault(names[name], config.model_copy(update={"inputs": inputs}))
-        placed.append(Point(number=point.number, overrides=point.overrides, values=point.values, stages=names))
+        placed.append(point.changed(stages=names))
     return stages, placed
 
 

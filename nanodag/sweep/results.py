@@ -15,7 +15,8 @@ from nanodag.evaluation.paired import PairedDifference, holm, paired
 from nanodag.report.gather import curve_of, metrics_in
 from nanodag.run.record import Run, StageResult
 from nanodag.store import Artifact
-from nanodag.sweep.points import Point, Sweep
+from nanodag.store.run_record import PointRecord
+from nanodag.sweep.points import Sweep
 from nanodag.worker.tracker import numbers_in
 
 log = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ class PointRow:
     """A point: its stage's artifact, None where it failed; its records, of the first points that did not; scores by
     `eval: benchmark`."""
 
-    point: Point
+    point: PointRecord
     artifact: Artifact | None
     records: Path | None
     scores: dict[str, PointScore]

@@ -9,7 +9,7 @@ from nanodag.report import words
 from nanodag.report.page import PageSection, Part, Report
 from nanodag.report.plots import COLOURS, Panel, panels_svg
 from nanodag.report.tables import Cell, Table
-from nanodag.sweep.points import Sweep
+from nanodag.sweep.points import Sweep, values_of
 from nanodag.sweep.results import PointRow, PointScore
 
 # The metrics of a stage that are worth a column, most telling first; True where higher is better.
@@ -63,7 +63,7 @@ def telling_metrics(rows: Sequence[PointRow]) -> list[str]:
 def _table(sweep: Sweep, rows: Sequence[PointRow], labels: Sequence[str], metrics: Sequence[str]) -> Table:
     body = []
     for row in sorted(rows, key=_rank(labels, metrics)):
-        options = [Cell(text=row.point.values.get(name, "")) for name in sweep.names]
+        options = [Cell(text=values_of(row.point).get(name, "")) for name in sweep.names]
         scores = [_score_cell(row.scores.get(label)) for label in labels]
         numbers = [Cell(text=f"{row.metrics[m]:.4g}" if m in row.metrics else "") for m in metrics]
         state = Cell(text=row.artifact.key[:8], code=True) if row.artifact else Cell(text="failed", tone="bad")
@@ -105,11 +105,11 @@ def _option_panels(
 ) -> list[Panel]:
     """Each score, or without any each metric, over the option that has most values, a line for each setting of the
     others; over the points' numbers where that would be too many lines, or the option is no number."""
-    option = max(sweep.names, key=lambda name: len({row.point.values.get(name) for row in rows}))
+    option = max(sweep.names, key=lambda name: len({values_of(row.point).get(name) for row in rows}))
     places, ticks, x_label = _axis_of(option, rows)
     lines: dict[str, list[PointRow]] = {}
     for row in rows:
-        rest = [f"{n.rpartition('.')[2]} {row.point.values.get(n, '')}" for n in sweep.names if n != option]
+        rest = [f"{n.rpartition('.')[2]} {values_of(row.point).get(n, '')}" for n in sweep.names if n != option]
         lines.setdefault(", ".join(rest) or option, []).append(row)
     if not places or len(lines) > len(COLOURS):
         places = {row.point.number: float(row.point.number) for row in rows}
@@ -149,10 +149,10 @@ def _score_panel(
 def _axis_of(option: str, rows: Sequence[PointRow]) -> tuple[dict[int, float], list[tuple[float, str]], str]:
     """Place of each point on an option's axis, the ticks, and the axis's name; nothing where it is no number."""
     try:
-        values = {row.point.number: float(row.point.values[option]) for row in rows}
+        values = {row.point.number: float(values_of(row.point)[option]) for row in rows}
     except (KeyError, ValueError):
         return {}, [], ""
-    texts = {float(row.point.values[option]): row.point.values[option] for row in rows}
+    texts = {float(values_of(row.point)[option]): values_of(row.point)[option] for row in rows}
     is_log = min(texts) > 0 and max(texts) / min(texts) >= LOG_FROM
     place = math.log10 if is_log else float
     step = max(1, -(-len(texts) // 6))

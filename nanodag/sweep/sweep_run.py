@@ -5,7 +5,6 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from nanodag.nightly.nights import PREFIX as NIGHT
 from nanodag.run.build_stage import key_of, made_from
 from nanodag.run.derived_runs import machine_for, note_page, open_composed, page_key, publish_page
 from nanodag.run.record import Run, StageResult, pipeline_file, result_of, store_of
-from nanodag.store.run_record import PointRecord, RunRecord, SweepRecord
+from nanodag.store.run_record import RunRecord, SweepRecord
 from nanodag.sweep.points import Sweep, make_sweep
 
 PAGE_STAGE = "comparison"
@@ -47,15 +46,13 @@ def begin_sweep(
         raise StoreBusy(f"Sweep {name} is under way in process {before.pid}; wait for it, or stop it.")
     machine = machine_for(name, store)
     sweep = make_sweep(path, preset, overrides, grid, points, stage, machine=machine)
-    recorded = (PointRecord(number=p.number, overrides=p.overrides, stages=dict(p.stages)) for p in sweep.points)
-    about = SweepRecord(stage=sweep.stage, points=tuple(recorded))
-    to_do = list(sweep.pipeline.stages)
+    about = SweepRecord(stage=sweep.stage, points=sweep.points)
     run = open_composed(
         name,
         sweep.pipeline,
         store,
         file=path,
-        to_do=in_waves(sweep, to_do),
+        to_do=in_waves(sweep, list(sweep.pipeline.stages)),
         flow_run=flow_run,
         machine=machine,
         about=about,
@@ -83,8 +80,7 @@ def find_built(run: Run) -> dict[str, StageResult]:
             continue
         inputs = {label: results[source] for label, source in config.inputs.items()}
         key, _ = key_of(run, config, inputs)
-        artifact = run.store.lookup(key)
-        if artifact is None:
+        if (artifact := run.store.lookup(key)) is None:
             continue
         results[stage] = result_of(stage, artifact, was_found=True)
         made = made_from(artifact, config, inputs)
@@ -98,16 +94,9 @@ def find_built(run: Run) -> dict[str, StageResult]:
     return results
 
 
-@dataclass(frozen=True, kw_only=True)
-class SweepFindings:
-    """page: sweep.html; markdown: its table."""
-
-    page: Path
-    markdown: str
-
-
-def conclude(sweep: Sweep, run: Run, results: Mapping[str, StageResult]) -> SweepFindings:
-    """Compare the points and publish the page; one about the same results is found, not drawn again.
+def conclude(sweep: Sweep, run: Run, results: Mapping[str, StageResult]) -> Path:
+    """Compare the points and publish the page; one about the same results is found, not drawn again. Returns the path
+    of sweep.html; its table lies beside it in sweep.md.
 
     results: stage of the sweep's pipeline -> its result; what failed is not in it.
     """
@@ -129,5 +118,4 @@ def conclude(sweep: Sweep, run: Run, results: Mapping[str, StageResult]) -> Swee
         metrics = {"num_points": len(rows), "num_failed": sum(row.artifact is None for row in rows)}
         artifact = publish_page(run, PAGE_STAGE, config, results, files, metrics)
     note_page(run, PAGE_STAGE, artifact)
-    folder = run.store.materialize(artifact)
-    return SweepFindings(page=folder / "sweep.html", markdown=(folder / "sweep.md").read_text(encoding="utf-8"))
+    return run.store.materialize(artifact) / "sweep.html"

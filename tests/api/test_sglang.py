@@ -11,13 +11,13 @@ from nanodag.api.launching import served_model
 from nanodag.api.served_model import Limits
 from nanodag.api.sglang_routes import passed_on
 from tests.evaluation.tiny import save_tiny_model
-from tests.sglang_python import python_or_skip
+from tests.guest_pythons import sglang_python
 
 pytestmark = pytest.mark.slow
 
 
 def test_sglang_answers_by_the_same_api_and_holds_an_answer_to_a_schema(tmp_path):
-    python_or_skip()
+    sglang_python()
     save_tiny_model(tmp_path, "qwen3")
     args = parse_arguments(["--engine", "sglang", "--device", "cpu", "--max-batch", "4", "--context-length", "160"])
 

@@ -80,8 +80,5 @@ def test_options_reach_the_serving_process(store, served):
     ]
 
 
-def test_a_model_that_is_not_there_is_named(store, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["nanodag", "serve", "newer", "stf"])
-    with pytest.raises(SystemExit):
-        main()
-    assert "no finished model 'stf'; it has" in capsys.readouterr().err
+def test_a_model_that_is_not_there_is_named(store, nanodag):
+    nanodag("serve newer stf", "no finished model 'stf'; it has", code=1)

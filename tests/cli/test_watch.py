@@ -14,11 +14,6 @@ from tests.run_records import built, run_record, stage_record
 from tests.store.making import KEY, publish
 
 
-@pytest.fixture
-def store(tmp_path):
-    return Store(tmp_path / "store")
-
-
 def progress(store, kind, *lines):
     """The progress of a stage of that kind which has written these lines a second apart."""
     began = time.time() - len(lines)

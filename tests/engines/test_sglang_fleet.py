@@ -10,9 +10,9 @@ from nanodag.engines.start import start_engine
 from nanodag.inference.engine_settings import EngineSettings
 from nanodag.inference.protocol import Request, SamplingParams
 from tests.engines.samplers import with_samplers
+from tests.guest_pythons import sglang_python
 from tests.rl.models import save_tiny_model
 from tests.rl.stages import make_job, metrics, start
-from tests.sglang_python import python_or_skip
 
 START_S = 1500
 CONTEXT = 256
@@ -25,7 +25,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def python():
-    return python_or_skip()
+    return sglang_python()
 
 
 @pytest.mark.slow

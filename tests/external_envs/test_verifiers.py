@@ -18,7 +18,7 @@ from nanodag.evaluation.verifiers_benchmarks import run_environment
 from nanodag.external_envs.verifiers_process import VerifiersProcess, block_of, module_file
 from nanodag.host.folders import PROJECT
 from tests.evaluation.tiny import save_tiny_model
-from tests.verifiers_python import python_or_skip
+from tests.guest_pythons import verifiers_python
 
 pytestmark = pytest.mark.slow
 ASKED = web.AppKey("asked", list)
@@ -28,7 +28,7 @@ BOXES = PROJECT / "benchmarks" / "boxes"
 @pytest.fixture
 def boxes(tmp_path, monkeypatch):
     """The environment `boxes`, beside a pipeline file."""
-    python_or_skip()
+    verifiers_python()
     shutil.copytree(BOXES, tmp_path, dirs_exist_ok=True)
     monkeypatch.syspath_prepend(str(tmp_path))
     module_file.cache_clear()

@@ -11,17 +11,29 @@ import json
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from nanodag.children.tree import killed_with_parent
 from nanodag.errors import ArtifactNotFound, NanodagError
+from nanodag.host.folders import PROJECT
 from nanodag.store import Checkpoints, Store
 from tests.run_records import run_record
 
 KEY = "a" * 40
 ABOUT = {"kind": "k", "stage": "s", "config": {}, "lineage": {}, "sources": {}, "cost": {}, "environment": {}}
+
+
+def kill_at_random(url: str, folder: Path, num_kills: int) -> dict[str, Any]:
+    """What this program prints, run in a process of its own."""
+    command = [sys.executable, __file__, url, str(folder), str(num_kills), "7"]
+    environment = {**os.environ, "PYTHONPATH": str(PROJECT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 def write_for_ever(url: str, folder: Path, seed: int, name: str) -> None:

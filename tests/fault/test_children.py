@@ -11,9 +11,6 @@ from nanodag.children.child import start_child
 from nanodag.children.reaper import KILL
 from tests.fault.processes import is_running, wait_until
 
-ON_LINUX = pytest.mark.skipif(
-    sys.platform != "linux", reason="only Linux hands orphans over and tells of a parent's end"
-)
 ECHO = "import socket, sys; s = socket.socket(fileno=int(sys.argv[1])); [s.sendall(said) for said in s.makefile('rb')]"
 LEAVES = "import subprocess; print(subprocess.Popen(['sleep', '600']).pid)"
 
@@ -93,7 +90,6 @@ time.sleep(600)
 """
 
 
-@ON_LINUX
 @pytest.mark.parametrize(
     ("end", "signum", "code"),
     [
@@ -111,7 +107,6 @@ def test_a_reaper_ends_as_its_program_does_and_ends_what_that_has_left(keep, end
     assert not [pid for pid in pids if is_running(pid)]
 
 
-@ON_LINUX
 def test_a_program_and_all_that_it_has_started_end_with_the_parent_of_its_reaper(keep):
     parent, pids = keep("-c", STARTER, PROGRAM + "time.sleep(600)")
     os.killpg(parent.pid, signal.SIGKILL)
@@ -145,7 +140,6 @@ def test_a_command_that_cannot_start_is_not_started_again(keep):
     assert supervisor.wait(60) == 7
 
 
-@ON_LINUX
 def test_a_killed_supervisor_takes_its_command_along(keep):
     supervisor, [pid] = keep("-m", "nanodag.worker.respawn", sys.executable, "-c", COMMAND)
     supervisor.kill()

@@ -67,7 +67,6 @@ def test_a_watchdog_told_to_end_takes_the_worker_along(asked):
     wait_until(lambda: not alive(pids))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's end")
 def test_a_killed_watchdog_takes_the_worker_along(asked):
     _, watchdog, pids = asked()
     os.kill(watchdog, signal.SIGKILL)
@@ -85,7 +84,6 @@ time.sleep(60)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's end")
 def test_a_killed_watchdog_takes_the_ranks_of_torchrun_along(asked, tmp_path, monkeypatch):
     (tmp_path / "rank.py").write_text(RANK)
     monkeypatch.setenv("PIDS", str(tmp_path / "pids"))

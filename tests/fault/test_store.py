@@ -3,12 +3,9 @@ good artifact is lost or replaced by a bad one."""
 
 import contextlib
 import errno
-import json
 import os
 import resource
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -17,21 +14,11 @@ import psutil
 import pytest
 
 from nanodag.errors import ArtifactNotFound, CorruptArtifact, NewerFormat, StoreError
-from nanodag.host.folders import PROJECT
 from nanodag.store import Checkpoints, Store
 from nanodag.store.provenance import process_started
+from tests.fault.publishing import kill_at_random
 from tests.run_records import run_record
 from tests.store.making import KEY, forge, product_in, publish, save
-
-
-@pytest.fixture
-def store(tmp_path):
-    return Store(tmp_path / "s")
-
-
-@pytest.fixture
-def product(tmp_path):
-    return product_in(tmp_path / "product")
 
 
 @pytest.fixture
@@ -75,25 +62,13 @@ def as_ordinary_user(body):
     return in_child(plainly)
 
 
-def kill_at_random(folder, url, num_kills):
-    command = [sys.executable, str(Path(__file__).parent / "publishing.py"), url, str(folder), str(num_kills), "7"]
-    environment = {**os.environ, "PYTHONPATH": str(PROJECT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
-@pytest.mark.parametrize("where", ["local", "fsspec"])
-def test_20_random_kills_and_no_corrupt_read(tmp_path, where):
-    url = str(tmp_path / "s") if where == "local" else f"local://{tmp_path}/s"
-    told = kill_at_random(tmp_path, url, 20)
-    assert told["kills"] == 20 and told["published"] >= 1
-
-
-@pytest.mark.slow
-def test_500_random_kills_and_no_corrupt_read(tmp_path):
-    told = kill_at_random(tmp_path, str(tmp_path / "s"), 500)
-    assert told["kills"] == 500 and told["published"] > 100
+@pytest.mark.parametrize(
+    ("scheme", "num_kills", "least"),
+    [("", 20, 1), ("local://", 20, 1), pytest.param("", 500, 101, marks=pytest.mark.slow)],
+)
+def test_random_kills_and_no_corrupt_read(tmp_path, scheme, num_kills, least):
+    told = kill_at_random(f"{scheme}{tmp_path}/s", tmp_path, num_kills)
+    assert told["kills"] == num_kills and told["published"] >= least
 
 
 class Failing:

@@ -1,6 +1,7 @@
 """A night from its beginning to its page, its evals published by hand."""
 
 import json
+from importlib import import_module
 
 import pytest
 import yaml
@@ -11,7 +12,6 @@ from nanodag.errors import ConfigError
 from nanodag.nightly.findings import conclude
 from nanodag.nightly.nights import begin_night, check_choice, check_night
 from nanodag.run.record import StageResult
-from nanodag.server import local_server
 from nanodag.store import Store
 from tests.nightly.made_nights import STAGES, publish_eval, write_run
 
@@ -86,7 +86,7 @@ def no_server(monkeypatch):
     def started(*unused):
         raise AssertionError("a server is started")
 
-    monkeypatch.setattr(local_server, "server_of", started)
+    monkeypatch.setattr(import_module("nanodag.cli.run"), "server_of", started)
 
 
 def test_a_night_whose_data_is_gone_fails_before_it_evaluates_and_says_so(project, no_server):

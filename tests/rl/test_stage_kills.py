@@ -18,10 +18,10 @@ import pytest
 from nanodag.errors import StageFailed
 from nanodag.rl.control.checks import check_ranks
 from nanodag.worker.job import STOPPED_EXIT_CODE, write_job
+from tests.guest_pythons import verifiers_python
 from tests.rl import stages
 from tests.rl.programs import SPARSE, played_job, trained
 from tests.rl.stages import KILL, STOP, on
-from tests.verifiers_python import python_or_skip
 
 AHEAD = {"max_staleness": 1, "correction": "tis"}
 TEN = {"num_steps": 10, "checkpoint_every": 3, "eval_every": 4, "correction": "tis"}
@@ -192,7 +192,7 @@ LONG = {**AHEAD, "over_sampling": 3, "num_steps": 12, "checkpoint_every": 3}
 )
 def test_whoever_is_killed_at_random_moments_it_ends_on_the_same_bytes(tmp_path, player, values):
     if player == "game":
-        python_or_skip()
+        verifiers_python()
     undisturbed, job = (played_job(tmp_path / name, player, **LONG | values) for name in ("undisturbed", "killed"))
     stages.run(undisturbed, fresh=True)
     moment, num_killed = random.Random(os.getpid()), Counter()

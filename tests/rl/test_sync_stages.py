@@ -4,8 +4,8 @@ under way, whichever sampler it is. What a sampler does then: its contract tests
 import pytest
 
 from nanodag.rl.rollouts.rollout import read_lines, read_rollouts
+from tests.guest_pythons import sglang_python
 from tests.rl.stages import make_job, metrics, on, run, start
-from tests.sglang_python import python_or_skip
 
 START_S = 1500  # SGLang alone takes most of a minute, on an idle machine
 
@@ -49,7 +49,7 @@ def test_responses_go_on_with_weights_that_come_meanwhile_and_none_is_lost_or_to
 
 @pytest.fixture
 def sglang():
-    python_or_skip()
+    sglang_python()
 
 
 def finished(job):

@@ -17,9 +17,9 @@ from nanodag.host.folders import PROJECT
 from nanodag.rl.environments import agents
 from nanodag.rl.environments.runner import turns_loop
 from nanodag.rl.rollouts.metrics import rollout_metrics
+from tests.guest_pythons import verifiers_python
 from tests.rl.fakes import FakeSampler
 from tests.rl.turns import ids_of, rollouts_of
-from tests.verifiers_python import python_or_skip
 
 
 def generated(encoding, says, tasks, module: str):
@@ -122,7 +122,7 @@ def left(mark):
 
 @pytest.mark.slow
 def test_samples_of_broken_environments_fail_alone_and_leave_no_process(encoding, tmp_path, monkeypatch):
-    python_or_skip()
+    verifiers_python()
     (tmp_path / "hostile_env.py").write_text(HOSTILE)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("HOSTILE_MARK", str(tmp_path))

@@ -22,9 +22,9 @@ from nanodag.inference.engine_settings import EngineSettings
 from nanodag.inference.protocol import Request, SamplingParams, completion_from_wire
 from nanodag.sampler.fingerprints import Fingerprints
 from nanodag.sampler.shared_tensors import share
+from tests.guest_pythons import sglang_python
 from tests.sampler.group import Trainer, begin_broadcast
 from tests.sampler.reference import reference_logprobs, request, with_client
-from tests.sglang_python import python_or_skip
 
 CONTEXT = 1024
 LONG = 1000  # tokens: under way long enough that something can be done meanwhile
@@ -50,7 +50,7 @@ class Sampler:
 
 def start(engine: str, folder: Path, log_path: Path):
     if engine == "sglang":
-        python_or_skip()
+        sglang_python()
     settings = EngineSettings(
         engine=engine, model=folder, weight_version=0, dtype="float32", max_batch=8, context_length=CONTEXT,
         memory_fraction=0.3, start_timeout_s=1500,

@@ -18,6 +18,11 @@ def key(letter):
     return letter * 40
 
 
+def made_from(artifact):
+    """Lineage of what was made from this artifact alone."""
+    return {"model": {f: getattr(artifact, f) for f in ("stage", "kind", "key", "attempt", "digest")}}
+
+
 def save(checkpoints, step, content="weights"):
     """Commit a checkpoint of one file in a folder; returns where it is."""
     folder = checkpoints.begin(step)

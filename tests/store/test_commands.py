@@ -1,17 +1,15 @@
 """The commands that look after the store, as a user calls them."""
 
 import shutil
-import sys
 from xml.etree import ElementTree
 
 import pytest
 
-from nanodag.cli import main
 from nanodag.config.stage_base import StageBase
 from nanodag.run.build_stage import made_from as made_from_artifact
 from nanodag.store import Store
 from tests.run_records import built, run_record, stage_record
-from tests.store.making import product_in, publish
+from tests.store.making import made_from, product_in, publish
 
 A, B, C = "a1" + "0" * 38, "a2" + "0" * 38, "b0" + "0" * 38
 
@@ -28,26 +26,6 @@ def model(tmp_path):
     folder = product_in(tmp_path / "model")
     (folder / "config.json").write_text("{}")
     return folder
-
-
-@pytest.fixture
-def nanodag(capsys, monkeypatch):
-    """Run a command, and see that it ends with a code and says some words; its output."""
-
-    def call(command, *words, code=0):
-        monkeypatch.setattr(sys, "argv", ["nanodag", *command.split()])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        said = "".join(capsys.readouterr())
-        assert (ended.value.code or 0) == code and all(word in said for word in words), said
-        return said
-
-    return call
-
-
-def made_from(artifact, label="model"):
-    up = {"stage": artifact.stage, "kind": artifact.kind, "key": artifact.key}
-    return {label: {**up, "attempt": artifact.attempt, "digest": artifact.digest}}
 
 
 def write_run(store, name, stages, **pipeline):

@@ -10,13 +10,9 @@ from nanodag.run.retention import Best, RetentionPolicy, best_of, free, plan
 from nanodag.store import Store
 from nanodag.store.atomic import temporary_name
 from tests.run_records import built, run_record, stage_record
-from tests.store.making import forge, key, publish
+from tests.store.making import forge, key, made_from, publish
 
 OLD, NOW = 1_000_000.0, time.time()
-
-
-def made_from(artifact):
-    return {"model": {"key": artifact.key, "attempt": artifact.attempt, "digest": artifact.digest}}
 
 
 def write_run(store, name, *artifacts, **fields):
@@ -87,7 +83,7 @@ def test_what_a_run_comes_to_refer_to_meanwhile_is_brought_back_first_with_its_o
 def test_one_that_cannot_be_brought_back_keeps_none_of_the_others_away(store, product, monkeypatch):
     first, second = publish(store, product, key("a")), publish(store, product, key("b"))
     found = plan(store, RetentionPolicy())
-    bring_back = store.bring_back
+    bring_back = store.backend.bring_back
 
     def broken(at, *others):
         if at == first.key:
@@ -95,7 +91,7 @@ def test_one_that_cannot_be_brought_back_keeps_none_of_the_others_away(store, pr
         return bring_back(at, *others)
 
     monkeypatch.setattr(time, "sleep", lambda seconds: write_run(store, "r", first, second))
-    monkeypatch.setattr(store, "bring_back", broken)
+    monkeypatch.setattr(store.backend, "bring_back", broken)
     _, stayed = free(store, found)
     assert "could not be brought back (the disk" in stayed[0] and store.lookup(second.key) == second
 

@@ -1,23 +1,19 @@
 """The store on S3: a real server of that protocol (moto's) on this machine."""
 
-import json
-import os
 import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from nanodag.errors import CorruptArtifact, MissingTool, StoreError
-from nanodag.host.folders import PROJECT
 from nanodag.run.retention import RetentionPolicy, free, plan
 from nanodag.store import Store
+from tests.fault.publishing import kill_at_random
 from tests.run_records import built, run_record
 from tests.store.making import KEY, publish, write_file
 
-PUBLISHING = Path(__file__).parent.parent / "fault" / "publishing.py"
 BUCKET = "nanodag-test"
 
 
@@ -86,11 +82,7 @@ def test_a_copy_gone_bad_is_pulled_again_and_a_bad_original_is_an_error(store, p
 
 
 def test_random_kills_leave_no_corrupt_read(server, tmp_path):
-    command = [sys.executable, str(PUBLISHING), f"s3://{BUCKET}/{tmp_path.name}", str(tmp_path), "6", "3"]
-    environment = {**os.environ, "PYTHONPATH": str(PROJECT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
+    told = kill_at_random(f"s3://{BUCKET}/{tmp_path.name}", tmp_path, 6)
     assert told["kills"] == 6 and told["published"] >= 1, told
 
 

@@ -3,10 +3,11 @@
 import pytest
 import yaml
 
+import nanodag.cli.run  # noqa: F401 - before a test patches what it imports
 from nanodag.cli.sweep import sweep as start_sweep
 from nanodag.config import order_of
 from nanodag.errors import ConfigError
-from nanodag.sweep.points import make_sweep, points_of
+from nanodag.sweep.points import make_sweep, points_of, values_of
 from nanodag.sweep.sweep_run import in_waves
 from tests.fake_stages import STAGES
 
@@ -36,7 +37,7 @@ def test_a_grid_has_every_combination_and_lists_multiply_it():
     assert [point.overrides for point in points] == every
     points = points_of(["a.x=[1,2]"], [["c.z=[1,2]"], ["c.z=[3]", "d.w=4"]])
     assert [point.overrides for point in points][1::2] == [("a.x=2", "c.z=[1,2]"), ("a.x=2", "c.z=[3]", "d.w=4")]
-    assert points[3].values == {"a.x": "2", "c.z": "[3]", "d.w": "4"}
+    assert values_of(points[3]) == {"a.x": "2", "c.z": "[3]", "d.w": "4"}
 
 
 def test_what_points_share_is_one_stage_and_what_they_set_is_one_a_value(file):

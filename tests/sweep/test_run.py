@@ -77,15 +77,16 @@ def test_the_page_ranks_points_compares_on_the_same_items_and_is_found_the_next_
     sweep, run = begun("s", "[1,2,3]")
     answers = {1: [1] * 50 + [0] * 50, 2: [1] * 90 + [0] * 10, 3: [1] * 40 + [0] * 60}
     results = build(run, project, answers)
-    found = conclude(sweep, run, results)
-    rows = [line for line in found.markdown.splitlines() if line.startswith(("| 1", "| 2", "| 3"))]
+    page = conclude(sweep, run, results)
+    table = page.with_suffix(".md").read_text()
+    rows = [line for line in table.splitlines() if line.startswith(("| 1", "| 2", "| 3"))]
     assert [row[2] for row in rows] == ["2", "1", "3"], "best first"
     assert "90.0 (+40.0, +30" in rows[0] and "50.0 (48.0 to 52.0)" in rows[1]
-    assert "sft.seed" in found.markdown and "3 stages" not in found.markdown
-    page = found.page.read_text()
-    assert page.count("<svg") == 2 and "What the options do" in page and "Training loss" in page
+    assert "sft.seed" in table and "3 stages" not in table
+    text = page.read_text()
+    assert text.count("<svg") == 2 and "What the options do" in text and "Training loss" in text
     entry = run.store.read_run("s").stages["comparison"]
-    assert conclude(sweep, run, results).page == found.page
+    assert conclude(sweep, run, results) == page
     assert run.store.read_run("s").stages["comparison"].artifact == entry.artifact, "not drawn again"
 
 
@@ -93,7 +94,7 @@ def test_a_point_that_failed_is_a_row_that_says_so(project):
     sweep, run = begun("s")
     results = build(run, project, {1: [1] * 10, 2: [1] * 10})
     del results["sft-2"], results["eval_sft-2"]
-    text = conclude(sweep, run, results).markdown
+    text = conclude(sweep, run, results).with_suffix(".md").read_text()
     assert "| 2 | 2 |  | failed |" in text and "points, 1 of them failed" in text
 
 

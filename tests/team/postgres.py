@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -16,7 +17,7 @@ from nanodag.host.ports import free_port
 PASSWORD = "pg-QkZ81mTqvX"
 
 
-def missing(what: str) -> None:
+def missing(what: str) -> NoReturn:
     """A tool that is not here: an error in CI."""
     (pytest.fail if os.environ.get("NANODAG_CI") else pytest.skip)(what)
 
