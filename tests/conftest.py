@@ -1,5 +1,7 @@
 """For every test: few threads, no settings of the caller's server, and what takes long begins first."""
 
+import asyncio
+import inspect
 import os
 import signal
 import sys
@@ -70,3 +72,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for path in places:
         assert (PROJECT / path).exists(), f"tests/conftest.py names {path}, which has another name by now"
     items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(LONG)))
+
+
+def pytest_pyfunc_call(pyfuncitem):
+    """Run a test that is a coroutine in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = pyfuncitem._fixtureinfo.argnames
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True

@@ -50,8 +50,6 @@ def never_run(tree: ast.Module) -> Iterator[str]:
     """What a test file defines or calls in vain: inner functions that nothing uses, coroutines that nobody awaits."""
     coroutines = {node.name for node in ast.walk(tree) if isinstance(node, ast.AsyncFunctionDef)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.AsyncFunctionDef) and node.name.startswith("test_"):
-            yield f"line {node.lineno}: pytest does not await {node.name}"
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             called = node.value.func
             if isinstance(called, ast.Name) and called.id in coroutines:
@@ -87,7 +85,6 @@ def test_no_test_defines_what_nothing_runs():
     [
         ("def test_a(s):\n    async def run(client):\n        assert 0\n", ["line 2: nothing uses run"]),
         ("def test_a(s):\n    if s:\n        def check():\n            check()\n", ["line 3: nothing uses check"]),
-        ("async def test_a():\n    assert 0\n", ["line 1: pytest does not await test_a"]),
         ("async def ask():\n    ...\n\ndef test_a():\n    ask()\n", ["line 5: nobody awaits ask"]),
         ("def test_a(s):\n    async def run(client):\n        assert 0\n    with_client(s, run)\n", []),
         ("def test_a(app):\n    @app.get('/')\n    def answer():\n        ...\n", []),

@@ -111,7 +111,7 @@ class SlicedSource(Source):
 
     @cached_property
     def _pieces(self) -> list[tuple[int, int, Block]]:
-        """Of each block that has rows in the slice: its number, the first of them in it, and their block."""
+        """Each block that has rows in the slice: its number, the first of them in it, and their block."""
         pieces = []
         first = 0
         for number, block in enumerate(self._source.blocks() or ()):

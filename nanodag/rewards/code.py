@@ -37,7 +37,7 @@ def code(prompt: Mapping[str, Any], completion: str) -> Reward:
 
 
 def _context(prompt: Mapping[str, Any]) -> dict[str, str]:
-    """What stands before an answer to a prompt, and the function that its tests call."""
+    """The prefix of an answer to a prompt, and the function that its tests call."""
     return {name: prompt["metadata"].get(name, "") for name in ("before", "entry_point")}
 
 

@@ -1,9 +1,9 @@
 import pytest
 from pydantic import ValidationError
 
-from nanodag.data.config import SourceConfig
+from nanodag.data.config import SourceConfig, mixes_by_epochs
 from nanodag.data.urls import hub_path, parse_url
-from nanodag.errors import SourceError
+from nanodag.errors import ConfigError, SourceError
 
 
 @pytest.mark.parametrize(("url", "name", "revision", "config", "split"), [
@@ -50,3 +50,9 @@ def test_a_config_may_be_a_bare_url_and_refuses_what_it_does_not_know():
         SourceConfig(url="hub:a/b", adapter="gsm8")
     with pytest.raises(ValidationError, match="no option 'tool'; it takes"):
         SourceConfig(url="hub:openai/gsm8k/main", options={"tool": True})
+
+
+def test_weights_for_some_sources_only_are_refused():
+    with pytest.raises(ConfigError, match=r"hub:a/b has a weight and hub:c/d has none"):
+        mixes_by_epochs([SourceConfig(url="hub:a/b", weight=1), SourceConfig(url="hub:c/d", epochs=1)])
+    assert mixes_by_epochs([SourceConfig(url="hub:a/b"), SourceConfig(url="hub:c/d", epochs=2)])

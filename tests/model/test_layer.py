@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanodag.model.layer import OWN, TORCH, Heads, after_attention, before_attention
+from nanodag.model.layer import OWN, TORCH, Functions, Heads, after_attention, before_attention
 
 TOKENS = 37  # runs of rows of two lengths
 HEADS = Heads(head_dim=32, mlp_width=80, norm_eps=1e-6)
@@ -91,3 +91,21 @@ def test_a_number_that_is_none_stays_so():
     _, normed = OWN.norm(x, torch.ones(16, dtype=torch.bfloat16), 1e-6)
     assert normed[0].isfinite().all() and normed[1].isnan().all()
     assert OWN.gate(x, torch.ones_like(x))[1, 3].isnan()
+
+
+@pytest.mark.parametrize(
+    ("width", "head_dim", "dtype", "is_ours"),
+    [
+        (48, 32, torch.float32, True),
+        (40, 32, torch.float32, False),
+        (48, 16, torch.float32, False),
+        (48, 32, torch.float64, False),
+    ],
+)
+def test_layers_of_other_widths_are_left_to_torch(width, head_dim, dtype, is_ours):
+    x = torch.zeros(2, width, dtype=dtype, requires_grad=True)
+    weight, turn = torch.zeros(head_dim, width, dtype=dtype), torch.zeros(2, 1, head_dim // 2, dtype=dtype)
+    heads = Heads(head_dim=head_dim, mlp_width=80, norm_eps=1e-6)
+    before = Functions(compiled=False).before
+    _, query, _, _ = before(x, turn, turn, weight[0], (weight,) * 3, None, None, heads=heads, places=None)
+    assert (type(query.grad_fn).__name__ == "RotatedBackward") == is_ours

@@ -1,6 +1,3 @@
-import asyncio
-import inspect
-
 import pytest
 
 from nanodag.children import forks as fork_servers
@@ -10,15 +7,6 @@ from nanodag.tokenizer.encoding import Encoding
 from tests.forks import spawn_server
 from tests.rl.stages import BYTES, make_job, run
 from tests.rl.turns import ids_of
-
-
-def pytest_pyfunc_call(pyfuncitem):
-    """Run a test that is a coroutine in an event loop of its own."""
-    if not inspect.iscoroutinefunction(pyfuncitem.obj):
-        return None
-    names = pyfuncitem._fixtureinfo.argnames
-    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
-    return True
 
 
 @pytest.fixture(scope="module", autouse=True)

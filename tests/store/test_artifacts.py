@@ -10,7 +10,7 @@ from nanodag.errors import ArtifactNotFound, CorruptArtifact, StoreBusy, StoreEr
 from nanodag.store import Store, content_digest, stage_key
 from nanodag.store.manifest import canonical_json
 from tests.run_records import run_record
-from tests.store.making import KEY, forge, publish, write_file
+from tests.store.making import KEY, forge, publish, read_file, write_file
 
 
 @pytest.fixture(params=["local", "fsspec folder", "memory"])
@@ -157,3 +157,12 @@ def test_keys_and_digests_depend_on_every_part_and_not_on_order():
     assert content_digest({"a": "1"}) != content_digest({"b": "1"})
     with pytest.raises(ValueError, match="Out of range float"):
         canonical_json({"x": float("nan")})
+
+
+def test_a_manifest_changed_without_its_seal_does_not_count(store, product):
+    artifact = publish(store, product)
+    path = f"{artifact.folder}/manifest.json"
+    write_file(store, path, read_file(store, path).replace('"loss": 1.5', '"loss": 1.4'))
+    assert store.lookup(KEY) is None
+    with pytest.raises(CorruptArtifact, match="was changed after it was written"):
+        store.attempt(KEY, artifact.attempt)

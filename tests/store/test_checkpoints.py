@@ -1,5 +1,7 @@
 """Checkpoints: the newest whole one counts."""
 
+from pathlib import Path
+
 import pytest
 
 from nanodag.errors import CorruptArtifact
@@ -28,15 +30,18 @@ def test_a_half_written_one_is_ignored_and_cleared_away(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["rank-0/state", "checkpoint.json"])
-@pytest.mark.parametrize("is_missing", [True, False])
-def test_a_missing_and_a_short_file_are_found(tmp_path, name, is_missing):
-    folder = save(Checkpoints(tmp_path), 10)
-    content = (folder / name).read_bytes()
-    (folder / name).unlink()
-    if not is_missing:
-        (folder / name).write_bytes(content[:-4])
+@pytest.mark.parametrize("damage", [None, lambda old: old[:-4], lambda old: old[:-1] + b"X"])
+def test_a_missing_a_short_and_a_changed_file_are_found_and_the_checkpoint_before_counts(tmp_path, name, damage):
+    checkpoints = Checkpoints(tmp_path)
+    save(checkpoints, 10)
+    path = save(checkpoints, 20) / name
+    content = path.read_bytes()
+    path.unlink()
+    if damage is not None:
+        path.write_bytes(damage(content))
     with pytest.raises(CorruptArtifact):
-        verify_checkpoint(folder)
+        verify_checkpoint(path.parents[len(Path(name).parts) - 1])
+    assert checkpoints.newest_valid()[0] == 10
 
 
 def test_a_step_can_be_saved_again(tmp_path):

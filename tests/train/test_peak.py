@@ -47,3 +47,11 @@ def test_the_peak_of_an_unknown_gpu_is_that_of_its_fastest_lot(monkeypatch):
     monkeypatch.setattr(torch, "randn", lambda *shape, device: torch.empty(shape, device="meta"))
     found = peak._measured_on_gpu(torch.bfloat16)
     assert lots == [1, 1, 25] and found == pytest.approx(2 * 4096**3 / (26e-3 / 25))
+
+
+def test_the_peak_of_a_cpu_is_that_of_the_faster_precision(monkeypatch):
+    speeds = {torch.float32: 60e9, torch.bfloat16: 5e9}
+    monkeypatch.setattr(peak, "_measured_on_cpu", speeds.get)
+    assert peak.matmul_peak("cpu") == 60e9
+    speeds[torch.bfloat16] = 400e9
+    assert peak.matmul_peak("cpu") == 400e9

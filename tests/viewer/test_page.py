@@ -16,7 +16,7 @@ from nanodag.tokenizer.bpe import save_tokenizer
 from nanodag.viewer.app import make_app, serve
 from nanodag.viewer.printed import lines_of
 from nanodag.viewer.sample_view import LAST_LINES, Painter
-from nanodag.viewer.view import first_samples, together
+from nanodag.viewer.view import first_samples, timeline_svg, together
 from tests.run_records import run_record, stage_record
 
 A, B, C, LESS = ord("a"), ord("b"), ord("c"), ord("<")
@@ -380,3 +380,9 @@ def test_the_page_opens_with_the_step_role_and_failures_that_were_asked_for(shel
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+/\?step=2&role=a\+judge&fate=failed", address)
     page = client_of(shelf).get(address)
     assert page.status_code == 200 and "0 of 4 rollouts" in page.text
+
+
+def test_a_timeline_has_a_lane_for_each_side_and_is_left_out_without_spans():
+    assert timeline_svg([]) == ""
+    drawn = timeline_svg([("generate", 5.0, 6.0), ("train", 6.0, 8.0)])
+    assert drawn.count("<rect") == 2 and ">samplers<" in drawn and ">trainer<" in drawn and ">weights<" not in drawn

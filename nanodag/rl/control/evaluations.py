@@ -160,6 +160,12 @@ def best_step(values: Mapping[int, float | None], *, is_highest: bool) -> int | 
     return min(known, key=lambda step: (-sign * known[step], step), default=None)
 
 
+def is_patience_over(values: Mapping[int, float | None], *, patience: int, is_highest: bool) -> bool:
+    """True once `patience` evaluations, or more, came after the best one; never before there is a score."""
+    best = best_step(values, is_highest=is_highest)
+    return best is not None and sum(step > best for step in values) >= patience
+
+
 class Evaluations:
     """The held-out prompts and benchmarks of a stage, and the scores of its policies so far. timed: a stopwatch's."""
 
@@ -228,11 +234,10 @@ class Evaluations:
             self._best.load(checkpoint)
 
     def is_over(self) -> bool:
-        """True once `patience` evaluations, or more, came after the best one; never before there is a score."""
+        """True once evaluation says to stop early."""
         assert self._best is not None, "the config asks for the best weights where it has patience"
-        scores = self._scores(self._config.best_metric)
-        best = best_step(scores, is_highest=self._best.is_highest)
-        return best is not None and sum(step > best for step in scores) >= self._config.evaluation.patience
+        scores, patience = self._scores(self._config.best_metric), self._config.evaluation.patience
+        return is_patience_over(scores, patience=patience, is_highest=self._best.is_highest)
 
     def leave_best(self, output: Path) -> int | None:
         """Make the weights of the best policy the stage's product, and return its number; None where the last ones are
