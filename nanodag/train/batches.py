@@ -19,7 +19,7 @@ from nanodag.data.mixture import Drawn, Mixture
 from nanodag.data.opening import Part
 from nanodag.data.records import record_bytes
 from nanodag.data.shuffle import permutation
-from nanodag.errors import ConfigError, SourceError
+from nanodag.errors import ConfigError
 from nanodag.train.packing import Batch, Packer, Piece, conversation_piece, document_piece, make_batch
 
 _DRAWN_AT_ONCE = 64  # records that are tokenised in one call
@@ -113,7 +113,7 @@ class TokenBatches:
             mirror=mirror,
         )
         self._pieces_of, bos_id, self._pad_id = _tokenising(kind, tokenizer_path)
-        self._make_pieces = self._tokenised
+        self._make_pieces: Callable[[Sequence[Drawn]], list[Piece]] = self._tokenised
         self._new_packer = partial(Packer, sequence_length, cut=cut, bos_id=bos_id)
         self._counts = dict.fromkeys(_COUNTED, 0)
         self._trained = [(0, 0)] * len(sources)
@@ -209,8 +209,7 @@ class TokenBatches:
                 "State how many tokens to train on."
             )
         here = self.state_dict()
-        self._known: dict[tuple[int, int], Piece] = {}
-        self._make_pieces = self._lengths
+        self._make_pieces = partial(self._lengths, {})
         self.load_state_dict(self._beginning)
         rows: Counter[int] = Counter()
         while self._open_window():
@@ -332,16 +331,17 @@ class TokenBatches:
     def _tokenised(self, drawn: Sequence[Drawn]) -> list[Piece]:
         return self._pieces_of([record.record for record in drawn])
 
-    def _lengths(self, drawn: Sequence[Drawn]) -> list[Piece]:
-        """Pieces as long as a record's own, without its tokens: a record is tokenised once, whatever the passes."""
-        new = [draw for draw in drawn if (draw.source, draw.index) not in self._known]
+    def _lengths(self, known: dict[tuple[int, int], Piece], drawn: Sequence[Drawn]) -> list[Piece]:
+        """Pieces as long as a record's own, without its tokens: a record is tokenised once, whatever the passes. known:
+        those of records that were, by source and index."""
+        new = [draw for draw in drawn if (draw.source, draw.index) not in known]
         for draw, piece in zip(new, self._tokenised(new), strict=True):
             # Of a conversation that is truncated, what is left may hold nothing to learn.
             is_trained = bool((piece.trained if piece.is_document else piece.trained[: self._length]).any())
             tokens = np.broadcast_to(np.int32(0), piece.num_positions + 1)
             blank = Piece(tokens, np.broadcast_to(is_trained, piece.num_positions), piece.is_document)
-            self._known[draw.source, draw.index] = blank
-        return [self._known[draw.source, draw.index] for draw in drawn]
+            known[draw.source, draw.index] = blank
+        return [known[draw.source, draw.index] for draw in drawn]
 
     def _fitting(self, piece: Piece) -> Piece | None:
         """The piece as the packer may have it, or None for one that is dropped."""
@@ -398,8 +398,6 @@ def _tokenising(kind: str, tokenizer_path: Path) -> tuple[Tokenise, int, int]:
 
     if kind == "document":
         return from_documents, encoding.bos_id, encoding.pad_id
-    if kind != "chat":
-        raise SourceError(f"Batches are of kind document or chat; found {kind!r}.")
     renderer = load_renderer(tokenizer_path)
 
     def from_both(records: Sequence[dict[str, Any]]) -> list[Piece]:

@@ -99,7 +99,13 @@ class PreparedStage:
         if not prompts:
             return
         encoding = Encoding(self.tokenizer_path)
-        rows = [_prompt_ids(prompt, encoding, self.tokenizer_path, self.config) for prompt in prompts]
+        if self.config.is_chat:
+            from nanodag.tokenizer.chat import load_renderer
+
+            renderer = load_renderer(self.tokenizer_path)
+            rows = [renderer.prompt([{"role": "user", "content": prompt}]) for prompt in prompts]
+        else:
+            rows = [[encoding.bos_id, *encoding.encode(prompt)] for prompt in prompts]
         with uncompiled(self.model):
             outputs = greedy(self.engine, rows, stop_ids=encoding.special_ids, device=self.engine.device)
         for prompt, output in zip(prompts, outputs, strict=True):
@@ -138,9 +144,17 @@ def prepare(job: Job) -> PreparedStage:
     checkpoint = newest_of_all(checkpoints, engine)
     data = _Data(job, tokenizer_path, engine)
     architecture = model.architecture
-    shape = _shape(architecture)
+    shape = Shape(
+        depth=architecture.num_layers,
+        width=architecture.hidden_size,
+        num_heads=architecture.num_heads,
+        num_kv_heads=architecture.num_kv_heads,
+        head_width=architecture.head_dim,
+        mlp_width=architecture.intermediate_size,
+        tied_embeddings=architecture.tied,
+    )
     plan = TrainPlan(
-        num_steps=_num_steps(job, data, checkpoint),
+        num_steps=data.num_steps(checkpoint),
         micro_batches=data.micro_batches,
         flops_per_token=flops_per_token(shape, architecture.vocab_size, config.sequence_length),
         matrix_flops_per_token=flops_per_token(shape, architecture.vocab_size, 0),
@@ -183,18 +197,6 @@ def architecture_of(job: Job, tokenizer_path: Path) -> Architecture:
     )
 
 
-def _shape(of: Architecture) -> Shape:
-    return Shape(
-        depth=of.num_layers,
-        width=of.hidden_size,
-        num_heads=of.num_heads,
-        num_kv_heads=of.num_kv_heads,
-        head_width=of.head_dim,
-        mlp_width=of.intermediate_size,
-        tied_embeddings=of.tied,
-    )
-
-
 class _Data:
     """The stage's sources as token batches for this rank."""
 
@@ -229,8 +231,22 @@ class _Data:
             passes = {"repeat": mixes_by_epochs(sources)}
         return TokenBatches(sources, prefetch=self.micro_batches, **passes, **self._arguments)
 
-    def num_steps(self) -> int:
-        """Steps of num_epochs over the data. Raises ConfigError for a mixture by weights, which has no pass."""
+    def num_steps(self, checkpoint: Path | None) -> int:
+        """Steps of the stage: horizon_tokens, else num_epochs; at most max_steps.
+
+        Passes are counted by packing all their data once; a restarted stage reads the number from its checkpoint
+        instead. Raises ConfigError for num_epochs of a mixture by weights, which has no pass.
+        """
+        config = self._config
+        if config.horizon_tokens:
+            num_steps = math.ceil(int(config.horizon_tokens) / int(config.batch_tokens))
+        elif checkpoint is not None:
+            return planned_steps(checkpoint)
+        else:
+            num_steps = self._steps_of_passes()
+        return min(num_steps, config.max_steps) if config.max_steps else num_steps
+
+    def _steps_of_passes(self) -> int:
         sources = self._config.data
         if not mixes_by_epochs(sources):
             raise ConfigError(
@@ -294,26 +310,3 @@ class _Data:
             **{name: own.get(name, "") for name in ("kind", "sequence_length", "too_long")},
         }
         return held_out_rows(self._job.held_out, recipe, make)
-
-
-def _num_steps(job: Job, data: _Data, checkpoint: Path | None) -> int:
-    """Steps of the stage: horizon_tokens, else num_epochs; at most max_steps.
-
-    Passes are counted by packing all their data once; a restarted stage reads the number from its checkpoint instead.
-    """
-    config = job.config
-    if config.horizon_tokens:
-        num_steps = math.ceil(int(config.horizon_tokens) / int(config.batch_tokens))
-    elif checkpoint is not None:
-        return planned_steps(checkpoint)
-    else:
-        num_steps = data.num_steps()
-    return min(num_steps, config.max_steps) if config.max_steps else num_steps
-
-
-def _prompt_ids(prompt: str, encoding: Encoding, tokenizer_path: Path, config: SupervisedStage) -> Sequence[int]:
-    if config.is_chat:
-        from nanodag.tokenizer.chat import load_renderer
-
-        return load_renderer(tokenizer_path).prompt([{"role": "user", "content": prompt}])
-    return [encoding.bos_id, *encoding.encode(prompt)]
