@@ -50,7 +50,8 @@ def responses(device: Any, folder: Path) -> dict[str, Any]:
     from nanodag.model.attention import group_attention
 
     row = _row()
-    return _compared(device, 1, row.num_tokens, lambda here, dtype: group_attention(row))
+    arrays = row.prompts, row.responses
+    return _compared(device, 1, row.num_tokens, lambda here, dtype: group_attention(*arrays))
 
 
 def window(device: Any, folder: Path) -> dict[str, Any]:
@@ -58,7 +59,9 @@ def window(device: Any, folder: Path) -> dict[str, Any]:
     from nanodag.model.attention import group_attention
 
     row = _row()
-    return _compared(device, 1, row.num_tokens, lambda here, dtype: partial(group_attention(row), window=100))
+    return _compared(
+        device, 1, row.num_tokens, lambda here, dtype: partial(group_attention(row.prompts, row.responses), window=100)
+    )
 
 
 def _row() -> Any:
@@ -114,7 +117,7 @@ def head(device: Any, folder: Path) -> dict[str, Any]:
     results = []
     for place in (torch.device("cpu"), here):
         tensors = [tensor.to(place).requires_grad_() for tensor in (hidden, weight)]
-        logprobs, _ = selected_logprobs(*tensors, targets.to(place), block_bytes=1 << 20, with_entropy=True)
+        logprobs, _ = selected_logprobs(*tensors, targets.to(place), block_bytes=1 << 20)
         results.append([logprobs, *torch.autograd.grad(logprobs.sum(), tensors)])
     pairs = zip(*results, strict=True)
     return {"largest": max(float((one.cpu() - other.cpu()).abs().max()) for one, other in pairs)}

@@ -63,7 +63,7 @@ def pretrain(options: dict[str, Any], folder: Path) -> dict[str, Any]:
     from nanodag.model.build import initialise, qwen3_architecture
     from nanodag.model.decoder import Decoder, Layer
     from nanodag.train.deepspeed_engine import TrainEngine
-    from nanodag.train.objective import NextToken, to_device
+    from nanodag.train.objective import next_token_loss, to_device
     from nanodag.train.peak import matmul_peak
 
     device, length, vocabulary = Device(options["device"]), options["sequence_length"], options["vocabulary"]
@@ -82,13 +82,13 @@ def pretrain(options: dict[str, Any], folder: Path) -> dict[str, Any]:
     )
     state_gib = device.memory_gib()
     batches = [_batch(options["micro_batch_tokens"] // length, length, vocabulary) for _ in range(4)]
-    objective, count = NextToken(), options["micro_batches"]
+    count = options["micro_batches"]
     tokens = options["micro_batch_tokens"] * count
 
     def step(number: int) -> Tensor:
         total = torch.zeros((), device=engine.device)
         for index in range(count):
-            loss, _, _ = objective.loss(engine, to_device(batches[(number + index) % 4], engine.device))
+            loss = next_token_loss(engine, to_device(batches[(number + index) % 4], engine.device))
             engine.backward(loss / tokens, last=index == count - 1)
             total += loss.detach()
         engine.step(learning_rate=1e-3, matrix_lr=0.01)

@@ -42,14 +42,8 @@ def nightly_eval(
         file: the pipeline file; empty for the one that is served
         by_schedule: it is the night that the schedule was last due, and is left alone when another run took it
     """
-    night = begin_night(
-        name=name,
-        file=file,
-        preset=preset,
-        overrides=overrides,
-        by_schedule=by_schedule,
-        flow_run=own_flow_run(),
-    )
+    arguments = {"file": file, "preset": preset, "overrides": overrides}
+    night = begin_night(name=name, by_schedule=by_schedule, flow_run=own_flow_run(), **arguments)
     if isinstance(night, Skipped):
         return Completed(name="Skipped", message=night.reason)
     check_night(night)

@@ -2,8 +2,7 @@
 
 from prefect.states import State
 
-from tasks.run_summary import concluded
-from tasks.stage_task import begin_again, ending, flow_of_stages, inputs_of, outcome, submit
+from tasks.stage_task import begin_again, concluded, ending, flow_of_stages, inputs_of, outcome, submit
 
 
 @flow_of_stages(flow_run_name="{name}-{stage}")

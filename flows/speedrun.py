@@ -13,8 +13,7 @@ from prefect.states import State
 
 from flows.deployments import offer_runs
 from nanodag.run.record import open_run
-from tasks.run_summary import concluded
-from tasks.stage_task import begin_again, ending, flow_of_stages, inputs_of, outcome, own_flow_run, submit
+from tasks.stage_task import begin_again, concluded, ending, flow_of_stages, inputs_of, outcome, own_flow_run, submit
 
 
 @flow_of_stages(flow_run_name="{name}")

@@ -37,16 +37,8 @@ def sweep(
         overrides: dotted.name=value, for all points
         file: the pipeline file; empty for the one that is served
     """
-    made, run = begin_sweep(
-        name,
-        grid=grid,
-        points=points,
-        stage=stage,
-        preset=preset,
-        overrides=overrides,
-        file=file,
-        flow_run=own_flow_run(),
-    )
+    arguments = {"file": file, "preset": preset, "overrides": overrides}
+    made, run = begin_sweep(name, grid=grid, points=points, stage=stage, flow_run=own_flow_run(), **arguments)
     with ending(run):
         results = find_built(run)
         num_found, run.to_do = len(results), [s for s in run.to_do if s not in results]

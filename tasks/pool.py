@@ -39,20 +39,20 @@ def build_in_pool(name: str, run: Run, inputs: Mapping[str, StageResult], *, for
     """
     stage = run.pipeline.stages[name]
     pool = stage.resources.work_pool
-    local = run.pipeline.store.local
     parameters = {
         "run": run.name,
         "stage": name,
         "store": run.store.url,
-        "local": local,
+        "local": run.pipeline.store.local,
         "inputs": {label: asdict(result) for label, result in inputs.items()},
         "force": force,
         "parent": run.flow_run,
     }
     with get_client(sync_client=True) as client:
-        template = _template(client, pool)
+        template, flow = _template(client, pool), client.create_flow_from_name(FLOW)
         sent = client.create_flow_run_from_deployment(
-            _deployment(client, pool),
+            # Made again: it costs one call, and a stale one would cost a run.
+            client.create_deployment(flow, name=pool, work_pool_name=pool, entrypoint=ENTRYPOINT),
             name=f"{run.name}-{name}",
             parameters=parameters,
             job_variables=requests_of(run.pipeline, name, run.machine).job_variables(template) | _environment(template),
@@ -89,13 +89,6 @@ def _environment(template: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     if env.get("type") != "object":
         return {}
     return {"env": {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_S), **(env.get("default") or {})}}
-
-
-def _deployment(client: SyncPrefectClient, pool: str) -> UUID:
-    """The deployment that sends a stage to a pool, made again: it costs one call, and a stale one would cost a run."""
-    return client.create_deployment(
-        client.create_flow_from_name(FLOW), name=pool, work_pool_name=pool, entrypoint=ENTRYPOINT
-    )
 
 
 def _wait_for(client: SyncPrefectClient, flow_run: UUID, run: Run, pool: str) -> State[Any]:

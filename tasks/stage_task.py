@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+import httpx
+import jinja2
 from prefect import Flow, flow, get_run_logger, task
 from prefect.artifacts import create_markdown_artifact, create_progress_artifact, update_progress_artifact
 from prefect.cache_policies import NO_CACHE
@@ -37,6 +39,7 @@ from nanodag.errors.words import counted
 from nanodag.report import words
 from nanodag.run.build_stage import build_stage
 from nanodag.run.record import Run, StageResult, open_run, recorded_inputs, recorded_run, served_store
+from nanodag.run.stale_stages import advice, stale_stages
 from nanodag.worker import logs
 from nanodag.worker.respawn import SERVING
 from tasks.notify import tell
@@ -44,8 +47,6 @@ from tasks.pool import build_in_pool
 
 PROGRESS_EVERY_S = 2.0
 RETRY_AFTER_S = [2.0, 30.0]
-
-
 _PASSING = StageInterrupted | ConnectionError | TimeoutError
 
 
@@ -198,6 +199,34 @@ def outcome(stages: Sequence[str], futures: Mapping[str, PrefectFuture[StageResu
     return Completed(message=f"{counted(len(futures), 'stage')}, {num_found} of them found in the store")
 
 
+def concluded(run: Run, state: State[Any]) -> State[Any]:
+    """End of a flow, with what is stale now in its message; an artifact has scores, changes, warnings and stages."""
+    # They compare and render: a flow's start need not wait for what that takes.
+    from nanodag.report.page import to_markdown
+    from nanodag.report.summary import summary_of, summary_report
+
+    record = run.store.read_run(run.name)
+    try:
+        summary = summary_of(run.store, record)
+        for text in summary.warnings:
+            get_run_logger().warning("%s", text)
+        create_markdown_artifact(
+            key=_artifact_key("run", run),
+            markdown=to_markdown(summary_report(record, summary)),
+            description=f"Scores and stages of {run.name}",
+        )
+    except (NanodagError, OSError, ValueError, httpx.HTTPError, jinja2.TemplateError) as error:  # what is built stays
+        get_run_logger().warning("No summary of run %s: %s", run.name, error)
+    if stale := stale_stages(record):
+        state.message = f"{state.message}\nStale now: {', '.join(stale)}; build again with: {advice(run.name)}"
+    return state
+
+
+def _artifact_key(what: str, run: Run) -> str:
+    """Key of an artifact in Prefect, which takes lower case, digits and dashes."""
+    return f"{what}-{run.name}".lower().replace("_", "-").replace(".", "-")
+
+
 def _shown_in(logger: Any) -> Callable[[str], None]:
     """Log a worker's lines as far as they are for people."""
     is_for_people = logs.ForPeople()
@@ -250,15 +279,15 @@ def _show_result(run: Run, result: StageResult) -> None:
 
 def _show_page(run: Run, result: StageResult) -> None:
     text = (run.store.materialize(run.store.attempt(result.key, result.attempt)) / "report.md").read_text()
-    create_markdown_artifact(key=f"report-{run.name}".lower().replace("_", "-").replace(".", "-"), markdown=text)
+    create_markdown_artifact(key=_artifact_key("report", run), markdown=text)
 
 
 def _show_failure(run: Run, name: str, error: NanodagError) -> None:
     """Show why a stage failed, what to do, and where its files lie, as an artifact beside the failed task."""
     reason, _, rest = str(error).partition("\n")
     head, _, log_lines = rest.partition("\nLast lines of ")
-    advice = [line for line in head.splitlines() if not line.startswith("Folder: ")]
-    paragraphs = [words.markdown(line) for line in (reason, *advice)]
+    what_to_do = [line for line in head.splitlines() if not line.startswith("Folder: ")]
+    paragraphs = [words.markdown(line) for line in (reason, *what_to_do)]
     lines = [f"# {name} of {run.name} failed", "", paragraphs[0], "", *paragraphs[1:], ""]
     if workspace := run.entry(name).workspace:
         lines += [f"Its folder: [{workspace}]({Path(workspace).as_uri()})", ""]

@@ -102,6 +102,7 @@ def read_checkpoint(path: Path) -> ModelFolder:
     generation_path = path / "generation_config.json"
     generation = read_json(generation_path) if os.path.exists(generation_path) else {}
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
+    names = config.get("architectures")
     eos_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
     if not all(type(token) is int for token in eos_ids):
         raise BadRequest(f"eos_token_id in {path} is {str(eos)[:80]}, which is neither a token id nor a list of them")
@@ -110,7 +111,7 @@ def read_checkpoint(path: Path) -> ModelFolder:
         architecture=architecture,
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
         eos_token_ids=eos_ids,
-        class_names=_names(config.get("architectures")),
+        class_names=tuple(map(str, names)) if isinstance(names, list) else (),
     )
 
 
@@ -132,9 +133,9 @@ def _described_by(config_path: Path) -> Iterator[None]:
     """Raise BadRequest for a value of config.json that nothing can be made of."""
     try:
         yield
+    except BadRequest:
+        raise
     except (AttributeError, TypeError, ValueError, ArithmeticError) as error:
-        if isinstance(error, BadRequest):
-            raise
         raise BadRequest(f"{config_path} does not describe a model: {error}") from error
 
 
@@ -157,10 +158,6 @@ def check_same_shape(folder: ModelFolder, architecture: Architecture) -> None:
         raise BadRequest(f"the checkpoint in {folder.path} is of another shape: {', '.join(differing)}")
 
 
-def _names(value: Any) -> tuple[str, ...]:
-    return tuple(map(str, value)) if isinstance(value, list) else ()
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a file of a checkpoint. Raises BadRequest where there is none."""
     try:
@@ -176,7 +173,12 @@ def _architecture(config: dict[str, Any], source: Path) -> Architecture:
     model_type = config.get("model_type")
     if model_type not in MODEL_TYPES:
         raise BadRequest(f"model_type {model_type!r} in {source} is not built here; {listed(MODEL_TYPES)} are")
-    _refuse_unbuilt(config, source)
+    activation = config.get("hidden_act", "silu")
+    if activation != "silu":
+        raise BadRequest(f"hidden_act {activation!r} in {source} is not built here; only 'silu' is")
+    for key in ("mlp_bias", "quantization_config"):
+        if config.get(key):
+            raise BadRequest(f"{key} in {source} is not built here")
     try:
         num_heads = int(config["num_attention_heads"])
         has_bias = model_type != "mistral" and bool(config.get("attention_bias"))
@@ -211,15 +213,6 @@ def _architecture(config: dict[str, Any], source: Path) -> Architecture:
     if architecture.num_heads % architecture.num_kv_heads:
         raise BadRequest(f"{source}: {num_heads} heads cannot share {architecture.num_kv_heads} key/value heads evenly")
     return architecture
-
-
-def _refuse_unbuilt(config: dict[str, Any], source: Path) -> None:
-    activation = config.get("hidden_act", "silu")
-    if activation != "silu":
-        raise BadRequest(f"hidden_act {activation!r} in {source} is not built here; only 'silu' is")
-    for key in ("mlp_bias", "quantization_config"):
-        if config.get(key):
-            raise BadRequest(f"{key} in {source} is not built here")
 
 
 def _windows(config: dict[str, Any], source: Path) -> dict[str, Any]:

@@ -33,11 +33,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
-from nanodag.model.c_library import c_library, on_threads
+from nanodag.model.c_library import DTYPES, c_library, on_threads
 
 SOURCE = Path(__file__).with_name("attention.c")
 HEAD_UNIT = 16  # a head's width must be a multiple of it for `attention.c`
-DTYPES = (torch.float32, torch.bfloat16)
 
 BackEnd = Literal["own", "flash", "plain"]
 Sequences = NDArray[np.int64]
@@ -59,25 +58,14 @@ class Flat(Protocol):
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor: ...
 
 
-class GroupedRow(Protocol):
-    """prompts: (G, 2) int64, start and length in the row. responses: (R, 3) int64, start, length, number of the prompt;
-    each lies behind its prompt, and may be empty."""
-
-    @property
-    def prompts(self) -> NDArray[np.int64]: ...
-
-    @property
-    def responses(self) -> NDArray[np.int64]: ...
-
-
 def document_attention(document_ids: np.ndarray) -> Attend:
     """The Attend of packed documents. document_ids: (B, T) integers, one number a document within a row; padding -1."""
     return attention(sequences_of_documents(document_ids))
 
 
-def group_attention(row: GroupedRow) -> Attend:
-    """The Attend of one row of prompts and responses."""
-    return attention(sequences_of_group(row))
+def group_attention(prompts: NDArray[np.int64], responses: NDArray[np.int64]) -> Attend:
+    """The Attend of one row of prompts and responses, by `sequences_of_group`."""
+    return attention(sequences_of_group(prompts, responses))
 
 
 def attention(sequences: Sequences, places: Places = None) -> Attend:
@@ -104,12 +92,13 @@ def sequences_of_documents(document_ids: np.ndarray) -> Sequences:
     return np.column_stack([starts, np.diff(starts, append=document_ids.size), np.full(len(starts), -1)])
 
 
-def sequences_of_group(row: GroupedRow) -> Sequences:
-    """A row's prompts, each with its responses after it, as they lie in the row."""
-    responses = row.responses[row.responses[:, 1] > 0]
-    order = np.argsort(np.concatenate([row.prompts[:, 0], responses[:, 0]]))
-    places = np.concatenate([row.prompts, responses[:, :2]])[order]
-    behind = np.concatenate([np.full(len(row.prompts), -1), np.argsort(order)[responses[:, 2]]])[order]
+def sequences_of_group(prompts: NDArray[np.int64], responses: NDArray[np.int64]) -> Sequences:
+    """A row's prompts, each with its responses after it, as they lie in the row. prompts: (G, 2), start and length in
+    the row. responses: (R, 3), start, length, number of the prompt; each lies behind its prompt, and may be empty."""
+    responses = responses[responses[:, 1] > 0]
+    order = np.argsort(np.concatenate([prompts[:, 0], responses[:, 0]]))
+    places = np.concatenate([prompts, responses[:, :2]])[order]
+    behind = np.concatenate([np.full(len(prompts), -1), np.argsort(order)[responses[:, 2]]])[order]
     return np.column_stack([places, behind])
 
 

@@ -22,6 +22,7 @@ from nanodag.errors import MissingTool
 from nanodag.host.folders import cache_folder
 
 HEADERS = Path(__file__).parent
+DTYPES = (torch.float32, torch.bfloat16)  # that our code for training takes
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC")
 BUILD_TIMEOUT_S = 120.0
 

@@ -27,11 +27,15 @@ Want = Literal["loss", "logprobs", "all_logprobs", "logits", "hidden"]
 
 
 class Norm(nn.Module):
-    """Holds a weight of RMSNorm."""
+    """Holds a weight of RMSNorm. Called, as the last one is, so that ZeRO-3 gathers it."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
+        self._eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self._eps)
 
 
 class SelfAttention(nn.Module):
@@ -44,7 +48,7 @@ class SelfAttention(nn.Module):
         self.v_proj = nn.Linear(of.hidden_size, of.num_kv_heads * of.head_dim, bias=of.qkv_bias)
         self.o_proj = nn.Linear(of.num_heads * of.head_dim, of.hidden_size, bias=of.output_bias)
         if of.qk_norm:
-            self.q_norm, self.k_norm = Norm(of.head_dim), Norm(of.head_dim)
+            self.q_norm, self.k_norm = Norm(of.head_dim, of.norm_eps), Norm(of.head_dim, of.norm_eps)
 
 
 class MLP(nn.Module):
@@ -63,7 +67,8 @@ class Layer(nn.Module):
     def __init__(self, of: Architecture, functions: Functions, window: int | None) -> None:
         super().__init__()
         self.window = window
-        self.input_layernorm, self.post_attention_layernorm = Norm(of.hidden_size), Norm(of.hidden_size)
+        self.input_layernorm = Norm(of.hidden_size, of.norm_eps)
+        self.post_attention_layernorm = Norm(of.hidden_size, of.norm_eps)
         self.self_attn, self.mlp = SelfAttention(of), MLP(of)
         self._functions = functions
         self._heads = Heads(head_dim=of.head_dim, mlp_width=of.intermediate_size, norm_eps=of.norm_eps)
@@ -116,11 +121,9 @@ class Head(nn.Module):
         if want == "loss":
             return cross_entropy_sum(flat, self.weight, labels, places=places)
         if want == "all_logprobs":
-            return selected_logprobs(flat, self.weight, labels, temperature=temperature, with_entropy=True)
+            return selected_logprobs(flat, self.weight, labels, temperature=temperature)
         chosen = (labels != IGNORED).nonzero().squeeze(1)
-        return selected_logprobs(
-            flat.index_select(0, chosen), self.weight, labels[chosen], temperature=temperature, with_entropy=True
-        )
+        return selected_logprobs(flat.index_select(0, chosen), self.weight, labels[chosen], temperature=temperature)
 
 
 class Body(nn.Module):
@@ -130,18 +133,7 @@ class Body(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(of.vocab_size, of.hidden_size)
         self.layers = nn.ModuleList(Layer(of, functions, of.window_of(number)) for number in range(of.num_layers))
-        self.norm = LastNorm(of)
-
-
-class LastNorm(Norm):
-    """The norm before the head, called as a module so that ZeRO-3 gathers its weight."""
-
-    def __init__(self, of: Architecture) -> None:
-        super().__init__(of.hidden_size)
-        self._eps = of.norm_eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self._eps)
+        self.norm = Norm(of.hidden_size, of.norm_eps)
 
 
 class Decoder(nn.Module):

@@ -12,7 +12,7 @@ typedef struct {
     void *d_logits;     /* the same shape, may be the same place; NULL where no gradient is wanted */
     const int64_t *targets;
     double temperature;
-    float *losses, *selected, *logsumexp, *entropies; /* (N,); entropies NULL where none are wanted */
+    float *losses, *selected, *logsumexp, *entropies; /* (N,) */
     const float *d_logprobs, *d_entropies;   /* (N,); d_entropies NULL where they are all 0 */
     int64_t *places;                         /* (N,) */
 } Rows;
@@ -69,7 +69,7 @@ void losses(const Rows *a, int64_t first, int64_t end, float *scratch) {
     }
 }
 
-/* The score of each row's target over the temperature, its logsumexp, and the entropy where it is wanted. */
+/* The score of each row's target over the temperature, its logsumexp, and the entropy. */
 void score(const Rows *a, int64_t first, int64_t end, float *scratch) {
     const int64_t V = a->vocabulary;
     for (int64_t row = first; row < end; row++) {
@@ -84,7 +84,7 @@ void score(const Rows *a, int64_t first, int64_t end, float *scratch) {
         float sum = sum_of(totals), log_sum = logf(sum);
         a->selected[row] = scratch[a->targets[row]];
         a->logsumexp[row] = highest + log_sum;
-        if (a->entropies) a->entropies[row] = log_sum - sum_of(weighted) / sum; /* -E[log p] */
+        a->entropies[row] = log_sum - sum_of(weighted) / sum; /* -E[log p] */
     }
 }
 

@@ -25,11 +25,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from nanodag.config.footprint import HEAD_BLOCK_BYTES
-from nanodag.model.c_library import c_library, on_threads
+from nanodag.model.c_library import DTYPES, c_library, on_threads
 from nanodag.model.cpu_linear import times_transposed
 
 SOURCE = Path(__file__).with_name("head.c")
-DTYPES = (torch.float32, torch.bfloat16)
 LANES = 16  # at most: how much longer a row's scratch is than V
 IGNORED = -100
 # Tokens that carry loss are taken in multiples of this. A CPU's matmul library compiles a kernel for each new shape and
@@ -44,17 +43,16 @@ def selected_logprobs(
     *,
     temperature: float = 1.0,
     block_bytes: int = HEAD_BLOCK_BYTES,
-    with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target under softmax(hidden @ weight.T / temperature), and that distribution's entropy.
 
     hidden: (N, H) float32 or bfloat16. weight: (V, H), same dtype. targets: (N,) int64 in [0, V). Returns two (N,)
-    float32 tensors, both differentiable; the entropy is all zeros when `with_entropy` is False. Natural logarithms.
+    float32 tensors, both differentiable. Natural logarithms.
     """
     _check(hidden, weight, targets)
     if temperature <= 0.0:
         raise ValueError(f"temperature is {temperature}; it must be above 0. Greedy choices have no log-probability.")
-    return _SelectedLogprobs.apply(hidden, weight, targets, temperature, block_bytes, with_entropy)
+    return _SelectedLogprobs.apply(hidden, weight, targets, temperature, block_bytes)
 
 
 def cross_entropy_sum(
@@ -89,22 +87,20 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
 class _SelectedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, block_bytes: int, entropy: bool
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, block_bytes: int
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)  # to tell what no loss looks at from zeros is to wait for the device
         num_tokens = hidden.shape[0]
         logsumexp = torch.empty(num_tokens, dtype=torch.float32, device=hidden.device)
-        selected = torch.empty_like(logsumexp)
-        entropies = torch.zeros_like(logsumexp)
+        selected, entropies = torch.empty_like(logsumexp), torch.empty_like(logsumexp)
         blocks = _blocks(num_tokens, weight, block_bytes)
         logits = hidden.new_empty(0)
         for block in blocks:
             logits = times_transposed(hidden[block], weight)
-            of_block = score(logits, targets[block], temperature, with_entropy=entropy)
-            selected[block], logsumexp[block], entropies[block] = of_block
+            selected[block], logsumexp[block], entropies[block] = score(logits, targets[block], temperature)
         keep = len(blocks) == 1 and any(ctx.needs_input_grad)
         ctx.save_for_backward(hidden, weight, targets, logsumexp, entropies, logits if keep else None)
-        ctx.temperature, ctx.block_bytes, ctx.entropy = temperature, block_bytes, entropy
+        ctx.temperature, ctx.block_bytes = temperature, block_bytes
         return selected - logsumexp, entropies
 
     @staticmethod
@@ -123,10 +119,10 @@ class _SelectedLogprobs(torch.autograd.Function):
                 logsumexp=logsumexp[block],
                 entropies=entropies[block],
                 d_logprobs=d_logprobs[block],
-                d_entropies=d_entropies[block] if ctx.entropy and d_entropies is not None else None,
+                d_entropies=None if d_entropies is None else d_entropies[block],
             )
             gradients.add(block, d_logits)
-        return *gradients.result(), None, None, None, None
+        return *gradients.result(), None, None, None
 
 
 class _CrossEntropySum(torch.autograd.Function):
@@ -213,15 +209,22 @@ def losses(logits: Tensor, targets: Tensor, *, with_gradient: bool) -> Tensor:
     return (sums.log() + highest - selected).squeeze(1)
 
 
-def score(logits: Tensor, targets: Tensor, temperature: float, *, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Over the temperature: each target's logit, logsumexp, and entropy (0 where not asked for), (N,) float32 each."""
+def score(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Over the temperature: each target's logit, logsumexp, and entropy, (N,) float32 each."""
     if _is_own(logits):
         selected, logsumexp, entropies = torch.zeros(3, len(logits)).unbind()
-        outputs = {"selected": selected, "logsumexp": logsumexp, "entropies": entropies if with_entropy else None}
+        outputs = {"selected": selected, "logsumexp": logsumexp, "entropies": entropies}
         _run("score", logits, targets, temperature, **outputs)
         return selected, logsumexp, entropies
     scores = _scores(logits, temperature)
-    return scores.gather(1, targets[:, None]).squeeze(1), *_normaliser(scores, with_entropy)
+    selected = scores.gather(1, targets[:, None]).squeeze(1)
+    highest = scores.amax(1, keepdim=True)
+    shifted = scores.sub_(highest)
+    exponentials = shifted.exp()
+    sums = exponentials.sum(1)
+    # H = log(sum) - E[shifted]
+    entropies = sums.log() - exponentials.mul_(shifted).sum(1) / sums
+    return selected, sums.log().add_(highest.squeeze(1)), entropies
 
 
 def score_back(
@@ -283,19 +286,6 @@ def _scores(logits: Tensor, temperature: float) -> Tensor:
     return scores if temperature == 1.0 else scores.div_(temperature)
 
 
-def _normaliser(scores: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor]:
-    """log(sum(exp(scores))) and the entropy (or 0) of each row; writes over `scores`."""
-    highest = scores.amax(1, keepdim=True)
-    if not with_entropy:
-        return scores.sub_(highest).exp_().sum(1).log_().add_(highest.squeeze(1)), torch.zeros_like(highest).squeeze(1)
-    shifted = scores.sub_(highest)
-    exponentials = shifted.exp()
-    sums = exponentials.sum(1)
-    # H = log(sum) - E[shifted]
-    entropy = sums.log() - exponentials.mul_(shifted).sum(1) / sums
-    return sums.log().add_(highest.squeeze(1)), entropy
-
-
 class _Rows(Structure):
     _fields_ = [
         *((name, c_int64) for name in ("num_rows", "vocabulary", "is_bf16")),
@@ -316,13 +306,8 @@ def _run(function: str, logits: Tensor, targets: Tensor, temperature: float, **t
     if lowest < 0 or highest >= vocabulary:  # C would read beyond the row
         raise IndexError(f"targets are from {lowest} to {highest}; the vocabulary has {vocabulary} tokens")
     addresses = {name: None if tensor is None else tensor.data_ptr() for name, tensor in kept.items()}
-    rows = _Rows(
-        num_rows=num_rows,
-        vocabulary=vocabulary,
-        is_bf16=logits.dtype == torch.bfloat16,
-        temperature=temperature,
-        **addresses,
-    )
+    is_bf16 = logits.dtype == torch.bfloat16
+    rows = _Rows(num_rows=num_rows, vocabulary=vocabulary, is_bf16=is_bf16, temperature=temperature, **addresses)
     reference, call = ctypes.byref(rows), getattr(_library(), function)
 
     def work(thread: int, num_threads: int) -> None:

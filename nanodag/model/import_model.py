@@ -131,21 +131,15 @@ def _commit(name: str, revision: str) -> str:
 
     try:
         return str(huggingface_hub.HfApi().model_info(name, revision=revision or None).sha)
-    except (OSError, ValueError, httpx2.HTTPError) as error:
-        return _cached_commit(name, revision, error)
-
-
-def _cached_commit(name: str, revision: str, cause: Exception) -> str:
-    import huggingface_hub
-
-    try:
-        folder = huggingface_hub.snapshot_download(name, revision=revision or None, local_files_only=True)
-    except (OSError, ValueError):
-        raise SourceError(
-            f"Model hub:{name}: the hub does not answer ({cause}) and no copy is in this machine's cache. Check the "
-            "name and the network; or download it elsewhere and name it file:FOLDER."
-        ) from cause
-    return Path(folder).name
+    except (OSError, ValueError, httpx2.HTTPError) as cause:
+        try:
+            folder = huggingface_hub.snapshot_download(name, revision=revision or None, local_files_only=True)
+        except (OSError, ValueError):
+            raise SourceError(
+                f"Model hub:{name}: the hub does not answer ({cause}) and no copy is in this machine's cache. Check "
+                "the name and the network; or download it elsewhere and name it file:FOLDER."
+            ) from cause
+        return Path(folder).name
 
 
 def _download(name: str, revision: str) -> Path:

@@ -23,10 +23,9 @@ from torch.nn import functional
 
 from nanodag.model import cpu_linear
 from nanodag.model.architecture import cpu_layer_fits
-from nanodag.model.c_library import c_library, on_threads
+from nanodag.model.c_library import DTYPES, c_library, on_threads
 
 SOURCE = Path(__file__).with_name("layer.c")
-DTYPES = (torch.float32, torch.bfloat16)
 PARTS = 16  # runs of rows, as in layer.c
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """A function like torch.nn.functional.linear."""
@@ -186,7 +185,7 @@ class RowNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         x = x.contiguous()
         y, scales = torch.empty_like(x), torch.empty(len(x))
-        _run("norm", _of_norm(x, eps, weight=weight, y=y, scales=scales))
+        _run_norm("norm", x, eps, weight=weight, y=y, scales=scales)
         ctx.save_for_backward(x, weight, scales)
         ctx.eps = eps
         return x, y
@@ -197,7 +196,7 @@ class RowNorm(torch.autograd.Function):
         x, weight, scales = ctx.saved_tensors
         d_x, d_weights = torch.empty_like(x), torch.empty(PARTS, x.shape[1])
         tensors = {"d_y": d_y.contiguous(), "added": d_passed.contiguous(), "d_x": d_x, "d_weights": d_weights}
-        _run("norm_back", _of_norm(x, ctx.eps, weight=weight, scales=scales, **tensors))
+        _run_norm("norm_back", x, ctx.eps, weight=weight, scales=scales, **tensors)
         return d_x, d_weights.sum(0).to(weight.dtype), None
 
 
@@ -208,7 +207,7 @@ class Rotated(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, gain: Tensor | None, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
         x, y = x.contiguous(), torch.empty(x.shape, dtype=x.dtype)
         cos, sin = cos.contiguous(), sin.contiguous()
-        _run("rotate", _of_rotation(x, eps, gain=gain, cos=cos, sin=sin, y=y))
+        _run_rotation("rotate", x, eps, gain=gain, cos=cos, sin=sin, y=y)
         ctx.save_for_backward(x, gain, cos, sin)
         ctx.eps = eps
         return y
@@ -219,7 +218,7 @@ class Rotated(torch.autograd.Function):
         x, gain, cos, sin = ctx.saved_tensors
         d_x, d_gains = torch.empty_like(x), torch.empty(PARTS, x.shape[2])
         tensors = {"d_y": d_y.contiguous(), "d_x": d_x, "d_gains": d_gains}
-        _run("rotate_back", _of_rotation(x, ctx.eps, gain=gain, cos=cos, sin=sin, **tensors))
+        _run_rotation("rotate_back", x, ctx.eps, gain=gain, cos=cos, sin=sin, **tensors)
         return d_x, None if gain is None else d_gains.sum(0).to(gain.dtype), None, None, None
 
 
@@ -230,7 +229,7 @@ class Gated(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         gate, up = gate.contiguous(), up.contiguous()
         y = torch.empty_like(gate)
-        _run("gate", _of_gate(gate, up=up, y=y))
+        _run("gate", _Gate(count=gate.numel()), gate.dtype, gate=gate, up=up, y=y)
         ctx.save_for_backward(gate, up)
         return y
 
@@ -239,7 +238,8 @@ class Gated(torch.autograd.Function):
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
         d_gate, d_up = torch.empty_like(gate), torch.empty_like(gate)
-        _run("gate_back", _of_gate(gate, up=up, d_y=d_y.contiguous(), d_gate=d_gate, d_up=d_up))
+        tensors = {"gate": gate, "up": up, "d_y": d_y.contiguous(), "d_gate": d_gate, "d_up": d_up}
+        _run("gate_back", _Gate(count=gate.numel()), gate.dtype, **tensors)
         return d_gate, d_up
 
 
@@ -266,34 +266,26 @@ class _Gate(Structure):
     ]
 
 
-def _of_norm(x: Tensor, eps: float, **tensors: Tensor) -> _Norm:
-    sizes = {"num_rows": x.shape[0], "width": x.shape[1], "is_bf16": x.dtype == torch.bfloat16}
-    return _Norm(**sizes, eps=eps, **_addresses(x.dtype, x=x, **tensors))
-
-
-def _of_rotation(x: Tensor, eps: float, **tensors: Tensor | None) -> _Rotation:
-    sizes = dict(zip(("num_rows", "num_heads", "head_dim"), x.shape, strict=True), is_bf16=x.dtype == torch.bfloat16)
-    return _Rotation(**sizes, eps=eps, **_addresses(x.dtype, x=x, **tensors))
-
-
-def _of_gate(gate: Tensor, **tensors: Tensor) -> _Gate:
-    return _Gate(
-        count=gate.numel(), is_bf16=gate.dtype == torch.bfloat16, **_addresses(gate.dtype, gate=gate, **tensors)
-    )
-
-
 SUMS = ("scales", "d_weights", "d_gains")  # float32 whatever the others are
 
 
-def _addresses(dtype: torch.dtype, **tensors: Tensor | None) -> dict[str, int]:
-    """Addresses of the tensors. C reads all of them without gaps and as one type."""
-    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    for name, tensor in present.items():
-        assert tensor.is_contiguous() and tensor.dtype == (torch.float32 if name in SUMS else dtype), name
-    return {name: tensor.data_ptr() for name, tensor in present.items()}
+def _run_norm(function: str, x: Tensor, eps: float, **tensors: Tensor) -> None:
+    _run(function, _Norm(num_rows=x.shape[0], width=x.shape[1], eps=eps), x.dtype, x=x, **tensors)
 
 
-def _run(function: str, arguments: Structure) -> None:
+def _run_rotation(function: str, x: Tensor, eps: float, **tensors: Tensor | None) -> None:
+    num_rows, num_heads, head_dim = x.shape
+    sizes = _Rotation(num_rows=num_rows, num_heads=num_heads, head_dim=head_dim, eps=eps)
+    _run(function, sizes, x.dtype, x=x, **tensors)
+
+
+def _run(function: str, arguments: Structure, dtype: torch.dtype, **tensors: Tensor | None) -> None:
+    """Call a function of `layer.c`. arguments: its sizes. C reads all tensors without gaps and as one type."""
+    setattr(arguments, "is_bf16", dtype == torch.bfloat16)  # noqa: B010 - a field of each of our structures
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            assert tensor.is_contiguous() and tensor.dtype == (torch.float32 if name in SUMS else dtype), name
+            setattr(arguments, name, tensor.data_ptr())
     call: Callable[..., None] = getattr(_library(), function)
     reference = ctypes.byref(arguments)
     on_threads(lambda thread, count: call(reference, PARTS * thread // count, PARTS * (thread + 1) // count))

@@ -7,7 +7,7 @@ what the trainer computes with. It costs one matrix a layer in memory while grad
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -37,11 +37,11 @@ def merge(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
     return weight + scale * (up @ down)
 
 
-def add_lora(model: nn.Module, *, rank: int, alpha: float, targets: Sequence[str] = LINEARS, seed: int) -> None:
-    """Freeze a model's parameters and put adapters on its layers' matrices of these names. seed: of `down`."""
+def add_lora(model: nn.Module, *, rank: int, alpha: float, seed: int) -> None:
+    """Freeze a model's parameters and put adapters on its layers' matrices. seed: of `down`."""
     generator = torch.Generator().manual_seed(seed)
     model.requires_grad_(False)
-    chosen = [(name, layer) for name, layer in model.named_modules() if name.rpartition(".")[2] in targets]
+    chosen = [(name, layer) for name, layer in model.named_modules() if name.rpartition(".")[2] in LINEARS]
     for _, linear in chosen:
         adapter = LowRank(linear.weight, rank=rank, scale=alpha / rank, generator=generator)
         parametrize.register_parametrization(linear, "weight", adapter)

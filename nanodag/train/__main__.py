@@ -25,27 +25,11 @@ def main() -> None:
     job = load_job()
     stage = prepare(job)
     engine = stage.engine
-    loop = Loop(
-        config=job.config,
-        plan=stage.plan,
-        engine=engine,
-        objective=stage.objective,
-        source=stage.source,
-        checkpoints=stage.checkpoints,
-        write=_write_nothing,
-        validate=stage.score if stage.validation else None,
-        score_core=None,
-        show_samples=lambda step: None,
-    )
-    if stage.checkpoint is not None:
-        loop.resume(stage.checkpoint)
+    loop = Loop(stage)
     resume_step = -1 if stage.checkpoint is None else loop.progress.step  # without one, step 0 is validated again
     metrics_log = MetricsLog(job, resume_step=resume_step) if engine.rank == 0 else None
     if metrics_log is not None:
         loop.write = metrics_log.write
-    loop.show_samples = lambda step: stage.show_samples(step, loop.write)
-    if job.config.core_every:
-        loop.score_core = lambda: stage.score_core(loop.progress.step, loop.write)
     start_seconds = time.perf_counter() - STARTED
     loop.write(loop.progress.step, total=stage.plan.num_steps, event="phase", phase="training", start_s=start_seconds)
     log.info("Started in %.1f s; %d steps to do.", start_seconds, stage.plan.num_steps - loop.progress.step)
@@ -62,17 +46,10 @@ def main() -> None:
     leave()
 
 
-def _write_nothing(*args: Any, **values: Any) -> None:
-    """Ranks above 0 keep no metrics."""
-
-
 def _summed_stats(engine: TrainEngine, stats: dict[str, Any]) -> dict[str, Any]:
-    names = sorted(name for name, value in stats.items() if isinstance(value, int))
-    totals: dict[str, Any] = _sums(engine, {name: stats[name] for name in names})
-    totals["rows_trained"] = [
-        {"url": source.pop("url"), **_sums(engine, source)} for source in map(dict, stats["sources"])
-    ]
-    return totals
+    totals: dict[str, Any] = _sums(engine, {n: value for n, value in sorted(stats.items()) if isinstance(value, int)})
+    sources = map(dict, stats["sources"])
+    return totals | {"rows_trained": [{"url": source.pop("url"), **_sums(engine, source)} for source in sources]}
 
 
 def _sums(engine: TrainEngine, counts: dict[str, int]) -> dict[str, int]:

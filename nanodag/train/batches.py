@@ -19,28 +19,17 @@ from nanodag.data.mixture import Drawn, Mixture
 from nanodag.data.opening import Part
 from nanodag.data.records import record_bytes
 from nanodag.data.shuffle import permutation
-from nanodag.errors import ConfigError, SourceError
+from nanodag.errors import ConfigError
 from nanodag.train.packing import Batch, Packer, Piece, conversation_piece, document_piece, make_batch
 
 _DRAWN_AT_ONCE = 64  # records that are tokenised in one call
 NO_STRETCH = 2**53  # behind the end of the data
 
 
-@dataclass(frozen=True)
-class _Counts:
-    """Totals since the beginning."""
-
-    batches: int = 0
-    tokens: int = 0  # inputs that are not padding
-    label_tokens: int = 0  # predictions that carry loss
-    padding: int = 0
-    document_tokens: int = 0  # inputs that are of documents
-    records: int = 0
-    truncated_records: int = 0
-    truncated_tokens: int = 0
-    dropped_records: int = 0
-    dropped_tokens: int = 0
-    cut_documents: int = 0
+_COUNTED = (
+    *("batches", "tokens", "label_tokens", "padding", "document_tokens", "records", "truncated_records"),
+    *("truncated_tokens", "dropped_records", "dropped_tokens", "cut_documents"),
+)  # since the beginning, in the order in which a checkpoint keeps them
 
 
 @dataclass(frozen=True)
@@ -55,24 +44,13 @@ class _Chunk:
 
 
 @dataclass(frozen=True)
-class _Position:
-    """Everything after one batch, as it was then. window: the mixture's state before the window's first record; number:
-    windows before it; given: its rows that are in batches, None before the first window. trained: by source, records so
-    far, and those of its first pass."""
-
-    window: dict[str, Any]
-    number: int
-    given: int | None
-    progress: float | None
-    counts: _Counts
-    trained: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True)
 class _Made:
+    """A batch, and what `_position` was after it."""
+
     batch: Batch
     stretch: int
-    position: _Position
+    position: dict[str, Any]
+    progress: float | None
 
 
 class TokenBatches:
@@ -135,9 +113,9 @@ class TokenBatches:
             mirror=mirror,
         )
         self._pieces_of, bos_id, self._pad_id = _tokenising(kind, tokenizer_path)
-        self._make_pieces = self._tokenised
+        self._make_pieces: Callable[[Sequence[Drawn]], list[Piece]] = self._tokenised
         self._new_packer = partial(Packer, sequence_length, cut=cut, bos_id=bos_id)
-        self._counts = _Counts()
+        self._counts = dict.fromkeys(_COUNTED, 0)
         self._trained = [(0, 0)] * len(sources)
         self._prefetch = prefetch
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="batches") if prefetch else None
@@ -146,7 +124,7 @@ class TokenBatches:
         self._tokenisers = ThreadPoolExecutor(tokenising_threads) if tokenising_threads else None
         self._open, self._idle = 0, 0  # the stretch that all ranks have reached; batches of padding given meanwhile
         self._begin(self._mixture.state_dict())
-        self._returned = self._position()
+        self._returned, self._returned_progress = self._position(), self._progress
         self._beginning = self.state_dict()
 
     def __iter__(self) -> "TokenBatches":
@@ -157,7 +135,7 @@ class TokenBatches:
         if made is None:
             raise StopIteration
         self._ahead.popleft()
-        self._returned = made.position
+        self._returned, self._returned_progress = made.position, made.progress
         while self._executor is not None and len(self._ahead) < self._prefetch:
             self._ahead.append(self._submit())
         return made.batch
@@ -169,7 +147,8 @@ class TokenBatches:
         while len(batches) < number and self._has_batch():
             batches.append(next(self))
         self._idle += number - len(batches)
-        return batches + [self._empty_batch()] * (number - len(batches))
+        empty = make_batch([], num_rows=self._rows, row_length=self._length, pad_id=self._pad_id)
+        return batches + [empty] * (number - len(batches))
 
     @property
     def is_waiting(self) -> bool:
@@ -188,16 +167,7 @@ class TokenBatches:
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the batch returned last. JSON values; a few numbers a source."""
-        position = self._returned
-        return {
-            "window": position.window,
-            "number": position.number,
-            "given": position.given,
-            "counts": dict(vars(position.counts)),
-            "trained": [list(counts) for counts in position.trained],
-            "open": self._open,
-            "idle": self._idle,
-        }
+        return {**self._returned, "open": self._open, "idle": self._idle}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on behind the batch that was returned last when `state_dict` was called."""
@@ -207,25 +177,25 @@ class TokenBatches:
         if state["given"] is not None:
             self._open_window()
             self._given = state["given"]
-        self._counts = _Counts(**state["counts"])
+        self._counts = dict(state["counts"])
         self._trained = [(records, first) for records, first in state["trained"]]
         self._open, self._idle = state["open"], state["idle"]
-        self._returned = self._position()
+        self._returned, self._returned_progress = self._position(), self._progress
 
     def stats(self) -> dict[str, Any]:
         """Totals of this rank up to the batch returned last.
 
-        batches; tokens (inputs without padding); label_tokens; document_tokens; padding; records; cut_documents;
-        truncated and dropped records and tokens; progress (0 to 1 of a mixture by epochs, else None); sources: by
-        source, url, rows (different records trained) and trained (with their repetitions).
+        batches; tokens (inputs without padding); label_tokens (predictions that carry loss); document_tokens (inputs of
+        documents); padding; records; cut_documents; truncated and dropped records and tokens; progress (0 to 1 of a
+        mixture by epochs, else None); sources: by source, url, rows (different records trained) and trained (with their
+        repetitions).
         """
-        position = self._returned
-        counts = dict(vars(position.counts))
+        counts = dict(self._returned["counts"])
         counts["batches"] += self._idle
         counts["padding"] += self._idle * self._rows * self._length
-        trained = zip(self._mixture.sources, position.trained, strict=True)
+        trained = zip(self._mixture.sources, self._returned["trained"], strict=True)
         sources = [{"url": config.url, "rows": first, "trained": records} for config, (records, first) in trained]
-        return {**counts, "progress": position.progress, "sources": sources}
+        return {**counts, "progress": self._returned_progress, "sources": sources}
 
     def count(self) -> list[int]:
         """Batches of this rank in each stretch, found by packing everything once; the position stays. A rank alone has
@@ -239,7 +209,7 @@ class TokenBatches:
                 "State how many tokens to train on."
             )
         here = self.state_dict()
-        self._make_pieces = _LengthsOf(self._tokenised, self._length).pieces
+        self._make_pieces = partial(self._lengths, {})
         self.load_state_dict(self._beginning)
         rows: Counter[int] = Counter()
         while self._open_window():
@@ -258,9 +228,6 @@ class TokenBatches:
     def _has_batch(self) -> bool:
         upcoming = self._upcoming()
         return upcoming is not None and (self._is_alone or upcoming.stretch <= self._open)
-
-    def _empty_batch(self) -> Batch:
-        return make_batch([], num_rows=self._rows, row_length=self._length, pad_id=self._pad_id)
 
     def _upcoming(self) -> _Made | None:
         if not self._ahead:
@@ -310,7 +277,7 @@ class TokenBatches:
         for source, epoch in (piece.record for piece in pieces if piece.record is not None):
             records, first = self._trained[source]
             self._trained[source] = records + 1, first + (epoch == 0)
-        return _Made(batch, stretch, self._position())
+        return _Made(batch, stretch, self._position(), self._progress)
 
     def _open_window(self) -> bool:
         """Read, pack and shuffle the next window; False at the end of the data."""
@@ -329,11 +296,7 @@ class TokenBatches:
                 if (fitting := self._fitting(piece)) is not None:
                     packer.add(replace(fitting, record=(drawn.source, drawn.epoch)))
         rows = list(iter(packer.row, []))
-        self._add(
-            records=num_records,
-            cut_documents=packer.num_cut,
-            dropped_tokens=packer.num_dropped_positions,
-        )
+        self._add(records=num_records, cut_documents=packer.num_cut, dropped_tokens=packer.num_dropped_positions)
         if not rows:
             return False
         assert start is not None and stretch is not None
@@ -348,7 +311,11 @@ class TokenBatches:
         drawn: list[Drawn] = []
         before: dict[str, Any] = {}
         while len(drawn) < _DRAWN_AT_ONCE:
-            record, state = self._held_back or self._next_record()
+            if self._held_back is None:
+                state = self._mixture.state_dict()
+                record = next(self._mixture, None)
+            else:
+                record, state = self._held_back
             if record is None or (drawn and record.stretch != drawn[0].stretch):
                 self._held_back = None if record is None else (record, state)
                 break
@@ -361,12 +328,20 @@ class TokenBatches:
         pieces = make if self._tokenisers is None else self._tokenisers.submit(make).result
         return _Chunk(drawn, pieces, before, self._mixture.progress)
 
-    def _next_record(self) -> tuple[Drawn | None, dict[str, Any]]:
-        state = self._mixture.state_dict()
-        return next(self._mixture, None), state
-
     def _tokenised(self, drawn: Sequence[Drawn]) -> list[Piece]:
         return self._pieces_of([record.record for record in drawn])
+
+    def _lengths(self, known: dict[tuple[int, int], Piece], drawn: Sequence[Drawn]) -> list[Piece]:
+        """Pieces as long as a record's own, without its tokens: a record is tokenised once, whatever the passes. known:
+        those of records that were, by source and index."""
+        new = [draw for draw in drawn if (draw.source, draw.index) not in known]
+        for draw, piece in zip(new, self._tokenised(new), strict=True):
+            # Of a conversation that is truncated, what is left may hold nothing to learn.
+            is_trained = bool((piece.trained if piece.is_document else piece.trained[: self._length]).any())
+            tokens = np.broadcast_to(np.int32(0), piece.num_positions + 1)
+            blank = Piece(tokens, np.broadcast_to(is_trained, piece.num_positions), piece.is_document)
+            known[draw.source, draw.index] = blank
+        return [known[draw.source, draw.index] for draw in drawn]
 
     def _fitting(self, piece: Piece) -> Piece | None:
         """The piece as the packer may have it, or None for one that is dropped."""
@@ -382,32 +357,20 @@ class TokenBatches:
         return piece
 
     def _add(self, **amounts: int) -> None:
-        self._counts = replace(self._counts, **{k: getattr(self._counts, k) + n for k, n in amounts.items()})
+        for name, amount in amounts.items():
+            self._counts[name] += amount
 
-    def _position(self) -> _Position:
-        num_given = self._given if self._window else None
-        position = self._window_start, self._number, num_given, self._progress
-        return _Position(*position, self._counts, tuple(self._trained))
-
-
-class _LengthsOf:
-    """Pieces as long as a record's own, without its tokens: a record is tokenised once, whatever the passes."""
-
-    def __init__(self, make: Callable[[Sequence[Drawn]], list[Piece]], row_length: int) -> None:
-        self._make, self._row_length = make, row_length
-        self._known: dict[tuple[int, int], Piece] = {}
-
-    def pieces(self, drawn: Sequence[Drawn]) -> list[Piece]:
-        new = [draw for draw in drawn if (draw.source, draw.index) not in self._known]
-        for draw, piece in zip(new, self._make(new), strict=True):
-            self._known[draw.source, draw.index] = self._blank(piece)
-        return [self._known[draw.source, draw.index] for draw in drawn]
-
-    def _blank(self, piece: Piece) -> Piece:
-        # Of a conversation that is truncated, what is left may hold nothing to learn.
-        is_trained = bool((piece.trained if piece.is_document else piece.trained[: self._row_length]).any())
-        tokens = np.broadcast_to(np.int32(0), piece.num_positions + 1)
-        return Piece(tokens, np.broadcast_to(is_trained, piece.num_positions), piece.is_document)
+    def _position(self) -> dict[str, Any]:
+        """Where reading is, as a checkpoint keeps it. window: the mixture's state before the window's first record;
+        number: windows before it; given: its rows that are in batches, None before the first window. trained: by
+        source, records so far, and those of its first pass."""
+        return {
+            "window": self._window_start,
+            "number": self._number,
+            "given": self._given if self._window else None,
+            "counts": dict(self._counts),
+            "trained": [list(counts) for counts in self._trained],
+        }
 
 
 def tokenising_threads(device: str, *, cores: int, ranks: int) -> int:
@@ -435,8 +398,6 @@ def _tokenising(kind: str, tokenizer_path: Path) -> tuple[Tokenise, int, int]:
 
     if kind == "document":
         return from_documents, encoding.bos_id, encoding.pad_id
-    if kind != "chat":
-        raise SourceError(f"Batches are of kind document or chat; found {kind!r}.")
     renderer = load_renderer(tokenizer_path)
 
     def from_both(records: Sequence[dict[str, Any]]) -> list[Piece]:

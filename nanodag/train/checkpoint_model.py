@@ -3,7 +3,6 @@
 Writes the weights of one of its checkpoints as a Hugging Face directory, such as the stage itself leaves at its end.
 """
 
-import json
 import math
 import sys
 from pathlib import Path
@@ -14,9 +13,9 @@ from torch import Tensor
 from nanodag.errors import ConfigError, NanodagError
 from nanodag.model.decoder import Decoder
 from nanodag.model.folder import save
+from nanodag.train.checkpoint import saved_state
 from nanodag.train.optimizer import Segment
 from nanodag.train.setup import architecture_of
-from nanodag.train.state import COMMON_FILE, SavedState
 from nanodag.worker.job import read_job
 
 ANCHOR = "model.embed_tokens.weight"  # every model has it; what stands before it stands before every name
@@ -24,12 +23,10 @@ ANCHOR = "model.embed_tokens.weight"  # every model has it; what stands before i
 
 def weights_of(checkpoint: Path) -> dict[str, Tensor]:
     """The master weights, float32, by their names in the model. Raises CorruptArtifact where a part is missing."""
-    common = json.loads((checkpoint / COMMON_FILE).read_text())
-    shapes = {name: tuple(shape) for name, shape in common["shapes"].items()}
-    prefix = next((name.removesuffix(ANCHOR) for name in shapes if name.endswith(ANCHOR)), "")
     weights = {}
-    with SavedState(checkpoint, shapes) as saved:
-        for name, shape in shapes.items():
+    with saved_state(checkpoint) as saved:
+        prefix = next((name.removesuffix(ANCHOR) for name in saved.shapes if name.endswith(ANCHOR)), "")
+        for name, shape in saved.shapes.items():
             flat = torch.empty(math.prod(shape))
             whole = Segment(name=name, shape=shape, flat=0, start=0, offset=0, length=len(flat))
             saved.fill("weights", whole, flat)

@@ -35,10 +35,10 @@ from nanodag.config.supervised import OptimizerConfig
 from nanodag.errors import TrainingDiverged
 from nanodag.inference.bound_store import BoundStore
 from nanodag.inference.number_formats import DTYPES
+from nanodag.train.checkpoint import key, saved_state, write_state
 from nanodag.train.lent_memory import LentMemory
 from nanodag.train.optimizer import Segment, SegmentedOptimizer
 from nanodag.train.shares import Shares, in_buckets
-from nanodag.train.state import Common, SavedState, key, write_state
 
 GATHER_BYTES = 64 << 20
 
@@ -59,7 +59,8 @@ def start_ranks(device: str) -> torch.device:
             torch.cuda.set_device(here)
             options = {"backend": "nccl", "device_id": here}
         if "RANK" in os.environ:
-            dist.init_process_group(store=_store(), rank=int(os.environ["RANK"]), world_size=_world_size(), **options)
+            rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            dist.init_process_group(store=_store(rank, world), rank=rank, world_size=world, **options)
         else:
             # No port is opened: two workers on one machine cannot collide.
             dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, **options)
@@ -68,14 +69,10 @@ def start_ranks(device: str) -> torch.device:
     return here
 
 
-def _world_size() -> int:
-    return int(os.environ["WORLD_SIZE"])
-
-
-def _store() -> dist.Store:
+def _store(rank: int, world: int) -> dist.Store:
     """Meeting place of ranks: torchrun's, or the first rank's, which listens on MASTER_ADDR only."""
-    is_master = os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    return BoundStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), _world_size(), is_master)
+    is_master = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    return BoundStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world, is_master)
 
 
 def leave(code: int = 0) -> NoReturn:
@@ -125,14 +122,8 @@ class TrainEngine:
         whole = {name: tuple(p.shape) for name, p in model.named_parameters()}
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.shapes = {name: whole[name] for name, _ in trained}
-        self._updates = SegmentedOptimizer(
-            trained,
-            self.shapes,
-            optimizer,
-            clip=gradient_clipping,
-            limit=gradient_limit,
-            skips=skips_bad_gradients,
-        )
+        limits: dict[str, Any] = {"clip": gradient_clipping, "limit": gradient_limit, "skips": skips_bad_gradients}
+        self._updates = SegmentedOptimizer(trained, self.shapes, optimizer, **limits)
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns of every optimizer that is not its own
         with contextlib.redirect_stdout(io.StringIO()):  # it prints memory use
             self._engine, self._zero, _, _ = deepspeed.initialize(
@@ -234,11 +225,7 @@ class TrainEngine:
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Whole weights on CPU by name on rank 0, an empty dict elsewhere; all ranks must call it."""
-        out = {}
-        for name, tensor in self.weights():
-            if self.rank == 0:
-                out[name] = tensor.to("cpu", copy=True)
-        return out
+        return {name: tensor.to("cpu", copy=True) for name, tensor in self.weights() if self.rank == 0}
 
     @contextlib.contextmanager
     def whole(self, parameter: nn.Parameter) -> Iterator[Tensor]:
@@ -269,17 +256,17 @@ class TrainEngine:
             return
         planes = self._updates.planes(self.lent_states.readable)
         tensors = {key(plane, segment): view.cpu() for plane, segment, view in planes}
-        for segment in self._updates.segments if snapshot is not None else ():
-            assert snapshot is not None
-            tensors[key("snapshot", segment)] = snapshot[segment.flat].view(-1)[segment.where].cpu()
+        if snapshot is not None:
+            for segment in self._updates.segments:
+                tensors[key("snapshot", segment)] = snapshot[segment.flat].view(-1)[segment.where].cpu()
         num_files = self.world_size if self._sharded else 1
-        common = Common(num_updates=self.num_updates, num_files=num_files, shapes=self.shapes)
+        common = {"num_updates": self.num_updates, "num_files": num_files, "shapes": self.shapes}
         write_state(folder, self.rank, common, tensors)
 
     def load(self, folder: Path) -> list[Tensor] | None:
         """Take weights and optimizer state from what `save` wrote, by any number of ranks at any stage; returns the
         snapshot that was kept beside them. Raises CorruptArtifact when a piece is missing, or ranks disagree."""
-        with SavedState(folder, self.shapes) as saved:
+        with saved_state(folder, self.shapes) as saved:
             for plane, segment, view in self._updates.planes():
                 saved.fill(plane, segment, view)
             self._updates.num_updates = saved.num_updates
@@ -308,58 +295,48 @@ class TrainEngine:
 
         DeepSpeed makes parameters (under ZeRO-3 their shards) views into its flat buffers, so addresses say where.
         """
-        named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        named: list[tuple[str, Any]] = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
         zero = self._zero
+        segments: list[Segment] = []
+
+        def hold(name: str, *, flat: int, start: int, offset: int, length: int) -> None:
+            if length > 0:
+                place = {"flat": flat, "start": start, "offset": offset, "length": length}
+                segments.append(Segment(name=name, shape=self.shapes[name], **place))
+
         if self.zero_stage == 3:
-            masters = zero.fp32_partitioned_groups_flat
-            flats = zero.fp16_partitioned_groups_flat
-            return masters, [s for s in (self._shard_segment(n, p, flats) for n, p in named) if s.length > 0]
+            masters, flats = zero.fp32_partitioned_groups_flat, zero.fp16_partitioned_groups_flat
+            for name, parameter in named:  # with the attributes that ZeRO-3 gives it
+                shard = parameter.ds_tensor
+                flat, begin = _position(shard, flats)
+                offset = self.rank * shard.ds_numel
+                length = min(shard.ds_numel, parameter.ds_numel - offset)
+                hold(name, flat=flat, start=begin, offset=offset, length=length)
+            return masters, segments
+        if self.zero_stage == 0:
+            parameters, masters = self._stage_0()
+            order = {id(p): i for i, p in enumerate(parameters)}
+            for name, parameter in named:
+                hold(name, flat=order[id(parameter)], start=0, offset=0, length=parameter.numel())
+            return masters, segments
         if hasattr(zero, "single_partition_of_fp32_groups"):
             masters, flats = zero.single_partition_of_fp32_groups, zero.bit16_groups_flat
-        elif hasattr(zero, "fp32_groups_flat_partition"):
+        else:
             masters, flats = zero.fp32_groups_flat_partition, zero.bf16_groups_flat
-        else:  # stage 0: every parameter has a master of its own, in bf16 a copy, in fp32 itself
-            order = {id(p): i for i, p in enumerate(self._stage_0_parameters())}
-            segments = [
-                Segment(name=n, shape=self.shapes[n], flat=order[id(p)], start=0, offset=0, length=p.numel())
-                for n, p in named
-            ]
-            return self._stage_0_masters(), segments
-        segments = []
         for name, parameter in named:
             flat, begin = _position(parameter.data, flats)
-            size = masters[flat].numel()
-            mine = range(max(begin, self.rank * size), min(begin + parameter.numel(), (self.rank + 1) * size))
-            if mine:
-                segments.append(
-                    Segment(
-                        name=name,
-                        shape=self.shapes[name],
-                        flat=flat,
-                        start=mine.start - self.rank * size,
-                        offset=mine.start - begin,
-                        length=len(mine),
-                    )
-                )
+            first = self.rank * masters[flat].numel()
+            mine = range(max(begin, first), min(begin + parameter.numel(), first + masters[flat].numel()))
+            hold(name, flat=flat, start=mine.start - first, offset=mine.start - begin, length=len(mine))
         return masters, segments
 
-    def _shard_segment(self, name: str, parameter: Any, flats: list[Tensor]) -> Segment:
-        """parameter: with the attributes that ZeRO-3 gives it."""
-        shard = parameter.ds_tensor
-        flat, begin = _position(shard, flats)
-        offset = self.rank * shard.ds_numel
-        length = max(0, min(shard.ds_numel, parameter.ds_numel - offset))
-        return Segment(name=name, shape=self.shapes[name], flat=flat, start=begin, offset=offset, length=length)
-
-    def _stage_0_parameters(self) -> list[nn.Parameter]:
+    def _stage_0(self) -> tuple[list[nn.Parameter], list[Tensor]]:
+        """Parameters, and a master of its own for each: in bf16 a copy, in fp32 itself."""
         if hasattr(self._zero, "fp16_groups"):
-            return [p for group in self._zero.fp16_groups for p in group]
-        return [p for group in self._updates.param_groups for p in group["params"]]
-
-    def _stage_0_masters(self) -> list[Tensor]:
-        if hasattr(self._zero, "fp32_groups"):
-            return [p for group in self._zero.fp32_groups for p in group]
-        return list(self._stage_0_parameters())
+            groups, masters = self._zero.fp16_groups, self._zero.fp32_groups
+        else:
+            groups = masters = [group["params"] for group in self._updates.param_groups]
+        return [p for group in groups for p in group], [p for group in masters for p in group]
 
     @torch.no_grad()
     def _refresh_weights(self) -> None:
@@ -373,7 +350,7 @@ class TrainEngine:
         elif hasattr(zero, "update_lp_params"):
             zero.update_lp_params()
         elif self.precision == "bf16":
-            for parameter, master in zip(self._stage_0_parameters(), self._stage_0_masters(), strict=True):
+            for parameter, master in zip(*self._stage_0(), strict=True):
                 parameter.data.copy_(master.data)
 
 

@@ -48,22 +48,12 @@ class HeldOutRows:
             missing = ((0, batch_rows - len(rows)), (0, 0))
             return np.pad(array[rows].astype(dtype), missing, constant_values=value)
 
-        documents = filled(self.document_ids, -1, np.int32)
         return Batch(
             filled(self.input_ids, pad_id, np.int64),
             filled(self.labels, -100, np.int64),
-            positions_in(documents),
-            documents,
+            filled(self.document_ids, -1, np.int32),
             int(self.surplus_bytes[rows].sum()),
         )
-
-
-def positions_in(document_ids: np.ndarray) -> np.ndarray:
-    """(N, T) int64: the place in its document of each position; padding counts from 0, too."""
-    counting = np.arange(document_ids.shape[1])
-    begins = np.ones(document_ids.shape, dtype=bool)
-    begins[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
-    return counting - np.maximum.accumulate(np.where(begins, counting, 0), axis=1)
 
 
 def held_out_rows(folder: Path, recipe: Mapping[str, Any], make: Callable[[], Iterator[Batch]]) -> HeldOutRows:

@@ -1,86 +1,50 @@
 """The one supervised loop. Pretraining, midtraining and SFT are three configs of it.
 
-It owns accumulation, ranks, schedule, validation, checkpoints and metrics. An Objective gives the loss, TokenBatches
-give the data, and a TrainEngine spreads the weights.
+It owns accumulation, ranks, schedule, validation, checkpoints and metrics. TokenBatches give the data, a TrainEngine
+spreads the weights.
 """
 
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
-from nanodag.config.supervised import SupervisedStage
 from nanodag.data.core_tasks import core_of
 from nanodag.errors import TrainingDiverged
-from nanodag.store.checkpoints import Checkpoints
 from nanodag.train.checkpoint import Progress, load_checkpoint, save_checkpoint
-from nanodag.train.deepspeed_engine import TrainEngine
 from nanodag.train.learning_rate import rate_factor
-from nanodag.train.objective import Objective, to_device
+from nanodag.train.objective import next_token_loss, to_device
 from nanodag.train.packing import Batch
-from nanodag.train.validation import ValidationLoss
+from nanodag.train.setup import PreparedStage
 from nanodag.worker.job import stop_requested
 
 log = logging.getLogger(__name__)
 
 LOSSES_KEPT = 10
 
-WriteMetrics = Callable[..., None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainPlan:
-    """The size of a stage. num_steps: optimizer steps; micro_batches: of one rank in a step; flops_per_token: forward
-    and backward; matrix_flops_per_token: without attention; peak_flops: matmul peak of all ranks, a second."""
-
-    num_steps: int
-    micro_batches: int
-    flops_per_token: int
-    matrix_flops_per_token: int
-    peak_flops: float
-
 
 class Stopped(Exception):
     """A stop was asked for; a checkpoint was written."""
 
 
-@dataclass(kw_only=True)
 class Loop:
-    """One stage on this rank.
+    """One stage on this rank, from its checkpoint where it has one. write: MetricsLog.write on rank 0, nothing
+    elsewhere."""
 
-    source: TokenBatches, the data of this rank. validate: scores the held-out part, None without one.
-    score_core: gives the accuracy of each of CORE's tasks, or None once a stop was asked for; itself None where the
-    config asks for no CORE. show_samples: called with the step after each validation. write: MetricsLog.write on rank
-    0, nothing elsewhere.
-    """
-
-    config: SupervisedStage
-    plan: TrainPlan
-    engine: TrainEngine
-    objective: Objective
-    source: Any
-    checkpoints: Checkpoints
-    write: WriteMetrics
-    validate: Callable[[], ValidationLoss] | None
-    score_core: Callable[[], Mapping[str, float] | None] | None
-    show_samples: Callable[[int], None]
-
-    def __post_init__(self) -> None:
+    def __init__(self, stage: PreparedStage) -> None:
+        self.stage, self.config, self.plan = stage, stage.config, stage.plan
+        self.engine, self.source = stage.engine, stage.source
+        self.write: Callable[..., None] = lambda *args, **values: None
         self.progress = Progress()
         self.best: list[torch.Tensor] | None = None
         self._saved_step = -1
-        self._keeps_best = self.config.patience > 0 and self.validate is not None
-
-    def resume(self, folder: Path) -> None:
-        """Go on from a checkpoint, the same on every rank."""
-        self.progress, self.best = load_checkpoint(folder, self.engine, self.source)
-        self._saved_step = self.progress.step
-        log.info("Going on from step %d of %d.", self.progress.step, self.plan.num_steps)
+        self._keeps_best = self.config.patience > 0 and stage.validation is not None
+        if stage.checkpoint is not None:  # the same on every rank
+            self.progress, self.best = load_checkpoint(stage.checkpoint, self.engine, self.source)
+            self._saved_step = self.progress.step
+            log.info("Going on from step %d of %d.", self.progress.step, self.plan.num_steps)
 
     def run(self) -> None:
         """Train to the end; afterwards the engine holds the weights to publish. Raises Stopped, TrainingDiverged."""
@@ -91,9 +55,9 @@ class Loop:
         while progress.step < self.plan.num_steps and not progress.stopped_early:
             self._step()
             last = progress.step == self.plan.num_steps
-            if self.validate is not None and (last or progress.step % self.config.validation_every == 0):
+            if self.stage.validation is not None and (last or progress.step % self.config.validation_every == 0):
                 self._validate()
-                self.show_samples(progress.step)
+                self.stage.show_samples(progress.step, self.write)
             self._core_where_due()
             stopping = self.engine.highest(stop_requested()) > 0
             if stopping or (progress.step % self.config.checkpoint_every == 0 and not last):
@@ -102,7 +66,7 @@ class Loop:
                 raise Stopped
         if self.best is not None:
             self.engine.restore(self.best)
-        if self.score_core is not None:
+        if self.config.core_every:
             self._core()
 
     def _step(self) -> None:
@@ -110,13 +74,13 @@ class Loop:
         progress, engine = self.progress, self.engine
         batches = self.source.take(self.plan.micro_batches)
         count, tokens, num_waiting = engine.summed(
-            sum(self.objective.count(batch) for batch in batches),
+            float(sum(batch.num_labels for batch in batches)),
             float(sum(batch.num_tokens for batch in batches)),
             float(self.source.is_waiting),
         )
         if num_waiting == engine.world_size:
             self.source.open(-int(engine.highest(-self.source.next_stretch)))
-        sums = self._accumulate(batches, max(count, 1.0))
+        own_loss = self._accumulate(batches, max(count, 1.0))
         factor = rate_factor(progress.step, self.plan.num_steps, self.config.schedule)
         optimizer = self.config.optimizer
         try:
@@ -125,7 +89,7 @@ class Loop:
             )
         except TrainingDiverged as error:
             raise self._diverged(str(error)) from error
-        loss = engine.summed(sums.pop("loss"))[0] / max(count, 1.0)
+        loss = engine.summed(own_loss)[0] / max(count, 1.0)
         if not math.isfinite(loss):
             raise self._diverged(f"The loss is {loss}.")
         seconds = time.perf_counter() - began
@@ -137,23 +101,18 @@ class Loop:
         if progress.step % self.config.log_every == 0 or progress.step in (1, self.plan.num_steps):
             self._report(loss=loss, norm=norm, factor=factor, seconds=seconds, tokens=tokens)
 
-    def _accumulate(self, batches: list[Batch], denominator: float) -> dict[str, float]:
-        """Backward over this rank's micro-batches; sums of the loss and of the objective's metrics."""
-        sums = {"loss": 0.0}
+    def _accumulate(self, batches: list[Batch], denominator: float) -> float:
+        """Backward over this rank's micro-batches; the sum of their losses."""
         losses = []
         for index, batch in enumerate(batches):
-            loss, _, metrics = self.objective.loss(self.engine, to_device(batch, self.engine.device))
+            loss = next_token_loss(self.engine, to_device(batch, self.engine.device))
             self.engine.backward(loss / denominator, last=index == len(batches) - 1)
             losses.append(loss.detach())  # read only after the last: reading waits for the device
-            for name, value in metrics.items():
-                sums[name] = sums.get(name, 0.0) + value
-        sums["loss"] = float(torch.stack(losses).double().sum())
-        return sums
+        return float(torch.stack(losses).double().sum())
 
     def _validate(self) -> None:
-        assert self.validate is not None
         began = time.perf_counter()
-        score = self.validate()
+        score = self.stage.score()
         progress = self.progress
         progress.validation_loss, progress.validation_bits_per_byte = score.loss, score.bits_per_byte
         if not math.isfinite(score.loss):
@@ -182,13 +141,12 @@ class Loop:
         """CORE of the weights as they are, every core_every steps; that of the last ones comes when they are chosen."""
         step, every = self.progress.step, self.config.core_every
         is_between = 0 < step < self.plan.num_steps and not self.progress.stopped_early
-        if self.score_core is not None and is_between and step % every == 0 and self.progress.core_step != step:
+        if every and is_between and step % every == 0 and self.progress.core_step != step:
             self._core()
 
     def _core(self) -> None:
-        assert self.score_core is not None
         began, progress = time.perf_counter(), self.progress
-        accuracies = self.score_core()
+        accuracies = self.stage.score_core(progress.step, self.write)
         if accuracies is None:
             if self._saved_step != progress.step:
                 self._save()
@@ -207,14 +165,8 @@ class Loop:
 
     def _save(self) -> None:
         began = time.perf_counter()
-        save_checkpoint(
-            self.checkpoints,
-            self.engine,
-            self.progress,
-            self.source,
-            num_steps=self.plan.num_steps,
-            best=self.best,
-        )
+        num_steps, checkpoints = self.plan.num_steps, self.stage.checkpoints
+        save_checkpoint(checkpoints, self.engine, self.progress, self.source, num_steps=num_steps, best=self.best)
         self._saved_step = self.progress.step
         log.info("Step %d: checkpoint in %.2f s.", self.progress.step, time.perf_counter() - began)
 

@@ -50,19 +50,6 @@ def conversation_piece(ids: np.ndarray, mask: np.ndarray) -> Piece:
     return Piece(ids, mask[1:], is_document=False)
 
 
-def split_piece(piece: Piece, num_positions: int, bos_id: int) -> tuple[Piece, Piece]:
-    """The first positions of a document, and the rest as a piece that begins with bos again.
-
-    What bos is followed by in the rest is not trained: documents do not begin there. Every prediction of the piece is
-    in one of the two.
-    """
-    assert piece.is_document
-    head = replace(piece, tokens=piece.tokens[: num_positions + 1], trained=piece.trained[:num_positions])
-    tokens = np.concatenate([np.array([bos_id], dtype=np.int32), piece.tokens[num_positions:]])
-    trained = np.concatenate([np.zeros(1, dtype=bool), piece.trained[num_positions:]])
-    return head, Piece(tokens, trained, is_document=True)
-
-
 class Packer:
     """Best-fit packer for rows of row_length.
 
@@ -100,9 +87,8 @@ class Packer:
         row: list[Piece] = []
         room = self._row_length
         while room:
-            piece = self._take_largest(room)
-            if piece is None:
-                piece = self._cut_shortest(room)
+            place = bisect_left(self._keys, (room + 1,)) - 1  # of the largest that fits
+            piece = self._pop(place) if place >= 0 else self._cut_shortest(room)
             if piece is None:
                 break
             row.append(piece)
@@ -115,13 +101,9 @@ class Packer:
         self._pieces[self._serial] = piece
         insort(self._keys, (piece.num_positions, -self._serial))
 
-    def _take_largest(self, room: int) -> Piece | None:
-        place = bisect_left(self._keys, (room + 1,)) - 1
-        return self._pop(place) if place >= 0 else None
-
     def _cut_shortest(self, room: int) -> Piece | None:
-        """The first positions of the shortest document, the oldest of equals; None without a document."""
-        # The shortest one: fewest tokens are lost, or left without what stood before them.
+        """The first positions of the shortest document, the oldest of equals; None without a document. Of the shortest
+        one fewest tokens are lost, or left without what stood before them."""
         shortest = None
         for place, (num_positions, negative) in enumerate(self._keys):
             if shortest is not None and num_positions > self._keys[shortest][0]:
@@ -136,12 +118,19 @@ class Packer:
         return head
 
     def _split(self, piece: Piece, num_positions: int) -> tuple[Piece, Piece | None]:
+        """The first positions of a document, and the rest, unless it is lost, as a piece that begins with bos again.
+
+        What bos is followed by in the rest is not trained: documents do not begin there. Every prediction of the piece
+        is in one of the two.
+        """
+        assert piece.is_document
         self.num_cut += 1
-        head, rest = split_piece(piece, num_positions, self._bos_id)
-        if self._cut == "keep":
-            return head, rest
-        self.num_dropped_positions += int(rest.trained.sum())
-        return head, None
+        head = replace(piece, tokens=piece.tokens[: num_positions + 1], trained=piece.trained[:num_positions])
+        if self._cut == "drop":
+            self.num_dropped_positions += int(piece.trained[num_positions:].sum())
+            return head, None
+        tokens = np.concatenate([np.array([self._bos_id], dtype=np.int32), piece.tokens[num_positions:]])
+        return head, Piece(tokens, np.concatenate([[False], piece.trained[num_positions:]]), is_document=True)
 
     def _pop(self, place: int) -> Piece:
         piece = self._pieces.pop(-self._keys.pop(place)[1])
@@ -153,16 +142,22 @@ class Packer:
 class Batch:
     """Rows for one micro-batch, B x T.
 
-    input_ids: int64. labels: int64, the token to be predicted at each position, -100 for no loss. position_ids: int64,
-    from 0 in each document. document_ids: int32, 0 and up within a row, -1 for padding, whose positions count from 0
-    too. surplus_bytes: of its pieces.
+    input_ids: int64. labels: int64, the token to be predicted at each position, -100 for no loss. document_ids: int32,
+    0 and up within a row, -1 for padding. surplus_bytes: of its pieces.
     """
 
     input_ids: np.ndarray
     labels: np.ndarray
-    position_ids: np.ndarray
     document_ids: np.ndarray
     surplus_bytes: int = 0
+
+    @property
+    def position_ids(self) -> np.ndarray:
+        """int64, from 0 in each document, and in the padding of each row."""
+        documents, counting = self.document_ids, np.arange(self.document_ids.shape[1])
+        begins = np.ones(documents.shape, dtype=bool)
+        begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+        return counting - np.maximum.accumulate(np.where(begins, counting, 0), axis=1)
 
     @property
     def num_tokens(self) -> int:
@@ -180,21 +175,17 @@ def make_batch(rows: Sequence[Sequence[Piece]], *, num_rows: int, row_length: in
     shape = (num_rows, row_length)
     input_ids = np.full(shape, pad_id, dtype=np.int64)
     labels = np.full(shape, -100, dtype=np.int64)
-    positions = np.zeros(shape, dtype=np.int64)
     documents = np.full(shape, -1, dtype=np.int32)
-    counting = np.arange(row_length)
-    for number in range(num_rows):
+    for number, row in enumerate(rows):
         start = 0
-        for document, piece in enumerate(rows[number] if number < len(rows) else ()):
+        for document, piece in enumerate(row):
             end = start + piece.num_positions
             input_ids[number, start:end] = piece.tokens[:-1]
             labels[number, start:end] = np.where(piece.trained, piece.tokens[1:], -100)
-            positions[number, start:end] = counting[: end - start]
             documents[number, start:end] = document
             start = end
-        positions[number, start:] = counting[: row_length - start]
     surplus_bytes = sum(piece.surplus_bytes for row in rows for piece in row)
-    return Batch(input_ids, labels, positions, documents, surplus_bytes)
+    return Batch(input_ids, labels, documents, surplus_bytes)
 
 
 def unpack(batch: Batch) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -20,12 +20,14 @@ LARGEST_LOT = 1000
 def matmul_peak(device: str) -> float:
     """FLOPs a second of one rank's device in the precision that it multiplies fastest: from a data sheet for a known
     GPU, else the best of square matmuls in float32 and in bfloat16, measured in under a second each."""
+    formats = (torch.float32, torch.bfloat16)
     if device != "cuda":
-        return max(_measured_on_cpu(dtype) for dtype in (torch.float32, torch.bfloat16))
+        return max(map(_measured_on_cpu, formats))
     of = torch.cuda.get_device_properties(torch.cuda.current_device())
     capability = float(f"{of.major}.{of.minor}")
     known = known_peak(of.name, of.total_memory, capability)
-    return known or max(_measured_on_gpu(dtype) for dtype in precisions_of(capability))
+    # Before Ampere cuBLAS refuses bfloat16, or emulates it.
+    return known or max(map(_measured_on_gpu, formats if capability >= FAST_BF16_CAPABILITY else formats[:1]))
 
 
 def known_peak(name: str, memory: int, capability: float) -> float:
@@ -34,34 +36,19 @@ def known_peak(name: str, memory: int, capability: float) -> float:
     return gpu_of_cuda(name, memory, capability).peak if capability >= FAST_BF16_CAPABILITY else 0.0
 
 
-def precisions_of(capability: float) -> tuple[torch.dtype, ...]:
-    """Number formats in which a GPU is measured. Before Ampere cuBLAS refuses bfloat16, or emulates it."""
-    return (torch.float32, torch.bfloat16) if capability >= FAST_BF16_CAPABILITY else (torch.float32,)
-
-
-def gpu_size(free_bytes: int, itemsize: int) -> int:
-    """Rows of the square matrices for a GPU: as large as an eighth of its free memory takes three of, for small ones
-    do not fill it."""
-    rows = math.isqrt(int(free_bytes * MEMORY_SHARE) // (3 * itemsize))
-    return max(SMALLEST_GPU_SIZE, min(LARGEST_GPU_SIZE, 1 << (max(rows, 1).bit_length() - 1)))
-
-
-def lot_of(seconds: float) -> int:
-    """Products between two waits, of which one alone takes `seconds`."""
-    return max(1, min(LARGEST_LOT, math.ceil(LOT_S / max(seconds, 1e-9))))
-
-
 def _measured_on_cpu(dtype: torch.dtype) -> float:
     a, b = (torch.randn(CPU_SIZE, CPU_SIZE).to(dtype) for _ in range(2))
     return 2 * CPU_SIZE**3 / _least(lambda: _cpu_seconds(a, b))
 
 
 def _measured_on_gpu(dtype: torch.dtype) -> float:
-    size = gpu_size(torch.cuda.mem_get_info()[0], dtype.itemsize)
+    # Square matrices as large as an eighth of its free memory takes three of, for small ones do not fill it.
+    rows = math.isqrt(int(torch.cuda.mem_get_info()[0] * MEMORY_SHARE) // (3 * dtype.itemsize))
+    size = max(SMALLEST_GPU_SIZE, min(LARGEST_GPU_SIZE, 1 << (max(rows, 1).bit_length() - 1)))
     a, b = (torch.randn(size, size, device="cuda").to(dtype) for _ in range(2))
     out = torch.empty_like(a)
     _gpu_seconds(a, b, out, 1)  # cuBLAS chooses and loads its kernel
-    lot = lot_of(_gpu_seconds(a, b, out, 1))
+    lot = max(1, min(LARGEST_LOT, math.ceil(LOT_S / max(_gpu_seconds(a, b, out, 1), 1e-9))))
     return 2 * size**3 * lot / _least(lambda: _gpu_seconds(a, b, out, lot))
 
 

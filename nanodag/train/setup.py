@@ -32,24 +32,35 @@ from nanodag.train.batches import TokenBatches, tokenising_threads
 from nanodag.train.checkpoint import newest_of_all, planned_steps
 from nanodag.train.deepspeed_engine import TrainEngine
 from nanodag.train.held_out_rows import HeldOutRows, held_out_rows
-from nanodag.train.loop import TrainPlan
-from nanodag.train.objective import NextToken, Objective
 from nanodag.train.packing import Batch, make_batch
 from nanodag.train.peak import matmul_peak
-from nanodag.train.validation import CoreScore, Uncompiled, Validation, ValidationLoss, greedy
+from nanodag.train.validation import Validation, ValidationLoss, core_accuracies, greedy, uncompiled
 from nanodag.worker.job import Job
 
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainPlan:
+    """The size of a stage. num_steps: optimizer steps; micro_batches: of one rank in a step; flops_per_token: forward
+    and backward; matrix_flops_per_token: without attention; peak_flops: matmul peak of all ranks, a second."""
+
+    num_steps: int
+    micro_batches: int
+    flops_per_token: int
+    matrix_flops_per_token: int
+    peak_flops: float
+
+
 @dataclass(kw_only=True)
 class PreparedStage:
-    """A stage made ready on this rank. checkpoint: the one to go on from."""
+    """A stage made ready on this rank. source: its data. validation: None without held-out data. checkpoint: the one to
+    go on from."""
 
     job: Job
+    config: SupervisedStage
     engine: TrainEngine
     model: Decoder
-    objective: Objective
     source: TokenBatches
     validation: Validation | None
     plan: TrainPlan
@@ -61,37 +72,41 @@ class PreparedStage:
         """The held-out score of the current weights."""
         assert self.validation is not None
         # On CPU compiling the forward pass alone takes longer than it saves.
-        with Uncompiled(self.model, active=self.engine.device.type == "cpu"):
+        with uncompiled(self.model, active=self.engine.device.type == "cpu"):
             return self.validation.score()
 
     def score_core(self, step: int, write: Callable[..., None]) -> Mapping[str, float] | None:
         """The accuracy of each of CORE's tasks, of the current weights; None once a stop was asked for."""
-        config = self.job.config
-        core = CoreScore(
-            self.engine,
-            self.model,
-            Encoding(self.tokenizer_path),
-            find_files(bundle_url(config.core_bundle)),
-            limit=config.core_limit,
-            batch_tokens=int(config.micro_batch_tokens),
-        )
 
         def say(done: int) -> None:
             write(step, total=self.plan.num_steps, event="phase", phase="CORE", done=done, of=len(TASKS), unit="tasks")
 
-        with Uncompiled(self.model, active=self.engine.device.type == "cpu"):
-            return core.score(say)
+        with uncompiled(self.model, active=self.engine.device.type == "cpu"):
+            return core_accuracies(
+                self.engine,
+                self.model,
+                Encoding(self.tokenizer_path),
+                find_files(bundle_url(self.config.core_bundle)),
+                limit=self.config.core_limit,
+                batch_tokens=int(self.config.micro_batch_tokens),
+                on_task=say,
+            )
 
     def show_samples(self, step: int, write: Callable[..., None]) -> None:
         """Continue the config's sample prompts greedily and write what came out."""
-        prompts = self.job.config.sample_prompts
+        prompts = self.config.sample_prompts
         if not prompts:
             return
         encoding = Encoding(self.tokenizer_path)
-        rows = [_prompt_ids(prompt, encoding, self.tokenizer_path, self.job.config) for prompt in prompts]
-        stop_ids = encoding.special_ids
-        with Uncompiled(self.model):
-            outputs = greedy(self.engine, rows, stop_ids=stop_ids, device=self.engine.device)
+        if self.config.is_chat:
+            from nanodag.tokenizer.chat import load_renderer
+
+            renderer = load_renderer(self.tokenizer_path)
+            rows = [renderer.prompt([{"role": "user", "content": prompt}]) for prompt in prompts]
+        else:
+            rows = [[encoding.bos_id, *encoding.encode(prompt)] for prompt in prompts]
+        with uncompiled(self.model):
+            outputs = greedy(self.engine, rows, stop_ids=encoding.special_ids, device=self.engine.device)
         for prompt, output in zip(prompts, outputs, strict=True):
             text = encoding.decode(output)
             write(step, total=self.plan.num_steps, event="sample", prompt=prompt, text=text)
@@ -101,13 +116,8 @@ class PreparedStage:
         """Write the current weights as a Hugging Face directory; every rank must call it."""
         weights = self.engine.full_state_dict()
         if self.engine.rank == 0:
-            save(
-                folder,
-                weights,
-                tokenizer=self.tokenizer_path,
-                source=self.job.inputs.get("model"),
-                architecture=self.model.architecture,
-            )
+            source, architecture = self.job.inputs.get("model"), self.model.architecture
+            save(folder, weights, tokenizer=self.tokenizer_path, source=source, architecture=architecture)
         self.engine.barrier()
 
 
@@ -133,9 +143,17 @@ def prepare(job: Job) -> PreparedStage:
     checkpoint = newest_of_all(checkpoints, engine)
     data = _Data(job, tokenizer_path, engine)
     architecture = model.architecture
-    shape = _shape(architecture)
+    shape = Shape(
+        depth=architecture.num_layers,
+        width=architecture.hidden_size,
+        num_heads=architecture.num_heads,
+        num_kv_heads=architecture.num_kv_heads,
+        head_width=architecture.head_dim,
+        mlp_width=architecture.intermediate_size,
+        tied_embeddings=architecture.tied,
+    )
     plan = TrainPlan(
-        num_steps=_num_steps(job, data, checkpoint),
+        num_steps=data.num_steps(checkpoint),
         micro_batches=data.micro_batches,
         flops_per_token=flops_per_token(shape, architecture.vocab_size, config.sequence_length),
         matrix_flops_per_token=flops_per_token(shape, architecture.vocab_size, 0),
@@ -143,9 +161,9 @@ def prepare(job: Job) -> PreparedStage:
     )
     return PreparedStage(
         job=job,
+        config=config,
         engine=engine,
         model=model,
-        objective=NextToken(),
         source=data.training(),
         validation=data.validation(architecture.vocab_size),
         plan=plan,
@@ -157,10 +175,7 @@ def prepare(job: Job) -> PreparedStage:
 
 def _model(job: Job, tokenizer_path: Path) -> Decoder:
     config = job.config
-    options = {
-        "compiled": config.compile is True,
-        "activation_checkpointing": config.activation_checkpointing is True,
-    }
+    options = {"compiled": config.compile is True, "activation_checkpointing": config.activation_checkpointing is True}
     if "model" in job.inputs:
         return load(job.inputs["model"], **options)
     model = Decoder(architecture_of(job, tokenizer_path), **options)
@@ -178,18 +193,6 @@ def architecture_of(job: Job, tokenizer_path: Path) -> Architecture:
         vocabulary=Encoding(tokenizer_path).size,
         rope_theta=config.shape.rope_theta,
         max_positions=config.shape.max_positions,
-    )
-
-
-def _shape(of: Architecture) -> Shape:
-    return Shape(
-        depth=of.num_layers,
-        width=of.hidden_size,
-        num_heads=of.num_heads,
-        num_kv_heads=of.num_kv_heads,
-        head_width=of.head_dim,
-        mlp_width=of.intermediate_size,
-        tied_embeddings=of.tied,
     )
 
 
@@ -222,22 +225,34 @@ class _Data:
         """The stage's batches. By num_epochs they end; by horizon_tokens a mixture by epochs begins again, in another
         order. The next step's are made while one trains."""
         sources = self._config.data
-        passes: dict[str, Any] = {"repeat": mixes_by_epochs(sources)} if self._config.horizon_tokens else self._epochs
+        passes: dict[str, Any] = {"num_epochs": self._config.passes}
+        if self._config.horizon_tokens:
+            passes = {"repeat": mixes_by_epochs(sources)}
         return TokenBatches(sources, prefetch=self.micro_batches, **passes, **self._arguments)
 
-    @property
-    def _epochs(self) -> dict[str, Any]:
-        return {"num_epochs": self._config.passes}
+    def num_steps(self, checkpoint: Path | None) -> int:
+        """Steps of the stage: horizon_tokens, else num_epochs; at most max_steps.
 
-    def num_steps(self) -> int:
-        """Steps of num_epochs over the data. Raises ConfigError for a mixture by weights, which has no pass."""
+        Passes are counted by packing all their data once; a restarted stage reads the number from its checkpoint
+        instead. Raises ConfigError for num_epochs of a mixture by weights, which has no pass.
+        """
+        config = self._config
+        if config.horizon_tokens:
+            num_steps = math.ceil(int(config.horizon_tokens) / int(config.batch_tokens))
+        elif checkpoint is not None:
+            return planned_steps(checkpoint)
+        else:
+            num_steps = self._steps_of_passes()
+        return min(num_steps, config.max_steps) if config.max_steps else num_steps
+
+    def _steps_of_passes(self) -> int:
         sources = self._config.data
         if not mixes_by_epochs(sources):
             raise ConfigError(
                 f"{self._job.name}.num_epochs: {self._config.passes} passes over a mixture by weights have no "
                 "meaning, as it has no end. Set horizon_tokens, or leave out the weights."
             )
-        batches = TokenBatches(sources, **self._epochs, **self._arguments)
+        batches = TokenBatches(sources, num_epochs=self._config.passes, **self._arguments)
         counts = batches.count()
         batches.close()
         # No rank begins a stretch before all have ended the one before: the longest of each decides.
@@ -256,20 +271,18 @@ class _Data:
         if not sources or not config.validation_tokens:
             log.warning("No source has held_out: this stage is not validated.")
             return None
-        pad_id = Encoding(self._tokenizer_path).pad_id
-        rows = self._held_out_rows(sources)
+        encoding, rows = Encoding(self._tokenizer_path), self._held_out_rows(sources)
         if not len(rows.input_ids):
             shares = ", ".join(f"{source.held_out} of {source.url}" for source in sources)
             raise ConfigError(
                 f"{self._job.name}.data: held_out holds out no row to validate on: {shares}. Raise the share, or set "
                 "validation_tokens to 0."
             )
-        batches = rows.batches(
-            rank=self._engine.rank, world=self._engine.world_size, batch_rows=self._rows, pad_id=pad_id
-        )
+        rank, world, pad_id = self._engine.rank, self._engine.world_size, encoding.pad_id
+        batches = rows.batches(rank=rank, world=world, batch_rows=self._rows, pad_id=pad_id)
         empty = make_batch([], num_rows=self._rows, row_length=config.sequence_length, pad_id=pad_id)
         token_bytes = torch.zeros(vocabulary, dtype=torch.int32)
-        encoding_bytes = torch.from_numpy(Encoding(self._tokenizer_path).token_bytes)[:vocabulary]
+        encoding_bytes = torch.from_numpy(encoding.token_bytes)[:vocabulary]
         token_bytes[: len(encoding_bytes)] = encoding_bytes
         return Validation(self._engine, batches, empty, token_bytes)
 
@@ -283,41 +296,16 @@ class _Data:
             yield from islice(batches, num_rows)
             batches.close()
 
+        names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+        tokenizer_files = [self._tokenizer_path / name for name in names]
         adapters = {source.adapter for source in sources if ":" in source.adapter}
         recipe = {
             "sources": [[open_source(s.url, mirror).identity(), s.model_dump(exclude={"url"})] for s in sources],
             "adapters": {name: file_sha256(required_file(name.partition(":")[0], name)) for name in adapters},
-            "tokenizer": {path.name: file_sha256(path) for path in self._tokenizer_files()},
+            # what decides how text and conversations become tokens
+            "tokenizer": {path.name: file_sha256(path) for path in tokenizer_files if path.exists()},
             "code_version": find_kind(config.kind).code_version,
             "num_rows": num_rows,
             **{name: own.get(name, "") for name in ("kind", "sequence_length", "too_long")},
         }
         return held_out_rows(self._job.held_out, recipe, make)
-
-    def _tokenizer_files(self) -> list[Path]:
-        """Digest of all that decides how text and conversations become tokens."""
-        names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-        return [path for name in names if (path := self._tokenizer_path / name).exists()]
-
-
-def _num_steps(job: Job, data: _Data, checkpoint: Path | None) -> int:
-    """Steps of the stage: horizon_tokens, else num_epochs; at most max_steps.
-
-    Passes are counted by packing all their data once; a restarted stage reads the number from its checkpoint instead.
-    """
-    config = job.config
-    if config.horizon_tokens:
-        num_steps = math.ceil(int(config.horizon_tokens) / int(config.batch_tokens))
-    elif checkpoint is not None:
-        return planned_steps(checkpoint)
-    else:
-        num_steps = data.num_steps()
-    return min(num_steps, config.max_steps) if config.max_steps else num_steps
-
-
-def _prompt_ids(prompt: str, encoding: Encoding, tokenizer_path: Path, config: SupervisedStage) -> Sequence[int]:
-    if config.is_chat:
-        from nanodag.tokenizer.chat import load_renderer
-
-        return load_renderer(tokenizer_path).prompt([{"role": "user", "content": prompt}])
-    return [encoding.bos_id, *encoding.encode(prompt)]

@@ -16,17 +16,18 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 
-def in_buckets(names: Sequence[str], num_bytes: Mapping[str, int], largest: int) -> Iterator[list[str]]:
-    """Names in their order, in runs of at most `largest` bytes; a larger tensor comes alone."""
+def in_buckets(names: Sequence[str], sizes: Mapping[str, int], largest: int) -> Iterator[list[str]]:
+    """Names in their order, in runs of at most `largest` bytes or elements; a larger tensor comes alone."""
     bucket: list[str] = []
     size = 0
     for name in names:
-        if bucket and size + num_bytes[name] > largest:
+        if bucket and size + sizes[name] > largest:
             yield bucket
             bucket, size = [], 0
         bucket.append(name)
-        size += num_bytes[name]
-    yield bucket
+        size += sizes[name]
+    if bucket:
+        yield bucket
 
 
 class Shares:

@@ -2,7 +2,8 @@
 on the model as it lies in memory; and a few greedy continuations, so that a person sees what the model has learned."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,9 +53,8 @@ class Validation:
     def score(self) -> ValidationLoss:
         """The score of the current weights."""
         engine = self._engine
-        totals = torch.zeros(
-            4, dtype=torch.float64, device=engine.device
-        )  # nats, labels, nats of labels with bytes, bytes
+        # nats, labels, nats of labels with bytes, bytes
+        totals = torch.zeros(4, dtype=torch.float64, device=engine.device)
         for batch in self._batches:
             moved = to_device(batch, engine.device)
             logprobs, _ = engine(
@@ -62,77 +62,61 @@ class Validation:
             )
             num_bytes = self._token_bytes[moved.labels[moved.labels >= 0]]
             nats = -logprobs.double()
-            totals += torch.stack(
-                [
-                    nats.sum(),
-                    nats.new_tensor(nats.numel()),
-                    nats[num_bytes > 0].sum(),
-                    num_bytes.sum().double() - batch.surplus_bytes,
-                ]
-            )
+            text_bytes = num_bytes.sum().double() - batch.surplus_bytes
+            totals += torch.stack([nats.sum(), nats.new_tensor(nats.numel()), nats[num_bytes > 0].sum(), text_bytes])
         nats_sum, labels, byte_nats, byte_count = engine.summed(*totals.tolist())
         bits_per_byte = byte_nats / math.log(2) / max(byte_count, 1.0)
         return ValidationLoss(loss=nats_sum / max(labels, 1.0), bits_per_byte=bits_per_byte)
 
 
-class CoreScore:
-    """Each rank answers its share of every task's items; it draws no random number and changes no weight.
+def core_accuracies(
+    engine: TrainEngine,
+    model: Decoder,
+    encoding: Encoding,
+    files: Mapping[str, Path],
+    *,
+    limit: int,
+    batch_tokens: int,
+    on_task: Callable[[int], None],
+) -> dict[str, float] | None:
+    """The accuracy of each of CORE's tasks by its label, the same on every rank; None once a stop was asked for on any.
 
-    files: of each task, by its name. limit: items a task, 0 for all. batch_tokens: that a rank's forward pass reads at
-    once, as far as one row is no longer.
+    All ranks must call it, and each answers its share of every task's items; it draws no random number and changes no
+    weight. files: of each task, by its name. limit: items a task, 0 for all. batch_tokens: that a rank's forward pass
+    reads at once, as far as one row is no longer. on_task gets the number of tasks that are done.
     """
+    max_positions = model.architecture.max_positions
+    # As in an eval stage: with bos in front where the tokenizer has one.
+    begin = [encoding.bos_id] if encoding.settings.get("bos_token") is not None else []
 
-    def __init__(
-        self,
-        engine: TrainEngine,
-        model: Decoder,
-        encoding: Encoding,
-        files: Mapping[str, Path],
-        *,
-        limit: int,
-        batch_tokens: int,
-    ) -> None:
-        self._engine, self._model, self._encoding, self._files = engine, model, encoding, files
-        self._limit, self._batch_tokens = limit, batch_tokens
-        self._max_positions = model.architecture.max_positions
+    def document(text: str) -> list[int]:
+        return [*begin, *encoding.encode(text)]
 
-    def score(self, on_task: Callable[[int], None] = lambda done: None) -> dict[str, float] | None:
-        """The accuracy of each task by its label, the same on every rank; None once a stop was asked for on any.
-
-        All ranks must call it. on_task gets the number of tasks that are done.
-        """
-        rank, world = self._engine.rank, self._engine.world_size
-        accuracies: dict[str, float] = {}
-        for done, task in enumerate(TASKS):
-            on_task(done)
-            data = read_items(self._files[task.file], self._limit)
-            num_right = 0
-            for start in range(0, len(data), CHUNK_ITEMS * world):
-                if self._engine.highest(stop_requested()):
-                    return None
-                mine = range(start + rank, min(start + CHUNK_ITEMS * world, len(data)), world)
-                judged = judge_items(self._answers, self._document, self._max_positions, task, data, mine)
-                num_right += sum(item.is_right for item in judged)
-            accuracies[task.label] = self._engine.summed(num_right)[0] / len(data)
-        on_task(len(TASKS))
-        return accuracies
-
-    def _document(self, text: str) -> list[int]:
-        """Token ids as in an eval stage: with bos in front where the tokenizer has one."""
-        ids = self._encoding.encode(text)
-        return [self._encoding.bos_id, *ids] if self._encoding.settings.get("bos_token") is not None else ids
-
-    def _answers(self, questions: Sequence[Question]) -> list[list[AnswerScore]]:
-        engine, head = self._engine, self._model.lm_head
-        batches = in_batches(questions, micro_batch_tokens=self._batch_tokens, max_positions=self._max_positions)
+    def answers(questions: Sequence[Question]) -> list[list[AnswerScore]]:
+        batches = in_batches(questions, micro_batch_tokens=batch_tokens, max_positions=max_positions)
         scores: list[list[AnswerScore]] = [[] for _ in questions]
         for number in range(int(engine.highest(len(batches)))):
             batch = batches[number] if number < len(batches) else EMPTY
-            batch_scores = score_batch(engine, lambda: engine.whole(head.weight), engine.device, batch)
+            batch_scores = score_batch(engine, lambda: engine.whole(model.lm_head.weight), engine.device, batch)
             for (index, _), row_scores in zip(batch.questions, batch_scores, strict=True):
                 if index >= 0:
                     scores[index] = row_scores
         return scores
+
+    rank, world = engine.rank, engine.world_size
+    accuracies: dict[str, float] = {}
+    for done, task in enumerate(TASKS):
+        on_task(done)
+        data = read_items(files[task.file], limit)
+        num_right = 0
+        for start in range(0, len(data), CHUNK_ITEMS * world):
+            if engine.highest(stop_requested()):
+                return None
+            mine = range(start + rank, min(start + CHUNK_ITEMS * world, len(data)), world)
+            num_right += sum(item.is_right for item in judge_items(answers, document, max_positions, task, data, mine))
+        accuracies[task.label] = engine.summed(num_right)[0] / len(data)
+    on_task(len(TASKS))
+    return accuracies
 
 
 @torch.no_grad()
@@ -158,16 +142,13 @@ def greedy(
     return outputs
 
 
-class Uncompiled:
+@contextmanager
+def uncompiled(model: Decoder, *, active: bool = True) -> Iterator[None]:
     """Inside this block a decoder runs without compiled code: for shapes that come once, compiling costs more than it
     saves."""
-
-    def __init__(self, model: Decoder, *, active: bool = True) -> None:
-        self._model, self._active = model, active
-
-    def __enter__(self) -> None:
-        self._kept = self._model.functions.compiled
-        self._model.functions.compiled = self._kept and not self._active
-
-    def __exit__(self, *error: object) -> None:
-        self._model.functions.compiled = self._kept
+    compiled = model.functions.compiled
+    model.functions.compiled = compiled and not active
+    try:
+        yield
+    finally:
+        model.functions.compiled = compiled

@@ -35,6 +35,12 @@ def project(tmp_path, monkeypatch):
 
 
 @pytest.fixture
+def run(project):
+    """A run of the project, begun."""
+    return opened()
+
+
+@pytest.fixture
 def tell(project):
     """Tell a stage what to do from now on; an empty order takes the last one back."""
 

@@ -22,11 +22,6 @@ from tests.fault.processes import pids_in, wait_for_step, wait_until
 from tests.flow.tiny_runs import opened
 
 
-@pytest.fixture
-def run(project):
-    return opened()
-
-
 def test_a_stage_is_built_once_then_found_and_equal_bytes_of_a_forced_attempt_keep_the_digest(run):
     first, second, forced = (build_stage(run, "tokenizer", {}, force=force) for force in (False, False, True))
     assert (first.was_found, second.was_found) == (False, True)
@@ -147,8 +142,7 @@ def test_what_a_worker_leaves_behind_ends_with_it(run, tell):
     assert not [p for p in psutil.process_iter(["cmdline"]) if orphan in (p.info["cmdline"] or [])]
 
 
-def test_changed_data_is_seen_and_moved_data_is_not(project):
-    run = opened()
+def test_changed_data_is_seen_and_moved_data_is_not(project, run):
     before = build_stage(run, "tokenizer", {})
     (project / "elsewhere").mkdir()
     (project / "elsewhere" / "text.txt").write_text("hello\n" * 100)

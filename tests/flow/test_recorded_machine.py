@@ -93,8 +93,7 @@ def test_a_run_of_gpus_is_refused_where_there_are_too_few_with_what_to_do(projec
     assert opened(only=["pretrain"]).to_do == ["pretrain"], "one GPU is enough for that stage"
 
 
-def test_what_gpus_made_is_not_reproduced_without(project, on):
-    run = opened()
+def test_what_gpus_made_is_not_reproduced_without(run, on):
     build_stage(run, "tokenizer", {})
     made = run.store.get("r:tokenizer")
     of_gpu = replace(made, config={**made.config, "resources": {**made.config["resources"], "device": "cuda"}})

@@ -12,12 +12,6 @@ from nanodag.run.reproduce import reproduce
 from nanodag.run.retention import RetentionPolicy, free, plan
 from nanodag.worker.devices import devices_folder, devices_for, hold
 from tests.fake_stages import FAKES
-from tests.flow.tiny_runs import opened
-
-
-@pytest.fixture
-def run(project):
-    return opened()
 
 
 @pytest.fixture

@@ -115,13 +115,13 @@ def test_the_back_end_by_what_a_device_can(device, capability, dtype, head_dim, 
 
 
 def test_responses_lie_behind_their_prompts_and_flash_attention_has_the_keys_of_both():
-    row = SimpleNamespace(prompts=np.array([[0, 3]]), responses=np.array([[3, 2, 0], [5, 1, 0], [6, 0, 0]]))
-    keys, queries, num_keys = flash_layout(attention.sequences_of_group(row))
+    responses = np.array([[3, 2, 0], [5, 1, 0], [6, 0, 0]])
+    keys, queries, num_keys = flash_layout(attention.sequences_of_group(np.array([[0, 3]]), responses))
     assert queries.tolist() == [3, 2, 1] and num_keys.tolist() == [3, 5, 4]
     assert keys.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 5]
 
 
-LONG_GROUP = SimpleNamespace(prompts=np.array([[0, 1024]]), responses=np.array([[1024, 1024, 0], [2048, 1024, 0]]))
+LONG_GROUP = np.array([[0, 1024]]), np.array([[1024, 1024, 0], [2048, 1024, 0]])
 
 
 @pytest.mark.parametrize("is_group", [False, True])
@@ -139,7 +139,7 @@ def test_long_rows_hold_nothing_of_queries_by_keys_and_wait_for_no_device(
 ):
     """On `meta` the kernel of CUDA is asked what it makes of these shapes; the others compute."""
     monkeypatch.setattr(attention, "back_end_of", lambda query: chosen)
-    attend = group_attention(LONG_GROUP) if is_group else document_attention(np.repeat([0, 1], [2992, 80])[None])
+    attend = group_attention(*LONG_GROUP) if is_group else document_attention(np.repeat([0, 1], [2992, 80])[None])
     tensors = [torch.zeros(1, 3072, heads, 16, dtype=dtype, device=device, requires_grad=True) for heads in (2, 1, 1)]
     with Watched() as seen:
         out = attend(*tensors, window)

@@ -29,7 +29,7 @@ def test_logprobs_entropy_and_gradients_equal_the_plain_formula(block_bytes, tem
     mix = torch.randn(2, 17)
     plain = log_softmax(hidden @ weight.T / temperature, dim=-1)
     wanted = [plain.gather(1, targets[:, None]).squeeze(1), -(plain.exp() * plain).sum(1)][: 1 + with_entropy]
-    options = {"temperature": temperature, "block_bytes": block_bytes, "with_entropy": with_entropy}
+    options = {"temperature": temperature, "block_bytes": block_bytes}
     found = list(selected_logprobs(hidden, weight, targets, **options))[: 1 + with_entropy]
     torch.testing.assert_close(found, wanted)
     ours, theirs = (gradients(sum(map(torch.dot, several, mix)), hidden, weight) for several in (found, wanted))
@@ -105,7 +105,7 @@ def test_logprobs_entropy_and_gradients_in_bfloat16_are_those_of_float64_on_the_
     selected = plain.gather(1, targets[:, None]).squeeze(1)
     mix = torch.randn(2, 40)
     wanted = gradients((selected * mix[0]).sum() - ((plain.exp() * plain).sum(1) * mix[1]).sum(), *exact)
-    logprobs, entropy = selected_logprobs(hidden, weight, targets, temperature=temperature, with_entropy=True)
+    logprobs, entropy = selected_logprobs(hidden, weight, targets, temperature=temperature)
     assert logprobs.dtype == torch.float32
     torch.testing.assert_close(logprobs.double(), selected, rtol=0, atol=1e-5)
     found = gradients((logprobs * mix[0] + entropy * mix[1]).sum(), hidden, weight)

@@ -33,6 +33,13 @@ def write_tokenizer(folder: Path) -> None:
     save_tokenizer(train_bpe(iter(texts), 300), folder)
 
 
+def with_inputs(folder: Path) -> Path:
+    """The folder, with prose and a tokenizer in it."""
+    write_prose(folder / "prose.jsonl")
+    write_tokenizer(folder / "tokenizer")
+    return folder
+
+
 def pretrain(folder: Path, **changes: Any) -> dict[str, Any]:
     """Config of a pretrain stage on `folder`/prose.jsonl: 12 steps, a checkpoint every 3."""
     return {

@@ -10,9 +10,9 @@ from nanodag.model.build import initialise
 from nanodag.model.decoder import Decoder
 from nanodag.model.folder import load
 from nanodag.train import checkpoint_model
+from nanodag.train.checkpoint import key, write_state
 from nanodag.train.optimizer import Segment
 from nanodag.train.setup import architecture_of
-from nanodag.train.state import Common, key, write_state
 from nanodag.worker.job import Job, write_job
 from tests.train.stages import pretrain, write_tokenizer
 
@@ -40,7 +40,7 @@ def convert(monkeypatch, job, folder, model, prefix):
             place = {"offset": rank * len(halves[0]), "length": len(halves[rank])}
             segment = Segment(name=name, shape=shapes[name], flat=0, start=0, **place)
             pieces[key("weights", segment)] = halves[rank].clone()
-        write_state(checkpoint, rank, Common(num_updates=3, num_files=2, shapes=shapes), pieces)
+        write_state(checkpoint, rank, dict(num_updates=3, num_files=2, shapes=shapes), pieces)
     monkeypatch.setattr(sys, "argv", ["-", str(job.workspace), str(checkpoint), str(folder / "model")])
     return checkpoint_model.main()
 

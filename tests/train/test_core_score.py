@@ -19,9 +19,7 @@ from tests.train import forks, stages
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("core")
-    stages.write_prose(folder / "prose.jsonl")
-    stages.write_tokenizer(folder / "tokenizer")
+    folder = stages.with_inputs(tmp_path_factory.mktemp("core"))
     write_bundle(folder)
     return folder
 
@@ -143,14 +141,15 @@ class CountedLoop(Loop):
 def test_a_stop_amid_core_leaves_a_checkpoint_from_which_it_is_scored_again():
     all_right = dict.fromkeys([task.label for task in TASKS], 1.0)
     answers, written = [all_right, None, None, all_right, all_right], []
-    loop = CountedLoop(
-        config=SimpleNamespace(core_every=2, patience=0, validation_every=1, checkpoint_every=100),
+    stage = SimpleNamespace(
+        config=SimpleNamespace(core_every=2, patience=0, checkpoint_every=100),
         plan=SimpleNamespace(num_steps=5),
         engine=SimpleNamespace(highest=float),
-        write=lambda step, **values: written.append((step, values["core"])),
-        score_core=lambda: answers.pop(0),
-        **dict.fromkeys(("objective", "source", "checkpoints", "validate", "show_samples")),
+        score_core=lambda step, write: answers.pop(0),
+        **dict.fromkeys(("source", "validation", "checkpoint")),
     )
+    loop = CountedLoop(stage)
+    loop.write = lambda step, **values: written.append((step, values["core"]))
     with pytest.raises(Stopped):
         loop.run()
     assert (loop.num_saved, loop.progress.core_step, written) == (1, 2, [(2, 1.0)])

@@ -11,7 +11,7 @@ from torch.func import functional_call
 from nanodag.config.dial import Shape
 from nanodag.model.build import initialise, qwen3_architecture
 from nanodag.model.decoder import Decoder
-from nanodag.train.objective import NextToken, to_device
+from nanodag.train.objective import next_token_loss, to_device
 from nanodag.train.packing import Piece, conversation_piece, make_batch
 from nanodag.train.validation import Validation
 from tests.sampler.other_device import NAME, OtherDevice
@@ -54,7 +54,7 @@ def test_loss_gradients_and_validation_are_the_same_and_no_loss_waits_for_the_de
         weights = {name: p.detach().to(device).requires_grad_() for name, p in model.named_parameters()}
         engine = OneRank(model, device, weights)
         with Watched() as seen:
-            loss, _, _ = NextToken().loss(engine, to_device(BATCH, device))
+            loss = next_token_loss(engine, to_device(BATCH, device))
         assert not seen.reads
         gradients = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
         assert loss.device.type == device.type and all(g is None or g.device.type == device.type for g in gradients)

@@ -12,7 +12,7 @@ def test_a_rank_takes_its_own_gpu_before_nccl_starts_and_names_it_to_nccl(monkey
     monkeypatch.setattr(deepspeed_engine.os, "environ", dict(variables))
     called = []
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
-    monkeypatch.setattr(deepspeed_engine, "_store", lambda: None)
+    monkeypatch.setattr(deepspeed_engine, "_store", lambda rank, world: None)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: called.append(("gpu", device)))
     monkeypatch.setattr(dist, "init_process_group", lambda **options: called.append((options["backend"], options)))
     device = torch.device("cuda", gpu)

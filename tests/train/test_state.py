@@ -9,9 +9,16 @@ import torch
 
 from nanodag.errors import ConfigError, CorruptArtifact
 from nanodag.store.checkpoints import Checkpoints
-from nanodag.train.checkpoint import Progress, load_checkpoint, newest_of_all, save_checkpoint
+from nanodag.train.checkpoint import (
+    Progress,
+    key,
+    load_checkpoint,
+    newest_of_all,
+    save_checkpoint,
+    saved_state,
+    write_state,
+)
 from nanodag.train.optimizer import Segment
-from nanodag.train.state import Common, SavedState, key, write_state
 
 SHAPES = {"a": (4,)}
 
@@ -24,12 +31,12 @@ def save_two_ranks(folder, *, num_updates=(16, 16)):
     """A parameter of 0 to 3, a half on each rank."""
     for rank, updates in enumerate(num_updates):
         half = torch.arange(4.0)[2 * rank : 2 * rank + 2]
-        common = Common(num_updates=updates, num_files=2, shapes=SHAPES)
+        common = dict(num_updates=updates, num_files=2, shapes=SHAPES)
         write_state(folder, rank, common, {key("weights", piece(2 * rank, 2)): half})
 
 
 def load(folder, shapes=SHAPES):
-    with SavedState(folder, shapes) as saved:
+    with saved_state(folder, shapes) as saved:
         whole = torch.zeros(4)
         saved.fill("weights", piece(0, 4), whole)
         return saved.num_updates, whole.tolist()

@@ -13,10 +13,7 @@ from tests.train import forks, stages
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("stages")
-    stages.write_prose(folder / "prose.jsonl")
-    stages.write_tokenizer(folder / "tokenizer")
-    return folder
+    return stages.with_inputs(tmp_path_factory.mktemp("stages"))
 
 
 def finished(folder, name, config, *, num_ranks=1, **inputs):

@@ -60,7 +60,7 @@ def to_row(batch: MicroBatch, device: torch.device) -> DeviceRow:
 def hidden_states(decoder: Decoder, row: DeviceRow, group: SequenceGroup) -> tuple[Tensor, Share]:
     """(1, N, W), of the tokens before those that this rank scores, and which those are."""
     share = group.share_of(row.token_ids, row.position_ids, row.predictors, row.targets)
-    attend = group.attention(group_attention(row.host), len(row.token_ids))
+    attend = group.attention(group_attention(row.host.prompts, row.host.responses), len(row.token_ids))
     hidden = decoder(share.token_ids, share.position_ids, attend=attend, want="hidden")
     # A prompt's last token predicts the first token of each of its responses, so places repeat.
     return hidden.index_select(1, share.predictors), share

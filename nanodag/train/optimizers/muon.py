@@ -17,6 +17,7 @@ from torch import distributed as dist
 from nanodag.config.supervised import OptimizerConfig
 from nanodag.registry import entry, optimizer_named
 from nanodag.train.optimizer import Held, Segment
+from nanodag.train.shares import in_buckets
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NUM_ITERATIONS = 5
@@ -111,38 +112,24 @@ def _exchange_and_update(
 ) -> None:
     """Update a bucket: every rank gets all its matrices, updates a share of them, gets all updates. Both exchanges are
     sums in which each element has one term that is not zero, so they are exact."""
-    begins, total = {}, 0
-    for name in names:
-        begins[name] = total
-        total += math.prod(shapes[name])
-    whole = torch.zeros(total, dtype=dtype, device=device)
+    sizes = [math.prod(shapes[name]) for name in names]
+    whole = torch.zeros(sum(sizes), dtype=dtype, device=device)
+    flats = dict(zip(names, whole.split(sizes), strict=True))
     for name in names:
         for segment, piece in held[name]:
-            begin = begins[name] + segment.offset
-            whole[begin : begin + segment.length] = piece
+            flats[name][segment.offset : segment.offset + segment.length] = piece
     dist.all_reduce(whole)
     updates = torch.zeros_like(whole)
-
-    def matrix(flat: Tensor, name: str) -> Tensor:
-        return flat[begins[name] : begins[name] + math.prod(shapes[name])].view(shapes[name])
-
+    flat_updates = dict(zip(names, updates.split(sizes), strict=True))
     mine = names[dist.get_rank() :: dist.get_world_size()]
-    for name, update in _updates({name: matrix(whole, name) for name in mine}, dtype):
-        matrix(updates, name).copy_(update)
+    for name, update in _updates({name: flats[name].view(shapes[name]) for name in mine}, dtype):
+        flat_updates[name].view(shapes[name]).copy_(update)
     dist.all_reduce(updates)
     for name in names:
         for segment, piece in held[name]:
-            begin = begins[name] + segment.offset
-            piece.copy_(updates[begin : begin + segment.length]).mul_(_scale(shapes[name]))
+            update = flat_updates[name][segment.offset : segment.offset + segment.length]
+            piece.copy_(update).mul_(_scale(shapes[name]))
 
 
-def _buckets(names: Sequence[str], shapes: Shapes) -> list[list[str]]:
-    buckets: list[list[str]] = []
-    size = BUCKET_ELEMENTS
-    for name in names:
-        size += math.prod(shapes[name])
-        if size > BUCKET_ELEMENTS:
-            buckets.append([])
-            size = math.prod(shapes[name])
-        buckets[-1].append(name)
-    return buckets
+def _buckets(names: Sequence[str], shapes: Shapes) -> Iterator[list[str]]:
+    return in_buckets(names, {name: math.prod(shapes[name]) for name in names}, BUCKET_ELEMENTS)
