@@ -137,10 +137,13 @@ class Tool(RequestBody):
     function: Function
 
 
-class CalledFunction(RequestBody):
-    """A function by its name. arguments: JSON."""
-
+class NamedFunction(RequestBody):
     name: str
+
+
+class CalledFunction(NamedFunction):
+    """arguments: JSON."""
+
     arguments: str = "{}"
 
 
@@ -175,7 +178,7 @@ class Message(RequestBody):
 
 class NamedTool(RequestBody):
     type: Literal["function"] = "function"
-    function: CalledFunction
+    function: NamedFunction
 
 
 class JsonSchema(RequestBody):

@@ -149,8 +149,16 @@ class ParsedAnswer:
 
     def _num_held(self) -> int:
         """Characters at the end that a stop string may begin with."""
-        begun = (size for stop in self._stops for size in range(1, len(stop)) if self._content.endswith(stop[:size]))
-        return max(begun, default=0)
+        longest = len(self._content)
+        return max(
+            (
+                size
+                for stop in self._stops
+                for size in range(1, min(len(stop) - 1, longest) + 1)
+                if self._content.endswith(stop[:size])
+            ),
+            default=0,
+        )
 
 
 def _of_prompt(completion: Completion) -> list[ScoredToken]:

@@ -11,7 +11,6 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 
 import uvicorn
@@ -126,7 +125,13 @@ async def _serve(args: argparse.Namespace, extra_routes: Routes, ready: Callable
         finally:
             loop.remove_signal_handler(signal.SIGTERM)
         models = {name: await with_its_context(model) for name, model in models.items()}
-        limits = Limits(**{field.name: getattr(args, field.name) for field in fields(Limits) if field.name in args})
+        limits = Limits(
+            max_body_bytes=args.max_body_bytes,
+            max_prompt_tokens=args.max_prompt_tokens,
+            max_new_tokens=args.max_new_tokens,
+            max_waiting=args.max_waiting,
+            request_timeout_s=args.request_timeout_s,
+        )
         metrics = Metrics(models)
         app = application(
             models,

@@ -129,18 +129,16 @@ class CompletionReply(Reply):
         self._begun: set[int] = set()  # choices whose prompt was said
 
     def choice(self, sample: SampledChoice, new: New) -> dict[str, Any]:
-        return self.parts(sample, new)[0]
-
-    def parts(self, sample: SampledChoice, new: New) -> list[dict[str, Any]]:
-        answer = sample.answer
         is_first = self._echo and sample.index not in self._begun
-        if not (new.content or new.scored or is_first or answer.finish_reason):
-            return []
         self._begun.add(sample.index)
         scored = [*(self._of_prompt(sample) if is_first else ()), *new.scored]
         text = (sample.prompt_text if is_first else "") + new.content
-        scores = self._scores(scored, sample)
-        return [{"index": sample.index, "text": text, "logprobs": scores, **_end(sample)}]
+        return {"index": sample.index, "text": text, "logprobs": self._scores(scored, sample), **_end(sample)}
+
+    def parts(self, sample: SampledChoice, new: New) -> list[dict[str, Any]]:
+        is_first = self._echo and sample.index not in self._begun
+        is_new = new.content or new.scored or is_first or sample.answer.finish_reason
+        return [self.choice(sample, new)] if is_new else []
 
     def _of_prompt(self, sample: SampledChoice) -> list[ScoredToken]:
         if not self._echo or not sample.answer.prompt_scores:

@@ -22,7 +22,6 @@ from nanodag.config.resolve import portable, read_document
 from nanodag.errors import ServerError, StoreBusy
 from nanodag.errors.words import counted, duration
 from nanodag.host.machine import machine_of
-from nanodag.run.preflight import check_before_start
 from nanodag.run.progress import progress_of
 from nanodag.run.python_path import note_python_path
 from nanodag.run.record import check_gpus, locations_of, merged, pipeline_file, refuse_composed, store_of, unfinished
@@ -64,6 +63,8 @@ def run_pipeline(
     take_over(store, name, server, console)
     check_gpus(name, resolved, list(pipeline.stages), store.find_run(name))
     to_build = unfinished(pipeline, store.find_run(name))
+    from nanodag.run.preflight import check_before_start  # numpy and more, which other commands of a run do without
+
     check_before_start(pipeline, file=path, remembered=store.local / "checked", to_build=to_build)
     note_python_path(store.local, name)
     num_stages = counted(len(pipeline.stages), "stage")

@@ -158,9 +158,8 @@ entry("simpleqa", "prompt")(_columns("problem", "answer", "short_answer"))
 @entry("aime", "prompt")
 def aime(row: Mapping[str, Any]) -> dict[str, Any]:
     """A problem whose answer is an integer; the copies on the hub write the columns in three ways."""
-    lower = {name.lower(): value for name, value in row.items()}
-    question = lower["problem"] if "problem" in lower else lower["question"]
-    return _prompt(question, str(int(lower["answer"])), "math")
+    question = next((name for name in ("Problem", "question", "Question") if name in row), "problem")
+    return _prompt(row[question], str(int(row["answer"] if "answer" in row else row["Answer"])), "math")
 
 
 @entry("reasoning_gym", "conversation")

@@ -227,14 +227,14 @@ def open_binary(path: Path) -> IO[bytes]:
 
 
 def _lines(path: Path, stream: IO[bytes]) -> Iterator[bytes]:
-    """Lines of a stream; a damaged compressed stream is named with the last good line."""
+    """Lines of a stream; a damaged compressed stream is named with the last line that was read of it."""
     number = 0
     try:
         for line in stream:
             yield line
             number += 1
     except (EOFError, OSError, zlib.error) as error:
-        raise SourceError(f"{path} is damaged after line {number}: {error}. Fetch it again.") from error
+        raise SourceError(f"{path} is damaged at or after line {number}: {error}. Fetch it again.") from error
 
 
 def hotpot_passages(content: Any) -> list[Row]:

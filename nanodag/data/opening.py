@@ -20,6 +20,8 @@ def open_source(text: str, mirror: Path | None = None) -> Source:
     Raises SourceError when the URL or what it points to is not there; rows are read later.
     """
     url = parse_url(text)
+    if url.kind != "hub" and url.kind not in _OPENERS:
+        raise SourceError(f"{text} is the product of another stage: only a stage that has it as an input can read it.")
     source = hub.open_hub(url, mirror) if url.kind == "hub" else _OPENERS[url.kind](url)
     return source if url.start == 0 and url.stop is None else SlicedSource(source, url.start, url.stop)
 

@@ -170,7 +170,9 @@ def _problems(source: SourceConfig, mirror: Path | None) -> Iterator[tuple[Row, 
                 f"{source.url}, row {index}: a benchmark's prompt is one user turn, maybe behind a system turn; "
                 f"found {roles}."
             )
-        check_reward_of_data(record["reward"], f"use another `adapter`, or mend {source.url}, row {index}")
+        check_reward_of_data(
+            record["reward"], f"name one of these as the `reward` of {source.url} (its row {index} asks for another)"
+        )
         choices = record["metadata"].get("choices", [])
         kept = {name: record[name] for name in ("messages", "answer", "reward", "metadata")}
         item = {

@@ -3,9 +3,9 @@
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from contextlib import suppress
 from functools import cache
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -28,17 +28,24 @@ class MadeOnce(Generic[P, T]):
 
 async def in_thread(call: Callable[[], T]) -> T:
     """The result of a call in a thread of its own, which nobody waits for when the process ends."""
-    future: Future[T] = Future()
-    future.set_running_or_notify_cancel()  # whoever leaves does not end the call
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(value: T | None, error: BaseException | None) -> None:
+        if not future.done():
+            future.set_exception(error) if error is not None else future.set_result(cast(T, value))
 
     def run() -> None:
+        value, error = None, None
         try:
-            future.set_result(call())
-        except BaseException as error:  # noqa: BLE001 - the caller gets it
-            future.set_exception(error)
+            value = call()
+        except BaseException as raised:  # noqa: BLE001 - the caller gets it
+            error = raised
+        with suppress(RuntimeError):  # the loop may have been closed meanwhile
+            loop.call_soon_threadsafe(settle, value, error)
 
     threading.Thread(target=run, daemon=True).start()
-    return await asyncio.wrap_future(future)
+    return await future
 
 
 class LoopThread:

@@ -161,8 +161,11 @@ def instruction_following(prompt: Mapping[str, Any], completion: str) -> Reward:
         raise ValueError(f"the prompt has {len(names)} instructions and arguments for {len(arguments)}")
     if unknown := [name for name in names if name not in RULES]:
         raise ValueError(f"there is no rule for the instruction {unknown[0]!r}; known are {', '.join(sorted(RULES))}")
-    followed = [
-        bool(completion.strip()) and RULES[name](completion, **{k: v for k, v in kwargs.items() if v is not None})
-        for name, kwargs in zip(names, arguments, strict=True)
-    ]
+    followed = []
+    for name, kwargs in zip(names, arguments, strict=True):
+        try:
+            is_met = RULES[name](completion, **{k: v for k, v in kwargs.items() if v is not None})
+        except TypeError as error:
+            raise TypeError(f"The prompt's kwargs do not fit its instruction {name}: {error}") from error
+        followed.append(bool(completion.strip()) and is_met)
     return Reward(float(all(followed)), {"instructions": sum(followed) / len(followed)})

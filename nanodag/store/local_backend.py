@@ -1,5 +1,6 @@
 """A store's bytes on a local folder. An artifact becomes visible all at once, by rename()."""
 
+import contextlib
 import errno
 import os
 import secrets
@@ -92,8 +93,9 @@ class LocalBackend:
                 raise StoreError(f"{home} is a link; nothing is published through one. Remove it.")
             if is_new:
                 fsync_path(home.parent)
-            for name in filter(is_leftover, os.listdir(home)):  # of processes that were killed while they published
-                shutil.rmtree(home / name, ignore_errors=True)
+            with contextlib.suppress(FileNotFoundError):  # another process may just delete this key's last attempt
+                for name in filter(is_leftover, os.listdir(home)):  # of processes that were killed while they published
+                    shutil.rmtree(home / name, ignore_errors=True)
             temporary = home / temporary_name()
             try:
                 _copy(artifact, parts, temporary)

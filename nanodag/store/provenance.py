@@ -48,8 +48,16 @@ def environment(device: str) -> dict[str, Any]:
         "num_cores": usable_cores(),
         "processor": _processor(),
         "device": device,
-        "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
+        "versions": {name: version for name in PACKAGES if (version := _version(name))},
     }
+
+
+def _version(name: str) -> str:
+    """The version of an installed package, "" for one that is missing: it must not cost what was trained without it."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def process_started(process: psutil.Process) -> float:

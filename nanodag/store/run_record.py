@@ -110,7 +110,7 @@ class PointRecord(_Part):
 
     number: int
     overrides: tuple[str, ...]
-    stages: dict[str, str] = {}
+    stages: dict[str, str]
 
 
 class SweepRecord(_Part):

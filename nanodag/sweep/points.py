@@ -54,7 +54,9 @@ def points_of(grid: Sequence[str], listed: Sequence[Sequence[str]]) -> list[Poin
         raise ConfigError("A sweep needs a grid, as rl.learning_rate=[1e-6,2e-6], or a list of points.")
     if len(combined) > MAX_POINTS:
         raise ConfigError(f"The grid has {len(combined)} points; {MAX_POINTS} is the limit. Split it.")
-    return [PointRecord(number=number, overrides=overrides) for number, overrides in enumerate(combined, start=1)]
+    return [
+        PointRecord(number=number, overrides=overrides, stages={}) for number, overrides in enumerate(combined, start=1)
+    ]
 
 
 def make_sweep(

@@ -61,9 +61,10 @@ def telling_metrics(rows: Sequence[PointRow]) -> list[str]:
 
 
 def _table(sweep: Sweep, rows: Sequence[PointRow], labels: Sequence[str], metrics: Sequence[str]) -> Table:
-    body = []
+    body, names = [], sweep.names
     for row in sorted(rows, key=_rank(labels, metrics)):
-        options = [Cell(text=values_of(row.point).get(name, "")) for name in sweep.names]
+        values = values_of(row.point)
+        options = [Cell(text=values.get(name, "")) for name in names]
         scores = [_score_cell(row.scores.get(label)) for label in labels]
         numbers = [Cell(text=f"{row.metrics[m]:.4g}" if m in row.metrics else "") for m in metrics]
         state = Cell(text=row.artifact.key[:8], code=True) if row.artifact else Cell(text="failed", tone="bad")
@@ -108,8 +109,10 @@ def _option_panels(
     option = max(sweep.names, key=lambda name: len({values_of(row.point).get(name) for row in rows}))
     places, ticks, x_label = _axis_of(option, rows)
     lines: dict[str, list[PointRow]] = {}
+    others = [name for name in sweep.names if name != option]
     for row in rows:
-        rest = [f"{n.rpartition('.')[2]} {values_of(row.point).get(n, '')}" for n in sweep.names if n != option]
+        values = values_of(row.point)
+        rest = [f"{name.rpartition('.')[2]} {values.get(name, '')}" for name in others]
         lines.setdefault(", ".join(rest) or option, []).append(row)
     if not places or len(lines) > len(COLOURS):
         places = {row.point.number: float(row.point.number) for row in rows}

@@ -1,11 +1,12 @@
 """What `--help` says, read as by somebody who sees it for the first time."""
 
+import sys
 from importlib.metadata import version
 
 import pytest
 from typer.testing import CliRunner
 
-from nanodag.cli import app
+from nanodag.cli import app, main
 from nanodag.cli.reference import commands
 
 EVERY = {" ".join(path): command for path, command in commands()}
@@ -32,9 +33,12 @@ def test_h_is_help_and_the_version_is_the_packages():
     assert CliRunner().invoke(app, ["--version"]).output == f"nanodag {version('nanodag')}\n"
 
 
-def test_an_error_is_said_once_and_without_a_class(nanodag, tmp_path):
-    said = nanodag(f"config --file {tmp_path}/none.yaml", code=2)
-    assert said.startswith("error: There is no pipeline file ")
+def test_an_error_is_said_once_on_stderr_and_without_a_class(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["nanodag", "config", "--file", f"{tmp_path}/none.yaml"])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    said = capsys.readouterr()
+    assert said.err.startswith("error: There is no pipeline file ") and not said.out
 
 
 def test_stopping_the_server_takes_the_overrides_that_a_run_takes(monkeypatch, tmp_path):

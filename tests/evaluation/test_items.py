@@ -69,7 +69,7 @@ def test_a_continuation_offers_the_true_phrase_and_those_of_three_other_document
 @pytest.mark.parametrize("reward", ["os:system", "remote:http://127.0.0.1:1", "judge:/etc/passwd"])
 def test_data_may_not_name_code_or_an_address_as_the_reward_of_a_benchmark(tmp_path, reward):
     url = write_rows(tmp_path / "p.jsonl", [{"question": "1+1", "answer": "2", "reward": reward}])
-    with pytest.raises(ConfigError, match=rf"asks for the reward {reward}, and data may only .*p\.jsonl, row 0"):
+    with pytest.raises(ConfigError, match=rf"asks for the reward {reward}, and data may only .*p\.jsonl \(its row 0"):
         asked(problems, url, adapter="problem")
 
 

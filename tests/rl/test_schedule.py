@@ -239,11 +239,12 @@ MOMENTS = [("generate", 1), ("generate", 4), ("train", 2), ("train", 5), ("evalu
         *((1, {"generate": 60}, IN_FLIGHT, moment) for moment in (*MOMENTS[1:], ("load", 1))),
     ],
 )
-def test_asked_to_stop_a_step_is_finished_and_the_rest_follows_from_where_it_stopped(lag, slow, options, moment):
+async def test_asked_to_stop_a_step_is_finished_and_the_rest_follows_from_where_it_stopped(lag, slow, options, moment):
     work = FakeWork(evals=(0, 2, 5), slow=slow, stop_at=moment, changes=bool(options))
     begun = schedule(work, lag, **options)
     with pytest.raises(StopRequested):
-        asyncio.run(begun.run())
+        await begun.run()
+    assert not any("_batch" in repr(task.get_coro()) for task in asyncio.all_tasks())
     position = begun.position
     work.check_that_nothing_is_lost(position)
     if not options:
@@ -251,7 +252,7 @@ def test_asked_to_stop_a_step_is_finished_and_the_rest_follows_from_where_it_sto
     assert position.policy <= position.step + 1
     kept = range(position.policy, position.step)  # the controller keeps these weights in the checkpoint
     rest = FakeWork(evals=work.evals, slow=slow, changes=bool(options), kept=kept)
-    run_schedule(rest, lag, position=position, **options)
+    await schedule(rest, lag, position=position, **options).run()
     assert of(work, "train") + of(rest, "train") == ALL and of(work, "evaluate") + of(rest, "evaluate") == [0, 2, 5]
     assert options or work.sampled_by | rest.sampled_by == exact(lag)
 

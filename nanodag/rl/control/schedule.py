@@ -180,9 +180,8 @@ class Schedule:
                 raise
             self._ask_to_stop()  # the signal reached the samplers too
         finally:
-            await _end(task, stop)
-            if self._under_way is not None:
-                await _end(self._under_way)
+            # In one wait: on a stop this is cancelled once more, while it waits.
+            await _end(task, stop, *([] if self._under_way is None else [self._under_way]))
 
     async def _policies(self) -> None:
         while self._policy <= self._num_steps and not self._ends_early():

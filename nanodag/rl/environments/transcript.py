@@ -96,12 +96,13 @@ class Transcript:
         if message is None:
             message = {"role": "assistant", "content": self.text_of(completion)}
         before = None if asked.sequence is None else self._answered[asked.sequence]
+        reason = finish_reason_of(completion)  # first: of one that the sampler gave up the rest may be unsound
         span, said = span_of(completion), meant(plain(message))
         self._answered.append(
             _Answered(
                 asked=asked,
                 span=span,
-                finish_reason=finish_reason_of(completion),
+                finish_reason=reason,
                 said=said,
                 depth=1 + (before.depth if before else 0),
                 num_sampled=len(span.token_ids) + self.num_sampled(asked),

@@ -91,6 +91,8 @@ def prompt_span(token_ids: Sequence[int]) -> Span:
 
 def sampled_span(token_ids: Sequence[int], logprobs: Sequence[float], version: int) -> Span:
     """Sampled tokens of one policy version, all of them trained. Logprobs above 0 by rounding are taken as 0."""
+    if len(logprobs) != len(token_ids):
+        raise ValueError(f"sampled span of {len(token_ids)} tokens has {len(logprobs)} logprobs, not {len(token_ids)}")
     return Span(
         kind="sampled",
         token_ids=tuple(token_ids),

@@ -105,7 +105,7 @@ class Reference:
 
     @torch.no_grad()
     def refresh(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take these, the trainer's of now; every rank must call it."""
+        """Take these weights; every rank must call it."""
         parameters = dict(self.policy.named_parameters())
         for name, tensor in weights:
             parameters[name].copy_(tensor)
@@ -119,7 +119,8 @@ class Reference:
 
     def load(self, folder: Path) -> None:
         """Take back what `save` wrote."""
-        self.refresh(load_file(folder / REFERENCE_FILE).items())
+        saved = load_file(folder / REFERENCE_FILE)
+        self.refresh((name, saved[name]) for name, _ in self.policy.named_parameters())
 
 
 def engine_of(model: nn.Module, config: RLStage, *, learning_rate: float, device: str) -> TrainEngine:
