@@ -5,9 +5,10 @@ a pipeline file. Strings of several lines say what is wrong and the way out.
 """
 
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import chain
 from operator import attrgetter
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from nanodag import registry
@@ -18,6 +19,7 @@ from nanodag.data.config import mixes_by_epochs
 from nanodag.errors import ConfigError
 from nanodag.errors.words import listed
 from nanodag.inference.addresses import parse_address
+from nanodag.inference.protocol import MAX_SAMPLES
 
 if TYPE_CHECKING:
     from nanodag.config.kinds.rl import RLStage
@@ -56,14 +58,18 @@ def _value(stage: "RLStage", name: str) -> Any:
     return attrgetter(full_name(type(stage), name))(stage)
 
 
-def _filled(stage: "RLStage", sentence: str) -> str:
+def _filled(stage: "RLStage", sentence: str, words: Mapping[str, str] = MappingProxyType({})) -> str:
+    """words: what stands for the sentence's words in capitals, filled in together with the rest."""
+
     def text(match: re.Match[str]) -> str:
+        if match[0] in words:
+            return words[match[0]]
         value = _value(stage, match[2])
         value = list(value) if isinstance(value, tuple) else listed(value) if isinstance(value, list) else value
         shown = str(value).lower() if isinstance(value, bool) else f"{value:g}" if match[3] else f"{value}"
         return f"{match[2]} {shown}" if match[1] == "[" else shown
 
-    return _NAMED.sub(text, sentence)
+    return re.sub("|".join([*words, _NAMED.pattern]), text, sentence)
 
 
 def _refuse_unused(stage: "RLStage", names: Collection[str], why: str) -> None:
@@ -87,6 +93,10 @@ def _is_alone(s: "RLStage") -> bool:
 # fmt: off
 CHECKS: tuple[tuple[Callable[["RLStage"], object], str], ...] = (
     # rollouts
+    (lambda s: s.rollout.generate.is_one_turn and s.rollout.is_sampled and s.rollout.samples_per_prompt > MAX_SAMPLES,
+     f"[samples_per_prompt] is above {MAX_SAMPLES}, the most that a sampler takes of one prompt; lower it"),
+    (lambda s: s.rollout.generate.is_one_turn and s.evaluation.eval_samples > MAX_SAMPLES,
+     f"[eval_samples] is above {MAX_SAMPLES}, the most that a sampler takes of one prompt; lower it"),
     (lambda s: s.rollout.over_sampling and s.rollout.over_sampling < s.rollout.num_fresh,
      "[over_sampling] is below the {rollout.num_fresh} new groups of [prompts_per_step]; raise it, or set it to 0 to "
      "generate just what is trained"),
@@ -370,5 +380,6 @@ def _of_rewards(stage: "RLStage") -> Iterator[str]:
             continue
         for is_so, sentence in REWARDS:
             if is_so(stage, reward, traits):
-                text = _filled(stage, sentence).replace("LEAST", f"{traits.least_timeout_s:g}")
-                yield text.replace("FITTING", " or ".join(fitting)).replace("REWARD", reward.name)
+                least = f"{traits.least_timeout_s:g}"
+                words = {"LEAST": least, "FITTING": " or ".join(fitting), "REWARD": reward.name}
+                yield _filled(stage, sentence, words)

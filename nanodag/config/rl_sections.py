@@ -12,7 +12,6 @@ from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.config.section import WHOLE, Auto, Natural, Positive, Precision, Seconds, Share, StageSection, operational
 from nanodag.data.config import SourceConfig
 from nanodag.errors import ConfigError
-from nanodag.inference.protocol import MAX_SAMPLES
 
 HELD_OUT = "eval_reward"
 """What the evaluation on held-out prompts is called where benchmarks are called by their names."""
@@ -25,7 +24,7 @@ class SamplingSection(StageSection):
 
     prompts_per_step: int = Field(32, ge=1, le=100_000_000)
     """Groups that train one step."""
-    samples_per_prompt: int = Field(8, ge=1, le=MAX_SAMPLES)
+    samples_per_prompt: int = Field(8, ge=1, le=1_000_000)
     """Responses of a group."""
     over_sampling: int = Field(0, ge=0, le=100_000_000)
     """Prompts generated for a step; the first prompts_per_step groups that pass the filters, in prompt order, are
@@ -277,7 +276,7 @@ class EvaluationSection(StageSection):
     """Held-out prompts of an evaluation; 0 for none."""
     eval_temperature: float = Field(0.0, ge=0, le=10)
     """Sampling temperature of an evaluation; at 0 each token is the likeliest one."""
-    eval_samples: int = Field(1, ge=1, le=MAX_SAMPLES)
+    eval_samples: int = Field(1, ge=1, le=1_000_000)
     """Answers to each held-out prompt."""
     patience: int = Field(0, ge=0)
     """Evaluations in a row without a better score, by the metric of `keep: best:METRIC`, after which the stage ends and

@@ -164,7 +164,7 @@ def _void(plan: StagePlan, case: Case[EvalStage]) -> Iterator[Fault]:
     """Faults that would make results void: answers that would be cut, prompts without room, a cache too small for one
     sample."""
     positions, (prompt, answer, name) = case.model.max_positions, _widest(case)
-    if (samplers := samplers_of(case)) is None:
+    if not plan.processes or (samplers := samplers_of(case)) is None:
         return
     if prompt + answer > positions:
         room = positions - prompt

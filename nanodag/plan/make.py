@@ -88,7 +88,7 @@ def _planned(pipeline: Pipeline, case: Case[StageBase]) -> StagePlan:
     if pool != "none":
         return replace(plan, notes=(*plan.notes, f"runs in the work pool {pool}: not checked here"))
     faults = [*_gpus(plan, case.machine), *memory_faults(plan, case, formula)]
-    faults += formula.faults(plan, case) if plan.processes else ()
+    faults += formula.faults(plan, case)
     return replace(plan, faults=[f for f in faults if f"{case.name}.{f.setting}" not in pipeline.unchecked])
 
 

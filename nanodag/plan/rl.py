@@ -214,6 +214,8 @@ def _too_large(case: Case[RLStage]) -> tuple[str, object]:
 def _void(plan: StagePlan, case: Case[RLStage]) -> Iterator[Fault]:
     """Faults that would make results void: a batch smaller than asked, a prompt without room, an answer that cannot be
     as long as is asked."""
+    if not plan.processes:
+        return
     stage, sampler, rollout, samplers = case.stage, case.stage.sampler, case.stage.rollout, samplers_of(case)
     context, positions, batch = int(sampler.context), case.model.max_positions, int(sampler.max_batch)
     if samplers.at_once < min(batch, prompts_a_step(stage) * rollout.samples_per_prompt):

@@ -104,6 +104,8 @@ def refusal(file, *overrides, preset="one"):
     ("seed=[1", "Override 'seed=[1': not YAML: did not find expected ',' or ']'."),
     ("seed={a: 1, a: 2}", "Override 'seed={a: 1, a: 2}': the key 'a' stands twice, first in line 1; keep one."),
     ("preset=two", "Override 'preset=two': a preset is chosen with --preset."),
+    ("rl.reward_timeout_s=1e-9", "rl.rollout.reward_timeout_s: must be at least 0.01 (found 1e-09)"),
+    ("rl.samples_per_prompt=5000", "rl: samples_per_prompt 5000 is above 4096, the most that a sampler takes"),
     ("base.zero_stage=true", "base.zero_stage: must be a whole number (found true)"),
     ("stages=5", "Override 'stages=5': `stages` must be a table of stages; found 5."),
 ])  # fmt: skip
@@ -145,6 +147,7 @@ def test_one_fault_is_said_once_and_two_are_two_lines(file, override, message):
     ("a: &a {b: {c: *a}}", "p.yaml, line 1: *a stands within what it names, &a, and would contain itself."),
     ("a: *b", "p.yaml, line 1: there is no &b above for *b."),
     ("a: " + "[" * 3000, "p.yaml, line 1: nested deeper than 50."),
+    ("a: " + "{b: " * 3000, "p.yaml, line 1: nested deeper than 50."),
     ("a: !!python/object/apply:os.system [ls]", "p.yaml, line 1: the tag !!python/object/apply:os.system means"),
     ("{[a]: b}", "p.yaml, line 1: a table or list cannot be a key; braces in text need quotes."),
     ("a: 1\n---\nb: 2", "p.yaml, line 2: a second document (`---`) begins; a pipeline file is one."),

@@ -154,7 +154,7 @@ class RLStage(SampledStage, TrainedStage):
         total = derived.machine.num_gpus
         is_separate = self.placement == "separate" and is_on_gpu and not self.sampler.nodes
         gpus = of_sampler("gpus", max(1, total // 2) if is_separate else (), derived.why("sampler_gpus"))
-        numbers = tuple(range(max(total - gpus, 0), total)) if isinstance(gpus, int) else gpus
+        numbers = tuple(range(max(total - gpus, -1), total)) if isinstance(gpus, int) else gpus
         if is_separate and (not numbers or len(set(numbers)) != len(numbers) or not set(numbers) < set(range(total))):
             raise ConfigError(
                 f"{derived.name}.sampler.gpus: {self.sampler.gpus} of this machine's {total} leaves samplers or "
