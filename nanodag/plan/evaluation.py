@@ -163,9 +163,9 @@ def _too_large(case: Case[EvalStage]) -> tuple[str, object]:
 def _void(plan: StagePlan, case: Case[EvalStage]) -> Iterator[Fault]:
     """Faults that would make results void: answers that would be cut, prompts without room, a cache too small for one
     sample."""
-    positions, (prompt, answer, name) = case.model.max_positions, _widest(case)
     if not plan.processes or (samplers := samplers_of(case)) is None:
         return
+    positions, (prompt, answer, name) = case.model.max_positions, _widest(case)
     if prompt + answer > positions:
         room = positions - prompt
         why = f"tokens and a prompt of about {prompt} are more than the model's {positions} positions: items of {name} "
