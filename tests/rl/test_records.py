@@ -14,6 +14,7 @@ from nanodag.rl.control.step_records import Records, StepLines
 from nanodag.rl.rollouts.batch import RolloutBatch
 from nanodag.rl.rollouts.prompts import Prompt
 from nanodag.rl.rollouts.rollout import Span
+from nanodag.store.atomic import temporary_name
 from nanodag.worker.job import Job, MetricsLog
 from tests.rl.rollouts import of_versions, rollout
 
@@ -37,14 +38,17 @@ def leave(records: Records, steps: range) -> None:
     records.close()
 
 
-def test_an_evaluation_that_the_checkpoint_does_not_have_is_done_again_and_half_a_line_is_left_out(tmp_path):
+def test_an_evaluation_that_the_checkpoint_does_not_have_is_done_again_and_what_was_half_written_is_left_out(tmp_path):
     job = job_in(tmp_path)
     timeline = job.records / "timeline.jsonl"
     leave(Records(job, resume_step=-1), range(1, 4))
     for path in (job.metrics_path, timeline):
         with path.open("a") as stream:
             stream.write('{"event": "st')
+    half_written = job.records / "rollouts" / temporary_name()
+    half_written.touch()
     records = Records(job, resume_step=2, evaluated={HELD_OUT: {"1": 1.0}})
+    assert not half_written.exists()
     found = lines(job.metrics_path)
     # those that the step trained on, not those generated beside it
     assert (found[0]["seconds_generate"], found[0]["seconds_step"]) == (0.5, 1.0)

@@ -55,7 +55,8 @@ class Records:
         for folder in (self._folder, self._benchmarks):
             folder.mkdir(parents=True, exist_ok=True)
             for path in folder.iterdir():
-                if int(path.name.split(".")[0].rpartition("-")[2]) > resume_step:
+                is_half = path.name.startswith(".")  # a process was killed while it wrote it
+                if is_half or int(path.name.split(".")[0].rpartition("-")[2]) > resume_step:
                     path.unlink()
         self._weights, self._profile = job.records / "weights", job.records / "profile"
         for path in self._weights.glob("step-*"):
