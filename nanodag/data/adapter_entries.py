@@ -158,7 +158,7 @@ entry("simpleqa", "prompt")(_columns("problem", "answer", "short_answer"))
 @entry("aime", "prompt")
 def aime(row: Mapping[str, Any]) -> dict[str, Any]:
     """A problem whose answer is an integer; the copies on the hub write the columns in three ways."""
-    question = next((name for name in ("Problem", "question", "Question") if name in row), "problem")
+    question = next((name for name in ("problem", "Problem", "question", "Question") if name in row), "problem")
     return _prompt(row[question], str(int(row["answer"] if "answer" in row else row["Answer"])), "math")
 
 

@@ -47,7 +47,8 @@ def test_a_source_names_the_verifier_and_the_switches_of_its_prompts():
         {"messages": "prompt", "answer": "reward_model.ground_truth"},
     ),
     ("prompt", {"problem": "1?", "a.b": "2"}, {"prompt": "problem", "answer": "a.b"}),
-    ("aime", {"Problem": "1?", "label": 2}, {"answer": "label"}),  # it looks at all columns
+    ("aime", {"Problem": "1?", "label": 2}, {"answer": "label"}),  # it looks for several columns
+    ("aime", {"question": "no", "text": "1?", "answer": 2}, {"problem": "text"}),
 ])  # fmt: skip
 def test_foreign_columns_are_read_without_code(adapter, row, columns):
     found = record_of(row, "prompt", adapter=adapter, columns=columns)

@@ -45,7 +45,7 @@ def test_an_evaluation_that_the_checkpoint_does_not_have_is_done_again_and_what_
     for path in (job.metrics_path, timeline):
         with path.open("a") as stream:
             stream.write('{"event": "st')
-    half_written = job.records / "rollouts" / temporary_name()
+    half_written = job.records / "benchmarks" / temporary_name()
     half_written.touch()
     records = Records(job, resume_step=2, evaluated={HELD_OUT: {"1": 1.0}})
     assert not half_written.exists()
