@@ -25,10 +25,8 @@ from nanodag.config.rl_parts import EntryConfig
 from nanodag.errors import ArtifactNotFound, ConfigError, CorruptArtifact, NanodagError, NewerFormat
 from nanodag.errors.words import counted, duration, listed, nearest, size, tries
 from nanodag.host.machine import machine_of
-from nanodag.run.preflight import check_names
 from nanodag.run.progress import progress_of, tracker_urls
 from nanodag.run.record import pipeline_file, served_store, state_of
-from nanodag.run.resource_requests import requests_of
 from nanodag.run.stale_stages import advice, stale_stages
 from nanodag.store import Store
 from nanodag.store.provenance import code_revision
@@ -44,6 +42,8 @@ def show_config(overrides: Sequence[str], *, preset: str, file: str, on: str = "
     path = pipeline_file(file)
     resolved = resolve(path, preset, overrides, machine=machine_of(on) if on else None)
     if not on:  # what lies on another machine cannot be looked at
+        from nanodag.run.preflight import check_names  # numpy and more, which other commands do without
+
         checked = Path(resolved.pipeline.store.url) / "checked"
         remembered = checked if checked.is_dir() else None  # who only looks makes no store
         check_names(resolved.pipeline, file=path, remembered=remembered, only_names=True)
@@ -99,6 +99,8 @@ def explain_setting(name: str, overrides: Sequence[str], *, preset: str, file: s
 
 def show_sbatch_options(stage: str, overrides: Sequence[str], *, preset: str, on: str, file: str) -> None:
     """The options of sbatch for one stage, in one line. on: a machine's text, empty for this one."""
+    from nanodag.run.resource_requests import requests_of  # numpy and more, which other commands do without
+
     path = pipeline_file(file)
     resolved = resolve(path, preset, overrides, machine=machine_of(on) if on else None)
     stages = resolved.pipeline.stages
