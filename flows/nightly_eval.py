@@ -42,8 +42,9 @@ def nightly_eval(
         file: the pipeline file; empty for the one that is served
         by_schedule: it is the night that the schedule was last due, and is left alone when another run took it
     """
-    arguments = {"file": file, "preset": preset, "overrides": overrides}
-    night = begin_night(name=name, by_schedule=by_schedule, flow_run=own_flow_run(), **arguments)
+    night = begin_night(
+        name=name, by_schedule=by_schedule, flow_run=own_flow_run(), file=file, preset=preset, overrides=overrides
+    )
     if isinstance(night, Skipped):
         return Completed(name="Skipped", message=night.reason)
     check_night(night)

@@ -149,16 +149,15 @@ class ParsedAnswer:
 
     def _num_held(self) -> int:
         """Characters at the end that a stop string may begin with."""
-        longest = len(self._content)
-        return max(
-            (
-                size
-                for stop in self._stops
-                for size in range(1, min(len(stop) - 1, longest) + 1)
-                if self._content.endswith(stop[:size])
-            ),
-            default=0,
-        )
+        return max((_overlap(self._content, stop) for stop in self._stops), default=0)
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The longest end of the text that is a beginning of the stop string."""
+    for length in range(min(len(stop) - 1, len(text)), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0
 
 
 def _of_prompt(completion: Completion) -> list[ScoredToken]:

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 BUNDLE = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
 ENDLESS = 1 << 60
-NO_BUNDLE = "core_bundle is none"  # why CORE is left out of a stage
+NO_BUNDLE = "core_bundle is none"
+CORE_LEFT_OUT = f"derived: {NO_BUNDLE}"  # origin of a setting from which CORE was left out
 LEAST_FLOPS_A_RANK = {"cpu": 2e10, "cuda": 1e13}  # of a step
 MAX_CPU_RANKS = 16
 FULL_TOKENS = {"cpu": 8192, "cuda": 32768}
@@ -331,7 +332,7 @@ def derive(pipeline: "Pipeline", machine: Machine) -> tuple["Pipeline", dict[str
 
 def core_left_out(origins: Mapping[str, str]) -> tuple[str, ...]:
     """The warning that CORE is left out of stages; none where it is of none. origins: of what was derived."""
-    without = dict.fromkeys(name.partition(".")[0] for name, why in origins.items() if why == f"derived: {NO_BUNDLE}")
+    without = dict.fromkeys(name.partition(".")[0] for name, why in origins.items() if why == CORE_LEFT_OUT)
     warning = f"CORE is left out of {', '.join(without)}: {NO_BUNDLE}. Fetch and unpack {BUNDLE}, and set "
     warning += "core_bundle to its folder, or NANODAG_CORE_BUNDLE"
     return (warning,) if without else ()

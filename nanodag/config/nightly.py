@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from cronsim import CronSim, CronSimError
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from nanodag.config.section import Section
 from nanodag.errors import ConfigError
@@ -48,14 +48,17 @@ class NightlyConfig(Section):
     compare_nights: int = Field(30, ge=1, le=1000)
     """Nights back over which the best is looked for."""
 
-    @field_validator("schedule", "timezone")
+    @field_validator("schedule")
     @classmethod
-    def _is_one(cls, text: str, info: ValidationInfo) -> str:
-        if info.field_name == "timezone":
-            zone_of(text)
-        else:
-            _schedule(text, datetime.now().astimezone())
-        return text
+    def _is_cron(cls, schedule: str) -> str:
+        _schedule(schedule, datetime.now().astimezone())
+        return schedule
+
+    @field_validator("timezone")
+    @classmethod
+    def _is_zone(cls, timezone: str) -> str:
+        zone_of(timezone)
+        return timezone
 
     @model_validator(mode="after")
     def _labels_differ(self) -> "NightlyConfig":

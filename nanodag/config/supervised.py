@@ -247,14 +247,14 @@ class SupervisedStage(TrainedStage):
         bundle = fill("core_bundle", derived.pipeline.core_bundle, "the pipeline's core_bundle")
         if self.core_bundle == "auto" and bundle == "none" and self.core_every:
             fill.updates["core_every"] = 0
-            derived.origins[f"{name}.core_every"] = f"derived: {derive.NO_BUNDLE}"
+            derived.origins[f"{name}.core_every"] = derive.CORE_LEFT_OUT
         source, model = pretrain_of(derived.pipeline, name), model_of(derived.pipeline, name)
         if source is not None and model is not None:
             sizes = {"horizon_tokens": self.horizon_tokens, "batch_tokens": self.batch_tokens}
             fixed_sizes = {field: int(value) for field, value in sizes.items() if value != "auto"}
-            of_model = partial(schedule_of, model.shape, model.vocabulary)
-            dial = of_model(tokens_per_parameter=source.tokens_per_parameter)
-            schedule = of_model(tokens_per_parameter=source.tokens_per_parameter, **fixed_sizes)
+            ratio = source.tokens_per_parameter
+            of_model = partial(schedule_of, model.shape, model.vocabulary, tokens_per_parameter=ratio)
+            dial, schedule = of_model(), of_model(**fixed_sizes)
             why = f"depth {model.shape.depth}, {model.total:,} parameters"
             for field in sizes if self.is_from_scratch else ("batch_tokens",):
                 fill(field, getattr(schedule, field), why)

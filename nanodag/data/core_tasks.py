@@ -3,7 +3,8 @@
 For a task, accuracy is centred so that guessing is 0 and all right is 1; CORE is the mean of the 22. Order, few-shot
 examples and limit are nanochat's, so no stage's seed has a part in them.
 
-The bundle is a folder with the 22 files at any depth, `hellaswag.jsonl` (also .gz or .zst), as nanochat's eval_bundle.
+The bundle is a folder with the 22 files at any depth, `hellaswag.jsonl` and so on (also .gz or .zst), as in
+nanochat's eval_bundle.
 
 Sources: DataComp-LM, arXiv:2406.11794; tasks, shots and baselines of mlfoundations/dclm eval/heavy.yaml,
 additional_aggregation.json (low_variance_datasets) and eval_meta_data_v1.csv; karpathy/nanochat nanochat/core_eval.py.
@@ -90,7 +91,7 @@ def bundle_url(folder: str) -> str:
 def find_files(url: str) -> dict[str, Path]:
     """The file of each task below the folder where a `file:` URL's pattern begins.
 
-    Raises SourceError naming files that are missing, for a mean over fewer tasks is another number, or there twice.
+    Raises SourceError naming files that are there twice, or missing: a mean over fewer tasks is another number.
     """
     parts = Path(url.removeprefix("file:")).parts
     root = Path(*takewhile(lambda part: not set(part) & set("*?["), parts))

@@ -35,7 +35,7 @@ def file_sha256(path: Path) -> str:
 
 
 def folder_sha256(folder: Path, *, without: Collection[str] = ()) -> str:
-    """64 hex digits over names and contents of files below a folder, but compiled Python and folders in `without`."""
+    """64 hex digits over names and contents of files below a folder, except compiled Python and `without`'s folders."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)

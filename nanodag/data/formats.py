@@ -127,7 +127,7 @@ class TextFile(RowFile):
     """Records found by scanning lines: JSON lines, or pieces of plain text.
 
     by: "jsonl" (blank lines skipped), "line", "paragraph" (ended by blank lines), or "document", the whole file, cut at
-    the next blank line after each 64 KiB, or at any line end after 1 MiB: several rows of {"text": str}.
+    the next blank line after each 64 KiB, or at any line end after 1 MiB. Rows of text are {"text": str}.
     """
 
     def __init__(self, path: Path, by: Literal["jsonl", "line", "paragraph", "document"] | str) -> None:

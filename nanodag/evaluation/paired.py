@@ -25,7 +25,8 @@ Records = Path | Iterable[Mapping[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class PairedDifference:
-    """b minus a. low, high: Student's 95 % interval of this difference alone. num_higher, num_lower: items, b's score.
+    """b minus a. low, high: Student's 95 % interval of this difference alone. num_higher, num_lower: items
+    on which b scored higher, lower than a.
 
     p_value: of "no difference"; McNemar's exact test where every score is 0 or 1, else Student's t of the differences
     item by item. Corrected for how many are looked at (`holm`), it decides what is more than noise.
@@ -120,7 +121,8 @@ def mcnemar(num_higher: int, num_lower: int) -> float:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Adjusted p-values in order: calling those below alpha real errs with a chance of at most alpha, dependent or not.
+    """Adjusted p-values in order: calling those below alpha real is wrong about any with a chance of at most alpha,
+    whether or not they depend on one another.
 
     Source: Holm, Scandinavian Journal of Statistics 1979.
     """

@@ -18,7 +18,8 @@ MAX_RECORDED_CHARACTERS = 20_000
 INVALID = "[invalid]"
 """What filters of lm-eval make of an answer in which they find nothing."""
 COUNTS = ("too_long", "unparsed", "truncated")
-"""What a record may count."""
+"""Items that an evaluation counts by themselves: prompts without room, answers in which nothing was parsed, answers cut
+at their limit."""
 Ending = Literal["stop", "length", "too_long"]
 
 
@@ -255,7 +256,8 @@ def shortened(value: Any) -> Any:
 
 
 def _over_samples(metric: str, scores: Sequence[float], parsed: Sequence[str]) -> float:
-    """An item's value of `avg@n`, `pass@k` or `maj@n`. scores, parsed: of its n samples, parsed empty for no answer."""
+    """An item's value of `avg@n`, `pass@k` or `maj@n`. scores, parsed: of its n samples; parsed is
+    empty where no answer could be parsed."""
     kind, count = metric.split("@")
     if kind == "pass":
         return pass_at(int(count), len(scores), sum(score >= 1.0 for score in scores))

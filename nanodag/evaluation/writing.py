@@ -79,7 +79,8 @@ class SamplerSettings:
 
 
 def start_sampler(settings: SamplerSettings, *, context: int, flops: float) -> "InProcess | Replicas":
-    """Samplers with room for a context, as many as there are GPUs or cores for and flops to be written.
+    """Samplers with room for a context, as many as there are GPUs or cores for and as have something to do. flops: of
+    what is to be written.
 
     Raises BadRequest for sizes that do not fit, SamplerLost where one does not start, MissingTool for a missing SGLang.
     """

@@ -75,9 +75,11 @@ class Doors:
     def _is_ours(self, host: str) -> bool:
         try:
             name = urlsplit(f"//{host}").hostname or ""
-            return name in self._names or bool(ipaddress.ip_address(name))
+            if name not in self._names:
+                ipaddress.ip_address(name)  # any address is ours
         except ValueError:  # of either: it is no address
             return False
+        return True
 
     def _limited(self, receive: Receive) -> Receive:
         """Raises TooLarge in the middle of a body that says nothing, or too little, of its length."""

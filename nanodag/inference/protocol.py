@@ -204,9 +204,9 @@ class GenerateBody(Wire):
             _check_ids(self.input_ids)
         elif not self.text or (isinstance(self.text, list) and not all(self.text)):
             raise ValueError("text is empty")
+        num_prompts = len(self.prompts())
         for name in ("sampling_params", "rid", "return_logprob", "logprob_start_len", "top_logprobs_num"):
             value = getattr(self, name)
-            num_prompts = len(self.prompts())
             if isinstance(value, list) and (not self.is_batch or len(value) != num_prompts):
                 raise ValueError(f"{name} is a list of {len(value)} for {num_prompts} prompts")
         if self.is_batch and isinstance(self.rid, list) and len(set(self.rid)) < len(self.rid):

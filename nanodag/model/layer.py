@@ -279,9 +279,10 @@ def _run_rotation(function: str, x: Tensor, eps: float, **tensors: Tensor | None
     _run(function, sizes, x.dtype, x=x, **tensors)
 
 
-def _run(function: str, arguments: Structure, dtype: torch.dtype, **tensors: Tensor | None) -> None:
-    """Call a function of `layer.c`. arguments: its sizes. C reads all tensors without gaps and as one type."""
-    setattr(arguments, "is_bf16", dtype == torch.bfloat16)  # noqa: B010 - a field of each of our structures
+def _run(function: str, arguments: Any, dtype: torch.dtype, **tensors: Tensor | None) -> None:
+    """Call a function of `layer.c`. arguments: a structure with its sizes. C reads all tensors without gaps and as one
+    type."""
+    arguments.is_bf16 = dtype == torch.bfloat16
     for name, tensor in tensors.items():
         if tensor is not None:
             assert tensor.is_contiguous() and tensor.dtype == (torch.float32 if name in SUMS else dtype), name

@@ -73,9 +73,9 @@ Changed = tuple[tuple[str, ...], Any]
 class Formula:
     """Formula of a kind's plan, which its config class names as `plan_formula`.
 
-    plan: the plan of a case. faults: of that plan where its processes are known, beside a lack of memory. too_large:
-    the setting that is named where a case does not fit, and its value. candidates: changes that may make it fit, tried
-    in their order. prepared: the case that the others take.
+    plan: the plan of a case. faults: of that plan, beside a lack of memory. too_large: the setting that is named where
+    a case does not fit, and its value. candidates: changes that may make it fit, tried in their order. prepared: the
+    case that the others take.
     """
 
     plan: Callable[[Any], StagePlan]

@@ -8,12 +8,11 @@ from nanodag.config.resolve import leaves
 from nanodag.config.rl_sections import HELD_OUT
 from nanodag.errors.words import duration, size, tries
 from nanodag.evaluation.paired import read_records
+from nanodag.evaluation.results import COUNTS
 from nanodag.report import words
 from nanodag.report.gather import Column, Comparison, ReportedStage, benchmarks_of, sources_of
 
 BOUNDS = ("low", "high")
-COUNTS = ("too_long", "unparsed", "truncated")
-"""What an evaluation counts by themselves: prompts, answers in which nothing was parsed, answers cut at their limit."""
 
 
 @dataclass(frozen=True, kw_only=True)

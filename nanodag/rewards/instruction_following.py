@@ -34,9 +34,17 @@ def _times(text: str, word: str) -> int:
     return len(re.findall(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE))
 
 
+def letter_frequency(text: str, *, letter: str, let_frequency: int, let_relation: str) -> bool:
+    return _compare(text.lower().count(letter.lower()), let_relation, let_frequency)
+
+
 def number_sentences(text: str, *, num_sentences: int, relation: str) -> bool:
     sentences = [part for part in _SENTENCE_END.split(text) if any(map(str.isalnum, part))]
     return _compare(len(sentences), relation, num_sentences)
+
+
+def number_words(text: str, *, num_words: int, relation: str) -> bool:
+    return _compare(len(re.findall(r"\w+", text)), relation, num_words)
 
 
 def number_paragraphs(text: str, *, num_paragraphs: int) -> bool:
@@ -59,6 +67,11 @@ def postscript(text: str, *, postscript_marker: str) -> bool:
     """A line that begins with the marker (P.S., P.P.S), blanks between its letters or not, and says something."""
     marker = r"\s?".join(re.escape(letter) + r"\.?" for letter in postscript_marker if letter.isalpha())
     return re.search(rf"^\s*{marker}[\s:]*\w", text, re.IGNORECASE | re.MULTILINE) is not None
+
+
+def number_bullets(text: str, *, num_bullets: int) -> bool:
+    """Exactly so many lines that begin with `* ` or `-`."""
+    return len(re.findall(r"^\s*(?:\*(?!\*)|-)[ \t]*[^\s*-]", text, re.MULTILINE)) == num_bullets
 
 
 def highlighted_sections(text: str, *, num_highlights: int) -> bool:
@@ -96,9 +109,17 @@ def repeat_prompt(text: str, *, prompt_to_repeat: str) -> bool:
     return answer.startswith(request) and len(answer) > len(request)
 
 
+def end_phrase(text: str, *, end_phrase: str) -> bool:
+    return text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+
+
 def quotation(text: str) -> bool:
     bare = text.strip()
     return len(bare) > 2 and bare[0] == bare[-1] == '"'
+
+
+def capital_words(text: str, *, capital_frequency: int, capital_relation: str) -> bool:
+    return _compare(sum(word.isupper() for word in re.findall(r"[\w'-]+", text)), capital_relation, capital_frequency)
 
 
 RULES: dict[str, Callable[..., bool]] = {
@@ -109,23 +130,16 @@ RULES: dict[str, Callable[..., bool]] = {
     "keywords:forbidden_words": lambda text, *, forbidden_words: (
         not any(_times(text, word) for word in forbidden_words)
     ),
-    "keywords:letter_frequency": lambda text, *, letter, let_frequency, let_relation: _compare(
-        text.lower().count(letter.lower()), let_relation, let_frequency
-    ),
+    "keywords:letter_frequency": letter_frequency,
     "length_constraints:number_sentences": number_sentences,
-    "length_constraints:number_words": lambda text, *, num_words, relation: _compare(
-        len(re.findall(r"\w+", text)), relation, num_words
-    ),
+    "length_constraints:number_words": number_words,
     "length_constraints:number_paragraphs": number_paragraphs,
     "length_constraints:nth_paragraph_first_word": first_word_of_paragraph,
     "detectable_content:number_placeholders": lambda text, *, num_placeholders: (
         len(re.findall(r"\[[^\[\]]+\]", text)) >= num_placeholders
     ),
     "detectable_content:postscript": postscript,
-    # Exactly so many lines that begin with `* ` or `-`.
-    "detectable_format:number_bullet_lists": lambda text, *, num_bullets: (
-        len(re.findall(r"^\s*(?:\*(?!\*)|-)[ \t]*[^\s*-]", text, re.MULTILINE)) == num_bullets
-    ),
+    "detectable_format:number_bullet_lists": number_bullets,
     "detectable_format:constrained_response": lambda text: sum(text.count(answer) for answer in _CONSTRAINED) == 1,
     "detectable_format:number_highlighted_sections": highlighted_sections,
     "detectable_format:multiple_sections": multiple_sections,
@@ -133,13 +147,9 @@ RULES: dict[str, Callable[..., bool]] = {
     "detectable_format:title": lambda text: any(part.strip("<> \t") for part in re.findall(r"<<([^\n]+?)>>", text)),
     "combination:two_responses": two_responses,
     "combination:repeat_prompt": repeat_prompt,
-    "startend:end_checker": lambda text, *, end_phrase: (
-        text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
-    ),
+    "startend:end_checker": end_phrase,
     "startend:quotation": quotation,
-    "change_case:capital_word_frequency": lambda text, *, capital_frequency, capital_relation: _compare(
-        sum(word.isupper() for word in re.findall(r"[\w'-]+", text)), capital_relation, capital_frequency
-    ),
+    "change_case:capital_word_frequency": capital_words,
     "change_case:english_capital": lambda text: text.isupper(),
     "change_case:english_lowercase": lambda text: text.islower(),
     "punctuation:no_comma": lambda text: "," not in text and "，" not in text,
@@ -161,11 +171,8 @@ def instruction_following(prompt: Mapping[str, Any], completion: str) -> Reward:
         raise ValueError(f"the prompt has {len(names)} instructions and arguments for {len(arguments)}")
     if unknown := [name for name in names if name not in RULES]:
         raise ValueError(f"there is no rule for the instruction {unknown[0]!r}; known are {', '.join(sorted(RULES))}")
-    followed = []
-    for name, kwargs in zip(names, arguments, strict=True):
-        try:
-            is_met = RULES[name](completion, **{k: v for k, v in kwargs.items() if v is not None})
-        except TypeError as error:
-            raise TypeError(f"The prompt's kwargs do not fit its instruction {name}: {error}") from error
-        followed.append(bool(completion.strip()) and is_met)
+    followed = [
+        bool(completion.strip()) and RULES[name](completion, **{k: v for k, v in kwargs.items() if v is not None})
+        for name, kwargs in zip(names, arguments, strict=True)
+    ]
     return Reward(float(all(followed)), {"instructions": sum(followed) / len(followed)})

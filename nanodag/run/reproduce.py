@@ -37,7 +37,7 @@ class Reproduction:
 
     @property
     def is_same(self) -> bool:
-        return self.workspace is None
+        return all(state == "same" for state in self.files.values())
 
 
 def reproduce(

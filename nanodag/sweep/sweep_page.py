@@ -152,10 +152,11 @@ def _score_panel(
 def _axis_of(option: str, rows: Sequence[PointRow]) -> tuple[dict[int, float], list[tuple[float, str]], str]:
     """Place of each point on an option's axis, the ticks, and the axis's name; nothing where it is no number."""
     try:
-        values = {row.point.number: float(values_of(row.point)[option]) for row in rows}
+        given = {row.point.number: values_of(row.point)[option] for row in rows}
+        values = {number: float(text) for number, text in given.items()}
     except (KeyError, ValueError):
         return {}, [], ""
-    texts = {float(values_of(row.point)[option]): values_of(row.point)[option] for row in rows}
+    texts = {values[number]: text for number, text in given.items()}
     is_log = min(texts) > 0 and max(texts) / min(texts) >= LOG_FROM
     place = math.log10 if is_log else float
     step = max(1, -(-len(texts) // 6))

@@ -93,9 +93,8 @@ _MARKS = {  # around a turn, or a part of one
 class NativeRenderer:
     """Our format (layout.py). Special tokens are put in by id, so text that spells one stays text.
 
-    switches: names of the chat template's switches, as `template_options` has them. Raises SourceError for one that it
-    does not look at. call_begin, call_end: ids around a tool call. tool_tokens: names of the tokens around calls and
-    results, by id.
+    switches: it has none, and raises SourceError for any. call_begin, call_end: ids around a tool call. tool_tokens:
+    names of the tokens around calls and results, by id.
     """
 
     switches: Collection[str] = ()
@@ -203,6 +202,9 @@ class NativeRenderer:
 
 class TemplateRenderer:
     """Any Hugging Face tokenizer with a chat template; methods are those of NativeRenderer.
+
+    switches: names of the template's switches, as `template_options` has them. Raises SourceError for one that it does
+    not look at.
 
     Templates with generation markers give the mask themselves. For others (Qwen2.5's), two renderings are compared: the
     prompt for a turn, and the conversation with that turn. The text that the second adds is the assistant's, less white

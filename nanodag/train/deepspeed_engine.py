@@ -122,8 +122,9 @@ class TrainEngine:
         whole = {name: tuple(p.shape) for name, p in model.named_parameters()}
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.shapes = {name: whole[name] for name, _ in trained}
-        limits: dict[str, Any] = {"clip": gradient_clipping, "limit": gradient_limit, "skips": skips_bad_gradients}
-        self._updates = SegmentedOptimizer(trained, self.shapes, optimizer, **limits)
+        self._updates = SegmentedOptimizer(
+            trained, self.shapes, optimizer, clip=gradient_clipping, limit=gradient_limit, skips=skips_bad_gradients
+        )
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns of every optimizer that is not its own
         with contextlib.redirect_stdout(io.StringIO()):  # it prints memory use
             self._engine, self._zero, _, _ = deepspeed.initialize(

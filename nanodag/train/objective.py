@@ -1,6 +1,6 @@
 """The objective of supervised training: a sum, which the loop divides by the number of labels.
 
-It divides the sum over all micro-batches and ranks by the number over all of them. So the way a step is cut into
+The loop divides the sum over all micro-batches and ranks by the number over all of them. So the way a step is cut into
 micro-batches does not change a result.
 """
 

@@ -12,7 +12,7 @@ padding. So rows run from long pieces to short ones: who trains on them shuffles
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -143,21 +143,23 @@ class Batch:
     """Rows for one micro-batch, B x T.
 
     input_ids: int64. labels: int64, the token to be predicted at each position, -100 for no loss. document_ids: int32,
-    0 and up within a row, -1 for padding. surplus_bytes: of its pieces.
+    0 and up within a row, -1 for padding. surplus_bytes: of its pieces. position_ids: int64, from 0 in each document,
+    and in the padding of each row.
     """
 
     input_ids: np.ndarray
     labels: np.ndarray
     document_ids: np.ndarray
     surplus_bytes: int = 0
+    position_ids: np.ndarray = field(init=False)
 
-    @property
-    def position_ids(self) -> np.ndarray:
-        """int64, from 0 in each document, and in the padding of each row."""
+    def __post_init__(self) -> None:
+        """Made with the batch, ahead of the step that trains on it."""
         documents, counting = self.document_ids, np.arange(self.document_ids.shape[1])
         begins = np.ones(documents.shape, dtype=bool)
         begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
-        return counting - np.maximum.accumulate(np.where(begins, counting, 0), axis=1)
+        positions = counting - np.maximum.accumulate(np.where(begins, counting, 0), axis=1)
+        object.__setattr__(self, "position_ids", positions)
 
     @property
     def num_tokens(self) -> int:

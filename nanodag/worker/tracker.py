@@ -39,10 +39,18 @@ class TrackerProcesses:
     """The trackers of a stage's metrics, running. names: of OPENED_BY."""
 
     def __init__(self, workspace: Path, names: Sequence[str]) -> None:
-        how: dict[str, Any] = {"given": b"", "is_all": False, "in_group": True, "stdout": subprocess.DEVNULL}
-        how["environment"] = {"WANDB_ERROR_REPORTING": "false"} | os.environ
-        command = [sys.executable, "-m", __name__]
-        self._processes = {name: start_child([*command, name, str(workspace)], **how) for name in names}
+        environment = {"WANDB_ERROR_REPORTING": "false"} | os.environ
+        self._processes = {
+            name: start_child(
+                [sys.executable, "-m", __name__, name, str(workspace)],
+                environment=environment,
+                given=b"",
+                is_all=False,
+                in_group=True,
+                stdout=subprocess.DEVNULL,
+            )
+            for name in names
+        }
 
     def close(self) -> None:
         """Have them finish, once all metrics are written. One that takes too long is ended."""

@@ -8,16 +8,10 @@ import pytest
 from nanodag.api import follow as module
 from nanodag.api.follow import Followed, FollowedWeights, follow
 from nanodag.errors import ArtifactNotFound, BadRequest, CorruptArtifact, SamplerError
-from nanodag.store import Store
 from tests.run_records import built, run_record, stage_record
 
 KEY = "ab" * 20
 PROVENANCE = {"config": {}, "lineage": {}, "sources": {}, "metrics": {}, "cost": {}, "environment": {}}
-
-
-@pytest.fixture
-def store(tmp_path) -> Store:
-    return Store(tmp_path / "store")
 
 
 def publish(store, tmp_path, stage, key):

@@ -128,6 +128,9 @@ def test_one_line_names_the_field_the_value_and_the_way_out(file, override, said
 ])  # fmt: skip
 def test_one_fault_is_said_once_and_two_are_two_lines(file, override, message):
     assert refusal(file, override) == message
+
+
+def test_adapters_may_be_as_wide_as_the_model(file):
     assert resolve(file, "one", ["rl.lora_rank=128"])
 
 

@@ -1,12 +1,6 @@
 import pytest
 
-from nanodag.store import Store
 from tests.nightly.made_nights import publish_eval
-
-
-@pytest.fixture
-def store(tmp_path):
-    return Store(tmp_path / "store")
 
 
 @pytest.fixture

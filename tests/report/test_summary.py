@@ -8,16 +8,11 @@ from rich.console import Console
 from nanodag.cli.show import print_summary
 from nanodag.report.page import to_markdown
 from nanodag.report.summary import summary_of, summary_report
-from nanodag.store import Store, stage_key
+from nanodag.store import stage_key
 from tests.run_records import built, run_record
 
 ABOUT = {"metric": "exact_match", "higher_is_better": True, "form": "x", "chat": True, "num_fewshot": 0}
 NUM_ITEMS, MADE = 100, {"attempt", "digest"}
-
-
-@pytest.fixture
-def store(tmp_path):
-    return Store(tmp_path / "store")
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from nanodag.train.learning_rate import policy_rate
 from tests.forks import call
 from tests.rl.models import furthest, save_tiny_model, trainer_of, weights_of
 from tests.rl.rollouts import rollout
-from tests.rl.stages import MACHINE
+from tests.rl.stages import MACHINE, on
 
 
 def stage(**config) -> RLStage:
@@ -93,7 +93,7 @@ def test_a_plan_knows_the_steps_of_epochs_over_a_known_set():
     ],
 )
 def test_how_far_sampler_and_trainer_may_be_apart_is_a_setting(settings, is_stale, limit):
-    given = {"resources": {"num_ranks": 1, "threads": 1, "device": "cpu"}, "seed": 1, "precision": "fp32"}
+    given = {**on(1), "seed": 1, "precision": "fp32"}
     config = derive_sampler("rl", stage(**given | settings), MACHINE, None, {})
     with pytest.raises(StageFailed, match=limit) if limit else nullcontext():
         check_mismatch(0.02, config.weights, is_stale=is_stale)

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from nanodag.config.derive import Derived
+from nanodag.config.derive import CORE_LEFT_OUT, Derived
 from nanodag.config.derive_sampler import derive_evaluation
 from nanodag.config.kind import MODEL, SCORES, Kind
 from nanodag.config.model_size import ModelSize
@@ -201,11 +201,15 @@ class EvalStage(StageBase):
         nothing else is evaluated."""
         if not any(benchmark.wants_bundle for benchmark in self.benchmarks):
             return self
-        bundle = derived.pipeline.core_bundle
-        derived.origins[f"{derived.name}.benchmarks"] = f"derived: core_bundle is {bundle}"
-        update = {"source": None if bundle == "none" else SourceConfig(url=bundle_url(bundle))}
-        each = (b.model_copy(update=update) if b.wants_bundle else b for b in self.benchmarks)
-        if not (kept := tuple(benchmark for benchmark in each if not benchmark.wants_bundle)):
+        bundle, origin = derived.pipeline.core_bundle, f"{derived.name}.benchmarks"
+        if bundle == "none":
+            derived.origins[origin] = CORE_LEFT_OUT
+            kept = tuple(benchmark for benchmark in self.benchmarks if not benchmark.wants_bundle)
+        else:
+            derived.origins[origin] = f"derived: core_bundle is {bundle}"
+            update = {"source": SourceConfig(url=bundle_url(bundle))}
+            kept = tuple(b.model_copy(update=update) if b.wants_bundle else b for b in self.benchmarks)
+        if not kept:
             raise ConfigError(
                 f"{derived.name}.benchmarks: CORE alone, and core_bundle is none. Set core_bundle to the folder of its "
                 "items, or give the benchmark a source."

@@ -154,6 +154,7 @@ class RLStage(SampledStage, TrainedStage):
         total = derived.machine.num_gpus
         is_separate = self.placement == "separate" and is_on_gpu and not self.sampler.nodes
         gpus = of_sampler("gpus", max(1, total // 2) if is_separate else (), derived.why("sampler_gpus"))
+        # -1 is no GPU: too many are refused below, and a list of 10^15 is never made.
         numbers = tuple(range(max(total - gpus, -1), total)) if isinstance(gpus, int) else gpus
         if is_separate and (not numbers or len(set(numbers)) != len(numbers) or not set(numbers) < set(range(total))):
             raise ConfigError(

@@ -72,7 +72,9 @@ class Work(Protocol):
 class Schedule:
     """The two loops of a stage. timed: adds what a block takes to the seconds of that name. keeps_trainer: the weights
     that are published are the trainer's own, so no step begins before the samplers have taken them, or passed them
-    over. loads_in_flight: not with is_exact. takes_turns: only with lag 0."""
+    over. loads_in_flight: weights may be loaded while a rollout batch is under way; not with is_exact. is_over: whether
+    what was evaluated says that the stage ends here. takes_turns: a step, its weights included, and what samplers do
+    with a policy never overlap; only with lag 0."""
 
     def __init__(
         self,

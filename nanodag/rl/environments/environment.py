@@ -156,7 +156,9 @@ def _messages(found: Any, call_ids: Sequence[str]) -> list[Message]:
     if all(isinstance(text, str) for text in texts):
         if call_ids and len(texts) != len(call_ids):
             raise ValueError(f"{len(call_ids)} calls were answered by {len(texts)} texts; give one for each")
-        return [*map(tool_message, call_ids, texts)] or [{"role": "user", "content": text} for text in texts]
+        if call_ids:
+            return list(map(tool_message, call_ids, texts))
+        return [{"role": "user", "content": text} for text in texts]
     unanswered = list(call_ids)
     return [_message(message, unanswered) for message in texts]
 

@@ -120,9 +120,13 @@ class PromptCursor:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on exactly where `state_dict` was called."""
         self._mixture.load_state_dict(state["mixture"])
-        prompts = (rendered(saved["epoch"], saved["record"], self._renderer) for saved in state["waiting"])
-        begun = (tuple(map(from_json, saved["begun"])) for saved in state["waiting"])
-        self._waiting = deque(replace(prompt, begun=rollouts) for prompt, rollouts in zip(prompts, begun, strict=True))
+        self._waiting = deque(
+            replace(
+                rendered(saved["epoch"], saved["record"], self._renderer),
+                begun=tuple(map(from_json, saved["begun"])),
+            )
+            for saved in state["waiting"]
+        )
         self._without_spread = set(state["without_spread"])
 
     def _draw(self) -> Prompt:

@@ -16,7 +16,16 @@ import orjson
 
 from nanodag.data.digests import file_sha256
 from nanodag.errors import ConfigError, SourceError
-from nanodag.rl.rollouts.rollout import REPLAYED, Rollout, Span, from_record, parsed_lines, place_in_group, read_lines
+from nanodag.rl.rollouts.rollout import (
+    REPLAYED,
+    Rollout,
+    Span,
+    from_record,
+    parsed_lines,
+    place_in_group,
+    prompt_span,
+    read_lines,
+)
 
 Choose = Callable[[Sequence[Rollout]], tuple[list[Rollout], str]]
 FILE = "file:"
@@ -176,7 +185,7 @@ def _from_row(row: Mapping[str, Any]) -> Rollout:
             prompt_id=str(row["prompt_id"]),
             sample_index=int(row["sample_index"]),
             spans=(
-                Span(kind="prompt", token_ids=tuple(row["prompt_ids"])),
+                prompt_span(row["prompt_ids"]),
                 *(_span(run, is_tool=is_tool) for is_tool, run in runs),
             ),
             reward=row.get("reward"),

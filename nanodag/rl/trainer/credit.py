@@ -61,8 +61,10 @@ class Credit:
         kl: ByRow | None = None  # that is taken off the rewards
         if self._config.algorithm.kl_in == "reward":
             assert old is not None and reference is not None
-            pairs = [zip(*logprobs, strict=True) for logprobs in zip(old, reference, strict=True)]
-            kl = [[self._objective.kl(*pair) for pair in part] for part in pairs]
+            kl = [
+                [self._objective.kl(*of_row) for of_row in zip(*of_part, strict=True)]
+                for of_part in zip(old, reference, strict=True)
+            ]
         if self.critic is not None:
             counts = [sum(rollout.num_trained for rollout in part) for part in parts]
             return self.critic.step(step, rows, self._token_rewards(parts, rows, rewards, kl), counts)

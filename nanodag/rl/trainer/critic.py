@@ -169,5 +169,13 @@ def _quality(row: DeviceRow, values: Tensor, returns: Tensor) -> DeviceSums:
     """Sums over the trained tokens of a row: how well values of before the step say the returns."""
     values, returns = (torch.where(row.mask, tensor, 0.0) for tensor in (values, returns))
     errors = returns - values
-    sums = {"tokens": row.mask.sum(), "value": values.sum(), "return": returns.sum(), "error": errors.sum()}
-    return DeviceSums({**sums, "return_squared": returns.square().sum(), "error_squared": errors.square().sum()})
+    return DeviceSums(
+        {
+            "tokens": row.mask.sum(),
+            "value": values.sum(),
+            "return": returns.sum(),
+            "error": errors.sum(),
+            "return_squared": returns.square().sum(),
+            "error_squared": errors.square().sum(),
+        }
+    )
