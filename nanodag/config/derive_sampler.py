@@ -19,7 +19,7 @@ from nanodag.errors.words import counted
 from nanodag.host.machine import GIB, Machine, detect
 from nanodag.inference.cache_size import slot_tokens
 from nanodag.inference.number_formats import width_of
-from nanodag.inference.sglang_install import PYTHON_VARIABLE, sglang_environment
+from nanodag.inference.sglang_install import PYTHON_VARIABLE, SGLANG_CAPABILITY, sglang_environment
 from nanodag.inference.sglang_options import check_no_window
 
 if TYPE_CHECKING:
@@ -41,7 +41,6 @@ SHARE_IN_EVALUATION = 0.7  # of a GPU: the rest is for the model that scores lik
 BESIDE_IN_EVALUATION = 9 * GIB // 2  # two CUDA contexts, activations and logits
 SHARE_OF_HOST = 0.25  # of a CPU's memory, for all replicas; pages that no sample touches are never taken
 SGLANG_STATIC = 0.9  # of its share; the rest is for its graphs and activations
-SGLANG_CAPABILITY = 8.0
 SGLANG_HEADS = (64, 128, 256)  # widths of a head that its attention kernels are built for
 VERIFY_EVERY = 20
 # Mean size of old less sampler log-probability, in nats a token, above which the sampler has other weights.

@@ -168,6 +168,17 @@ class StageBase(Section):
         """The section of samplers that run SGLang; None without such."""
         return None
 
+    @property
+    def is_on_gpus_here(self) -> bool:
+        """True where it runs on this machine's GPUs, and not on those of a work pool."""
+        return self.resources.device == "cuda" and self.resources.work_pool == "none"
+
+    @property
+    def shares_torch(self) -> str:
+        """The setting for which its trainer and SGLang must have one torch and one NCCL, as `weights.sync=ipc`; empty
+        for none."""
+        return ""
+
     def load_entry(self, entry: "EntryConfig") -> Callable[..., Any] | None:
         """The function that an entry names, with its options and the settings that it takes; None where it is called in
         a way that only the stage's worker knows."""

@@ -65,6 +65,16 @@ class Gpu:
         return self.peak * (1.0 if precision == "bf16" else FP32_SHARE)
 
 
+@dataclass(frozen=True)
+class ListedGpu:
+    """One line of nvidia-smi. driver: its version, `580.65.06`."""
+
+    index: str
+    uuid: str
+    gpu: Gpu
+    driver: str
+
+
 # By the part of CUDA's name that tells them apart; the first that fits counts. Memory as CUDA reports it, rounded down.
 GPUS = (
     Gpu(name="B200", memory=178 * GIB, capability=10.0, peak=2250e12, bandwidth=8000e9),
@@ -232,13 +242,18 @@ def visible_gpus() -> list[str]:
     return ([device.index for device in _listed_gpus()] or ["0"]) if named is None else named
 
 
+def usable_gpus() -> tuple[ListedGpu, ...]:
+    """The GPUs that CUDA may use here, as nvidia-smi lists them."""
+    listed, names = _listed_gpus(), _named_gpus()
+    if names is None:
+        return listed
+    uuids = tuple(name for name in names if name[:1] in ("G", "M"))  # GPU-..., MIG-...
+    return tuple(device for device in listed if device.index in names or device.uuid.startswith(uuids))
+
+
 def _gpus() -> tuple[Gpu | None, int]:
     """The weakest model of GPU that CUDA may use here, and how many GPUs."""
-    listed, names = _listed_gpus(), _named_gpus()
-    if names is not None:
-        uuids = tuple(name for name in names if name[:1] in ("G", "M"))  # GPU-..., MIG-...
-        listed = tuple(device for device in listed if device.index in names or device.uuid.startswith(uuids))
-    gpus = [device.gpu for device in listed]
+    gpus = [device.gpu for device in usable_gpus()]
     return (min(gpus, key=lambda gpu: (gpu.memory, gpu.capability)), len(gpus)) if gpus else (None, 0)
 
 
@@ -248,20 +263,16 @@ def _named_gpus() -> list[str] | None:
     return None if visible is None else [name.strip() for name in visible.split(",") if name.strip()]
 
 
-@dataclass(frozen=True)
-class _Listed:
-    index: str
-    uuid: str
-    gpu: Gpu
-
-
 @functools.cache
-def _listed_gpus() -> tuple[_Listed, ...]:
-    command = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total,compute_cap", "--format=csv,noheader,nounits"]
+def _listed_gpus() -> tuple[ListedGpu, ...]:
+    asked = "index,uuid,name,memory.total,compute_cap,driver_version"
+    command = ["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
         rows = [[part.strip() for part in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
-        return tuple(_Listed(row[0], row[1], gpu_of_cuda(row[2], int(row[3]) << 20, float(row[4]))) for row in rows)
+        return tuple(
+            ListedGpu(row[0], row[1], gpu_of_cuda(row[2], int(row[3]) << 20, float(row[4])), row[5]) for row in rows
+        )
     except FileNotFoundError:
         return ()
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:

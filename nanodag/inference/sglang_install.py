@@ -1,22 +1,31 @@
 """The environment that SGLang lives in: `nanodag sampler install`. No torch here.
 
-SGLang pins another torch and another transformers than the trainer, so it has an environment of its own
-(nanodag.external_envs). What goes into it stands in `sglang-cpu.txt` (complete, without CUDA: 3.2 GB) or
-`sglang-cuda.txt` beside this file.
+SGLang pins another transformers than the trainer, so it has an environment of its own (nanodag.external_envs). All that
+goes into it stands in `sglang-cpu.txt` (without CUDA) or `sglang-cuda.txt` beside this file, so pip chooses nothing.
 """
 
+import os
+import shutil
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from nanodag.errors import MissingTool
+from nanodag.errors.words import size
 from nanodag.external_envs.package_environment import PackageEnvironment, Say, silent
+from nanodag.host.cuda import TorchBuild, gpu_faults
+from nanodag.host.machine import ListedGpu
 
 Device = Literal["cpu", "cuda"]
 
 PYTHON_VARIABLE = "NANODAG_SGLANG_PYTHON"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 INDEX_TIMEOUT_S = 3.0
+SGLANG_CAPABILITY = 8.0  # compute capability that its kernels are built for
+LEAST_GLIBC = (2, 34)  # of its wheel's tag, manylinux_2_34
+NEEDED_BYTES = {"cpu": 4 * 10**9, "cuda": 14 * 10**9}  # of disk, while it is installed
 
 
 def sglang_environment(device: Device) -> PackageEnvironment:
@@ -46,18 +55,36 @@ def install(device: Device, folder: Path, say: Say, *, show: Say = silent, cpu_i
     made = sglang_environment(device)
     if made.begin(folder, say) is None:
         return folder / "bin" / "python"
-    listed, pins = str(made.listed), made.pins
+    if (free := shutil.disk_usage(folder).free) < NEEDED_BYTES[device]:
+        raise MissingTool(f"SGLang takes {size(NEEDED_BYTES[device])}, and {size(free)} are free in {folder}.")
     if device == "cpu":
         say("torch, built for a CPU")
         extra = ["--extra-index-url", cpu_index] if _is_reachable(cpu_index) else []
-        torch = next(pin for pin in pins if pin.startswith("torch=="))
-        made.pip(folder, ["--no-deps", *extra, torch], 1, show)
-        say(f"The {len(pins)} packages of {made.listed.name}, and nothing else")
-        made.pip(folder, ["--no-deps", "--requirement", listed], len(pins), show)
-    else:
-        say("SGLang and all that it asks for: some 11 GB")
-        made.pip(folder, ["--requirement", listed], 0, show)
+        made.pip(folder, ["--no-deps", *extra, f"torch=={_torch_of(made)}"], 1, show)
+    say(f"The {len(made.pins)} packages of {made.listed.name}, and nothing else")
+    made.pip(folder, ["--no-deps", "--requirement", str(made.listed)], len(made.pins), show)
     return made.finish(folder, say)
+
+
+def why_not_on(gpus: Sequence[ListedGpu], glibc: str) -> str:
+    """Reason why SGLang does not run on a machine, in a sentence; empty where it does. glibc: as `2.36`."""
+    if not gpus:
+        return "there is no NVIDIA GPU here"
+    if (weakest := min(gpu.gpu.capability for gpu in gpus)) < SGLANG_CAPABILITY:
+        return f"a GPU has compute capability {weakest}, and SGLang needs {SGLANG_CAPABILITY}"
+    if tuple(int(part) for part in glibc.split(".")[:2]) < LEAST_GLIBC:
+        return f"glibc is {glibc}, and SGLang's wheel needs {'.'.join(map(str, LEAST_GLIBC))}"
+    torch = TorchBuild(version=_torch_of(sglang_environment("cuda")), cuda="13.0")
+    return next(iter(gpu_faults(gpus, torch, "SGLang")), "")
+
+
+def glibc_version() -> str:
+    """glibc of this machine, `2.36`; `0.0` where it has another C library."""
+    return (os.confstr("CS_GNU_LIBC_VERSION") or "").rpartition(" ")[2] or "0.0"
+
+
+def _torch_of(environment: PackageEnvironment) -> str:
+    return next(pin.removeprefix("torch==") for pin in environment.pins if pin.startswith("torch=="))
 
 
 def _is_reachable(url: str) -> bool:

@@ -13,16 +13,18 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from nanodag.config import Pipeline
+from nanodag.config import AnyStage, Pipeline
 from nanodag.errors import ConfigError, StageKilled
 from nanodag.errors.words import counted, size
-from nanodag.host.machine import detect, usable_memory
+from nanodag.host.cuda import gpu_faults, torch_build, version_fault
+from nanodag.host.machine import detect, usable_gpus, usable_memory
+from nanodag.inference.sglang_install import find_python
 from nanodag.plan.make import check_plan
 from nanodag.store import write_json
 from nanodag.store.atomic import writing
@@ -47,8 +49,28 @@ def check_before_start(
     them that are not finished: only these must fit.
     """
     if to_build is None or to_build:
-        check_plan(pipeline, detect(remembered), stages=stages if to_build is None else to_build)
+        built = stages if to_build is None else to_build
+        check_plan(pipeline, detect(remembered), stages=built)
+        check_gpus({name: stage for name, stage in pipeline.stages.items() if not built or name in built})
     check_names(pipeline, file=file, remembered=remembered, stages=stages)
+
+
+def check_gpus(stages: Mapping[str, AnyStage]) -> None:
+    """Raise ConfigError where this machine's driver, GPUs, torch and SGLang do not go together for a stage. It is asked
+    each time: a driver is no file that what passed could depend on."""
+    here = {name: stage for name, stage in stages.items() if stage.is_on_gpus_here}
+    gpus = usable_gpus() if here else ()
+    ours = torch_build(sys.executable) if gpus else None
+    if ours is None:
+        return
+    faults = [f"{next(iter(here))}.resources.device=cuda: {text}" for text in gpu_faults(gpus, ours, sys.executable)]
+    for name, stage in here.items():
+        if stage.sglang is not None and stage.shares_torch:
+            theirs = torch_build(str(find_python(stage.sglang.python, "cuda")))
+            text = version_fault(ours, theirs, stage.shares_torch) if theirs is not None else ""
+            faults += [f"{name}.{text}"] if text else []
+    if faults:
+        raise ConfigError("\n  ".join(["GPUs of this machine:", *faults]))
 
 
 def check_names(

@@ -220,11 +220,7 @@ def check_gpus(name: str, resolved: Resolved, stages: Sequence[str], record: Run
     known = record.stages if record is not None else {}
     open_stages = [stage for stage in stages if stage not in known or not known[stage].has_ended_well]
     configs = {stage: resolved.pipeline.stages[stage] for stage in open_stages}
-    demands = [
-        (config.num_gpus(here.num_gpus), stage)
-        for stage, config in configs.items()
-        if config.resources.device == "cuda" and config.resources.work_pool == "none"
-    ]
+    demands = [(config.num_gpus(here.num_gpus), stage) for stage, config in configs.items() if config.is_on_gpus_here]
     most, stage = max(demands, default=(0, ""))
     if most > here.num_gpus:
         raise ConfigError(

@@ -45,7 +45,10 @@ def test_a_wrong_text_is_refused_with_the_part_that_is_wrong(text, why):
         machine_of(text)
 
 
-SMI = "0, GPU-aaa, NVIDIA H100 80GB HBM3, 81559, 9.0\n1, GPU-bbb, NVIDIA GeForce RTX 3090, 24576, 8.6\n"
+SMI = (
+    "0, GPU-aaa, NVIDIA H100 80GB HBM3, 81559, 9.0, 580.65.06\n"
+    "1, GPU-bbb, NVIDIA GeForce RTX 3090, 24576, 8.6, 580.65.06\n"
+)
 
 
 @pytest.fixture

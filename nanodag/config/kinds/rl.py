@@ -90,6 +90,14 @@ class RLStage(SampledStage, TrainedStage):
         if not rollout.is_sampled:
             yield ExternalInput("rollout.source", "rollouts", rollout.source, self.num_steps)
 
+    @property
+    def shares_torch(self) -> str:
+        through_host = self.weights.sync == "disk" or (
+            self.weights.sync == "distributed" and self.weights.sync_backend == "gloo"
+        )
+        is_on_gpus = self.sglang is not None and self.resources.device == "cuda"
+        return f"weights.sync={self.weights.sync}" if is_on_gpus and not through_host else ""
+
     def load_entry(self, entry: EntryConfig) -> Callable[..., Any]:
         return self.algorithm.load(entry)
 
