@@ -102,21 +102,21 @@ class Reference:
     def __init__(self, model_path: Path, *, temperature: float, engine: TrainEngine, group: SequenceGroup) -> None:
         is_deferred = engine.zero_stage == 3
         policy = Policy(model_path, temperature=temperature, group=group, is_deferred=is_deferred)
-        self._model = FrozenModel(policy, beside=engine, leaf_modules=(Layer,))
+        self.model = FrozenModel(policy, beside=engine, leaf_modules=(Layer,))
         self._rank = engine.rank
-        self.lent = LentMemory(self._model.shares.values(), device=engine.device)
+        self.lent = LentMemory(self.model.shares.values(), device=engine.device)
 
     def __call__(self, row: DeviceRow) -> tuple[Tensor, Tensor]:
-        return self._model(row)
+        return self.model(row)
 
     def refresh(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Take these weights, whole tensors by name; every rank must call it."""
-        self._model.take(weights)
+        self.model.take(weights)
 
     def save(self, folder: Path) -> None:
         """Write this rank's share of it into a checkpoint; rank 0 alone where every rank has all of it."""
-        if self._rank == 0 or self._model.is_spread:
-            shares = {name: self.lent.readable(share).cpu().contiguous() for name, share in self._model.shares.items()}
+        if self._rank == 0 or self.model.is_spread:
+            shares = {name: self.lent.readable(share).cpu().contiguous() for name, share in self.model.shares.items()}
             save_file(shares, folder / f"reference-{self._rank:05d}.safetensors")
 
     def load(self, folder: Path) -> None:
@@ -124,9 +124,7 @@ class Reference:
         with ExitStack() as stack:
             paths = sorted(folder.glob("reference-*.safetensors"))
             files = [stack.enter_context(safe_open(str(path), framework="pt")) for path in paths]
-            self.refresh(
-                (name, torch.cat([f.get_tensor(name).flatten() for f in files])) for name in self._model.shares
-            )
+            self.refresh((name, torch.cat([f.get_tensor(name).flatten() for f in files])) for name in self.model.shares)
 
 
 def engine_of(model: nn.Module, config: RLStage, *, learning_rate: float, device: str) -> TrainEngine:
