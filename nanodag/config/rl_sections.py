@@ -129,7 +129,7 @@ class AlgorithmSection(StageSection):
     kl_coefficient: float = Field(0.0, ge=0, le=100)
     """Weight of the KL to the reference model; 0 for none, and no reference model unless kl_metric is true."""
     kl_metric: bool = False
-    """Whether the KL is computed and logged at kl_coefficient 0 too. Each rank then holds a reference model."""
+    """Whether the KL is computed and logged at kl_coefficient 0 too. The ranks then hold a reference model."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Where the KL counts: in the `loss`, or taken off each `reward`."""
     kl_unbiased: bool = False
@@ -159,7 +159,7 @@ class AlgorithmSection(StageSection):
 
     @property
     def has_reference(self) -> bool:
-        """True where each rank holds a reference model."""
+        """True where the ranks hold a reference model: under ZeRO-3 a share each, else all of it each."""
         return self.kl_coefficient > 0 or self.kl_metric
 
     @property
