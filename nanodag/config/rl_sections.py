@@ -238,8 +238,9 @@ class WeightsSection(StageSection):
     sync_mode: Literal["finish", "abort", "retract", "in_place"] = "finish"
     """What happens to requests in flight when weights change. `finish` waits for them; `in_place` continues them with
     the new weights; `retract` also computes again what is cached; `abort` ends them and asks for the rest."""
-    sync_bucket_bytes: int = operational(64 << 20, ge=1, le=10**12)
-    """Bytes given at once by `distributed` and `ipc`; a larger tensor goes alone."""
+    sync_bucket_bytes: int = operational(0, ge=0, le=10**12)
+    """Bytes given at once by `distributed` and `ipc`; a larger tensor goes alone. 0: a sixteenth of the model, from
+    64 MiB to 1 GiB, as each bucket costs a request to every sampler."""
     sync_address: str = operational("auto", min_length=1)
     """Address or network interface of this machine on which rank 0 listens for samplers, with `distributed`. `auto`:
     loopback, or with samplers on other machines the address from which this machine reaches them."""
