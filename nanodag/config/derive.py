@@ -284,7 +284,8 @@ def state_bytes(stage: TrainedStage, model: ModelSize, ranks: int) -> int:
     """Bytes of all weights, gradients and states on one rank's device, of every model that the stage holds."""
     trained, frozen = stage.held_models
     total = state_of(stage, model, num_ranks=ranks).total
-    return total * trained + frozen * width_of(stage.trainer.precision) * model.total
+    whole = width_of(stage.trainer.precision) * model.total
+    return total * trained + frozen * whole // (ranks if stage.trainer.zero_stage == 3 else 1)
 
 
 def free_bytes(stage: TrainedStage, model: ModelSize, machine: Machine, ranks: int, ranks_here: int) -> int:

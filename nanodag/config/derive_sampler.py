@@ -42,6 +42,7 @@ BESIDE_IN_EVALUATION = 9 * GIB // 2  # two CUDA contexts, activations and logits
 SHARE_OF_HOST = 0.25  # of a CPU's memory, for all replicas; pages that no sample touches are never taken
 SGLANG_STATIC = 0.9  # of its share; the rest is for its graphs and activations
 SGLANG_HEADS = (64, 128, 256)  # widths of a head that its attention kernels are built for
+LARGEST_EMBEDDED = 2e9  # parameters that the embedded engine decodes on a GPU where SGLang is there
 VERIFY_EVERY = 20
 # Mean size of old less sampler log-probability, in nats a token, above which the sampler has other weights.
 LARGEST_MISMATCH = {"fp32": 0.01, "bf16": 0.3}
@@ -150,16 +151,22 @@ def _filled_engine(
 ) -> tuple[str, int]:
     """The engine, and GPUs of one sampler. What was set for SGLang means nothing to the embedded one.
 
-    Raises ConfigError for a model that is to be split over GPUs, where the embedded engine is taken, and for one with a
-    window that SGLang would leave out."""
+    Raises ConfigError for a model that is to be split over GPUs, or too large on a GPU where SGLang is there, where the
+    embedded engine is taken; and for one with a window that SGLang would leave out."""
     is_of_others = isinstance(config, SamplerConfig) and config.has_others  # there it is installed by others
     is_here = machine.sglang or config.python != "auto" or is_of_others
-    engine, why = engine_of(replace(machine, sglang=is_here), device, model)
-    engine = fill("engine", engine, f"{machine}: {why}")
+    best, why = engine_of(replace(machine, sglang=is_here), device, model)
+    engine = fill("engine", best, f"{machine}: {why}")
     if engine != "embedded":
         if model is not None:
             check_no_window(model.window, context, f"{fill.name}.engine")
         return engine, config.tensor_parallel
+    if best == "sglang" and not is_of_others and model is not None and model.total > LARGEST_EMBEDDED:
+        raise ConfigError(
+            f"{fill.name}.engine embedded has no CUDA graphs, so on a GPU it is for models of up to "
+            f"{LARGEST_EMBEDDED / 1e9:g} B parameters, and this one has {model.total / 1e9:.1f} B; leave it at auto: "
+            f"{why}."
+        )
     if config.tensor_parallel > 1:
         raise ConfigError(
             f"{fill.name}.tensor_parallel: {config.tensor_parallel} GPUs share a model with engine sglang only, and "

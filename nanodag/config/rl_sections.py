@@ -129,7 +129,7 @@ class AlgorithmSection(StageSection):
     kl_coefficient: float = Field(0.0, ge=0, le=100)
     """Weight of the KL to the reference model; 0 for none, and no reference model unless kl_metric is true."""
     kl_metric: bool = False
-    """Whether the KL is computed and logged at kl_coefficient 0 too. Each rank then holds a reference model."""
+    """Whether the KL is computed and logged at kl_coefficient 0 too. The ranks then hold a reference model."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Where the KL counts: in the `loss`, or taken off each `reward`."""
     kl_unbiased: bool = False
@@ -159,7 +159,7 @@ class AlgorithmSection(StageSection):
 
     @property
     def has_reference(self) -> bool:
-        """True where each rank holds a reference model."""
+        """True where the ranks hold a reference model: under ZeRO-3 a share each, else all of it each."""
         return self.kl_coefficient > 0 or self.kl_metric
 
     @property
@@ -238,8 +238,9 @@ class WeightsSection(StageSection):
     sync_mode: Literal["finish", "abort", "retract", "in_place"] = "finish"
     """What happens to requests in flight when weights change. `finish` waits for them; `in_place` continues them with
     the new weights; `retract` also computes again what is cached; `abort` ends them and asks for the rest."""
-    sync_bucket_bytes: int = operational(64 << 20, ge=1, le=10**12)
-    """Bytes given at once by `distributed` and `ipc`; a larger tensor goes alone."""
+    sync_bucket_bytes: int = operational(0, ge=0, le=10**12)
+    """Bytes given at once by `distributed` and `ipc`; a larger tensor goes alone. 0: a sixteenth of the model, from
+    64 MiB to 1 GiB, as each bucket costs a request to every sampler."""
     sync_address: str = operational("auto", min_length=1)
     """Address or network interface of this machine on which rank 0 listens for samplers, with `distributed`. `auto`:
     loopback, or with samplers on other machines the address from which this machine reaches them."""

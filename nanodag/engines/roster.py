@@ -18,6 +18,7 @@ from nanodag.engines.replica import Launch, OwnReplica, Replica, WeightsFolder
 from nanodag.engines.start import ServerProcess
 from nanodag.engines.watch import AnyServer, ServerWatch
 from nanodag.errors import SamplerError, SamplerLost
+from nanodag.host.ports import allow_many_sockets
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.protocol import PauseMode
 
@@ -64,6 +65,7 @@ class Roster:
         external: ExternalServers | None = None,
         check: Callable[[Path], object] = lambda folder: None,
     ) -> None:
+        allow_many_sockets()
         self.name, self.is_stopping = name, is_stopping
         self.replicas: list[Replica] = []
         self.current = WeightsFolder(model, version)

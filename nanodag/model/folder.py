@@ -5,7 +5,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -30,16 +30,32 @@ TOKENIZER_FILES = (
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
 
+class StoredTensor(NamedTuple):
+    """Place of a tensor that was not read yet: a safetensors file and its name there."""
+
+    path: Path
+    name: str
+
+    def read_into(self, tensor: Tensor) -> None:
+        """Fill a tensor of its shape, of any precision and device; the file is mapped meanwhile only."""
+        with safe_open(str(self.path), framework="pt") as file:
+            tensor.copy_(file.get_tensor(self.name))
+
+
 @faults_of_config()
-def load(folder: Path, *, compiled: bool = False, activation_checkpointing: bool = False) -> Decoder:
-    """The model in a Hugging Face directory, in float32 on CPU.
+def load(
+    folder: Path, *, compiled: bool = False, activation_checkpointing: bool = False, is_deferred: bool = False
+) -> Decoder:
+    """The model in a Hugging Face directory, in float32 on CPU. is_deferred: its parameters take no memory yet (torch's
+    `meta` device), and each has its StoredTensor as `stored`, for a TrainEngine that reads them in shares.
 
     Raises ConfigError when its architecture is not built here, its weights are no safetensors, or a tensor is missing,
     unknown or of another shape.
     """
     architecture = read_checkpoint(folder).architecture
-    model = Decoder(architecture, compiled=compiled, activation_checkpointing=activation_checkpointing)
-    parameters = dict(model.named_parameters())
+    with torch.device("meta" if is_deferred else "cpu"):
+        model = Decoder(architecture, compiled=compiled, activation_checkpointing=activation_checkpointing)
+    parameters: dict[str, Any] = dict(model.named_parameters())
     loaded_names = set()
     for path in weight_files(folder):
         with safe_open(str(path), framework="pt") as file:
@@ -48,13 +64,15 @@ def load(folder: Path, *, compiled: bool = False, activation_checkpointing: bool
                     continue
                 if name not in parameters:
                     raise ConfigError(f"{path} holds {name}, which a {architecture.model_type} model does not have.")
-                tensor = file.get_tensor(name)
-                if tensor.shape != parameters[name].shape:
+                shape = tuple(file.get_slice(name).get_shape())
+                if shape != tuple(parameters[name].shape):
                     raise ConfigError(
-                        f"{name} in {path} has shape {tuple(tensor.shape)}; "
-                        f"config.json says {tuple(parameters[name].shape)}."
+                        f"{name} in {path} has shape {shape}; config.json says {tuple(parameters[name].shape)}."
                     )
-                parameters[name].data.copy_(tensor)
+                if is_deferred:
+                    parameters[name].stored = StoredTensor(path, name)
+                else:
+                    parameters[name].data.copy_(file.get_tensor(name))
                 loaded_names.add(name)
     if missing := sorted(set(parameters) - loaded_names):
         raise ConfigError(f"{folder} lacks {counted(len(missing), 'tensor')}, the first is {missing[0]}.")

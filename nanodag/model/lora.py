@@ -44,7 +44,8 @@ def add_lora(model: nn.Module, *, rank: int, alpha: float, seed: int) -> None:
     chosen = [(name, layer) for name, layer in model.named_modules() if name.rpartition(".")[2] in LINEARS]
     for _, linear in chosen:
         adapter = LowRank(linear.weight, rank=rank, scale=alpha / rank, generator=generator)
-        parametrize.register_parametrization(linear, "weight", adapter)
+        # Weights that were not read yet cannot be tried out.
+        parametrize.register_parametrization(linear, "weight", adapter, unsafe=linear.weight.is_meta)
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             # The first layer's input must have a gradient: ZeRO-3 takes the layer for done when that is there.

@@ -11,7 +11,7 @@ def rope_frequencies(rope: Rope, head_dim: int) -> Tensor:
 
     Source: RoFormer, arXiv:2104.09864; transformers, modeling_rope_utils.py (default, linear, llama3).
     """
-    frequencies = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
+    frequencies = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim))
     if rope.kind == "linear":
         return frequencies / rope.factor
     if rope.kind == "llama3":

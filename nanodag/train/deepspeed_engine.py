@@ -18,7 +18,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -91,7 +91,8 @@ def leave(code: int = 0) -> NoReturn:
 class TrainEngine:
     """A model, its optimizer state and its gradients, spread over ranks as the ZeRO stage says.
 
-    model: on CPU in float32; it is cast and moved here. leaf_modules: classes whose parameters are gathered all at once
+    model: on CPU in float32; it is cast and moved here. One that was loaded deferred is read here: under ZeRO-3 in
+    shares, so that no rank ever holds all of it. leaf_modules: classes whose parameters are gathered all at once
     under ZeRO-3 (a decoder layer). gradient_limit, skips_bad_gradients: as of the SegmentedOptimizer. Calling an engine
     calls the model. Parameters that need no gradient stay as they are, and are not saved.
     """
@@ -116,10 +117,9 @@ class TrainEngine:
         self.dtype: torch.dtype = getattr(torch, DTYPES[precision])
         # DeepSpeed's shared-memory all-reduce compiles C++ for 26 s at first use; gloo is there.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        model = model.to(self.device, self.dtype)
-        if zero_stage == 3 and leaf_modules:
-            deepspeed.utils.set_z3_leaf_modules(model, list(leaf_modules))
+        self.config = _deepspeed_config(zero_stage, precision, device, offload)
         whole = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        model = self.placed(model, leaf_modules)
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.shapes = {name: whole[name] for name, _ in trained}
         self._updates = SegmentedOptimizer(
@@ -130,7 +130,7 @@ class TrainEngine:
             self._engine, self._zero, _, _ = deepspeed.initialize(
                 model=model,
                 optimizer=self._updates,
-                config=_deepspeed_config(zero_stage, precision, device, offload),
+                config=self.config,
                 dist_init_required=False,
             )
         self.model = model
@@ -142,6 +142,36 @@ class TrainEngine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._engine(*args, **kwargs)
+
+    def placed(self, model: nn.Module, leaf_modules: tuple[type[nn.Module], ...]) -> nn.Module:
+        """A model on this rank's device in the training precision. Parameters that were not read yet are, one after the
+        other by rank 0, and under ZeRO-3 each rank keeps its share of one before the next is read."""
+        if self.zero_stage == 3 and leaf_modules:
+            deepspeed.utils.set_z3_leaf_modules(model, list(leaf_modules))
+        largest = max((p.numel() for p in model.parameters() if p.is_meta), default=0)
+        whole = torch.empty(largest, dtype=self.dtype, device=self.device)  # one for all, else the heap has holes
+        read: dict[nn.Parameter, nn.Parameter] = {}  # a tied one has two places
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is None or not parameter.is_meta:
+                    continue
+                if parameter not in read:
+                    read[parameter] = self._read(parameter, whole, next(iter(read.values()), None))
+                module._parameters[name] = read[parameter]
+        return model.to(self.device, self.dtype)
+
+    def _read(self, parameter: Any, whole: Tensor, shared: Any) -> nn.Parameter:
+        """This rank's share of a parameter of a model that was loaded deferred. whole: room for all of it. shared: one
+        that was read before."""
+        whole = whole[: parameter.numel()].view(parameter.shape)
+        if self.rank == 0:
+            parameter.stored.read_into(whole)
+        read = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+        if shared is None:
+            deepspeed.zero.Init(nn.ParameterList([read]), config_dict_or_path=self.config, dtype=self.dtype)
+        else:
+            shared.convert_to_zero_parameters(param_list=[read])
+        return read
 
     @property
     def _sharded(self) -> bool:
@@ -353,6 +383,35 @@ class TrainEngine:
         elif self.precision == "bf16":
             for parameter, master in zip(*self._stage_0(), strict=True):
                 parameter.data.copy_(master.data)
+
+
+class FrozenModel:
+    """A model that is asked and never trained, beside an engine: under its ZeRO-3 in shares, else whole on every rank.
+
+    model, leaf_modules: as of the engine. shares: what this rank holds, by name; under ZeRO-3 (N / ranks,) each, the
+    last one filled up. Calling it calls the model; all ranks must, equally often.
+    """
+
+    def __init__(self, model: nn.Module, *, beside: TrainEngine, leaf_modules: tuple[type[nn.Module], ...]) -> None:
+        self.is_spread = beside.zero_stage == 3
+        self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        self._model: Any = beside.placed(model.requires_grad_(False), leaf_modules)
+        if self.is_spread:
+            with contextlib.redirect_stdout(io.StringIO()):
+                self._model = deepspeed.initialize(model=model, config=beside.config, dist_init_required=False)[0]
+        self._parameters: dict[str, Any] = dict(model.named_parameters())
+        self.shares = {name: p.ds_tensor if self.is_spread else p.data for name, p in self._parameters.items()}
+
+    def __call__(self, *args: Any) -> Any:
+        return self._model(*args)
+
+    @torch.no_grad()
+    def take(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Take whole weights by name, flat or not, and filled up at their end or not; all ranks must call it."""
+        for name, tensor in weights:
+            parameter, shape = self._parameters[name], self._shapes[name]
+            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=self.is_spread):
+                parameter.copy_(tensor.flatten()[: math.prod(shape)].view(shape))
 
 
 def _position(tensor: Tensor, flats: list[Tensor]) -> tuple[int, int]:

@@ -177,7 +177,7 @@ def _model(job: Job, tokenizer_path: Path) -> Decoder:
     config = job.config
     options = {"compiled": config.compile is True, "activation_checkpointing": config.activation_checkpointing is True}
     if "model" in job.inputs:
-        return load(job.inputs["model"], **options)
+        return load(job.inputs["model"], is_deferred=config.zero_stage == 3, **options)
     model = Decoder(architecture_of(job, tokenizer_path), **options)
     initialise(model, int(config.seed))
     return model

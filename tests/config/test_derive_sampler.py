@@ -123,6 +123,15 @@ def test_what_is_set_by_hand_is_kept():
     assert {name: found[name] for name in given} == given
 
 
+def test_a_large_model_is_not_for_the_embedded_engine_where_sglang_is_there():
+    large = known_model("hub:Qwen/Qwen2.5-7B")
+    asked = {"engine": "embedded"}
+    assert sampler_on("1xH200", QWEN, sampler=asked).sampler.engine == "embedded"
+    assert sampler_on("1xH200", large, sglang=False, sampler=asked).sampler.engine == "embedded"
+    with pytest.raises(ConfigError, match=r"models of up to 2 B parameters, and this one has 7\.6 B; leave it at auto"):
+        sampler_on("1xH200", large, sampler=asked)
+
+
 @pytest.mark.parametrize("sglang", [True, False])
 @pytest.mark.parametrize("model", [DEPTH_24, DEPTH_12, QWEN])
 @pytest.mark.parametrize("text", ["8xH100", "1xH200", "1x24GB", "1xA100-40GB"])

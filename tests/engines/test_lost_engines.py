@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 import signal
 import threading
 import time
@@ -12,6 +13,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from nanodag.engines.fleet import Fleet
 from nanodag.engines.start import start_engine
 from nanodag.engines.watch import ServerWatch
 from nanodag.errors import SamplerLost
@@ -21,6 +23,16 @@ from tests.engines.samplers import answers, samplers_of, until_busy, with_sample
 from tests.rl.models import save_tiny_model
 from tests.rl.stages import digest, make_job, metrics, run, start
 from tests.server_info import server_info
+
+
+def test_a_fleet_may_hold_as_many_connections_as_the_machine_lets_it():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard - 1, hard))
+    try:
+        Fleet(model=None, version=0, launch=None, connect=SamplerClient)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.fixture(scope="module")

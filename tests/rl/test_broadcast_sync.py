@@ -18,6 +18,7 @@ from nanodag.inference.engine_settings import EngineSettings
 from nanodag.inference.protocol import Request, SamplingParams
 from nanodag.rl.sync import broadcast_sync
 from nanodag.rl.sync.broadcast_sync import DistributedSync, SharedSync
+from nanodag.rl.trainer.weight_sender import largest_bucket
 from nanodag.sampler.fingerprints import Fingerprints
 from nanodag.train.shares import in_buckets
 from tests.engines.samplers import with_samplers
@@ -45,6 +46,14 @@ def launch_in(folder):
         return start_engine(settings, log_path=folder / f"log-{number}")
 
     return launch
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "bucket"),
+    [(10**8, 64 << 20), (2 * 494_000_000, 64 << 20), (2 * 7_616_000_000, 952_000_000), (1 << 40, 1 << 30)],
+)
+def test_a_bucket_is_a_sixteenth_of_the_model_within_bounds(num_bytes, bucket):
+    assert largest_bucket(num_bytes) == bucket
 
 
 @pytest.fixture(scope="module")

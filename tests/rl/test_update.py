@@ -336,12 +336,17 @@ def refreshed(folder):
     distances = []
     for step in (1, 2, 3):
         trainer.train(step, [rollout("a", i, [1, 2], [3 + i], reward=float(i)) for i in range(3)])
-        distances.append(furthest(weights_of(trainer), dict(trainer._reference.policy.named_parameters())))
+        distances.append(furthest(weights_of(trainer), reference_of(trainer)))
     (folder / "checkpoint").mkdir()
     trainer.save(folder / "checkpoint")
     other.load(folder / "checkpoint")
-    references = [dict(held._reference.policy.named_parameters()) for held in (trainer, other)]
-    return [*distances, furthest(*references)]
+    return [*distances, furthest(*map(reference_of, (trainer, other)))]
+
+
+def reference_of(trainer):
+    """The reference's weights; one rank's share is all of a tensor."""
+    shapes = {name: tensor.shape for name, tensor in trainer.engine.weights()}
+    return {name: share.view(shapes[name]).clone() for name, share in trainer._reference.model.shares.items()}
 
 
 def test_the_reference_is_refreshed_every_second_update_and_is_part_of_a_checkpoint(tmp_path):

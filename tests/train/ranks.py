@@ -21,19 +21,18 @@ from nanodag.config.supervised import OptimizerConfig  # noqa: E402
 from nanodag.errors import TrainingDiverged  # noqa: E402
 from nanodag.model.build import initialise, qwen3_architecture  # noqa: E402
 from nanodag.model.decoder import Decoder, Layer  # noqa: E402
+from nanodag.model.folder import load  # noqa: E402
 from nanodag.model.lora import add_lora, merged  # noqa: E402
 from nanodag.rl.trainer.weight_sender import KEPT, NOW, WeightGiver  # noqa: E402
 from nanodag.sampler.fingerprints import Fingerprints  # noqa: E402
-from nanodag.train.deepspeed_engine import TrainEngine, leave  # noqa: E402
+from nanodag.train.deepspeed_engine import FrozenModel, TrainEngine, leave  # noqa: E402
 
 ROWS, LENGTH, VOCABULARY, STEPS = 8, 12, 61, 4
 SHAPE = Shape(depth=2, width=32, num_heads=2, num_kv_heads=1, head_width=16, mlp_width=64, tied_embeddings=True)
 
 
 def engine_of(case: dict[str, Any]) -> TrainEngine:
-    of = qwen3_architecture(SHAPE, vocabulary=VOCABULARY, rope_theta=10_000.0, max_positions=LENGTH)
-    model = Decoder(replace(of, qkv_bias="bias" in case, output_bias="bias" in case))
-    initialise(model, 0)
+    model = load(Path(case["deferred"]), is_deferred=True) if "deferred" in case else first_model(bias="bias" in case)
     if "lora" in case:
         add_lora(model, rank=4, alpha=8.0, seed=1)
     return TrainEngine(
@@ -45,6 +44,44 @@ def engine_of(case: dict[str, Any]) -> TrainEngine:
         leaf_modules=(Layer,),
         offload=Resources(**{name: "cpu" for name in case.get("offload", [])}),
     )
+
+
+def first_model(*, bias: bool = False) -> Decoder:
+    of = qwen3_architecture(SHAPE, vocabulary=VOCABULARY, rope_theta=10_000.0, max_positions=LENGTH)
+    model = Decoder(replace(of, qkv_bias=bias, output_bias=bias))
+    initialise(model, 0)
+    return model
+
+
+def asked(path: Path, engine: TrainEngine) -> list[float]:
+    """The loss of a frozen model beside the engine: as it was read, with doubled weights, and with weights that were
+    saved as shares and taken again."""
+    model = load(path, is_deferred=engine.zero_stage == 3)
+    frozen = FrozenModel(model, beside=engine, leaf_modules=(Layer,))
+    tokens, targets = rows_of(0)
+    places = torch.arange(LENGTH).expand(ROWS, -1)
+
+    def loss() -> float:
+        with torch.no_grad():
+            return float(frozen(tokens, places, torch.zeros_like(tokens), targets))
+
+    losses = [loss()]
+    kept = {name: share.clone() for name, share in frozen.shares.items()}
+    whole = {name: tensor.clone() for name, tensor in load(path).named_parameters()}
+    frozen.take((name, 2 * tensor) for name, tensor in whole.items())
+    losses.append(loss())
+    shares = {name: gathered(share, engine) for name, share in kept.items()}
+    frozen.take(shares.items())
+    return [*losses, loss()]
+
+
+def gathered(share: torch.Tensor, engine: TrainEngine) -> torch.Tensor:
+    """Shares of all ranks behind one another; one rank's where every rank has all."""
+    if engine.zero_stage < 3 or engine.world_size == 1:
+        return share
+    parts = [torch.empty_like(share) for _ in range(engine.world_size)]
+    torch.distributed.all_gather(parts, share)
+    return torch.cat(parts)
 
 
 def rows_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,6 +136,8 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     zero = engine._zero  # DeepSpeed's own word for what it does: `cpu_offload` at stages 1 and 2
     does = {"offload_optimizer": ("offload_optimizer", "cpu_offload"), "offload_param": ("offload_param",)}
     found["offloads"] = [name for name, words in does.items() if any(getattr(zero, word, False) for word in words)]
+    if "frozen" in case:
+        found["asked"] = asked(Path(case["frozen"]), engine)
     found["ways"] = ways(engine, lora="lora" in case)
     weights = engine.full_state_dict()
     found["weights"] = {name: tensor.double().flatten().tolist() for name, tensor in weights.items()}

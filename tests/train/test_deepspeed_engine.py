@@ -10,8 +10,11 @@ from nanodag.config import result_config
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.kinds.training import SFTStage
 from nanodag.config.pipeline import Pipeline
+from nanodag.errors import ConfigError
+from nanodag.model.build import qwen3_config
+from nanodag.model.folder import load, write_folder
 from tests.train import forks
-from tests.train.ranks import LENGTH, ROWS, SHAPE, STEPS, VOCABULARY, rows_of
+from tests.train.ranks import LENGTH, ROWS, SHAPE, STEPS, VOCABULARY, first_model, rows_of
 
 
 def run_ranks(out: Path, cases: list[dict], *, num_ranks: int) -> list[dict]:
@@ -35,7 +38,20 @@ BF16 = [{"stage": stage, "precision": "bf16"} for stage in range(4)]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("ranks")
+    """Of all files; `model` in it is the model that every case begins with."""
+    folder, model = tmp_path_factory.mktemp("ranks"), first_model()
+    config = qwen3_config(model.architecture)
+    write_folder(folder / "model", model.named_parameters(), config=config, dtype=torch.float32, beside=())
+    return folder
+
+
+def deferred(folder, case: dict) -> dict:
+    """The case with a model that is read in shares; one of them is asked as a frozen model, too."""
+    frozen = {"frozen": str(folder / "model")} if case == FP32[3] else {}
+    return {**case, "deferred": str(folder / "model"), **frozen}
+
+
+IN_SHARES = [FP32[3], BF16[3], LORA[1]]
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +67,7 @@ def one_rank(folder):
         *LORA_TOO,
         {**LORA[0], "steps": 2, "save": str(folder / "lora")},
         BIASED[0],
+        *(deferred(folder, case) for case in IN_SHARES),
         {**ADAMW[0], "steps": 2, "save": str(folder / "adamw")},
     ]
     return dict(zip(map(str, cases), run_ranks(folder / "one.json", cases, num_ranks=1), strict=True))
@@ -67,6 +84,8 @@ def two_ranks(folder, one_rank):
         *LORA_TOO,
         {**LORA[1], "load": str(folder / "lora"), "first": 2},
         BIASED[1],
+        BF16[3],
+        *(deferred(folder, case) for case in IN_SHARES),
         *ADAMW,
         *OFFLOADED,
         {**OFFLOADED[-1], "load": str(folder / "adamw"), "first": 2},
@@ -96,6 +115,39 @@ def test_two_ranks_train_biases_as_one_does(one_rank, two_ranks):
     assert_same(two_ranks[str(BIASED[1])], wanted)
     biases = [max(map(abs, weights)) for name, weights in wanted["weights"].items() if name.endswith("proj.bias")]
     assert len(biases) == 4 * SHAPE.depth and min(biases) > 0.01
+
+
+@pytest.mark.parametrize("case", IN_SHARES, ids=str)
+def test_a_model_that_is_read_in_shares_trains_to_the_same_bytes(folder, one_rank, two_ranks, case):
+    for of_ranks in (one_rank, two_ranks):
+        found = of_ranks[str(deferred(folder, case))]
+        assert found["weights"] == of_ranks[str(case)]["weights"]
+        assert found["losses"] == of_ranks[str(case)]["losses"]
+
+
+def test_a_frozen_model_in_shares_is_asked_refreshed_and_taken_back_as_a_whole_one_is(folder, one_rank, two_ranks):
+    tokens, targets = rows_of(0)
+    expected = []
+    for factor in (1.0, 2.0, 1.0):
+        model = load(folder / "model")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(factor)
+            places = torch.arange(LENGTH).expand(ROWS, -1)
+            expected.append(float(model(tokens, places, torch.zeros_like(tokens), targets)))
+    for of_ranks in (one_rank, two_ranks):
+        assert of_ranks[str(deferred(folder, FP32[3]))]["asked"] == expected
+
+
+def test_a_model_that_is_to_be_read_in_shares_takes_no_memory_and_says_what_is_wrong_with_its_files(folder, tmp_path):
+    model = load(folder / "model", is_deferred=True)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    config = json.loads((folder / "model" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": VOCABULARY + 1}))
+    (tmp_path / "model.safetensors").symlink_to(folder / "model" / "model.safetensors")
+    for is_deferred in (False, True):
+        with pytest.raises(ConfigError, match=r"embed_tokens.weight .*shape \(61, 32\); config.json says \(62, 32\)"):
+            load(tmp_path, is_deferred=is_deferred)
 
 
 @pytest.mark.parametrize("rows", [1, 8])

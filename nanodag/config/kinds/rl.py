@@ -127,7 +127,7 @@ class RLStage(SampledStage, TrainedStage):
 
     @property
     def held_models(self) -> tuple[int, int]:
-        """Policy and critic; reference and teacher, which each rank holds whole (nanodag.rl.trainer.trainer)."""
+        """Policy and critic; reference and teacher, which are only asked."""
         algorithm = self.algorithm
         return 1 + algorithm.has_critic, algorithm.has_reference + (algorithm.teacher.model != "none")
 

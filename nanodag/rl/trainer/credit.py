@@ -76,7 +76,7 @@ class Credit:
     def teacher_logprobs(self, parts: Parts, rows: Rows) -> ByRow | None:
         """The teacher's log-probabilities of the tokens of each row, float32; None without one."""
         if isinstance(self.teacher, Reference):
-            return [[self.teacher.policy(row)[0] for row in part] for part in rows]
+            return [[self.teacher(row)[0] for row in part] for part in rows]
         if self.teacher is None:
             return None
         rows_to_score = rows if self._group.is_first else [[] for _ in rows]

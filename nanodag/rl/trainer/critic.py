@@ -63,6 +63,7 @@ class Critic:
             folder,
             compiled=config.optimizer.compile is True,
             activation_checkpointing=config.optimizer.activation_checkpointing is True,
+            is_deferred=config.optimizer.zero_stage == 3,
         )
         model = ValueModel(decoder, group)
         self.engine = engine_of(model, config, learning_rate=self._own.learning_rate, device=device)

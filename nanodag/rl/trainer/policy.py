@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from nanodag.config.kinds.rl import RLStage
@@ -22,10 +24,8 @@ from nanodag.rl.rollouts.rollout import Rollout
 from nanodag.rl.trainer.rows import MicroBatch
 from nanodag.rl.trainer.sequence_parallel import ALONE, SequenceGroup, Share
 from nanodag.tokenizer.encoding import Encoding
-from nanodag.train.deepspeed_engine import TrainEngine
+from nanodag.train.deepspeed_engine import FrozenModel, TrainEngine
 from nanodag.train.lent_memory import LentMemory
-
-REFERENCE_FILE = "reference.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def hidden_states(decoder: Decoder, row: DeviceRow, group: SequenceGroup) -> tup
 
 class Policy(nn.Module):
     """The policy in a Hugging Face directory, in float32 on CPU; calling it scores one row. temperature: the one that
-    the sampler samples at. group: of the ranks that share a row."""
+    the sampler samples at. group: of the ranks that share a row. is_deferred: its weights are not read yet."""
 
     def __init__(
         self,
@@ -78,9 +78,11 @@ class Policy(nn.Module):
         compiled: bool = False,
         checkpointing: bool = False,
         group: SequenceGroup = ALONE,
+        is_deferred: bool = False,
     ) -> None:
         super().__init__()
-        self.decoder = load(folder, compiled=compiled, activation_checkpointing=checkpointing)
+        options = {"compiled": compiled, "activation_checkpointing": checkpointing}
+        self.decoder = load(folder, is_deferred=is_deferred, **options)
         group.check(self.decoder.architecture)
         self.temperature = temperature
         self._group = group
@@ -94,33 +96,35 @@ class Policy(nn.Module):
 
 
 class Reference:
-    """The frozen policy that KL is measured from: the model that the stage began with, or a later one. Every rank holds
-    all of it, in the training precision. A refreshed one is part of a checkpoint."""
+    """The frozen policy that KL is measured from: the model that the stage began with, or a later one; in the training
+    precision, under ZeRO-3 in shares. A refreshed one is part of a checkpoint. Calling it scores one row."""
 
     def __init__(self, model_path: Path, *, temperature: float, engine: TrainEngine, group: SequenceGroup) -> None:
-        policy = Policy(model_path, temperature=temperature, group=group).requires_grad_(False)
-        self.policy = policy.to(engine.device, engine.dtype)
-        self._engine = engine
-        self.lent = LentMemory(self.policy.parameters(), device=engine.device)
+        is_deferred = engine.zero_stage == 3
+        policy = Policy(model_path, temperature=temperature, group=group, is_deferred=is_deferred)
+        self.model = FrozenModel(policy, beside=engine, leaf_modules=(Layer,))
+        self._rank = engine.rank
+        self.lent = LentMemory(self.model.shares.values(), device=engine.device)
 
-    @torch.no_grad()
+    def __call__(self, row: DeviceRow) -> tuple[Tensor, Tensor]:
+        return self.model(row)
+
     def refresh(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take these weights; every rank must call it."""
-        parameters = dict(self.policy.named_parameters())
-        for name, tensor in weights:
-            parameters[name].copy_(tensor)
+        """Take these weights, whole tensors by name; every rank must call it."""
+        self.model.take(weights)
 
     def save(self, folder: Path) -> None:
-        """Write it into a checkpoint, from rank 0."""
-        if self._engine.rank == 0:
-            parameters = self.policy.named_parameters()
-            tensors = {name: self.lent.readable(tensor).cpu().contiguous() for name, tensor in parameters}
-            save_file(tensors, folder / REFERENCE_FILE)
+        """Write this rank's share of it into a checkpoint; rank 0 alone where every rank has all of it."""
+        if self._rank == 0 or self.model.is_spread:
+            shares = {name: self.lent.readable(share).cpu().contiguous() for name, share in self.model.shares.items()}
+            save_file(shares, folder / f"reference-{self._rank:05d}.safetensors")
 
     def load(self, folder: Path) -> None:
-        """Take back what `save` wrote."""
-        saved = load_file(folder / REFERENCE_FILE)
-        self.refresh((name, saved[name]) for name, _ in self.policy.named_parameters())
+        """Take back what `save` wrote, by any number of ranks; every rank must call it."""
+        with ExitStack() as stack:
+            paths = sorted(folder.glob("reference-*.safetensors"))
+            files = [stack.enter_context(safe_open(str(path), framework="pt")) for path in paths]
+            self.refresh((name, torch.cat([f.get_tensor(name).flatten() for f in files])) for name in self.model.shares)
 
 
 def engine_of(model: nn.Module, config: RLStage, *, learning_rate: float, device: str) -> TrainEngine:

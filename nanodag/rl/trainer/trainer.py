@@ -10,8 +10,7 @@ It does what the controller asks for, one thing at a time, all ranks the same:
     lend, take_back  the device's memory to the samplers, and back (nanodag.train.lent_memory)
     end     leave
 
-It draws no random numbers, so a checkpoint holds none of its own. Not covered: dropout (RL policies have none),
-a reference model spread over ranks (each holds all of it).
+It draws no random numbers, so a checkpoint holds none of its own. Not covered: dropout (RL policies have none).
 """
 
 import logging
@@ -77,6 +76,7 @@ class Trainer:
             compiled=config.optimizer.compile is True,
             checkpointing=config.optimizer.activation_checkpointing is True,
             group=self._group,
+            is_deferred=config.optimizer.zero_stage == 3,
         )
         if config.optimizer.lora_rank:
             add_lora(policy, rank=config.optimizer.lora_rank, alpha=config.optimizer.lora_alpha, seed=int(config.seed))
@@ -126,7 +126,7 @@ class Trainer:
         passes = [number for _ in range(epochs) for number in range(num_parts)]
         is_old_needed = len(passes) > 1 or self.config.algorithm.kl_in == "reward"
         old = self._scores(self.engine, rows) if is_old_needed else None
-        reference = None if self._reference is None else self._scores(self._reference.policy, rows)
+        reference = None if self._reference is None else self._scores(self._reference, rows)
         teacher = self._credit.teacher_logprobs(parts, rows)
         advantages, reply = self._credit.assign(step, parts, rows, old, reference)
         is_trained = self._credit.is_policy_trained(step)

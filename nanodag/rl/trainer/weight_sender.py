@@ -26,10 +26,15 @@ NOW, KEPT = "now", "kept"
 """Which weights: the trainer's own, those that it gave last; any other word is a folder."""
 
 
+def largest_bucket(num_bytes: int) -> int:
+    """Bytes of a bucket for a model of so many: each costs a request to every sampler, and room on both sides."""
+    return min(max(num_bytes // 16, 64 << 20), 1 << 30)
+
+
 class WeightGiver:
     """One rank's part. prefix: of the parameters' names, before those that transformers gives. bucket_bytes: most that
-    is brought together at once, unless one tensor is larger. timeout_s: most that the making of a group or one
-    broadcast may take. make_fingerprints: new ones, of the tensors that samplers must then hold.
+    is brought together at once, unless one tensor is larger; 0 by the model's size. timeout_s: most that the making of
+    a group or one broadcast may take. make_fingerprints: new ones, of the tensors that samplers must then hold.
 
     lora_scale: alpha over rank, of a policy with adapters. A bucket is gathered with its adapters, some hundredths of
     its size, and merged on rank 0 by the same code as where weights are written into a folder (nanodag.model.lora), so
@@ -53,7 +58,8 @@ class WeightGiver:
             layer, between, _ = name.partition(BETWEEN)
             self._parts.setdefault(f"{layer}.weight" if between else name, []).append(name)
         self._num_bytes = {name: shares.num_bytes[parts[0]] for name, parts in self._parts.items()}
-        self._buckets = list(in_buckets(list(self._parts), self._num_bytes, bucket_bytes))
+        largest = bucket_bytes or largest_bucket(sum(self._num_bytes.values()))
+        self._buckets = list(in_buckets(list(self._parts), self._num_bytes, largest))
         self._timeout_s = timeout_s
         self._make_fingerprints = make_fingerprints
         self._fingerprints: Fingerprints | None = None
