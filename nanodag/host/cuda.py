@@ -71,7 +71,7 @@ def gpu_faults(gpus: Sequence[ListedGpu], build: TorchBuild, python: str) -> lis
     needs = CUDA_NEEDS.get(build.cuda.partition(".")[0])
     if needs is None:
         return []
-    faults = {}
+    faults: dict[str, str] = {}
     for gpu in gpus:
         what = f"GPU {gpu.index} ({gpu.gpu.name})"
         driver = gpu.driver.partition(".")[0]
