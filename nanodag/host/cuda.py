@@ -1,5 +1,5 @@
-"""What an NVIDIA machine's torch, driver and NCCL ask of each other. Nothing imports torch here: packages say what they
-are.
+"""Versions that torch, driver and NCCL of an NVIDIA machine ask of each other. Nothing imports torch here: packages say
+what they are.
 
 Sources: NVIDIA, CUDA Toolkit release notes (least driver of a major version, for all its minor ones; least compute
 capability); NCCL, src/init.cc (ranks of two versions are refused).
