@@ -19,10 +19,11 @@ def test_ruff_and_mypy_have_nothing_to_say(command):
     assert found.returncode == 0, found.stdout + found.stderr
 
 
-def test_constraints_name_no_place():
-    for line in (PROJECT / "constraints.txt").read_text().splitlines():
-        assert line.startswith("#") or line.count("==") == 1, line
-        assert "/" not in line and "@" not in line, line
+@pytest.mark.parametrize("name", ["constraints.txt", "constraints-cuda.txt"])
+def test_constraints_name_no_place(name):
+    for line in (PROJECT / name).read_text().splitlines():
+        assert line.startswith("#") or (line.count("==") == 1 and "/" not in line), line
+        assert "//" not in line and "@" not in line, line
 
 
 def first_words(source: str) -> Iterator[str]:
