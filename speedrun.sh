@@ -18,7 +18,8 @@ if [ "$(cat "$venv/installed" 2>/dev/null)" != "$wanted" ]; then
   [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
   pip=("$venv/bin/python" -m pip install --disable-pip-version-check -qq -c "$here/constraints.txt")
   cpu_index=https://download.pytorch.org/whl/cpu
-  if ! command -v nvidia-smi >/dev/null && "$venv/bin/python" -c "import urllib.request as u; u.urlopen('$cpu_index/', timeout=3)" 2>/dev/null
+  gpu="${NANODAG_GPU-$(command -v nvidia-smi || true)}"  # NANODAG_GPU=yes: for GPUs that other machines have
+  if [ -z "$gpu" ] && "$venv/bin/python" -c "import urllib.request as u; u.urlopen('$cpu_index/', timeout=3)" 2>/dev/null
   then "${pip[@]}" --index-url "$cpu_index" torch; fi
   echo "speedrun.sh: installing into $venv; this takes some minutes, once" >&2
   "${pip[@]}" -e "$here[test]"
