@@ -171,14 +171,13 @@ def test_pods_of_a_run_reach_each_other_by_the_names_that_a_jobset_gives_them():
 
 
 @pytest.mark.parametrize("name", ["kubernetes-run.yaml", "kubernetes-jobset.yaml"])
-def test_a_pod_that_takes_the_place_of_a_lost_one_resumes_the_run(name):
+def test_a_pod_that_takes_the_place_of_a_lost_one_resumes_the_run(name, monkeypatch):
+    monkeypatch.setenv("NANODAG_HOSTFILE", "/srv/hosts/hosts")
     job = next(d for d in documents_of(name) if d["kind"] != "ConfigMap")
     args = (job if job["kind"] == "Job" else jobs_of(job)[0])["spec"]["template"]["spec"]["containers"][0]["args"]
     assert args[:4] == ["nanodag", "run", "--name", job["metadata"]["name"]]
     overrides = [text for text in args if "=" in text]
-    resolved = resolve(
-        PROJECT / "pipeline.yaml", args[5], [*overrides[:1], *overrides[3:]], machine=machine_of("2x8xH100")
-    )
+    resolved = resolve(PROJECT / "pipeline.yaml", args[5], overrides, machine=machine_of("2x8xH100"))
     assert resolved.pipeline.store.url == "/srv/nanodag/store"
 
 
@@ -187,9 +186,8 @@ def test_the_images_commands_are_shell_and_install_what_the_setup_asks_for():
     commands = [line.removeprefix("RUN ") for line in lines if line.startswith("RUN ")]
     for command in commands:
         subprocess.run(["sh", "-nc", command], check=True)
-    assert (
-        "g++" in commands[0] and "speedrun.sh" in commands[1] and "NANODAG_GPU" in (PROJECT / "speedrun.sh").read_text()
-    )
+    assert "g++" in commands[0] and "speedrun.sh" in commands[1]
+    assert all("NANODAG_GPU" in text for text in (commands[1], (PROJECT / "speedrun.sh").read_text()))
 
 
 def _import(name: str) -> Any:
@@ -236,14 +234,17 @@ def start(tmp_path):
         process.wait()
 
 
-# A worker that takes one stage for as long as the file `busy` is there, and ends when it is told to.
+# A worker with one stage for as long as the file `busy` is there.
 WORKER = """
-trap 'exit 0' TERM
-cp "$NANODAG_HOSTFILE" {folder}/hosts
-echo $PREFECT_API_URL $PREFECT_API_AUTH_STRING > {folder}/server
-[ ! -e {folder}/busy ] || tail -f /dev/null & stage=$!
-while [ -e {folder}/busy ]; do sleep 0.05; done; kill $stage 2> /dev/null; wait
-while true; do read -t 0.1 < <(:) ; done
+cp "$NANODAG_HOSTFILE" {folder}/hosts; echo $PREFECT_API_URL $PREFECT_API_AUTH_STRING > {folder}/server
+exec python3 -c '
+import os, subprocess, time
+stage = subprocess.Popen(["sleep", "30"])
+while os.path.exists("{folder}/busy"):
+    time.sleep(0.05)
+stage.kill()
+stage.wait()
+time.sleep(60)'
 """
 
 
@@ -272,19 +273,24 @@ def test_a_pools_worker_ends_without_stages_and_only_its_time_limit_queues_it_ag
 def test_samplers_of_an_array_stand_in_the_file_for_as_long_as_they_serve(start, tmp_path):
     shared = tmp_path / "shared"
     shared.mkdir()
-    nanodag = "trap 'exit 0' TERM; while true; do sleep 0.05; done"
-    listed = lambda: sorted((shared / "servers").read_text().split()[::2]) if (shared / "servers").exists() else []  # noqa: E731
-    tasks = [
-        start("slurm-samplers.sh", str(shared), "--model", "m", job=job, nanodag=nanodag) for job in ("101", "10102")
-    ]
-    here = socket.gethostname()
-    wait_until(lambda: listed() == [f"http://{here}:20101", f"http://{here}:20102"])
-    tasks[0].send_signal(signal.SIGTERM)
-    assert tasks[0].wait(60) == 0 and listed() == [f"http://{here}:20102"]
-    start("slurm-samplers.sh", str(shared), "--model", "m", job="103", nanodag=nanodag)
-    wait_until(lambda: listed() == [f"http://{here}:20102", f"http://{here}:20103"])
-    key = f"--api-key-file {shared}/key --model m"
-    assert f"nanodag sampler serve --host 0.0.0.0 --port 20101 {key}" in (tmp_path / "said").read_text()
+    arguments = ("slurm-samplers.sh", str(shared), "--model", "m")
+
+    def task(job):
+        return start(*arguments, job=job, nanodag="trap 'exit 0' TERM; while true; do sleep 0.05; done")
+
+    def ports():
+        text = (shared / "servers").read_text() if (shared / "servers").exists() else ""
+        return re.findall(rf"^http://{socket.gethostname()}:(\d+) {shared}/key$", text, re.MULTILINE)
+
+    first = task("101")
+    task("10102")
+    wait_until(lambda: sorted(ports()) == ["20101", "20102"])
+    first.send_signal(signal.SIGTERM)
+    assert first.wait(60) == 0 and ports() == ["20102"]
+    task("103")
+    wait_until(lambda: sorted(ports()) == ["20102", "20103"])
+    served = f"nanodag sampler serve --host 0.0.0.0 --port 20101 --api-key-file {shared}/key --model m"
+    assert served in (tmp_path / "said").read_text()
 
 
 SLURM_CONF = """
