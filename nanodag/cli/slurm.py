@@ -140,10 +140,10 @@ def sampler_nodes(resolved: "Resolved") -> list[str]:
     """Overrides that give half of the machine's nodes to the samplers of RL, where nobody has said where they lie."""
     from nanodag.config.kinds.rl import RLStage
 
-    half, origins, placed = resolved.machine.nodes // 2, resolved.origins, []
-    for stage, config in resolved.pipeline.stages.items() if half else ():
-        said = [origins[f"{stage}.{setting}"] for setting in ("placement", "sampler.nodes", "resources.nodes")]
-        is_open = all(origin.startswith(("default", "derived")) for origin in said)
-        if isinstance(config, RLStage) and config.has_trainer and not config.sampler.has_others and is_open:
-            placed += [f"{stage}.placement=separate", f"{stage}.sampler.nodes={half}"]
+    half, placed = resolved.machine.nodes // 2, []
+    for name, stage in resolved.pipeline.stages.items() if half else ():
+        if isinstance(stage, RLStage) and stage.has_trainer and not stage.sampler.has_others:
+            settings = ("placement", "sampler.nodes", "resources.nodes")
+            if all(resolved.origins[f"{name}.{setting}"].startswith(("default", "derived")) for setting in settings):
+                placed += [f"{name}.placement=separate", f"{name}.sampler.nodes={half}"]
     return placed
