@@ -42,7 +42,7 @@ def programs(tmp_path, monkeypatch):
 
 def test_the_job_asks_for_the_nodes_and_says_where_samplers_lie(nanodag):
     script = nanodag(
-        f"{ASKED} --time 2:00:00 --partition gpu --sbatch qos=high --sbatch exclusive --print rl.num_steps=3"
+        f"{ASKED} --time 2:00:00 --partition gpu --sbatch qos=high --sbatch exclusive --print rl.num_steps=9"
     )
     options = re.findall("^#SBATCH (.*)$", script, re.MULTILINE)
     expected = ["--nodes=3", "--ntasks-per-node=1", "--cpus-per-task=8", "--time=2:00:00", "--partition=gpu"]
@@ -50,7 +50,7 @@ def test_the_job_asks_for_the_nodes_and_says_where_samplers_lie(nanodag):
     assert set(expected) <= set(options) and options[-2:] == ["--qos=high", "--exclusive"]
     assert not [option for option in options if option.startswith(("--gpus", "--account"))]
     run = next(line for line in script.splitlines() if line.startswith("run="))
-    assert run.endswith(f"/nanodag run --name mine --preset pocket --file={SHIPPED} rl.num_steps=3 "
+    assert run.endswith(f"/nanodag run --name mine --preset pocket --file={SHIPPED} rl.num_steps=9 "
                         "rl.placement=separate rl.sampler.nodes=1)")  # fmt: skip
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
 
@@ -92,8 +92,8 @@ def test_a_job_has_as_many_nodes_as_its_environment_says_and_hosts_that_no_overr
 def test_what_cannot_run_is_refused_before_it_is_sent(nanodag, programs, tmp_path, monkeypatch):
     programs(sbatch="cat > /dev/null; echo 'invalid partition specified: gpu' >&2; exit 1")
     nanodag(f"{ASKED} rl.nm_steps=3", "rl.nm_steps", code=2)
-    nanodag(f"{ASKED} pretrain.sequence_length=100000000", "does not fit", code=2)
-    nanodag(f"{ASKED}/..", "Run name 'mine/..'", code=2)
+    nanodag(ASKED.replace("32GiB", "1GiB"), "does not fit 3xcpu:8:avx2:1GiB", code=2)
+    nanodag(f"{ASKED}{'-' * 80}", "Run name 'mine--", "at most 80", code=2)
     assert not (tmp_path / "said").exists()
     nanodag(ASKED, "sbatch refused the job: invalid partition specified: gpu", code=2)
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -117,6 +117,7 @@ def slurm(folder: Path) -> Iterator[Slurm]:
         plugins = f"PluginDir={os.environ['NANODAG_SLURM_PLUGINS']}" if "NANODAG_SLURM_PLUGINS" in os.environ else ""
         text = CONF.format(first=network.here, folder=folder, nodes="\n".join(nodes), plugins=plugins)
         (folder / "slurm.conf").write_text(text)
+        (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")  # it is asked for nothing
         key = folder / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o400)

@@ -34,6 +34,9 @@ def write_pipeline(folder):
     stages["pretrain"] |= {"resources": {"num_ranks": 3, "threads": 1}, "batch_tokens": 768}
     stages["rl"] |= {"resources": {"num_ranks": 2, "threads": 1}, "inputs": {"model": "pretrain"}}
     stages["rl"] |= {"num_steps": NUM_STEPS, "checkpoint_every": 4}
+    for derived in ("placement", "lends_states"):
+        del stages["rl"][derived]
+    stages["rl"]["sampler"] = {"context": 192, "max_batch": 8, "precision": "fp32"}
     preset = {"stages": stages, "tracking": {"trackers": []}}
     folder.mkdir()
     (folder / "pipeline.yaml").write_text(yaml.safe_dump({"default": "tiny", "presets": {"tiny": preset}}))
@@ -78,8 +81,8 @@ def test_a_pipeline_of_one_command_goes_on_after_its_time_limit_and_ends_on_the_
     reached(lambda: steps_of(folder, "mine") >= 2 or cluster.job(job)["JobState"] not in ("PENDING", "RUNNING"), 300)
     assert cluster.job(job)["JobState"] == "RUNNING", told()
     found = cluster.programs()
-    assert {"nanodag.rl.trainer", "nanodag.rl"} & found["n1"] and "nanodag.rl.trainer" in found["n2"], found
-    assert "nanodag.sampler" in found["n3"] and not any("sampler" in name for name in found["n1"] | found["n2"]), found
+    assert {"nanodag.rl", "nanodag.train.torchrun"} < found["n1"] and "nanodag.train.torchrun" in found["n2"], found
+    assert [name for name, programs in found.items() if "nanodag.sampler" in programs] == ["n3"], found
     cluster.said("scancel", "--batch", "--signal=USR1", job)  # as --signal=B:USR1@180 has it sent
     reached(lambda: cluster.job(job)["Restarts"] == "1", 150)
     first = record_in(folder, "mine")
