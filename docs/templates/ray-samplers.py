@@ -1,4 +1,4 @@
-"""Samplers of one RL stage on a Ray cluster, each a task with a GPU of its own. Ray starts a lost one again, on any node.
+"""Samplers of one RL stage on a Ray cluster, each a task with a GPU of its own. Ray starts a lost one again.
 
     openssl rand -hex 24 > FOLDER/key && chmod 600 FOLDER/key
     ray job submit --no-wait -- python ray-samplers.py FOLDER 8 --model MODEL --engine sglang
