@@ -7,11 +7,12 @@ from typing import Annotated, Literal
 import typer
 
 from nanodag.cli.nightly import nightly_app
-from nanodag.cli.parameters import Detach, File, ModelName, ModelStage, On, Overrides, Preset, RunName, take
+from nanodag.cli.parameters import Detach, File, ModelName, ModelStage, NewRun, On, Overrides, Preset, RunName, take
 from nanodag.cli.rerun import rerun
 from nanodag.cli.rollouts import rollouts
 from nanodag.cli.sampler import sampler_app
 from nanodag.cli.server import notify, server_app
+from nanodag.cli.slurm import slurm
 from nanodag.cli.store import diff, export, gc, lineage, reproduce, verify
 from nanodag.cli.sweep import sweep
 from nanodag.errors import ConfigError, NanodagError
@@ -55,10 +56,7 @@ def run(
     overrides: Overrides = None,
     preset: Preset = "auto",
     file: File = "",
-    name: Annotated[
-        str,
-        typer.Option("--name", "-n", metavar="RUN", help="A new run's, or one to resume. Default: preset and time."),
-    ] = "",
+    name: NewRun = "",
     stale: Annotated[bool, typer.Option("--stale", help="Build again what is stale, without asking.")] = False,
     detach: Detach = False,
 ) -> None:
@@ -130,6 +128,9 @@ def plan(
 
     code = show_plan(overrides or [], preset=preset, file=file, on=on, price_per_hour=price_per_hour, as_json=as_json)
     raise typer.Exit(code)
+
+
+app.command()(slurm)
 
 
 @app.command()

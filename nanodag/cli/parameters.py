@@ -61,12 +61,15 @@ On = Annotated[
         "Default: this one.",
     ),
 ]
+NewRun = Annotated[
+    str, typer.Option("--name", "-n", metavar="RUN", help="A new run's, or one to resume. Default: preset and time.")
+]
 Detach = Annotated[bool, typer.Option("--detach", help="Return once it has begun; it goes on without the terminal.")]
 
 _SETTING = re.compile(r"store\.(url|local)=(.+)", re.DOTALL)
 _VARIABLES = {"url": "NANODAG_STORE", "local": "NANODAG_STORE_LOCAL"}
 # What else they are told goes on to the flow's process, so they keep it.
-TAKE_OVERRIDES = (("run",), ("sweep",), ("config",), ("notify",), ("nightly", "run"), ("nightly", "on"))
+TAKE_OVERRIDES = (("run",), ("slurm",), ("sweep",), ("config",), ("notify",), ("nightly", "run"), ("nightly", "on"))
 _TYPED: list[str] = []
 
 

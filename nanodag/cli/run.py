@@ -44,13 +44,8 @@ def run_pipeline(
     began = time.monotonic()
     console = make_console()
     machine = None
-    # A run's record is looked up in its store, before its preset is known.
-    of_store = [text for text in overrides if text.startswith("store")]
-    known = store_of(resolve(pipeline_file(file), overrides=of_store).pipeline) if name else None
-    if known is not None and known.find_run(name) is not None:
+    if (before := known_run(name, overrides, file=file)) is not None:
         # Go on with that run: what it was told before, and is told now.
-        before = known.own_run(name)
-        refuse_composed(name, before)
         file, preset = file or before.file, before.preset if preset == "auto" else preset
         overrides = merged([*before.overrides, *overrides])
         machine = machine_of(before.machine)
@@ -82,6 +77,18 @@ def run_pipeline(
         "stale": kept,
     }
     return start(store, server, name, parameters, detach=detach, began=began)
+
+
+def known_run(name: str, overrides: Sequence[str], *, file: str) -> RunRecord | None:
+    """The record of a run of this user's, looked up in its store before its preset is known; None for a new run.
+    Raises ConfigError for a sweep or a night."""
+    of_store = [text for text in overrides if text.startswith("store")]
+    store = store_of(resolve(pipeline_file(file), overrides=of_store).pipeline) if name else None
+    if store is None or store.find_run(name) is None:
+        return None
+    record = store.own_run(name)
+    refuse_composed(name, record)
+    return record
 
 
 def settings(overrides: Sequence[str] | None, *, preset: str, file: str) -> tuple[Path, Pipeline, Store]:
@@ -321,7 +328,7 @@ class _Attended:
 def bury_the_dead(api: Api, store: Store) -> None:
     """Say of runs whose process was killed together with its runner that they crashed: nobody else would."""
     for name, record in store.records_of_runs().items():
-        if record.state != "running" or record.is_alive:
+        if record.state != "running" or record.is_alive or record.is_elsewhere:
             continue
         store.change_run(name, lambda record: record.changed(state="interrupted"))
         try:

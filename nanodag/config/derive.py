@@ -63,7 +63,8 @@ RULES = {
     "device_cpu": Rule("resources.device", "a stage of this kind multiplies no matrices",
          "A tokenizer, an import or a report would hold a GPU that another stage waits for."),
     "nodes": Rule("resources.nodes", "the machine's nodes, for stages that train",
-         "This machine counts as one node; more are described by a text, or set with `cluster.hostfile`."),
+         "This machine counts as one node, but in a job of `nanodag slurm`; more are described by a text, or set with "
+         "`cluster.hostfile`. RL's samplers with nodes of their own have theirs."),
     "ranks_cuda": Rule("resources.num_ranks", "all GPUs, as long as a step has 10 TFLOP for each",
          "Less is done in 20 ms at half of an H100's peak; then starting kernels and exchanging gradients take longer "
          "than computing. Reasoned, not measured."),
@@ -197,7 +198,8 @@ def spread(stage: S, model: ModelSize | None, derived: Derived) -> S:
     elif ranks == "auto":
         nodes, ranks = _nodes_and_ranks(stage, model, derived)
     elif nodes == "auto":
-        nodes = machine.nodes if trains and ranks % machine.nodes == 0 else 1
+        most = _nodes_to_train_on(stage, machine)
+        nodes = most if trains and ranks % most == 0 else 1
     fill = derived.filler(resources, "resources")
     fill("nodes", nodes, derived.why("nodes"))
     fill("threads", max(1, machine.cores * nodes // ranks), derived.why("threads"))
@@ -214,7 +216,7 @@ def _nodes_and_ranks(stage: StageBase, model: ModelSize | None, derived: Derived
     if not find_kind(stage.kind).trains:
         derived.note("resources.num_ranks", "ranks_none")
         return (1, 1) if nodes == "auto" else (nodes, nodes)
-    allowed = range(1, machine.nodes + 1) if nodes == "auto" else range(nodes, nodes + 1)
+    allowed = range(1, _nodes_to_train_on(stage, machine) + 1) if nodes == "auto" else range(nodes, nodes + 1)
     if device == "cuda":
         of_a_node = list(range(1, max(1, machine.num_gpus - stage.own_gpus) + 1))
         derived.note("resources.num_ranks", "ranks_cuda")
@@ -235,6 +237,11 @@ def _nodes_and_ranks(stage: StageBase, model: ModelSize | None, derived: Derived
     fitting = [(t, n) for t, n in totals if t <= most and t % unit == 0 and rows % t == 0]
     ranks, fewest = max(fitting, default=(allowed[0] * unit, -allowed[0]))
     return -fewest, ranks
+
+
+def _nodes_to_train_on(stage: StageBase, machine: Machine) -> int:
+    """Nodes of a machine that are left to ranks, beside those that samplers have to themselves."""
+    return max(1, machine.nodes - stage.machines.get("sampler.nodes", 0))
 
 
 def offloaded(stage: Trained, model: ModelSize | None, can: bool, derived: Derived) -> Trained:

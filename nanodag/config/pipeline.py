@@ -156,8 +156,11 @@ class ServerConfig(Section):
     password_file: str = "none"
     """A file with `user:password` that the server then asks for; `none` for no login."""
     database: str = "sqlite"
-    """`sqlite`, in the store's local folder, or postgresql+asyncpg://user@host/name; the password comes from PGPASSWORD
-    or ~/.pgpass."""
+    """`sqlite`, in the server's folder, or postgresql+asyncpg://user@host/name; the password comes from PGPASSWORD or
+    ~/.pgpass."""
+    folder: str = Field("auto", min_length=1)
+    """Folder of the server's database and logs; `auto`: `prefect` in the store's local folder. It must lie on a disk
+    of one machine where several share the store: SQLite needs the locks of a local disk."""
 
     agents_of_file: bool = False
     """Whether an agent's `command`, `folder`, `library` and `python` stand in the pipeline file alone. Else an override

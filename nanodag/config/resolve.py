@@ -25,7 +25,8 @@ from nanodag.own_code.trusted_modules import check_owner
 
 KeyPath = tuple[str, ...]
 
-# What may run code on this machine: an override may be a flow run's parameter, which others can send.
+# What may run code on this machine: an override may be a flow run's parameter, which others can send. The environment
+# is that of whoever started the process.
 FILE_ONLY: tuple[KeyPath, ...] = (
     *(("trusted_modules",), ("cluster", "ssh_command"), ("cluster", "hostfile")),
     ("server", "agents_of_file"),
@@ -38,6 +39,10 @@ ENVIRONMENT = {
     "core_bundle": "NANODAG_CORE_BUNDLE",
     "store.url": "NANODAG_STORE",
     "store.local": "NANODAG_STORE_LOCAL",
+    "server.folder": "NANODAG_SERVER_FOLDER",
+    "server.password_file": "NANODAG_PASSWORD_FILE",
+    "cluster.hostfile": "NANODAG_HOSTFILE",
+    "cluster.ssh_command": "NANODAG_SSH_COMMAND",
 }
 
 
@@ -84,13 +89,14 @@ def resolve(
         _merge(tree, body, origins, origin)
     tree["preset"] = preset
     _absolute_paths(tree, file.absolute().parent)
-    from_file, unchanged = _what_may_run(tree), json.dumps(tree["stages"])
+    unchanged = json.dumps(tree["stages"])
     for text in environment_overrides():
         _override(tree, text, origins, f"environment {ENVIRONMENT[text.partition('=')[0]]}")
+    before = _what_may_run(tree)
     for text in overrides:
         _override(tree, text, origins, "override")
     for name, value in _what_may_run(tree).items():
-        if from_file.get(name) != value:
+        if before.get(name) != value:
             raise ConfigError(
                 f"{name} says which code may run here, or who is sent keys: write it into {file}; an override "
                 "cannot set it."
@@ -348,7 +354,7 @@ def _absolute_paths(tree: dict[str, Any], base: Path) -> None:
         tree["nightly"] = _absolute_files(tree["nightly"], base)  # its models
     store, stages = tree.setdefault("store", {}), tree["stages"].values() if isinstance(tree["stages"], dict) else ()
     places = [(tree, "mirror"), (tree, "core_bundle"), (store, "url"), (store, "local")]
-    places += [(tree.get("cluster"), "hostfile"), (tree.get("server"), "password_file")]
+    places += [(tree.get("cluster"), "hostfile"), *((tree.get("server"), name) for name in ("password_file", "folder"))]
     places += [(stage.get("sampler"), "urls_file") for stage in stages if isinstance(stage, dict)]
     for table, field in places:
         value = table.get(field, "store" if field == "url" else "none") if isinstance(table, dict) else "none"

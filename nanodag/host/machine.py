@@ -28,6 +28,7 @@ CORES_PER_GPU = 8
 MEMORY_PER_GPU = 96 * GIB
 ASSUMED_DISK = 1 << 40
 SGLANG_MARK = "+sglang"
+NODES_VARIABLE = "NANODAG_NODES"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +205,8 @@ def _wrong(text: str, why: str) -> ConfigError:
 
 
 def detect(folder: Path | None = None) -> Machine:
-    """This machine. folder: where the store lies, whose disk counts; it need not be there yet."""
+    """This machine, and as many nodes like it as the job of a cluster's scheduler says that it has. folder: where the
+    store lies, whose disk counts; it need not be there yet."""
     gpu, count = _gpus()
     return Machine(
         cores=usable_cores(),
@@ -213,6 +215,7 @@ def detect(folder: Path | None = None) -> Machine:
         disk=_free(folder or Path.cwd()),
         gpu=gpu,
         num_gpus=count,
+        nodes=int(os.environ.get(NODES_VARIABLE) or 1),
     )
 
 

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import re
+import socket
 import threading
 import time
 from collections import Counter
@@ -132,6 +133,7 @@ def begun_record(
         revision=code_revision(),
         pid=os.getpid(),
         pid_started=process_started(psutil.Process()),
+        host=socket.gethostname(),
         **about,
     )
 
@@ -169,8 +171,7 @@ def open_run(
     run = Run(name, resolved, store, pipeline_file(file).parent, flow_run)
     if unknown := [stage for stage in only if stage not in run.pipeline.stages]:
         raise ConfigError(f"{pipeline_file(file)} has no stage {unknown[0]!r} any more; it has {', '.join(run.order)}.")
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,80}", name):
-        raise ConfigError(f"Run name {name!r}: use letters, digits, '.', '_' and '-', at most 80.")
+    check_name(name)
     refuse_composed(name, before)
     take_python_path(store.local, name)
     if keeps_stale and before is not None and (kept_stale := left_alone(before, run.pipeline)):
@@ -194,6 +195,12 @@ def open_run(
     about["machine"] = str(resolved.machine)
     store.write_run(begun_record(name, run.pipeline, stages, before, flow_run=flow_run, **about))
     return run
+
+
+def check_name(name: str) -> None:
+    """Raise ConfigError for what cannot be a run's name."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,80}", name):
+        raise ConfigError(f"Run name {name!r}: use letters, digits, '.', '_' and '-', at most 80.")
 
 
 def join_run(name: str, store: Store) -> Run:
@@ -367,7 +374,7 @@ def locations_of(pipeline: Pipeline, store: Store) -> list[str]:
 def state_of(record: RunRecord) -> str:
     """A run's state as it is shown: `interrupted` of one whose process is gone, `stale` of one that has completed and
     of which a stage was built again since (nanodag.run.stale_stages)."""
-    if record.state == "running" and not record.is_alive:
+    if record.state == "running" and not (record.is_alive or record.is_elsewhere):
         return "interrupted"
     return "stale" if record.state == "completed" and stale_stages(record) else record.state
 

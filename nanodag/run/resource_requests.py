@@ -45,6 +45,14 @@ class Requests:
         return math.ceil(self.memory / MIB)
 
 
+def requests_of_run(pipeline: Pipeline, machine: Machine) -> Requests:
+    """Needs of a whole resolved pipeline: all that the machine's nodes have, and memory for the two largest stages, as
+    an evaluation runs beside the next stage."""
+    largest = sorted(stage.host_bytes for stage in plan_of(pipeline, machine).stages)[-2:]
+    memory = min(machine.memory, math.ceil(MEMORY_MARGIN * sum(largest)))
+    return Requests(nodes=machine.nodes, gpus=machine.num_gpus, cpus=machine.cores, memory=memory)
+
+
 def requests_of(pipeline: Pipeline, name: str, machine: Machine) -> Requests:
     """Needs of a stage of a resolved pipeline, on such a machine."""
     stage = pipeline.stages[name]

@@ -82,11 +82,15 @@ class RunningServer:
 class LocalServer:
     """The Prefect server and serve process of one store.
 
-    home: their folder. store_url: what is served. file: the pipeline file whose stages the form offers.
+    home: their folder. store_url: what is served; store_local: its local folder, unless `home` lies in that. file: the
+    pipeline file whose stages the form offers.
     """
 
-    def __init__(self, home: Path, *, store_url: str, file: Path, settings: ServerConfig) -> None:
+    def __init__(
+        self, home: Path, *, store_url: str, file: Path, settings: ServerConfig, store_local: Path | None = None
+    ) -> None:
         self.home, self._store_url, self._file = home, store_url, file
+        self._store_local = store_local or home.parent
         self._config, self._host, self._password_file = settings, settings.host, settings.password_file
         self._started: list[ProcessId] = []  # by this object, for the call under way
 
@@ -326,7 +330,7 @@ class LocalServer:
             "PYTHONUNBUFFERED": "1",
             "PYTHONSAFEPATH": "1",
             "NANODAG_STORE": self._store_url,
-            **({"NANODAG_STORE_LOCAL": str(self.home.parent)} if "://" in self._store_url else {}),
+            **({"NANODAG_STORE_LOCAL": str(self._store_local)} if "://" in self._store_url else {}),
             "NANODAG_FILE": str(self._file),
         }
 
@@ -348,7 +352,8 @@ class LocalServer:
 
 
 def server_of(pipeline: Pipeline, store: Store, file: Path) -> LocalServer:
-    home, facts = store.local / "prefect", store.local.stat()
+    named, facts = pipeline.server.folder, store.local.stat()
+    home = store.local / "prefect" if named == "auto" else Path(named)
     if facts.st_uid == os.geteuid() and facts.st_mode & stat.S_IRWXO:
         log.warning(
             "Every user of this machine may look into the store %s (mode %o). Close it: chmod 700 %s (770: open to its "
@@ -358,7 +363,7 @@ def server_of(pipeline: Pipeline, store: Store, file: Path) -> LocalServer:
     with writing(f"Making {home}"):
         home.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
         os.listdir(home)  # refused to any other user
-    return LocalServer(home, store_url=store.url, file=file, settings=pipeline.server)
+    return LocalServer(home, store_url=store.url, store_local=store.local, file=file, settings=pipeline.server)
 
 
 def _is_free(host: str, port: int) -> bool:

@@ -6,6 +6,7 @@ its file's name. A record is never edited: `changed` and `with_stage` return ano
 
 import itertools
 import re
+import socket
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Final, Literal, NamedTuple, Self
 
@@ -163,7 +164,8 @@ class RunRecord(_Part):
     number: orders runs whatever clocks say; the store gives it. pipeline: the resolved one, as nanodag.config.Pipeline
     dumps it. stages: inputs first. before: what the record that this one replaced kept alive; it stays until the run
     has completed. uses: artifacts that the pipeline names by a path into the store. pid, pid_started: the process that
-    executes the run, or did. machine: what its `auto` followed from, as nanodag.host.machine.machine_of reads it.
+    executes the run, or did, on the machine named `host`. machine: what its `auto` followed from, as
+    nanodag.host.machine.machine_of reads it.
     """
 
     format: Literal[2] = RECORD_FORMAT
@@ -187,6 +189,7 @@ class RunRecord(_Part):
     flow_run: str
     pid: int
     pid_started: float
+    host: str = ""
     sweep: SweepRecord | None = None
     nightly: NightRecord | None = None
 
@@ -197,8 +200,14 @@ class RunRecord(_Part):
 
     @property
     def is_alive(self) -> bool:
-        """True when the process that executes the run is alive."""
-        return self.state == "running" and is_alive(self.pid, self.pid_started)
+        """True when the process that executes the run is alive on this machine."""
+        return self.state == "running" and not self.is_elsewhere and is_alive(self.pid, self.pid_started)
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """True when another machine executes the run, or did when it was last heard of: its processes cannot be seen
+        from here."""
+        return self.state == "running" and self.host not in ("", socket.gethostname())
 
     @property
     def night(self) -> NightRecord:

@@ -44,7 +44,7 @@ def test_every_shipped_preset_loads_with_an_origin_for_every_value(preset):
     resolved = resolve(SHIPPED, preset)
     assert all(resolved.origins[name] for name, _ in leaves(resolved.pipeline))
     left = {name for name, value in leaves(resolved.pipeline) if value == "auto"}
-    kept = ("store.local", "plan.groups_with_spread", ".bos", ".sampler.python", ".sync_address")
+    kept = ("store.local", "server.folder", "plan.groups_with_spread", ".bos", ".sampler.python", ".sync_address")
     assert not {name for name in left if not name.endswith(kept)}
     assert set(order_of(resolved.pipeline)) == set(resolved.pipeline.stages)
 

@@ -13,7 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from nanodag.cli.run import bury_the_dead
 from nanodag.errors import ArtifactNotFound, CorruptArtifact, NewerFormat, StoreError
+from nanodag.run.record import state_of
 from nanodag.store import Checkpoints, Store
 from nanodag.store.provenance import process_started
 from tests.fault.publishing import kill_at_random
@@ -303,3 +305,12 @@ def test_a_clock_that_jumps_lets_no_run_that_is_alive_look_dead(monkeypatch):
     monkeypatch.setattr(psutil._pslinux, "boot_time", lambda: boot_time - 3600.0)
     assert record.is_alive
     assert not record.changed(pid_started=record.pid_started - 10.0).is_alive
+
+
+def test_a_run_that_another_machine_executes_is_not_called_interrupted(store):
+    here = run_record("r", state="running")  # its process is gone
+    there = here.changed(host="node2")
+    assert state_of(here) == "interrupted" and state_of(there) == "running" and not there.is_alive
+    store.write_run(there)
+    bury_the_dead(None, store)
+    assert store.read_run("r").state == "running"

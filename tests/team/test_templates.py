@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -20,13 +21,15 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.workers.base import BaseJobConfiguration
 
 from nanodag.config import resolve
+from nanodag.config.resolve import ENVIRONMENT
 from nanodag.errors import ConfigError
 from nanodag.host.folders import PROJECT
-from nanodag.host.machine import machine_of
+from nanodag.host.machine import NODES_VARIABLE, machine_of
 from nanodag.host.ports import free_port
 from nanodag.plan.make import plan_of
 from nanodag.run.resource_requests import Requests, requests_of
 from tests.fake_stages import STAGES
+from tests.fault.processes import wait_until
 from tests.team.postgres import missing
 
 TEMPLATES = PROJECT / "docs" / "templates"
@@ -116,21 +119,75 @@ def test_the_kubernetes_worker_serves_one_pool_with_rights_of_its_own():
     assert documents["RoleBinding"]["subjects"][0]["name"] == account
 
 
+def documents_of(name: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((TEMPLATES / name).read_text().replace("RUN", "run").replace("KEY", "key")))
+
+
+def jobs_of(jobset: dict[str, Any]) -> list[dict[str, Any]]:
+    """The Jobs that a JobSet makes, one of each kind."""
+    about = {"apiVersion": "batch/v1", "kind": "Job"}
+    return [{**about, "metadata": {"name": j["name"]}, **j["template"]} for j in jobset["spec"]["replicatedJobs"]]
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # of packages that this project does not use
-def test_the_kubernetes_api_takes_the_worker_and_its_jobs():
+def test_the_kubernetes_api_takes_the_worker_and_its_jobs_runs_and_samplers():
     validate, worker = (_import(name) for name in ("kubernetes_validate", "prefect_kubernetes.worker"))
     job = filled_in(worker.KubernetesWorkerJobConfiguration, ON_GPUS)
     (container,) = job["spec"]["template"]["spec"]["containers"]
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 8 and container["args"]
     assert "PREFECT__FLOW_RUN_ID" in {variable["name"] for variable in container["env"]}
-    documents = [*yaml.safe_load_all((TEMPLATES / "kubernetes.yaml").read_text()), job]
+    names = ("kubernetes.yaml", "kubernetes-run.yaml", "kubernetes-samplers.yaml")
+    documents = [job, *(document for name in names for document in documents_of(name))]
+    hosts, jobset = documents_of("kubernetes-jobset.yaml")
+    documents += [hosts, *jobs_of(jobset)]
     for version in ("1.28", validate.latest_version()):
         for document in documents:
             validate.validate(document, version, strict=True)
-    job["spec"]["template"]["spec"]["containers"][0]["resorces"] = {}
-    with pytest.raises(validate.ValidationError, match="resorces"):
-        validate.validate(job, version, strict=True)
+    for wrong in (job, jobs_of(jobset)[1]):
+        wrong["spec"]["template"]["spec"]["containers"][0]["resorces"] = {}
+        with pytest.raises(validate.ValidationError, match="resorces"):
+            validate.validate(wrong, version, strict=True)
+
+
+# Fields of jobset.x-k8s.io/v1alpha2, from its API reference.
+JOBSET = {"replicatedJobs", "network", "successPolicy", "failurePolicy", "startupPolicy", "suspend", "coordinator"}
+JOBSET |= {"managedBy", "ttlSecondsAfterFinished"}
+
+
+def test_pods_of_a_run_reach_each_other_by_the_names_that_a_jobset_gives_them():
+    hosts, jobset = documents_of("kubernetes-jobset.yaml")
+    assert set(jobset["spec"]) <= JOBSET and jobset["apiVersion"] == "jobset.x-k8s.io/v1alpha2"
+    names = [job["name"] for job in jobset["spec"]["replicatedJobs"]]
+    # JobSet's: <jobset>-<job>-<number of the job>-<number of the pod>, in a subdomain of the JobSet's name
+    assert hosts["data"]["hosts"] == f"run-{names[0]}-0-0 slots=8\nrun-{names[1]}-0-0.run slots=8\n"
+    first, others = (job["spec"]["template"]["spec"]["containers"][0] for job in jobs_of(jobset))
+    environment = {variable["name"]: variable["value"] for variable in first["env"]}
+    assert set(environment) <= {NODES_VARIABLE, *ENVIRONMENT.values()}
+    paths = {mount["mountPath"] for mount in others["volumeMounts"]}
+    assert environment["NANODAG_HOSTFILE"] == "/srv/hosts/hosts" and {"/srv/hosts", "/srv/key"} <= paths
+    assert "-p 2222 -i /srv/key/key" in environment["NANODAG_SSH_COMMAND"] and "-p 2222" in others["args"][2]
+    assert jobset["spec"]["successPolicy"]["targetReplicatedJobs"] == names[:1]
+
+
+@pytest.mark.parametrize("name", ["kubernetes-run.yaml", "kubernetes-jobset.yaml"])
+def test_a_pod_that_takes_the_place_of_a_lost_one_resumes_the_run(name, monkeypatch):
+    monkeypatch.setenv("NANODAG_HOSTFILE", "/srv/hosts/hosts")
+    job = next(d for d in documents_of(name) if d["kind"] != "ConfigMap")
+    args = (job if job["kind"] == "Job" else jobs_of(job)[0])["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert args[:4] == ["nanodag", "run", "--name", job["metadata"]["name"]]
+    overrides = [text for text in args if "=" in text]
+    resolved = resolve(PROJECT / "pipeline.yaml", args[5], overrides, machine=machine_of("2x8xH100"))
+    assert resolved.pipeline.store.url == "/srv/nanodag/store"
+
+
+def test_the_images_commands_are_shell_and_install_what_the_setup_asks_for():
+    lines = (TEMPLATES / "Dockerfile").read_text().splitlines()
+    commands = [line.removeprefix("RUN ") for line in lines if line.startswith("RUN ")]
+    for command in commands:
+        subprocess.run(["sh", "-nc", command], check=True)
+    assert "g++" in commands[0] and "speedrun.sh" in commands[1]
+    assert all("NANODAG_GPU" in text for text in (commands[1], (PROJECT / "speedrun.sh").read_text()))
 
 
 def _import(name: str) -> Any:
@@ -140,11 +197,100 @@ def _import(name: str) -> Any:
         missing(f"{error}: pip install kubernetes-validate prefect-kubernetes")
 
 
-def test_the_slurm_job_is_a_script_that_names_what_it_lacks():
-    path = TEMPLATES / "slurm.sh"
-    subprocess.run(["bash", "-n", str(path)], check=True)
-    done = subprocess.run(["bash", str(path)], capture_output=True, text=True, check=False, env={"PATH": "/bin"})
-    assert done.returncode != 0 and "SERVER: the address of the Prefect server" in done.stderr
+@pytest.mark.parametrize(
+    ("script", "lacking"),
+    [("slurm.sh", "SERVER: the address of the Prefect server"), ("slurm-samplers.sh", "1: a folder that all nodes")],
+)
+def test_a_script_for_slurm_names_what_it_lacks(script, lacking):
+    subprocess.run(["bash", "-n", str(TEMPLATES / script)], check=True)
+    command = ["bash", str(TEMPLATES / script)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={"PATH": "/bin"})
+    assert done.returncode != 0 and lacking in done.stderr
+
+
+IN_JOB = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_GPUS_ON_NODE": "8", "SLURM_CPUS_ON_NODE": "64"}
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Start a script in a job, with programs of these names and texts first on the PATH; they tell of themselves in
+    `said`."""
+    started = []
+
+    def make(script: str, *arguments: str, job: str = "77", more: dict[str, str] | None = None, **programs: str):
+        (tmp_path / "bin").mkdir(exist_ok=True)
+        for name, text in programs.items():
+            path = tmp_path / "bin" / name
+            path.write_text(f'#!/bin/bash\necho {name} "$@" >> {tmp_path}/said\n{text}\n')
+            path.chmod(0o755)
+        environment = {**os.environ, **IN_JOB, "SLURM_JOB_ID": job, "TMPDIR": str(tmp_path), **(more or {})}
+        environment["PATH"] = f"{tmp_path}/bin:{environment['PATH']}"
+        started.append(subprocess.Popen(["bash", str(TEMPLATES / script), *arguments], env=environment))
+        return started[-1]
+
+    yield make
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+# A worker with one stage for as long as the file `busy` is there.
+WORKER = """
+cp "$NANODAG_HOSTFILE" {folder}/hosts; echo $PREFECT_API_URL $PREFECT_API_AUTH_STRING > {folder}/server
+exec python3 -c '
+import os, subprocess, time
+stage = subprocess.Popen(["sleep", "30"])
+while os.path.exists("{folder}/busy"):
+    time.sleep(0.05)
+stage.kill()
+stage.wait()
+time.sleep(60)'
+"""
+
+
+@pytest.mark.parametrize("limit", [False, True], ids=["no stage is left", "time limit"])
+def test_a_pools_worker_ends_without_stages_and_only_its_time_limit_queues_it_again(start, tmp_path, limit):
+    (tmp_path / "login").write_text("team:secret\n")
+    (tmp_path / "busy").touch()
+    more = {"SERVER": "10.0.0.5:4201", "LOGIN": str(tmp_path / "login"), "IDLE_S": "5"}
+    scontrol = '[ "$1" != show ] || printf "n1\\nn2\\n"'
+    job = start("slurm.sh", "POOL", more=more, prefect=WORKER.format(folder=tmp_path), scontrol=scontrol)
+    wait_until(lambda: (tmp_path / "server").exists() and (tmp_path / "server").read_text())
+    assert (tmp_path / "hosts").read_text() == "n1 slots=8\nn2 slots=8\n"
+    assert (tmp_path / "server").read_text() == "http://10.0.0.5:4201/api team:secret\n"
+    if limit:
+        job.send_signal(signal.SIGUSR1)
+    else:
+        time.sleep(7)
+        assert job.poll() is None  # a stage is under way
+        (tmp_path / "busy").unlink()
+    job.wait(60)
+    said = (tmp_path / "said").read_text()
+    assert "prefect worker start --pool POOL --type process --limit 1 --name slurm-77" in said
+    assert ("scontrol requeue incomplete 77" in said) == limit
+
+
+def test_samplers_of_an_array_stand_in_the_file_for_as_long_as_they_serve(start, tmp_path):
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    arguments = ("slurm-samplers.sh", str(shared), "--model", "m")
+
+    def task(job):
+        return start(*arguments, job=job, nanodag="trap 'exit 0' TERM; while true; do sleep 0.05; done")
+
+    def ports():
+        text = (shared / "servers").read_text() if (shared / "servers").exists() else ""
+        return re.findall(rf"^http://{socket.gethostname()}:(\d+) {shared}/key$", text, re.MULTILINE)
+
+    first = task("101")
+    task("10102")
+    wait_until(lambda: sorted(ports()) == ["20101", "20102"])
+    first.send_signal(signal.SIGTERM)
+    assert first.wait(60) == 0 and ports() == ["20102"]
+    task("103")
+    wait_until(lambda: sorted(ports()) == ["20102", "20103"])
+    served = f"nanodag sampler serve --host 0.0.0.0 --port 20101 --api-key-file {shared}/key --model m"
+    assert served in (tmp_path / "said").read_text()
 
 
 SLURM_CONF = """

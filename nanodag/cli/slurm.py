@@ -1,0 +1,149 @@
+"""`nanodag slurm`: one job of Slurm in which a whole pipeline runs. Light: it imports what it needs when it runs.
+
+The run and Prefect's server are on the job's first node; stages reach the others by srun. Near the time limit the run
+is stopped, which leaves checkpoints, and the job queues itself again: it resumes the run of its name. `JOB` is its
+script, behind Slurm's options.
+"""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from nanodag.cli.parameters import File, NewRun, Overrides, Preset, command
+from nanodag.errors import ConfigError, MissingTool
+
+if TYPE_CHECKING:
+    from nanodag.config import Resolved
+
+# A run takes 90 s at most to stop, its server 30 s more. Slurm may send the signal a minute too early, never too late.
+SIGNAL = "B:USR1@180"
+HOSTFILE = "NANODAG_HOSTFILE"
+
+JOB = """
+# Of this job alone, on the disk of its first node: the list of nodes, and the server's database, login and port.
+own="$(mktemp -d)"
+slots="${SLURM_GPUS_ON_NODE:-$SLURM_CPUS_ON_NODE}"
+scontrol show hostnames "$SLURM_JOB_NODELIST" | sed "s/\\$/ slots=$slots/" > "$own/hosts"
+(umask 077; echo "job:$(od -An -N16 -tx1 /dev/urandom | tr -d ' ')" > "$own/login")
+export NANODAG_NODES="$SLURM_JOB_NUM_NODES" NANODAG_HOSTFILE="$own/hosts"
+export NANODAG_SSH_COMMAND="srun --overlap --nodes=1 --ntasks=1 --cpu-bind=none --nodelist={host}"
+export NANODAG_SERVER_FOLDER="$own/prefect" NANODAG_PASSWORD_FILE="$own/login"
+
+resume=no pid=
+trap 'resume=yes; kill -TERM "$pid"' USR1  # the time limit is near
+trap 'kill -TERM "$pid"' TERM  # scancel
+"${run[@]}" & pid=$!
+while kill -0 "$pid" 2> /dev/null; do wait "$pid"; done  # a signal ends a wait, too
+wait "$pid"; code=$?
+"${end[@]}"
+rm -rf "$own"
+if [ "$resume" = yes ] && [ "$code" != 0 ]; then scontrol requeue incomplete "$SLURM_JOB_ID"; fi
+exit "$code"
+"""
+
+
+def job_script(options: Sequence[str], run: Sequence[str], end: Sequence[str]) -> str:
+    """The text of a job. options: of sbatch, later ones before earlier ones. run, end: the commands that run the
+    pipeline and that end its server."""
+    lines = ["#!/usr/bin/env bash", *(f"#SBATCH {shlex.quote(option)}" for option in options)]
+    return "\n".join([*lines, f"run=({shlex.join(run)})", f"end=({shlex.join(end)})", JOB.lstrip("\n")])
+
+
+def slurm(
+    on: Annotated[
+        str, typer.Option("--on", metavar="MACHINE", help="The job's nodes: 8xH100, 2x8xH100, 3xcpu:32:avx512:128GiB.")
+    ],
+    overrides: Overrides = None,
+    preset: Preset = "auto",
+    file: File = "",
+    name: NewRun = "",
+    time_limit: Annotated[
+        str, typer.Option("--time", metavar="TIME", help="Of each part of the run, as sbatch reads it: 1-12:00:00.")
+    ] = "24:00:00",
+    partition: Annotated[str, typer.Option(metavar="NAME", help="Slurm's partition. Default: the cluster's.")] = "",
+    account: Annotated[str, typer.Option(metavar="NAME", help="Slurm's account. Default: yours.")] = "",
+    sbatch: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Another option of sbatch: qos=high. Repeatable.")
+    ] = None,
+    is_printed: Annotated[bool, typer.Option("--print", help="Print the job's script, and send nothing.")] = False,
+) -> None:
+    """Run a pipeline as one job of a Slurm cluster.
+
+    --on says what it asks for: nodes, and the GPUs, cores and memory of each. At its time limit the job queues again
+    and goes on from checkpoints; it ends with the run. Of several nodes RL's samplers have half, unless the pipeline
+    says otherwise. What does not fit is refused before anything is sent.
+
+    \b
+    nanodag slurm --on 2x8xH100 --preset speedrun --partition gpu
+    nanodag slurm --on 8xH100 --name RUN --sbatch qos=high --print
+    """
+    if not is_printed and shutil.which("sbatch") is None:
+        raise MissingTool("There is no sbatch here. Call this on a login node of a Slurm cluster, or add --print.")
+    name, options, arguments = _checked(on, overrides or [], preset=preset, file=file, name=name)
+    named = {"time": time_limit, "partition": partition, "account": account}
+    options += [f"--{option}={value}" for option, value in named.items() if value]
+    options += [f"--{option}" for option in sbatch or []]
+    nanodag = str(Path(sys.executable).with_name("nanodag"))
+    places = [text for text in arguments if text.startswith(("--file", "store"))]
+    script = job_script(options, [nanodag, "run", *arguments], [nanodag, "server", "stop", *places])
+    if is_printed:
+        typer.echo(script, nl=False)
+        return
+    done = subprocess.run(["sbatch", "--parsable"], input=script, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ConfigError(f"sbatch refused the job: {done.stderr.strip()}\nMore options go by --sbatch NAME=VALUE.")
+    job = done.stdout.strip().partition(";")[0]  # behind it the cluster's name, where there are several
+    typer.echo(f"Job {job} runs {name}. Its log: nanodag-{name}.log")
+    typer.echo(f"Look with: squeue --job {job}; {command(f'status {name}')}. End it with: scancel {job}")
+
+
+def _checked(
+    on: str, overrides: Sequence[str], *, preset: str, file: str, name: str
+) -> tuple[str, list[str], list[str]]:
+    """The run's name, the job's options of sbatch and the arguments of `nanodag run` in it. Raises ConfigError for what
+    that would refuse."""
+    from nanodag.cli.run import known_run
+    from nanodag.config import resolve
+    from nanodag.host.machine import machine_of
+    from nanodag.plan.make import check_plan
+    from nanodag.run.preflight import check_names
+    from nanodag.run.record import check_name, merged, pipeline_file
+    from nanodag.run.resource_requests import requests_of_run
+
+    machine, overrides = machine_of(on), list(overrides)
+    os.environ[HOSTFILE] = f"${HOSTFILE}"  # there is one in the job
+    if (before := known_run(name, overrides, file=file)) is not None:
+        file, preset = file or before.file, before.preset if preset == "auto" else preset
+        overrides = merged([*before.overrides, *overrides])
+    path = pipeline_file(file)
+    overrides += sampler_nodes(resolve(path, preset, overrides, machine=machine))
+    resolved = resolve(path, preset, overrides, machine=machine)
+    name = name or f"{resolved.pipeline.preset}-{time.strftime('%m%d-%H%M%S')}"
+    check_name(name)
+    check_plan(resolved.pipeline, machine)
+    check_names(resolved.pipeline, file=path, remembered=None, only_names=True)
+    options = [f"--job-name=nanodag-{name}", "--dependency=singleton"]  # two jobs never have one run
+    options += requests_of_run(resolved.pipeline, machine).sbatch_options()
+    options += [f"--output=nanodag-{name}.log", "--open-mode=append", "--requeue", f"--signal={SIGNAL}"]
+    return name, options, ["--name", name, "--preset", resolved.pipeline.preset, f"--file={path}", *overrides]
+
+
+def sampler_nodes(resolved: "Resolved") -> list[str]:
+    """Overrides that give half of the machine's nodes to the samplers of RL, where nobody has said where they lie."""
+    from nanodag.config.kinds.rl import RLStage
+
+    half, placed = resolved.machine.nodes // 2, []
+    for name, stage in resolved.pipeline.stages.items() if half else ():
+        if isinstance(stage, RLStage) and stage.has_trainer and not stage.sampler.has_others:
+            settings = ("placement", "sampler.nodes", "resources.nodes")
+            if all(resolved.origins[f"{name}.{setting}"].startswith(("default", "derived")) for setting in settings):
+                placed += [f"{name}.placement=separate", f"{name}.sampler.nodes={half}"]
+    return placed
