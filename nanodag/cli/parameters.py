@@ -57,8 +57,8 @@ On = Annotated[
     typer.Option(
         "--on",
         metavar="MACHINE",
-        help="Another machine: 8xH100, 1x24GB, 2x8xH100, cpu:2:avx2:16GiB (cores, instruction set, memory). "
-        "Default: this one.",
+        help="Another machine: 8xH100, 2x8xH100, 1x24GB, 8x96GB:500 (memory and TFLOPS), cpu:2:avx2:16GiB (cores, "
+        "instruction set, memory). Default: this one.",
     ),
 ]
 NewRun = Annotated[

@@ -2,7 +2,10 @@
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 from rich.table import Table
@@ -10,14 +13,17 @@ from rich.table import Table
 from nanodag.cli.live_table import make_console
 from nanodag.cli.show import print_warnings
 from nanodag.config import Resolved, resolve
+from nanodag.errors import NanodagError
 from nanodag.errors.words import counted, duration, size
-from nanodag.host.machine import detect, machine_of
+from nanodag.host.machine import GIB, detect, machine_of
 from nanodag.plan.case import device_room, host_room
-from nanodag.plan.make import Plan, plan_of
+from nanodag.plan.make import Plan, plan_of, with_lost_files
 from nanodag.report.words import count
-from nanodag.run.record import pipeline_file
+from nanodag.run.record import pipeline_file, store_of
+from nanodag.run.stale_stages import made_stages
 
 MIN_WIDTH = 118
+LAYOUTS = ("placement=shared", "placement=beside", "placement=separate max_staleness=1 sync_mode=in_place")
 
 
 def show_plan(
@@ -27,15 +33,33 @@ def show_plan(
     for this one. price_per_hour: of the whole machine."""
     machine = machine_of(on) if on else detect()
     resolved = resolve(pipeline_file(file), preset, overrides, machine=machine)
-    plan = plan_of(resolved.pipeline, machine, price_per_hour=price_per_hour)
+    plan = with_lost_files(plan_of(resolved.pipeline, machine, price_per_hour=price_per_hour), resolved.pipeline)
+    url = resolved.pipeline.store.url
+    if not on and Path(url).is_dir():  # one that is far is not asked, and who only looks makes none
+        plan = replace(plan, made=made_stages(resolved.pipeline, store_of(resolved.pipeline)))
+    layouts = _layouts(plan, lambda more: resolve(pipeline_file(file), preset, [*overrides, *more], machine=machine))
     if as_json:
-        sys.stdout.write(json.dumps({**plan.as_json(), "warnings": resolved.warnings}, indent=1) + "\n")
+        said = {**plan.as_json(), "layouts": layouts, "warnings": resolved.warnings}
+        sys.stdout.write(json.dumps(said, indent=1) + "\n")
     else:
-        _print(plan, resolved)
+        _print(plan, resolved, layouts)
     return 2 if plan.faults else 0
 
 
-def _print(plan: Plan, resolved: Resolved) -> None:
+def _layouts(plan: Plan, resolved_with: Callable[[list[str]], Resolved]) -> dict[str, dict[str, float]]:
+    """Seconds of each RL stage on several GPUs, by the settings of each layout that fits."""
+    found: dict[str, dict[str, float]] = {}
+    for name in (stage.name for stage in plan.stages if stage.kind == "rl" and stage.num_gpus > 1):
+        for layout in LAYOUTS:
+            with suppress(NanodagError):
+                pipeline = resolved_with([f"{name}.{setting}" for setting in layout.split()]).pipeline
+                (stage,) = plan_of(pipeline, plan.machine, stages=[name]).stages
+                if stage.seconds is not None and not stage.faults:
+                    found.setdefault(name, {})[layout] = stage.seconds
+    return found
+
+
+def _print(plan: Plan, resolved: Resolved, layouts: Mapping[str, Mapping[str, float]]) -> None:
     console = make_console()
     console.width = max(console.width, MIN_WIDTH)
     machine, gpu = plan.machine, plan.machine.gpu
@@ -46,6 +70,16 @@ def _print(plan: Plan, resolved: Resolved) -> None:
     for stage in plan.stages:
         for note in stage.notes:
             console.print(f"  {stage.name}: {note}", style="dim", markup=False, highlight=False)
+    for name, times in layouts.items():
+        each = sorted((seconds, layout) for layout, seconds in times.items())
+        words = "; ".join(f"{duration(seconds)} with {layout}" for seconds, layout in each)
+        console.print(f"  {name}: {words}", style="dim", highlight=False)
+    for name, run in plan.made.items():
+        said = f"  {name}: in the store, of run {run}, unless its data or the code have changed"
+        console.print(said, style="dim", markup=False, highlight=False)
+    if gpu is not None and not gpu.peak:
+        hint = f"--on {machine.num_gpus}x{round(gpu.memory / GIB)}GB:TFLOPS"
+        console.print(f"  The speed of {gpu.name} is not known, so no time is said; {hint} says it.", highlight=False)
     print_warnings(console, resolved)
     console.print(_shares(plan), style="dim", markup=False, highlight=False)
     for fault in plan.faults:
@@ -70,7 +104,8 @@ def _table(plan: Plan) -> Table:
         cells += [_cell(num or None, size) for num in (*[stage.device_bytes] * has_gpu, stage.host_bytes)]
         cells += [_cell(stage.at_once, exact), _cell(stage.longest_prompt, exact)]
         cells += [_cell(num or None, size) for num in (stage.read_bytes, stage.disk_bytes)]
-        cells += [_cell(stage.seconds, duration), *[_cell(plan.price_of(stage.seconds), price)] * has_price]
+        time = "made" if stage.name in plan.made else _cell(stage.seconds, duration)
+        cells += [time, *[_cell(plan.price_of(stage.seconds), price)] * has_price]
         table.add_row(*cells, style="red" if stage.faults else "")
     return table
 

@@ -111,7 +111,7 @@ RULES = {
          limit=RL_TOKENS["cuda"]),
     "placement_beside": Rule("placement", "beside the trainer, each with its share of the memory",
          "Nobody waits for memory. GPUs of their own are never chosen: on half of the GPUs a rank holds twice the "
-         "states. Reasoned, not measured."),
+         "states. `nanodag plan` says the time of each. Reasoned, not measured."),
     "placement_shared": Rule("placement",
          "in turns, as beside the samplers the optimizer's states would have to stay in host memory",
          "Twice a step over PCIe for weights and states costs less than updating them on a CPU. Not measured."),

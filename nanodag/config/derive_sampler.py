@@ -238,10 +238,13 @@ def derive_evaluation(
     share, why = (SHARE_IN_EVALUATION, "of a GPU") if device == "cuda" else (SHARE_OF_HOST, "of the host's memory")
     weights = 0 if model is None else model.total * width_of(str(stage.precision))
     room = room_for_cache(machine, device, fill.filled, share, replicas) - weights
-    if device == "cuda" and machine.gpu is not None:  # beside it lies another copy of the weights, which scores
-        left = int(USABLE * machine.gpu.memory) - weights - BESIDE_IN_EVALUATION
-        room = min(room, tensor_parallel * left - weights)
-    fill("cache_bytes", max(1, room), f"{share} {why} for {'a replica' if device == 'cuda' else 'all'}, less weights")
+    if device == "cuda" and machine.gpu is not None:  # as far as there is room, for the weights that score too
+        left = int(USABLE * machine.gpu.memory) - BESIDE_IN_EVALUATION
+        beside = min(room, tensor_parallel * (left - weights) - weights)
+        alone = tensor_parallel * left - weights
+        room, share = (beside, share) if beside > 0 else (alone, left / machine.gpu.memory)
+    why += f" for {'a replica' if device == 'cuda' else 'all'}, less weights"
+    fill("cache_bytes", max(1, room), f"{share:.2g} {why}")
     benchmarks = []
     for number, benchmark in enumerate(stage.benchmarks):
         answers = Filler(benchmark, f"{name}.benchmarks.{number}", origins)

@@ -117,6 +117,11 @@ def num_states(parameters: Mapping[str, int], optimizer: str, learned: int) -> i
     return traits.states * parameters["matrices"] + of_rest * (learned - parameters["matrices"])
 
 
+def saved_bytes(parameters: Mapping[str, int], optimizer: str, learned: int) -> int:
+    """Bytes of a checkpoint: float32 weights, as many as are trained, and the optimizer's states of them."""
+    return FLOAT * (learned + num_states(parameters, optimizer, learned))
+
+
 def layer_activations(shape: Shape, precision: Precision | str) -> int:
     """Bytes a token that one layer keeps for its backward pass, not compiled: what `before_attention`, the attention
     and `after_attention` of nanodag.model.layer save. A compiled layer keeps half to two thirds of it."""

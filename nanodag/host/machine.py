@@ -1,8 +1,8 @@
 """One description of the hardware that a run has: of this machine, or of another one by a text. No torch.
 
-`8xH100`, `1x24GB`, `2x8xH100` (two nodes), `cpu:2:avx2:16GiB` (cores, instruction set, memory); `+sglang` behind it
-where SGLang is installed. What is `auto` in a pipeline follows from it alone (nanodag.config.derive), so a run's record
-keeps it as such a text.
+`8xH100`, `1x24GB`, `8x96GB:500` (memory and TFLOPS), `2x8xH100` (two nodes), `cpu:2:avx2:16GiB` (cores, instruction
+set, memory); `+sglang` behind it where SGLang is installed. What is `auto` in a pipeline follows from it alone
+(nanodag.config.derive), so a run's record keeps it as such a text.
 """
 
 import functools
@@ -29,6 +29,7 @@ MEMORY_PER_GPU = 96 * GIB
 ASSUMED_DISK = 1 << 40
 SGLANG_MARK = "+sglang"
 NODES_VARIABLE = "NANODAG_NODES"
+BYTES_PER_FLOP = 3.4e-3  # of memory bandwidth, where only TFLOPS are said: an H100's, less than most GPUs have
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,19 +79,24 @@ class ListedGpu:
 
 # By the part of CUDA's name that tells them apart; the first that fits counts. Memory as CUDA reports it, rounded down.
 GPUS = (
+    Gpu(name="GB200", memory=184 * GIB, capability=10.0, peak=2500e12, bandwidth=8000e9),
     Gpu(name="B200", memory=178 * GIB, capability=10.0, peak=2250e12, bandwidth=8000e9),
     Gpu(name="H200", memory=139 * GIB, capability=9.0, peak=989e12, bandwidth=4800e9),
+    Gpu(name="H20", memory=95 * GIB, capability=9.0, peak=148e12, bandwidth=4000e9),
     Gpu(name="H100 PCIe", memory=79 * GIB, capability=9.0, peak=756e12, bandwidth=2000e9),
     Gpu(name="H100", memory=79 * GIB, capability=9.0, peak=989e12, bandwidth=3350e9),
     Gpu(name="A100-40GB", memory=39 * GIB, capability=8.0, peak=312e12, bandwidth=1555e9),
     Gpu(name="A100", memory=79 * GIB, capability=8.0, peak=312e12, bandwidth=2039e9),
     Gpu(name="L40S", memory=44 * GIB, capability=8.9, peak=362e12, bandwidth=864e9),
+    Gpu(name="L40", memory=44 * GIB, capability=8.9, peak=181e12, bandwidth=864e9),
+    Gpu(name="L4", memory=22 * GIB, capability=8.9, peak=121e12, bandwidth=300e9),
+    Gpu(name="A6000", memory=47 * GIB, capability=8.6, peak=155e12, bandwidth=768e9),
     Gpu(name="A10G", memory=22 * GIB, capability=8.6, peak=70e12, bandwidth=600e9),
     Gpu(name="A10", memory=22 * GIB, capability=8.6, peak=125e12, bandwidth=600e9),
+    Gpu(name="5090", memory=31 * GIB, capability=12.0, peak=209e12, bandwidth=1792e9),
     Gpu(name="4090", memory=23 * GIB, capability=8.9, peak=165e12, bandwidth=1008e9),
     Gpu(name="3090", memory=23 * GIB, capability=8.6, peak=71e12, bandwidth=936e9),
-    Gpu(name="T4", memory=14 * GIB, capability=7.5, peak=65e12, bandwidth=320e9),
-    Gpu(name="V100", memory=15 * GIB, capability=7.0, peak=125e12, bandwidth=900e9),
+    Gpu(name="T4", memory=14 * GIB, capability=7.5, peak=65e12, bandwidth=320e9),  # no V100: CUDA 13 has no Volta
 )
 
 
@@ -138,19 +144,25 @@ class Machine:
         if self.gpu is None:
             return f"cpu:{host}" if self.nodes == 1 else f"{self.nodes}xcpu:{host}"
         gpu = self.gpu
-        is_named = gpu in GPUS or re.fullmatch(r"\d+GB", gpu.name)
+        is_named = gpu in GPUS or re.fullmatch(r"\d+GB(:\d+)?", gpu.name)
         name = gpu.name if is_named else f"{gpu.name}@{_gib(gpu.memory)}@{gpu.capability}"
         nodes = f"{self.nodes}x" if self.nodes > 1 else ""
         return f"{nodes}{self.num_gpus}x{name.replace(' ', '_')}:{host}"
 
 
+# TFLOPS and not the host's cores, behind which two more things would stand.
+_GPU = r"\d+GB:\d+(?=$|(?::[^:]+){3}$)|[^:]+"
+_MACHINE = re.compile(rf"(?:(?P<nodes>\d{{1,4}})x)?(?:(?P<count>\d{{1,3}})x(?P<gpu>{_GPU})|cpu)(?::(?P<host>.+))?")
+
+
 def machine_of(text: str) -> Machine:
     """The machine that a text describes: `cpu:CORES:INSTRUCTIONS:MEMORY` or `COUNTxGPU`, with the host's
     `:CORES:INSTRUCTIONS:MEMORY` behind it where it is known, and `NODESx` before it. GPU: a name of GPUS, or the memory
-    of any: `24GB`. `+sglang` may stand at the end. Raises ConfigError, naming the part."""
+    of any and its dense bfloat16 TFLOPS: `24GB`, `96GB:500`. `+sglang` may stand at the end. Raises ConfigError, naming
+    the part."""
     if text.endswith(SGLANG_MARK):
         return replace(machine_of(text.removesuffix(SGLANG_MARK)), sglang=True)
-    match = re.fullmatch(r"(?:(?P<nodes>\d{1,4})x)?(?:(?P<count>\d{1,3})x(?P<gpu>[^:]+)|cpu)(?::(?P<host>.+))?", text)
+    match = _MACHINE.fullmatch(text)
     if match is None or (not match["gpu"] and not match["host"]):
         raise _wrong(text, "is of neither form")
     nodes, count = int(match["nodes"] or 1), int(match["count"] or 0)
@@ -179,14 +191,16 @@ def _gpu_of(name: str, text: str) -> Gpu:
     for gpu in GPUS:
         if gpu.name == name:
             return gpu
-    if re.fullmatch(r"[1-9]\d{0,4}GB", name):  # a card's GB are GiB, less what CUDA takes
-        memory = int(0.97 * int(name[:-2]) * GIB)
-        return Gpu(name=name, memory=memory, capability=8.6, peak=71e12, bandwidth=600e9)
+    if said := re.fullmatch(r"([1-9]\d{0,4})GB(?::([1-9]\d{0,4}))?", name):
+        memory = int(0.97 * int(said[1]) * GIB)  # a card's GB are GiB, less what CUDA takes
+        peak = 1e12 * int(said[2] or 0)
+        peak, bandwidth = (peak, BYTES_PER_FLOP * peak) if peak else (71e12, 600e9)
+        return Gpu(name=name, memory=memory, capability=8.6, peak=peak, bandwidth=bandwidth)
     described = re.fullmatch(r"(.+)@(\d{1,6}(?:\.\d{1,2})?)GiB@(\d{1,2}\.\d)", name)
     if described is not None:
         return Gpu(name=described[1], memory=int(float(described[2]) * GIB), capability=float(described[3]))
     names = ", ".join(gpu.name.replace(" ", "_") for gpu in GPUS)
-    raise _wrong(text, f"names the GPU {name!r}; known are {names}, or say its memory, as in 24GB")
+    raise _wrong(text, f"names the GPU {name!r}; known are {names}, or describe it by memory and TFLOPS, as 96GB:500")
 
 
 def _bytes(size: str, text: str) -> int:

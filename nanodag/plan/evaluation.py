@@ -1,7 +1,7 @@
 """Plans evaluation: likelihoods by the model that is trained, written answers by samplers; and samplers of RL too."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -17,7 +17,7 @@ from nanodag.plan import host_memory
 from nanodag.plan.case import Case, Changed, Formula, S, changed
 from nanodag.plan.host_memory import verifiers_processes
 from nanodag.plan.sizes import Sizes, bytes_per_token, core_items, core_tokens, held_out_share
-from nanodag.plan.speeds import EVALUATION_START_S, PARSED_BYTES_S, SGLANG_START_S
+from nanodag.plan.speeds import EVALUATION_START_S, PARSED_BYTES_S, SGLANG_START_S, Asked
 from nanodag.plan.stage_plan import Fault, Process, StagePlan
 
 CONTINUATION_BYTES = 64 * 5.75
@@ -130,25 +130,34 @@ def samplers_of(case: Case[EvalStage]) -> PlannedSamplers | None:
     )
 
 
+def scoring_gpus(stage: EvalStage) -> int:
+    """GPUs that hold the model that scores likelihoods: all that the stage gets; none where all answers are written, as
+    it is loaded when a benchmark first asks it."""
+    is_scored = not all(map(is_written, stage.benchmarks))
+    return int(stage.sampler.replicas) * stage.sampler.tensor_parallel if is_scored else 0
+
+
 def plan_evaluation(case: Case[EvalStage]) -> StagePlan:
     stage, is_on_gpu = case.stage, case.device == "cuda"
     read = sum(int(items_of(b, case.sizes) * _row_bytes(b, case.sizes)) for b in stage.benchmarks)
     if case.known_model is None:
         return case.plan(read_bytes=read, notes=("its model is not known yet",))
-    model, samplers, tokens = case.model, samplers_of(case), _tokens(case)
+    model, samplers, (read_tokens, asked) = case.model, samplers_of(case), _tokens(case)
+    tokens = read_tokens + sum(each.samples * each.answer for each in asked)
+    gpus = max(scoring_gpus(stage), samplers.process.count * samplers.process.gpus if samplers else 0)
     on_disk = int(4 * read) + host_memory.MB
     return case.plan(
         parameters=model.total,
-        tokens=int(sum(tokens)),
-        flops=sum(tokens) * model.forward_flops(_context(model)),
+        tokens=int(tokens),
+        flops=tokens * model.forward_flops(_context(model)),
         read_bytes=read,
         processes=_processes(case, samplers),
-        num_gpus=max(1, samplers.process.count * samplers.process.gpus if samplers else 0) if is_on_gpu else 0,
+        num_gpus=max(1, gpus) if is_on_gpu else 0,
         at_once=samplers.at_once if samplers else None,
         longest_prompt=model.max_positions - max(int(b.max_new_tokens) for b in stage.benchmarks) if samplers else None,
         disk_bytes=on_disk,
         kept_bytes=on_disk,
-        seconds=_seconds(case, samplers, *tokens),
+        seconds=_seconds(case, samplers, read_tokens, asked, gpus=max(1, gpus)),
         share=case.devices(str(stage.precision), 1).shares.likelihood,
     )
 
@@ -224,28 +233,27 @@ def _row_bytes(benchmark: BenchmarkConfig, sizes: Sizes) -> float:
     return size.row_bytes if size is not None else UNKNOWN_BYTES
 
 
-def _tokens(case: Case[EvalStage]) -> tuple[float, float]:
-    """Tokens of all items that are read, to be scored by likelihood or as prompts; and those that are written."""
-    scored = prompts = written = 0.0
-    words = case.model.vocabulary
+def _tokens(case: Case[EvalStage]) -> tuple[float, list[Asked]]:
+    """Tokens of all items that are read, to be scored by likelihood or as prompts; and the answers that are written."""
+    asked: list[Asked] = []
+    scored, words = 0.0, case.model.vocabulary
     for benchmark in case.stage.benchmarks:
-        items = items_of(benchmark, case.sizes)
+        items, longest = items_of(benchmark, case.sizes), int(benchmark.max_new_tokens)
         if benchmark.is_core:
             scored += core_tokens(benchmark.limit, words)
         elif is_written(benchmark):
-            prompts += items * prompt_of(benchmark, case)
-            answer = case.inputs.answer_share * int(benchmark.max_new_tokens)
-            written += items * benchmark.num_samples * answer
+            scored += items * prompt_of(benchmark, case)
+            asked.append(Asked(1, items * benchmark.num_samples, case.inputs.answer_share * longest, longest))
         else:
             is_cut = "continuation" in (benchmark.form, benchmark.name)
             text = CONTINUATION_BYTES if is_cut else _row_bytes(benchmark, case.sizes)
             scored += items * (1 + benchmark.num_fewshot) * text / bytes_per_token(words)
-    return scored + prompts, written
+    return scored, asked
 
 
 def _processes(case: Case[EvalStage], samplers: PlannedSamplers | None) -> tuple[Process, ...]:
-    """The worker with the model that scores; on a CPU a single sampler is in its process, several are processes beside
-    it. And verifiers' own where a benchmark asks it."""
+    """The worker, with the model where one scores or it is on a CPU. There a single sampler is in its process, several
+    are processes beside it. And verifiers' own where a benchmark asks it."""
     stage, model, wide = case.stage, case.model, width_of(str(case.stage.precision))
     scored, shape = int(stage.micro_batch_tokens), case.model.shape
     held = {
@@ -262,8 +270,12 @@ def _processes(case: Case[EvalStage], samplers: PlannedSamplers | None) -> tuple
     if samplers is not None and is_inside and samplers.process.count == 1:
         beside, reserve = (), samplers.process.reserve
         cpu |= {f"sampler's {name}": num for name, num in samplers.process.host.items() if name != "process"}
-    cuda = {"model": 4 * model.total, "data": data}
-    worker = host_memory.computing("worker", case.device, held, cuda=cuda, cpu=cpu, reserve=reserve)
+    gpus = scoring_gpus(stage)
+    if case.device == "cuda" and not gpus:
+        worker = Process(name="worker", host={"process": host_memory.EVALUATION, "data": data})
+    else:
+        cuda = {"model": 4 * model.total, "data": data}
+        worker = host_memory.computing("worker", case.device, held, cuda=cuda, cpu=cpu, gpus=gpus, reserve=reserve)
     if samplers is not None and any(source.url.startswith("verifiers:") for source in sources):
         beside += verifiers_processes(samplers.process.count * int(stage.sampler.max_batch))
     return worker, *beside
@@ -273,10 +285,12 @@ def _context(model: ModelSize) -> int:
     return min(CONTEXT, model.max_positions // 2)
 
 
-def _seconds(case: Case[EvalStage], samplers: PlannedSamplers | None, read: float, written: float) -> float | None:
+def _seconds(
+    case: Case[EvalStage], samplers: PlannedSamplers | None, read: float, asked: Sequence[Asked], *, gpus: int
+) -> float | None:
     stage, model, is_on_gpu = case.stage, case.model, case.device == "cuda"
     precision, engine = str(stage.precision), str(stage.sampler.engine)
-    devices = case.devices(precision, 1 if is_on_gpu else int(stage.resources.threads), engine)
+    devices = case.devices(precision, gpus if is_on_gpu else int(stage.resources.threads), engine)
     if not devices.peak:
         return None
     rate = devices.shares.likelihood * devices.peak
@@ -287,8 +301,8 @@ def _seconds(case: Case[EvalStage], samplers: PlannedSamplers | None, read: floa
     seconds += read * model.forward_flops(context) / rate
     if samplers is not None:
         count = samplers.process.count
-        each = case.devices(precision, count, engine)
-        decoding = each.decoding_s(model, written, context=context, at_once=max(1, samplers.at_once // count))
+        each = case.devices(precision, count, engine, gpus_each=stage.sampler.tensor_parallel)
+        decoding = each.decoding_s(model, asked, context=context, at_once=max(1, samplers.at_once // count))
         if decoding is None:
             return None
         seconds += decoding + (SGLANG_START_S if is_on_gpu and engine == "sglang" else 0.0)

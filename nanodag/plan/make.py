@@ -1,14 +1,18 @@
 """The plan of a whole pipeline on a machine."""
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
 from nanodag.config import Pipeline, order_of
 from nanodag.config.kinds import find_kind
+from nanodag.config.section import found_in
 from nanodag.config.stage_base import StageBase
-from nanodag.errors import ConfigError
+from nanodag.data.config import SourceConfig
+from nanodag.data.files import open_file
+from nanodag.data.urls import parse_url
+from nanodag.errors import ConfigError, SourceError
 from nanodag.errors.words import counted, size
 from nanodag.host.machine import Machine
 from nanodag.own_code.functions import function_at
@@ -18,22 +22,25 @@ from nanodag.plan.stage_plan import Fault, StagePlan
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A pipeline's stages, in their order. price_per_hour: of the whole machine, 0 where none was said."""
+    """A pipeline's stages, in their order. price_per_hour: of the whole machine, 0 where none was said. made: stages
+    that the store has -> the run that made them; they take no time, and nothing of them must fit."""
 
     preset: str
     machine: Machine
     stages: Sequence[StagePlan]
     price_per_hour: float = 0.0
+    made: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def faults(self) -> list[str]:
         """Faults of all stages, a line each."""
-        return [fault.text(stage.name) for stage in self.stages for fault in stage.faults]
+        to_make = [stage for stage in self.stages if stage.name not in self.made]
+        return [fault.text(stage.name) for stage in to_make for fault in stage.faults]
 
     @property
     def seconds(self) -> float | None:
         """Seconds of all stages in a row, those beside others left out; None where one of them is not known."""
-        each = [stage.seconds for stage in self.stages if not stage.is_beside]
+        each = [stage.seconds for stage in self.stages if not stage.is_beside and stage.name not in self.made]
         return None if None in each else sum(seconds for seconds in each if seconds is not None)
 
     @property
@@ -58,6 +65,7 @@ class Plan:
             "seconds": self.seconds,
             "price": self.price_of(self.seconds),
             "disk_bytes": self.disk_bytes,
+            "made": dict(self.made),
             "faults": self.faults,
         }
 
@@ -71,6 +79,22 @@ def plan_of(pipeline: Pipeline, machine: Machine, *, stages: Collection[str] = (
     ]
     on_disk = _with_disk(pipeline, plans, machine)
     return Plan(preset=pipeline.preset, machine=machine, stages=on_disk, price_per_hour=price_per_hour)
+
+
+def with_lost_files(plan: Plan, pipeline: Pipeline) -> Plan:
+    """The plan with a fault for each `file:` source of this machine that matches nothing."""
+    stages = []
+    for planned in plan.stages:
+        stage, faults = pipeline.stages[planned.name], [*planned.faults]
+        sources = found_in(stage, SourceConfig) if stage.resources.work_pool == "none" else ()
+        for where, url in ((where, source.url) for where, source in sources if source.url.startswith("file:")):
+            try:
+                open_file(parse_url(url))
+            except SourceError as error:
+                why = str(error).removeprefix(f"Source {url!r} ").rstrip(".")
+                faults.append(Fault(setting=where, found=url, why=why))
+        stages.append(replace(planned, faults=faults))
+    return replace(plan, stages=stages)
 
 
 def check_plan(pipeline: Pipeline, machine: Machine, *, stages: Collection[str] = ()) -> None:
@@ -88,7 +112,8 @@ def _planned(pipeline: Pipeline, case: Case[StageBase]) -> StagePlan:
     if pool != "none":
         return replace(plan, notes=(*plan.notes, f"runs in the work pool {pool}: not checked here"))
     faults = [*_gpus(plan, case.machine), *memory_faults(plan, case, formula)]
-    faults += formula.faults(plan, case)
+    if all(fault.mend for fault in faults):  # where no setting helps, another fault's mend would contradict that
+        faults += formula.faults(plan, case)
     return replace(plan, faults=[f for f in faults if f"{case.name}.{f.setting}" not in pipeline.unchecked])
 
 

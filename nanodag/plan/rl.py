@@ -2,21 +2,20 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
-from statistics import fmean
 
 from nanodag.config.derive import state_of
+from nanodag.config.footprint import lora_parameters, saved_bytes
 from nanodag.config.kinds.rl import RLStage
-from nanodag.config.rl_sections import HELD_OUT
 from nanodag.errors.words import size
 from nanodag.inference.number_formats import width_of
 from nanodag.plan import host_memory
 from nanodag.plan.case import Case, Changed, Formula, changed
-from nanodag.plan.evaluation import PlannedSamplers, items_of, planned_samplers, prompt_of
+from nanodag.plan.evaluation import PlannedSamplers, planned_samplers
 from nanodag.plan.host_memory import programs_of
+from nanodag.plan.rl_time import Step, asked_at_once, mean_prompt, prompts_a_step, seconds_of, step_of
 from nanodag.plan.sizes import Sizes, held_out_share
-from nanodag.plan.speeds import PARSED_BYTES_S, RL_STEP_S, START_S
 from nanodag.plan.stage_plan import Fault, Process, StagePlan
 from nanodag.plan.supervised import artifact_bytes, held_to_train
 
@@ -82,114 +81,10 @@ def plan_rl(case: Case[RLStage]) -> StagePlan:
         longest_prompt=min(int(stage.sampler.context), model.max_positions) - rollout.max_new_tokens,
         disk_bytes=_disk(case) + files,
         kept_bytes=artifact_bytes(model, precision) + files,
-        seconds=seconds_of(case, samplers, step),
+        seconds=seconds_of(case, samplers, step, lent=trainer.host.get("lent", 0)),
         share=case.trainers(precision).shares.trainer,
         notes=_notes(stage, step, programs),
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """Tokens of a step. prompt, answer: of one rollout, on average. groups: that are trained. samples, sampled: drawn.
-    kept: of the answers in its files of rollouts. trained: that pass the trainer, a group's prompt once."""
-
-    prompt: float
-    answer: float
-    groups: float
-    samples: int
-    sampled: float
-    kept: float
-    trained: float
-
-    @property
-    def length(self) -> int:
-        return int(self.prompt + self.answer)
-
-
-def step_of(case: Case[RLStage]) -> Step:
-    """A step's tokens, of prompts and answers of the mean lengths."""
-    rollout, prompt = case.stage.rollout, mean_prompt(case)
-    answer = case.inputs.answer_share * rollout.max_new_tokens
-    is_chosen = bool(rollout.over_sampling) or not rollout.is_sampled
-    is_filtered = any(entry.name == "nonzero_spread" for entry in rollout.filters) and not is_chosen
-    groups = rollout.prompts_per_step * (_spread(case) if is_filtered else 1.0)
-    samples = prompts_a_step(case.stage) * rollout.samples_per_prompt
-    again = rollout.num_replayed if rollout.is_sampled else rollout.prompts_per_step  # groups that exist
-    return Step(
-        prompt=prompt,
-        answer=answer,
-        groups=groups,
-        samples=samples,
-        sampled=samples * answer,
-        kept=(samples + again * rollout.samples_per_prompt) * answer,
-        trained=groups * (prompt + rollout.samples_per_prompt * answer),
-    )
-
-
-def _spread(case: Case[RLStage]) -> float:
-    """Share of groups whose rewards differ; `auto` for n answers that are right or wrong: 1 - 2 C(2n, n) / 4^n, the
-    mean over Jeffreys's prior of how often the model is right."""
-    if (share := case.inputs.groups_with_spread) != "auto":
-        return share
-    size = case.stage.rollout.samples_per_prompt
-    return 1 - 2 * math.comb(2 * size, size) / 4**size
-
-
-def mean_prompt(case: Case[RLStage]) -> float:
-    """Tokens of a prompt, on average over the sources."""
-    return fmean(case.sizes.mean_prompt(source.url, case.model.vocabulary) for source in case.stage.data)
-
-
-def prompts_a_step(stage: RLStage) -> int:
-    """Prompts that a step asks."""
-    rollout = stage.rollout
-    return (rollout.over_sampling or rollout.num_fresh) if rollout.is_sampled else 0
-
-
-def asked_at_once(stage: RLStage) -> int:
-    """Held-out samples that one evaluation asks for."""
-    return stage.evaluation.eval_prompts * stage.evaluation.eval_samples if HELD_OUT in stage.evaluated else 0
-
-
-def _evaluated(case: Case[RLStage], step: Step) -> tuple[float, float]:
-    """Tokens of prompts, and of answers, in all evaluations of a stage."""
-    evaluation, last, longest = case.stage.evaluation, case.stage.num_steps, case.stage.rollout.max_new_tokens
-
-    def times(name: str) -> int:
-        return sum(evaluation.is_time(name, number, num_steps=last) for number in range(last + 1))
-
-    answers = float(times(HELD_OUT) * asked_at_once(case.stage))
-    read, sampled = answers / evaluation.eval_samples * step.prompt, answers * step.answer
-    for benchmark in evaluation.benchmarks:
-        questions = times(benchmark.name) * items_of(benchmark, case.sizes)
-        most = longest if benchmark.max_new_tokens == "auto" else benchmark.max_new_tokens
-        read += questions * prompt_of(benchmark, case)
-        sampled += questions * benchmark.num_samples * step.answer / longest * most  # as much of its limit
-    return read, sampled
-
-
-def seconds_of(case: Case[RLStage], samplers: PlannedSamplers, step: Step) -> float | None:
-    """Seconds by the clock, sampling and training one after the other: where they run at the same time they share the
-    device. None where servers of others sample, or the GPU is not known."""
-    stage, model, optimizer = case.stage, case.model, case.stage.optimizer
-    count = samplers.process.count if stage.has_samplers else 0
-    trainers, (evaluated_prompts, evaluated_answers) = case.trainers(str(optimizer.precision)), _evaluated(case, step)
-    if (stage.has_samplers and not count) or not trainers.peak:
-        return None
-    trained = stage.num_steps * step.trained * (optimizer.epochs_per_step if stage.has_trainer else 0)
-    passes = 4 / 3 if stage.algorithm.has_reference else 1.0
-    passes += 1 / 3 if optimizer.activation_checkpointing else 0.0
-    training = trained * passes * model.training_flops(step.length) / (trainers.shares.trainer * trainers.peak)
-    sampling = 0.0
-    if count:
-        devices = case.devices(str(stage.sampler.precision), count, str(stage.sampler.engine))
-        sampled, at_once = stage.num_steps * step.sampled + evaluated_answers, max(1, samplers.at_once // count)
-        if (decoding := devices.decoding_s(model, sampled, context=step.length, at_once=at_once)) is None:
-            return None
-        read = stage.num_steps * prompts_a_step(stage) * step.prompt + evaluated_prompts
-        sampling = decoding + read * model.forward_flops(step.length) / (devices.shares.likelihood * devices.peak)
-    start = START_S[case.device] + case.sizes.in_memory(stage.data) / PARSED_BYTES_S
-    return start + sampling + training + stage.num_steps * RL_STEP_S[case.device]
 
 
 def _notes(stage: RLStage, step: Step, programs: Sequence[Process]) -> tuple[str, ...]:
@@ -285,7 +180,9 @@ def _disk(case: Case[RLStage]) -> int:
     weights = exported + copies * width_of(precision) * total
     weights += (1 + copies) * exported if stage.best_metric else 0  # the best so far, and those without a score yet
     weights += exported * (stage.num_steps // stage.keep_weights_every) if stage.keep_weights_every else 0
-    return (stage.keep_checkpoints + 1) * 12 * total + weights
+    learned = lora_parameters(case.model.shape, stage.lora_rank) if stage.lora_rank else total
+    checkpoint = saved_bytes(case.model.parameters, stage.optimizer_name, learned)
+    return (stage.keep_checkpoints + 1) * checkpoint + weights
 
 
 def _candidates(case: Case[RLStage]) -> Iterator[Changed]:

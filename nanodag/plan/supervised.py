@@ -8,7 +8,7 @@ from nanodag.config.derive import state_of
 from nanodag.config.model_size import ModelSize
 from nanodag.config.stage_base import TrainedStage
 from nanodag.config.supervised import SupervisedStage
-from nanodag.errors.words import counted
+from nanodag.errors.words import counted, size
 from nanodag.inference.number_formats import width_of
 from nanodag.plan import host_memory
 from nanodag.plan.case import Case, Changed, Formula, changed
@@ -37,8 +37,12 @@ def plan_supervised(case: Case[SupervisedStage]) -> StagePlan:
     # What must be read to hold out the validation's tokens by a hash, which are kept.
     validated = stage.validation_tokens / max(shares) if shares else 0.0
     read = None if tokens is None else int((tokens + validated) * bytes_per_token(model.vocabulary))
-    states = footprint.num_states(model.parameters, stage.optimizer.name, model.total)
-    checkpoint = 4 * (model.total + states) + (4 * model.total if stage.patience else 0)
+    text = sum(case.sizes.text_bytes(source.url) for source in stage.data)
+    if read is not None and read > text and all(source.url.startswith("file:") for source in stage.data):
+        notes.append(f"its data of {size(text)} are passed {read / text:.1f} times")
+        read = text
+    checkpoint = footprint.saved_bytes(model.parameters, stage.optimizer.name, model.total)
+    checkpoint += 4 * model.total if stage.patience else 0
     return case.plan(
         parameters=model.total,
         tokens=tokens,

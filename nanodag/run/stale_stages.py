@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pydantic import BaseModel
 
 from nanodag.config import Pipeline, order_of, result_config
-from nanodag.store import canonical_json
+from nanodag.store import Store, canonical_json
 from nanodag.store.run_record import Made, RunRecord, StageRecord
 
 
@@ -69,6 +69,25 @@ def following(inputs: Mapping[str, Mapping[str, str]], first: str) -> tuple[str,
 def config_digest(stage: BaseModel) -> str:
     """Digest of a stage's config: 16 hex digits over the part that changes its result."""
     return hashlib.sha256(canonical_json(result_config(stage)).encode()).hexdigest()[:16]
+
+
+def made_stages(pipeline: Pipeline, store: Store) -> dict[str, str]:
+    """Stages that the store has by the records of its runs -> the newest run with one: of the same config, made from
+    the same inputs. Whether data or code have changed since is seen when a run starts."""
+    known = {}
+    for run, record in store.records_of_runs().items():
+        for entry in record.stages.values():
+            if entry.made is not None and entry.has_ended_well:
+                known[entry.made.config, *sorted(entry.made.inputs.items())] = run, entry.key, entry.made.digest
+    digests: dict[str, str] = {}
+    runs: dict[str, str] = {}
+    for name in order_of(pipeline):
+        stage = pipeline.stages[name]
+        inputs = {label: digests.get(source, "") for label, source in stage.inputs.items()}
+        run, key, digest = known.get((config_digest(stage), *sorted(inputs.items())), ("", "", ""))
+        if key and store.lookup(key) is not None:
+            digests[name], runs[name] = digest, run
+    return runs
 
 
 def advice(run: str) -> str:

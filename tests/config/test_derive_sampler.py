@@ -40,7 +40,7 @@ def sampler_on(text, model=DEPTH_12, *, sglang=True, origins=None, **settings):
     ("8xH100", "sglang", 8, False, "bf16"), ("4xH100", "sglang", 4, False, "bf16"),
     ("1xH200", "sglang", 1, False, "bf16"), ("2xB200", "sglang", 2, False, "bf16"),
     ("1x24GB", "sglang", 1, False, "bf16"), ("8xA100-40GB", "sglang", 8, False, "bf16"),
-    ("1xT4", "embedded", 1, False, "fp32"), ("2xV100", "embedded", 2, False, "fp32"),
+    ("1xT4", "embedded", 1, False, "fp32"), ("2xT4", "embedded", 2, False, "fp32"),
     ("cpu:2:avx2:16GiB", "embedded", 2, True, "fp32"), ("cpu:1:avx512_bf16:4GiB", "embedded", 1, True, "bf16"),
     ("cpu:64:amx:256GiB", "embedded", 4, True, "bf16"),
 ])  # fmt: skip
@@ -191,7 +191,7 @@ def evaluation_on(text, model=DEPTH_24, origins=None, **settings):
 
 @pytest.mark.parametrize(("text", "engine", "replicas", "max_batch"), [
     ("8xH100+sglang", "sglang", 8, 256), ("8xH100", "embedded", 8, 256), ("1x24GB", "embedded", 1, 256),
-    ("2xV100+sglang", "embedded", 2, 256), ("2x8xH100", "embedded", 8, 256), ("cpu:2:avx2:8GiB", "embedded", 2, 64),
+    ("2xT4+sglang", "embedded", 2, 256), ("2x8xH100", "embedded", 8, 256), ("cpu:2:avx2:8GiB", "embedded", 2, 64),
 ])  # fmt: skip
 def test_an_evaluation_has_rls_engine_and_a_sampler_for_each_gpu(text, engine, replicas, max_batch):
     options = {} if engine == "sglang" else {"schedule_policy": "fcfs"}

@@ -11,6 +11,7 @@ MACHINES = (
     *("8xH100", "1xH200", "1x24GB", "2x8xH100", "cpu:2:avx2:16GiB", "cpu:8:amx:64GiB", "4xA100-40GB", "1xH100_PCIe"),
     *("1xH100:16:avx512_bf16:128GiB", "4xcpu:2:avx512:7.75GiB", "1xGB10@119.5GiB@12.1:20:other:119.5GiB"),
     *("8xH100:64:avx512_bf16:768GiB+sglang", "8xH100:224:amx:503.25GiB", "1xH100:64:amx:10240GiB"),
+    *("8x96GB:500", "1x24GB:16:avx2:64GiB", "2x8x96GB:500:64:avx512:512GiB+sglang", "72xGB200", "8xH20", "1x5090"),
 )
 
 
@@ -32,17 +33,38 @@ def test_the_text_says_what_counts():
 
 @pytest.mark.parametrize(("text", "why"), [
     ("", "is of neither form"), ("cpu", "is of neither form"), ("cpu:2", "names 1 things of the host"),
-    ("8xH9", "names the GPU 'H9'; known are B200"), ("0x8xH100", "has none of something"),
+    ("8xH9", "names the GPU 'H9'; known are GB200"), ("0x8xH100", "has none of something"),
     ("cpu:a:avx2:1GiB", "has 'a' cores"),
     ("cpu:2:sse:1GiB", "instruction set 'sse', and there are other, avx2"),
     ("cpu:2:avx2:lots", "has 'lots' memory"),
     (f"cpu:2:avx2:{'9' * 5000}GiB", "memory, and not some GiB"),
     (f"cpu:{'9' * 5000}:avx2:8GiB", "cores"), (f"1x{'9' * 5000}GB", "names the GPU"),
-    ("1xFoo@1.2.3GiB@9.0", "names the GPU"),
+    ("1xFoo@1.2.3GiB@9.0", "names the GPU"), ("1xV100", "describe it by memory and TFLOPS, as 96GB:500"),
+    ("1x24GB:0", "names the GPU"), ("1x24GB:5:6", "names 2 things of the host"),
 ])  # fmt: skip
 def test_a_wrong_text_is_refused_with_the_part_that_is_wrong(text, why):
     with pytest.raises(ConfigError, match=why):
         machine_of(text)
+
+
+def test_a_gpu_that_is_described_has_its_memory_its_flops_and_the_bandwidth_that_goes_with_them():
+    gpu, smaller = (machine_of(text).gpu for text in ("8x96GB:500", "1x24GB:16:avx2:64GiB"))
+    assert 92 * GIB < gpu.memory < 96 * GIB and (gpu.peak, gpu.bandwidth) == (500e12, pytest.approx(1700e9))
+    assert (smaller.peak, machine_of("1x24GB:16:avx2:64GiB").cores) == (71e12, 16)
+
+
+@pytest.mark.parametrize(("name", "gib", "capability", "found"), [
+    ("NVIDIA GB200", 185, 10.0, "GB200"), ("NVIDIA B200", 179, 10.0, "B200"), ("NVIDIA H20", 95.6, 9.0, "H20"),
+    ("NVIDIA H200", 140.4, 9.0, "H200"), ("NVIDIA L4", 22.5, 8.9, "L4"), ("NVIDIA L40", 45, 8.9, "L40"),
+    ("NVIDIA L40S", 45, 8.9, "L40S"), ("NVIDIA RTX A6000", 48, 8.6, "A6000"), ("NVIDIA A10", 22.5, 8.6, "A10"),
+    ("NVIDIA GeForce RTX 5090", 31.8, 12.0, "5090"), ("NVIDIA GeForce RTX 5090 Laptop GPU", 23.9, 12.0, ""),
+    ("Tesla V100-SXM2-16GB", 16, 7.0, ""), ("NVIDIA H20-3e", 141, 9.0, ""),
+])  # fmt: skip
+def test_cudas_name_and_memory_say_which_gpu_it_is_and_others_are_described(name, gib, capability, found):
+    gpu = host.gpu_of_cuda(name, int(gib * GIB), capability)
+    assert (gpu.name if gpu.peak else "", gpu.capability) == (found, capability)
+    machine = host.Machine(cores=8, instruction_set="avx2", memory=64 * GIB, gpu=gpu, num_gpus=1)
+    assert machine_of(str(machine)) == machine
 
 
 SMI = (

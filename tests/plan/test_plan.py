@@ -26,7 +26,7 @@ from nanodag.plan.case import Case
 from nanodag.plan.make import check_plan, plan_of
 from nanodag.plan.sizes import CORE_CONTEXT, Sizes, core_items, core_tokens
 from nanodag.plan.small_stages import plan_tokenizer
-from nanodag.plan.speeds import CPU_SHARES, PlannedDevices
+from nanodag.plan.speeds import CPU_SHARES, Asked, PlannedDevices
 
 FILE = PROJECT / "pipeline.yaml"
 CPU, GPU, EIGHT = "cpu:2:avx2:8GiB", "1x24GB", "8xH100"
@@ -286,10 +286,11 @@ def test_a_gpu_that_decodes_one_sample_is_bound_by_its_bandwidth_and_a_core_by_i
     model = ModelSize(shape_of(3), 2048, 512)
     gpu = PlannedDevices(machine=machine_of("1xH100"), device="cuda", precision="bf16", count=1, engine="sglang")
     free = model.forward_flops(0) / gpu.machine.gpu.peak
-    seconds = gpu.decoding_s(model, 100, context=0, at_once=1)
+    one = [Asked(times=1, samples=1, answer=100, longest=100)]
+    seconds = gpu.decoding_s(model, one, context=0, at_once=1)
     assert seconds == pytest.approx(100 * (2 * model.total / 3350e9 + free) / 0.5)
     cores = PlannedDevices(machine=machine_of("cpu:2:avx512_bf16:8GiB"), device="cpu", precision="fp32", count=2)
-    seconds = cores.decoding_s(model, 100, context=0, at_once=1)
+    seconds = cores.decoding_s(model, one, context=0, at_once=1)
     assert seconds == pytest.approx(100 * model.forward_flops(0) / (CPU_SHARES["fp32"].decoding * 2 * 240e9))
 
 

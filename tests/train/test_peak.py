@@ -25,7 +25,8 @@ def test_time_in_which_other_processes_run_does_not_lower_the_peak_of_a_cpu(monk
         ("NVIDIA A10G", 22.0, 8.6, 70),
         ("NVIDIA GeForce RTX 4090", 23.5, 8.9, 165),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", 15.7, 8.9, 0),  # half as fast as its namesake
-        ("NVIDIA RTX A6000", 47.4, 8.6, 0),
+        ("NVIDIA RTX A6000", 47.4, 8.6, 155),
+        ("NVIDIA RTX 6000 Ada Generation", 47.4, 8.9, 0),
         ("Tesla T4", 14.6, 7.5, 0),  # its 65e12 are of float16
     ],
 )

@@ -135,8 +135,8 @@ class EvalSamplerConfig(EngineConfig):
     max_batch: Annotated[int, Field(ge=1, le=1_000_000)] | Auto = operational("auto")
     """Answers that one sampler writes at once, as far as its cache holds them. `auto`: 256 on a GPU, 64 on a CPU."""
     cache_bytes: Positive | Auto = operational("auto")
-    """Bytes of one sampler's keys and values. `auto`: 0.7 of a GPU less the weights; 0.25 of the host's memory for all
-    samplers on a CPU."""
+    """Bytes of one sampler's keys and values. `auto`: 0.7 of a GPU less the weights, or what is left where the weights
+    fit only once; 0.25 of the host's memory for all samplers on a CPU."""
 
 
 class EvalStage(StageBase):
