@@ -30,6 +30,11 @@ class Bucket:
         return sum(math.prod(shape) * DTYPE_BYTES[dtype] for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
 
 
+def largest_bucket(num_bytes: int) -> int:
+    """Bytes of a bucket for a model of so many: each costs a request to every sampler, and room on both sides."""
+    return min(max(num_bytes // 16, 64 << 20), 1 << 30)
+
+
 class UpdateWeightsBody(Wire):
     """POST /update_weights_from_disk."""
 

@@ -17,7 +17,7 @@ from nanodag.plan.host_memory import programs_of
 from nanodag.plan.rl_time import Step, asked_at_once, mean_prompt, prompts_a_step, seconds_of, step_of
 from nanodag.plan.sizes import Sizes, held_out_share
 from nanodag.plan.stage_plan import Fault, Process, StagePlan
-from nanodag.plan.supervised import artifact_bytes, held_to_train
+from nanodag.plan.supervised import artifact_bytes, held_to_train, loaded_bytes
 
 TOKEN_BYTES_ON_DISK = 30
 """Bytes of a sampled token in the rollout files."""
@@ -133,19 +133,20 @@ def _trainer(case: Case[RLStage]) -> Process:
     """One rank: policy, and where the algorithm has them reference, critic and teacher."""
     stage, model, optimizer, algorithm = case.stage, case.model, case.stage.optimizer, case.stage.algorithm
     ranks, whole = int(stage.resources.num_ranks), width_of(str(optimizer.precision)) * model.total
+    asked = whole // ranks if optimizer.zero_stage == 3 else whole
     state, held = held_to_train(stage, model, int(optimizer.micro_batch_tokens) // optimizer.sequence_parallel)
     if algorithm.has_reference:
-        held["reference"] = whole
+        held["reference"] = asked
     if algorithm.has_critic:
         held["critic"] = state_of(stage, model, num_ranks=ranks, is_critic=True).total
     if algorithm.teacher.model != "none":
-        held["teacher"] = whole
+        held["teacher"] = asked
     compiler = host_memory.compiler_bytes(model, compiled=optimizer.compile, device=case.device)
     return host_memory.computing(
         "trainer",
         case.device,
         held,
-        cuda={"model": 4 * model.total, "offloaded": state.host},
+        cuda={"model": loaded_bytes(model, optimizer.zero_stage), "offloaded": state.host},
         cpu={"offloaded": state.host, "process": host_memory.TRAINER + compiler},
         count=ranks // stage.resources.num_nodes,
     )

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from nanodag.config.model_size import ModelSize
 from nanodag.host.machine import Machine
 from nanodag.inference.number_formats import width_of
+from nanodag.inference.weight_bodies import largest_bucket
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,10 +122,10 @@ class PlannedDevices:
         return (read / gpu.bandwidth + tokens / self.count * flops / gpu.peak) / (share * self.gpus_each)
 
 
-def weights_s(num_bytes: float, way: str, *, bucket_bytes: int, samplers: int) -> float:
+def weights_s(num_bytes: int, way: str, *, bucket_bytes: int, samplers: int) -> float:
     """Seconds until samplers have new weights of so many bytes. way: of WEIGHTS_BYTES_S; all but `disk` go in buckets,
-    each with a call to every sampler."""
-    calls = samplers * (1 if way == "disk" else math.ceil(num_bytes / bucket_bytes))
+    each with a call to every sampler. bucket_bytes: 0 by the model's size."""
+    calls = samplers * (1 if way == "disk" else math.ceil(num_bytes / (bucket_bytes or largest_bucket(num_bytes))))
     return num_bytes / WEIGHTS_BYTES_S[way] + calls * CALL_S
 
 

@@ -16,9 +16,9 @@ from nanodag.errors import SamplerError
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.engine_settings import EngineSettings
 from nanodag.inference.protocol import Request, SamplingParams
+from nanodag.inference.weight_bodies import largest_bucket
 from nanodag.rl.sync import broadcast_sync
 from nanodag.rl.sync.broadcast_sync import DistributedSync, SharedSync
-from nanodag.rl.trainer.weight_sender import largest_bucket
 from nanodag.sampler.fingerprints import Fingerprints
 from nanodag.train.shares import in_buckets
 from tests.engines.samplers import with_samplers

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanodag.inference.weight_bodies import largest_bucket
 from nanodag.model.folder import read_tensors
 from nanodag.model.lora import BETWEEN, merged
 from nanodag.sampler.fingerprints import Fingerprints
@@ -24,11 +25,6 @@ from nanodag.train.shares import Shares, in_buckets
 
 NOW, KEPT = "now", "kept"
 """Which weights: the trainer's own, those that it gave last; any other word is a folder."""
-
-
-def largest_bucket(num_bytes: int) -> int:
-    """Bytes of a bucket for a model of so many: each costs a request to every sampler, and room on both sides."""
-    return min(max(num_bytes // 16, 64 << 20), 1 << 30)
 
 
 class WeightGiver:
