@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from tests.fault.processes import wait_until
 from tests.flow.reduced import reduced_stages
 from tests.team.slurm import slurm
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 NUM_STEPS = 40
 THREE = "3xcpu:2:avx2:16GiB"
@@ -61,6 +62,20 @@ def steps_of(folder, run):
     return len(re.findall(r'"event": "step"', path.read_text())) if path.exists() else 0
 
 
+@contextmanager
+def run_on_one_node(folder):
+    """The same pipeline, as a process of this machine."""
+    write_pipeline(folder)
+    how = {"cwd": folder, "env": environment_in(folder), "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    process = subprocess.Popen([NANODAG, "run", "--name", "mine"], text=True, **how)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        subprocess.run([NANODAG, "server", "stop"], check=False, **how)
+
+
 def test_a_pipeline_of_one_command_goes_on_after_its_time_limit_and_ends_on_the_bytes_of_one_node(cluster, tmp_path):
     folder = write_pipeline(tmp_path / "shared")
     command = cluster.on("n1", [NANODAG, "slurm", "--on", THREE, "--name", "mine", "--time", "30"])
@@ -79,7 +94,7 @@ def test_a_pipeline_of_one_command_goes_on_after_its_time_limit_and_ends_on_the_
         except AssertionError:
             raise AssertionError(told()) from None
 
-    reached(lambda: steps_of(folder, "mine") >= 2 or cluster.job(job)["JobState"] not in ("PENDING", "RUNNING"), 300)
+    reached(lambda: steps_of(folder, "mine") >= 2 or cluster.job(job)["JobState"] not in ("PENDING", "RUNNING"), 600)
     assert cluster.job(job)["JobState"] == "RUNNING", told()
     found = cluster.programs()
     assert {"nanodag.rl", "nanodag.train.torchrun"} < found["n1"] and "nanodag.train.torchrun" in found["n2"], found
@@ -89,19 +104,17 @@ def test_a_pipeline_of_one_command_goes_on_after_its_time_limit_and_ends_on_the_
     cluster.said("scontrol", "update", f"JobId={job}", "StartTime=now")  # Slurm waits for two minutes
     first = record_in(folder, "mine")
     assert first["state"] == "stopped" and 2 <= steps_of(folder, "mine") < NUM_STEPS, told()
-    reached(lambda: cluster.job(job)["JobState"] not in ("PENDING", "RUNNING", "COMPLETING"), 300)
-    assert (cluster.job(job)["JobState"], cluster.job(job)["Restarts"]) == ("COMPLETED", "1"), told()
-    record = record_in(folder, "mine")
-    assert record["state"] == "completed" and record["stages"]["rl"]["made"]["cost"]["num_attempts"] == 2
-    assert (record["stages"]["pretrain"]["made"], record["host"]) == (first["stages"]["pretrain"]["made"], "n1")
-    wait_until(cluster.is_idle, 60)
-
-    alone = write_pipeline(tmp_path / "alone")
-    how = {"cwd": alone, "env": environment_in(alone), "capture_output": True, "text": True, "check": False}
-    ended = subprocess.run([NANODAG, "run", "--name", "mine"], **how)
-    subprocess.run([NANODAG, "server", "stop"], **how)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    digests = [{n: s["made"]["digest"] for n, s in record_in(f, "mine")["stages"].items()} for f in (folder, alone)]
+    with run_on_one_node(tmp_path / "alone") as alone:
+        reached(lambda: cluster.job(job)["JobState"] not in ("PENDING", "RUNNING", "COMPLETING"), 900)
+        assert (cluster.job(job)["JobState"], cluster.job(job)["Restarts"]) == ("COMPLETED", "1"), told()
+        record = record_in(folder, "mine")
+        assert record["state"] == "completed" and record["stages"]["rl"]["made"]["cost"]["num_attempts"] == 2
+        assert record["stages"]["pretrain"]["state"] == "found" and record["host"] == "n1"
+        wait_until(cluster.is_idle, 60)
+        said, _ = alone.communicate(timeout=900)
+        assert alone.returncode == 0, said
+    records = [record, record_in(tmp_path / "alone", "mine")]
+    digests = [{name: stage["made"]["digest"] for name, stage in each["stages"].items()} for each in records]
     assert digests[0] == digests[1]
 
 
@@ -111,7 +124,7 @@ def test_a_job_that_is_cancelled_leaves_the_queue_and_its_nodes(cluster, tmp_pat
     environment = cluster.environment | environment_in(folder)
     said = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True).stdout
     job = re.match(r"Job (\d+) runs gone", said)[1]
-    wait_until(lambda: record_in(folder, "gone")["state"] == "running", 150, every_s=0.2)
+    wait_until(lambda: record_in(folder, "gone")["state"] == "running", 400, every_s=0.2)
     cluster.said("scancel", job)
     wait_until(lambda: cluster.job(job)["JobState"] == "CANCELLED", 100, every_s=0.2)
     wait_until(cluster.is_idle, 100)
