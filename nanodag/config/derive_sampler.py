@@ -135,6 +135,10 @@ def derive_sampler(name: str, stage: _RL, machine: Machine, model: ModelSize | N
         fill("cache_bytes", max(slot, min(each * slot, room)), why)
     fill("start_timeout_s", 900.0 if engine == "sglang" else 120.0, f"engine {engine}")
     of_weights = Filler(stage.weights, f"{name}.weights", origins)
+    sync, why = weights_way(stage, replicas * tensor_parallel)
+    of_weights("sync", "distributed" if sync == "nccl" else sync, why)
+    if sync == "nccl" and stage.weights.sync == "auto":
+        of_weights.updates["sync_backend"] = "nccl"
     is_blind = (engine == "sglang" and device == "cuda") or tensor_parallel > 1
     why = f"engine {engine} on {device}" + ", whose weights cannot be verified yet" * is_blind
     of_weights("sync_check_every", 0 if is_blind else VERIFY_EVERY, why)
@@ -176,6 +180,25 @@ def _filled_engine(
     fields = type(config).model_fields
     fill.updates |= {name: fields[name].get_default(call_default_factory=True) for name in SGLANG_ONLY}
     return engine, 1
+
+
+def weights_way(stage: "RLStage", sampler_gpus: int) -> tuple[str, str]:
+    """Weights' way to the samplers: `disk`, `ipc` or `nccl`; and why. sampler_gpus: that all of its own samplers want.
+
+    Handles where an engine is on a rank's GPU, as NCCL refuses two processes on one; NCCL where it has one to itself.
+    """
+    ranks_here = int(stage.resources.num_ranks) // stage.resources.num_nodes
+    if stage.resources.device == "cpu":
+        return "disk", "on a CPU a folder is in memory, or on what all machines share"
+    if not stage.has_trainer:
+        return "disk", "nothing is trained"
+    if stage.sampler.has_others:
+        return "disk", "of servers of others nobody knows on which GPUs they are"
+    if stage.placement == "separate":
+        return "nccl", "samplers have GPUs of their own"
+    if sampler_gpus <= ranks_here:
+        return "ipc", "each sampler is on a rank's GPU"
+    return "disk", "some samplers are on GPUs without a rank"
 
 
 def _order(stage: "RLStage") -> tuple[str, str]:

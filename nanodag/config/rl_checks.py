@@ -269,7 +269,7 @@ CHECKS: tuple[tuple[Callable[["RLStage"], object], str], ...] = (
     (lambda s: s.weights.sync_backend == "nccl" and s.placement in ("beside", "shared") and not s.sampler.has_others,
      "weights.sync_backend: nccl with placement: {placement}, and NCCL refuses two processes on one GPU; use gloo, or "
      "placement: separate"),
-    (lambda s: s.only == "rollouts" and s.sampler.has_others and s.weights.sync != "disk",
+    (lambda s: s.only == "rollouts" and s.sampler.has_others and s.weights.sync not in ("disk", "auto"),
      "weights.sync: {weights.sync} with only: rollouts and servers of others: they take the input model from its "
      "folder, as there is no trainer to give it; use disk"),
     (lambda s: s.weights.sync_check_every not in ("auto", 0) and s.sampler.tensor_parallel > 1,
@@ -340,12 +340,17 @@ def _of_samplers(stage: "RLStage") -> Iterator[str]:
             )
     if stage.weights.sync != "ipc":
         return
-    counts = (stage.resources.num_ranks, sampler.replicas, sampler.tensor_parallel)
-    gpus = max(count for count in counts if count != "auto")
-    if stage.resources.device == "cuda" and gpus > 1:
+    ranks, replicas, is_on_gpu = stage.resources.num_ranks, sampler.replicas, stage.resources.device == "cuda"
+    here = 0 if "auto" in (ranks, replicas) else int(ranks) // stage.resources.num_nodes
+    if is_on_gpu and here and (gpus := int(replicas) * sampler.tensor_parallel) > here:
         yield (
-            f"weights.sync: ipc with {gpus} GPUs: rank 0 shares memory of its own GPU, which samplers on others cannot "
-            "open; use disk or distributed"
+            f"weights.sync: ipc with samplers on {gpus} GPUs and ranks on {here}: each rank shares memory of its own "
+            "GPU, which samplers on others cannot open; lower sampler.replicas, or use disk"
+        )
+    if is_on_gpu and here > 1 and sampler.has_others:
+        yield (
+            f"weights.sync: ipc with {here} ranks and servers of others, of which nobody knows on which GPU they are; "
+            "use disk or distributed"
         )
     away = [f"sampler.urls {url.url}, a sampler of another machine" for url in map(parse_address, sampler.urls)
             if not url.is_here]  # fmt: skip

@@ -232,9 +232,11 @@ class OptimizerSection(StageSection):
 class WeightsSection(StageSection):
     """New weights' way to the samplers."""
 
-    sync: Literal["disk", "distributed", "ipc"] = operational("disk")
+    sync: Literal["disk", "distributed", "ipc"] | Auto = operational("auto")
     """How weights reach the samplers: `disk`, a folder, in memory where there is room; `distributed`, a broadcast from
-    rank 0, to samplers on any machine; `ipc`, memory that rank 0 shares with samplers of its machine."""
+    rank 0, to samplers on any machine; `ipc`, memory that the trainer shares with samplers of its machine, on GPUs each
+    rank with those on its GPU. `auto`: `ipc` on shared GPUs; `distributed` by NCCL to samplers with GPUs of their own;
+    else, and on CPUs, `disk`."""
     sync_mode: Literal["finish", "abort", "retract", "in_place"] = "finish"
     """What happens to requests in flight when weights change. `finish` waits for them; `in_place` continues them with
     the new weights; `retract` also computes again what is cached; `abort` ends them and asks for the rest."""

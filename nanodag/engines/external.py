@@ -195,6 +195,9 @@ def _sglang(needed: Needed, model: Mapping[str, Any], server: Mapping[str, Any])
         )
     if not needed.keeps_prompts and not server.get("disable_radix_cache"):
         faults.append("weights.sync_mode is in_place, which needs SGLang without its cache: --disable-radix-cache")
+    for name in ("dp_size", "pp_size", "nnodes"):  # what SGLang gives weights to has none of them
+        if server.get(name, 1) != 1:
+            faults.append(f"its {name} is {server[name]}, and such a server takes no weights: start it without")
     longest = server.get("max_req_input_len")  # it keeps a token for the answer
     room = longest + 1 if isinstance(longest, int) else longest
     return faults + _of_context(room, needed, needed.context + CONTEXT_RESERVE)
@@ -300,6 +303,8 @@ class ExternalServers:
             ) from error
         if faults := misfits(self._needed, model, server):
             raise BadRequest("; ".join(faults))
+        if isinstance(tensor_parallel := server.get("tp_size"), int):  # the embedded one is one process
+            client.num_ranks = tensor_parallel
         if self._needed.is_deterministic and not self._needed.numerics:  # the others are to round as the first one
             self._needed = replace(self._needed, numerics=str(server.get("numerics")))
         if self._needed.engine == "sglang" and (wrong := await self._other_layers(client)):

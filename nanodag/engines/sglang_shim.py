@@ -9,7 +9,8 @@ NANODAG_SGLANG_CPU=1:
    library, which a CPU build of torch may not load. They are declared, without being implemented.
 3. Each process ends when the one that started it ends. SGLang asks the kernel for that too, but only once a part has
    imported all that it needs: parts of a server that was killed while it started stayed for ever.
-4. The store where ranks meet listens on their address only; torch's own listens on every address of the machine.
+4. The store where ranks meet listens on their address only; torch's own listens on every address of the machine. And a
+   rank joins no trainer's group of NCCL that has another version of it.
 
 SGLang starts its parts with multiprocessing's `spawn`, which runs the top of this file again in each of them: that is
 why all four happen at import. Nothing else of SGLang is changed. Of nanodag this file may import only what needs no

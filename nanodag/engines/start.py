@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -21,7 +22,7 @@ import httpx
 
 from nanodag.children.child import Child, start_child
 from nanodag.errors import SamplerLost
-from nanodag.host.ports import LOOPBACK, free_port, network_environment
+from nanodag.host.ports import LOOPBACK, address_towards, free_port, network_environment
 from nanodag.host.processor import SHAPE_CACHES
 from nanodag.host.progress_timeout import Patience
 from nanodag.host.threads import in_thread
@@ -29,7 +30,7 @@ from nanodag.inference.cache_size import token_bytes
 from nanodag.inference.engine_settings import EngineSettings
 from nanodag.inference.number_formats import DTYPE_BYTES
 from nanodag.inference.server_variables import PARENT_VARIABLE, TOKEN_VARIABLE, server_environment
-from nanodag.inference.sglang_install import Device, find_python
+from nanodag.inference.sglang_install import find_python
 from nanodag.inference.sglang_options import Option, arguments
 from nanodag.model.architecture import read_checkpoint
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from nanodag.engines.sampler_node import SamplerNode
 
 POLL_S = 0.02
+EVERYWHERE, SOMEWHERE = "0.0.0.0", "192.0.2.1"  # an address that no machine has (RFC 5737): the way to it leads out
 SHIM = Path(__file__).with_name("sglang_shim.py")
 CONTEXT_RESERVE = 8
 """Tokens of its context that SGLang keeps from a request. Requests are checked before they are sent."""
@@ -189,26 +191,39 @@ def _sglang(settings: EngineSettings) -> tuple[list[str], dict[str, str]]:
     }
     python = find_python(settings.python, settings.device)
     command = [str(python), str(SHIM), *arguments({n: v for n, v in options.items() if v is not None})]
-    return command, _sglang_environment(settings.device)
+    return command, _sglang_environment(settings)
 
 
-def _sglang_environment(device: Device) -> dict[str, str]:
+def _sglang_environment(settings: EngineSettings) -> dict[str, str]:
     """This process's, without what belongs to its own Python and its own torch, with SGLang's."""
     foreign, ours = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"), SHAPE_CACHES.items()
     environment = {
         name: value for name, value in os.environ.items() if name not in foreign and (name, value) not in ours
     }
-    environment.update(
-        network_environment(), GOMP_SPINCOUNT="0", HF_HUB_OFFLINE="1", SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN="1"
-    )
+    if address := settings.network or _network_of(settings.host):
+        environment.update(network_environment(address))
+    environment.update(GOMP_SPINCOUNT="0", HF_HUB_OFFLINE="1", SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN="1")
+    # The trainer may have set it for itself; SGLang's memory saver refuses to start with it.
+    for name in {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & environment.keys():
+        fields = environment[name].split(",")
+        environment[name] = ",".join(field for field in fields if not field.strip().startswith("expandable_segments"))
     # /health would generate, which a paused server cannot. /health_generate still does.
     environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "false"
     # A server whose scheduler has crashed would wait 65 s for dumps that nobody made, before its end can be seen.
     for dump in ("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH"):
         environment.setdefault(dump, "false")
-    if device == "cpu":
+    if settings.device == "cpu":
         environment.update(SGLANG_USE_CPU_ENGINE="1", NANODAG_SGLANG_CPU="1", CUDA_VISIBLE_DEVICES="")
     return environment
+
+
+def _network_of(host: str) -> str:
+    """This machine's address on the network of a server that listens on `host`; "" where another machine finds out."""
+    if host != EVERYWHERE:
+        return LOOPBACK if host == LOOPBACK else ""
+    with suppress(OSError):  # no way leads out
+        return address_towards(SOMEWHERE)
+    return ""
 
 
 def is_healthy(url: str) -> bool:

@@ -65,9 +65,11 @@ class SamplerClient:
         context_length: int | None = None,
         token: str = "",
         is_embedded: bool = False,
+        num_ranks: int = 1,
     ) -> None:
         """request_timeout_s: silence after which the sampler counts as lost. token: that the sampler wants to see.
-        is_embedded: its streams tell each token once; other engines repeat all so far in each event.
+        is_embedded: its streams tell each token once; other engines repeat all so far in each event. num_ranks:
+        processes that share its model, each a member of a group of weights.
 
         vocab_size and context_length: if given, requests are checked against them before they are sent. SGLang needs
         that: an id outside the vocabulary ends its server.
@@ -80,6 +82,7 @@ class SamplerClient:
         self._session: aiohttp.ClientSession | None = None
         self.is_closed = False
         self._is_embedded = is_embedded
+        self.num_ranks = num_ranks
         self._responses: WeakSet[aiohttp.ClientResponse] = WeakSet()  # whose bodies may still come
 
     async def __aenter__(self) -> "SamplerClient":

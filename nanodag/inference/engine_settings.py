@@ -31,6 +31,9 @@ class EngineSettings(BaseModel):
     gpus: str = ""
     """GPUs that it sees, as CUDA_VISIBLE_DEVICES names them; "" for those of this process."""
     host: str = LOOPBACK
+    network: str = ""
+    """Address of its machine on whose interface gloo and NCCL meet the others of a group of weights; "" for what `host`
+    says."""
     port: int = 0
     token: str = Field(default="", exclude=True, repr=False)
     """Key that requests must bear. It goes by the environment: every user of the machine reads a command line."""

@@ -13,13 +13,25 @@ OWN_OPTIONS = frozenset({
     "device", "api-key", "admin-api-key",
 })  # fmt: skip
 
+# SGLang gives weights to the tensor parallel ranks of one copy on one machine (tokenizer_control_mixin.py asserts it).
+_REPLICAS, _NODES = "raise sampler.replicas", "use sampler.nodes"
+NOT_TAKEN = {
+    "dp-size": _REPLICAS, "data-parallel-size": _REPLICAS, "pp-size": "use sampler.tensor_parallel",
+    "pipeline-parallel-size": "use sampler.tensor_parallel", "nnodes": _NODES, "node-rank": _NODES,
+}  # fmt: skip
+
 
 def check_options(options: Mapping[str, Option]) -> None:
     """Raise ValueError for an option that is not for the user to give."""
-    for name in options:
+    for name, value in options.items():
         # Its parser takes abbreviations, too.
         if any(known.startswith(name.replace("_", "-")) for known in OWN_OPTIONS):
             raise ValueError(f"sampler.options.{name} follows from other fields of the config; leave it out")
+        if instead := next((NOT_TAKEN[known] for known in NOT_TAKEN if known.startswith(name.replace("_", "-"))), ""):
+            raise ValueError(
+                f"sampler.options.{name} {value} makes a server that takes no weights while it runs; leave it out, and "
+                f"{instead}"
+            )
 
 
 def arguments(settings: Mapping[str, Option]) -> list[str]:

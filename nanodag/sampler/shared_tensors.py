@@ -2,8 +2,9 @@
 
 On a CPU the handle names a file in shared memory, on a GPU memory of that GPU (CUDA IPC). Who sends keeps the bucket
 until whoever received it has answered. Each receiver needs a handle of its own, because torch counts who has opened it.
+A handle names its GPU by UUID, as SGLang reads it: the same GPU has another number in each process that sees others.
 
-Source: sgl-project/sglang 0.5.23, srt/utils/common.py (MultiprocessingSerializer, SafeUnpickler) and
+Source: sgl-project/sglang 0.5.23, srt/utils/common.py (MultiprocessingSerializer, SafeUnpickler), patch_torch.py and
 srt/weight_sync/tensor_bucket.py; pytorch 2.13, torch/multiprocessing/reductions.py. SGLang reads only names that it
 knows out of a pickle; SimpleNamespace is one, and has the fields of its FlattenedTensorMetadata.
 """
@@ -59,8 +60,8 @@ def share(
 
 
 def opened(handle: bytes, device: torch.device) -> dict[str, Tensor]:
-    """The tensors of a handle by name, copied to the device. Raises RuntimeError when it is no such handle, or what it
-    names is gone."""
+    """The tensors of a handle by name, copied to the device. Raises RuntimeError when it is no such handle, of another
+    GPU, or what it names is gone."""
     try:
         content = _Unpickler(io.BytesIO(handle), device).load()
         flat = content["flattened_tensor"].to(device=device, copy=True)
@@ -74,8 +75,23 @@ def opened(handle: bytes, device: torch.device) -> dict[str, Tensor]:
 
 def _pickled(content: Any) -> str:
     stream = io.BytesIO()
-    ForkingPickler(stream).dump(content)
+    pickler: Any = ForkingPickler(stream)  # whose annotations lack the table
+    pickler.dispatch_table[Tensor] = _reduced
+    pickler.dump(content)
     return base64.b64encode(stream.getvalue()).decode()
+
+
+def _reduced(tensor: Tensor) -> tuple[Any, ...]:
+    """What torch pickles of a tensor, with its GPU's UUID in place of the GPU's number here."""
+    rebuild, values = reductions.reduce_tensor(tensor)
+    if rebuild is reductions.rebuild_cuda_tensor:
+        values = (*values[:CUDA_DEVICE], gpu_uuid(values[CUDA_DEVICE]), *values[CUDA_DEVICE + 1 :])
+    return rebuild, values
+
+
+def gpu_uuid(device: int | torch.device) -> str:
+    """Name of a GPU that is the same in every process of its machine."""
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -93,7 +109,10 @@ class _Unpickler(pickle.Unpickler):
         return _ALLOWED[module, name]
 
     def _on_our_device(self, *arguments: Any) -> Tensor:
-        """The GPU of this handle has another number where another set of GPUs is visible."""
+        """Raises ValueError for memory of a GPU that is not this sampler's."""
         values = list(arguments)
+        ours = gpu_uuid(self._device) if self._device.type == "cuda" else str(self._device)
+        if values[CUDA_DEVICE] != ours:
+            raise ValueError(f"its memory is of GPU {values[CUDA_DEVICE]}, and this sampler is on {ours}")
         values[CUDA_DEVICE] = self._device.index or 0
         return reductions.rebuild_cuda_tensor(*values)

@@ -13,10 +13,13 @@ Source: sgl-project/sglang 0.5.23, srt/utils/common.py (init_custom_process_grou
 torch/distributed/distributed_c10d.py (_new_process_group_helper).
 """
 
+import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,20 +28,27 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 from nanodag.host.ports import address_towards
 from nanodag.inference.bound_store import BoundStore
+from nanodag.inference.nccl import VERSION_KEY
 
 DEVICES = {"gloo": "cpu", "nccl": "cuda"}
 """Device of a group's tensors by its backend."""
+BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 
-def open_store(address: str, timeout_s: float) -> TCPStore:
+def open_store(address: str, timeout_s: float, *, nccl: str = "") -> TCPStore:
     """Meeting place of a group's members, on a free port of an address; for rank 0. It goes with this process.
+    nccl: rank 0's version of it, which members must have too; "" in a group of gloo.
     Raises OSError when this machine does not have the address."""
-    return BoundStore(address, 0, None, True, timedelta(seconds=timeout_s), wait_for_workers=False)
+    store = BoundStore(address, 0, None, True, timedelta(seconds=timeout_s), wait_for_workers=False)
+    if nccl:
+        store.set(VERSION_KEY, nccl)
+    return store
 
 
 def find_store(address: str, port: int, timeout_s: float) -> TCPStore:
-    """The store that rank 0 has opened. Raises RuntimeError when nothing answers there in time."""
-    return TCPStore(address, port, None, False, timedelta(seconds=timeout_s), wait_for_workers=False)
+    """The store that rank 0 has opened. Raises RuntimeError when nothing answers there in time, or its NCCL has another
+    version than this process's."""
+    return BoundStore(address, port, None, False, timedelta(seconds=timeout_s), wait_for_workers=False)
 
 
 class WeightGroup:
@@ -63,11 +73,10 @@ class WeightGroup:
         group = self._group
         if group is None:
             raise RuntimeError(f"the group {self.name} was left")
-        work = group.broadcast(tensor, 0)
         if self.device.type == "cuda":
-            work.wait(self._timeout)
-            torch.cuda.current_stream().synchronize()  # NCCL's own wait holds up the stream alone
+            in_time(partial(_on_gpu, group, tensor, self._timeout), 2 * self._timeout.total_seconds())
             return
+        work = group.broadcast(tensor, 0)
         waiting = self._waiting = threading.Event()
         work.get_future().add_done_callback(lambda _: waiting.set())
         if self._group is not None:
@@ -80,10 +89,39 @@ class WeightGroup:
 
     def close(self) -> None:
         """Leave: the others' broadcasts fail from now on, and one that this member waits in."""
-        self._group.shutdown()
-        self._group = None
+        group, self._group = self._group, None
+        if self.device.type == "cuda":  # its shutdown waits for what is under way, which a lost member never ends
+            with suppress(RuntimeError):
+                group.abort()
+        else:
+            group.shutdown()
         if waiting := self._waiting:
             waiting.set()
+
+
+def in_time(call: Callable[[], None], timeout_s: float) -> None:
+    """Call it in a thread, which is left alone when it does not return: while NCCL makes a communicator it waits for a
+    lost member without limit. Raises RuntimeError then, and what the call raises."""
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            call()
+            done.set_result(None)
+        except Exception as error:  # noqa: BLE001 - `result` raises it
+            done.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        done.result(timeout_s)
+    except TimeoutError as late:
+        raise RuntimeError(f"not all members took part within {timeout_s:g} s") from late
+
+
+def _on_gpu(group: Any, tensor: Tensor, timeout: timedelta) -> None:
+    with torch.cuda.device(tensor.device):  # of this thread, which began with GPU 0
+        group.broadcast(tensor, 0).wait(timeout)
+        torch.cuda.current_stream().synchronize()
 
 
 def _until_ended(work: Any, group: Any) -> None:
@@ -106,7 +144,13 @@ def _nccl(store: Store, rank: int, size: int, timeout: timedelta, address: str) 
 
     options = ProcessGroupNCCL.Options()
     options._timeout = timeout
-    return ProcessGroupNCCL(store, rank, size, options)
+    # A group reads it when it is made. Without it torch's watchdog ends this whole process when a member is lost.
+    before = os.environ.get(BLOCKING_WAIT)
+    os.environ[BLOCKING_WAIT] = "1"
+    try:
+        return ProcessGroupNCCL(store, rank, size, options)
+    finally:
+        os.environ.pop(BLOCKING_WAIT) if before is None else os.environ.update({BLOCKING_WAIT: before})
 
 
 def split(flat: Tensor, names: Sequence[str], dtypes: Sequence[torch.dtype], shapes: Sequence[Sequence[int]]) -> dict:

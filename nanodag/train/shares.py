@@ -71,7 +71,7 @@ class Shares:
         if self._rank > 0:
             _exchange(dist.isend, torch.cat(shares), 0)
             return None
-        whole = torch.empty(sum(self.num_bytes[name] for name in names), dtype=torch.uint8, device=self._device)
+        whole = self._room(names)
         self._place(whole, names, shares, rank=0)
         sizes = [share.numel() for share in shares]
         theirs = torch.empty(sum(sizes), dtype=self.dtype, device=self._device)
@@ -79,6 +79,23 @@ class Shares:
             _exchange(dist.irecv, theirs, rank)
             self._place(whole, names, theirs.split(sizes), rank=rank)
         return whole
+
+    @torch.no_grad()
+    def everywhere(self, names: Sequence[str]) -> Tensor:
+        """On every rank what `together` has on rank 0, of the weights as they are now. Every rank must call it; each
+        holds all ranks' parts beside the whole."""
+        shares = [self._own(name).to(self._device).view(torch.uint8) for name in names]
+        if not self._is_spread or self._world == 1:
+            return torch.cat([share[: self.num_bytes[name]] for name, share in zip(names, shares, strict=True)])
+        own, whole = torch.cat(shares), self._room(names)
+        parts = torch.empty(self._world * len(own), dtype=torch.uint8, device=self._device)
+        dist.all_gather_into_tensor(parts, own)
+        for rank, part in enumerate(parts.chunk(self._world)):
+            self._place(whole, names, part.split([len(share) for share in shares]), rank=rank)
+        return whole
+
+    def _room(self, names: Sequence[str]) -> Tensor:
+        return torch.empty(sum(self.num_bytes[name] for name in names), dtype=torch.uint8, device=self._device)
 
     def _place(self, whole: Tensor, names: Sequence[str], parts: Sequence[Tensor], *, rank: int) -> None:
         """Copy a rank's parts of some tensors to where they belong, without what fills up the last."""

@@ -57,6 +57,41 @@ def test_engine_replicas_determinism_and_precision_follow_from_the_machine(text,
     assert left == {"python", "gpus"} and all(why.startswith("derived: ") for why in origins.values())
 
 
+FOUR = {"placement": "separate", "sampler": {"gpus": (4, 5, 6, 7)}, "ranks": 4}
+
+
+@pytest.mark.parametrize(("text", "settings", "expected"), [
+    # Handles where each engine is on a rank's GPU: NCCL refuses two processes there.
+    ("8xH100", {"placement": "shared"}, ("ipc", "gloo")),
+    ("8xH100", {"placement": "beside"}, ("ipc", "gloo")),
+    ("1x24GB", {"placement": "beside"}, ("ipc", "gloo")),
+    ("8xH100", {"placement": "beside", "sampler": {"tensor_parallel": 4}}, ("ipc", "gloo")),
+    ("8xH100", {"placement": "beside", "sglang": False}, ("ipc", "gloo")),
+    # NCCL where each has a GPU of its own, here or on other nodes.
+    ("8xH100", FOUR, ("distributed", "nccl")),
+    ("8xH100", {**FOUR, "sampler": {"gpus": (4, 5, 6, 7), "tensor_parallel": 2}}, ("distributed", "nccl")),
+    ("8xH100", {"placement": "separate", "sampler": {"nodes": 2, "gpus": ()}}, ("distributed", "nccl")),
+    # A folder for all else.
+    ("cpu:2:avx2:16GiB", {"placement": "beside"}, ("disk", "gloo")),
+    ("cpu:2:avx2:16GiB", {"placement": "separate", "sampler": {"nodes": 1}}, ("disk", "gloo")),
+    ("8xH100", {"placement": "beside", "ranks": 4, "sampler": {"replicas": 8}}, ("disk", "gloo")),
+    ("8xH100", {"placement": "beside", "sampler": {"urls": ["http://node2:30000"]}}, ("disk", "gloo")),
+    ("8xH100", {"placement": "beside", "sampler": {"urls_file": "/urls", "replicas": 2}}, ("disk", "gloo")),
+    ("8xH100", {"placement": "beside", "only": "rollouts"}, ("disk", "gloo")),
+    # What is said stays.
+    ("8xH100", {"placement": "beside", "sync": "disk"}, ("disk", "gloo")),
+    ("8xH100", {**FOUR, "sync": "distributed"}, ("distributed", "gloo")),
+    ("cpu:2:avx2:16GiB", {"placement": "beside", "sync": "ipc"}, ("ipc", "gloo")),
+])  # fmt: skip
+def test_weights_go_by_handles_on_shared_gpus_by_nccl_to_others_and_else_by_a_folder(text, settings, expected):
+    origins = {}
+    stage = sampler_on(text, origins=origins, **settings)
+    assert (stage.weights.sync, stage.weights.sync_backend) == expected
+    assert ("rl.weights.sync" in origins) == ("sync" not in settings)
+    check(stage)
+    assert RLStage.model_validate(stage.model_dump()) == stage, "a record of it is read again"
+
+
 WINDOWED, NARROW_HEADS = replace(DEPTH_12, window=256), ModelSize(shape_of(3), 2048, 512)
 
 

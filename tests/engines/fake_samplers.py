@@ -1,14 +1,15 @@
 """Samplers and a trainer's rank 0 in one event loop, as far as weights go, which can be killed at every step.
 
-The samplers speak the protocol over HTTP, so that clients are the real ones; their weights are one word. A step is a
-request that reached a sampler ("asked"), was executed but not answered ("done") or was answered ("answered"), and
-the beginning and end of what the trainer is asked for.
+The samplers speak the protocol over HTTP, so that clients are the real ones; their weights are one word. They refuse
+what CUDA refuses: NCCL of two versions, two ranks on one GPU, a group that lacks a member, a handle of another GPU. A
+step is a request that reached a sampler ("asked"), was executed but not answered ("done") or was answered ("answered"),
+and the beginning and end of what the trainer is asked for.
 """
 
 import asyncio
 import json
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from aiohttp import web
 
 from nanodag.engines.fleet import Fleet
 from nanodag.inference.client import SamplerClient
+from nanodag.inference.nccl import fault
 
 NUM_BUCKETS = 2
 PATIENCE_S = 20.0
@@ -91,6 +93,8 @@ class FakeSampler(FakeServer):
         self.weights, self.version = weights, version
         self.received: list[str] | None = None
         self.released: set[str] = set()
+        self.gpus = world.gpus[number]
+        self.nccl = world.nccl
 
     async def execute(self, name: str, request: web.Request, body: dict[str, Any]) -> web.Response:
         if name in ("health", "health_generate"):
@@ -133,7 +137,13 @@ class FakeSampler(FakeServer):
         return {}
 
     async def init_weights_update_group(self, body: dict[str, Any]) -> Any:
-        await self.world.trainer.meet(self, body["group_name"])
+        self.rank_offset = body["rank_offset"]
+        if body["backend"] == "nccl":  # whose members meet at their first collective
+            if wrong := fault(self.world.trainer.nccl, self.nccl):
+                raise ValueError(wrong)
+            self.world.trainer.joined.append(self)
+        else:
+            await self.world.trainer.meet(self, body["group_name"])
         return {}
 
     async def begin_weight_update(self, body: dict[str, Any]) -> Any:
@@ -150,7 +160,10 @@ class FakeSampler(FakeServer):
 
     async def update_weights_from_tensor(self, body: dict[str, Any]) -> Any:
         assert self.received is not None
-        self.received.append(body["serialized_named_tensors"][0])
+        handles = [handle.split() for handle in body["serialized_named_tensors"]]
+        if [gpu for gpu, _ in handles] != self.gpus:
+            raise ValueError(f"handles of {handles}, and its ranks are on {self.gpus}")
+        self.received.append(handles[0][1])
         self.new_version = body.get("weight_version")
         return {}
 
@@ -182,7 +195,10 @@ class FakeTrainer:
         self.world = world
         self.weights = self.kept = "0"
         self.asked: list[str] = []
+        self.gpus, self.nccl = world.trainer_gpus, world.nccl
+        self.joined: list[FakeSampler] = []  # to a group of NCCL
         self._one_at_a_time = asyncio.Lock()
+        self._name, self._backend = "", "gloo"
         self._group: list[FakeSampler] = []
         self._waiting: dict[FakeSampler, asyncio.Future[str]] = {}
 
@@ -197,7 +213,7 @@ class FakeTrainer:
             found = await getattr(self, do)(**arguments)
             for number in range(len(self.world.servers)):
                 self.world.at(number, do, "ended")
-            return [found]
+            return found if isinstance(found, list) else [found]
 
     async def meet(self, sampler: FakeSampler, group: str) -> str:
         """Wait for the others; the weights that rank 0 gives. Raises ValueError when it has left."""
@@ -210,18 +226,26 @@ class FakeTrainer:
         return {"buckets": [{"names": [f"w{n}"], "dtypes": ["float32"], "shapes": [[1]]} for n in range(NUM_BUCKETS)]}
 
     async def open_group(self, name: str, size: int, address: str, backend: str) -> dict[str, Any]:
-        self._name, self._group = name, list(self.world.servers)
-        assert size == 1 + len(self._group)
+        self._name, self._group, self._backend, self.joined = name, list(self.world.servers), backend, []
+        assert size == 1 + sum(len(member.gpus) for member in self._group)
         return {"port": 1}
 
     async def join_group(self) -> dict[str, Any]:
-        return {"failure": await self._all_met()}
+        return {"failure": "" if self._backend == "nccl" else await self._all_met()}
+
+    async def leave_group(self) -> dict[str, Any]:
+        self._name = ""
+        return {}
 
     async def broadcast(self, which: str, fingerprint: bool) -> dict[str, Any]:
         self.kept = self.weights
         failure = "" if self._name else "there is no group"
+        if self._backend == "nccl" and self._name:
+            assert set(self.joined) == set(self._group), "rank 0 would wait for ever for who is not there"
+            gpus = [self.gpus[0], *(gpu for member in self._group for gpu in member.gpus)]
+            failure = failure if len(set(gpus)) == len(gpus) else "Duplicate GPU detected"
         for _ in range(NUM_BUCKETS):
-            failure = failure or await self._all_met()
+            failure = await self._all_met(failure)
         return {"failure": failure, "fingerprints": {"w": self.kept} if fingerprint else {}}
 
     async def lend(self, what: str) -> dict[str, Any]:
@@ -230,13 +254,16 @@ class FakeTrainer:
     async def take_back(self) -> dict[str, Any]:
         return {}
 
-    async def share(self, number: int, which: str, count: int, fingerprint: bool) -> dict[str, Any]:
+    async def share(self, number: int, counts: list[int], fingerprint: bool) -> list[dict[str, Any]]:
         self.kept = self.weights
-        return {"failure": "", "handles": [self.kept] * count, "fingerprints": {"w": self.kept} if fingerprint else {}}
+        found = {"w": self.kept} if fingerprint else {}
+        return [
+            {"failure": "", "handles": [f"{gpu} {self.kept}"] * count, "fingerprints": found}
+            for gpu, count in zip(self.gpus, counts, strict=False)
+        ]
 
-    async def _all_met(self) -> str:
+    async def _all_met(self, failure: str = "") -> str:
         """Wait for all members and give them the weights; why that cannot be, else ""."""
-        failure = ""
         while len(self._waiting) < len(self._group) and not failure:
             await asyncio.sleep(0.0005)
             if not all(member.is_alive for member in self._group):
@@ -256,11 +283,23 @@ class FakeTrainer:
 
 class World:
     """Samplers, two if not said otherwise, and what happens to them. kill_at: the number of the step at which the
-    sampler that it belongs to is killed; None for none. steps: those that came by."""
+    sampler that it belongs to is killed; None for none. steps: those that came by. gpus: of each sampler's ranks.
+    trainer_gpus: of the trainer's."""
 
-    def __init__(self, folder: Path, *, kill_at: int | None = None, size: int = 2, **options: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        kill_at: int | None = None,
+        size: int = 2,
+        gpus: Sequence[Sequence[str]] = (),
+        trainer_gpus: Sequence[str] = ("cpu",),
+        **options: Any,
+    ) -> None:
+        self.gpus = [list(own) for own in gpus] or [["cpu"]] * size
+        self.trainer_gpus, self.nccl = list(trainer_gpus), "2.30.7"
         self.folder, self.kill_at, self.options = folder, kill_at, options
-        self.size = size
+        self.size = len(self.gpus)
         self.steps: list[Step] = []
         self.killed: Step | None = None
         self.may_answer = asyncio.Event()
@@ -330,7 +369,7 @@ class World:
                 world.at(number, path.strip("/"), "answered")
                 return found
 
-        return Client(url)
+        return Client(url, num_ranks=len(self.gpus[number]))
 
 
 def write_weights(folder: Path, weights: str) -> None:

@@ -84,6 +84,10 @@ class Foreign(FakeServer):
         self.weights, self.version = read_weights(folder), body["weight_version"]
         return {}
 
+    async def init_weights_update_group(self, body):
+        self.joined = body
+        return {}
+
     async def end_weight_update(self, body):
         if not self.is_receiving:
             raise ValueError("no weight-update session is open")

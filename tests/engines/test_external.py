@@ -77,6 +77,9 @@ def test_every_difference_from_what_the_stage_needs_is_said_with_what_to_do():
     assert "type llama" in misfits(sglang, model | {"model_type": "llama"}, server)[0]
     assert "--disable-radix-cache" in misfits(replace(sglang, keeps_prompts=False), model, server)[0]
     assert "does not speak" in misfits(sglang, model, {})[0]
+    for name in ("dp_size", "pp_size", "nnodes"):
+        assert f"its {name} is 2, and such a server takes no weights" in misfits(sglang, model, server | {name: 2})[0]
+        assert misfits(sglang, model, server | {name: 1}) == []
 
 
 def test_layers_that_a_server_has_too_few_or_too_many_are_counted_by_the_names_of_its_tensors():
@@ -191,6 +194,29 @@ def test_one_that_is_cut_off_while_it_takes_weights_holds_nobody_up_at_first_nor
                 await given(samplers, tmp_path, 1)
             assert await samplers.versions() == ["1"] and servers[1].weights == "one"
 
+    asyncio.run(work())
+
+
+def test_a_group_of_weights_has_a_place_for_each_rank_of_an_attached_server(tmp_path, monkeypatch):
+    async def work():
+        asked = {}
+
+        async def ask(do, **arguments):
+            asked[do] = arguments
+            buckets = [{"names": ["w"], "dtypes": ["float32"], "shapes": [[1]]}]
+            return [{"buckets": buckets, "port": 1, "failure": "", "fingerprints": {}}]
+
+        server = Foreign()
+        server.server["tp_size"] = 4
+        async with attached(tmp_path, server) as (samplers, _):
+            sync = DistributedSync(samplers, ask, check_every=0, timeout_s=1.0)
+            (member,) = await samplers.members()
+            server.is_receiving = True
+            await sync.give(member.client, tmp_path / "1", 1)
+        assert asked["open_group"]["size"] == server.joined["world_size"] == 1 + 4
+        assert server.joined["rank_offset"] == 1
+
+    monkeypatch.setattr(broadcast_sync, "is_here", lambda client: False)
     asyncio.run(work())
 
 

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import torch
 
+from nanodag.rl.trainer.weight_sender import WeightGiver
+from nanodag.sampler.fingerprints import Fingerprints
 from nanodag.train.deepspeed_engine import leave
 from nanodag.train.shares import Shares
 
@@ -30,16 +32,35 @@ def peak_of_big(rank):
     return resident("VmHWM") - before
 
 
-def two_shares(rank, path, done):
-    """A (3,) and a (2, 2) tensor in halves, the first filled up; rank 0 says what comes together, and how
-    much a bucket takes."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+def _halves(rank):
+    """A (3,) and a (2, 2) tensor in halves, the first filled up."""
     model = torch.nn.Module()
     for name, whole in (("a", [1.0, 2.0, 3.0, 9.0]), ("b", [4.0, 5.0, 6.0, 7.0])):
         parameter = torch.nn.Parameter(torch.empty(0))
         parameter.ds_tensor = torch.tensor(whole).split(2)[rank].clone()
         model.register_parameter(name, parameter)
-    shares = Shares(model, {"a": (3,), "b": (2, 2)}, dtype=torch.float32, is_spread=True)
+    return model, Shares(model, {"a": (3,), "b": (2, 2)}, dtype=torch.float32, is_spread=True)
+
+
+def shared_by(rank, path, done, may_end):
+    """What a rank replies that shares both tensors with one sampler on rank 0's GPU and two on rank 1's, and then with
+    two on rank 0's; it holds the memory until it may end."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    _, shares = _halves(rank)
+    options = {"rank": rank, "prefix": "", "bucket_bytes": 1000, "timeout_s": 60.0}
+    first, second = (
+        WeightGiver(shares, **options, make_fingerprints=lambda: Fingerprints("checkpoint")) for _ in range(2)
+    )
+    found = [first.share(0, counts=[1, 2], fingerprint=True), second.share(0, counts=[2], fingerprint=False)]
+    done.put((rank, found))
+    may_end.wait(60)
+    leave()
+
+
+def two_shares(rank, path, done):
+    """Rank 0 says what comes together of two tensors in halves, and how much a bucket takes."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    model, shares = _halves(rank)
     shares.keep()
     first = shares.together(["a", "b"])
     model.a.ds_tensor += 10

@@ -4,9 +4,11 @@ import asyncio
 import os
 import signal
 import time
+from base64 import b64decode
 from contextlib import asynccontextmanager
 
 import pytest
+import torch
 from torch import multiprocessing
 
 from nanodag.config.kinds.rl import RLStage
@@ -20,11 +22,12 @@ from nanodag.inference.weight_bodies import largest_bucket
 from nanodag.rl.sync import broadcast_sync
 from nanodag.rl.sync.broadcast_sync import DistributedSync, SharedSync
 from nanodag.sampler.fingerprints import Fingerprints
+from nanodag.sampler.shared_tensors import opened
 from nanodag.train.shares import in_buckets
 from tests.engines.samplers import with_samplers
 from tests.rl.broadcasts import TIMEOUT_S, Trainer, expected
 from tests.rl.models import save_tiny_model
-from tests.rl.spread import BIG, two_shares
+from tests.rl.spread import BIG, shared_by, two_shares
 from tests.rl.stages import make_job, metrics, on, run
 
 
@@ -257,6 +260,33 @@ def test_buckets_keep_the_order_and_the_limit_and_a_large_tensor_is_alone():
     assert list(in_buckets(list(sizes), sizes, 8)) == [["a", "b"], ["c"], ["d", "e"]]
 
 
+def test_each_of_two_ranks_shares_a_whole_bucket_with_the_sampler_on_its_gpu(tmp_path):
+    """In shared memory, which stands for the GPU's: the handles of one rank alone are opened for each sampler."""
+    context = multiprocessing.get_context("spawn")
+    done, may_end = context.SimpleQueue(), context.Event()
+    args = (tmp_path / "store", done, may_end)
+    processes = [context.Process(target=shared_by, args=(rank, *args)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    shared = dict(done.get() for _ in processes)
+    opened_by = {
+        rank: [{n: t.tolist() for n, t in opened(b64decode(h), torch.device("cpu")).items()} for h in bucket["handles"]]
+        for rank, buckets in shared.items()
+        for bucket in buckets[:1]
+    }
+    may_end.set()
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
+    whole = {"a": [1.0, 2.0, 3.0], "b": [[4.0, 5.0], [6.0, 7.0]]}
+    assert opened_by == {0: [whole], 1: [whole, whole]}
+    found = Fingerprints("checkpoint")
+    for name, values in whole.items():
+        found.add(name, torch.tensor(values))
+    assert [shared[rank][0]["fingerprints"] for rank in range(2)] == [found.all(), {}]
+    assert [len(shared[rank][1]["handles"]) for rank in range(2)] == [2, 0], "rank 0 alone, where no other is to share"
+
+
 def test_what_is_spread_over_two_ranks_comes_together_in_a_bucket_and_one_ranks_part(tmp_path):
     context = multiprocessing.get_context("spawn")
     done = context.SimpleQueue()
@@ -301,6 +331,9 @@ def test_two_zero_3_ranks_that_give_buckets_end_on_the_same_bytes_as_with_files(
 
 
 NCCL = {"sync": "distributed", "sync_backend": "nccl"}
+TWO_RANKS = {"resources": {"device": "cuda", "num_ranks": 2}}
+SPLIT = {"engine": "sglang", "replicas": 2, "tensor_parallel": 2}
+OTHERS = {"urls": ["http://127.0.0.1:30000"]}
 
 
 @pytest.mark.parametrize(
@@ -308,9 +341,12 @@ NCCL = {"sync": "distributed", "sync_backend": "nccl"}
     [
         ({**NCCL, "resources": {"device": "cpu"}}, "sync_backend: nccl needs GPUs"),
         ({**NCCL, "resources": {"device": "cuda"}, "placement": "beside"}, "NCCL refuses two processes on one GPU"),
-        ({"sync": "ipc", "resources": {"device": "cuda", "num_ranks": 2}}, "sync: ipc with 2 GPUs"),
+        ({"sync": "ipc", **TWO_RANKS, "sampler": {"replicas": 3}}, "ipc with samplers on 3 GPUs and ranks on 2"),
+        ({"sync": "ipc", **TWO_RANKS, "sampler": SPLIT}, "ipc with samplers on 4 GPUs and ranks on 2"),
+        ({"sync": "ipc", **TWO_RANKS, "sampler": {"replicas": 1, **OTHERS}}, "ipc with 2 ranks and servers of others"),
         ({"sync": "ipc", "sync_address": "lo"}, "sync_address lo means nothing with sync: ipc"),
-        ({"sync_bucket_bytes": 1}, "sync_bucket_bytes 1 means nothing with sync: disk"),
+        ({"sync_backend": "nccl"}, "sync_backend nccl means nothing with sync: auto"),
+        ({"sync": "disk", "sync_bucket_bytes": 1}, "sync_bucket_bytes 1 means nothing with sync: disk"),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(values, message):

@@ -1,17 +1,21 @@
 """Which GPU a sampler gets, and how much: the stage's services with processes that are only noted."""
 
+import json
+import socket
 import sys
 from contextlib import closing
 from unittest.mock import Mock
 
+import psutil
 import pytest
 
-from nanodag.engines.start import ServerProcess, start_engine
+from nanodag.engines.start import ServerProcess, command_of, start_engine
 from nanodag.errors import ConfigError
 from nanodag.inference.engine_settings import EngineSettings
 from nanodag.rl.control import services as services_module
-from nanodag.rl.control.services import Places, Services, places_of
-from tests.rl.stages import make_job
+from nanodag.rl.control.places import Places, places_of
+from nanodag.rl.control.services import Services
+from tests.rl.stages import make_job, on
 
 GPUS = {"num_ranks": 8, "threads": 1, "device": "cuda"}
 
@@ -59,6 +63,63 @@ TABLE = [
 def test_each_side_sees_its_gpus(gpus, own, ranks, replicas, parallel, trainer, samplers):
     found = places_of(gpus, own=own, num_ranks=ranks, replicas=replicas, tensor_parallel=parallel)
     assert found == Places(trainer, tuple(samplers))
+
+
+@pytest.mark.parametrize(
+    ("places", "num_ranks", "senders"),
+    [
+        (Places("0,1,2,3", ("0", "1", "2", "3")), 4, [[0], [1], [2], [3]]),
+        (Places("0,1,2,3", ("0,1", "2,3")), 4, [[0, 1], [2, 3]]),
+        (Places("8,GPU-a,11", ("11", "8,GPU-a")), 3, [[2], [0, 1]]),
+        (Places("3", ("3", "3")), 1, [[0], [0]]),
+        (Places("0,1,2,3", ("1", "0")), 2, [[1], [0]]),
+    ],
+)
+def test_each_rank_of_a_sampler_gets_memory_of_its_gpu_from_the_trainers_rank_there(places, num_ranks, senders):
+    assert places.senders(num_ranks) == senders
+
+
+def test_a_sampler_on_a_gpu_without_a_rank_gets_no_memory():
+    with pytest.raises(ConfigError, match=r"a sampler is on GPU 2, where no rank of the trainer is \(they are on 0, 1"):
+        Places("0,1,2,3", ("0", "1", "2")).senders(2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"sync": "disk", "sampler": {"urls": ["http://ELSEWHERE:1"]}}, "lo"),
+        ({"sync": "distributed", "sampler": {"urls": ["http://127.0.0.1:1"]}}, "lo"),
+        ({"sync": "distributed", "sampler": {"urls": ["http://ELSEWHERE:1"]}}, "there"),
+        ({"sync": "distributed", "sampler": {"urls": ["http://127.0.0.1:1"]}, "sync_address": "ELSEWHERE"}, "there"),
+        ({"sync": "distributed", "sampler": {"urls": ["http://no-such-host.invalid:1"]}}, "lo"),
+    ],
+)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_nccl_is_on_loopback_where_all_samplers_are_here_alone(tmp_path, monkeypatch, settings, expected, num_ranks):
+    address, interface = outward()
+    settings = json.loads(json.dumps(settings).replace("ELSEWHERE", address))
+    settings["sampler"] |= {"context": 64, "replicas": 1, "engine": "sglang", "deterministic": False}
+    monkeypatch.setenv("NANODAG_SGLANG_PYTHON", sys.executable)
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    services = Services(make_job(tmp_path, **on(num_ranks), **settings))
+    seen = []
+    monkeypatch.setattr(services.children, "start", lambda name, command, env: seen.append(env))
+    with closing(services.link):
+        services._start_trainer()
+        environment = command_of(services._engine_settings(0))[1]
+    wanted = interface if expected == "there" else "lo"
+    assert {env["NCCL_SOCKET_IFNAME"] for env in seen} == {wanted} and seen[0]["GLOO_SOCKET_IFNAME"] == "lo"
+    assert environment["NCCL_SOCKET_IFNAME"] == environment["GLOO_SOCKET_IFNAME"] == wanted
+
+
+def outward():
+    """An address of this machine that is not loopback, and its interface. The test is skipped where there is none."""
+    for interface, entries in psutil.net_if_addrs().items():
+        for entry in entries:
+            if entry.family == socket.AF_INET and not entry.address.startswith("127."):
+                return entry.address, interface
+    pytest.skip("this machine has loopback alone")
 
 
 def test_a_side_without_gpus_enough_is_refused():

@@ -18,18 +18,22 @@ from nanodag.rl.sync.weight_sync import DiskSync
 from tests.engines.fake_samplers import PATIENCE_S, World
 
 BESIDE = {"timeout_s": PATIENCE_S, "is_beside": True}
+ON_THREE_GPUS = {"trainer_gpus": ["0", "1", "2"], "gpus": [["0"], ["1", "2"]]}
 SYNCS = {
     "disk": DiskSync,
     "distributed": partial(DistributedSync, **BESIDE),
+    "nccl": partial(DistributedSync, backend="nccl", **BESIDE),
     "ipc": partial(SharedSync, **BESIDE),
+    "handles": partial(SharedSync, senders=[[0], [1, 2]], **BESIDE),
 }
+WORLDS = {"nccl": {"trainer_gpus": ["0"], "gpus": [["1"], ["2", "3"]]}, "handles": ON_THREE_GPUS}
 
 
 async def three_loads(folder, way, *, is_busy, kill_at):
     """Weights 1 to 3 given to two samplers, one of which is killed at a step of the first two; which one that was."""
     folder.mkdir()
     pause = {"pause": "in_place"} if is_busy else {}
-    async with World(folder, kill_at=kill_at, **pause) as world:
+    async with World(folder, kill_at=kill_at, **pause, **WORLDS.get(way, {})) as world:
         sync = SYNCS[way](world.samplers, world.trainer.ask, check_every=1)
         asked = [asyncio.ensure_future(world.samplers.generate([Request(input_ids=[n])])) for n in range(2 * is_busy)]
         last = 2 if kill_at is None else 3
@@ -57,6 +61,8 @@ async def three_loads(folder, way, *, is_busy, kill_at):
         ("distributed", True, 5),
         ("disk", True, 5),
         ("ipc", True, 5),
+        ("nccl", True, 5),
+        ("handles", True, 5),
         *(pytest.param(*case, 1, marks=pytest.mark.slow) for case in product(SYNCS, (False, True))),
     ],
 )

@@ -9,9 +9,11 @@ import pytest
 from pydantic import ValidationError
 
 from nanodag.config.rl_parts import SamplerConfig
-from nanodag.engines.start import SHIM
+from nanodag.engines.start import SHIM, command_of
 from nanodag.errors import MissingTool
 from nanodag.external_envs.package_environment import progress_of
+from nanodag.host.ports import address_towards, network_environment
+from nanodag.inference.engine_settings import EngineSettings
 from nanodag.inference.sglang_install import find_python, install, sglang_environment
 from nanodag.inference.sglang_options import arguments, check_options
 
@@ -120,6 +122,55 @@ def test_options_become_a_command_line():
     for taken in ("port", "tp_size", "weight-version"):
         with pytest.raises(ValueError, match=f"sampler.options.{taken} follows from other fields"):
             check_options({taken: 1})
+
+
+@pytest.mark.parametrize(
+    ("option", "way_out"),
+    [
+        ("dp_size", "sampler.replicas"),
+        ("data-parallel-size", "sampler.replicas"),
+        ("pp-size", "tensor_parallel"),
+        ("nnodes", "sampler.nodes"),
+        ("node_rank", "sampler.nodes"),
+    ],
+)
+def test_an_option_with_which_a_server_takes_no_weights_is_refused_with_the_way_out(option, way_out):
+    with pytest.raises(
+        ValueError, match=rf"sampler\.options\.{option} 2 makes a server that takes no weights .*{way_out}"
+    ):
+        check_options({option: 2})
+
+
+def test_sglang_meets_the_trainer_on_loopback_only_where_it_listens_there(monkeypatch):
+    monkeypatch.setenv("NANODAG_SGLANG_PYTHON", sys.executable)
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+
+    def interfaces(**settings):
+        environment = command_of(EngineSettings(engine="sglang", **settings))[1]
+        return {name: environment[name] for name in names if name in environment}
+
+    assert interfaces() == interfaces(host="0.0.0.0", network="127.0.0.1") == dict.fromkeys(names, "lo")
+    assert interfaces(host="{address}") == {}, "its node finds out"
+    try:
+        leads_out = address_towards("192.0.2.1")
+    except OSError:
+        assert interfaces(host="0.0.0.0") == {}
+    else:
+        assert interfaces(host="0.0.0.0") == network_environment(leads_out) != network_environment()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")  # what the user set stays
+    assert interfaces()["GLOO_SOCKET_IFNAME"] == "eth7"
+
+
+def test_what_sglangs_memory_saver_refuses_of_the_users_allocator_does_not_reach_it(monkeypatch):
+    monkeypatch.setenv("NANODAG_SGLANG_PYTHON", sys.executable)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128, expandable_segments:True")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    _, environment = command_of(EngineSettings(engine="sglang"))
+    assert environment["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:128" and environment["PYTORCH_ALLOC_CONF"] == ""
+    _, environment = command_of(EngineSettings())
+    assert environment["PYTORCH_ALLOC_CONF"] == "expandable_segments:True", "the embedded one has no such saver"
 
 
 @pytest.mark.parametrize(

@@ -160,6 +160,11 @@ def ways(engine: TrainEngine, *, lora: bool) -> dict[str, dict[str, str]]:
                 for name, tensor in buckets.named(number, flat):
                     brought.add(name, tensor)
         found[which] = brought.all()
+    for number in range(len(buckets)):  # to a sampler on the GPU of each rank
+        reply = buckets.share(number, counts=[1] * torch.distributed.get_world_size(), fingerprint=True)
+        assert len(reply["handles"]) == 1
+    found["handles"] = reply["fingerprints"]
+    buckets.release()
     return {"folder": folder.all(), **found}
 
 

@@ -230,7 +230,7 @@ def test_samplers_get_the_same_weights_by_folder_and_in_buckets(one_rank, two_ra
     for case, found in (*one_rank.items(), *two_ranks.items()):
         ways = found["ways"]
         expected = biased if case in map(str, BIASED) else names
-        assert ways["folder"] == ways["now"] == ways["kept"] and ways["folder"].keys() == expected
+        assert ways["folder"] == ways["now"] == ways["kept"] == ways["handles"] and ways["folder"].keys() == expected
 
 
 @pytest.mark.parametrize("case", OFFLOADED, ids=str)

@@ -292,6 +292,7 @@ class SelectStage(SampledStage):
                 micro_batch_tokens="auto" if context == "auto" else max(16, context),
                 activation_checkpointing=False,
                 compile=False,
+                sync="disk",
                 sync_check_every=0,
                 mismatch_limit=1.0,
             )

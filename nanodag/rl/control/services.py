@@ -7,12 +7,13 @@ import secrets
 import shutil
 import sys
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from concurrent.futures import Future
-from dataclasses import dataclass
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar, cast
+from urllib.parse import urlsplit
 
 from nanodag.config.derive_sampler import SGLANG_STATIC
 from nanodag.config.kinds.rl import RLStage
@@ -25,7 +26,7 @@ from nanodag.errors import ConfigError
 from nanodag.errors.words import counted
 from nanodag.host.folders import PRIVATE
 from nanodag.host.machine import visible_gpus
-from nanodag.host.ports import LOOPBACK, free_port, network_environment, own_address
+from nanodag.host.ports import LOOPBACK, address_towards, free_port, network_environment, own_address
 from nanodag.host.processor import numerics
 from nanodag.inference.addresses import parse_address
 from nanodag.inference.client import SamplerClient
@@ -36,6 +37,7 @@ from nanodag.model.architecture import check_sglang, read_checkpoint
 from nanodag.rewards.reward_pool import RewardPool
 from nanodag.rl.control.memory_turns import Lending
 from nanodag.rl.control.model_facts import SHARED_MEMORY, ModelFacts, sync_folder
+from nanodag.rl.control.places import Places, places_of
 from nanodag.rl.sync.broadcast_sync import DistributedSync, SharedSync
 from nanodag.rl.sync.weight_sync import DiskSync
 from nanodag.rl.trainer.link import ADDRESS_VARIABLE, NoTrainer, RankLink
@@ -48,6 +50,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 START_TIMEOUT_S = 600.0
+BY_BUCKETS = ("distributed", "ipc")  # ways of weights; all else is by a folder
 BEFORE_THE_FIRST = -1  # the version of what samplers start with: the trainer's first weights may be rounded
 
 
@@ -88,6 +91,7 @@ class Services:
             num_copies=2 + self._config.rollout.max_staleness,
             is_shared=bool(self._hosts or self._urls_file or not all(address.is_here for address in self._addresses)),
         )
+        self._network = self._find_network()
         self._token = secrets.token_hex(16)  # of this stage: samplers answer nobody else
         self._servers: list[ServerProcess] = []
         self._places = self._find_places() if self._device == "cuda" else None
@@ -153,23 +157,36 @@ class Services:
 
     def _make_sync(self) -> DiskSync:
         config, ask = self._config, self.link.exchange
-        if config.weights.sync == "disk":
+        if config.weights.sync not in BY_BUCKETS:
             return DiskSync(self.samplers, ask, check_every=int(config.weights.sync_check_every))
-        way = DistributedSync if config.weights.sync == "distributed" else SharedSync
+        options: dict[str, Any] = {
+            "check_every": int(config.weights.sync_check_every),
+            "timeout_s": config.weights.sync_timeout_s,
+            "address": "" if config.weights.sync_address == "auto" else self._network,
+            "backend": config.weights.sync_backend,
+            "is_beside": config.sampler.engine == "embedded",  # SGLang loads each bucket as it comes
+        }
+        if config.weights.sync == "distributed":
+            return DistributedSync(self.samplers, ask, **options)
+        ranks_here = int(config.resources.num_ranks) // config.resources.num_nodes
+        senders = () if self._places is None or self._hosts else self._places.senders(ranks_here)
+        return SharedSync(self.samplers, ask, senders=senders, **options)
+
+    def _find_network(self) -> str:
+        """This machine's address as all members of a group of weights reach it: loopback where they are all here."""
+        named = self._config.weights.sync_address
+        if self._config.weights.sync != "distributed":
+            return LOOPBACK
+        elsewhere = [urlsplit(address.url).hostname or "" for address in self._addresses if not address.is_here]
         try:
-            address = "" if config.weights.sync_address == "auto" else own_address(config.weights.sync_address)
+            if named != "auto":
+                return own_address(named)
         except ValueError as error:
             raise ConfigError(f"weights.sync_address: {error}.") from error
-        return way(
-            self.samplers,
-            ask,
-            check_every=int(config.weights.sync_check_every),
-            timeout_s=config.weights.sync_timeout_s,
-            ranks_each=config.sampler.tensor_parallel,
-            address=address,
-            backend=config.weights.sync_backend,
-            is_beside=config.sampler.engine == "embedded",  # SGLang loads each bucket as it comes
-        )
+        for host in (*self._hosts, *elsewhere):
+            with suppress(OSError):  # a name that is not known now
+                return address_towards(host)
+        return LOOPBACK
 
     def end(self) -> None:
         """End everything that was started."""
@@ -202,15 +219,17 @@ class Services:
             for name, process in self._nodes.start("nanodag.rl.trainer.trainer", environment).items():
                 self.children.add(f"Trainer ranks on {name}", process)
             return
+        environment.update(network_environment())
+        # Rank 0's NCCL id bears the address of its interface. Gloo is told the address of each group.
+        environment |= {name: at for name, at in network_environment(self._network).items() if name.startswith("NCCL")}
         if num_ranks > 1:  # one rank alone opens no port
-            environment.update(network_environment())
             environment.update(WORLD_SIZE=str(num_ranks), MASTER_ADDR=LOOPBACK, MASTER_PORT=str(free_port()))
         for rank in range(num_ranks):
             variables = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)} if num_ranks > 1 else environment
             command = [sys.executable, "-m", "nanodag.rl.trainer.trainer", str(self._job.workspace / "job.json")]
             self.children.start(f"Trainer rank {rank}", command, variables)
 
-    def _find_places(self) -> "Places":
+    def _find_places(self) -> Places:
         config = self._config
         return places_of(
             [str(number) for number in range(len(visible_gpus()))] if self._hosts else visible_gpus(),
@@ -234,7 +253,7 @@ class Services:
                 keeps_prompts=self._config.weights.sync_mode != "in_place",
                 numerics=numerics(metadata.version("torch")) if self.num_samplers else "",
             ),
-            folder=self.sync_folder if self._config.weights.sync == "disk" else None,
+            folder=None if self._config.weights.sync in BY_BUCKETS else self.sync_folder,
             connect=self._connect,
             patience_s=float(config.start_timeout_s),
         )
@@ -246,6 +265,7 @@ class Services:
             request_timeout_s=self._config.sampler.request_timeout_s,
             vocab_size=self.model.vocab_size,
             context_length=self.context,
+            num_ranks=self._config.sampler.tensor_parallel if token is None else 1,
         )
 
     def _launch(self, number: int, model: Path, version: int) -> ServerProcess:
@@ -276,6 +296,7 @@ class Services:
             threads=max(1, int(self._config.resources.threads) // self._samplers_each),
             seed=int(self._config.seed),
             token=self._token,
+            network="" if self._hosts else self._network,
             start_timeout_s=float(config.start_timeout_s),
             cache_bytes=int(config.cache_bytes),
             deterministic=bool(config.deterministic),
@@ -288,50 +309,6 @@ class Services:
             memory_fraction=SGLANG_STATIC if self._device == "cuda" else float(config.memory_fraction),
             options={**defaults, **config.options},
         )
-
-
-@dataclass(frozen=True)
-class Places:
-    """Values of CUDA_VISIBLE_DEVICES. trainer: of every rank on this node, which takes the one of its local rank.
-    samplers: of each sampler, its own alone."""
-
-    trainer: str
-    samplers: tuple[str, ...]
-
-
-def places_of(
-    gpus: Sequence[str], *, own: Sequence[int], num_ranks: int, replicas: int, tensor_parallel: int = 1
-) -> Places:
-    """The places of a stage's processes on one node.
-
-    gpus: that the stage has there, as CUDA_VISIBLE_DEVICES names them. own: those of samplers alone, by number; none
-    where samplers are on the trainer's, one after the other and then from the first again. num_ranks: of this node.
-    Raises ConfigError where a side has too few.
-    """
-    if missing := [number for number in own if number >= len(gpus)]:
-        raise ConfigError(
-            f"sampler.gpus names GPU {missing[0]}, and the stage has {len(gpus)} ({', '.join(gpus)}). Lower it, or let "
-            "the stage have more of the node's GPUs."
-        )
-    trainers = [gpu for number, gpu in enumerate(gpus) if number not in own]
-    samplers = [gpus[number] for number in own] or list(gpus)
-    if len(trainers) < num_ranks and own:
-        raise ConfigError(
-            f"{num_ranks} ranks have {len(trainers)} GPUs beside the samplers' {len(samplers)} "
-            f"({', '.join(samplers)}). Lower resources.num_ranks or sampler.gpus."
-        )
-    if len(samplers) < tensor_parallel:
-        raise ConfigError(
-            f"sampler.tensor_parallel {tensor_parallel} splits a model over more than the {len(samplers)} GPUs that "
-            f"samplers have here ({', '.join(samplers)}). Lower it, or raise sampler.gpus."
-        )
-    firsts = [number * tensor_parallel for number in range(replicas)]
-    return Places(
-        trainer=",".join(trainers),
-        samplers=tuple(
-            ",".join(samplers[(first + n) % len(samplers)] for n in range(tensor_parallel)) for first in firsts
-        ),
-    )
 
 
 def _begun(work: Coroutine[Any, Any, T]) -> "Future[T]":

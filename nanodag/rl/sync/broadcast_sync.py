@@ -18,6 +18,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Coroutine, Sequence
 from contextlib import AsyncExitStack, suppress
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -29,6 +30,7 @@ from nanodag.errors.words import counted
 from nanodag.host.ports import LOOPBACK, address_towards
 from nanodag.inference.addresses import Address
 from nanodag.inference.client import SamplerClient
+from nanodag.inference.nccl import TWO_VERSIONS
 from nanodag.inference.weight_bodies import Bucket
 from nanodag.rl.sync.weight_sync import Ask, DiskSync, check_versions, verified
 
@@ -41,7 +43,7 @@ Replies = list[dict[str, Any]]
 
 class DistributedSync(DiskSync):
     """Through a process group; what comes out of a checkpoint goes through its folder. check_every: as of DiskSync.
-    timeout_s: for a sampler to end what it has received. ranks_each: processes of one sampler, all of them members.
+    timeout_s: for a sampler to end what it has received.
 
     address: of this machine, on which rank 0 listens; "" for loopback, or, with a sampler on another machine, the one
     by which this machine reaches it. backend: gloo or nccl. is_beside: samplers receive beside generation.
@@ -56,13 +58,12 @@ class DistributedSync(DiskSync):
         *,
         check_every: int,
         timeout_s: float,
-        ranks_each: int = 1,
         address: str = "",
         backend: str = "gloo",
         is_beside: bool = False,
     ) -> None:
         super().__init__(samplers, ask, check_every=check_every)
-        self._timeout_s, self._ranks_each = timeout_s, ranks_each
+        self._timeout_s = timeout_s
         self._address, self._backend = address, backend
         self._is_beside = is_beside
         self._buckets: list[Bucket] = []
@@ -219,7 +220,10 @@ class DistributedSync(DiskSync):
         await self._leave([member.client for member in self._members if member in members])
         joining = await self._opened([member.client for member in members])
         _, failure = await self._both(self._ask("join_group"), members, joining)
-        if not failure:
+        if failure:  # NCCL's rank 0 has a group by then, whoever came, and would wait in it for those who did not
+            await self._ask("leave_group")
+            _raise_if_for_good(failure)
+        else:
             self._members = list(members)
         return failure
 
@@ -227,13 +231,13 @@ class DistributedSync(DiskSync):
         """Have rank 0 listen for samplers in a new group: a call for each, with which it joins."""
         address = self._address or address_for(clients)
         name = self._name = f"weights-{secrets.token_hex(8)}"  # a server keeps the name of one that it could not leave
-        size = 1 + len(clients) * self._ranks_each
+        *firsts, size = accumulate((client.num_ranks for client in clients), initial=1)
         where = {"address": address, "backend": self._backend}
         port = (await self._ask("open_group", name=name, size=size, **where))[0]["port"]
         log.info("weights go out from %s port %d (%s) to %s", address, port, self._backend, [c.url for c in clients])
         return [
-            client.join_weight_group(name=name, port=port, rank=1 + place * self._ranks_each, size=size, **where)
-            for place, client in enumerate(clients)
+            client.join_weight_group(name=name, port=port, rank=first, size=size, **where)
+            for first, client in zip(firsts, clients, strict=True)
         ]
 
     async def _leave(self, clients: Sequence[SamplerClient]) -> None:
@@ -265,31 +269,49 @@ class DistributedSync(DiskSync):
         (joins,) = await self._opened([client])
 
         async def take() -> None:
-            await joins
             await self._receive(client, version)
             await client.end_weight_update()
 
-        taking = asyncio.ensure_future(take())
         try:
-            failure = (await self._ask("join_group"))[0]["failure"]
-            if not failure:
-                failure = (await self._ask("broadcast", which=which, fingerprint=False))[0]["failure"]
-            await asyncio.wait([taking], timeout=GRACE_S if failure else self._timeout_s)
+            await self._beside(self._ask("join_group"), joins, client)
+            await self._beside(self._ask("broadcast", which=which, fingerprint=False), take(), client)
+        except SamplerError as error:
+            await self._ask("leave_group")
+            _raise_if_for_good(str(error))
+            raise
+        await self._leave([client])
+        log.info("weights %d: given to %s alone", version, client.url)
+
+    async def _beside(self, work: Awaitable[Replies], call: Coroutine[Any, Any, None], client: SamplerClient) -> None:
+        """The trainer's work, and one sampler's call beside it. Raises SamplerError where either fails, SamplerLost for
+        a sampler that does not answer."""
+        calling = asyncio.ensure_future(call)
+        try:
+            failure = (await work)[0]["failure"]
+            await asyncio.wait([calling], timeout=GRACE_S if failure else self._timeout_s)
         finally:
-            (error,) = await _ended([taking])
+            (error,) = await _ended([calling])
         if isinstance(error, asyncio.CancelledError):
             raise SamplerLost(f"the sampler at {client.url} does not answer in a weight sync")
         if isinstance(error, Exception):
             raise error
-        await self._leave([client])
-        log.info("weights %d: given to %s alone", version, client.url)
+        if failure:
+            raise SamplerError(failure)
 
 
 class SharedSync(DistributedSync):
-    """By handles of tensors in memory that both sides see: rank 0 shares one bucket after the other, and each sampler
-    of this machine copies it. On a CPU it lies in /dev/shm, on a GPU in that GPU's memory."""
+    """By handles of tensors in memory that both sides see, one bucket after the other, and each sampler of this machine
+    copies it. On a CPU rank 0 shares it in /dev/shm; on GPUs each rank its own GPU's memory, which the samplers there
+    can open and no other.
+
+    senders: for each rank of each of the stage's own samplers the trainer's rank that shares with it; 0 for all others.
+    """
 
     _how = "shared"
+
+    def __init__(self, samplers: Fleet, ask: Ask, *, senders: Sequence[Sequence[int]] = (), **options: Any) -> None:
+        super().__init__(samplers, ask, **options)
+        self._senders = senders
 
     async def _give_all(
         self, members: Sequence[Member], folder: Path, version: int, *, fingerprint: bool
@@ -301,20 +323,28 @@ class SharedSync(DistributedSync):
             )
         await self._learn_buckets()
         self._now_given(folder, version)
+        senders = [self._senders_to(member) for member in members]
+        each = [rank for of_member in senders for rank in of_member]
+        counts = [each.count(rank) for rank in range(max(each, default=0) + 1)]
         failure, replies = "", []
         for number in range(len(self._buckets)):
             # Every bucket is asked for: the ranks keep in step, and the fingerprints become whole.
-            count = 0 if failure else len(members) * self._ranks_each
-            replies = await self._ask("share", number=number, which="now", count=count, fingerprint=fingerprint)
-            failure = failure or replies[0]["failure"]
+            wanted = [0] * len(counts) if failure else counts
+            replies = await self._ask("share", number=number, counts=wanted, fingerprint=fingerprint)
+            failure = failure or next((reply["failure"] for reply in replies if reply["failure"]), "")
             if not failure:
-                handles = replies[0]["handles"]
+                handles = [iter(reply["handles"]) for reply in replies]
                 calls = [
-                    self._take(member.client, handles[place :: len(members)], number, version)
-                    for place, member in enumerate(members)
+                    self._take(member.client, [next(handles[rank]) for rank in ranks], number, version)
+                    for member, ranks in zip(members, senders, strict=True)
                 ]
                 failure = await self._settled(members, calls)
         return replies, failure
+
+    def _senders_to(self, member: Member) -> Sequence[int]:
+        """The trainer's rank for each rank of a sampler."""
+        is_own = member.number < len(self._senders)
+        return self._senders[member.number] if is_own else [0] * member.client.num_ranks
 
     async def _take(self, client: SamplerClient, handles: Sequence[str], number: int, version: int) -> None:
         """One sampler's copy of a bucket. handles: one for each of its ranks."""
@@ -322,6 +352,12 @@ class SharedSync(DistributedSync):
             await client.begin_weight_update()
         is_last = number + 1 == len(self._buckets)
         await client.take_weights(handles, version=version if is_last else None, flush_cache=self._samplers.forgets)
+
+
+def _raise_if_for_good(failure: str) -> None:
+    """Raise SamplerError for what another group would meet as well."""
+    if TWO_VERSIONS in failure:
+        raise SamplerError(f"Weights cannot be broadcast. {failure}")
 
 
 def is_here(client: SamplerClient) -> bool:

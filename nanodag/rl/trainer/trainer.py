@@ -5,7 +5,8 @@ It does what the controller asks for, one thing at a time, all ranks the same:
     load    take weights and optimizer state from a checkpoint folder, or begin
     train   one step on a file of rollouts: advantages by group or critic, packing, one or more updates
     export  write the weights as a Hugging Face directory, or those that were given last
-    layout, open_group, join_group, broadcast, share  give weights to the samplers (nanodag.rl.trainer.weight_sender)
+    layout, open_group, join_group, leave_group, broadcast, share  give weights to the samplers
+            (nanodag.rl.trainer.weight_sender)
     save    write this rank's share of a checkpoint
     lend, take_back  the device's memory to the samplers, and back (nanodag.train.lent_memory)
     end     leave
@@ -313,7 +314,7 @@ def _execute(trainer: Trainer, message: dict[str, Any]) -> dict[str, Any]:
         case "export":
             options = {name: message.get(name, False) for name in ("fingerprint", "kept")}
             reply = {"fingerprints": trainer.export(Path(message["folder"]), **options)}
-        case "layout" | "open_group" | "join_group" | "broadcast" | "share" as method:
+        case "layout" | "open_group" | "join_group" | "leave_group" | "broadcast" | "share" as method:
             reply = getattr(trainer.giver, method)(**{name: message[name] for name in message if name != "do"})
         case "lend":
             trainer.lend(message["what"])

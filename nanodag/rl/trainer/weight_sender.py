@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanodag.inference.bound_store import nccl_version
 from nanodag.inference.weight_bodies import largest_bucket
 from nanodag.model.folder import read_tensors
 from nanodag.model.lora import BETWEEN, merged
@@ -106,8 +107,8 @@ class WeightGiver:
         """Leave the group that there was, and listen for another's members on an address; `port`: rank 0's."""
         if self._rank > 0:
             return {"port": 0}
-        self._leave_group()
-        store = open_store(address, self._timeout_s)
+        self.leave_group()
+        store = open_store(address, self._timeout_s, nccl=nccl_version() if backend == "nccl" else "")
         self._joining = {"store": store, "name": name, "size": size, "backend": backend}
         return {"port": store.port}
 
@@ -123,6 +124,13 @@ class WeightGiver:
                 self._joining = {}  # with it goes the store, and those who joined need not wait for the others
         return {"failure": failure}
 
+    def leave_group(self) -> dict[str, Any]:
+        """Leave the group, if there is one: members that wait for this rank get an error."""
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+        return {}
+
     def broadcast(self, *, which: str, fingerprint: bool) -> dict[str, Any]:
         """`failure`: why not all were sent, else ""; `fingerprints` by name. which: as of `together`."""
         self.begin(which, fingerprint=fingerprint)
@@ -132,17 +140,19 @@ class WeightGiver:
                 failure = failure or self._send(flat)
         return {"failure": failure, "fingerprints": {} if self._fingerprints is None else self._fingerprints.all()}
 
-    def share(self, number: int, *, which: str, count: int, fingerprint: bool) -> dict[str, Any]:
-        """`handles` of a bucket, so many; `failure`: why there are none, else ""; with the last bucket `fingerprints`
-        of them all. To be called for all buckets in their order. which: as of `together`."""
+    def share(self, number: int, *, counts: Sequence[int], fingerprint: bool) -> dict[str, Any]:
+        """`handles` of a bucket of the weights as they are now, as many as `counts` has for this rank (none where it is
+        shorter); `failure`: why there are none, else ""; with the last bucket `fingerprints` of them all, on rank 0. To
+        be called for all buckets in their order."""
         self.release()
         if number == 0:
-            self.begin(which, fingerprint=fingerprint)
+            self.begin(NOW, fingerprint=fingerprint)
         reply: dict[str, Any] = {"handles": [], "failure": "", "fingerprints": {}}
-        if (flat := self._bucket(number, which)) is None:
+        if (flat := self._bucket(number, NOW, everywhere=any(counts[1:]))) is None:
             return reply
         if self._fingerprints is not None and number + 1 == len(self):
             reply["fingerprints"] = self._fingerprints.all()
+        count = counts[self._rank] if self._rank < len(counts) else 0
         try:
             self._shared, reply["handles"] = share(flat, self._shapes(number), self._shares.dtype, count)
         except RuntimeError as error:
@@ -155,17 +165,17 @@ class WeightGiver:
 
     def close(self) -> None:
         self.release()
-        self._leave_group()
+        self.leave_group()
 
     def _shapes(self, number: int) -> dict[str, tuple[int, ...]]:
         names = self._buckets[number]
         return {name.removeprefix(self._prefix): self._shares.shapes[self._parts[name][0]] for name in names}
 
     @torch.no_grad()
-    def _merged(self, names: Sequence[str], *, kept: bool) -> Tensor | None:
-        """Bytes of these parameters on rank 0, adapters merged."""
+    def _merged(self, names: Sequence[str], *, kept: bool = False, everywhere: bool = False) -> Tensor | None:
+        """Bytes of these parameters on rank 0, or, of those as they are now, everywhere; adapters merged."""
         parts = [part for name in names for part in self._parts[name]]
-        flat = self._shares.together(parts, kept=kept)
+        flat = self._shares.everywhere(parts) if everywhere else self._shares.together(parts, kept=kept)
         if flat is None or len(parts) == len(names):
             return flat
         dtypes, shapes = [self._shares.dtype] * len(parts), [self._shares.shapes[part] for part in parts]
@@ -177,9 +187,10 @@ class WeightGiver:
             begin = end
         return whole
 
-    def _bucket(self, number: int, which: str) -> Tensor | None:
-        """See `together`; the bucket's tensors are fingerprinted where that was asked for."""
-        flat = self.together(number, which)
+    def _bucket(self, number: int, which: str, *, everywhere: bool = False) -> Tensor | None:
+        """See `together`; the bucket's tensors are fingerprinted where that was asked for. everywhere: on every rank
+        the trainer's own."""
+        flat = self._merged(self._buckets[number], everywhere=True) if everywhere else self.together(number, which)
         if flat is not None and self._fingerprints is not None:
             for name, tensor in self.named(number, flat):
                 self._fingerprints.add(name, tensor)
@@ -192,12 +203,6 @@ class WeightGiver:
         try:
             self._group.broadcast(flat.to(self._group.device))
         except RuntimeError as error:
-            self._leave_group()
+            self.leave_group()
             return f"a broadcast failed: {error}"
         return ""
-
-    def _leave_group(self) -> None:
-        """Leave the group, if there is one: members that wait for this rank get an error."""
-        if self._group is not None:
-            self._group.close()
-            self._group = None
