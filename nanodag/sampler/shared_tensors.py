@@ -82,7 +82,7 @@ def _pickled(content: Any) -> str:
 
 
 def _reduced(tensor: Tensor) -> tuple[Any, ...]:
-    """What torch pickles of a tensor, with its GPU's UUID in place of the GPU's number here."""
+    """Pickled form of a tensor as torch makes it, with its GPU's UUID in place of the GPU's number here."""
     rebuild, values = reductions.reduce_tensor(tensor)
     if rebuild is reductions.rebuild_cuda_tensor:
         values = (*values[:CUDA_DEVICE], gpu_uuid(values[CUDA_DEVICE]), *values[CUDA_DEVICE + 1 :])
