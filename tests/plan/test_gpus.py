@@ -4,6 +4,7 @@ confirmed any of them."""
 import gzip
 import json
 import re
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -220,5 +221,8 @@ def test_stages_of_the_same_config_and_inputs_are_made_already_and_take_no_time(
     store.write_run(run_record("first", stages=stages))
     store.write_run(run_record("second", stages={"tokenizer": stages["tokenizer"]}))
     assert made_stages(pipeline, store) == {"tokenizer": "second", "pretrain": "first"}
+    plan = replace(plan_of(pipeline, machine_of("cpu:2:avx2:8GiB")), made=made_stages(pipeline, store))
+    left = [stage for stage in plan.stages if stage.name not in ("tokenizer", "pretrain") and not stage.is_beside]
+    assert plan.seconds == pytest.approx(sum(stage.seconds for stage in left)) and len(left) > 3
     other = resolved("pocket", "cpu:2:avx2:8GiB", "tokenizer.vocabulary=1024")
     assert made_stages(other, store) == {}
