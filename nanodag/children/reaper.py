@@ -24,13 +24,17 @@ def keep(parent: int) -> None:
     Start this process in a session of its own: who kills a group leaves it the time to end the others. Call it before
     threads are started."""
     adopt_orphans()
+    # The fork may be seen, and a signal come, before there are handlers: that would end this process alone.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, KILL})
     me, fork = os.getpid(), os.fork()
     if fork == 0:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         killed_with_parent(me)
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda signum, frame: send(fork, signal.SIGTERM))
     signal.signal(KILL, lambda signum, frame: send(fork, signal.SIGKILL))
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     threading.Thread(target=_end_with, args=(parent, fork), daemon=True).start()
     ended, status = os.wait()
     while ended != fork:  # an orphan

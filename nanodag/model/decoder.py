@@ -132,7 +132,7 @@ class Body(nn.Module):
     def __init__(self, of: Architecture, functions: Functions) -> None:
         super().__init__()
         empty = torch.empty(of.vocab_size, of.hidden_size)  # not drawn: on `meta` torch would import sympy for it
-        self.embed_tokens = nn.Embedding.from_pretrained(empty, freeze=False)
+        self.embed_tokens = nn.Embedding(of.vocab_size, of.hidden_size, _weight=empty)
         self.layers = nn.ModuleList(Layer(of, functions, of.window_of(number)) for number in range(of.num_layers))
         self.norm = Norm(of.hidden_size, of.norm_eps)
 

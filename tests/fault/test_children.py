@@ -107,6 +107,24 @@ def test_a_reaper_ends_as_its_program_does_and_ends_what_that_has_left(keep, end
     assert not [pid for pid in pids if is_running(pid)]
 
 
+# The program speaks before its reaper has handlers for signals.
+EARLY = """
+import signal, time
+real = signal.signal
+def late(number, handler):
+    time.sleep(0.1)
+    return real(number, handler)
+signal.signal = late
+"""
+
+
+def test_a_reaper_that_is_told_to_kill_before_it_is_ready_kills_its_program(keep):
+    reaper, pids = keep("-c", EARLY + PROGRAM + "time.sleep(600)")
+    reaper.send_signal(KILL)
+    assert reaper.wait(60) == -signal.SIGKILL
+    assert not [pid for pid in pids if is_running(pid)]
+
+
 def test_a_program_and_all_that_it_has_started_end_with_the_parent_of_its_reaper(keep):
     parent, pids = keep("-c", STARTER, PROGRAM + "time.sleep(600)")
     os.killpg(parent.pid, signal.SIGKILL)
