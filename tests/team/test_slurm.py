@@ -101,7 +101,7 @@ def test_a_pipeline_of_one_command_goes_on_after_its_time_limit_and_ends_on_the_
     assert [name for name, programs in found.items() if "nanodag.sampler" in programs] == ["n3"], found
     cluster.said("scancel", "--batch", "--signal=USR1", job)  # as --signal=B:USR1@180 has it sent
     reached(lambda: cluster.job(job)["JobState"] == "PENDING", 150)
-    cluster.said("scontrol", "update", f"JobId={job}", "StartTime=now")  # Slurm waits for two minutes
+    cluster.said("scontrol", "update", f"JobId={job}", "StartTime=now+5")  # Slurm waits for two minutes
     first = record_in(folder, "mine")
     assert first["state"] == "stopped" and 2 <= steps_of(folder, "mine") < NUM_STEPS, told()
     with run_on_one_node(tmp_path / "alone") as alone:
