@@ -33,7 +33,9 @@ def show_plan(
     for this one. price_per_hour: of the whole machine."""
     machine = machine_of(on) if on else detect()
     resolved = resolve(pipeline_file(file), preset, overrides, machine=machine)
-    plan = with_lost_files(plan_of(resolved.pipeline, machine, price_per_hour=price_per_hour), resolved.pipeline)
+    plan = plan_of(resolved.pipeline, machine, price_per_hour=price_per_hour)
+    if not on:  # another machine has files of its own
+        plan = with_lost_files(plan, resolved.pipeline)
     url = resolved.pipeline.store.url
     if not on and Path(url).is_dir():  # one that is far is not asked, and who only looks makes none
         plan = replace(plan, made=made_stages(resolved.pipeline, store_of(resolved.pipeline)))

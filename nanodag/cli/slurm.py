@@ -123,6 +123,9 @@ def _checked(
     if (before := known_run(name, overrides, file=file)) is not None:
         file, preset = file or before.file, before.preset if preset == "auto" else preset
         overrides = merged([*before.overrides, *overrides])
+        was = machine_of(before.machine)
+        if (was.nodes, was.num_gpus) != (machine.nodes, machine.num_gpus):
+            raise ConfigError(f"Run {name} was begun on {was.short}, and goes on there; --on says {machine.short}.")
     path = pipeline_file(file)
     overrides += sampler_nodes(resolve(path, preset, overrides, machine=machine))
     resolved = resolve(path, preset, overrides, machine=machine)

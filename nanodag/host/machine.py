@@ -229,8 +229,14 @@ def detect(folder: Path | None = None) -> Machine:
         disk=_free(folder or Path.cwd()),
         gpu=gpu,
         num_gpus=count,
-        nodes=int(os.environ.get(NODES_VARIABLE) or 1),
+        nodes=_nodes(os.environ.get(NODES_VARIABLE) or "1"),
     )
+
+
+def _nodes(text: str) -> int:
+    if not re.fullmatch(r"[1-9]\d{0,3}", text):
+        raise ConfigError(f"{NODES_VARIABLE} is {text!r:.20}; it says how many nodes a job has, 1 to 9999.")
+    return int(text)
 
 
 def usable_memory() -> int:

@@ -7,6 +7,7 @@ import socket
 import psutil
 
 LOOPBACK = "127.0.0.1"
+MANY_FILES = 1 << 16
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -17,9 +18,12 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def allow_many_sockets() -> None:
-    """Raise this process's soft limit of open files to its hard one: 512 engines need more than the usual 1,024."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    """Raise this process's soft limit of open files, as far as its hard one: 512 engines need more than the usual
+    1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    enough = MANY_FILES if hard == resource.RLIM_INFINITY else min(MANY_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < enough:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (enough, hard))
 
 
 def address_towards(host: str, port: int = 9) -> str:

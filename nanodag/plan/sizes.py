@@ -228,6 +228,8 @@ def _rows_of(path: Path, num_bytes: int) -> tuple[int | None, float]:
     is_lines = (Path(path.stem) if is_packed else path).suffix in (".jsonl", ".ndjson")
     if not is_packed and not is_lines:
         return None, STREAM_ROW_BYTES
+    if not path.stat().st_size:  # what reads it says so
+        return None, STREAM_ROW_BYTES
     with open_binary(path) as stream:
         head, is_all = stream.read(HEAD_BYTES), not stream.read(1)
     unpacked = len(head) / path.stat().st_size if is_all else UNPACKED if is_packed else 1.0

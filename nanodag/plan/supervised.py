@@ -38,7 +38,7 @@ def plan_supervised(case: Case[SupervisedStage]) -> StagePlan:
     validated = stage.validation_tokens / max(shares) if shares else 0.0
     read = None if tokens is None else int((tokens + validated) * bytes_per_token(model.vocabulary))
     text = sum(case.sizes.text_bytes(source.url) for source in stage.data)
-    if read is not None and read > text and all(source.url.startswith("file:") for source in stage.data):
+    if read is not None and 0 < text < read and all(source.url.startswith("file:") for source in stage.data):
         notes.append(f"its data of {size(text)} are passed {read / text:.1f} times")
         read = text
     checkpoint = footprint.saved_bytes(model.parameters, stage.optimizer.name, model.total)

@@ -201,13 +201,14 @@ class RunRecord(_Part):
     @property
     def is_alive(self) -> bool:
         """True when the process that executes the run is alive on this machine."""
-        return self.state == "running" and not self.is_elsewhere and is_alive(self.pid, self.pid_started)
+        return self.state == "running" and is_alive(self.pid, self.pid_started)
 
     @property
     def is_elsewhere(self) -> bool:
         """True when another machine executes the run, or did when it was last heard of: its processes cannot be seen
         from here."""
-        return self.state == "running" and self.host not in ("", socket.gethostname())
+        is_named_otherwise = self.host not in ("", socket.gethostname())  # so may this machine be by now
+        return self.state == "running" and is_named_otherwise and not self.is_alive
 
     @property
     def night(self) -> NightRecord:

@@ -172,15 +172,26 @@ def test_rows_and_text_of_json_lines_and_of_compressed_text_are_measured(tmp_pat
 def test_a_stage_reads_no_more_than_its_files_have_and_says_how_often(tmp_path, capsys):
     (tmp_path / "own.txt").write_text("some words \n" * 50_000)
     given = [f"{stage}.data=['file:{tmp_path}/*.txt']" for stage in ("tokenizer", "pretrain")]
-    found = {}
-    for overrides in (given, [*given[:1], f"pretrain.data=['file:{tmp_path}/*.jsonl']"]):
-        code = show_plan(overrides, preset="speedrun", file=str(FILE), on="8xH100", price_per_hour=0, as_json=True)
-        found[code] = json.loads(capsys.readouterr().out)
-    tokenizer, pretrain = found[0]["stages"][:2]
+    lost, options = [f"pretrain.data=['file:{tmp_path}/*.jsonl']"], {"file": str(FILE), "price_per_hour": 0}
+
+    def said(overrides, preset, on):
+        code = show_plan(overrides, preset=preset, on=on, as_json=True, **options)
+        return code, json.loads(capsys.readouterr().out)
+
+    tokenizer, pretrain = said(given, "speedrun", "8xH100")[1]["stages"][:2]
     assert tokenizer["read_bytes"] == pretrain["read_bytes"] == 600_000
     assert any("its data of 600.0 kB are passed" in note for note in pretrain["notes"])
-    (fault,) = found[2]["faults"]
-    assert fault.startswith(f"pretrain.data.0: file:{tmp_path}/*.jsonl matches no file")
+    code, plan = said(lost, "pocket", "")
+    assert code == 2 and f"pretrain.data.0: file:{tmp_path}/*.jsonl matches no file" in plan["faults"][0]
+    assert said(lost, "speedrun", "8xH100")[0] == 0, "another machine has files of its own"
+
+
+@pytest.mark.parametrize(("name", "text"), [("empty.jsonl", ""), ("numbers.jsonl", '{"x": 1}\n'), ("empty.txt", "")])
+def test_a_file_without_text_is_planned_without_a_traceback(name, text, tmp_path):
+    (tmp_path / name).write_text(text)
+    data = [f"{stage}.data=['file:{tmp_path / name}']" for stage in ("tokenizer", "pretrain")]
+    options = {"preset": "pocket", "file": str(FILE), "on": "cpu:2:avx2:64GiB", "price_per_hour": 0, "as_json": True}
+    assert show_plan(data, **options) in (0, 2)
 
 
 def test_a_gpu_that_nobody_knows_is_planned_without_time_and_told_how_it_gets_one(capsys):

@@ -95,7 +95,7 @@ class RLStage(SampledStage, TrainedStage):
         through_host = self.weights.sync == "disk" or (
             self.weights.sync == "distributed" and self.weights.sync_backend == "gloo"
         )
-        is_on_gpus = self.sglang is not None and self.resources.device == "cuda"
+        is_on_gpus = self.sglang is not None and self.resources.device == "cuda" and not self.sampler.has_others
         return f"weights.sync={self.weights.sync}" if is_on_gpus and not through_host else ""
 
     def load_entry(self, entry: EntryConfig) -> Callable[..., Any]:

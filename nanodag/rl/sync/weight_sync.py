@@ -104,8 +104,10 @@ async def verified(samplers: Fleet, version: int, expected: Mapping[str, str]) -
     of tensors, when a sampler holds others than the trainer gave away."""
     if not expected:
         return ""
-    began = time.monotonic()
-    for number, ranks in enumerate(await samplers.fingerprints()):
+    began, each = time.monotonic(), await samplers.fingerprints()
+    if all(len(ranks) != 1 for ranks in each):
+        return ", not verified: each server has several ranks"
+    for number, ranks in enumerate(each):
         for held in ranks if len(ranks) == 1 else ():  # of several each holds parts of tensors
             if wrong := differing(expected, held):
                 more = f", and {len(wrong) - MAX_NAMED} more" if len(wrong) > MAX_NAMED else ""

@@ -122,7 +122,7 @@ class Reference:
     def load(self, folder: Path) -> None:
         """Take back what `save` wrote, by any number of ranks; every rank must call it."""
         with ExitStack() as stack:
-            paths = sorted(folder.glob("reference-*.safetensors"))
+            paths = sorted(folder.glob("reference*.safetensors"))  # without a number: whole, of before
             files = [stack.enter_context(safe_open(str(path), framework="pt")) for path in paths]
             self.refresh((name, torch.cat([f.get_tensor(name).flatten() for f in files])) for name in self.model.shares)
 

@@ -227,6 +227,8 @@ class Trainer:
         and nothing else. Without `lends_states` only what torch holds and does not use is given."""
         for memory in self._lent[what] if self.config.lends_states is True else ():
             memory.lend()
+        if what == "weights":
+            self.giver.release()  # samplers have the last bucket by then
         give_back(self.engine.device)
 
     def take_back(self) -> None:
