@@ -21,16 +21,11 @@ import torch
 
 from nanodag.config.dial import Shape
 from nanodag.config.supervised import OptimizerConfig
+from nanodag.host.process_memory import peak_bytes, resident_bytes
 from nanodag.model.build import initialise, qwen3_architecture, qwen3_config
 from nanodag.model.decoder import Decoder, Layer
 from nanodag.model.folder import load, write_folder
 from nanodag.train.deepspeed_engine import TrainEngine, start_ranks
-
-
-def status(name: str) -> int:
-    """Bytes of a line of /proc/self/status."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))
 
 
 def write_model(folder: Path, depth: int) -> int:
@@ -48,11 +43,11 @@ def measure(folder: Path, out: Path, *, is_deferred: bool) -> None:
     """Load as a stage does; write the peak when the optimizer is about to be made, and end there."""
     torch.set_num_threads(1)
     start_ranks("cpu")
-    before = status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+    before = resident_bytes()
+    peak_bytes()  # the peak begins here
 
     def end(**_: Any) -> NoReturn:
-        peak = status("VmHWM")
+        peak = peak_bytes()
         torch.distributed.barrier()  # nobody leaves while another still loads
         (out / f"{os.environ['RANK']}.json").write_text(json.dumps(peak - before))
         os._exit(0)

@@ -328,7 +328,7 @@ class _Attended:
 def bury_the_dead(api: Api, store: Store) -> None:
     """Say of runs whose process was killed together with its runner that they crashed: nobody else would."""
     for name, record in store.records_of_runs().items():
-        if record.state != "running" or record.is_alive or record.is_elsewhere:
+        if not record.is_gone:
             continue
         store.change_run(name, lambda record: record.changed(state="interrupted"))
         try:

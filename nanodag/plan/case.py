@@ -53,8 +53,14 @@ class Case(Generic[S]):
         """Devices of the stage: so many GPUs, or cores as far as the machine has them."""
         if self.device == "cpu":
             count = max(1, min(count, self.machine.cores * self.stage.resources.num_nodes))
-        devices = PlannedDevices(machine=self.machine, device=self.device, precision=precision, count=count)
-        return replace(devices, engine=engine, gpus_each=gpus_each)
+        return PlannedDevices(
+            machine=self.machine,
+            device=self.device,
+            precision=precision,
+            count=count,
+            engine=engine,
+            gpus_each=gpus_each,
+        )
 
     def trainers(self, precision: str) -> PlannedDevices:
         """Devices of its ranks: GPUs, or cores of all their threads."""
@@ -117,8 +123,15 @@ def _model_of(pipeline: Pipeline, name: str, mirror: Path | None) -> ModelSize |
         read = read_checkpoint(files[0].parent).architecture
     except BadRequest as error:
         raise ConfigError(f"{began}.model={imported} cannot be taken: {error}") from error
-    heads = (read.num_heads, read.num_kv_heads, read.head_dim)
-    shape = Shape(read.num_layers, read.hidden_size, *heads, read.intermediate_size, tied_embeddings=read.tied)
+    shape = Shape(
+        depth=read.num_layers,
+        width=read.hidden_size,
+        num_heads=read.num_heads,
+        num_kv_heads=read.num_kv_heads,
+        head_width=read.head_dim,
+        mlp_width=read.intermediate_size,
+        tied_embeddings=read.tied,
+    )
     return ModelSize(shape, read.vocab_size, read.max_positions, read.window)
 
 

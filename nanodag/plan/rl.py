@@ -146,7 +146,7 @@ def _trainer(case: Case[RLStage]) -> Process:
         "trainer",
         case.device,
         held,
-        cuda={"model": loaded_bytes(model, optimizer.zero_stage), "offloaded": state.host},
+        cuda={"model": loaded_bytes(model, in_shares=optimizer.zero_stage == 3), "offloaded": state.host},
         cpu={"offloaded": state.host, "process": host_memory.TRAINER + compiler},
         count=ranks // stage.resources.num_nodes,
     )

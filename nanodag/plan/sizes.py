@@ -226,9 +226,8 @@ def _rows_of(path: Path, num_bytes: int) -> tuple[int | None, float]:
 
     is_packed = path.suffix in (".gz", ".zst")
     is_lines = (Path(path.stem) if is_packed else path).suffix in (".jsonl", ".ndjson")
-    if not is_packed and not is_lines:
-        return None, STREAM_ROW_BYTES
-    if not path.stat().st_size:  # what reads it says so
+    is_empty = not path.stat().st_size  # what reads it says so
+    if is_empty or not (is_packed or is_lines):
         return None, STREAM_ROW_BYTES
     with open_binary(path) as stream:
         head, is_all = stream.read(HEAD_BYTES), not stream.read(1)

@@ -84,12 +84,12 @@ def _processes(case: Case[SupervisedStage]) -> tuple[Process, ...]:
         held["best weights"] = 4 * model.total // (ranks if stage.zero_stage else 1)
     compiler = host_memory.compiler_bytes(model, compiled=stage.compile, device=device)
     data = case.sizes.held_to_read(stage.data) + host_memory.PACKER
-    stage_of_load = 0 if stage.is_from_scratch else stage.zero_stage  # from scratch it is made whole
+    in_shares = stage.zero_stage == 3 and not stage.is_from_scratch
     rank = host_memory.computing(
         "rank",
         device,
         held,
-        cuda={"data": data, "model": loaded_bytes(model, stage_of_load), "offloaded": state.host},
+        cuda={"data": data, "model": loaded_bytes(model, in_shares=in_shares), "offloaded": state.host},
         cpu={"offloaded": state.host, "process": host_memory.TRAINER + compiler, "data": data},
         count=ranks // stage.resources.num_nodes,
     )
@@ -97,10 +97,10 @@ def _processes(case: Case[SupervisedStage]) -> tuple[Process, ...]:
     return rank, *launcher
 
 
-def loaded_bytes(model: ModelSize, zero_stage: int) -> int:
-    """Bytes of host memory in which a rank on a GPU has the weights before they are there: all in float32, but under
-    ZeRO-3 one tensor as its file has it, the embedding at most."""
-    return 4 * (model.vocabulary * model.shape.width if zero_stage == 3 else model.total)
+def loaded_bytes(model: ModelSize, *, in_shares: bool) -> int:
+    """Bytes of host memory in which a rank on a GPU has the weights before they are there: all in float32; read in
+    shares, under ZeRO-3, one tensor at a time, of which the embedding counts."""
+    return 4 * (model.vocabulary * model.shape.width if in_shares else model.total)
 
 
 def held_to_train(

@@ -51,11 +51,11 @@ def check_before_start(
     if to_build is None or to_build:
         built = stages if to_build is None else to_build
         check_plan(pipeline, detect(remembered), stages=built)
-        check_gpus({name: stage for name, stage in pipeline.stages.items() if not built or name in built})
+        check_cuda({name: stage for name, stage in pipeline.stages.items() if not built or name in built})
     check_names(pipeline, file=file, remembered=remembered, stages=stages)
 
 
-def check_gpus(stages: Mapping[str, AnyStage]) -> None:
+def check_cuda(stages: Mapping[str, AnyStage]) -> None:
     """Raise ConfigError where this machine's driver, GPUs, torch and SGLang do not go together for a stage. It is asked
     each time: a driver is no file that what passed could depend on."""
     here = {name: stage for name, stage in stages.items() if stage.is_on_gpus_here}

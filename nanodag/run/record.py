@@ -374,7 +374,7 @@ def locations_of(pipeline: Pipeline, store: Store) -> list[str]:
 def state_of(record: RunRecord) -> str:
     """A run's state as it is shown: `interrupted` of one whose process is gone, `stale` of one that has completed and
     of which a stage was built again since (nanodag.run.stale_stages)."""
-    if record.state == "running" and not (record.is_alive or record.is_elsewhere):
+    if record.is_gone:
         return "interrupted"
     return "stale" if record.state == "completed" and stale_stages(record) else record.state
 

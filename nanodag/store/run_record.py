@@ -204,11 +204,10 @@ class RunRecord(_Part):
         return self.state == "running" and is_alive(self.pid, self.pid_started)
 
     @property
-    def is_elsewhere(self) -> bool:
-        """True when another machine executes the run, or did when it was last heard of: its processes cannot be seen
-        from here."""
-        is_named_otherwise = self.host not in ("", socket.gethostname())  # so may this machine be by now
-        return self.state == "running" and is_named_otherwise and not self.is_alive
+    def is_gone(self) -> bool:
+        """True when the process that executed the run on this machine is gone. Those of another one cannot be seen from
+        here: then nobody knows."""
+        return self.state == "running" and not self.is_alive and self.host in ("", socket.gethostname())
 
     @property
     def night(self) -> NightRecord:

@@ -126,13 +126,7 @@ class TrainEngine:
             trained, self.shapes, optimizer, clip=gradient_clipping, limit=gradient_limit, skips=skips_bad_gradients
         )
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns of every optimizer that is not its own
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints memory use
-            self._engine, self._zero, _, _ = deepspeed.initialize(
-                model=model,
-                optimizer=self._updates,
-                config=self.config,
-                dist_init_required=False,
-            )
+        self._engine, self._zero = _started(model, self.config, self._updates)
         self.model = model
         self.shares = Shares(model, whole, dtype=self.dtype, is_spread=zero_stage == 3)
         masters, segments = self._layout()
@@ -397,8 +391,7 @@ class FrozenModel:
         self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         self._model: Any = beside.placed(model.requires_grad_(False), leaf_modules)
         if self.is_spread:
-            with contextlib.redirect_stdout(io.StringIO()):
-                self._model = deepspeed.initialize(model=model, config=beside.config, dist_init_required=False)[0]
+            self._model, _ = _started(model, beside.config)
         self._parameters: dict[str, Any] = dict(model.named_parameters())
         self.shares = {name: p.ds_tensor if self.is_spread else p.data for name, p in self._parameters.items()}
 
@@ -412,6 +405,15 @@ class FrozenModel:
             parameter, shape = self._parameters[name], self._shapes[name]
             with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=self.is_spread):
                 parameter.copy_(tensor.flatten()[: math.prod(shape)].view(shape))
+
+
+def _started(model: nn.Module, config: dict[str, Any], optimizer: Any = None) -> tuple[Any, Any]:
+    """DeepSpeed's engine of a model, and its optimizer."""
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints memory use
+        engine, zero, _, _ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=config, dist_init_required=False
+        )
+    return engine, zero
 
 
 def _position(tensor: Tensor, flats: list[Tensor]) -> tuple[int, int]:

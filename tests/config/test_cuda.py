@@ -104,22 +104,22 @@ def builds(monkeypatch):
 
 def test_a_driver_that_is_too_old_is_refused_before_the_first_stage(builds, monkeypatch):
     stages = stages_on_gpus("rl.sync=disk")
-    preflight.check_gpus(stages)
+    preflight.check_cuda(stages)
     monkeypatch.setattr(preflight, "usable_gpus", lambda: (listed(driver="550.54.15"),))
     with pytest.raises(ConfigError, match=r"resources\.device=cuda: GPU 0 .*driver 550.54.15.*580 or newer"):
-        preflight.check_gpus(stages)
+        preflight.check_cuda(stages)
     monkeypatch.setattr(preflight, "usable_gpus", lambda: ())  # the head of a cluster: its nodes are not known here
-    preflight.check_gpus(stages)
+    preflight.check_cuda(stages)
 
 
 def test_another_torch_of_sglang_is_refused_before_the_first_stage_where_weights_go_from_gpu_to_gpu(builds):
     by_nccl = stages_on_gpus("rl.placement=separate", "rl.sync=distributed", "rl.sync_backend=nccl")
     for way, stages in (("distributed", by_nccl), ("ipc", stages_on_gpus())):
         with pytest.raises(ConfigError, match=rf"rl\.weights\.sync={way} needs one torch.*NCCL 2.30.7.*NCCL 2.29.7"):
-            preflight.check_gpus(stages)
-    preflight.check_gpus(stages_on_gpus("rl.sync=disk"))  # through a folder, any two will do
+            preflight.check_cuda(stages)
+    preflight.check_cuda(stages_on_gpus("rl.sync=disk"))  # through a folder, any two will do
     builds["/sglang"] = FOR_13
-    preflight.check_gpus(by_nccl)
+    preflight.check_cuda(by_nccl)
 
 
 def test_lists_of_packages_name_one_torch_and_one_nccl():

@@ -81,8 +81,7 @@ class Policy(nn.Module):
         is_deferred: bool = False,
     ) -> None:
         super().__init__()
-        options = {"compiled": compiled, "activation_checkpointing": checkpointing}
-        self.decoder = load(folder, is_deferred=is_deferred, **options)
+        self.decoder = load(folder, compiled=compiled, activation_checkpointing=checkpointing, is_deferred=is_deferred)
         group.check(self.decoder.architecture)
         self.temperature = temperature
         self._group = group
