@@ -11,11 +11,11 @@ if [ "$(cat "$venv/installed" 2>/dev/null)" != "$wanted" ]; then
     "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && break || python=""
   done
   [ -n "$python" ] || die "needs Python 3.11 or 3.12; found $(python3 --version 2>&1 || true). Install one of them."
-  "$python" -c 'import venv, ensurepip' 2>/dev/null || die "$python has no venv module. On Debian: apt install python3-venv"
+  "$python" -c 'import venv, ensurepip, os, sysconfig as s; os.stat(s.get_path("include") + "/Python.h")' 2>/dev/null ||
+    die "$python has no venv module, or no headers (Python.h). On Debian: apt install python3-venv python3-dev"
   command -v g++ >/dev/null || die "needs a C++ compiler, g++ (torch.compile uses it). On Debian: apt install g++"
   gpu="${NANODAG_GPU-$(command -v nvidia-smi || true)}"  # NANODAG_GPU=yes: for GPUs of other machines
-  gpu="${gpu#no}" need_gb=6
-  [ -z "$gpu" ] || need_gb=14
+  gpu="${gpu#no}" need_gb=6; [ -z "$gpu" ] || need_gb=14
   free_gb="$(df -Pk "$here" | awk 'NR == 2 { printf "%d", $4 / 1e6 }')"
   [ "$free_gb" -ge "$need_gb" ] || die "needs $need_gb GB of disk in $here; $free_gb GB are free."
   [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"

@@ -240,7 +240,7 @@ def measure(chosen: argparse.Namespace) -> bool:
     """Print what it took; whether nothing was forgotten."""
     collect_rarely()
     parts = Parts()
-    parts.wrap(client_module, "from_json", "JSON of answers")
+    parts.wrap(client_module, "_parsed", "JSON of answers")
     parts.wrap(client_module, "completion_from_wire", "completions")
     parts.wrap(segments_module, "rollouts_from", "rollouts")
     with tempfile.TemporaryDirectory() as folder:

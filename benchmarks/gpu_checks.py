@@ -83,7 +83,7 @@ def _row() -> Any:
         for group in range(2)
         for index in range(6)
     ]
-    return pack(rollouts, budget_tokens=1 << 14)[0][0]
+    return pack(rollouts, budget_tokens=1 << 14)[0]
 
 
 def _compared(device: Any, rows: int, length: int, attend: Callable[..., Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
     tokenizer -> pretrain -> midtrain -> sft -> rl -> report
                      \\           \\         \\      \\
-                   eval(base)  eval(mid) eval(sft) eval(rl)     beside the next stage; only the report waits for them
+                   eval(base)  eval(mid) eval(sft) eval(rl)     beside the next stage (on GPUs before it)
 
 The DAG is a table in pipeline.yaml; what is drawn here is the one that comes with nanodag.
 """

@@ -83,7 +83,7 @@ def slurm(
 
     \b
     nanodag slurm --on 2x8xH100 --preset speedrun --partition gpu
-    nanodag slurm --on 8xH100 --name RUN --sbatch qos=high --print
+    nanodag slurm --on 8xH100 --name d24 --sbatch qos=high --print
     """
     if not is_printed and shutil.which("sbatch") is None:
         raise MissingTool("There is no sbatch here. Call this on a login node of a Slurm cluster, or add --print.")

@@ -25,7 +25,7 @@ class Kind:
     takes_what_exists: it takes any stages under any names, and is run although some of them failed, on the others.
     trains: it puts tokens through a model forward and backward, on as many machines as resources.nodes says.
     has_ranks: the launcher starts resources.num_ranks processes of it; otherwise the worker starts what it needs.
-    is_beside: it runs beside the next stage, at low priority.
+    is_beside: it runs beside the next stage, at low priority; on GPUs before it.
     is_on_cpu: it multiplies no matrices, so that it never holds a GPU unless it is told to.
     label: of its models in tables of scores; the stage's name where it is empty or several stages are of this kind.
     order: among kinds, and in the report among stages that are equally far from the start.

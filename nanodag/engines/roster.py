@@ -137,13 +137,15 @@ class Roster:
         while True:
             self.arrange()
             for replica in self.replicas:
-                if replica.is_up and not replica.server.is_alive:
-                    self.noticed(replica, replica.server, SamplerLost(f"the server at {replica.server.url} has ended"))
                 if replica.is_awaited and replica.has_failed:
                     await replica.until_up()
-            if up := self.up:
-                return min(up, key=lambda replica: (replica is but, replica.load))
-            await self.one_more(began)
+            if not (up := [replica for replica in self.replicas if replica.is_up]):
+                await self.one_more(began)
+                continue
+            least = min(up, key=lambda replica: (replica is but, replica.load))
+            if least.server.is_alive:  # asked of that one alone: each asking is a system call
+                return least
+            self.noticed(least, least.server, SamplerLost(f"the server at {least.server.url} has ended"))
 
     async def one_more(self, began: float) -> None:
         """Return when one more may be up. Raises SamplerLost when none comes, or it is not waited for."""

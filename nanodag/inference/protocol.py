@@ -9,6 +9,7 @@ python/sglang/srt/sampling/sampling_params.py.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -372,7 +373,7 @@ def completion_from_wire(answer: Mapping[str, Any]) -> Completion:
     return Completion(
         rid=meta["id"],
         output_ids=output_ids,
-        logprobs=[entry[0] for entry in meta.get("output_token_logprobs") or ()],
+        logprobs=list(map(itemgetter(0), meta.get("output_token_logprobs") or ())),
         prompt_logprobs=[entry[0] for entry in meta.get("input_token_logprobs") or ()],
         prompt_ids=[entry[1] for entry in meta.get("input_token_logprobs") or ()],
         finish_reason=None if finish is None else FinishReason(type=finish["type"], **details),

@@ -18,6 +18,7 @@ from nanodag.config.kinds import find_kind
 from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.config.rl_parts import EntryConfig
 from nanodag.config.section import found_in
+from nanodag.config.stage_base import StageBase
 from nanodag.data.config import SourceConfig
 from nanodag.data.digests import file_sha256, folder_sha256
 from nanodag.data.opening import open_source
@@ -342,7 +343,7 @@ def work(
         is_beside=kind.is_beside,
         at_once=run.at_once,
     )
-    step_back_s = STEP_BACK_S if (kind.is_beside or steps_back) and device == "cuda" else 0.0
+    step_back_s = STEP_BACK_S if device == "cuda" and (steps_back or leaves_gpus(run, stage)) else 0.0
     wait_start = time.monotonic()
     with hold(devices_folder(run.store), devices, stop=run.stop, step_back_s=step_back_s) as held:
         waited_s = time.monotonic() - wait_start
@@ -363,6 +364,17 @@ def work(
     if not job.output.is_dir():
         raise StageFailed(f"Stage {job.name} said that it is done but left no folder {job.output}.")
     return result, waited_s
+
+
+def leaves_gpus(run: Run, stage: StageBase) -> bool:
+    """Whether a stage leaves GPUs to another that wants them: one that trains a model on to the run's evaluation of
+    that model, which takes as long now as at the end; any other evaluation to whatever trains."""
+    of_run = [run.pipeline.stages[name] for name in run.to_do]
+    same = [other for other in of_run if "model" in stage.inputs and other.inputs.get("model") == stage.inputs["model"]]
+    kinds = [find_kind(other.kind) for other in same if other.resources.device == "cuda"]
+    if find_kind(stage.kind).is_beside:
+        return not any(kind.trains for kind in kinds)
+    return find_kind(stage.kind).trains and any(kind.is_beside for kind in kinds)
 
 
 def _collect_records(job: Job) -> None:

@@ -10,11 +10,15 @@ from types import SimpleNamespace
 
 import pytest
 
+from nanodag.config import resolve
 from nanodag.config.kinds.evaluation import EvalStage
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.stage_base import Resources
 from nanodag.errors import ConfigError, StageStopped
+from nanodag.host.folders import PROJECT
+from nanodag.host.machine import machine_of
 from nanodag.inference.engine_settings import EngineSettings
+from nanodag.run.build_stage import leaves_gpus
 from nanodag.worker import devices as module
 from nanodag.worker.devices import Devices, devices_for, hold, named_gpus
 
@@ -99,6 +103,20 @@ def test_training_that_comes_after_a_device_was_released_goes_before_who_steps_b
     monkeypatch.setattr(module, "time", clock)
     with hold(tmp_path, gpu, step_back_s=5.0):
         assert not clock.due and clock.now == pytest.approx(55.0, abs=0.3)
+
+
+@pytest.mark.parametrize(
+    ("to_do", "who"),
+    [
+        (("pretrain", "eval_base", "midtrain", "eval_mid", "sft"), ("midtrain", "sft")),
+        (("eval_base", "eval_mid"), ("eval_base", "eval_mid")),  # as at night: another run's training comes first
+        (("pretrain", "midtrain", "sft"), ()),
+    ],
+)
+def test_on_gpus_training_leaves_them_to_the_evaluation_of_the_model_that_it_trains_on(to_do, who):
+    pipeline = resolve(PROJECT / "pipeline.yaml", "speedrun", [], machine=machine_of("8xH100")).pipeline
+    run = SimpleNamespace(pipeline=pipeline, to_do=to_do)
+    assert tuple(name for name in to_do if leaves_gpus(run, pipeline.stages[name])) == who
 
 
 def test_who_steps_back_can_be_stopped(tmp_path):

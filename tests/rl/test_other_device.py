@@ -23,7 +23,7 @@ from tests.rl.rollouts import RAGGED
 from tests.sampler.other_device import NAME, OtherDevice
 
 CPU = torch.device("cpu")
-BATCH = pack(RAGGED, budget_tokens=100)[0][0]
+BATCH = pack(RAGGED, budget_tokens=100)[0]
 TOTALS = Totals(num_tokens=15, num_sequences=6, max_tokens=8)
 
 

@@ -38,7 +38,7 @@ def model_of(kind: str, folder: Path):
 
 
 def test_a_row_written_out_by_hand():
-    ((row,),) = pack([RAGGED[0], RAGGED[2]], budget_tokens=100)
+    (row,) = pack([RAGGED[0], RAGGED[2]], budget_tokens=100)
     #                         prompt     4, 5 of (4, 5, 6)   9 of (9, 10)
     assert row.token_ids.tolist() == [1, 2, 3, 4, 5, 9]
     assert row.position_ids.tolist() == [0, 1, 2, 3, 4, 3]
@@ -53,7 +53,7 @@ def test_a_row_written_out_by_hand():
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("budget", [7, 11, 100])
 def test_every_response_is_trained_once_within_the_budget_and_ranks_get_the_same_number_of_rows(budget, num_ranks):
-    ranks = pack(RAGGED, budget_tokens=budget, num_ranks=num_ranks)
+    ranks = [pack(RAGGED, budget_tokens=budget, num_ranks=num_ranks, rank=rank) for rank in range(num_ranks)]
     rows = [row for rank in ranks for row in rank]
     assert len(ranks) == num_ranks and len({len(rank) for rank in ranks}) == 1
     assert all(row.num_tokens <= budget for row in rows)
@@ -65,7 +65,7 @@ def test_every_response_is_trained_once_within_the_budget_and_ranks_get_the_same
 
 def test_rows_of_two_ranks_are_of_like_size():
     many = [rollout(str(g), s, [1] * (5 + g), [2] * (3 + 7 * s)) for g in range(8) for s in range(4)]
-    first, second = pack(many, budget_tokens=120, num_ranks=2)
+    first, second = (pack(many, budget_tokens=120, num_ranks=2, rank=rank) for rank in (0, 1))
     for one, other in zip(first, second, strict=True):
         assert abs(one.num_tokens - other.num_tokens) <= 0.2 * one.num_tokens
 
@@ -110,7 +110,7 @@ def test_packed_rollouts_equal_each_alone_in_value_and_gradient(kind, budget, ro
     wanted = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
     policy = Policy(tmp_path, temperature=0.8)
-    for batch in pack(rollouts, budget_tokens=budget)[0]:
+    for batch in pack(rollouts, budget_tokens=budget):
         row = to_row(batch, CPU)
         logprobs, entropy = policy(row)
         assert (entropy > 0).all()
@@ -130,6 +130,6 @@ def test_activation_checkpointing_changes_no_gradient(tmp_path):
     found = []
     for checkpointing in (False, True):
         policy = Policy(tmp_path, temperature=1.0, checkpointing=checkpointing)
-        row = to_row(pack(RAGGED, budget_tokens=100)[0][0], CPU)
+        row = to_row(pack(RAGGED, budget_tokens=100)[0], CPU)
         found.append(torch.autograd.grad(policy(row)[0].sum(), list(policy.parameters())))
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)

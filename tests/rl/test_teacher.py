@@ -188,7 +188,7 @@ def fake(monkeypatch):
 
 
 def rows_of(part, budget):
-    return [to_row(row, torch.device("cpu")) for row in pack(part, budget_tokens=budget)[0]]
+    return [to_row(row, torch.device("cpu")) for row in pack(part, budget_tokens=budget)]
 
 
 def test_a_server_elsewhere_is_compared_by_a_text_asked_again_and_asked_in_lots(fake, folders):

@@ -1,6 +1,7 @@
 """The shipped templates of clusters ask for what a stage needs, and schedulers take what they ask for."""
 
 import asyncio
+import contextlib
 import getpass
 import json
 import math
@@ -225,12 +226,14 @@ def start(tmp_path):
             path.chmod(0o755)
         environment = {**os.environ, **IN_JOB, "SLURM_JOB_ID": job, "TMPDIR": str(tmp_path), **(more or {})}
         environment["PATH"] = f"{tmp_path}/bin:{environment['PATH']}"
-        started.append(subprocess.Popen(["bash", str(TEMPLATES / script), *arguments], env=environment))
+        command = ["bash", str(TEMPLATES / script), *arguments]
+        started.append(subprocess.Popen(command, env=environment, start_new_session=True))
         return started[-1]
 
     yield make
     for process in started:
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 

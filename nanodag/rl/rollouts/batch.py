@@ -136,7 +136,7 @@ def without_older(batch: RolloutBatch) -> RolloutBatch:
 
 
 def _without(batch: RolloutBatch, is_old: Callable[[int], bool]) -> RolloutBatch:
-    old = set(filter(is_old, {version for rollout in batch.trained for version in rollout.versions}))
+    old = set(filter(is_old, set[int]().union(*(span.versions for one in batch.trained for span in one.spans))))
     if not old:
         return batch
     kept, dropped = [], list(batch.dropped)
@@ -153,8 +153,10 @@ def staleness_metrics(rollouts: Sequence[Rollout], versions: Sequence[int]) -> d
     """Over the tokens that are trained: mean and largest staleness, in steps. masked_tokens: sampled tokens that are
     not."""
     num_tokens = Counter[tuple[int, int]]()  # by version and mask: of these there are few
-    for rollout in rollouts:
-        for span in rollout.spans:
+    for span in (span for rollout in rollouts for span in rollout.spans if span.versions):
+        if len(versions_of := set(span.versions)) == 1 and all(span.mask):  # nearly always
+            num_tokens[versions_of.pop(), 1] += len(span.mask)
+        else:
             num_tokens.update(zip(span.versions, span.mask, strict=True))
     trained = [(staleness_of(version, versions), count) for (version, mask), count in num_tokens.items() if mask]
     num_trained = sum(count for _, count in trained)

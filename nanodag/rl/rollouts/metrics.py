@@ -139,8 +139,9 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 def repetition(token_ids: Sequence[int]) -> float:
     """Share of 4-grams that occurred before in the same response: 1 - different / all, 0.0 below 4 tokens (seq-rep-4 of
     Welleck et al. 2019, arXiv:1908.04319)."""
-    grams = list(zip(*(token_ids[start:] for start in range(GRAM)), strict=False))
-    return 1.0 - len(set(grams)) / len(grams) if grams else 0.0
+    number = len(token_ids) - GRAM + 1
+    different = len(set(zip(*(token_ids[start:] for start in range(GRAM)), strict=False)))
+    return 1.0 - different / number if number > 0 else 0.0
 
 
 def speeds(

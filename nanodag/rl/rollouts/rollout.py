@@ -148,12 +148,12 @@ class Rollout:
     @property
     def response_token_ids(self) -> tuple[int, ...]:
         """Every id after the leading prompt span: sampled and tool tokens."""
-        return tuple(token for span in self.spans[1:] for token in span.token_ids)
+        return tuple(chain.from_iterable(span.token_ids for span in self.spans[1:]))
 
     @property
     def sampled_token_ids(self) -> tuple[int, ...]:
         """The ids that the sampler drew."""
-        return tuple(token for span in self.spans if span.kind == "sampled" for token in span.token_ids)
+        return tuple(chain.from_iterable(span.token_ids for span in self.spans if span.kind == "sampled"))
 
     @property
     def has_logprobs(self) -> bool:
@@ -175,7 +175,7 @@ class Rollout:
     @property
     def versions(self) -> tuple[int, ...]:
         """The policy version of each sampled token."""
-        return tuple(version for span in self.spans for version in span.versions)
+        return tuple(chain.from_iterable(span.versions for span in self.spans))
 
     def with_reward(self, value: float | None, components: Mapping[str, float], **metadata: Any) -> "Rollout":
         """This rollout with its reward set and `metadata` added."""
@@ -332,9 +332,9 @@ def write_rollouts(path: Path, rollouts: Iterable[Rollout]) -> None:
     """Write rollouts as JSON lines, a lone surrogate in a text as `?`. The file appears under its name only when it is
     complete."""
     temporary = path.with_name(path.name + ".tmp")  # beside its target: rename is atomic within one filesystem only
-    with temporary.open("w", encoding="utf-8", errors="replace") as stream:
+    with temporary.open("wb") as stream:
         for rollout in rollouts:
-            stream.write(to_json(rollout) + "\n")
+            stream.write(to_json(rollout).encode(errors="replace") + b"\n")
         stream.flush()
         os.fsync(stream.fileno())
     temporary.replace(path)
@@ -376,9 +376,9 @@ def _dumped(record: Mapping[str, Any]) -> str:
 
 
 def _span_record(span: Span) -> dict[str, Any]:
-    record: dict[str, Any] = {"kind": span.kind, "token_ids": list(span.token_ids)}
+    record: dict[str, Any] = {"kind": span.kind, "token_ids": span.token_ids}
     if span.kind == "sampled":
-        record["logprobs"] = list(span.logprobs)
+        record["logprobs"] = span.logprobs
         record["mask"] = _runs(span.mask)
         record["versions"] = _runs(span.versions)
     return record
@@ -395,8 +395,10 @@ def _span_from(record: Mapping[str, Any]) -> Span:
 
 
 def _runs(values: Sequence[int]) -> list[list[int]]:
+    if values and values.count(values[0]) == len(values):  # nearly always, and a C loop
+        return [[values[0], len(values)]]
     return [[value, sum(1 for _ in run)] for value, run in groupby(values)]
 
 
 def _unrolled(runs: Iterable[Sequence[int]]) -> tuple[int, ...]:
-    return tuple(value for value, count in runs for _ in range(count))
+    return tuple(chain.from_iterable(repeat(value, count) for value, count in runs))

@@ -68,12 +68,16 @@ def rollouts_from(prompt: Prompt, answers: Sequence[Sequence[Completion]], *, lo
 
 def _extended(rollout: Rollout, completion: Completion, longest: int) -> Rollout:
     (prompt, before), added = rollout.spans, span_of(completion)
-    sampled = Span(
-        kind="sampled",
-        token_ids=before.token_ids + added.token_ids,
-        mask=before.mask + added.mask,
-        logprobs=before.logprobs + added.logprobs,
-        versions=before.versions + added.versions,
+    sampled = (
+        added
+        if not before.token_ids
+        else Span(
+            kind="sampled",
+            token_ids=before.token_ids + added.token_ids,
+            mask=before.mask + added.mask,
+            logprobs=before.logprobs + added.logprobs,
+            versions=before.versions + added.versions,
+        )
     )
     reason = finish_reason_of(completion)
     if reason == "length" and len(sampled.token_ids) < longest:

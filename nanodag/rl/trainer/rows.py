@@ -52,24 +52,25 @@ Piece = tuple[int, ...]
 """Rollouts of one group that share a row, by their places in the list that is packed."""
 
 
-def pack(rollouts: Sequence[Rollout], *, budget_tokens: int, num_ranks: int = 1) -> list[list[MicroBatch]]:
-    """Micro-batches for each rank: the same number for every rank, of nearly equal size, none above the budget.
+def pack(rollouts: Sequence[Rollout], *, budget_tokens: int, num_ranks: int = 1, rank: int = 0) -> list[MicroBatch]:
+    """The micro-batches of one rank: the same number for every rank, of nearly equal size, none above the budget.
 
     Where there is too little to share out, ranks get a repeated micro-batch with an all-False mask, which costs time
     but changes nothing. Rollouts without sampled tokens are left out. The result depends only on the rollouts and the
-    numbers given. Raises ConfigError when one prompt with one response exceeds the budget.
+    numbers given; those of other ranks are not made. Raises ConfigError when one prompt with one response exceeds the budget.
     """
     pieces = _pieces(rollouts, budget_tokens)
     while len(pieces) < num_ranks and any(len(piece) > 1 for piece in pieces):
         pieces = _halve_the_largest(rollouts, pieces)
     if not pieces:
         raise ValueError("there is no rollout with a sampled token to pack")
-    rows = [_micro_batch(rollouts, row) for row in _rows(rollouts, pieces, budget_tokens, num_ranks)]
-    while len(rows) % num_ranks:
-        smallest = min(rows, key=lambda row: row.num_tokens)
-        rows.append(replace(smallest, mask=np.zeros_like(smallest.mask)))
-    rows.sort(key=lambda row: row.num_tokens, reverse=True)  # ranks work at the same time on rows of like size
-    return [rows[rank::num_ranks] for rank in range(num_ranks)]
+    rows = _rows(rollouts, pieces, budget_tokens, num_ranks)
+    sizes = [sum(_row_size(rollouts, piece) for piece in row) for row in rows]
+    places = [*range(len(rows)), *[sizes.index(min(sizes))] * (-len(rows) % num_ranks)]
+    # ranks work at the same time on rows of like size
+    in_order = sorted(enumerate(places), key=lambda entry: sizes[entry[1]], reverse=True)
+    own = [(number, _micro_batch(rollouts, rows[place])) for number, place in in_order[rank::num_ranks]]
+    return [row if number < len(rows) else replace(row, mask=np.zeros_like(row.mask)) for number, row in own]
 
 
 def _row_size(rollouts: Sequence[Rollout], indices: Sequence[int]) -> int:

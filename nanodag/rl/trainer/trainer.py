@@ -282,9 +282,9 @@ class Trainer:
             self._reference.refresh(self._weights())
 
     def _rows_of(self, part: Sequence[Rollout]) -> list[DeviceRow]:
-        group = self._group
-        groups = pack(part, budget_tokens=int(self.config.optimizer.micro_batch_tokens), num_ranks=group.num_groups)
-        return [to_row(batch, self.engine.device) for batch in groups[group.number]]
+        group, budget = self._group, int(self.config.optimizer.micro_batch_tokens)
+        batches = pack(part, budget_tokens=budget, num_ranks=group.num_groups, rank=group.number)
+        return [to_row(batch, self.engine.device) for batch in batches]
 
     def _totals(self, part: Sequence[Rollout]) -> Totals:
         trained = [rollout.num_trained for rollout in part]
