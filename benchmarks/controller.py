@@ -4,7 +4,8 @@ Simulated samplers, in processes of their own, answer at once with 1,000 tokens 
 This process is a stage's controller: client, samplers, rewards, judgement, metrics, files and ledger are a stage's own
 code. Then it does what a trainer's rank does: reads the file and packs it. It says CPU seconds, as others may use the
 machine; rollouts a second are of one core. `--lost` kills so many servers in the midst of a step; each is started
-again, and every prompt must be answered once.
+again, and every prompt must be answered once. `--buckets` gives every server weights in so many buckets, twice, by a
+stage's own sync: the servers and a trainer's ranks answer at once, so that what it takes is the calls.
 """
 
 import argparse
@@ -46,6 +47,7 @@ from nanodag.rl.rollouts.batch import RolloutBatch, staleness_metrics, without_s
 from nanodag.rl.rollouts.metrics import rollout_metrics
 from nanodag.rl.rollouts.prompts import PromptCursor
 from nanodag.rl.rollouts.rollout import read_lines, read_rollouts
+from nanodag.rl.sync.broadcast_sync import DistributedSync
 from nanodag.rl.trainer.rows import pack
 from nanodag.worker.job import Job
 
@@ -68,12 +70,19 @@ def serve(number: int, num_tokens: int, delay_s: float, port: Connection) -> Non
         answers = ",".join([text] * body["sampling_params"]["n"])
         return web.Response(text=f"[{answers}]", content_type="application/json")
 
+    weights = {"weight_version": "0"}
+
     async def health(request: web.Request) -> web.Response:
-        return web.json_response({"weight_version": "0"})
+        return web.json_response(weights)
+
+    async def do(request: web.Request) -> web.Response:
+        weights.update({name: value for name, value in (await request.json()).items() if name in weights})
+        return web.json_response({})
 
     async def main() -> None:
         application = web.Application(client_max_size=1 << 30)
         application.router.add_post("/generate", generate)
+        application.router.add_post("/{path:.*}", do)
         application.router.add_get("/{path:.*}", health)
         runner = web.AppRunner(application)
         await runner.setup()
@@ -211,8 +220,26 @@ class Stage:
                     os.kill(server.pid, signal.SIGKILL)
             files.append(self.note(step, await taking))
             self.pool.samplers_have(step)
+        if self.chosen.buckets:
+            await self.sync()
         await self.samplers.disconnect()
         return files
+
+    async def sync(self) -> None:
+        """Print what giving weights twice takes; only the first time servers join a group."""
+        names = [f"model.layers.{number}.mlp.down_proj.weight" for number in range(20)]
+        bucket = {"names": names, "dtypes": ["bfloat16"] * 20, "shapes": [[4096, 4096]] * 20}
+        reply = {"buckets": [bucket] * self.chosen.buckets, "port": 1, "failure": "", "fingerprints": {}}
+
+        async def ask(do: str, **arguments: Any) -> list[dict[str, Any]]:
+            return [reply]
+
+        way = DistributedSync(self.samplers, ask, check_every=0, timeout_s=600.0)
+        for version in (1, 2):
+            wall, cpu = time.monotonic(), time.process_time()
+            await way.load(Path("weights", str(version)), version)
+            wall, cpu = time.monotonic() - wall, time.process_time() - cpu
+            print(f"weights in {self.chosen.buckets} buckets to {len(self.servers)}: {cpu:.2f} s CPU, {wall:.2f} s")
 
     def note(self, step: int, batch: RolloutBatch) -> str:
         """What the controller does of a step beside waiting."""
@@ -298,6 +325,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=1000)
     parser.add_argument("--delay", type=float, default=0.2, help="seconds that an answer takes")
+    parser.add_argument("--buckets", type=int, default=0)
     parser.add_argument("--profile", action="store_true")
     raise SystemExit(not measure(parser.parse_args()))
 

@@ -15,6 +15,7 @@ from nanodag.errors import CorruptArtifact, NewerFormat
 from nanodag.store.atomic import NOT_REGULAR
 
 FORMAT_VERSION = 1
+SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def canonical_json(value: Any) -> str:
@@ -163,7 +164,7 @@ def _seal(raw: Mapping[str, Any]) -> str:
 
 def _sha256(facts: Mapping[str, Any]) -> str:
     digest = facts["sha256"]
-    if not re.fullmatch(r"[0-9a-f]{64}", digest) or type(facts["bytes"]) is not int or facts["bytes"] < 0:
+    if not SHA256.fullmatch(digest) or type(facts["bytes"]) is not int or facts["bytes"] < 0:
         raise ValueError(f"{dict(facts)} is not the sha256 and size of a file")
     return digest
 

@@ -57,7 +57,8 @@ def pack(rollouts: Sequence[Rollout], *, budget_tokens: int, num_ranks: int = 1,
 
     Where there is too little to share out, ranks get a repeated micro-batch with an all-False mask, which costs time
     but changes nothing. Rollouts without sampled tokens are left out. The result depends only on the rollouts and the
-    numbers given; those of other ranks are not made. Raises ConfigError when one prompt with one response exceeds the budget.
+    numbers given; those of other ranks are not made. Raises ConfigError when one prompt with one response exceeds the
+    budget.
     """
     pieces = _pieces(rollouts, budget_tokens)
     while len(pieces) < num_ranks and any(len(piece) > 1 for piece in pieces):
