@@ -12,18 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanodag.errors import BadRequest
+from nanodag.errors import BadRequest, ConfigError
 from nanodag.errors.words import listed
 from nanodag.inference.sglang_options import check_no_window
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 MOST_LAYERS = 10_000
-ROPE_TYPES = ("default", "linear", "llama3")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """Rotary position embedding. ``factor`` is 1.0 for the default type; the other four belong to llama3."""
+    """Rotary position embedding. ``factor`` is 1.0 for the default type. low_freq_factor, high_freq_factor: of llama3.
+    beta_fast, beta_slow: of YaRN. original_positions: of both."""
 
     theta: float
     kind: str
@@ -31,6 +32,8 @@ class Rope:
     low_freq_factor: float
     high_freq_factor: float
     original_positions: int
+    beta_fast: float = 0.0
+    beta_slow: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +41,7 @@ class Architecture:
     """Shapes and constants of one decoder. Two checkpoints with equal architectures can take each other's weights.
 
     window: tokens that one sees in the windowed layers, itself among them; None where no layer is windowed.
+    unrotated_layers: layers that do not know positions (NoPE, arXiv:2501.18795).
     """
 
     model_type: str
@@ -57,6 +61,7 @@ class Architecture:
     output_bias: bool = False
     window: int | None = None
     windowed_layers: tuple[int, ...] = ()
+    unrotated_layers: tuple[int, ...] = ()
 
     def window_of(self, layer: int) -> int | None:
         """Tokens that one sees in this layer, itself among them; None: all before it."""
@@ -124,6 +129,8 @@ def check_sglang(folder: Path, context: int | None, setting: str) -> None:
     if config.get("model_type") in MODEL_TYPES and "num_hidden_layers" in config:
         with _described_by(path):
             window = _windows(config, path).get("window")
+            if config["model_type"] == "smollm3":
+                raise ConfigError(f"{setting}: sglang has no class of its own for smollm3 models. Set it to embedded.")
             longest = int(config.get("max_position_embeddings", 0)) if context is None else context
         check_no_window(window, longest, setting)
 
@@ -182,6 +189,7 @@ def _architecture(config: dict[str, Any], source: Path) -> Architecture:
     try:
         num_heads = int(config["num_attention_heads"])
         has_bias = model_type != "mistral" and bool(config.get("attention_bias"))
+        unrotated = _unrotated(config, source) if model_type == "smollm3" else ()
         hidden_size = int(config["hidden_size"])
         architecture = Architecture(
             model_type=model_type,
@@ -194,7 +202,7 @@ def _architecture(config: dict[str, Any], source: Path) -> Architecture:
             head_dim=int(config.get("head_dim") or (128 if model_type == "qwen3" else hidden_size // num_heads)),
             intermediate_size=int(config["intermediate_size"]),
             norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-            tied=bool(config.get("tie_word_embeddings", False)),
+            tied=bool(config.get("tie_word_embeddings", model_type == "smollm3")),
             qk_norm=model_type == "qwen3",
             rope=_rope(config, source),
             max_positions=int(config["max_position_embeddings"]),
@@ -202,6 +210,7 @@ def _architecture(config: dict[str, Any], source: Path) -> Architecture:
             # or none.
             qkv_bias=model_type == "qwen2" or has_bias,
             output_bias=model_type != "qwen2" and has_bias,
+            unrotated_layers=unrotated,
             **_windows(config, source),
         )
     except KeyError as error:
@@ -215,17 +224,29 @@ def _architecture(config: dict[str, Any], source: Path) -> Architecture:
     return architecture
 
 
+def _unrotated(config: dict[str, Any], source: Path) -> tuple[int, ...]:
+    """A SmolLM3's layers without positions: where no_rope_layers has 0, else every no_rope_layer_interval-th. Source:
+    transformers 5.23, configuration_smollm3.py."""
+    num_layers, every = int(config["num_hidden_layers"]), int(config.get("no_rope_layer_interval", 4))
+    rotates = config.get("no_rope_layers") or [(number + 1) % every for number in range(num_layers)]
+    if len(rotates) != num_layers:
+        raise BadRequest(f"no_rope_layers in {source} names {len(rotates)} layers of {num_layers}")
+    return tuple(number for number, rotated in enumerate(rotates) if not rotated)
+
+
 def _windows(config: dict[str, Any], source: Path) -> dict[str, Any]:
     """The sliding window and the numbers of its layers, as transformers' configurations have them: all layers of a
     Mistral; of a Qwen with use_sliding_window those from max_window_layers on, or those that layer_types name."""
     model_type, kinds = config["model_type"], config.get("layer_types")
     is_windowed = model_type == "mistral" or (model_type != "llama" and config.get("use_sliding_window"))
-    window = config.get("sliding_window", 4096) if is_windowed else None
+    window = config.get("sliding_window", None if model_type == "smollm3" else 4096) if is_windowed else None
     num_layers = int(config["num_hidden_layers"])
     if num_layers > MOST_LAYERS:  # each windowed layer's number is kept
         raise BadRequest(f"{source}: num_hidden_layers is {num_layers}; at most {MOST_LAYERS} are built here")
     first = 0 if model_type == "mistral" or window is None else int(config.get("max_window_layers", 28))
     layers = () if window is None else tuple(range(first, num_layers))
+    if model_type == "smollm3" and window is not None:
+        layers = _unrotated(config, source)
     if kinds is not None:
         named = tuple(number for number, kind in enumerate(kinds) if kind == "sliding_attention")
         has_others = not set(kinds) <= {"full_attention", "sliding_attention"}
@@ -246,19 +267,28 @@ def _windows(config: dict[str, Any], source: Path) -> dict[str, Any]:
 def _rope(config: dict[str, Any], source: Path) -> Rope:
     # transformers 5 writes rope_parameters; earlier versions rope_theta and rope_scaling.
     settings = config.get("rope_parameters") or {**(config.get("rope_scaling") or {})}
-    theta = settings.get("rope_theta", config.get("rope_theta", 10000.0))
+    usual = 2e6 if config["model_type"] == "smollm3" else 1e4
+    theta = settings.get("rope_theta", config.get("rope_theta", usual))
     kind = settings.get("rope_type", settings.get("type", "default"))
     if kind not in ROPE_TYPES:
         raise BadRequest(f"rope_type {kind!r} in {source} is not built here; {listed(ROPE_TYPES)} are")
     partial = settings.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     if partial != 1.0:
         raise BadRequest(f"partial_rotary_factor {partial} in {source} is not built here; only 1.0 is")
-    llama3 = kind == "llama3"
+    llama3, yarn = kind == "llama3", kind == "yarn"
+    if yarn:
+        for name in ("attention_factor", "mscale", "mscale_all_dim"):
+            if settings.get(name) is not None:
+                raise BadRequest(f"{name} of a yarn rope in {source} is not built here; what follows from factor is")
+        if not settings.get("truncate", True):
+            raise BadRequest(f"truncate false of a yarn rope in {source} is not built here")
     return Rope(
         theta=float(theta),
         kind=kind,
         factor=float(settings["factor"]) if kind != "default" else 1.0,
         low_freq_factor=float(settings["low_freq_factor"]) if llama3 else 1.0,
         high_freq_factor=float(settings["high_freq_factor"]) if llama3 else 1.0,
-        original_positions=int(settings["original_max_position_embeddings"]) if llama3 else 0,
+        original_positions=int(settings["original_max_position_embeddings"]) if llama3 or yarn else 0,
+        beta_fast=float(settings.get("beta_fast") or 32) if yarn else 0.0,
+        beta_slow=float(settings.get("beta_slow") or 1) if yarn else 0.0,
     )

@@ -1,4 +1,4 @@
-"""The decoder that is trained: Llama, Qwen2 and Qwen3 type, with the parameter names of transformers.
+"""The decoder that is trained, of the types in architecture.py, with the parameter names of transformers.
 
 Letters: B rows, T tokens a row, W width, D head width, V vocabulary, Q tokens whose last hidden states are asked for.
 
@@ -21,7 +21,7 @@ from nanodag.model.architecture import Architecture
 from nanodag.model.attention import Attend, document_attention
 from nanodag.model.head import IGNORED, cross_entropy_sum, selected_logprobs
 from nanodag.model.layer import Functions, Heads, rms_norm
-from nanodag.model.rope import rope_frequencies
+from nanodag.model.rope import rope_frequencies, rope_scale
 
 Want = Literal["loss", "logprobs", "all_logprobs", "logits", "hidden"]
 
@@ -183,19 +183,21 @@ class Decoder(nn.Module):
         if attend is None:
             assert document_ids is not None
             attend = document_attention(document_ids.cpu().numpy())
-        cos, sin = self._rope(position_ids, x.dtype)
-        layers = list(self.model.layers)
-        for layer in layers[:-1] if attend_last else layers:
+        layers, turns = list(self.model.layers), self._turns(position_ids, x.dtype)
+        for layer, turn in list(zip(layers, turns, strict=True))[: -1 if attend_last else None]:
             if self.activation_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(layer, x, cos, sin, attend, use_reentrant=False)
+                x = checkpoint(layer, x, *turn, attend, use_reentrant=False)
             else:
-                x = layer(x, cos, sin, attend)
+                x = layer(x, *turn, attend)
         if attend_last is not None:
-            x = layers[-1](x, cos, sin, attend_last, places)
+            x = layers[-1](x, *turns[-1], attend_last, places)
         x = self.model.norm(x)
         return x if want == "hidden" else self.lm_head(x, targets, want, temperature, places)
 
-    def _rope(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        self._frequencies = self._frequencies.to(position_ids.device)
-        angles = position_ids[..., None, None].float() * self._frequencies
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+    def _turns(self, position_ids: Tensor, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+        """Cosines and sines of each layer, (B, T, 1, D / 2): those of positions, or of no turn."""
+        of, self._frequencies = self.architecture, self._frequencies.to(position_ids.device)
+        angles, scale = position_ids[..., None, None].float() * self._frequencies, rope_scale(of.rope)
+        rotated = (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
+        still = (torch.ones_like(rotated[0]), torch.zeros_like(rotated[0])) if of.unrotated_layers else rotated
+        return [still if number in of.unrotated_layers else rotated for number in range(of.num_layers)]

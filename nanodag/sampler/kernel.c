@@ -44,6 +44,7 @@ typedef struct {
     Matrix qkv, output, gate_up, down;
     const float *qkv_bias, *qk_gain, *output_bias;
     void *keys, *values;
+    int64_t is_rotated;
 } Layer;
 
 typedef struct {
@@ -298,6 +299,7 @@ static void place(const Model *m, const Layer *layer, float *heads, int64_t slot
             for (int64_t d = 0; d < D; d += LANES)
                 store(head + d, load(head + d) * scale * load(layer->qk_gain + j * D + d));
         }
+        if (!layer->is_rotated) continue;
         for (int64_t d = 0; d < D; d += 2) {
             float real = head[d], imaginary = head[d + 1];
             head[d] = real * turn[d] - imaginary * turn[d + 1];

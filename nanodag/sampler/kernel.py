@@ -35,6 +35,7 @@ class _Layer(Structure):
     _fields_ = [
         *((name, _Matrix) for name in ("qkv", "output", "gate_up", "down")),
         *((name, c_void_p) for name in ("qkv_bias", "qk_gain", "output_bias", "keys", "values")),
+        ("is_rotated", c_int64),
     ]
 
 
@@ -79,6 +80,7 @@ class Kernel:
         for index in range(a.num_layers):
             self._layers[index].keys = _address(buffers.keys[index])
             self._layers[index].values = _address(buffers.values[index])
+            self._layers[index].is_rotated = index not in a.unrotated_layers
         sizes = (
             "num_layers", "hidden_size", "num_kv_heads", "heads_per_kv", "head_dim", "intermediate_size", "vocab_size",
         )  # fmt: skip

@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from nanodag.inference.protocol import Top
 from nanodag.model.architecture import Architecture, Rope
-from nanodag.model.rope import rope_frequencies
+from nanodag.model.rope import rope_frequencies, rope_scale
 from nanodag.sampler.decode_views import Buffers, DecodeViews
 from nanodag.sampler.drawing import likeliest
 from nanodag.sampler.kernel import CACHE_BLOCK, Kernel, bind
@@ -153,8 +153,9 @@ class SamplerModel:
         if layer.qk_gain is not None:
             scale = rotated.square().mean(-1, keepdim=True).add_(a.norm_eps).rsqrt_()
             rotated.mul_(scale).mul_(layer.qk_gain[: group + 1])
-        pairs = torch.view_as_complex(rotated.unflatten(-1, (a.head_dim // 2, 2)))
-        pairs.mul_(self.rotations[:length, None, None])
+        if index not in a.unrotated_layers:
+            pairs = torch.view_as_complex(rotated.unflatten(-1, (a.head_dim // 2, 2)))
+            pairs.mul_(self.rotations[:length, None, None])
         query = heads[..., :group, :].permute(0, 2, 3, 1, 4).reshape(num_prompts, a.num_heads, length, a.head_dim)
         key, value = heads[..., group, :].transpose(1, 2), heads[..., group + 1, :].transpose(1, 2)
         key, value = key.to(self.buffers.cache_dtype), value.to(self.buffers.cache_dtype)
@@ -280,7 +281,8 @@ class SamplerModel:
             torch.addcmul(self.buffers.epsilon, scale, scale, value=1 / self.architecture.head_dim, out=scale)
             torch.rsqrt(scale, out=v.qk_scale)  # the row of the value stays 1
             v.heads.mul_(v.head_scale).mul_(layer.qk_gain)
-        v.pairs.mul_(v.rotation)
+        if index not in self.architecture.unrotated_layers:
+            v.pairs.mul_(v.rotation)
         dtype = self.buffers.attention_dtype
         v.key_rows[index].index_copy_(0, v.cache_index, v.key.to(self.buffers.cache_dtype))
         v.value_rows[index].index_copy_(0, v.cache_index, v.value.to(self.buffers.cache_dtype))
@@ -374,6 +376,7 @@ def _add_product(x: Tensor, y: Tensor, matrix: Tensor) -> None:
 
 
 def _rotations(rope: Rope, head_dim: int, num_positions: int) -> Tensor:
-    """(C, D/2) complex64: e^(i * position * frequency), in float32 throughout, as transformers computes it."""
+    """(C, D/2) complex64: scale * e^(i * position * frequency), in float32 throughout, as transformers computes it."""
     angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * rope_frequencies(rope, head_dim)
-    return torch.complex(angles.cos(), angles.sin())
+    scale = rope_scale(rope)
+    return torch.complex(angles.cos() * scale, angles.sin() * scale)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.nn.functional import log_softmax
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, SmolLM3Config
 
 from nanodag.errors import ConfigError
 from nanodag.rl.rollouts.rollout import Rollout, Span, prompt_span, sampled_span
@@ -25,6 +25,7 @@ MODELS = {
     "qwen2": Qwen2Config(**SHAPE),
     "qwen3": Qwen3Config(**SHAPE, head_dim=8),
     "wide heads": Qwen3Config(**SHAPE, head_dim=16),
+    "without positions": SmolLM3Config(**SHAPE, pad_token_id=0, no_rope_layer_interval=2),
     "window": MistralConfig(**SHAPE, sliding_window=3),
     "both": Qwen3Config(**SHAPE, head_dim=16, use_sliding_window=True, sliding_window=2, max_window_layers=1),
 }

@@ -27,6 +27,8 @@ def build_model(kind: str, seed: int = 0, **overrides) -> PreTrainedModel:
     }  # fmt: skip
     if kind == "qwen3":
         sizes["head_dim"] = 16  # not hidden_size / heads
+    if kind == "smollm3":
+        sizes["pad_token_id"] = None  # its own is outside of this vocabulary
     sizes.update(overrides)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)).eval()

@@ -13,6 +13,10 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 32,
 }  # fmt: skip
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+YARN_ROPE = {
+    "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "beta_fast": 4.0, "beta_slow": 0.5,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
 VARIANTS = [
     ("llama", {}),
     ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
@@ -23,6 +27,9 @@ VARIANTS = [
     ("qwen3", {}),
     ("qwen3", {"tie_word_embeddings": True, "vocab_size": 128}),
     ("qwen3", {"attention_bias": True}),
+    ("qwen2", {"rope_parameters": YARN_ROPE}),
+    ("smollm3", {"no_rope_layer_interval": 2, "hidden_size": 64}),  # heads as wide as the compiled code wants
+    ("smollm3", {"no_rope_layers": [0, 1], "attention_bias": True, "use_sliding_window": True, "sliding_window": 9}),
     ("mistral", {"sliding_window": None}),
     ("mistral", {"sliding_window": 11}),
     ("qwen2", {"use_sliding_window": True, "sliding_window": 80, "max_window_layers": 1}),
@@ -44,7 +51,7 @@ def test_logprobs_of_a_ragged_batch_equal_those_of_transformers(make_checkpoint,
             np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "smollm3"])
 def test_greedy_tokens_equal_those_of_transformers(make_checkpoint, kind):
     folder = make_checkpoint(kind)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
