@@ -1,13 +1,13 @@
 """One GRPO step here and in TRL: the same model, prompts, samples and rewards; CPU-seconds by PROTOCOL.md.
 
     python benchmarks/rl_vs_trl.py --trl-python /path/to/an/environment/with/trl/bin/python [--rounds 3] [--threads 1]
-        [--model /path/to/a/hugging-face/model]
+        [--model /path/to/a/hugging-face/model] [--prompt-tokens 31]
 
 The model is a Qwen2 of 6.17 million parameters with random weights and a vocabulary of 4,096, or the one that --model
-names; a step is 8 prompts of 31 tokens x 8 samples x 64 new tokens. The reward is a hash of the completion, so every
-group has spread. Ours is the whole stage (`python -m nanodag.rl`: controller, ZeRO-3 trainer, embedded sampler over
-HTTP, reward process, weight sync each step); TRL's is GRPOTrainer with Hugging Face generation. CPU-seconds are of all
-processes of a side.
+names; a step is 8 prompts of 31 tokens (or --prompt-tokens, for a longer template) x 8 samples x 64 new tokens. The
+reward is a hash of the completion, so every group has spread. Ours is the whole stage (`python -m nanodag.rl`:
+controller, ZeRO-3 trainer, embedded sampler over HTTP, reward process, weight sync each step); TRL's is GRPOTrainer
+with Hugging Face generation. CPU-seconds are of all processes of a side.
 """
 
 import argparse
@@ -26,15 +26,15 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 VOCABULARY, WIDTH, INNER, LAYERS, HEADS = 4096, 256, 768, 6, 4
-PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 8, 8, 31, 64
+PROMPTS, SAMPLES, NEW_TOKENS = 8, 8, 64
 WARM_UP, MEASURED = 3, 8
 MAX_DRAWS = 100_000
 TICK = os.sysconf("SC_CLK_TCK")
 COLUMNS = ("generation", "training", "rest", "all", "wall", "cold")  # cold: from start to the end of the first step
 
 
-def prepare(folder: Path, model: Path | None) -> None:
-    """Write the model with its tokenizer, and prompts of exactly PROMPT_TOKENS tokens."""
+def prepare(folder: Path, model: Path | None, prompt_tokens: int) -> None:
+    """Write the model with its tokenizer, and prompts of exactly so many tokens."""
     from nanodag.tokenizer.chat import load_renderer
 
     text = list(pydoc_data.topics.topics.values())
@@ -48,12 +48,16 @@ def prepare(folder: Path, model: Path | None) -> None:
     for _ in range(MAX_DRAWS):
         start = draw.randrange(len(words) - 40)
         question = " ".join(words[start : start + draw.randrange(3, 28)])
-        if len(renderer.prompt([{"role": "user", "content": question}])) == PROMPT_TOKENS:
+        if len(renderer.prompt([{"role": "user", "content": question}])) == prompt_tokens:
             chosen.append(question)
         if len(chosen) == 64:
             break
     else:
-        raise SystemExit(f"{len(chosen)} of 64 prompts came to {PROMPT_TOKENS} tokens in {MAX_DRAWS} draws")
+        empty = len(renderer.prompt([{"role": "user", "content": ""}]))
+        raise SystemExit(
+            f"{len(chosen)} of 64 prompts came to {prompt_tokens} tokens in {MAX_DRAWS} draws; an empty one has "
+            f"{empty} by the model's chat template. Give --prompt-tokens some 20 more than that."
+        )
     rows = [{"prompt": question, "answer": "", "prompt_id": str(n)} for n, question in enumerate(chosen)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "hash_reward.py").write_text(
@@ -252,7 +256,7 @@ def trl(folder: Path, setting: str, threads: int) -> list[dict[str, float]]:
 # Both
 
 
-def flops(folder: Path) -> tuple[float, float]:
+def flops(folder: Path, prompt_tokens: int) -> tuple[float, float]:
     """GFLOP of a step's training with each prompt computed once, and of its generation; attention included."""
     config = json.loads((folder / "model" / "config.json").read_text())
     width, layers = config["hidden_size"], config["num_hidden_layers"]
@@ -260,10 +264,10 @@ def flops(folder: Path) -> tuple[float, float]:
     inner = heads * (config.get("head_dim") or width // heads)
     layer = 2 * (1 + kept / heads) * width * inner + 3 * width * config["intermediate_size"]
     head = config["vocab_size"] * width
-    rows = PROMPTS * (PROMPT_TOKENS + SAMPLES * (NEW_TOKENS - 1))
+    rows = PROMPTS * (prompt_tokens + SAMPLES * (NEW_TOKENS - 1))
     scored = PROMPTS * SAMPLES * NEW_TOKENS
     own = NEW_TOKENS * (NEW_TOKENS - 1) / 2
-    pairs = PROMPTS * (PROMPT_TOKENS * (PROMPT_TOKENS + 1) / 2 + SAMPLES * (own + (NEW_TOKENS - 1) * PROMPT_TOKENS))
+    pairs = PROMPTS * (prompt_tokens * (prompt_tokens + 1) / 2 + SAMPLES * (own + (NEW_TOKENS - 1) * prompt_tokens))
     attention = 2 * 2 * inner * pairs * layers
     training = 3 * (2 * (rows * layers * layer + scored * head) + attention)
     generation = 2 * (rows * layers * layer + scored * head) + attention
@@ -309,6 +313,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trl-python", help="a Python that has trl; without it only our side runs")
     parser.add_argument("--model", type=Path, help="a folder with a Hugging Face model, in place of the random one")
+    parser.add_argument("--prompt-tokens", type=int, default=31, help="tokens of a prompt with its template")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/nanodag-rl-vs-trl"))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
@@ -322,7 +327,7 @@ def main() -> None:
         return
     sys.path.insert(0, str(ROOT))
     args.folder.mkdir(parents=True, exist_ok=True)
-    prepare(args.folder, args.model)
+    prepare(args.folder, args.model, args.prompt_tokens)
     own = ["bf16-training"] if "bf16" in args.precisions else []
     plans = [("ours", setting) for setting in [*args.precisions, *own]]
     if args.trl_python:
@@ -336,11 +341,13 @@ def main() -> None:
             steps = in_child(python, side, args.folder, setting, args.threads)
             found[side, setting].append(median_of(steps))
             print(f"round {number + 1} {side} {setting}: {found[side, setting][-1]}", flush=True)
-    report(found, args.folder, args.threads)
+    report(found, args.folder, args.threads, args.prompt_tokens)
 
 
-def report(found: dict[tuple[str, str], list[dict[str, float]]], folder: Path, threads: int) -> None:
-    training, generation = flops(folder)
+def report(
+    found: dict[tuple[str, str], list[dict[str, float]]], folder: Path, threads: int, prompt_tokens: int
+) -> None:
+    training, generation = flops(folder, prompt_tokens)
     print(
         f"\none step, CPU-seconds of all processes, {threads} threads, median of rounds (each the median of {MEASURED})"
     )
