@@ -69,7 +69,7 @@ class Roster:
         self.name, self.is_stopping = name, is_stopping
         self.replicas: list[Replica] = []
         self.current = WeightsFolder(model, version)
-        self.num_restarts = 0
+        self.num_restarts, self._num_looks = 0, 0
         self.provide: Callable[[Path], Awaitable[None]] = _nothing
         self.give: Give = self._give_by_folder
         self._launch, self._connect, self._max_restarts = launch, connect, max_restarts
@@ -139,13 +139,21 @@ class Roster:
             for replica in self.replicas:
                 if replica.is_awaited and replica.has_failed:
                     await replica.until_up()
+            if self.replicas:  # each in its turn, so that one that died idle is not left
+                self._num_looks += 1
+                self._see_whether_it_lives(self.replicas[self._num_looks % len(self.replicas)])
             if not (up := [replica for replica in self.replicas if replica.is_up]):
                 await self.one_more(began)
                 continue
             least = min(up, key=lambda replica: (replica is but, replica.load))
-            if least.server.is_alive:  # asked of that one alone: each asking is a system call
+            if self._see_whether_it_lives(least):  # asked of all, a system call each would be what a request costs
                 return least
-            self.noticed(least, least.server, SamplerLost(f"the server at {least.server.url} has ended"))
+
+    def _see_whether_it_lives(self, replica: Replica) -> bool:
+        """Begin to replace one that is up and has ended."""
+        if is_dead := replica.is_up and not replica.server.is_alive:
+            self.noticed(replica, replica.server, SamplerLost(f"the server at {replica.server.url} has ended"))
+        return not is_dead
 
     async def one_more(self, began: float) -> None:
         """Return when one more may be up. Raises SamplerLost when none comes, or it is not waited for."""

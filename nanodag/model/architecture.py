@@ -129,9 +129,9 @@ def check_sglang(folder: Path, context: int | None, setting: str) -> None:
     if config.get("model_type") in MODEL_TYPES and "num_hidden_layers" in config:
         with _described_by(path):
             window = _windows(config, path).get("window")
-            if config["model_type"] == "smollm3":
-                raise ConfigError(f"{setting}: sglang has no class of its own for smollm3 models. Set it to embedded.")
             longest = int(config.get("max_position_embeddings", 0)) if context is None else context
+        if config["model_type"] == "smollm3":
+            raise ConfigError(f"{setting}: sglang has no class of its own for smollm3 models. Set it to embedded.")
         check_no_window(window, longest, setting)
 
 
@@ -224,13 +224,22 @@ def _architecture(config: dict[str, Any], source: Path) -> Architecture:
     return architecture
 
 
+def _num_layers(config: dict[str, Any], source: Path) -> int:
+    num_layers = int(config["num_hidden_layers"])
+    if num_layers > MOST_LAYERS:  # numbers of layers are kept
+        raise BadRequest(f"{source}: num_hidden_layers is {num_layers}; at most {MOST_LAYERS} are built here")
+    return num_layers
+
+
 def _unrotated(config: dict[str, Any], source: Path) -> tuple[int, ...]:
     """A SmolLM3's layers without positions: where no_rope_layers has 0, else every no_rope_layer_interval-th. Source:
     transformers 5.23, configuration_smollm3.py."""
-    num_layers, every = int(config["num_hidden_layers"]), int(config.get("no_rope_layer_interval", 4))
-    rotates = config.get("no_rope_layers") or [(number + 1) % every for number in range(num_layers)]
-    if len(rotates) != num_layers:
-        raise BadRequest(f"no_rope_layers in {source} names {len(rotates)} layers of {num_layers}")
+    num_layers, rotates = _num_layers(config, source), config.get("no_rope_layers")
+    if rotates is None:
+        every = int(config.get("no_rope_layer_interval", 4))
+        rotates = [(number + 1) % every for number in range(num_layers)]
+    if not isinstance(rotates, list) or len(rotates) != num_layers or {type(each) for each in rotates} != {int}:
+        raise BadRequest(f"no_rope_layers in {source} is not a whole number for each of {num_layers} layers")
     return tuple(number for number, rotated in enumerate(rotates) if not rotated)
 
 
@@ -240,9 +249,7 @@ def _windows(config: dict[str, Any], source: Path) -> dict[str, Any]:
     model_type, kinds = config["model_type"], config.get("layer_types")
     is_windowed = model_type == "mistral" or (model_type != "llama" and config.get("use_sliding_window"))
     window = config.get("sliding_window", None if model_type == "smollm3" else 4096) if is_windowed else None
-    num_layers = int(config["num_hidden_layers"])
-    if num_layers > MOST_LAYERS:  # each windowed layer's number is kept
-        raise BadRequest(f"{source}: num_hidden_layers is {num_layers}; at most {MOST_LAYERS} are built here")
+    num_layers = _num_layers(config, source)
     first = 0 if model_type == "mistral" or window is None else int(config.get("max_window_layers", 28))
     layers = () if window is None else tuple(range(first, num_layers))
     if model_type == "smollm3" and window is not None:
@@ -282,13 +289,21 @@ def _rope(config: dict[str, Any], source: Path) -> Rope:
                 raise BadRequest(f"{name} of a yarn rope in {source} is not built here; what follows from factor is")
         if not settings.get("truncate", True):
             raise BadRequest(f"truncate false of a yarn rope in {source} is not built here")
-    return Rope(
+    original = 0
+    if llama3 or yarn:  # transformers takes the one beside the settings before the one in them
+        name = "original_max_position_embeddings"
+        nested = settings.get(name, config["max_position_embeddings"])
+        original = int(nested if config.get(name) is None else config[name])
+    rope = Rope(
         theta=float(theta),
         kind=kind,
         factor=float(settings["factor"]) if kind != "default" else 1.0,
         low_freq_factor=float(settings["low_freq_factor"]) if llama3 else 1.0,
         high_freq_factor=float(settings["high_freq_factor"]) if llama3 else 1.0,
-        original_positions=int(settings["original_max_position_embeddings"]) if llama3 or yarn else 0,
+        original_positions=original,
         beta_fast=float(settings.get("beta_fast") or 32) if yarn else 0.0,
         beta_slow=float(settings.get("beta_slow") or 1) if yarn else 0.0,
     )
+    if yarn and not (rope.theta > 1 and min(rope.factor, original, rope.beta_fast, rope.beta_slow) > 0):
+        raise BadRequest(f"{source}: no frequencies follow from {rope}")
+    return rope

@@ -33,7 +33,7 @@ from nanodag.run.stale_stages import config_digest, stale_stages
 from nanodag.store import Artifact, stage_key
 from nanodag.store.provenance import environment
 from nanodag.store.run_record import Made
-from nanodag.worker.devices import STEP_BACK_S, devices_folder, devices_for, hold, named_gpus
+from nanodag.worker.devices import LAST_S, STEP_BACK_S, devices_folder, devices_for, hold, named_gpus
 from nanodag.worker.job import Job
 from nanodag.worker.launch import LOG_NAME, Result, Watch, begin_try, run_worker, usage_of
 from nanodag.worker.tracker import FOLDER as TRACKERS
@@ -343,7 +343,9 @@ def work(
         is_beside=kind.is_beside,
         at_once=run.at_once,
     )
-    step_back_s = STEP_BACK_S if device == "cuda" and (steps_back or leaves_gpus(run, stage)) else 0.0
+    step_back_s = 0.0
+    if device == "cuda":
+        step_back_s = LAST_S if steps_back else steps_back_s(run, stage)
     wait_start = time.monotonic()
     with hold(devices_folder(run.store), devices, stop=run.stop, step_back_s=step_back_s) as held:
         waited_s = time.monotonic() - wait_start
@@ -366,15 +368,16 @@ def work(
     return result, waited_s
 
 
-def leaves_gpus(run: Run, stage: StageBase) -> bool:
-    """Whether a stage leaves GPUs to another that wants them: one that trains a model on to the run's evaluation of
-    that model, which takes as long now as at the end; any other evaluation to whatever trains."""
+def steps_back_s(run: Run, stage: StageBase) -> float:
+    """Seconds for which GPUs must have been free before a stage takes them: one that trains a model on leaves them to
+    the run's evaluation of that model, which takes as long now as at the end; any other evaluation to whatever trains.
+    """
     of_run = [run.pipeline.stages[name] for name in run.to_do]
     same = [other for other in of_run if "model" in stage.inputs and other.inputs.get("model") == stage.inputs["model"]]
     kinds = [find_kind(other.kind) for other in same if other.resources.device == "cuda"]
     if find_kind(stage.kind).is_beside:
-        return not any(kind.trains for kind in kinds)
-    return find_kind(stage.kind).trains and any(kind.is_beside for kind in kinds)
+        return 0.0 if any(kind.trains for kind in kinds) else LAST_S
+    return STEP_BACK_S if find_kind(stage.kind).trains and any(kind.is_beside for kind in kinds) else 0.0
 
 
 def _collect_records(job: Job) -> None:

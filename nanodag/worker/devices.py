@@ -23,8 +23,9 @@ from nanodag.store import Store
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
-# A stage that runs beside others takes a GPU only when nobody wanted it for so long, so that training comes first.
-STEP_BACK_S = 5.0
+# GPUs are taken only when they were free for so long: by training that leaves them to an evaluation, and by whatever
+# leaves them to training, which may be waiting for the first.
+STEP_BACK_S, LAST_S = 5.0, 15.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from nanodag.errors import ConfigError, StageStopped
 from nanodag.host.folders import PROJECT
 from nanodag.host.machine import machine_of
 from nanodag.inference.engine_settings import EngineSettings
-from nanodag.run.build_stage import leaves_gpus
+from nanodag.run.build_stage import steps_back_s
 from nanodag.worker import devices as module
 from nanodag.worker.devices import Devices, devices_for, hold, named_gpus
 
@@ -106,17 +106,17 @@ def test_training_that_comes_after_a_device_was_released_goes_before_who_steps_b
 
 
 @pytest.mark.parametrize(
-    ("to_do", "who"),
+    ("to_do", "seconds"),
     [
-        (("pretrain", "eval_base", "midtrain", "eval_mid", "sft"), ("midtrain", "sft")),
-        (("eval_base", "eval_mid"), ("eval_base", "eval_mid")),  # as at night: another run's training comes first
-        (("pretrain", "midtrain", "sft"), ()),
+        (("pretrain", "eval_base", "midtrain", "eval_mid", "sft"), (0, 0, 5, 0, 5)),
+        (("eval_base", "eval_mid"), (15, 15)),  # as at night: another run's training comes first, that of 5 s too
+        (("pretrain", "midtrain", "sft"), (0, 0, 0)),
     ],
 )
-def test_on_gpus_training_leaves_them_to_the_evaluation_of_the_model_that_it_trains_on(to_do, who):
+def test_on_gpus_training_leaves_them_to_the_evaluation_of_the_model_that_it_trains_on(to_do, seconds):
     pipeline = resolve(PROJECT / "pipeline.yaml", "speedrun", [], machine=machine_of("8xH100")).pipeline
     run = SimpleNamespace(pipeline=pipeline, to_do=to_do)
-    assert tuple(name for name in to_do if leaves_gpus(run, pipeline.stages[name])) == who
+    assert tuple(steps_back_s(run, pipeline.stages[name]) for name in to_do) == seconds
 
 
 def test_who_steps_back_can_be_stopped(tmp_path):

@@ -61,12 +61,14 @@ def hugging_face_model(name, settings):
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 100.0, "beta_fast": 2.0, "beta_slow": 0.5}
+NESTED = {**YARN, "original_max_position_embeddings": 16}  # of two, transformers takes the one beside it
 WINDOW = {"use_sliding_window": True, "sliding_window": 7}
 THEIRS = [
     ("Qwen3", {"head_dim": 8, "tie_word_embeddings": True}),
     ("Qwen2", {}),
     ("Llama", {"rope_parameters": {**LLAMA3, "rope_theta": 10_000.0, "original_max_position_embeddings": 32}}),
     ("Qwen3", {"head_dim": 16, "rope_parameters": {**YARN, "original_max_position_embeddings": 16}}),
+    ("Qwen3", {"head_dim": 16, "original_max_position_embeddings": 32, "rope_parameters": NESTED}),
     ("SmolLM3", {"pad_token_id": 0, "no_rope_layers": [1, 0], "attention_bias": True}),
     ("SmolLM3", {"pad_token_id": 0, "no_rope_layer_interval": 1, "use_sliding_window": True, "sliding_window": 5}),
     ("Mistral", {"head_dim": 16, "sliding_window": 13}),

@@ -17,6 +17,7 @@ from nanodag.model.architecture import check_sglang
 from tests.sampler.reference import make_engine
 
 EOS = 7
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 
 
 def request(prompt=(1, 2, 3), rid=None, **params):
@@ -279,6 +280,10 @@ def test_a_request_that_cannot_be_served_is_refused_before_any_runs(engine, want
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7}}, "mscale of a yarn rope"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "truncate": False}}, "truncate false"),
+        ({"rope_parameters": {**YARN, "rope_theta": 1.0}}, "no frequencies follow"),
+        ({"rope_parameters": {**YARN, "factor": 0}}, "no frequencies follow"),
+        ({"model_type": "smollm3", "no_rope_layers": "10"}, "no_rope_layers"),
+        ({"model_type": "smollm3", "num_hidden_layers": 10**9}, "at most 10000"),
         ({"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"num_hidden_layers": 10**12}, "num_hidden_layers is 1000000000000; at most 10000"),
@@ -358,9 +363,10 @@ WINDOWED = {"model_type": "mistral", "num_hidden_layers": 2, "sliding_window": 8
         (WINDOWED | {"sliding_window": "wide"}, 8, BadRequest, "does not describe a model"),
         (WINDOWED, 8, None, ""),
         (WINDOWED | {"model_type": "gemma3"}, None, None, ""),
+        (WINDOWED | {"model_type": "smollm3"}, 8, ConfigError, "^--engine: sglang has no class"),
     ],
 )
-def test_sglang_is_refused_for_a_context_beyond_a_models_window(tmp_path, config, context, error, reason):
+def test_sglang_is_refused_where_it_would_not_compute_the_model(tmp_path, config, context, error, reason):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(error, match=reason) if error else contextlib.nullcontext():
         check_sglang(tmp_path, context, "--engine")

@@ -68,21 +68,18 @@ def rollouts_from(prompt: Prompt, answers: Sequence[Sequence[Completion]], *, lo
 
 def _extended(rollout: Rollout, completion: Completion, longest: int) -> Rollout:
     (prompt, before), added = rollout.spans, span_of(completion)
-    sampled = (
-        added
-        if not before.token_ids
-        else Span(
+    if before.token_ids:
+        added = Span(
             kind="sampled",
             token_ids=before.token_ids + added.token_ids,
             mask=before.mask + added.mask,
             logprobs=before.logprobs + added.logprobs,
             versions=before.versions + added.versions,
         )
-    )
     reason = finish_reason_of(completion)
-    if reason == "length" and len(sampled.token_ids) < longest:
+    if reason == "length" and len(added.token_ids) < longest:
         reason = "abort"
-    return replace(rollout, spans=(prompt, sampled), finish_reason=reason)
+    return replace(rollout, spans=(prompt, added), finish_reason=reason)
 
 
 def _continued(request: Request, index: int, completion: Completion) -> Request:
