@@ -51,7 +51,7 @@ NOT_RUN = {  # reason -> how commands and blocks begin
         "nanodag run --preset gsm8k-rl", "cluster: {hostfile", "server: {host: 10.0.0.5", "store: {url: /shared",
         "stages:\n  rl:\n    sampler: {urls", "export PREFECT", ".venv/bin/prefect", "sbatch", "cd /shared",
         "export NANODAG_SGLANG", "for gpu", "mv servers.new", "ssh node1", "nanodag run --detach",
-        "nanodag slurm --on 2x8xH100",
+        "nanodag slurm --on",
     ),
     "needs a stage under way, or a stale one": ("tail -f", "tensorboard --logdir", "nanodag rerun RUN --stale"),
     "takes long, and is run in another form elsewhere": (
