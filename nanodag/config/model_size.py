@@ -5,7 +5,7 @@ stage's model.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 from nanodag.config.dial import Shape, flops_per_token, num_parameters
@@ -20,12 +20,14 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class ModelSize:
     """A model's shape. max_positions: tokens of the longest sequence that it is declared for. window: tokens that one
-    sees in layers with a sliding window, None where no layer has one."""
+    sees in layers with a sliding window, None where no layer has one. active_mlp_width: that a token is multiplied
+    with, of a mixture of experts; None for all."""
 
     shape: Shape
     vocabulary: int
     max_positions: int
     window: int | None = None
+    active_mlp_width: int | None = None
 
     @property
     def parameters(self) -> dict[str, int]:
@@ -47,7 +49,8 @@ class ModelSize:
 
     def training_flops(self, length: int) -> int:
         """FLOPs of forward and backward for a token of rows of a length."""
-        return flops_per_token(self.shape, self.vocabulary, length)
+        width = self.shape.mlp_width if self.active_mlp_width is None else self.active_mlp_width
+        return flops_per_token(replace(self.shape, mlp_width=width), self.vocabulary, length)
 
     def forward_flops(self, length: int) -> float:
         """FLOPs of a forward pass for a token that sees so many before it on average."""

@@ -159,6 +159,11 @@ class StageBase(Section):
         return ""
 
     @property
+    def known_code(self) -> Literal["", "transformers"]:
+        """Whose code computes that model; empty for what its folder says."""
+        return ""
+
+    @property
     def lora_rank(self) -> int:
         """Rank of the adapters that are trained in the place of all weights; 0 without."""
         return 0

@@ -31,7 +31,7 @@ from nanodag.inference.sglang_install import Device
 from nanodag.model import cpu_linear
 from nanodag.model.architecture import read_checkpoint
 from nanodag.model.decoder import Decoder
-from nanodag.model.folder import load
+from nanodag.model.folder import CausalModel, load
 from nanodag.model.headers import faults_of_config, matrix_parameters
 from nanodag.model.scoring import AnswerScore, Question, score_questions
 from nanodag.store.kept_lines import KeptLines, content_key
@@ -103,11 +103,11 @@ class EvaluatedModel(TemplateLM):
             raise ConfigError(f"bos: always, and the tokenizer in {folder} names no bos_token; set bos: auto.")
 
     @cached_property
-    def models(self) -> list[Decoder]:
+    def models(self) -> list[CausalModel]:
         """The model, for log-probabilities: once on each GPU that this process may use, or on the CPU."""
         devices = [f"cuda:{number}" for number in range(torch.cuda.device_count())] if self._device == "cuda" else []
         model = load(self.folder).to(getattr(torch, DTYPES[self.sampler_settings.precision]))
-        if not devices:  # for layers that our own code does not take
+        if not devices and isinstance(model, Decoder):  # for layers that our own code does not take
             model.functions.linear = cpu_linear.linear
         return [deepcopy(model).to(device) for device in devices] or [model.to(self._device)]
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from nanodag.errors import BadRequest, ConfigError
 from nanodag.errors.words import listed
@@ -19,6 +19,18 @@ from nanodag.inference.sglang_options import check_no_window
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 MOST_LAYERS = 10_000
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ModelCode = Literal["own", "transformers"]
+MODEL_CODE = "nanodag_model_code"
+"""Key of config.json by which a model says whose code computes it."""
+# Names of a size among model types.
+_SIZES: dict[str, tuple[str, ...]] = {
+    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+    "num_layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "num_heads": ("num_attention_heads", "n_head", "num_heads"),
+    "intermediate_size": ("intermediate_size", "n_inner", "ffn_hidden_size"),
+    "max_positions": ("max_position_embeddings", "n_positions", "max_seq_len"),
+}
+UNBOUNDED_POSITIONS = 32_768  # of a model that names no longest context, as one of states alone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +53,9 @@ class Architecture:
     """Shapes and constants of one decoder. Two checkpoints with equal architectures can take each other's weights.
 
     window: tokens that one sees in the windowed layers, itself among them; None where no layer is windowed.
-    unrotated_layers: layers that do not know positions (NoPE, arXiv:2501.18795).
+    unrotated_layers: layers that do not know positions (NoPE, arXiv:2501.18795). model_code: transformers for a model
+    that its classes compute, of which only the sizes are known here. active_experts: share of the experts' weights that
+    a token is multiplied with.
     """
 
     model_type: str
@@ -62,6 +76,8 @@ class Architecture:
     window: int | None = None
     windowed_layers: tuple[int, ...] = ()
     unrotated_layers: tuple[int, ...] = ()
+    model_code: ModelCode = "own"
+    active_experts: float = 1.0
 
     def window_of(self, layer: int) -> int | None:
         """Tokens that one sees in this layer, itself among them; None: all before it."""
@@ -89,10 +105,11 @@ class ModelFolder:
     class_names: tuple[str, ...]
 
 
-def read_checkpoint(path: Path) -> ModelFolder:
+def read_checkpoint(path: Path, model_code: str = "") -> ModelFolder:
     """The architecture, stored dtype and end-of-sequence ids of the Hugging Face folder at ``path``.
 
-    End-of-sequence ids come from generation_config.json where it names some, else from config.json.
+    model_code: whose code computes it, instead of what the folder says. End-of-sequence ids come from
+    generation_config.json where it names some, else from config.json.
 
     Raises BadRequest: no such folder, no readable config.json, or an architecture that is not built here.
     """
@@ -103,7 +120,8 @@ def read_checkpoint(path: Path) -> ModelFolder:
         )
     config = read_json(config_path)
     with _described_by(config_path):
-        architecture = _architecture(config, config_path)
+        is_own = (model_code or config.get(MODEL_CODE, "own")) == "own"
+        architecture = (_architecture if is_own else _by_transformers)(config, config_path)
     generation_path = path / "generation_config.json"
     generation = read_json(generation_path) if os.path.exists(generation_path) else {}
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
@@ -179,7 +197,10 @@ def read_json(path: Path) -> dict[str, Any]:
 def _architecture(config: dict[str, Any], source: Path) -> Architecture:
     model_type = config.get("model_type")
     if model_type not in MODEL_TYPES:
-        raise BadRequest(f"model_type {model_type!r} in {source} is not built here; {listed(MODEL_TYPES)} are")
+        raise BadRequest(
+            f"model_type {model_type!r} in {source} is not built here; {listed(MODEL_TYPES)} are. An import with "
+            "model_code: transformers takes the others"
+        )
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
         raise BadRequest(f"hidden_act {activation!r} in {source} is not built here; only 'silu' is")
@@ -222,6 +243,48 @@ def _architecture(config: dict[str, Any], source: Path) -> Architecture:
     if architecture.num_heads % architecture.num_kv_heads:
         raise BadRequest(f"{source}: {num_heads} heads cannot share {architecture.num_kv_heads} key/value heads evenly")
     return architecture
+
+
+def _by_transformers(config: dict[str, Any], source: Path) -> Architecture:
+    """Sizes of a model of any type; what else it has is known to transformers' class of that type."""
+    model_type = config.get("model_type")
+    if config.get("quantization_config"):
+        raise BadRequest(f"quantization_config in {source}: quantised weights are not trained or sampled here")
+    if config.get("auto_map") and not isinstance(model_type, str):
+        raise BadRequest(f"{source} names no model_type of transformers; a model's own code is never run")
+    found: dict[str, Any] = {
+        size: next((config[n] for n in names if config.get(n)), None) for size, names in _SIZES.items()
+    }
+    for size in ("hidden_size", "num_layers"):
+        if found[size] is None:
+            raise BadRequest(f"{source} lacks {size}: none of {listed(_SIZES[size])} is there")
+    hidden_size, num_heads = int(found["hidden_size"]), int(found["num_heads"] or 1)
+    return Architecture(
+        model_type=str(model_type),
+        vocab_size=int(config["vocab_size"]),
+        hidden_size=hidden_size,
+        num_layers=int(found["num_layers"]),
+        num_heads=num_heads,
+        num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
+        head_dim=int(config.get("head_dim") or max(hidden_size // num_heads, 1)),
+        intermediate_size=int(found["intermediate_size"] or 4 * hidden_size),
+        norm_eps=0.0,
+        tied=bool(config.get("tie_word_embeddings", True)),
+        qk_norm=False,
+        rope=Rope(
+            theta=0.0, kind="transformers", factor=1.0, low_freq_factor=0.0, high_freq_factor=0.0, original_positions=0
+        ),
+        max_positions=int(found["max_positions"] or UNBOUNDED_POSITIONS),
+        model_code="transformers",
+        active_experts=active_share(config),
+    )
+
+
+def active_share(config: dict[str, Any]) -> float:
+    """Share of its experts' weights that a model of this config.json multiplies a token with; 1.0 without experts."""
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    num_experts = next((int(config[name]) for name in names if config.get(name)), 0)
+    return min(1.0, int(config.get("num_experts_per_tok") or 1) / num_experts) if num_experts else 1.0
 
 
 def _num_layers(config: dict[str, Any], source: Path) -> int:

@@ -19,6 +19,7 @@ in bfloat16.
 
 import ctypes
 import inspect
+import math
 from collections.abc import Callable
 from ctypes import Structure, c_int64, c_void_p
 from dataclasses import dataclass
@@ -58,30 +59,36 @@ class Flat(Protocol):
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor: ...
 
 
-def document_attention(document_ids: np.ndarray) -> Attend:
+def document_attention(document_ids: np.ndarray) -> "Packed":
     """The Attend of packed documents. document_ids: (B, T) integers, one number a document within a row; padding -1."""
     return attention(sequences_of_documents(document_ids))
 
 
-def group_attention(prompts: NDArray[np.int64], responses: NDArray[np.int64]) -> Attend:
+def group_attention(prompts: NDArray[np.int64], responses: NDArray[np.int64]) -> "Packed":
     """The Attend of one row of prompts and responses, by `sequences_of_group`."""
     return attention(sequences_of_group(prompts, responses))
 
 
-def attention(sequences: Sequences, places: Places = None) -> Attend:
+def attention(sequences: Sequences, places: Places = None) -> "Packed":
     """The Attend of these sequences, laid out on the query's device when it is first called.
 
     places: (Q,) int64, ascending, the tokens that ask, where not all do: of each sequence the last ones, of one row.
     Then query is (1, Q, H, D), and so is the result.
     """
-    made: list[Flat] = []
+    return Packed(sequences, places)
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, window: int | None = None) -> Tensor:
-        if not made:
-            made.append(BACK_ENDS[back_end_of(query)](sequences, places, query.device))
-        return made[0](query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), window).view(query.shape)
 
-    return attend
+class Packed:
+    """The Attend of sequences, which says where they lie to a model that attends by code of its own."""
+
+    def __init__(self, sequences: Sequences, places: Places) -> None:
+        self.sequences = sequences
+        self._places, self._made = places, list[Flat]()
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, window: int | None = None) -> Tensor:
+        if not self._made:
+            self._made.append(BACK_ENDS[back_end_of(query)](self.sequences, self._places, query.device))
+        return self._made[0](query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), window).view(query.shape)
 
 
 def sequences_of_documents(document_ids: np.ndarray) -> Sequences:
@@ -142,7 +149,8 @@ def _keys_of(sequences: Sequences) -> list[np.ndarray]:
 
 
 def _plain(sequences: Sequences, places: Places, device: torch.device) -> Flat:
-    arrays, order = length_classes(sequences)
+    # Rows of trees are long and few; documents in classes by powers of two fill up at most half.
+    arrays, order = length_classes(sequences, 2.0 if (sequences[:, 2] < 0).all() else math.inf)
     classes, back = [on_device(array, device) for array in arrays], on_device(order, device)
     asking = None if places is None else on_device(places, device)
 
@@ -169,15 +177,15 @@ def _band(length: int, window: int | None, device: torch.device) -> Tensor | Non
     return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window)
 
 
-def length_classes(sequences: Sequences) -> tuple[list[np.ndarray], np.ndarray]:
+def length_classes(sequences: Sequences, ratio: float) -> tuple[list[np.ndarray], np.ndarray]:
     """Sequences that none goes on from, each behind those that it goes on from, in classes of lengths above one power
-    of two and up to the next, those of trees in one: of each class the places of the tokens, (R, longest) int64, a
-    sequence a row, filled up with its first place; and (N,) int64, where each token lies in all rows of all classes,
-    flattened, in the first of its rows. At most half of the rows of documents is filled up."""
+    of `ratio` and up to the next: of each class the places of the tokens, (R, longest) int64, a sequence a row, filled
+    up with its first place; and (N,) int64, where each token lies in all rows of all classes, flattened, in the first
+    of its rows."""
     ends = sorted(set(range(len(sequences))) - set(sequences[:, 2].tolist()))
     keys = _keys_of(sequences)
     lengths = np.array([len(keys[end]) for end in ends])
-    powers = np.ceil(np.log2(lengths)).astype(int) * (sequences[:, 2] < 0).all()
+    powers = np.ceil(np.log(lengths) / math.log(ratio) - 1e-9).astype(int)
     classes = []
     back = np.full(int(sequences[:, :2].sum(1).max()), -1, np.int64)
     first = 0

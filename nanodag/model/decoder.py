@@ -10,6 +10,7 @@ holds all logits. Here a layer is two pure functions of tensors (nanodag.model.l
 Names and arithmetic agree with transformers, so a checkpoint of one is a checkpoint of the other.
 """
 
+from collections.abc import Mapping
 from typing import Literal, cast
 
 import torch
@@ -22,6 +23,7 @@ from nanodag.model.attention import Attend, document_attention
 from nanodag.model.head import IGNORED, cross_entropy_sum, selected_logprobs
 from nanodag.model.layer import Functions, Heads, rms_norm
 from nanodag.model.rope import rope_frequencies, rope_scale
+from nanodag.model.transformers_class import capped
 
 Want = Literal["loss", "logprobs", "all_logprobs", "logits", "hidden"]
 
@@ -105,25 +107,27 @@ class Layer(nn.Module):
 
 
 class Head(nn.Module):
-    """The output head. Its weight is used inside `forward` only: there ZeRO-3 has gathered it."""
+    """The output head. Its weight, (V, W), is used inside `forward` only: there ZeRO-3 has gathered it. cap: of the
+    logits, as cap * tanh(logit / cap)."""
 
-    def __init__(self, of: Architecture) -> None:
+    def __init__(self, weight: nn.Parameter, cap: float | None = None) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(of.vocab_size, of.hidden_size))
+        self.weight, self.cap = weight, cap
 
     def forward(
         self, hidden: Tensor, targets: Tensor | None, want: Want, temperature: float, places: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         if want == "logits":
-            return functional.linear(hidden, self.weight)
+            return capped(functional.linear(hidden, self.weight), self.cap)
         assert targets is not None
         flat, labels = hidden.flatten(0, 1), targets.flatten()
         if want == "loss":
-            return cross_entropy_sum(flat, self.weight, labels, places=places)
+            return cross_entropy_sum(flat, self.weight, labels, places=places, cap=self.cap)
         if want == "all_logprobs":
-            return selected_logprobs(flat, self.weight, labels, temperature=temperature)
+            return selected_logprobs(flat, self.weight, labels, temperature=temperature, cap=self.cap)
         chosen = (labels != IGNORED).nonzero().squeeze(1)
-        return selected_logprobs(flat.index_select(0, chosen), self.weight, labels[chosen], temperature=temperature)
+        flat, labels = flat.index_select(0, chosen), labels[chosen]
+        return selected_logprobs(flat, self.weight, labels, temperature=temperature, cap=self.cap)
 
 
 class Body(nn.Module):
@@ -138,7 +142,7 @@ class Body(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A causal language model on packed rows.
+    """A causal language model on packed rows. leaf_modules: classes whose weights ZeRO-3 gathers all at once.
 
     compiled: compile the layer (seconds at the first step, cached on disk between runs): by Triton on CUDA, on a CPU by
     g++ where our own code does not take it.
@@ -147,13 +151,12 @@ class Decoder(nn.Module):
 
     def __init__(self, of: Architecture, *, compiled: bool = False, activation_checkpointing: bool = False) -> None:
         super().__init__()
-        self.architecture = of
+        self.architecture, self.leaf_modules = of, (Layer,)
         self.functions = Functions(compiled=compiled)
         self.activation_checkpointing = activation_checkpointing
         self.model = Body(of, self.functions)
-        self.lm_head = Head(of)
-        if of.tied:
-            self.lm_head.weight = cast(nn.Parameter, self.model.embed_tokens.weight)
+        tied = cast(nn.Parameter, self.model.embed_tokens.weight)
+        self.lm_head = Head(tied if of.tied else nn.Parameter(torch.empty(of.vocab_size, of.hidden_size)))
         self._frequencies = rope_frequencies(of.rope, of.head_dim)
 
     def forward(
@@ -193,6 +196,10 @@ class Decoder(nn.Module):
             x = layers[-1](x, *turns[-1], attend_last, places)
         x = self.model.norm(x)
         return x if want == "hidden" else self.lm_head(x, targets, want, temperature, places)
+
+    def checkpoint(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Tensors of a checkpoint, of whole parameters by name: the names agree."""
+        return weights
 
     def _turns(self, position_ids: Tensor, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
         """Cosines and sines of each layer, (B, T, 1, D / 2): those of positions, or of no turn."""

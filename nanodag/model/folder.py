@@ -5,7 +5,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from safetensors import safe_open
@@ -14,11 +14,17 @@ from torch import Tensor
 
 from nanodag.errors import ConfigError
 from nanodag.errors.words import counted
-from nanodag.model.architecture import Architecture, read_checkpoint, read_json
+from nanodag.model.architecture import read_checkpoint, read_json
 from nanodag.model.build import qwen3_config
 from nanodag.model.decoder import Decoder
 from nanodag.model.generation import GENERATION_FILE, TOKEN_IDS, generation_config
 from nanodag.model.headers import INDEX, faults_of_config, weight_files
+
+if TYPE_CHECKING:
+    from nanodag.model.transformers_model import TransformersModel
+
+CausalModel: TypeAlias = "Decoder | TransformersModel"
+"""A causal language model on packed rows, by our own code or by transformers' classes."""
 
 SHARD_BYTES = 4 << 30
 TOKENIZER_FILES = (
@@ -45,14 +51,19 @@ class StoredTensor(NamedTuple):
 @faults_of_config()
 def load(
     folder: Path, *, compiled: bool = False, activation_checkpointing: bool = False, is_deferred: bool = False
-) -> Decoder:
+) -> CausalModel:
     """The model in a Hugging Face directory, in float32 on CPU. is_deferred: its parameters take no memory yet (torch's
-    `meta` device), and each has its StoredTensor as `stored`, for a TrainEngine that reads them in shares.
+    `meta` device), and each has its StoredTensor as `stored`, for a TrainEngine that reads them in shares; one that
+    transformers computes is read whole.
 
     Raises ConfigError when its architecture is not built here, its weights are no safetensors, or a tensor is missing,
     unknown or of another shape.
     """
     architecture = read_checkpoint(folder).architecture
+    if architecture.model_code == "transformers":
+        from nanodag.model.transformers_model import TransformersModel
+
+        return TransformersModel(folder, architecture, activation_checkpointing=activation_checkpointing)
     with torch.device("meta" if is_deferred else "cpu"):
         model = Decoder(architecture, compiled=compiled, activation_checkpointing=activation_checkpointing)
     parameters: dict[str, Any] = dict(model.named_parameters())
@@ -155,17 +166,18 @@ def write_like(source: Path, folder: Path, weights: Iterable[tuple[str, Tensor]]
 
 
 def save(
-    folder: Path, weights: dict[str, Tensor], *, tokenizer: Path, source: Path | None = None, architecture: Architecture
+    folder: Path, weights: dict[str, Tensor], *, tokenizer: Path, source: Path | None = None, model: CausalModel
 ) -> None:
     """`write_folder`, of a model that was trained here.
 
-    weights: by name, whole; a tied head may be among them and is left out. tokenizer: a folder whose tokenizer files
-    are copied, and named in generation_config.json. source: the folder whose config.json is kept; without it one is
-    written for the architecture and the tokenizer's ids.
+    weights: by the model's names, whole; a tied head may be among them and is left out. tokenizer: a folder whose
+    tokenizer files are copied, and named in generation_config.json. source: the folder whose config.json is kept;
+    without it one is written for the model's architecture and the tokenizer's ids.
     """
-    kept = {n: t for n, t in weights.items() if not (n == "lm_head.weight" and architecture.tied)}
+    is_tied = model.architecture.tied and isinstance(model, Decoder)
+    kept = model.checkpoint({n: t for n, t in weights.items() if not (n == "lm_head.weight" and is_tied)})
     beside = [tokenizer / name for name in TOKENIZER_FILES if (tokenizer / name).is_file()]
-    config = qwen3_config(architecture) if source is None else read_json(source / "config.json")
+    config = qwen3_config(model.architecture) if source is None else read_json(source / "config.json")
     generation = generation_config(tokenizer, config)
     if source is None:
         config |= {name: generation[name] for name in TOKEN_IDS if name in generation}

@@ -27,6 +27,7 @@ from torch.nn import functional
 from nanodag.config.footprint import HEAD_BLOCK_BYTES
 from nanodag.model.c_library import DTYPES, c_library, on_threads
 from nanodag.model.cpu_linear import times_transposed
+from nanodag.model.transformers_class import capped
 
 SOURCE = Path(__file__).with_name("head.c")
 LANES = 16  # at most: how much longer a row's scratch is than V
@@ -42,17 +43,18 @@ def selected_logprobs(
     targets: Tensor,
     *,
     temperature: float = 1.0,
+    cap: float | None = None,
     block_bytes: int = HEAD_BLOCK_BYTES,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target under softmax(hidden @ weight.T / temperature), and that distribution's entropy.
 
     hidden: (N, H) float32 or bfloat16. weight: (V, H), same dtype. targets: (N,) int64 in [0, V). Returns two (N,)
-    float32 tensors, both differentiable. Natural logarithms.
+    float32 tensors, both differentiable. Natural logarithms. cap: logits become cap * tanh(logit / cap) first.
     """
     _check(hidden, weight, targets)
     if temperature <= 0.0:
         raise ValueError(f"temperature is {temperature}; it must be above 0. Greedy choices have no log-probability.")
-    return _SelectedLogprobs.apply(hidden, weight, targets, temperature, block_bytes)
+    return _SelectedLogprobs.apply(hidden, weight, targets, temperature, cap, block_bytes)
 
 
 def cross_entropy_sum(
@@ -61,17 +63,18 @@ def cross_entropy_sum(
     targets: Tensor,
     *,
     places: Tensor | None = None,
+    cap: float | None = None,
     block_bytes: int = HEAD_BLOCK_BYTES,
 ) -> Tensor:
     """Sum of -log softmax(hidden @ weight.T)[target] over the tokens whose target is not -100.
 
     hidden: (N, H) float32 or bfloat16. weight: (V, H), same dtype. targets: (N,) int64, -100 = no loss. places: of the
     others, int64, in order; without them the device is asked where they are, and waited for. Returns a float32 scalar;
-    exactly 0 with zero gradients when no token carries loss. Tokens without loss cost nothing.
+    exactly 0 with zero gradients when no token carries loss. Tokens without loss cost nothing. cap: as above.
     """
     _check(hidden, weight, targets)
     rows = (targets != IGNORED).nonzero().squeeze(1) if places is None else places
-    return _CrossEntropySum.apply(hidden, weight, targets, rows, block_bytes)
+    return _CrossEntropySum.apply(hidden, weight, targets, rows, cap, block_bytes)
 
 
 def _check(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
@@ -87,7 +90,13 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
 class _SelectedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, block_bytes: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        cap: float | None,
+        block_bytes: int,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)  # to tell what no loss looks at from zeros is to wait for the device
         num_tokens = hidden.shape[0]
@@ -96,11 +105,11 @@ class _SelectedLogprobs(torch.autograd.Function):
         blocks = _blocks(num_tokens, weight, block_bytes)
         logits = hidden.new_empty(0)
         for block in blocks:
-            logits = times_transposed(hidden[block], weight)
+            logits = capped(times_transposed(hidden[block], weight), cap)
             selected[block], logsumexp[block], entropies[block] = score(logits, targets[block], temperature)
         keep = len(blocks) == 1 and any(ctx.needs_input_grad)
         ctx.save_for_backward(hidden, weight, targets, logsumexp, entropies, logits if keep else None)
-        ctx.temperature, ctx.block_bytes = temperature, block_bytes
+        ctx.temperature, ctx.cap, ctx.block_bytes = temperature, cap, block_bytes
         return selected - logsumexp, entropies
 
     @staticmethod
@@ -111,7 +120,7 @@ class _SelectedLogprobs(torch.autograd.Function):
         gradients = _Gradients(hidden, weight, *ctx.needs_input_grad[:2])
         for block in _blocks(hidden.shape[0], weight, ctx.block_bytes):
             # The kept logits are not written over: the graph may be walked twice (retain_graph).
-            logits = times_transposed(hidden[block], weight) if kept is None else kept
+            logits = capped(times_transposed(hidden[block], weight), ctx.cap) if kept is None else kept
             d_logits = score_back(
                 logits,
                 targets[block],
@@ -121,24 +130,33 @@ class _SelectedLogprobs(torch.autograd.Function):
                 d_logprobs=d_logprobs[block],
                 d_entropies=None if d_entropies is None else d_entropies[block],
             )
-            gradients.add(block, d_logits)
-        return *gradients.result(), None, None, None
+            gradients.add(block, _uncapped(d_logits, logits, ctx.cap))
+        return *gradients.result(), None, None, None, None
 
 
 class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rows: Tensor, block_bytes: int) -> Tensor:
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        rows: Tensor,
+        cap: float | None,
+        block_bytes: int,
+    ) -> Tensor:
         dense = rows.numel() == targets.numel()
         used, labels, is_real = (hidden, targets, None) if dense else _rounded_up(hidden, targets, rows)
         needs_gradient = any(ctx.needs_input_grad)
         gradients = _Gradients(used, weight, *ctx.needs_input_grad[:2])
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for block in _blocks(used.shape[0], weight, block_bytes):
-            logits = times_transposed(used[block], weight)
+            logits = capped(times_transposed(used[block], weight), cap)
+            before = logits if cap is None else logits.clone()
             of_block = losses(logits, labels[block], with_gradient=needs_gradient)
             total += (of_block if is_real is None else of_block * is_real[block]).sum()
             if needs_gradient:
-                gradients.add(block, logits)
+                gradients.add(block, _uncapped(logits, before, cap))
         if needs_gradient:
             d_hidden, d_weight = gradients.result()
             if not dense and d_hidden is not None:
@@ -150,7 +168,7 @@ class _CrossEntropySum(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_total: Tensor) -> tuple[Tensor | None, ...]:
         gradients = (None if saved is None else saved * d_total.to(saved.dtype) for saved in ctx.saved_tensors)
-        return *gradients, None, None, None
+        return *gradients, None, None, None, None
 
 
 class _Gradients:
@@ -190,6 +208,11 @@ def _rounded_up(hidden: Tensor, targets: Tensor, rows: Tensor) -> tuple[Tensor, 
 def _blocks(num_tokens: int, weight: Tensor, block_bytes: int) -> list[slice]:
     size = max(1, block_bytes // (weight.shape[0] * weight.element_size()))
     return [slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size)]
+
+
+def _uncapped(d_capped: Tensor, logits: Tensor, cap: float | None) -> Tensor:
+    """The gradient before `capped`, by that after it. logits: capped."""
+    return d_capped if cap is None else d_capped * (1 - (logits / cap).square())
 
 
 def losses(logits: Tensor, targets: Tensor, *, with_gradient: bool) -> Tensor:

@@ -10,9 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from nanodag.errors import BadRequest, ConfigError
-from nanodag.model.architecture import read_json
+from nanodag.model.architecture import active_share, read_json
 
 INDEX = "model.safetensors.index.json"
+EXPERTS = ".experts."  # in the name of a tensor that not every token meets
 NUM_BLOCKS, BLOCK_BYTES = 1024, 4096  # of each file, by which weights are told apart
 
 
@@ -84,8 +85,11 @@ def head_parameters(folder: Path) -> int:
 
 def matrix_parameters(folder: Path) -> int:
     """Parameters that every token is multiplied with: the matrices, the output head counted once, tied or not, the
-    embedding not. A token takes 2 FLOPs of each forward, 4 backward, beside attention (PaLM, arXiv:2204.02311,
-    appendix B)."""
-    matrices = {name: shape for name, shape in tensor_shapes(folder).items() if len(shape) == 2}
+    embedding not; of experts the share that a token meets. A token takes 2 FLOPs of each forward, 4 backward, beside
+    attention (PaLM, arXiv:2204.02311, appendix B)."""
+    matrices = {name: shape for name, shape in tensor_shapes(folder).items() if len(shape) > 1}
     is_tied = "lm_head.weight" not in matrices
-    return num_elements({name: shape for name, shape in matrices.items() if is_tied or "embed_tokens" not in name})
+    used = {name: shape for name, shape in matrices.items() if is_tied or "embed" not in name}
+    experts = num_elements({name: shape for name, shape in used.items() if EXPERTS in name})
+    idle = 1 - active_share(read_json(folder / "config.json")) if experts else 0.0
+    return num_elements(used) - round(idle * experts)

@@ -16,6 +16,7 @@ from typing import Any
 from nanodag.data.digests import file_sha256
 from nanodag.errors import ConfigError, SourceError
 from nanodag.errors.words import listed
+from nanodag.model.architecture import MODEL_CODE
 from nanodag.worker.job import Job, MetricsLog, finish, load_job
 
 log = logging.getLogger("nanodag.model.import_model")
@@ -76,6 +77,9 @@ def import_model(job: Job) -> dict[str, Any]:
         shutil.copyfile(path, job.output / path.name)  # through the hub cache's links to the bytes
         num_bytes += path.stat().st_size
     config = json.loads((job.output / "config.json").read_text())
+    if job.config.model_code != "own":
+        config[MODEL_CODE] = job.config.model_code
+        (job.output / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
     _name_ends(job.output, config)
     architecture = (config.get("architectures") or ["unknown"])[0]
     log.info("Imported %s from %s: %s, %d bytes", job.config.model, folder, architecture, num_bytes)

@@ -26,8 +26,9 @@ from nanodag.config.footprint import MAX_LOGITS
 from nanodag.errors import ConfigError, TrainingDiverged
 from nanodag.model.attention import attention, on_device
 from nanodag.model.cpu_linear import times_transposed
-from nanodag.model.decoder import Decoder
+from nanodag.model.folder import CausalModel
 from nanodag.model.head import likeliest
+from nanodag.model.transformers_class import capped
 from nanodag.store.kept_lines import KeptLines, content_key
 
 WORTH_SHARING = 16
@@ -92,7 +93,7 @@ class QuestionBatch:
 
 
 def score_questions(
-    models: Sequence[Decoder],
+    models: Sequence[CausalModel],
     questions: Sequence[Question],
     *,
     micro_batch_tokens: int,
@@ -184,12 +185,12 @@ def _key(batch: QuestionBatch) -> str:
     return content_key("scored", [[question.context, question.answers] for _, question in batch.questions])
 
 
-def _each_batch(models: Sequence[Decoder], batches: Sequence[QuestionBatch]) -> Iterator[list[list[AnswerScore]]]:
+def _each_batch(models: Sequence[CausalModel], batches: Sequence[QuestionBatch]) -> Iterator[list[list[AnswerScore]]]:
     """The scores of each batch, in order. A thread a model: it waits for its device most of the time."""
     if len(models) == 1:
         yield from (_score_on(models[0], batch) for batch in batches)
         return
-    free: SimpleQueue[Decoder] = SimpleQueue()
+    free: SimpleQueue[CausalModel] = SimpleQueue()
     for model in models:
         free.put(model)
 
@@ -211,9 +212,9 @@ def _fit(question: Question, max_positions: int) -> Question:
     return Question(question.context[-room:], question.answers)
 
 
-def _score_on(model: Decoder, batch: QuestionBatch) -> list[list[AnswerScore]]:
+def _score_on(model: CausalModel, batch: QuestionBatch) -> list[list[AnswerScore]]:
     weight = model.lm_head.weight
-    return score_batch(model, lambda: nullcontext(weight), weight.device, batch)
+    return score_batch(model, lambda: nullcontext(weight), weight.device, batch, model.lm_head.cap)
 
 
 @torch.no_grad()
@@ -222,9 +223,11 @@ def score_batch(
     head: Callable[[], AbstractContextManager[Tensor]],
     device: torch.device,
     batch: QuestionBatch,
+    cap: float | None,
 ) -> list[list[AnswerScore]]:
     """Scores of a batch's questions in one forward pass. forward: a Decoder on the device, or an engine around it.
-    head: gives the weight of its head, (V, D), for as long as it is used, which ZeRO-3 brings together for it."""
+    head: gives the weight of its head, (V, D), for as long as it is used, which ZeRO-3 brings together for it. cap: the
+    head's."""
     ids, positions = (on_device(values, device)[None] for values in (batch.ids, batch.positions))
     # What is predicted from one place has its logits computed once.
     places, rows = np.unique(batch.predict_at, return_inverse=True)  # (M,) and (N,)
@@ -232,17 +235,19 @@ def score_batch(
     at = on_device(places, device)
     hidden = forward(ids, positions, want="hidden", attend=attend, attend_last=attend_last, places=at)[0]  # (M, D)
     with head() as weight:
-        logprobs, greedy = _score_targets(weight, hidden, torch.from_numpy(rows), torch.from_numpy(batch.targets))
+        logprobs, greedy = _score_targets(weight, hidden, torch.from_numpy(rows), torch.from_numpy(batch.targets), cap)
     return _collect([question for _, question in batch.questions], logprobs, greedy)
 
 
-def _score_targets(weight: Tensor, hidden: Tensor, rows: Tensor, targets: Tensor) -> tuple[list[float], list[bool]]:
+def _score_targets(
+    weight: Tensor, hidden: Tensor, rows: Tensor, targets: Tensor, cap: float | None
+) -> tuple[list[float], list[bool]]:
     """Logprob of each target, and whether it is the likeliest token. weight: (V, D). hidden: (M, D). rows: (N,) int64,
     which hidden state predicts it. targets: (N,) int64. Both are on the host."""
     size = max(1, MAX_LOGITS[weight.device.type] // len(weight))
     logprobs, greedy = torch.empty(len(targets)), torch.empty(len(targets), dtype=torch.bool)
     for start in range(0, len(hidden), size):
-        logits = times_transposed(hidden[start : start + size], weight)  # (n, V)
+        logits = capped(times_transposed(hidden[start : start + size], weight), cap)  # (n, V)
         chosen = ((rows >= start) & (rows < start + size)).nonzero()[:, 0]
         places, tokens = (rows[chosen] - start).to(logits.device), targets[chosen].to(logits.device)
         first, logsumexp = likeliest(logits)

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from nanodag.config import Pipeline
-from nanodag.config.dial import Shape
 from nanodag.config.footprint import USABLE
 from nanodag.config.model_size import ModelSize, began_at
 from nanodag.config.model_size import model_of as derived_model_of
@@ -17,6 +16,7 @@ from nanodag.errors import BadRequest, ConfigError, SourceError
 from nanodag.errors.words import size
 from nanodag.host.machine import Machine
 from nanodag.model.architecture import read_checkpoint
+from nanodag.model.folder_size import size_of
 from nanodag.model.import_model import local_files
 from nanodag.plan.host_memory import HOST_SHARE
 from nanodag.plan.sizes import Sizes
@@ -120,19 +120,10 @@ def _model_of(pipeline: Pipeline, name: str, mirror: Path | None) -> ModelSize |
     if not files:
         return known
     try:
-        read = read_checkpoint(files[0].parent).architecture
+        folder = files[0].parent
+        return size_of(folder, read_checkpoint(folder, pipeline.stages[began].known_code).architecture)
     except BadRequest as error:
         raise ConfigError(f"{began}.model={imported} cannot be taken: {error}") from error
-    shape = Shape(
-        depth=read.num_layers,
-        width=read.hidden_size,
-        num_heads=read.num_heads,
-        num_kv_heads=read.num_kv_heads,
-        head_width=read.head_dim,
-        mlp_width=read.intermediate_size,
-        tied_embeddings=read.tied,
-    )
-    return ModelSize(shape, read.vocab_size, read.max_positions, read.window)
 
 
 def device_room(machine: Machine) -> int:

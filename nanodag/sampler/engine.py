@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +35,8 @@ from nanodag.sampler.sizes import plan_cache, row_sizes
 from nanodag.sampler.slots import ActiveRequest, ActiveSample, Listener, SlotTable, StreamPace, completion
 from nanodag.sampler.steps import CompiledSteps, TorchSteps
 from nanodag.sampler.text import Text
-from nanodag.sampler.weights import Weights, WeightsBuilder, load_weights
+from nanodag.sampler.transformers_sampler import ClassWeightsBuilder, TransformersSampler, load_class_weights
+from nanodag.sampler.weights import NamedTensors, WeightsBuilder, load_weights
 
 DEFAULT_MAX_BATCH = 64
 STEP_PREFILL_TOKENS = 4096
@@ -77,17 +79,20 @@ class Engine:
         num_slots, self.context_length = plan_cache(
             a, max_batch, settings.context_length, settings.cache_bytes, self._dtype.itemsize
         )
-        weights = self.load(settings.model)
-        self._has_bias = (weights.layers[0].qkv_bias is not None, weights.layers[0].output_bias is not None)
-        self.model = SamplerModel(
-            a,
-            weights,
-            num_slots=num_slots,
-            capacity=slot_tokens(self.context_length),
-            cache_dtype=self._dtype,
-            deterministic=deterministic,
-        )
-        if self.model.kernel is not None:  # rows are independent of one another in it
+        sizes: dict[str, Any] = {
+            "num_slots": num_slots, "capacity": slot_tokens(self.context_length), "deterministic": deterministic
+        }  # fmt: skip
+        if a.model_code == "transformers":
+            self.model: SamplerModel | TransformersSampler = TransformersSampler(
+                *load_class_weights(settings.model, self._dtype, self.device), **sizes
+            )
+        else:
+            weights = load_weights(settings.model, a, self._dtype, self.device)
+            self._has_bias = (weights.layers[0].qkv_bias is not None, weights.layers[0].output_bias is not None)
+            self.model = SamplerModel(a, weights, cache_dtype=self._dtype, **sizes)
+        if self.model.kernel is not None or not isinstance(
+            self.model, SamplerModel
+        ):  # rows are independent of one another in it
             self.row_sizes = tuple(range(1, num_slots + 1))
         else:
             self.row_sizes = invariant_row_sizes(self.model) if deterministic else row_sizes(num_slots)
@@ -192,19 +197,23 @@ class Engine:
         self.waiting.extendleft(reversed([self.table.empty(int(row)) for row in rows]))
         self.forget_prompts()
 
-    def load(self, path: Path) -> Weights:
+    def load(self, path: Path) -> NamedTensors:
         """Read a checkpoint that fits this engine's model. Touches no state: any thread may call it.
 
         Raises BadRequest if it cannot be read or has another architecture.
         """
         mine = self.checkpoint.architecture
         check_same_shape(read_checkpoint(path), mine)
+        if mine.model_code == "transformers":
+            return load_class_weights(path, self._dtype, self.device)[1]
         return load_weights(path, mine, self._dtype, self.device)
 
-    def builder(self, source: str) -> WeightsBuilder:
+    def builder(self, source: str) -> WeightsBuilder | ClassWeightsBuilder:
         """Makes weights of this engine's model of a checkpoint's tensors. source: where they are from. Touches no
         state: any thread may call it and use what it returns."""
         a = self.checkpoint.architecture
+        if isinstance(self.model, TransformersSampler):
+            return ClassWeightsBuilder(self.model.weights, source=source)
         return WeightsBuilder(a, self._dtype, self.device, source=source, has_bias=self._has_bias)
 
     def release_memory(self, tags: Collection[MemoryTag]) -> None:
@@ -248,7 +257,7 @@ class Engine:
             raise BadRequest(f"weights cannot be taken: {self._what_is_missing()}")
 
     @torch.inference_mode()
-    def update_weights(self, weights: Weights, path: Path, version: str | None) -> None:
+    def update_weights(self, weights: NamedTensors, path: Path, version: str | None) -> None:
         """Sample every token from here on with ``weights``. Running samples continue with the cache they have."""
         self.check_room_for_weights()
         self.model.use(weights)
@@ -318,7 +327,7 @@ class Engine:
             self.table.fill(row, sample, len(prefix))
         for batch in self._prefill_batches(list(groups.values())):
             self.model.prefill([prompt for prompt, _ in batch], [rows for _, rows in batch])
-        for key, (_, rows) in groups.items():
+        for key, (_, rows) in groups.items() if self.model.keeps_prompts else ():
             self._prompt_rows[key] = rows[0]
             self._row_prompts[rows[0]] = key
 

@@ -17,7 +17,7 @@ Letters: B slots, R rows in use, L tokens of the cache that are read, C capacity
 H hidden, Q query heads, K key/value heads, G = Q / K, D head, F intermediate, V vocabulary padded to a multiple of 64.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from nanodag.sampler.decode_views import Buffers, DecodeViews
 from nanodag.sampler.drawing import likeliest
 from nanodag.sampler.kernel import CACHE_BLOCK, Kernel, bind
 from nanodag.sampler.sizes import ATTENTION_CHUNK
-from nanodag.sampler.weights import LayerWeights, Weights
+from nanodag.sampler.weights import LayerWeights, NamedTensors, Weights
 
 LOGIT_ROWS = 256  # scored at once: the whole prompt's logits would be large
 NUM_CACHED_VIEWS = 128
@@ -44,6 +44,7 @@ class SamplerModel:
     float32 on a CPU; on a GPU it multiplies in the cache's precision and adds up in float32.
     """
 
+    keeps_prompts = True  # a slot, its prompt, until another sample takes it
     weights: Weights
     buffers: Buffers
     kernel: Kernel | None
@@ -72,8 +73,9 @@ class SamplerModel:
         self._score_scale = architecture.head_dim**-0.5
         self.make_cache()
 
-    def use(self, weights: Weights) -> None:
+    def use(self, weights: NamedTensors) -> None:
         """Compute with these from now on; they belong to the model then."""
+        assert isinstance(weights, Weights)
         was_here = hasattr(self, "weights")
         self.weights = weights
         if self.kernel is not None:
@@ -233,6 +235,9 @@ class SamplerModel:
             cache[self._rows_of(slot)] = 0.0
         self.buffers.hidden[slot] = 0.0
         self.buffers.prompt_hidden[slot] = 0.0
+
+    def retain(self, slots: Collection[int]) -> None:
+        """Nothing: a slot stays until another sample takes it."""
 
     @torch.inference_mode()
     def decode(self, tokens: np.ndarray, positions: np.ndarray, length: int) -> None:

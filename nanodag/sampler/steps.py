@@ -14,6 +14,7 @@ from nanodag.sampler.kernel import Kernel
 from nanodag.sampler.model import SamplerModel
 from nanodag.sampler.sizes import read_length
 from nanodag.sampler.slots import SlotTable
+from nanodag.sampler.transformers_sampler import TransformersSampler
 
 NO_ROWS = np.zeros(0, dtype=np.int64)
 _ENDED, _BROKEN = 1, 2
@@ -22,7 +23,7 @@ _ENDED, _BROKEN = 1, 2
 class TorchSteps:
     """Steps for every device and dtype."""
 
-    def __init__(self, model: SamplerModel, table: SlotTable) -> None:
+    def __init__(self, model: SamplerModel | TransformersSampler, table: SlotTable) -> None:
         self._model, self._table = model, table
 
     def decode(self, rows: int) -> None:
@@ -30,6 +31,7 @@ class TorchSteps:
         table, active = self._table, self._table.active_rows
         longest = int(table.positions[active].max()) + 1
         length = read_length(longest, self._model.capacity, in_chunks=self._model.deterministic)
+        self._model.retain(active)
         self._model.decode(table.tokens[:rows], table.positions[:rows], length)
         table.positions[active] += 1
 

@@ -36,14 +36,15 @@ from nanodag.sampler.engine import Engine
 from nanodag.sampler.fingerprints import fingerprints_of, overall
 from nanodag.sampler.in_flight import Traffic, body_of, routes
 from nanodag.sampler.shared_tensors import opened
+from nanodag.sampler.transformers_sampler import ClassWeightsBuilder
 from nanodag.sampler.weight_group import WeightGroup, find_store, split
-from nanodag.sampler.weights import Weights, WeightsBuilder, read_tensors
+from nanodag.sampler.weights import NamedTensors, WeightsBuilder, read_tensors
 
 GROUP_TIMEOUT_S = 600.0
 RANK_NAMES = ("tp_rank", "tp_size", "dp_rank", "dp_size", "pp_rank", "pp_size", "rank", "size")
 
 
-Made = tuple[Weights, list[int]]
+Made = tuple[NamedTensors, list[int]]
 """Weights, and the sums of their tensors."""
 
 
@@ -52,7 +53,7 @@ class _Session:
     """Between begin and end. failure: of the first bucket that was not received or is of no use. made: of all that
     came, once that is a whole model. fingerprints: of what came, made beside whatever else is done."""
 
-    builder: WeightsBuilder
+    builder: WeightsBuilder | ClassWeightsBuilder
     fingerprints: list["asyncio.Future[dict[str, str]]"] = field(default_factory=list)
     version: str | None = None
     failure: str = ""
@@ -229,7 +230,7 @@ class WeightEndpoints:
             await self._change(weights, self.engine.checkpoint.path, session.version, received)
         return _answer(True, "Success")
 
-    async def _change(self, weights: Weights, path: Path, version: str | None, received: _Received | None) -> None:
+    async def _change(self, weights: NamedTensors, path: Path, version: str | None, received: _Received | None) -> None:
         async with self.traffic.paused():
             await self.traffic.in_loop(lambda: self.engine.update_weights(weights, path, version))
             self._received = received
@@ -252,7 +253,7 @@ class WeightEndpoints:
         await self.traffic.in_loop(lambda: self.engine.abort(lambda running: True, f"aborted by {endpoint}"))
 
 
-def _made_of(builder: WeightsBuilder) -> Made:
+def _made_of(builder: WeightsBuilder | ClassWeightsBuilder) -> Made:
     weights = builder.whole()
     return weights, weights.sums()
 

@@ -51,8 +51,27 @@ class LayerWeights:
     down: Tensor  # (F, H)
 
 
+class NamedTensors:
+    """A model's tensors by names, in one fixed order."""
+
+    def named(self) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+    def tensors(self) -> list[Tensor]:
+        return list(self.named().values())
+
+    def sums(self) -> list[int]:
+        """Sum of each tensor's bits, read as integers: what changes one of them changes its sum."""
+        return [int(_as_integers(tensor).sum(dtype=torch.int64)) for tensor in self.tensors()]
+
+    def differing(self, other: "NamedTensors") -> list[str]:
+        """Names of the tensors that are not equal to the last bit."""
+        theirs = other.named()
+        return [name for name, ours in self.named().items() if name in theirs and not torch.equal(ours, theirs[name])]
+
+
 @dataclass(kw_only=True)
-class Weights:
+class Weights(NamedTensors):
     """A whole model. ``embedding`` is None where it is tied: then tokens are columns of ``head``, kept once.
 
     Vectors are float32; matrices float32 or bfloat16, each for itself.
@@ -76,18 +95,6 @@ class Weights:
         }
         tensors = {"embedding": self.embedding, **layers, "norm": self.norm, "head": self.head}
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
-
-    def tensors(self) -> list[Tensor]:
-        return list(self.named().values())
-
-    def sums(self) -> list[int]:
-        """Sum of each tensor's bits, read as integers: what changes one of them changes its sum."""
-        return [int(_as_integers(tensor).sum(dtype=torch.int64)) for tensor in self.tensors()]
-
-    def differing(self, other: "Weights") -> list[str]:
-        """Names of the tensors that are not equal to the last bit."""
-        theirs = other.named()
-        return [name for name, ours in self.named().items() if name in theirs and not torch.equal(ours, theirs[name])]
 
 
 def _as_integers(tensor: Tensor) -> Tensor:
@@ -240,10 +247,15 @@ class WeightsBuilder:
     def _rounded(self, name: str, tensor: Tensor) -> Tensor:
         """Rounded to dtype, in float32; may be the tensor itself."""
         tensor = tensor.to(device=self._device, dtype=self._dtype).to(torch.float32)
-        # Their sum is finite unless one is not, or they are huge.
-        if not math.isfinite(tensor.sum().item()) and not tensor.isfinite().all():
-            raise BadRequest(f"{name!r} in {self._source} holds NaN or infinity")
+        check_finite(name, tensor, self._source)
         return tensor
+
+
+def check_finite(name: str, tensor: Tensor, source: str) -> None:
+    """Raise BadRequest for a tensor that holds NaN or infinity."""
+    # Their sum is finite unless one is not, or they are huge.
+    if not math.isfinite(tensor.sum().item()) and not tensor.isfinite().all():
+        raise BadRequest(f"{name!r} in {source} holds NaN or infinity")
 
 
 def _layer_names(a: Architecture, has_qkv_bias: bool, has_output_bias: bool) -> list[str]:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from nanodag.config.dial import Shape, flops_per_token
 from nanodag.config.kinds import find_kind
 from nanodag.config.supervised import SupervisedStage
 from nanodag.data.adapters import kind_of
@@ -23,8 +22,9 @@ from nanodag.errors import ConfigError
 from nanodag.host.processor import usable_cores
 from nanodag.model.architecture import Architecture, read_checkpoint
 from nanodag.model.build import initialise, qwen3_architecture
-from nanodag.model.decoder import Decoder, Layer
-from nanodag.model.folder import load, save
+from nanodag.model.decoder import Decoder
+from nanodag.model.folder import CausalModel, load, save
+from nanodag.model.folder_size import size_of
 from nanodag.own_code.find import required_file
 from nanodag.store.checkpoints import Checkpoints
 from nanodag.tokenizer.encoding import Encoding
@@ -60,7 +60,7 @@ class PreparedStage:
     job: Job
     config: SupervisedStage
     engine: TrainEngine
-    model: Decoder
+    model: CausalModel
     source: TokenBatches
     validation: Validation | None
     plan: TrainPlan
@@ -116,8 +116,8 @@ class PreparedStage:
         """Write the current weights as a Hugging Face directory; every rank must call it."""
         weights = self.engine.full_state_dict()
         if self.engine.rank == 0:
-            source, architecture = self.job.inputs.get("model"), self.model.architecture
-            save(folder, weights, tokenizer=self.tokenizer_path, source=source, architecture=architecture)
+            source = self.job.inputs.get("model")
+            save(folder, weights, tokenizer=self.tokenizer_path, source=source, model=self.model)
         self.engine.barrier()
 
 
@@ -135,28 +135,19 @@ def prepare(job: Job) -> PreparedStage:
         precision=config.precision,
         gradient_clipping=config.gradient_clipping,
         device=str(config.resources.device),
-        leaf_modules=(Layer,),
+        leaf_modules=model.leaf_modules,
         offload=config.resources,
     )
     torch.manual_seed(int(config.seed) * 1000 + engine.rank)
     checkpoints = Checkpoints(job.checkpoints, keep=config.keep_checkpoints)
     checkpoint = newest_of_all(checkpoints, engine)
     data = _Data(job, tokenizer_path, engine)
-    architecture = model.architecture
-    shape = Shape(
-        depth=architecture.num_layers,
-        width=architecture.hidden_size,
-        num_heads=architecture.num_heads,
-        num_kv_heads=architecture.num_kv_heads,
-        head_width=architecture.head_dim,
-        mlp_width=architecture.intermediate_size,
-        tied_embeddings=architecture.tied,
-    )
+    size = size_of(job.inputs.get("model", tokenizer_path), model.architecture)
     plan = TrainPlan(
         num_steps=data.num_steps(checkpoint),
         micro_batches=data.micro_batches,
-        flops_per_token=flops_per_token(shape, architecture.vocab_size, config.sequence_length),
-        matrix_flops_per_token=flops_per_token(shape, architecture.vocab_size, 0),
+        flops_per_token=size.training_flops(config.sequence_length),
+        matrix_flops_per_token=size.training_flops(0),
         peak_flops=engine.world_size * matmul_peak(engine.device.type),
     )
     return PreparedStage(
@@ -165,7 +156,7 @@ def prepare(job: Job) -> PreparedStage:
         engine=engine,
         model=model,
         source=data.training(),
-        validation=data.validation(architecture.vocab_size),
+        validation=data.validation(size.vocabulary),
         plan=plan,
         tokenizer_path=tokenizer_path,
         checkpoints=checkpoints,
@@ -173,7 +164,7 @@ def prepare(job: Job) -> PreparedStage:
     )
 
 
-def _model(job: Job, tokenizer_path: Path) -> Decoder:
+def _model(job: Job, tokenizer_path: Path) -> CausalModel:
     config = job.config
     options = {"compiled": config.compile is True, "activation_checkpointing": config.activation_checkpointing is True}
     if "model" in job.inputs:

@@ -14,6 +14,7 @@ from torch import Tensor
 from nanodag.data.core_tasks import TASKS, read_items
 from nanodag.model.core_scoring import CHUNK_ITEMS, judge_items
 from nanodag.model.decoder import Decoder
+from nanodag.model.folder import CausalModel
 from nanodag.model.scoring import AnswerScore, Question, batch_of, in_batches, score_batch
 from nanodag.tokenizer.encoding import Encoding
 from nanodag.train.deepspeed_engine import TrainEngine
@@ -71,7 +72,7 @@ class Validation:
 
 def core_accuracies(
     engine: TrainEngine,
-    model: Decoder,
+    model: CausalModel,
     encoding: Encoding,
     files: Mapping[str, Path],
     *,
@@ -85,7 +86,7 @@ def core_accuracies(
     weight. files: of each task, by its name. limit: items a task, 0 for all. batch_tokens: that a rank's forward pass
     reads at once, as far as one row is no longer. on_task gets the number of tasks that are done.
     """
-    max_positions = model.architecture.max_positions
+    max_positions, head = model.architecture.max_positions, model.lm_head
     # As in an eval stage: with bos in front where the tokenizer has one.
     begin = [encoding.bos_id] if encoding.settings.get("bos_token") is not None else []
 
@@ -97,7 +98,7 @@ def core_accuracies(
         scores: list[list[AnswerScore]] = [[] for _ in questions]
         for number in range(int(engine.highest(len(batches)))):
             batch = batches[number] if number < len(batches) else EMPTY
-            batch_scores = score_batch(engine, lambda: engine.whole(model.lm_head.weight), engine.device, batch)
+            batch_scores = score_batch(engine, lambda: engine.whole(head.weight), engine.device, batch, head.cap)
             for (index, _), row_scores in zip(batch.questions, batch_scores, strict=True):
                 if index >= 0:
                     scores[index] = row_scores
@@ -143,9 +144,12 @@ def greedy(
 
 
 @contextmanager
-def uncompiled(model: Decoder, *, active: bool = True) -> Iterator[None]:
+def uncompiled(model: CausalModel, *, active: bool = True) -> Iterator[None]:
     """Inside this block a decoder runs without compiled code: for shapes that come once, compiling costs more than it
     saves."""
+    if not isinstance(model, Decoder):
+        yield
+        return
     compiled = model.functions.compiled
     model.functions.compiled = compiled and not active
     try:

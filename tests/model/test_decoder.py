@@ -114,7 +114,7 @@ def test_a_model_with_biases_that_was_trained_is_read_alike_by_transformers_and_
                 parameter.grad = None
     assert model.model.layers[0].self_attn.o_proj.bias.abs().max() > 0
     weights, tokenizer = dict(model.named_parameters()), write_tokenizer(tmp_path / "tokenizer")
-    save(tmp_path / "out", weights, tokenizer=tokenizer, source=tmp_path / "begun", architecture=model.architecture)
+    save(tmp_path / "out", weights, tokenizer=tokenizer, source=tmp_path / "begun", model=model)
     logits = model(ids, positions, documents, want="logits")
     read, report = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", dtype=torch.float32, output_loading_info=True
@@ -132,7 +132,7 @@ def test_what_is_saved_is_loaded_by_transformers_with_the_same_logits(tmp_path, 
 
     model = tiny(tied)
     weights, tokenizer = dict(model.named_parameters()), write_tokenizer(tmp_path / "tokenizer")
-    save(tmp_path / "out", weights, tokenizer=tokenizer, architecture=model.architecture)
+    save(tmp_path / "out", weights, tokenizer=tokenizer, model=model)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     ids, positions, documents, _ = row(30)
     logits = model(ids, positions, documents, want="logits")
@@ -226,9 +226,9 @@ def test_a_folder_that_lacks_a_tensor_or_holds_one_too_many_is_refused(tmp_path)
     model = tiny()
     weights, tokenizer = dict(model.named_parameters()), write_tokenizer(tmp_path / "tokenizer")
     lacking = {name: t for name, t in weights.items() if name != "model.norm.weight"}
-    save(tmp_path / "lacking", lacking, tokenizer=tokenizer, architecture=model.architecture)
+    save(tmp_path / "lacking", lacking, tokenizer=tokenizer, model=model)
     with pytest.raises(ConfigError, match=r"lacks 1 tensor, the first is model\.norm\.weight"):
         load(tmp_path / "lacking")
-    save(tmp_path / "more", {**weights, "extra": torch.zeros(1)}, tokenizer=tokenizer, architecture=model.architecture)
+    save(tmp_path / "more", {**weights, "extra": torch.zeros(1)}, tokenizer=tokenizer, model=model)
     with pytest.raises(ConfigError, match="holds extra"):
         load(tmp_path / "more")

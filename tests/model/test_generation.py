@@ -36,7 +36,7 @@ def save_one_that_says_a(folder, end):
         model.model.embed_tokens.weight[ord("a")] = torch.eye(16)[1]
         model.lm_head.weight[ord("a"), 0] = model.lm_head.weight[IDS[end], 1] = 9.0
     weights = dict(model.named_parameters())
-    save(folder / "model", weights, tokenizer=folder / "tokenizer", architecture=model.architecture)
+    save(folder / "model", weights, tokenizer=folder / "tokenizer", model=model)
     return folder / "model"
 
 

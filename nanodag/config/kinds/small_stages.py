@@ -1,7 +1,7 @@
 """Stages that multiply no matrices: tokenizer, import, report."""
 
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -39,10 +39,17 @@ class ImportStage(StageBase):
 
     model: str
     """The Hugging Face model: `hub:owner/name[@revision]` or `file:FOLDER`."""
+    model_code: Literal["own", "transformers"] = "own"
+    """Code that computes it from here on: our own decoder, for the types that it knows, or transformers' classes, for
+    every other type: slower, never the code that comes with a model."""
 
     @property
     def known_model(self) -> str:
         return self.model
+
+    @property
+    def known_code(self) -> Literal["", "transformers"]:
+        return "" if self.model_code == "own" else self.model_code
 
     def external_inputs(self) -> Iterator[ExternalInput]:
         yield ExternalInput("model", "model", self.model)

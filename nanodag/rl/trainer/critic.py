@@ -15,8 +15,7 @@ from torch.nn import functional
 
 from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import TrainingDiverged
-from nanodag.model.decoder import Decoder
-from nanodag.model.folder import load
+from nanodag.model.folder import CausalModel, load
 from nanodag.rl.advantages import gae
 from nanodag.rl.trainer.policy import ByRow, DeviceRow, Rows, engine_of, hidden_states
 from nanodag.rl.trainer.sequence_parallel import ALONE, SequenceGroup
@@ -40,7 +39,7 @@ class ValueHead(nn.Module):
 class ValueModel(nn.Module):
     """Wraps a decoder, whose output head goes; calling it values one row."""
 
-    def __init__(self, decoder: Decoder, group: SequenceGroup = ALONE) -> None:
+    def __init__(self, decoder: CausalModel, group: SequenceGroup = ALONE) -> None:
         super().__init__()
         group.check(decoder.architecture)
         del decoder.lm_head
@@ -66,7 +65,7 @@ class Critic:
             is_deferred=config.optimizer.zero_stage == 3,
         )
         model = ValueModel(decoder, group)
-        self.engine = engine_of(model, config, learning_rate=self._own.learning_rate, device=device)
+        self.engine = engine_of(model, decoder, config, learning_rate=self._own.learning_rate, device=device)
 
     def step(self, step: int, rows: Rows, rewards: ByRow, num_tokens: Sequence[int]) -> tuple[ByRow, dict[str, Any]]:
         """Advantages of the tokens of each row, float32, by the critic as it is at the start of a step, from which

@@ -17,8 +17,7 @@ from nanodag.errors import ConfigError
 from nanodag.errors.words import counted
 from nanodag.model.architecture import read_checkpoint
 from nanodag.model.attention import group_attention, on_device
-from nanodag.model.decoder import Decoder, Layer
-from nanodag.model.folder import load
+from nanodag.model.folder import CausalModel, load
 from nanodag.model.headers import faults_of_config
 from nanodag.rl.rollouts.rollout import Rollout
 from nanodag.rl.trainer.rows import MicroBatch
@@ -57,7 +56,7 @@ def to_row(batch: MicroBatch, device: torch.device) -> DeviceRow:
     return DeviceRow(host=batch, **{name: on_device(getattr(batch, name), device) for name in names})
 
 
-def hidden_states(decoder: Decoder, row: DeviceRow, group: SequenceGroup) -> tuple[Tensor, Share]:
+def hidden_states(decoder: CausalModel, row: DeviceRow, group: SequenceGroup) -> tuple[Tensor, Share]:
     """(1, N, W), of the tokens before those that this rank scores, and which those are."""
     share = group.share_of(row.token_ids, row.position_ids, row.predictors, row.targets)
     attend = group.attention(group_attention(row.host.prompts, row.host.responses), len(row.token_ids))
@@ -101,7 +100,7 @@ class Reference:
     def __init__(self, model_path: Path, *, temperature: float, engine: TrainEngine, group: SequenceGroup) -> None:
         is_deferred = engine.zero_stage == 3
         policy = Policy(model_path, temperature=temperature, group=group, is_deferred=is_deferred)
-        self.model = FrozenModel(policy, beside=engine, leaf_modules=(Layer,))
+        self.model = FrozenModel(policy, beside=engine, leaf_modules=policy.decoder.leaf_modules)
         self._rank = engine.rank
         self.lent = LentMemory(self.model.shares.values(), device=engine.device)
 
@@ -126,8 +125,10 @@ class Reference:
             self.refresh((name, torch.cat([f.get_tensor(name).flatten() for f in files])) for name in self.model.shares)
 
 
-def engine_of(model: nn.Module, config: RLStage, *, learning_rate: float, device: str) -> TrainEngine:
-    """A model under the stage's ZeRO, precision, AdamW and clipping: the policy, or its critic."""
+def engine_of(
+    model: nn.Module, decoder: CausalModel, config: RLStage, *, learning_rate: float, device: str
+) -> TrainEngine:
+    """A model around a decoder, under the stage's ZeRO, precision, AdamW and clipping: the policy, or its critic."""
     assert config.optimizer.precision != "auto"  # derived
     return TrainEngine(
         model,
@@ -144,7 +145,7 @@ def engine_of(model: nn.Module, config: RLStage, *, learning_rate: float, device
         gradient_limit=config.optimizer.gradient_limit or math.inf,
         skips_bad_gradients=config.optimizer.bad_gradient == "skip",
         device=device,
-        leaf_modules=(Layer,),
+        leaf_modules=decoder.leaf_modules,
         offload=config.resources,
     )
 

@@ -35,6 +35,7 @@ from nanodag.errors import TrainingDiverged
 from nanodag.inference.number_formats import DTYPES
 from nanodag.model.folder import write_like
 from nanodag.model.lora import add_lora, merged
+from nanodag.model.transformers_model import TransformersModel
 from nanodag.rl.losses import Totals
 from nanodag.rl.rollouts.rollout import REPLAYED, Rollout, groups_of, read_rollouts
 from nanodag.rl.trainer.credit import Credit, folder_beside
@@ -79,9 +80,12 @@ class Trainer:
             group=self._group,
             is_deferred=config.optimizer.zero_stage == 3,
         )
+        self._decoder = policy.decoder
         if config.optimizer.lora_rank:
             add_lora(policy, rank=config.optimizer.lora_rank, alpha=config.optimizer.lora_alpha, seed=int(config.seed))
-        self.engine = engine_of(policy, config, learning_rate=config.optimizer.learning_rate, device=device)
+        self.engine = engine_of(
+            policy, policy.decoder, config, learning_rate=config.optimizer.learning_rate, device=device
+        )
         inputs = {**(beside or {}), "model": model_path}
         self._reference: Reference | None = None
         if config.algorithm.has_reference:
@@ -193,11 +197,14 @@ class Trainer:
         that were given last.
         """
         fingerprints = self._fingerprints()
-        weights = ((name.removeprefix(PREFIX), tensor) for name, tensor in self._weights())
+        weights = self.giver.kept() if kept else ((n.removeprefix(PREFIX), tensor) for n, tensor in self._weights())
+        if isinstance(self._decoder, TransformersModel):  # whose checkpoints have other tensors than its classes
+            whole = {name: tensor.to("cpu", copy=True) for name, tensor in weights if self.engine.rank == 0}
+            weights = iter(self._decoder.checkpoint(whole).items() if whole else ())
         write_like(
             self.model_path,
             folder,
-            self.giver.kept() if kept else weights,
+            weights,
             is_writer=self.engine.rank == 0,
             dtype=self.engine.dtype,
             on_tensor=fingerprints.add if fingerprint else None,

@@ -1,0 +1,110 @@
+"""The classes that transformers has for causal models: read from a folder, their bodies, how logits follow from those.
+
+A model's own code is never run.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanodag.errors import ConfigError
+from nanodag.errors.words import counted
+
+log = logging.getLogger(__name__)
+
+LOGIT_TOLERANCE = 1e-3
+_PROBE = 8  # tokens by which a class's own logits are compared with those that are computed here
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedClass:
+    """A model in its class of transformers, for evaluation: dropout is 0. Logits are `capped` ones of hidden states,
+    which `body` makes, times the weight of `lm_head`."""
+
+    whole: Any
+
+    @cached_property
+    def body(self) -> Callable[..., Any]:
+        """Makes the hidden states: `hidden_of` with `input_ids`, and a cache where one is wanted."""
+        found = self.whole.get_decoder()
+        return self.whole.model if found is self.whole else found  # Llama 4 finds none by its prefix
+
+    @property
+    def scale(self) -> float:
+        """Factor of the hidden states, for that of the logits."""
+        config = self.whole.config
+        factor = float(getattr(config, "lm_head_multiplier", 1.0)) * float(getattr(config, "logit_scale", 1.0))
+        return factor / float(getattr(config, "logits_scaling", 1.0))
+
+    @property
+    def cap(self) -> float | None:
+        cap = getattr(self.whole.config, "final_logit_softcapping", None)
+        return None if cap is None else float(cap)
+
+    @property
+    def head(self) -> Any:
+        """The output head's weight, (V, W)."""
+        return self.whole.lm_head.weight
+
+    def hidden_of(self, **inputs: Any) -> Tensor:
+        """(R, T) int64 `input_ids` -> (R, T, W), each row a text from its begin, scaled for the head."""
+        hidden: Tensor = self.body(**inputs)[0]
+        return hidden if self.scale == 1.0 else hidden * self.scale
+
+
+def load_class(folder: Path) -> LoadedClass:
+    """The class that transformers has for a folder's model, in float32 on CPU.
+
+    Raises ConfigError where transformers does not know the type, a tensor is missing, or logits are made in a way that
+    is not known here.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    where: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    try:
+        config = AutoConfig.from_pretrained(folder, **where)
+        for name, value in list(vars(config).items()):
+            if "drop" in name and isinstance(value, float):
+                setattr(config, name, 0.0)
+        whole, report = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=torch.float32, output_loading_info=True, **where
+        )
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        raise ConfigError(f"transformers cannot read the model in {folder}: {error}") from error
+    if missing := sorted({*report["missing_keys"], *map(str, report["mismatched_keys"])}):
+        raise ConfigError(f"{folder} lacks {counted(len(missing), 'tensor')}, the first is {missing[0]}.")
+    if unknown := sorted(report["unexpected_keys"]):
+        log.warning("%s: %s without a place, the first is %s", folder, counted(len(unknown), "tensor"), unknown[0])
+    loaded = LoadedClass(whole.eval())
+    _check_logits(folder, loaded)
+    return loaded
+
+
+@torch.no_grad()
+def _check_logits(folder: Path, loaded: LoadedClass) -> None:
+    whole, name = loaded.whole, type(loaded.whole).__name__
+    head = whole.get_output_embeddings()
+    if head is None or getattr(whole, "lm_head", None) is not head or getattr(head, "bias", None) is not None:
+        raise ConfigError(f"{folder}: the head of {name} is no `lm_head` without bias.")
+    ids = torch.arange(_PROBE)[None] % len(loaded.head)
+    expected = whole(input_ids=ids, use_cache=False).logits
+    logits = capped(loaded.hidden_of(input_ids=ids, use_cache=False) @ loaded.head.T, loaded.cap)
+    worst = float((logits - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
+    if not worst <= LOGIT_TOLERANCE:
+        raise ConfigError(
+            f"{folder}: {name} makes its logits in a way that is not known here; they differ by {worst:.1g} of the "
+            "largest."
+        )
+
+
+def capped(logits: Tensor, cap: float | None) -> Tensor:
+    """cap * tanh(logits / cap), as Gemma 2 has it (arXiv:2408.00118); the logits themselves without one."""
+    return logits if cap is None else torch.tanh(logits / cap) * cap

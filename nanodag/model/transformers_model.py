@@ -1,0 +1,96 @@
+"""A causal model of any type that transformers has, behind the interface of our own decoder (nanodag.model.decoder).
+
+Packed rows are taken apart: each sequence that none goes on from is a row of its own, behind those that it goes on
+from, filled up at its end, which no causal layer sees. So windows, experts and state spaces are computed by
+transformers as it computes one text alone. A prompt is read anew for each of its responses: this is slower than our
+decoder. The logits never stand whole: hidden states go into the same head.
+
+Nothing is random here: dropout is 0, and routers have no noise. No loss is added for the balance of experts.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanodag.model.architecture import Architecture
+from nanodag.model.attention import Packed, document_attention, length_classes, on_device
+from nanodag.model.decoder import Head, Want
+from nanodag.model.transformers_class import LoadedClass, load_class
+
+FILLED_UP = 1.25  # most that a row is longer than its tokens
+
+
+class TransformersModel(nn.Module):
+    """The model in a Hugging Face folder, in float32 on CPU, with the parameter names of transformers' class.
+
+    Raises ConfigError as `load_class` does.
+    """
+
+    def __init__(self, folder: Path, architecture: Architecture, *, activation_checkpointing: bool = False) -> None:
+        super().__init__()
+        self.architecture = architecture
+        loaded = load_class(folder)
+        whole = loaded.whole
+        for name, child in whole.named_children():
+            self.add_module(name, child)
+        self.lm_head = Head(loaded.head, loaded.cap)
+        self._loaded: LoadedClass = loaded  # no child of this module: it holds the same ones
+        names = whole._no_split_modules or ()
+        layers = {type(module) for module in whole.modules() if type(module).__name__ in names}
+        self.leaf_modules: tuple[type[nn.Module], ...] = tuple(sorted(layers, key=lambda layer: layer.__name__))
+        if activation_checkpointing:
+            whole.gradient_checkpointing_enable({"use_reentrant": False})
+        self.train()
+
+    def train(self, mode: bool = True) -> "TransformersModel":
+        """Stay as it is: dropout and noise of routers are for training from nothing. Layers alone are told, which keep
+        less for the backward pass then."""
+        super().train(False)
+        for module in self.modules():
+            if getattr(module, "gradient_checkpointing", False) and isinstance(module, self.leaf_modules):
+                module.training = mode
+        return self
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        document_ids: Tensor | None = None,
+        targets: Tensor | None = None,
+        *,
+        want: Want = "loss",
+        temperature: float = 1.0,
+        attend: Any = None,
+        attend_last: Any = None,
+        places: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """As of our own decoder. Positions count from each sequence's begin, whatever position_ids says."""
+        if attend is None:
+            assert document_ids is not None
+            attend = document_attention(document_ids.cpu().numpy())
+        assert isinstance(attend, Packed), "rows are shared out over ranks by our own decoder alone"
+        classes, order = length_classes(attend.sequences, FILLED_UP)
+        flat = input_ids.flatten()
+        rows = [
+            self._loaded.hidden_of(input_ids=flat[on_device(in_rows, flat.device)], use_cache=False).flatten(0, 1)
+            for in_rows in classes
+        ]
+        hidden = torch.cat(rows).index_select(0, on_device(order, flat.device))
+        if attend_last is not None:
+            assert places is not None
+            return hidden[places][None]
+        hidden = hidden.view(*input_ids.shape, -1)
+        return hidden if want == "hidden" else self.lm_head(hidden, targets, want, temperature, places)
+
+    def checkpoint(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Tensors of a checkpoint as transformers writes them, of whole parameters by name: experts apart, buffers."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        trained = {"lm_head.weight", *(name for name, _ in self.named_parameters())}
+        dtype = next(iter(weights.values())).dtype
+        kept = {name: tensor.to("cpu", dtype) for name, tensor in self.state_dict().items() if name not in trained}
+        reverted: dict[str, Tensor] = revert_weight_conversion(self._loaded.whole, {**weights, **kept})
+        return reverted

@@ -1,0 +1,107 @@
+"""Models that transformers' classes compute, behind the interface of our decoder, against those classes alone."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nanodag.model.attention import attention, document_attention, sequences_of_group
+from nanodag.model.folder import load, write_like
+from nanodag.model.headers import tensor_shapes
+from nanodag.model.transformers_model import TransformersModel
+from tests.model.model_types import TYPES, make_tiny, taken_by_transformers
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+DOCUMENTS = np.array([[0] * 20 + [1] * 13 + [2] * 7, [3] * 3 + [4] * 37])
+
+
+@pytest.fixture(scope="module", params=list(TYPES))
+def pair(request: Any, tmp_path_factory: Any) -> tuple[Path, Any, TransformersModel]:
+    """A tiny model of each type: its folder, transformers' own, ours."""
+    folder = tmp_path_factory.mktemp(request.param)
+    theirs = make_tiny(request.param, folder)
+    taken_by_transformers(folder)
+    ours = load(folder)
+    assert isinstance(ours, TransformersModel)
+    return folder, theirs, ours
+
+
+def _logprobs(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=ids[None]).logits[0].float().log_softmax(-1)
+
+
+def _rows() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, 96, DOCUMENTS.shape, generator=generator)
+    targets = torch.full_like(ids, -100)
+    for row, numbers in enumerate(DOCUMENTS):
+        same = torch.from_numpy(numbers[:-1] == numbers[1:])
+        targets[row, :-1] = torch.where(same, ids[row, 1:], -100)
+    return ids, targets
+
+
+def test_packed_documents_have_the_logprobs_of_each_alone(pair: Any) -> None:
+    _, theirs, ours = pair
+    ids, targets = _rows()
+    with torch.no_grad():
+        logprobs, _ = ours(ids, ids, targets=targets, want="logprobs", attend=document_attention(DOCUMENTS))
+    expected = []
+    for row, numbers in enumerate(DOCUMENTS):
+        for number in dict.fromkeys(numbers.tolist()):
+            text = ids[row][torch.from_numpy(numbers == number)]
+            expected.append(_logprobs(theirs, text)[:-1].gather(1, text[1:, None])[:, 0])
+    assert (logprobs - torch.cat(expected)).abs().max() <= 1e-5
+
+
+def test_responses_have_the_logprobs_of_each_behind_its_prompt(pair: Any) -> None:
+    _, theirs, ours = pair
+    ids, _ = _rows()
+    row = ids[1]
+    attend = attention(sequences_of_group(np.array([[0, 12]]), np.array([[12, 9, 0], [21, 15, 0]])))
+    with torch.no_grad():
+        hidden = ours(row[None, :36], row[None, :36], attend=attend, want="hidden")
+        logits = ours.lm_head(hidden, None, "logits", 1.0)[0].float().log_softmax(-1)
+    for begin, end in ((12, 21), (21, 36)):
+        expected = _logprobs(theirs, torch.cat([row[:12], row[begin:end]]))
+        assert (logits[begin:end] - expected[12:]).abs().max() <= 1e-5
+        assert (logits[:12] - expected[:12]).abs().max() <= 1e-5
+
+
+def test_a_step_is_that_of_a_plain_loop(pair: Any) -> None:
+    _, theirs, ours = pair
+    ids, targets = _rows()
+    loss = ours(ids, ids, targets=targets, attend=document_attention(DOCUMENTS))
+    names = [name for name, _ in ours.named_parameters()]
+    gradients = torch.autograd.grad(loss, list(ours.parameters()), allow_unused=True)
+    plain = torch.zeros(())
+    for row, numbers in enumerate(DOCUMENTS):
+        for number in dict.fromkeys(numbers.tolist()):
+            text = ids[row][torch.from_numpy(numbers == number)]
+            logits = theirs(input_ids=text[None]).logits[0].float()
+            plain = plain + torch.nn.functional.cross_entropy(logits[:-1], text[1:], reduction="sum")
+    parameters = dict(theirs.named_parameters())
+    assert sorted(parameters) == sorted(names)
+    expected = torch.autograd.grad(plain, [parameters[name] for name in names], allow_unused=True)
+    assert abs(float(loss / plain) - 1) <= 1e-6
+    for name, ours_g, theirs_g in zip(names, gradients, expected, strict=True):
+        if theirs_g is not None and theirs_g.abs().max() > 1e-6:
+            assert (ours_g - theirs_g).abs().max() <= 1e-4 * theirs_g.abs().max(), name
+
+
+def test_what_is_written_is_what_transformers_and_we_read_again(pair: Any, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder, theirs, ours = pair
+    changed = {name: (tensor + 0.01).detach() for name, tensor in ours.named_parameters()}
+    write_like(folder, tmp_path / "new", ours.checkpoint(changed).items(), dtype=torch.float32)
+    kept = theirs.state_dict()
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "new", dtype=torch.float32).state_dict()
+    again = dict(load(tmp_path / "new").named_parameters())
+    assert tensor_shapes(tmp_path / "new") == tensor_shapes(folder)
+    for name, tensor in changed.items():
+        assert torch.equal(read[name], tensor) and torch.equal(again[name], tensor)
+    for name in set(kept) - set(changed) - {"lm_head.weight"}:  # what is not trained
+        assert torch.equal(read[name], kept[name])
