@@ -16,7 +16,7 @@ CONTROL_PLANE = (
     *LIBRARY,
     *("nanodag.cli.show", "nanodag.cli.serve"),
     *("nanodag.config", "nanodag.store", "nanodag.worker.launch", "nanodag.worker.job"),
-    *("nanodag.data.sources", "nanodag.model.import_model", "nanodag.errors", "nanodag.run.preflight_checks"),
+    *("nanodag.data.sources", "nanodag.model.model_source", "nanodag.errors", "nanodag.run.preflight_checks"),
     *("nanodag.rl.control.controller", "nanodag.inference.client"),
     *("nanodag.rewards.pool_process", "nanodag.rewards.text_rewards"),
     *("flows.speedrun", "flows.run_stage", "flows.serve", "flows.nightly_eval", "flows.sweep"),

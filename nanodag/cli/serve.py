@@ -71,7 +71,7 @@ def found_model(name: str, stage: str, file: str) -> tuple[str, Path]:
     if _is_elsewhere(name):
         if stage:
             raise ConfigError(f"{name} is a model by itself and has no stage {stage!r}.")
-        from nanodag.model.import_model import fetched
+        from nanodag.model.model_source import fetched
 
         is_folder, hub_name = Path(name).exists(), name.removeprefix("hub:")
         model = fetched(f"file:{name}" if is_folder else f"hub:{hub_name}")

@@ -103,6 +103,10 @@ class OptimizerConfig(StageSection):
     """Decoupled weight decay, a share of the learning rate a step."""
     momentum: float = Field(0.95, ge=0, lt=1)
     """Muon's momentum."""
+    lora_rank: int = Field(0, ge=0, le=8192)
+    """Rank of LoRA adapters on every matrix of the layers; 0 trains all weights."""
+    lora_alpha: float = Field(32.0, gt=0, le=100_000)
+    """LoRA's scale, divided by the rank."""
 
     @property
     def traits(self) -> registry.OptimizerEntry:
@@ -205,6 +209,8 @@ class SupervisedStage(TrainedStage):
                 f"patience {self.patience} waits for a better validation loss, and {why}; give a source held_out, as "
                 "0.05, and validation_tokens above 0, or leave patience out"
             )
+        if not self.lora_rank and self.optimizer.lora_alpha != OptimizerConfig.model_fields["lora_alpha"].default:
+            raise ValueError("optimizer.lora_alpha means nothing without optimizer.lora_rank; leave it out")
         self.resources.check_offload(zero_stage=self.zero_stage, optimizer=self.optimizer.name)
         return self
 
@@ -234,6 +240,10 @@ class SupervisedStage(TrainedStage):
     @property
     def optimizer_name(self) -> str:
         return self.optimizer.name
+
+    @property
+    def lora_rank(self) -> int:
+        return self.optimizer.lora_rank
 
     @property
     def step_size(self) -> tuple[int, int, int, int]:

@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -19,6 +19,7 @@ from nanodag.model.build import qwen3_config
 from nanodag.model.decoder import Decoder
 from nanodag.model.generation import GENERATION_FILE, TOKEN_IDS, generation_config
 from nanodag.model.headers import INDEX, faults_of_config, weight_files
+from nanodag.model.lora import additions
 
 if TYPE_CHECKING:
     from nanodag.model.transformers_model import TransformersModel
@@ -163,6 +164,30 @@ def write_like(source: Path, folder: Path, weights: Iterable[tuple[str, Tensor]]
     files = (path for path in sorted(source.iterdir()) if path.is_file())
     beside = [path for path in files if path.name != "config.json" and not path.name.endswith(WEIGHT_SUFFIXES)]
     write_folder(folder, weights, config=read_json(source / "config.json"), beside=beside, **options)
+
+
+def write_merged(folder: Path, adapter: Path) -> None:
+    """Add an adapter of peft's format to the weights in a model's folder, in their precision. Raises ConfigError for
+    one of another model."""
+    sums = additions(adapter)
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for path in weight_files(folder):
+            with safe_open(str(path), framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 - not a dict
+                    tensor = file.get_tensor(name)
+                    if (addition := sums.pop(name, None)) is not None and addition.shape != tensor.shape:
+                        raise ConfigError(f"{adapter}: {name} is {tuple(addition.shape)}, the model's {tensor.shape}.")
+                    yield name, tensor if addition is None else (tensor.float() + addition).to(tensor.dtype)
+
+    whole = folder.with_name(f"{folder.name}-merged")
+    dtype = getattr(torch, read_checkpoint(folder).dtype)
+    write_like(folder, whole, tensors(), dtype=dtype)
+    if sums:
+        shutil.rmtree(whole)
+        raise ConfigError(f"{adapter} adapts {counted(len(sums), 'tensor')} that the model lacks: {min(sums)}.")
+    shutil.rmtree(folder)
+    os.rename(whole, folder)
 
 
 def save(

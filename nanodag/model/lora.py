@@ -6,14 +6,22 @@ takes weights as arguments (nanodag.model.decoder), and what the sampler is give
 what the trainer computes with. It costs one matrix a layer in memory while gradients are computed.
 """
 
+import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+from nanodag.errors import ConfigError
+
+ADAPTER = "adapter"  # folder of adapters in a model's; not beside its files, where transformers would add them again
+PEFT, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+PEFT_PREFIX = "base_model.model."
 BETWEEN = ".parametrizations.weight."  # of torch's names: layer.parametrizations.weight.original, .0.down, .0.up
 
 
@@ -41,8 +49,10 @@ def add_lora(model: nn.Module, *, rank: int, alpha: float, seed: int) -> None:
     """Freeze a model's parameters and put adapters on its layers' matrices. seed: of `down`."""
     generator = torch.Generator().manual_seed(seed)
     model.requires_grad_(False)
-    chosen = [(name, layer) for name, layer in model.named_modules() if name.rpartition(".")[2] in LINEARS]
-    for _, linear in chosen:
+    linears = list(_linears(model))
+    if not linears:
+        raise ConfigError("lora_rank adapts nn.Linear in a model's layers, and this one has none; set it to 0.")
+    for linear in linears:
         adapter = LowRank(linear.weight, rank=rank, scale=alpha / rank, generator=generator)
         # Weights that were not read yet cannot be tried out.
         parametrize.register_parametrization(linear, "weight", adapter, unsafe=linear.weight.is_meta)
@@ -50,6 +60,15 @@ def add_lora(model: nn.Module, *, rank: int, alpha: float, seed: int) -> None:
         if isinstance(module, nn.Embedding):
             # The first layer's input must have a gradient: ZeRO-3 takes the layer for done when that is there.
             module.register_forward_hook(lambda _module, _ids, out: out.requires_grad_(torch.is_grad_enabled()))
+
+
+def _linears(model: nn.Module) -> Iterator[nn.Linear]:
+    """The matrices of a model's layers, but routers of experts, which decide and do not compute."""
+    leaves = getattr(getattr(model, "decoder", model), "leaf_modules", ())
+    for layer in model.modules():
+        for name, module in layer.named_modules() if isinstance(layer, leaves) else ():
+            if isinstance(module, nn.Linear) and name.rpartition(".")[2] not in ("gate", "router"):
+                yield module
 
 
 def merged(weights: Iterable[tuple[str, Tensor]], *, scale: float) -> Iterator[tuple[str, Tensor]]:
@@ -68,3 +87,51 @@ def merged(weights: Iterable[tuple[str, Tensor]], *, scale: float) -> Iterator[t
             yield f"{layer}.weight", merge(held["original"], held["down"], held["up"], scale)
             held = {}
     assert not held
+
+
+def save_adapter(folder: Path, weights: Mapping[str, Tensor], *, alpha: float) -> None:
+    """Write a model's adapters, by its names, into the folder ADAPTER in its folder, in peft's format. Nothing where it
+    has none."""
+    tensors, layers, rank = {}, set(), 0
+    for name, tensor in weights.items():
+        layer, _, part = name.partition(BETWEEN)
+        if part in ("0.down", "0.up"):
+            letter = "A" if part == "0.down" else "B"
+            tensors[f"{PEFT_PREFIX}{layer}.lora_{letter}.weight"] = tensor.float().contiguous()
+            layers.add(layer.rpartition(".")[2])
+            rank = tensor.shape[0] if part == "0.down" else rank
+    if not tensors:
+        return
+    (folder / ADAPTER).mkdir(exist_ok=True)
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": alpha, "lora_dropout": 0.0,
+              "bias": "none", "target_modules": sorted(layers), "base_model_name_or_path": None}  # fmt: skip
+    save_file(tensors, folder / ADAPTER / PEFT, metadata={"format": "pt"})
+    (folder / ADAPTER / PEFT_CONFIG).write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
+
+
+def additions(folder: Path) -> dict[str, Tensor]:
+    """Sums to a model's weights, float32 by their names, of an adapter folder in peft's format. LoRA, rank-stabilised
+    too (arXiv:2312.03732).
+
+    Raises ConfigError for one that does more than that.
+    """
+    try:
+        config: dict[str, Any] = json.loads((folder / PEFT_CONFIG).read_text())
+        tensors = {name: tensor.float() for name, tensor in load_file(folder / PEFT).items()}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder} is no adapter in peft's format: {error}") from error
+    plain = {"peft_type": "LORA", "bias": "none", "use_dora": False, "modules_to_save": None, "fan_in_fan_out": False}
+    plain |= {"rank_pattern": {}, "alpha_pattern": {}, "lora_bias": False, "target_parameters": None}
+    for name, usual in plain.items():
+        if (found := config.get(name, usual)) not in (usual, None):
+            raise ConfigError(f"{name} {found!r} in {folder / PEFT_CONFIG} is not built here; only {usual!r} is.")
+    rank, summed = int(config["r"]), {}
+    scale = float(config["lora_alpha"]) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    for name, down in tensors.items():
+        if not name.endswith(".lora_A.weight") and not name.endswith(".lora_B.weight"):
+            raise ConfigError(f"{name} in {folder / PEFT} is no part of LoRA on a matrix.")
+        if name.endswith(".lora_A.weight"):
+            up = tensors[name.replace(".lora_A.", ".lora_B.")]
+            layer = name.removeprefix(PEFT_PREFIX).removesuffix(".lora_A.weight")
+            summed[f"{layer}.weight"] = scale * (up @ down)
+    return summed

@@ -58,6 +58,21 @@ class LoadedClass:
         return hidden if self.scale == 1.0 else hidden * self.scale
 
 
+def check_known(folder: Path) -> None:
+    """Raise ConfigError where transformers has no class of causal models for a folder's config.json."""
+    from transformers import AutoConfig, AutoModelForCausalLM, __version__
+
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ConfigError(f"model_code: transformers, and transformers does not know {folder}: {error}") from error
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ConfigError(
+            f"model_code: transformers, and transformers {__version__} has no causal model of type "
+            f"{config.model_type}, as config.json in {folder} says."
+        )
+
+
 def load_class(folder: Path) -> LoadedClass:
     """The class that transformers has for a folder's model, in float32 on CPU.
 

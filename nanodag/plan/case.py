@@ -17,7 +17,7 @@ from nanodag.errors.words import size
 from nanodag.host.machine import Machine
 from nanodag.model.architecture import read_checkpoint
 from nanodag.model.folder_size import size_of
-from nanodag.model.import_model import local_files
+from nanodag.model.model_source import local_files
 from nanodag.plan.host_memory import HOST_SHARE
 from nanodag.plan.sizes import Sizes
 from nanodag.plan.speeds import PlannedDevices

@@ -25,7 +25,7 @@ from nanodag.data.opening import open_source
 from nanodag.errors import ConfigError, StageFailed, StageStopped, StoreBusy
 from nanodag.evaluation.forms import form_files
 from nanodag.host.machine import visible_gpus
-from nanodag.model.import_model import model_identity
+from nanodag.model.model_source import model_identity
 from nanodag.own_code.find import file_of, required_file
 from nanodag.rl.rollouts.saved import saved_files
 from nanodag.run.record import Run, StageResult, context_stages, lineage_of, result_of

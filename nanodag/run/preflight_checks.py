@@ -39,7 +39,7 @@ from nanodag.evaluation.benchmark import asked_form
 from nanodag.evaluation.forms import FORMS, check_likelihood, find_form, form_files, read_form
 from nanodag.external_envs.verifiers_process import module_file
 from nanodag.inference.sglang_install import find_python
-from nanodag.model.import_model import local_files, model_commit
+from nanodag.model.model_source import local_files, model_commit
 from nanodag.own_code.find import file_of, required_file, search_last
 from nanodag.own_code.functions import function_at
 from nanodag.own_code.user_frame import with_place

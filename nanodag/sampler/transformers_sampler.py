@@ -80,8 +80,8 @@ def load_class_weights(path: Path, dtype: torch.dtype, device: torch.device) -> 
 
 @dataclass(eq=False)
 class Batch:
-    """Samples that are decoded together: their slots, row by row, and the cache. lengths: (R,) tokens in it of each, the
-    last of its `columns`."""
+    """Samples that are decoded together: their slots, row by row, and the cache. lengths: (R,) tokens in it of each,
+    the last of its `columns`."""
 
     slots: list[int]
     cache: Any
@@ -144,11 +144,12 @@ class TransformersSampler:
             cache = self._empty_cache()
             hidden = self._run(torch.from_numpy(prompt)[None], cache)[0, -1]
             self._hidden |= dict.fromkeys(targets, hidden)
+            length = np.array([len(prompt)])
             if self.deterministic:
-                self._batches += [Batch([slot], deepcopy(cache), np.array([len(prompt)]), len(prompt)) for slot in targets]
+                self._batches += [Batch([slot], deepcopy(cache), length, len(prompt)) for slot in targets]
                 continue
             _select(cache, [0] * len(targets))
-            self._join(Batch(list(targets), cache, np.full(len(targets), len(prompt)), len(prompt)))
+            self._join(Batch(list(targets), cache, length.repeat(len(targets)), len(prompt)))
 
     def start_from_prompt(self, slot: int, length: int, source: int | None = None) -> None:
         raise AssertionError("no slot holds a prompt for others")

@@ -25,6 +25,7 @@ from nanodag.model.build import initialise, qwen3_architecture
 from nanodag.model.decoder import Decoder
 from nanodag.model.folder import CausalModel, load, save
 from nanodag.model.folder_size import size_of
+from nanodag.model.lora import add_lora, merged, save_adapter
 from nanodag.own_code.find import required_file
 from nanodag.store.checkpoints import Checkpoints
 from nanodag.tokenizer.encoding import Encoding
@@ -116,8 +117,11 @@ class PreparedStage:
         """Write the current weights as a Hugging Face directory; every rank must call it."""
         weights = self.engine.full_state_dict()
         if self.engine.rank == 0:
-            source = self.job.inputs.get("model")
-            save(folder, weights, tokenizer=self.tokenizer_path, source=source, model=self.model)
+            optimizer = self.config.optimizer
+            scale, source = optimizer.lora_alpha / max(optimizer.lora_rank, 1), self.job.inputs.get("model")
+            whole = dict(merged(weights.items(), scale=scale))
+            save(folder, whole, tokenizer=self.tokenizer_path, source=source, model=self.model)
+            save_adapter(folder, weights, alpha=optimizer.lora_alpha)
         self.engine.barrier()
 
 
@@ -168,7 +172,10 @@ def _model(job: Job, tokenizer_path: Path) -> CausalModel:
     config = job.config
     options = {"compiled": config.compile is True, "activation_checkpointing": config.activation_checkpointing is True}
     if "model" in job.inputs:
-        return load(job.inputs["model"], is_deferred=config.zero_stage == 3, **options)
+        model = load(job.inputs["model"], is_deferred=config.zero_stage == 3, **options)
+        if rank := config.optimizer.lora_rank:
+            add_lora(model, rank=rank, alpha=config.optimizer.lora_alpha, seed=int(config.seed))
+        return model
     model = Decoder(architecture_of(job, tokenizer_path), **options)
     initialise(model, int(config.seed))
     return model

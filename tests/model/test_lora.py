@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from nanodag.model.folder import load
-from nanodag.model.lora import LINEARS, add_lora, merged
+from nanodag.model.lora import add_lora, additions, merged, save_adapter
 from tests.rl.models import save_tiny_model
 
 
@@ -53,7 +53,7 @@ def test_logits_are_those_of_peft(folder):
     from peft import LoraConfig, get_peft_model
 
     model = adapted(folder)
-    config = LoraConfig(r=4, lora_alpha=12, target_modules=list(LINEARS), lora_dropout=0.0)
+    config = LoraConfig(r=4, lora_alpha=12, target_modules="all-linear", lora_dropout=0.0)
     peer = get_peft_model(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), config)
     ours = dict(model.named_parameters())
     with torch.no_grad():
@@ -65,3 +65,35 @@ def test_logits_are_those_of_peft(folder):
         found, wanted = logits_of(model, IDS), peer(IDS).logits
     assert not torch.allclose(found, logits_of(load(folder), IDS), atol=1e-2)
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_peft_reads_our_adapters_to_the_same_logits(folder, tmp_path):
+    from peft import PeftModel
+
+    model = adapted(folder)
+    save_adapter(tmp_path, dict(model.named_parameters()), alpha=12.0)
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        wanted = PeftModel.from_pretrained(base, str(tmp_path / "adapter"))(IDS).logits
+        assert (logits_of(model, IDS) - wanted).abs().max() <= 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("is_stabilised", [False, True])
+def test_we_merge_an_adapter_of_peft_to_the_same_logits(folder, tmp_path, is_stabilised):
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=3, lora_alpha=7, target_modules=["q_proj", "down_proj"], use_rslora=is_stabilised)
+    peer = get_peft_model(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), config).eval()
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in peer.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.1, generator=generator)
+        peer.save_pretrained(tmp_path)
+        model, sums = load(folder), additions(tmp_path)
+        for name, parameter in model.named_parameters():
+            parameter += sums.pop(name, 0.0)
+        assert not sums
+        assert (logits_of(model, IDS) - peer(IDS).logits).abs().max() <= 1e-5

@@ -25,8 +25,8 @@ def pair(request: Any, tmp_path_factory: Any) -> tuple[Path, Any]:
 
 def _engine(folder: Path, *, deterministic: bool = False) -> Engine:
     torch.set_num_threads(1)
-    settings = {"model": folder, "dtype": "float32", "max_batch": 4, "context_length": 64, "deterministic": deterministic}
-    return Engine(EngineSettings(engine="embedded", **settings))
+    sizes = {"max_batch": 4, "context_length": 64, "deterministic": deterministic}
+    return Engine(EngineSettings(engine="embedded", model=folder, dtype="float32", **sizes))
 
 
 def _greedy(model: Any, prompt: list[int], count: int) -> tuple[list[int], list[float]]:

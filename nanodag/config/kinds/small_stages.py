@@ -42,6 +42,8 @@ class ImportStage(StageBase):
     model_code: Literal["own", "transformers"] = "own"
     """Code that computes it from here on: our own decoder, for the types that it knows, or transformers' classes, for
     every other type: slower, never the code that comes with a model."""
+    adapter: str = "none"
+    """Adapters in peft's format that are added to its weights: `hub:owner/name[@revision]` or `file:FOLDER`."""
 
     @property
     def known_model(self) -> str:
@@ -53,6 +55,8 @@ class ImportStage(StageBase):
 
     def external_inputs(self) -> Iterator[ExternalInput]:
         yield ExternalInput("model", "model", self.model)
+        if self.adapter != "none":
+            yield ExternalInput("adapter", "model", self.adapter)
 
 
 class ReportStage(StageBase):

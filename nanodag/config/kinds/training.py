@@ -49,6 +49,8 @@ class PretrainStage(SupervisedStage):
         if "tokenizer" in self.inputs:
             if not self.is_from_scratch:
                 raise ValueError("shape.depth is missing: random weights need one, as in shape: {depth: 4}")
+            if self.lora_rank:
+                raise ValueError(f"optimizer.lora_rank {self.lora_rank} adapts a model, and this one begins at none")
             return
         if self.shape != ShapeConfig():
             raise ValueError("shape is that of inputs.model; leave it out, or name a tokenizer to begin from scratch")

@@ -80,6 +80,7 @@ class Services:
             if self.num_samplers:
                 find_python(sampler.python, self._device)  # MissingTool now
             check_sglang(job.inputs["model"], self.context, f"{job.name}.sampler.engine")
+            self._check_class()
         self._addresses = [parse_address(text) for text in sampler.urls]  # of servers of others
         self._urls_file = None if sampler.urls_file == "none" else Path(os.path.expandvars(sampler.urls_file))
         self._cluster = ClusterConfig(**job.context["cluster"]) if sampler.nodes else ClusterConfig()
@@ -171,6 +172,19 @@ class Services:
         ranks_here = int(config.resources.num_ranks) // config.resources.num_nodes
         senders = () if self._places is None or self._hosts else self._places.senders(ranks_here)
         return SharedSync(self.samplers, ask, senders=senders, **options)
+
+    def _check_class(self) -> None:
+        """Raise ConfigError for ways of weights that SGLang does not take of a class of transformers: it reads tensors
+        as in checkpoints, where experts lie apart, and is not asked for their fingerprints in its own layout."""
+        is_class = read_checkpoint(self._job.inputs["model"]).architecture.model_code == "transformers"
+        needs = {"sync": "disk", "sync_check_every": 0}
+        for setting, needed in needs.items():
+            found = getattr(self._config.weights, setting)
+            if is_class and found != needed:
+                raise ConfigError(
+                    f"{self._job.name}.weights.{setting} is {found}; with engine sglang and a model of model_code "
+                    f"transformers set it to {needed}."
+                )
 
     def _find_network(self) -> str:
         """This machine's address as all members of a group of weights reach it: loopback where they are all here."""

@@ -57,6 +57,11 @@ class SequenceGroup:
 
     def check(self, model: Architecture) -> None:
         """Raise ConfigError for a model whose heads cannot be shared out."""
+        if self.size > 1 and model.model_code != "own":
+            raise ConfigError(
+                f"sequence_parallel {self.size} shares out rows in our own decoder, and model_code {model.model_code} "
+                f"computes this {model.model_type} model; set it to 1."
+            )
         if model.num_heads % self.size or model.num_kv_heads % self.size:
             raise ConfigError(
                 f"sequence_parallel {self.size} shares heads out over ranks, and the model has {model.num_heads} query "

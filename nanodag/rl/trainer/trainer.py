@@ -34,7 +34,7 @@ from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import TrainingDiverged
 from nanodag.inference.number_formats import DTYPES
 from nanodag.model.folder import write_like
-from nanodag.model.lora import add_lora, merged
+from nanodag.model.lora import BETWEEN, add_lora, merged, save_adapter
 from nanodag.model.transformers_model import TransformersModel
 from nanodag.rl.losses import Totals
 from nanodag.rl.rollouts.rollout import REPLAYED, Rollout, groups_of, read_rollouts
@@ -197,7 +197,9 @@ class Trainer:
         that were given last.
         """
         fingerprints = self._fingerprints()
-        weights = self.giver.kept() if kept else ((n.removeprefix(PREFIX), tensor) for n, tensor in self._weights())
+        adapters: dict[str, Tensor] = {}
+        own = ((name.removeprefix(PREFIX), tensor) for name, tensor in self._weights(adapters))
+        weights = self.giver.kept() if kept else own
         if isinstance(self._decoder, TransformersModel):  # whose checkpoints have other tensors than its classes
             whole = {name: tensor.to("cpu", copy=True) for name, tensor in weights if self.engine.rank == 0}
             weights = iter(self._decoder.checkpoint(whole).items() if whole else ())
@@ -209,6 +211,8 @@ class Trainer:
             dtype=self.engine.dtype,
             on_tensor=fingerprints.add if fingerprint else None,
         )
+        if self.engine.rank == 0:
+            save_adapter(folder, adapters, alpha=self.config.optimizer.lora_alpha)
         return fingerprints.all()
 
     def save(self, folder: Path) -> None:
@@ -261,9 +265,16 @@ class Trainer:
             return Fingerprints("checkpoint")
         return Fingerprints("sglang", getattr(torch, DTYPES[sampler.precision]))
 
-    def _weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter whole, adapters merged, as `Engine.weights` yields them."""
-        return merged(self.engine.weights(), scale=self._lora_scale)
+    def _weights(self, adapters: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter whole, adapters merged, as `Engine.weights` yields them; adapters: gets these as they are."""
+
+        def seen() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in self.engine.weights():
+                if BETWEEN in name and not name.endswith("original"):
+                    adapters[name.removeprefix(PREFIX)] = tensor.to("cpu", copy=True)
+                yield name, tensor
+
+        return merged(seen(), scale=self._lora_scale)
 
     def _update(self, step: int, loss: Tensor, rate: float) -> float | None:
         """The gradient's norm; None for an update that was skipped."""
@@ -286,7 +297,7 @@ class Trainer:
         """Refresh after every `reference_every` updates, at the end of the step in which they were done."""
         every = self.config.algorithm.reference_every
         if self._reference is not None and every and self.engine.num_updates // every > updates_before // every:
-            self._reference.refresh(self._weights())
+            self._reference.refresh(self._weights({}))
 
     def _rows_of(self, part: Sequence[Rollout]) -> list[DeviceRow]:
         group, budget = self._group, int(self.config.optimizer.micro_batch_tokens)
