@@ -13,7 +13,7 @@ from nanodag.cli.rollouts import rollouts
 from nanodag.cli.sampler import sampler_app
 from nanodag.cli.server import notify, server_app
 from nanodag.cli.slurm import slurm
-from nanodag.cli.store import diff, export, gc, lineage, reproduce, verify
+from nanodag.cli.store import diff, export, gc, lineage, push, reproduce, verify
 from nanodag.cli.sweep import sweep
 from nanodag.errors import ConfigError, NanodagError
 
@@ -341,7 +341,7 @@ def env_install(
         typer.echo(f"Name it to those who use it: {VERIFIERS.variable}={python}")
 
 
-for command in (verify, gc, lineage, diff, export, reproduce):
+for command in (verify, gc, lineage, diff, export, push, reproduce):
     app.command()(command)
 
 

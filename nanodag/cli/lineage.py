@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from rich.table import Table
@@ -18,6 +19,7 @@ from nanodag.config.kinds import recorded_kind
 from nanodag.errors import CorruptArtifact, StoreError
 from nanodag.errors.words import counted, duration, size
 from nanodag.report.lineage import Origin, origin_of, picture_of
+from nanodag.report.model_card import card_of
 from nanodag.run.diff import SECTIONS, DiffLine, compare
 from nanodag.run.record import served_store
 from nanodag.store import Artifact, Store
@@ -117,6 +119,36 @@ def export_artifact(key: str, folder: str, *, file: str) -> None:
     run, colon, stage = key.partition(":")
     if colon:
         print_stale(console, store.read_run(run), stage)
+
+
+def push_artifact(key: str, name: str, *, private: bool, card: bool, file: str) -> None:
+    """Publish a model with its card on the Hugging Face hub; with `card` print the card and send nothing.
+
+    Raises StoreError where the hub does not take it, and as `export_artifact` does.
+    """
+    console, store = make_console(), served_store(file)
+    artifact, (run, colon, stage) = store.get(key), key.partition(":")
+    record = store.read_run(run) if colon else None
+    text = card_of(store, artifact, name, record)
+    if card:
+        print(text)
+        return
+    if record is not None:
+        print_stale(console, record, stage)
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    with TemporaryDirectory() as temporary:
+        folder = _export(store, artifact, Path(temporary) / "model")
+        (folder / "README.md").write_text(text, encoding="utf-8")
+        try:
+            HfApi().create_repo(name, private=private, exist_ok=True)
+            sent = HfApi().upload_folder(repo_id=name, folder_path=folder, commit_message=f"{stage or key} by nanodag")
+        except (HfHubHTTPError, HFValidationError, OSError) as error:
+            raise StoreError(
+                f"{name} was not published: {error}. The name is owner/name; sign in by `hf auth login`."
+            ) from error
+    console.print(f"{artifact.stage}, {size(artifact.num_bytes)}: {sent}", soft_wrap=True)
 
 
 def reproduce_artifact(key: str, *, file: str) -> int:

@@ -191,6 +191,25 @@ def export(
     export_artifact(key, folder, file=file)
 
 
+def push(
+    key: Key,
+    name: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="The repository, made where it is not there yet.")],
+    private: Annotated[bool, typer.Option("--private", help="Make it a private one.")] = False,
+    card: Annotated[bool, typer.Option("--card", help="Print the model card, and send nothing.")] = False,
+    file: File = "",
+) -> None:
+    """Publish a model on the Hugging Face hub, with a card from the store.
+
+    The card has the run's scores of it, what it was made from, the data's identities, and how to use it.
+
+    \b
+    nanodag push RUN:rl me/my-model --card
+    """
+    from nanodag.cli.lineage import push_artifact
+
+    push_artifact(key, name, private=private, card=card, file=file)
+
+
 def reproduce(key: Key, file: File = "") -> None:
     """Run an artifact's stage again, and compare the bytes.
 

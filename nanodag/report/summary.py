@@ -10,7 +10,7 @@ from nanodag.config.kind import SCORES
 from nanodag.config.kinds import recorded_kind
 from nanodag.errors.words import counted, duration
 from nanodag.report import tables, words
-from nanodag.report.gather import Comparison, columns_of, comparisons_of, stages_of, warnings_of
+from nanodag.report.gather import Comparison, ReportedStage, columns_of, comparisons_of, stages_of, warnings_of
 from nanodag.report.page import PageSection, Part, Report
 from nanodag.report.tables import Cell, Table, cells
 from nanodag.run.record import context_stages
@@ -32,12 +32,16 @@ class Summary:
     warnings: tuple[str, ...]
 
 
-def summary_of(store: Store, record: RunRecord) -> Summary:
-    """The summary of a run, from its record. Raises StoreError when an artifact is damaged or gone."""
+def scored_stages(store: Store, record: RunRecord) -> dict[str, ReportedStage]:
+    """A run's stages with their scores, from its record. Raises StoreError when an artifact is damaged or gone."""
     scorers = [name for name, entry in record.stages.items() if recorded_kind(entry.kind).makes == SCORES]
     contexts = context_stages(store, record, list(record.stages), is_read=_has_scores)
-    known = {name: raw for name, raw in contexts.items() if raw["files"] or name not in scorers}
-    stages = stages_of({"stages": known})
+    return stages_of({"stages": {name: raw for name, raw in contexts.items() if raw["files"] or name not in scorers}})
+
+
+def summary_of(store: Store, record: RunRecord) -> Summary:
+    """The summary of a run. Raises StoreError when an artifact is damaged or gone."""
+    stages = scored_stages(store, record)
     columns = columns_of(stages)
     comparisons = comparisons_of(columns, stages)
     return Summary(

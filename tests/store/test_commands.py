@@ -146,3 +146,34 @@ def test_a_record_of_another_format_is_named_by_the_commands_and_gc_removes_noth
     for command in ("stages first", "gc --yes", "verify"):
         nanodag(command, "runs/first.json", "has format 7; this nanodag reads format 2", code=1)
     assert store.lookup(B) and store.lookup(C)
+
+
+def test_push_sends_a_verified_folder_with_its_card(store, chain, nanodag, monkeypatch):
+    sent = {}
+
+    class Hub:
+        def create_repo(self, name, **options):
+            sent.update(options, repo=name)
+
+        def upload_folder(self, *, repo_id, folder_path, commit_message):
+            sent.update(files=sorted(path.name for path in folder_path.iterdir()), message=commit_message)
+            sent["card"] = (folder_path / "README.md").read_text()
+            return "https://hub/commit"
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    nanodag("push b0 me/tuned --card", "# me/tuned", "pretrain", "Not evaluated.", "file:y")
+    assert not sent, "a card alone is sent nowhere"
+    nanodag("push b0 me/tuned --private", "https://hub/commit")
+    assert (sent["repo"], sent["private"]) == ("me/tuned", True)
+    assert sent["files"] == ["README.md", "config.json", "sub", "weights"]
+    assert "license: other" in sent["card"] and "library_name: transformers" in sent["card"]
+    damage(store, chain[1])
+    nanodag("push b0 me/tuned", "differ from their recorded sha256", code=1)
+
+
+def test_push_says_what_the_hub_refuses(store, chain, nanodag, monkeypatch):
+    def refuse(self, name, **options):
+        raise OSError("401: not signed in")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", refuse)
+    nanodag("push b0 me/tuned", "was not published", "401: not signed in", "hf auth login", code=1)

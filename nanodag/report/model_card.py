@@ -1,0 +1,82 @@
+"""Model card of an artifact: its scores with intervals, what it was made from down to the data, how to run it."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nanodag.report.gather import columns_of
+from nanodag.report.lineage import Origin, origin_of
+from nanodag.report.summary import scored_stages
+from nanodag.report.tables import scores_table
+from nanodag.store import Artifact, Store
+from nanodag.store.run_record import RunRecord
+
+UNKNOWN = "other"
+
+
+def card_of(store: Store, artifact: Artifact, name: str, record: RunRecord | None) -> str:
+    """The README.md of a model that is published as owner/name. record: of the run whose evaluations are told.
+
+    Its licence is what the model that it began at says of itself, else `other`: what data allow is the user's to say.
+    """
+    origins = list(_all(origin_of(store, artifact)))
+    artifacts = [origin.artifact for origin in origins if origin.artifact is not None]
+    imported = [str(made.config["model"]) for made in artifacts if made.kind == "import"]
+    urls = sorted({url for made in artifacts for url in made.sources or {}})
+    head: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["nanodag"]}
+    head["license"] = next((_license(store, made) for made in artifacts if made.kind == "import"), UNKNOWN)
+    if bases := [model.removeprefix("hub:").partition("@")[0] for model in imported if model.startswith("hub:")]:
+        head["base_model"] = bases
+    if sets := sorted({"/".join(url[4:].split("/")[:2]).partition(":")[0] for url in urls if url.startswith("hub:")}):
+        head["datasets"] = sets
+    parts = [f"---\n{yaml.safe_dump(head, sort_keys=False)}---", f"# {name}"]
+    parts.append(f"Stage `{artifact.stage}` (kind {artifact.kind}) of a nanodag pipeline, content `{artifact.digest}`.")
+    parts.append(
+        "## Use\n\n```python\nfrom transformers import pipeline\n\n"
+        f'print(pipeline("text-generation", "{name}")([{{"role": "user", "content": "Hi"}}], max_new_tokens=64))\n```'
+    )
+    columns = [] if record is None else columns_of(scored_stages(store, record))
+    rows = [
+        f"| {row[0].text} | {row[0].detail} | {row[1].text} | {row[1].detail} |"
+        for column in columns if column.stage.digest == artifact.digest for row in scores_table([column]).rows
+    ]  # fmt: skip
+    scores = "\n".join(["| benchmark | metric | score | 95 % interval |", "|---|---|---|---|", *rows])
+    parts.append("## Scores\n\n" + (scores if rows else "Not evaluated."))
+    made_from = [f"| `{a.stage}` | {a.kind} | `{a.key[:16]}` | `{a.digest[:16]}` |" for a in artifacts]
+    parts.append("## Made from\n\n| stage | kind | key | content |\n|---|---|---|---|\n" + "\n".join(made_from))
+    if urls:
+        identities = {url: identity for made in artifacts for url, identity in (made.sources or {}).items()}
+        lines = [f"- `{_public(url)}`: `{json.dumps(identities[url], sort_keys=True)[:200]}`" for url in urls]
+        parts.append("## Data\n\n" + "\n".join(lines))
+    return "\n\n".join(parts) + "\n"
+
+
+def _public(url: str) -> str:
+    """A source without the folders of this machine."""
+    return f"file:{Path(url).name}" if url.startswith(("file:", "/")) else url
+
+
+def _all(origin: Origin) -> Iterator[Origin]:
+    """The lineage, what was made last first; each once."""
+    waiting, seen = [origin], set[int]()
+    while waiting:
+        found = waiting.pop(0)
+        if id(found) not in seen:
+            seen.add(id(found))
+            yield found
+            waiting += found.inputs.values()
+
+
+def _license(store: Store, imported: Artifact) -> str:
+    """The licence in the front matter of an imported model's README.md."""
+    if "README.md" not in imported.files:
+        return UNKNOWN
+    text = Path(store.materialize(imported), "README.md").read_text(encoding="utf-8", errors="replace")
+    try:
+        head = yaml.safe_load(text.split("---")[1]) if text.startswith("---") else None
+    except (yaml.YAMLError, IndexError):
+        return UNKNOWN
+    return str(head["license"]) if isinstance(head, Mapping) and head.get("license") else UNKNOWN
