@@ -8,7 +8,7 @@ decoder. The logits never stand whole: hidden states go into the same head.
 Nothing is random here: dropout is 0, and routers have no noise. No loss is added for the balance of experts.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,16 @@ class TransformersModel(nn.Module):
                 module.training = mode
         return self
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "TransformersModel":
+        """Move and cast as any module, but for the precision of buffers: angles of positions in bfloat16 are wrong."""
+        kept = dict(self.named_buffers())
+        super()._apply(fn, recurse)
+        for name, buffer in list(self.named_buffers()):
+            if buffer.dtype != kept[name].dtype:
+                owner, _, own = name.rpartition(".")
+                self.get_submodule(owner)._buffers[own] = kept[name].to(buffer.device)
+        return self
+
     def forward(
         self,
         input_ids: Tensor,
@@ -90,7 +100,6 @@ class TransformersModel(nn.Module):
         from transformers.core_model_loading import revert_weight_conversion
 
         trained = {"lm_head.weight", *(name for name, _ in self.named_parameters())}
-        dtype = next(iter(weights.values())).dtype
-        kept = {name: tensor.to("cpu", dtype) for name, tensor in self.state_dict().items() if name not in trained}
+        kept = {name: tensor.to("cpu") for name, tensor in self.state_dict().items() if name not in trained}
         reverted: dict[str, Tensor] = revert_weight_conversion(self._loaded.whole, {**weights, **kept})
         return reverted

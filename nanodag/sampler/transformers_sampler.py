@@ -68,10 +68,10 @@ class ClassWeightsBuilder:
 def load_class_weights(path: Path, dtype: torch.dtype, device: torch.device) -> tuple[LoadedClass, ClassWeights]:
     """A folder's model and its weights. Raises BadRequest where it cannot be read."""
     try:
-        loaded = load_class(path)
+        loaded = load_class(path, dtype)
     except ConfigError as error:
         raise BadRequest(str(error)) from error
-    loaded.whole.to(device, dtype)
+    loaded.whole.to(device)
     weights = ClassWeights({name: parameter.data for name, parameter in loaded.whole.named_parameters()})
     for name, tensor in weights.named().items():
         check_finite(name, tensor, f"the checkpoint in {path}")

@@ -105,3 +105,39 @@ def test_what_is_written_is_what_transformers_and_we_read_again(pair: Any, tmp_p
         assert torch.equal(read[name], tensor) and torch.equal(again[name], tensor)
     for name in set(kept) - set(changed) - {"lm_head.weight"}:  # what is not trained
         assert torch.equal(read[name], kept[name])
+
+
+def test_a_cast_leaves_the_angles_of_positions_in_float32(pair: Any) -> None:
+    folder, theirs, _ = pair
+    ours = load(folder).bfloat16()
+    assert {parameter.dtype for parameter in ours.parameters()} == {torch.bfloat16}
+    assert {name: b.dtype for name, b in ours.named_buffers()} == {n: b.dtype for n, b in theirs.named_buffers()}
+
+
+@pytest.mark.parametrize("name", ["gemma2", "qwen3_moe", "falcon_h1"])
+def test_activation_checkpointing_changes_no_gradient(tmp_path: Path, name: str) -> None:
+    make_tiny(name, tmp_path)
+    taken_by_transformers(tmp_path)
+    ids, targets = _rows()
+    gradients = []
+    for is_checkpointed in (False, True):
+        model = load(tmp_path, activation_checkpointing=is_checkpointed)
+        loss = model(ids, ids, targets=targets, attend=document_attention(DOCUMENTS))
+        gradients.append(torch.autograd.grad(loss, list(model.parameters()), allow_unused=True))
+        kept = sum(getattr(module, "gradient_checkpointing", False) and module.training for module in model.modules())
+        assert kept == (4 if is_checkpointed else 0), "layers that compute their activations again"
+    for one, other in zip(*gradients, strict=True):
+        assert one is None or torch.allclose(one, other, atol=1e-6)
+
+
+def test_questions_have_the_scores_of_our_own_decoder(tmp_path: Path) -> None:
+    from nanodag.model.scoring import Question, score_questions
+
+    make_tiny("llama", tmp_path)
+    questions = [Question((5, 9, 11), ((4, 8), (7,), (4, 9, 9))), Question((60,) * 20, ((3, 3),))]
+    own = score_questions([load(tmp_path)], questions, micro_batch_tokens=64, max_positions=128)
+    taken_by_transformers(tmp_path)
+    theirs = score_questions([load(tmp_path)], questions, micro_batch_tokens=64, max_positions=128)
+    for ones, others in zip(own, theirs, strict=True):
+        for one, other in zip(ones, others, strict=True):
+            assert one.logprob == pytest.approx(other.logprob, abs=1e-5) and one.is_greedy == other.is_greedy
