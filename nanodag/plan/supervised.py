@@ -41,8 +41,9 @@ def plan_supervised(case: Case[SupervisedStage]) -> StagePlan:
     if read is not None and 0 < text < read and all(source.url.startswith("file:") for source in stage.data):
         notes.append(f"its data of {size(text)} are passed {read / text:.1f} times")
         read = text
-    checkpoint = footprint.saved_bytes(model.parameters, stage.optimizer.name, model.total)
-    checkpoint += 4 * model.total if stage.patience else 0
+    learned = footprint.lora_parameters(model.shape, stage.lora_rank) if stage.lora_rank else model.total
+    checkpoint = footprint.saved_bytes(model.parameters, stage.optimizer.name, learned)
+    checkpoint += 4 * learned if stage.patience else 0
     return case.plan(
         parameters=model.total,
         tokens=tokens,

@@ -244,7 +244,7 @@ def write_data(home: Path) -> None:
     }
     for name, table in rows.items():
         (data / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in table))
-    for name in ("SmolLM2-135M", "larger"):
+    for name in ("SmolLM2-135M", "SmolLM2-135M-Instruct", "larger"):
         (home / "models").mkdir(exist_ok=True)
         (home / "models" / name).symlink_to(home / "mirror" / "Qwen" / "Qwen2.5-0.5B-Instruct")
     for path in (home / "sampler-key", home / "key"):
