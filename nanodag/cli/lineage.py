@@ -135,6 +135,7 @@ def push_artifact(key: str, name: str, *, private: bool, card: bool, file: str) 
         return
     if record is not None:
         print_stale(console, record, stage)
+    import httpx2  # what huggingface_hub speaks HTTP with: a missing network is its error, not an OSError
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -144,7 +145,7 @@ def push_artifact(key: str, name: str, *, private: bool, card: bool, file: str) 
         try:
             HfApi().create_repo(name, private=private, exist_ok=True)
             sent = HfApi().upload_folder(repo_id=name, folder_path=folder, commit_message=f"{stage or key} by nanodag")
-        except (HfHubHTTPError, HFValidationError, OSError) as error:
+        except (HfHubHTTPError, HFValidationError, httpx2.HTTPError, OSError) as error:
             raise StoreError(
                 f"{name} was not published: {error}. The name is owner/name; sign in by `hf auth login`."
             ) from error

@@ -257,7 +257,14 @@ def _by_transformers(config: dict[str, Any], source: Path) -> Architecture:
     }
     for size in ("hidden_size", "num_layers"):
         if found[size] is None:
-            raise BadRequest(f"{source} lacks {size}: none of {listed(_SIZES[size])} is there")
+            raise BadRequest(f"{source} does not say {size} as {listed(_SIZES[size])}, the names that are known here")
+    ropes = list(_ropes(config.get("rope_parameters") or config.get("rope_scaling")))
+    if any(rope.get("rope_type", rope.get("type")) == "dynamic" for rope in ropes):
+        raise BadRequest(f"rope_type dynamic in {source}: angles that follow the text's length are not built here")
+    # Beyond the original context longrope has other angles, for all of a text: up to there it is one model.
+    longest = [rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
+               for rope in ropes if rope.get("rope_type", rope.get("type")) == "longrope"]  # fmt: skip
+    max_positions = min([int(found["max_positions"] or UNBOUNDED_POSITIONS), *(int(each) for each in longest if each)])
     hidden_size, num_heads = int(found["hidden_size"]), int(found["num_heads"] or 1)
     return Architecture(
         model_type=str(model_type),
@@ -274,10 +281,18 @@ def _by_transformers(config: dict[str, Any], source: Path) -> Architecture:
         rope=Rope(
             theta=0.0, kind="transformers", factor=1.0, low_freq_factor=0.0, high_freq_factor=0.0, original_positions=0
         ),
-        max_positions=int(found["max_positions"] or UNBOUNDED_POSITIONS),
+        max_positions=max_positions,
         model_code="transformers",
         active_experts=active_share(config),
     )
+
+
+def _ropes(settings: Any) -> Iterator[dict[str, Any]]:
+    """The settings of each kind of layer, where layers have their own."""
+    if isinstance(settings, dict):
+        yield settings
+        for value in settings.values():
+            yield from _ropes(value)
 
 
 def active_share(config: dict[str, Any]) -> float:

@@ -181,7 +181,8 @@ def write_merged(folder: Path, adapter: Path) -> None:
                     yield name, tensor if addition is None else (tensor.float() + addition).to(tensor.dtype)
 
     whole = folder.with_name(f"{folder.name}-merged")
-    dtype = getattr(torch, read_checkpoint(folder).dtype)
+    with safe_open(str(weight_files(folder)[0]), framework="pt") as file:
+        dtype = file.get_tensor(next(iter(file.keys()))).dtype
     write_like(folder, whole, tensors(), dtype=dtype)
     if sums:
         shutil.rmtree(whole)

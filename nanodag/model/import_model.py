@@ -6,6 +6,7 @@ import shutil
 import time
 from typing import Any
 
+from nanodag.errors import SourceError
 from nanodag.model.architecture import MODEL_CODE
 from nanodag.model.folder import write_merged
 from nanodag.model.generation import GENERATION_FILE, generation_config
@@ -31,6 +32,8 @@ def import_model(job: Job) -> dict[str, Any]:
     """Copy the model's files into the job's output, and add adapters; returns the architecture and number of bytes."""
     folder, output = fetched(job.config.model, job.mirror), job.output
     adapter = None if job.config.adapter == "none" else fetched(job.config.adapter, job.mirror)
+    if not (folder / "config.json").is_file():
+        raise SourceError(f"{folder} has no config.json: it is no model; adapters are named as `adapter`.")
     output.mkdir(exist_ok=True)
     num_bytes = 0
     for path in wanted_files(folder):

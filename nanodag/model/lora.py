@@ -22,6 +22,13 @@ from nanodag.errors import ConfigError
 ADAPTER = "adapter"  # folder of adapters in a model's; not beside its files, where transformers would add them again
 PEFT, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PEFT_PREFIX = "base_model.model."
+PLAIN_BEGINNINGS = (True, False, "gaussian", "eva", "orthogonal")  # by others adapters belong to a changed base
+    True,
+    False,
+    "gaussian",
+    "eva",
+    "orthogonal",
+)  # of adapters; by others they belong to a changed base
 BETWEEN = ".parametrizations.weight."  # of torch's names: layer.parametrizations.weight.original, .0.down, .0.up
 
 
@@ -64,10 +71,12 @@ def add_lora(model: nn.Module, *, rank: int, alpha: float, seed: int) -> None:
 
 def _linears(model: nn.Module) -> Iterator[nn.Linear]:
     """The matrices of a model's layers, but routers of experts, which decide and do not compute."""
-    leaves = getattr(getattr(model, "decoder", model), "leaf_modules", ())
+    leaves, seen = getattr(getattr(model, "decoder", model), "leaf_modules", ()), set[int]()
     for layer in model.modules():
         for name, module in layer.named_modules() if isinstance(layer, leaves) else ():
-            if isinstance(module, nn.Linear) and name.rpartition(".")[2] not in ("gate", "router"):
+            is_router = name.rpartition(".")[2] in ("gate", "router")
+            if isinstance(module, nn.Linear) and not is_router and id(module) not in seen:
+                seen.add(id(module))
                 yield module
 
 
@@ -120,18 +129,21 @@ def additions(folder: Path) -> dict[str, Tensor]:
         tensors = {name: tensor.float() for name, tensor in load_file(folder / PEFT).items()}
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder} is no adapter in peft's format: {error}") from error
-    plain = {"peft_type": "LORA", "bias": "none", "use_dora": False, "modules_to_save": None, "fan_in_fan_out": False}
-    plain |= {"rank_pattern": {}, "alpha_pattern": {}, "lora_bias": False, "target_parameters": None}
-    for name, usual in plain.items():
-        if (found := config.get(name, usual)) not in (usual, None):
-            raise ConfigError(f"{name} {found!r} in {folder / PEFT_CONFIG} is not built here; only {usual!r} is.")
-    rank, summed = int(config["r"]), {}
+    refused = ("use_dora", "modules_to_save", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "lora_bias",
+               "target_parameters", "alora_invocation_tokens", "layer_replication")  # fmt: skip
+    found = {name: config[name] for name in refused if config.get(name)}
+    for name, taken in {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": PLAIN_BEGINNINGS}.items():
+        if config.get(name, taken[0]) not in taken:
+            found[name] = config[name]
+    if found:
+        raise ConfigError(f"{folder / PEFT_CONFIG} has {min(found)} {found[min(found)]!r}, which is not built here.")
+    layers = {name.rpartition(".lora_")[0] for name in tensors}
+    if tensors.keys() != {f"{layer}.lora_{letter}.weight" for layer in layers for letter in "AB"} or "r" not in config:
+        raise ConfigError(f"{folder / PEFT} holds other tensors than pairs of LoRA, or the rank is missing.")
+    rank = int(config["r"])
     scale = float(config["lora_alpha"]) / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    for name, down in tensors.items():
-        if not name.endswith(".lora_A.weight") and not name.endswith(".lora_B.weight"):
-            raise ConfigError(f"{name} in {folder / PEFT} is no part of LoRA on a matrix.")
-        if name.endswith(".lora_A.weight"):
-            up = tensors[name.replace(".lora_A.", ".lora_B.")]
-            layer = name.removeprefix(PEFT_PREFIX).removesuffix(".lora_A.weight")
-            summed[f"{layer}.weight"] = scale * (up @ down)
-    return summed
+    return {
+        f"{layer.removeprefix(PEFT_PREFIX)}.weight": scale
+        * (tensors[f"{layer}.lora_B.weight"] @ tensors[f"{layer}.lora_A.weight"])
+        for layer in layers
+    }

@@ -8,10 +8,12 @@ decoder. The logits never stand whole: hidden states go into the same head.
 Nothing is random here: dropout is 0, and routers have no noise. No loss is added for the balance of experts.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -84,9 +86,12 @@ class TransformersModel(nn.Module):
         assert isinstance(attend, Packed), "rows are shared out over ranks by our own decoder alone"
         classes, order = length_classes(attend.sequences, FILLED_UP)
         flat = input_ids.flatten()
+        # Without gradients only a part of the rows is held at once: shared contexts make many of few tokens.
+        limit = math.inf if torch.is_grad_enabled() else flat.numel()
         rows = [
-            self._loaded.hidden_of(input_ids=flat[on_device(in_rows, flat.device)], use_cache=False).flatten(0, 1)
+            self._loaded.hidden_of(input_ids=flat[on_device(part, flat.device)], use_cache=False).flatten(0, 1)
             for in_rows in classes
+            for part in np.array_split(in_rows, min(len(in_rows), math.ceil(in_rows.size / limit)) or 1)
         ]
         hidden = torch.cat(rows).index_select(0, on_device(order, flat.device))
         if attend_last is not None:

@@ -1,9 +1,10 @@
 """Model card of an artifact: its scores with intervals, what it was made from down to the data, how to run it."""
 
-import json
+import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit, urlunsplit
 
 import yaml
 
@@ -11,7 +12,7 @@ from nanodag.report.gather import columns_of
 from nanodag.report.lineage import Origin, origin_of
 from nanodag.report.summary import scored_stages
 from nanodag.report.tables import scores_table
-from nanodag.store import Artifact, Store
+from nanodag.store import Artifact, Store, canonical_json
 from nanodag.store.run_record import RunRecord
 
 UNKNOWN = "other"
@@ -25,7 +26,8 @@ def card_of(store: Store, artifact: Artifact, name: str, record: RunRecord | Non
     origins = list(_all(origin_of(store, artifact)))
     artifacts = [origin.artifact for origin in origins if origin.artifact is not None]
     imported = [str(made.config["model"]) for made in artifacts if made.kind == "import"]
-    urls = sorted({url for made in artifacts for url in made.sources or {}})
+    sources = {url: identity for made in artifacts for url, identity in (made.sources or {}).items()}
+    urls = sorted(url for url, identity in sources.items() if _is_data(url, identity))
     head: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["nanodag"]}
     head["license"] = next((_license(store, made) for made in artifacts if made.kind == "import"), UNKNOWN)
     if bases := [model.removeprefix("hub:").partition("@")[0] for model in imported if model.startswith("hub:")]:
@@ -38,25 +40,37 @@ def card_of(store: Store, artifact: Artifact, name: str, record: RunRecord | Non
         "## Use\n\n```python\nfrom transformers import pipeline\n\n"
         f'print(pipeline("text-generation", "{name}")([{{"role": "user", "content": "Hi"}}], max_new_tokens=64))\n```'
     )
-    columns = [] if record is None else columns_of(scored_stages(store, record))
+    columns = [] if record is None else columns_of(scored_stages(store, record))  # a key alone: of no run
     rows = [
         f"| {row[0].text} | {row[0].detail} | {row[1].text} | {row[1].detail} |"
         for column in columns if column.stage.digest == artifact.digest for row in scores_table([column]).rows
     ]  # fmt: skip
     scores = "\n".join(["| benchmark | metric | score | 95 % interval |", "|---|---|---|---|", *rows])
-    parts.append("## Scores\n\n" + (scores if rows else "Not evaluated."))
+    if record is not None:
+        parts.append("## Scores\n\n" + (scores if rows else "Not evaluated in this run."))
     made_from = [f"| `{a.stage}` | {a.kind} | `{a.key[:16]}` | `{a.digest[:16]}` |" for a in artifacts]
     parts.append("## Made from\n\n| stage | kind | key | content |\n|---|---|---|---|\n" + "\n".join(made_from))
     if urls:
-        identities = {url: identity for made in artifacts for url, identity in (made.sources or {}).items()}
-        lines = [f"- `{_public(url)}`: `{json.dumps(identities[url], sort_keys=True)[:200]}`" for url in urls]
+        digests = {url: hashlib.sha256(canonical_json(sources[url]).encode()).hexdigest()[:16] for url in urls}
+        lines = [f"- `{_public(url)}`, identity `{digests[url]}`" for url in urls]
         parts.append("## Data\n\n" + "\n".join(lines))
     return "\n\n".join(parts) + "\n"
 
 
+def _is_data(url: str, identity: Any) -> bool:
+    """True for a source of data; artifacts name models, servers and code among them, too."""
+    kind = identity.get("kind") if isinstance(identity, Mapping) else None
+    return ":" in url and not url.startswith("process:") and kind not in ("model", "server", "code", "form")
+
+
 def _public(url: str) -> str:
-    """A source without the folders of this machine."""
-    return f"file:{Path(url).name}" if url.startswith(("file:", "/")) else url
+    """A source without the folders of this machine, and without what signs one in."""
+    if url.startswith(("file:", "/")):
+        return f"file:{Path(url).name}"
+    if "://" not in url:
+        return url
+    parts = urlsplit(url)
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
 def _all(origin: Origin) -> Iterator[Origin]:

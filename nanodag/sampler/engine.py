@@ -213,7 +213,7 @@ class Engine:
         state: any thread may call it and use what it returns."""
         a = self.checkpoint.architecture
         if isinstance(self.model, TransformersSampler):
-            return ClassWeightsBuilder(self.model.weights, source=source)
+            return ClassWeightsBuilder(self.model.places, self.device, source=source)
         return WeightsBuilder(a, self._dtype, self.device, source=source, has_bias=self._has_bias)
 
     def release_memory(self, tags: Collection[MemoryTag]) -> None:

@@ -26,6 +26,7 @@ from nanodag.sampler.weights import VOCABULARY_BLOCK, NamedTensors, check_finite
 
 LOGIT_ROWS = 256  # of a prompt that is scored, at once
 STATES = ("conv_states", "recurrent_states")  # of a layer's cache, by number; not by token
+CACHE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 LAYERS = {
     *("DynamicLayer", "DynamicSlidingWindowLayer", "LinearAttentionLayer"),
     *("LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer"),
@@ -33,7 +34,8 @@ LAYERS = {
 
 
 class ClassWeights(NamedTensors):
-    """Parameters of a class of transformers by name, in the precision in which they compute."""
+    """Parameters of a class of transformers by name, in the precision in which they compute; read from a folder also
+    the buffers that are saved with them."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = dict(tensors)
@@ -43,24 +45,25 @@ class ClassWeights(NamedTensors):
 
 
 class ClassWeightsBuilder:
-    """Makes weights of tensors by a class's own names, as they come. source: where they are from, for messages."""
+    """Makes weights of tensors by a class's own names, as they come. places: what they must be like, by name. source:
+    where they are from, for messages."""
 
-    def __init__(self, like: ClassWeights, *, source: str) -> None:
-        self._like, self._source, self._tensors = like.named(), source, dict[str, Tensor]()
+    def __init__(self, places: Mapping[str, Tensor], device: torch.device, *, source: str) -> None:
+        self._places, self._device, self._source, self._tensors = places, device, source, dict[str, Tensor]()
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
         """More of them, in any order. Raises BadRequest for one that came before, has no place or another shape, or
         holds NaN or infinity."""
         for name, tensor in tensors.items():
-            place = self._like.get(name)
+            place = self._places.get(name)
             if place is None or name in self._tensors or place.shape != tensor.shape:
                 raise BadRequest(f"{name!r} in {self._source} came twice, or has no place of shape {tensor.shape}")
             check_finite(name, tensor, self._source)
-            self._tensors[name] = tensor.to(place.device, place.dtype, copy=True)
+            self._tensors[name] = tensor.to(self._device, place.dtype, copy=True)
 
     def whole(self) -> ClassWeights:
         """Finish the weights. Raises BadRequest where one is missing."""
-        if missing := sorted(self._like.keys() - self._tensors.keys()):
+        if missing := sorted(self._places.keys() - self._tensors.keys()):
             raise BadRequest(f"{self._source} has no tensor {missing[0]!r}")
         return ClassWeights(self._tensors)
 
@@ -68,11 +71,13 @@ class ClassWeightsBuilder:
 def load_class_weights(path: Path, dtype: torch.dtype, device: torch.device) -> tuple[LoadedClass, ClassWeights]:
     """A folder's model and its weights. Raises BadRequest where it cannot be read."""
     try:
-        loaded = load_class(path, dtype)
+        loaded = load_class(path)
     except ConfigError as error:
         raise BadRequest(str(error)) from error
-    loaded.whole.to(device)
-    weights = ClassWeights({name: parameter.data for name, parameter in loaded.whole.named_parameters()})
+    loaded.cast(device, dtype)
+    parameters, saved = dict(loaded.whole.named_parameters()), loaded.whole.state_dict()
+    buffers = {name: buffer for name, buffer in loaded.whole.named_buffers() if name in saved}
+    weights = ClassWeights({**{name: parameter.data for name, parameter in parameters.items()}, **buffers})
     for name, tensor in weights.named().items():
         check_finite(name, tensor, f"the checkpoint in {path}")
     return loaded, weights
@@ -106,7 +111,11 @@ class TransformersSampler:
         known = inspect.signature(loaded.body.forward).parameters  # type: ignore[attr-defined]
         self._cache_name = "past_key_values" if "past_key_values" in known else "cache_params"
         self._takes_positions = "position_ids" in known
+        named = loaded.whole.named_parameters()
+        self.places = {name: torch.empty_like(parameter, device="meta") for name, parameter in named}
         self.use(weights)
+        self.make_cache()
+        self._check()
         self.make_cache()
 
     @property
@@ -118,8 +127,13 @@ class TransformersSampler:
         """Compute with these from now on; they belong to the model then."""
         assert isinstance(weights, ClassWeights)
         self.weights = weights
-        for name, parameter in self._loaded.whole.named_parameters():
-            parameter.data = weights.named()[name]
+        parameters, buffers = (dict(named) for named in (self._loaded.whole.named_parameters(),
+                                                         self._loaded.whole.named_buffers()))  # fmt: skip
+        for name, tensor in weights.named().items():
+            if name in parameters:
+                parameters[name].data = tensor
+            else:
+                buffers[name].copy_(tensor)
 
     def drop_weights(self) -> None:
         """Free their memory; `use` brings others."""
@@ -164,6 +178,10 @@ class TransformersSampler:
                 batch.lengths = batch.lengths[rows]
             batch.slots = [batch.slots[row] for row in rows]
         self._batches = [batch for batch in self._batches if batch.slots]
+        for batch in self._batches:
+            if (surplus := batch.columns - int(batch.lengths.max())) > 0:
+                _cut(batch.cache, surplus)
+                batch.columns -= surplus
 
     def move(self, source: int, target: int, length: int) -> None:
         """Make slot ``target`` what ``source`` is now."""
@@ -185,7 +203,8 @@ class TransformersSampler:
             inputs: dict[str, Tensor] = {}
             if self._takes_positions:
                 inputs["position_ids"] = torch.from_numpy(batch.lengths)[:, None]
-            if (batch.lengths < batch.columns).any():
+            # States alone have no columns, and would take the mask for one of this token.
+            if (batch.lengths < batch.columns).any() and any(hasattr(layer, "keys") for layer in batch.cache.layers):
                 first = torch.from_numpy(batch.columns - batch.lengths)[:, None]
                 inputs["attention_mask"] = (torch.arange(batch.columns + 1)[None] >= first).long()
             assert (positions[rows] == batch.lengths).all(), "each sample has a token more than at the last step"
@@ -218,6 +237,28 @@ class TransformersSampler:
             logprobs += (logits.gather(1, chosen[:, None])[:, 0] - logits.logsumexp(-1)).tolist()
             tops += likeliest(logits, num_top) if num_top else []
         return logprobs, tops
+
+    def _check(self) -> None:
+        """Raise BadRequest where samples over the cache are not what the class computes of their whole texts."""
+        name = type(self._loaded.whole).__name__
+        texts = [np.arange(length) % len(self._loaded.head) for length in (6, 4)]
+        try:
+            self.prefill([text[:-1] for text in texts], [[0], [1]])
+            last = np.array([text[-1] for text in texts])
+            self.decode(last, np.array([len(text) - 1 for text in texts]), 0)
+            with torch.no_grad():
+                device = self._loaded.head.device
+                whole = [self._loaded.hidden_of(input_ids=torch.from_numpy(text)[None].to(device), use_cache=False)
+                         for text in texts]  # fmt: skip
+        except (ValueError, RuntimeError, AttributeError, TypeError) as error:
+            raise BadRequest(f"{name} cannot be sampled over its cache: {error}") from error
+        largest = max(float(hidden.abs().max()) for hidden in whole)
+        worst = max(float((self._hidden[slot] - hidden[0, -1]).abs().max()) for slot, hidden in enumerate(whole))
+        if worst > CACHE_TOLERANCE[self._loaded.head.dtype] * largest:
+            raise BadRequest(
+                f"{name} computes other numbers over its cache, by {worst / largest:.1g} of the largest: set "
+                "deterministic, which samples one by one, or sample it by another engine"
+            )
 
     def _logits_of(self, hidden: Tensor) -> Tensor:
         """(N, W) -> (N, V) float32, filled up with -inf to a whole number of blocks."""
@@ -270,3 +311,17 @@ def _select(cache: Any, rows: Sequence[int]) -> None:
         for name in STATES:
             states = getattr(layer, name, {})
             states.update({number: state[rows] for number, state in states.items() if state is not None})
+
+
+def _cut(cache: Any, columns: int) -> None:
+    """Forget the first columns of a cache, which no row has a token in."""
+    for layer in cache.layers:
+        keys = getattr(layer, "keys", None)
+        if keys is None or not keys.numel():
+            continue
+        kept = keys.shape[-2] - columns
+        if hasattr(layer, "cumulative_length"):  # of a window
+            layer.cumulative_length -= columns
+            kept = min(layer.cumulative_length, layer.sliding_window - 1)
+        first = keys.shape[-2] - kept
+        layer.keys, layer.values = keys[..., first:, :], layer.values[..., first:, :]

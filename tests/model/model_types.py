@@ -66,7 +66,7 @@ def make_tiny(name: str, folder: Path, *, vocab_size: int = 96, seed: int = 0, *
     base = {
         "vocab_size": vocab_size, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4,
         "num_key_value_heads": 2, "intermediate_size": 64, "head_dim": 8, "max_position_embeddings": 128,
-        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, **TYPES[name], **settings,
+        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, **TYPES.get(name, {}), **settings,
     }  # fmt: skip
     config = AutoConfig.for_model(name, **{key: value for key, value in base.items() if value is not None})
     torch.manual_seed(seed)

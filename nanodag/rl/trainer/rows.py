@@ -52,15 +52,23 @@ Piece = tuple[int, ...]
 """Rollouts of one group that share a row, by their places in the list that is packed."""
 
 
-def pack(rollouts: Sequence[Rollout], *, budget_tokens: int, num_ranks: int = 1, rank: int = 0) -> list[MicroBatch]:
+def pack(
+    rollouts: Sequence[Rollout],
+    *,
+    budget_tokens: int,
+    num_ranks: int = 1,
+    rank: int = 0,
+    shares_prompts: bool = True,
+) -> list[MicroBatch]:
     """The micro-batches of one rank: the same number for every rank, of nearly equal size, none above the budget.
+    shares_prompts: else each response has a prompt of its own, as a model computes them that takes rows apart.
 
     Where there is too little to share out, ranks get a repeated micro-batch with an all-False mask, which costs time
     but changes nothing. Rollouts without sampled tokens are left out. The result depends only on the rollouts and the
     numbers given; those of other ranks are not made. Raises ConfigError when one prompt with one response exceeds the
     budget.
     """
-    pieces = _pieces(rollouts, budget_tokens)
+    pieces = _pieces(rollouts, budget_tokens, shares_prompts)
     while len(pieces) < num_ranks and any(len(piece) > 1 for piece in pieces):
         pieces = _halve_the_largest(rollouts, pieces)
     if not pieces:
@@ -79,12 +87,13 @@ def _row_size(rollouts: Sequence[Rollout], indices: Sequence[int]) -> int:
     return len(rollouts[indices[0]].prompt_token_ids) + sum(responses)
 
 
-def _pieces(rollouts: Sequence[Rollout], budget: int) -> list[Piece]:
+def _pieces(rollouts: Sequence[Rollout], budget: int, shares_prompts: bool) -> list[Piece]:
     """Each group as one piece, or as several with the prompt repeated where it exceeds the budget."""
-    groups: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    groups: dict[tuple[str, tuple[int, ...], int], list[int]] = {}
     for index, rollout in enumerate(rollouts):
         if rollout.num_sampled:
-            groups.setdefault((rollout.group_id, rollout.prompt_token_ids), []).append(index)
+            key = (rollout.group_id, rollout.prompt_token_ids, 0 if shares_prompts else index)
+            groups.setdefault(key, []).append(index)
     pieces = []
     for members in groups.values():
         current: list[int] = []

@@ -301,7 +301,9 @@ class Trainer:
 
     def _rows_of(self, part: Sequence[Rollout]) -> list[DeviceRow]:
         group, budget = self._group, int(self.config.optimizer.micro_batch_tokens)
-        batches = pack(part, budget_tokens=budget, num_ranks=group.num_groups, rank=group.number)
+        shares = not isinstance(self._decoder, TransformersModel)
+        ranks = {"num_ranks": group.num_groups, "rank": group.number}
+        batches = pack(part, budget_tokens=budget, shares_prompts=shares, **ranks)
         return [to_row(batch, self.engine.device) for batch in batches]
 
     def _totals(self, part: Sequence[Rollout]) -> Totals:
