@@ -23,12 +23,6 @@ ADAPTER = "adapter"  # folder of adapters in a model's; not beside its files, wh
 PEFT, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PEFT_PREFIX = "base_model.model."
 PLAIN_BEGINNINGS = (True, False, "gaussian", "eva", "orthogonal")  # by others adapters belong to a changed base
-    True,
-    False,
-    "gaussian",
-    "eva",
-    "orthogonal",
-)  # of adapters; by others they belong to a changed base
 BETWEEN = ".parametrizations.weight."  # of torch's names: layer.parametrizations.weight.original, .0.down, .0.up
 
 
