@@ -1,9 +1,12 @@
 """Adapters: what peft computes, and merged weights that are a model without them."""
 
+import json
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from nanodag.errors import ConfigError
 from nanodag.model.folder import load
 from nanodag.model.lora import add_lora, additions, merged, save_adapter
 from tests.rl.models import save_tiny_model
@@ -97,3 +100,21 @@ def test_we_merge_an_adapter_of_peft_to_the_same_logits(folder, tmp_path, is_sta
             parameter += sums.pop(name, 0.0)
         assert not sums
         assert (logits_of(model, IDS) - peer(IDS).logits).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"use_dora": True}, "use_dora"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa'"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+        ({"r": None}, None),
+    ],
+)
+def test_an_adapter_that_does_more_than_low_ranks_is_refused_by_name(folder, tmp_path, changed, named):
+    save_adapter(tmp_path, dict(adapted(folder).named_parameters()), alpha=12.0)
+    path = tmp_path / "adapter" / "adapter_config.json"
+    config = {**json.loads(path.read_text()), "modules_to_save": [], **changed}
+    path.write_text(json.dumps({name: value for name, value in config.items() if name != "r" or value}))
+    with pytest.raises(ConfigError, match=named or "the rank is missing"):
+        additions(tmp_path / "adapter")

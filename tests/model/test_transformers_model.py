@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from nanodag.errors import BadRequest
+from nanodag.model.architecture import read_checkpoint
 from nanodag.model.attention import attention, document_attention, sequences_of_group
 from nanodag.model.folder import load, write_like
 from nanodag.model.headers import tensor_shapes
@@ -141,3 +143,19 @@ def test_questions_have_the_scores_of_our_own_decoder(tmp_path: Path) -> None:
     for ones, others in zip(own, theirs, strict=True):
         for one, other in zip(ones, others, strict=True):
             assert one.logprob == pytest.approx(other.logprob, abs=1e-5) and one.is_greedy == other.is_greedy
+
+
+def test_angles_that_follow_the_length_are_refused_or_kept_short(tmp_path: Path) -> None:
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    settings = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16, **factors}
+    make_tiny("phi3", tmp_path / "long", rope_parameters=settings, original_max_position_embeddings=16)
+    assert read_checkpoint(tmp_path / "long", "transformers").architecture.max_positions == 16
+    make_tiny("llama", tmp_path / "dynamic", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
+    with pytest.raises(BadRequest, match="rope_type dynamic"):
+        read_checkpoint(tmp_path / "dynamic", "transformers")
+
+
+def test_a_type_that_our_decoder_does_not_know_is_refused_with_the_setting_that_takes_it(tmp_path: Path) -> None:
+    make_tiny("gemma2", tmp_path)
+    with pytest.raises(BadRequest, match=r"'gemma2'.*model_code: transformers"):
+        read_checkpoint(tmp_path)

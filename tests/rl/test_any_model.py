@@ -30,8 +30,12 @@ def a_step(folder, name, zero_stage):
     return furthest(after, {f"decoder.{n}": p for n, p in model.named_parameters()}), furthest(after, before)
 
 
-@pytest.mark.parametrize("zero_stage", [1, 3])
-@pytest.mark.parametrize("name", list(TYPES))
+QUICK = [("gemma2", 1), ("qwen3_moe", 3), ("falcon_h1", 3)]
+REST = [(name, stage) for name in TYPES for stage in (1, 3) if (name, stage) not in QUICK]
+CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in REST)]
+
+
+@pytest.mark.parametrize(("name", "zero_stage"), CASES)
 def test_a_step_is_that_of_plain_pytorch_on_transformers_class(tmp_path, name, zero_stage):
     apart, moved = call(a_step, tmp_path, name, zero_stage)
     assert apart <= MOST_APART and moved > 1e-4

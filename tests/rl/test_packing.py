@@ -64,6 +64,13 @@ def test_every_response_is_trained_once_within_the_budget_and_ranks_get_the_same
     assert sorted(pair for pair in trained if pair[1]) == list(enumerate(responses))
 
 
+def test_apart_each_response_has_a_prompt_of_its_own_that_counts():
+    together, apart = (pack(RAGGED, budget_tokens=64, shares_prompts=shares) for shares in (True, False))
+    assert sum(len(row.prompts) for row in together) < len(RAGGED) == sum(len(row.prompts) for row in apart)
+    assert sum(len(row.targets) for row in together) == sum(len(row.targets) for row in apart)
+    assert max(row.num_tokens for row in pack(RAGGED, budget_tokens=8, shares_prompts=False)) <= 8
+
+
 def test_rows_of_two_ranks_are_of_like_size():
     many = [rollout(str(g), s, [1] * (5 + g), [2] * (3 + 7 * s)) for g in range(8) for s in range(4)]
     first, second = (pack(many, budget_tokens=120, num_ranks=2, rank=rank) for rank in (0, 1))

@@ -16,7 +16,13 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 PROMPTS = [[5, 9, 11, 40, 7, 8, 9, 10, 61, 62, 63, 64, 3], [17, 4, 90], [33] * 21]
 
 
-@pytest.fixture(scope="module", params=list(TYPES))
+QUICK = ("gemma2", "qwen3_moe", "gpt_oss", "falcon_h1", "llama4_text")
+
+
+ALL = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in TYPES]
+
+
+@pytest.fixture(scope="module", params=ALL)
 def pair(request: Any, tmp_path_factory: Any) -> tuple[Path, Any]:
     folder = tmp_path_factory.mktemp(request.param)
     theirs = make_tiny(request.param, folder)

@@ -3,6 +3,7 @@
 import shutil
 from xml.etree import ElementTree
 
+import httpx2
 import pytest
 
 from nanodag.config.stage_base import StageBase
@@ -161,7 +162,7 @@ def test_push_sends_a_verified_folder_with_its_card(store, chain, nanodag, monke
             return "https://hub/commit"
 
     monkeypatch.setattr("huggingface_hub.HfApi", Hub)
-    nanodag("push b0 me/tuned --card", "# me/tuned", "pretrain", "Not evaluated.", "file:y")
+    nanodag("push b0 me/tuned --card", "# me/tuned", "pretrain", "file:y")
     assert not sent, "a card alone is sent nowhere"
     nanodag("push b0 me/tuned --private", "https://hub/commit")
     assert (sent["repo"], sent["private"]) == ("me/tuned", True)
@@ -171,9 +172,27 @@ def test_push_sends_a_verified_folder_with_its_card(store, chain, nanodag, monke
     nanodag("push b0 me/tuned", "differ from their recorded sha256", code=1)
 
 
-def test_push_says_what_the_hub_refuses(store, chain, nanodag, monkeypatch):
+def test_a_card_names_data_and_neither_servers_nor_folders_nor_what_signs_one_in(store, model, nanodag):
+    sources = {
+        "hub:me/chats:train": {"kind": "hub"},
+        "https://me:secret@host/data.jsonl?key=secret": {"kind": "shards", "urls": ["https://me:secret@host"]},
+        "file:/home/me/own.jsonl": {"kind": "file"},
+        "hub:me/base@main": {"kind": "model", "name": "me/base"},
+        "http://10.0.0.5:3000": {"kind": "server", "model": "/home/me/models/x"},
+        "process:/home/me/my.py:f": {"kind": "file"},
+    }
+    publish(store, model, A, kind="import", config={"model": "hub:me/base@main"}, sources=sources)
+    card = nanodag("push a1 me/x --card")
+    assert "- me/chats\n" in card and "base_model:\n- me/base\n" in card
+    assert "https://host/data.jsonl`" in card and "file:own.jsonl" in card
+    for private in ("secret", "10.0.0.5", "/home/me", "process:"):
+        assert private not in card
+
+
+@pytest.mark.parametrize("error", [OSError, httpx2.ConnectError])
+def test_push_says_what_the_hub_refuses(store, chain, nanodag, monkeypatch, error):
     def refuse(self, name, **options):
-        raise OSError("401: not signed in")
+        raise error("401: not signed in")
 
     monkeypatch.setattr("huggingface_hub.HfApi.create_repo", refuse)
     nanodag("push b0 me/tuned", "was not published", "401: not signed in", "hf auth login", code=1)
