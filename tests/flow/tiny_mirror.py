@@ -83,7 +83,7 @@ TABLES: dict[str, Callable[[random.Random], Row]] = {
 
 
 def write_mirror(folder: Path) -> None:
-    """Write every table, and a model under the name of Qwen2.5-0.5B-Instruct."""
+    """Write every table, and a model under the names of Qwen2.5-0.5B-Instruct and SmolLM2-135M-Instruct."""
     for number, (name, make) in enumerate(TABLES.items()):
         rng = random.Random(number)
         path = folder / f"{name}.parquet"
@@ -91,6 +91,9 @@ def write_mirror(folder: Path) -> None:
         table = pyarrow.Table.from_pylist([make(rng) for _ in range(NUM_ROWS)])
         pyarrow.parquet.write_table(table, path, row_group_size=NUM_ROWS // 2)  # the last group stands for a last shard
     _write_model(folder / "Qwen" / "Qwen2.5-0.5B-Instruct")
+    other = folder / "HuggingFaceTB" / "SmolLM2-135M-Instruct"
+    other.parent.mkdir(exist_ok=True)
+    other.symlink_to(folder / "Qwen" / "Qwen2.5-0.5B-Instruct")
 
 
 def _write_model(folder: Path) -> None:

@@ -341,7 +341,7 @@ def test_a_cache_on_a_cpu_takes_what_prompts_fill_and_must_have_room_for_the_res
 
 
 MADE_FOR = {
-    **dict.fromkeys(("pocket", "best-of-n", "small"), (CPU, GPU, "1xH200")),
+    **dict.fromkeys(("pocket", "best-of-n", "small", "post-train"), (CPU, GPU, "1xH200")),
     **{"single-gpu": (GPU, "1xH200"), "speedrun": (EIGHT,), "gsm8k-rl": (GPU, "1xH200", EIGHT)},
 }
 
