@@ -198,9 +198,10 @@ def push(
     card: Annotated[bool, typer.Option("--card", help="Print the model card, and send nothing.")] = False,
     file: File = "",
 ) -> None:
-    """Publish a model on the Hugging Face hub, with a card from the store.
+    """Publish a model on the hub, with a card.
 
-    The card has the run's scores of it, what it was made from, the data's identities, and how to use it.
+    The hub is Hugging Face's. The card has the run's scores of it, what it was made from, the data's identities, and
+    how to use it.
 
     \b
     nanodag push RUN:rl me/my-model --card

@@ -90,14 +90,19 @@ def load_class(folder: Path) -> LoadedClass:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    where: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
-        config = AutoConfig.from_pretrained(folder, **where)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         for name, value in list(vars(config).items()):
             if "drop" in name and isinstance(value, float):
                 setattr(config, name, 0.0)
         whole, report = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **where
+            folder,
+            config=config,
+            dtype=torch.float32,
+            local_files_only=True,
+            output_loading_info=True,
+            trust_remote_code=False,
+            use_safetensors=True,
         )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         raise ConfigError(f"transformers cannot read the model in {folder}: {error}") from error
