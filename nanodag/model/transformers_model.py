@@ -22,7 +22,7 @@ from nanodag.model.attention import Packed, document_attention, length_classes, 
 from nanodag.model.decoder import Head, Want
 from nanodag.model.transformers_class import LoadedClass, load_class
 
-FILLED_UP = 1.25  # most that a row is longer than its tokens
+FILLED_UP = 1.25  # most that a row is longer than its tokens, but under ZeRO-3
 
 
 class TransformersModel(nn.Module):
@@ -84,10 +84,12 @@ class TransformersModel(nn.Module):
             assert document_ids is not None
             attend = document_attention(document_ids.cpu().numpy())
         assert isinstance(attend, Packed), "rows are shared out over ranks by our own decoder alone"
-        classes, order = length_classes(attend.sequences, FILLED_UP)
+        # Under ZeRO-3 layers are called once a pass: all ranks gather together, and a gradient is shared out once.
+        is_spread = hasattr(self.lm_head.weight, "ds_id")
+        classes, order = length_classes(attend.sequences, math.inf if is_spread else FILLED_UP)
         flat = input_ids.flatten()
         # Without gradients only a part of the rows is held at once: shared contexts make many of few tokens.
-        limit = math.inf if torch.is_grad_enabled() else flat.numel()
+        limit = math.inf if is_spread or torch.is_grad_enabled() else flat.numel()
         rows = [
             self._loaded.hidden_of(input_ids=flat[on_device(part, flat.device)], use_cache=False).flatten(0, 1)
             for in_rows in classes

@@ -17,9 +17,9 @@ def a_step(folder, name, zero_stage):
     """Furthest difference of weights after a step, and how far these moved."""
     model = make_tiny(name, folder)
     taken_by_transformers(folder)
-    rollouts = [
-        rollout("a", i, [5, 9, 40, 3, 8, 17, 60], [3 + i, 55, 9 - i, 70, 21, 22 + i], reward=float(i)) for i in range(3)
-    ]
+    prompt, answer = [5, 9, 40, 3, 8, 17, 60], [3, 55, 9, 70]
+    # Of lengths that make rows of several classes.
+    rollouts = [rollout("a", i, prompt, answer * times, reward=float(i)) for i, times in enumerate((1, 4, 2))]
     settings = {"learning_rate": 1e-3, "weight_decay": 0.0, "eps": 1e-4, "kl_metric": True}
     trainer = trainer_of(folder, precision="fp32", zero_stage=zero_stage, **settings)
     before = weights_of(trainer)
