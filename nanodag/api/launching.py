@@ -10,12 +10,19 @@ from nanodag.api.served_model import ServedModel
 from nanodag.api.token_text import TokenText
 from nanodag.engines.fleet import Fleet
 from nanodag.engines.start import ServerProcess, start_engine
-from nanodag.errors import BadRequest, ConfigError, SourceError
+from nanodag.errors import BadRequest, SourceError
 from nanodag.host.machine import detect, visible_gpus
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.engine_settings import EngineSettings
 from nanodag.inference.sglang_install import Device
-from nanodag.model.architecture import check_same_shape, check_sglang, read_checkpoint, read_json
+from nanodag.model.architecture import (
+    check_same_shape,
+    check_sglang,
+    read_checkpoint,
+    read_json,
+    vocabulary_and_positions,
+)
+from nanodag.model.headers import faults_of_config
 from nanodag.tokenizer.chat import load_renderer
 
 STREAM_EVERY_S = 0.05
@@ -34,12 +41,10 @@ def served_model(
     a GPU of its own as far as there are so many. Raises SourceError, BadRequest or MissingTool for what cannot be
     served.
     """
-    tokens, config = TokenText(folder), read_json(folder / "config.json")
+    tokens = TokenText(folder)
     device = detect().device if args.device == "auto" else args.device
-    try:
-        vocab_size, positions = int(config["vocab_size"]), int(config["max_position_embeddings"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{folder}/config.json is not of a language model: it has no {error}.") from error
+    with faults_of_config():
+        vocab_size, positions = vocabulary_and_positions(folder)
     context = min(args.context_length or LARGEST_SGLANG_CONTEXT, positions)
     token = secrets.token_hex(16)  # engines answer this process alone
     # What the engine would refuse after a start of seconds is refused here.

@@ -138,6 +138,20 @@ def read_checkpoint(path: Path, model_code: str = "") -> ModelFolder:
     )
 
 
+def vocabulary_and_positions(folder: Path) -> tuple[int, int]:
+    """Tokens of a model's vocabulary, and of its longest context; also of a type that SGLang alone computes. Raises
+    BadRequest for what describes no model."""
+    path = folder / "config.json"
+    config = read_json(path)
+    if config.get(MODEL_CODE) == "transformers":
+        of = read_checkpoint(folder).architecture
+        return of.vocab_size, of.max_positions
+    with _described_by(path):
+        if missing := [name for name in ("vocab_size", "max_position_embeddings") if name not in config]:
+            raise BadRequest(f"{path} is not of a language model that is known here: it has no {missing[0]}")
+        return int(config["vocab_size"]), int(config["max_position_embeddings"])
+
+
 def check_sglang(folder: Path, context: int | None, setting: str) -> None:
     """Raise ConfigError where SGLang would compute a model otherwise than transformers does, BadRequest for what
     describes no model. context: tokens of prompt and answer together; None for all positions of the model. setting:

@@ -79,8 +79,8 @@ def head_parameters(folder: Path) -> int:
     """Parameters of the output head, tied or not: those of `matrix_parameters` that only tokens with logits are
     multiplied with."""
     shapes = tensor_shapes(folder)
-    name = "lm_head.weight" if "lm_head.weight" in shapes else "embed_tokens"
-    return num_elements({tensor: shape for tensor, shape in shapes.items() if name in tensor})
+    names = ("lm_head.weight",) if "lm_head.weight" in shapes else ("embed_tokens", "wte.", "embeddings.")
+    return num_elements({tensor: shape for tensor, shape in shapes.items() if any(name in tensor for name in names)})
 
 
 def matrix_parameters(folder: Path) -> int:

@@ -159,3 +159,16 @@ def test_a_type_that_our_decoder_does_not_know_is_refused_with_the_setting_that_
     make_tiny("gemma2", tmp_path)
     with pytest.raises(BadRequest, match=r"'gemma2'.*model_code: transformers"):
         read_checkpoint(tmp_path)
+
+
+def test_sizes_of_every_type_are_known_without_torch(pair: Any) -> None:
+    from nanodag.model.architecture import vocabulary_and_positions
+    from nanodag.model.folder_size import size_of
+    from nanodag.model.headers import head_parameters
+
+    folder, theirs, ours = pair
+    vocabulary, positions = vocabulary_and_positions(folder)
+    assert vocabulary == 96 and positions in (128, 32_768)
+    assert head_parameters(folder) == theirs.get_output_embeddings().weight.numel()
+    total = sum(parameter.numel() for parameter in ours.parameters())
+    assert size_of(folder, ours.architecture).total == pytest.approx(total, rel=0.15)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanodag.model.architecture import read_json
+from nanodag.model.architecture import vocabulary_and_positions
 from nanodag.model.headers import faults_of_config, head_parameters, matrix_parameters, weight_files
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -26,12 +26,12 @@ class ModelFacts:
     @faults_of_config()
     def read(cls, folder: Path) -> "ModelFacts":
         """From config.json and the headers of the safetensors files. Raises ConfigError where there are none."""
-        config, head = read_json(folder / "config.json"), head_parameters(folder)
+        (vocab_size, max_positions), head = vocabulary_and_positions(folder), head_parameters(folder)
         return cls(
             sizes={"num_parameters": matrix_parameters(folder) - head, "num_head_parameters": head},
             num_bytes=sum(file.stat().st_size for file in weight_files(folder)),
-            max_positions=int(config["max_position_embeddings"]),
-            vocab_size=int(config["vocab_size"]),
+            max_positions=max_positions,
+            vocab_size=vocab_size,
         )
 
 
