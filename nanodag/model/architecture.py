@@ -122,6 +122,7 @@ def read_checkpoint(path: Path, model_code: str = "") -> ModelFolder:
     with _described_by(config_path):
         is_own = (model_code or config.get(MODEL_CODE, "own")) == "own"
         architecture = (_architecture if is_own else _by_transformers)(config, config_path)
+        _check_sizes(architecture, config_path)
     generation_path = path / "generation_config.json"
     generation = read_json(generation_path) if os.path.exists(generation_path) else {}
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
@@ -147,8 +148,6 @@ def vocabulary_and_positions(folder: Path) -> tuple[int, int]:
         of = read_checkpoint(folder).architecture
         return of.vocab_size, of.max_positions
     with _described_by(path):
-        if missing := [name for name in ("vocab_size", "max_position_embeddings") if name not in config]:
-            raise BadRequest(f"{path} is not of a language model that is known here: it has no {missing[0]}")
         return int(config["vocab_size"]), int(config["max_position_embeddings"])
 
 
@@ -174,8 +173,21 @@ def _described_by(config_path: Path) -> Iterator[None]:
         yield
     except BadRequest:
         raise
+    except KeyError as error:
+        raise BadRequest(f"{config_path} lacks {error.args[0]!r}") from error
     except (AttributeError, TypeError, ValueError, ArithmeticError) as error:
         raise BadRequest(f"{config_path} does not describe a model: {error}") from error
+
+
+SIZES = ("head_dim", "hidden_size", "intermediate_size", "max_positions", "num_heads", "num_kv_heads", "num_layers")
+
+
+def _check_sizes(architecture: Architecture, source: Path) -> None:
+    for name in (*SIZES, "vocab_size"):
+        if getattr(architecture, name) < 1:
+            raise BadRequest(f"{source}: {name} is {getattr(architecture, name)}")
+    if architecture.num_layers > MOST_LAYERS:
+        raise BadRequest(f"{source}: num_layers is {architecture.num_layers}; at most {MOST_LAYERS} are built here")
 
 
 LAYER_UNIT = 16
@@ -221,39 +233,32 @@ def _architecture(config: dict[str, Any], source: Path) -> Architecture:
     for key in ("mlp_bias", "quantization_config"):
         if config.get(key):
             raise BadRequest(f"{key} in {source} is not built here")
-    try:
-        num_heads = int(config["num_attention_heads"])
-        has_bias = model_type != "mistral" and bool(config.get("attention_bias"))
-        unrotated = _unrotated(config, source) if model_type == "smollm3" else ()
-        hidden_size = int(config["hidden_size"])
-        architecture = Architecture(
-            model_type=model_type,
-            vocab_size=int(config["vocab_size"]),
-            hidden_size=hidden_size,
-            num_layers=int(config["num_hidden_layers"]),
-            num_heads=num_heads,
-            num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
-            # Qwen3's own default is 128, whatever hidden_size / num_heads says.
-            head_dim=int(config.get("head_dim") or (128 if model_type == "qwen3" else hidden_size // num_heads)),
-            intermediate_size=int(config["intermediate_size"]),
-            norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-            tied=bool(config.get("tie_word_embeddings", model_type == "smollm3")),
-            qk_norm=model_type == "qwen3",
-            rope=_rope(config, source),
-            max_positions=int(config["max_position_embeddings"]),
-            # As transformers: Qwen2 has the first three whatever attention_bias says, Mistral none, the others all four
-            # or none.
-            qkv_bias=model_type == "qwen2" or has_bias,
-            output_bias=model_type != "qwen2" and has_bias,
-            unrotated_layers=unrotated,
-            **_windows(config, source),
-        )
-    except KeyError as error:
-        raise BadRequest(f"{source} lacks {error.args[0]!r}") from error
-    sizes = {"vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"}
-    for name in sorted({*sizes, "max_positions"}):
-        if getattr(architecture, name) < 1:
-            raise BadRequest(f"{source}: {name} is {getattr(architecture, name)}")
+    num_heads = int(config["num_attention_heads"])
+    has_bias = model_type != "mistral" and bool(config.get("attention_bias"))
+    unrotated = _unrotated(config, source) if model_type == "smollm3" else ()
+    hidden_size = int(config["hidden_size"])
+    architecture = Architecture(
+        model_type=model_type,
+        vocab_size=int(config["vocab_size"]),
+        hidden_size=hidden_size,
+        num_layers=int(config["num_hidden_layers"]),
+        num_heads=num_heads,
+        num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
+        # Qwen3's own default is 128, whatever hidden_size / num_heads says.
+        head_dim=int(config.get("head_dim") or (128 if model_type == "qwen3" else hidden_size // num_heads)),
+        intermediate_size=int(config["intermediate_size"]),
+        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        tied=bool(config.get("tie_word_embeddings", model_type == "smollm3")),
+        qk_norm=model_type == "qwen3",
+        rope=_rope(config, source),
+        max_positions=int(config["max_position_embeddings"]),
+        # As transformers: Qwen2 has the first three whatever attention_bias says, Mistral none, the others all four
+        # or none.
+        qkv_bias=model_type == "qwen2" or has_bias,
+        output_bias=model_type != "qwen2" and has_bias,
+        unrotated_layers=unrotated,
+        **_windows(config, source),
+    )
     if architecture.num_heads % architecture.num_kv_heads:
         raise BadRequest(f"{source}: {num_heads} heads cannot share {architecture.num_kv_heads} key/value heads evenly")
     return architecture
@@ -272,7 +277,8 @@ def _by_transformers(config: dict[str, Any], source: Path) -> Architecture:
     for size in ("hidden_size", "num_layers"):
         if found[size] is None:
             raise BadRequest(f"{source} does not say {size} as {listed(_SIZES[size])}, the names that are known here")
-    ropes = list(_ropes(config.get("rope_parameters") or config.get("rope_scaling")))
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    ropes = [rope, *(of_kind for of_kind in rope.values() if isinstance(of_kind, dict))]  # some layers have their own
     if any(rope.get("rope_type", rope.get("type")) == "dynamic" for rope in ropes):
         raise BadRequest(f"rope_type dynamic in {source}: angles that follow the text's length are not built here")
     # Beyond the original context longrope has other angles, for all of a text: up to there it is one model.
@@ -299,14 +305,6 @@ def _by_transformers(config: dict[str, Any], source: Path) -> Architecture:
         model_code="transformers",
         active_experts=active_share(config),
     )
-
-
-def _ropes(settings: Any) -> Iterator[dict[str, Any]]:
-    """The settings of each kind of layer, where layers have their own."""
-    if isinstance(settings, dict):
-        yield settings
-        for value in settings.values():
-            yield from _ropes(value)
 
 
 def active_share(config: dict[str, Any]) -> float:

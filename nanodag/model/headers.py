@@ -13,6 +13,7 @@ from nanodag.errors import BadRequest, ConfigError
 from nanodag.model.architecture import active_share, read_json
 
 INDEX = "model.safetensors.index.json"
+ADAPTER_CONFIG = "adapter_config.json"  # of a folder of adapters, in peft's format
 EXPERTS = ".experts."  # in the name of a tensor that not every token meets
 NUM_BLOCKS, BLOCK_BYTES = 1024, 4096  # of each file, by which weights are told apart
 

@@ -8,10 +8,9 @@ from typing import Any
 
 from nanodag.errors import SourceError
 from nanodag.model.architecture import MODEL_CODE
-from nanodag.model.folder import write_merged
 from nanodag.model.generation import GENERATION_FILE, generation_config
+from nanodag.model.headers import ADAPTER_CONFIG
 from nanodag.model.model_source import fetched, wanted_files
-from nanodag.model.transformers_class import check_known
 from nanodag.worker.job import Job, MetricsLog, finish, load_job
 
 log = logging.getLogger("nanodag.model.import_model")
@@ -36,11 +35,13 @@ def import_model(job: Job) -> dict[str, Any]:
         raise SourceError(f"{folder} has no config.json: it is no model; adapters are named as `adapter`.")
     output.mkdir(exist_ok=True)
     num_bytes = 0
-    for path in wanted_files(folder):
+    for path in (path for path in wanted_files(folder) if path.name != ADAPTER_CONFIG):
         shutil.copyfile(path, output / path.name)  # through the hub cache's links to the bytes
         num_bytes += path.stat().st_size
     config = json.loads((output / "config.json").read_text())
     if job.config.model_code != "own":
+        from nanodag.model.transformers_class import check_known  # which imports torch
+
         check_known(output)
         config[MODEL_CODE] = job.config.model_code
         (output / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
@@ -50,6 +51,8 @@ def import_model(job: Job) -> dict[str, Any]:
         text = json.dumps(generation_config(output, config), indent=1, sort_keys=True)
         (output / GENERATION_FILE).write_text(f"{text}\n")
     if adapter is not None:
+        from nanodag.model.folder import write_merged  # which imports torch
+
         write_merged(output, adapter)
     architecture = (config.get("architectures") or ["unknown"])[0]
     log.info("Imported %s from %s: %s, %d bytes", job.config.model, folder, architecture, num_bytes)

@@ -10,17 +10,19 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from nanodag.errors import ConfigError
+from nanodag.model.architecture import read_json
+from nanodag.model.headers import ADAPTER_CONFIG, faults_of_config
 
 ADAPTER = "adapter"  # folder of adapters in a model's; not beside its files, where transformers would add them again
-PEFT, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+PEFT = "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
 PLAIN_BEGINNINGS = (True, False, "gaussian", "eva", "orthogonal")  # by others adapters belong to a changed base
 BETWEEN = ".parametrizations.weight."  # of torch's names: layer.parametrizations.weight.original, .0.down, .0.up
@@ -109,20 +111,17 @@ def save_adapter(folder: Path, weights: Mapping[str, Tensor], *, alpha: float) -
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": alpha, "lora_dropout": 0.0,
               "bias": "none", "target_modules": sorted(layers), "base_model_name_or_path": None}  # fmt: skip
     save_file(tensors, folder / ADAPTER / PEFT, metadata={"format": "pt"})
-    (folder / ADAPTER / PEFT_CONFIG).write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
+    (folder / ADAPTER / ADAPTER_CONFIG).write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
 
 
+@faults_of_config()
 def additions(folder: Path) -> dict[str, Tensor]:
     """Sums to a model's weights, float32 by their names, of an adapter folder in peft's format. LoRA, rank-stabilised
     too (arXiv:2312.03732).
 
-    Raises ConfigError for one that does more than that.
+    Raises ConfigError for one that does more than that, or is damaged.
     """
-    try:
-        config: dict[str, Any] = json.loads((folder / PEFT_CONFIG).read_text())
-        tensors = {name: tensor.float() for name, tensor in load_file(folder / PEFT).items()}
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder} is no adapter in peft's format: {error}") from error
+    config = read_json(folder / ADAPTER_CONFIG)
     refused = ("use_dora", "modules_to_save", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "lora_bias",
                "target_parameters", "alora_invocation_tokens", "layer_replication")  # fmt: skip
     found = {name: config[name] for name in refused if config.get(name)}
@@ -130,14 +129,21 @@ def additions(folder: Path) -> dict[str, Tensor]:
         if config.get(name, taken[0]) not in taken:
             found[name] = config[name]
     if found:
-        raise ConfigError(f"{folder / PEFT_CONFIG} has {min(found)} {found[min(found)]!r}, which is not built here.")
-    layers = {name.rpartition(".lora_")[0] for name in tensors}
-    if tensors.keys() != {f"{layer}.lora_{letter}.weight" for layer in layers for letter in "AB"} or "r" not in config:
-        raise ConfigError(f"{folder / PEFT} holds other tensors than pairs of LoRA, or the rank is missing.")
-    rank = int(config["r"])
-    scale = float(config["lora_alpha"]) / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    return {
-        f"{layer.removeprefix(PEFT_PREFIX)}.weight": scale
-        * (tensors[f"{layer}.lora_B.weight"] @ tensors[f"{layer}.lora_A.weight"])
-        for layer in layers
-    }
+        raise ConfigError(f"{folder / ADAPTER_CONFIG} has {min(found)} {found[min(found)]!r}, which is not built here.")
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        raise ConfigError(f"{folder / ADAPTER_CONFIG} has r {rank!r} and lora_alpha {alpha!r}; both must be numbers.")
+    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    try:
+        tensors = {name: tensor.float() for name, tensor in load_file(folder / PEFT).items()}
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{folder / PEFT} cannot be read: {error}") from error
+    sums = {}
+    for layer in {name.rpartition(".lora_")[0] for name in tensors}:
+        down, up = (tensors.pop(f"{layer}.lora_{letter}.weight", torch.empty(0)) for letter in "AB")
+        if down.ndim != 2 or up.ndim != 2 or down.shape[0] != rank or up.shape[1] != rank:
+            raise ConfigError(f"{folder / PEFT} holds no pair of LoRA of rank {rank} for {layer or 'its tensors'}.")
+        sums[f"{layer.removeprefix(PEFT_PREFIX)}.weight"] = scale * (up @ down)
+    if tensors:
+        raise ConfigError(f"{folder / PEFT} holds {min(tensors)}, which is no part of LoRA on a matrix.")
+    return sums

@@ -12,11 +12,12 @@ from typing import Any
 from nanodag.data.digests import file_sha256
 from nanodag.errors import ConfigError, SourceError
 from nanodag.errors.words import listed
+from nanodag.model.headers import ADAPTER_CONFIG
 
 WANTED = (
     *("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json"),
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.tiktoken"),
-    *("chat_template.*", "LICENSE*", "README.md", "adapter_config.json"),
+    *("chat_template.*", "LICENSE*", "README.md", ADAPTER_CONFIG),
 )
 _HUB = re.compile(r"hub:(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 
@@ -65,7 +66,7 @@ def _local_folder(model: str, mirror: Path | None) -> Path | None:
         return folder
     name, _ = _hub_name(model)
     mirrored = mirror / name if mirror is not None else None
-    is_there = mirrored is not None and any((mirrored / f"{of}config.json").is_file() for of in ("", "adapter_"))
+    is_there = mirrored is not None and any((mirrored / name).is_file() for name in ("config.json", ADAPTER_CONFIG))
     return mirrored if is_there else None
 
 
@@ -73,7 +74,7 @@ def wanted_files(folder: Path) -> list[Path]:
     """Files of a model folder that are taken. Raises SourceError when config or weights are missing."""
     files = sorted(p for p in folder.iterdir() if p.is_file() and any(fnmatch.fnmatch(p.name, w) for w in WANTED))
     names = [p.name for p in files]
-    has_config = not {"config.json", "adapter_config.json"}.isdisjoint(names)
+    has_config = not {"config.json", ADAPTER_CONFIG}.isdisjoint(names)
     if not has_config or not any(n.endswith(".safetensors") for n in names):
         raise SourceError(
             f"{folder} is no model that can be taken: it needs config.json and *.safetensors; found {listed(names)}. "

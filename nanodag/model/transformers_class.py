@@ -4,17 +4,20 @@ A model's own code is never run.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from nanodag.errors import ConfigError
 from nanodag.errors.words import counted
+from nanodag.model.headers import ADAPTER_CONFIG
 
 log = logging.getLogger(__name__)
 
@@ -24,14 +27,14 @@ _PROBE = 8  # tokens by which a class's own logits are compared with those that 
 
 @dataclass(frozen=True, eq=False)
 class LoadedClass:
-    """A model in its class of transformers, for evaluation: dropout is 0. Logits are `capped` ones of hidden states,
-    which `body` makes, times the weight of `lm_head`."""
+    """A model in its class of transformers, without dropout. Its logits are those of hidden states times the head's
+    weight, `capped`."""
 
     whole: Any
 
     @cached_property
     def body(self) -> Callable[..., Any]:
-        """Makes the hidden states: `hidden_of` with `input_ids`, and a cache where one is wanted."""
+        """The decoder below the head: token ids, and maybe a cache, to the last hidden states."""
         found = self.whole.get_decoder()
         return self.whole.model if found is self.whole else found  # Llama 4 finds none by its prefix
 
@@ -64,14 +67,40 @@ class LoadedClass:
             parameter.data = parameter.data.to(dtype)
 
 
-def check_known(folder: Path) -> None:
-    """Raise ConfigError where transformers has no class of causal models for a folder's config.json."""
-    from transformers import AutoConfig, AutoModelForCausalLM, __version__
+@contextmanager
+def _unreadable(folder: Path) -> Iterator[None]:
+    """Raise ConfigError where transformers fails at a folder, whose files somebody else wrote."""
+    from huggingface_hub.errors import StrictDataclassError
 
     try:
+        yield
+    except (
+        *(ArithmeticError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError),
+        *(SafetensorError, StrictDataclassError),
+    ) as error:
+        raise ConfigError(f"transformers cannot read the model in {folder}: {error}") from error
+
+
+def _config_of(folder: Path) -> Any:
+    """A folder's config.json as transformers reads it. Raises ConfigError for one that names code of a hub, and beside
+    adapters, in whose base's place transformers would put another model."""
+    from transformers import AutoConfig
+
+    if (folder / ADAPTER_CONFIG).exists():
+        raise ConfigError(f"{folder} holds {ADAPTER_CONFIG}: import its base, and name this folder as `adapter`.")
+    with _unreadable(folder):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ConfigError(f"model_code: transformers, and transformers does not know {folder}: {error}") from error
+    for name in ("_attn_implementation", "_experts_implementation"):
+        if "/" in str(getattr(config, name, "")):  # transformers would fetch and run that where `kernels` is installed
+            raise ConfigError(f"{folder}/config.json names the code {getattr(config, name)!r}, and none is run.")
+    return config
+
+
+def check_known(folder: Path) -> None:
+    """Raise ConfigError where transformers has no class of causal models for a folder's config.json."""
+    from transformers import AutoModelForCausalLM, __version__
+
+    config = _config_of(folder)
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise ConfigError(
             f"model_code: transformers, and transformers {__version__} has no causal model of type "
@@ -86,12 +115,12 @@ def load_class(folder: Path) -> LoadedClass:
     Raises ConfigError where transformers does not know the type, a tensor is missing, or logits are made in a way that
     is not known here.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    config = _config_of(folder)
+    with _unreadable(folder):
         for name, value in list(vars(config).items()):
             if "drop" in name and isinstance(value, float):
                 setattr(config, name, 0.0)
@@ -104,8 +133,6 @@ def load_class(folder: Path) -> LoadedClass:
             trust_remote_code=False,
             use_safetensors=True,
         )
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        raise ConfigError(f"transformers cannot read the model in {folder}: {error}") from error
     if missing := sorted({*report["missing_keys"], *map(str, report["mismatched_keys"])}):
         raise ConfigError(f"{folder} lacks {counted(len(missing), 'tensor')}, the first is {missing[0]}.")
     if unknown := sorted(report["unexpected_keys"]):

@@ -16,6 +16,7 @@ from nanodag.store import Artifact, Store, canonical_json
 from nanodag.store.run_record import RunRecord
 
 UNKNOWN = "other"
+LONGEST_HEAD = 1 << 16  # characters of a README.md in which its front matter must end
 
 
 def card_of(store: Store, artifact: Artifact, name: str, record: RunRecord | None) -> str:
@@ -88,9 +89,11 @@ def _license(store: Store, imported: Artifact) -> str:
     """The licence in the front matter of an imported model's README.md."""
     if "README.md" not in imported.files:
         return UNKNOWN
-    text = Path(store.materialize(imported), "README.md").read_text(encoding="utf-8", errors="replace")
+    with Path(store.materialize(imported), "README.md").open(encoding="utf-8", errors="replace") as stream:
+        text = stream.read(LONGEST_HEAD)
     try:
         head = yaml.safe_load(text.split("---")[1]) if text.startswith("---") else None
     except (yaml.YAMLError, IndexError):
         return UNKNOWN
-    return str(head["license"]) if isinstance(head, Mapping) and head.get("license") else UNKNOWN
+    license_ = head.get("license") if isinstance(head, Mapping) else None
+    return license_ if isinstance(license_, str) else UNKNOWN  # of nested lists, text could be endless

@@ -108,13 +108,23 @@ def test_we_merge_an_adapter_of_peft_to_the_same_logits(folder, tmp_path, is_sta
         ({"use_dora": True}, "use_dora"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa'"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
-        ({"r": None}, None),
+        ({"r": None}, "r None"),
+        ({"r": 0}, "r 0"),
+        ({"r": 8}, "no pair of LoRA of rank 8"),
+        ({"lora_alpha": float("nan")}, "lora_alpha nan"),
     ],
 )
 def test_an_adapter_that_does_more_than_low_ranks_is_refused_by_name(folder, tmp_path, changed, named):
     save_adapter(tmp_path, dict(adapted(folder).named_parameters()), alpha=12.0)
     path = tmp_path / "adapter" / "adapter_config.json"
     config = {**json.loads(path.read_text()), "modules_to_save": [], **changed}
-    path.write_text(json.dumps({name: value for name, value in config.items() if name != "r" or value}))
-    with pytest.raises(ConfigError, match=named or "the rank is missing"):
+    path.write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=named):
+        additions(tmp_path / "adapter")
+
+
+def test_a_damaged_adapter_is_refused(folder, tmp_path):
+    save_adapter(tmp_path, dict(adapted(folder).named_parameters()), alpha=12.0)
+    (tmp_path / "adapter" / "adapter_model.safetensors").write_bytes(b"x" * 9)
+    with pytest.raises(ConfigError, match="cannot be read"):
         additions(tmp_path / "adapter")

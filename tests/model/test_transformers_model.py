@@ -1,5 +1,6 @@
 """Models that transformers' classes compute, behind the interface of our decoder, against those classes alone."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from nanodag.errors import BadRequest
+from nanodag.errors import BadRequest, ConfigError
 from nanodag.model.architecture import read_checkpoint
 from nanodag.model.attention import attention, document_attention, sequences_of_group
 from nanodag.model.folder import load, write_like
 from nanodag.model.headers import tensor_shapes
+from nanodag.model.transformers_class import check_known
 from nanodag.model.transformers_model import TransformersModel
 from tests.model.model_types import TYPES, make_tiny, taken_by_transformers
 
@@ -172,3 +174,40 @@ def test_sizes_of_every_type_are_known_without_torch(pair: Any) -> None:
     assert head_parameters(folder) == theirs.get_output_embeddings().weight.numel()
     total = sum(parameter.numel() for parameter in ours.parameters())
     assert size_of(folder, ours.architecture).total == pytest.approx(total, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"attn_implementation": "owner/kernel"}, "'owner/kernel', and none is run"),
+        ({"num_attention_heads": 0}, "cannot read the model"),
+        ({"rope_parameters": [1]}, "cannot read the model"),
+        ({"model_type": "t5"}, "no causal model of type t5"),
+    ],
+)
+def test_a_hostile_config_is_refused_at_the_import(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    make_tiny("llama", tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(ConfigError, match=words):
+        check_known(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("size", "found"), [("num_hidden_layers", -1), ("num_hidden_layers", 10**7), ("vocab_size", -5)]
+)
+def test_impossible_sizes_are_refused_by_both_ways(tmp_path: Path, size: str, found: int) -> None:
+    make_tiny("llama", tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), size: found}))
+    for code in ("own", "transformers"):
+        with pytest.raises(BadRequest, match=str(found)):
+            read_checkpoint(tmp_path, code)
+
+
+def test_adapters_beside_a_model_are_not_added_in_silence(tmp_path: Path) -> None:
+    make_tiny("llama", tmp_path)
+    taken_by_transformers(tmp_path)
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "owner/other", "peft_type": "LORA"}')
+    with pytest.raises(ConfigError, match="name this folder as `adapter`"):
+        load(tmp_path)

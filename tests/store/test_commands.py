@@ -181,8 +181,10 @@ def test_a_card_names_data_and_neither_servers_nor_folders_nor_what_signs_one_in
         "http://10.0.0.5:3000": {"kind": "server", "model": "/home/me/models/x"},
         "process:/home/me/my.py:f": {"kind": "file"},
     }
+    (model / "README.md").write_text("---\nlicense: [&a [x, x], [*a, *a]]\n---\n")  # of somebody else
     publish(store, model, A, kind="import", config={"model": "hub:me/base@main"}, sources=sources)
     card = nanodag("push a1 me/x --card")
+    assert "license: other" in card
     assert "- me/chats\n" in card and "base_model:\n- me/base\n" in card
     assert "https://host/data.jsonl`" in card and "file:own.jsonl" in card
     for private in ("secret", "10.0.0.5", "/home/me", "process:"):
