@@ -198,8 +198,9 @@ class Decoder(nn.Module):
         return x if want == "hidden" else self.lm_head(x, targets, want, temperature, places)
 
     def checkpoint(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Tensors of a checkpoint, of whole parameters by name: the names agree."""
-        return weights
+        """Tensors of a checkpoint, of whole parameters by name: the names agree, and a tied head is left out."""
+        is_tied = self.architecture.tied
+        return {name: tensor for name, tensor in weights.items() if not (is_tied and name == "lm_head.weight")}
 
     def _turns(self, position_ids: Tensor, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
         """Cosines and sines of each layer, (B, T, 1, D / 2): those of positions, or of no turn."""

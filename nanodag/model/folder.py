@@ -200,8 +200,7 @@ def save(
     tokenizer files are copied, and named in generation_config.json. source: the folder whose config.json is kept;
     without it one is written for the model's architecture and the tokenizer's ids.
     """
-    is_tied = model.architecture.tied and isinstance(model, Decoder)
-    kept = model.checkpoint({n: t for n, t in weights.items() if not (n == "lm_head.weight" and is_tied)})
+    kept = model.checkpoint(weights)
     beside = [tokenizer / name for name in TOKENIZER_FILES if (tokenizer / name).is_file()]
     config = qwen3_config(model.architecture) if source is None else read_json(source / "config.json")
     generation = generation_config(tokenizer, config)

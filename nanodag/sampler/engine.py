@@ -90,9 +90,8 @@ class Engine:
             weights = load_weights(settings.model, a, self._dtype, self.device)
             self._has_bias = (weights.layers[0].qkv_bias is not None, weights.layers[0].output_bias is not None)
             self.model = SamplerModel(a, weights, cache_dtype=self._dtype, **sizes)
-        if self.model.kernel is not None or not isinstance(
-            self.model, SamplerModel
-        ):  # rows are independent of one another in it
+        # In compiled code rows are independent of one another, and a class's batches have rows of their own.
+        if self.model.kernel is not None or isinstance(self.model, TransformersSampler):
             self.row_sizes = tuple(range(1, num_slots + 1))
         else:
             self.row_sizes = invariant_row_sizes(self.model) if deterministic else row_sizes(num_slots)
