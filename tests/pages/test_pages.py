@@ -200,6 +200,8 @@ def meanings(home: Path, port: int) -> dict[str, str]:
         "rl.updates_per_step=4": "rl.updates_per_step=2",
         "--step 20": "--step 1",
         "held_out: 0.001": "held_out: 0.1",  # of 40 rows
+        # A random model has no right answer, and RL stops where it finds nothing to learn from.
+        "nanodag run --preset post-train": "nanodag run --preset post-train rl.num_steps=2 rl.filters=[]",
         "--keep-runs 5 ": "--keep-runs 99 ",
         "--keep-runs 10 ": "--keep-runs 99 ",
     }
@@ -244,9 +246,12 @@ def write_data(home: Path) -> None:
     }
     for name, table in rows.items():
         (data / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in table))
-    for name in ("SmolLM2-135M", "SmolLM2-135M-Instruct", "larger"):
+    for name in ("SmolLM2-135M", "SmolLM2-135M-Instruct", "gemma-2-2b-it", "base", "larger"):
         (home / "models").mkdir(exist_ok=True)
         (home / "models" / name).symlink_to(home / "mirror" / "Qwen" / "Qwen2.5-0.5B-Instruct")
+    (home / "models" / "adapter").mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (home / "models" / "adapter" / name).write_text("{}")
     for path in (home / "sampler-key", home / "key"):
         path.write_text("at-least-16-characters")
         path.chmod(0o600)
