@@ -223,6 +223,13 @@ class TrainEngine:
         """The value of each rank, on every rank."""
         return self.summed(*(value if rank == self.rank else 0.0 for rank in range(self.world_size)))
 
+    def gathered(self, value: Any) -> list[Any]:
+        """An object of each rank, on every rank."""
+        values = [value] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(values, value)
+        return values
+
     def highest_device_bytes(self) -> int:
         """The most memory that torch has held on this rank's GPU; 0 on a CPU."""
         return torch.cuda.max_memory_reserved(self.device) if self.device.type == "cuda" else 0
@@ -370,8 +377,9 @@ class TrainEngine:
         if self.zero_stage == 3:
             for index in range(len(zero.fp32_partitioned_groups_flat)):
                 zero._reassign_or_swap_out_partitioned_parameters(index)
-            if zero.persistent_parameters:
-                zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+            if persistent := zero.persistent_parameters:  # a forward pass has left them whole, as they were
+                persistent[0].partition(persistent)
+                persistent[0].all_gather(persistent)
         elif hasattr(zero, "update_lp_params"):
             zero.update_lp_params()
         elif self.precision == "bf16":

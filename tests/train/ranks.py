@@ -141,6 +141,12 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     found["ways"] = ways(engine, lora="lora" in case)
     weights = engine.full_state_dict()
     found["weights"] = {name: tensor.double().flatten().tolist() for name, tensor in weights.items()}
+    if not case.get("poison"):
+        snapshot = engine.snapshot()
+        step_on(engine, 98, 2)
+        engine.restore(snapshot)
+        restored = engine.full_state_dict()
+        found["restored"] = all(torch.equal(weights[name], restored[name]) for name in weights)
     return found
 
 

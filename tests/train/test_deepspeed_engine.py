@@ -150,6 +150,15 @@ def test_a_model_that_is_to_be_read_in_shares_takes_no_memory_and_says_what_is_w
             load(tmp_path, is_deferred=is_deferred)
 
 
+def test_best_weights_come_back_after_a_step_on_any_stage_and_number_of_ranks(one_rank, two_ranks):
+    found = {
+        f"{case} {ranks}": run.get("restored", True)
+        for ranks, of in ((1, one_rank), (2, two_ranks))
+        for case, run in of.items()
+    }
+    assert [case for case, restored in found.items() if not restored] == []
+
+
 @pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize("stage", [0, 1])
 def test_the_cut_into_micro_batches_does_not_show(one_rank, stage, rows):
