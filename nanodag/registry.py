@@ -22,11 +22,22 @@ from nanodag.errors.words import listed, nearest
 from nanodag.own_code.functions import function_at
 from nanodag.own_code.user_frame import with_place
 
-KINDS = ("advantage", "policy_loss", "aggregation", "kl", "correction", "reward", "generate", "filter", "optimizer")
+KINDS = (
+    "advantage",
+    "policy_loss",
+    "aggregation",
+    "kl",
+    "correction",
+    "reward",
+    "generate",
+    "filter",
+    "optimizer",
+    "preference_loss",
+)
 # Files of this package that hold entries.
 ROOMS = (
     *("rewards/**/*.py", "rl/advantages.py", "rl/losses.py", "rl/rollouts/**/*.py", "rl/environments/**/*.py"),
-    "train/optimizers/**/*.py",
+    *("train/optimizers/**/*.py", "train/preference.py"),
 )
 REQUIRED = "required"
 EXAMPLES = "nanodag.rl.environments.examples."  # what is named from there is ours
@@ -44,6 +55,7 @@ CALLED_WITH: Mapping[str, tuple[str, ...]] = {
     "generate": ("sampler", "sample"),
     "environment": (),
     "filter": ("group",),
+    "preference_loss": ("logprobs", "reference_logprobs", "lengths"),
 }
 _TYPES: dict[str, Any] = {"float": (int, float), "int": int, "bool": bool, "str": str, "Sequence[str]": (list, tuple)}
 _IN_WORDS = {"Sequence[str]": "a list of texts"}
@@ -75,10 +87,10 @@ class Entry:
     path: `module:function`. words: the first line of its docstring.
     compares_groups: an advantage that compares the samples of one prompt. takes_steps: an advantage that is defined
     where a reward scores single steps; scores_steps: such a reward. needs_critic: an advantage that asks PPO's critic.
-    needs_sandbox: it runs programs. is_of_generate: a reward that `generate` reports. least_timeout_s: what a reward
-    needs to find a program that hangs wrong. reads_metadata: of a prompt, for a reward.
-    argument: what the name resumes after a colon, as in `remote:http://...`. passes_on: options that it does not know
-    go to what its argument names.
+    needs_reference: a preference loss that asks what the stage began with. needs_sandbox: it runs programs.
+    is_of_generate: a reward that `generate` reports. least_timeout_s: what a reward needs to find a program that hangs
+    wrong. reads_metadata: of a prompt, for a reward. argument: what the name resumes after a colon, as in
+    `remote:http://...`. passes_on: options that it does not know go to what its argument names.
     """
 
     path: str
@@ -88,6 +100,7 @@ class Entry:
     takes_steps: bool = False
     scores_steps: bool = False
     needs_critic: bool = False
+    needs_reference: bool = False
     needs_sandbox: bool = False
     is_of_generate: bool = False
     least_timeout_s: float = 0.0

@@ -135,12 +135,16 @@ class ScheduleConfig(StageSection):
 
 
 class SupervisedStage(TrainedStage):
-    """The one supervised loop. Tokens are counted over all ranks."""
+    """The one supervised loop. Tokens are counted over all ranks.
+
+    objective: `module:NAME` of the class of what it trains for, in nanodag.train.objective's form.
+    """
 
     record_kind: ClassVar[Wanted | None] = "document"
     curves: ClassVar[Literal["", "loss", "rollouts"]] = "loss"
     plan_formula: ClassVar[str] = "nanodag.plan.supervised:SUPERVISED"
     packs_documents: ClassVar[bool] = True
+    objective: ClassVar[str] = "nanodag.train.objective:NextToken"
 
     data: tuple[SourceConfig, ...] = Field(min_length=1)
     """The mixture of training data."""
@@ -217,6 +221,11 @@ class SupervisedStage(TrainedStage):
     @property
     def passes(self) -> float:
         """Passes over the data where horizon_tokens is auto; 0 where tokens alone are counted."""
+        return 0.0
+
+    @property
+    def passes_before(self) -> float:
+        """Passes over the data in which the model scores them before it trains."""
         return 0.0
 
     @property

@@ -94,6 +94,35 @@ def prompt(row: Mapping[str, Any]) -> dict[str, Any]:
     return {**made, "metadata": dict(row.get("metadata") or {})}
 
 
+@entry("preference", "preference")
+def preference(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Columns `chosen` and `rejected`, and `prompt` where the answers do not repeat it: texts, lists of messages, or
+    transcripts of `Human:` and `Assistant:` turns. What both begin with is the prompt. Scores make the margin."""
+    chosen, rejected = (_turns(row[name], "assistant") for name in ("chosen", "rejected"))
+    shared = 0
+    if any(turns and turns[0]["role"] != "assistant" for turns in (chosen, rejected)):
+        most = max(0, min(len(chosen), len(rejected)) - 1)
+        shared = next((i for i in range(most) if chosen[i] != rejected[i]), most)
+    prompt = chosen[:shared] or _turns(row["prompt"], "user")
+    made: dict[str, Any] = {"messages": prompt, "chosen": chosen[shared:], "rejected": rejected[shared:]}
+    scores = [row.get(name) for name in ("score_chosen", "score_rejected")]
+    return made if None in scores else {**made, "margin": float(scores[0]) - float(scores[1])}  # type: ignore[arg-type]
+
+
+_TURN = re.compile(r"(?:^|\n\n)(Human|Assistant): ?")
+
+
+def _turns(value: str | Sequence[Mapping[str, Any]], role: str) -> list[dict[str, Any]]:
+    """Messages of a column: of a text, one of the role, or those of its transcript."""
+    if not isinstance(value, str):
+        return [{"role": message["role"], "content": message["content"]} for message in value]
+    begin, *pieces = _TURN.split(value)
+    if begin.strip() or not pieces:
+        return [{"role": role, "content": value}]
+    roles = {"Human": "user", "Assistant": "assistant"}
+    return [{"role": roles[who], "content": said} for who, said in zip(pieces[::2], pieces[1::2], strict=True)]
+
+
 @entry("problem", "conversation")
 def problem(row: Mapping[str, Any]) -> dict[str, Any]:
     """question -> answer."""

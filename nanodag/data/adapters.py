@@ -20,7 +20,12 @@ from nanodag.errors.words import listed, nearest
 from nanodag.own_code.functions import function_at
 from nanodag.own_code.user_frame import with_place
 
-_GENERIC: dict[Kind, str] = {"document": "text", "conversation": "messages", "prompt": "prompt"}
+_GENERIC: dict[Kind, str] = {
+    "document": "text",
+    "conversation": "messages",
+    "prompt": "prompt",
+    "preference": "preference",
+}
 
 
 def adapter_name(name: str, url: str, kind: Kind) -> str:

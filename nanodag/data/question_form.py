@@ -18,6 +18,7 @@ Record = dict[str, Any]
 _WITHOUT_EFFECT: Mapping[str, Sequence[str]] = {
     "document": ("instruction", "reward", "template_options"),
     "conversation": ("reward",),
+    "preference": ("reward",),
     "prompt": (),
     "row": ("instruction", "reward"),
     "text": ("columns", "instruction", "reward", "template_options"),
@@ -25,6 +26,7 @@ _WITHOUT_EFFECT: Mapping[str, Sequence[str]] = {
 _CALLED = {
     "document": "documents, which nobody asks",
     "conversation": "conversations, whose answers are given",
+    "preference": "pairs, whose better answer is given",
     "row": "rows as they are; a benchmark reads prompts with `form: problems`",
     "text": "all text of a source, whatever column it is in",
 }

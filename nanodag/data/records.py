@@ -1,9 +1,12 @@
-"""The three canonical records that adapters make from rows, and what is read off them.
+"""The four canonical records that adapters make from rows, and what is read off them.
 
 document:      {"text": str}
 conversation:  {"messages": [{"role", "content"}, ...]}; roles system, user, assistant, tool. Content is a string, or
                for the assistant a list of parts {"type": "text" | "tool_call" | "tool_result", "text": str}.
 prompt:        {"prompt_id": str, "messages": [...], "answer": str, "reward": str, "metadata": dict}; for RL.
+preference:    {"messages": [...], "chosen": [...], "rejected": [...], "margin": float}: a prompt, two answers to it,
+               a list of messages each that begins with the assistant's; an empty one is dropped later. margin may be
+               missing: how much better the chosen one is.
 """
 
 import hashlib
@@ -13,9 +16,9 @@ from typing import Any, Literal
 from nanodag.errors import SourceError
 from nanodag.errors.words import listed
 
-Kind = Literal["document", "conversation", "prompt"]
+Kind = Literal["document", "conversation", "prompt", "preference"]
 Wanted = Kind | Literal["chat"]  # chat: conversations, and documents of sources that have no others
-KINDS: tuple[Kind, ...] = ("document", "conversation", "prompt")
+KINDS: tuple[Kind, ...] = ("document", "conversation", "prompt", "preference")
 ROLES = ("system", "user", "assistant", "tool")
 PART_TYPES = ("text", "tool_call", "tool_result")
 
@@ -37,6 +40,17 @@ def check_record(record: Mapping[str, Any], kind: Kind) -> None:
             raise SourceError(f"A prompt needs {listed(missing)} beside its messages; found {listed(sorted(record))}.")
         if messages[-1]["role"] == "assistant":
             raise SourceError("A prompt ends before the assistant speaks; its last message is the assistant's.")
+    if kind == "preference":
+        for name in ("chosen", "rejected"):
+            answer = record.get(name)
+            if not isinstance(answer, list | tuple):
+                raise SourceError(f"A preference needs a list {name!r} of messages; found {answer!r:.80}.")
+            for message in answer:
+                _check_message(message)
+            if answer and answer[0]["role"] != "assistant":
+                raise SourceError(
+                    f"An answer of a preference begins with the assistant; {name} begins with {answer[0]['role']}."
+                )
 
 
 def _check_message(message: Any) -> None:
@@ -61,11 +75,12 @@ def message_text(message: Mapping[str, Any]) -> str:
 
 
 def record_texts(record: Mapping[str, Any]) -> Iterator[str]:
-    """The texts of a record in order: its document, or message by message."""
+    """The texts of a record in order: its document, or message by message, of a preference both answers too."""
     if "text" in record:
         yield record["text"]
     else:
-        yield from map(message_text, record["messages"])
+        for name in ("messages", "chosen", "rejected"):
+            yield from map(message_text, record.get(name, ()))
 
 
 def record_bytes(record: Mapping[str, Any]) -> int:

@@ -135,7 +135,8 @@ def _seconds(case: Case[SupervisedStage], steps: int | None) -> float | None:
     held_out = case.sizes.held_out_tokens(stage.data, model.vocabulary, is_chat=stage.is_chat)
     validated = stage.validation_tokens if held_out is None else min(stage.validation_tokens, held_out)
     validations = (steps // stage.validation_every + 1) * validated
-    worked = tokens * (4 / 3 if stage.activation_checkpointing else 1.0) + validations / 3
+    scored_before = stage.passes_before * tokens / max(stage.passes, 1.0)
+    worked = tokens * (4 / 3 if stage.activation_checkpointing else 1.0) + (validations + scored_before) / 3
     computing = worked * model.training_flops(stage.sequence_length) / (shares.training * peak)
     times = (steps - 1) // stage.core_every + 1 if stage.core_every else 0  # CORE is scored, once at the end
     scored = times * core_tokens(stage.core_limit, model.vocabulary)

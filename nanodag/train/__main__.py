@@ -67,19 +67,12 @@ def _metrics(loop: Loop, stats: dict[str, Any]) -> dict[str, Any]:
     }
     if loop.config.is_chat:
         metrics["document_share"] = stats["document_tokens"] / max(stats["tokens"], 1.0)
-    if progress.best_loss is not None:
-        metrics["best_validation_loss"] = progress.best_loss
-        metrics["best_validation_bits_per_byte"] = progress.best_bits_per_byte
-        metrics["best_step"] = progress.best_step
-    if loop.best is not None:
-        metrics["validation_loss"] = progress.best_loss
-        metrics["validation_bits_per_byte"] = progress.best_bits_per_byte
-    elif progress.validation_loss is not None:
-        metrics["validation_loss"] = progress.validation_loss
-        metrics["validation_bits_per_byte"] = progress.validation_bits_per_byte
-    if progress.core is not None:
-        metrics["core"] = progress.core
-    return metrics
+    for name in ("loss", "bits_per_byte", "accuracy"):
+        best, last = getattr(progress, f"best_{name}"), getattr(progress, f"validation_{name}")
+        metrics[f"best_validation_{name}"] = best
+        metrics[f"validation_{name}"] = best if loop.best is not None else last
+    metrics |= {"best_step": None if progress.best_loss is None else progress.best_step, "core": progress.core}
+    return {name: value for name, value in metrics.items() if value is not None or name == "loss"}
 
 
 def _cost(job: Job, stage: PreparedStage, loop: Loop, start_seconds: float) -> dict[str, Any]:

@@ -10,17 +10,20 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from nanodag.data.config import SourceConfig, mixes_by_epochs
 from nanodag.data.mixture import Drawn, Mixture
 from nanodag.data.opening import Part
-from nanodag.data.records import record_bytes
+from nanodag.data.records import message_text, record_bytes
 from nanodag.data.shuffle import permutation
 from nanodag.errors import ConfigError
-from nanodag.train.packing import Batch, Packer, Piece, conversation_piece, document_piece, make_batch
+from nanodag.train.packing import Batch, Packer, Piece, conversation_piece, document_piece, make_batch, pair_piece
+
+if TYPE_CHECKING:
+    from nanodag.tokenizer.chat import ChatRenderer
 
 _DRAWN_AT_ONCE = 64  # records that are tokenised in one call
 NO_STRETCH = 2**53  # behind the end of the data
@@ -58,8 +61,9 @@ class TokenBatches:
 
     kind: "document" fills all rows but the last of a window (documents are cut, see cut); "chat" packs whole
     conversations, with loss on what the assistant says, and beside them the documents of those sources whose adapter
-    makes nothing else, trained whole. too_long: a conversation above sequence_length is truncated, or dropped; either
-    is counted, and one without anything left to learn is dropped. part, once, repeat, num_epochs, shuffle: as in
+    makes nothing else, trained whole; "preference" packs pairs of answers behind their prompts (scores_ends: as in
+    PairPiece). too_long: a conversation above sequence_length is truncated, or dropped; either is counted, and what has
+    nothing to learn is dropped, as a pair without two different answers. part, once, repeat, num_epochs, shuffle: as in
     Mixture.
     window_pieces, window_rows: so much, at least, is packed and shuffled together, within a pass. prefetch: batches
     that a thread makes ahead while others are trained. tokenising_threads: as many tokenise what that thread has read;
@@ -74,7 +78,7 @@ class TokenBatches:
         sources: Sequence[SourceConfig],
         *,
         tokenizer_path: Path,
-        kind: Literal["document", "chat"],
+        kind: Literal["document", "chat", "preference"],
         batch_rows: int,
         sequence_length: int,
         seed: int,
@@ -88,6 +92,7 @@ class TokenBatches:
         mirror: Path | None = None,
         too_long: Literal["truncate", "drop"] = "truncate",
         cut: Literal["keep", "drop"] = "keep",
+        scores_ends: bool = False,
         window_pieces: int = 512,
         window_rows: int = 128,  # the last one of a window is half empty on average
         prefetch: int = 0,
@@ -112,7 +117,7 @@ class TokenBatches:
             shuffle=shuffle,
             mirror=mirror,
         )
-        self._pieces_of, bos_id, self._pad_id = _tokenising(kind, tokenizer_path)
+        self._pieces_of, bos_id, self._pad_id = _tokenising(kind, tokenizer_path, scores_ends)
         self._make_pieces: Callable[[Sequence[Drawn]], list[Piece]] = self._tokenised
         self._new_packer = partial(Packer, sequence_length, cut=cut, bos_id=bos_id)
         self._counts = dict.fromkeys(_COUNTED, 0)
@@ -337,7 +342,8 @@ class TokenBatches:
         new = [draw for draw in drawn if (draw.source, draw.index) not in known]
         for draw, piece in zip(new, self._tokenised(new), strict=True):
             # Of a conversation that is truncated, what is left may hold nothing to learn.
-            is_trained = bool((piece.trained if piece.is_document else piece.trained[: self._length]).any())
+            is_long = not piece.is_document and piece.num_positions > self._length
+            is_trained = bool((piece.shortened(self._length) if is_long else piece).trained.any())
             tokens = np.broadcast_to(np.int32(0), piece.num_positions + 1)
             blank = Piece(tokens, np.broadcast_to(is_trained, piece.num_positions), piece.is_document)
             known[draw.source, draw.index] = blank
@@ -350,7 +356,7 @@ class TokenBatches:
                 self._add(dropped_records=1, dropped_tokens=piece.num_positions)
                 return None
             self._add(truncated_records=1, truncated_tokens=piece.num_positions - self._length)
-            piece = Piece(piece.tokens[: self._length + 1], piece.trained[: self._length], is_document=False)
+            piece = piece.shortened(self._length)
         if not piece.trained.any():
             self._add(dropped_records=1, dropped_tokens=piece.num_positions)
             return None
@@ -382,7 +388,7 @@ def tokenising_threads(device: str, *, cores: int, ranks: int) -> int:
 Tokenise = Callable[[Sequence[dict[str, Any]]], list[Piece]]
 
 
-def _tokenising(kind: str, tokenizer_path: Path) -> tuple[Tokenise, int, int]:
+def _tokenising(kind: str, tokenizer_path: Path, scores_ends: bool) -> tuple[Tokenise, int, int]:
     """Records -> pieces, the id that begins documents, and the id of padding."""
     from nanodag.tokenizer.chat import NO_SWITCHES, load_renderer
     from nanodag.tokenizer.encoding import Encoding
@@ -400,6 +406,12 @@ def _tokenising(kind: str, tokenizer_path: Path) -> tuple[Tokenise, int, int]:
         return from_documents, encoding.bos_id, encoding.pad_id
     renderer = load_renderer(tokenizer_path)
 
+    def from_pairs(records: Sequence[dict[str, Any]]) -> list[Piece]:
+        return [_pair_of(record, renderer, scores_ends) for record in records]
+
+    if kind == "preference":
+        return from_pairs, encoding.bos_id, encoding.pad_id
+
     def from_both(records: Sequence[dict[str, Any]]) -> list[Piece]:
         chat_records = [r for r in records if "messages" in r]
         switches = [r.get("template_options", NO_SWITCHES) for r in chat_records]
@@ -408,3 +420,23 @@ def _tokenising(kind: str, tokenizer_path: Path) -> tuple[Tokenise, int, int]:
         return [next(documents) if "text" in r else conversation_piece(*next(chats)) for r in records]
 
     return from_both, encoding.bos_id, encoding.pad_id
+
+
+def _pair_of(record: dict[str, Any], renderer: "ChatRenderer", scores_ends: bool) -> Piece:
+    """The prompt up to where the assistant speaks, as far as both answers repeat it; and what each says from there on,
+    up to its last token with loss."""
+    switches = record.get("template_options", {})
+    said = [record[name] for name in ("chosen", "rejected")]
+    prompt = np.array(renderer.prompt(record["messages"], switches), dtype=np.int32)
+    rendered = renderer.render_batch([[*record["messages"], *turns] for turns in said], [switches] * len(said))
+    shared = min(_num_common(prompt, ids) for ids, _ in rendered)
+    answers = []
+    for turns, (ids, mask) in zip(said, rendered, strict=True):
+        end = int(np.flatnonzero(mask)[-1:].sum()) + 1 if any(message_text(turn).strip() for turn in turns) else 0
+        answers.append((ids[shared:end], mask[shared:end]))
+    return pair_piece(prompt[:shared], answers, scores_ends=scores_ends)
+
+
+def _num_common(one: np.ndarray, other: np.ndarray) -> int:
+    size = min(len(one), len(other))
+    return int(np.append(one[:size] != other[:size], True).argmax())

@@ -41,9 +41,10 @@ STATE_FILE, PIECES_FILE = "state.json", "state-{:05d}-of-{:05d}.safetensors"
 
 @dataclass
 class Progress:
-    """Progress of a stage. tokens: input tokens trained, without padding; labels: of them with loss; seconds: of
-    training steps, as the first rank's clock has them; validation_loss: the last one; best_loss: the lowest, at
-    best_step; evals_since_best: validations since then; core: the last CORE, of the weights of core_step."""
+    """Progress of a stage. tokens: input tokens trained, without padding; labels: of them with loss, or pairs; seconds:
+    of training steps, as the first rank's clock has them; validation_loss: the last one; best_loss: the lowest, at
+    best_step; accuracy: the share of pairs, of either; evals_since_best: validations since then; core: the last CORE,
+    of the weights of core_step."""
 
     step: int = 0
     tokens: float = 0.0
@@ -53,6 +54,8 @@ class Progress:
     validation_bits_per_byte: float | None = None
     best_loss: float | None = None
     best_bits_per_byte: float | None = None
+    validation_accuracy: float | None = None
+    best_accuracy: float | None = None
     best_step: int = 0
     evals_since_best: int = 0
     core: float | None = None

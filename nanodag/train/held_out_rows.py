@@ -1,7 +1,7 @@
-"""The packed rows that a stage is validated on: made once, and kept in the store for its ranks, its restarts, and every
-other stage with the same data and tokenizer.
+"""Arrays that are made once, and kept in the store for the ranks of a stage, its restarts, and every other stage with
+the same data and tokenizer: the packed rows that it is validated on, and a reference's log-probabilities.
 
-They are the same whatever the number of ranks and the micro-batch: rank r takes the rows r, r + n, r + 2 n ...
+Rows are the same whatever the number of ranks and the micro-batch: rank r takes the rows r, r + n, r + 2 n ...
 """
 
 import hashlib
@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -20,6 +20,9 @@ from safetensors.numpy import save_file
 from nanodag.store.atomic import locked, writing
 from nanodag.store.manifest import canonical_json
 from nanodag.train.packing import Batch
+
+if TYPE_CHECKING:
+    from nanodag.train.deepspeed_engine import TrainEngine
 
 log = logging.getLogger(__name__)
 
@@ -61,15 +64,37 @@ def held_out_rows(folder: Path, recipe: Mapping[str, Any], make: Callable[[], It
 
     recipe: all that the rows follow from, JSON values. make: batches of one row each.
     """
-    digest = hashlib.sha256(canonical_json({"format": _FORMAT, **recipe}).encode()).hexdigest()[:40]
+    digest = _digest(recipe)
     path = folder / f"{digest}.safetensors"
     with locked(folder / f"{digest}.lock", timeout_s=_WAIT_S):
-        rows = _read(path)
-        if rows is None:
-            rows = _stacked(list(make()))
-            _write(path, rows)
-            log.info("Packed %d held-out rows into %s.", len(rows.input_ids), path)
-    return rows
+        arrays = _read(path)
+        if arrays is None:
+            arrays = vars(_stacked(list(make())))
+            _write(path, arrays)
+            log.info("Packed %d held-out rows into %s.", len(arrays["input_ids"]), path)
+    return HeldOutRows(**arrays)
+
+
+Table = dict[int, tuple[float, float]]
+
+
+def kept_table(folder: Path, recipe: Mapping[str, Any], make: Callable[[], Table], engine: "TrainEngine") -> Table:
+    """The table of a recipe: from the folder, else made by all ranks and put there. Every rank must call it."""
+    path = folder / f"{_digest(recipe)}.safetensors"
+    arrays = _read(path)
+    if engine.highest(float(arrays is None)):
+        table = make()
+        if engine.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            values = np.array(list(table.values()), np.float32).reshape(-1, 2)
+            _write(path, {"keys": np.array(list(table), np.uint64), "values": values})
+        return table
+    assert arrays is not None
+    return dict(zip(arrays["keys"].tolist(), map(tuple, arrays["values"].tolist()), strict=True))
+
+
+def _digest(recipe: Mapping[str, Any]) -> str:
+    return hashlib.sha256(canonical_json({"format": _FORMAT, **recipe}).encode()).hexdigest()[:40]
 
 
 def _stacked(batches: list[Batch]) -> HeldOutRows:
@@ -81,12 +106,12 @@ def _stacked(batches: list[Batch]) -> HeldOutRows:
     return HeldOutRows(joined("input_ids"), joined("labels"), joined("document_ids"), surplus)
 
 
-def _read(path: Path) -> HeldOutRows | None:
+def _read(path: Path) -> dict[str, np.ndarray] | None:
     """None where there is no such file, or a damaged one."""
     try:
         with safe_open(str(path), framework="np") as opened:
-            rows = HeldOutRows(**{name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118
-            is_whole = opened.metadata()["sha256"] == _sha256(rows)
+            arrays = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            is_whole = opened.metadata()["sha256"] == _sha256(arrays)
     except FileNotFoundError:
         return None
     except SafetensorError as error:
@@ -96,13 +121,13 @@ def _read(path: Path) -> HeldOutRows | None:
         log.warning("%s differs from its recorded sha256 and is made again.", path)
         return None
     os.utime(path)
-    return rows
+    return arrays
 
 
-def _write(path: Path, rows: HeldOutRows) -> None:
+def _write(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
-    with writing(f"Keeping the held-out rows {path}"):
-        save_file(vars(rows), temporary, metadata={"sha256": _sha256(rows)})
+    with writing(f"Keeping {path}"):
+        save_file(dict(arrays), temporary, metadata={"sha256": _sha256(arrays)})
         os.replace(temporary, path)
         by_age = sorted(path.parent.glob("*.safetensors"), key=lambda file: file.stat().st_mtime, reverse=True)
         for old in by_age[KEPT_FILES:]:
@@ -110,8 +135,8 @@ def _write(path: Path, rows: HeldOutRows) -> None:
             old.with_suffix(".lock").unlink(missing_ok=True)
 
 
-def _sha256(rows: HeldOutRows) -> str:
+def _sha256(arrays: Mapping[str, np.ndarray]) -> str:
     digest = hashlib.sha256()
-    for _, array in sorted(vars(rows).items()):
+    for _, array in sorted(arrays.items()):
         digest.update(np.ascontiguousarray(array).view(np.uint8).data)
     return digest.hexdigest()

@@ -15,7 +15,6 @@ from nanodag.data.core_tasks import core_of
 from nanodag.errors import TrainingDiverged
 from nanodag.train.checkpoint import Progress, load_checkpoint, save_checkpoint
 from nanodag.train.learning_rate import rate_factor
-from nanodag.train.objective import next_token_loss, to_device
 from nanodag.train.packing import Batch
 from nanodag.train.setup import PreparedStage
 from nanodag.worker.job import stop_requested
@@ -74,13 +73,13 @@ class Loop:
         progress, engine = self.progress, self.engine
         batches = self.source.take(self.plan.micro_batches)
         count, tokens, num_waiting = engine.summed(
-            float(sum(batch.num_labels for batch in batches)),
+            float(sum(map(self.stage.objective.count, batches))),
             float(sum(batch.num_tokens for batch in batches)),
             float(self.source.is_waiting),
         )
         if num_waiting == engine.world_size:
             self.source.open(-int(engine.highest(-self.source.next_stretch)))
-        own_loss = self._accumulate(batches, max(count, 1.0))
+        own_loss, own_sums = self._accumulate(batches, max(count, 1.0))
         factor = rate_factor(progress.step, self.plan.num_steps, self.config.schedule)
         optimizer = self.config.optimizer
         try:
@@ -99,22 +98,29 @@ class Loop:
         progress.seconds += seconds
         progress.last_losses = [*progress.last_losses[-LOSSES_KEPT + 1 :], loss]
         if progress.step % self.config.log_every == 0 or progress.step in (1, self.plan.num_steps):
-            self._report(loss=loss, norm=norm, factor=factor, seconds=seconds, tokens=tokens)
+            sums = engine.summed(*own_sums.values()) if own_sums else ()
+            means = {name: value / max(count, 1.0) for name, value in zip(own_sums, sums, strict=True)}
+            self._report(loss=loss, norm=norm, factor=factor, seconds=seconds, tokens=tokens, **means)
 
-    def _accumulate(self, batches: list[Batch], denominator: float) -> float:
-        """Backward over this rank's micro-batches; the sum of their losses."""
+    def _accumulate(self, batches: list[Batch], denominator: float) -> tuple[float, dict[str, float]]:
+        """Backward over this rank's micro-batches; the sum of their losses, and of what the objective reports."""
         losses = []
+        sums: dict[str, list[torch.Tensor]] = {}
         for index, batch in enumerate(batches):
-            loss = next_token_loss(self.engine, to_device(batch, self.engine.device))
+            loss, reported = self.stage.objective.loss(self.engine, batch)
             self.engine.backward(loss / denominator, last=index == len(batches) - 1)
             losses.append(loss.detach())  # read only after the last: reading waits for the device
-        return float(torch.stack(losses).double().sum())
+            for name, value in reported.items():
+                sums.setdefault(name, []).append(value)
+        total = float(torch.stack(losses).double().sum())
+        return total, {name: float(torch.stack(values).double().sum()) for name, values in sums.items()}
 
     def _validate(self) -> None:
         began = time.perf_counter()
         score = self.stage.score()
         progress = self.progress
-        progress.validation_loss, progress.validation_bits_per_byte = score.loss, score.bits_per_byte
+        progress.validation_loss, progress.validation_bits_per_byte = score.loss, score.metrics.get("bits_per_byte")
+        progress.validation_accuracy = score.metrics.get("accuracy")
         if not math.isfinite(score.loss):
             raise self._diverged(f"The validation loss is {score.loss}.")
         self.write(
@@ -122,12 +128,14 @@ class Loop:
             total=self.plan.num_steps,
             event="eval",
             validation_loss=score.loss,
-            validation_bits_per_byte=score.bits_per_byte,
+            **{f"validation_{name}": value for name, value in score.metrics.items()},
             validation_seconds=time.perf_counter() - began,
         )
-        log.info("Step %d: validation %.4f nats, %.4f bits a byte.", progress.step, score.loss, score.bits_per_byte)
+        words = "".join(f", {name.replace('_', ' ')} {value:.4f}" for name, value in score.metrics.items())
+        log.info("Step %d: validation %.4f%s.", progress.step, score.loss, words)
         if progress.best_loss is None or score.loss < progress.best_loss:
-            progress.best_loss, progress.best_bits_per_byte = score.loss, score.bits_per_byte
+            progress.best_loss, progress.best_bits_per_byte = score.loss, progress.validation_bits_per_byte
+            progress.best_accuracy = progress.validation_accuracy
             progress.best_step, progress.evals_since_best = progress.step, 0
             if self._keeps_best:
                 self.best = self.engine.snapshot()
@@ -170,12 +178,15 @@ class Loop:
         self._saved_step = self.progress.step
         log.info("Step %d: checkpoint in %.2f s.", self.progress.step, time.perf_counter() - began)
 
-    def _report(self, *, loss: float, norm: float, factor: float, seconds: float, tokens: float) -> None:
+    def _report(
+        self, *, loss: float, norm: float, factor: float, seconds: float, tokens: float, **means: float
+    ) -> None:
         progress, plan = self.progress, self.plan
         self.write(
             progress.step,
             total=plan.num_steps,
             loss=loss,
+            **means,
             gradient_norm=norm,
             learning_rate=factor * float(self.config.optimizer.learning_rate),
             step_ms=1000 * seconds,

@@ -1,20 +1,23 @@
-"""The objective of supervised training: a sum, which the loop divides by the number of labels.
+"""Objectives of supervised training: a sum, which the loop divides by the number of what it is over.
 
 The loop divides the sum over all micro-batches and ranks by the number over all of them. So the way a step is cut into
 micro-batches does not change a result.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanodag.model.attention import Attend, document_attention, on_device
+from nanodag.model.attention import Attend, attention, on_device, sequences_of_documents
 from nanodag.model.decoder import IGNORED
 from nanodag.train.packing import Batch
+
+if TYPE_CHECKING:
+    from nanodag.train.setup import PreparedStage
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +35,17 @@ class DeviceBatch:
 def to_device(batch: Batch, device: torch.device) -> DeviceBatch:
     """Move a batch of arrays to a device, with what would have to be read back from there: a GPU that is asked for a
     number is waited for."""
+    sequences = sequences_of_documents(batch.document_ids)
+    if batch.continued is not None:
+        starts, length = sequences[:, 0], batch.document_ids.shape[1]
+        behind = batch.continued.ravel()[starts]
+        first = np.searchsorted(starts, starts // length * length)  # sequence at the begin of its row
+        sequences[:, 2] = np.where(behind < 0, -1, first + behind)
     return DeviceBatch(
         input_ids=on_device(batch.input_ids, device),
         labels=on_device(batch.labels, device),
         position_ids=on_device(batch.position_ids, device),
-        attend=document_attention(batch.document_ids),
+        attend=attention(sequences),
         label_places=on_device(np.flatnonzero(batch.labels != IGNORED), device),
     )
 
@@ -47,3 +56,30 @@ def next_token_loss(model: Callable[..., Any], batch: DeviceBatch) -> Tensor:
         batch.input_ids, batch.position_ids, targets=batch.labels, attend=batch.attend, places=batch.label_places
     )
     return loss
+
+
+class Objective(Protocol):
+    """What one stage trains for.
+
+    begin: called once, with the weights that the stage begins with, by every rank; may score its data with them.
+    count: what the loss of a batch is a sum over. loss: that sum with its gradient, and sums to be reported.
+    """
+
+    def begin(self, stage: "PreparedStage") -> None: ...
+
+    def count(self, batch: Batch) -> int: ...
+
+    def loss(self, engine: Any, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]: ...
+
+
+class NextToken:
+    """-log p of each label, in nats."""
+
+    def begin(self, stage: "PreparedStage") -> None:
+        """Needs nothing."""
+
+    def count(self, batch: Batch) -> int:
+        return batch.num_labels
+
+    def loss(self, engine: Any, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        return next_token_loss(engine, to_device(batch, engine.device)), {}

@@ -5,11 +5,14 @@ document `t1 .. tn` has the positions `bos->t1, t1->t2, .., tn->bos`, so a row b
 is learned; a conversation ends with its last token as a label. As a label has its own position, filling a row to the
 brim loses no prediction at its end.
 
+A preference is laid out as a prompt and, behind it, its two answers (`PairPiece`).
+
 For each row the largest piece that fits is taken from a buffer again and again (the idea of nanochat's data loader).
 Where nothing fits, a document is cut; a conversation never is, and where there are only such the rest of the row is
 padding. So rows run from long pieces to short ones: who trains on them shuffles them.
 """
 
+import hashlib
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,6 +38,84 @@ class Piece:
     @property
     def num_positions(self) -> int:
         return len(self.trained)
+
+    @property
+    def input_ids(self) -> np.ndarray:
+        """The input token at each position, (n,) int32."""
+        return self.tokens[:-1]
+
+    @property
+    def labels(self) -> np.ndarray:
+        """The token to be predicted at each position, (n,) int32; -100 where that is not trained."""
+        return np.where(self.trained, self.tokens[1:], np.int32(-100))
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Positions of what the others continue, then of each of these; of a plain sequence, its own alone."""
+        return (self.num_positions,)
+
+    def shortened(self, num_positions: int) -> "Piece":
+        """The first positions of a piece that is longer."""
+        return Piece(self.tokens[: num_positions + 1], self.trained[:num_positions], is_document=False)
+
+
+@dataclass(frozen=True, eq=False)
+class PairPiece(Piece):
+    """A prompt and two answers to it, the chosen one first. tokens: (P,) int32, the prompt's. answers: ids and mask of
+    each, (A,) int32 and bool; trained by the mask. Positions: the prompt's but its last, then for each answer the
+    prompt's last token and the answer's but its last. So each position predicts one token, and what both share is
+    computed once. scores_ends: the answers' last tokens are read too, and these positions alone are trained."""
+
+    answers: tuple[tuple[np.ndarray, np.ndarray], ...] = ()
+    scores_ends: bool = False
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        return len(self.tokens) - 1, *(len(ids) + self.scores_ends for ids, _ in self.answers)
+
+    @property
+    def input_ids(self) -> np.ndarray:
+        end = None if self.scores_ends else -1
+        return np.concatenate(
+            [self.tokens[:-1], *(p for ids, _ in self.answers for p in (self.tokens[-1:], ids[:end]))]
+        )
+
+    @property
+    def labels(self) -> np.ndarray:
+        ids = [np.full(len(self.tokens) - 1, -100, np.int32)]
+        ids += [np.append(answer, 0)[: len(answer) + self.scores_ends] for answer, _ in self.answers]
+        return np.where(self.trained, np.concatenate(ids), np.int32(-100))
+
+    @property
+    def key(self) -> int:
+        """A number that follows from its tokens, by which what is known of it is found."""
+        digest = hashlib.blake2b(np.array(self.parts, np.int32).tobytes(), digest_size=8)
+        digest.update(self.input_ids.astype(np.int32).tobytes() + self.labels.astype(np.int32).tobytes())
+        return int.from_bytes(digest.digest(), "little")
+
+    def shortened(self, num_positions: int) -> Piece:
+        """The pair with the end of its longer answer cut off, then of both; untrained where none is left, or where both
+        become one."""
+        room = num_positions - (len(self.tokens) - 1) - self.scores_ends * 2
+        sizes = [len(ids) for ids, _ in self.answers]
+        first = min(sizes[0], max(room // 2, room - sizes[1]))
+        answers = (
+            [(i[:n], m[:n]) for (i, m), n in zip(self.answers, (first, room - first), strict=True)] if room > 1 else []
+        )
+        return pair_piece(self.tokens, answers, scores_ends=self.scores_ends)
+
+
+def pair_piece(
+    prompt: np.ndarray, answers: Sequence[tuple[np.ndarray, np.ndarray]], *, scores_ends: bool = False
+) -> Piece:
+    """The piece of a prompt and its answers, chosen and rejected; an untrained one where there is nothing to prefer: no
+    prompt, an answer without a trained token, equal answers."""
+    is_pair = len(prompt) > 1 and len(answers) == 2 and all(mask.any() for _, mask in answers)
+    if not is_pair or np.array_equal(answers[0][0], answers[1][0]):
+        return conversation_piece(prompt, np.zeros(len(prompt), dtype=bool))
+    masks = [np.arange(len(m) + 1) == len(m) if scores_ends else m for _, m in answers]
+    trained = np.concatenate([np.zeros(len(prompt) - 1, dtype=bool), *masks])
+    return PairPiece(prompt, trained, is_document=False, answers=tuple(answers), scores_ends=scores_ends)
 
 
 def document_piece(ids: Sequence[int], bos_id: int, surplus_bytes: int = 0) -> Piece:
@@ -144,13 +225,17 @@ class Batch:
 
     input_ids: int64. labels: int64, the token to be predicted at each position, -100 for no loss. document_ids: int32,
     0 and up within a row, -1 for padding. surplus_bytes: of its pieces. position_ids: int64, from 0 in each document,
-    and in the padding of each row.
+    and in the padding of each row, and in what continues another document, from where that one ends.
+    continued: (B, T) int32, the document that one continues, -1 for none; None where none does. keys: of the pairs in
+    it, in their order.
     """
 
     input_ids: np.ndarray
     labels: np.ndarray
     document_ids: np.ndarray
     surplus_bytes: int = 0
+    continued: np.ndarray | None = None
+    keys: tuple[int, ...] = ()
     position_ids: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
@@ -159,6 +244,10 @@ class Batch:
         begins = np.ones(documents.shape, dtype=bool)
         begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
         positions = counting - np.maximum.accumulate(np.where(begins, counting, 0), axis=1)
+        if self.continued is not None:  # one that others continue is not itself one that continues another
+            lengths = [np.bincount(row[row >= 0], minlength=1) for row in documents]
+            before = [np.where(c >= 0, n[c.clip(0)], 0) for n, c in zip(lengths, self.continued, strict=True)]
+            positions = positions + np.stack(before)
         object.__setattr__(self, "position_ids", positions)
 
     @property
@@ -177,17 +266,20 @@ def make_batch(rows: Sequence[Sequence[Piece]], *, num_rows: int, row_length: in
     shape = (num_rows, row_length)
     input_ids = np.full(shape, pad_id, dtype=np.int64)
     labels = np.full(shape, -100, dtype=np.int64)
-    documents = np.full(shape, -1, dtype=np.int32)
+    documents, continued = np.full(shape, -1, dtype=np.int32), np.full(shape, -1, dtype=np.int32)
     for number, row in enumerate(rows):
-        start = 0
-        for document, piece in enumerate(row):
-            end = start + piece.num_positions
-            input_ids[number, start:end] = piece.tokens[:-1]
-            labels[number, start:end] = np.where(piece.trained, piece.tokens[1:], -100)
-            documents[number, start:end] = document
-            start = end
-    surplus_bytes = sum(piece.surplus_bytes for row in rows for piece in row)
-    return Batch(input_ids, labels, documents, surplus_bytes)
+        start = document = 0
+        for piece in row:
+            end, first = start + piece.num_positions, document
+            input_ids[number, start:end] = piece.input_ids
+            labels[number, start:end] = piece.labels
+            for length in filter(None, piece.parts):
+                documents[number, start : start + length] = document
+                continued[number, start : start + length] = first if document > first else -1
+                start, document = start + length, document + 1
+    pieces = [piece for row in rows for piece in row]
+    keys = tuple(piece.key for piece in pieces if isinstance(piece, PairPiece))
+    return Batch(input_ids, labels, documents, sum(p.surplus_bytes for p in pieces), continued if keys else None, keys)
 
 
 def unpack(batch: Batch) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from nanodag.data.adapters import kind_of
 from nanodag.data.config import SourceConfig, mixes_by_epochs
 from nanodag.data.core_tasks import TASKS, bundle_url, find_files
 from nanodag.data.digests import file_sha256
-from nanodag.data.opening import open_source
+from nanodag.data.opening import Part, open_source
 from nanodag.errors import ConfigError
 from nanodag.host.processor import usable_cores
 from nanodag.model.architecture import Architecture, read_checkpoint
@@ -25,14 +25,17 @@ from nanodag.model.build import initialise, qwen3_architecture
 from nanodag.model.decoder import Decoder
 from nanodag.model.folder import CausalModel, load, save
 from nanodag.model.folder_size import size_of
+from nanodag.model.headers import weight_files
 from nanodag.model.lora import add_lora, merged, save_adapter
 from nanodag.own_code.find import required_file
+from nanodag.own_code.functions import function_at
 from nanodag.store.checkpoints import Checkpoints
 from nanodag.tokenizer.encoding import Encoding
 from nanodag.train.batches import TokenBatches, tokenising_threads
 from nanodag.train.checkpoint import newest_of_all, planned_steps
 from nanodag.train.deepspeed_engine import TrainEngine
-from nanodag.train.held_out_rows import HeldOutRows, held_out_rows
+from nanodag.train.held_out_rows import HeldOutRows, held_out_rows, kept_table
+from nanodag.train.objective import NextToken, Objective
 from nanodag.train.packing import Batch, make_batch
 from nanodag.train.peak import matmul_peak
 from nanodag.train.validation import Validation, ValidationLoss, core_accuracies, greedy, uncompiled
@@ -62,6 +65,8 @@ class PreparedStage:
     config: SupervisedStage
     engine: TrainEngine
     model: CausalModel
+    objective: Objective
+    data: "Data"
     source: TokenBatches
     validation: Validation | None
     plan: TrainPlan
@@ -145,7 +150,7 @@ def prepare(job: Job) -> PreparedStage:
     torch.manual_seed(int(config.seed) * 1000 + engine.rank)
     checkpoints = Checkpoints(job.checkpoints, keep=config.keep_checkpoints)
     checkpoint = newest_of_all(checkpoints, engine)
-    data = _Data(job, tokenizer_path, engine)
+    data, objective = Data(job, tokenizer_path, engine), function_at(config.objective)()
     size = size_of(job.inputs.get("model", tokenizer_path), model.architecture)
     plan = TrainPlan(
         num_steps=data.num_steps(checkpoint),
@@ -154,18 +159,22 @@ def prepare(job: Job) -> PreparedStage:
         matrix_flops_per_token=size.training_flops(0),
         peak_flops=engine.world_size * matmul_peak(engine.device.type),
     )
-    return PreparedStage(
+    stage = PreparedStage(
         job=job,
         config=config,
         engine=engine,
         model=model,
+        objective=objective,
+        data=data,
         source=data.training(),
-        validation=data.validation(size.vocabulary),
+        validation=data.validation(size.vocabulary, objective),
         plan=plan,
         tokenizer_path=tokenizer_path,
         checkpoints=checkpoints,
         checkpoint=checkpoint,
     )
+    objective.begin(stage)
+    return stage
 
 
 def _model(job: Job, tokenizer_path: Path) -> CausalModel:
@@ -194,7 +203,7 @@ def architecture_of(job: Job, tokenizer_path: Path) -> Architecture:
     )
 
 
-class _Data:
+class Data:
     """The stage's sources as token batches for this rank."""
 
     def __init__(self, job: Job, tokenizer_path: Path, engine: TrainEngine) -> None:
@@ -258,7 +267,7 @@ class _Data:
         steps = [-(-count // self.micro_batches) for count in counts] + [0] * (num_stretches - len(counts))
         return int(sum(self._engine.highest(number) for number in steps))
 
-    def validation(self, vocabulary: int) -> Validation | None:
+    def validation(self, vocabulary: int, objective: Objective) -> Validation | None:
         """The held-out part, None without any: conversations, or documents where there are no others."""
         config = self._config
         sources = [s.model_copy(update={"weight": None, "epochs": None}) for s in config.data if s.held_out]
@@ -269,24 +278,75 @@ class _Data:
         if not sources or not config.validation_tokens:
             log.warning("No source has held_out: this stage is not validated.")
             return None
-        encoding, rows = Encoding(self._tokenizer_path), self._held_out_rows(sources)
-        if not len(rows.input_ids):
+        encoding, engine = Encoding(self._tokenizer_path), self._engine
+        rank, world, pad_id = engine.rank, engine.world_size, encoding.pad_id
+        if config.record_kind == "preference":
+            num_batches = math.ceil(config.validation_tokens / (self._rows * config.sequence_length))
+            whole = list(islice(self._once("held_out", rank=0, world=1), num_batches))
+            batches = whole[rank::world]
+        else:
+            rows = self._held_out_rows(sources)
+            batches = rows.batches(rank=rank, world=world, batch_rows=self._rows, pad_id=pad_id)
+        if not engine.highest(len(batches)):
             shares = ", ".join(f"{source.held_out} of {source.url}" for source in sources)
             raise ConfigError(
                 f"{self._job.name}.data: held_out holds out no row to validate on: {shares}. Raise the share, or set "
                 "validation_tokens to 0."
             )
-        rank, world, pad_id = self._engine.rank, self._engine.world_size, encoding.pad_id
-        batches = rows.batches(rank=rank, world=world, batch_rows=self._rows, pad_id=pad_id)
-        empty = make_batch([], num_rows=self._rows, row_length=config.sequence_length, pad_id=pad_id)
         token_bytes = torch.zeros(vocabulary, dtype=torch.int32)
         encoding_bytes = torch.from_numpy(encoding.token_bytes)[:vocabulary]
         token_bytes[: len(encoding_bytes)] = encoding_bytes
-        return Validation(self._engine, batches, empty, token_bytes)
+        is_text = isinstance(objective, NextToken)
+        return Validation(engine, batches, self._empty, token_bytes, None if is_text else objective)
+
+    def reference(self) -> dict[int, tuple[float, float]]:
+        """Log-probabilities of both answers of every pair, by its key, of the weights that the engine holds: those of a
+        stage that begins so with these data, if they are kept. Every rank must call it."""
+        from nanodag.train.preference import scored
+
+        config, engine = self._config, self._engine
+        weights = {path.name: file_sha256(path) for path in weight_files(self._job.inputs["model"])}
+        arguments = {name: self._arguments[name] for name in ("batch_rows", "world", "too_long")}
+        recipe = {**self._recipe(config.data), **arguments, "weights": weights, "precision": config.precision}
+
+        def make() -> dict[int, tuple[float, float]]:
+            log.info("Scoring all pairs with the weights that the stage begins with.")
+            parts = ("train", "held_out") if any(source.held_out for source in config.data) else ("train",)
+            with uncompiled(engine.model, active=engine.device.type == "cpu"):
+                return scored(engine, chain.from_iterable(map(self._once, parts)), self._empty)
+
+        return kept_table(self._job.held_out, recipe, make, engine)
+
+    @property
+    def _empty(self) -> Batch:
+        pad_id = Encoding(self._tokenizer_path).pad_id
+        return make_batch([], num_rows=self._rows, row_length=self._config.sequence_length, pad_id=pad_id)
+
+    def _once(self, part: Part, **arguments: Any) -> Iterator[Batch]:
+        """Batches of one pass over a part of the data."""
+        sources = [s.model_copy(update={"weight": None, "epochs": None}) for s in self._config.data]
+        sources = [s for s in sources if s.held_out] if part == "held_out" else sources
+        batches = TokenBatches(sources, part=part, once=True, shuffle=False, **{**self._arguments, **arguments})
+        yield from batches
+        batches.close()
+
+    def _recipe(self, sources: Sequence[SourceConfig]) -> dict[str, Any]:
+        """Everything that decides which tokens the data become, JSON values."""
+        config, mirror = self._config, self._job.mirror
+        names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+        tokenizer_files = [self._tokenizer_path / name for name in names]
+        adapters = {source.adapter for source in sources if ":" in source.adapter}
+        return {
+            "sources": [[open_source(s.url, mirror).identity(), s.model_dump(exclude={"url"})] for s in sources],
+            "adapters": {name: file_sha256(required_file(name.partition(":")[0], name)) for name in adapters},
+            # what decides how text and conversations become tokens
+            "tokenizer": {path.name: file_sha256(path) for path in tokenizer_files if path.exists()},
+            "code_version": find_kind(config.kind).code_version,
+            **{name: self._arguments.get(name, "") for name in ("kind", "sequence_length", "too_long")},
+        }
 
     def _held_out_rows(self, sources: Sequence[SourceConfig]) -> HeldOutRows:
-        config, mirror = self._config, self._job.mirror
-        num_rows = math.ceil(config.validation_tokens / config.sequence_length)
+        num_rows = math.ceil(self._config.validation_tokens / self._config.sequence_length)
         own = {**self._arguments, "rank": 0, "world": 1, "batch_rows": 1, "prefetch": 0}
 
         def make() -> Iterator[Batch]:
@@ -294,16 +354,4 @@ class _Data:
             yield from islice(batches, num_rows)
             batches.close()
 
-        names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-        tokenizer_files = [self._tokenizer_path / name for name in names]
-        adapters = {source.adapter for source in sources if ":" in source.adapter}
-        recipe = {
-            "sources": [[open_source(s.url, mirror).identity(), s.model_dump(exclude={"url"})] for s in sources],
-            "adapters": {name: file_sha256(required_file(name.partition(":")[0], name)) for name in adapters},
-            # what decides how text and conversations become tokens
-            "tokenizer": {path.name: file_sha256(path) for path in tokenizer_files if path.exists()},
-            "code_version": find_kind(config.kind).code_version,
-            "num_rows": num_rows,
-            **{name: own.get(name, "") for name in ("kind", "sequence_length", "too_long")},
-        }
-        return held_out_rows(self._job.held_out, recipe, make)
+        return held_out_rows(self._job.held_out, {**self._recipe(sources), "num_rows": num_rows}, make)

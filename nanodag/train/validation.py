@@ -2,6 +2,7 @@
 on the model as it lies in memory; and a few greedy continuations, so that a person sees what the model has learned."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from nanodag.model.folder import CausalModel
 from nanodag.model.scoring import AnswerScore, Question, batch_of, in_batches, score_batch
 from nanodag.tokenizer.encoding import Encoding
 from nanodag.train.deepspeed_engine import TrainEngine
-from nanodag.train.objective import to_device
+from nanodag.train.objective import Objective, to_device
 from nanodag.train.packing import Batch
 from nanodag.worker.job import stop_requested
 
@@ -30,22 +31,44 @@ NUM_NEW_TOKENS = 32
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationLoss:
-    """loss: nats a label. bits_per_byte: over the bytes that the labels spell, so vocabularies can be compared. Special
-    tokens spell none. For documents these are the bytes of the text, without those that a tokenizer puts before it."""
+    """loss: of the objective; nats a label. metrics: what else is known of it, by name. `bits_per_byte`: over the bytes
+    that the labels spell, so vocabularies can be compared. Special tokens spell none. For documents these are the bytes
+    of the text, without those that a tokenizer puts before it."""
 
     loss: float
-    bits_per_byte: float
+    metrics: Mapping[str, float]
+
+
+@torch.no_grad()
+def score_objective(engine: TrainEngine, objective: Objective, batches: Sequence[Batch]) -> ValidationLoss:
+    """The objective's mean over held-out batches, and the means of what it reports. All ranks take as many batches."""
+    totals = Counter({"loss": 0.0, "count": 0.0})
+    for batch in batches:
+        loss, sums = objective.loss(engine, batch)
+        totals.update({"loss": float(loss), "count": objective.count(batch)})
+        totals.update({name: float(value) for name, value in sums.items()})
+    summed = dict(zip(totals, engine.summed(*totals.values()), strict=True))
+    count = max(summed.pop("count"), 1.0)
+    means = {name: value / count for name, value in summed.items()}
+    return ValidationLoss(loss=means.pop("loss"), metrics=means)
 
 
 class Validation:
     """A fixed part of the held-out data, the same at every call.
 
     batches: this rank's. token_bytes: (V,) int32, bytes of each token. All ranks take the same number of forward
-    passes.
+    passes. objective: what is measured in the place of the next token.
     """
 
-    def __init__(self, engine: TrainEngine, batches: list[Batch], empty: Batch, token_bytes: Tensor) -> None:
-        self._engine = engine
+    def __init__(
+        self,
+        engine: TrainEngine,
+        batches: list[Batch],
+        empty: Batch,
+        token_bytes: Tensor,
+        objective: Objective | None = None,
+    ) -> None:
+        self._engine, self._objective = engine, objective
         self._token_bytes = token_bytes.to(engine.device)
         longest = int(engine.highest(len(batches)))
         self._batches = batches + [empty] * (longest - len(batches))
@@ -54,6 +77,8 @@ class Validation:
     def score(self) -> ValidationLoss:
         """The score of the current weights."""
         engine = self._engine
+        if self._objective is not None:
+            return score_objective(engine, self._objective, self._batches)
         # nats, labels, nats of labels with bytes, bytes
         totals = torch.zeros(4, dtype=torch.float64, device=engine.device)
         for batch in self._batches:
@@ -67,7 +92,7 @@ class Validation:
             totals += torch.stack([nats.sum(), nats.new_tensor(nats.numel()), nats[num_bytes > 0].sum(), text_bytes])
         nats_sum, labels, byte_nats, byte_count = engine.summed(*totals.tolist())
         bits_per_byte = byte_nats / math.log(2) / max(byte_count, 1.0)
-        return ValidationLoss(loss=nats_sum / max(labels, 1.0), bits_per_byte=bits_per_byte)
+        return ValidationLoss(loss=nats_sum / max(labels, 1.0), metrics={"bits_per_byte": bits_per_byte})
 
 
 def core_accuracies(

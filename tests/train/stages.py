@@ -108,3 +108,41 @@ def metrics(workspace: Path) -> list[dict[str, Any]]:
 
 def content(folder: Path) -> dict[str, bytes]:
     return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def write_pairs(path: Path, num_pairs: int = 120) -> None:
+    """Preferences for a sorted list over its reverse, one JSON object a line, as texts."""
+    draw = random.Random(4)
+    rows = []
+    for _ in range(num_pairs):
+        numbers = draw.sample(range(10), draw.randint(2, 6))
+        right, wrong = (" ".join(map(str, sorted(numbers, reverse=swap))) for swap in (False, True))
+        rows.append({"prompt": f"Sort: {' '.join(map(str, numbers))}", "chosen": right, "rejected": wrong})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_model(folder: Path, tokenizer: Path) -> None:
+    """A model of random weights with a tokenizer."""
+    from nanodag.config.dial import Shape
+    from nanodag.model.build import initialise, qwen3_architecture
+    from nanodag.model.decoder import Decoder
+    from nanodag.model.folder import save
+
+    shape = Shape(**SHAPE, tied_embeddings=True)
+    model = Decoder(qwen3_architecture(shape, vocabulary=300, rope_theta=10_000.0, max_positions=128))
+    initialise(model, 0)
+    save(folder, dict(model.named_parameters()), tokenizer=tokenizer, model=model)
+
+
+def preference(folder: Path, **changes: Any) -> dict[str, Any]:
+    """Config of a preference stage: two passes over `folder`/pairs.jsonl."""
+    return {
+        **{name: value for name, value in sft(folder).items() if name not in ("patience", "sample_prompts")},
+        "kind": "preference",
+        "inputs": {"model": "sft"},
+        "data": [{"url": f"file:{folder / 'pairs.jsonl'}", "held_out": 0.1}],
+        "num_epochs": 2,
+        "precision": "fp32",
+        "optimizer": {"name": "adamw", "learning_rate": 0.003, "matrix_lr": 0.003},
+        **changes,
+    }

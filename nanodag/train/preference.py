@@ -1,0 +1,168 @@
+"""Preferences: losses of pairs of answers, and the objective that trains a policy on them.
+
+P is the number of pairs. Shared arguments of the losses, chosen answers in column 0 and rejected ones in column 1:
+
+    logprobs             (P, 2) float32, of each answer: the sum over its trained tokens; carries the gradient
+    reference_logprobs   (P, 2) float32, the same of the weights that the stage begins with
+    lengths              (P, 2) float32, trained tokens
+
+A loss is fn(logprobs, reference_logprobs, lengths, **options) -> (P,), with gradient to the first. One that does not
+need the reference gets zeros.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from nanodag.model.attention import on_device
+from nanodag.registry import entry
+from nanodag.train.objective import to_device
+from nanodag.train.packing import Batch
+
+if TYPE_CHECKING:
+    from nanodag.train.setup import PreparedStage
+
+
+def _lead(values: Tensor) -> Tensor:
+    """(P, 2) -> (P,): by how much the chosen answer's value is above the rejected one's."""
+    return values[:, 0] - values[:, 1]
+
+
+@entry("preference_loss", "dpo", needs_reference=True)
+def dpo(
+    logprobs: Tensor, reference_logprobs: Tensor, lengths: Tensor, *, beta: float = 0.1, label_smoothing: float = 0.0
+) -> Tensor:
+    """Logistic loss of the lead over the reference. label_smoothing: share of pairs that are taken for swapped.
+
+    Source: DPO, arXiv:2305.18290; conservative DPO, Mitchell 2023.
+    """
+    lead = beta * _lead(logprobs - reference_logprobs)
+    return -(1 - label_smoothing) * logsigmoid(lead) - label_smoothing * logsigmoid(-lead)
+
+
+@entry("preference_loss", "dpo_norm", needs_reference=True)
+def dpo_norm(logprobs: Tensor, reference_logprobs: Tensor, lengths: Tensor, *, beta: float = 2.0) -> Tensor:
+    """DPO with log-probabilities a token, so that long answers count as short ones.
+
+    Source: Tulu 3, arXiv:2411.15124.
+    """
+    return -logsigmoid(beta * _lead((logprobs - reference_logprobs) / lengths))
+
+
+@entry("preference_loss", "robust", needs_reference=True)
+def robust(
+    logprobs: Tensor, reference_logprobs: Tensor, lengths: Tensor, *, beta: float = 0.1, label_smoothing: float = 0.1
+) -> Tensor:
+    """DPO that is unbiased where a share label_smoothing (below 0.5) of the pairs is swapped.
+
+    Source: robust DPO, arXiv:2403.00409.
+    """
+    lead = beta * _lead(logprobs - reference_logprobs)
+    kept, swapped = (1 - label_smoothing) * logsigmoid(lead), label_smoothing * logsigmoid(-lead)
+    return (swapped - kept) / (1 - 2 * label_smoothing)
+
+
+@entry("preference_loss", "ipo", needs_reference=True)
+def ipo(logprobs: Tensor, reference_logprobs: Tensor, lengths: Tensor, *, beta: float = 0.1) -> Tensor:
+    """Squared distance of the lead a token from 1 / (2 beta), at which it stops.
+
+    Source: IPO, arXiv:2310.12036, equation 17; a token as its authors do it.
+    """
+    return (_lead((logprobs - reference_logprobs) / lengths) - 1 / (2 * beta)).square()
+
+
+@entry("preference_loss", "hinge", needs_reference=True)
+def hinge(logprobs: Tensor, reference_logprobs: Tensor, lengths: Tensor, *, beta: float = 0.1) -> Tensor:
+    """How far the lead is below 1 / beta, times beta.
+
+    Source: SLiC-HF, arXiv:2305.10425; RSO, arXiv:2309.06657.
+    """
+    return (1 - beta * _lead(logprobs - reference_logprobs)).relu()
+
+
+@entry("preference_loss", "simpo")
+def simpo(
+    logprobs: Tensor, reference_logprobs: Tensor, lengths: Tensor, *, beta: float = 2.0, gamma: float = 1.0
+) -> Tensor:
+    """Logistic loss of the lead a token, with a margin gamma, without a reference.
+
+    Source: SimPO, arXiv:2405.14734.
+    """
+    return -logsigmoid(beta * _lead(logprobs / lengths) - gamma)
+
+
+@entry("preference_loss", "orpo")
+def orpo(logprobs: Tensor, reference_logprobs: Tensor, lengths: Tensor, *, beta: float = 0.1) -> Tensor:
+    """-log p a token of the chosen answer, and beta times the logistic loss of the log odds ratio, without a reference.
+
+    Source: ORPO, arXiv:2403.07691.
+    """
+    means = logprobs / lengths
+    odds = means - torch.log1p(-means.exp().clamp(max=1 - 1e-6))
+    return -means[:, 0] - beta * logsigmoid(_lead(odds))
+
+
+def answer_logprobs(engine: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Sums of log-probabilities and numbers of trained tokens of each pair's answers, (P, 2) float32 both."""
+    moved = to_device(batch, engine.device)
+    logprobs, _ = engine(
+        moved.input_ids, moved.position_ids, targets=moved.labels, want="logprobs", attend=moved.attend
+    )
+    answers = on_device(answers_of_labels(batch), engine.device)
+    empty = logprobs.new_zeros(2 * len(batch.keys))
+    sums, lengths = empty.index_add(0, answers, logprobs), empty.index_add(0, answers, torch.ones_like(logprobs))
+    return sums.view(-1, 2), lengths.view(-1, 2)
+
+
+def answers_of_labels(batch: Batch) -> np.ndarray:
+    """Number of the answer that each label is in, (N,) int64, chosen and rejected by turns, pair by pair."""
+    row, place = np.nonzero(batch.labels != -100)
+    documents = row * batch.labels.shape[1] + batch.document_ids[row, place]
+    return np.unique(documents, return_inverse=True)[1]
+
+
+class Preference:
+    """The stage's preference loss, summed over pairs."""
+
+    def begin(self, stage: "PreparedStage") -> None:
+        """Score all pairs by the weights that the stage begins with, once for all stages that begin so."""
+        config = stage.config
+        self._loss, self._sft_weight = config.loss.load(), config.sft_weight
+        self._reference = stage.data.reference() if config.loss.needs_reference else {}
+
+    def count(self, batch: Batch) -> int:
+        return len(batch.keys)
+
+    def loss(self, engine: Any, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Reported: accuracy, the share of pairs whose chosen answer gained more than the rejected one; the gain of
+        either, nats over the reference; the lead between them."""
+        logprobs, lengths = answer_logprobs(engine, batch)
+        known = np.array([self._reference.get(key, (0.0, 0.0)) for key in batch.keys], np.float32).reshape(-1, 2)
+        reference = on_device(known, engine.device)
+        loss: Tensor = self._loss(logprobs, reference, lengths).sum()
+        if self._sft_weight:
+            loss = loss - self._sft_weight * (logprobs / lengths)[:, 0].sum()
+        gains = (logprobs - reference).detach()
+        lead = _lead(gains)
+        sums = {"accuracy": (lead > 0).float(), "chosen_gain": gains[:, 0], "rejected_gain": gains[:, 1], "lead": lead}
+        return loss, {name: values.sum() for name, values in sums.items()}
+
+
+@torch.no_grad()
+def scored(engine: Any, batches: Iterator[Batch], empty: Batch) -> dict[int, tuple[float, float]]:
+    """Log-probabilities of the answers of all pairs, by their keys, the same on every rank; all must call it. batches:
+    this rank's. empty: one of a rank that has no more, for all go through the model together."""
+    table: dict[int, tuple[float, float]] = {}
+    while True:
+        batch = next(batches, None)
+        if not engine.highest(float(batch is not None)):
+            break
+        sums, _ = answer_logprobs(engine, batch or empty)
+        if batch is not None:
+            table |= dict(zip(batch.keys, map(tuple, sums.tolist()), strict=True))
+    tables = engine.gathered(table)
+    return {key: value for part in tables for key, value in part.items()}

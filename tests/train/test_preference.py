@@ -1,0 +1,231 @@
+"""Preferences: pairs behind one prompt, losses by independent formulas, stages in real workers."""
+
+import json
+import math
+import random
+import signal
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import logsigmoid
+
+from nanodag import registry
+from nanodag.train.objective import to_device
+from nanodag.train.packing import make_batch, pair_piece
+from nanodag.train.preference import answer_logprobs
+from tests.train import forks, stages
+from tests.train.ranks import first_model
+
+CPU = torch.device("cpu")
+
+
+def ids(*tokens):
+    return np.array(tokens, np.int32)
+
+
+def answer(*tokens):
+    return ids(*tokens), np.ones(len(tokens), bool)
+
+
+class Alone:
+    """A model on this process, called as an engine is."""
+
+    device, world_size, rank = CPU, 1, 0
+
+    def __init__(self, model):
+        self.model = model
+
+    def __call__(self, *args, **kwargs):
+        return self.model(*args, **kwargs)
+
+    def highest(self, value):
+        return value
+
+
+PAIRS = [
+    pair_piece(ids(7, 8, 9), [answer(10, 11), answer(12, 13, 14, 15)]),
+    pair_piece(ids(20, 21), [answer(22), answer(23, 24)]),
+    pair_piece(ids(30, 31, 32, 33), [answer(34, 35, 36), (ids(34, 40, 41), np.array([True, False, True]))]),
+]
+
+
+def alone(model, piece):
+    """Sums of log-probabilities of each answer behind its own prompt, without packing."""
+    sums = []
+    for tokens, mask in piece.answers:
+        row = torch.tensor([[*piece.tokens.tolist(), *tokens.tolist()]])
+        logits = model(row, torch.arange(row.shape[1])[None], torch.zeros_like(row), want="logits")[0].log_softmax(-1)
+        places = range(len(piece.tokens) - 1, row.shape[1] - 1)
+        sums.append(sum(logits[p, row[0, p + 1]] for p, kept in zip(places, mask, strict=True) if kept))
+    return torch.stack(sums)
+
+
+def test_packed_pairs_score_as_each_answer_behind_its_own_prompt_and_so_do_their_gradients():
+    model = first_model()
+    batch = make_batch([PAIRS[:2], PAIRS[2:]], num_rows=2, row_length=16, pad_id=0)
+    sums, lengths = answer_logprobs(Alone(model), batch)
+    expected = torch.stack([alone(model, piece) for piece in PAIRS])
+    assert torch.allclose(sums, expected, atol=1e-5)
+    assert lengths.tolist() == [[2, 4], [1, 2], [3, 2]]
+    weights = torch.tensor([[1.0, -2.0], [0.5, 3.0], [-1.0, 1.0]])
+    grads = []
+    for values in (sums, expected):
+        model.zero_grad()
+        (values * weights).sum().backward()
+        grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert torch.allclose(*grads, atol=1e-5)
+
+
+def test_a_prompt_stands_once_in_a_row_and_positions_of_both_answers_continue_it():
+    batch = make_batch([[PAIRS[0]]], num_rows=1, row_length=10, pad_id=0)
+    assert batch.input_ids[0].tolist() == [7, 8, 9, 10, 9, 12, 13, 14, 0, 0]
+    assert batch.labels[0].tolist() == [-100, -100, 10, 11, 12, 13, 14, 15, -100, -100]
+    assert batch.position_ids[0].tolist()[:8] == [0, 1, 2, 3, 2, 3, 4, 5]
+    assert to_device(batch, CPU).attend.sequences.tolist() == [[0, 2, -1], [2, 2, 0], [4, 4, 0], [8, 2, -1]]
+
+
+def test_what_is_no_pair_is_never_trained():
+    equal = pair_piece(ids(1, 2), [answer(3, 4), answer(3, 4)])
+    empty = pair_piece(ids(1, 2), [answer(3), answer()])
+    no_prompt = pair_piece(ids(1), [answer(3), answer(4)])
+    cut_to_one = pair_piece(ids(1, 2), [answer(3, 4, 5), answer(3, 4, 6)]).shortened(5)
+    no_room = pair_piece(ids(*range(9)), [answer(10), answer(11)]).shortened(8)
+    assert not any(piece.trained.any() for piece in (equal, empty, no_prompt, cut_to_one, no_room))
+
+
+def test_the_longer_answer_is_cut_first_and_the_row_is_filled():
+    piece = pair_piece(ids(1, 2), [answer(*range(10, 13)), answer(*range(20, 30))]).shortened(9)
+    assert [len(tokens) for tokens, _ in piece.answers] == [3, 5] and piece.num_positions == 9
+    piece = pair_piece(ids(1, 2), [answer(*range(10, 30)), answer(*range(30, 50))]).shortened(12)
+    assert [len(tokens) for tokens, _ in piece.answers] == [5, 6] and piece.num_positions == 12
+
+
+def _plain(name, c, r, rc, rr, nc, nr):
+    """Losses of one pair in plain arithmetic, as the papers write them, by default options."""
+    sigma = lambda x: 1 / (1 + math.exp(-x))  # noqa: E731
+    odds = lambda p: math.exp(p) / (1 - math.exp(p))  # noqa: E731
+    delta = (c - rc) - (r - rr)
+    mean = (c - rc) / nc - (r - rr) / nr
+    return {
+        "dpo": lambda: -math.log(sigma(0.1 * delta)),
+        "dpo_norm": lambda: -math.log(sigma(2.0 * mean)),
+        "robust": lambda: (0.1 * math.log(sigma(-0.1 * delta)) - 0.9 * math.log(sigma(0.1 * delta))) / 0.8,
+        "ipo": lambda: (mean - 5.0) ** 2,
+        "hinge": lambda: max(0.0, 1 - 0.1 * delta),
+        "simpo": lambda: -math.log(sigma(2.0 * (c / nc - r / nr) - 1.0)),
+        "orpo": lambda: -c / nc - 0.1 * math.log(sigma(math.log(odds(c / nc) / odds(r / nr)))),
+    }[name]()
+
+
+@pytest.mark.parametrize("name", registry.names("preference_loss"))
+def test_a_loss_and_its_gradient_are_those_of_the_paper(name):
+    draw = random.Random(name)
+    loss = registry.load("preference_loss", name)
+    for _ in range(30):
+        lengths = [float(draw.randint(1, 40)) for _ in range(2)]
+        c, r, rc, rr = (-n * draw.uniform(0.01, 5.0) for n in lengths * 2)
+        own = torch.tensor([[c, r]], dtype=torch.float64, requires_grad=True)
+        value = loss(own, torch.tensor([[rc, rr]], dtype=torch.float64), torch.tensor([lengths], dtype=torch.float64))
+        assert math.isclose(value.item(), _plain(name, c, r, rc, rr, *lengths), rel_tol=1e-6, abs_tol=1e-9)
+        value.sum().backward()
+        step = 1e-6
+        slopes = [
+            (_plain(name, c + a, r + b, rc, rr, *lengths) - _plain(name, c - a, r - b, rc, rr, *lengths)) / (2 * step)
+            for a, b in ((step, 0), (0, step))
+        ]
+        assert torch.allclose(own.grad[0], torch.tensor(slopes, dtype=torch.float64), rtol=1e-4, atol=1e-6)
+
+
+def test_smoothed_dpo_takes_a_share_of_pairs_for_swapped():
+    loss = registry.load("preference_loss", "dpo", {"beta": 0.5, "label_smoothing": 0.2})
+    value = loss(torch.tensor([[-1.0, -3.0]]), torch.tensor([[-2.0, -2.0]]), torch.ones(1, 2))
+    expected = -0.8 * logsigmoid(torch.tensor(1.0)) - 0.2 * logsigmoid(torch.tensor(-1.0))
+    assert torch.allclose(value, expected[None])
+
+
+@pytest.mark.parametrize("name", registry.names("preference_loss"))
+def test_extreme_leads_give_finite_losses_and_gradients(name):
+    loss = registry.load("preference_loss", name)
+    own = torch.tensor([[-1e-9, -1e4], [-1e4, -1e-9], [-5.0, -5.0]], requires_grad=True)
+    loss(own, torch.zeros(3, 2), torch.ones(3, 2)).sum().backward()
+    assert torch.isfinite(own.grad).all()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("preference")
+    stages.write_tokenizer(folder / "tokenizer")
+    stages.write_pairs(folder / "pairs.jsonl")
+    stages.write_model(folder / "model", folder / "tokenizer")
+    return folder
+
+
+def job(folder, name, **changes):
+    """A workspace whose store is its own, so that it finds nothing that others kept."""
+    return stages.make_job(folder / name / "work", stages.preference(folder, **changes), {"model": folder / "model"})
+
+
+@pytest.fixture(scope="module")
+def dpo(folder):
+    workspace = job(folder, "dpo")
+    return stages.finish(workspace)["metrics"], workspace
+
+
+def test_a_stage_prefers_what_its_pairs_prefer(dpo):
+    metrics, workspace = dpo
+    first = next(line for line in stages.metrics(workspace) if line["event"] == "step")
+    assert math.isclose(first["loss"], math.log(2), abs_tol=1e-6) and first["chosen_gain"] == first["lead"] == 0.0
+    assert metrics["validation_accuracy"] > 0.9 and metrics["validation_loss"] < 0.5
+    assert metrics["rows_trained"][0]["trained"] == metrics["records"] > 200
+
+
+def test_what_the_first_weights_say_of_all_pairs_is_computed_once_for_another_beta(folder, dpo):
+    workspace = stages.make_job(
+        folder / "beta",
+        stages.preference(folder, loss={"name": "dpo", "options": {"beta": 0.5}}),
+        {"model": folder / "model"},
+    )
+    (workspace / "held_out").symlink_to(dpo[1] / "held_out")
+    stages.finish(workspace)
+    assert "Scoring all pairs" in (dpo[1] / "worker.log").read_text()
+    assert "Scoring all pairs" not in (workspace / "worker.log").read_text()
+    assert stages.metrics(workspace)[1]["lead"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "changes"),
+    [(1, {}), (2, {"zero_stage": 3, "loss": "ipo", "sft_weight": 0.1}), (2, {"zero_stage": 2, "patience": 9})],
+    ids=["alone", "zero-3", "best-weights"],
+)
+def test_a_killed_preference_stage_ends_on_the_same_bytes(folder, num_ranks, changes):
+    resources = {**stages.RESOURCES, "num_ranks": num_ranks}
+    name = "-".join(["kill", str(num_ranks), *map(str, changes)])
+    options = {**changes, "resources": resources, "checkpoint_every": 2, "precision": "fp32"}
+    whole, killed = (job(folder, f"{name}-{what}", **options) for what in ("whole", "killed"))
+    forks.end(forks.start(whole, num_ranks=num_ranks))
+    forks.interrupt(killed, after_step=5, with_signal=signal.SIGKILL, num_ranks=num_ranks)
+    assert not (killed / "result.json").exists()
+    (killed / "held_out").rename(killed / "gone")  # what was kept of the first weights is computed again
+    forks.end(forks.start(killed, num_ranks=num_ranks))
+    assert stages.content(killed / "output") == stages.content(whole / "output")
+    results = [json.loads((one / "result.json").read_text())["metrics"] for one in (whole, killed)]
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("name", ["simpo", "orpo"])
+def test_a_loss_without_a_reference_scores_nothing_before_it_trains(folder, name):
+    workspace = job(folder, name, loss=name, max_steps=2)
+    stages.finish(workspace)
+    assert "Scoring all pairs" not in (workspace / "worker.log").read_text()
+
+
+def test_pairs_that_are_none_are_counted_and_dropped(folder):
+    rows = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()][:40]
+    rows[3]["rejected"] = rows[3]["chosen"]
+    rows[5]["chosen"] = "  "
+    rows[7]["prompt"] = "1 " * 200
+    (folder / "bad.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    workspace = job(folder, "bad", data=[f"file:{folder / 'bad.jsonl'}"], num_epochs=1, validation_tokens=0)
+    metrics = stages.finish(workspace)["metrics"]
+    assert metrics["dropped_records"] == 3 and metrics["rows_trained"][0]["trained"] == 37
