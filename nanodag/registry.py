@@ -40,6 +40,7 @@ ROOMS = (
     *("train/optimizers/**/*.py", "train/preference.py"),
 )
 REQUIRED = "required"
+FROM_INPUT = "input:"  # before the input of a stage that a folder is
 EXAMPLES = "nanodag.rl.environments.examples."  # what is named from there is ours
 NAMED = "named"  # the keyword by which a `generate` that takes an argument gets it; it is no option
 # What a function of each kind is called with, positionally; a reward after a prefix has a line of its own.
@@ -352,7 +353,10 @@ def _check_argument(kind: str, prefix: str, form: Argument, argument: str) -> No
         "url": (argument.startswith(("http://", "https://")), "a URL that begins with http:// or https://"),
         "function": (_is_path(argument), f"a function as {prefix}:package.module:function"),
         "module": (MODULE_NAME.fullmatch(argument), f"a module as {prefix}:my_module"),
-        "folder": (argument.startswith("/"), "the absolute path of a Hugging Face directory"),
+        "folder": (
+            argument.startswith(("/", FROM_INPUT)),
+            f"the absolute path of a Hugging Face directory, or {FROM_INPUT}NAME, an input of the stage",
+        ),
         "file": (argument.startswith("/"), "the absolute path of a file"),
     }[form]
     if not is_right:

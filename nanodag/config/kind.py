@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from nanodag.config.stage_base import StageBase
 
 MODEL, TOKENIZER, SCORES, PAGE, NOTHING = "model", "tokenizer", "scores", "page", "nothing"
-CONVERSATIONS = "conversations"
+CONVERSATIONS, REWARD_MODEL = "conversations", "reward_model"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,8 +19,8 @@ class Kind:
     code_version: raised by hand when the kind's code changes what it makes, so that older artifacts no longer count.
     makes: what its artifacts are. `model` and `tokenizer`: a Hugging Face directory. `scores`: results.json and
         samples/ about the input `model`, as nanodag.evaluation writes them. `conversations`: rows.jsonl, which training
-        reads as a source. `page`: report.md, over the stages before
-        it. `nothing`, or a word of the user's own: what no shipped kind takes.
+        reads as a source. `reward_model`: a Hugging Face directory that scores answers. `page`: report.md, over the
+        stages before it. `nothing`, or a word of the user's own: what no shipped kind takes.
     needs: inputs that a stage must name -> what each must be, in the words of `makes`. may_take: others that it may.
     takes_what_exists: it takes any stages under any names, and is run although some of them failed, on the others.
     trains: it puts tokens through a model forward and backward, on as many machines as resources.nodes says.

@@ -20,9 +20,10 @@ from pydantic import (
 )
 from pydantic_core import PydanticKnownError
 
-from nanodag.config.kind import CONVERSATIONS
+from nanodag.config.kind import CONVERSATIONS, REWARD_MODEL
 from nanodag.config.kinds import find_kind, known
 from nanodag.config.nightly import NightlyConfig
+from nanodag.config.rl_parts import RewardConfig
 from nanodag.config.section import Auto, Seconds, Section, found_in, full_name
 from nanodag.config.stage_base import StageBase
 from nanodag.data.config import SourceConfig
@@ -346,6 +347,13 @@ class Pipeline(Section):
                     f"{product}; name one of {listed(n for n in makers if n != name)}"
                 )
 
+        for where, reward in found_in(stage, RewardConfig):
+            if (label := reward.from_input) and (label not in stage.inputs or kind.inputs.get(label) != REWARD_MODEL):
+                raise ValueError(
+                    f"stages.{name}.{where}: {reward.name} needs an input {label!r} that a stage of kind reward_model "
+                    "makes; say inputs: {reward_model: STAGE} and model:input:reward_model"
+                )
+
         for where, read in found_in(stage, SourceConfig):
             if not read.url.startswith("input:"):
                 continue
@@ -353,7 +361,7 @@ class Pipeline(Section):
             if label not in stage.inputs or kind.inputs.get(label) != CONVERSATIONS:
                 raise ValueError(
                     f"stages.{name}.{where}: {read.url} needs an input {label!r} that a stage of kind select makes; "
-                    f"say inputs: {{conversations: STAGE}} and input:conversations, in a stage of kind sft or midtrain"
+                    "say inputs: {conversations: STAGE} and input:conversations, in a stage that trains on such"
                 )
 
     def _check_machines(self, name: str, stage: AnyStage) -> None:

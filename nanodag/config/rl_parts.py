@@ -138,6 +138,12 @@ class RewardConfig(EntryConfig):
     weight: float = Field(1.0, ge=-1_000_000, le=1_000_000)
     """Factor of the reward in the sum."""
 
+    @property
+    def from_input(self) -> str:
+        """The input of the stage that is its reward model; empty where there is none."""
+        argument = "" if self.name == "auto" else registry.own_argument(self.kind, self.name, "folder")
+        return argument.removeprefix(registry.FROM_INPUT) if argument.startswith(registry.FROM_INPUT) else ""
+
 
 class FilterConfig(EntryConfig):
     """A filter of groups."""

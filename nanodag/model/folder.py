@@ -20,6 +20,7 @@ from nanodag.model.decoder import Decoder
 from nanodag.model.generation import GENERATION_FILE, TOKEN_IDS, generation_config
 from nanodag.model.headers import INDEX, faults_of_config, weight_files
 from nanodag.model.lora import additions
+from nanodag.model.scorer import Scorer
 
 if TYPE_CHECKING:
     from nanodag.model.transformers_model import TransformersModel
@@ -51,28 +52,38 @@ class StoredTensor(NamedTuple):
 
 @faults_of_config()
 def load(
-    folder: Path, *, compiled: bool = False, activation_checkpointing: bool = False, is_deferred: bool = False
+    folder: Path,
+    *,
+    compiled: bool = False,
+    activation_checkpointing: bool = False,
+    is_deferred: bool = False,
+    scores: bool = False,
 ) -> CausalModel:
     """The model in a Hugging Face directory, in float32 on CPU. is_deferred: its parameters take no memory yet (torch's
     `meta` device), and each has its StoredTensor as `stored`, for a TrainEngine that reads them in shares; one that
-    transformers computes is read whole.
+    transformers computes is read whole. scores: a Scorer in its place, whose head is read where the folder has one.
 
     Raises ConfigError when its architecture is not built here, its weights are no safetensors, or a tensor is missing,
     unknown or of another shape.
     """
     architecture = read_checkpoint(folder).architecture
+    if scores and architecture.model_code == "transformers":
+        raise ConfigError(
+            f"{folder}: a scalar head is put on our own decoder alone; import a model with model_code: own."
+        )
     if architecture.model_code == "transformers":
         from nanodag.model.transformers_model import TransformersModel
 
         return TransformersModel(folder, architecture, activation_checkpointing=activation_checkpointing)
     with torch.device("meta" if is_deferred else "cpu"):
-        model = Decoder(architecture, compiled=compiled, activation_checkpointing=activation_checkpointing)
+        of_class = Scorer if scores else Decoder
+        model = of_class(architecture, compiled=compiled, activation_checkpointing=activation_checkpointing)
     parameters: dict[str, Any] = dict(model.named_parameters())
     loaded_names = set()
     for path in weight_files(folder):
         with safe_open(str(path), framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - not a dict
-                if name == "lm_head.weight" and architecture.tied:
+                if name == "lm_head.weight" and (architecture.tied or scores):
                     continue
                 if name not in parameters:
                     raise ConfigError(f"{path} holds {name}, which a {architecture.model_type} model does not have.")
@@ -86,7 +97,7 @@ def load(
                 else:
                     parameters[name].data.copy_(file.get_tensor(name))
                 loaded_names.add(name)
-    if missing := sorted(set(parameters) - loaded_names):
+    if missing := sorted(set(parameters) - loaded_names - ({"score.weight"} if scores else set())):
         raise ConfigError(f"{folder} lacks {counted(len(missing), 'tensor')}, the first is {missing[0]}.")
     return model
 
@@ -206,6 +217,8 @@ def save(
     generation = generation_config(tokenizer, config)
     if source is None:
         config |= {name: generation[name] for name in TOKEN_IDS if name in generation}
+    if isinstance(model, Scorer):
+        config = model.labelled(config, generation.get("pad_token_id", 0))
     dtype = next(iter(kept.values())).dtype
     write_folder(folder, kept.items(), config=config, dtype=dtype, beside=beside, generation=generation)
 

@@ -257,7 +257,7 @@ class Checks:
 
     def _entry(self, where: str, stage: AnyStage, entry: EntryConfig) -> None:
         """Look at what of the user's own an entry names."""
-        if entry.name.startswith("model:"):
+        if entry.name.startswith("model:/"):
             self._external(where, ExternalInput(where, "model", entry.name.removeprefix("model:")))
         if entry.own_function:
             self._try(where, f"{entry.kind} {entry}", partial(self._function, stage, entry))

@@ -434,7 +434,7 @@ def _pair_of(record: dict[str, Any], renderer: "ChatRenderer", scores_ends: bool
     for turns, (ids, mask) in zip(said, rendered, strict=True):
         end = int(np.flatnonzero(mask)[-1:].sum()) + 1 if any(message_text(turn).strip() for turn in turns) else 0
         answers.append((ids[shared:end], mask[shared:end]))
-    return pair_piece(prompt[:shared], answers, scores_ends=scores_ends)
+    return pair_piece(prompt[:shared], answers, scores_ends=scores_ends, margin=record.get("margin", 0.0))
 
 
 def _num_common(one: np.ndarray, other: np.ndarray) -> int:

@@ -59,7 +59,7 @@ def next_token_loss(model: Callable[..., Any], batch: DeviceBatch) -> Tensor:
 
 
 class Objective(Protocol):
-    """What one stage trains for.
+    """Goal of one stage's training.
 
     begin: called once, with the weights that the stage begins with, by every rank; may score its data with them.
     count: what the loss of a batch is a sum over. loss: that sum with its gradient, and sums to be reported.

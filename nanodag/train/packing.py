@@ -16,7 +16,7 @@ import hashlib
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -64,10 +64,12 @@ class PairPiece(Piece):
     """A prompt and two answers to it, the chosen one first. tokens: (P,) int32, the prompt's. answers: ids and mask of
     each, (A,) int32 and bool; trained by the mask. Positions: the prompt's but its last, then for each answer the
     prompt's last token and the answer's but its last. So each position predicts one token, and what both share is
-    computed once. scores_ends: the answers' last tokens are read too, and these positions alone are trained."""
+    computed once. scores_ends: the answers' last tokens are read too, and these positions alone are trained. margin:
+    how much better the chosen answer is, by whoever judged."""
 
     answers: tuple[tuple[np.ndarray, np.ndarray], ...] = ()
     scores_ends: bool = False
+    margin: float = 0.0
 
     @property
     def parts(self) -> tuple[int, ...]:
@@ -102,11 +104,15 @@ class PairPiece(Piece):
         answers = (
             [(i[:n], m[:n]) for (i, m), n in zip(self.answers, (first, room - first), strict=True)] if room > 1 else []
         )
-        return pair_piece(self.tokens, answers, scores_ends=self.scores_ends)
+        return pair_piece(self.tokens, answers, scores_ends=self.scores_ends, margin=self.margin)
 
 
 def pair_piece(
-    prompt: np.ndarray, answers: Sequence[tuple[np.ndarray, np.ndarray]], *, scores_ends: bool = False
+    prompt: np.ndarray,
+    answers: Sequence[tuple[np.ndarray, np.ndarray]],
+    *,
+    scores_ends: bool = False,
+    margin: float = 0.0,
 ) -> Piece:
     """The piece of a prompt and its answers, chosen and rejected; an untrained one where there is nothing to prefer: no
     prompt, an answer without a trained token, equal answers."""
@@ -115,7 +121,7 @@ def pair_piece(
         return conversation_piece(prompt, np.zeros(len(prompt), dtype=bool))
     masks = [np.arange(len(m) + 1) == len(m) if scores_ends else m for _, m in answers]
     trained = np.concatenate([np.zeros(len(prompt) - 1, dtype=bool), *masks])
-    return PairPiece(prompt, trained, is_document=False, answers=tuple(answers), scores_ends=scores_ends)
+    return PairPiece(prompt, trained, is_document=False, answers=tuple(answers), scores_ends=scores_ends, margin=margin)
 
 
 def document_piece(ids: Sequence[int], bos_id: int, surplus_bytes: int = 0) -> Piece:
@@ -226,8 +232,8 @@ class Batch:
     input_ids: int64. labels: int64, the token to be predicted at each position, -100 for no loss. document_ids: int32,
     0 and up within a row, -1 for padding. surplus_bytes: of its pieces. position_ids: int64, from 0 in each document,
     and in the padding of each row, and in what continues another document, from where that one ends.
-    continued: (B, T) int32, the document that one continues, -1 for none; None where none does. keys: of the pairs in
-    it, in their order.
+    continued: (B, T) int32, the document that one continues, -1 for none; None where none does. keys, margins: of the
+    pairs in it, in their order.
     """
 
     input_ids: np.ndarray
@@ -236,6 +242,7 @@ class Batch:
     surplus_bytes: int = 0
     continued: np.ndarray | None = None
     keys: tuple[int, ...] = ()
+    margins: tuple[float, ...] = ()
     position_ids: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
@@ -278,8 +285,11 @@ def make_batch(rows: Sequence[Sequence[Piece]], *, num_rows: int, row_length: in
                 continued[number, start : start + length] = first if document > first else -1
                 start, document = start + length, document + 1
     pieces = [piece for row in rows for piece in row]
-    keys = tuple(piece.key for piece in pieces if isinstance(piece, PairPiece))
-    return Batch(input_ids, labels, documents, sum(p.surplus_bytes for p in pieces), continued if keys else None, keys)
+    pairs = [piece for piece in pieces if isinstance(piece, PairPiece)]
+    of_pairs: dict[str, Any] = {"keys": tuple(p.key for p in pairs), "margins": tuple(p.margin for p in pairs)}
+    if pairs:
+        of_pairs["continued"] = continued
+    return Batch(input_ids, labels, documents, sum(piece.surplus_bytes for piece in pieces), **of_pairs)
 
 
 def unpack(batch: Batch) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -130,9 +130,14 @@ class Preference:
 
     def begin(self, stage: "PreparedStage") -> None:
         """Score all pairs by the weights that the stage begins with, once for all stages that begin so."""
-        config = stage.config
+        from nanodag.train.validation import uncompiled
+
+        config: Any = stage.config
         self._loss, self._sft_weight = config.loss.load(), config.sft_weight
-        self._reference = stage.data.reference() if config.loss.needs_reference else {}
+        self._reference: Mapping[int, tuple[float, float]] = {}
+        if config.loss.needs_reference:
+            with uncompiled(stage.model, active=stage.engine.device.type == "cpu"):
+                self._reference = stage.data.reference()
 
     def count(self, batch: Batch) -> int:
         return len(batch.keys)
@@ -149,6 +154,29 @@ class Preference:
         gains = (logprobs - reference).detach()
         lead = _lead(gains)
         sums = {"accuracy": (lead > 0).float(), "chosen_gain": gains[:, 0], "rejected_gain": gains[:, 1], "lead": lead}
+        return loss, {name: values.sum() for name, values in sums.items()}
+
+
+class PairwiseReward:
+    """-log sigmoid(chosen - rejected - margin), the Bradley-Terry model, and the square of the scores' sum, which keeps
+    them around 0; summed over pairs. Source: Llama 2, arXiv:2307.09288 (margin); arXiv:2312.09244 (centring)."""
+
+    def begin(self, stage: "PreparedStage") -> None:
+        config: Any = stage.config
+        self._centring, self._margin_weight = config.centring, config.margin_weight
+
+    def count(self, batch: Batch) -> int:
+        return len(batch.keys)
+
+    def loss(self, engine: Any, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Reported: accuracy, the share of pairs whose chosen answer scores higher; the scores of either; the lead."""
+        moved = to_device(batch, engine.device)
+        scores = engine(moved.input_ids, moved.position_ids, attend=moved.attend, places=moved.label_places)
+        pairs = scores.view(-1, 2)
+        margins = self._margin_weight * on_device(np.array(batch.margins, np.float32), engine.device)
+        loss: Tensor = -logsigmoid(_lead(pairs) - margins).sum() + self._centring * pairs.sum(1).square().sum()
+        lead, said = _lead(pairs.detach()), pairs.detach()
+        sums = {"accuracy": (lead > 0).float(), "chosen_score": said[:, 0], "rejected_score": said[:, 1], "lead": lead}
         return loss, {name: values.sum() for name, values in sums.items()}
 
 

@@ -181,7 +181,8 @@ def _model(job: Job, tokenizer_path: Path) -> CausalModel:
     config = job.config
     options = {"compiled": config.compile is True, "activation_checkpointing": config.activation_checkpointing is True}
     if "model" in job.inputs:
-        model = load(job.inputs["model"], is_deferred=config.zero_stage == 3, **options)
+        scores = config.packing.get("scores_ends", False)
+        model = load(job.inputs["model"], is_deferred=config.zero_stage == 3, scores=scores, **options)
         if rank := config.optimizer.lora_rank:
             add_lora(model, rank=rank, alpha=config.optimizer.lora_alpha, seed=int(config.seed))
         return model
@@ -311,9 +312,8 @@ class Data:
 
         def make() -> dict[int, tuple[float, float]]:
             log.info("Scoring all pairs with the weights that the stage begins with.")
-            parts = ("train", "held_out") if any(source.held_out for source in config.data) else ("train",)
-            with uncompiled(engine.model, active=engine.device.type == "cpu"):
-                return scored(engine, chain.from_iterable(map(self._once, parts)), self._empty)
+            parts: tuple[Part, ...] = ("train", "held_out") if any(s.held_out for s in config.data) else ("train",)
+            return scored(engine, chain.from_iterable(map(self._once, parts)), self._empty)
 
         return kept_table(self._job.held_out, recipe, make, engine)
 

@@ -20,6 +20,7 @@ from nanodag.config.kinds import vouch_for
 from nanodag.config.pipeline import read_stage
 from nanodag.data.urls import parse_url
 from nanodag.own_code.find import search_last
+from nanodag.registry import FROM_INPUT
 from nanodag.store.atomic import write_bytes, write_json
 from nanodag.worker import logs
 from nanodag.worker.tracker import TrackerProcesses, numbers_in
@@ -105,7 +106,8 @@ def read_job(path: Path) -> Job:
 
 
 def _with_inputs(config: Any, inputs: Mapping[str, str]) -> Any:
-    """A stage's config with the file of each source `input:label` in the place of its URL."""
+    """A stage's config with the file of each source `input:label` in the place of its URL, and the folder of each
+    reward `model:input:label` in its name."""
     if isinstance(config, list):
         return [_with_inputs(value, inputs) for value in config]
     if not isinstance(config, dict):
@@ -115,6 +117,9 @@ def _with_inputs(config: Any, inputs: Mapping[str, str]) -> Any:
         parsed = parse_url(url)
         rows = url.removeprefix(f"input:{parsed.path}")
         section["url"] = f"file:{Path(inputs[parsed.path]) / ROWS}{rows}"
+    prefix = f"model:{FROM_INPUT}"
+    if isinstance(name := section.get("name"), str) and name.startswith(prefix):
+        section["name"] = f"model:{inputs[name.removeprefix(prefix)]}"
     return section
 
 

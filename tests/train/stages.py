@@ -123,6 +123,8 @@ def write_pairs(path: Path, num_pairs: int = 120) -> None:
 
 def write_model(folder: Path, tokenizer: Path) -> None:
     """A model of random weights with a tokenizer."""
+    import torch
+
     from nanodag.config.dial import Shape
     from nanodag.model.build import initialise, qwen3_architecture
     from nanodag.model.decoder import Decoder
@@ -131,6 +133,9 @@ def write_model(folder: Path, tokenizer: Path) -> None:
     shape = Shape(**SHAPE, tied_embeddings=True)
     model = Decoder(qwen3_architecture(shape, vocabulary=300, rope_theta=10_000.0, max_positions=128))
     initialise(model, 0)
+    draw = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():  # some begin at 0, so that no layer would say anything
+        parameter.data.add_(0.05 * torch.randn(parameter.shape, generator=draw))
     save(folder, dict(model.named_parameters()), tokenizer=tokenizer, model=model)
 
 

@@ -11,6 +11,10 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from nanodag import registry
+from nanodag.model.folder import load
+from nanodag.model.scorer import Scorer
+from nanodag.rewards.reward_model import RewardModel
+from nanodag.tokenizer.chat import load_renderer
 from nanodag.train.objective import to_device
 from nanodag.train.packing import make_batch, pair_piece
 from nanodag.train.preference import answer_logprobs
@@ -195,8 +199,8 @@ def test_what_the_first_weights_say_of_all_pairs_is_computed_once_for_another_be
 
 @pytest.mark.parametrize(
     ("num_ranks", "changes"),
-    [(1, {}), (2, {"zero_stage": 3, "loss": "ipo", "sft_weight": 0.1}), (2, {"zero_stage": 2, "patience": 9})],
-    ids=["alone", "zero-3", "best-weights"],
+    [(1, {}), (2, {"zero_stage": 3, "loss": "ipo", "sft_weight": 0.1}), (2, {"zero_stage": 2, "patience": 9}), (2, {"kind": "reward_model"})],
+    ids=["alone", "zero-3", "best-weights", "reward-model"],
 )
 def test_a_killed_preference_stage_ends_on_the_same_bytes(folder, num_ranks, changes):
     resources = {**stages.RESOURCES, "num_ranks": num_ranks}
@@ -229,3 +233,50 @@ def test_pairs_that_are_none_are_counted_and_dropped(folder):
     workspace = job(folder, "bad", data=[f"file:{folder / 'bad.jsonl'}"], num_epochs=1, validation_tokens=0)
     metrics = stages.finish(workspace)["metrics"]
     assert metrics["dropped_records"] == 3 and metrics["rows_trained"][0]["trained"] == 37
+
+
+@pytest.fixture(scope="module")
+def reward_model(folder):
+    rows = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
+    settings = {**stages.preference(folder, optimizer={"name": "adamw", "learning_rate": 0.01, "matrix_lr": 0.01})}
+    settings |= {"kind": "reward_model", "centring": 0.01}
+    workspace = stages.make_job(folder / "rm", settings, {"model": folder / "model"})
+    return stages.finish(workspace)["metrics"], workspace, rows
+
+
+def test_a_reward_model_tells_better_answers_and_transformers_gives_the_same_scores(folder, reward_model):
+    metrics, workspace, rows = reward_model
+    assert metrics["validation_accuracy"] > 0.9
+    first = next(line for line in stages.metrics(workspace) if line["event"] == "step")
+    assert math.isclose(first["loss"], math.log(2), abs_tol=1e-6)
+    reward = RewardModel(str(workspace / "output"))
+    model = load(workspace / "output", scores=True)
+    renderer = load_renderer(workspace / "output")
+    for row in rows[:20]:
+        prompt = {"messages": [{"role": "user", "content": row["prompt"]}]}
+        ids, _ = renderer.render_batch([[*prompt["messages"], {"role": "assistant", "content": row["chosen"]}]])[0]
+        row_ids = torch.tensor(ids.astype(np.int64))[None]
+        places = torch.arange(row_ids.shape[1])[None]
+        own = model(row_ids, places, document_ids=torch.zeros_like(row_ids), places=places[0, -1:])
+        assert reward(prompt, row["chosen"]).value == pytest.approx(own.item(), abs=1e-5)
+    right = [reward({"messages": [{"role": "user", "content": r["prompt"]}]}, r["chosen"]).value for r in rows[:20]]
+    wrong = [reward({"messages": [{"role": "user", "content": r["prompt"]}]}, r["rejected"]).value for r in rows[:20]]
+    assert sum(a > b for a, b in zip(right, wrong, strict=True)) > 16
+
+
+def test_packed_scores_are_those_of_each_answer_alone():
+    of = first_model().architecture
+    model = Scorer(of)
+    torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(1))
+    for parameter in model.model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(2))
+    pieces = [pair_piece(p.tokens, p.answers, scores_ends=True) for p in PAIRS]
+    moved = to_device(make_batch([pieces[:2], pieces[2:]], num_rows=2, row_length=20, pad_id=0), CPU)
+    scores = model(moved.input_ids, moved.position_ids, attend=moved.attend, places=moved.label_places)
+    expected = []
+    for piece in PAIRS:
+        for tokens, _ in piece.answers:
+            row = torch.tensor([[*piece.tokens.tolist(), *tokens.tolist()]])
+            places = torch.arange(row.shape[1])
+            expected += model(row, places[None], document_ids=torch.zeros_like(row), places=places[-1:]).tolist()
+    assert scores.tolist() == pytest.approx(expected, abs=1e-5)

@@ -1,10 +1,10 @@
-"""Training on preferences: pairs of a chosen and a rejected answer to one prompt."""
+"""Training on preferences, pairs of a chosen and a rejected answer to one prompt: of a policy, or of a reward model."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from nanodag.config.kind import MODEL
+from nanodag.config.kind import MODEL, REWARD_MODEL
 from nanodag.config.kinds.training import OF_CONVERSATIONS
 from nanodag.config.rl_parts import EntryConfig
 from nanodag.config.supervised import ChatStage, SupervisedKind
@@ -47,6 +47,31 @@ class PreferenceStage(ChatStage):
         return 1.0 if self.loss.needs_reference else 0.0
 
 
+class RewardModelStage(ChatStage):
+    """Training of a reward model, which begins as a model (input `model`) with a scalar head at 0, on pairs of answers.
+    A Hugging Face directory for AutoModelForSequenceClassification with one label; RL takes it as the input
+    `reward_model`."""
+
+    record_kind: ClassVar[Wanted | None] = "preference"
+    objective: ClassVar[str] = "nanodag.train.preference:PairwiseReward"
+
+    centring: float = Field(0.0, ge=0, le=1000)
+    """Weight of the square of a pair's summed scores, which keeps scores around 0."""
+    margin_weight: float = Field(0.0, ge=0, le=1_000_000)
+    """Factor of how much better the chosen answer is by its data's scores, by which its score must lead."""
+
+    @model_validator(mode="after")
+    def _writes_nothing(self) -> "RewardModelStage":
+        for name in ("sample_prompts", "core_every"):
+            if getattr(self, name):
+                raise ValueError(f"{name} means nothing to a reward model, which writes no text; leave it out")
+        return self
+
+    @property
+    def packing(self) -> dict[str, Any]:
+        return {**super().packing, "scores_ends": True}
+
+
 KINDS = (
     SupervisedKind(
         name="preference",
@@ -57,5 +82,15 @@ KINDS = (
         label="DPO",
         order=57,
         lower_rate="optimizer.learning_rate=1e-6",
+    ),
+    SupervisedKind(
+        name="reward_model",
+        config=RewardModelStage,
+        code_version=1,
+        makes=REWARD_MODEL,
+        needs={"model": MODEL},
+        may_take=OF_CONVERSATIONS,
+        label="RM",
+        order=56,
     ),
 )

@@ -8,7 +8,7 @@ from pydantic import Field, ValidationError, model_validator
 from nanodag.config import derive
 from nanodag.config import rl_sections as sections
 from nanodag.config.derive_sampler import SHARE_BESIDE_TRAINER, derive_sampler
-from nanodag.config.kind import CONVERSATIONS, MODEL, Kind
+from nanodag.config.kind import CONVERSATIONS, MODEL, REWARD_MODEL, Kind
 from nanodag.config.kinds.evaluation import BenchmarkConfig, EvalStage
 from nanodag.config.model_size import ModelSize, model_of, pretrain_of
 from nanodag.config.rl_checks import check, check_lora
@@ -257,7 +257,8 @@ class RLStage(SampledStage, TrainedStage):
 
 class SelectStage(SampledStage):
     """Rejection sampling (input `model`): rollout.samples_per_prompt answers to each prompt, of which the best are
-    kept. An `sft` stage reads them as `input:conversations`."""
+    kept, or of which pairs are made. An `sft` stage, or one of kind `preference`, reads them as
+    `input:conversations`."""
 
     plan_formula: ClassVar[str] = "nanodag.plan.rl:SELECT"
 
@@ -266,7 +267,10 @@ class SelectStage(SampledStage):
     best: int = Field(1, ge=1)
     """Different answers that are kept of each prompt, those with the highest rewards; of equal ones the first."""
     lowest_reward: float = 1.0
-    """The least reward of an answer that is kept."""
+    """The least reward of an answer that is kept; in a pair, of the better one."""
+    pairs: Literal["none", "best_worst", "all"] = "none"
+    """Preference pairs in the place of the best answers: the best and the worst answer to each prompt, or every two
+    answers with different rewards."""
 
     @model_validator(mode="after")
     def _can_be_sampled(self) -> "SelectStage":
@@ -280,7 +284,7 @@ class SelectStage(SampledStage):
         has_own_place = sampler.nodes > 0 or sampler.gpus not in ("auto", ())
         try:
             return RLStage.of(
-                **self.model_dump(exclude={"kind", "best", "lowest_reward"}),
+                **self.model_dump(exclude={"kind", "best", "lowest_reward", "pairs"}),
                 kind="rl",
                 only="rollouts",
                 placement="separate" if has_own_place else "beside",
@@ -322,7 +326,7 @@ KINDS = (
         code_version=3,
         makes=MODEL,
         needs={"model": MODEL},
-        may_take={"critic": MODEL, "reference": MODEL, "teacher": MODEL},
+        may_take={"critic": MODEL, "reference": MODEL, "teacher": MODEL, "reward_model": REWARD_MODEL},
         trains=True,
         label="RL",
         order=60,
@@ -336,6 +340,7 @@ KINDS = (
         code_version=4,
         makes=CONVERSATIONS,
         needs={"model": MODEL},
+        may_take={"reward_model": REWARD_MODEL},
         order=55,
         less_memory="sampler.max_batch=16",
     ),

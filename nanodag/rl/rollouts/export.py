@@ -4,6 +4,7 @@
 """
 
 import glob
+import itertools
 import json
 import math
 import os
@@ -82,9 +83,12 @@ def export_chats(
     return Exported(rows=_write(path, chosen), left_out=+left_out)
 
 
-def export_pairs(shelf: Shelf, path: Path, wanted: Wanted = ANY, *, step: int | None = None, lowest: float) -> Exported:
+def export_pairs(
+    shelf: Shelf, path: Path, wanted: Wanted = ANY, *, step: int | None = None, lowest: float, takes_all: bool = False
+) -> Exported:
     """Preference pairs, as DPO trainers take them: of each group the answer with the highest reward, `lowest` at least,
-    and the one with the least. A group whose rewards are equal has no pair.
+    and the one with the least; takes_all: every two answers of which the better one has `lowest` at least. A group
+    whose rewards are equal has no pair.
 
     A row, as TRL's conversational preferences: prompt (messages), chosen and rejected (a message each, in a list), and
     score_chosen, score_rejected, prompt_id, step. What `export_chats` leaves out is left out. Raises ConfigError for
@@ -97,22 +101,24 @@ def export_pairs(shelf: Shelf, path: Path, wanted: Wanted = ANY, *, step: int | 
     rows = []
     for (number, _), reads in groups.items():
         ranked = sorted(reads, key=_reward, reverse=True)  # of equal rewards the earlier one first
-        best, worst = ranked[0], ranked[-1]
-        if _reward(best) < lowest or _reward(best) == _reward(worst):
-            left_out["in a group without a pair"] += len(reads)
-            continue
-        left_out["neither best nor worst"] += len(reads) - 2
-        answers = {name: text_of(read.rollout, encoding) for name, read in (("chosen", best), ("rejected", worst))}
-        rows.append(
-            {
-                "prompt": [dict(message) for message in best.messages],
-                **{name: [{"role": "assistant", "content": text}] for name, text in answers.items()},
-                "score_chosen": _reward(best),
-                "score_rejected": _reward(worst),
-                "prompt_id": best.rollout.prompt_id,
-                "step": number,
-            }
+        two = itertools.combinations(ranked, 2) if takes_all else [(ranked[0], ranked[-1])]
+        pairs = [(better, worse) for better, worse in two if _reward(better) > _reward(worse)]
+        pairs = [(better, worse) for better, worse in pairs if _reward(better) >= lowest]
+        left_out["in a group without a pair" if not pairs else "neither best nor worst"] += len(reads) - len(
+            {id(read) for pair in pairs for read in pair}
         )
+        for pair in pairs:
+            texts = dict(zip(("chosen", "rejected"), (text_of(read.rollout, encoding) for read in pair), strict=True))
+            rows.append(
+                {
+                    "prompt": [dict(message) for message in pair[0].messages],
+                    **{name: [{"role": "assistant", "content": text}] for name, text in texts.items()},
+                    "score_chosen": _reward(pair[0]),
+                    "score_rejected": _reward(pair[1]),
+                    "prompt_id": pair[0].rollout.prompt_id,
+                    "step": number,
+                }
+            )
     return Exported(rows=_write(path, rows), left_out=+left_out)
 
 
