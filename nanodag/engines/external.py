@@ -92,11 +92,6 @@ class ExternalReplica(Replica):
     def pause_s(self, attempt: int) -> float:
         return min(self._servers.every_s * 2.0 ** min(attempt - 1, 16), self._servers.longest_s) if attempt else 0.0
 
-    def check(self, requests: Sequence[Request]) -> None:
-        """Raise BadRequest for what this machine refuses, which is no fault of the server."""
-        for request in requests:
-            self.client.check(request)
-
     def check_answers(
         self, requests: Sequence[Request], answers: Sequence[Sequence[Completion]], first: Any, last: Any
     ) -> None:

@@ -72,7 +72,8 @@ class Fleet(Roster):
         for attempts_left in reversed(range(self._num_attempts)):
             replica = await self.choose(but=replica)
             server, first = replica.server, replica.version
-            replica.check(requests)
+            for request in requests:  # what this machine refuses is no fault of the server
+                replica.client.check(request)
             self._holder.update(dict.fromkeys(rids, replica))
             replica.load += load
             try:

@@ -103,9 +103,6 @@ class Replica:
         """Time before that attempt to have it back, counted from 1."""
         raise NotImplementedError
 
-    def check(self, requests: Sequence[Request]) -> None:
-        """Raise BadRequest for what is refused before it is asked, beside what its client refuses."""
-
     def check_answers(
         self, requests: Sequence[Request], answers: Sequence[Sequence[Completion]], first: Any, last: Any
     ) -> None:

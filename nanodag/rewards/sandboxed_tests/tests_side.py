@@ -51,12 +51,6 @@ class ProgramObject(StandIn):
     def __getattr__(self, name: str) -> Any:
         return self._side.ask("getattr", self, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        self._side.ask("setattr", self, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        self._side.ask("delattr", self, name)
-
     def __eq__(self, other: object) -> Any:
         return isinstance(other, ProgramObject) and self._side.ask("eq", self, other)
 
@@ -80,26 +74,19 @@ class ProgramObject(StandIn):
 
 
 def _forward(operation: str) -> Callable[..., Any]:
+    is_between = operation in (*BINARY, *LOGICAL)  # objects of the program: a wanted value is not given to it
+
     def forwarded(self: ProgramObject, *args: Any) -> Any:
+        if is_between and not isinstance(args[0], ProgramObject):
+            return NotImplemented
         return self._side.ask(operation, self, *args)
 
     return forwarded
 
 
-def _between(operation: str) -> Callable[[ProgramObject, object], Any]:
-    """An operator of two objects of the program: a wanted value is not given to it."""
-
-    def forwarded(self: ProgramObject, other: object) -> Any:
-        return self._side.ask(operation, self, other) if isinstance(other, ProgramObject) else NotImplemented
-
-    return forwarded
-
-
-for _name in (*UNARY, *ITEMS):
+for _name in (*UNARY, *ITEMS, *BINARY, *LOGICAL, "setattr", "delattr"):
     if _name not in ("float", "int"):
-        setattr(ProgramObject, f"__{_name}__", _forward(_name))
-for _name in (*BINARY, *LOGICAL):
-    setattr(ProgramObject, f"__{_name.rstrip('_')}__", _between(_name))
+        setattr(ProgramObject, f"__{_name.rstrip('_')}__", _forward(_name))
 
 
 class TestsSide:

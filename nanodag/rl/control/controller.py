@@ -217,7 +217,7 @@ class Controller:
         """Write the metrics of a step."""
         seconds, spans = self._stopwatch.taken()
         rates = metrics.speeds(self._values, seconds, **self._services.model.sizes)
-        taken = self._services.lending.taken() | self._services.sync.costs.taken()
+        taken = self._services.lending.taken() | self._services.sync.taken()
         self._records.step(step, seconds, self._values | rates | taken)
         self._records.responses(step, self._rollouts, self._encoding.decode)
         self._records.timeline(step, spans)

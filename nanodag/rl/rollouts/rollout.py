@@ -195,18 +195,14 @@ class Response:
 
 def flatten_response(rollout: Rollout) -> Response:
     """The spans after the leading prompt as four parallel tuples."""
-    token_ids: list[int] = []
-    mask: list[int] = []
-    logprobs: list[float] = []
-    versions: list[int] = []
-    for span in rollout.spans[1:]:
-        size = len(span.token_ids)
-        sampled = span.kind == "sampled"
-        token_ids += span.token_ids
-        mask += span.mask if sampled else (0,) * size
-        logprobs += (span.logprobs or (math.nan,) * size) if sampled else (0.0,) * size
-        versions += span.versions if sampled else (-1,) * size
-    return Response(tuple(token_ids), tuple(mask), tuple(logprobs), tuple(versions))
+    sizes = [(span, len(span.token_ids)) for span in rollout.spans[1:]]
+    unknown = {"sampled": math.nan, "tool": 0.0}
+    return Response(
+        token_ids=rollout.response_token_ids,
+        mask=tuple(chain.from_iterable(span.mask or (0,) * size for span, size in sizes)),
+        logprobs=tuple(chain.from_iterable(span.logprobs or (unknown[span.kind],) * size for span, size in sizes)),
+        versions=tuple(chain.from_iterable(span.versions or (-1,) * size for span, size in sizes)),
+    )
 
 
 def span_of(completion: Completion) -> Span:
