@@ -57,18 +57,6 @@ class ProgramObject(StandIn):
     def __contains__(self, wanted: object) -> bool:
         return any(item is wanted or item == wanted for item in self._side.ask("iter", self))
 
-    def __float__(self) -> float:
-        return self._once("float")
-
-    def __int__(self) -> int:
-        return self._once("int")
-
-    def _once(self, operation: str) -> Any:
-        """Convert to a number, once: a new one each time could make any sum of it come out."""
-        if operation not in self._as_number:
-            self._as_number[operation] = self._side.ask(operation, self)
-        return self._as_number[operation]
-
     def __instancecheck__(self, value: object) -> Any:
         return isinstance(value, ProgramObject) and self._side.ask("isinstance", value, self)
 
@@ -79,14 +67,18 @@ def _forward(operation: str) -> Callable[..., Any]:
     def forwarded(self: ProgramObject, *args: Any) -> Any:
         if is_between and not isinstance(args[0], ProgramObject):
             return NotImplemented
-        return self._side.ask(operation, self, *args)
+        if operation in self._as_number:
+            return self._as_number[operation]
+        value = self._side.ask(operation, self, *args)
+        if operation in ("float", "int"):  # once: a new one each time could make any sum of it come out
+            self._as_number[operation] = value
+        return value
 
     return forwarded
 
 
 for _name in (*UNARY, *ITEMS, *BINARY, *LOGICAL, "setattr", "delattr"):
-    if _name not in ("float", "int"):
-        setattr(ProgramObject, f"__{_name.rstrip('_')}__", _forward(_name))
+    setattr(ProgramObject, f"__{_name.rstrip('_')}__", _forward(_name))
 
 
 class TestsSide:
