@@ -154,9 +154,8 @@ class _Play:
         main = next(iter(self.roles))
         if main not in self.messages:
             raise ValueError(f"the role {main!r} did not speak: its rewards are the sample's")
-        first, *others = [
-            sequence for role in self.roles if role in self.messages for sequence in self._sequences(role)
-        ]
+        spoke = [role for role in self.roles if role in self.messages]
+        first, *others = [sequence for role in spoke for sequence in self._sequences(role)]
         return replace(
             first,
             branches=tuple(others),

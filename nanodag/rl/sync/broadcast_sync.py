@@ -319,7 +319,8 @@ class SharedSync(DistributedSync):
             )
         await self._learn_buckets()
         self._now_given(folder, version)
-        senders = [self._senders_to(member) for member in members]
+        own, num_own = self._senders, len(self._senders)
+        senders = [own[m.number] if m.number < num_own else [0] * m.client.num_ranks for m in members]
         each = [rank for of_member in senders for rank in of_member]
         counts = [each.count(rank) for rank in range(max(each, default=0) + 1)]
         failure, replies = "", []
@@ -336,11 +337,6 @@ class SharedSync(DistributedSync):
                 ]
                 failure = await self._settled(members, calls)
         return replies, failure
-
-    def _senders_to(self, member: Member) -> Sequence[int]:
-        """The trainer's rank for each rank of a sampler."""
-        is_own = member.number < len(self._senders)
-        return self._senders[member.number] if is_own else [0] * member.client.num_ranks
 
     async def _take(self, client: SamplerClient, handles: Sequence[str], number: int, version: int) -> None:
         """One sampler's copy of a bucket. handles: one for each of its ranks."""
