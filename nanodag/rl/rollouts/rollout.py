@@ -89,19 +89,6 @@ def prompt_span(token_ids: Sequence[int]) -> Span:
     return Span(kind="prompt", token_ids=tuple(token_ids))
 
 
-def sampled_span(token_ids: Sequence[int], logprobs: Sequence[float], version: int) -> Span:
-    """Sampled tokens of one policy version, all of them trained. Logprobs above 0 by rounding are taken as 0."""
-    if len(logprobs) != len(token_ids):
-        raise ValueError(f"sampled span of {len(token_ids)} tokens has {len(logprobs)} logprobs, not {len(token_ids)}")
-    return Span(
-        kind="sampled",
-        token_ids=tuple(token_ids),
-        mask=(1,) * len(token_ids),
-        logprobs=tuple(min(value, 0.0) if value < 1e-4 else value for value in logprobs),
-        versions=(version,) * len(token_ids),
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
     """One sequence of tokens of one sample of one prompt: the whole sample, nearly always.
@@ -282,12 +269,8 @@ def to_json(rollout: Rollout) -> str:
         "metadata": dict(rollout.metadata),
         "media": list(rollout.media),
     }
-    if rollout.steps is not None:
-        rest["steps"] = rollout.steps
-    if rollout.branch:
-        rest["branch"] = rollout.branch
-    if rollout.role:
-        rest["role"] = rollout.role
+    rare = {"steps": rollout.steps, "branch": rollout.branch, "role": rollout.role}
+    rest |= {name: value for name, value in rare.items() if value not in (None, 0, "")}
     # orjson is five times as fast, but takes a NaN, which metadata might hold, for null
     spans = orjson.dumps([_span_record(span) for span in rollout.spans]).decode()
     return f'{_dumped({**names, "sample_index": rollout.sample_index})[:-1]},"spans":{spans},{_dumped(rest)[1:]}'
