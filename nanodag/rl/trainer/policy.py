@@ -1,7 +1,7 @@
 """The policy that is trained, a decoder that scores packed rollouts; and the frozen one that it is compared with."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,10 +106,6 @@ class Reference:
     def __call__(self, row: DeviceRow) -> tuple[Tensor, Tensor]:
         return self.model(row)
 
-    def refresh(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take these weights, whole tensors by name; every rank must call it."""
-        self.model.take(weights)
-
     def save(self, folder: Path) -> None:
         """Write this rank's share of it into a checkpoint; rank 0 alone where every rank has all of it."""
         if self._rank == 0 or self.model.is_spread:
@@ -121,7 +117,8 @@ class Reference:
         with ExitStack() as stack:
             paths = sorted(folder.glob("reference*.safetensors"))  # without a number: whole, of before
             files = [stack.enter_context(safe_open(str(path), framework="pt")) for path in paths]
-            self.refresh((name, torch.cat([f.get_tensor(name).flatten() for f in files])) for name in self.model.shares)
+            names = self.model.shares
+            self.model.take((name, torch.cat([f.get_tensor(name).flatten() for f in files])) for name in names)
 
 
 def engine_of(

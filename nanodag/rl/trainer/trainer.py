@@ -161,7 +161,7 @@ class Trainer:
             total.add(sums)
         every, done = self.config.algorithm.reference_every, self.engine.num_updates
         if self._reference is not None and every and done // every > (done - len(norms)) // every:
-            self._reference.refresh(self._weights({}))
+            self._reference.model.take(self._weights({}))
         if not self._group.is_first:  # another rank counts the same rows
             total, rows, self.last_scores = DeviceSums(), [], []
         return reply | {
