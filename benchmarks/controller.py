@@ -175,6 +175,7 @@ class Stage:
             "max_new_tokens": chosen.tokens,
             "max_staleness": 1,
             "filters": [],
+            "sampler": {"max_batch": 1_000_000},
         }
         self.config = RLStage.of(kind="rl", data=["file:x"], seed=1, **config)
         rows = [{"prompt": f"{n}", "answer": "word", "prompt_id": f"p{n}"} for n in range(4 * chosen.prompts)]
@@ -196,14 +197,7 @@ class Stage:
         parts.wrap(generator, "_answer", "text for the reward")
         parts.wrap(generator, "_judge", "judge")
         parts.wrap(self.rewards, "submit_group", "submit to the rewards")
-        self.pool = RolloutPool(
-            generator,
-            self.cursor,
-            num_steps=chosen.steps,
-            prompts_per_step=chosen.prompts,
-            max_staleness=1,
-            max_in_flight=1 << 20,
-        )
+        self.pool = RolloutPool(self.config, generator, self.cursor)
         workspace = folder / "workspace"
         workspace.mkdir()
         self.job = Job(name="rl", run="benchmark", config=self.config, inputs={}, workspace=workspace)

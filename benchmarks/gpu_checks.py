@@ -65,8 +65,9 @@ def window(device: Any, folder: Path) -> dict[str, Any]:
 
 
 def _row() -> Any:
-    from nanodag.rl.rollouts.rollout import Rollout, prompt_span, sampled_span
+    from nanodag.rl.rollouts.rollout import Rollout, prompt_span
     from nanodag.rl.trainer.rows import pack
+    from tests.rl.rollouts import sampled_span
 
     rollouts = [
         Rollout(
@@ -129,6 +130,7 @@ def waits(device: Any, folder: Path) -> dict[str, Any]:
 
     from benchmarks.gpu_parts import model_folder
     from nanodag.config.kinds.rl import RLStage
+    from nanodag.model.folder import load
     from nanodag.rl.losses import Totals
     from nanodag.rl.trainer.policy import Policy, to_row
     from nanodag.rl.trainer.update import PolicyObjective, Scored
@@ -136,7 +138,7 @@ def waits(device: Any, folder: Path) -> dict[str, Any]:
     if not device.is_gpu:
         return {}
     here = torch.device("cuda", 0)
-    policy = Policy(model_folder("toy", folder, "cuda"), temperature=1.0).to(here, torch.bfloat16)
+    policy = Policy(load(model_folder("toy", folder, "cuda")), temperature=1.0).to(here, torch.bfloat16)
     objective = PolicyObjective(RLStage.of(kind="rl", data=["file:x"], aggregation="sequence"))
 
     def step() -> Tensor:

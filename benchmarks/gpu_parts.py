@@ -259,8 +259,9 @@ def _alone(trainer: Any, device: Device, seconds: dict[str, float]) -> Iterator[
 def rl(options: dict[str, Any], folder: Path) -> dict[str, Any]:
     """One RL step: generation, training as a whole and by its parts, export, and the new weights in the sampler."""
     from nanodag.config.kinds.rl import RLStage
-    from nanodag.rl.rollouts.rollout import Rollout, prompt_span, sampled_span
+    from nanodag.rl.rollouts.rollout import Rollout, prompt_span
     from nanodag.rl.trainer.trainer import Trainer
+    from tests.rl.rollouts import sampled_span
 
     device = Device(options["device"])
     path = model_folder(options["model"], folder, options["device"])

@@ -53,9 +53,10 @@ def one_rank(folder: Path, *, num_ranks: int, num_tokens: int, num_responses: in
     """What a rank's process does: prints a line of JSON."""
     warnings.simplefilter("ignore")
     from nanodag.config.kinds.rl import RLStage
-    from nanodag.rl.rollouts.rollout import Rollout, prompt_span, sampled_span
+    from nanodag.rl.rollouts.rollout import Rollout, prompt_span
     from nanodag.rl.trainer.trainer import Trainer
     from nanodag.train.deepspeed_engine import leave
+    from tests.rl.rollouts import sampled_span
 
     def rollouts(length: int) -> list[Rollout]:
         prompt = list(range(16))

@@ -168,7 +168,8 @@ def _of_critic(tensors: dict[str, Any], row: Any, real: Any) -> dict[str, np.nda
 
 
 def _rollout(length: int, reward: float) -> Any:
-    from nanodag.rl.rollouts.rollout import Rollout, prompt_span, sampled_span
+    from nanodag.rl.rollouts.rollout import Rollout, prompt_span
+    from tests.rl.rollouts import sampled_span
 
     spans = (prompt_span([1]), sampled_span([2] * length, [-1.0] * length, 0))
     return Rollout(group_id="g", prompt_id="g", sample_index=0, spans=spans, finish_reason="stop", reward=reward)

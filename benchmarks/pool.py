@@ -34,7 +34,7 @@ from nanodag.data.mixture import Mixture
 from nanodag.inference.protocol import Completion, FinishReason, Request, VersionSpan
 from nanodag.rewards.reward_pool import SampleReward
 from nanodag.rl.control.generation import RolloutGenerator
-from nanodag.rl.control.pool import pool_of
+from nanodag.rl.control.pool import RolloutPool
 from nanodag.rl.control.schedule import Position, Schedule
 from nanodag.rl.rollouts.batch import RolloutBatch, staleness_metrics, without_stale
 from nanodag.rl.rollouts.prompts import PromptCursor
@@ -132,7 +132,9 @@ class Stage:
         self.cursor = PromptCursor(mixture, Words(), longest=10)  # type: ignore[arg-type]
         words: Any = Words()
         self.generator = RolloutGenerator(self.config, seats, Rewards(), words, (STOP,))  # type: ignore[arg-type]
-        self.pool = pool_of(self.config, self.generator, self.cursor, is_stopping=self.is_stop_requested)
+        self.pool: RolloutPool | None = None
+        if self.config.rollout.order == "arrival":
+            self.pool = RolloutPool(self.config, self.generator, self.cursor)
         self.trained: list[RolloutBatch] = []
         self.staleness: list[dict[str, float]] = []
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from nanodag.errors import MissingTool
-from nanodag.external_envs import verifiers_install
+from nanodag.external_envs import verifiers_process
 from nanodag.inference import sglang_install
 from tests.team.postgres import missing
 
@@ -23,4 +23,4 @@ def sglang_python() -> Path:
 
 
 def verifiers_python() -> Path:
-    return _or_skip(verifiers_install.find_python)
+    return _or_skip(verifiers_process.find_python)

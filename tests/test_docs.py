@@ -21,9 +21,10 @@ from nanodag.config.reference import setting
 from nanodag.config.resolve import Resolved
 from nanodag.errors import ConfigError
 from nanodag.host.folders import PROJECT
-from nanodag.rl.rollouts.metrics import Sums, critic_metrics, rollout_metrics, speeds, trainer_metrics
-from nanodag.rl.rollouts.rollout import Rollout, prompt_span, sampled_span
+from nanodag.rl.rollouts.metrics import critic_metrics, rollout_metrics, speeds, trainer_metrics
+from nanodag.rl.rollouts.rollout import Rollout, prompt_span
 from tests.doc_pages import DOCS, FENCED, PAGES, SPAN, WRITTEN, code_of, named
+from tests.rl.rollouts import sampled_span
 
 FOLDERS = ("tutorial", "how-to", "reference", "explanation")
 BESIDE = ("GPU.md", "LOG.md", "glossary.md")
@@ -175,8 +176,8 @@ def test_every_metric_of_rl_stands_in_the_reference():
     largest = {"mismatch_largest": 1.0, "ratio_largest": 1.0}
     found = {
         **rollout_metrics(rollouts),
-        **trainer_metrics([Sums(trained, largest)], num_updates=1),
-        **critic_metrics([Sums({**judged, "return_squared": 2.0}, {})], num_updates=1),
+        **trainer_metrics([{"summed": trained, "largest": largest}], num_updates=1),
+        **critic_metrics([{"summed": {**judged, "return_squared": 2.0}, "largest": {}}], num_updates=1),
         **speeds(sides, {"train": 1.0}, num_parameters=1, num_head_parameters=1),
     }
     assert [name for name in found if f"`{name}`" not in page] == []

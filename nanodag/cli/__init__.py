@@ -331,8 +331,8 @@ def env_install(
     from pathlib import Path
 
     from nanodag.cli.live_table import Shown
-    from nanodag.external_envs.verifiers_install import VERIFIERS
-    from nanodag.external_envs.verifiers_install import install as install_verifiers
+    from nanodag.external_envs.verifiers_process import VERIFIERS
+    from nanodag.external_envs.verifiers_process import install as install_verifiers
 
     with Shown() as shown:
         where = Path(folder).absolute() if folder else VERIFIERS.folder

@@ -92,11 +92,6 @@ class ExternalReplica(Replica):
     def pause_s(self, attempt: int) -> float:
         return min(self._servers.every_s * 2.0 ** min(attempt - 1, 16), self._servers.longest_s) if attempt else 0.0
 
-    def check(self, requests: Sequence[Request]) -> None:
-        """Raise BadRequest for what this machine refuses, which is no fault of the server."""
-        for request in requests:
-            self.client.check(request)
-
     def check_answers(
         self, requests: Sequence[Request], answers: Sequence[Sequence[Completion]], first: Any, last: Any
     ) -> None:
@@ -260,16 +255,13 @@ class ExternalServers:
         """By URL. A file that cannot be read, or is wrong, leaves what it said before."""
         if self._file is not None and time.monotonic() - self._looked >= self.every_s:
             self._looked = time.monotonic()
-            self._look(self._file)
+            try:
+                self._in_file, self._fault = read_addresses(self._file), ""
+            except (OSError, ValueError) as error:
+                if str(error) != self._fault:
+                    log.warning("sampler.urls_file: %s. The servers that it named before stay.", error)
+                self._fault = str(error)
         return {address.url: address for address in (*self._urls, *self._in_file)}
-
-    def _look(self, file: Path) -> None:
-        try:
-            self._in_file, self._fault = read_addresses(file), ""
-        except (OSError, ValueError) as error:
-            if str(error) != self._fault:
-                log.warning("sampler.urls_file: %s. The servers that it named before stay.", error)
-            self._fault = str(error)
 
     async def attach(self, address: Address) -> tuple[ExternalServer, SamplerClient]:
         """Begin with a server: it answers, fits, and nothing runs there. Its weights are whatever they are.

@@ -36,7 +36,7 @@ class Fleet(Roster):
     async def start(self, count: int) -> None:
         """Start so many engines at once. Raises SamplerLost, with none left, when one cannot."""
         folder, version = self.current.folder, self.current.version
-        self.add(await start_engines(lambda number: self._launch(number, folder, version), count))
+        self.add(await start_engines(lambda number: self.launch(number, folder, version), count))
 
     @property
     def is_ready(self) -> bool:
@@ -61,7 +61,7 @@ class Fleet(Roster):
 
     @property
     def _num_attempts(self) -> int:
-        restarts = 1 if self._max_restarts is None else self._max_restarts
+        restarts = 1 if self.max_restarts is None else self.max_restarts
         return 1 + restarts + sum(not replica.is_own for replica in self.replicas)
 
     async def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
@@ -72,7 +72,8 @@ class Fleet(Roster):
         for attempts_left in reversed(range(self._num_attempts)):
             replica = await self.choose(but=replica)
             server, first = replica.server, replica.version
-            replica.check(requests)
+            for request in requests:  # what this machine refuses is no fault of the server
+                replica.client.check(request)
             self._holder.update(dict.fromkeys(rids, replica))
             replica.load += load
             try:

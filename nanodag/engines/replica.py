@@ -5,27 +5,26 @@ Two kinds: `OwnReplica`, whose processes the fleet starts, and `external.Externa
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from nanodag.engines.start import ServerProcess
 from nanodag.engines.watch import AnyServer, ServerWatch
 from nanodag.errors import SamplerError, SamplerLost
 from nanodag.host.threads import in_thread
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.protocol import Completion, MemoryTag, Request
 
+if TYPE_CHECKING:
+    from nanodag.engines.roster import Roster
+
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
 """Between two starts that fail, of an engine that nobody waits for."""
-
-Launch = Callable[[int, Path, Any], ServerProcess]
-"""launch(number, model folder, version): a server that answers. Blocks; raises SamplerLost with the end of the log."""
 
 
 @dataclass(frozen=True)
@@ -103,9 +102,6 @@ class Replica:
         """Time before that attempt to have it back, counted from 1."""
         raise NotImplementedError
 
-    def check(self, requests: Sequence[Request]) -> None:
-        """Raise BadRequest for what is refused before it is asked, beside what its client refuses."""
-
     def check_answers(
         self, requests: Sequence[Request], answers: Sequence[Sequence[Completion]], first: Any, last: Any
     ) -> None:
@@ -157,54 +153,40 @@ class Replica:
 
 
 class OwnReplica(Replica):
-    """An engine whose processes the fleet starts.
-
-    launch, connect, provide: as of `Fleet`. max_restarts: times in a row that it may be lost; None for any number, and
-    then it is left out while it is away.
-    """
+    """An engine whose processes the fleet starts. Where it may be lost any number of times, it is left out while it is
+    away."""
 
     is_own = True
 
-    def __init__(
-        self,
-        number: int,
-        *,
-        launch: Launch,
-        connect: Callable[[str], SamplerClient],
-        provide: Callable[[Path], Awaitable[None]],
-        max_restarts: int | None,
-        name: str,
-    ) -> None:
+    def __init__(self, number: int, fleet: "Roster") -> None:
         super().__init__(number)
-        self._name = name
-        self._launch, self.connect, self._provide = launch, connect, provide
-        self._max_restarts = max_restarts
-        self.is_awaited = max_restarts is not None
+        self._fleet = fleet
+        self.is_awaited = fleet.max_restarts is not None
         self.was_tried.set()
 
     @property
     def name(self) -> str:
-        return f"{self._name} {self.number} (pid {self.server.pid}, {self.server.url})"
+        return f"{self._fleet.name} {self.number} (pid {self.server.pid}, {self.server.url})"
 
     async def open(self, weights: WeightsFolder) -> Opened:
         """Start a server with the weights, of which those are given that are current when their folder is there."""
         while True:
             now = replace(weights)
-            await self._provide(now.folder)
+            await self._fleet.provide(now.folder)
             if now == weights:  # else it is to have others by now
                 break
         try:
-            server = await in_thread(partial(self._launch, self.number, now.folder, now.version))
+            server = await in_thread(partial(self._fleet.launch, self.number, now.folder, now.version))
         except OSError as error:  # no memory, no place on the disk, too many files
-            raise SamplerLost(f"{self._name} {self.number} could not be started: {error}") from error
-        return server, self.connect(server.url), now
+            raise SamplerLost(f"{self._fleet.name} {self.number} could not be started: {error}") from error
+        return server, self._fleet.connect(server.url), now
 
     def pause_s(self, attempt: int) -> float:
         """None before the first, nor where it is waited for."""
         return 0.0 if self.is_awaited or attempt < 2 else min(FIRST_PAUSE_S * 2.0 ** min(attempt - 2, 16), MAX_PAUSE_S)
 
     def went(self, error: SamplerError) -> None:
-        if self._max_restarts is not None and self.lost_in_a_row > self._max_restarts:
+        if self._fleet.max_restarts is not None and self.lost_in_a_row > self._fleet.max_restarts:
             raise SamplerLost(
                 f"{self.name} was lost {self.lost_in_a_row} times without having answered in between: {error}. The end "
                 f"of its log:\n{self.server.tail()}"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nanodag.engines.external import ExternalReplica, ExternalServers
-from nanodag.engines.replica import Launch, OwnReplica, Replica, WeightsFolder
+from nanodag.engines.replica import OwnReplica, Replica, WeightsFolder
 from nanodag.engines.start import ServerProcess
 from nanodag.engines.watch import AnyServer, ServerWatch
 from nanodag.errors import SamplerError, SamplerLost
@@ -24,6 +24,8 @@ from nanodag.inference.protocol import PauseMode
 
 log = logging.getLogger(__name__)
 
+Launch = Callable[[int, Path, Any], ServerProcess]
+"""launch(number, model folder, version): a server that answers. Blocks; raises SamplerLost with the end of the log."""
 Give = Callable[[SamplerClient, Path, Any], Awaitable[None]]
 
 
@@ -72,7 +74,7 @@ class Roster:
         self.num_restarts, self._num_looks = 0, 0
         self.provide: Callable[[Path], Awaitable[None]] = _nothing
         self.give: Give = self._give_by_folder
-        self._launch, self._connect, self._max_restarts = launch, connect, max_restarts
+        self.launch, self.connect, self.max_restarts = launch, connect, max_restarts
         self._health_every_s, self._health_timeout_s = health_every_s, health_timeout_s
         self._is_watched_idle = is_watched_idle
         self._pause, self._is_paused = pause, False
@@ -92,16 +94,9 @@ class Roster:
     def add(self, servers: Sequence[ServerProcess]) -> None:
         """Take up servers that run and have the current weights."""
         for server in servers:
-            replica = OwnReplica(
-                len(self.replicas),
-                launch=self._launch,
-                connect=self._connect,
-                provide=lambda folder: self.provide(folder),  # a weight sync sets another one later
-                max_restarts=self._max_restarts,
-                name=self.name,
-            )
+            replica = OwnReplica(len(self.replicas), self)
             self.replicas.append(replica)
-            self._take_up(replica, server, replica.connect(server.url), self.current)
+            self._take_up(replica, server, self.connect(server.url), self.current)
 
     def _take_up(self, replica: Replica, server: AnyServer, client: SamplerClient, weights: WeightsFolder) -> None:
         """Note that a server, which has these weights, is this engine's."""

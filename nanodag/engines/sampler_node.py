@@ -56,7 +56,19 @@ class SamplerNode:
         environment |= {TOKEN_VARIABLE: token, STOP_TIMEOUT: str(STOP_TIMEOUT_S)}  # the stage's own is for checkpoints
         deadline = time.monotonic() + nodes.REACH_TIMEOUT_S
         while True:
-            server = self._begin(command, environment, log_path)
+            self._token = secrets.token_hex(8)
+            child = nodes.start_there(
+                self._cluster,
+                self._name,
+                command,
+                environment,
+                address=nodes.seen_address(self._name),
+                usage=self._usage,
+                up=self._up,
+                token=self._token,
+                log_path=log_path,
+            )
+            server = NodeServer(child.process, log_path=log_path, in_group=True)
             while server.is_alive and not self.address(server) and time.monotonic() < deadline:
                 time.sleep(POLL_S)
             if self.address(server):
@@ -72,21 +84,6 @@ class SamplerNode:
                 )
             log.info("%s, a node of samplers: not reached (code %s); once more", self._name, code)
             time.sleep(nodes.AGAIN_AFTER_S)
-
-    def _begin(self, command: Sequence[str], environment: Mapping[str, str], log_path: Path) -> NodeServer:
-        self._token = secrets.token_hex(8)
-        child = nodes.start_there(
-            self._cluster,
-            self._name,
-            command,
-            environment,
-            address=nodes.seen_address(self._name),
-            usage=self._usage,
-            up=self._up,
-            token=self._token,
-            log_path=log_path,
-        )
-        return NodeServer(child.process, log_path=log_path, in_group=True)
 
     def address(self, server: ServerProcess) -> str:
         """The node's, once it has written it; else empty."""

@@ -55,15 +55,6 @@ class _Missing:
         return _Missing(f"{self._name}.{name}")
 
 
-class _StandIn(types.ModuleType):
-    """A module with every attribute."""
-
-    def __getattr__(self, name: str) -> _Missing:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Missing(f"{self.__name__}.{name}")
-
-
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds sgl_kernel and everything below it."""
 
@@ -74,11 +65,12 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return None
         return importlib.util.spec_from_loader(fullname, self, is_package=True)
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        return _StandIn(spec.name)
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
+        """As usual."""
 
     def exec_module(self, module: types.ModuleType) -> None:
-        pass
+        """Give it every attribute."""
+        module.__dict__["__getattr__"] = _Missing(module.__name__).__getattr__
 
 
 def _declare_operators() -> object:

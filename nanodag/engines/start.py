@@ -150,7 +150,10 @@ def cache_tokens(model: Path, *, cache_bytes: int, dtype: str, context: int) -> 
 def command_of(settings: EngineSettings) -> tuple[list[str], dict[str, str]]:
     """Command of a process, and its whole environment but for its token. Raises MissingTool where SGLang is not
     installed."""
-    command, environment = _embedded(settings) if settings.engine == "embedded" else _sglang(settings)
+    command = [sys.executable, "-m", "nanodag.sampler", settings.model_dump_json(exclude_defaults=True)]
+    environment = dict(os.environ)
+    if settings.engine != "embedded":
+        command, environment = _sglang(settings)
     # Spinning OpenMP threads starve the other processes on a small machine.
     environment.update(OMP_NUM_THREADS=str(settings.threads), OMP_WAIT_POLICY="PASSIVE")
     environment |= {"CUDA_VISIBLE_DEVICES": settings.gpus} if settings.gpus else {}
@@ -162,10 +165,6 @@ def foreground_command(settings: EngineSettings) -> tuple[list[str], dict[str, s
     command, environment = command_of(settings)
     environment.pop(PARENT_VARIABLE, None)
     return command, environment | {TOKEN_VARIABLE: settings.token}
-
-
-def _embedded(settings: EngineSettings) -> tuple[list[str], dict[str, str]]:
-    return [sys.executable, "-m", "nanodag.sampler", settings.model_dump_json(exclude_defaults=True)], dict(os.environ)
 
 
 def _sglang(settings: EngineSettings) -> tuple[list[str], dict[str, str]]:

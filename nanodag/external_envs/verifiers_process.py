@@ -3,6 +3,10 @@
 A process serves many rollouts at once. One that ends is started again by the next rollout, and one that does not answer
 /health any more, or takes too much memory, is ended. Those that were under way in it are lost, with the end of its log
 as the reason. One that does not come up is not tried again: its environment cannot be used.
+
+`nanodag env install verifiers` makes the Python environment. verifiers 0.4.0 needs openai < 3, mcp, anthropic and more,
+so it is a guest. `verifiers.txt` beside this file is the complete list, without what its cloud sandboxes ask for beyond
+that.
 """
 
 import asyncio
@@ -26,7 +30,7 @@ from nanodag.children.reaper import KILL
 from nanodag.children.tree import descendants, private_bytes
 from nanodag.errors import ConfigError, SourceError
 from nanodag.errors.words import size
-from nanodag.external_envs.verifiers_install import find_python
+from nanodag.external_envs.package_environment import PackageEnvironment, Say, silent
 from nanodag.host.ports import no_proxy_here
 from nanodag.host.progress_timeout import Patience
 from nanodag.host.scratch import Scratch
@@ -43,6 +47,30 @@ LOG_LINES = 8
 TASKS_TIMEOUT_S = 600.0
 MAX_BYTES = 8 << 30
 NO_SAMPLING: Mapping[str, Any] = {}
+VERIFIERS = PackageEnvironment(
+    name="verifiers",
+    package="verifiers",
+    listed=Path(__file__).with_name("verifiers.txt"),
+    variable="NANODAG_VERIFIERS_PYTHON",
+    command="nanodag env install verifiers",
+)
+
+
+def find_python() -> Path:
+    """The interpreter that has verifiers: the one that NANODAG_VERIFIERS_PYTHON names, else of the environment that
+    `install` made. Raises MissingTool where there is none."""
+    return VERIFIERS.find_python("auto", setting="", who="verifiers lives")
+
+
+def install(folder: Path, say: Say, *, show: Say = silent) -> Path:
+    """Make the environment, or finish it; returns its interpreter. Raises MissingTool when a step fails. say gets what
+    is begun and done, show twice a second how far it is."""
+    if VERIFIERS.begin(folder, say) is not None:
+        pins = VERIFIERS.pins
+        say(f"The {len(pins)} packages of {VERIFIERS.listed.name}, and nothing else")
+        VERIFIERS.pip(folder, ["--no-deps", "--requirement", str(VERIFIERS.listed)], len(pins), show)
+        return VERIFIERS.finish(folder, say)
+    return folder / "bin" / "python"
 
 
 @dataclass(frozen=True, kw_only=True)

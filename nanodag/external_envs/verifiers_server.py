@@ -37,7 +37,7 @@ import traceback
 from argparse import Namespace
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -111,15 +111,12 @@ class ChatLoop(NullHarness):
 _PROGRAM: dict[str, Any] = {"__name__": "verifiers_chat_program"}
 exec(compile(CHAT_PROGRAM_SOURCE, "verifiers_chat_program", "exec"), _PROGRAM)
 
-_shared: list[httpx.AsyncClient] = []
 
-
+@cache
 def _http() -> httpx.AsyncClient:
     """One client for all loops: making one takes 20 ms, for certificates that loopback needs none of."""
-    if not _shared:
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=100)
-        _shared.append(httpx.AsyncClient(verify=False, timeout=httpx.Timeout(None, connect=5.0), limits=limits))
-    return _shared[0]
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=100)
+    return httpx.AsyncClient(verify=False, timeout=httpx.Timeout(None, connect=5.0), limits=limits)
 
 
 class KeyedClient(eval_client.EvalClient):

@@ -9,10 +9,9 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -23,21 +22,10 @@ END_TIMEOUT_S = 1.0
 LEFT_AFTER_S = 60.0  # a group that is in use has a process long before
 
 
-@dataclass(frozen=True, slots=True)
-class Cgroup:
-    """One cgroup. procs: its `cgroup.procs`, open: who opened it decides what is allowed, not who writes."""
-
-    path: Path
-    procs: int
-
-    def join(self) -> None:
-        """Put the process that calls this into the group. Safe between fork and exec: one system call."""
-        os.write(self.procs, b"0")
-
-
 @contextmanager
-def group(*, max_bytes: int, max_processes: int) -> Iterator[Cgroup | None]:
-    """A group with these bounds, ended and removed in the end; None where none can be made."""
+def group(*, max_bytes: int, max_processes: int) -> Iterator[Callable[[], int] | None]:
+    """A group with these bounds, ended and removed in the end: what puts the process that calls it into the group. None
+    where none can be made."""
     path = _made()
     if path is None:
         yield None
@@ -47,8 +35,9 @@ def group(*, max_bytes: int, max_processes: int) -> Iterator[Cgroup | None]:
             (path / name).write_text(str(value))
         with suppress(OSError):  # where there is no swap
             (path / "memory.swap.max").write_text("0")
+        # Who has opened it decides what is allowed, not who writes. One system call: safe between fork and exec.
         with (path / "cgroup.procs").open("wb", buffering=0) as procs:
-            yield Cgroup(path, procs.fileno())
+            yield partial(os.write, procs.fileno(), b"0")
     finally:
         _remove(path)
 

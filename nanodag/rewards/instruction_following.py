@@ -34,17 +34,9 @@ def _times(text: str, word: str) -> int:
     return len(re.findall(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE))
 
 
-def letter_frequency(text: str, *, letter: str, let_frequency: int, let_relation: str) -> bool:
-    return _compare(text.lower().count(letter.lower()), let_relation, let_frequency)
-
-
 def number_sentences(text: str, *, num_sentences: int, relation: str) -> bool:
     sentences = [part for part in _SENTENCE_END.split(text) if any(map(str.isalnum, part))]
     return _compare(len(sentences), relation, num_sentences)
-
-
-def number_words(text: str, *, num_words: int, relation: str) -> bool:
-    return _compare(len(re.findall(r"\w+", text)), relation, num_words)
 
 
 def number_paragraphs(text: str, *, num_paragraphs: int) -> bool:
@@ -109,17 +101,9 @@ def repeat_prompt(text: str, *, prompt_to_repeat: str) -> bool:
     return answer.startswith(request) and len(answer) > len(request)
 
 
-def end_phrase(text: str, *, end_phrase: str) -> bool:
-    return text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
-
-
 def quotation(text: str) -> bool:
     bare = text.strip()
     return len(bare) > 2 and bare[0] == bare[-1] == '"'
-
-
-def capital_words(text: str, *, capital_frequency: int, capital_relation: str) -> bool:
-    return _compare(sum(word.isupper() for word in re.findall(r"[\w'-]+", text)), capital_relation, capital_frequency)
 
 
 RULES: dict[str, Callable[..., bool]] = {
@@ -130,9 +114,13 @@ RULES: dict[str, Callable[..., bool]] = {
     "keywords:forbidden_words": lambda text, *, forbidden_words: (
         not any(_times(text, word) for word in forbidden_words)
     ),
-    "keywords:letter_frequency": letter_frequency,
+    "keywords:letter_frequency": lambda text, *, letter, let_frequency, let_relation: _compare(
+        text.lower().count(letter.lower()), let_relation, let_frequency
+    ),
     "length_constraints:number_sentences": number_sentences,
-    "length_constraints:number_words": number_words,
+    "length_constraints:number_words": lambda text, *, num_words, relation: _compare(
+        len(re.findall(r"\w+", text)), relation, num_words
+    ),
     "length_constraints:number_paragraphs": number_paragraphs,
     "length_constraints:nth_paragraph_first_word": first_word_of_paragraph,
     "detectable_content:number_placeholders": lambda text, *, num_placeholders: (
@@ -147,9 +135,13 @@ RULES: dict[str, Callable[..., bool]] = {
     "detectable_format:title": lambda text: any(part.strip("<> \t") for part in re.findall(r"<<([^\n]+?)>>", text)),
     "combination:two_responses": two_responses,
     "combination:repeat_prompt": repeat_prompt,
-    "startend:end_checker": end_phrase,
+    "startend:end_checker": lambda text, *, end_phrase: (
+        text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+    ),
     "startend:quotation": quotation,
-    "change_case:capital_word_frequency": capital_words,
+    "change_case:capital_word_frequency": lambda text, *, capital_frequency, capital_relation: _compare(
+        sum(word.isupper() for word in re.findall(r"[\w'-]+", text)), capital_relation, capital_frequency
+    ),
     "change_case:english_capital": lambda text: text.isupper(),
     "change_case:english_lowercase": lambda text: text.islower(),
     "punctuation:no_comma": lambda text: "," not in text and "，" not in text,

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from nanodag.data.records import message_text
 from nanodag.errors import ConfigError
 from nanodag.registry import entry
-from nanodag.rewards.remote import Batched, post_json
+from nanodag.rewards.remote import post_json
 from nanodag.rewards.reward import Reward, plain_number
 
 ASKED_AT_ONCE = 16
@@ -81,7 +81,7 @@ def read_judge(path: str) -> JudgeFile:
 
 
 @entry("reward", "judge", argument="file")
-class Judge(Batched):
+class Judge:
     """Asks the model of one file. The value goes from 0 (`lowest`) to 1 (`highest`).
 
     The component `price` is what this sample cost.
@@ -98,6 +98,7 @@ class Judge(Batched):
         self._client = httpx.Client(timeout=self._file.timeout_s, headers=headers)
 
     def score_batch(self, samples: Sequence[tuple[Mapping[str, Any], str]]) -> list[Reward | str]:
+        """The reward of each sample, or the reason why it has none."""
         with ThreadPoolExecutor(ASKED_AT_ONCE) as threads:
             return list(threads.map(self._judged, samples))
 

@@ -19,23 +19,8 @@ LAST_S = 1.0  # of the time limit: enough to say what went wrong, which is lost 
 REQUEST_TIMEOUT_S = 60.0
 
 
-class Batched:
-    """A reward of many samples at a time."""
-
-    def score_batch(self, samples: Sequence[tuple[Mapping[str, Any], str]]) -> list[Reward | str]:
-        """The reward of each sample, or the reason why it has none."""
-        raise NotImplementedError
-
-    def __call__(self, prompt: Mapping[str, Any], completion: str) -> Reward:
-        """The reward of one sample. Raises ValueError with the reason."""
-        (outcome,) = self.score_batch([(prompt, completion)])
-        if isinstance(outcome, str):
-            raise ValueError(outcome)
-        return outcome
-
-
 @entry("reward", "remote", argument="url")
-class Remote(Batched):
+class Remote:
     """A client of one URL, kept as long as its process."""
 
     def __init__(self, url: str) -> None:
@@ -43,7 +28,8 @@ class Remote(Batched):
         self._client = httpx.Client(timeout=REQUEST_TIMEOUT_S)
 
     def score_batch(self, samples: Sequence[tuple[Mapping[str, Any], str]]) -> list[Reward | str]:
-        """As Batched. Raises httpx.HTTPError or ValueError for a request that failed as a whole."""
+        """The reward of each sample, or the reason why it has none. Raises httpx.HTTPError or ValueError for a request
+        that failed as a whole."""
         body = {"samples": [{"prompt": dict(prompt), "completion": text} for prompt, text in samples]}
         reply = post_json(self._client, self._url, body)
         rewards = reply.get("rewards") if isinstance(reply, dict) else None

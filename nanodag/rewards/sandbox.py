@@ -290,7 +290,7 @@ def _start(
         user=becomes,
         group=becomes,
         extra_groups=None if becomes is None else [],
-        preexec_fn=None if group is None else group.join,
+        preexec_fn=group,
     )
     return _Started(stack.enter_context(child), folder, group is not None)  # nothing of it is left if what comes fails
 

@@ -4,11 +4,12 @@ import pytest
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 
-from nanodag.rl.rollouts.rollout import Rollout, Span, prompt_span, sampled_span, write_rollouts
+from nanodag.rl.rollouts.rollout import Rollout, Span, prompt_span, write_rollouts
 from nanodag.rl.rollouts.rollout_files import Shelf
 from nanodag.tokenizer.bpe import save_tokenizer
 from nanodag.viewer.app import make_app
 from tests.chat.fake_api import serving
+from tests.rl.rollouts import sampled_span
 
 pytestmark = pytest.mark.slow
 

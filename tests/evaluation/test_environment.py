@@ -13,8 +13,7 @@ from nanodag.evaluation import verifiers_benchmarks
 from nanodag.evaluation.evaluated_model import EvaluatedModel
 from nanodag.evaluation.verifiers_benchmarks import run_environment
 from nanodag.external_envs import verifiers_process
-from nanodag.external_envs.verifiers_install import VERIFIERS
-from nanodag.external_envs.verifiers_process import Outcome
+from nanodag.external_envs.verifiers_process import VERIFIERS, Outcome
 from nanodag.store.kept_lines import KeptLines
 from tests.external_envs.fake_verifiers_server import FAKE
 

@@ -11,8 +11,7 @@ import pytest
 from nanodag.children.forks import EpisodeFailed, EpisodeLost
 from nanodag.errors import ConfigError, MissingTool
 from nanodag.external_envs import verifiers_process
-from nanodag.external_envs.verifiers_install import VERIFIERS, find_python
-from nanodag.external_envs.verifiers_process import VerifiersProcess, block_of
+from nanodag.external_envs.verifiers_process import VERIFIERS, VerifiersProcess, block_of, find_python
 from tests.external_envs.fake_verifiers_server import FAKE
 from tests.fault.processes import is_running, wait_until
 

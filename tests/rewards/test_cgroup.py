@@ -74,11 +74,12 @@ def groups_in(folder):
 
 def test_a_process_joins_the_group_that_bounds_it(a_slice):
     with cgroup.group(max_bytes=1 << 20, max_processes=3) as made:
-        subprocess.run([sys.executable, "-c", ""], preexec_fn=made.join, check=True)
-        found = {path.name: path.read_text() for path in made.path.iterdir()}
+        subprocess.run([sys.executable, "-c", ""], preexec_fn=made, check=True)
+        (path,) = a_slice.glob("nanodag-*")
+        found = {file.name: file.read_text() for file in path.iterdir()}
     wanted = {"memory.max": str(1 << 20), "memory.swap.max": "0", "memory.oom.group": "1", "pids.max": "3"}
     assert found == wanted | {"cgroup.procs": "0", "cgroup.kill": ""}
-    assert made.path.parent == a_slice and groups_in(a_slice) == []
+    assert groups_in(a_slice) == []
     assert cgroup.in_force() == f"cgroups in {a_slice}"
 
 
@@ -116,9 +117,9 @@ def test_a_group_that_cannot_be_removed_is_named(a_slice, monkeypatch, caplog):
     assert cgroup.parent() == a_slice
     monkeypatch.setattr(Path, "rmdir", failing(errno.EBUSY))
     monkeypatch.setattr(cgroup, "END_TIMEOUT_S", 0.01)
-    with caplog.at_level(logging.WARNING), cgroup.group(max_bytes=1, max_processes=1) as made:
-        pass
-    assert f"The cgroup {made.path} cannot be removed: [Errno 16] Device or resource busy." in caplog.text
+    with caplog.at_level(logging.WARNING), cgroup.group(max_bytes=1, max_processes=1):
+        (path,) = a_slice.glob("nanodag-*")
+    assert f"The cgroup {path} cannot be removed: [Errno 16] Device or resource busy." in caplog.text
 
 
 def test_what_bounds_programs_where_no_cgroup_can_be_made_is_said(a_slice, monkeypatch):

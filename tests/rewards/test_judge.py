@@ -72,7 +72,8 @@ def test_a_judge_that_is_lost_when_it_is_loaded_fails_samples_until_it_is_back(t
     (lost,) = judge.score_batch([(PROMPT, "four")])
     assert isinstance(lost, str) and lost.startswith("the judge m: ") and "refused" in lost
     with serving(Endpoint, port=int(url.rpartition(":")[2])):
-        assert judge(PROMPT, "four").value == 0.4
+        (found,) = judge.score_batch([(PROMPT, "four")])
+    assert found.value == 0.4
 
 
 def test_what_an_answer_spells_in_braces_is_not_filled_in():

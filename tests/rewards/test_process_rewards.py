@@ -14,12 +14,12 @@ from nanodag.rewards.reward_pool import SampleReward
 from nanodag.rl.advantages import grpo, process_grpo, step_rewards
 from nanodag.rl.control.generation import RolloutGenerator
 from nanodag.rl.rollouts.filters import nonzero_spread
-from nanodag.rl.rollouts.rollout import Rollout, Span, from_json, prompt_span, sampled_span, to_json
+from nanodag.rl.rollouts.rollout import Rollout, Span, from_json, prompt_span, to_json
 from nanodag.run.build_stage import own_entries
 from nanodag.tokenizer.bpe import save_tokenizer
 from nanodag.tokenizer.encoding import Encoding
 from tests.rewards.pools import Pool
-from tests.rl.rollouts import rollout
+from tests.rl.rollouts import rollout, sampled_span
 from tests.rl.stages import make_job, metrics, run
 
 FUNCTIONS = '''

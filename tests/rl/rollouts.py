@@ -4,7 +4,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from nanodag.rl.rollouts.rollout import Rollout, prompt_span, sampled_span
+from nanodag.rl.rollouts.rollout import Rollout, Span, prompt_span
+
+
+def sampled_span(token_ids: Sequence[int], logprobs: Sequence[float], version: int) -> Span:
+    """Sampled tokens of one policy version, all of them trained. Rounding above 0 is taken as 0."""
+    ids, size, logprobs = tuple(token_ids), len(token_ids), tuple(min(value, 0.0) for value in logprobs)
+    return Span(kind="sampled", token_ids=ids, mask=(1,) * size, logprobs=logprobs, versions=(version,) * size)
 
 
 def rollout(

@@ -194,7 +194,7 @@ async def test_samplers_answer_while_buckets_are_on_their_way_and_stand_still_fo
         ended = time.monotonic()
         asking.cancel()
         assert sum(began < when < ended for when in answered) > 5
-        costs = sync.costs.taken()
+        costs = sync.taken()
         seconds = costs["sync_bytes"] / 1e9 / costs["sync_gb_per_second"]
         assert costs["sync_bytes"] == 2 * sum(trainer.weights.num_bytes.values())
         assert costs["seconds_samplers_still"] < 0.5 * seconds

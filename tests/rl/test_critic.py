@@ -8,7 +8,7 @@ import torch
 
 from nanodag.errors import ConfigError
 from nanodag.rl.advantages import gae, reward_of_last
-from nanodag.rl.rollouts.metrics import Sums, critic_metrics
+from nanodag.rl.rollouts.metrics import critic_metrics
 from nanodag.rl.trainer.critic import value_loss
 from nanodag.rl.trainer.policy import check_beside
 from nanodag.tokenizer.bpe import save_tokenizer
@@ -60,7 +60,7 @@ def test_explained_variance_by_hand_is_the_same_on_two_ranks():
     # values 1, 2, 3 for returns 1, 3, 5: errors 0, 1, 2, variance 2/3 of 8/3
     names = ("tokens", "value", "return", "return_squared", "error", "error_squared", "value_loss", "clipped")
     ranks = (1, 1, 1, 1, 0, 0, 0.5, 1), (2, 5, 8, 34, 3, 5, 1.5, 2)
-    one, other = (Sums(dict(zip(names, sums)), {}) for sums in ranks)
+    one, other = ({"summed": dict(zip(names, sums)), "largest": {}} for sums in ranks)
     found = critic_metrics([one, other], num_updates=2)
     assert found["value_explained"] == pytest.approx(0.75) and found["value_clipped_share"] == 0.5
     assert (found["value_mean"], found["return_mean"], found["value_loss"]) == (2.0, 3.0, 1.0)
@@ -109,7 +109,7 @@ def test_a_critic_is_trained_as_in_plain_pytorch_and_resumes_exactly(tmp_path, z
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(weights[name], parameter.detach(), rtol=1e-4, atol=2e-5, msg=name)
     for reply, (loss, share) in zip(replies, explained, strict=True):
-        measured = critic_metrics([Sums(**reply["critic"])], num_updates=4)
+        measured = critic_metrics([reply["critic"]], num_updates=4)
         assert measured["value_loss"] == pytest.approx(loss, rel=1e-4)
         assert measured.get("value_explained", 0.0) == pytest.approx(share, abs=1e-4)
 

@@ -12,6 +12,7 @@ from torch.func import functional_call
 
 from nanodag import registry as entries
 from nanodag.config.kinds.rl import RLStage
+from nanodag.model.folder import load
 from nanodag.rl.advantages import distilled, gae, reward_of_last, step_rewards
 from nanodag.rl.losses import Totals
 from nanodag.rl.trainer.critic import ValueModel, whitened
@@ -42,8 +43,8 @@ def same_on_both(work, *, reads=True):
 
 
 def test_a_packed_row_is_scored_and_valued_the_same_and_so_are_gradients(tmp_path):
-    policy = Policy(save_tiny_model(tmp_path), temperature=0.7)
-    critic = ValueModel(Policy(tmp_path, temperature=1.0).decoder)
+    policy = Policy(load(save_tiny_model(tmp_path)), temperature=0.7)
+    critic = ValueModel(load(tmp_path))
 
     def work(device):
         row = to_row(BATCH, device)

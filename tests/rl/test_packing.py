@@ -9,10 +9,11 @@ from torch.nn.functional import log_softmax
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, SmolLM3Config
 
 from nanodag.errors import ConfigError
-from nanodag.rl.rollouts.rollout import Rollout, Span, prompt_span, sampled_span
+from nanodag.model.folder import load
+from nanodag.rl.rollouts.rollout import Rollout, Span, prompt_span
 from nanodag.rl.trainer.policy import Policy, to_row
 from nanodag.rl.trainer.rows import pack
-from tests.rl.rollouts import RAGGED, rollout
+from tests.rl.rollouts import RAGGED, rollout, sampled_span
 
 CPU = torch.device("cpu")
 
@@ -117,7 +118,7 @@ def test_packed_rollouts_equal_each_alone_in_value_and_gradient(kind, budget, ro
         (weight * plain[-1] * torch.tensor(mask)).sum().backward()
     wanted = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
-    policy = Policy(tmp_path, temperature=0.8)
+    policy = Policy(load(tmp_path), temperature=0.8)
     for batch in pack(rollouts, budget_tokens=budget):
         row = to_row(batch, CPU)
         logprobs, entropy = policy(row)
@@ -137,7 +138,7 @@ def test_activation_checkpointing_changes_no_gradient(tmp_path):
     model_of("qwen3", tmp_path)
     found = []
     for checkpointing in (False, True):
-        policy = Policy(tmp_path, temperature=1.0, checkpointing=checkpointing)
+        policy = Policy(load(tmp_path, activation_checkpointing=checkpointing), temperature=1.0)
         row = to_row(pack(RAGGED, budget_tokens=100)[0], CPU)
         found.append(torch.autograd.grad(policy(row)[0].sum(), list(policy.parameters())))
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)

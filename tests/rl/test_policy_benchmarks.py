@@ -65,7 +65,7 @@ def test_an_answer_that_reached_its_limit_is_counted_and_one_that_was_given_up_e
     assert found.counts["truncated"] == 3 and found.scores["exact_match"].value == 1 / 4
     assert [request.params.max_new_tokens for request in sampler.requests] == [16] * 3
     asked, *_ = opened(lambda: ("", "abort"))
-    with pytest.raises(SamplerError, match="gsm8k: a sampler gave up an answer: not finite"):
+    with pytest.raises(SamplerError, match="The sampler ended request r: not finite"):
         asyncio.run(asked.result())
 
 

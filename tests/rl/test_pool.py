@@ -44,10 +44,11 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-def pool_of(sampler, cursor: PromptCursor, score=float, *, num_steps=9, lag=1, **more) -> RolloutPool:
-    more = {"max_in_flight": 99, **more}
-    made = fakes.generator(sampler, FakePool(score))
-    return RolloutPool(made, cursor, num_steps=num_steps, prompts_per_step=2, max_staleness=lag, **more)
+def pool_of(
+    sampler, cursor: PromptCursor, score=float, *, lag=1, max_batch=66, is_stopping=lambda: False
+) -> RolloutPool:
+    stage = fakes.config(num_steps=9, max_staleness=lag, sampler={"max_batch": max_batch})
+    return RolloutPool(stage, fakes.generator(sampler, FakePool(score)), cursor, is_stopping=is_stopping)
 
 
 async def taking(pool: RolloutPool, step: int) -> "asyncio.Task[RolloutBatch]":
@@ -105,7 +106,7 @@ async def test_a_group_that_is_dropped_makes_room_for_the_next_prompt(tmp_path):
 
 
 async def test_no_more_groups_are_in_flight_than_keep_samplers_busy(tmp_path):
-    sampler, _, first = await begun(tmp_path, max_in_flight=3)
+    sampler, _, first = await begun(tmp_path, max_batch=2)
     assert sampler.begun == [0, 1, 2]
     await sampler.let_go(1)
     assert sampler.begun == [0, 1, 2, 3] and not first.done()
@@ -136,10 +137,11 @@ def test_rewards_that_fail_too_often_end_the_stage(tmp_path):
 
 async def test_when_three_of_eight_samplers_are_lost_at_once_every_prompt_is_trained_once(tmp_path):
     one = {"samples_per_prompt": 1, "max_new_tokens": 1, "filters": [], "advantage": "reinforce_pp"}
+    one |= {"prompts_per_step": 12, "num_steps": 2, "max_staleness": 1, "sampler": {"max_batch": 33}}
     async with asyncio.timeout(30), World(tmp_path, size=8) as world:
-        made = fakes.generator(world.samplers, FakePool(lambda answer: 1.0), prompts_per_step=12, **one)
+        made = fakes.generator(world.samplers, FakePool(lambda answer: 1.0), **one)
         cursor = fakes.cursor_over(tmp_path, [1] * 24)
-        pool = RolloutPool(made, cursor, num_steps=2, prompts_per_step=12, max_staleness=1, max_in_flight=99)
+        pool = RolloutPool(fakes.config(**one), made, cursor)
         first = asyncio.create_task(pool.take(1))
         while sum(name == "generate" for _, name, _ in world.steps) < 24:
             await asyncio.sleep(0.001)

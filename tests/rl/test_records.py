@@ -10,7 +10,7 @@ import pytest
 
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.rl_sections import HELD_OUT
-from nanodag.rl.control.step_records import Records, StepLines
+from nanodag.rl.control.step_records import Records, step_lines
 from nanodag.rl.rollouts.batch import RolloutBatch
 from nanodag.rl.rollouts.prompts import Prompt
 from nanodag.rl.rollouts.rollout import Span
@@ -85,15 +85,15 @@ def files_end_at(num_bytes: int):
 def test_cut_short_while_it_goes_back_to_a_checkpoint_a_process_has_removed_no_line(tmp_path):
     job = job_in(tmp_path)
     leave(Records(job, resume_step=-1), range(1, 4))
-    ledger = StepLines(job.records / "ledger.jsonl", resume_step=0)
+    ledger = step_lines(job.records / "ledger.jsonl", resume_step=0)
     for step in range(1, 4):
-        ledger.write({"step": step})
+        ledger.write(f'{{"step": {step}}}\n')
     ledger.close()
     paths = [job.metrics_path, job.records / "timeline.jsonl", job.records / "ledger.jsonl"]
     before = [path.read_bytes() for path in paths]
     with files_end_at(20):
         done = {HELD_OUT: dict.fromkeys("123", 1.0)}
-        for begin, what in ((partial(Records, evaluated=done), job), (MetricsLog, job), (StepLines, paths[2])):
+        for begin, what in ((partial(Records, evaluated=done), job), (MetricsLog, job), (step_lines, paths[2])):
             with pytest.raises(OSError, match="File too large"):
                 begin(what, resume_step=2)
     assert [path.read_bytes() for path in paths] == before

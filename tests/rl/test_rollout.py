@@ -12,10 +12,12 @@ from nanodag.rl.rollouts.rollout import (
     prompt_span,
     read_rollouts,
     reward_spread,
-    sampled_span,
+    span_of,
     to_json,
     write_rollouts,
 )
+from tests.rl.fakes import completion
+from tests.rl.rollouts import sampled_span
 
 
 def rollout(group: str = "0:7", sample: int = 0, reward: float | None = 1.0) -> Rollout:
@@ -92,13 +94,11 @@ def test_a_file_of_rollouts_is_read_back_equal_and_leaves_no_temporary_file(tmp_
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_rounding_above_zero_in_a_logprob_is_taken_as_zero_and_more_is_refused_as_is_what_is_no_number():
-    assert sampled_span([1], [3e-7], version=0).logprobs == (0.0,)
-    with pytest.raises(ValueError, match="no log-probability"):
-        sampled_span([1], [0.5], version=0)
-    for value in (float("nan"), -float("inf")):
+def test_rounding_above_zero_in_a_logprob_is_taken_as_zero_and_what_is_no_log_probability_is_refused():
+    assert span_of(completion([1], logprobs=[3e-7])).logprobs == (0.0,)
+    for value in (0.5, float("nan"), -float("inf")):
         for places in ((-1.0, value), (value, -1.0)):
-            with pytest.raises(ValueError, match=r"logprobs hold (nan|-inf)"):
+            with pytest.raises(ValueError, match=r"logprobs hold (0.5|nan|-inf), .* no log-probability"):
                 Span(kind="sampled", token_ids=(1, 2), mask=(1, 1), logprobs=places, versions=(0, 0))
     with pytest.raises(ValueError, match="reward is NaN"):
         rollout().with_reward(float("nan"), {})

@@ -24,7 +24,6 @@ from nanodag.rl.rollouts.rollout import (
     Span,
     read_lines,
     read_rollouts,
-    sampled_span,
     to_json,
     write_rollouts,
 )
@@ -34,7 +33,7 @@ from nanodag.run.build_stage import key_of
 from nanodag.tokenizer.bpe import save_tokenizer
 from nanodag.worker.job import Job
 from tests.rl.fakes import config
-from tests.rl.rollouts import rollout
+from tests.rl.rollouts import rollout, sampled_span
 from tests.rl.stages import KILL, disturb, make_job, metrics, on, run, same_in_the_end, slow_rewards
 
 

@@ -5,6 +5,7 @@ import torch
 
 from benchmarks import long_rows
 from nanodag.errors import ConfigError
+from nanodag.model.folder import load
 from nanodag.rl.trainer.policy import Policy
 from nanodag.rl.trainer.sequence_parallel import SequenceGroup
 from tests.rl.models import save_tiny_model
@@ -28,9 +29,9 @@ def test_the_parts_of_a_row_make_up_the_row_and_each_token_is_scored_once(size):
 
 def test_a_model_whose_heads_cannot_be_shared_out_is_refused(tmp_path):
     model = save_tiny_model(tmp_path)  # 4 query heads, 2 key-value heads
-    Policy(model, temperature=1.0, group=SequenceGroup(size=2))
+    Policy(load(model), temperature=1.0, group=SequenceGroup(size=2))
     with pytest.raises(ConfigError, match=r"sequence_parallel 4 .* 4 query and 2 key-value heads"):
-        Policy(model, temperature=1.0, group=SequenceGroup(size=4))
+        Policy(load(model), temperature=1.0, group=SequenceGroup(size=4))
 
 
 @pytest.mark.slow

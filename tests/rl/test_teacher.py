@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from nanodag.engines.start import start_engine
 from nanodag.errors import BadRequest, ConfigError, SamplerError
 from nanodag.inference.engine_settings import EngineSettings
+from nanodag.model.folder import load
 from nanodag.rl.advantages import distilled
 from nanodag.rl.trainer import teacher_server
 from nanodag.rl.trainer.policy import Policy, to_row
@@ -94,7 +95,7 @@ def test_a_servers_logprobs_are_those_of_the_model_at_home(folders, teacher):
     part = rollouts()
     rows = rows_of(part, 40)
     found = TeacherServer(teacher.url, folders["a"], context=64).logprobs([part], [rows])
-    policy = Policy(folders["b"], temperature=1.0)
+    policy = Policy(load(folders["b"]), temperature=1.0)
     with torch.no_grad():
         for row, logprobs in zip(rows, found[0], strict=True):
             torch.testing.assert_close(logprobs, policy(row)[0], rtol=0, atol=1e-4)

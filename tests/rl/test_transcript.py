@@ -35,13 +35,13 @@ def test_an_answer_is_continued_by_its_own_ids_and_one_that_was_cut_off_gets_its
     end = renderer.stop_ids[0]
     sampled = [*spelled(encoding, "It is two"), *([] if is_cut else [end])]
     assert first.sequence is None and encoding.encode("It is two") != sampled[:9]
-    transcript.answered(first, completion(sampled, "length" if is_cut else "stop"))
+    transcript.answered(first, completion(sampled, "length" if is_cut else "stop"), said("It is two"))
     second = transcript.asked([QUESTION, said("It is two"), THANKS])
     assert second.sequence == 0 and second.ids[: len(first.ids) + len(sampled)] == (*first.ids, *sampled)
     assert encoding.decode(second.ids[len(first.ids) + len(sampled) :]).startswith(encoding.decode([end])) == is_cut
     # as the template renders it, but for how the answer is spelled
     assert encoding.decode(second.ids) == encoding.decode(renderer.opened([QUESTION, said("It is two"), THANKS]))
-    transcript.answered(second, completion([7, end]))
+    transcript.answered(second, completion([7, end]), said("7"))
     sample = transcript.sample(base())
     assert [span.kind for span in sample.spans] == ["prompt", "sampled", "tool", "sampled"] and not sample.branches
     assert sample.token_ids == (*second.ids, 7, end)
@@ -86,12 +86,12 @@ def test_a_template_that_leaves_thinking_out_begins_a_further_sequence_with_the_
     first = transcript.asked([QUESTION])
     thought = "hm\n</think>\n\nTwo" if name == "forgetful" else "<think>\nhm\n</think>\n\nTwo"
     thinking = [*spelled(encoding, thought), end]
-    transcript.answered(first, completion(thinking))
+    transcript.answered(first, completion(thinking), said(thought))
     messages = [QUESTION, said(thought), THANKS]
     second = transcript.asked(messages)
     assert second.sequence is None and "hm" not in encoding.decode(second.ids)
     assert second.ids == tuple(renderer.opened(messages))
-    transcript.answered(second, completion([8, end]))
+    transcript.answered(second, completion([8, end]), said("8"))
     sample = transcript.sample(base())
     (branch,) = sample.branches
     assert sample.spans[0].token_ids == second.ids and sample.last_turn == (8, end) and sample.answer is None
@@ -107,7 +107,7 @@ def test_an_empty_thought_that_the_template_takes_back_begins_a_further_sequence
     transcript = Transcript(renderer, encoding, {"enable_thinking": False})
     first = transcript.asked([QUESTION])
     assert encoding.decode(first.ids).endswith("<think>\n\n</think>\n\n")
-    transcript.answered(first, completion([*spelled(encoding, "Two"), renderer.stop_ids[0]]))
+    transcript.answered(first, completion([*spelled(encoding, "Two"), renderer.stop_ids[0]]), said("Two"))
     second = transcript.asked([QUESTION, said("Two"), THANKS])
     assert second.sequence is None and encoding.decode(second.ids).count("<think>") == 1
 
@@ -124,13 +124,13 @@ def test_a_conversation_that_goes_on_twice_is_two_sequences_whoever_was_first(fo
     for order in ((0, 1), (1, 0)):
         transcript = Transcript(renderer, encoding)
         first = transcript.asked([QUESTION])
-        transcript.answered(first, completion([7, end]))
         told = [QUESTION, said(encoding.decode([7]))]
+        transcript.answered(first, completion([7, end]), told[1])
         parts = {n: transcript.asked([*told, {"role": "user", "content": f"Part {n}"}]) for n in order}
         for n in order:
-            transcript.answered(parts[n], completion([9 + n, end]))
+            transcript.answered(parts[n], completion([9 + n, end]), said(f"{n}"))
         final = transcript.asked([{"role": "user", "content": "The end"}])
-        transcript.answered(final, completion([20, end]))
+        transcript.answered(final, completion([20, end]), said("20"))
         seeds.append({n: asked.seed(5) for n, asked in parts.items()})
         samples.append(transcript.sample(base(spans=(prompt_span(final.ids),))))
         assert transcript.asked([QUESTION]).seed(5) != first.seed(5)  # it is asked once more, and drawn anew

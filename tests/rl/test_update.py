@@ -14,7 +14,7 @@ from nanodag.config.rl_sections import AlgorithmSection
 from nanodag.errors import ConfigError, TrainingDiverged
 from nanodag.rl.losses import PolicyLoss, Totals
 from nanodag.rl.rollouts.filters import shaped
-from nanodag.rl.rollouts.metrics import Sums, rollout_metrics, trainer_metrics
+from nanodag.rl.rollouts.metrics import rollout_metrics, trainer_metrics
 from nanodag.rl.rollouts.rollout import groups_of, read_rollouts
 from nanodag.rl.trainer.update import DeviceSums, PolicyObjective, Scored, kl_of_rollouts
 from tests.forks import call
@@ -110,8 +110,9 @@ def test_numbers_are_added_up_on_the_device_and_a_row_without_trained_tokens_has
     for values, largest in (([1.0, 2.0], [3.0]), ([0.5, 0.25], []), ([0.0, 0.0], [-torch.inf])):
         maximum = {"b": torch.tensor(*largest)} if largest else {}
         total.add(DeviceSums({"a": torch.tensor(values[0]), "n": torch.tensor(values[1])}, maximum))
-    assert total.read() == Sums({"a": 1.5, "n": 2.25}, {"b": 3.0})
-    assert DeviceSums({"a": torch.tensor(1)}, {"b": torch.tensor(-torch.inf)}).read() == Sums({"a": 1.0}, {})
+    assert total.read() == {"summed": {"a": 1.5, "n": 2.25}, "largest": {"b": 3.0}}
+    found = DeviceSums({"a": torch.tensor(1)}, {"b": torch.tensor(-torch.inf)}).read()
+    assert found == {"summed": {"a": 1.0}, "largest": {}}
 
 
 def test_settings_at_their_defaults_may_be_written_out():
@@ -187,8 +188,8 @@ def test_the_overlong_penalty_grows_over_the_last_tokens():
 
 
 def test_means_are_over_the_tokens_of_all_ranks():
-    first = Sums({"loss": 0.25, "tokens": 1.0, "entropy": 3.0, "ratio": 1.0}, {"ratio_largest": 1.0})
-    second = Sums({"loss": 0.5, "tokens": 3.0, "entropy": 1.0, "ratio": 3.6}, {"ratio_largest": 1.4})
+    first = {"summed": {"loss": 0.25, "tokens": 1.0, "entropy": 3.0, "ratio": 1.0}, "largest": {"ratio_largest": 1.0}}
+    second = {"summed": {"loss": 0.5, "tokens": 3.0, "entropy": 1.0, "ratio": 3.6}, "largest": {"ratio_largest": 1.4}}
     found = trainer_metrics([first, second], num_updates=1)
     assert found["loss"] == 0.75 and found["entropy"] == 1.0 and found["ratio"] == pytest.approx(1.15)
     assert found["ratio_largest"] == 1.4

@@ -11,8 +11,7 @@ import psutil
 import pytest
 
 from nanodag.external_envs import verifiers_process
-from nanodag.external_envs.verifiers_install import VERIFIERS
-from nanodag.external_envs.verifiers_process import MAX_BYTES
+from nanodag.external_envs.verifiers_process import MAX_BYTES, VERIFIERS
 from nanodag.host.folders import PROJECT
 from nanodag.rl.environments import agents
 from nanodag.rl.environments.runner import turns_loop

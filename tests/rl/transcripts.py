@@ -31,9 +31,10 @@ def talked(renderer, encoding, seed):
         is_cut = draw.random() < 0.3
         ids = draw.choices(ordinary, k=draw.randint(1, 6)) + ([] if is_cut else [renderer.stop_ids[0]])
         answer = completion(ids, "length" if is_cut else "stop")
-        transcript.answered(asked, answer)
+        message = said(encoding.decode([token for token in ids if token not in encoding.special_ids]))
+        transcript.answered(asked, answer, message)
         told.append((asked, ids))
-        goes_on = [*messages, said(transcript.text_of(answer)), {"role": "user", "content": f"{number}?"}]
+        goes_on = [*messages, message, {"role": "user", "content": f"{number}?"}]
         conversations += [goes_on, [{"role": "user", "content": f"{number}!"}]]
     return told, transcript.sample(base())
 

@@ -9,7 +9,7 @@ from starlette.testclient import TestClient
 
 from nanodag.cli.rollouts import print_rollouts
 from nanodag.errors import ArtifactNotFound
-from nanodag.rl.rollouts.rollout import Rollout, Span, prompt_span, sampled_span, write_rollouts
+from nanodag.rl.rollouts.rollout import Rollout, Span, prompt_span, write_rollouts
 from nanodag.rl.rollouts.rollout_files import Read, Shelf, Wanted, shelf_of
 from nanodag.store import Store
 from nanodag.tokenizer.bpe import save_tokenizer
@@ -17,6 +17,7 @@ from nanodag.viewer.app import make_app, serve
 from nanodag.viewer.printed import lines_of
 from nanodag.viewer.sample_view import LAST_LINES, Painter
 from nanodag.viewer.view import first_samples, timeline_svg, together
+from tests.rl.rollouts import sampled_span
 from tests.run_records import run_record, stage_record
 
 A, B, C, LESS = ord("a"), ord("b"), ord("c"), ord("<")

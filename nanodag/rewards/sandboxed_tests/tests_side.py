@@ -51,55 +51,34 @@ class ProgramObject(StandIn):
     def __getattr__(self, name: str) -> Any:
         return self._side.ask("getattr", self, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        self._side.ask("setattr", self, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        self._side.ask("delattr", self, name)
-
     def __eq__(self, other: object) -> Any:
         return isinstance(other, ProgramObject) and self._side.ask("eq", self, other)
 
     def __contains__(self, wanted: object) -> bool:
         return any(item is wanted or item == wanted for item in self._side.ask("iter", self))
 
-    def __float__(self) -> float:
-        return self._once("float")
-
-    def __int__(self) -> int:
-        return self._once("int")
-
-    def _once(self, operation: str) -> Any:
-        """Convert to a number, once: a new one each time could make any sum of it come out."""
-        if operation not in self._as_number:
-            self._as_number[operation] = self._side.ask(operation, self)
-        return self._as_number[operation]
-
     def __instancecheck__(self, value: object) -> Any:
         return isinstance(value, ProgramObject) and self._side.ask("isinstance", value, self)
 
 
 def _forward(operation: str) -> Callable[..., Any]:
+    is_between = operation in (*BINARY, *LOGICAL)  # objects of the program: a wanted value is not given to it
+
     def forwarded(self: ProgramObject, *args: Any) -> Any:
-        return self._side.ask(operation, self, *args)
+        if is_between and not isinstance(args[0], ProgramObject):
+            return NotImplemented
+        if operation in self._as_number:
+            return self._as_number[operation]
+        value = self._side.ask(operation, self, *args)
+        if operation in ("float", "int"):  # once: a new one each time could make any sum of it come out
+            self._as_number[operation] = value
+        return value
 
     return forwarded
 
 
-def _between(operation: str) -> Callable[[ProgramObject, object], Any]:
-    """An operator of two objects of the program: a wanted value is not given to it."""
-
-    def forwarded(self: ProgramObject, other: object) -> Any:
-        return self._side.ask(operation, self, other) if isinstance(other, ProgramObject) else NotImplemented
-
-    return forwarded
-
-
-for _name in (*UNARY, *ITEMS):
-    if _name not in ("float", "int"):
-        setattr(ProgramObject, f"__{_name}__", _forward(_name))
-for _name in (*BINARY, *LOGICAL):
-    setattr(ProgramObject, f"__{_name.rstrip('_')}__", _between(_name))
+for _name in (*UNARY, *ITEMS, *BINARY, *LOGICAL, "setattr", "delattr"):
+    setattr(ProgramObject, f"__{_name.rstrip('_')}__", _forward(_name))
 
 
 class TestsSide:

@@ -5,7 +5,7 @@ import json
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 # What the tests' side may ask for, by the name in `builtins` or `operator`.
@@ -57,28 +57,9 @@ class Channel:
         return ProgramGone(why)
 
 
-def _day(name: str) -> tuple[str, Callable[[Any], str], Callable[[str], Any]]:
-    """An entry of _BY_TEXT for a class of `datetime`."""
-    return "datetime", lambda value: value.isoformat(), lambda text: _class("datetime", name).fromisoformat(text)
-
-
-def _class(module: str, name: str) -> Any:
-    return getattr(__import__(module), name)
-
-
-# Kind -> the text of a value and the value of a text; the modules are imported when a message first names them.
-_BY_TEXT: dict[str, tuple[str, Callable[[Any], str], Callable[[str], Any]]] = {
-    "Decimal": ("decimal", str, lambda text: _class("decimal", "Decimal")(text)),
-    "Fraction": ("fractions", str, lambda text: _class("fractions", "Fraction")(text)),
-    **{name: _day(name) for name in ("datetime", "date", "time")},
-}
-_CONTAINERS: dict[str, tuple[type, Callable[[Any], Iterable[Any]]]] = {
-    "list": (list, list.__iter__),
-    "tuple": (tuple, tuple.__iter__),
-    "set": (set, set.__iter__),
-    "frozenset": (frozenset, frozenset.__iter__),
-    "deque": (deque, deque.__iter__),
-}
+# Classes of values that go as text, and their modules, which are imported when a message first names them.
+_BY_TEXT = {"Decimal": "decimal", "Fraction": "fractions", **dict.fromkeys(("datetime", "date", "time"), "datetime")}
+_CONTAINERS: dict[str, Any] = {base.__name__: base for base in (list, tuple, set, frozenset, deque)}
 
 
 def encode(value: Any, keep: Callable[[Any], Any]) -> Any:
@@ -88,17 +69,14 @@ def encode(value: Any, keep: Callable[[Any], Any]) -> Any:
         return value
     if isinstance(value, StandIn):
         return keep(value)
-    for kind, (base, items) in _CONTAINERS.items():
+    for kind, base in _CONTAINERS.items():
         if isinstance(value, base):
-            return {kind: [encode(item, keep) for item in items(value)]}
+            return {kind: [encode(item, keep) for item in base.__iter__(value)]}
     if isinstance(value, dict):
         return {"dict": [[encode(k, keep), encode(v, keep)] for k, v in dict.items(value)]}
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, int):
-        return int.__int__(value)
-    if isinstance(value, float):
-        return float.__float__(value)
+    for base in (str, int, float):
+        if isinstance(value, base):
+            return getattr(base, f"__{base.__name__}__")(value)
     if isinstance(value, complex):
         return {"complex": [value.real, value.imag]}
     if isinstance(value, bytes | bytearray):
@@ -108,9 +86,9 @@ def encode(value: Any, keep: Callable[[Any], Any]) -> Any:
     name = getattr(value, "__name__", "")
     if isinstance(value, type) and isinstance(name, str) and getattr(builtins, name, None) is value:
         return {"builtin": name}
-    named = _BY_TEXT.get(type(value).__name__)
-    if named is not None and named[0] in sys.modules and type(value).__module__ == named[0]:
-        return {type(value).__name__: named[1](value)}
+    module = _BY_TEXT.get(type(value).__name__)
+    if module in sys.modules and type(value).__module__ == module:
+        return {type(value).__name__: str(value)}
     return keep(value)
 
 
@@ -129,7 +107,7 @@ def decode(code: Any, find: Callable[[str, Any], Any]) -> Any:
         return code
     ((kind, body),) = code.items()
     if kind in _CONTAINERS:
-        return _CONTAINERS[kind][0](decode(item, find) for item in body)
+        return _CONTAINERS[kind](decode(item, find) for item in body)
     if kind == "dict":
         return {decode(k, find): decode(v, find) for k, v in body}
     if kind == "complex":
@@ -141,5 +119,6 @@ def decode(code: Any, find: Callable[[str, Any], Any]) -> Any:
     if kind == "builtin":
         return builtin_class(body, object)
     if kind in _BY_TEXT:
-        return _BY_TEXT[kind][2](body)
+        made = getattr(__import__(_BY_TEXT[kind]), kind)
+        return getattr(made, "fromisoformat", made)(body)
     return find(kind, body)

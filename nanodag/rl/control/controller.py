@@ -35,7 +35,7 @@ from nanodag.rl.control import checks
 from nanodag.rl.control.evaluations import Evaluations
 from nanodag.rl.control.generation import RolloutGenerator
 from nanodag.rl.control.memory_turns import held_memory
-from nanodag.rl.control.pool import pool_of
+from nanodag.rl.control.pool import RolloutPool
 from nanodag.rl.control.replay import ReplayBuffer, replay_metrics
 from nanodag.rl.control.saved_rollouts import SavedRollouts
 from nanodag.rl.control.schedule import Position, Schedule, StopRequested
@@ -85,9 +85,11 @@ class Controller:
         stop_ids = (*renderer.stop_ids, *rollout.stop_token_ids)
         generator = RolloutGenerator(self._config, services.samplers, services.pool, encoding, stop_ids, turns)
         self._generator: RolloutGenerator | SavedRollouts = generator
-        self._pool = pool_of(self._config, generator, self._cursor, is_stopping=stop_requested)
+        self._pool: RolloutPool | None = None
         if not rollout.is_sampled:
-            self._generator, self._pool = SavedRollouts(self._config, services.model), None
+            self._generator = SavedRollouts(self._config, services.model)
+        elif rollout.order == "arrival":
+            self._pool = RolloutPool(self._config, generator, self._cursor, is_stopping=stop_requested)
         self._replay = ReplayBuffer(self._config)
         self._stopwatch = metrics.Stopwatch()
         self._evaluations = Evaluations(job, services, generator, encoding, policy_format, self._stopwatch.timed)
@@ -217,7 +219,7 @@ class Controller:
         """Write the metrics of a step."""
         seconds, spans = self._stopwatch.taken()
         rates = metrics.speeds(self._values, seconds, **self._services.model.sizes)
-        taken = self._services.lending.taken() | self._services.sync.costs.taken()
+        taken = self._services.lending.taken() | self._services.sync.taken()
         self._records.step(step, seconds, self._values | rates | taken)
         self._records.responses(step, self._rollouts, self._encoding.decode)
         self._records.timeline(step, spans)

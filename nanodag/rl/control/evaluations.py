@@ -24,7 +24,7 @@ from nanodag.config.kinds.rl import RLStage
 from nanodag.config.rl_sections import HELD_OUT, RolloutSection
 from nanodag.data.mixture import Mixture
 from nanodag.engines.fleet import Fleet
-from nanodag.errors import ConfigError, SamplerError, StageFailed
+from nanodag.errors import ConfigError, StageFailed
 from nanodag.errors.words import counted
 from nanodag.evaluation.benchmark import AskedItem, Benchmark, open_benchmark
 from nanodag.evaluation.results import Answer, BenchmarkResult, Ending
@@ -34,6 +34,7 @@ from nanodag.rl.control.generation import RolloutGenerator
 from nanodag.rl.control.services import Services
 from nanodag.rl.control.step_records import Records
 from nanodag.rl.rollouts.prompts import PolicyFormat, Prompt, first_prompts
+from nanodag.rl.rollouts.rollout import finish_reason_of
 from nanodag.tokenizer.chat import ChatRenderer
 from nanodag.tokenizer.encoding import Encoding
 from nanodag.worker.job import Job
@@ -105,14 +106,10 @@ class PolicyBenchmark:
         ]
 
     def _answer(self, completion: Completion, *, stops: Sequence[str], is_open: bool) -> Answer:
-        reason = completion.finish_reason
-        if reason is None or reason.type == "abort":
-            message = "" if reason is None else f": {reason.message}"
-            raise SamplerError(f"Benchmark {self._config.name}: a sampler gave up an answer{message}")
+        ending: Ending = "length" if finish_reason_of(completion) == "length" else "stop"
         ids = completion.output_ids
         ids = ids[:-1] if ids and ids[-1] in self._stop_ids else ids
         text = self._encoding.decode([token for token in ids if token not in self._hidden_ids])
-        ending: Ending = "length" if reason.type == "length" else "stop"
         return self.benchmark.answer(text, ending=ending, is_open=is_open, stops=stops)
 
 
@@ -187,7 +184,12 @@ class Evaluations:
             self._benchmarks[entry.name] = PolicyBenchmark(opened, *arguments, context=services.context)
         longest = services.context - self._config.rollout.max_new_tokens
         self._held_out, self._num_too_long = _held_out_prompts(job, policy_format, longest)
-        self._best = self._best_weights(job.workspace / "best")
+        self._best: BestWeights | None = None
+        if name := self._config.best_metric:
+            if name == HELD_OUT and not self._held_out:
+                raise ConfigError(f"keep {self._config.keep}: no held-out prompt fits into sampler.context; raise it.")
+            is_highest = name == HELD_OUT or self._benchmarks[name].benchmark.higher_is_better
+            self._best = BestWeights(job.workspace / "best", is_highest=is_highest)
         self.scores: dict[str, dict[str, float | None]] = {}  # by HELD_OUT or benchmark, then policy, as JSON has it
 
     def due(self, policy: int) -> list[str]:
@@ -270,14 +272,6 @@ class Evaluations:
 
     def _scores(self, name: str) -> dict[int, float | None]:
         return {int(step): value for step, value in self.scores.get(name, {}).items()}
-
-    def _best_weights(self, folder: Path) -> BestWeights | None:
-        name = self._config.best_metric
-        if not name:
-            return None
-        if name == HELD_OUT and not self._held_out:
-            raise ConfigError(f"keep {self._config.keep}: no held-out prompt fits into sampler.context; raise it.")
-        return BestWeights(folder, is_highest=name == HELD_OUT or self._benchmarks[name].benchmark.higher_is_better)
 
 
 def _held_out_prompts(job: Job, policy_format: PolicyFormat, longest: int) -> tuple[list[Prompt], int]:

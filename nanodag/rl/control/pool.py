@@ -58,22 +58,16 @@ class RolloutPool:
 
     def __init__(
         self,
+        config: RLStage,
         generator: RolloutGenerator,
         cursor: PromptCursor,
         *,
-        num_steps: int,
-        prompts_per_step: int,
-        max_staleness: int,
-        max_in_flight: int,
         is_stopping: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._generator = generator
-        self._cursor = cursor
-        self._num_steps = num_steps
-        self._size = prompts_per_step
-        self._lag = max_staleness
-        self._max_in_flight = max_in_flight
-        self._is_stopping = is_stopping
+        rollout = config.rollout
+        self._generator, self._cursor, self._is_stopping = generator, cursor, is_stopping
+        self._num_steps, self._size, self._lag = config.num_steps, rollout.num_fresh, rollout.max_staleness
+        self._max_in_flight = most_in_flight(int(config.sampler.max_batch), rollout.samples_per_prompt)
         self._groups: list[Group] = []  # in the order in which they began
         self._dropped: list[Dropped] = []  # since a step was taken last, as what was passed over
         self._passed_over: list[tuple[Prompt, str]] = []
@@ -177,24 +171,6 @@ class RolloutPool:
         else:
             self._groups.remove(group)
             self._dropped += task.result().dropped
-
-
-def pool_of(
-    config: RLStage, generator: RolloutGenerator, cursor: PromptCursor, *, is_stopping: Callable[[], bool]
-) -> RolloutPool | None:
-    """A stage's pool; None where groups are chosen in the order of their prompts, and where nothing is sampled."""
-    rollout = config.rollout
-    if rollout.order != "arrival" or not config.has_samplers:
-        return None
-    return RolloutPool(
-        generator,
-        cursor,
-        num_steps=config.num_steps,
-        prompts_per_step=rollout.num_fresh,
-        max_staleness=rollout.max_staleness,
-        max_in_flight=most_in_flight(int(config.sampler.max_batch), rollout.samples_per_prompt),
-        is_stopping=is_stopping,
-    )
 
 
 def most_in_flight(max_batch: int, samples_per_prompt: int) -> int:

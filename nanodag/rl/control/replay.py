@@ -13,7 +13,7 @@ from typing import Any
 
 from nanodag.config.kinds.rl import RLStage
 from nanodag.inference.seeds import derived_seed
-from nanodag.rl.rollouts.batch import RolloutBatch, staleness_of
+from nanodag.rl.rollouts.batch import RolloutBatch, staleness_metrics, staleness_of
 from nanodag.rl.rollouts.prompts import Prompt
 from nanodag.rl.rollouts.rollout import REPLAYED, Rollout, from_json, to_json
 from nanodag.store.atomic import write_bytes
@@ -68,7 +68,8 @@ class ReplayBuffer:
             return
         new = []
         for prompt, group in fresh.kept:
-            if trained := [version for rollout in group for version in _trained_versions(rollout)]:
+            spans = [span for rollout in group for span in rollout.spans]
+            if trained := [v for span in spans for v, mask in zip(span.versions, span.mask, strict=True) if mask]:
                 rollouts = tuple(map(to_json, group))
                 new.append(_Kept(step, min(trained), prompt.epoch, dict(prompt.record), rollouts))
         self._kept = [kept for kept in (*self._kept, *new) if staleness_of(kept.oldest, versions) <= self._cap]
@@ -92,14 +93,10 @@ def replay_metrics(batch: RolloutBatch, versions: Sequence[int]) -> dict[str, fl
     if not replayed:
         return {}
     num_groups = len({rollout.group_id for rollout in replayed})
-    ages = [staleness_of(version, versions) for rollout in replayed for version in _trained_versions(rollout)]
+    ages = staleness_metrics(replayed, versions)
     return {
         "replayed_groups": float(num_groups),
         "replayed_share": num_groups / len(batch.kept),
-        "replayed_staleness": sum(ages) / max(len(ages), 1),
-        "replayed_staleness_largest": float(max(ages, default=0)),
+        "replayed_staleness": ages["staleness"],
+        "replayed_staleness_largest": ages["staleness_largest"],
     }
-
-
-def _trained_versions(rollout: Rollout) -> list[int]:
-    return [v for span in rollout.spans for v, is_trained in zip(span.versions, span.mask, strict=True) if is_trained]

@@ -1,6 +1,7 @@
 """Rollouts of files in place of a sampler's (`rollout.source`). No torch here."""
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,15 @@ from nanodag.rl.control.model_facts import ModelFacts
 from nanodag.rl.rollouts.batch import Dropped, RolloutBatch
 from nanodag.rl.rollouts.prompts import Prompt, PromptCursor
 from nanodag.rl.rollouts.rollout import GREEDY, Rollout, main_sequences
-from nanodag.rl.rollouts.saved import Saved, SavedFiles, SavedGroups, check_steps, groups_in, read_saved, saved_files
+from nanodag.rl.rollouts.saved import (
+    Saved,
+    check_steps,
+    group_at,
+    groups_in,
+    places_of_groups,
+    read_saved,
+    saved_files,
+)
 
 log = logging.getLogger(__name__)
 
@@ -36,9 +45,9 @@ class SavedRollouts:
         check_steps(saved, num_steps=config.num_steps)
         self._files, self._states = saved, saved.states()
         self.identity = saved.identity()
-        self._groups = SavedGroups(() if saved.steps else saved.files, self._choose)
+        self._places: list[tuple[Path, list[int]]] = []  # of each group that is worth training, as `group_at` has them
         if not saved.steps:
-            self._report(saved)
+            self._find_groups()
 
     async def step(self, cursor: PromptCursor, step: int) -> RolloutBatch:
         """The groups of one step. Raises SourceError for a file that has changed."""
@@ -47,7 +56,7 @@ class SavedRollouts:
                 raise SourceError(f"{path} has changed since the stage began. Leave it as it was, and run it again.")
         if self._files.steps:
             return self._as_it_was(self._files.steps[step])
-        size, total = self._config.rollout.prompts_per_step, len(self._groups)
+        size, total = self._config.rollout.prompts_per_step, len(self._places)
         turns = [divmod(place, total) for place in range(size * (step - 1), size * step)]
         orders = {turn: permutation(total, int(self._config.seed), turn) for turn, _ in turns}
         return RolloutBatch(kept=[self._of_pass(turn, int(orders[turn][place])) for turn, place in turns])
@@ -59,8 +68,12 @@ class SavedRollouts:
         return tuple(waiting)
 
     def _of_pass(self, turn: int, number: int) -> tuple[Prompt, list[Rollout]]:
-        group = self._groups.read(number)
-        name = f"{number}:{group[0].rollout.prompt_id}@{turn}"  # files of several runs have groups of the same name
+        path, begins = self._places[number]
+        group, files = group_at(path, begins), self._files.files
+        if len(files) > 1:  # of several runs, whose prompts and groups may share names
+            prompt_id = f"{files.index(path)}:{group[0].rollout.prompt_id}"
+            group = [replace(saved, rollout=replace(saved.rollout, prompt_id=prompt_id)) for saved in group]
+        name = f"{number}:{group[0].rollout.prompt_id}@{turn}"
         chosen, _ = self._choose([replace(saved.rollout, group_id=name) for saved in group])
         return _prompt_of(group[0], turn), chosen
 
@@ -117,16 +130,24 @@ class SavedRollouts:
                 "that drew them. Set rollout.clone.best to imitate the best answers instead."
             )
 
-    def _report(self, found: SavedFiles) -> None:
-        """Say what there is. Raises ConfigError where that is nothing."""
-        left_out = ", ".join(f"{count} {reason}" for reason, count in self._groups.left_out.items()) or "none"
-        if not len(self._groups):
+    def _find_groups(self) -> None:
+        """Find the groups that are worth training, and say what there is. Raises ConfigError where that is nothing."""
+        reasons = Counter[str]()
+        for path in self._files.files:
+            for begins in places_of_groups(path):
+                _, reason = self._choose([saved.rollout for saved in group_at(path, begins)])
+                if reason:
+                    reasons[reason] += 1
+                else:
+                    self._places.append((path, begins))
+        left_out = ", ".join(f"{count} {reason}" for reason, count in reasons.items()) or "none"
+        if not self._places:
             raise ConfigError(
                 f"rollout.source {self._config.rollout.source} has no group to train on; left out: {left_out}. Change "
                 "rollout.filters or rollout.clone, or name other files."
             )
-        passes = self._config.num_steps * self._config.rollout.prompts_per_step / len(self._groups)
-        what = f"{counted(len(self._groups), 'group')} of {counted(len(found.files), 'file')}"
+        passes = self._config.num_steps * self._config.rollout.prompts_per_step / len(self._places)
+        what = f"{counted(len(self._places), 'group')} of {counted(len(self._files.files), 'file')}"
         log.info("Trained: %s, in %.3g passes; left out: %s.", what, passes, left_out)
 
 

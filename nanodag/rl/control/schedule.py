@@ -149,22 +149,18 @@ class Schedule:
                 if not self._stop.is_set():
                     await self._publish()
             self._work.note(self._step)
-            if self._step < self._num_steps:
-                await self._save_if_due()
+            if self._step < self._num_steps and self._work.is_checkpoint_due(self._step):
+                # It has no weights but the trainer's, so the samplers must be done with older ones.
+                with self._timed("trainer_waits"):
+                    await self._until(lambda: self._policy >= self._step or self._has_ended_early)
+                if not self._has_ended_early:
+                    await self._work.save(self.position)
 
     async def _publish(self) -> None:
         if self._is_wanted(self._step):
             await self._work.publish(self._step)
         self._published = self._step
         self._changed.set()
-
-    async def _save_if_due(self) -> None:
-        """A checkpoint has no weights but the trainer's, so the samplers must be done with older ones."""
-        if self._work.is_checkpoint_due(self._step):
-            with self._timed("trainer_waits"):
-                await self._until(lambda: self._policy >= self._step or self._has_ended_early)
-            if not self._has_ended_early:
-                await self._work.save(self.position)
 
     # The samplers' side
 

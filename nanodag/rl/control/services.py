@@ -6,13 +6,10 @@ import os
 import secrets
 import shutil
 import sys
-import threading
-from collections.abc import Coroutine
-from concurrent.futures import Future
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 from nanodag.config.derive_sampler import SGLANG_STATIC
@@ -28,6 +25,7 @@ from nanodag.host.folders import PRIVATE
 from nanodag.host.machine import visible_gpus
 from nanodag.host.ports import LOOPBACK, address_towards, free_port, network_environment, own_address
 from nanodag.host.processor import numerics
+from nanodag.host.threads import LoopThread
 from nanodag.inference.addresses import parse_address
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.engine_settings import EngineSettings
@@ -47,7 +45,6 @@ from nanodag.worker.launch import worker_environment
 from nanodag.worker.nodes import Nodes, sampler_hosts
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 START_TIMEOUT_S = 600.0
 BY_BUCKETS = ("distributed", "ipc")  # ways of weights; all else is by a folder
@@ -124,10 +121,12 @@ class Services:
         if is_lent:  # a trainer that starts has all of the memory; when it is ready it has none
             self.link.accept(timeout_s=START_TIMEOUT_S, check=self.children.check)
         model, version = self._job.inputs["model"], BEFORE_THE_FIRST if self._has_trainer else 0
-        starting = _begun(start_engines(lambda n: self._launch(n, model, version), self.num_samplers))
+        loop = LoopThread("services").loop
+        engines = start_engines(lambda number: self._launch(number, model, version), self.num_samplers)
+        starting = asyncio.run_coroutine_threadsafe(engines, loop)
         is_attached = self._has_samplers and self._config.sampler.has_others
         external = self._external_servers() if is_attached else None
-        looked = None if external is None else _begun(external.first_look())
+        looked = None if external is None else asyncio.run_coroutine_threadsafe(external.first_look(), loop)
         self.pool = RewardPool(
             {entry.name: entry.weight for entry in self._config.reward},
             options={entry.name: entry.options for entry in self._config.reward},
@@ -323,17 +322,3 @@ class Services:
             memory_fraction=SGLANG_STATIC if self._device == "cuda" else float(config.memory_fraction),
             options={**defaults, **config.options},
         )
-
-
-def _begun(work: Coroutine[Any, Any, T]) -> "Future[T]":
-    """Work that is done in a thread of its own, with an event loop of its own."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(asyncio.run(work))
-        except BaseException as error:  # noqa: BLE001 - `result` raises it where somebody listens
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future

@@ -9,7 +9,7 @@ from functools import partial
 from itertools import groupby, zip_longest
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.rl_sections import HELD_OUT
@@ -29,19 +29,11 @@ NONE: Mapping[str, Container[str]] = {}
 PARTIAL = ".partial"
 
 
-class StepLines:
-    """A file of JSON lines, each of a step. resume_step: lines of later steps, left by a process that was killed, are
-    removed, and a last one that is cut off."""
-
-    def __init__(self, path: Path, *, resume_step: int) -> None:
-        _filter_lines(path, lambda line: line["step"] <= resume_step)
-        self._stream = path.open("a", encoding="utf-8", buffering=1)  # a line written survives this process
-
-    def write(self, line: Mapping[str, Any]) -> None:
-        self._stream.write(json.dumps(line) + "\n")
-
-    def close(self) -> None:
-        self._stream.close()
+def step_lines(path: Path, *, resume_step: int) -> TextIO:
+    """A file of JSON lines, each of a step, to append to. resume_step: lines of later steps, left by a process that was
+    killed, are removed, and a last one that is cut off."""
+    _filter_lines(path, lambda line: line["step"] <= resume_step)
+    return path.open("a", encoding="utf-8", buffering=1)  # a line written survives this process
 
 
 class Records:
@@ -65,8 +57,8 @@ class Records:
         _filter_lines(job.metrics_path, lambda line: not _is_done_again(line, evaluated))
         self._metrics = MetricsLog(job, resume_step=resume_step)
         self._write: Callable[..., None] = partial(self._metrics.write, total=self._config.num_steps)
-        self._timeline = StepLines(job.records / "timeline.jsonl", resume_step=resume_step)
-        self._ledger = StepLines(job.records / "ledger.jsonl", resume_step=resume_step)
+        self._timeline = step_lines(job.records / "timeline.jsonl", resume_step=resume_step)
+        self._ledger = step_lines(job.records / "ledger.jsonl", resume_step=resume_step)
 
     def rollouts(self, step: int, batch: RolloutBatch) -> str:
         """Write the rollouts of a step; returns the file of those that are trained."""
@@ -124,7 +116,7 @@ class Records:
         """Spans that ended since the step before: a line of timeline.jsonl; of a profiled step also a Chrome trace."""
         if step in self._config.profile_steps:
             write_json(self.profile(step) / "timeline.json", chrome_trace(spans))
-        self._timeline.write({"step": step, "spans": spans})
+        self._timeline.write(json.dumps({"step": step, "spans": spans}) + "\n")
 
     def evaluation(
         self,
@@ -181,7 +173,7 @@ class Records:
         outcomes += [(prompt, "dropped", reason) for prompt, reason in batch.passed_over]
         for prompt, outcome, reason in outcomes:
             line = {"step": step, "epoch": prompt.epoch, "prompt_id": prompt.prompt_id}
-            self._ledger.write({**line, "outcome": outcome, "reason": reason})
+            self._ledger.write(json.dumps({**line, "outcome": outcome, "reason": reason}) + "\n")
 
     def close(self) -> None:
         self._metrics.close()

@@ -153,11 +153,8 @@ class Session:
             self._transcript.answered(asked, completion, message)
         self._last_said = message["content"] or ""
 
-    def room(self, asked: Asked) -> int:
-        """Tokens that may be sampled behind a conversation. Raises Refused where there are none."""
-        return self._room(self._transcript.num_sampled(asked), len(asked.ids))
-
     def _room(self, num_sampled: int, num_tokens: int) -> int:
+        """Tokens that may be sampled behind a sequence. Raises Refused where there are none."""
         sample = self._given
         room = min(sample.max_sampled - num_sampled, sample.max_tokens - num_tokens)
         if room < 1:
@@ -167,8 +164,9 @@ class Session:
 
     async def sampled(self, asked: Asked, *, max_tokens: int, stop_token_ids: Sequence[int], of: int) -> Completion:
         """The sampler's answer to a conversation. of: the client's seed, which tells apart calls that ask the same."""
+        most = min(max_tokens, self._room(self._transcript.num_sampled(asked), len(asked.ids)))
         seed = asked.seed(derived_seed(self._given.seed, of))
-        return await self._complete(asked.ids, seed, max_tokens, stop_token_ids)
+        return await self._complete(asked.ids, seed, most, stop_token_ids)
 
     async def text_sampled(
         self, ids: Sequence[int], *, max_tokens: int, stop_token_ids: Sequence[int], of: int
@@ -303,7 +301,6 @@ class _Endpoints(Endpoints):
             session.text_answered(ids, place, completion, answer.new().content)
         else:
             prompt = self._asked.pop(0)
-            most = min(most, session.room(prompt))
             whole = await session.sampled(prompt, max_tokens=most, stop_token_ids=stops, of=of)
             answer.take(whole)
             completion = _up_to(whole, answer)

@@ -67,16 +67,9 @@ def _server(path: str, options: str, limits: ForkLimits) -> ForkServer:
 
 
 @dataclass(slots=True)
-class _Speaker:
-    """A role on its way through an episode. messages: its conversation as far as it is; empty until it has spoken."""
-
-    conversation: Conversation
-    messages: list[Message] = field(default_factory=list)
-
-
-@dataclass(slots=True)
 class _Play:
-    """One episode. roles: whether each is trained, the main one first. The limits: as of `environment`."""
+    """One episode. roles: whether each is trained, the main one first. The limits: as of `environment`. messages: of
+    the conversation of each role that has spoken, as far as it is."""
 
     sampler: TurnSampler
     given: Sample
@@ -86,7 +79,8 @@ class _Play:
     turn_tokens: int
     step_s: float
     tools: Sequence[Mapping[str, Any]] = ()
-    speakers: dict[str, _Speaker] = field(default_factory=dict)
+    conversations: dict[str, Conversation] = field(default_factory=dict)
+    messages: dict[str, list[Message]] = field(default_factory=dict)
     earned: Earned = field(default_factory=Earned)
 
     async def run(self) -> Sample:
@@ -124,17 +118,16 @@ class _Play:
     async def _said(self, observation: Heard) -> Message | None:
         """Answer of the role that hears an observation; None where there is no room for it."""
         sample, role = self.given, observation.role
-        speaker = self.speakers.get(role)
-        if speaker is None:
+        if role not in self.conversations:
             own = replace(sample, seed=derived_seed(sample.seed, "role", role))
-            speaker = self.speakers[role] = _Speaker(Conversation(self.sampler, own, self.tools))
+            self.conversations[role] = Conversation(self.sampler, own, self.tools)
         new = sample.record["messages"] if observation.messages is None else observation.messages
         if observation.messages and sum(len(message["content"]) for message in new) > LONGEST_TOKEN * sample.max_tokens:
             return None
-        messages = [*([] if observation.is_anew else speaker.messages), *new]
-        reply = await speaker.conversation.answer(messages, max_tokens=self.turn_tokens)
+        messages = [*([] if observation.is_anew else self.messages.get(role, ())), *new]
+        reply = await self.conversations[role].answer(messages, max_tokens=self.turn_tokens)
         if reply is not None:
-            speaker.messages = [*messages, reply]
+            self.messages[role] = [*messages, reply]
         return reply
 
     async def _stepped(self, role: str, said: Message) -> Heard | Ended:
@@ -142,7 +135,7 @@ class _Play:
         tool_calls = said.get("tool_calls", ())
         functions, call_ids = [call["function"] for call in tool_calls], [call["id"] for call in tool_calls]
         mistakes = [_wrong(function, self.tools) for function in functions]
-        is_cut = self.speakers[role].conversation.is_cut
+        is_cut = self.conversations[role].is_cut
         if any(mistakes) and not is_cut:
             answers = [f"error: {what or 'not called, as another call is wrong'}" for what in mistakes]
             return Heard(role=role, messages=list(map(tool_message, call_ids, answers)))
@@ -158,11 +151,11 @@ class _Play:
         return heard(answer.get("observation"), [*self.roles], role, call_ids, may_be_none=False)
 
     def _sample(self, ended: Ended, metadata: Mapping[str, Any]) -> Sample:
-        main, speakers = next(iter(self.roles)), self.speakers
-        spoke = [role for role in self.roles if role in speakers and speakers[role].messages]
-        if main not in spoke:
+        main = next(iter(self.roles))
+        if main not in self.messages:
             raise ValueError(f"the role {main!r} did not speak: its rewards are the sample's")
-        first, *others = [sequence for name in spoke for sequence in self._sequences(name)]
+        spoke = [role for role in self.roles if role in self.messages]
+        first, *others = [sequence for role in spoke for sequence in self._sequences(role)]
         return replace(
             first,
             branches=tuple(others),
@@ -174,7 +167,7 @@ class _Play:
 
     def _sequences(self, name: str) -> list[Sample]:
         """Sequences of a role, the one that it spoke in last first, with the role's reward."""
-        sample = self.speakers[name].conversation.sample()
+        sample = self.conversations[name].sample()
         said: dict[str, Any] = {"branches": (), "role": name or ROLE, "is_trained": self.roles[name]}
         first, *others = (replace(sequence, **said) for sequence in (sample, *sample.branches))
         return [replace(first, reward=self.earned.by_role.get(name)), *others]

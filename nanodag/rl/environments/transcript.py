@@ -90,11 +90,9 @@ class Transcript:
         self._asked[ids] = repeat + 1
         return Asked(ids=ids, sequence=sequence, repeat=repeat, meanings=meanings, tools=declared)
 
-    def answered(self, asked: Asked, completion: Completion, message: Message | None = None) -> None:
-        """Note what the sampler said. message: how whoever asked reads it, which it sends again when it goes on; None
-        for `text_of`. Raises SamplerError for a completion that the sampler gave up."""
-        if message is None:
-            message = {"role": "assistant", "content": self.text_of(completion)}
+    def answered(self, asked: Asked, completion: Completion, message: Message) -> None:
+        """Note what the sampler said. message: how whoever asked reads it, which it sends again when it goes on. Raises
+        SamplerError for a completion that the sampler gave up."""
         before = None if asked.sequence is None else self._answered[asked.sequence]
         reason = finish_reason_of(completion)  # first: of one that the sampler gave up the rest may be unsound
         span, said = span_of(completion), meant(plain(message))
@@ -117,11 +115,6 @@ class Transcript:
         """The end of the conversation of most calls, then of most sampled tokens; None where nothing was answered."""
         calls = [(call.depth, call.num_sampled, call.asked.ids, call.span.token_ids) for call in self._answered]
         return max(range(len(calls)), key=calls.__getitem__, default=None)
-
-    def text_of(self, completion: Completion) -> str:
-        """Text of a completion, without special tokens. For reading only: it is never turned into ids again."""
-        special = self._encoding.special_ids
-        return self._encoding.decode([token for token in completion.output_ids if token not in special])
 
     def sample(self, base: Sample, *, last: int | None = None) -> Sample:
         """The calls as sequences: the main one with the others as its branches, in an order that does not depend on

@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from statistics import fmean, linear_regression, median
 from typing import Any
 
@@ -25,25 +24,20 @@ FEWEST_STEPS = 8  # with fewer, the noise of a step's reward is not known well e
 NOISE = 0.05
 Timed = tuple[str, float, float]
 """name, begin, end: seconds since 1970."""
+Sums = Mapping[str, Mapping[str, float]]
+"""Numbers of micro-batches added up. `summed`: sums over trained tokens; `largest`: maxima."""
 TRAINERS = ("train", "checkpoint", "trainer_waits")
 
 
-@dataclass(slots=True)
-class Sums:
-    """Numbers of micro-batches added up. summed: sums over trained tokens; largest: maxima."""
-
-    summed: dict[str, float]
-    largest: dict[str, float]
-
-
-def _added(ranks: Sequence[Sums]) -> Sums:
-    total = Sums({}, {})
+def _added(ranks: Sequence[Sums]) -> tuple[dict[str, float], dict[str, float]]:
+    summed: dict[str, float] = {}
+    largest: dict[str, float] = {}
     for sums in ranks:
-        for name, value in sums.summed.items():
-            total.summed[name] = total.summed.get(name, 0.0) + value
-        for name, value in sums.largest.items():
-            total.largest[name] = max(total.largest.get(name, value), value)
-    return total
+        for name, value in sums["summed"].items():
+            summed[name] = summed.get(name, 0.0) + value
+        for name, value in sums["largest"].items():
+            largest[name] = max(largest.get(name, value), value)
+    return summed, largest
 
 
 def trainer_metrics(ranks: Sequence[Sums], *, num_updates: int) -> dict[str, float]:
@@ -52,25 +46,25 @@ def trainer_metrics(ranks: Sequence[Sums], *, num_updates: int) -> dict[str, flo
     mismatch = old logprob minus the sampler's: mean, mean size, largest size, and as a KL (k3). None of mismatch,
     correction and left_out_share where answers are imitated.
     """
-    total = _added(ranks)
-    tokens = max(total.summed["tokens"], 1.0)
-    metrics = {"loss": total.summed["loss"] / num_updates, "trained_tokens": total.summed["tokens"] / num_updates}
+    summed, largest = _added(ranks)
+    tokens = max(summed["tokens"], 1.0)
+    metrics = {"loss": summed["loss"] / num_updates, "trained_tokens": summed["tokens"] / num_updates}
     names = ("entropy", "ratio", "clipped", "mismatch", "mismatch_absolute", "mismatch_kl", "correction", "left_out")
     for name in (*names, "kl", "teacher_kl"):
-        if name in total.summed:
-            metrics[f"{name}_share" if name in ("clipped", "left_out") else name] = total.summed[name] / tokens
-    if replayed := total.summed.get("replayed"):
-        metrics["replayed_ratio"] = total.summed["replayed_ratio"] / replayed
-    return metrics | total.largest
+        if name in summed:
+            metrics[f"{name}_share" if name in ("clipped", "left_out") else name] = summed[name] / tokens
+    if replayed := summed.get("replayed"):
+        metrics["replayed_ratio"] = summed["replayed_ratio"] / replayed
+    return metrics | largest
 
 
 def update_metrics(replies: Sequence[Mapping[str, Any]], *, critic_epochs: int) -> dict[str, float]:
     """Metrics of a step's updates. replies: of the trainer's ranks, which say the same but for sums and sizes."""
     first = replies[0]
-    values = trainer_metrics([Sums(**reply["sums"]) for reply in replies], num_updates=first["num_passes"])
+    values = trainer_metrics([reply["sums"] for reply in replies], num_updates=first["num_passes"])
     if "critic" in first:
         num_updates = first["num_parts"] * critic_epochs
-        values |= critic_metrics([Sums(**reply["critic"]) for reply in replies], num_updates=num_updates)
+        values |= critic_metrics([reply["critic"] for reply in replies], num_updates=num_updates)
         values["critic_gradient_norm"] = first["critic_gradient_norm"]
     values |= {name: first[name] for name in ("gradient_norm", "skipped_updates", "learning_rate")}
     values |= {name: sum(r[name] for r in replies) for name in ("computed_tokens", "scored_tokens", "peak_flops")}
@@ -81,7 +75,7 @@ def critic_metrics(ranks: Sequence[Sums], *, num_updates: int) -> dict[str, floa
     """Means over the trained tokens of all ranks (docs/reference/metrics.md). num_updates: of the critic, over which
     value_loss is a mean. value_mean, return_mean: before the step. value_explained: left out where all returns are
     equal."""
-    summed = _added(ranks).summed
+    summed, _ = _added(ranks)
     tokens = max(summed["tokens"], 1.0)
     metrics = {
         "value_loss": summed["value_loss"] / num_updates,

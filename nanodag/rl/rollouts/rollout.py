@@ -89,19 +89,6 @@ def prompt_span(token_ids: Sequence[int]) -> Span:
     return Span(kind="prompt", token_ids=tuple(token_ids))
 
 
-def sampled_span(token_ids: Sequence[int], logprobs: Sequence[float], version: int) -> Span:
-    """Sampled tokens of one policy version, all of them trained. Logprobs above 0 by rounding are taken as 0."""
-    if len(logprobs) != len(token_ids):
-        raise ValueError(f"sampled span of {len(token_ids)} tokens has {len(logprobs)} logprobs, not {len(token_ids)}")
-    return Span(
-        kind="sampled",
-        token_ids=tuple(token_ids),
-        mask=(1,) * len(token_ids),
-        logprobs=tuple(min(value, 0.0) if value < 1e-4 else value for value in logprobs),
-        versions=(version,) * len(token_ids),
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
     """One sequence of tokens of one sample of one prompt: the whole sample, nearly always.
@@ -195,18 +182,14 @@ class Response:
 
 def flatten_response(rollout: Rollout) -> Response:
     """The spans after the leading prompt as four parallel tuples."""
-    token_ids: list[int] = []
-    mask: list[int] = []
-    logprobs: list[float] = []
-    versions: list[int] = []
-    for span in rollout.spans[1:]:
-        size = len(span.token_ids)
-        sampled = span.kind == "sampled"
-        token_ids += span.token_ids
-        mask += span.mask if sampled else (0,) * size
-        logprobs += (span.logprobs or (math.nan,) * size) if sampled else (0.0,) * size
-        versions += span.versions if sampled else (-1,) * size
-    return Response(tuple(token_ids), tuple(mask), tuple(logprobs), tuple(versions))
+    sizes = [(span, len(span.token_ids)) for span in rollout.spans[1:]]
+    unknown = {"sampled": math.nan, "tool": 0.0}
+    return Response(
+        token_ids=rollout.response_token_ids,
+        mask=tuple(chain.from_iterable(span.mask or (0,) * size for span, size in sizes)),
+        logprobs=tuple(chain.from_iterable(span.logprobs or (unknown[span.kind],) * size for span, size in sizes)),
+        versions=tuple(chain.from_iterable(span.versions or (-1,) * size for span, size in sizes)),
+    )
 
 
 def span_of(completion: Completion) -> Span:
@@ -286,12 +269,8 @@ def to_json(rollout: Rollout) -> str:
         "metadata": dict(rollout.metadata),
         "media": list(rollout.media),
     }
-    if rollout.steps is not None:
-        rest["steps"] = rollout.steps
-    if rollout.branch:
-        rest["branch"] = rollout.branch
-    if rollout.role:
-        rest["role"] = rollout.role
+    rare = {"steps": rollout.steps, "branch": rollout.branch, "role": rollout.role}
+    rest |= {name: value for name, value in rare.items() if value not in (None, 0, "")}
     # orjson is five times as fast, but takes a NaN, which metadata might hold, for null
     spans = orjson.dumps([_span_record(span) for span in rollout.spans]).decode()
     return f'{_dumped({**names, "sample_index": rollout.sample_index})[:-1]},"spans":{spans},{_dumped(rest)[1:]}'

@@ -4,9 +4,8 @@ A line is a rollout as a stage leaves it (nanodag.rl.rollouts.rollout), or as `n
 Groups lie in the files and are read when their step comes; only where they begin is kept in memory.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import groupby
 from pathlib import Path
@@ -27,7 +26,6 @@ from nanodag.rl.rollouts.rollout import (
     read_lines,
 )
 
-Choose = Callable[[Sequence[Rollout]], tuple[list[Rollout], str]]
 FILE = "file:"
 BESIDE = (".answers", ".scores-")
 """What stands in the names of files beside those of rollouts."""
@@ -109,48 +107,22 @@ def groups_in(found: Iterable[Saved]) -> list[list[Saved]]:
     return [sorted(members, key=lambda member: place_in_group(member.rollout)) for members in groups.values()]
 
 
-class SavedGroups:
-    """The groups of files that are worth training, numbered from 0. choose: of a group, what is trained of it, or why
-    nothing is. left_out: how many groups are not, by the reason.
+def places_of_groups(path: Path) -> list[list[int]]:
+    """For each group of a file, where in it each rollout begins, in bytes: a file may not fit into memory.
 
-    Rollouts of one id are a group where they stand in one file, and are of one step. Those that a stage trained again
+    Rollouts of one id are a group where they are of one step, adjacent or not. Those that a stage trained again
     (`rollout.replay`) count where they were trained first.
     """
-
-    def __init__(self, files: Sequence[Path], choose: Choose) -> None:
-        self._files, self._choose = files, choose
-        self._places: list[tuple[Path, list[int]]] = []  # file, and where in it each rollout begins, in bytes
-        self.left_out = Counter[str]()
-        for path in files:
-            self._index(path)
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def read(self, number: int) -> list[Saved]:
-        """A group, whole. Of several files, whose prompts may share ids, `prompt_id` begins with the file's number."""
-        group = _group_at(*self._places[number])
-        if len(self._files) == 1:
-            return group
-        name = f"{self._files.index(self._places[number][0])}:{group[0].rollout.prompt_id}"
-        return [replace(saved, rollout=replace(saved.rollout, prompt_id=name)) for saved in group]
-
-    def _index(self, path: Path) -> None:
-        groups: dict[tuple[str, str], list[tuple[tuple[int, int], int]]] = {}
-        for saved in read_saved(path):
-            if REPLAYED not in saved.rollout.metadata:
-                member = (place_in_group(saved.rollout), saved.begin)
-                groups.setdefault((saved.step, saved.rollout.group_id), []).append(member)
-        for members in groups.values():  # read again: a group's lines need not be adjacent, nor a file fit into memory
-            begins = [begin for _, begin in sorted(members)]
-            _, reason = self._choose([saved.rollout for saved in _group_at(path, begins)])
-            if reason:
-                self.left_out[reason] += 1
-            else:
-                self._places.append((path, begins))
+    groups: dict[tuple[str, str], list[tuple[tuple[int, int], int]]] = {}
+    for saved in read_saved(path):
+        if REPLAYED not in saved.rollout.metadata:
+            member = (place_in_group(saved.rollout), saved.begin)
+            groups.setdefault((saved.step, saved.rollout.group_id), []).append(member)
+    return [[begin for _, begin in sorted(members)] for members in groups.values()]
 
 
-def _group_at(path: Path, begins: Sequence[int]) -> list[Saved]:
+def group_at(path: Path, begins: Sequence[int]) -> list[Saved]:
+    """The rollouts that begin at these places."""
     group = []
     with path.open("rb") as stream:
         for begin in begins:

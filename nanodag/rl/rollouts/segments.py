@@ -69,13 +69,8 @@ def rollouts_from(prompt: Prompt, answers: Sequence[Sequence[Completion]], *, lo
 def _extended(rollout: Rollout, completion: Completion, longest: int) -> Rollout:
     (prompt, before), added = rollout.spans, span_of(completion)
     if before.token_ids:
-        added = Span(
-            kind="sampled",
-            token_ids=before.token_ids + added.token_ids,
-            mask=before.mask + added.mask,
-            logprobs=before.logprobs + added.logprobs,
-            versions=before.versions + added.versions,
-        )
+        names = ("token_ids", "mask", "logprobs", "versions")
+        added = replace(added, **{name: getattr(before, name) + getattr(added, name) for name in names})
     reason = finish_reason_of(completion)
     if reason == "length" and len(added.token_ids) < longest:
         reason = "abort"

@@ -96,14 +96,16 @@ class DistributedSync(DiskSync):
             failure = failure or await self._settled(members, [m.client.end_weight_update() for m in members])
             if failure:
                 log.warning("weights %d could not be %s and are given again: %s", version, self._how, failure)
-                await self._undo(members)
+                ends = (self._tried(m.client.end_weight_update(), timeout_s=self._timeout_s) for m in members)
+                await asyncio.gather(*ends)  # of what has been left begun
+                await self._leave([member.client for member in members])
             else:
                 self._samplers.now_have(members)
             await self._samplers.update_weights_from_disk(str(folder), version)  # who has them is asked for nothing
             await check_versions(self._samplers, version)
         loaded = time.monotonic()
         num_bytes = sum(bucket.num_bytes for bucket in self._buckets)
-        self.costs.note(num_bytes, loaded - began, still_s=loaded - still)
+        self._costs.append((num_bytes, loaded - began, loaded - still))
         how = f"{self._how} in {counted(len(self._buckets), 'bucket')}"
         how = f"loaded after they could not be {self._how}," if failure else how
         checked = await verified(self._samplers, version, replies[0]["fingerprints"])
@@ -197,12 +199,6 @@ class DistributedSync(DiskSync):
             if error is not None:
                 failure = failure or str(error) or "a sampler does not answer"
         return failure
-
-    async def _undo(self, members: Sequence[Member]) -> None:
-        """End what has been left begun."""
-        ends = (self._tried(member.client.end_weight_update(), timeout_s=self._timeout_s) for member in members)
-        await asyncio.gather(*ends)
-        await self._leave([member.client for member in members])
 
     async def _tried(self, call: Awaitable[None], *, timeout_s: float) -> None:
         """A call that may fail: what it undoes may not be there, and a sampler that is lost is met by the next call."""
@@ -323,7 +319,8 @@ class SharedSync(DistributedSync):
             )
         await self._learn_buckets()
         self._now_given(folder, version)
-        senders = [self._senders_to(member) for member in members]
+        own, num_own = self._senders, len(self._senders)
+        senders = [own[m.number] if m.number < num_own else [0] * m.client.num_ranks for m in members]
         each = [rank for of_member in senders for rank in of_member]
         counts = [each.count(rank) for rank in range(max(each, default=0) + 1)]
         failure, replies = "", []
@@ -340,11 +337,6 @@ class SharedSync(DistributedSync):
                 ]
                 failure = await self._settled(members, calls)
         return replies, failure
-
-    def _senders_to(self, member: Member) -> Sequence[int]:
-        """The trainer's rank for each rank of a sampler."""
-        is_own = member.number < len(self._senders)
-        return self._senders[member.number] if is_own else [0] * member.client.num_ranks
 
     async def _take(self, client: SamplerClient, handles: Sequence[str], number: int, version: int) -> None:
         """One sampler's copy of a bucket. handles: one for each of its ranks."""

@@ -30,33 +30,14 @@ Ask = Callable[..., Awaitable[list[dict[str, Any]]]]
 """ask("export", folder=...): has every rank of the trainer do something; their replies, by rank."""
 
 
-class SyncCosts:
-    """Costs of syncs since they were asked for last."""
-
-    def __init__(self) -> None:
-        self._noted: list[tuple[int, float, float]] = []
-
-    def note(self, num_bytes: int, seconds: float, *, still_s: float = 0.0) -> None:
-        """A sync, or a half of one. still_s: for which the samplers stood still because of it."""
-        self._noted.append((num_bytes, seconds, still_s))
-
-    def taken(self) -> dict[str, float]:
-        """As metrics; none where nothing was given."""
-        num_bytes, seconds, still_s = (sum(each) for each in zip(*self._noted, (0, 0.0, 0.0), strict=True))
-        self._noted = []
-        if not num_bytes:
-            return {}
-        rate = num_bytes / 1e9 / max(seconds, 1e-9)
-        return {"sync_bytes": num_bytes, "sync_gb_per_second": rate, "seconds_samplers_still": still_s}
-
-
 class DiskSync:
     """Through a folder. check_every: the first weights and every one of that number are verified, 0 for none."""
 
     keeps_trainer = False  # it may train further before the samplers have loaded what it published
 
     def __init__(self, samplers: Fleet, ask: Ask, *, check_every: int) -> None:
-        self.costs = SyncCosts()
+        # Of each sync, or half of one: bytes, seconds, and for how many of them the samplers stood still because of it.
+        self._costs: list[tuple[int, float, float]] = []
         self._samplers, self._ask = samplers, ask
         self._check_every, self._num_given = check_every, 0
         self._fingerprints: dict[int, Mapping[str, str]] = {}
@@ -68,7 +49,7 @@ class DiskSync:
         replies = await self._ask("export", folder=str(folder), fingerprint=is_checked)
         if is_checked:
             self._fingerprints[version] = replies[0]["fingerprints"]
-        self.costs.note(0, time.monotonic() - began)
+        self._costs.append((0, time.monotonic() - began, 0.0))
         log.info("weights %d: written in %.3f s", version, time.monotonic() - began)
 
     async def load(self, folder: Path, version: int) -> None:
@@ -79,12 +60,21 @@ class DiskSync:
             await check_versions(self._samplers, version)
         loaded = time.monotonic()
         num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-        self.costs.note(num_bytes, loaded - began, still_s=loaded - began)
+        self._costs.append((num_bytes, loaded - began, loaded - began))
         checked = await verified(self._samplers, version, self._fingerprints.pop(version, {}))
         log.info("weights %d: loaded in %.3f s%s", version, loaded - began, checked)
 
     async def write(self, folder: Path) -> None:
         """It was written when they were published."""
+
+    def taken(self) -> dict[str, float]:
+        """Metrics of the syncs since this was called last; none where nothing was given."""
+        num_bytes, seconds, still_s = (sum(each) for each in zip(*self._costs, (0, 0.0, 0.0), strict=True))
+        self._costs = []
+        if not num_bytes:
+            return {}
+        rate = num_bytes / 1e9 / max(seconds, 1e-9)
+        return {"sync_bytes": num_bytes, "sync_gb_per_second": rate, "seconds_samplers_still": still_s}
 
     def _are_next_checked(self) -> bool:
         """True where the weights that are given now are to be verified; counts them."""

@@ -15,7 +15,7 @@ from nanodag.rl.trainer.critic import Critic
 from nanodag.rl.trainer.policy import ByRow, Parts, Reference, Rows, check_beside
 from nanodag.rl.trainer.sequence_parallel import SequenceGroup
 from nanodag.rl.trainer.teacher_server import TeacherServer
-from nanodag.rl.trainer.update import DeviceSums, PolicyObjective, Scored, kl_of_rollouts, sum_where
+from nanodag.rl.trainer.update import DeviceSums, Scored, kl_of_rollouts, sum_where
 from nanodag.train.deepspeed_engine import TrainEngine
 
 
@@ -24,33 +24,23 @@ class Credit:
     of models, the policy's as `model`."""
 
     def __init__(
-        self,
-        config: RLStage,
-        *,
-        engine: TrainEngine,
-        group: SequenceGroup,
-        objective: PolicyObjective,
-        inputs: Mapping[str, Path],
-        device: str,
+        self, config: RLStage, inputs: Mapping[str, Path], *, engine: TrainEngine, group: SequenceGroup, device: str
     ) -> None:
-        self._config, self._engine, self._group, self._objective = config, engine, group, objective
+        self._config, self._engine, self._group, self._kl = config, engine, group, config.algorithm.kl_kind.load()
         teacher = config.algorithm.teacher
         self.critic: Critic | None = None
         if config.algorithm.has_critic:
             self.critic = Critic(config, folder_beside(config, "critic", inputs), device=device, group=group)
         else:
-            is_cloned = bool(config.rollout.clone.best)
-            self._advantage = imitated if is_cloned else config.algorithm.load(config.algorithm.advantage)
+            self._advantage: Callable[..., Tensor] = lambda rewards, *_: torch.ones_like(rewards)
+            if not config.rollout.clone.best:  # else those that are imitated are chosen, and count alike
+                self._advantage = config.algorithm.load(config.algorithm.advantage)
         self.teacher: Reference | TeacherServer | None = None
         if teacher.url != "none":
             self.teacher = TeacherServer(teacher.url, inputs["model"], context=int(config.sampler.context))
         elif teacher.model != "none":
             folder = folder_beside(config, "teacher", inputs)
             self.teacher = Reference(folder, temperature=config.rollout.temperature, engine=engine, group=group)
-
-    def is_policy_trained(self, step: int) -> bool:
-        """False while a critic warms up."""
-        return self.critic is None or step > self._config.algorithm.critic.warmup_steps
 
     def assign(
         self, step: int, parts: Parts, rows: Rows, old: ByRow | None, reference: ByRow | None
@@ -62,7 +52,7 @@ class Credit:
         if self._config.algorithm.kl_in == "reward":
             assert old is not None and reference is not None
             kl = [
-                [self._objective.kl(*of_row) for of_row in zip(*of_part, strict=True)]
+                [self._kl(*of_row) for of_row in zip(*of_part, strict=True)]
                 for of_part in zip(old, reference, strict=True)
             ]
         if self.critic is not None:
@@ -70,7 +60,10 @@ class Credit:
             return self.critic.step(step, rows, self._token_rewards(parts, rows, rewards, kl), counts)
         if self._config.has_process_reward and not self._config.rollout.clone.best:
             return self._by_step(parts, rows), {}
-        return self._by_group(parts, rows, torch.cat(rewards), self._taken_by_kl(parts, rows, kl)), {}
+        rollouts, taken = [rollout for part in parts for rollout in part], self._taken_by_kl(parts, rows, kl)
+        advantages = advantages_of(rollouts, torch.cat(rewards), taken, self._advantage).to(self._engine.device)
+        by_part = zip(advantages.split([len(part) for part in parts]), rows, strict=True)
+        return [[own[row.rollouts][row.sequence_ids] for row in part] for own, part in by_part], {}
 
     @torch.no_grad()
     def teacher_logprobs(self, parts: Parts, rows: Rows) -> ByRow | None:
@@ -95,13 +88,6 @@ class Credit:
         )
         share = DeviceSums({"teacher_kl": sum_where(scored.row.mask, reverse_kl)})
         return replace(scored, advantages=advantages), share
-
-    def _by_group(self, parts: Parts, rows: Rows, rewards: Tensor, taken: Tensor | None) -> ByRow:
-        """rewards, taken: as `advantages_of` has them."""
-        rollouts = [rollout for part in parts for rollout in part]
-        advantages = advantages_of(rollouts, rewards, taken, self._advantage).to(self._engine.device)
-        by_part = advantages.split([len(part) for part in parts])
-        return [[own[row.rollouts][row.sequence_ids] for row in part] for own, part in zip(by_part, rows, strict=True)]
 
     def _by_step(self, parts: Parts, rows: Rows) -> ByRow:
         """Advantages by the scores of steps. A row's tokens are those of its rollouts, one after the other."""
@@ -155,11 +141,6 @@ def folder_beside(config: RLStage, section: str, inputs: Mapping[str, Path]) -> 
     folder = inputs[section] if model == "input" else Path(model)
     check_beside(f"{section}.model", folder, inputs["model"], context=int(config.sampler.context))
     return folder
-
-
-def imitated(rewards: Tensor, group_ids: Tensor, num_tokens: Tensor) -> Tensor:
-    """1 for each rollout: those that are imitated are chosen, and count alike."""
-    return torch.ones_like(rewards)
 
 
 def advantages_of(

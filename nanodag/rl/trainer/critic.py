@@ -5,7 +5,6 @@ The head begins at 0, so before its first update every value is 0, and nothing i
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,9 @@ from torch.nn import functional
 
 from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import TrainingDiverged
-from nanodag.model.folder import CausalModel, load
+from nanodag.model.folder import CausalModel
 from nanodag.rl.advantages import gae
-from nanodag.rl.trainer.policy import ByRow, DeviceRow, Rows, engine_of, hidden_states
+from nanodag.rl.trainer.policy import ByRow, DeviceRow, Rows, engine_of, hidden_states, trained_decoder
 from nanodag.rl.trainer.sequence_parallel import ALONE, SequenceGroup
 from nanodag.rl.trainer.update import DeviceSums
 
@@ -58,12 +57,7 @@ class Critic:
 
     def __init__(self, config: RLStage, folder: Path, *, device: str, group: SequenceGroup) -> None:
         self._own, self._group = config.algorithm.critic, group
-        decoder = load(
-            folder,
-            compiled=config.optimizer.compile is True,
-            activation_checkpointing=config.optimizer.activation_checkpointing is True,
-            is_deferred=config.optimizer.zero_stage == 3,
-        )
+        decoder = trained_decoder(folder, config)
         model = ValueModel(decoder, group)
         self.engine = engine_of(model, decoder, config, learning_rate=self._own.learning_rate, device=device)
 
@@ -90,7 +84,7 @@ class Critic:
         def summed(*numbers: float) -> list[float]:
             return self.engine.summed(*self._group.counted(*numbers))
 
-        report = asdict((sums if self._group.is_first else DeviceSums()).read())
+        report = (sums if self._group.is_first else DeviceSums()).read()
         return whitened(advantages, rows, summed), {"critic": report, "critic_gradient_norm": norm}
 
     def _learn(

@@ -18,10 +18,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from nanodag.errors import StageFailed, TrainingDiverged
+from nanodag.host.threads import in_thread
 
 ADDRESS_VARIABLE = "NANODAG_CONTROLLER"  # host:port:token
 POLL_S = 0.2
@@ -91,23 +93,20 @@ class RankLink:
                     connection.write({"do": do, **arguments})
                 except OSError as error:
                     raise StageFailed(f"Trainer rank {rank} ended before it was asked to {do}: {error}.") from error
-            return list(await asyncio.gather(*(self._reply(rank, do) for rank in range(self.num_ranks))))
+            replies = (in_thread(partial(self._take, rank, do)) for rank in range(self.num_ranks))
+            return list(await asyncio.gather(*replies))
 
     def close(self) -> None:
         """Tell every rank to end, and close the connections."""
         for connection in self._connections:
             with contextlib.suppress(OSError):  # it may be gone
                 connection.write({"do": "end"})
+                connection.socket.shutdown(socket.SHUT_RDWR)  # a thread may wait for its reply
             connection.socket.close()
         self._server.close()
 
-    async def _reply(self, rank: int, asked: str) -> dict[str, Any]:
-        if not self._connections[rank].has_more():
-            await _readable(self._connections[rank].socket)
-        return self._take(rank, asked)
-
     def _take(self, rank: int, asked: str) -> dict[str, Any]:
-        """The reply of a rank that has sent one, or has ended. asked: what the rank was asked to do."""
+        """The reply of a rank, once it has sent one, or has ended. asked: what the rank was asked to do."""
         reply = self._connections[rank].read()
         if reply is None:
             raise StageFailed(f"Trainer rank {rank} ended while it was asked to {asked}.")
@@ -169,15 +168,6 @@ class ControllerLink:
         os._exit(1)
 
 
-async def _readable(connection: socket.socket) -> None:
-    loop, ready = asyncio.get_running_loop(), asyncio.Event()
-    loop.add_reader(connection, ready.set)
-    try:
-        await ready.wait()
-    finally:
-        loop.remove_reader(connection)
-
-
 class _Lines:
     """JSON objects over a socket, one a line."""
 
@@ -189,7 +179,7 @@ class _Lines:
     def write(self, message: Mapping[str, Any]) -> None:
         self.socket.sendall(json.dumps(message).encode() + b"\n")
 
-    def has_more(self, *, within_s: float = 0.0) -> bool:
+    def has_more(self, *, within_s: float) -> bool:
         """True where `read` has something to begin with: from the line before, or within that time; the end, too."""
         if self._rest:
             return True

@@ -1,7 +1,7 @@
 """The policy that is trained, a decoder that scores packed rollouts; and the frozen one that it is compared with."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,25 +65,24 @@ def hidden_states(decoder: CausalModel, row: DeviceRow, group: SequenceGroup) ->
     return hidden.index_select(1, share.predictors), share
 
 
-class Policy(nn.Module):
-    """The policy in a Hugging Face directory, in float32 on CPU; calling it scores one row. temperature: the one that
-    the sampler samples at. group: of the ranks that share a row. is_deferred: its weights are not read yet."""
+def trained_decoder(folder: Path, config: RLStage) -> CausalModel:
+    """The decoder in a Hugging Face directory, in float32 on CPU; under ZeRO-3 its weights are not read yet."""
+    return load(
+        folder,
+        compiled=config.optimizer.compile is True,
+        activation_checkpointing=config.optimizer.activation_checkpointing is True,
+        is_deferred=config.optimizer.zero_stage == 3,
+    )
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        temperature: float,
-        compiled: bool = False,
-        checkpointing: bool = False,
-        group: SequenceGroup = ALONE,
-        is_deferred: bool = False,
-    ) -> None:
+
+class Policy(nn.Module):
+    """Wraps a decoder; calling it scores one row. temperature: the one that the sampler samples at. group: of the ranks
+    that share a row."""
+
+    def __init__(self, decoder: CausalModel, *, temperature: float, group: SequenceGroup = ALONE) -> None:
         super().__init__()
-        self.decoder = load(folder, compiled=compiled, activation_checkpointing=checkpointing, is_deferred=is_deferred)
-        group.check(self.decoder.architecture)
-        self.temperature = temperature
-        self._group = group
+        group.check(decoder.architecture)
+        self.decoder, self.temperature, self._group = decoder, temperature, group
 
     def forward(self, row: DeviceRow) -> tuple[Tensor, Tensor]:
         """Log-probabilities of the row's targets at the temperature, and the entropies: (N,) float32 both."""
@@ -98,18 +97,14 @@ class Reference:
     precision, under ZeRO-3 in shares. A refreshed one is part of a checkpoint. Calling it scores one row."""
 
     def __init__(self, model_path: Path, *, temperature: float, engine: TrainEngine, group: SequenceGroup) -> None:
-        is_deferred = engine.zero_stage == 3
-        policy = Policy(model_path, temperature=temperature, group=group, is_deferred=is_deferred)
+        decoder = load(model_path, is_deferred=engine.zero_stage == 3)
+        policy = Policy(decoder, temperature=temperature, group=group)
         self.model = FrozenModel(policy, beside=engine, leaf_modules=policy.decoder.leaf_modules)
         self._rank = engine.rank
         self.lent = LentMemory(self.model.shares.values(), device=engine.device)
 
     def __call__(self, row: DeviceRow) -> tuple[Tensor, Tensor]:
         return self.model(row)
-
-    def refresh(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take these weights, whole tensors by name; every rank must call it."""
-        self.model.take(weights)
 
     def save(self, folder: Path) -> None:
         """Write this rank's share of it into a checkpoint; rank 0 alone where every rank has all of it."""
@@ -122,7 +117,8 @@ class Reference:
         with ExitStack() as stack:
             paths = sorted(folder.glob("reference*.safetensors"))  # without a number: whole, of before
             files = [stack.enter_context(safe_open(str(path), framework="pt")) for path in paths]
-            self.refresh((name, torch.cat([f.get_tensor(name).flatten() for f in files])) for name in self.model.shares)
+            names = self.model.shares
+            self.model.take((name, torch.cat([f.get_tensor(name).flatten() for f in files])) for name in names)
 
 
 def engine_of(

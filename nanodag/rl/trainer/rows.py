@@ -70,7 +70,9 @@ def pack(
     """
     pieces = _pieces(rollouts, budget_tokens, shares_prompts)
     while len(pieces) < num_ranks and any(len(piece) > 1 for piece in pieces):
-        pieces = _halve_the_largest(rollouts, pieces)
+        largest = max((piece for piece in pieces if len(piece) > 1), key=lambda piece: _row_size(rollouts, piece))
+        middle = len(largest) // 2
+        pieces = [*(piece for piece in pieces if piece is not largest), largest[:middle], largest[middle:]]
     if not pieces:
         raise ValueError("there is no rollout with a sampled token to pack")
     rows = _rows(rollouts, pieces, budget_tokens, num_ranks)
@@ -109,12 +111,6 @@ def _pieces(rollouts: Sequence[Rollout], budget: int, shares_prompts: bool) -> l
                 )
         pieces.append(tuple(current))
     return pieces
-
-
-def _halve_the_largest(rollouts: Sequence[Rollout], pieces: Sequence[Piece]) -> list[Piece]:
-    largest = max((piece for piece in pieces if len(piece) > 1), key=lambda piece: _row_size(rollouts, piece))
-    middle = len(largest) // 2
-    return [*(piece for piece in pieces if piece is not largest), largest[:middle], largest[middle:]]
 
 
 def _rows(rollouts: Sequence[Rollout], pieces: Sequence[Piece], budget: int, num_ranks: int) -> list[list[Piece]]:

@@ -6,7 +6,7 @@ at temperature 1. Several sequences go in a request; a server that is lost, or f
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -81,34 +81,31 @@ class TeacherServer:
         encoding = Encoding(policy)
         tokens, probe = encoding.token_ids(), encoding.encode(PROBE)
         try:
-            await self._ask_what_it_is(tokens, probe, context)
+            async with SamplerClient(self._url) as client:
+                info = await client.model_info()
+                folder = Path(info.get("tokenizer_path") or info["model_path"])
+                is_here = (folder / "tokenizer.json").is_file()
+                ids = [] if is_here else await client.prompt_ids(PROBE)
         except SamplerError as error:
             raise ConfigError(f"teacher.url {self._url} cannot be asked: {error}") from error
+        if is_here:
+            check_tokens(f"teacher.url {self._url} ({folder})", Encoding(folder).token_ids(), tokens)
+        elif ids != probe and ids[1:] != probe:  # a token that its tokenizer begins every text with is left aside
+            raise ConfigError(
+                f"teacher.url {self._url} has another tokenizer than the policy: of a text it makes {len(ids)} tokens "
+                f"that begin with {ids[:5]}, the policy {len(probe)} that begin with {probe[:5]}."
+            )
+        if (most := info.get("context_length", context)) < context:
+            raise ConfigError(f"teacher.url {self._url} has a context of {most}, below sampler.context {context}.")
+        highest = max(tokens.values())
+        if (size := info.get("vocab_size", highest + 1)) <= highest:
+            raise ConfigError(f"teacher.url {self._url} has {size} embeddings, too few for the policy's token ids.")
         longest = (probe * context)[:context]
         for ids, what in ((probe[:8], "prompts"), (longest, f"a sequence of {context} tokens (sampler.context)")):
             try:
                 await self._scored([ids])
             except SamplerError as error:
                 raise ConfigError(f"teacher.url {self._url} does not score {what}: {error}") from error
-
-    async def _ask_what_it_is(self, tokens: Mapping[str, int], probe: list[int], context: int) -> None:
-        async with SamplerClient(self._url) as client:
-            info = await client.model_info()
-            folder = Path(info.get("tokenizer_path") or info["model_path"])
-            if (folder / "tokenizer.json").is_file():
-                check_tokens(f"teacher.url {self._url} ({folder})", Encoding(folder).token_ids(), tokens)
-            else:  # ids of a text; a token that its tokenizer begins every text with is left aside
-                ids = await client.prompt_ids(PROBE)
-                if ids != probe and ids[1:] != probe:
-                    raise ConfigError(
-                        f"teacher.url {self._url} has another tokenizer than the policy: of a text it makes {len(ids)} "
-                        f"tokens that begin with {ids[:5]}, the policy {len(probe)} that begin with {probe[:5]}."
-                    )
-        if (longest := info.get("context_length", context)) < context:
-            raise ConfigError(f"teacher.url {self._url} has a context of {longest}, below sampler.context {context}.")
-        highest = max(tokens.values())
-        if (size := info.get("vocab_size", highest + 1)) <= highest:
-            raise ConfigError(f"teacher.url {self._url} has {size} embeddings, too few for the policy's token ids.")
 
 
 @retry(

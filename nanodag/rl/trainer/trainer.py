@@ -22,7 +22,6 @@ import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,7 @@ from nanodag.rl.rollouts.rollout import REPLAYED, Rollout, groups_of, read_rollo
 from nanodag.rl.trainer.credit import Credit, folder_beside
 from nanodag.rl.trainer.critic import Critic
 from nanodag.rl.trainer.link import ControllerLink
-from nanodag.rl.trainer.policy import ByRow, DeviceRow, Policy, Reference, Rows, engine_of, to_row
+from nanodag.rl.trainer.policy import ByRow, DeviceRow, Policy, Reference, Rows, engine_of, to_row, trained_decoder
 from nanodag.rl.trainer.rows import pack
 from nanodag.rl.trainer.sequence_parallel import join
 from nanodag.rl.trainer.update import DeviceSums, PolicyObjective, Scored, Scores, replayed_sums, write_scores
@@ -72,15 +71,8 @@ class Trainer:
         self.model_path = model_path
         self._objective = PolicyObjective(config)
         self._group = join(config.optimizer.sequence_parallel, device)
-        policy = Policy(
-            model_path,
-            temperature=config.rollout.temperature,
-            compiled=config.optimizer.compile is True,
-            checkpointing=config.optimizer.activation_checkpointing is True,
-            group=self._group,
-            is_deferred=config.optimizer.zero_stage == 3,
-        )
-        self._decoder = policy.decoder
+        self._decoder = trained_decoder(model_path, config)
+        policy = Policy(self._decoder, temperature=config.rollout.temperature, group=self._group)
         if config.optimizer.lora_rank:
             add_lora(policy, rank=config.optimizer.lora_rank, alpha=config.optimizer.lora_alpha, seed=int(config.seed))
         self.engine = engine_of(
@@ -91,14 +83,7 @@ class Trainer:
         if config.algorithm.has_reference:
             folder, temperature = folder_beside(config, "reference", inputs), config.rollout.temperature
             self._reference = Reference(folder, temperature=temperature, engine=self.engine, group=self._group)
-        self._credit = Credit(
-            config,
-            engine=self.engine,
-            group=self._group,
-            objective=self._objective,
-            inputs=inputs,
-            device=device,
-        )
+        self._credit = Credit(config, inputs, engine=self.engine, group=self._group, device=device)
         self._lora_scale = config.optimizer.lora_alpha / max(config.optimizer.lora_rank, 1)
         self.giver = WeightGiver(
             self.engine.shares,
@@ -134,7 +119,7 @@ class Trainer:
         reference = None if self._reference is None else self._scores(self._reference, rows)
         teacher = self._credit.teacher_logprobs(parts, rows)
         advantages, reply = self._credit.assign(step, parts, rows, old, reference)
-        is_trained = self._credit.is_policy_trained(step)
+        is_trained = self._credit.critic is None or step > self.config.algorithm.critic.warmup_steps
         total, norms, skipped_before, rate = DeviceSums(), [], self.engine.num_skipped, 0.0
         self.last_scores = [(part, []) for part in parts]
         for turn, number in enumerate(passes):
@@ -174,11 +159,13 @@ class Trainer:
                 if (norm := self._update(step, sums.summed["loss"], rate)) is not None:
                     norms.append(norm)
             total.add(sums)
-        self._refresh_reference(self.engine.num_updates - len(norms))
+        every, done = self.config.algorithm.reference_every, self.engine.num_updates
+        if self._reference is not None and every and done // every > (done - len(norms)) // every:
+            self._reference.model.take(self._weights({}))
         if not self._group.is_first:  # another rank counts the same rows
             total, rows, self.last_scores = DeviceSums(), [], []
         return reply | {
-            "sums": asdict(total.read()),
+            "sums": total.read(),
             "num_parts": num_parts,
             "num_passes": len(passes),
             "num_updates": len(norms),
@@ -292,12 +279,6 @@ class Trainer:
             log.warning("RL step %d: an update was skipped, its gradient's norm was %g", step, norm)
             return None
         return norm
-
-    def _refresh_reference(self, updates_before: int) -> None:
-        """Refresh after every `reference_every` updates, at the end of the step in which they were done."""
-        every = self.config.algorithm.reference_every
-        if self._reference is not None and every and self.engine.num_updates // every > updates_before // every:
-            self._reference.refresh(self._weights({}))
 
     def _rows_of(self, part: Sequence[Rollout]) -> list[DeviceRow]:
         group, budget = self._group, int(self.config.optimizer.micro_batch_tokens)

@@ -48,10 +48,8 @@ class DeviceSums:
         tensors = [*self.summed.values(), *self.largest.values()]
         values = torch.stack([tensor.double() for tensor in tensors]).tolist() if tensors else []
         largest = zip(self.largest, values[len(self.summed) :], strict=True)
-        return Sums(
-            dict(zip(self.summed, values, strict=False)),
-            {name: value for name, value in largest if value != float("-inf")},
-        )
+        maxima = {name: value for name, value in largest if value != float("-inf")}
+        return {"summed": dict(zip(self.summed, values, strict=False)), "largest": maxima}
 
 
 class PolicyObjective:

@@ -82,15 +82,6 @@ class WeightGiver:
             self._shares.keep()
         self._fingerprints = self._make_fingerprints() if fingerprint and self._rank == 0 else None
 
-    def together(self, number: int, which: str) -> Tensor | None:
-        """A bucket's bytes on rank 0, (num_bytes,) uint8; None elsewhere. Every rank must call it."""
-        if which in (NOW, KEPT):
-            return self._merged(self._buckets[number], kept=which == KEPT)
-        if self._rank > 0:
-            return None
-        tensors = read_tensors(Path(which), list(self._shapes(number)))
-        return torch.cat([tensor.to(self._shares.dtype).reshape(-1).view(torch.uint8) for tensor in tensors])
-
     def named(self, number: int, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
         """The tensors in a bucket's bytes, by the names that transformers gives; views."""
         shapes = self._shapes(number)
@@ -99,8 +90,7 @@ class WeightGiver:
     def kept(self) -> Iterator[tuple[str, Tensor]]:
         """The weights given last, tensor by tensor, on rank 0; nothing elsewhere, but every rank must walk through."""
         for number in range(len(self)):
-            flat = self.together(number, KEPT)
-            if flat is not None:
+            if (flat := self._merged(self._buckets[number], kept=True)) is not None:
                 yield from self.named(number, flat)
 
     def open_group(self, name: str, size: int, *, address: str, backend: str) -> dict[str, Any]:
@@ -132,7 +122,7 @@ class WeightGiver:
         return {}
 
     def broadcast(self, *, which: str, fingerprint: bool) -> dict[str, Any]:
-        """`failure`: why not all were sent, else ""; `fingerprints` by name. which: as of `together`."""
+        """`failure`: why not all were sent, else ""; `fingerprints` by name. which: weights."""
         self.begin(which, fingerprint=fingerprint)
         failure = ""
         for number in range(len(self)):
@@ -188,9 +178,14 @@ class WeightGiver:
         return whole
 
     def _bucket(self, number: int, which: str, *, everywhere: bool = False) -> Tensor | None:
-        """See `together`; the bucket's tensors are fingerprinted where that was asked for. everywhere: on every rank
-        the trainer's own."""
-        flat = self._merged(self._buckets[number], everywhere=True) if everywhere else self.together(number, which)
+        """A bucket's bytes on rank 0, (num_bytes,) uint8; None elsewhere. Every rank must call it. everywhere: on every
+        rank, of the trainer's own. Fingerprints of its tensors are made where they were asked for."""
+        flat = None
+        if which in (NOW, KEPT):
+            flat = self._merged(self._buckets[number], kept=which == KEPT, everywhere=everywhere)
+        elif self._rank == 0:
+            tensors = read_tensors(Path(which), list(self._shapes(number)))
+            flat = torch.cat([tensor.to(self._shares.dtype).reshape(-1).view(torch.uint8) for tensor in tensors])
         if flat is not None and self._fingerprints is not None:
             for name, tensor in self.named(number, flat):
                 self._fingerprints.add(name, tensor)

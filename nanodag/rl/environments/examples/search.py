@@ -11,16 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from nanodag.errors import ConfigError, MissingTool
-from nanodag.rl.environments.environment import Action, Observation
+from nanodag.rl.environments.environment import Action, Observation, tool_named
 
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "search",
-        "description": "Finds the passages of the corpus that fit some words best.",
-        "parameters": {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]},
-    },
-}
+TOOL = tool_named(
+    "search",
+    "Finds the passages of the corpus that fit some words best.",
+    {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]},
+)
 
 
 class Search:
