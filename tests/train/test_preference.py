@@ -199,7 +199,12 @@ def test_what_the_first_weights_say_of_all_pairs_is_computed_once_for_another_be
 
 @pytest.mark.parametrize(
     ("num_ranks", "changes"),
-    [(1, {}), (2, {"zero_stage": 3, "loss": "ipo", "sft_weight": 0.1}), (2, {"zero_stage": 2, "patience": 9}), (2, {"kind": "reward_model"})],
+    [
+        (1, {}),
+        (2, {"zero_stage": 3, "loss": "ipo", "sft_weight": 0.1}),
+        (2, {"zero_stage": 2, "patience": 9}),
+        (2, {"kind": "reward_model"}),
+    ],
     ids=["alone", "zero-3", "best-weights", "reward-model"],
 )
 def test_a_killed_preference_stage_ends_on_the_same_bytes(folder, num_ranks, changes):
