@@ -22,8 +22,7 @@ import httpx
 
 from nanodag.children.child import Child, start_child
 from nanodag.children.forks import EpisodeFailed, EpisodeLost
-from nanodag.children.reaper import KILL
-from nanodag.children.tree import descendants, private_bytes
+from nanodag.children.tree import KILL, descendants, private_bytes
 from nanodag.errors import ConfigError, SourceError
 from nanodag.errors.words import size
 from nanodag.external_envs.verifiers_install import find_python
