@@ -105,8 +105,7 @@ def conclude(sweep: Sweep, run: Run, results: Mapping[str, StageResult]) -> Path
     if artifact is None:
         # They draw, and resample: a sweep of which nothing changed needs neither.
         from nanodag.report.page import to_html, to_markdown
-        from nanodag.sweep.results import as_json, rows_of
-        from nanodag.sweep.sweep_page import sweep_report
+        from nanodag.sweep.sweep_page import as_json, rows_of, sweep_report
 
         rows = rows_of(sweep, run, results)
         report = sweep_report(run.name, sweep, rows)
