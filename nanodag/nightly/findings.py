@@ -1,24 +1,139 @@
-"""Results of a night: scores, comparisons and the trend page, kept in the store and in the night's record."""
+"""Results of a night: its scores, which of them got worse, and the trend page, kept in the store and in the night's
+record. Scores are compared with the last night's and the best ones, by paired tests on the same items.
+
+Many tests a night find something by chance, so their p-values are corrected (Holm): on a night on which nothing is
+worse, the chance that anything is called worse stays below `nightly.false_alarms`. The best of K earlier models is the
+luckiest of K on these items, so its p-value counts K times. The tests are one-sided: only worse counts.
+
+They tell this model from that one on the benchmark's items. How far another seed of the same training would have come
+out they do not know.
+"""
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from nanodag.config.nightly import zone_of
+from nanodag.errors import ArtifactNotFound, CorruptArtifact, SourceError
 from nanodag.errors.words import counted
-from nanodag.nightly.compare import compare
+from nanodag.evaluation.paired import PairedDifference, holm, paired
 from nanodag.nightly.nights import Night, earlier_nights
+from nanodag.report import words
 from nanodag.run.derived_runs import note_page, publish_page
 from nanodag.run.record import StageResult
-from nanodag.store.run_record import NightScore
+from nanodag.store import Store
+from nanodag.store.run_record import NightScore, RunRecord
 
 PAGE_STAGE = "trend"
 KEPT = (
     *("metric", "higher_is_better", "form", "chat", "num_fewshot", "sampling"),
     *("value", "stderr", "low", "high", "num_items"),
 )
+# What must agree for two scores to be of the same benchmark, asked the same way; the items are checked one by one.
+SAME = ("label", "stage", "eval", "benchmark", "metric", "form", "chat", "num_fewshot", "sampling")
+SAME_ANSWERS = "the same answers to the same items"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NightComparison:
+    """A night's score against an earlier one. against: `last night` or `best`; night, run: of the earlier one.
+
+    found: None where nothing was tested, and why says so. candidates: how many earlier models the other was chosen
+    from. p_worse: one-sided, times candidates; adjusted: Holm's. is_worse: by more than noise.
+    """
+
+    score: NightScore
+    against: str
+    night: str
+    run: str
+    found: PairedDifference | None = None
+    why: str = ""
+    candidates: int = 1
+    p_worse: float = 1.0
+    adjusted: float = 1.0
+    is_worse: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        name = {field: getattr(self.score, field) for field in ("label", "stage", "eval", "benchmark", "metric")}
+        rest = {field: value for field, value in vars(self).items() if field not in ("score", "found")}
+        return {**name, **rest, "found": self.found.as_json() if self.found else None}
+
+    def __str__(self) -> str:
+        """`newest/sft sort exact_match 41.2 %, 43.0 % before: −1.8 points (−2.9 to −0.7, adjusted p 0.001) against
+        last night (nightly-3)`. The interval is the difference's, of 95 %. Numbers are the page's."""
+        lead = f"{line_name(self.score.label, self.score.stage)} {self.score.benchmark} {self.score.metric}"
+        if self.found is None:
+            return f"{lead}: {self.why}"
+        metric, delta = self.score.metric, self.found
+        unit = " %" if words.is_share(metric) else ""
+        now, before = (f"{words.value(value, metric)}{unit}" for value in (delta.value_b, delta.value_a))
+        return (
+            f"{lead} {now}, {before} before: {words.signed(delta.difference, metric)} {words.points(metric)} "
+            f"({words.signed_interval(delta.low, delta.high, metric)}, adjusted p {words.probability(self.adjusted)}) "
+            f"against {self.against} ({self.night})"
+        )
+
+
+def line_name(label: str, stage: str) -> str:
+    """`newest/sft`; the label alone for a pinned model."""
+    return f"{label}/{stage}" if stage else label
+
+
+def compare(
+    store: Store, scores: Sequence[NightScore], earlier: Sequence[RunRecord], *, false_alarms: float
+) -> list[NightComparison]:
+    """Each score of tonight against last night's and the best's; what is worse by more than noise is marked.
+
+    scores: of nanodag.nightly.findings.scores_of. earlier: records of earlier nights, oldest first. A score whose model
+    and items are the last night's is not tested again.
+    """
+    made = [comparison for score in scores for comparison in _of_one(store, score, earlier)]
+    tested = [i for i, comparison in enumerate(made) if comparison.found is not None]
+    for i, adjusted in zip(tested, holm([made[i].p_worse for i in tested]), strict=True):
+        made[i] = replace(made[i], adjusted=adjusted, is_worse=adjusted < false_alarms)
+    return made
+
+
+def _of_one(store: Store, score: NightScore, earlier: Sequence[RunRecord]) -> list[NightComparison]:
+    """A score against last night's, and against the best where that is another artifact."""
+    key = [getattr(score, field) for field in SAME]
+    series = [
+        (night.run, old)
+        for night in earlier
+        for old in night.night.scores
+        if [getattr(old, field) for field in SAME] == key
+    ]
+    if not series:
+        return []
+    last_night, last = series[-1]
+    if last.digest == score.digest:
+        run = last.run
+        return [NightComparison(score=score, against="last night", night=last_night, run=run, why=SAME_ANSWERS)]
+    sign = 1 if score.higher_is_better else -1
+    best_night, best = max(series, key=lambda pair: sign * pair[1].value)
+    candidates = len({old.digest for _, old in series})
+    made = [_tested(store, score, "last night", last_night, last, 1)]
+    if best.digest not in (last.digest, score.digest):
+        made.append(_tested(store, score, "best", best_night, best, candidates))
+    return made
+
+
+def _tested(
+    store: Store, score: NightScore, against: str, night: str, old: NightScore, candidates: int
+) -> NightComparison:
+    comparison = NightComparison(score=score, against=against, night=night, run=old.run)
+    try:
+        name = f"samples/{score.benchmark}.jsonl"
+        before, now = (store.materialize(store.attempt(s.key, s.attempt)) / name for s in (old, score))
+        outcome = paired(before, now, score.metric)
+    except (ArtifactNotFound, CorruptArtifact, SourceError) as error:
+        return replace(comparison, why=str(error))
+    is_lower = (outcome.difference < 0) == score.higher_is_better and outcome.difference != 0
+    # Half of the two-sided p-value, exact for McNemar's test; where it got better, 1 errs on the safe side.
+    p_worse = min(1.0, candidates * outcome.p_value / 2) if is_lower else 1.0
+    return replace(comparison, found=outcome, candidates=candidates, p_worse=p_worse)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from datetime import datetime
 from zoneinfo import ZoneInfo
 
 from nanodag.errors.words import counted
-from nanodag.nightly.compare import SAME_ANSWERS, NightComparison, line_name
+from nanodag.nightly.findings import SAME_ANSWERS, NightComparison, line_name
 from nanodag.report import words
 from nanodag.report.page import PageSection, Part, Report
 from nanodag.report.plots import Panel, panels_svg
