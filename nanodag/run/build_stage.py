@@ -334,13 +334,12 @@ def work(
     worker has ended. steps_back: GPUs that another stage waits for are left to it. nanodag.worker.launch.run_worker
     says what is raised.
     """
-    stage, kind = job.config, find_kind(job.config.kind)
-    device = str(stage.resources.device)
+    stage, device = job.config, str(job.config.resources.device)
     devices = devices_for(
         device=device,
         num_gpus=stage.num_gpus(len(visible_gpus())),
         spare_gpus=stage.spare_gpus,
-        is_beside=kind.is_beside,
+        is_beside=find_kind(stage.kind).is_beside,
         at_once=run.at_once,
     )
     step_back_s = 0.0
@@ -350,19 +349,8 @@ def work(
     with hold(devices_folder(run.store), devices, stop=run.stop, step_back_s=step_back_s) as held:
         waited_s = time.monotonic() - wait_start
         with on_devices or contextlib.nullcontext():
-            result = run_worker(
-                kind.module,
-                job,
-                num_ranks=int(stage.resources.num_ranks) if kind.has_ranks else 1,
-                nodes=stage.resources.num_nodes if kind.has_ranks else 1,
-                threads=int(stage.resources.threads),
-                device=device,
-                gpus=named_gpus(held.numbers) if device == "cuda" else "",
-                niceness=kind.niceness,
-                hold=(lock, *held.descriptors),
-                watch=watch,
-                timeout_s=stage.timeout_s,
-            )
+            gpus = named_gpus(held) if device == "cuda" else ""
+            result = run_worker(job, gpus=gpus, hold=(lock, *held.values()), watch=watch)
     if not job.output.is_dir():
         raise StageFailed(f"Stage {job.name} said that it is done but left no folder {job.output}.")
     return result, waited_s
