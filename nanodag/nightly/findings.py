@@ -27,10 +27,6 @@ from nanodag.store import Store
 from nanodag.store.run_record import NightScore, RunRecord
 
 PAGE_STAGE = "trend"
-KEPT = (
-    *("metric", "higher_is_better", "form", "chat", "num_fewshot", "sampling"),
-    *("value", "stderr", "low", "high", "num_items"),
-)
 # What must agree for two scores to be of the same benchmark, asked the same way; the items are checked one by one.
 SAME = ("label", "stage", "eval", "benchmark", "metric", "form", "chat", "num_fewshot", "sampling")
 SAME_ANSWERS = "the same answers to the same items"
@@ -166,8 +162,9 @@ def scores_of(night: Night, results: Mapping[str, StageResult]) -> list[NightSco
         for benchmark, values in benchmarks.items():
             line = {"label": subject.label, "stage": subject.stage, "eval": eval_name, "benchmark": benchmark}
             artifact = {"key": result.key, "attempt": result.attempt, "digest": result.digest}
-            kept = {field: values[field] for field in KEPT if field in values}
-            scores.append(NightScore(**line, run=subject.run, **kept, **artifact, was_found=result.was_found))
+            kept = {field: values[field] for field in NightScore.model_fields if field in values}
+            rest = {"run": subject.run, "was_found": result.was_found}
+            scores.append(NightScore(**{**kept, **line, **artifact, **rest}))
     return scores
 
 

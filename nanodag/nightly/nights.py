@@ -76,14 +76,13 @@ class Choice:
 class Night:
     """A night that this process runs. Not a dataclass, so that what carries it about does not look inside.
 
-    settings: the pipeline whose `nightly` section asked for it. stages: what is run, the pinned models first.
+    settings: the pipeline whose `nightly` section asked for it. Its run's stages: the pinned models first.
     """
 
     def __init__(self, run: Run, settings: Pipeline, choice: Choice) -> None:
         self.run = run
         self.settings = settings
         self.subjects = choice.subjects
-        self.stages = stages_of(choice)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +143,7 @@ def check_night(night: Night) -> None:
     store, name = night.run.store, night.run.name
     try:
         file, remembered = Path(store.read_run(name).file), store.local / "checked"
-        check_before_start(night.run.pipeline, file=file, remembered=remembered, stages=night.stages)
+        check_before_start(night.run.pipeline, file=file, remembered=remembered, stages=night.run.to_do)
     except BaseException as error:
         reason = str(error)
         night.run.close()
