@@ -10,8 +10,7 @@ from prefect.futures import PrefectFuture
 
 from nanodag.config.kinds import find_kind
 from nanodag.run.record import Run, StageResult
-from nanodag.sweep.points import Sweep
-from nanodag.sweep.sweep_run import conclude
+from nanodag.sweep.sweep_run import Sweep, conclude
 from tasks.stage_task import inputs_of, submit
 
 Futures = dict[str, PrefectFuture[StageResult]]

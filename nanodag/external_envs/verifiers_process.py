@@ -26,9 +26,9 @@ from nanodag.children.tree import KILL, descendants, private_bytes
 from nanodag.errors import ConfigError, SourceError
 from nanodag.errors.words import size
 from nanodag.external_envs.verifiers_install import find_python
+from nanodag.host.folders import Scratch
 from nanodag.host.ports import no_proxy_here
 from nanodag.host.progress_timeout import Patience
-from nanodag.host.scratch import Scratch
 from nanodag.host.threads import in_thread
 
 SERVER = Path(__file__).with_name("verifiers_server.py")

@@ -23,7 +23,7 @@ from nanodag.report.tables import Cell, Table
 from nanodag.run.record import Run, StageResult
 from nanodag.store import Artifact
 from nanodag.store.run_record import PointRecord
-from nanodag.sweep.points import Sweep, values_of
+from nanodag.sweep.sweep_run import Sweep, values_of
 from nanodag.worker.tracker import numbers_in
 
 log = logging.getLogger(__name__)
