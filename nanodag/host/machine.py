@@ -62,10 +62,6 @@ class Gpu:
     peak: float = 0.0
     bandwidth: float = 0.0
 
-    def peak_in(self, precision: str) -> float:
-        """FLOPs a second in a precision, `fp32` or `bf16`."""
-        return self.peak * (1.0 if precision == "bf16" else FP32_SHARE)
-
 
 @dataclass(frozen=True)
 class ListedGpu:
