@@ -230,35 +230,29 @@ def _option_panels(
         places = {row.point.number: float(row.point.number) for row in rows}
         ticks, x_label, lines = [], "point", {"points": list(rows)}
     panels = []
-    for label in labels:
-        scale = 100 if any(words.is_share(row.scores[label].metric) for row in rows if label in row.scores) else 1
-        panels.append(_score_panel(label, lines, places, ticks, x_label, scale))
-    for metric in metrics if not labels else ():
-        drawn = {
-            text: _sorted([(places[r.point.number], r.metrics[metric]) for r in mine if metric in r.metrics])
-            for text, mine in lines.items()
-        }
-        title = metric.replace("_", " ")
-        panels.append(Panel(title=title, x_label=x_label, lines=drawn, marked=tuple(drawn), ticks=ticks))
+    for name in labels or metrics:
+        shown = {row.point.number: _numbers(row, name, is_score=bool(labels)) for row in rows}
+        drawn, intervals = {}, {}
+        for text, mine in lines.items():
+            there = sorted((row.point.number for row in mine if shown[row.point.number]), key=places.__getitem__)
+            drawn[text] = ([places[number] for number in there], [shown[number][0] for number in there])
+            if labels:
+                intervals[text] = ([shown[number][1] for number in there], [shown[number][2] for number in there])
+        is_share = labels and any(words.is_share(row.scores[name].metric) for row in rows if name in row.scores)
+        title = f"{name} (%)" if is_share else name if labels else name.replace("_", " ")
+        panel = Panel(title=title, x_label=x_label, lines=drawn, marked=tuple(drawn), intervals=intervals, ticks=ticks)
+        panels.append(panel)
     return [panel for panel in panels if any(xs for xs, _ in panel.lines.values())]
 
 
-def _score_panel(
-    label: str,
-    lines: Mapping[str, Sequence[PointRow]],
-    places: Mapping[int, float],
-    ticks: Sequence[tuple[float, str]],
-    x_label: str,
-    scale: int,
-) -> Panel:
-    drawn, intervals = {}, {}
-    for text, rows in lines.items():
-        there = sorted((row for row in rows if label in row.scores), key=lambda row: places[row.point.number])
-        scores = [row.scores[label] for row in there]
-        drawn[text] = ([places[row.point.number] for row in there], [scale * s.value for s in scores])
-        intervals[text] = ([scale * s.low for s in scores], [scale * s.high for s in scores])
-    title = f"{label} (%)" if scale == 100 else label
-    return Panel(title=title, x_label=x_label, lines=drawn, marked=tuple(drawn), intervals=intervals, ticks=ticks)
+def _numbers(row: PointRow, name: str, *, is_score: bool) -> tuple[float, ...]:
+    """A point's score with its interval, in percent where it is a share, or its metric; empty where it has none."""
+    if not is_score:
+        return (row.metrics[name],) if name in row.metrics else ()
+    if (score := row.scores.get(name)) is None:
+        return ()
+    scale = 100 if words.is_share(score.metric) else 1
+    return scale * score.value, scale * score.low, scale * score.high
 
 
 def _axis_of(option: str, rows: Sequence[PointRow]) -> tuple[dict[int, float], list[tuple[float, str]], str]:
@@ -286,8 +280,3 @@ def _curve_panels(rows: Sequence[PointRow]) -> list[Panel]:
             smooth = () if metric.startswith(("validation", "eval")) else tuple(lines)
             panels.append(Panel(title=title, x_label="step", lines=lines, smooth=smooth))
     return panels
-
-
-def _sorted(pairs: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    ordered = sorted(pairs)
-    return [x for x, _ in ordered], [y for _, y in ordered]

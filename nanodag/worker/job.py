@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -220,12 +221,9 @@ class MetricsLog:
             return
         kept = []
         for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                record = json.loads(line)
-            except ValueError:  # the process was killed in the middle of a line
-                continue
-            if record["step"] <= step:
-                kept.append(line)
+            with suppress(ValueError):  # the process was killed in the middle of a line
+                if json.loads(line)["step"] <= step:
+                    kept.append(line)
         write_bytes(path, "".join(line + "\n" for line in kept).encode())
 
 
