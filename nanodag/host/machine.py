@@ -34,20 +34,19 @@ BYTES_PER_FLOP = 3.4e-3  # of memory bandwidth, where only TFLOPS are said: an H
 
 @dataclass(frozen=True, kw_only=True)
 class InstructionSet:
-    """Speed of one core, in FLOPs a second: the best of square products of 768 in float32 and bfloat16, by oneDNN, and
-    of attention in float32. A set without its own products of bfloat16 emulates them."""
+    """Speed of one core, in FLOPs a second: the best of square products of 768 in float32 and bfloat16, by oneDNN. A
+    set without its own products of bfloat16 emulates them."""
 
     fp32: float
     bf16: float
-    attention: float
 
 
 INSTRUCTION_SETS = {
-    "other": InstructionSet(fp32=20e9, bf16=2e9, attention=20e9),  # not measured
-    "avx2": InstructionSet(fp32=120e9, bf16=6.5e9, attention=73e9),
-    "avx512": InstructionSet(fp32=240e9, bf16=25e9, attention=105e9),  # bf16 not measured
-    "avx512_bf16": InstructionSet(fp32=240e9, bf16=480e9, attention=108e9),
-    "amx": InstructionSet(fp32=240e9, bf16=900e9, attention=116e9),  # neither product measured
+    "other": InstructionSet(fp32=20e9, bf16=2e9),  # not measured
+    "avx2": InstructionSet(fp32=120e9, bf16=6.5e9),
+    "avx512": InstructionSet(fp32=240e9, bf16=25e9),  # bf16 not measured
+    "avx512_bf16": InstructionSet(fp32=240e9, bf16=480e9),
+    "amx": InstructionSet(fp32=240e9, bf16=900e9),  # neither product measured
 }
 
 

@@ -31,6 +31,7 @@ LOG_NAME = "worker.log"
 USAGE_NAME = "usage.jsonl"
 BEGAN_NAME = "began"  # when the try under way began: of one whose watchdog was killed too, nothing else remains
 POLL_S = 0.2
+NICENESS = 10  # of a stage that runs beside another
 SHORTEST_END_S = 10.0  # of a watchdog, however short a stage's own time is
 ENDS_WITHIN = 3  # times stop_timeout_s a watchdog ends: SIGTERM and SIGKILL, for a group and its orphans
 
@@ -96,12 +97,10 @@ def worker_environment(threads: int, *, device: str = "cpu", gpus: str = "") -> 
 
 
 @contextlib.contextmanager
-def _spawned(
-    command: list[str], job: Job, *, environment: Mapping[str, str], niceness: int, hold: Sequence[int]
-) -> Iterator[Child]:
+def _spawned(command: list[str], job: Job, *, environment: Mapping[str, str], hold: Sequence[int]) -> Iterator[Child]:
     """A process under the watchdog; ended with its whole group when the block is left, however it is left."""
     read_end, write_end = os.pipe()
-    stop_timeout_s = job.config.stop_timeout_s
+    stop_timeout_s, niceness = job.config.stop_timeout_s, NICENESS if find_kind(job.config.kind).is_beside else 0
     watched = [sys.executable, "-m", "nanodag.worker.watchdog", str(read_end), str(job.workspace / USAGE_NAME)]
     child = start_child(
         [*watched, str(niceness), *command],
@@ -151,7 +150,7 @@ def run_worker(job: Job, *, gpus: str = "", hold: Sequence[int] = (), watch: Wat
     began, oom_kills = time.monotonic(), _num_oom_kills()
     first_metrics = 0.0
     is_over_time = was_asked = False
-    with _spawned(command, job, environment=environment, niceness=kind.niceness, hold=hold) as child:
+    with _spawned(command, job, environment=environment, hold=hold) as child:
         alive = True
         while alive and not (is_over_time or was_asked):
             alive = not child.wait(POLL_S)
