@@ -82,6 +82,18 @@ def submit(
     return task_of(run.pipeline.stages[stage].kind).submit(stage, run, inputs, force=force)
 
 
+def start(
+    run: Run, stage: str, futures: dict[str, PrefectFuture[StageResult]], *, force: bool = False
+) -> PrefectFuture[StageResult] | None:
+    """Submit a stage once its inputs are there, which are waited for; None where one that it needs did not come about.
+    futures: of the stages submitted so far; added to."""
+    inputs = inputs_of(run, stage, futures)
+    if inputs is None:
+        return None
+    futures[stage] = submit(run, stage, inputs, force=force)
+    return futures[stage]
+
+
 @functools.cache
 def task_of(kind: str) -> Task[..., Any]:
     """The task of a kind, also of a user's own. It has the kind's name, and its runs have those of their stages."""

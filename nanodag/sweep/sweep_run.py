@@ -7,6 +7,7 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -169,14 +170,10 @@ def _axis(text: str) -> list[str]:
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) and _parsed(value) == value else json.dumps(value, ensure_ascii=False)
-
-
-def _parsed(raw: str) -> Any:
-    try:
-        return value_of(f"={raw}")
-    except ConfigError:
-        return None
+    with suppress(ConfigError):  # as what it is, it would be no YAML
+        if isinstance(value, str) and value_of(f"={value}") == value:
+            return value
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _split(text: str) -> tuple[str, str]:
