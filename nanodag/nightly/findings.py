@@ -170,9 +170,9 @@ def scores_of(night: Night, results: Mapping[str, StageResult]) -> list[NightSco
         for benchmark, values in benchmarks.items():
             line = {"label": subject.label, "stage": subject.stage, "eval": eval_name, "benchmark": benchmark}
             artifact = {"key": result.key, "attempt": result.attempt, "digest": result.digest}
-            kept = {field: values[field] for field in NightScore.model_fields if field in values}
-            rest = {"run": subject.run, "was_found": result.was_found}
-            scores.append(NightScore(**{**kept, **line, **artifact, **rest}))
+            kept: dict[str, Any] = {field: values[field] for field in NightScore.model_fields if field in values}
+            kept |= line | artifact | {"run": subject.run, "was_found": result.was_found}
+            scores.append(NightScore(**kept))
     return scores
 
 
