@@ -188,7 +188,6 @@ class MetricsLog:
 
     def __init__(self, job: Job, *, resume_step: int = 0) -> None:
         self._job = job
-        self._started = time.time()
         self._drop_after(resume_step)
         self._stream = job.metrics_path.open("a", encoding="utf-8")
         self._board: Any = None
