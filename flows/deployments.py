@@ -9,8 +9,9 @@ from prefect.client.schemas.actions import DeploymentUpdate
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.exceptions import ObjectNotFound
 
+from nanodag.config.resolve import read_document, stages_in
 from nanodag.errors import NanodagError
-from nanodag.run.record import stage_names
+from nanodag.run.record import pipeline_file
 from nanodag.store import Store
 
 log = logging.getLogger(__name__)
@@ -53,7 +54,8 @@ def offer_runs(store: Store) -> None:
 def with_choices(schema: dict[str, Any], store: Store) -> dict[str, Any]:
     """The schema of run_stage's parameters with this store's runs, the newest first, and their stages."""
     records = {n: r for n, r in store.records_of_runs().items() if not r.composed}
-    stages = dict.fromkeys([*stage_names(), *(stage for record in records.values() for stage in record.stages)])
+    in_file = stages_in(read_document(pipeline_file("")))
+    stages = dict.fromkeys([*in_file, *(stage for record in records.values() for stage in record.stages)])
     choices = {"name": list(reversed(records))[:MAX_OFFERED], "stage": list(stages)}
     properties = {
         name: {**field, "enum": choices[name]} if choices.get(name) else field

@@ -50,7 +50,7 @@ def nightly_eval(
     check_night(night)
     with ending(night.run):
         futures = start_evals(night)
-        ends = [outcome(night.stages, futures)]  # waits for them
+        ends = [outcome(night.run.to_do, futures)]  # waits for them
         page = trend(night, evaluated(night, futures), return_state=True)
         if page.is_completed():
             findings: NightFindings = page.result()

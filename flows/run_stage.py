@@ -2,7 +2,7 @@
 
 from prefect.states import State
 
-from tasks.stage_task import begin_again, concluded, ending, flow_of_stages, inputs_of, outcome, submit
+from tasks.stage_task import begin_again, concluded, ending, flow_of_stages, outcome, start
 
 
 @flow_of_stages(flow_run_name="{name}-{stage}")
@@ -18,7 +18,5 @@ def run_stage(name: str, stage: str, overrides: tuple[str, ...] = (), force: boo
     run = begin_again(name, stage=stage, overrides=overrides)
     futures = {}
     with ending(run):
-        inputs = inputs_of(run, stage, futures)
-        if inputs is not None:
-            futures[stage] = submit(run, stage, inputs, force=force)
+        start(run, stage, futures, force=force)
         return concluded(run, outcome(run.to_do, futures))

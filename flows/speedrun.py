@@ -13,7 +13,7 @@ from prefect.states import State
 
 from flows.deployments import offer_runs
 from nanodag.run.record import open_run
-from tasks.stage_task import begin_again, concluded, ending, flow_of_stages, inputs_of, outcome, own_flow_run, submit
+from tasks.stage_task import begin_again, concluded, ending, flow_of_stages, outcome, own_flow_run, start
 
 
 @flow_of_stages(flow_run_name="{name}")
@@ -48,7 +48,5 @@ def speedrun(
     with ending(run):
         offer_runs(run.store)
         for stage in run.to_do:
-            inputs = inputs_of(run, stage, futures)  # waits for these stages, not for those that run beside
-            if inputs is not None:
-                futures[stage] = submit(run, stage, inputs, force=force)
+            start(run, stage, futures, force=force)  # waits for its inputs, not for stages that run beside
         return concluded(run, outcome(run.to_do, futures))

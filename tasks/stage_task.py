@@ -41,6 +41,7 @@ from nanodag.run.build_stage import build_stage
 from nanodag.run.record import Run, StageResult, open_run, recorded_inputs, recorded_run, served_store
 from nanodag.run.stale_stages import advice, stale_stages
 from nanodag.worker import logs
+from nanodag.worker.launch import Watch
 from nanodag.worker.respawn import SERVING
 from tasks.notify import tell
 from tasks.pool import build_in_pool
@@ -81,6 +82,18 @@ def submit(
     return task_of(run.pipeline.stages[stage].kind).submit(stage, run, inputs, force=force)
 
 
+def start(
+    run: Run, stage: str, futures: dict[str, PrefectFuture[StageResult]], *, force: bool = False
+) -> PrefectFuture[StageResult] | None:
+    """Submit a stage once its inputs are there, which are waited for; None where one that it needs did not come about.
+    futures: of the stages submitted so far; added to."""
+    inputs = inputs_of(run, stage, futures)
+    if inputs is None:
+        return None
+    futures[stage] = submit(run, stage, inputs, force=force)
+    return futures[stage]
+
+
 @functools.cache
 def task_of(kind: str) -> Task[..., Any]:
     """The task of a kind, also of a user's own. It has the kind's name, and its runs have those of their stages."""
@@ -100,9 +113,11 @@ def task_of(kind: str) -> Task[..., Any]:
         progress = _Progress(name)
         is_sent = run.pipeline.stages[name].resources.work_pool != "none" and not run.is_joined
         send = functools.partial(build_in_pool, name, run, inputs, force=force) if is_sent else None
-        how = {"force": force, "on_line": _shown_in(get_run_logger()), "on_metrics": progress, "send": send}
+        watch = Watch(on_line=_shown_in(get_run_logger()), on_metrics=progress)
         try:
-            result = build_stage(run, name, inputs, max_restarts=len(RETRY_AFTER_S), **how)
+            result = build_stage(
+                run, name, inputs, force=force, watch=watch, send=send, max_restarts=len(RETRY_AFTER_S)
+            )
         except StageStopped as error:
             return Cancelled(message=str(error))
         except NanodagError as error:
@@ -111,7 +126,8 @@ def task_of(kind: str) -> Task[..., Any]:
                 raise  # Prefect starts it again
             return Failed(message=str(error), data=error)
         if definition.makes == PAGE:
-            _show_page(run, result)
+            text = (run.store.materialize(run.store.attempt(result.key, result.attempt)) / "report.md").read_text()
+            create_markdown_artifact(key=_artifact_key("report", run), markdown=text)
         if result.was_found:
             return Completed(name="Cached", message=f"found in the store: {result.key[:12]}", data=result)
         progress.finish()
@@ -275,11 +291,6 @@ def _show_result(run: Run, result: StageResult) -> None:
     lines += ["", *metrics_table("cost", artifact.cost)]
     lines += ["", f"key `{artifact.key}`, attempt {artifact.attempt}, content `{artifact.digest[:16]}`"]
     create_markdown_artifact(markdown="\n".join(lines), description=f"{result.stage}: metrics and cost")
-
-
-def _show_page(run: Run, result: StageResult) -> None:
-    text = (run.store.materialize(run.store.attempt(result.key, result.attempt)) / "report.md").read_text()
-    create_markdown_artifact(key=_artifact_key("report", run), markdown=text)
 
 
 def _show_failure(run: Run, name: str, error: NanodagError) -> None:

@@ -10,9 +10,8 @@ from prefect.futures import PrefectFuture
 
 from nanodag.config.kinds import find_kind
 from nanodag.run.record import Run, StageResult
-from nanodag.sweep.points import Sweep
-from nanodag.sweep.sweep_run import conclude
-from tasks.stage_task import inputs_of, submit
+from nanodag.sweep.sweep_run import Sweep, conclude
+from tasks.stage_task import start
 
 Futures = dict[str, PrefectFuture[StageResult]]
 
@@ -29,12 +28,12 @@ def build_missing(run: Run, at_once: int) -> Futures:
         if len(under_way) >= at_once:
             under_way.pop(0).wait()
             for ready in [s for s in beside if s not in futures and _has_inputs(run, s, futures)]:
-                _submit(run, ready, futures)
-        if _submit(run, stage, futures):
-            under_way.append(futures[stage])
+                start(run, ready, futures)
+        if future := start(run, stage, futures):
+            under_way.append(future)
     for stage in beside:
         if stage not in futures:
-            _submit(run, stage, futures)
+            start(run, stage, futures)
     return futures
 
 
@@ -42,13 +41,6 @@ def _has_inputs(run: Run, stage: str, futures: Futures) -> bool:
     """True when nothing that a stage takes is still to come. What failed is told by inputs_of, at the end."""
     sources = [source for source in run.pipeline.stages[stage].inputs.values() if source in run.to_do]
     return all(source in futures and futures[source].state.is_completed() for source in sources)
-
-
-def _submit(run: Run, stage: str, futures: Futures) -> bool:
-    inputs = inputs_of(run, stage, futures)  # waits for them
-    if inputs is not None:
-        futures[stage] = submit(run, stage, inputs)
-    return inputs is not None
 
 
 @task(name="comparison", cache_policy=NO_CACHE, persist_result=False)

@@ -27,7 +27,7 @@ from nanodag.api.slow_requests import WholeRequests
 from nanodag.engines.fleet import Fleet
 from nanodag.errors import ConfigError, NanodagError
 from nanodag.errors.words import counted
-from nanodag.host.scratch import Scratch
+from nanodag.host.folders import Scratch
 from nanodag.inference.access_checks import DEFAULT_MAX_BODY_BYTES
 from nanodag.inference.keys import read_keys
 from nanodag.model.headers import weights_digest

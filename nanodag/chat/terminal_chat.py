@@ -34,8 +34,7 @@ from nanodag.api.tool_format import Call
 from nanodag.chat.tools import DEFAULT_TOOLS, MAX_ROUNDS, TOOLS, call
 from nanodag.engines.fleet import Fleet
 from nanodag.errors import BadRequest, SamplerError, SourceError
-from nanodag.host.folders import state_folder
-from nanodag.host.scratch import Scratch
+from nanodag.host.folders import Scratch, state_folder
 from nanodag.inference.protocol import Request, SamplingParams
 
 HELP = """\

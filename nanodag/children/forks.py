@@ -81,11 +81,6 @@ class ForkServer:
         self.about: Any = None
         _SERVERS.append(self)
 
-    @property
-    def pid(self) -> int:
-        """Its process, 0 for none."""
-        return 0 if self._child is None else self._child.pid
-
     def fork(self) -> "Fork":
         """Start a fork; from any thread. Raises ConfigError where the object cannot be made, EpisodeLost where somebody
         killed the process that makes it."""

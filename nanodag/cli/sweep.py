@@ -53,8 +53,7 @@ def sweep(
     from nanodag.errors.words import counted
     from nanodag.run.preflight import check_before_start
     from nanodag.run.record import pipeline_file, unfinished
-    from nanodag.sweep.points import make_sweep
-    from nanodag.sweep.sweep_run import PAGE_STAGE
+    from nanodag.sweep.sweep_run import PAGE_STAGE, make_sweep
 
     console, changes = make_console(), overrides or []
     grid, points = grid or [], [text.split() for text in point or []]

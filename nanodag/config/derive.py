@@ -305,13 +305,15 @@ def free_bytes(stage: TrainedStage, model: ModelSize, machine: Machine, ranks: i
     return rank_room(stage, machine, ranks_here) - state_bytes(stage, model, ranks) - head
 
 
-def token_bytes(stage: TrainedStage, model: ModelSize, *, checkpointed: bool) -> int:
-    """Bytes that each token of a micro-batch takes."""
+def token_bytes(
+    stage: TrainedStage, model: ModelSize, tokens: int = 1, *, checkpointed: bool, kept_share: float = 1.0
+) -> int:
+    """Bytes that so many tokens of a micro-batch take. kept_share: of the activations, that layers keep."""
     device, precision, shape = str(stage.resources.device), stage.trainer.precision, model.shape
-    kept = footprint.activations(shape, 1, precision=precision, checkpointing=checkpointed)
-    kept += footprint.working(shape, 1, precision)
+    kept = int(kept_share * footprint.activations(shape, tokens, precision=precision, checkpointing=checkpointed))
+    kept += footprint.working(shape, tokens, precision)
     if stage.packs_documents:
-        kept += footprint.documents_apart(shape, 1, precision=precision, device=device, checkpointing=checkpointed)
+        kept += footprint.documents_apart(shape, tokens, precision=precision, device=device, checkpointing=checkpointed)
     return kept
 
 

@@ -58,7 +58,3 @@ class Kind:
     def is_about_others(self) -> bool:
         """True for a kind that scores or shows what other stages made."""
         return self.makes in (SCORES, PAGE)
-
-    @property
-    def niceness(self) -> int:
-        return 10 if self.is_beside else 0

@@ -70,19 +70,10 @@ class EntryConfig(Section):
         """The user's own file that it names, as `judge:` does; empty where there is none."""
         return "" if self.name == self.special else registry.own_argument(self.kind, self.name, "file")
 
-    @property
-    def own_folder(self) -> str:
-        """The user's folder that an agent's program runs in, whose files decide what it does; empty where there is
-        none."""
-        return self._option_of_agent("folder")
-
-    @property
-    def own_library(self) -> str:
-        """The Python environment with whose packages an agent's program runs; empty where there is none."""
-        return self._option_of_agent("library")
-
-    def _option_of_agent(self, name: str) -> str:
-        return str(self.options.get(name, "")) if (self.kind, self.name) == ("generate", "agent") else ""
+    def agents_path(self, option: Literal["folder", "library"]) -> str:
+        """The user's folder that an agent's program runs in, whose files decide what it does, or the Python environment
+        with whose packages it runs; empty where there is none."""
+        return str(self.options.get(option, "")) if (self.kind, self.name) == ("generate", "agent") else ""
 
     @property
     def own_module(self) -> str:

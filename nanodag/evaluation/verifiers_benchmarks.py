@@ -32,8 +32,8 @@ from nanodag.evaluation.items import held_out_records, select
 from nanodag.evaluation.results import Answer, BenchmarkResult, Judged, result_of, written_record
 from nanodag.evaluation.writing import SGLANG_CONTEXT, SamplerSettings, fleet_of, replicas_for
 from nanodag.external_envs.verifiers_process import VerifiersProcess, block_of
+from nanodag.host.folders import Scratch
 from nanodag.host.ports import LOOPBACK
-from nanodag.host.scratch import Scratch
 from nanodag.model.architecture import read_checkpoint
 from nanodag.model.headers import matrix_parameters
 from nanodag.store.kept_lines import content_key

@@ -19,8 +19,8 @@ from nanodag.config.derive_sampler import REPLICA_FLOPS, SGLANG_STATIC, SHARE_OF
 from nanodag.config.kinds.evaluation import EvalSamplerConfig
 from nanodag.engines.fleet import Fleet
 from nanodag.engines.start import ServerProcess, cache_tokens, start_engine
+from nanodag.host.folders import Scratch
 from nanodag.host.machine import visible_gpus
-from nanodag.host.scratch import Scratch
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.engine_settings import EngineSettings
 from nanodag.inference.number_formats import DTYPES

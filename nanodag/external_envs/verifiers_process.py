@@ -26,14 +26,13 @@ import httpx
 
 from nanodag.children.child import Child, start_child
 from nanodag.children.forks import EpisodeFailed, EpisodeLost
-from nanodag.children.reaper import KILL
-from nanodag.children.tree import descendants, private_bytes
+from nanodag.children.tree import KILL, descendants, private_bytes
 from nanodag.errors import ConfigError, SourceError
 from nanodag.errors.words import size
 from nanodag.external_envs.package_environment import PackageEnvironment, Say, silent
+from nanodag.host.folders import Scratch
 from nanodag.host.ports import no_proxy_here
 from nanodag.host.progress_timeout import Patience
-from nanodag.host.scratch import Scratch
 from nanodag.host.threads import in_thread
 
 SERVER = Path(__file__).with_name("verifiers_server.py")

@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # where nanodag is: not installed in verifiers' environment
-from nanodag.children.reaper import keep
+from nanodag.children.tree import keep
 
 sys.path.pop()
 if __name__ == "__main__":

@@ -28,15 +28,8 @@ print(json.dumps(found))
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class CudaNeeds:
-    """Least versions that a major version of CUDA asks for. driver: its major version. capability: of a GPU."""
-
-    driver: int
-    capability: float
-
-
-CUDA_NEEDS = {"12": CudaNeeds(driver=525, capability=5.0), "13": CudaNeeds(driver=580, capability=7.5)}
+CUDA_NEEDS = {"12": (525, 5.0), "13": (580, 7.5)}
+"""Least major version of the driver, and least compute capability of a GPU, that a major version of CUDA asks for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,23 +61,23 @@ def gpu_faults(gpus: Sequence[ListedGpu], build: TorchBuild, python: str) -> lis
             f"torch {build.version} of {python} is built for a CPU, and the stage is to run on a GPU: remove the "
             "environment and call ./speedrun.sh where nvidia-smi is, or set resources.device=cpu"
         ]
-    needs = CUDA_NEEDS.get(build.cuda.partition(".")[0])
-    if needs is None:
-        return []
+    least_driver, least_capability = CUDA_NEEDS.get(build.cuda.partition(".")[0], (0, 0.0))
     faults: dict[str, str] = {}
     for gpu in gpus:
         what = f"GPU {gpu.index} ({gpu.gpu.name})"
         driver = gpu.driver.partition(".")[0]
-        if driver.isdecimal() and int(driver) < needs.driver:
-            faults["driver"] = faults.get("driver") or (
+        if driver.isdecimal() and int(driver) < least_driver:
+            text = (
                 f"{what} has the driver {gpu.driver}, and torch {build.version} is built for CUDA {build.cuda}, which "
-                f"needs {needs.driver} or newer: install that driver"
+                f"needs {least_driver} or newer: install that driver"
             )
-        if gpu.gpu.capability < needs.capability:
-            faults["capability"] = faults.get("capability") or (
-                f"{what} has compute capability {gpu.gpu.capability}, and CUDA {build.cuda} knows {needs.capability} "
+            faults.setdefault("driver", text)
+        if gpu.gpu.capability < least_capability:
+            text = (
+                f"{what} has compute capability {gpu.gpu.capability}, and CUDA {build.cuda} knows {least_capability} "
                 "and newer: leave it out of CUDA_VISIBLE_DEVICES, or set resources.device=cpu"
             )
+            faults.setdefault("capability", text)
     return list(faults.values())
 
 

@@ -1,12 +1,25 @@
-"""Folders of this machine, the checkout and what this user's processes share, and who may have written a file."""
+"""Folders of this machine: the checkout, what this user's processes share, who may have written a file, and scratch
+folders for what a process needs while it runs, such as sockets and logs. Standard library only.
 
+A process that is killed cannot remove its own. So each scratch folder is locked by the process that made it, and a
+process that makes its first removes those on this machine that nobody holds any more.
+"""
+
+import fcntl
 import os
+import shutil
 import stat
+import tempfile
+import time
+import weakref
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 PRIVATE = 0o700  # mode of a folder that is made; who owns it may open it to a group
 PROJECT = Path(__file__).resolve().parents[2]
+PREFIX = "nanodag-scratch-"
+NEW_S = 5.0  # of a folder that has no lock yet
 
 
 def cache_folder() -> Path:
@@ -32,3 +45,51 @@ def may_be_of_others(status: os.stat_result) -> bool:
     writable by everybody."""
     may_all_write = bool(status.st_mode & stat.S_IWOTH) and not stat.S_ISLNK(status.st_mode)
     return status.st_uid not in (os.geteuid(), 0) or may_all_write
+
+
+class Scratch:
+    """A folder among the temporary files, removed when it is left, dropped, or the process ends. name: what it is for.
+
+    A fork of the process may drop it too: it stays, and stays locked, until its maker is done with it."""
+
+    def __init__(self, name: str) -> None:
+        remove_left(tempfile.gettempdir())
+        self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{name}-"))
+        lock = os.open(self.path, os.O_RDONLY)
+        with suppress(OSError):  # NFS and others lock no folders; then nobody can who would remove it
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        self._end = weakref.finalize(self, _remove, self.path, lock, os.getpid())
+
+    @property
+    def name(self) -> str:
+        return str(self.path)
+
+    def cleanup(self) -> None:
+        self._end()
+
+    def __enter__(self) -> str:
+        return self.name
+
+    def __exit__(self, *raised: object) -> None:
+        self.cleanup()
+
+
+def _remove(path: Path, lock: int, maker: int) -> None:
+    if os.getpid() == maker:
+        shutil.rmtree(path, ignore_errors=True)
+    os.close(lock)
+
+
+@cache
+def remove_left(place: str) -> None:
+    """Remove the folders there whose processes have ended; once in a process."""
+    for folder in Path(place).glob(f"{PREFIX}*"):
+        with suppress(OSError):  # another user's, or another process removes it, too
+            if time.time() - folder.stat().st_mtime < NEW_S or folder.is_symlink():
+                continue
+            handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(handle)

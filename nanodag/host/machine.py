@@ -34,20 +34,19 @@ BYTES_PER_FLOP = 3.4e-3  # of memory bandwidth, where only TFLOPS are said: an H
 
 @dataclass(frozen=True, kw_only=True)
 class InstructionSet:
-    """Speed of one core, in FLOPs a second: the best of square products of 768 in float32 and bfloat16, by oneDNN, and
-    of attention in float32. A set without its own products of bfloat16 emulates them."""
+    """Speed of one core, in FLOPs a second: the best of square products of 768 in float32 and bfloat16, by oneDNN. A
+    set without its own products of bfloat16 emulates them."""
 
     fp32: float
     bf16: float
-    attention: float
 
 
 INSTRUCTION_SETS = {
-    "other": InstructionSet(fp32=20e9, bf16=2e9, attention=20e9),  # not measured
-    "avx2": InstructionSet(fp32=120e9, bf16=6.5e9, attention=73e9),
-    "avx512": InstructionSet(fp32=240e9, bf16=25e9, attention=105e9),  # bf16 not measured
-    "avx512_bf16": InstructionSet(fp32=240e9, bf16=480e9, attention=108e9),
-    "amx": InstructionSet(fp32=240e9, bf16=900e9, attention=116e9),  # neither product measured
+    "other": InstructionSet(fp32=20e9, bf16=2e9),  # not measured
+    "avx2": InstructionSet(fp32=120e9, bf16=6.5e9),
+    "avx512": InstructionSet(fp32=240e9, bf16=25e9),  # bf16 not measured
+    "avx512_bf16": InstructionSet(fp32=240e9, bf16=480e9),
+    "amx": InstructionSet(fp32=240e9, bf16=900e9),  # neither product measured
 }
 
 
@@ -61,10 +60,6 @@ class Gpu:
     capability: float
     peak: float = 0.0
     bandwidth: float = 0.0
-
-    def peak_in(self, precision: str) -> float:
-        """FLOPs a second in a precision, `fp32` or `bf16`."""
-        return self.peak * (1.0 if precision == "bf16" else FP32_SHARE)
 
 
 @dataclass(frozen=True)
@@ -221,22 +216,19 @@ def _wrong(text: str, why: str) -> ConfigError:
 def detect(folder: Path | None = None) -> Machine:
     """This machine, and as many nodes like it as the job of a cluster's scheduler says that it has. folder: where the
     store lies, whose disk counts; it need not be there yet."""
-    gpu, count = _gpus()
+    nodes, folder = os.environ.get(NODES_VARIABLE) or "1", (folder or Path.cwd()).absolute()
+    if not re.fullmatch(r"[1-9]\d{0,3}", nodes):
+        raise ConfigError(f"{NODES_VARIABLE} is {nodes!r:.20}; it says how many nodes a job has, 1 to 9999.")
+    gpus = [device.gpu for device in usable_gpus()]
     return Machine(
         cores=usable_cores(),
         instruction_set=instruction_set(),
         memory=_rounded(usable_memory()),
-        disk=_free(folder or Path.cwd()),
-        gpu=gpu,
-        num_gpus=count,
-        nodes=_nodes(os.environ.get(NODES_VARIABLE) or "1"),
+        disk=shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free,
+        gpu=min(gpus, key=lambda gpu: (gpu.memory, gpu.capability), default=None),  # the weakest model
+        num_gpus=len(gpus),
+        nodes=int(nodes),
     )
-
-
-def _nodes(text: str) -> int:
-    if not re.fullmatch(r"[1-9]\d{0,3}", text):
-        raise ConfigError(f"{NODES_VARIABLE} is {text!r:.20}; it says how many nodes a job has, 1 to 9999.")
-    return int(text)
 
 
 def usable_memory() -> int:
@@ -254,11 +246,6 @@ def _gib(memory: int) -> str:
     return f"{memory / GIB:.2f}".rstrip("0").rstrip(".") + "GiB"
 
 
-def _free(folder: Path) -> int:
-    folder = folder.absolute()
-    return shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
-
-
 def visible_gpus() -> list[str]:
     """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; one where nothing tells how many."""
     named = _named_gpus()
@@ -272,12 +259,6 @@ def usable_gpus() -> tuple[ListedGpu, ...]:
         return listed
     uuids = tuple(name for name in names if name[:1] in ("G", "M"))  # GPU-..., MIG-...
     return tuple(device for device in listed if device.index in names or device.uuid.startswith(uuids))
-
-
-def _gpus() -> tuple[Gpu | None, int]:
-    """The weakest model of GPU that CUDA may use here, and how many GPUs."""
-    gpus = [device.gpu for device in usable_gpus()]
-    return (min(gpus, key=lambda gpu: (gpu.memory, gpu.capability)), len(gpus)) if gpus else (None, 0)
 
 
 def _named_gpus() -> list[str] | None:

@@ -130,12 +130,10 @@ class Sizes:
 
     def in_windows(self, sources: Sequence[SourceConfig]) -> int:
         """Bytes that a process shuffles at once: of each source with blocks a window, or all of a small one."""
-        return sum(min(WINDOW_BYTES, self._shuffled(source.url)) for source in sources)
-
-    def _shuffled(self, url: str) -> int:
-        if url.startswith("hub:"):
-            return self.text_bytes(url)
-        return size.in_blocks if (size := self.of(url)) is not None else 0
+        on_hub = [self.text_bytes(source.url) for source in sources if source.url.startswith("hub:")]
+        others = [self.of(source.url) for source in sources if not source.url.startswith("hub:")]
+        in_blocks = [size.in_blocks for size in others if size is not None]
+        return sum(min(WINDOW_BYTES, num_bytes) for num_bytes in on_hub + in_blocks)
 
     def held_to_read(self, sources: Sequence[SourceConfig]) -> int:
         """Bytes of host memory that a process takes to read a mixture: files that it parses as a whole, windows that it
@@ -250,12 +248,9 @@ def bytes_per_token(vocabulary: int) -> float:
     """Bytes of English text in a token of a vocabulary: measured 2.8 at 2,048; 3.8, 4.6 and 4.8 at 8,192, 32,768 and
     150,000, between them along the logarithm."""
     points = ((512, 1.9), (2048, 2.8), (8192, 3.8), (32_768, 4.6), (151_936, 4.8))
-    if vocabulary <= points[0][0]:
-        return points[0][1]
-    for (low, below), (high, above) in pairwise(points):
-        if vocabulary <= high:
-            return below + (above - below) * (vocabulary / low - 1) / (high / low - 1)
-    return points[-1][1]
+    vocabulary = min(max(vocabulary, points[0][0]), points[-1][0])
+    (low, below), (high, above) = next(pair for pair in pairwise(points) if vocabulary <= pair[1][0])
+    return below + (above - below) * (vocabulary / low - 1) / (high / low - 1)
 
 
 def held_out_share(source: SourceConfig) -> float:

@@ -1,10 +1,8 @@
 """Plans the stages that multiply no matrices: tokenizer, import, report."""
 
-from collections.abc import Iterator
-
 from nanodag.config.kinds.small_stages import MAX_SEARCHED, ImportStage, ReportStage, TokenizerStage
 from nanodag.plan import host_memory
-from nanodag.plan.case import Case, Changed, Formula, changed
+from nanodag.plan.case import Case, Formula, changed
 from nanodag.plan.speeds import PARSED_BYTES_S
 from nanodag.plan.stage_plan import Process, StagePlan
 
@@ -35,12 +33,6 @@ def plan_tokenizer(case: Case[TokenizerStage]) -> StagePlan:
         kept_bytes=200 * stage.vocabulary,
         seconds=SHORT_S + num_bytes / LEARNED_BYTES_S + parsed / PARSED_BYTES_S,
     )
-
-
-def _less_text(case: Case[TokenizerStage]) -> Iterator[Changed]:
-    """A tokenizer whose text does not fit learns from less."""
-    most = case.stage.max_bytes
-    return (changed(case.stage, {"max_bytes": most >> k}) for k in range(1, 12) if most >> k >= LEAST_TEXT)
 
 
 def plan_import(case: Case[ImportStage]) -> StagePlan:
@@ -77,14 +69,19 @@ def plan_report(case: Case[ReportStage]) -> StagePlan:
     )
 
 
-def _no_search(case: Case[ReportStage]) -> Iterator[Changed]:
-    """A report whose search does not fit searches for nothing."""
-    yield ("contamination=[]",), case.stage.model_copy(update={"contamination": ()})
-
-
-TOKENIZER = Formula(plan_tokenizer, too_large=lambda case: ("max_bytes", case.stage.max_bytes), candidates=_less_text)
+TOKENIZER = Formula(
+    plan_tokenizer,
+    too_large=lambda case: ("max_bytes", case.stage.max_bytes),
+    candidates=lambda case: (  # less text
+        changed(case.stage, {"max_bytes": size})
+        for size in (case.stage.max_bytes >> k for k in range(1, 12))
+        if size >= LEAST_TEXT
+    ),
+)
 IMPORT = Formula(plan_import)
 REPORT = Formula(
-    plan_report, too_large=lambda case: ("contamination", len(case.stage.contamination)), candidates=_no_search
+    plan_report,
+    too_large=lambda case: ("contamination", len(case.stage.contamination)),
+    candidates=lambda case: [(("contamination=[]",), case.stage.model_copy(update={"contamination": ()}))],
 )
 UNKNOWN = Formula(lambda case: case.plan(notes=("a kind of your own: nothing is known of it",)))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nanodag.config.model_size import ModelSize
-from nanodag.host.machine import Machine
+from nanodag.host.machine import FP32_SHARE, Machine
 from nanodag.inference.number_formats import width_of
 from nanodag.inference.weight_bodies import largest_bucket
 
@@ -98,11 +98,10 @@ class PlannedDevices:
     @property
     def peak(self) -> float:
         """FLOPs a second of all of them; 0 where the machine's GPU is not known."""
+        gpu, core, is_bf16 = self.machine.gpu, self.machine.core, self.precision == "bf16"
         if self.device == "cuda":
-            gpus = self.count * self.gpus_each
-            return gpus * self.machine.gpu.peak_in(self.precision) if self.machine.gpu is not None else 0.0
-        core = self.machine.core
-        return self.count * (core.bf16 if self.precision == "bf16" else core.fp32)
+            return self.count * self.gpus_each * gpu.peak * (1.0 if is_bf16 else FP32_SHARE) if gpu is not None else 0.0
+        return self.count * (core.bf16 if is_bf16 else core.fp32)
 
     def decoding_s(self, model: ModelSize, asked: Sequence[Asked], *, context: int, at_once: int) -> float | None:
         """Seconds to decode samples whose tokens see a context, with a sampler on each device of at_once places.

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 
 from nanodag.config import footprint
-from nanodag.config.derive import state_of
+from nanodag.config.derive import state_of, token_bytes
 from nanodag.config.model_size import ModelSize
 from nanodag.config.stage_base import TrainedStage
 from nanodag.config.supervised import SupervisedStage
@@ -109,15 +109,13 @@ def held_to_train(
 ) -> tuple[footprint.TrainState, dict[str, int]]:
     """Memory of a rank for the model that it trains, and all bytes on its device, by what holds them. micro: tokens at
     once. kept_share: of the activations, that layers keep."""
-    trainer, shape, device = stage.trainer, model.shape, str(stage.resources.device)
-    precision, checkpointing = str(trainer.precision), bool(trainer.activation_checkpointing)
+    checkpointed, device = bool(stage.trainer.activation_checkpointing), str(stage.resources.device)
     state = state_of(stage, model, num_ranks=int(stage.resources.num_ranks))
-    kept = int(kept_share * footprint.activations(shape, micro, precision=precision, checkpointing=checkpointing))
-    kept += footprint.working(shape, micro, precision)
-    if stage.packs_documents:
-        kept += footprint.documents_apart(shape, micro, precision=precision, device=device, checkpointing=checkpointing)
-    scored = stage.scores_tokens
-    logits = footprint.head_memory(shape, model.vocabulary, micro, precision=precision, device=device, scored=scored)
+    kept = token_bytes(stage, model, micro, checkpointed=checkpointed, kept_share=kept_share)
+    precision, scored = str(stage.trainer.precision), stage.scores_tokens
+    logits = footprint.head_memory(
+        model.shape, model.vocabulary, micro, precision=precision, device=device, scored=scored
+    )
     return state, {**state.on_device, "activations": kept, "logits": logits}
 
 

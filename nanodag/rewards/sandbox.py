@@ -30,7 +30,7 @@ import psutil
 
 from nanodag.children.child import Child, start_child
 from nanodag.errors import MissingTool
-from nanodag.host.scratch import Scratch
+from nanodag.host.folders import Scratch
 from nanodag.rewards import cgroup, seccomp
 
 log = logging.getLogger(__name__)

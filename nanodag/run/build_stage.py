@@ -54,16 +54,15 @@ def build_stage(
     inputs: Inputs,
     *,
     force: bool = False,
-    on_line: Callable[[str], None] = lambda line: None,
-    on_metrics: Callable[[dict[str, Any]], None] = lambda metrics: None,
+    watch: Watch | None = None,
     send: Callable[[], None] | None = None,
     max_restarts: int = 0,
 ) -> StageResult:
     """Find the result of one stage of a run in the store, or build it.
 
-    inputs: input name -> result of that stage. force: build another attempt even where one is found. on_line and
-    on_metrics: as in nanodag.worker.launch.Watch. send: has the stage built elsewhere, in the same store, and
-    returns when it is. max_restarts: how often the caller calls this again, after a StageInterrupted.
+    inputs: input name -> result of that stage. force: build another attempt even where one is found. watch: its
+    callbacks alone. send: has the stage built elsewhere, in the same store, and returns when it is. max_restarts: how
+    often the caller calls this again, after a StageInterrupted.
 
     Raises StageFailed, or another NanodagError, after the run's record says so too.
     """
@@ -94,13 +93,8 @@ def build_stage(
                 # Another process may have published it while this one waited.
                 artifact = None if force else run.store.lookup(key)
                 if artifact is None:
-                    watch = Watch(
-                        on_line=on_line,
-                        on_metrics=on_metrics,
-                        stop=run.stop,
-                        restarts=restarts,
-                        restarts_left=max(0, max_restarts - restarts),
-                    )
+                    left = max(0, max_restarts - restarts)
+                    watch = replace(watch or Watch(), stop=run.stop, restarts=restarts, restarts_left=left)
                     artifact, waited_s = _build(run, name, inputs, key, sources, lock, watch)
                 run.store.discard_workspace(key)
     except BaseException as error:
@@ -138,7 +132,9 @@ def key_of(run: Run, stage: AnyStage, inputs: Inputs) -> tuple[str, dict[str, An
             sources[name] = identity_of(name, mirror)
     kind = find_kind(stage.kind)
     if ":" in stage.kind:
-        sources[stage.kind] = code_identity(stage.kind) | {"worker": worker_identity(kind.module)}
+        # Of a package its `__main__` too, which is what `python -m` runs.
+        modules = [kind.module, *filter(file_of, [f"{kind.module}.__main__"])]
+        sources[stage.kind] = code_identity(stage.kind) | {"worker": list(map(code_identity, modules))}
     key = stage_key(
         kind=stage.kind,
         code_version=kind.code_version,
@@ -162,11 +158,11 @@ def own_entries(stage: AnyStage) -> dict[str, Any]:
             if not Path(path).is_file():
                 raise ConfigError(f"there is no file {path}")
             own[entry.name] = {"kind": "file", "sha256": file_sha256(Path(path))}
-        if path := entry.own_library:  # its packages' versions: a program's own code belongs into its folder
+        if path := entry.agents_path("library"):  # its packages' versions: a program's own code belongs into its folder
             packages = {package.stem for package in _folder(path).glob("lib/python*/site-packages/*.dist-info")}
             # Without any its path, or all such folders would be the same.
             own[path] = {"kind": "library", **({"packages": sorted(packages)} if packages else {"path": path})}
-        if path := entry.own_folder:
+        if path := entry.agents_path("folder"):
             own[path] = {"kind": "folder", "sha256": folder_sha256(_folder(path), without=OF_TOOLS)}
     return own
 
@@ -175,12 +171,6 @@ def _folder(path: str) -> Path:
     if not Path(path).is_dir():
         raise ConfigError(f"there is no folder {path}")
     return Path(path)
-
-
-def worker_identity(module: str) -> list[dict[str, Any]]:
-    """Identity of a worker's code in a key: of a package, its `__main__` too, which is what `python -m` runs."""
-    inner = f"{module}.__main__"
-    return [code_identity(name) for name in (module, inner) if name == module or file_of(name) is not None]
 
 
 def code_identity(function: str) -> dict[str, Any]:
@@ -334,13 +324,12 @@ def work(
     worker has ended. steps_back: GPUs that another stage waits for are left to it. nanodag.worker.launch.run_worker
     says what is raised.
     """
-    stage, kind = job.config, find_kind(job.config.kind)
-    device = str(stage.resources.device)
+    stage, device = job.config, str(job.config.resources.device)
     devices = devices_for(
         device=device,
         num_gpus=stage.num_gpus(len(visible_gpus())),
         spare_gpus=stage.spare_gpus,
-        is_beside=kind.is_beside,
+        is_beside=find_kind(stage.kind).is_beside,
         at_once=run.at_once,
     )
     step_back_s = 0.0
@@ -350,19 +339,8 @@ def work(
     with hold(devices_folder(run.store), devices, stop=run.stop, step_back_s=step_back_s) as held:
         waited_s = time.monotonic() - wait_start
         with on_devices or contextlib.nullcontext():
-            result = run_worker(
-                kind.module,
-                job,
-                num_ranks=int(stage.resources.num_ranks) if kind.has_ranks else 1,
-                nodes=stage.resources.num_nodes if kind.has_ranks else 1,
-                threads=int(stage.resources.threads),
-                device=device,
-                gpus=named_gpus(held.numbers) if device == "cuda" else "",
-                niceness=kind.niceness,
-                hold=(lock, *held.descriptors),
-                watch=watch,
-                timeout_s=stage.timeout_s,
-            )
+            gpus = named_gpus(held) if device == "cuda" else ""
+            result = run_worker(job, gpus=gpus, hold=(lock, *held.values()), watch=watch)
     if not job.output.is_dir():
         raise StageFailed(f"Stage {job.name} said that it is done but left no folder {job.output}.")
     return result, waited_s

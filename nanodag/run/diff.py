@@ -9,6 +9,7 @@ from nanodag.errors import ArtifactNotFound, CorruptArtifact, NewerFormat
 from nanodag.run.stale_stages import stale_stages
 from nanodag.store import Store, canonical_json
 from nanodag.store.run_record import RunRecord
+from nanodag.worker.tracker import numbers_in
 
 SECTIONS = ("stages", "config", "data", "code", "metrics", "cost")
 _COST = ("seconds", "cpu_seconds", "tokens", "flops", "peak_bytes", "device")
@@ -32,9 +33,8 @@ class DiffLine:
     @property
     def difference(self) -> float | None:
         """after - before, where both are numbers."""
-        if _is_number(self.before) and _is_number(self.after):
-            return float(self.after) - float(self.before)
-        return None
+        numbers = numbers_in({"before": self.before, "after": self.after})
+        return numbers["after"] - numbers["before"] if len(numbers) == 2 else None
 
 
 def compare(store: Store, first: RunRecord, second: RunRecord) -> list[DiffLine]:
@@ -81,7 +81,3 @@ def _once(code: Mapping[str, Any]) -> dict[str, Any]:
     for full, value in code.items():
         values.setdefault(full.partition(": ")[2], []).append(str(value))
     return {name: ", ".join(dict.fromkeys(stage_values)) for name, stage_values in values.items()}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

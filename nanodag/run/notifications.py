@@ -2,9 +2,7 @@
 
 import logging
 import os
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 from nanodag.errors import ConfigError, ServerBusy, ServerError
@@ -43,8 +41,9 @@ def post(webhook: str, body: Mapping[str, Any]) -> None:
             "with: nanodag server stop; nanodag server start"
         )
     try:
-        with _not_logged():
-            answer = httpx.post(address, json=dict(body), timeout=TIMEOUT_S, follow_redirects=False)
+        # It logs the whole address of every request.
+        logging.getLogger("httpx").setLevel(logging.WARNING)
+        answer = httpx.post(address, json=dict(body), timeout=TIMEOUT_S, follow_redirects=False)
         if answer.status_code < 300:
             return
         may_pass = answer.status_code == 429 or answer.status_code >= 500
@@ -53,18 +52,3 @@ def post(webhook: str, body: Mapping[str, Any]) -> None:
         may_pass = isinstance(error, httpx.TransportError) and not isinstance(error, httpx.UnsupportedProtocol)
         reason = f"cannot be reached ({type(error).__name__})."
     raise (ServerBusy if may_pass else ServerError)(f"notify.webhook: the address in {name} {reason}")
-
-
-@contextmanager
-def _not_logged() -> Iterator[None]:
-    """httpx logs the whole address of every request."""
-    mine, log = threading.get_ident(), logging.getLogger("httpx")
-
-    def is_of_others(record: logging.LogRecord) -> bool:
-        return record.thread != mine
-
-    log.addFilter(is_of_others)
-    try:
-        yield
-    finally:
-        log.removeFilter(is_of_others)

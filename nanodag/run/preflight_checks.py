@@ -34,7 +34,7 @@ from nanodag.data.opening import open_part, open_source
 from nanodag.data.question_form import asking, check_effect, with_names
 from nanodag.data.records import Kind
 from nanodag.data.urls import parse_url
-from nanodag.errors import ConfigError, MissingTool, NanodagError, SourceError
+from nanodag.errors import ConfigError, NanodagError, SourceError
 from nanodag.evaluation.benchmark import asked_form
 from nanodag.evaluation.forms import FORMS, check_likelihood, find_form, form_files, read_form
 from nanodag.external_envs.verifiers_process import module_file
@@ -70,8 +70,8 @@ class Checks:
     def trackers(self) -> None:
         """Look whether the pipeline's trackers are installed."""
         for name in self._pipeline.tracking.trackers:
-            if name in SERVICES and not self._only_names:
-                self._try("tracking.trackers", name, partial(_need_package, name))
+            if name in SERVICES and not self._only_names and file_of(name) is None:
+                self.faults.append(f"tracking.trackers: {name} is not installed; run: pip install 'nanodag[{name}]'")
 
     def stage(self, name: str) -> None:
         stage = self._pipeline.stages[name]
@@ -341,11 +341,6 @@ def _check_metadata(records: list[dict[str, Any]], rewards: list[str], url: str)
                     f"the reward {name} reads metadata.{missing[0]} of a prompt, and row {number} of {url} has none; "
                     "give it with an adapter or in the rows, or name another reward"
                 )
-
-
-def _need_package(name: str) -> None:
-    if file_of(name) is None:
-        raise MissingTool(f"{name} is not installed; run: pip install 'nanodag[{name}]'")
 
 
 _RUNS_PROGRAMS = "nanodag.evaluation.benchmark_functions.programs"

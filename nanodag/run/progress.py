@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -96,13 +97,10 @@ def _last_lines(store: Store, entry: StageRecord) -> list[dict[str, Any]]:
         block = stream.read().decode(errors="replace")
     lines = []
     for text in block.splitlines():
-        try:
-            line = json.loads(text)
-        except ValueError:  # cut by the seek, or being written now
-            continue
-        if isinstance(line, dict) and "event" in line and "step" in line:
-            lines.append(line)
-    return [line for line in lines if line["time"] >= entry.started]
+        with suppress(ValueError):  # cut by the seek, or being written now
+            lines.append(json.loads(text))
+    whole = [line for line in lines if isinstance(line, dict) and "event" in line and "step" in line]
+    return [line for line in whole if line["time"] >= entry.started]
 
 
 def _rate(points: Sequence[tuple[float, float, Any]]) -> float:

@@ -17,7 +17,6 @@ import psutil
 
 from nanodag.config import AnyStage, Pipeline, Resolved, order_of, resolve
 from nanodag.config.kinds import find_kind, vouch_for
-from nanodag.config.resolve import read_document, stages_in
 from nanodag.config.trust import check_trust
 from nanodag.errors import ArtifactNotFound, ConfigError, StoreBusy
 from nanodag.errors.words import counted, nearest
@@ -339,11 +338,6 @@ def result_of(stage: str, artifact: Artifact, *, was_found: bool) -> StageResult
 def lineage_of(inputs: Mapping[str, StageResult]) -> dict[str, dict[str, str]]:
     """Manifest's entry of each input: label -> stage, kind, key, attempt and digest."""
     return {label: {f: getattr(result, f) for f in ("stage", *_OF_ARTIFACT)} for label, result in inputs.items()}
-
-
-def stage_names() -> list[str]:
-    """Every stage name of the presets in the pipeline file: the choices of a form."""
-    return stages_in(read_document(pipeline_file("")))
 
 
 def pipeline_file(file: str) -> Path:

@@ -336,10 +336,8 @@ def check(store: Store, key: str, attempt: str) -> Finding:
     except ArtifactNotFound:
         is_there = attempt in store.attempts(key)
         state, text = ("unfinished", "no manifest yet") if is_there else ("damaged", "it is not in the store")
-    except NewerFormat as error:
-        state, text = "newer", str(error)
-    except CorruptArtifact as error:
-        state, text = "damaged", str(error)
+    except (NewerFormat, CorruptArtifact) as error:
+        state, text = "newer" if isinstance(error, NewerFormat) else "damaged", str(error)
     return Finding(key=key, attempt=attempt, stage=stage, state=state, num_bytes=num_bytes, text=text)
 
 

@@ -1,16 +1,32 @@
-"""The page of a sweep: one table over all points, what each option does, and the points' curves."""
+"""Results of the points of a sweep, and their page: one table over all of them, what each option does, and their
+curves."""
 
+import json
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
 
+from nanodag.config.kind import SCORES
+from nanodag.config.kinds import find_kind
+from nanodag.errors import SourceError
 from nanodag.errors.words import duration
-from nanodag.evaluation.paired import FALSE_ALARMS
+from nanodag.evaluation.paired import FALSE_ALARMS, PairedDifference, holm, paired
 from nanodag.report import words
+from nanodag.report.gather import curve_of, metrics_in
 from nanodag.report.page import PageSection, Part, Report
 from nanodag.report.plots import COLOURS, Panel, panels_svg
 from nanodag.report.tables import Cell, Table
-from nanodag.sweep.points import Sweep, values_of
-from nanodag.sweep.results import PointRow, PointScore
+from nanodag.run.record import Run, StageResult
+from nanodag.store import Artifact
+from nanodag.store.run_record import PointRecord
+from nanodag.sweep.sweep_run import Sweep, values_of
+from nanodag.worker.tracker import numbers_in
+
+log = logging.getLogger(__name__)
 
 # The metrics of a stage that are worth a column, most telling first; True where higher is better.
 TELLING = {"eval_reward": True, "reward": True, "validation_bits_per_byte": False, "validation_loss": False}
@@ -18,6 +34,102 @@ CURVES = {"loss": "Training loss (nats a token)", "validation_bits_per_byte": "V
 RL_CURVES = {"reward": "Reward", "eval_reward": "Reward, held out", "entropy": "Entropy (nats a token)"}
 MAX_METRICS = 4
 LOG_FROM = 20.0  # an option whose largest value is that many times its smallest is drawn over its logarithm
+MAX_CURVES = 6  # as many as there are colours
+
+
+@dataclass(frozen=True, kw_only=True)
+class PointScore:
+    """One benchmark's score of one point, and the difference to the first point that has it, on the same items.
+    adjusted: its p-value, by Holm's correction over all differences of the sweep."""
+
+    benchmark: str
+    metric: str
+    higher_is_better: bool
+    value: float
+    low: float
+    high: float
+    num_items: int
+    difference: PairedDifference | None
+    adjusted: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PointRow:
+    """A point: its stage's artifact, None where it failed; its records, of the first points that did not; scores by
+    `eval: benchmark`."""
+
+    point: PointRecord
+    artifact: Artifact | None
+    records: Path | None
+    scores: dict[str, PointScore]
+
+    @cached_property
+    def metrics(self) -> dict[str, float]:
+        """The numbers that the stage ended with."""
+        return numbers_in(self.artifact.metrics) if self.artifact is not None else {}
+
+    def curve(self, name: str) -> tuple[list[float], list[float]]:
+        """Steps and values of one metric over training."""
+        return curve_of(metrics_in(self.records), name) if self.records is not None else ([], [])
+
+
+def rows_of(sweep: Sweep, run: Run, results: Mapping[str, StageResult]) -> list[PointRow]:
+    """A row a point, in their order. results: stage of the sweep -> its result; what failed is not in it."""
+    rows: list[PointRow] = []
+    first: dict[str, Path] = {}
+    for point in sweep.points:
+        result = results.get(point.stages[sweep.stage])
+        artifact = run.store.attempt(result.key, result.attempt) if result is not None else None
+        scores: dict[str, PointScore] = {}
+        for name, stage in point.stages.items():
+            if stage in results and find_kind(run.pipeline.stages[stage].kind).makes == SCORES:
+                folder = run.store.materialize(run.store.attempt(results[stage].key, results[stage].attempt))
+                scores |= _scores(name, folder, first)
+        records = run.store.records(artifact) if artifact is not None and len(rows) < MAX_CURVES else None
+        rows.append(PointRow(point=point, artifact=artifact, records=records, scores=scores))
+    tested = [(row.scores, label, s.difference) for row in rows for label, s in row.scores.items() if s.difference]
+    for (scores, label, _), p in zip(tested, holm([difference.p_value for *_, difference in tested]), strict=True):
+        scores[label] = replace(scores[label], adjusted=p)
+    return rows
+
+
+def _scores(name: str, folder: Path, first: dict[str, Path]) -> dict[str, PointScore]:
+    """first: benchmark -> samples of the first point that has it; added to."""
+    scores = {}
+    benchmarks = json.loads((folder / "results.json").read_text(encoding="utf-8"))["benchmarks"]
+    for benchmark, values in benchmarks.items():
+        label = f"{name}: {benchmark}"
+        samples = folder / "samples" / f"{benchmark}.jsonl"
+        base = first.setdefault(label, samples)
+        kept = {k: values[k] for k in ("metric", "higher_is_better", "value", "low", "high", "num_items")}
+        difference = _difference(base, samples, values["metric"]) if base != samples else None
+        scores[label] = PointScore(benchmark=benchmark, difference=difference, **kept)
+    return scores
+
+
+def _difference(base: Path, samples: Path, metric: str) -> PairedDifference | None:
+    try:
+        return paired(base, samples, metric)
+    except SourceError as error:  # the points differ in what they were asked
+        log.warning("No comparison with the first point: %s", error)
+        return None
+
+
+def as_json(rows: list[PointRow]) -> list[dict[str, Any]]:
+    return [
+        {
+            "number": row.point.number,
+            "overrides": list(row.point.overrides),
+            "key": row.artifact.key if row.artifact is not None else "",
+            "attempt": row.artifact.attempt if row.artifact is not None else "",
+            "metrics": row.metrics,
+            "scores": {
+                label: {**vars(s), "difference": s.difference.as_json() if s.difference else None}
+                for label, s in row.scores.items()
+            },
+        }
+        for row in rows
+    ]
 
 
 def sweep_report(name: str, sweep: Sweep, rows: Sequence[PointRow]) -> Report:
@@ -118,35 +230,29 @@ def _option_panels(
         places = {row.point.number: float(row.point.number) for row in rows}
         ticks, x_label, lines = [], "point", {"points": list(rows)}
     panels = []
-    for label in labels:
-        scale = 100 if any(words.is_share(row.scores[label].metric) for row in rows if label in row.scores) else 1
-        panels.append(_score_panel(label, lines, places, ticks, x_label, scale))
-    for metric in metrics if not labels else ():
-        drawn = {
-            text: _sorted([(places[r.point.number], r.metrics[metric]) for r in mine if metric in r.metrics])
-            for text, mine in lines.items()
-        }
-        title = metric.replace("_", " ")
-        panels.append(Panel(title=title, x_label=x_label, lines=drawn, marked=tuple(drawn), ticks=ticks))
+    for name in labels or metrics:
+        shown = {row.point.number: _numbers(row, name, is_score=bool(labels)) for row in rows}
+        drawn, intervals = {}, {}
+        for text, mine in lines.items():
+            there = sorted((row.point.number for row in mine if shown[row.point.number]), key=places.__getitem__)
+            drawn[text] = ([places[number] for number in there], [shown[number][0] for number in there])
+            if labels:
+                intervals[text] = ([shown[number][1] for number in there], [shown[number][2] for number in there])
+        is_share = labels and any(words.is_share(row.scores[name].metric) for row in rows if name in row.scores)
+        title = f"{name} (%)" if is_share else name if labels else name.replace("_", " ")
+        panel = Panel(title=title, x_label=x_label, lines=drawn, marked=tuple(drawn), intervals=intervals, ticks=ticks)
+        panels.append(panel)
     return [panel for panel in panels if any(xs for xs, _ in panel.lines.values())]
 
 
-def _score_panel(
-    label: str,
-    lines: Mapping[str, Sequence[PointRow]],
-    places: Mapping[int, float],
-    ticks: Sequence[tuple[float, str]],
-    x_label: str,
-    scale: int,
-) -> Panel:
-    drawn, intervals = {}, {}
-    for text, rows in lines.items():
-        there = sorted((row for row in rows if label in row.scores), key=lambda row: places[row.point.number])
-        scores = [row.scores[label] for row in there]
-        drawn[text] = ([places[row.point.number] for row in there], [scale * s.value for s in scores])
-        intervals[text] = ([scale * s.low for s in scores], [scale * s.high for s in scores])
-    title = f"{label} (%)" if scale == 100 else label
-    return Panel(title=title, x_label=x_label, lines=drawn, marked=tuple(drawn), intervals=intervals, ticks=ticks)
+def _numbers(row: PointRow, name: str, *, is_score: bool) -> tuple[float, ...]:
+    """A point's score with its interval, in percent where it is a share, or its metric; empty where it has none."""
+    if not is_score:
+        return (row.metrics[name],) if name in row.metrics else ()
+    if (score := row.scores.get(name)) is None:
+        return ()
+    scale = 100 if words.is_share(score.metric) else 1
+    return scale * score.value, scale * score.low, scale * score.high
 
 
 def _axis_of(option: str, rows: Sequence[PointRow]) -> tuple[dict[int, float], list[tuple[float, str]], str]:
@@ -174,8 +280,3 @@ def _curve_panels(rows: Sequence[PointRow]) -> list[Panel]:
             smooth = () if metric.startswith(("validation", "eval")) else tuple(lines)
             panels.append(Panel(title=title, x_label="step", lines=lines, smooth=smooth))
     return panels
-
-
-def _sorted(pairs: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    ordered = sorted(pairs)
-    return [x for x, _ in ordered], [y for _, y in ordered]

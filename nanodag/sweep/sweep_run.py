@@ -1,23 +1,186 @@
-"""A sweep as a run: begun, what the store has of it looked up at once, and concluded by its page in the store."""
+"""A sweep as a run: from a grid or a list of overrides to one pipeline in which what points have in common stands once;
+begun, what the store has of it looked up at once, and concluded by its page in the store."""
 
+import itertools
 import json
 import os
 import re
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from nanodag.config import resolve
+from nanodag.config import AnyStage, Pipeline, order_of, resolve
+from nanodag.config.document import parse_yaml
+from nanodag.config.kind import SCORES
+from nanodag.config.kinds import find_kind
+from nanodag.config.pipeline import full_path
+from nanodag.config.resolve import value_of
 from nanodag.errors import ConfigError, StoreBusy
+from nanodag.errors.words import counted
+from nanodag.host.machine import Machine
 from nanodag.nightly.nights import PREFIX as NIGHT
 from nanodag.run.build_stage import key_of, made_from
 from nanodag.run.derived_runs import machine_for, note_page, open_composed, page_key, publish_page
 from nanodag.run.record import Run, StageResult, pipeline_file, result_of, store_of
-from nanodag.store.run_record import RunRecord, SweepRecord
-from nanodag.sweep.points import Sweep, make_sweep
+from nanodag.store import canonical_json
+from nanodag.store.run_record import PointRecord, RunRecord, SweepRecord
 
+MAX_POINTS = 1000
+# What belongs to the sweep as a whole: its points share a store, a server and where data come from.
+SETTINGS = ("preset", "description", "mirror", "store", "server", "nightly", "unchecked")
 PAGE_STAGE = "comparison"
+
+
+class Sweep:
+    """stage: of the preset, what is compared. pipeline: all points' stages. points: in their order. Not a dataclass, so
+    that what carries it about does not look inside."""
+
+    def __init__(self, stage: str, pipeline: Pipeline, points: Sequence[PointRecord]) -> None:
+        self.stage = stage
+        self.pipeline = pipeline
+        self.points = tuple(points)
+
+    @property
+    def names(self) -> list[str]:
+        """The options that points set, in the order given."""
+        return list(dict.fromkeys(name for point in self.points for name in values_of(point)))
+
+
+def values_of(point: PointRecord) -> dict[str, str]:
+    """Options that a point sets: name -> text. Raises ConfigError for an override that is none."""
+    return dict(map(_split, point.overrides))
+
+
+def points_of(grid: Sequence[str], listed: Sequence[Sequence[str]]) -> list[PointRecord]:
+    """Every combination of the grid's values with every listed set of overrides.
+
+    grid: `dotted.name=[value, ...]` each. listed: lists of `dotted.name=value`. Raises ConfigError.
+    """
+    axes = [_axis(text) for text in grid]
+    combined = [(*chosen, *more) for more in (listed or [()]) for chosen in itertools.product(*axes)]
+    if not grid and not listed:
+        raise ConfigError("A sweep needs a grid, as rl.learning_rate=[1e-6,2e-6], or a list of points.")
+    if len(combined) > MAX_POINTS:
+        raise ConfigError(f"The grid has {len(combined)} points; {MAX_POINTS} is the limit. Split it.")
+    return [
+        PointRecord(number=number, overrides=overrides, stages={}) for number, overrides in enumerate(combined, start=1)
+    ]
+
+
+def make_sweep(
+    file: Path,
+    preset: str,
+    overrides: Sequence[str],
+    grid: Sequence[str],
+    listed: Sequence[Sequence[str]],
+    stage: str,
+    *,
+    machine: Machine | None = None,
+) -> Sweep:
+    """Resolve every point, for a machine or this one, and join their pipelines.
+
+    stage: what is compared; empty for the last stage that a point sets an option of. Of the preset's DAG a point has
+    what that stage needs, the stage, and the evals of it. Raises ConfigError for a wrong option, naming the point.
+    """
+    points = points_of(grid, listed)
+    base = resolve(file, preset, overrides, machine=machine).pipeline
+    for point in points:
+        if len({full_path(base.stages, _split(text)[0]) for text in point.overrides}) < len(point.overrides):
+            raise ConfigError(f"Point {point.number} sets an option twice: {', '.join(point.overrides)}.")
+        for name in values_of(point):
+            if name.partition(".")[0] in SETTINGS:
+                raise ConfigError(f"{name!r} belongs to the sweep as a whole; give it beside the grid, not in it.")
+    if not stage:
+        heads = {name.partition(".")[0] for point in points for name in values_of(point)}
+        kinds = {name: find_kind(each.kind) for name, each in base.stages.items()}
+        if not (named := [n for n in order_of(base) if n in heads and not kinds[n].is_about_others]):
+            raise ConfigError(f"No point sets an option of a stage; the stages are {', '.join(base.stages)}.")
+        stage = named[-1]
+    if stage not in base.stages:
+        raise ConfigError(f"Preset {base.preset} has no stage {stage!r}; it has {', '.join(base.stages)}.")
+    if find_kind(base.stages[stage].kind).is_about_others:
+        raise ConfigError(f"Stage {stage} is of kind {base.stages[stage].kind}; sweep over one that makes something.")
+    pipelines = []
+    for point in points:
+        try:
+            pipelines.append(resolve(file, preset, [*overrides, *point.overrides], machine=machine).pipeline)
+        except ConfigError as error:
+            raise ConfigError(f"Point {point.number} ({', '.join(point.overrides)}): {error}") from None
+    stages, points = _joined(pipelines, points, stage)
+    made = base.model_copy(
+        update={"stages": stages, "description": f"Sweep over {stage}, {counted(len(points), 'point')}"}
+    )
+    return Sweep(stage, made, points)
+
+
+def _joined(
+    pipelines: Sequence[Pipeline], points: Sequence[PointRecord], stage: str
+) -> tuple[dict[str, AnyStage], list[PointRecord]]:
+    """One table of stages: equal configs on equal inputs are one stage, which has its name from the preset where all
+    points share it, with the number of the first point that has it where they do not."""
+    identities: list[dict[str, str]] = []
+    variants: dict[str, dict[str, int]] = {}
+    for pipeline, point in zip(pipelines, points, strict=True):
+        by_name: dict[str, str] = {}
+        for name in _needed(pipeline, stage):
+            config = pipeline.stages[name]
+            inputs = {label: by_name[source] for label, source in config.inputs.items()}
+            by_name[name] = canonical_json([name, config.model_dump(mode="json", exclude={"inputs"}), inputs])
+            variants.setdefault(name, {}).setdefault(by_name[name], point.number)
+        identities.append(by_name)
+    digits = len(str(len(points)))
+    stages: dict[str, AnyStage] = {}
+    placed: list[PointRecord] = []
+    for pipeline, point, by_name in zip(pipelines, points, identities, strict=True):
+        names = {}
+        for name, identity in by_name.items():
+            number = f"-{variants[name][identity]:0{digits}d}" if len(variants[name]) > 1 else ""
+            names[name] = f"{name}{number}"
+            config = pipeline.stages[name]
+            inputs = {label: names[source] for label, source in config.inputs.items()}
+            stages.setdefault(names[name], config.model_copy(update={"inputs": inputs}))
+        placed.append(point.changed(stages=names))
+    return stages, placed
+
+
+def _needed(pipeline: Pipeline, stage: str) -> list[str]:
+    """Stages that a stage needs, inputs first, the stage itself, and its evals."""
+    order = order_of(pipeline)
+    stages = {stage}
+    for name in reversed(order):
+        if name in stages:
+            stages |= set(pipeline.stages[name].inputs.values())
+    evals = [
+        name
+        for name, config in pipeline.stages.items()
+        if find_kind(config.kind).makes == SCORES and config.inputs.get("model") == stage
+    ]
+    return [name for name in order if name in stages or name in evals]
+
+
+def _axis(text: str) -> list[str]:
+    """`rl.learning_rate=[1e-6,2e-6]` as one override a value."""
+    name, raw = _split(text)
+    values = parse_yaml(raw, lambda line: f"Grid {text!r:.80}")
+    if not isinstance(values, list) or not values:
+        raise ConfigError(f"Grid {text!r}: give a list of values, as {name}=[1,2].")
+    return [f"{name}={_text(value)}" for value in values]
+
+
+def _text(value: Any) -> str:
+    with suppress(ConfigError):  # as what it is, it would be no YAML
+        if isinstance(value, str) and value_of(f"={value}") == value:
+            return value
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _split(text: str) -> tuple[str, str]:
+    name, equals, raw = text.partition("=")
+    if not equals or not name.strip():
+        raise ConfigError(f"{text!r} is not of the form name=value.")
+    return name.strip(), raw.strip()
 
 
 def begin_sweep(
@@ -31,7 +194,7 @@ def begin_sweep(
     file: str,
     flow_run: str,
 ) -> tuple[Sweep, Run]:
-    """Begin a sweep, or resume the one of that name. Parameters as nanodag.sweep.points.make_sweep has them.
+    """Begin a sweep, or resume the one of that name. Parameters as `make_sweep` has them.
 
     Raises ConfigError, and StoreBusy when another process that is alive runs it.
     """
@@ -105,8 +268,7 @@ def conclude(sweep: Sweep, run: Run, results: Mapping[str, StageResult]) -> Path
     if artifact is None:
         # They draw, and resample: a sweep of which nothing changed needs neither.
         from nanodag.report.page import to_html, to_markdown
-        from nanodag.sweep.results import as_json, rows_of
-        from nanodag.sweep.sweep_page import sweep_report
+        from nanodag.sweep.sweep_page import as_json, rows_of, sweep_report
 
         rows = rows_of(sweep, run, results)
         report = sweep_report(run.name, sweep, rows)

@@ -10,7 +10,7 @@ import sys
 import torch.distributed
 
 from nanodag.children.tree import STARTER
-from nanodag.host.scratch import Scratch
+from nanodag.host.folders import Scratch
 from nanodag.inference.bound_store import BoundStore
 
 

@@ -11,7 +11,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,14 +37,6 @@ class Devices:
     capacity: int
     wanted: int = 1
     least: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeldDevices:
-    """The devices that a stage has got. descriptors: of their locks. numbers: which they are, from 0."""
-
-    descriptors: tuple[int, ...]
-    numbers: tuple[int, ...]
 
 
 def devices_for(*, device: str, num_gpus: int, is_beside: bool, at_once: int = 1, spare_gpus: int = 0) -> Devices:
@@ -75,9 +67,9 @@ def devices_folder(store: Store) -> Path:
 @contextlib.contextmanager
 def hold(
     folder: Path, devices: Devices, *, stop: threading.Event | None = None, step_back_s: float = 0.0
-) -> Iterator[HeldDevices]:
+) -> Iterator[dict[int, int]]:
     """Hold `wanted` devices at once, or `least` of them where others hold the rest, waiting for them; all or none, so
-    that two who wait do not block each other.
+    that two who wait do not block each other. Yields the descriptor of each one's lock by its number, from 0.
 
     folder: where their files lie. stop: set to give up. step_back_s: take only what was free for so long at a stretch,
     so that others go first.
@@ -109,7 +101,7 @@ def hold(
         yield held
 
 
-def named_gpus(numbers: Sequence[int]) -> str:
+def named_gpus(numbers: Iterable[int]) -> str:
     """Devices as a value of CUDA_VISIBLE_DEVICES."""
     gpus = visible_gpus()
     return ",".join(gpus[number] for number in numbers)
@@ -130,17 +122,17 @@ def _lock_file(folder: Path, devices: Devices, number: int) -> Path:
     return folder / f"{devices.name}-{number}.lock"
 
 
-def _try(folder: Path, devices: Devices, numbers: Sequence[int], stack: contextlib.ExitStack) -> HeldDevices | None:
+def _try(folder: Path, devices: Devices, numbers: Sequence[int], stack: contextlib.ExitStack) -> dict[int, int] | None:
     with contextlib.ExitStack() as attempt:
-        got: list[tuple[int, int]] = []
+        got: dict[int, int] = {}
         for number in numbers:
             stream = attempt.enter_context(_lock_file(folder, devices, number).open("a"))
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                got.append((stream.fileno(), number))
+                got[number] = stream.fileno()
             if len(got) == devices.wanted:
                 break
         if len(got) < (devices.least or devices.wanted):
             return None
         stack.enter_context(attempt.pop_all())
-        return HeldDevices(descriptors=tuple(d for d, _ in got), numbers=tuple(n for _, n in got))
+        return got

@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -192,7 +193,6 @@ class MetricsLog:
 
     def __init__(self, job: Job, *, resume_step: int = 0) -> None:
         self._job = job
-        self._started = time.time()
         self._drop_after(resume_step)
         self._stream = job.metrics_path.open("a", encoding="utf-8")
         self._board: Any = None
@@ -225,12 +225,9 @@ class MetricsLog:
             return
         kept = []
         for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                record = json.loads(line)
-            except ValueError:  # the process was killed in the middle of a line
-                continue
-            if record["step"] <= step:
-                kept.append(line)
+            with suppress(ValueError):  # the process was killed in the middle of a line
+                if json.loads(line)["step"] <= step:
+                    kept.append(line)
         write_bytes(path, "".join(line + "\n" for line in kept).encode())
 
 

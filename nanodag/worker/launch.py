@@ -30,6 +30,8 @@ from nanodag.worker.watchdog import STOP_TIMEOUT
 LOG_NAME = "worker.log"
 USAGE_NAME = "usage.jsonl"
 BEGAN_NAME = "began"  # when the try under way began: of one whose watchdog was killed too, nothing else remains
+POLL_S = 0.2
+NICENESS = 10  # of a stage that runs beside another
 SHORTEST_END_S = 10.0  # of a watchdog, however short a stage's own time is
 ENDS_WITHIN = 3  # times stop_timeout_s a watchdog ends: SIGTERM and SIGKILL, for a group and its orphans
 
@@ -95,12 +97,10 @@ def worker_environment(threads: int, *, device: str = "cpu", gpus: str = "") -> 
 
 
 @contextlib.contextmanager
-def _spawned(
-    command: list[str], job: Job, *, environment: Mapping[str, str], niceness: int, hold: Sequence[int]
-) -> Iterator[Child]:
+def _spawned(command: list[str], job: Job, *, environment: Mapping[str, str], hold: Sequence[int]) -> Iterator[Child]:
     """A process under the watchdog; ended with its whole group when the block is left, however it is left."""
     read_end, write_end = os.pipe()
-    stop_timeout_s = job.config.stop_timeout_s
+    stop_timeout_s, niceness = job.config.stop_timeout_s, NICENESS if find_kind(job.config.kind).is_beside else 0
     watched = [sys.executable, "-m", "nanodag.worker.watchdog", str(read_end), str(job.workspace / USAGE_NAME)]
     child = start_child(
         [*watched, str(niceness), *command],
@@ -125,46 +125,35 @@ def _spawned(
         child.kill()
 
 
-def run_worker(
-    module: str,
-    job: Job,
-    *,
-    num_ranks: int = 1,
-    nodes: int = 1,
-    threads: int = 1,
-    device: str = "cpu",
-    gpus: str = "",
-    niceness: int = 0,
-    hold: Sequence[int] = (),
-    watch: Watch | None = None,
-    poll_s: float = 0.2,
-    timeout_s: float = 7 * 24 * 3600.0,
-) -> Result:
-    """Run a stage's worker to its end and return what it published.
+def run_worker(job: Job, *, gpus: str = "", hold: Sequence[int] = (), watch: Watch | None = None) -> Result:
+    """Run a stage's worker to its end, with the processes and time that its config says; returns what it published.
 
     When this call is left by an exception (cancel, Ctrl-C), or once `watch.stop` is set, the worker's whole process
-    group is ended first. hold: file descriptors of locks that must outlive this process until that is done.
+    group is ended first. gpus: as of `worker_environment`. hold: file descriptors of locks that must outlive this
+    process until that is done.
 
     Raises StageFailed, or the class below it that fits (nanodag.worker.failure), with the reason, what to do, the
     workspace and the last log lines when no result was published.
     """
-    watch = watch or Watch()
+    watch, kind, resources = watch or Watch(), find_kind(job.config.kind), job.config.resources
+    num_ranks, nodes = (int(resources.num_ranks), resources.num_nodes) if kind.has_ranks else (1, 1)
+    module, timeout_s = kind.module, job.config.timeout_s
     (job.workspace / "result.json").unlink(missing_ok=True)
     if (code := str(job.context.get("code", ""))) and is_beside(module, Path(code)):
         module = __name__
     command = worker_command(module, write_job(job), num_ranks=num_ranks, nodes=nodes)
-    environment = worker_environment(threads, device=device, gpus=gpus)
+    environment = worker_environment(int(resources.threads), device=str(resources.device), gpus=gpus)
     if nodes == 1 and num_ranks > 1:
         environment.update(network_environment())
-    log_tail, metrics_tail = Tail.from_now(job.workspace / LOG_NAME), Tail.from_now(job.metrics_path)
+    log_tail, metrics_tail = (Tail(path, from_now=True) for path in (job.workspace / LOG_NAME, job.metrics_path))
     last_lines: deque[str] = deque(maxlen=LOOK_BACK_LINES)
     began, oom_kills = time.monotonic(), _num_oom_kills()
     first_metrics = 0.0
     is_over_time = was_asked = False
-    with _spawned(command, job, environment=environment, niceness=niceness, hold=hold) as child:
+    with _spawned(command, job, environment=environment, hold=hold) as child:
         alive = True
         while alive and not (is_over_time or was_asked):
-            alive = not child.wait(poll_s)
+            alive = not child.wait(POLL_S)
             for line in log_tail.lines():
                 last_lines.append(line)
                 watch.on_line(line)

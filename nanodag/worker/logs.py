@@ -81,16 +81,11 @@ def _is_library(name: str) -> bool:
 
 
 class Tail:
-    """New whole lines of a growing file. offset: where they begin; what lies before has been read."""
+    """New whole lines of a growing file. from_now: what it has already is left out."""
 
-    def __init__(self, path: Path, offset: int = 0) -> None:
+    def __init__(self, path: Path, *, from_now: bool = False) -> None:
         self._path = path
-        self._offset = offset
-
-    @classmethod
-    def from_now(cls, path: Path) -> "Tail":
-        """Follow what is written from now on."""
-        return cls(path, path.stat().st_size if path.exists() else 0)
+        self._offset = path.stat().st_size if from_now and path.exists() else 0
 
     def lines(self) -> list[str]:
         """Lines written since the last call."""

@@ -23,7 +23,6 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -56,14 +55,6 @@ PASSED_ON = (
 _LINE = re.compile(r"(?P<name>[^\s-]\S*)\s+slots=(?P<slots>\d+)(?:\s*#.*)?")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Host:
-    """A line of a hostfile. slots: ranks that it has room for."""
-
-    name: str
-    slots: int
-
-
 def hostfile_of(cluster: ClusterConfig) -> Path:
     """The hostfile, its variables filled in here: each job of a cluster's scheduler may have one of its own. Raises
     ConfigError when one of them is not set."""
@@ -73,13 +64,14 @@ def hostfile_of(cluster: ClusterConfig) -> Path:
     return path
 
 
-def read_hostfile(path: Path) -> list[Host]:
-    """The hosts of a file of DeepSpeed's format, in order. Raises ConfigError with the line that is wrong."""
+def read_hostfile(path: Path) -> dict[str, int]:
+    """The hosts of a file of DeepSpeed's format, in order -> their slots, ranks that they have room for. Raises
+    ConfigError with the line that is wrong."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise ConfigError(f"The hostfile {path} (cluster.hostfile) cannot be read: {error}.") from error
-    hosts: list[Host] = []
+    hosts: dict[str, int] = {}
     for number, line in enumerate(lines, start=1):
         text = line.strip()
         if not text or text.startswith("#"):
@@ -87,30 +79,30 @@ def read_hostfile(path: Path) -> list[Host]:
         match = _LINE.fullmatch(text)
         if match is None:
             raise ConfigError(f"{path}, line {number}: {text!r} is not of the form `worker-1 slots=8`.")
-        if any(host.name == match["name"] for host in hosts):
+        if match["name"] in hosts:
             raise ConfigError(f"{path}, line {number}: {match['name']} is there twice; give its slots in one line.")
-        hosts.append(Host(name=match["name"], slots=int(match["slots"])))
+        hosts[match["name"]] = int(match["slots"])
     return hosts
 
 
-def chosen(path: Path, *, nodes: int, ranks_per_node: int) -> list[Host]:
+def chosen(path: Path, *, nodes: int, ranks_per_node: int) -> list[str]:
     """The hosts of a stage, out of a hostfile: this machine, then the first others with room for its ranks.
 
     Raises ConfigError as `read_hostfile`, and when this machine is not among them, or too few have room.
     """
     hosts = read_hostfile(path)
     names = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses} | _own_names()
-    here = [host for host in hosts if host.name in names]
+    here = [host for host in hosts if host in names]
     if not here:
         raise ConfigError(
             f"{path} (cluster.hostfile) does not name this machine ({', '.join(sorted(_own_names()))}, or one of its "
             "addresses). Start the run on one of its hosts: rank 0 runs where the run does."
         )
-    candidates = [host for host in [here[0], *(h for h in hosts if h not in here)] if host.slots >= ranks_per_node]
+    candidates = [host for host in [here[0], *(h for h in hosts if h not in here)] if hosts[host] >= ranks_per_node]
     if here[0] not in candidates or len(candidates) < nodes:
         raise ConfigError(
             f"The stage takes {counted(nodes, 'node')} with {counted(ranks_per_node, 'rank')} each, "
-            f"this machine among them; {path} has {', '.join(f'{host.name} slots={host.slots}' for host in hosts)}. "
+            f"this machine among them; {path} has {', '.join(f'{name} slots={n}' for name, n in hosts.items())}. "
             "Lower resources.nodes or num_ranks."
         )
     return candidates[:nodes]
@@ -155,7 +147,7 @@ class Nodes:
         self.end_timeout_s = job.config.stop_timeout_s + OVER_STOP_S
         path = hostfile_of(self._cluster)
         self._hosts = chosen(path, nodes=self._num_nodes, ranks_per_node=self._ranks_per_node)
-        self.address = seen_address(self._hosts[1].name)
+        self.address = seen_address(self._hosts[1])
         self._port = free_port(self.address)
         self._token = secrets.token_hex(8)
         self._others: dict[str, Child] = {}
@@ -186,7 +178,7 @@ class Nodes:
         # A session of its own: torchrun that is told twice to end leaves its ranks alone in the middle of it.
         begin = partial(killed_with_parent, os.getpid())
         here = start_child(self.command(0, module), environment=env, preexec_fn=begin)
-        return {self._hosts[0].name: here, **self._others}
+        return {self._hosts[0]: here, **self._others}
 
     def end(self) -> None:
         """Have the other nodes end what they run, and wait until they have."""
@@ -206,13 +198,13 @@ class Nodes:
                 leave_stopped()
             for number, host in list(waiting.items()):
                 if address_of(self._up_path(number), self._token):
-                    log.info("Node %d: %s", number, host.name)
+                    log.info("Node %d: %s", number, host)
                     del waiting[number]
-                elif host.name not in began:
-                    began[host.name] = time.monotonic()
-                    self._others[host.name] = start_there(
+                elif host not in began:
+                    began[host] = time.monotonic()
+                    self._others[host] = start_there(
                         self._cluster,
-                        host.name,
+                        host,
                         self.command(number, module),
                         environment,
                         address=self.address,
@@ -221,23 +213,23 @@ class Nodes:
                         token=self._token,
                     )
                 else:
-                    code = _code_of(self._others[host.name])
+                    code = _code_of(self._others[host])
                     self._refuse_if_in_vain(host, code, deadline)
-                    if code is not None and time.monotonic() - began[host.name] > AGAIN_AFTER_S:
-                        log.info("Node %d, %s: not reached (code %d); once more", number, host.name, code)
-                        self._others.pop(host.name).hang_up(0.0)
-                        del began[host.name]
+                    if code is not None and time.monotonic() - began[host] > AGAIN_AFTER_S:
+                        log.info("Node %d, %s: not reached (code %d); once more", number, host, code)
+                        self._others.pop(host).hang_up(0.0)
+                        del began[host]
             time.sleep(0.05)
 
-    def _refuse_if_in_vain(self, host: Host, code: int | None, deadline: float) -> None:
+    def _refuse_if_in_vain(self, host: str, code: int | None, deadline: float) -> None:
         """code: what its command ended with, None while it has not ended."""
         if code == NOT_SHARED_EXIT_CODE:
-            raise ConfigError(f"{host.name} has no folder {self._workspace}. {SHARE_IT}")
+            raise ConfigError(f"{host} has no folder {self._workspace}. {SHARE_IT}")
         if time.monotonic() > deadline:
-            command = shlex.join(reaching(self._cluster, host.name))
+            command = shlex.join(reaching(self._cluster, host))
             how = "has not ended" if code is None else f"ended with code {code}"
             raise NodeLost(
-                f"{host.name} could not be reached in {REACH_TIMEOUT_S:.0f} s: `{command}` {how}. See that it works by "
+                f"{host} could not be reached in {REACH_TIMEOUT_S:.0f} s: `{command}` {how}. See that it works by "
                 "hand, without a password."
             )
 
@@ -291,7 +283,7 @@ def sampler_hosts(cluster: ClusterConfig, resources: Resources, count: int) -> l
     """The hosts of samplers that have nodes of their own: those after the trainer's. Raises as `chosen`."""
     each = int(resources.num_ranks) // resources.num_nodes
     hosts = chosen(hostfile_of(cluster), nodes=resources.num_nodes + count, ranks_per_node=each)
-    return [host.name for host in hosts[resources.num_nodes :]]
+    return hosts[resources.num_nodes :]
 
 
 def _wait_for_all(processes: Mapping[str, Child]) -> int:

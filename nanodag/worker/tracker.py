@@ -17,7 +17,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,52 +74,45 @@ def urls_in(folder: Path) -> dict[str, str]:
     return {name: state["url"] for name, state in known.items() if state["url"]}
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunRequest:
-    """A tracker's run as it is asked for. settings: with group, name and id filled in. folder: for files of the
-    tracker's own. config: the stage's resolved one, with what it belongs to under `nanodag`."""
-
-    settings: TrackingConfig
-    config: Mapping[str, Any]
-    folder: Path
-
-
-def _open_wandb(asked: RunRequest) -> tuple[Any, str]:
+def _open_wandb(settings: TrackingConfig, config: Mapping[str, Any], folder: Path) -> tuple[Any, str]:
     import wandb
 
-    asked.folder.mkdir(parents=True, exist_ok=True)
-    settings = asked.settings
+    folder.mkdir(parents=True, exist_ok=True)
     run = wandb.init(
         project=settings.project,
         entity=None if settings.entity == "none" else settings.entity,
         group=settings.group,
-        job_type=asked.config["kind"],
+        job_type=config["kind"],
         name=settings.name,
         id=settings.id,
         resume="allow",
         tags=list(settings.tags),
-        config=dict(asked.config),
-        dir=str(asked.folder),
+        config=dict(config),
+        dir=str(folder),
         mode="offline" if settings.mode == "offline" else None,  # None leaves it to WANDB_MODE
         settings=wandb.Settings(console="off", silent=True),
     )
     return run, "" if run.offline else run.url or ""
 
 
-def _open_trackio(asked: RunRequest) -> tuple[Any, str]:
+def _open_trackio(settings: TrackingConfig, config: Mapping[str, Any], folder: Path) -> tuple[Any, str]:
     import trackio
 
-    settings = asked.settings
     # It has no fields for these.
-    about = {"name": settings.name, "kind": asked.config["kind"], "tags": list(settings.tags)}
-    config = {**asked.config, "nanodag": {**asked.config["nanodag"], **about}}
+    about = {"name": settings.name, "kind": config["kind"], "tags": list(settings.tags)}
+    config = {**config, "nanodag": {**config["nanodag"], **about}}
     run = trackio.init(project=settings.project, name=settings.id, group=settings.group, config=config, resume="allow")
     space = os.environ.get("TRACKIO_SPACE_ID", "")
     return run, f"https://huggingface.co/spaces/{space}" if space else ""
 
 
-OPENED_BY: Mapping[str, Callable[[RunRequest], tuple[Any, str]]] = {"wandb": _open_wandb, "trackio": _open_trackio}
-"""What opens a tracker's run: one with `log(metrics, step)` and `finish()`, and its URL."""
+OPENED_BY: Mapping[str, Callable[[TrackingConfig, Mapping[str, Any], Path], tuple[Any, str]]] = {
+    "wandb": _open_wandb,
+    "trackio": _open_trackio,
+}
+"""What opens a tracker's run: one with `log(metrics, step)` and `finish()`, and its URL. It is given the settings with
+group, name and id filled in; the stage's config, with what it belongs to under `nanodag`; and a folder for its files.
+"""
 
 
 def _logged(name: str, line: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,33 +126,30 @@ def _logged(name: str, line: Mapping[str, Any]) -> dict[str, Any]:
     return logged
 
 
-def request_of(job: Mapping[str, Any], *, build: str) -> RunRequest:
-    """Request of a job.json to its trackers. build: tells this build of the stage from others."""
+def request_of(job: Mapping[str, Any], *, build: str) -> tuple[TrackingConfig, dict[str, Any], Path]:
+    """Settings, config and folder that a job.json asks its trackers for a run with. build: tells this build of the
+    stage from others."""
     context, stage = job["context"], job["config"]
     settings = TrackingConfig.model_validate(context["tracking"])
     about = {"run": job["run"], "stage": job["name"], "kind": stage["kind"], "preset": context["preset"]}
     of_run = {field: filled(getattr(settings, field), **about, build=build) for field in ("group", "name", "id")}
     of_run["id"] = re.sub(r"[^A-Za-z0-9_-]", "-", of_run["id"])
-    return RunRequest(
-        settings=settings.model_copy(update=of_run),
-        config={**stage, "nanodag": {**about, "key": Path(job["workspace"]).name}},
-        folder=Path(context["trackers_folder"]),
-    )
+    config = {**stage, "nanodag": {**about, "key": Path(job["workspace"]).name}}
+    return settings.model_copy(update=of_run), config, Path(context["trackers_folder"])
 
 
 def follow(name: str, workspace: Path, is_done: Callable[[], bool]) -> None:
     """Pass a stage's metrics on to one tracker, until is_done, which waits a while each time, says that all are
     written. What was passed on before, by the process of an earlier try, is left out."""
     job = json.loads((workspace / "job.json").read_text())
-    request, path = request_of(job, build=secrets.token_hex(4)), workspace / FOLDER / f"{name}.json"
+    (settings, config, folder), path = request_of(job, build=secrets.token_hex(4)), workspace / FOLDER / f"{name}.json"
     if path.exists():
         state = json.loads(path.read_text())
     else:
-        state = {"id": request.settings.id, "url": "", "step": -1}
+        state = {"id": settings.id, "url": "", "step": -1}
         path.parent.mkdir(exist_ok=True)
         write_json(path, state)  # before the run is opened: whoever is killed in between continues it all the same
-    settings = request.settings.model_copy(update={"id": state["id"]})
-    run, url = OPENED_BY[name](replace(request, settings=settings))
+    run, url = OPENED_BY[name](settings.model_copy(update={"id": state["id"]}), config, folder)
     write_json(path, state := state | {"url": url})
     if url:
         log.info("%s: %s", name, url)

@@ -23,7 +23,7 @@ def test_a_hostfile_is_read_as_deepspeed_reads_it(tmp_path):
     path.write_text("\n# the first rack\nworker-1 slots=4\n\nworker-2   slots=8\n")
     oracle = "import sys; from deepspeed.launcher.runner import fetch_hostfile as f; print(dict(f(sys.argv[1])))"
     done = subprocess.run([sys.executable, "-c", oracle, str(path)], capture_output=True, text=True, check=True)
-    assert str({host.name: host.slots for host in read_hostfile(path)}) == done.stdout.splitlines()[-1]
+    assert str(read_hostfile(path)) == done.stdout.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -40,8 +40,7 @@ def test_this_machine_comes_first_and_hosts_without_room_are_passed_over(monkeyp
     monkeypatch.setattr(nodes, "_own_names", lambda: {"b"})
     hostfile = tmp_path / "hostfile"
     hostfile.write_text("a slots=8\nsmall slots=1\nb slots=8\nc slots=8\n")
-    found = chosen(hostfile, nodes=3, ranks_per_node=8)
-    assert [host.name for host in found] == ["b", "a", "c"]
+    assert chosen(hostfile, nodes=3, ranks_per_node=8) == ["b", "a", "c"]
     with pytest.raises(ConfigError, match="takes 4 nodes with 8 ranks each"):
         chosen(hostfile, nodes=4, ranks_per_node=8)
     monkeypatch.setattr(nodes, "_own_names", lambda: {"elsewhere"})

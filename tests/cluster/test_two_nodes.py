@@ -34,7 +34,7 @@ from nanodag.worker.job import read_job
 job = read_job(Path(sys.argv[1]))
 for attempt in (1, 2):
     try:
-        run_worker("nanodag.train", job, num_ranks=2, nodes=2)
+        run_worker(job)
         break
     except StageInterrupted as error:
         print(f"attempt {attempt}: {error}", flush=True)

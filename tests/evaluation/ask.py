@@ -10,4 +10,4 @@ from nanodag.worker.launch import run_worker
 
 if __name__ == "__main__":
     writing.REPLICA_FLOPS = 1.0
-    run_worker("nanodag.evaluation", read_job(Path(sys.argv[1])), poll_s=0.02)
+    run_worker(read_job(Path(sys.argv[1])))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from nanodag.children.reaper import keep
+from nanodag.children.tree import keep
 
 FAKE = Path(__file__)
 KEPT = []

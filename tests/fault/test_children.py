@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from nanodag.children.child import start_child
-from nanodag.children.reaper import KILL
+from nanodag.children.tree import KILL
 from tests.fault.processes import is_running, wait_until
 
 ECHO = "import socket, sys; s = socket.socket(fileno=int(sys.argv[1])); [s.sendall(said) for said in s.makefile('rb')]"
@@ -78,7 +78,7 @@ def keep(ended):
 
 PROGRAM = """
 import os, subprocess, sys, time
-from nanodag.children.reaper import keep
+from nanodag.children.tree import keep
 keep(os.getppid())
 child = subprocess.Popen(["sleep", "600"], start_new_session=True)
 print(os.getpid(), child.pid, flush=True)

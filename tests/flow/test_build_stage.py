@@ -17,7 +17,7 @@ from nanodag.errors import ConfigError, StageFailed, StageKilled, StageStopped, 
 from nanodag.run.build_stage import build_stage
 from nanodag.run.progress import progress_of
 from nanodag.run.retention import RetentionPolicy, plan
-from nanodag.worker.launch import begin_try, usage_of
+from nanodag.worker.launch import Watch, begin_try, usage_of
 from tests.fault.processes import pids_in, wait_for_step, wait_until
 from tests.flow.tiny_runs import opened
 
@@ -79,7 +79,7 @@ def test_a_builder_that_is_killed_frees_its_key_for_the_one_that_waits(project, 
     run = opened()
     workspace = wait_for_step(run, "tokenizer", 2, of="s")
     seen = []
-    thread = threading.Thread(target=lambda: build_stage(run, "tokenizer", {}, on_metrics=seen.append))
+    thread = threading.Thread(target=lambda: build_stage(run, "tokenizer", {}, watch=Watch(on_metrics=seen.append)))
     thread.start()
     builder.kill()
     builder.wait()
@@ -100,7 +100,7 @@ def test_a_stopped_stage_goes_on_from_its_checkpoint(run, tell, begun, capsys):
     tell("tokenizer", "")
     run.stop.clear()
     seen = []
-    result = build_stage(run, "tokenizer", {}, on_metrics=seen.append)
+    result = build_stage(run, "tokenizer", {}, watch=Watch(on_metrics=seen.append))
     assert [line["step"] for line in seen] == [3, 4] and seen[0]["resumed_from"] == 2
     cost, entry = run.store.attempt(result.key, result.attempt).cost, run.entry("tokenizer")
     assert cost["num_attempts"] == 2 and 0 < cost["earlier_seconds"] < cost["seconds"]

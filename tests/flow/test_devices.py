@@ -38,7 +38,7 @@ def taken(folder, devices, timeout_s=0.5):
     threading.Timer(timeout_s, stop.set).start()
     try:
         with hold(folder, devices, stop=stop) as held:
-            return held.numbers
+            return tuple(held)
     except StageStopped:
         return None
 
@@ -46,7 +46,7 @@ def taken(folder, devices, timeout_s=0.5):
 def test_who_wants_several_gets_them_all_or_waits(tmp_path):
     two, three = Devices(name="gpu", capacity=4, wanted=2), Devices(name="gpu", capacity=4, wanted=3)
     with hold(tmp_path, two) as first:
-        assert first.numbers == (0, 1)
+        assert tuple(first) == (0, 1)
         assert taken(tmp_path, three) is None
         assert taken(tmp_path, two) == (2, 3)
     assert taken(tmp_path, three) == (0, 1, 2)
@@ -62,7 +62,7 @@ def test_stages_that_score_do_not_take_the_device_of_those_that_train(tmp_path):
 def test_who_may_train_several_at_once_leaves_the_first_device_to_others(tmp_path):
     one, three = (devices_for(device="cpu", num_gpus=1, is_beside=False, at_once=n) for n in (1, 3))
     with hold(tmp_path, one), hold(tmp_path, three) as second, hold(tmp_path, three) as third:
-        assert (second.numbers, third.numbers) == ((1,), (2,))
+        assert (tuple(second), tuple(third)) == ((1,), (2,))
         assert taken(tmp_path, three) is None
 
 
@@ -168,5 +168,5 @@ def test_an_evaluation_takes_the_gpus_of_one_server_and_those_of_the_others_wher
     with hold(tmp_path, three):
         assert taken(tmp_path, devices) == (3,)
         with hold(tmp_path, devices) as last:
-            assert last.numbers == (3,)
+            assert tuple(last) == (3,)
             assert taken(tmp_path, devices) is None

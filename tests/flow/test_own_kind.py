@@ -15,7 +15,7 @@ from nanodag.config import resolve
 from nanodag.config.kinds import installed, recorded_kind, shipped
 from nanodag.errors import ConfigError, SourceError
 from nanodag.host.machine import machine_of
-from nanodag.nightly.choose import choose
+from nanodag.nightly.nights import choose
 from nanodag.plan.make import plan_of
 from nanodag.run.build_stage import build_stage, key_of
 from nanodag.run.preflight_checks import Checks

@@ -6,7 +6,7 @@ from nanodag.config import Pipeline
 from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import ArtifactNotFound, ConfigError
 from nanodag.host.machine import detect
-from nanodag.nightly.choose import choose, night_pipeline
+from nanodag.nightly.nights import choose, night_pipeline
 from tests.nightly.made_nights import STAGES, write_run
 from tests.run_records import stage_record
 

@@ -3,7 +3,7 @@
 import pytest
 
 from nanodag.evaluation.paired import holm
-from nanodag.nightly.compare import compare
+from nanodag.nightly.findings import compare
 from tests.nightly.made_nights import night_record
 
 RIGHT, WRONG = [1], [0]

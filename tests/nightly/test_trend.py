@@ -5,8 +5,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from nanodag.nightly.compare import compare
-from nanodag.nightly.trend import dates_below, trend_report
+from nanodag.nightly.findings import compare, dates_below, trend_report
 from nanodag.report.page import to_html, to_markdown
 from tests.nightly.made_nights import night_record
 

@@ -47,7 +47,7 @@ def played(server: ForkServer, steps: int = 3) -> list[dict]:
 def test_a_process_that_the_environment_starts_when_it_is_made_lives_as_long_as_it():
     server = server_of("Unmade", how="forks")
     played(server, steps=2)
-    helper = min(psutil.Process(server.pid).children(), key=lambda one: one.create_time())
+    helper = min(psutil.Process(server._child.pid).children(), key=lambda one: one.create_time())
     assert helper.is_running()  # an episode may be there, too, which is not yet reaped
     server.close()
     assert not helper.is_running()
@@ -56,11 +56,11 @@ def test_a_process_that_the_environment_starts_when_it_is_made_lives_as_long_as_
 def test_each_episode_begins_with_the_same_random_numbers_also_in_a_process_that_was_started_again():
     server = server_of("Echo", rounds=5)
     first = played(server)
-    assert "rounds" not in " ".join(psutil.Process(server.pid).cmdline()), "anybody may read it"
-    killed = psutil.Process(server.pid)
+    assert "rounds" not in " ".join(psutil.Process(server._child.pid).cmdline()), "anybody may read it"
+    killed = psutil.Process(server._child.pid)
     killed.kill()
     psutil.wait_procs([killed], timeout=20)
-    assert played(server) == first and server.pid != killed.pid
+    assert played(server) == first and server._child.pid != killed.pid
     server.close()
     assert first[1]["info"]["components"]["noise"] != first[2]["info"]["components"]["noise"]
 
@@ -81,7 +81,7 @@ def test_an_environment_that_cannot_be_made_is_an_error_of_the_config(path, opti
     for _ in range(2):  # the second time it is not tried again
         with pytest.raises(ConfigError, match=reason):
             server.fork()
-    assert server.pid == 0
+    assert server._child is None
 
 
 def hear(found, *call_ids, may_be_none=False):

@@ -24,8 +24,8 @@ from starlette.routing import Route
 from nanodag.api.application import EXCEPTIONS
 from nanodag.api.refusals import Refused
 from nanodag.api.slow_requests import WholeRequests
+from nanodag.host.folders import Scratch
 from nanodag.host.ports import LOOPBACK
-from nanodag.host.scratch import Scratch
 from nanodag.host.threads import MadeOnce
 from nanodag.inference.access_checks import DEFAULT_MAX_BODY_BYTES, Doors
 from nanodag.rl.environments.agent_session import Session, gone
