@@ -17,8 +17,7 @@ from nanodag.api.metrics import AccessLog, Metrics
 from nanodag.api.refusals import Refused, refusal_of
 from nanodag.api.served_model import Limits, ServedModel
 from nanodag.errors import SamplerError
-from nanodag.inference.access_checks import Doors, is_health
-from nanodag.inference.disconnects import HANDLERS
+from nanodag.inference.access_checks import HANDLERS, Doors, is_health
 
 
 def application(

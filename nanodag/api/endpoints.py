@@ -31,7 +31,7 @@ from nanodag.api.refusals import UNAVAILABLE, Refused, refusal_of
 from nanodag.api.replies import ChatReply, CompletionReply, Reply, usage
 from nanodag.api.served_model import Limits, ServedModel, model_named
 from nanodag.api.tool_format import Reader
-from nanodag.inference.disconnects import left_unless_read, unless_left
+from nanodag.inference.access_checks import left_unless_read, unless_left
 from nanodag.inference.protocol import Request, SamplingParams
 from nanodag.tokenizer.bounds import TooManyTokens, bounded
 

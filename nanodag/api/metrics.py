@@ -18,7 +18,7 @@ from nanodag.api.parallel_samples import SampledChoice
 from nanodag.api.replies import usage
 from nanodag.api.served_model import ServedModel
 from nanodag.errors.words import counted
-from nanodag.inference.disconnects import CLIENT_CLOSED_REQUEST
+from nanodag.inference.access_checks import CLIENT_CLOSED_REQUEST
 
 log = logging.getLogger(__name__)  # at INFO
 

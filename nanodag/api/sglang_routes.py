@@ -14,14 +14,13 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from nanodag.api.bodies import json_object
 from nanodag.api.refusals import Refused
 from nanodag.api.served_model import Limits, ServedModel, model_named
 from nanodag.engines.fleet import Fleet
 from nanodag.errors import SamplerLost
+from nanodag.inference.access_checks import left_unless_read, unless_left
 from nanodag.inference.client import LOST
-from nanodag.inference.disconnects import left_unless_read, unless_left
-from nanodag.inference.protocol import SamplingParams
+from nanodag.inference.protocol import SamplingParams, json_object
 from nanodag.tokenizer.bounds import TooManyTokens, bounded
 
 READ = ("/model_info", "/get_model_info", "/server_info", "/get_server_info", "/health_generate")

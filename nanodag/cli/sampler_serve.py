@@ -9,15 +9,13 @@ from pydantic import ValidationError
 from nanodag.cli.serve import found_model
 from nanodag.config.derive_sampler import engine_of, this_machine
 from nanodag.errors import ConfigError
-from nanodag.host.ports import LOOPBACK
 from nanodag.inference.engine_settings import EngineSettings
-from nanodag.inference.keys import read_keys
+from nanodag.inference.keys import keys_for
 from nanodag.inference.number_formats import DTYPES
 from nanodag.inference.sglang_install import Device
 from nanodag.inference.sglang_options import Option
 from nanodag.model.architecture import check_sglang
 
-HERE = (LOOPBACK, "localhost", "::1")
 EMBEDDED = ("max_batch", "cache_bytes", "threads", "seed", "max_body_bytes", "max_text_bytes", "stream_every_s")
 OWN = ("model-path", "model", "host", "port", "token", "api-key", "admin-api-key", "weight-version")
 
@@ -61,7 +59,7 @@ def served_by(
         further |= {"deterministic": device == "cpu" if deterministic is None else deterministic, "allow_host": names}
     else:
         further = {"options": further}
-    token = _key(host, key_file)
+    token = next(iter(keys_for(host, Path(key_file) if key_file else None)), "")
     run, colon, stage = model.rpartition(":")
     is_run = bool(colon) and "/" not in model
     _, folder = found_model(run, stage, file) if is_run else found_model(model, "", file)
@@ -75,17 +73,6 @@ def served_by(
     except ValidationError as error:
         wrong = "; ".join(f"{problem['loc'][0]}: {problem['msg']}" for problem in error.errors())
         raise ConfigError(f"--option {wrong}.") from error
-
-
-def _key(host: str, key_file: str) -> str:
-    if key_file:
-        return read_keys(Path(key_file).expanduser(), named="--api-key-file")[0]
-    if host not in HERE:
-        raise ConfigError(
-            f"--host {host} is within reach of others: name the file of a key with --api-key-file, or serve on "
-            f"{LOOPBACK}."
-        )
-    return ""
 
 
 def _option(text: str) -> tuple[str, Option]:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from nanodag.errors import ConfigError
 
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 LEAST_KEY = 16
 """Characters of a key that a server of ours takes."""
 
@@ -24,3 +25,15 @@ def read_keys(path: Path, *, named: str, least: int = LEAST_KEY) -> list[str]:
             "openssl rand -hex 24"
         )
     return keys
+
+
+def keys_for(host: str, file: Path | None) -> list[str]:
+    """The keys of the file that --api-key-file names, none without one. Raises ConfigError as `read_keys` does, and
+    where there is no file and anybody could ask at the address."""
+    if file is not None:
+        return read_keys(file.expanduser(), named="--api-key-file")
+    if host not in LOOPBACK:
+        raise ConfigError(
+            f"--host {host} is within reach of others: name a file of keys with --api-key-file, or serve on 127.0.0.1."
+        )
+    return []

@@ -28,7 +28,7 @@ from starlette.types import ExceptionHandler, Receive, Scope, Send
 from nanodag import __version__
 from nanodag.errors import BadRequest, SamplerError
 from nanodag.host.processor import numerics
-from nanodag.inference.disconnects import HANDLERS, unless_left
+from nanodag.inference.access_checks import HANDLERS, unless_left
 from nanodag.inference.protocol import (
     AbortBody,
     Completion,

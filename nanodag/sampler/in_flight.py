@@ -6,12 +6,11 @@ from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
-from pydantic_core import from_json
 from starlette.requests import Request as HttpRequest
 from starlette.routing import Route
 
 from nanodag.errors import BadRequest
-from nanodag.inference.protocol import Body, parse_body
+from nanodag.inference.protocol import Body, json_object, parse_body
 from nanodag.sampler.engine_loop import EngineLoop
 
 Result = TypeVar("Result")
@@ -76,10 +75,4 @@ def routes(method: str, endpoints: Iterable[Callable]) -> list[Route]:
 async def body_of(http: HttpRequest, model: type[Body]) -> Body:
     """The validated body of a request; an empty one counts as {}. Raises BadRequest with what is wrong."""
     raw = await http.body()
-    try:
-        content = from_json(raw, allow_inf_nan=False) if raw else {}
-    except ValueError as error:
-        raise BadRequest(f"the body is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise BadRequest(f"the body must be a JSON object, not a {type(content).__name__}")
-    return parse_body(model, content)
+    return parse_body(model, json_object(raw) if raw else {})

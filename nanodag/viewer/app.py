@@ -2,7 +2,6 @@
 
 import re
 import secrets
-import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +13,8 @@ from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-from nanodag.errors import ConfigError, NanodagError
+from nanodag.errors import NanodagError
+from nanodag.inference.access_checks import bound_socket
 from nanodag.report.page import TEMPLATES
 from nanodag.report.words import legible, shortened
 from nanodag.rl.rollouts.rollout_files import Shelf
@@ -81,14 +81,7 @@ def serve(shelf: Shelf, *, port: int, query: Mapping[str, str]) -> None:
     when the port is taken; port 0 takes a free one."""
     import uvicorn
 
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((HOST, port))
-        except OSError as error:
-            raise ConfigError(
-                f"Port {port} of {HOST} cannot be had ({error.strerror}); choose another with --port."
-            ) from error
+    with bound_socket(HOST, port) as listener:
         address = f"http://{HOST}:{listener.getsockname()[1]}" + (f"/?{urlencode(query)}" if query else "")
         print(f"Rollouts of {shelf.run}, stage {shelf.stage}: {address}", flush=True)
         print("Ctrl-C ends it.", flush=True)
