@@ -43,8 +43,7 @@ from nanodag.inference.protocol import (
 )
 from nanodag.sampler.device import held_memory, traced
 from nanodag.sampler.engine import Engine
-from nanodag.sampler.engine_loop import EngineLoop
-from nanodag.sampler.in_flight import Traffic, body_of, routes
+from nanodag.sampler.engine_loop import EngineLoop, Traffic, body_of, routes
 from nanodag.sampler.slots import ActiveRequest
 from nanodag.sampler.weight_endpoints import WeightEndpoints
 

@@ -11,7 +11,7 @@ Deterministic mode. The compiled code sums in one order whatever runs beside. In
 depend on which other slots are busy, on its own number, or on how far the cache is read for a longer neighbour. So
 prompts are run one at a time; attention reads the cache in chunks of fixed size whose partial sums are added in order,
 so that a chunk which is masked away adds exactly zero; and ``rows`` takes only values for which this machine's kernels
-were seen to give the same bits in every row (``invariance.py``).
+were seen to give the same bits in every row (``steps.py``).
 
 Letters: B slots, R rows in use, L tokens of the cache that are read, C capacity of a slot, P prompts, T prompt tokens,
 H hidden, Q query heads, K key/value heads, G = Q / K, D head, F intermediate, V vocabulary padded to a multiple of 64.

@@ -33,8 +33,8 @@ from nanodag.inference.weight_bodies import (
     WeightsCheckerBody,
 )
 from nanodag.sampler.engine import Engine
+from nanodag.sampler.engine_loop import Traffic, body_of, routes
 from nanodag.sampler.fingerprints import fingerprints_of, overall
-from nanodag.sampler.in_flight import Traffic, body_of, routes
 from nanodag.sampler.shared_tensors import opened
 from nanodag.sampler.transformers_sampler import ClassWeightsBuilder
 from nanodag.sampler.weight_group import WeightGroup, find_store, split
