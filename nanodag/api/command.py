@@ -17,13 +17,12 @@ import uvicorn
 from starlette.routing import BaseRoute
 
 from nanodag.api import metrics as api_metrics
-from nanodag.api.application import application
+from nanodag.api.application import WholeRequests, application
 from nanodag.api.follow import Followed, follow
 from nanodag.api.launching import served_model, with_its_context
 from nanodag.api.metrics import Metrics
 from nanodag.api.served_model import Limits, ServedModel
 from nanodag.api.sglang_routes import passed_on
-from nanodag.api.slow_requests import WholeRequests
 from nanodag.engines.fleet import Fleet
 from nanodag.errors import ConfigError, NanodagError
 from nanodag.errors.words import counted

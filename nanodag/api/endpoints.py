@@ -23,9 +23,8 @@ from nanodag.api.bodies import (
     TokenizeBody,
     parse_body,
 )
-from nanodag.api.choice import ParsedAnswer
+from nanodag.api.choice import Answering, ParsedAnswer, SampledChoice
 from nanodag.api.metrics import SAMPLES, Metrics
-from nanodag.api.parallel_samples import Answering, SampledChoice
 from nanodag.api.prompt_rendering import ChatPrompt, chat_prompt
 from nanodag.api.refusals import UNAVAILABLE, Refused, refusal_of
 from nanodag.api.replies import ChatReply, CompletionReply, Reply, usage

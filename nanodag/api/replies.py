@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from nanodag.api.bodies import ChatBody, CompletionBody
-from nanodag.api.choice import CallPart, New, ScoredToken
-from nanodag.api.parallel_samples import SampledChoice
+from nanodag.api.choice import CallPart, New, SampledChoice, ScoredToken
 from nanodag.api.prompt_rendering import is_forced
 from nanodag.api.served_model import ServedModel
 from nanodag.api.token_text import Decoding, TokenText

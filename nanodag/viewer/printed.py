@@ -7,9 +7,15 @@ from rich.text import Text
 
 from nanodag.report.words import legible, shortened
 from nanodag.rl.rollouts.rollout_files import Read
-from nanodag.viewer.sample_view import Branch, Painter
+from nanodag.viewer.sample_view import Branch, Painter, grouped
 
 SAID_LENGTH, HEARD_LENGTH, PROMPT_LENGTH = 2000, 400, 1000  # letters
+
+
+def first_samples(reads: Sequence[Read], most: int) -> list[Read]:
+    """Rollouts of the first samples, with all of their sequences, the samples of a prompt together."""
+    samples = [sample for group in grouped(reads, "group_id") for sample in grouped(group, "sample_index")]
+    return [read for sample in samples[:most] for read in sample]
 
 
 def lines_of(painter: Painter, reads: Sequence[Read]) -> Iterator[Text]:

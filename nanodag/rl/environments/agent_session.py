@@ -13,10 +13,9 @@ from functools import cache
 from typing import Any
 
 from nanodag.api.bodies import ChatBody, SamplingBody
-from nanodag.api.choice import ParsedAnswer
+from nanodag.api.choice import ParsedAnswer, SampledChoice
 from nanodag.api.endpoints import Endpoints
 from nanodag.api.metrics import Metrics
-from nanodag.api.parallel_samples import SampledChoice
 from nanodag.api.prompt_rendering import ChatPrompt, chat_prompt, is_forced
 from nanodag.api.refusals import Refused
 from nanodag.api.replies import ChatReply
