@@ -6,15 +6,13 @@ from typing import Annotated, Literal
 
 import typer
 
-from nanodag.cli.nightly import nightly_app
+from nanodag.cli.composed import nightly_app, sweep
 from nanodag.cli.parameters import Detach, File, ModelName, ModelStage, NewRun, On, Overrides, Preset, RunName, take
 from nanodag.cli.rerun import rerun
 from nanodag.cli.rollouts import rollouts
-from nanodag.cli.sampler import sampler_app
-from nanodag.cli.server import notify, server_app
+from nanodag.cli.servers import notify, sampler_app, server_app
 from nanodag.cli.slurm import slurm
 from nanodag.cli.store import diff, export, gc, lineage, push, reproduce, verify
-from nanodag.cli.sweep import sweep
 from nanodag.errors import ConfigError, NanodagError
 
 MAX_TEST_WORKERS = 4  # each takes 3 GB with what its tests start
