@@ -100,7 +100,9 @@ class ParsedAnswer:
 
     def new(self) -> New:
         """Take what may be told by now and was not yet."""
-        visible = len(self._content) - (0 if self.finish_reason else self._num_held())
+        # A stop string may begin with the last characters.
+        num_held = 0 if self.finish_reason else max((_overlap(self._content, stop) for stop in self._stops), default=0)
+        visible = len(self._content) - num_held
         new = New(content=self._content[self._num_said : visible], calls=self.calls[self._num_calls_said :])
         self._num_said, self._num_calls_said = max(visible, self._num_said), len(self.calls)
         while self._scored and (self._scored[0].start < visible or (self.finish_reason and not self._is_cut)):
@@ -151,17 +153,11 @@ class ParsedAnswer:
             self.finish_reason = "tool_calls" if self.calls and not self.reader.is_cut else reason.type
             self.stop_reason = reason.matched
 
-    def _num_held(self) -> int:
-        """Characters at the end that a stop string may begin with."""
-        return max((_overlap(self._content, stop) for stop in self._stops), default=0)
-
 
 def _overlap(text: str, stop: str) -> int:
     """The longest end of the text that is a beginning of the stop string."""
-    for length in range(min(len(stop) - 1, len(text)), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+    lengths = range(min(len(stop) - 1, len(text)), 0, -1)
+    return next((length for length in lengths if text.endswith(stop[:length])), 0)
 
 
 def _of_prompt(completion: Completion) -> list[ScoredToken]:

@@ -28,7 +28,7 @@ from nanodag.errors import ConfigError, NanodagError
 from nanodag.errors.words import counted
 from nanodag.host.scratch import Scratch
 from nanodag.inference.access_checks import DEFAULT_MAX_BODY_BYTES, bound_socket
-from nanodag.inference.keys import keys_for
+from nanodag.inference.addresses import keys_for
 from nanodag.model.headers import weights_digest
 from nanodag.store import Store
 

@@ -17,8 +17,8 @@ from nanodag.errors import ArtifactNotFound, ConfigError
 from nanodag.errors.words import listed, nearest
 from nanodag.host.machine import detect
 from nanodag.host.processor import usable_cores
+from nanodag.inference.addresses import keys_for
 from nanodag.inference.engine_settings import EngineSettings
-from nanodag.inference.keys import keys_for
 from nanodag.inference.number_formats import DTYPES
 from nanodag.inference.sglang_install import Device
 from nanodag.inference.sglang_options import Option

@@ -148,10 +148,6 @@ class Completion:
     top_logprobs: Sequence[Top] = ()
     prompt_top_logprobs: Sequence[Top | None] = ()
 
-    def token_versions(self) -> list[str]:
-        """The version of the weights behind each output token."""
-        return [span.version for span in self.weight_versions for _ in range(span.start, span.end)]
-
 
 def check_request(request: Request, *, vocab_size: int, context_length: int) -> None:
     """Raise BadRequest if no sampler of this vocabulary and context can serve the request.
@@ -250,8 +246,8 @@ class StartProfileBody(Wire):
     output_dir: Annotated[str, Field(min_length=1, max_length=4096)]
 
 
-class StopProfileBody(Wire):
-    """POST /stop_profile."""
+class EmptyBody(Wire):
+    """POST /stop_profile and /end_weight_update: no fields."""
 
 
 class PauseBody(Wire):

@@ -95,7 +95,8 @@ class Engine:
         else:
             self.row_sizes = invariant_row_sizes(self.model) if deterministic else row_sizes(num_slots)
         self.num_slots = self.row_sizes[-1]
-        self.text = Text.of_checkpoint(settings.model)
+        tokenizer = settings.model / "tokenizer.json"
+        self.text = Text(tokenizer) if tokenizer.exists() else None
         self.table = SlotTable(self.num_slots, self.context_length)
         self._make_steps()
         self.released: set[MemoryTag] = set()

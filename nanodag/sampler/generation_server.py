@@ -33,12 +33,12 @@ from nanodag.inference.protocol import (
     AbortBody,
     Completion,
     ContinueBody,
+    EmptyBody,
     GenerateBody,
     MemoryBody,
     PauseBody,
     Request,
     StartProfileBody,
-    StopProfileBody,
     completion_to_wire,
 )
 from nanodag.sampler.device import held_memory, traced
@@ -285,7 +285,7 @@ class SamplerServer:
 
     async def stop_profile(self, http: HttpRequest) -> Response:
         """End it, and write its file."""
-        await body_of(http, StopProfileBody)
+        await body_of(http, EmptyBody)
         if self._trace is None:
             raise BadRequest("no trace is under way; begin one with /start_profile")
         trace, self._trace = self._trace, None

@@ -245,8 +245,10 @@ class Store:
         """
         with self._changing(record.run):
             before = self.find_run(record.run)
-            number = before.number if before is not None else self._next_number()
-            return self._write(record.changed(number=number))
+            if before is not None:
+                return self._write(record.changed(number=before.number))
+            last = max((other.number for other in self._records()[0].values()), default=0)
+            return self._write(record.changed(number=last + 1))
 
     def change_run(self, run: str, change: Callable[[RunRecord], RunRecord]) -> RunRecord:
         """Replace a run's record by what `change` makes of it, while no other process on this host changes it; returns
@@ -317,9 +319,6 @@ class Store:
     def _write(self, record: RunRecord) -> RunRecord:
         self.backend.write_text(_path(record.run), json.dumps(record.model_dump(mode="json"), indent=1))
         return record
-
-    def _next_number(self) -> int:
-        return 1 + max((record.number for record in self._records()[0].values()), default=0)
 
     def _records(self) -> tuple[dict[str, RunRecord], dict[str, StoreError]]:
         """Records by their run's name, oldest first, and why each other one cannot be read."""

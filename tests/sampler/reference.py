@@ -39,3 +39,8 @@ def with_client(server, work, **options):
             return await work(client)
 
     return asyncio.run(main())
+
+
+def token_versions(completion):
+    """The version of the weights behind each output token."""
+    return [span.version for span in completion.weight_versions for _ in range(span.start, span.end)]
