@@ -11,7 +11,7 @@ drawing             temperature, top-p, top-k, and random numbers that depend on
 slots               the table of samples that are being decoded, and how often streams are told of them
 sizes               how many slots, how long, and the shapes of a step
 text                the checkpoint's tokenizer
-engine              continuous batching: Engine.generate for use in process
+engine              continuous batching: requests submitted, and a token for each at every step
 engine_loop         the thread that runs an engine for the server; requests in flight, and when weights may change
 weight_group        the process group through which weights are broadcast
 generation_server   the HTTP application; ``python -m nanodag.sampler JSON``

@@ -221,12 +221,7 @@ class Store:
         shutil.rmtree(self.local / "work" / safe_name(key), ignore_errors=True)
 
     def building(
-        self,
-        key: str,
-        *,
-        timeout_s: float = 24 * 3600.0,
-        poll_s: float = 0.2,
-        give_up: Callable[[], bool] = lambda: False,
+        self, key: str, *, timeout_s: float = 24 * 3600.0, give_up: Callable[[], bool] = lambda: False
     ) -> AbstractContextManager[int]:
         """Hold the right to build a key on this host; waits for another builder, who may publish it meanwhile.
 
@@ -234,8 +229,7 @@ class Store:
         leaves none behind, and a worker that is still ending keeps it. Raises StoreBusy after timeout_s,
         or once give_up() says so.
         """
-        path = self.local / "locks" / f"{safe_name(key)}.lock"
-        return locked(path, timeout_s=timeout_s, poll_s=poll_s, give_up=give_up)
+        return locked(self.local / "locks" / f"{safe_name(key)}.lock", timeout_s=timeout_s, give_up=give_up)
 
     def write_run(self, record: RunRecord) -> RunRecord:
         """Write or replace a run's record while no other process on this host changes it; returns it with its number.

@@ -300,7 +300,7 @@ def test_a_flushed_cache_is_empty(sampler):
     async def work(client):
         await client.generate([request((8,) * 6)])
         ((warm,),) = await client.generate([request((8,) * 6)])
-        await client.flush_cache()
+        await client._call("POST", "/flush_cache", {})
         ((cold,),) = await client.generate([request((8,) * 6)])
         return warm.num_cached_tokens, cold.num_cached_tokens
 
