@@ -28,6 +28,7 @@ GREY = "120,130,145"
 LONGEST_SAID = 40  # letters
 LANES = {"generate": 0, "evaluate": 1, "samplers_wait": 0, "sync": 2, "train": 3, "trainer_waits": 3, "checkpoint": 4}
 LANE_NAMES = ("samplers", "evaluation", "weights", "trainer", "checkpoint")
+TIMELINE_WIDTH = 1080
 FILLS = {"generate": BLUE, "evaluate": "109,91,208", "sync": "220,122,9", "train": GREEN, "checkpoint": GREY}
 # Only the page's own script runs, whatever stands in a rollout; nothing is loaded.
 POLICY = (
@@ -122,7 +123,7 @@ def _page(shelf: Shelf, painter: Painter, query: Mapping[str, str]) -> dict[str,
         "role_options": [(r, shortened(r, LONGEST_SAID)) for r in sorted({read.rollout.role for read in reads} - {""})],
         "number": number,
         "num_pages": len(pages),
-        "timeline": "" if frame["is_held_out"] else timeline_svg(shelf.timeline(frame["step"])),
+        "timeline": {} if frame["is_held_out"] else timeline_of(shelf.timeline(frame["step"])),
     }
 
 
@@ -177,47 +178,24 @@ def fate_choices(fates: Mapping[str, int]) -> list[tuple[str, str]]:
     return [(FAILED, f"any failure ({failed})"), *choices] if failed else choices
 
 
-def timeline_svg(spans: Sequence[Timed], *, width: int = 1080) -> str:
-    """Bars over time, a lane for each side; waiting is hollow. Empty when there is nothing to draw."""
+def timeline_of(spans: Sequence[Timed]) -> dict[str, Any]:
+    """Variables of the picture of a step; empty when there is nothing to draw."""
     known = [span for span in spans if span[0] in LANES]
     if not known:
-        return ""
-    begin, end = min(span[1] for span in known), max(span[2] for span in known)
-    scale = (width - 130) / max(end - begin, 1e-6)
+        return {}
+    begin = min(span[1] for span in known)
+    seconds = max(span[2] for span in known) - begin
     lanes = sorted({LANES[name] for name, _, _ in known})
-    parts = []
-    for row, lane in enumerate(lanes):
-        y = 8 + 30 * row
-        parts.append(f'<text x="0" y="{y + 15}" fill="var(--soft)">{LANE_NAMES[lane]}</text>')
-        for name, start, stop in known:
-            if LANES[name] == lane:
-                parts.append(_bar(name, 110 + (start - begin) * scale, y, (stop - start) * scale, stop - start))
-    bottom = 8 + 30 * len(lanes)
-    parts += _ticks(end - begin, scale, bottom)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom + 26}" role="img" '
-        f'font-family="system-ui, sans-serif" font-size="13">{"".join(parts)}</svg>'
-    )
-
-
-def _bar(name: str, x: float, y: float, size: float, seconds: float) -> str:
-    fill = FILLS.get(name)
-    look = f'fill="rgba({fill},.75)"' if fill else 'fill="none" stroke="var(--axis)" stroke-dasharray="3 3"'
-    label = name.replace("_", " ")
-    return (
-        f'<rect x="{x:.1f}" y="{y}" width="{max(size, 1.0):.1f}" height="22" rx="3" {look}>'
-        f"<title>{label}: {seconds:.3f} s</title></rect>"
-    )
-
-
-def _ticks(seconds: float, scale: float, y: float) -> list[str]:
-    step = next((s for s in (0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 300, 1800, 7200) if seconds / s <= 10), 36000)
-    lines, place = [], 0.0
-    while place <= seconds:
-        x = 110 + place * scale
-        lines.append(f'<text x="{x:.1f}" y="{y + 14}" fill="var(--soft)" text-anchor="middle">{place:g} s</text>')
-        place = round(place + step, 6)
-    return lines
+    tick = next((s for s in (0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 300, 1800, 7200) if seconds / s <= 10), 36000)
+    return {
+        "seconds": seconds,
+        "lanes": [LANE_NAMES[lane] for lane in lanes],
+        "bars": [(name, lanes.index(LANES[name]), start - begin, stop - begin) for name, start, stop in known],
+        "tick": tick,
+        "num_ticks": 1 + int(seconds / tick + 1e-6),
+        "fills": FILLS,
+        "width": TIMELINE_WIDTH,
+    }
 
 
 def wanted_of(query: Mapping[str, str]) -> Wanted:
