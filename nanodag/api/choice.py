@@ -7,8 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 
-from nanodag.api.served_model import Backend, Limits
-from nanodag.api.token_text import Decoding, TokenText
+from nanodag.api.served_model import Backend, Decoding, Limits, TokenText
 from nanodag.api.tool_format import Call, Reader
 from nanodag.errors import SamplerError
 from nanodag.inference.protocol import Completion, FinishReason, Request

@@ -19,8 +19,7 @@ from typing import Any
 import uvicorn
 
 from nanodag.api.application import WholeRequests, application
-from nanodag.api.served_model import Limits, ServedModel
-from nanodag.api.token_text import TokenText
+from nanodag.api.served_model import Limits, ServedModel, TokenText
 from nanodag.children.forks import EpisodeFailed, EpisodeLost
 from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.data.urls import SourceURL, parse_url
