@@ -32,9 +32,8 @@ from nanodag.model.architecture import check_same_shape, read_checkpoint
 from nanodag.sampler.device import give_back
 from nanodag.sampler.drawing import sample_key
 from nanodag.sampler.model import SamplerModel
-from nanodag.sampler.sizes import plan_cache, row_sizes
-from nanodag.sampler.slots import ActiveRequest, ActiveSample, Listener, SlotTable, StreamPace, completion
-from nanodag.sampler.steps import CompiledSteps, TorchSteps, invariant_row_sizes
+from nanodag.sampler.slots import ActiveRequest, ActiveSample, Listener, SlotTable, StreamPace, completion, plan_cache
+from nanodag.sampler.steps import CompiledSteps, TorchSteps, invariant_row_sizes, row_sizes
 from nanodag.sampler.text import Text
 from nanodag.sampler.transformers_sampler import ClassWeightsBuilder, TransformersSampler, load_class_weights
 from nanodag.sampler.weights import NamedTensors, WeightsBuilder, load_weights

@@ -27,10 +27,9 @@ from torch.nn import functional
 from nanodag.inference.protocol import Top
 from nanodag.model.architecture import Architecture, Rope
 from nanodag.model.rope import rope_frequencies, rope_scale
-from nanodag.sampler.decode_views import Buffers, DecodeViews
+from nanodag.sampler.decode_views import ATTENTION_CHUNK, Buffers, DecodeViews
 from nanodag.sampler.drawing import likeliest
 from nanodag.sampler.kernel import CACHE_BLOCK, Kernel, bind
-from nanodag.sampler.sizes import ATTENTION_CHUNK
 from nanodag.sampler.weights import LayerWeights, NamedTensors, Weights
 
 LOGIT_ROWS = 256  # scored at once: the whole prompt's logits would be large

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 
 from nanodag.errors import SamplerError
+from nanodag.sampler.decode_views import ATTENTION_CHUNK
 from nanodag.sampler.drawing import draw, likeliest
 from nanodag.sampler.kernel import Kernel
 from nanodag.sampler.model import SamplerModel
-from nanodag.sampler.sizes import ATTENTION_CHUNK, read_length
 from nanodag.sampler.slots import SlotTable
 from nanodag.sampler.transformers_sampler import TransformersSampler
 
@@ -61,6 +61,17 @@ class TorchSteps:
         if len(broken):
             active = np.setdiff1d(active, broken)
         return table.record(active, tokens[active], logprobs[active]), broken
+
+
+def read_length(needed: int, capacity: int, *, in_chunks: bool) -> int:
+    """Length of the cache that a step reads to see ``needed`` tokens: rounded up, so that there are few shapes.
+
+    in_chunks: to whole chunks of attention, as deterministic mode needs.
+    """
+    unit = ATTENTION_CHUNK if in_chunks else ATTENTION_CHUNK // 2
+    while needed > 16 * unit:
+        unit *= 2
+    return min(-(-needed // unit) * unit, capacity)
 
 
 def _tell(scores: torch.Tensor, table: SlotTable) -> None:
@@ -129,6 +140,11 @@ class CompiledSteps:
             return NO_ROWS, NO_ROWS
         outcomes = self._outcomes[:rows]
         return np.flatnonzero(outcomes == _ENDED), np.flatnonzero(outcomes == _BROKEN)
+
+
+def row_sizes(num_slots: int) -> tuple[int, ...]:
+    """Numbers of rows that a step may have: few enough that their views stay cached, close enough to waste little."""
+    return tuple(sorted({size for size in (1, 2, 4, *range(8, num_slots, 8)) if size < num_slots} | {num_slots}))
 
 
 def invariant_row_sizes(model: SamplerModel) -> tuple[int, ...]:
