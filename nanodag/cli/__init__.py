@@ -6,9 +6,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from nanodag.cli.composed import nightly_app, sweep
+from nanodag.cli.composed import nightly_app, rerun, sweep
 from nanodag.cli.parameters import Detach, File, ModelName, ModelStage, NewRun, On, Overrides, Preset, RunName, take
-from nanodag.cli.rerun import rerun
 from nanodag.cli.rollouts import rollouts
 from nanodag.cli.servers import notify, sampler_app, server_app
 from nanodag.cli.slurm import slurm

@@ -137,13 +137,9 @@ class Traffic:
             self._in_flight |= rids
 
     async def leave(self, rids: set[str]) -> None:
+        """These are in flight no longer; `paused` looks again, also after a pause, when none leaves."""
         async with self._changed:
             self._in_flight -= rids
-            self._changed.notify_all()
-
-    async def look_again(self) -> None:
-        """Have `paused` see that the engine was paused."""
-        async with self._changed:
             self._changed.notify_all()
 
     @asynccontextmanager

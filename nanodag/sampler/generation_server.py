@@ -235,7 +235,7 @@ class SamplerServer:
     async def pause_generation(self, http: HttpRequest) -> Response:
         body = await body_of(http, PauseBody)
         await self.traffic.in_loop(lambda: self.loop.pause(body.mode))
-        await self.traffic.look_again()
+        await self.traffic.leave(set())
         return JSONResponse({"message": "Generation paused successfully.", "status": "ok"})
 
     async def continue_generation(self, http: HttpRequest) -> Response:
