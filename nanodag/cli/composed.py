@@ -1,12 +1,14 @@
 """`nanodag rerun`, `sweep` and `nightly`: runs that are put together of stages of others. Light: each imports what it
 needs when it runs."""
 
+import time
 from typing import Annotated
 
 import typer
 
-from nanodag.cli.parameters import Detach, File, Overrides, Preset, ThisRun
-from nanodag.errors import ConfigError
+from nanodag.cli.parameters import Detach, File, Overrides, Preset, ThisRun, command
+from nanodag.errors import ArtifactNotFound, ConfigError
+from nanodag.errors.words import counted
 
 nightly_app = typer.Typer(help="Evaluations every night, and what got worse.", no_args_is_help=True)
 
@@ -20,9 +22,6 @@ def run_night(overrides: Overrides = None, preset: Preset = "auto", file: File =
     \b
     nanodag nightly run nightly.stages=[sft,rl]
     """
-    import time
-
-    from nanodag.cli.parameters import command
     from nanodag.cli.run import serve, settings, start_and_watch
     from nanodag.nightly.nights import PREFIX, check_choice
 
@@ -47,7 +46,6 @@ def turn_on(overrides: Overrides = None, preset: Preset = "auto", file: File = "
     """
     from nanodag.cli.live_table import make_console
     from nanodag.cli.run import serve, settings
-    from nanodag.errors import ArtifactNotFound
     from nanodag.nightly.nights import check_choice, cron_of, turn
 
     console = make_console()
@@ -93,7 +91,6 @@ def show_night(
     from rich.markdown import Markdown
 
     from nanodag.cli.live_table import make_console
-    from nanodag.errors import ArtifactNotFound
     from nanodag.nightly.findings import PAGE_STAGE
     from nanodag.nightly.nights import nights_of
     from nanodag.run.record import served_store
@@ -147,11 +144,8 @@ def sweep(
     \b
     nanodag sweep --grid rl.learning_rate=[5e-5,1e-4] --grid rl.seed=[1,2]
     """
-    import time
-
     from nanodag.cli.live_table import make_console
     from nanodag.cli.run import serve, settings, start_and_watch
-    from nanodag.errors.words import counted
     from nanodag.run.preflight import check_before_start
     from nanodag.run.record import pipeline_file, unfinished
     from nanodag.sweep.points import make_sweep
@@ -211,8 +205,6 @@ def rerun(
             "Say either --stage STAGE, for that stage alone, --from STAGE, for it and what follows it, or --stale, for "
             "what is stale."
         )
-    import time
-
     from nanodag.cli.live_table import make_console
     from nanodag.cli.run import start, take_over
     from nanodag.cli.show import find_run, print_warnings

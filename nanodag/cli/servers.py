@@ -1,11 +1,17 @@
 """`nanodag server` and `notify`: Prefect's server of a pipeline. `nanodag sampler`: SGLang's environment, which is
 another one than the trainer's, and samplers run by hand. Light: each imports what it needs when it runs."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from nanodag.cli.parameters import File, Overrides, Preset, command
+from nanodag.errors import ConfigError, ServerError
 
 if TYPE_CHECKING:
     from nanodag.server.local_server import LocalServer
@@ -64,14 +70,8 @@ def notify(overrides: Overrides = None, preset: Preset = "auto", file: File = ""
     nanodag notify
     nanodag notify notify.webhook=env:NANODAG_WEBHOOK
     """
-    import json
-    import os
-    import subprocess
-    import sys
-
     from nanodag.cli.live_table import make_console
     from nanodag.cli.run import ensured, settings
-    from nanodag.errors import ConfigError, ServerError
     from nanodag.run.notifications import post
     from nanodag.server.local_server import server_of
 
@@ -125,9 +125,6 @@ def install(
     \b
     nanodag sampler install --cpu
     """
-    import os
-    from pathlib import Path
-
     from nanodag.cli.live_table import Shown
     from nanodag.host.machine import usable_gpus
     from nanodag.inference.sglang_install import PYTHON_VARIABLE, glibc_version, sglang_environment, why_not_on
@@ -184,8 +181,6 @@ def serve(
     nanodag sampler serve --model RUN:sft --host 0.0.0.0 --api-key-file ~/key
     nanodag sampler serve --model Qwen/Qwen3-0.6B --engine sglang
     """
-    import os
-
     from nanodag.cli.serve import served_by
     from nanodag.engines.start import foreground_command
 
