@@ -29,8 +29,8 @@ from typing import Any
 from nanodag.errors import ArtifactNotFound, CorruptArtifact, NewerFormat, StoreError
 from nanodag.host.folders import PRIVATE, user_cache
 from nanodag.store.atomic import hashes_below, locked, sha256_of, sizes_below, writing
+from nanodag.store.backends import LocalBackend, RemoteBackend
 from nanodag.store.checkpoints import Mirror
-from nanodag.store.local_backend import LocalBackend
 from nanodag.store.manifest import (
     ATTEMPT,
     FORMAT_VERSION,
@@ -40,7 +40,6 @@ from nanodag.store.manifest import (
     content_digest,
     parse_manifest,
 )
-from nanodag.store.remote_backend import RemoteBackend
 from nanodag.store.run_record import RunRecord, parse_record
 
 log = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from nanodag.errors import CorruptArtifact, StoreError
 from nanodag.store.atomic import fsync_folders, fsync_path, hashes_below, sha256_of, write_json, writing
+from nanodag.store.backends import RemoteBackend
 from nanodag.store.manifest import is_inside
-from nanodag.store.remote_backend import RemoteBackend
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,7 @@ from nanodag.rl.rollouts.rollout_files import Read, Shelf, Wanted, shelf_of
 from nanodag.store import Store
 from nanodag.tokenizer.bpe import save_tokenizer
 from nanodag.viewer.app import make_app, serve, together
-from nanodag.viewer.printed import first_samples, lines_of
-from nanodag.viewer.sample_view import LAST_LINES, Painter
+from nanodag.viewer.sample_view import LAST_LINES, Painter, first_samples, lines_of
 from tests.run_records import run_record, stage_record
 
 A, B, C, LESS = ord("a"), ord("b"), ord("c"), ord("<")
