@@ -154,7 +154,7 @@ def _prompts(options: dict[str, Any], count: int) -> list[list[int]]:
 
 def _sampler(options: dict[str, Any], path: Path, slots: int) -> Any:
     from nanodag.inference.engine_settings import EngineSettings
-    from nanodag.sampler.engine import Engine
+    from tests.sampler.reference import WholeEngine
 
     a = SHAPES[options["model"]]
     context = -(-(options["prompt_tokens"] + options["new_tokens"]) // 64) * 64
@@ -162,7 +162,7 @@ def _sampler(options: dict[str, Any], path: Path, slots: int) -> Any:
     cache = slots * context * 2 * a["num_hidden_layers"] * a["num_key_value_heads"] * head * 4
     dtype = "bfloat16" if options["device"] == "cuda" else "float32"
     sizes = {"max_batch": slots, "context_length": context, "cache_bytes": cache}
-    engine = Engine(EngineSettings(model=path, dtype=dtype, device=options["device"], **sizes))
+    engine = WholeEngine(EngineSettings(model=path, dtype=dtype, device=options["device"], **sizes))
     assert engine.num_slots == slots, f"{engine.num_slots} slots instead of {slots}"
     return engine
 

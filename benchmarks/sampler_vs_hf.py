@@ -200,11 +200,11 @@ def requests_of(args: argparse.Namespace, prompts: "torch.Tensor") -> list:  # n
 
 def sampler_side(args: argparse.Namespace, prompts: "torch.Tensor") -> Side:  # noqa: F821
     from nanodag.inference.engine_settings import EngineSettings
-    from nanodag.sampler.engine import Engine
+    from tests.sampler.reference import WholeEngine
 
     deterministic = args.side.endswith("deterministic")
     settings = EngineSettings(model=args.model, dtype=args.dtype, max_batch=len(prompts), deterministic=deterministic)
-    engine = Engine(settings)
+    engine = WholeEngine(settings)
     requests = requests_of(args, prompts)
 
     def run() -> list:

@@ -1,5 +1,6 @@
-"""The API as one ASGI application: `application(models, ...)`."""
+"""The API as one ASGI application: `application(models, ...)`, and how uvicorn reads its requests."""
 
+import asyncio
 import socket
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -11,14 +12,16 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, ExceptionHandler, Scope
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from nanodag.api.endpoints import Endpoints
 from nanodag.api.metrics import AccessLog, Metrics
 from nanodag.api.refusals import Refused, refusal_of
 from nanodag.api.served_model import Limits, ServedModel
 from nanodag.errors import SamplerError
-from nanodag.inference.access_checks import Doors, is_health
-from nanodag.inference.disconnects import HANDLERS
+from nanodag.inference.access_checks import HANDLERS, Doors, is_health
+
+LOOK_EVERY_S = 30.0  # a request that is not whole at two looks in a row is given up
 
 
 def application(
@@ -98,3 +101,27 @@ EXCEPTIONS: Mapping[Any, ExceptionHandler] = {
     HTTPException: _http_error,
     **HANDLERS,
 }
+
+
+class WholeRequests(H11Protocol):
+    """uvicorn's protocol, but that a connection is closed on which a request takes too long to arrive: uvicorn alone
+    would keep it for ever."""
+
+    _next_look: asyncio.TimerHandle
+    _seen: Any = ""  # the cycle that was waited for at the last look; None is one: nothing was sent yet
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._next_look = self.loop.call_later(LOOK_EVERY_S, self._look)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._next_look.cancel()
+        super().connection_lost(exc)
+
+    def _look(self) -> None:
+        is_whole = self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
+        if not is_whole and self._seen is self.cycle:
+            self.transport.close()
+            return
+        self._seen = "" if is_whole else self.cycle
+        self._next_look = self.loop.call_later(LOOK_EVERY_S, self._look)

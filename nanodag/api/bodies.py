@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
-from pydantic_core import from_json
 
 from nanodag.api.refusals import Refused
+from nanodag.inference.protocol import json_object, shortened
 
 # No answer depends on them.
 HARMLESS = frozenset({
@@ -247,17 +247,6 @@ def parse_body(model: type[Parsed], raw: bytes) -> Parsed:
     return body
 
 
-def json_object(raw: bytes) -> dict[str, Any]:
-    """Raises Refused for a body that is none."""
-    try:
-        content = from_json(raw, allow_inf_nan=False)
-    except ValueError as error:
-        raise Refused(f"the body is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise Refused(f"the body must be a JSON object, not a {type(content).__name__}")
-    return content
-
-
 def _check_lists(content: dict[str, Any], *, free: str) -> None:
     """Refuse long lists and objects before their items are looked at: each wrong one would be an error of its own, kept
     and counted. free: a field of ids that the model's context or the body's bytes bound, and of which one error is
@@ -284,9 +273,8 @@ def _explained(error: ValidationError) -> Refused:
     # Names of classes and types tell which form of a union was tried.
     parts = [str(part) for part in problem["loc"] if not str(part).endswith(("]", "Tool")) and part not in _FORMS]
     place = ".".join(parts)[:200]
-    value = repr(problem["input"])
-    value = value if len(value) <= 80 else value[:77] + "..."
-    return Refused(f"{place or 'the body'}: {problem['msg']} (found {value})", param=place or None)
+    found = shortened(problem["input"])
+    return Refused(f"{place or 'the body'}: {problem['msg']} (found {found})", param=place or None)
 
 
 _FORMS = ("constrained-str", "str", "dict", "list")

@@ -1,13 +1,16 @@
-"""One sample on its way to a client: text, tool calls and log-probabilities, out of the ids that an engine gives."""
+"""Samples on their way to a client: text, tool calls and log-probabilities, out of the ids that an engine gives; those
+of one request all at once."""
 
+import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 
-from nanodag.api.token_text import Decoding, TokenText
+from nanodag.api.served_model import Backend, Decoding, Limits, TokenText
 from nanodag.api.tool_format import Call, Reader
 from nanodag.errors import SamplerError
-from nanodag.inference.protocol import Completion, FinishReason
+from nanodag.inference.protocol import Completion, FinishReason, Request
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,9 @@ class ParsedAnswer:
 
     def new(self) -> New:
         """Take what may be told by now and was not yet."""
-        visible = len(self._content) - (0 if self.finish_reason else self._num_held())
+        # A stop string may begin with the last characters.
+        num_held = 0 if self.finish_reason else max((_overlap(self._content, stop) for stop in self._stops), default=0)
+        visible = len(self._content) - num_held
         new = New(content=self._content[self._num_said : visible], calls=self.calls[self._num_calls_said :])
         self._num_said, self._num_calls_said = max(visible, self._num_said), len(self.calls)
         while self._scored and (self._scored[0].start < visible or (self.finish_reason and not self._is_cut)):
@@ -147,17 +152,11 @@ class ParsedAnswer:
             self.finish_reason = "tool_calls" if self.calls and not self.reader.is_cut else reason.type
             self.stop_reason = reason.matched
 
-    def _num_held(self) -> int:
-        """Characters at the end that a stop string may begin with."""
-        return max((_overlap(self._content, stop) for stop in self._stops), default=0)
-
 
 def _overlap(text: str, stop: str) -> int:
     """The longest end of the text that is a beginning of the stop string."""
-    for length in range(min(len(stop) - 1, len(text)), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+    lengths = range(min(len(stop) - 1, len(text)), 0, -1)
+    return next((length for length in lengths if text.endswith(stop[:length])), 0)
 
 
 def _of_prompt(completion: Completion) -> list[ScoredToken]:
@@ -166,3 +165,63 @@ def _of_prompt(completion: Completion) -> list[ScoredToken]:
         ScoredToken(token, logprob, top or (), 0)
         for token, logprob, top in zip(completion.prompt_ids, completion.prompt_logprobs, tops, strict=True)
     ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledChoice:
+    """One choice of the reply. prompt_text: what `echo` puts before it."""
+
+    index: int
+    request: Request
+    answer: ParsedAnswer
+    prompt_text: str = ""
+
+
+class Answering:
+    """stream: whether the engine is asked for tokens as they come, which stop strings need as well as streams."""
+
+    def __init__(self, backend: Backend, samples: Sequence[SampledChoice], limits: Limits, *, stream: bool) -> None:
+        self._backend, self.samples, self._limits, self._stream = backend, samples, limits, stream
+        self._changed = asyncio.Event()
+
+    async def run(self) -> None:
+        """Return when all have ended. Raises what kept the first from it, TimeoutError when it takes too long."""
+        tasks = [asyncio.ensure_future(self._one(sample)) for sample in self.samples]
+        try:
+            async with asyncio.timeout(self._limits.request_timeout_s):
+                await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def parts(self) -> AsyncGenerator[bool, None]:
+        """True each time that there may be something new, `events_per_s` at most, and once at the end; False after a
+        long silence. Raises as `run` does. To close it ends the samples."""
+        running = asyncio.ensure_future(self.run())
+        running.add_done_callback(lambda _: self._changed.set())
+        try:
+            while not running.done():
+                try:
+                    async with asyncio.timeout(self._limits.keep_alive_s):
+                        await self._changed.wait()
+                except TimeoutError:
+                    yield False
+                    continue
+                self._changed.clear()
+                yield True
+                await asyncio.wait({running}, timeout=1 / self._limits.events_per_s)
+            yield True
+            await running
+        finally:
+            running.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await running
+
+    async def _one(self, sample: SampledChoice) -> None:
+        async with aclosing(self._backend.answer(sample.request, stream=self._stream)) as completions:
+            async for completion in completions:
+                sample.answer.take(completion)
+                self._changed.set()
+                if sample.answer.finish_reason is not None:
+                    return

@@ -17,23 +17,21 @@ import uvicorn
 from starlette.routing import BaseRoute
 
 from nanodag.api import metrics as api_metrics
-from nanodag.api.application import application
+from nanodag.api.application import WholeRequests, application
 from nanodag.api.follow import Followed, follow
 from nanodag.api.launching import served_model, with_its_context
 from nanodag.api.metrics import Metrics
 from nanodag.api.served_model import Limits, ServedModel
 from nanodag.api.sglang_routes import passed_on
-from nanodag.api.slow_requests import WholeRequests
 from nanodag.engines.fleet import Fleet
 from nanodag.errors import ConfigError, NanodagError
 from nanodag.errors.words import counted
 from nanodag.host.folders import Scratch
-from nanodag.inference.access_checks import DEFAULT_MAX_BODY_BYTES
-from nanodag.inference.keys import read_keys
+from nanodag.inference.access_checks import DEFAULT_MAX_BODY_BYTES, bound_socket
+from nanodag.inference.addresses import keys_for
 from nanodag.model.headers import weights_digest
 from nanodag.store import Store
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 STOP_S = 5  # what answers under way may still take when the server is ended
 
 Routes = Callable[[], Sequence[BaseRoute]]
@@ -93,8 +91,8 @@ def main(
 
 
 async def _serve(args: argparse.Namespace, extra_routes: Routes, ready: Callable[[str], None] | None) -> None:
-    keys, folders = _keys(args), _folders(args.model)
-    listener = _listener(args.host, args.port)  # before anything that takes long
+    keys, folders = keys_for(args.host, args.api_key_file), _folders(args.model)
+    listener = bound_socket(args.host, args.port)  # before anything that takes long
     own = Scratch("serve")
     scratch = own.path
     followed, weights = None, None
@@ -201,33 +199,6 @@ def _served_names(folders: Mapping[str, Path], first: str) -> list[str]:
     if first in others:
         raise ConfigError(f"--served-model-name {first!r} is another model's name.")
     return [first or own, *others]
-
-
-def _keys(args: argparse.Namespace) -> list[str]:
-    """The keys of the file. Raises ConfigError where there are none and anybody could ask."""
-    if args.api_key_file is None:
-        if args.host not in LOOPBACK:
-            raise ConfigError(
-                f"--host {args.host} is within reach of others: name a file of keys with --api-key-file, or serve on "
-                "127.0.0.1."
-            )
-        return []
-    return read_keys(args.api_key_file, named="--api-key-file")
-
-
-def _listener(host: str, port: int) -> socket.socket:
-    """A bound socket. Raises ConfigError when the address cannot be had."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        # Its protocol is named, because asyncio switches Nagle's algorithm off only then: it costs 40 ms an answer.
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        raise ConfigError(
-            f"Port {port} of {host} cannot be had ({error.strerror or error}); choose another with --port."
-        ) from error
-    return listener
 
 
 def _address(listener: socket.socket) -> str:

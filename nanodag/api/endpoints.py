@@ -23,15 +23,14 @@ from nanodag.api.bodies import (
     TokenizeBody,
     parse_body,
 )
-from nanodag.api.choice import ParsedAnswer
+from nanodag.api.choice import Answering, ParsedAnswer, SampledChoice
 from nanodag.api.metrics import SAMPLES, Metrics
-from nanodag.api.parallel_samples import Answering, SampledChoice
 from nanodag.api.prompt_rendering import ChatPrompt, chat_prompt
 from nanodag.api.refusals import UNAVAILABLE, Refused, refusal_of
 from nanodag.api.replies import ChatReply, CompletionReply, Reply, usage
 from nanodag.api.served_model import Limits, ServedModel, model_named
 from nanodag.api.tool_format import Reader
-from nanodag.inference.disconnects import left_unless_read, unless_left
+from nanodag.inference.access_checks import left_unless_read, unless_left
 from nanodag.inference.protocol import Request, SamplingParams
 from nanodag.tokenizer.bounds import TooManyTokens, bounded
 

@@ -6,8 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nanodag.api.served_model import ServedModel
-from nanodag.api.token_text import TokenText
+from nanodag.api.served_model import ServedModel, TokenText
 from nanodag.engines.fleet import Fleet
 from nanodag.engines.start import ServerProcess, start_engine
 from nanodag.errors import BadRequest, SourceError

@@ -14,11 +14,11 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nanodag.api.parallel_samples import SampledChoice
+from nanodag.api.choice import SampledChoice
 from nanodag.api.replies import usage
 from nanodag.api.served_model import ServedModel
 from nanodag.errors.words import counted
-from nanodag.inference.disconnects import CLIENT_CLOSED_REQUEST
+from nanodag.inference.access_checks import CLIENT_CLOSED_REQUEST
 
 log = logging.getLogger(__name__)  # at INFO
 

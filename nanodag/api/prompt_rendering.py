@@ -41,7 +41,11 @@ def chat_prompt(model: ServedModel, body: ChatBody, opened: Opened | None = None
         switches, warnings = _switches(renderer if opened is None else None, body)
 
         def ids() -> list[int]:
-            messages, declared = messages_of(body), [tool.model_dump(exclude_unset=True) for tool in tools]
+            messages = [
+                {**message.model_dump(), "content": message.text(f"messages.{number}")}
+                for number, message in enumerate(body.messages)
+            ]
+            declared = [tool.model_dump(exclude_unset=True) for tool in tools]
             if opened is not None:
                 return opened(messages, declared)
             return renderer.opened(messages, switches, tools=declared, continues_last=body.continue_final_message)
@@ -83,14 +87,6 @@ def _check_continuation(body: ChatBody) -> None:
             + (" and has tool_calls" if last.tool_calls else ""),
             param="continue_final_message",
         )
-
-
-def messages_of(body: ChatBody) -> list[dict[str, Any]]:
-    """The conversation as it is rendered. Raises Refused for a part that is no text."""
-    return [
-        {**message.model_dump(), "content": message.text(f"messages.{number}")}
-        for number, message in enumerate(body.messages)
-    ]
 
 
 def offered(body: ChatBody) -> list[Tool]:

@@ -8,11 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from nanodag.api.bodies import ChatBody, CompletionBody
-from nanodag.api.choice import CallPart, New, ScoredToken
-from nanodag.api.parallel_samples import SampledChoice
+from nanodag.api.choice import CallPart, New, SampledChoice, ScoredToken
 from nanodag.api.prompt_rendering import is_forced
-from nanodag.api.served_model import ServedModel
-from nanodag.api.token_text import Decoding, TokenText
+from nanodag.api.served_model import Decoding, ServedModel, TokenText
 from nanodag.api.tool_format import Call
 
 LOWEST = -9999.0  # OpenAI's number for "never"; JSON has no infinity

@@ -14,14 +14,13 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from nanodag.api.bodies import json_object
 from nanodag.api.refusals import Refused
 from nanodag.api.served_model import Limits, ServedModel, model_named
 from nanodag.engines.fleet import Fleet
 from nanodag.errors import SamplerLost
+from nanodag.inference.access_checks import left_unless_read, unless_left
 from nanodag.inference.client import LOST
-from nanodag.inference.disconnects import left_unless_read, unless_left
-from nanodag.inference.protocol import SamplingParams
+from nanodag.inference.protocol import SamplingParams, json_object
 from nanodag.tokenizer.bounds import TooManyTokens, bounded
 
 READ = ("/model_info", "/get_model_info", "/server_info", "/get_server_info", "/health_generate")
@@ -37,7 +36,9 @@ def passed_on(models: Mapping[str, ServedModel], limits: Limits) -> list[Route]:
         model = model_named(models, http.query_params.get("model", ""))
         raw = await http.body()
         body = json_object(raw)
-        prompts, params = _prompts(body, model), _params(body)
+        prompts, given = _prompts(body, model), body.get("sampling_params") or {}
+        # One set for all prompts, or one each.
+        params = [one for one in (given if isinstance(given, list) else [given]) if isinstance(one, dict)]
         num_samples = len(prompts) * max([1, *(n for param_set in params if isinstance(n := param_set.get("n"), int))])
         limits.check_count(num_samples, f"{num_samples} answers")
         _check_new_tokens(params, limits)
@@ -61,14 +62,6 @@ def _prompts(body: Mapping[str, Any], model: ServedModel) -> list[Any]:
         if not is_list or min(prompt) < 0 or max(prompt) >= model.vocab_size:
             raise Refused(f"input_ids are not ids of a vocabulary of {model.vocab_size}", param="input_ids")
     return prompts
-
-
-def _params(body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Sampling parameters: one set for all prompts, or one each."""
-    params = body.get("sampling_params") or {}
-    return [
-        param_set for param_set in (params if isinstance(params, list) else [params]) if isinstance(param_set, dict)
-    ]
 
 
 def _check_new_tokens(params: Sequence[Mapping[str, Any]], limits: Limits) -> None:

@@ -323,7 +323,10 @@ class Talk:
 def typed_lines(who: str) -> Iterator[str]:
     """Lines as they are typed, each asked for with a name, until the end of input or Ctrl-C. As far as Python has
     readline they are edited, and kept for later chats; a folder that cannot be written to keeps none."""
-    editor, path = _editor(), state_folder() / "chat-history"
+    editor: ModuleType | None = None
+    with contextlib.suppress(ImportError):
+        import readline as editor
+    path = state_folder() / "chat-history"
     prompt = f"{who}    " if editor is None or "NO_COLOR" in os.environ else f"{BLUE}{who}{PLAIN}    "
     if editor is not None:
         with contextlib.suppress(OSError):
@@ -340,11 +343,3 @@ def typed_lines(who: str) -> Iterator[str]:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.touch(mode=0o600)
                 editor.write_history_file(path)
-
-
-def _editor() -> ModuleType | None:
-    try:
-        import readline
-    except ImportError:
-        return None
-    return readline

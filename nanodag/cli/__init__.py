@@ -1,21 +1,20 @@
 """The `nanodag` command. Each subcommand imports what it needs when it runs, so that --help answers at once."""
 
+import subprocess
 import sys
 from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from nanodag.cli.nightly import nightly_app
+from nanodag.cli.composed import nightly_app, rerun, sweep
 from nanodag.cli.parameters import Detach, File, ModelName, ModelStage, NewRun, On, Overrides, Preset, RunName, take
-from nanodag.cli.rerun import rerun
 from nanodag.cli.rollouts import rollouts
-from nanodag.cli.sampler import sampler_app
-from nanodag.cli.server import notify, server_app
+from nanodag.cli.servers import notify, sampler_app, server_app
 from nanodag.cli.slurm import slurm
 from nanodag.cli.store import diff, export, gc, lineage, push, reproduce, verify
-from nanodag.cli.sweep import sweep
-from nanodag.errors import ConfigError, NanodagError
+from nanodag.errors import ConfigError, MissingTool, NanodagError
 
 MAX_TEST_WORKERS = 4  # each takes 3 GB with what its tests start
 
@@ -298,9 +297,6 @@ def test(
     \b
     nanodag test tests/store -k resume
     """
-    import subprocess
-
-    from nanodag.errors import MissingTool
     from nanodag.host.folders import PROJECT
     from nanodag.host.processor import usable_cores
 
@@ -328,8 +324,6 @@ def env_install(
     \b
     nanodag env install verifiers
     """
-    from pathlib import Path
-
     from nanodag.cli.live_table import Shown
     from nanodag.external_envs.verifiers_process import VERIFIERS
     from nanodag.external_envs.verifiers_process import install as install_verifiers

@@ -101,9 +101,7 @@ def rollouts(
 def print_rollouts(shelf: "Shelf", wanted: "Wanted", *, most: int, step: int | None) -> None:
     """Print samples of a step, the newest where step is None: the first `most` of those that are wanted."""
     from nanodag.cli.live_table import make_console
-    from nanodag.viewer.printed import lines_of
-    from nanodag.viewer.sample_view import Painter
-    from nanodag.viewer.view import first_samples
+    from nanodag.viewer.sample_view import Painter, first_samples, lines_of
 
     steps = shelf.steps_with_rollouts()
     if not steps:

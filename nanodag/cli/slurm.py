@@ -26,35 +26,16 @@ if TYPE_CHECKING:
 # A run takes 90 s at most to stop, its server 30 s more. Slurm may send the signal a minute too early, never too late.
 SIGNAL = "B:USR1@180"
 HOSTFILE = "NANODAG_HOSTFILE"
-
-JOB = """
-# Of this job alone, on the disk of its first node: the list of nodes, and the server's database, login and port.
-own="$(mktemp -d)"
-slots="${SLURM_GPUS_ON_NODE:-$SLURM_CPUS_ON_NODE}"
-scontrol show hostnames "$SLURM_JOB_NODELIST" | sed "s/\\$/ slots=$slots/" > "$own/hosts"
-(umask 077; echo "job:$(od -An -N16 -tx1 /dev/urandom | tr -d ' ')" > "$own/login")
-export NANODAG_NODES="$SLURM_JOB_NUM_NODES" NANODAG_HOSTFILE="$own/hosts"
-export NANODAG_SSH_COMMAND="srun --overlap --nodes=1 --ntasks=1 --cpu-bind=none --nodelist={host}"
-export NANODAG_SERVER_FOLDER="$own/prefect" NANODAG_PASSWORD_FILE="$own/login"
-
-resume=no pid=
-trap 'resume=yes; kill -TERM "$pid"' USR1  # the time limit is near
-trap 'kill -TERM "$pid"' TERM  # scancel
-"${run[@]}" & pid=$!
-while kill -0 "$pid" 2> /dev/null; do wait "$pid"; done  # a signal ends a wait, too
-wait "$pid"; code=$?
-"${end[@]}"
-rm -rf "$own"
-if [ "$resume" = yes ] && [ "$code" != 0 ]; then scontrol requeue incomplete "$SLURM_JOB_ID"; fi
-exit "$code"
-"""
+JOB = Path(__file__).with_name("job.sh.jinja")
 
 
 def job_script(options: Sequence[str], run: Sequence[str], end: Sequence[str]) -> str:
     """The text of a job. options: of sbatch, later ones before earlier ones. run, end: the commands that run the
     pipeline and that end its server."""
-    lines = ["#!/usr/bin/env bash", *(f"#SBATCH {shlex.quote(option)}" for option in options)]
-    return "\n".join([*lines, f"run=({shlex.join(run)})", f"end=({shlex.join(end)})", JOB.lstrip("\n")])
+    import jinja2
+
+    template = jinja2.Template(JOB.read_text(encoding="utf-8"), trim_blocks=True, keep_trailing_newline=True)
+    return template.render(options=map(shlex.quote, options), run=shlex.join(run), end=shlex.join(end))
 
 
 def slurm(

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nanodag.cli.parameters import File, Key, ThisRun
+from nanodag.errors import StoreBusy
+from nanodag.errors.words import counted, size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,7 +37,6 @@ def verify(
     from rich.text import Text
 
     from nanodag.cli.live_table import make_console
-    from nanodag.errors.words import size
     from nanodag.run.record import served_store
     from nanodag.run.retention import check, targets
 
@@ -67,8 +68,6 @@ def verify(
 
 
 def _set_aside(console: "Console", store: "Store", finding: "Finding") -> None:
-    from nanodag.errors import StoreBusy
-
     if finding.attempt not in store.attempts(finding.key):
         return
     try:
@@ -109,7 +108,6 @@ def gc(
     from rich.table import Table
 
     from nanodag.cli.live_table import make_console
-    from nanodag.errors.words import counted, size
     from nanodag.run.record import served_store
     from nanodag.run.retention import RetentionPolicy, best_of, free, plan
 

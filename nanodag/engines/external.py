@@ -26,9 +26,8 @@ from nanodag import __version__
 from nanodag.engines.replica import NO_FOLDER, Opened, Replica, WeightsFolder
 from nanodag.engines.start import CONTEXT_RESERVE
 from nanodag.errors import BadRequest, ConfigError, SamplerError, SamplerLost
-from nanodag.inference.addresses import Address, read_addresses
+from nanodag.inference.addresses import Address, read_addresses, read_keys
 from nanodag.inference.client import SamplerClient
-from nanodag.inference.keys import read_keys
 from nanodag.inference.protocol import Completion, Request
 from nanodag.model.architecture import Architecture
 

@@ -18,10 +18,8 @@ from typing import Any
 
 import uvicorn
 
-from nanodag.api.application import application
-from nanodag.api.served_model import Limits, ServedModel
-from nanodag.api.slow_requests import WholeRequests
-from nanodag.api.token_text import TokenText
+from nanodag.api.application import WholeRequests, application
+from nanodag.api.served_model import Limits, ServedModel, TokenText
 from nanodag.children.forks import EpisodeFailed, EpisodeLost
 from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.data.urls import SourceURL, parse_url

@@ -1,4 +1,5 @@
-"""Checks on who may ask a server of ours, and for how much: made before anything of a request's body is read. No torch.
+"""Checks on who may ask a server of ours, and for how much: made before anything of a request's body is read; where it
+listens; and clients that leave before their answer is there, or do not read it. No torch.
 
 A server on loopback is within reach of every process of the machine, and of every web page that a browser there shows.
 So: the Host must be this machine's (a name that a page made point here is refused), no request may come from a page of
@@ -6,17 +7,46 @@ another origin that is not named, and where keys were set each request but those
 SGLang's --api-key. The bytes of a body are limited, and counted as they come.
 """
 
+import asyncio
 import hmac
 import ipaddress
-from collections.abc import Callable, Collection
+import logging
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, ExceptionHandler, Message, Receive, Scope, Send
+
+from nanodag.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 DEFAULT_MAX_BODY_BYTES = 16 << 20
+CLIENT_CLOSED_REQUEST = 499  # the status of a reply that nobody reads
+READING_S = 30.0  # that a client may take to read an answer which has ended
 OPEN_PATHS = ("/health", "/health_generate")
+T = TypeVar("T")
+
+
+def bound_socket(host: str, port: int, family: int = socket.AF_UNSPEC) -> socket.socket:
+    """A bound socket, which listens only when all is ready. Raises ConfigError when the address cannot be had."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, family, socket.SOCK_STREAM)[0]
+        # Its protocol is named, because asyncio switches Nagle's algorithm off only then: it costs 40 ms an answer.
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise ConfigError(
+            f"Port {port} of {host} cannot be had ({error.strerror or error}); choose another with --port."
+        ) from error
+    return listener
 
 
 def is_health(scope: Scope) -> bool:
@@ -115,3 +145,52 @@ def _refused(
     content = {"error": {"message": message, "type": kind, "param": None, "code": code}}  # as OpenAI has it
     # The rest of the body is not read, so the connection is of no further use.
     return JSONResponse(content, status_code=status, headers={"connection": "close"})
+
+
+class Left(Exception):
+    """The client has gone."""
+
+
+async def unless_left(http: HttpRequest, work: Awaitable[T]) -> T:
+    """The result of work for a request whose body was read. Raises Left, and ends the work, when the client leaves."""
+    running = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_left(http))
+    try:
+        await asyncio.wait([running, leaving], return_when=asyncio.FIRST_COMPLETED)
+        if not running.done():
+            raise Left
+        return running.result()
+    finally:
+        running.cancel()
+        leaving.cancel()
+        await asyncio.gather(running, leaving, return_exceptions=True)
+
+
+def _has_left(http: HttpRequest, error: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+def _too_large(http: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, TooLarge)
+    return error.response
+
+
+HANDLERS: Mapping[Any, ExceptionHandler] = {TooLarge: _too_large, ClientDisconnect: _has_left, Left: _has_left}
+"""Answers of any server of ours to a body above its limit, and to a client that has gone."""
+
+
+async def _left(http: HttpRequest) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+@asynccontextmanager
+async def left_unless_read(answering_s: float) -> AsyncIterator[None]:
+    """Send a reply in here: a client that reads no longer, and does not leave, is left. answering_s: what the answer
+    itself may take."""
+    limit_s = answering_s + READING_S
+    try:
+        async with asyncio.timeout(limit_s):
+            yield
+    except TimeoutError:
+        log.warning("A client read nothing of its answer for %g s and was left.", limit_s)

@@ -217,10 +217,6 @@ class SamplerClient:
         with self._understood("/weights_checker"):
             return [dict(rank["checksums"]) for rank in from_json(answer)["ranks"]]
 
-    async def flush_cache(self) -> None:
-        """Forget what is cached of prompts. Raises BadRequest while samples run."""
-        await self._call("POST", "/flush_cache", {})
-
     async def pause(self, mode: PauseMode) -> None:
         """Stop between two tokens. ``abort`` ends what runs; ``retract`` and ``in_place`` go on after ``resume``."""
         await self._call("POST", "/pause_generation", {"mode": mode})

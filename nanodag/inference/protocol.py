@@ -13,6 +13,7 @@ from operator import itemgetter
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import from_json
 
 from nanodag.errors import BadRequest
 
@@ -147,10 +148,6 @@ class Completion:
     top_logprobs: Sequence[Top] = ()
     prompt_top_logprobs: Sequence[Top | None] = ()
 
-    def token_versions(self) -> list[str]:
-        """The version of the weights behind each output token."""
-        return [span.version for span in self.weight_versions for _ in range(span.start, span.end)]
-
 
 def check_request(request: Request, *, vocab_size: int, context_length: int) -> None:
     """Raise BadRequest if no sampler of this vocabulary and context can serve the request.
@@ -249,8 +246,8 @@ class StartProfileBody(Wire):
     output_dir: Annotated[str, Field(min_length=1, max_length=4096)]
 
 
-class StopProfileBody(Wire):
-    """POST /stop_profile."""
+class EmptyBody(Wire):
+    """POST /stop_profile and /end_weight_update: no fields."""
 
 
 class PauseBody(Wire):
@@ -291,6 +288,17 @@ class AbortBody(Wire):
 Body = TypeVar("Body", bound=Wire)
 
 
+def json_object(raw: bytes) -> dict[str, Any]:
+    """The body of a request as it is sent. Raises BadRequest for one that is no JSON object."""
+    try:
+        content = from_json(raw, allow_inf_nan=False)
+    except ValueError as error:
+        raise BadRequest(f"the body is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise BadRequest(f"the body must be a JSON object, not a {type(content).__name__}")
+    return content
+
+
 def parse_body(model: type[Body], content: Any) -> Body:
     """Validate a decoded body. Raises BadRequest with every field that is wrong, and why."""
     try:
@@ -308,10 +316,11 @@ def _explain(problem: Mapping[str, Any]) -> str:
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] in ("model_type", "model_attributes_type", "value_error") and not place:
         return message
-    return f"{place}: {message} (found {_shortened(problem['input'])})"
+    return f"{place}: {message} (found {shortened(problem['input'])})"
 
 
-def _shortened(value: Any) -> str:
+def shortened(value: Any) -> str:
+    """A value as Python writes it, in 80 characters at most."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 

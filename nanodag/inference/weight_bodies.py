@@ -82,10 +82,6 @@ class BeginUpdateBody(Wire):
     selector: Literal["target", "all"] = "all"
 
 
-class EndUpdateBody(Wire):
-    """POST /end_weight_update."""
-
-
 class BucketBody(Wire):
     """Fields of a request that brings one bucket of weights, in either way."""
 

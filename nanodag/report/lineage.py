@@ -2,14 +2,17 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from html import escape
+from pathlib import Path
 from typing import Any
+
+import jinja2
 
 from nanodag.config.kind import SCORES, Kind
 from nanodag.errors import ArtifactNotFound, CorruptArtifact, NewerFormat
 from nanodag.report.gather import ReportedStage, sources_of
 from nanodag.store import Artifact, Store
 
+TEMPLATES = Path(__file__).parent / "templates"
 BOX_WIDTH, BOX_HEIGHT, GAP_X, GAP_Y = 132, 46, 44, 18
 # Class and colour of a box. In a page its style sheet goes before the colours, which are for an SVG that stands alone.
 BESIDE, RL, FIRST, CHAIN = ("beside", "#f3f4f6"), ("rl", "#fdeff4"), ("first", "#eef7f0"), ("chain", "#eef3fd")
@@ -17,19 +20,18 @@ BESIDE, RL, FIRST, CHAIN = ("beside", "#f3f4f6"), ("rl", "#fdeff4"), ("first", "
 
 def lineage_svg(stages: Mapping[str, ReportedStage]) -> str:
     """An SVG of stages with their kind and key, and an arrow for every input."""
-    places = _places(stages)
-    width = (max(x for x, _ in places.values()) + 1) * (BOX_WIDTH + GAP_X) - GAP_X + 4
-    height = (max(y for _, y in places.values()) + 1) * (BOX_HEIGHT + GAP_Y) - GAP_Y + 4
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="lineage" viewBox="0 0 {width} {height}" '
-        f'style="min-width:{min(width, 760)}px;max-width:{width}px" role="img" aria-label="lineage of the stages">',
-        '<defs><marker id="arrow" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
-        '<path class="head" d="M0 0L8 4L0 8z" fill="#9aa3af"/></marker></defs>',
-    ]
-    for name, stage in stages.items():
-        parts += [_arrow(places[source.name], places[name]) for source in sources_of(stages, stage)]
-    parts += [_box(stage, *places[name]) for name, stage in stages.items()]
-    return "".join([*parts, "</svg>"])
+    places = {
+        name: (2 + x * (BOX_WIDTH + GAP_X), 2 + y * (BOX_HEIGHT + GAP_Y)) for name, (x, y) in _places(stages).items()
+    }
+    template = jinja2.Template((TEMPLATES / "lineage.svg.jinja").read_text(), autoescape=True, trim_blocks=True)
+    return template.render(
+        width=max(x for x, _ in places.values()) + BOX_WIDTH + 2,
+        height=max(y for _, y in places.values()) + BOX_HEIGHT + 2,
+        box_width=BOX_WIDTH,
+        box_height=BOX_HEIGHT,
+        arrows=[(places[s.name], places[name]) for name, stage in stages.items() for s in sources_of(stages, stage)],
+        boxes=[(stage, places[name], _look(stage.kind)) for name, stage in stages.items()],
+    )
 
 
 def _places(stages: Mapping[str, ReportedStage]) -> dict[str, tuple[int, int]]:
@@ -55,37 +57,6 @@ def _look(kind: Kind) -> tuple[str, str]:
     if kind.config.makes_rollouts:
         return RL
     return CHAIN if kind.trains or kind.inputs else FIRST
-
-
-def _corner(x: int, y: int) -> tuple[int, int]:
-    return 2 + x * (BOX_WIDTH + GAP_X), 2 + y * (BOX_HEIGHT + GAP_Y)
-
-
-def _box(stage: ReportedStage, x: int, y: int) -> str:
-    left, top = _corner(x, y)
-    name, fill = _look(stage.kind)
-    middle = left + BOX_WIDTH // 2
-    detail = stage.kind.name if stage.kind.name != stage.name else ""
-    return (
-        f'<rect class="{name}" x="{left}" y="{top}" width="{BOX_WIDTH}" height="{BOX_HEIGHT}" rx="7" fill="{fill}" '
-        'stroke="#c3cad4"/>'
-        f'<text class="name" x="{middle}" y="{top + 19}" text-anchor="middle" font-size="13" font-weight="600" '
-        f'fill="#1f2937">'
-        f"{escape(stage.name)}</text>"
-        f'<text class="key" x="{middle}" y="{top + 36}" text-anchor="middle" font-size="10.5" fill="#6b7280">'
-        f"{escape(f'{detail} {stage.key[:8]}'.strip())}</text>"
-    )
-
-
-def _arrow(source: tuple[int, int], target: tuple[int, int]) -> str:
-    left, top = _corner(*source)
-    end_x, end_top = _corner(*target)
-    start_x, start_y, end_y = left + BOX_WIDTH, top + BOX_HEIGHT / 2, end_top + BOX_HEIGHT / 2
-    bend = (end_x - start_x) / 2
-    return (
-        f'<path class="arrow" d="M{start_x} {start_y}C{start_x + bend} {start_y} {end_x - bend} {end_y} {end_x - 2} '
-        f'{end_y}" fill="none" stroke="#9aa3af" stroke-width="1.3" marker-end="url(#arrow)"/>'
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

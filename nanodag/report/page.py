@@ -4,8 +4,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
+
+import jinja2
 
 from nanodag.errors.words import counted, duration
 from nanodag.evaluation.paired import FALSE_ALARMS
@@ -21,10 +22,8 @@ from nanodag.report.gather import (
     stages_of,
     warnings_of,
 )
-from nanodag.report.lineage import lineage_svg
+from nanodag.report.lineage import TEMPLATES, lineage_svg
 from nanodag.report.tables import Cell, Example, Program, Table
-
-TEMPLATES = Path(__file__).parent / "templates"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,9 +109,7 @@ def to_markdown(report: Report) -> str:
     return _environment(autoescape=False).get_template("report.md.jinja").render(**vars(report)).strip() + "\n"
 
 
-def _environment(*, autoescape: bool) -> Any:
-    import jinja2
-
+def _environment(*, autoescape: bool) -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=autoescape, undefined=jinja2.StrictUndefined
     )

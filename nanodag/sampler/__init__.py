@@ -6,15 +6,13 @@ shared_tensors      weights that come in memory shared with the trainer
 model               forward pass: prefill one or several prompts, decode one token for every slot
 decode_views        the memory that decoding works in
 kernel              the same passes as one compiled call
-steps               a step of all samples, in torch or by the kernel
+steps               a step of all samples, in torch or by the kernel, and rows that give the same bits here
 drawing             temperature, top-p, top-k, and random numbers that depend on the request alone
-slots               the table of samples that are being decoded, and how often streams are told of them
-sizes               how many slots, how long, and the shapes of a step
-invariance          the numbers of rows that give the same bits on this machine
+slots               the table of samples that are being decoded, how many and how long they may be, and when streams
+                    are told of them
 text                the checkpoint's tokenizer
-engine              continuous batching: Engine.generate for use in process
-engine_loop         the thread that runs an engine for the server
-in_flight           requests in flight, and the moments between them at which weights may change
+engine              continuous batching: requests submitted, and a token for each at every step
+engine_loop         the thread that runs an engine for the server; requests in flight, and when weights may change
 weight_group        the process group through which weights are broadcast
 generation_server   the HTTP application; ``python -m nanodag.sampler JSON``
 weight_endpoints    its endpoints about weights

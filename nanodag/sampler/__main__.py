@@ -11,8 +11,8 @@ import sys
 
 import uvicorn
 
-from nanodag.errors import BadRequest, MissingTool
-from nanodag.inference.access_checks import Doors
+from nanodag.errors import BadRequest, ConfigError, MissingTool
+from nanodag.inference.access_checks import Doors, bound_socket
 from nanodag.inference.engine_settings import EngineSettings
 from nanodag.inference.server_variables import end_with_starter, take_token
 from nanodag.model.architecture import read_checkpoint
@@ -47,18 +47,10 @@ def main() -> int:
         log.error("cannot start: %s", error)
         return 2
     end_with_starter()
-    # Bound before the model is read, so that a port in use is known at once; it listens only when all is ready.
-    # Its protocol is named, because asyncio switches Nagle's algorithm off only then: it costs 40 ms an answer.
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((settings.host, settings.port))
-    except OSError as error:
-        log.error("cannot start on %s port %d: %s", settings.host, settings.port, error)
-        return 1
-    try:
-        serve(settings, listener)
-    except (BadRequest, MissingTool) as error:
+        # Bound before the model is read, so that a port in use is known at once.
+        serve(settings, bound_socket(settings.host, settings.port, socket.AF_INET))
+    except (BadRequest, ConfigError, MissingTool) as error:
         log.error("cannot start: %s", error)
         return 1
     return 0

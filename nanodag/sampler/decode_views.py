@@ -10,9 +10,11 @@ import mmap
 import torch
 from torch import Tensor
 
+from nanodag.inference.cache_size import SLOT_UNIT
 from nanodag.model.architecture import Architecture
-from nanodag.sampler.sizes import ATTENTION_CHUNK
 
+ATTENTION_CHUNK = SLOT_UNIT
+"""Tokens of the cache that deterministic attention takes at a time; slots are whole multiples of it."""
 NORM_COLUMNS = 16  # one is used; 16 keep the rows aligned
 
 

@@ -1,7 +1,9 @@
 """Continuous batching over the slots of one model.
 
     engine = Engine(EngineSettings(model=path, dtype="float32", max_batch=64))
-    completions = engine.generate([Request(input_ids=[...], params=SamplingParams(n=8))])   # one list per request
+    engine.submit(Request(input_ids=[...], params=SamplingParams(n=8)), listener)
+    while engine.has_work:
+        engine.step()
 
 A step decodes one token for every running sample, admits waiting ones into free slots (their prompts are run once each,
 however many samples start from them, and a prompt that a slot still holds is not run again), and draws. So samples come
@@ -21,19 +23,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanodag.errors import BadRequest, SamplerError
+from nanodag.errors import BadRequest
 from nanodag.inference.cache_size import PREFILL_TOKENS, slot_tokens
 from nanodag.inference.engine_settings import EngineSettings
 from nanodag.inference.number_formats import DTYPES
-from nanodag.inference.protocol import Completion, FinishReason, MemoryTag, Request, check_request
+from nanodag.inference.protocol import FinishReason, MemoryTag, Request, check_request
 from nanodag.model.architecture import check_same_shape, read_checkpoint
 from nanodag.sampler.device import give_back
 from nanodag.sampler.drawing import sample_key
-from nanodag.sampler.invariance import invariant_row_sizes
 from nanodag.sampler.model import SamplerModel
-from nanodag.sampler.sizes import plan_cache, row_sizes
-from nanodag.sampler.slots import ActiveRequest, ActiveSample, Listener, SlotTable, StreamPace, completion
-from nanodag.sampler.steps import CompiledSteps, TorchSteps
+from nanodag.sampler.slots import ActiveRequest, ActiveSample, Listener, SlotTable, StreamPace, completion, plan_cache
+from nanodag.sampler.steps import CompiledSteps, TorchSteps, invariant_row_sizes, row_sizes
 from nanodag.sampler.text import Text
 from nanodag.sampler.transformers_sampler import ClassWeightsBuilder, TransformersSampler, load_class_weights
 from nanodag.sampler.weights import NamedTensors, WeightsBuilder, load_weights
@@ -96,7 +96,8 @@ class Engine:
         else:
             self.row_sizes = invariant_row_sizes(self.model) if deterministic else row_sizes(num_slots)
         self.num_slots = self.row_sizes[-1]
-        self.text = Text.of_checkpoint(settings.model)
+        tokenizer = settings.model / "tokenizer.json"
+        self.text = Text(tokenizer) if tokenizer.exists() else None
         self.table = SlotTable(self.num_slots, self.context_length)
         self._make_steps()
         self.released: set[MemoryTag] = set()
@@ -155,25 +156,6 @@ class Engine:
         else:
             self.waiting.extend(samples)
         return running
-
-    def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
-        """Run requests to their end: for each, its n completions.
-
-        Raises BadRequest for the first request that cannot be served, before any runs, and SamplerError on NaN.
-        """
-        for request in requests:
-            self.validate(request)
-        done: list[list[Completion | None]] = [[None] * request.params.n for request in requests]
-
-        for request, of_request in zip(requests, done, strict=True):
-            self.submit(request, of_request.__setitem__)
-        while self.has_work:
-            self.step()
-        results = [[sample for sample in of_request if sample is not None] for of_request in done]
-        for sample in itertools.chain.from_iterable(results):
-            if sample.finish_reason is not None and sample.finish_reason.type == "abort":
-                raise SamplerError(str(sample.finish_reason.message))
-        return results
 
     @property
     def has_work(self) -> bool:

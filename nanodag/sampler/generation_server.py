@@ -28,23 +28,22 @@ from starlette.types import ExceptionHandler, Receive, Scope, Send
 from nanodag import __version__
 from nanodag.errors import BadRequest, SamplerError
 from nanodag.host.processor import numerics
-from nanodag.inference.disconnects import HANDLERS, unless_left
+from nanodag.inference.access_checks import HANDLERS, unless_left
 from nanodag.inference.protocol import (
     AbortBody,
     Completion,
     ContinueBody,
+    EmptyBody,
     GenerateBody,
     MemoryBody,
     PauseBody,
     Request,
     StartProfileBody,
-    StopProfileBody,
     completion_to_wire,
 )
 from nanodag.sampler.device import held_memory, traced
 from nanodag.sampler.engine import Engine
-from nanodag.sampler.engine_loop import EngineLoop
-from nanodag.sampler.in_flight import Traffic, body_of, routes
+from nanodag.sampler.engine_loop import EngineLoop, Traffic, body_of, routes
 from nanodag.sampler.slots import ActiveRequest
 from nanodag.sampler.weight_endpoints import WeightEndpoints
 
@@ -236,7 +235,7 @@ class SamplerServer:
     async def pause_generation(self, http: HttpRequest) -> Response:
         body = await body_of(http, PauseBody)
         await self.traffic.in_loop(lambda: self.loop.pause(body.mode))
-        await self.traffic.look_again()
+        await self.traffic.leave(set())
         return JSONResponse({"message": "Generation paused successfully.", "status": "ok"})
 
     async def continue_generation(self, http: HttpRequest) -> Response:
@@ -286,7 +285,7 @@ class SamplerServer:
 
     async def stop_profile(self, http: HttpRequest) -> Response:
         """End it, and write its file."""
-        await body_of(http, StopProfileBody)
+        await body_of(http, EmptyBody)
         if self._trace is None:
             raise BadRequest("no trace is under way; begin one with /start_profile")
         trace, self._trace = self._trace, None

@@ -11,7 +11,7 @@ Deterministic mode. The compiled code sums in one order whatever runs beside. In
 depend on which other slots are busy, on its own number, or on how far the cache is read for a longer neighbour. So
 prompts are run one at a time; attention reads the cache in chunks of fixed size whose partial sums are added in order,
 so that a chunk which is masked away adds exactly zero; and ``rows`` takes only values for which this machine's kernels
-were seen to give the same bits in every row (``invariance.py``).
+were seen to give the same bits in every row (``steps.py``).
 
 Letters: B slots, R rows in use, L tokens of the cache that are read, C capacity of a slot, P prompts, T prompt tokens,
 H hidden, Q query heads, K key/value heads, G = Q / K, D head, F intermediate, V vocabulary padded to a multiple of 64.
@@ -27,10 +27,9 @@ from torch.nn import functional
 from nanodag.inference.protocol import Top
 from nanodag.model.architecture import Architecture, Rope
 from nanodag.model.rope import rope_frequencies, rope_scale
-from nanodag.sampler.decode_views import Buffers, DecodeViews
+from nanodag.sampler.decode_views import ATTENTION_CHUNK, Buffers, DecodeViews
 from nanodag.sampler.drawing import likeliest
 from nanodag.sampler.kernel import CACHE_BLOCK, Kernel, bind
-from nanodag.sampler.sizes import ATTENTION_CHUNK
 from nanodag.sampler.weights import LayerWeights, NamedTensors, Weights
 
 LOGIT_ROWS = 256  # scored at once: the whole prompt's logits would be large

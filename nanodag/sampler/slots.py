@@ -1,5 +1,5 @@
 """The table of running samples: one row per cache slot, in arrays, so that a step is a few numpy calls; and how often
-those who read streams are told of what came.
+those who read streams are told of what came. And how many slots fit into memory, and how long they are.
 
 Letters: B slots, C capacity of a slot in tokens.
 """
@@ -10,9 +10,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from nanodag.errors import BadRequest
+from nanodag.inference.cache_size import SLOT_UNIT, slot_tokens, token_bytes
 from nanodag.inference.protocol import GREEDY_BELOW, Completion, FinishReason, Request, Top, VersionSpan
+from nanodag.model.architecture import Architecture
 from nanodag.sampler.drawing import DrawSettings, sample_key
 
+MIN_CONTEXT = 512
 MAX_TOP_K = 1 << 31  # more than any vocabulary
 REPORT_CPU_S = 60e-6
 """Cost of one report to a stream for this process, HTTP included: half a token of a model of 6 M parameters."""
@@ -242,3 +246,30 @@ class StreamPace:
             return False
         self._told_at, self._told_at_cpu = time.monotonic(), time.thread_time()
         return True
+
+
+def plan_cache(
+    architecture: Architecture, max_batch: int, context_length: int | None, cache_bytes: int, element_bytes: int = 4
+) -> tuple[int, int]:
+    """Number of slots, and tokens in each. element_bytes: of a number in the cache. Raises BadRequest if not even one
+    sample fits."""
+    a = architecture
+    if max_batch < 1:
+        raise BadRequest(f"max_batch is {max_batch}: at least one sample must run")
+    if context_length is not None and not 2 <= context_length <= a.max_positions:
+        raise BadRequest(f"context_length {context_length} is not between 2 and the model's {a.max_positions}")
+    each = token_bytes(
+        num_layers=a.num_layers, num_kv_heads=a.num_kv_heads, head_width=a.head_dim, element_bytes=element_bytes
+    )
+    context = context_length or a.max_positions
+    if context_length is None:
+        least = min(MIN_CONTEXT, a.max_positions)
+        context = min(context, max(cache_bytes // (max_batch * each) // SLOT_UNIT * SLOT_UNIT, least))
+    slot_bytes = each * slot_tokens(context)
+    num_slots = min(max_batch, cache_bytes // slot_bytes)
+    if num_slots < 1:
+        raise BadRequest(
+            f"one sample of {context} tokens needs {slot_bytes >> 20} MiB of cache, more than the "
+            f"{cache_bytes >> 20} MiB allowed: lower context_length or raise cache_bytes"
+        )
+    return num_slots, context

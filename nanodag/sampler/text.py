@@ -22,12 +22,6 @@ class Text:
         except Exception as error:
             raise BadRequest(f"{path} cannot be read as a tokenizer: {error}") from error
 
-    @classmethod
-    def of_checkpoint(cls, folder: Path) -> "Text | None":
-        """The folder's tokenizer, or None if it has none."""
-        path = folder / "tokenizer.json"
-        return cls(path) if path.exists() else None
-
     def encode(self, text: str) -> list[int]:
         """Token ids, with the special tokens that the tokenizer adds of itself. Other threads go on meanwhile."""
         return self._tokenizer.encode_batch([text])[0].ids  # `encode` would keep the interpreter's lock

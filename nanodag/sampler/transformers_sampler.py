@@ -162,7 +162,7 @@ class TransformersSampler:
             if self.deterministic:
                 self._batches += [Batch([slot], deepcopy(cache), length, len(prompt)) for slot in targets]
                 continue
-            _select(cache, [0] * len(targets))
+            cache.reorder_cache(torch.zeros(len(targets), dtype=torch.int64))
             self._join(Batch(list(targets), cache, length.repeat(len(targets)), len(prompt)))
 
     def start_from_prompt(self, slot: int, length: int, source: int | None = None) -> None:
@@ -174,7 +174,7 @@ class TransformersSampler:
         for batch in self._batches:
             rows = [row for row, slot in enumerate(batch.slots) if slot in slots]
             if rows and len(rows) < len(batch.slots):
-                _select(batch.cache, rows)
+                batch.cache.reorder_cache(torch.tensor(rows))
                 batch.lengths = batch.lengths[rows]
             batch.slots = [batch.slots[row] for row in rows]
         self._batches = [batch for batch in self._batches if batch.slots]
@@ -300,17 +300,6 @@ class TransformersSampler:
         running.slots += batch.slots
         running.lengths = np.concatenate([running.lengths, batch.lengths])
         running.columns = max(running.columns, batch.columns)
-
-
-def _select(cache: Any, rows: Sequence[int]) -> None:
-    """Keep these rows of a cache, which may repeat."""
-    for layer in cache.layers:
-        for name in ("keys", "values"):
-            if (tensor := getattr(layer, name, None)) is not None and tensor.numel():
-                setattr(layer, name, tensor[rows])
-        for name in STATES:
-            states = getattr(layer, name, {})
-            states.update({number: state[rows] for number, state in states.items() if state is not None})
 
 
 def _cut(cache: Any, columns: int) -> None:

@@ -21,11 +21,11 @@ from starlette.routing import Route
 from torch import Tensor
 
 from nanodag.errors import BadRequest, SamplerError
+from nanodag.inference.protocol import EmptyBody
 from nanodag.inference.weight_bodies import (
     BeginUpdateBody,
     BucketBody,
     DestroyGroupBody,
-    EndUpdateBody,
     InitGroupBody,
     ReceiveTensorsBody,
     ReceiveWeightsBody,
@@ -33,8 +33,8 @@ from nanodag.inference.weight_bodies import (
     WeightsCheckerBody,
 )
 from nanodag.sampler.engine import Engine
+from nanodag.sampler.engine_loop import Traffic, body_of, routes
 from nanodag.sampler.fingerprints import fingerprints_of, overall
-from nanodag.sampler.in_flight import Traffic, body_of, routes
 from nanodag.sampler.shared_tensors import opened
 from nanodag.sampler.transformers_sampler import ClassWeightsBuilder
 from nanodag.sampler.weight_group import WeightGroup, find_store, split
@@ -212,7 +212,7 @@ class WeightEndpoints:
 
     async def end_weight_update(self, http: HttpRequest) -> Response:
         """Make what was received the weights, wholly or not at all."""
-        await body_of(http, EndUpdateBody)
+        await body_of(http, EmptyBody)
         async with self._one_at_a_time:
             session, self._session = self._session, None
             if session is None:

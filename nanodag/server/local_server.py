@@ -367,10 +367,8 @@ def server_of(pipeline: Pipeline, store: Store, file: Path) -> LocalServer:
 
 
 def _is_free(host: str, port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does: a closed one may linger
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
+    try:
+        socket.create_server((host, port)).close()  # which a closed one that lingers does not keep from it
+    except OSError:
+        return False
     return True

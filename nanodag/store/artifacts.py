@@ -29,7 +29,8 @@ from typing import Any
 from nanodag.errors import ArtifactNotFound, CorruptArtifact, NewerFormat, StoreError
 from nanodag.host.folders import PRIVATE, user_cache
 from nanodag.store.atomic import hashes_below, locked, sha256_of, sizes_below, writing
-from nanodag.store.local_backend import LocalBackend
+from nanodag.store.backends import LocalBackend, RemoteBackend
+from nanodag.store.checkpoints import Mirror
 from nanodag.store.manifest import (
     ATTEMPT,
     FORMAT_VERSION,
@@ -39,8 +40,6 @@ from nanodag.store.manifest import (
     content_digest,
     parse_manifest,
 )
-from nanodag.store.mirror import Mirror
-from nanodag.store.remote_backend import RemoteBackend
 from nanodag.store.run_record import RunRecord, parse_record
 
 log = logging.getLogger(__name__)
@@ -221,12 +220,7 @@ class Store:
         shutil.rmtree(self.local / "work" / safe_name(key), ignore_errors=True)
 
     def building(
-        self,
-        key: str,
-        *,
-        timeout_s: float = 24 * 3600.0,
-        poll_s: float = 0.2,
-        give_up: Callable[[], bool] = lambda: False,
+        self, key: str, *, timeout_s: float = 24 * 3600.0, give_up: Callable[[], bool] = lambda: False
     ) -> AbstractContextManager[int]:
         """Hold the right to build a key on this host; waits for another builder, who may publish it meanwhile.
 
@@ -234,8 +228,7 @@ class Store:
         leaves none behind, and a worker that is still ending keeps it. Raises StoreBusy after timeout_s,
         or once give_up() says so.
         """
-        path = self.local / "locks" / f"{safe_name(key)}.lock"
-        return locked(path, timeout_s=timeout_s, poll_s=poll_s, give_up=give_up)
+        return locked(self.local / "locks" / f"{safe_name(key)}.lock", timeout_s=timeout_s, give_up=give_up)
 
     def write_run(self, record: RunRecord) -> RunRecord:
         """Write or replace a run's record while no other process on this host changes it; returns it with its number.
@@ -245,8 +238,10 @@ class Store:
         """
         with self._changing(record.run):
             before = self.find_run(record.run)
-            number = before.number if before is not None else self._next_number()
-            return self._write(record.changed(number=number))
+            if before is not None:
+                return self._write(record.changed(number=before.number))
+            last = max((other.number for other in self._records()[0].values()), default=0)
+            return self._write(record.changed(number=last + 1))
 
     def change_run(self, run: str, change: Callable[[RunRecord], RunRecord]) -> RunRecord:
         """Replace a run's record by what `change` makes of it, while no other process on this host changes it; returns
@@ -317,9 +312,6 @@ class Store:
     def _write(self, record: RunRecord) -> RunRecord:
         self.backend.write_text(_path(record.run), json.dumps(record.model_dump(mode="json"), indent=1))
         return record
-
-    def _next_number(self) -> int:
-        return 1 + max((record.number for record in self._records()[0].values()), default=0)
 
     def _records(self) -> tuple[dict[str, RunRecord], dict[str, StoreError]]:
         """Records by their run's name, oldest first, and why each other one cannot be read."""

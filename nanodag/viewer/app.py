@@ -1,8 +1,8 @@
 """The page itself: one address, whose query says what is shown. It works without JavaScript."""
 
+import math
 import re
 import secrets
-import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,15 +14,22 @@ from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-from nanodag.errors import ConfigError, NanodagError
+from nanodag.errors import NanodagError
+from nanodag.inference.access_checks import bound_socket
 from nanodag.report.page import TEMPLATES
 from nanodag.report.words import legible, shortened
-from nanodag.rl.rollouts.rollout_files import Shelf
-from nanodag.viewer.sample_view import COLOURS, Colour, Painter
-from nanodag.viewer.view import LONGEST_SAID, fate_choices, timeline_svg, together, wanted_of
+from nanodag.rl.rollouts.metrics import Timed
+from nanodag.rl.rollouts.rollout_files import FAILED, FAILURES, Read, Shelf, Wanted
+from nanodag.viewer.sample_view import BLUE, COLOURS, GREEN, Colour, Painter, grouped
 
 HOST = "127.0.0.1"
 ON_A_PAGE = 24
+GREY = "120,130,145"
+LONGEST_SAID = 40  # letters
+LANES = {"generate": 0, "evaluate": 1, "samplers_wait": 0, "sync": 2, "train": 3, "trainer_waits": 3, "checkpoint": 4}
+LANE_NAMES = ("samplers", "evaluation", "weights", "trainer", "checkpoint")
+TIMELINE_WIDTH = 1080
+FILLS = {"generate": BLUE, "evaluate": "109,91,208", "sync": "220,122,9", "train": GREEN, "checkpoint": GREY}
 # Only the page's own script runs, whatever stands in a rollout; nothing is loaded.
 POLICY = (
     "default-src 'none'; script-src 'nonce-{nonce}'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
@@ -81,14 +88,7 @@ def serve(shelf: Shelf, *, port: int, query: Mapping[str, str]) -> None:
     when the port is taken; port 0 takes a free one."""
     import uvicorn
 
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((HOST, port))
-        except OSError as error:
-            raise ConfigError(
-                f"Port {port} of {HOST} cannot be had ({error.strerror}); choose another with --port."
-            ) from error
+    with bound_socket(HOST, port) as listener:
         address = f"http://{HOST}:{listener.getsockname()[1]}" + (f"/?{urlencode(query)}" if query else "")
         print(f"Rollouts of {shelf.run}, stage {shelf.stage}: {address}", flush=True)
         print("Ctrl-C ends it.", flush=True)
@@ -123,7 +123,7 @@ def _page(shelf: Shelf, painter: Painter, query: Mapping[str, str]) -> dict[str,
         "role_options": [(r, shortened(r, LONGEST_SAID)) for r in sorted({read.rollout.role for read in reads} - {""})],
         "number": number,
         "num_pages": len(pages),
-        "timeline": "" if frame["is_held_out"] else timeline_svg(shelf.timeline(frame["step"])),
+        "timeline": {} if frame["is_held_out"] else timeline_of(shelf.timeline(frame["step"])),
     }
 
 
@@ -158,3 +158,65 @@ def _frame(shelf: Shelf, steps: Sequence[Mapping[str, Any]], query: Mapping[str,
         "query": query,
         "colours": COLOURS,
     }
+
+
+def together(reads: Sequence[Read], most: int) -> list[list[Read]]:
+    """Pages of whole groups: the samples of a prompt stand together, in the order of the first of them. A page holds
+    up to `most` rollouts, or one group that is larger."""
+    pages: list[list[Read]] = [[]]
+    for group in grouped(reads, "group_id"):
+        if pages[-1] and len(pages[-1]) + len(group) > most:
+            pages.append([])
+        pages[-1] += group
+    return pages
+
+
+def fate_choices(fates: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Fates that may be asked for, and their words. fates: how many met each."""
+    choices = [(fate, f"{fate.replace('_', ' ')} ({count})") for fate, count in fates.items()]
+    failed = sum(fates.get(fate, 0) for fate in FAILURES)
+    return [(FAILED, f"any failure ({failed})"), *choices] if failed else choices
+
+
+def timeline_of(spans: Sequence[Timed]) -> dict[str, Any]:
+    """Variables of the picture of a step; empty when there is nothing to draw."""
+    known = [span for span in spans if span[0] in LANES]
+    if not known:
+        return {}
+    begin = min(span[1] for span in known)
+    seconds = max(span[2] for span in known) - begin
+    lanes = sorted({LANES[name] for name, _, _ in known})
+    tick = next((s for s in (0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 300, 1800, 7200) if seconds / s <= 10), 36000)
+    return {
+        "seconds": seconds,
+        "lanes": [LANE_NAMES[lane] for lane in lanes],
+        "bars": [(name, lanes.index(LANES[name]), start - begin, stop - begin) for name, start, stop in known],
+        "tick": tick,
+        "num_ticks": 1 + int(seconds / tick + 1e-6),
+        "fills": FILLS,
+        "width": TIMELINE_WIDTH,
+    }
+
+
+def wanted_of(query: Mapping[str, str]) -> Wanted:
+    """The query of the page's form. Raises ValueError naming the field that is no finite number."""
+
+    def number(name: str) -> float | None:
+        text = query.get(name, "").strip()
+        try:
+            value = float(text) if text else None
+        except ValueError:
+            value = math.nan
+        if value is not None and not math.isfinite(value):
+            raise ValueError(f"{name} is {shortened(text, LONGEST_SAID)!r}, which is no number")
+        return value
+
+    return Wanted(
+        lowest=number("lowest"),
+        highest=number("highest"),
+        fate=query.get("fate", ""),
+        finish=query.get("finish", ""),
+        role=query.get("role", ""),
+        prompt=query.get("prompt", "").strip(),
+        sample=int(query["sample"]) if query.get("sample") else None,
+    )

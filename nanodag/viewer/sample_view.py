@@ -1,15 +1,18 @@
-"""View of each sample on the page: its sequences, turn by turn, with a colour for each token. Nothing that a model
-or an environment wrote may make the page large, or look like a part of it."""
+"""View of each sample, on the page and in a terminal: its sequences, turn by turn, with a colour for each token.
+Nothing that a model or an environment wrote may make the page large, look like a part of it, or move a cursor."""
 
 import codecs
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
-from nanodag.report.words import shortened
+from rich.text import Text
+
+from nanodag.report.words import legible, shortened
 from nanodag.rl.rollouts.metrics import said_metrics
 from nanodag.rl.rollouts.readable_rollout import Speech, calls_in, turns_of
 from nanodag.rl.rollouts.rollout import ANSWER, FAILED, LAST_WORDS, REASON, Rollout
@@ -30,6 +33,7 @@ MOST_NUMBERS = 50  # of one sequence
 TOKENS_A_PAGE = 40_000  # that are drawn; sequences share them
 LETTERS_A_TOKEN = 4
 UNKNOWN = "\ufffd"
+SAID_LENGTH, HEARD_LENGTH, PROMPT_LENGTH = 2000, 400, 1000  # letters, in a terminal
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,3 +301,47 @@ def _style(value: float, colour: Colour, largest: float, versions: Sequence[int]
     hue = RED if value < 0 else GREEN
     strength = 0.0 if not largest else min(1.0, abs(value) / largest)
     return f"background:rgba({hue},{0.6 * strength:.3f})" if strength > 0.02 else ""
+
+
+def first_samples(reads: Sequence[Read], most: int) -> list[Read]:
+    """Rollouts of the first samples, with all of their sequences, the samples of a prompt together."""
+    samples = [sample for group in grouped(reads, "group_id") for sample in grouped(group, "sample_index")]
+    return [read for sample in samples[:most] for read in sample]
+
+
+def lines_of(painter: Painter, reads: Sequence[Read]) -> Iterator[Text]:
+    """Each sample of these, under its prompt."""
+    for group in painter.groups(reads, "none"):
+        yield _line("prompt " + group.prompt_id, "bold")
+        yield _line(_indented(shortened(group.prompt, PROMPT_LENGTH)), "dim")
+        for branch in chain.from_iterable(group.samples):
+            yield from _branch(branch)
+        yield _line("")
+
+
+def _branch(branch: Branch) -> Iterator[Text]:
+    number = branch.read.rollout.branch
+    head = [f"branch {number}"] if number else []
+    head += [branch.role] if branch.role else []
+    head += [f"reward {branch.reward}" if branch.read.rollout.reward is not None else branch.reward]
+    head.append(branch.read.fate.replace("_", " "))
+    head += [f"{name} {value}" for name, value in [*branch.facts, *branch.numbers]]
+    failed = branch.read.rollout.reward is None
+    yield _line(("  " if number else "") + " · ".join(head), "red" if failed else "cyan")
+    for failure in branch.failures:
+        yield _line(f"    {failure.what}: {failure.reason}", "red")
+        yield from [_line(_indented(failure.last_lines), "red")] if failure.last_lines else []
+    if branch.prompt:
+        yield _line(_indented(shortened(branch.prompt, PROMPT_LENGTH)), "dim")
+    for turn in branch.turns:
+        length, style = (SAID_LENGTH, "") if turn.is_sampled else (HEARD_LENGTH, "dim")
+        text = _indented(shortened("".join(token.text for token in turn.tokens), length))
+        yield _line(f"    {turn.speaker} ", "bold") + _line(text.lstrip(" "), style)
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"      {line}" for line in text.split("\n"))
+
+
+def _line(text: str, style: str = "") -> Text:
+    return Text(legible(text), style=style)

@@ -9,8 +9,7 @@ from pathlib import Path
 import httpx
 
 from nanodag.api.application import application
-from nanodag.api.served_model import ServedModel
-from nanodag.api.token_text import TokenText
+from nanodag.api.served_model import ServedModel, TokenText
 from nanodag.inference.protocol import Completion, FinishReason, VersionSpan
 from nanodag.tokenizer.chat import load_renderer
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from nanodag.api.choice import SampledChoice
 from nanodag.api.command import parse_arguments
 from nanodag.api.metrics import Metrics, log_speed
-from nanodag.api.parallel_samples import SampledChoice
 from nanodag.inference.protocol import Request
 from tests.api.scripted import Scripted, app_of, ask, chat, model_of
 

@@ -8,7 +8,7 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from nanodag.api import slow_requests
+from nanodag.api import application
 from tests.chat.fake_api import serving
 
 LOOK_S = 0.1
@@ -33,9 +33,9 @@ async def said(http):
 def test_a_request_that_does_not_arrive_is_given_up_and_one_that_is_answered_slowly_is_not(
     monkeypatch, sent, is_answered
 ):
-    monkeypatch.setattr(slow_requests, "LOOK_EVERY_S", LOOK_S)
+    monkeypatch.setattr(application, "LOOK_EVERY_S", LOOK_S)
     app, heard = Starlette(routes=[Route("/", said, methods=["GET", "POST"])]), b""
-    with serving(app, http=slow_requests.WholeRequests) as port:
+    with serving(app, http=application.WholeRequests) as port:
         with socket.create_connection(("127.0.0.1", port), timeout=5) as client:
             client.sendall(sent)
             while not heard.endswith(b"said") and (piece := client.recv(4096)):

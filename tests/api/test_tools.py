@@ -6,8 +6,7 @@ import pytest
 
 from nanodag.api.bodies import Function, Tool
 from nanodag.api.choice import ParsedAnswer
-from nanodag.api.served_model import Limits
-from nanodag.api.token_text import TokenText
+from nanodag.api.served_model import Limits, TokenText
 from nanodag.api.tool_format import BareReader, Call, TemplateReader, argument_of
 from nanodag.inference.protocol import FinishReason
 from nanodag.tokenizer.call_format import CallFormat

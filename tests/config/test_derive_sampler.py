@@ -15,7 +15,7 @@ from nanodag.errors import ConfigError
 from nanodag.external_envs.package_environment import PackageEnvironment
 from nanodag.host.machine import GIB, machine_of
 from nanodag.model.build import qwen3_architecture
-from nanodag.sampler.sizes import plan_cache
+from nanodag.sampler.slots import plan_cache
 
 DEPTH_24 = ModelSize(shape_of(24), 32768, 4096)
 DEPTH_12 = ModelSize(shape_of(12), 32768, 4096)

@@ -2,29 +2,30 @@
 
 import os
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from nanodag.cli import sampler_serve
 from nanodag.engines import start
 from nanodag.engines.start import foreground_command
 from nanodag.errors import ConfigError
 from nanodag.inference.engine_settings import EngineSettings
 
 MODEL = Path("/model")
+serve_module = import_module("nanodag.cli.serve")  # the package has a command of that name
 
 
 @pytest.fixture
 def served(monkeypatch):
     """served(options of the command) -> the description of the server."""
-    monkeypatch.setattr(sampler_serve, "found_model", lambda *named: ("model", MODEL))
-    monkeypatch.setattr(sampler_serve, "check_sglang", lambda folder, context, setting: None)
+    monkeypatch.setattr(serve_module, "found_model", lambda *named: ("model", MODEL))
+    monkeypatch.setattr(serve_module, "check_sglang", lambda folder, context, setting: None)
     defaults = {
         "engine": "embedded", "host": "127.0.0.1", "port": 30000, "key_file": "", "dtype": "float32", "context": 0,
         "deterministic": None, "names": [], "options": [], "file": "",
     }  # fmt: skip
-    return lambda **options: sampler_serve.served_by(str(MODEL), **(defaults | options))
+    return lambda **options: serve_module.served_by(str(MODEL), **(defaults | options))
 
 
 def test_an_embedded_server_gets_its_description_as_json_and_its_key_unseen(served, tmp_path):

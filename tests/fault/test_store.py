@@ -283,7 +283,7 @@ def test_a_manifest_of_a_newer_format_is_neither_read_nor_built_over(store, prod
 
 
 def test_a_product_that_changes_while_it_is_published_is_not(store, product, good, monkeypatch):
-    import nanodag.store.local_backend as backend
+    import nanodag.store.backends as backend
 
     copy = backend.copy_hashed
 

@@ -6,7 +6,7 @@ from importlib import import_module
 import pytest
 import yaml
 
-from nanodag.cli.nightly import run_night, turn_on
+from nanodag.cli.composed import run_night, turn_on
 from nanodag.config import resolve
 from nanodag.errors import ConfigError
 from nanodag.nightly.findings import conclude

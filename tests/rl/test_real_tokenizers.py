@@ -8,7 +8,7 @@ import pytest
 
 from nanodag.api.bodies import Tool
 from nanodag.api.choice import ParsedAnswer
-from nanodag.api.token_text import TokenText
+from nanodag.api.served_model import TokenText
 from nanodag.api.tool_format import knows_calls, read_whole, reader_of
 from nanodag.rl.environments.tools import TOOLS
 from nanodag.rl.environments.transcript import Transcript

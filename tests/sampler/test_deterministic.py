@@ -8,8 +8,8 @@ import torch
 
 from nanodag.errors import BadRequest
 from nanodag.sampler import model
-from nanodag.sampler.invariance import invariant_row_sizes
 from nanodag.sampler.model import SamplerModel
+from nanodag.sampler.steps import invariant_row_sizes
 from tests.sampler.reference import make_engine, request
 
 WIDE = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512}

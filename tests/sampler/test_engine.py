@@ -14,7 +14,7 @@ import nanodag.sampler.slots
 from nanodag.errors import BadRequest, ConfigError, SamplerError
 from nanodag.inference.protocol import Request, SamplingParams
 from nanodag.model.architecture import check_sglang
-from tests.sampler.reference import make_engine
+from tests.sampler.reference import make_engine, token_versions
 
 EOS = 7
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
@@ -182,7 +182,7 @@ def test_weights_that_change_in_flight_split_the_versions_at_the_very_token(engi
     engine.update_weights(engine.load(other), other, "41")
     run(engine)
     (completion,) = found
-    assert completion.token_versions() == ["default"] * 8 + ["41"] * 12
+    assert token_versions(completion) == ["default"] * 8 + ["41"] * 12
     assert completion.weight_version == "41"
     expected = stale_cache_logprobs(folder, other, [1, 2, 3], completion.output_ids, 8)
     np.testing.assert_allclose(completion.logprobs[8:], expected, atol=1e-4)

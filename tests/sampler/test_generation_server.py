@@ -21,7 +21,7 @@ from nanodag.inference.engine_settings import EngineSettings
 from nanodag.inference.protocol import Request, SamplingParams
 from nanodag.sampler.generation_server import SamplerServer
 from tests.fault.processes import is_running, wait_until
-from tests.sampler.reference import make_engine, request, with_client
+from tests.sampler.reference import make_engine, request, token_versions, with_client
 from tests.server_info import server_info
 
 
@@ -374,7 +374,7 @@ def test_a_weight_update_without_pause_waits_for_what_runs(server, text_folder, 
         (first,), _ = await asyncio.gather(running, client.update_weights_from_disk(other, 5))
         ((second,),) = await client.generate([request()])
         await client.update_weights_from_disk(text_folder, "default")
-        assert {version for sample in first for version in sample.token_versions()} == {"default"}
+        assert {version for sample in first for version in token_versions(sample)} == {"default"}
         assert second.weight_version == "5"
 
     with_client(server, run)
@@ -385,13 +385,13 @@ def test_the_cache_is_flushed_only_when_nothing_runs(server):
         slow, refused = await slow_generation(client), 0
         for _ in range(3):  # the eight that run are of one length: between two steps all of them may have ended
             try:
-                await client.flush_cache()
+                await client._call("POST", "/flush_cache", {})
             except BadRequest as error:
                 refused += "not flushed" in str(error)
         assert refused >= 2
         await client.abort()
         await slow
-        await client.flush_cache()
+        await client._call("POST", "/flush_cache", {})
 
     with_client(server, run)
 

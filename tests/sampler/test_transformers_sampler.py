@@ -9,8 +9,8 @@ import torch
 from nanodag.errors import BadRequest
 from nanodag.inference.engine_settings import EngineSettings
 from nanodag.inference.protocol import Request, SamplingParams
-from nanodag.sampler.engine import Engine
 from tests.model.model_types import TYPES, make_tiny, taken_by_transformers
+from tests.sampler.reference import WholeEngine
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 PROMPTS = [[5, 9, 11, 40, 7, 8, 9, 10, 61, 62, 63, 64, 3], [17, 4, 90], [33] * 21]
@@ -30,10 +30,10 @@ def pair(request: Any, tmp_path_factory: Any) -> tuple[Path, Any]:
     return folder, theirs
 
 
-def _engine(folder: Path, *, deterministic: bool = False) -> Engine:
+def _engine(folder: Path, *, deterministic: bool = False) -> WholeEngine:
     torch.set_num_threads(1)
     sizes = {"max_batch": 4, "context_length": 64, "deterministic": deterministic}
-    return Engine(EngineSettings(engine="embedded", model=folder, dtype="float32", **sizes))
+    return WholeEngine(EngineSettings(engine="embedded", model=folder, dtype="float32", **sizes))
 
 
 def _greedy(model: Any, prompt: list[int], count: int) -> tuple[list[int], list[float]]:

@@ -136,10 +136,10 @@ def test_one_builder_at_a_time_and_its_lock_goes_with_its_holders(store):
     with store.building(KEY) as descriptor:
         child = subprocess.Popen(["sleep", "600"], pass_fds=(descriptor,))
         with pytest.raises(StoreBusy, match="held by another process"):
-            with store.building(KEY, timeout_s=0.1, poll_s=0.01):
+            with store.building(KEY, timeout_s=0.1):
                 pass
     with pytest.raises(StoreBusy):  # the child, such as a worker's watchdog, still holds it
-        with store.building(KEY, timeout_s=0.1, poll_s=0.01):
+        with store.building(KEY, timeout_s=0.1):
             pass
     child.kill()
     child.wait()

@@ -7,7 +7,7 @@ import pytest
 from nanodag.errors import StoreError
 from nanodag.run.retention import RetentionPolicy, free, plan
 from nanodag.store import Checkpoints, Store
-from nanodag.store.remote_backend import RemoteBackend
+from nanodag.store.backends import RemoteBackend
 from tests.run_records import run_record, stage_record
 from tests.store.making import KEY, names_in, save, write_file
 

@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 import nanodag.cli.run  # noqa: F401 - before a test patches what it imports
-from nanodag.cli.sweep import sweep as start_sweep
+from nanodag.cli.composed import sweep as start_sweep
 from nanodag.config import order_of
 from nanodag.errors import ConfigError
 from nanodag.sweep.sweep_run import in_waves, make_sweep, points_of, values_of

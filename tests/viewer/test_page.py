@@ -13,10 +13,8 @@ from nanodag.rl.rollouts.rollout import Rollout, Span, prompt_span, write_rollou
 from nanodag.rl.rollouts.rollout_files import Read, Shelf, Wanted, shelf_of
 from nanodag.store import Store
 from nanodag.tokenizer.bpe import save_tokenizer
-from nanodag.viewer.app import make_app, serve
-from nanodag.viewer.printed import lines_of
-from nanodag.viewer.sample_view import LAST_LINES, Painter
-from nanodag.viewer.view import first_samples, timeline_svg, together
+from nanodag.viewer.app import make_app, serve, together
+from nanodag.viewer.sample_view import LAST_LINES, Painter, first_samples, lines_of
 from tests.rl.rollouts import sampled_span
 from tests.run_records import run_record, stage_record
 
@@ -383,7 +381,10 @@ def test_the_page_opens_with_the_step_role_and_failures_that_were_asked_for(shel
     assert page.status_code == 200 and "0 of 4 rollouts" in page.text
 
 
-def test_a_timeline_has_a_lane_for_each_side_and_is_left_out_without_spans():
-    assert timeline_svg([]) == ""
-    drawn = timeline_svg([("generate", 5.0, 6.0), ("train", 6.0, 8.0)])
-    assert drawn.count("<rect") == 2 and ">samplers<" in drawn and ">trainer<" in drawn and ">weights<" not in drawn
+def test_a_timeline_has_a_lane_for_each_side_and_is_left_out_without_spans(shelf):
+    drawn = client_of(shelf).get("/?step=2").text.partition('class="timeline"')[2]
+    drawn = drawn[: drawn.index("</svg>")]
+    assert drawn.count("<rect") == 3 and drawn.count("stroke-dasharray") == 1 and "train: 0.500 s" in drawn
+    assert ">samplers<" in drawn and ">trainer<" in drawn and ">weights<" not in drawn and ">0.2 s<" in drawn
+    (shelf.records / "timeline.jsonl").unlink()
+    assert 'class="timeline"' not in client_of(shelf).get("/?step=2").text

@@ -13,15 +13,13 @@ from functools import cache
 from typing import Any
 
 from nanodag.api.bodies import ChatBody, SamplingBody
-from nanodag.api.choice import ParsedAnswer
+from nanodag.api.choice import ParsedAnswer, SampledChoice
 from nanodag.api.endpoints import Endpoints
 from nanodag.api.metrics import Metrics
-from nanodag.api.parallel_samples import SampledChoice
 from nanodag.api.prompt_rendering import ChatPrompt, chat_prompt, is_forced
 from nanodag.api.refusals import Refused
 from nanodag.api.replies import ChatReply
-from nanodag.api.served_model import Limits, ServedModel
-from nanodag.api.token_text import TokenText
+from nanodag.api.served_model import Limits, ServedModel, TokenText
 from nanodag.api.tool_format import Reader
 from nanodag.errors import BadRequest, SamplerError
 from nanodag.inference.protocol import Completion, FinishReason, Request

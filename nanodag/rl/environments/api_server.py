@@ -21,9 +21,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from nanodag.api.application import EXCEPTIONS
+from nanodag.api.application import EXCEPTIONS, WholeRequests
 from nanodag.api.refusals import Refused
-from nanodag.api.slow_requests import WholeRequests
 from nanodag.host.folders import Scratch
 from nanodag.host.ports import LOOPBACK
 from nanodag.host.threads import MadeOnce
