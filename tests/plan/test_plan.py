@@ -341,7 +341,7 @@ def test_a_cache_on_a_cpu_takes_what_prompts_fill_and_must_have_room_for_the_res
 
 
 MADE_FOR = {
-    **dict.fromkeys(("pocket", "best-of-n", "small", "post-train"), (CPU, GPU, "1xH200")),
+    **dict.fromkeys(("pocket", "best-of-n", "small", "post-train", "preferences"), (CPU, GPU, "1xH200")),
     **{"single-gpu": (GPU, "1xH200"), "speedrun": (EIGHT,), "gsm8k-rl": (GPU, "1xH200", EIGHT)},
 }
 
@@ -350,8 +350,8 @@ MADE_FOR = {
 def test_a_preset_fits_the_machines_that_it_is_made_for(preset, machine):
     plan = planned(preset, machine)
     assert plan.faults == []
-    # How many answers are good enough for `sft_best` to train on, nobody knows beforehand.
-    assert {stage.name for stage in plan.stages if stage.seconds is None} <= {"sft_best"}
+    # How many answers are good enough to train on, nobody knows beforehand.
+    assert {stage.name for stage in plan.stages if stage.seconds is None} <= {"sft_best", "dpo", "reward_model"}
     assert all(stage.processes for stage in plan.stages)
 
 

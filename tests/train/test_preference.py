@@ -18,6 +18,7 @@ from nanodag.tokenizer.chat import load_renderer
 from nanodag.train.objective import to_device
 from nanodag.train.packing import make_batch, pair_piece
 from nanodag.train.preference import answer_logprobs
+from tests.model.model_types import make_tiny, taken_by_transformers
 from tests.train import forks, stages
 from tests.train.ranks import first_model
 
@@ -285,3 +286,22 @@ def test_packed_scores_are_those_of_each_answer_alone():
             places = torch.arange(row.shape[1])
             expected += model(row, places[None], document_ids=torch.zeros_like(row), places=places[-1:]).tolist()
     assert scores.tolist() == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "qwen3_moe", "falcon_h1"])
+def test_pairs_through_transformers_score_as_each_answer_alone(name, tmp_path):
+    make_tiny(name, tmp_path / "model")
+    taken_by_transformers(tmp_path / "model")
+    model = load(tmp_path / "model")
+    sums, _ = answer_logprobs(Alone(model), make_batch([PAIRS[:2], PAIRS[2:]], num_rows=2, row_length=16, pad_id=0))
+    assert torch.allclose(sums, torch.stack([alone(model, piece) for piece in PAIRS]), atol=1e-5)
+
+
+def test_adapters_alone_learn_preferences_and_begin_at_the_reference(folder):
+    optimizer = {"name": "adamw", "learning_rate": 0.01, "matrix_lr": 0.01, "lora_rank": 4}
+    workspace = job(folder, "lora", optimizer=optimizer)
+    metrics = stages.finish(workspace)["metrics"]
+    first = next(line for line in stages.metrics(workspace) if line["event"] == "step")
+    assert math.isclose(first["loss"], math.log(2), abs_tol=1e-6)
+    assert metrics["validation_accuracy"] > 0.9
+    assert (workspace / "output" / "adapter" / "adapter_model.safetensors").exists()
