@@ -7,7 +7,8 @@ A pair is a prompt of 64 tokens and two answers of 16 to 160. Counted from the l
 reference passes (over all pairs, before training) and steps, of one process a side. The model is the random Qwen2 of
 rl_vs_trl.py, or the one that --model names. TRL's reference passes are those of precompute_ref_log_probs.
 
---curves: all pairs in each of 100 steps, so that no order counts, and the largest distance of two losses is printed.
+--curves: all of 8 pairs in each of 100 steps, a row each, so that no order counts; the largest distance of two losses
+is printed. Answers have 90 to 150 tokens there.
 """
 
 import argparse
@@ -25,11 +26,11 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PAIRS, STEPS, PAIRS_A_STEP, PROMPT = 64, 8, 8, 64
-CURVE_PAIRS, CURVE_STEPS, LENGTH = 16, 100, 2048
+CURVE_PAIRS, CURVE_STEPS = 8, 100
 RATE, BETA = 1e-5, 0.1
 
 
-def prepare(folder: Path, model: Path | None, num_pairs: int) -> None:
+def prepare(folder: Path, model: Path | None, *, curves: bool) -> None:
     """Write the model with its tokenizer, and pairs whose prompts have so many tokens."""
     from benchmarks.rl_vs_trl import copy_model, write_random_model
     from nanodag.tokenizer.chat import load_renderer
@@ -48,11 +49,13 @@ def prepare(folder: Path, model: Path | None, num_pairs: int) -> None:
         return renderer._encoding.decode(renderer._encoding.encode(" ".join(words[start : start + 200]))[:num_tokens])
 
     rows: list[dict[str, Any]] = []
-    while len(rows) < num_pairs:
+    shortest, longest = (90, 150) if curves else (16, 160)
+    while len(rows) < (CURVE_PAIRS if curves else PAIRS):
         prompt = [{"role": "user", "content": some(PROMPT - draw.randrange(1, 50))}]
         if len(renderer.prompt(prompt)) == PROMPT:
             answers = {
-                n: [{"role": "assistant", "content": some(draw.randint(16, 160))}] for n in ("chosen", "rejected")
+                n: [{"role": "assistant", "content": some(draw.randint(shortest, longest))}]
+                for n in ("chosen", "rejected")
             }
             rows.append({"prompt": prompt, **answers})
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -64,7 +67,7 @@ def ours(folder: Path, precision: str, curves: bool) -> dict[str, Any]:
     from nanodag.train.setup import prepare as prepared
     from nanodag.worker.job import Job
 
-    length = 512
+    length = 384 if curves else 512
     settings: dict[str, Any] = {
         "kind": "preference",
         "inputs": {"model": "model"},
@@ -88,7 +91,7 @@ def ours(folder: Path, precision: str, curves: bool) -> dict[str, Any]:
         "max_steps": CURVE_STEPS if curves else 0,
         "num_epochs": CURVE_STEPS if curves else 1,
     }
-    rows = 5 if not curves else -(-LENGTH * 4 // length)
+    rows = CURVE_PAIRS if curves else 5
     settings["batch_tokens"] = settings["micro_batch_tokens"] = rows * length
     job = Job(
         name="dpo", run="b", config=read_stage(settings), inputs={"model": folder / "model"}, workspace=folder / "w"
@@ -169,7 +172,7 @@ def main() -> None:
     sides = ("ours", "trl") if options.curves else ("ours", "trl", "trl-padding-free")
     for _ in range(1 if options.curves else options.rounds):
         for side in sides:
-            prepare(options.folder, options.model, CURVE_PAIRS if options.curves else PAIRS)
+            prepare(options.folder, options.model, curves=options.curves)
             python = sys.executable if side == "ours" else options.trl_python
             command = [python, __file__, *sys.argv[1:], "--side", side]
             environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
