@@ -53,6 +53,13 @@ def product(tmp_path):
 
 
 @pytest.fixture
+def no_settings(monkeypatch):
+    """The caller's variables name no store, mirror or pipeline file."""
+    for name in ("NANODAG_STORE", "NANODAG_STORE_LOCAL", "NANODAG_MIRROR", "NANODAG_FILE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
 def nanodag(capsys, monkeypatch):
     """Run a command, and see that it ends with a code and says some words; its output."""
 

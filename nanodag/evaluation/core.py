@@ -12,7 +12,6 @@ models of this project; nanochat words them otherwise, lets GSM8K and SpellingBe
 to spell. Source: karpathy/nanochat scripts/chat_eval.py (tasks, chances, mean).
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -93,16 +92,13 @@ def chat_core_of(results: Mapping[str, Mapping[str, Any]], samples: Path) -> Ben
     """
     if not all(results.get(name, {}).get("chat") for name in CHAT_TASKS):
         return None
-    records = [record for name in CHAT_TASKS for record in _chat_records(name, results[name]["metric"], samples)]
-    counts = Counter(record["part"] for record in records)
-    tasks = [(results[name]["value"], results[name]["stderr"], counts[name], CHAT_TASKS[name]) for name in CHAT_TASKS]
+    records: list[dict[str, Any]] = []
+    tasks: list[tuple[float, float, int, float]] = []
+    for name, chance in CHAT_TASKS.items():
+        result, of_task = results[name], read_records(samples / f"{name}.jsonl")
+        tasks.append((result["value"], result["stderr"], len(of_task), chance))
+        for record in of_task:
+            score = {CHAT_CORE: centred(record["scores"][result["metric"]], chance)}
+            counts = {count: record[count] for count in COUNTS if count in record}
+            records.append(_record(name, record["id"], len(of_task), score, counts))
     return _result(CHAT_CORE, CHAT_CORE, {CHAT_CORE: centred_mean(tasks)}, records, is_chat=True)
-
-
-def _chat_records(name: str, metric: str, samples: Path) -> list[dict[str, Any]]:
-    records = read_records(samples / f"{name}.jsonl")
-    scores = [{CHAT_CORE: centred(record["scores"][metric], CHAT_TASKS[name])} for record in records]
-    return [
-        _record(name, record["id"], len(records), score, {count: record[count] for count in COUNTS if count in record})
-        for record, score in zip(records, scores, strict=True)
-    ]

@@ -52,7 +52,7 @@ class SamplerSettings:
         """True when an answer is the same whatever is written beside it."""
         return self.device == "cpu" and self.config.engine == "embedded"
 
-    def engine(self, context: int, replicas: int, token: str) -> EngineSettings:
+    def engine(self, context: int, replicas: int, token: str = "") -> EngineSettings:
         """Description of each of so many replicas."""
         config, dtype = self.config, DTYPES[self.precision]
         assert config.engine != "auto"  # derived
@@ -60,6 +60,7 @@ class SamplerSettings:
             check_sglang(self.folder, context, "sampler.engine")
         return EngineSettings(
             engine=config.engine,
+            model=self.folder,
             device=self.device,
             dtype=dtype,
             max_batch=int(config.max_batch),
@@ -110,17 +111,8 @@ class InProcess:
     def __init__(self, settings: SamplerSettings, context: int) -> None:
         self.context = context
         self._is_exact = settings.is_exact
-        described = EngineSettings(
-            model=settings.folder,
-            dtype=DTYPES[settings.precision],
-            device=settings.device,
-            max_batch=int(settings.config.max_batch),
-            context_length=context,
-            cache_bytes=int(settings.config.cache_bytes),
-            deterministic=self._is_exact,
-        )
         with self._threads_of_a_process():
-            self._engine = Engine(described)
+            self._engine = Engine(settings.engine(context, 1))
 
     def write(self, requests: Sequence[Request], on_written: OnWritten) -> None:
         """Answer requests of one sample each. on_written gets a request's number and its answer, as they are done."""

@@ -12,6 +12,7 @@ import pytest
 
 from nanodag.store import Store
 from nanodag.store.checkpoints import steps_in
+from tests.fault.processes import wait_until
 from tests.forks import CPU_ONLY, start_module
 from tests.run_records import built, run_record, stage_record
 from tests.train import stages
@@ -31,10 +32,7 @@ def train_until(trainer, workspace, step):
 
 
 def until(is_true, log):
-    deadline = time.monotonic() + 120
-    while not is_true():
-        assert time.monotonic() < deadline, log.read_text()
-        time.sleep(0.02)
+    wait_until(is_true, 120, said=log.read_text)
 
 
 def test_each_checkpoint_is_taken_without_a_restart_and_every_answer_is_of_one_set_of_weights(tmp_path):

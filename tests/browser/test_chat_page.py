@@ -349,17 +349,13 @@ def test_checkpoints_that_are_served_answer_side_by_side_with_their_probabilitie
             assert len(page.answers()) == 2 and len(set(page.answers())) == 2
             assert page.text().count(" tokens in ") == 2
             page.press("Probabilities", 0)
-            chances = [float(text) for text in re.findall(r"([0-9.]+) %", hint_of_first_token(page))]
+            page.js("document.querySelector('.token').focus()")
+            chances = [float(text) for text in re.findall(r"([0-9.]+) %", page.one("#hint").text)]
             assert len(chances) == 6 and chances[1:] == sorted(chances[1:], reverse=True)
             page.say("and then")
             assert "failed" not in page.text()
         finally:
             process.terminate()
-
-
-def hint_of_first_token(page):
-    page.js("document.querySelector('.token').focus()")
-    return page.one("#hint").text
 
 
 def test_a_key_is_asked_for_and_kept_for_this_tab_alone(open_page, chrome):

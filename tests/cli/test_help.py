@@ -12,15 +12,11 @@ from nanodag.cli.reference import commands
 EVERY = {" ".join(path): command for path, command in commands()}
 
 
-def help_of(*path):
-    return CliRunner().invoke(app, [*path, "--help"], env={"COLUMNS": "80"}, prog_name="nanodag").output
-
-
 @pytest.mark.parametrize("name", EVERY)
 def test_every_option_is_explained_no_line_is_cut_or_too_wide_and_a_call_is_shown(name):
     for parameter in EVERY[name].params:
         assert getattr(parameter, "help", "") or parameter.name == "help", parameter.name
-    text = help_of(*name.split())
+    text = CliRunner().invoke(app, [*name.split(), "--help"], env={"COLUMNS": "80"}, prog_name="nanodag").output
     assert "..." not in text.replace("]...", "").replace("VALUE...", "").replace("KEY...", ""), "a summary is cut"
     assert all(len(line) <= 80 for line in text.splitlines())
     examples = text.partition("Usage:")[2].partition("\n")[2]

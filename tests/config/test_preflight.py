@@ -52,10 +52,8 @@ MODULE = """
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(tmp_path, monkeypatch, no_settings):
     """A pipeline file with modules and data beside it."""
-    monkeypatch.delenv("NANODAG_MIRROR", raising=False)
-    monkeypatch.delenv("NANODAG_STORE", raising=False)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
     for name in ("mine_pf", "helper_of_mine_pf", "broken_pf"):
@@ -280,8 +278,7 @@ def test_a_stage_without_samplers_asks_for_no_engine(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("preset", list(yaml.safe_load((PROJECT / "pipeline.yaml").read_text())["presets"]))
-def test_every_shipped_preset_passes_on_a_mirror(preset, tmp_path, monkeypatch):
-    monkeypatch.delenv("NANODAG_STORE", raising=False)
+def test_every_shipped_preset_passes_on_a_mirror(preset, tmp_path, no_settings):
     write_mirror(tmp_path / "mirror")
     pipeline = resolve(PROJECT / "pipeline.yaml", preset, [f"mirror={tmp_path / 'mirror'}"]).pipeline
     assert faults_of(pipeline, tmp_path) == []

@@ -21,9 +21,7 @@ from tests.config.stages import STAGES
 
 
 @pytest.fixture
-def file(tmp_path, monkeypatch):
-    monkeypatch.delenv("NANODAG_MIRROR", raising=False)
-    monkeypatch.delenv("NANODAG_STORE", raising=False)
+def file(tmp_path, no_settings):
     path = tmp_path / "p.yaml"
     path.write_text(yaml.safe_dump({"default": "one", "presets": {"one": {"stages": STAGES}}}, sort_keys=False))
     return path

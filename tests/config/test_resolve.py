@@ -24,9 +24,7 @@ SHIPPED = PROJECT / "pipeline.yaml"
 
 
 @pytest.fixture
-def file(tmp_path, monkeypatch):
-    monkeypatch.delenv("NANODAG_MIRROR", raising=False)
-    monkeypatch.delenv("NANODAG_STORE", raising=False)
+def file(tmp_path, no_settings):
     presets = {
         "one": {"stages": STAGES},
         "two": {"extends": "one", "seed": 7, "stages": {"rl": {"learning_rate": 1.0e-5}}},

@@ -21,7 +21,7 @@ from nanodag.inference.client import SamplerClient
 from nanodag.inference.engine_settings import EngineSettings
 from tests.engines.samplers import answers, samplers_of, until_busy, with_samplers
 from tests.rl.models import save_tiny_model
-from tests.rl.stages import digest, make_job, metrics, run, start
+from tests.rl.stages import digest, make_job, run, start, wait_for_step
 from tests.server_info import server_info
 
 
@@ -232,9 +232,7 @@ def test_a_stage_whose_samplers_are_killed_in_mid_step_ends_on_the_same_bytes(tm
     job = make_job(tmp_path / "b", **config, **of_killed)
     process = start(job, fresh=True)
     for step in (1, 3):
-        while not (job.metrics_path.exists() and any(line["step"] >= step for line in metrics(job))):
-            assert process.poll() is None, (job.workspace / "worker.log").read_text()[-4000:]
-            time.sleep(0.01)
+        wait_for_step(job, process, step)
         if alive := samplers_of(process):
             os.kill(alive[-1], signal.SIGKILL)
     assert process.wait(timeout=300) == 0, (job.workspace / "worker.log").read_text()[-4000:]

@@ -3,19 +3,10 @@ from pathlib import Path
 import pytest
 
 from nanodag.config.kinds.evaluation import EvalStage
-from nanodag.engines.start import ServerProcess
 from nanodag.worker.job import Job
 from tests.data.rows import write_rows
+from tests.engines.conftest import samplers_are_forks  # noqa: F401 - for each module of this folder
 from tests.evaluation.tiny import CLASSES, save_tiny_model
-from tests.forks import spawn_server
-
-
-@pytest.fixture(scope="module", autouse=True)
-def samplers_are_forks():
-    """A second of imports each, else."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ServerProcess, "spawn", classmethod(spawn_server))
-        yield
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ import random
 import signal
 import time
 from collections import Counter
+from functools import partial
 
 import psutil
 import pytest
@@ -14,6 +15,7 @@ from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.worker.job import write_job
 from tests.core_bundle import write_bundle
 from tests.evaluation.jobs import bytes_of, evaluate
+from tests.fault.processes import wait_until
 from tests.forks import CPU_ONLY, start_module
 
 KILLS = 20
@@ -41,13 +43,6 @@ def phase_of(job):
     lines = job.metrics_path.read_bytes().splitlines() if job.metrics_path.exists() else []
     phases = [json.loads(line).get("phase") for line in lines if line.endswith(b"}")]
     return phases[-1] if phases else "start"
-
-
-def wait_until(is_true, seconds, what):
-    deadline = time.monotonic() + seconds
-    while not is_true():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
 
 
 def kill_at_random(draw, killed, asker, job):
@@ -98,7 +93,8 @@ def test_killed_twenty_times_at_random_a_stage_ends_on_the_same_bytes_and_leaves
             asker = start_module("tests.evaluation.ask", path, environment={**os.environ, **CPU_ONLY}, log=log)
             role, seen = kill_at_random(draw, killed, asker, job) if killed.total() < KILLS else (None, set())
             asker.wait(600)
-            wait_until(lambda seen=seen: are_gone(seen), GONE_WITHIN_S, f"processes live on after a {role} was killed")
+            said = partial("processes live on after a {} was killed".format, role)
+            wait_until(lambda seen=seen: are_gone(seen), GONE_WITHIN_S, said=said)
             if role is not None:
                 killed[role] += 1
                 at[phase_of(job)] += 1

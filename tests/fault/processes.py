@@ -8,11 +8,13 @@ from typing import Any
 import psutil
 
 
-def wait_until(condition: Callable[[], Any], timeout_s: float = 60.0, every_s: float = 0.02) -> Any:
-    """What the condition gives once that is true, asked every_s; AssertionError after timeout_s."""
+def wait_until(
+    condition: Callable[[], Any], timeout_s: float = 60.0, every_s: float = 0.02, said: Callable[[], str] | None = None
+) -> Any:
+    """What the condition gives once that is true, asked every_s; AssertionError, with what is said, after timeout_s."""
     deadline = time.monotonic() + timeout_s
     while not (found := condition()):
-        assert time.monotonic() < deadline, "waited too long"
+        assert time.monotonic() < deadline, said() if said else "waited too long"
         time.sleep(every_s)
     return found
 

@@ -17,7 +17,7 @@ from tests.flow.tiny_runs import opened
 
 
 @pytest.fixture
-def project(tmp_path, monkeypatch):
+def project(tmp_path, monkeypatch, no_settings):
     """A folder with a pipeline file whose every stage is a fake one; `orders` tells stages what to do."""
     (tmp_path / "text.txt").write_text("hello\n" * 100)
     (tmp_path / "orders").mkdir()
@@ -27,8 +27,6 @@ def project(tmp_path, monkeypatch):
     paths = {"PYTHONPATH": FAKES, "FAKE_ORDERS": tmp_path / "orders", "NANODAG_CACHE": tmp_path / "cache"}
     for variable, path in paths.items():
         monkeypatch.setenv(variable, str(path))
-    for variable in ("NANODAG_MIRROR", "NANODAG_STORE"):
-        monkeypatch.delenv(variable, raising=False)
     for name, kind in shipped().items():
         monkeypatch.setitem(shipped(), name, replace(kind, module="fake_worker"))
     return tmp_path

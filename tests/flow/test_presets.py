@@ -18,10 +18,8 @@ pytestmark = [pytest.mark.usefixtures("prefect_server"), pytest.mark.timeout(120
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(tmp_path, monkeypatch, no_settings):
     monkeypatch.chdir(tmp_path)
-    for name in ("NANODAG_MIRROR", "NANODAG_STORE"):
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NANODAG_CACHE", str(tmp_path / "cache"))
     return tmp_path
 

@@ -17,12 +17,10 @@ from tests.nightly.made_nights import STAGES, publish_eval, write_run
 
 
 @pytest.fixture
-def project(tmp_path, monkeypatch):
+def project(tmp_path, monkeypatch, no_settings):
     presets = {"p": {"stages": STAGES, "nightly": {"runs": {"main": "main-*"}, "timezone": "UTC"}}}
     (tmp_path / "pipeline.yaml").write_text(yaml.safe_dump({"default": "p", "presets": presets}))
     monkeypatch.chdir(tmp_path)
-    for name in ("NANODAG_STORE", "NANODAG_MIRROR", "NANODAG_FILE"):
-        monkeypatch.delenv(name, raising=False)
     write_run(Store(tmp_path / "store"), "main-1")
     return tmp_path
 

@@ -28,6 +28,7 @@ import yaml
 
 from nanodag.config.pipeline import Pipeline
 from nanodag.host.folders import PROJECT
+from nanodag.host.ports import free_port
 from tests.doc_pages import FENCED, PAGES, named
 from tests.flow.reduced import reduce_stages, reduced_stages
 from tests.flow.tiny_mirror import TABLES, write_mirror
@@ -206,12 +207,6 @@ def meanings(home: Path, port: int) -> dict[str, str]:
         "--keep-runs 10 ": "--keep-runs 99 ",
     }
     return smaller | places | dict.fromkeys(("8000", "8080", "30000"), str(port))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def write_pipeline(path: Path) -> None:

@@ -1,13 +1,12 @@
 """The pool of reward processes: what fails, fails its sample only."""
 
-import time
-
 import psutil
 import pytest
 
 from nanodag.errors import ConfigError, MissingTool
 from nanodag.own_code.find import FOLDER_VARIABLE
 from nanodag.rewards import sandbox
+from tests.fault.processes import wait_until
 from tests.rewards.pools import Pool
 
 REWARDS = """
@@ -112,10 +111,7 @@ def test_processes_end_when_the_pool_is_closed(own_reward):
     pool = Pool(own_reward)
     pool.score([({}, "abc")])
     pool.close()
-    deadline = time.monotonic() + 60
-    while _children() - before and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert _children() <= before
+    wait_until(lambda: _children() <= before)
 
 
 def test_what_waits_when_the_pool_is_closed_is_cancelled_and_what_hangs_is_given_up(own_reward):
@@ -124,8 +120,7 @@ def test_what_waits_when_the_pool_is_closed_is_cancelled_and_what_hangs_is_given
     first, *rest = [pool.submit({}, "hang") for _ in range(50)]
     given_up = pool.submit({}, "abc")
     assert given_up.cancel()
-    while not first.running():
-        time.sleep(0.01)
+    wait_until(first.running)
     pool.close()
     assert "was ended by SIGKILL" in first.result(timeout=0).error
     assert all(future.cancelled() for future in rest)

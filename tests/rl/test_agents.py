@@ -20,6 +20,7 @@ from nanodag.errors import SamplerLost
 from nanodag.host.folders import PROJECT
 from nanodag.tokenizer.chat import NativeRenderer
 from nanodag.tokenizer.encoding import Encoding
+from tests.fault.processes import wait_until
 from tests.rl import agents
 from tests.rl.fakes import FakeSampler, SeenPool
 from tests.rl.turns import batch_of, generator_of, ids_of, prompts, speaking
@@ -265,7 +266,4 @@ def test_nothing_of_an_agent_is_left_when_the_process_that_started_it_is_killed(
     pids = [int(pid) for pid in file.read_text().split()]
     controller.kill()
     controller.wait()
-    deadline = time.monotonic() + 30
-    while left := [pid for pid in pids if psutil.pid_exists(pid)]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.02)
+    wait_until(lambda: not any(map(psutil.pid_exists, pids)), 30)

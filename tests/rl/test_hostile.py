@@ -2,7 +2,6 @@
 ways."""
 
 import random
-import time
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,7 +9,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from tests.fault.processes import alive
+from tests.fault.processes import alive, wait_until
 from tests.rl import worlds
 from tests.rl.turns import rollouts_of, speaking
 
@@ -90,10 +89,7 @@ def assert_none_is_left(seconds: float) -> None:
     """Fail when a process below a fork server outlives this time."""
     servers = [one for one in psutil.Process().children() if "fork_server" in " ".join(one.cmdline())]
     assert servers, "there is nothing to look at"
-    deadline = time.monotonic() + seconds
-    while left := alive(child.pid for server in servers for child in server.children(recursive=True)):
-        assert time.monotonic() < deadline, left
-        time.sleep(0.05)
+    wait_until(lambda: not alive(child.pid for one in servers for child in one.children(recursive=True)), seconds)
 
 
 def same(rollout, other) -> bool:

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from nanodag.errors import CorruptArtifact, MissingTool, StoreError
+from nanodag.host.ports import free_port
 from nanodag.run.retention import RetentionPolicy, free, plan
 from nanodag.store import Store
 from tests.fault.publishing import kill_at_random
@@ -20,9 +21,7 @@ BUCKET = "nanodag-test"
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     """The address of an S3 server with one bucket."""
-    with socket.socket() as free_port:
-        free_port.bind(("127.0.0.1", 0))
-        port = free_port.getsockname()[1]
+    port = free_port()
     log = (tmp_path_factory.mktemp("moto") / "log").open("w")
     command = [sys.executable, "-W", "ignore", "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     process = subprocess.Popen(command, stdout=log, stderr=log)

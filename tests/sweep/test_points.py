@@ -12,9 +12,7 @@ from tests.fake_stages import STAGES
 
 
 @pytest.fixture
-def file(tmp_path, monkeypatch):
-    for name in ("NANODAG_STORE", "NANODAG_MIRROR"):
-        monkeypatch.delenv(name, raising=False)
+def file(tmp_path, no_settings):
     path = tmp_path / "pipeline.yaml"
     path.write_text(yaml.safe_dump({"default": "tiny", "presets": {"tiny": {"stages": STAGES}}}, sort_keys=False))
     return path

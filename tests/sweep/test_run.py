@@ -22,14 +22,12 @@ SWEEP = {"points": [], "stage": "", "preset": "tiny", "overrides": [], "file": "
 
 
 @pytest.fixture
-def project(tmp_path, monkeypatch):
+def project(tmp_path, monkeypatch, no_settings):
     (tmp_path / "text.txt").write_text("hello\n" * 100)
     presets = {"tiny": {"stages": STAGES}}
     (tmp_path / "pipeline.yaml").write_text(yaml.safe_dump({"default": "tiny", "presets": presets}, sort_keys=False))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NANODAG_CACHE", str(tmp_path / "cache"))
-    for name in ("NANODAG_STORE", "NANODAG_MIRROR", "NANODAG_FILE"):
-        monkeypatch.delenv(name, raising=False)
     return tmp_path
 
 
