@@ -87,10 +87,16 @@ def scores_svg(columns: Sequence[Column], *, name: str) -> str:
 
 
 def supervised_panels(stage: ReportedStage) -> list[Panel]:
-    """Loss, validation, CORE and speed of a pretrain, midtrain or sft stage; what was not recorded is left out."""
+    """Loss, validation, CORE and speed of a supervised stage, of pairs how they are told apart; what was not recorded is
+    left out."""
+    told = {"accuracy": "training", "validation_accuracy": "held out"}
+    unit = "pair" if any("accuracy" in line for line in stage.lines) else "token"
     return _panels(
         stage,
-        ("Training loss (nats a token)", {"loss": "loss"}, {"smooth": ("loss",)}),
+        (f"Training loss (nats a {unit})", {"loss": "loss"}, {"smooth": ("loss",)}),
+        ("Pairs told apart (share)", told, {"smooth": ("training",), "marked": ("held out",)}),
+        ("Gain over the start (nats)", {"chosen_gain": "chosen", "rejected_gain": "rejected"}, {}),
+        ("Scores", {"chosen_score": "chosen", "rejected_score": "rejected"}, {}),
         ("Validation (bits a byte)", {"validation_bits_per_byte": "validation"}, {"marked": ("validation",)}),
         ("CORE", {"core": "CORE"}, {"marked": ("CORE",)}),
         ("Tokens a second", {"tokens_per_second": "tokens/s"}, {"from_zero": True}),

@@ -158,6 +158,8 @@ def own_entries(stage: AnyStage) -> dict[str, Any]:
             if not Path(path).is_file():
                 raise ConfigError(f"there is no file {path}")
             own[entry.name] = {"kind": "file", "sha256": file_sha256(Path(path))}
+        if entry.name.startswith("model:/"):
+            own[entry.name] = IDENTITIES["model"](entry.name.removeprefix("model:"), None)
         if path := entry.agents_path("library"):  # its packages' versions: a program's own code belongs into its folder
             packages = {package.stem for package in _folder(path).glob("lib/python*/site-packages/*.dist-info")}
             # Without any its path, or all such folders would be the same.

@@ -114,3 +114,13 @@ def test_the_key_of_a_stage_knows_the_file_by_its_content_and_a_relative_path_is
     assert list(before) == [name] and own_entries(stage) != before
     with pytest.raises(ValueError, match="absolute path of a file"):
         RLStage.of(kind="rl", data=["file:x"], reward="judge:judge.yaml")
+
+
+def test_the_key_of_a_stage_knows_a_reward_model_by_its_weights(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    stage = RLStage.of(kind="rl", data=["file:x"], reward=f"model:{tmp_path}")
+    keys = []
+    for weights in (b"one", b"other"):
+        (tmp_path / "model.safetensors").write_bytes(weights)
+        keys.append(own_entries(stage)[f"model:{tmp_path}"])
+    assert keys[0] != keys[1]
