@@ -162,7 +162,7 @@ def ways(engine: TrainEngine, *, lora: bool) -> dict[str, dict[str, str]]:
     for which in (NOW, KEPT):
         brought = Fingerprints("checkpoint")
         for number in range(len(buckets)):
-            if (flat := buckets.together(number, which)) is not None:
+            if (flat := buckets._bucket(number, which)) is not None:
                 for name, tensor in buckets.named(number, flat):
                     brought.add(name, tensor)
         found[which] = brought.all()

@@ -129,7 +129,8 @@ class RolloutGenerator:
 
     def conclude(self, cursor: PromptCursor, step: int, batch: RolloutBatch) -> None:
         """Raise StageFailed when too much of it failed; tell the cursor which prompts had spread."""
-        self._check_failures(batch.all_rollouts, of=f"step {step}")
+        limit = self._config.rollout.max_failed_rewards
+        check_failures(batch.all_rollouts, of=f"step {step}", max_failed_rewards=limit)
         for prompt, group in [*batch.kept, *((drop.prompt, drop.rollouts) for drop in batch.dropped)]:
             if sum(rollout.reward is not None for rollout in main_sequences(group)) > 1:
                 cursor.note(prompt.prompt_id, has_spread=reward_spread(group) > 0)
@@ -147,40 +148,8 @@ class RolloutGenerator:
         rollouts = [rollout for group in await asyncio.gather(*map(self._rollouts, groups)) for rollout in group]
         if not evaluation.eval_temperature:
             rollouts = [replace(rollout, metadata={**rollout.metadata, GREEDY: True}) for rollout in rollouts]
-        self._check_failures(rollouts, of="an evaluation")
+        check_failures(rollouts, of="an evaluation", max_failed_rewards=self._config.rollout.max_failed_rewards)
         return rollouts
-
-    def _check_failures(self, rollouts: Sequence[Rollout], *, of: str) -> None:
-        """Warn, once for each function, when it failed for more than WARNED_ABOVE of the samples.
-
-        of: what they were sampled for, as in `step 3`. Raises StageFailed when more than max_failed_rewards of the
-        samples or of the rewards failed, or all of them.
-        """
-        limit, rollouts = self._config.rollout.max_failed_rewards, main_sequences(rollouts)
-        broken = [rollout for rollout in rollouts if rollout.finish_reason == "error"]
-        answered = [rollout for rollout in rollouts if rollout.finish_reason != "error"]
-        failed = [rollout for rollout in answered if has_failed_reward(rollout)]
-        mend_reward = "Repair the reward function and start the stage again, raise reward_timeout_s"
-        for what, why, bad, tried, mend in (
-            ("function that generates", FAILED, broken, rollouts, "Repair it, raise generate.timeout_s"),
-            ("reward", REASON, failed, answered, mend_reward),
-        ):
-            if not bad:
-                continue
-            share, reason = len(bad) / len(tried), str(bad[0].metadata.get(why))
-            if words := str(bad[0].metadata.get(LAST_WORDS, "")).splitlines():
-                reason += f"; its last words: {' | '.join(words)}"
-            message = (
-                f"The {what} failed for {len(bad)} of {counted(len(tried), 'sample')} of {of} ({share:.1%}). The first "
-                f"reason: {reason.rstrip('.')}."
-            )
-            if share > limit or share == 1.0:
-                raise StageFailed(
-                    f"{message} The limit is max_failed_rewards {limit:g}, and all is always too many. "
-                    f"{mend}, or raise max_failed_rewards."
-                )
-            if share > WARNED_ABOVE:
-                log.warning("%s These samples are left out.", message)
 
     async def _rounds(self, cursor: PromptCursor, step: int, batch: RolloutBatch) -> None:
         """In each round every unfinished response of `over_sampling` groups gets a few more tokens; the groups that
@@ -353,3 +322,36 @@ def _last_words(rollout: Rollout) -> list[int]:
     """Ids that were sampled after the last tool tokens."""
     last = takewhile(lambda span: span.kind != "tool", reversed(rollout.spans[1:]))
     return [token for span in reversed(list(last)) for token in span.token_ids]
+
+
+def check_failures(rollouts: Sequence[Rollout], *, of: str, max_failed_rewards: float) -> None:
+    """Warn, once for each function, when it failed for more than WARNED_ABOVE of the samples.
+
+    of: what they were sampled for, as in `step 3`. Raises StageFailed when more than max_failed_rewards of the samples
+    or of the rewards failed, or all of them.
+    """
+    rollouts = main_sequences(rollouts)
+    broken = [rollout for rollout in rollouts if rollout.finish_reason == "error"]
+    answered = [rollout for rollout in rollouts if rollout.finish_reason != "error"]
+    failed = [rollout for rollout in answered if has_failed_reward(rollout)]
+    mend_reward = "Repair the reward function and start the stage again, raise reward_timeout_s"
+    for what, why, bad, tried, mend in (
+        ("function that generates", FAILED, broken, rollouts, "Repair it, raise generate.timeout_s"),
+        ("reward", REASON, failed, answered, mend_reward),
+    ):
+        if not bad:
+            continue
+        share, reason = len(bad) / len(tried), str(bad[0].metadata.get(why))
+        if words := str(bad[0].metadata.get(LAST_WORDS, "")).splitlines():
+            reason += f"; its last words: {' | '.join(words)}"
+        message = (
+            f"The {what} failed for {len(bad)} of {counted(len(tried), 'sample')} of {of} ({share:.1%}). The first "
+            f"reason: {reason.rstrip('.')}."
+        )
+        if share > max_failed_rewards or share == 1.0:
+            raise StageFailed(
+                f"{message} The limit is max_failed_rewards {max_failed_rewards:g}, and all is always too many. "
+                f"{mend}, or raise max_failed_rewards."
+            )
+        if share > WARNED_ABOVE:
+            log.warning("%s These samples are left out.", message)
