@@ -87,8 +87,8 @@ def scores_svg(columns: Sequence[Column], *, name: str) -> str:
 
 
 def supervised_panels(stage: ReportedStage) -> list[Panel]:
-    """Loss, validation, CORE and speed of a supervised stage, of pairs how they are told apart; what was not recorded is
-    left out."""
+    """Loss, validation, CORE and speed of a supervised stage, of pairs how they are told apart; what was not recorded
+    is left out."""
     told = {"accuracy": "training", "validation_accuracy": "held out"}
     unit = "pair" if any("accuracy" in line for line in stage.lines) else "token"
     return _panels(
