@@ -354,7 +354,7 @@ def _check_argument(kind: str, prefix: str, form: Argument, argument: str) -> No
         "function": (_is_path(argument), f"a function as {prefix}:package.module:function"),
         "module": (MODULE_NAME.fullmatch(argument), f"a module as {prefix}:my_module"),
         "folder": (
-            argument.startswith(("/", FROM_INPUT)),
+            argument.startswith(("/", FROM_INPUT)) and argument != FROM_INPUT,
             f"the absolute path of a Hugging Face directory, or {FROM_INPUT}NAME, an input of the stage",
         ),
         "file": (argument.startswith("/"), "the absolute path of a file"),

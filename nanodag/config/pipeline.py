@@ -354,6 +354,10 @@ class Pipeline(Section):
                     "makes; say inputs: {reward_model: STAGE} and model:input:reward_model"
                 )
 
+        judges = {reward.from_input for _, reward in found_in(stage, RewardConfig)}
+        if idle := [label for label in stage.inputs if kind.inputs.get(label) == REWARD_MODEL and label not in judges]:
+            raise ValueError(f"stages.{name}.inputs.{idle[0]} judges nothing; say reward: model:input:{idle[0]}")
+
         for where, read in found_in(stage, SourceConfig):
             if not read.url.startswith("input:"):
                 continue
@@ -362,6 +366,16 @@ class Pipeline(Section):
                 raise ValueError(
                     f"stages.{name}.{where}: {read.url} needs an input {label!r} that a stage of kind select makes; "
                     "say inputs: {conversations: STAGE} and input:conversations, in a stage that trains on such"
+                )
+            pairs = getattr(self.stages[stage.inputs[label]], "pairs", None)
+            if (
+                read.adapter == "auto"
+                and pairs is not None
+                and (pairs != "none") != (stage.record_kind == "preference")
+            ):
+                raise ValueError(
+                    f"stages.{name}.{where}: stage {stage.inputs[label]} has pairs: {pairs}; kinds preference and "
+                    "reward_model train on pairs, others on the best answers"
                 )
 
     def _check_machines(self, name: str, stage: AnyStage) -> None:

@@ -97,27 +97,31 @@ def prompt(row: Mapping[str, Any]) -> dict[str, Any]:
 @entry("preference", "preference")
 def preference(row: Mapping[str, Any]) -> dict[str, Any]:
     """Columns `chosen` and `rejected`, and `prompt` where the answers do not repeat it: texts, lists of messages, or
-    transcripts of `Human:` and `Assistant:` turns. What both begin with is the prompt. Scores make the margin."""
-    chosen, rejected = (_turns(row[name], "assistant") for name in ("chosen", "rejected"))
-    shared = 0
-    if any(turns and turns[0]["role"] != "assistant" for turns in (chosen, rejected)):
-        most = max(0, min(len(chosen), len(rejected)) - 1)
-        shared = next((i for i in range(most) if chosen[i] != rejected[i]), most)
-    prompt = chosen[:shared] or _turns(row["prompt"], "user")
+    transcripts of `Human:` and `Assistant:` turns, of answers without a prompt. What both begin with, up to where the
+    assistant speaks, is the prompt. Scores make the margin."""
+    is_apart = row.get("prompt") is not None
+    chosen, rejected = (_turns(row[name], "assistant", is_transcript=not is_apart) for name in ("chosen", "rejected"))
+    shared = len(list(itertools.takewhile(lambda turns: turns[0] == turns[1], zip(chosen, rejected))))
+    while shared and chosen[shared - 1]["role"] == "assistant":
+        shared -= 1
+    prompt = chosen[:shared] or _turns(row["prompt"], "user", is_transcript=True)
+    if prompt[-1:] == [{"role": "assistant", "content": ""}]:  # where a transcript leaves the word to the answer
+        del prompt[-1]
     made: dict[str, Any] = {"messages": prompt, "chosen": chosen[shared:], "rejected": rejected[shared:]}
     scores = [row.get(name) for name in ("score_chosen", "score_rejected")]
-    return made if None in scores else {**made, "margin": float(scores[0]) - float(scores[1])}  # type: ignore[arg-type]
+    is_scored = all(score is not None and score == score for score in scores)  # tables say NaN for none
+    return {**made, "margin": float(scores[0]) - float(scores[1])} if is_scored else made  # type: ignore[arg-type]
 
 
 _TURN = re.compile(r"(?:^|\n\n)(Human|Assistant): ?")
 
 
-def _turns(value: str | Sequence[Mapping[str, Any]], role: str) -> list[dict[str, Any]]:
+def _turns(value: str | Sequence[Mapping[str, Any]], role: str, *, is_transcript: bool) -> list[dict[str, Any]]:
     """Messages of a column: of a text, one of the role, or those of its transcript."""
     if not isinstance(value, str):
         return [{"role": message["role"], "content": message["content"]} for message in value]
     begin, *pieces = _TURN.split(value)
-    if begin.strip() or not pieces:
+    if not is_transcript or begin.strip() or not pieces:
         return [{"role": role, "content": value}]
     roles = {"Human": "user", "Assistant": "assistant"}
     return [{"role": roles[who], "content": said} for who, said in zip(pieces[::2], pieces[1::2], strict=True)]

@@ -218,7 +218,7 @@ def save(
     if source is None:
         config |= {name: generation[name] for name in TOKEN_IDS if name in generation}
     if isinstance(model, Scorer):
-        config = model.labelled(config, generation.get("pad_token_id", 0))
+        config = model.labelled(config, generation)
     dtype = next(iter(kept.values())).dtype
     write_folder(folder, kept.items(), config=config, dtype=dtype, beside=beside, generation=generation)
 

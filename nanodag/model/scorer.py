@@ -24,8 +24,11 @@ class Scorer(Decoder):
         assert isinstance(hidden, Tensor)
         return self.score(hidden.flatten(0, 1).index_select(0, places)).squeeze(1).float()
 
-    def labelled(self, config: dict[str, Any], pad_id: int) -> dict[str, Any]:
-        """A model's config.json as that of a classifier with one label."""
+    def labelled(self, config: dict[str, Any], generation: dict[str, Any]) -> dict[str, Any]:
+        """A model's config.json as that of a classifier with one label. generation: its generation_config.json. Padding
+        that is also what ends an answer is left out: transformers scores the last token that is not padding."""
+        pad_id = generation.get("pad_token_id")
+        pad_id = None if pad_id in generation.get("eos_token_id", ()) else pad_id
         names = [name.replace("ForCausalLM", "ForSequenceClassification") for name in config["architectures"]]
         labels = {"id2label": {"0": "score"}, "label2id": {"score": 0}}
         return {**config, "architectures": names, **labels, "pad_token_id": pad_id}

@@ -7,6 +7,7 @@ from typing import Any
 from nanodag.data.records import message_text
 from nanodag.registry import entry
 from nanodag.rewards.reward import Reward
+from nanodag.tokenizer.chat import end_ids
 
 
 @entry("reward", "model", argument="folder")
@@ -26,6 +27,7 @@ class RewardModel:
             raise ImportError(f"{folder} is no Hugging Face directory: it has no config.json")
         self._torch = torch
         self._tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        self._end = end_ids(Path(folder))[:1]  # of the turn, where the score was learned; a tokenizer's eos may differ
         model = AutoModelForSequenceClassification.from_pretrained(
             folder, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
         )
@@ -56,4 +58,4 @@ class RewardModel:
         messages = [{"role": turn["role"], "content": message_text(turn)} for turn in prompt["messages"]]
         begun = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         ids = [*tokenizer(begun, add_special_tokens=False)["input_ids"], *answer]
-        return [*ids, tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else ids
+        return [*ids, *self._end]

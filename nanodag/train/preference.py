@@ -10,6 +10,7 @@ A loss is fn(logprobs, reference_logprobs, lengths, **options) -> (P,), with gra
 need the reference gets zeros.
 """
 
+import logging
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +23,12 @@ from nanodag.model.attention import on_device
 from nanodag.registry import entry
 from nanodag.train.objective import to_device
 from nanodag.train.packing import Batch
+from nanodag.worker.job import leave_stopped, stop_requested
 
 if TYPE_CHECKING:
     from nanodag.train.setup import PreparedStage
+
+log = logging.getLogger(__name__)
 
 
 def _lead(values: Tensor) -> Tensor:
@@ -146,7 +150,9 @@ class Preference:
         """Reported: accuracy, the share of pairs whose chosen answer gained more than the rejected one; the gain of
         either, nats over the reference; the lead between them."""
         logprobs, lengths = answer_logprobs(engine, batch)
-        known = np.array([self._reference.get(key, (0.0, 0.0)) for key in batch.keys], np.float32).reshape(-1, 2)
+        known = np.zeros((len(batch.keys), 2), np.float32)
+        if self._reference:
+            known[:] = [self._reference[key] for key in batch.keys] or known
         reference = on_device(known, engine.device)
         loss: Tensor = self._loss(logprobs, reference, lengths).sum()
         if self._sft_weight:
@@ -189,6 +195,9 @@ def scored(engine: Any, batches: Iterator[Batch], empty: Batch) -> dict[int, tup
         batch = next(batches, None)
         if not engine.highest(float(batch is not None)):
             break
+        if engine.highest(stop_requested()):
+            log.info("Stopped on request, while all pairs were scored.")
+            leave_stopped()
         sums, _ = answer_logprobs(engine, batch or empty)
         if batch is not None:
             table |= dict(zip(batch.keys, map(tuple, sums.tolist()), strict=True))

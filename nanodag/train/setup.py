@@ -27,6 +27,7 @@ from nanodag.model.folder import CausalModel, load, save
 from nanodag.model.folder_size import size_of
 from nanodag.model.headers import weight_files
 from nanodag.model.lora import add_lora, merged, save_adapter
+from nanodag.model.scorer import Scorer
 from nanodag.own_code.find import required_file
 from nanodag.own_code.functions import function_at
 from nanodag.store.checkpoints import Checkpoints
@@ -185,6 +186,8 @@ def _model(job: Job, tokenizer_path: Path) -> CausalModel:
         model = load(job.inputs["model"], is_deferred=config.zero_stage == 3, scores=scores, **options)
         if rank := config.optimizer.lora_rank:
             add_lora(model, rank=rank, alpha=config.optimizer.lora_alpha, seed=int(config.seed))
+        if isinstance(model, Scorer):  # at 0 it would pass no gradient to adapters
+            model.score.requires_grad_(True)
         return model
     model = Decoder(architecture_of(job, tokenizer_path), **options)
     initialise(model, int(config.seed))
@@ -306,7 +309,8 @@ class Data:
         from nanodag.train.preference import scored
 
         config, engine = self._config, self._engine
-        weights = {path.name: file_sha256(path) for path in weight_files(self._job.inputs["model"])}
+        model = self._job.inputs["model"]  # the same weights are another model by another config.json
+        weights = {path.name: file_sha256(path) for path in (model / "config.json", *weight_files(model))}
         arguments = {name: self._arguments[name] for name in ("batch_rows", "world", "too_long")}
         recipe = {**self._recipe(config.data), **arguments, "weights": weights, "precision": config.precision}
 

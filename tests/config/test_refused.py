@@ -128,6 +128,22 @@ def test_one_fault_is_said_once_and_two_are_two_lines(file, override, message):
     assert refusal(file, override) == message
 
 
+@pytest.mark.parametrize(("override", "said"), [
+    ("dpo.loss={name: ipo, options: {beta: 0}}", "beta 0 would learn nothing, or the rejected answers; set it above 0"),
+    ("dpo.loss={name: dpo, options: {beta: -0.1}}", "beta -0.1 would learn nothing, or the rejected answers"),
+    ("pairs.best=3", "best 3 keeps single answers, and pairs: best_worst makes pairs; leave one out"),
+    ("pairs.pairs=none", "stage pairs has pairs: none; kinds preference and reward_model train on pairs, others on"),
+    ("sft={inputs: {model: pretrain, conversations: pairs}, data: [{url: 'input:conversations', held_out: 0.1}]}",
+     "stage pairs has pairs: best_worst; kinds preference and reward_model train on pairs, others on the best answers"),
+    ("rl_on_model.reward='model:input:'", "or input:NAME, an input of the stage"),
+    ("rl_on_model.reward=auto", "inputs.reward_model judges nothing; say reward: model:input:reward_model"),
+])  # fmt: skip
+def test_preferences_that_mean_nothing_are_refused(override, said):
+    with pytest.raises(ConfigError) as caught:
+        resolve(PROJECT / "pipeline.yaml", "preferences", (override,), machine=machine_of("cpu:2:avx2:8GiB"))
+    assert said in str(caught.value)
+
+
 def test_adapters_may_be_as_wide_as_the_model(file):
     assert resolve(file, "one", ["rl.lora_rank=128"])
 

@@ -162,3 +162,36 @@ def test_one_problem_is_held_out_in_supervised_data_and_prompts_alike():
     assert by_prompt == held_out_score(adapt(other, "conversation", "gsm8k"), "prompt")
     by_content = [held_out_score(adapt(row, "conversation", "gsm8k"), "content") for row in (GSM8K, other)]
     assert by_content[0] != by_content[1]
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text):
+    return {"role": "assistant", "content": text}
+
+
+@pytest.mark.parametrize(("row", "prompt", "chosen", "rejected"), [
+    ({"prompt": "q", "chosen": [user("q"), assistant("a")], "rejected": [user("q"), assistant("b")]},
+     [user("q")], [assistant("a")], [assistant("b")]),
+    ({"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "\n\nHuman: q\n\nAssistant:"},
+     [user("q")], [assistant("a")], [assistant("")]),
+    ({"prompt": "\n\nHuman: q\n\nAssistant:", "chosen": "a", "rejected": "b"},
+     [user("q")], [assistant("a")], [assistant("b")]),
+    ({"chosen": "\n\nHuman: q\n\nAssistant: a\n\nHuman: r\n\nAssistant: b",
+      "rejected": "\n\nHuman: q\n\nAssistant: a\n\nHuman: s\n\nAssistant: c"},
+     [user("q")], [assistant("a"), user("r"), assistant("b")], [assistant("a"), user("s"), assistant("c")]),
+    ({"chosen": [user("q"), assistant("a")], "rejected": [user("q")]}, [user("q")], [assistant("a")], []),
+    ({"prompt": "Write a talk.", "chosen": "Human: Hi!\n\nAssistant: Hello!", "rejected": "Assistant: no"},
+     [user("Write a talk.")], [assistant("Human: Hi!\n\nAssistant: Hello!")], [assistant("Assistant: no")]),
+], ids=["ultrafeedback", "hh", "prompt-transcript", "users-differ", "no-answer", "talk-in-answer"])  # fmt: skip
+def test_a_preference_is_what_both_begin_with_and_two_answers_of_the_assistant(row, prompt, chosen, rejected):
+    assert adapt(row, "preference") == {"messages": prompt, "chosen": chosen, "rejected": rejected}
+
+
+def test_the_margin_of_a_preference_is_the_difference_of_its_scores_where_it_has_both():
+    row = {"prompt": "q", "chosen": "a", "rejected": "b", "score_chosen": 7.5}
+    assert adapt({**row, "score_rejected": 5}, "preference")["margin"] == 2.5
+    for missing in (None, float("nan")):
+        assert "margin" not in adapt({**row, "score_rejected": missing}, "preference")

@@ -82,6 +82,12 @@ def test_pairs_are_the_best_and_the_worst_answer_of_a_group_as_messages(shelf, t
     assert export_pairs(shelf, tmp_path / "none.jsonl", lowest=1.5).rows == 0
 
 
+def test_all_pairs_of_a_group_are_every_two_different_answers_with_different_rewards_once(shelf, tmp_path):
+    export_pairs(shelf, tmp_path / "pairs.jsonl", lowest=0.5, takes_all=True)
+    told = {(pair["chosen"][0]["content"], pair["rejected"][0]["content"]) for pair in lines(tmp_path / "pairs.jsonl")}
+    assert told == {("best", "good"), ("best", "bad"), ("good", "bad")} and len(lines(tmp_path / "pairs.jsonl")) == 3
+
+
 def test_further_sequences_and_replayed_groups_are_no_examples(shelf, tmp_path):
     folder = shelf.records / "rollouts"
     branch = answer("p", 5, "aside", 1.0, branch=1, role="critic")

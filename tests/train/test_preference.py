@@ -3,7 +3,9 @@
 import json
 import math
 import random
+import shutil
 import signal
+import sys
 
 import numpy as np
 import pytest
@@ -11,13 +13,13 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from nanodag import registry
-from nanodag.model.folder import load
+from nanodag.model.folder import load, save
 from nanodag.model.scorer import Scorer
 from nanodag.rewards.reward_model import RewardModel
 from nanodag.tokenizer.chat import load_renderer
 from nanodag.train.objective import to_device
 from nanodag.train.packing import make_batch, pair_piece
-from nanodag.train.preference import answer_logprobs
+from nanodag.train.preference import Preference, answer_logprobs, scored
 from tests.model.model_types import make_tiny, taken_by_transformers
 from tests.train import forks, stages
 from tests.train.ranks import first_model
@@ -306,3 +308,55 @@ def test_adapters_alone_learn_preferences_and_begin_at_the_reference(folder):
     assert math.isclose(first["loss"], math.log(2), abs_tol=1e-6)
     assert metrics["validation_accuracy"] > 0.9
     assert (workspace / "output" / "adapter" / "adapter_model.safetensors").exists()
+
+
+def test_a_reward_model_with_adapters_trains_its_head_too(folder):
+    optimizer = {"name": "adamw", "learning_rate": 0.01, "matrix_lr": 0.01, "lora_rank": 4}
+    workspace = job(folder, "rm-lora", kind="reward_model", optimizer=optimizer)
+    assert stages.finish(workspace)["metrics"]["validation_accuracy"] > 0.9
+
+
+@pytest.mark.parametrize("change", [{}, {"pad_token": "<|end|>"}, {"eos_token": "<|bos|>"}], ids=str)
+def test_scores_are_read_where_an_answer_ends_whatever_the_tokenizer_calls_so(folder, tmp_path, change):
+    source = tmp_path / "source"
+    shutil.copytree(folder / "model", source)
+    settings = json.loads((source / "tokenizer_config.json").read_text())
+    (source / "tokenizer_config.json").write_text(json.dumps({**settings, **change}))
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "pad_token_id": None}))
+    (source / "generation_config.json").unlink()
+    model = load(source, scores=True)
+    torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(1))
+    save(tmp_path / "saved", dict(model.named_parameters()), tokenizer=source, source=source, model=model)
+    turns = [{"role": "user", "content": "Sort: 2 1"}, {"role": "assistant", "content": "1 2"}]
+    ids = torch.tensor(load_renderer(source).render_batch([turns])[0][0].astype(np.int64))[None]
+    places = torch.arange(ids.shape[1])[None]
+    own = model(ids, places, document_ids=torch.zeros_like(ids), places=places[0, -1:]).item()
+    assert RewardModel(str(tmp_path / "saved"))({"messages": turns[:1]}, "1 2").value == pytest.approx(own, abs=1e-5)
+
+
+def test_a_pair_that_the_reference_does_not_know_is_an_error():
+    objective = Preference()
+    objective._loss, objective._sft_weight = registry.load("preference_loss", "dpo"), 0.0
+    objective._reference = {PAIRS[0].key: (-1.0, -2.0)}
+    with pytest.raises(KeyError):
+        objective.loss(Alone(first_model()), make_batch([PAIRS[1:2]], num_rows=1, row_length=16, pad_id=0))
+
+
+def test_the_same_weights_by_another_config_are_scored_anew(folder, dpo):
+    other = folder / "other"
+    shutil.copytree(folder / "model", other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.1}))
+    workspace = stages.make_job(folder / "other-dpo", stages.preference(folder, max_steps=2), {"model": other})
+    (workspace / "held_out").symlink_to(dpo[1] / "held_out")
+    stages.finish(workspace)
+    assert "Scoring all pairs" in (workspace / "worker.log").read_text()
+
+
+def test_a_stop_while_pairs_are_scored_ends_the_stage_as_one_to_be_started_again(monkeypatch):
+    monkeypatch.setattr("nanodag.train.preference.stop_requested", lambda: True)
+    monkeypatch.setattr("nanodag.train.preference.leave_stopped", lambda: sys.exit(75))
+    batch = make_batch([PAIRS[:1]], num_rows=1, row_length=16, pad_id=0)
+    with pytest.raises(SystemExit, match="75"):
+        scored(Alone(first_model()), iter([batch]), batch)

@@ -36,10 +36,12 @@ class PreferenceStage(ChatStage):
     """Weight of -log p a token of the chosen answers, which is added to the loss (RPO)."""
 
     @model_validator(mode="after")
-    def _smooths_less_than_half(self) -> "PreferenceStage":
-        share = self.loss.options.get("label_smoothing", 0.0)
-        if self.loss.traits is not None and not (isinstance(share, int | float) and 0 <= share < 0.5):
+    def _prefers_what_is_chosen(self) -> "PreferenceStage":
+        options: dict[str, Any] = {} if self.loss.traits is None else self.loss.options
+        if not 0 <= (share := options.get("label_smoothing", 0)) < 0.5:
             raise ValueError(f"loss.options.label_smoothing {share}: a share of swapped pairs is at least 0, below 0.5")
+        if (beta := options.get("beta", 1)) <= 0:
+            raise ValueError(f"loss.options.beta {beta} would learn nothing, or the rejected answers; set it above 0")
         return self
 
     @property

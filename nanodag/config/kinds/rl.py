@@ -274,6 +274,10 @@ class SelectStage(SampledStage):
 
     @model_validator(mode="after")
     def _can_be_sampled(self) -> "SelectStage":
+        if self.pairs != "none" and self.best != 1:
+            raise ValueError(
+                f"best {self.best} keeps single answers, and pairs: {self.pairs} makes pairs; leave one out"
+            )
         self.as_rl()
         return self
 

@@ -107,12 +107,13 @@ def export_pairs(
         left_out["in a group without a pair" if not pairs else "neither best nor worst"] += len(reads) - len(
             {id(read) for pair in pairs for read in pair}
         )
-        for pair in pairs:
-            texts = dict(zip(("chosen", "rejected"), (text_of(read.rollout, encoding) for read in pair), strict=True))
+        said = {tuple(text_of(read.rollout, encoding) for read in pair): pair for pair in pairs}  # each pair once
+        for texts, pair in said.items():
+            answers = dict(zip(("chosen", "rejected"), texts, strict=True))
             rows.append(
                 {
                     "prompt": [dict(message) for message in pair[0].messages],
-                    **{name: [{"role": "assistant", "content": text}] for name, text in texts.items()},
+                    **{name: [{"role": "assistant", "content": text}] for name, text in answers.items()},
                     "score_chosen": _reward(pair[0]),
                     "score_rejected": _reward(pair[1]),
                     "prompt_id": pair[0].rollout.prompt_id,
