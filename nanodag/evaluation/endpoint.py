@@ -60,8 +60,8 @@ class EndpointModel(EvaluatedModel):
 
     def _reply(self, prompt: str, params: SamplingParams) -> Sequence[Any]:
         """The reply to a prompt, as reply_of has it: the one that was kept, or a new one, which is kept."""
-        body, url = self._body(prompt, params), f"{self._endpoint.url}/{'chat/' if self.is_chat else ''}completions"
-        key = content_key("endpoint", body)
+        body, path = self._body(prompt, params), "chat/completions" if self.is_chat else "completions"
+        key, url = content_key("endpoint", body), f"{self._endpoint.url}/{path}"
         if self.kept is not None and (kept := self.kept.get(key)) is not None:
             return list(kept)
         reply: Sequence[Any] = ("", "", "too_long", 0, 0)

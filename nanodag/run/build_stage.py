@@ -204,8 +204,7 @@ def server_identity(url: str, endpoint: EndpointConfig | None = None) -> dict[st
         models = {str(model["id"]): model for model in info["data"]}
         if (model := models.get(endpoint.model)) is None:
             raise LookupError(f"endpoint.model {endpoint.model!r} is not among {listed(sorted(models)[:20])}")
-        facts = {name: model[name] for name in LISTED if name in model}
-        return {"kind": "server", "url": url, "model": endpoint.model, "listed": facts}
+        return {"kind": "server", "url": url, "model": endpoint.model} | {n: model[n] for n in LISTED if n in model}
     except (httpx.HTTPError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{setting} {url} does not say which model it serves: {type(error).__name__} {error}. Start the server "

@@ -275,7 +275,7 @@ def test_the_key_holds_what_the_server_lists_of_its_model_and_not_what_changes_a
     of = {"model": "m", "key": "env:KEY_OF_TEST"}
     with openai(card={"root": "/models/m", "weight_version": "3"}) as (url, _):
         endpoint = EndpointConfig(url=url, **of)
-        identity = {"kind": "server", "url": url, "model": "m", "listed": {"root": "/models/m", "weight_version": "3"}}
+        identity = {"kind": "server", "url": url, "model": "m", "root": "/models/m", "weight_version": "3"}
         assert server_identity(url, endpoint) == identity
         with pytest.raises(ConfigError, match=r"endpoint.model 'other' is not among m"):
             server_identity(url, EndpointConfig(url=url, model="other"))
