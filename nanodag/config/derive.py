@@ -170,7 +170,7 @@ def budget(memory: int) -> int:
 def device_of(stage: S, of_pipeline: str, derived: Derived) -> S:
     """The stage on a device. of_pipeline: `cpu` or `cuda`. Raises ConfigError for GPUs of a stage on CPUs."""
     fill, gpus = derived.filler(stage.resources, "resources"), stage.resources.gpus_per_node
-    is_on_cpu = find_kind(stage.kind).is_on_cpu
+    is_on_cpu = find_kind(stage.kind).is_on_cpu or stage.is_served
     why = derived.why("device_cpu" if is_on_cpu else "device_stage")
     if fill("device", "cpu" if is_on_cpu else of_pipeline, why) == "cpu" and gpus:
         raise ConfigError(f"{derived.name}.resources.gpus_per_node: {gpus}, and this machine has no GPU.")

@@ -195,6 +195,11 @@ class StageBase(Section):
         return False
 
     @property
+    def is_served(self) -> bool:
+        """True where somebody else's server computes its model: it needs no GPU, and gets written answers alone."""
+        return False
+
+    @property
     def asks_in_chat(self) -> bool:
         """True where the items of its benchmarks pass the chat template."""
         return True

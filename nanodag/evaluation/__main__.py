@@ -13,8 +13,9 @@ from typing import Any
 from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.errors import SamplerError
 from nanodag.evaluation.core import chat_core_of, run_core
+from nanodag.evaluation.endpoint import EndpointModel
 from nanodag.evaluation.evaluated_model import EvaluatedModel
-from nanodag.evaluation.forms import check_likelihood
+from nanodag.evaluation.forms import check_likelihood, check_served
 from nanodag.evaluation.harness import run_benchmark
 from nanodag.evaluation.results import BenchmarkResult
 from nanodag.evaluation.verifiers_benchmarks import is_environment, run_environment
@@ -47,17 +48,20 @@ def evaluate_checkpoint(job: Job, metrics_log: MetricsLog) -> tuple[dict[str, An
     """
     config = job.config
     progress = _Progress(metrics_log, len(config.benchmarks))
-    checkpoint = EvaluatedModel(
-        job.inputs["model"],
-        precision=config.precision,
-        device=config.resources.device,
-        micro_batch_tokens=int(config.micro_batch_tokens),
-        max_new_tokens=config.max_new_tokens,
-        sampler=config.sampler,
-        threads=int(config.resources.threads),
-        bos=config.bos,
-        on_progress=progress,
-    )
+    if config.is_served:
+        checkpoint: EvaluatedModel = EndpointModel(config.endpoint, config.max_new_tokens, progress)
+    else:
+        checkpoint = EvaluatedModel(
+            job.inputs["model"],
+            precision=config.precision,
+            device=config.resources.device,
+            micro_batch_tokens=int(config.micro_batch_tokens),
+            max_new_tokens=config.max_new_tokens,
+            sampler=config.sampler,
+            threads=int(config.resources.threads),
+            bos=config.bos,
+            on_progress=progress,
+        )
     try:
         return _fill(job, checkpoint, progress)
     except SamplerError:
@@ -90,7 +94,8 @@ def _fill(job: Job, checkpoint: EvaluatedModel, progress: "_Progress") -> tuple[
         total.write_records(samples_folder / f"{total.name}.jsonl")
         results[total.name] = total.as_json()
     samples = _samples(checkpoint, config.sample_prompts, chat=config.chat)
-    cost["flops"] = 2 * matrix_parameters(job.inputs["model"]) * cost["forward_tokens"]
+    if not job.config.is_served:
+        cost["flops"] = 2 * matrix_parameters(job.inputs["model"]) * cost["forward_tokens"]
     write_json(job.output / "results.json", {"benchmarks": results, "samples": samples})
     return {name: result["value"] for name, result in results.items()}, cost
 
@@ -111,6 +116,8 @@ def _run_one(job: Job, checkpoint: EvaluatedModel, benchmark: BenchmarkConfig, d
 
 
 def _asked(job: Job, checkpoint: EvaluatedModel, benchmark: BenchmarkConfig) -> BenchmarkResult:
+    if job.config.is_served:
+        check_served(benchmark)
     if benchmark.is_core:
         check_likelihood(benchmark)
         return run_core(checkpoint, benchmark)
@@ -126,7 +133,7 @@ def _samples(checkpoint: EvaluatedModel, prompts: tuple[str, ...], *, chat: bool
     checkpoint.is_chat = chat
     checkpoint.switch_template({})
     texts = [checkpoint.apply_chat_template([{"role": "user", "content": p}]) if chat else p for p in prompts]
-    completions = checkpoint.complete([checkpoint.tok_encode(text) for text in texts])
+    completions = checkpoint.complete(texts)
     return [{"prompt": prompt, "completion": text} for prompt, text in zip(prompts, completions, strict=True)]
 
 

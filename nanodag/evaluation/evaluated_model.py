@@ -7,7 +7,7 @@ tokenizer puts it there itself, unless the config says otherwise. A chat prompt 
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -18,11 +18,11 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from nanodag.config.kinds.evaluation import BenchmarkConfig, EvalSamplerConfig
+from nanodag.config.kinds.evaluation import BenchmarkConfig, EvalSamplerConfig, ThinkingConfig
 from nanodag.errors import ConfigError, SamplerError
 from nanodag.errors.words import counted
 from nanodag.evaluation.benchmark import sampling_params
-from nanodag.evaluation.results import Ending, answer_of
+from nanodag.evaluation.results import Answer, Ending, answer_of
 from nanodag.evaluation.writing import InProcess, Replicas, SamplerSettings, replicas_for, start_sampler
 from nanodag.inference.cache_size import slot_tokens
 from nanodag.inference.number_formats import DTYPES
@@ -62,6 +62,14 @@ class EvaluatedModel(TemplateLM):
     the start. Raises ConfigError for bos `always` where the tokenizer has none.
     """
 
+    is_chat = False
+    under_way: tuple[BenchmarkConfig, int] | None = None
+    kept: KeptLines | None = None
+    tokens_read = 0
+    tokens_written = 0
+    _switches: Mapping[str, Any] = {}
+    _sampler: InProcess | Replicas | None = None
+
     def __init__(
         self,
         folder: Path,
@@ -79,19 +87,12 @@ class EvaluatedModel(TemplateLM):
         from transformers import AutoTokenizer
 
         self.folder = folder
-        self.is_chat = False
-        self.under_way: tuple[BenchmarkConfig, int] | None = None
-        self.kept: KeptLines | None = None
-        self._switches: dict[str, Any] = {}
-        self.tokens_read = 0
-        self.tokens_written = 0
         self.sampler_settings = SamplerSettings(
             folder=folder, precision=precision, device=device, threads=threads, config=sampler
         )
         self._device = device
         self._micro_batch_tokens = micro_batch_tokens
         self.max_new_tokens = max_new_tokens
-        self._sampler: InProcess | Replicas | None = None
         self.on_progress = on_progress
         self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         with faults_of_config():
@@ -166,8 +167,8 @@ class EvaluatedModel(TemplateLM):
 
     def switch_template(self, switches: Switches) -> None:
         """Set the chat template's switches for the benchmark under way. Raises SourceError for one that it has not."""
-        if switches and isinstance(self.tokenizer.chat_template, str):
-            check_switches(self.tokenizer.chat_template, switches, self.folder)
+        if switches and isinstance(template := getattr(self.tokenizer, "chat_template", None), str):
+            check_switches(template, switches, self.folder)
         self._switches = dict(switches)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
@@ -227,7 +228,6 @@ class EvaluatedModel(TemplateLM):
         request's number among the documents says which sample of its item it is (nanodag.evaluation.harness)."""
         assert self.under_way is not None
         config, seed = self.under_way
-        tags = config.thinking
         contexts = [request.args[0] for request in requests]
         params = [
             sampling_params(
@@ -241,20 +241,25 @@ class EvaluatedModel(TemplateLM):
             )
             for request, context in zip(requests, contexts, strict=True)
         ]
-        answers: list[str] = []
-        written = self.write([self.tok_encode(context) for context in contexts], params)
-        for (ids, ending), sampling, context in zip(written, params, contexts, strict=True):
+        return list[str](self.answers(contexts, params, config.thinking))
+
+    def answers(
+        self, prompts: Sequence[str], params: Sequence[SamplingParams], tags: ThinkingConfig | None
+    ) -> list[Answer]:
+        """Answers to prompts in their order, without the thinking between the tags."""
+        answers: list[Answer] = []
+        written = self.write([self.tok_encode(prompt) for prompt in prompts], params)
+        for (ids, ending), sampling, context in zip(written, params, prompts, strict=True):
             text = self._decode(ids, keep=() if tags is None else (tags.begin, tags.end))
             is_open = tags is not None and context.rstrip().endswith(tags.begin)
             answers.append(answer_of(text, ending=ending, tags=tags, is_open=is_open, stops=sampling.stop or ()))
         return answers
 
-    def complete(self, prompts: Sequence[list[int]]) -> list[str]:
-        """Greedy continuations of token ids as text, up to the end of the turn; empty for a prompt that is too long."""
-        params = SamplingParams(
-            max_new_tokens=self.max_new_tokens, temperature=0.0, stop_token_ids=tuple(self._stop_ids)
-        )
-        return [self._decode(ids) for ids, _ in self.write(prompts, [params] * len(prompts))]
+    def complete(self, prompts: Sequence[str]) -> list[str]:
+        """Greedy continuations of texts, up to the end of the turn; empty for a prompt that is too long."""
+        stops = tuple(self._stop_ids)
+        params = SamplingParams(max_new_tokens=self.max_new_tokens, temperature=0.0, stop_token_ids=stops)
+        return [str(answer) for answer in self.answers(prompts, [params] * len(prompts), None)]
 
     def write(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[tuple[list[int], Ending]]:
         """The new token ids of each prompt without the one that ended them, and how they ended.

@@ -53,6 +53,16 @@ def is_written(config: BenchmarkConfig) -> bool:
     return not config.is_core and read_form(_file_of(config, chat=True)[0]).get("output_type", WRITTEN) == WRITTEN
 
 
+def check_served(config: BenchmarkConfig) -> None:
+    """Raise ConfigError for a benchmark that a served model cannot be asked: it only writes answers."""
+    why = "" if is_written(config) else "is scored by likelihood"
+    if "verifiers" in (config.form, config.name if config.form == "auto" else ""):
+        why = "is an environment"
+    if why:
+        more = "and an endpoint only writes answers. Leave it out, or evaluate the model as the input `model`."
+        raise ConfigError(f"Benchmark {config.name!r} {why}, {more}")
+
+
 def check_likelihood(config: BenchmarkConfig) -> None:
     """Raise ConfigError for a setting of written answers: the benchmark has none."""
     for name in OF_WRITTEN:

@@ -141,7 +141,7 @@ def plan_evaluation(case: Case[EvalStage]) -> StagePlan:
     stage, is_on_gpu = case.stage, case.device == "cuda"
     read = sum(int(items_of(b, case.sizes) * _row_bytes(b, case.sizes)) for b in stage.benchmarks)
     if case.known_model is None:
-        return case.plan(read_bytes=read, notes=("its model is not known yet",))
+        return case.plan(read_bytes=read, notes=("it is served" if stage.is_served else "its model is not known yet",))
     model, samplers, (read_tokens, asked) = case.model, samplers_of(case), _tokens(case)
     tokens = read_tokens + sum(each.samples * each.answer for each in asked)
     gpus = max(scoring_gpus(stage), samplers.process.count * samplers.process.gpus if samplers else 0)

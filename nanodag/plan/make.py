@@ -122,7 +122,7 @@ def _beside(pipeline: Pipeline, plan: StagePlan, stages: Collection[str]) -> Sta
     stage = pipeline.stages[plan.name]
     others = [other for name, other in pipeline.stages.items() if not stages or name in stages]
     is_beside = find_kind(stage.kind).is_beside and any(
-        other.inputs.get("model") == stage.inputs["model"]
+        other.inputs.get("model") == stage.inputs.get("model", "")
         and find_kind(other.kind).trains
         and plan.device == other.resources.device == "cpu"
         for other in others

@@ -145,9 +145,10 @@ def columns_of(stages: Mapping[str, ReportedStage]) -> list[Column]:
     """The evaluated models in the DAG's order, named BASE, MID, SFT, RL, or by stage where a kind is there twice."""
     evals: dict[str, list[ReportedStage]] = {}
     for stage in stages.values():
-        source = stage.lineage.get("model") if stage.kind.makes == SCORES else None
-        if source is not None and (model := stage_behind(stages, source)):
-            evals.setdefault(model.name, []).append(stage)
+        if stage.kind.makes == SCORES:  # of a model that somebody serves, they are no stage's but their own
+            model = stage_behind(stages, stage.lineage["model"]) if "model" in stage.lineage else stage
+            if model is not None:
+                evals.setdefault(model.name, []).append(stage)
     models = [stages[name] for name in stages if name in evals]
     kinds = [model.kind.name for model in models]
     labels = [(m.kind.label if kinds.count(m.kind.name) == 1 else "") or m.name.upper() for m in models]

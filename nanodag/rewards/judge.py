@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import yaml
@@ -105,7 +105,9 @@ class Judge:
     def _judged(self, sample: tuple[Mapping[str, Any], str]) -> Reward | str:
         file, url = self._file, f"{self._file.url.rstrip('/')}/chat/completions"
         try:
-            text, num_read, num_written = _reply_of(post_json(self._client, url, self._asked(*sample)))
+            text, _, ending, num_read, num_written = reply_of(post_json(self._client, url, self._asked(*sample)))
+            if ending == "length":
+                raise ValueError("the reply was cut; raise max_tokens")
             paid = (num_read * file.price.input + num_written * file.price.output) / 1e6
             return Reward(score_in(text, file), {"price": paid})
         except (httpx.HTTPError, ValueError) as error:
@@ -135,18 +137,22 @@ def score_in(reply: str, file: JudgeFile) -> float:
     return (float(number) - file.lowest) / (file.highest - file.lowest)
 
 
-def _reply_of(answer: Any) -> tuple[str, int, int]:
-    """Text, and tokens read and written. Raises ValueError for what is no reply."""
+def reply_of(answer: Any) -> tuple[str, str, Literal["stop", "length"], int, int]:
+    """Text of the first choice, thinking that the server tells apart, how it ended, and tokens read and written; of a
+    chat or of a plain completion. Raises ValueError for what is no reply."""
     try:
         choice, usage = answer["choices"][0], answer.get("usage") or {}
-        text = choice["message"]["content"]
+        message = choice["message"] if "message" in choice else {"content": choice["text"]}
+        thinking = str(message.get("reasoning_content") or message.get("reasoning") or "")
+        is_cut, text = choice.get("finish_reason") == "length", message["content"]
+        if text is None and (thinking or is_cut):  # it did not come to an answer
+            text = ""
         if not isinstance(text, str):
             raise TypeError(f"its content is {text!r:.80}")
-        if choice.get("finish_reason") == "length":
-            raise ValueError("the reply was cut; raise max_tokens")
-        return text, int(usage.get("prompt_tokens", 0)), int(usage.get("completion_tokens", 0))
+        num_read, num_written = int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0)
+        return text, thinking, "length" if is_cut else "stop", num_read, num_written
     except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise ValueError(f"answered with no chat completion: {error!r:.200}") from error
+        raise ValueError(f"answered with no completion: {error!r:.200} in {answer!s:.300}") from error
 
 
 def _places(prompt: Mapping[str, Any]) -> dict[str, str]:

@@ -1,20 +1,21 @@
 """`remote:URL`: rewards from a server, several samples a request. docs/how-to/reward.md has the messages.
 
-A connection that fails, 429 and 5xx are tried again for PATIENCE_S with growing pauses, within the sample's time limit:
-a server may be begun anew meanwhile. Anything else fails the samples.
+A connection that fails, 429 and 5xx are tried again for PATIENCE_S, after growing pauses or the server's Retry-After,
+within the sample's time limit: a server may be begun anew meanwhile. Anything else fails the samples.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import httpx
-from tenacity import retry, retry_if_exception, stop_after_delay, wait_random_exponential
+from tenacity import RetryCallState, retry, retry_if_exception, stop_after_delay, wait_random_exponential
 
 from nanodag.registry import entry
 from nanodag.rewards import time_limit
 from nanodag.rewards.reward import Reward
 
 PATIENCE_S = 30.0
+MAX_PAUSE_S = 60.0
 LAST_S = 1.0  # of the time limit: enough to say what went wrong, which is lost when the limit is reached
 REQUEST_TIMEOUT_S = 60.0
 
@@ -45,15 +46,22 @@ def _may_pass(error: BaseException) -> bool:
     return isinstance(error, httpx.TransportError)
 
 
-@retry(
-    retry=retry_if_exception(_may_pass),
-    wait=wait_random_exponential(multiplier=0.05, max=2.0),
-    stop=lambda state: stop_after_delay(PATIENCE_S)(state) or time_limit.left_s() < state.upcoming_sleep + LAST_S,
-    reraise=True,
-)
-def post_json(client: httpx.Client, url: str, body: Mapping[str, Any]) -> Any:
-    """POST a body; returns the server's answer. Raises httpx.HTTPError for a request that failed at last, ValueError
-    for no JSON."""
+def _pause_s(state: RetryCallState) -> float:
+    """Seconds until the next try: the server's Retry-After, MAX_PAUSE_S at most; else growing ones."""
+    error = state.outcome.exception() if state.outcome else None
+    wanted = error.response.headers.get("retry-after", "") if isinstance(error, httpx.HTTPStatusError) else ""
+    return min(float(wanted), MAX_PAUSE_S) if wanted.isdecimal() else wait_random_exponential(0.05, max=2.0)(state)
+
+
+def _is_over(state: RetryCallState) -> bool:
+    patience_s = state.kwargs.get("patience_s", PATIENCE_S)
+    return stop_after_delay(patience_s)(state) or time_limit.left_s() < state.upcoming_sleep + LAST_S
+
+
+@retry(retry=retry_if_exception(_may_pass), wait=_pause_s, stop=_is_over, reraise=True)
+def post_json(client: httpx.Client, url: str, body: Mapping[str, Any], *, patience_s: float = PATIENCE_S) -> Any:
+    """POST a body; returns the server's answer. patience_s: how long what may pass is tried again. Raises
+    httpx.HTTPError for a request that failed at last, ValueError for no JSON."""
     response = client.post(url, json=body)
     response.raise_for_status()
     return response.json()

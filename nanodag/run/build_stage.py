@@ -15,7 +15,7 @@ import httpx
 from nanodag.config import AnyStage, result_config
 from nanodag.config.kind import PAGE
 from nanodag.config.kinds import find_kind
-from nanodag.config.kinds.evaluation import BenchmarkConfig
+from nanodag.config.kinds.evaluation import BenchmarkConfig, EndpointConfig
 from nanodag.config.rl_parts import EntryConfig
 from nanodag.config.section import found_in
 from nanodag.config.stage_base import StageBase
@@ -23,6 +23,7 @@ from nanodag.data.config import SourceConfig
 from nanodag.data.digests import file_sha256, folder_sha256
 from nanodag.data.opening import open_source
 from nanodag.errors import ConfigError, StageFailed, StageStopped, StoreBusy
+from nanodag.errors.words import listed
 from nanodag.evaluation.forms import form_files
 from nanodag.host.machine import visible_gpus
 from nanodag.model.model_source import model_identity
@@ -41,7 +42,8 @@ from nanodag.worker.tracker import FOLDER as TRACKERS
 log = logging.getLogger(__name__)
 
 WAIT_FOR_DEVICE_S = 24 * 3600.0
-SERVER_TIMEOUT_S = 20.0  # of a teacher's server, to say what it serves
+SERVER_TIMEOUT_S = 20.0  # of somebody else's server, to say what it serves
+LISTED = ("root", "owned_by", "max_model_len", "meta", "weight_version")  # of a model, and the same at each call
 OF_TOOLS = (".git", ".venv")
 """Folders of a program's folder whose files change though the program does not."""
 
@@ -127,6 +129,9 @@ def key_of(run: Run, stage: AnyStage, inputs: Inputs) -> tuple[str, dict[str, An
     for _, benchmark in found_in(stage, BenchmarkConfig):
         if files := form_files(benchmark):
             sources[benchmark.form] = {"kind": "form", "sha256": [file_sha256(file) for file in files]}
+    for _, endpoint in found_in(stage, EndpointConfig):
+        if endpoint.model:
+            sources[endpoint.url] = server_identity(endpoint.url, endpoint)
     for _, what, name, _ in stage.external_inputs():
         if identity_of := IDENTITIES.get(what):
             sources[name] = identity_of(name, mirror)
@@ -184,19 +189,27 @@ def code_identity(function: str) -> dict[str, Any]:
     return {"kind": "code", "name": function, "sha256": file_sha256(file)}
 
 
-def server_identity(url: str) -> dict[str, Any]:
-    """Identity of a teacher's server in a key: its URL, and the model that it says it serves, with its version.
+def server_identity(url: str, endpoint: EndpointConfig | None = None) -> dict[str, Any]:
+    """Identity of a server in a key: its URL, and the model that it says it serves; a teacher's with its version, an
+    endpoint's with what the server lists of it.
 
-    Raises ConfigError when it does not answer.
+    Raises ConfigError when it does not answer, or does not serve the endpoint's model.
     """
+    path, setting = ("model_info", "teacher.url") if endpoint is None else ("models", "endpoint.url")
+    how: dict[str, Any] = {"trust_env": False} if endpoint is None else {"headers": endpoint.headers()}
     try:
-        answer = httpx.get(f"{url.rstrip('/')}/model_info", timeout=SERVER_TIMEOUT_S, trust_env=False)
+        answer = httpx.get(f"{url.rstrip('/')}/{path}", timeout=SERVER_TIMEOUT_S, **how)
         answer.raise_for_status()
         info = answer.json()
-        return {"kind": "server", "url": url, "model": info["model_path"], "version": str(info["weight_version"])}
-    except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+        if endpoint is None:
+            return {"kind": "server", "url": url, "model": info["model_path"], "version": str(info["weight_version"])}
+        models = {str(model["id"]): model for model in info["data"]}
+        if (model := models.get(endpoint.model)) is None:
+            raise LookupError(f"endpoint.model {endpoint.model!r} is not among {listed(sorted(models)[:20])}")
+        return {"kind": "server", "url": url, "model": endpoint.model} | {n: model[n] for n in LISTED if n in model}
+    except (httpx.HTTPError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"teacher.url {url} does not say which model it serves: {type(error).__name__} {error}. Start the server "
+            f"{setting} {url} does not say which model it serves: {type(error).__name__} {error}. Start the server "
             "first: the stage's key knows its model."
         ) from error
 

@@ -18,7 +18,7 @@ from typing import Any
 from nanodag import registry
 from nanodag.config import AnyStage, Pipeline
 from nanodag.config.kinds import find_kind, vouch_for
-from nanodag.config.kinds.evaluation import BenchmarkConfig
+from nanodag.config.kinds.evaluation import BenchmarkConfig, EndpointConfig
 from nanodag.config.model_size import began_at
 from nanodag.config.pipeline import SERVICES
 from nanodag.config.rl_checks import check_lora
@@ -36,7 +36,7 @@ from nanodag.data.records import Kind
 from nanodag.data.urls import parse_url
 from nanodag.errors import ConfigError, NanodagError, SourceError
 from nanodag.evaluation.benchmark import asked_form
-from nanodag.evaluation.forms import FORMS, check_likelihood, find_form, form_files, read_form
+from nanodag.evaluation.forms import FORMS, check_likelihood, check_served, find_form, form_files, read_form
 from nanodag.external_envs.verifiers_process import module_file
 from nanodag.inference.sglang_install import find_python
 from nanodag.model.model_source import local_files, model_commit
@@ -47,6 +47,7 @@ from nanodag.registry import CALLED_WITH
 from nanodag.rewards import sandbox
 from nanodag.rewards.judge import read_judge
 from nanodag.rl.rollouts.saved import check_steps, read_saved, saved_files
+from nanodag.run.build_stage import server_identity
 from nanodag.run.preflight import state_of
 
 NUM_ROWS = 3
@@ -90,7 +91,12 @@ class Checks:
                     self._source(f"{name}.{label}.{number}", source, stage)
             if len(self.faults) == num_faults and all(self._can_read(source.url) for source in sources):
                 self._try(f"{name}.{label}", f"held out of {sources}", partial(self._held_out, stage, sources))
+        for where, endpoint in found_in(stage, EndpointConfig):
+            if endpoint.model and not self._only_names:
+                self._try(f"{name}.{where}", f"endpoint {endpoint}", partial(server_identity, endpoint.url, endpoint))
         for where, benchmark in found_in(stage, BenchmarkConfig):
+            if stage.is_served:
+                self._try(f"{name}.{where}", f"served {benchmark}", partial(check_served, benchmark))
             self._benchmark(f"{name}.{where}", benchmark, is_chat=stage.asks_in_chat)
         if stage.sglang is not None and not self._only_names:
             python, device = stage.sglang.python, stage.resources.device

@@ -123,7 +123,7 @@ _RULES = (
         StageInterrupted,
     ),
     _Rule(
-        r"\bConnect(?:ion)?(?:Timeout|Error)\b|\bReadTimeout|\bMaxRetryError|\bgaierror|name resolution"
+        r"\bServerBusy|\bConnect(?:ion)?(?:Timeout|Error)\b|\bReadTimeout|\bMaxRetryError|\bgaierror|name resolution"
         r"|\bRemoteProtocolError|\bProtocolError|LocalEntryNotFoundError|50[0234] (?:Server|Bad|Gateway|Service)",
         "lost the network",
         "{by_itself}Look whether the address above can be reached. " + _RESUME,

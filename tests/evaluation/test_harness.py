@@ -297,9 +297,9 @@ def test_a_prompt_that_leaves_an_answer_no_room_is_not_asked_and_never_cut(model
     said = checkpoint.tokenizer.decode(greedy(model, ids[:180], stops, 12), skip_special_tokens=True)
     assert said
     prompts = [ids, ids[:180], ids[:181]]
-    assert checkpoint.complete(prompts) == ["", said, ""]
-    endings = [ending for _, ending in checkpoint.write(prompts, [greedy_params()] * 3)]
-    assert endings == ["too_long", "length", "too_long"]
+    written = checkpoint.write(prompts, [greedy_params()] * 3)
+    assert [checkpoint._decode(ids) for ids, _ in written] == ["", said, ""]
+    assert [ending for _, ending in written] == ["too_long", "length", "too_long"]
     assert checkpoint.tokens_read == 2 * 180
     assert "2 of 3 prompts are longer than 180 tokens, what max_new_tokens 12 leaves" in caplog.text
 
@@ -322,7 +322,7 @@ def test_the_context_is_that_of_the_longest_prompt_and_the_answer_in_whole_slots
     checkpoint = checkpoint_of(model_folder)
     contexts = []
     for length in (10, 52, 53, 180, 10):
-        checkpoint.complete([[5] * length])
+        checkpoint.write([[5] * length], [greedy_params()])
         contexts.append(checkpoint._sampler.context)
     assert contexts == [64, 64, 128, 192, 192]
 

@@ -1,5 +1,6 @@
 """Evaluation of a model."""
 
+import os
 import re
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -10,12 +11,12 @@ from nanodag.config.derive_sampler import derive_evaluation
 from nanodag.config.kind import MODEL, SCORES, Kind
 from nanodag.config.model_size import ModelSize
 from nanodag.config.rl_parts import EngineConfig
-from nanodag.config.section import Auto, Positive, Precision, Section, operational
+from nanodag.config.section import Auto, Positive, Precision, Seconds, Section, operational
 from nanodag.config.stage_base import StageBase
 from nanodag.data.config import SourceConfig
 from nanodag.data.core_tasks import FEWEST_ITEMS, bundle_url
 from nanodag.errors import ConfigError
-from nanodag.errors.words import counted
+from nanodag.errors.words import counted, listed
 
 OVER_SAMPLES = re.compile(r"(avg|maj|pass)@([1-9][0-9]*)")
 """A metric over the samples of an item: its name, and how many samples it is of."""
@@ -139,13 +140,47 @@ class EvalSamplerConfig(EngineConfig):
     fit only once; 0.25 of the host's memory for all samplers on a CPU."""
 
 
+class EndpointConfig(Section):
+    """A model that somebody serves under the OpenAI API."""
+
+    url: str = "none"
+    """Address of the API with its version, such as http://127.0.0.1:8000/v1; `none` for the input `model`."""
+    model: str = ""
+    """The model's name there."""
+    key: str = operational("none")
+    """`env:NAME` for a key in an environment variable; `none` for no key."""
+    at_once: int = operational(16, ge=1, le=100)
+    """Requests that are sent at once."""
+    patience_s: Seconds = operational(600.0)
+    """Seconds of silence, and of sending a request again after 429, 5xx or a lost connection."""
+
+    @model_validator(mode="after")
+    def _is_whole_and_no_secret(self) -> "EndpointConfig":
+        if not re.fullmatch(r"none|env:\w+", self.key):  # not shown, nor the URL
+            raise ValueError("key would be kept in records: put it in an environment variable and write env:NAME")
+        if not re.fullmatch(r"none|https?://[^/?#@\s]+(/[^?#@\s]*[^/?#@\s])?", self.url):
+            raise ValueError("url must be like http://HOST:8000/v1, with no login, query or / at its end")
+        if (self.url == "none") != (not self.model):
+            raise ValueError("url and model go together: set both, or neither")
+        return self
+
+    def headers(self) -> dict[str, str]:
+        """Headers of each request. Raises ConfigError where the key's environment variable is not set."""
+        secret = "" if self.key == "none" else os.environ.get(self.key.removeprefix("env:"), "").strip()
+        if self.key != "none" and not secret:
+            raise ConfigError(f"endpoint.key is {self.key}, and that environment variable is not set here; set it.")
+        return {"Authorization": f"Bearer {secret}"} if secret else {}
+
+
 class EvalStage(StageBase):
-    """Scores of a checkpoint (input `model`)."""
+    """Scores of a checkpoint (input `model`), or of a model that somebody serves (`endpoint`)."""
 
     plan_formula: ClassVar[str] = "nanodag.plan.evaluation:EVALUATION"
 
     benchmarks: tuple[BenchmarkConfig, ...] = Field(min_length=1)
     """The benchmarks that the model is evaluated on."""
+    endpoint: EndpointConfig = EndpointConfig()
+    """A served model in the place of the input `model`. It only writes answers."""
     precision: Precision | Auto = "auto"
     """Number format of the model. `auto`: bf16 on GPUs that multiply it faster, else fp32."""
     micro_batch_tokens: Annotated[int, Field(ge=1, le=10**12)] | Auto = operational("auto")
@@ -175,6 +210,15 @@ class EvalStage(StageBase):
                 "chat_core is the mean over nanochat's chat tasks; it is there where they are, so leave it"
             )
         return self
+
+    def check_inputs(self) -> None:
+        """Raise ValueError unless it has one model."""
+        if ("model" in self.inputs) == self.is_served:
+            raise ValueError(f"inputs: found {listed(self.inputs)}; name a model, or endpoint.url, and not both")
+
+    @property
+    def is_served(self) -> bool:
+        return self.endpoint.url != "none"
 
     @property
     def asks_in_chat(self) -> bool:
@@ -228,7 +272,7 @@ KINDS = (
         module="nanodag.evaluation",
         code_version=6,
         makes=SCORES,
-        needs={"model": MODEL},
+        may_take={"model": MODEL},
         is_beside=True,
         order=80,
         less_memory="micro_batch_tokens=2048",

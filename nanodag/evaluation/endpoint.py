@@ -1,0 +1,96 @@
+"""A model that somebody serves under the OpenAI API: chats go to /chat/completions, plain texts to /completions."""
+
+import json
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+from lm_eval.api.model import LM
+
+from nanodag.config.kinds.evaluation import EndpointConfig, ThinkingConfig
+from nanodag.errors import ConfigError, NanodagError, ServerBusy
+from nanodag.evaluation.evaluated_model import EvaluatedModel, Progress
+from nanodag.evaluation.results import Answer, answer_of
+from nanodag.inference.protocol import SamplingParams
+from nanodag.rewards.judge import reply_of
+from nanodag.rewards.remote import post_json
+from nanodag.store.kept_lines import content_key
+
+MAX_SEED = (1 << 31) - 1  # some servers take no more bits
+TOO_LONG = re.compile(r"(?i)context.{0,12}(length|size|window)")  # a refusal of a prompt that leaves no room
+
+
+class EndpointModel(EvaluatedModel):
+    """A served model, which has no folder, tokenizer or likelihoods (nanodag.evaluation.forms.check_served)."""
+
+    tokenizer_name = "endpoint"
+    _stop_ids: Any = ()
+
+    def __init__(self, endpoint: EndpointConfig, max_new_tokens: int, on_progress: Progress) -> None:
+        LM.__init__(self)
+        self.max_new_tokens, self.on_progress = max_new_tokens, on_progress
+        self._endpoint, self._headers = endpoint, endpoint.headers()
+        self._client = httpx.Client(timeout=endpoint.patience_s, headers=self._headers)
+
+    def close(self) -> None:
+        self._client.close()
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The messages as JSON. Raises ConfigError for a form that begins the answer itself."""
+        if not add_generation_prompt:
+            raise ConfigError("A form with gen_prefix begins the answer, which an endpoint cannot; use one without.")
+        return json.dumps(chat_history, ensure_ascii=False)
+
+    def answers(
+        self, prompts: Sequence[str], params: Sequence[SamplingParams], tags: ThinkingConfig | None
+    ) -> list[Answer]:
+        """As of EvaluatedModel. After a failure no more is asked; what is under way is waited for, and kept."""
+        answers: list[Answer] = []
+        with ThreadPoolExecutor(self._endpoint.at_once) as threads:
+            for sampling, reply in zip(params, threads.map(self._reply, prompts, params), strict=True):
+                text, thinking, ending, num_read, num_written = reply
+                answers.append(answer_of(text, ending=ending, tags=tags, stops=sampling.stop or ()))
+                answers[-1].thinking = thinking or answers[-1].thinking
+                self.tokens_read += num_read
+                self.tokens_written += num_written
+                self.on_progress(len(answers), len(prompts))
+        return answers
+
+    def _reply(self, prompt: str, params: SamplingParams) -> Sequence[Any]:
+        """The reply to a prompt, as reply_of has it: the one that was kept, or a new one, which is kept."""
+        body, path = self._body(prompt, params), "chat/completions" if self.is_chat else "completions"
+        key, url = content_key("endpoint", body), f"{self._endpoint.url}/{path}"
+        if self.kept is not None and (kept := self.kept.get(key)) is not None:
+            return list(kept)
+        reply: Sequence[Any] = ("", "", "too_long", 0, 0)
+        try:
+            reply = reply_of(post_json(self._client, url, body, patience_s=self._endpoint.patience_s))
+        except (httpx.HTTPError, ValueError) as error:
+            response = error.response if isinstance(error, httpx.HTTPStatusError) else None
+            if response is None or response.status_code not in (400, 413, 422) or not TOO_LONG.search(response.text):
+                raise self._failure(url, error, response) from error
+        if self.kept is not None:
+            self.kept.add({key: reply})  # one write, so that threads do not mix their lines
+        return reply
+
+    def _body(self, prompt: str, params: SamplingParams) -> dict[str, Any]:
+        """A request. What not every server knows stands in it only where it says something."""
+        body: dict[str, Any] = {"messages": json.loads(prompt)} if self.is_chat else {"prompt": prompt}
+        body |= {"model": self._endpoint.model, "max_tokens": params.max_new_tokens, "temperature": params.temperature}
+        body |= {"top_p": params.top_p} if params.top_p < 1 else {}
+        body |= {"top_k": params.top_k} if params.top_k > 0 else {}
+        body |= {"stop": list(params.stop)} if params.stop else {}
+        body |= {"seed": params.sampling_seed & MAX_SEED} if params.sampling_seed is not None else {}
+        return body | ({"chat_template_kwargs": dict(self._switches)} if self._switches else {})
+
+    def _failure(self, url: str, error: Exception, response: httpx.Response | None) -> NanodagError:
+        """The error to raise for a request that failed at last. What the server said is shown without the key."""
+        said = f"{type(error).__name__} {error}" if response is None else f"{response.status_code} {response.text}"
+        for header in self._headers.values():
+            said = said.replace(header.removeprefix("Bearer "), "(the key)")
+        what = f"POST {url} failed: {' '.join(said.split())[:400]}."
+        if isinstance(error, ValueError) or (response and response.status_code < 500 and response.status_code != 429):
+            return ConfigError(f"{what} Correct endpoint.url, model or key, or what the benchmark asks for.")
+        return ServerBusy(f"{what} Look whether the server is up; lower endpoint.at_once, or raise its patience_s.")
