@@ -6,8 +6,8 @@
         engine.step()
 
 A step decodes one token for every running sample, admits waiting ones into free slots (their prompts are run once each,
-however many samples start from them, and a prompt that a slot still holds is not run again), and draws. So samples come
-and go at every step. Weights change between steps: a token is computed from one set of weights only.
+however many samples start from them, and what a slot still holds of a prompt is not run again), and draws. So samples
+come and go at every step. Weights change between steps: a token is computed from one set of weights only.
 
 Not thread-safe: ``engine_loop.EngineLoop`` owns an engine for the server.
 """
@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,7 +32,16 @@ from nanodag.model.architecture import check_same_shape, read_checkpoint
 from nanodag.sampler.device import give_back
 from nanodag.sampler.drawing import sample_key
 from nanodag.sampler.model import SamplerModel
-from nanodag.sampler.slots import ActiveRequest, ActiveSample, Listener, SlotTable, StreamPace, completion, plan_cache
+from nanodag.sampler.slots import (
+    ActiveRequest,
+    ActiveSample,
+    Held,
+    Listener,
+    SlotTable,
+    StreamPace,
+    completion,
+    plan_cache,
+)
 from nanodag.sampler.steps import CompiledSteps, TorchSteps, invariant_row_sizes, row_sizes
 from nanodag.sampler.text import Text
 from nanodag.sampler.transformers_sampler import ClassWeightsBuilder, TransformersSampler, load_class_weights
@@ -41,6 +50,15 @@ from nanodag.sampler.weights import NamedTensors, WeightsBuilder, load_weights
 DEFAULT_MAX_BATCH = 64
 STEP_PREFILL_TOKENS = 4096
 """New prompts that one step takes in; more would hold up what is running."""
+TOKEN_BYTES = np.dtype(np.int64).itemsize
+
+
+class Prompt(NamedTuple):
+    """A prompt to be run: its tokens (T,), the rows that start from it, and how many tokens the first one holds."""
+
+    tokens: np.ndarray
+    rows: list[int]
+    start: int
 
 
 class Engine:
@@ -107,8 +125,7 @@ class Engine:
         self._seed = settings.seed or 0
         self._pace = StreamPace(settings.stream_every_s)
         self._request_numbers = itertools.count()
-        self._prompt_rows: dict[bytes, int] = {}  # prompt -> a row whose cache begins with it
-        self._row_prompts: dict[int, bytes] = {}
+        self._held: dict[int, Held] = {}  # by row, the one that was filled or ended longest ago first
 
     def validate(self, request: Request) -> None:
         """Raise BadRequest if the request cannot be served, now or ever. Touches no state: any thread may call it."""
@@ -168,7 +185,7 @@ class Engine:
         if waiting:
             self.waiting = deque(sample for sample in self.waiting if not is_aborted(sample.running))
         rows = [row for row in self.table.active_rows.tolist() if is_aborted(self.table.sample_at(row).running)]
-        for sample in [*waiting, *map(self.table.empty, rows)]:
+        for sample in [*waiting, *map(self._empty, rows)]:
             self._end(sample, reason)
         return len(waiting) + len(rows)
 
@@ -252,9 +269,8 @@ class Engine:
             self._note_version(self.table.sample_at(row), int(self.table.counts[row]))
 
     def forget_prompts(self) -> None:
-        """Run the prompt of every request from here on, even if a slot still holds it."""
-        self._prompt_rows.clear()
-        self._row_prompts.clear()
+        """Run every prompt from here on, whatever slots hold now, those of running samples too."""
+        self._held.clear()
 
     def step(self) -> None:
         """Decode, admit, draw one token for every sample that then runs, and report to the listeners."""
@@ -273,7 +289,7 @@ class Engine:
             ended = self._report_watched(ended)
         for row in ended.tolist():
             self._end_row(row)
-        if len(ended) and not self.waiting:
+        if not self.waiting:
             self._compact()
 
     def _num_rows(self) -> int:
@@ -282,53 +298,76 @@ class Engine:
 
     def _admit(self) -> None:
         """Give free rows to waiting samples, in order."""
-        groups: dict[bytes, tuple[np.ndarray, list[int]]] = {}
+        groups: dict[bytes, Prompt] = {}
         free = self.table.free_rows().tolist()
         num_tokens = 0
         while self.waiting and free and num_tokens < STEP_PREFILL_TOKENS:
             sample = self.waiting.popleft()
             prefix = sample.prefix()
             key = prefix.tobytes()
-            source = self._prompt_rows.get(key)
-            # The row that holds the prompt is the best place for it; otherwise the lowest, which keeps steps short.
-            row: int = source if source is not None and source in free else free[0]
-            free.remove(row)
-            if source is not None:
-                self.model.start_from_prompt(row, len(prefix), source)
-                sample.num_cached_tokens = len(prefix)
-            elif key in groups:
-                groups[key][1].append(row)
-                sample.num_cached_tokens = len(prefix)
+            row, num_held = self._take_row(None if key in groups else self._source_of(key, free), key, free)
+            if key in groups:
+                groups[key].rows.append(row)
+                num_held = len(prefix)
+            elif num_held < len(prefix):
+                groups[key] = Prompt(prefix, [row], num_held)
+                num_tokens += len(prefix) - num_held
             else:
-                groups[key] = (prefix, [row])
-                num_tokens += len(prefix)
-            if row != source:
-                self._forget_row(row)
+                self._held[row] = Held(key, key)
+            sample.num_cached_tokens = num_held
             self._note_version(sample, len(sample.output_ids))
             self.table.fill(row, sample, len(prefix))
         for batch in self._prefill_batches(list(groups.values())):
-            self.model.prefill([prompt for prompt, _ in batch], [rows for _, rows in batch])
-        for key, (_, rows) in groups.items() if self.model.keeps_prompts else ():
-            self._prompt_rows[key] = rows[0]
-            self._row_prompts[rows[0]] = key
+            self.model.prefill(*map(list, zip(*batch, strict=True)))
+        for key, prompt in groups.items() if self.model.keeps_prompts else ():
+            self._held |= dict.fromkeys(prompt.rows, Held(key, key))
 
-    def _prefill_batches(self, prompts: list[tuple[np.ndarray, list[int]]]) -> list[list[tuple[np.ndarray, list[int]]]]:
+    def _source_of(self, key: bytes, free: Collection[int]) -> int | None:
+        """The row that holds a prompt, or else most of its beginning; a free one, if there are several."""
+        extends = self.model.extends_prompts
+        found = [
+            (held.prompt == key, min(len(held.tokens), len(key)), row in free, -age, row)
+            for age, (row, held) in enumerate(self._held.items())
+            if held.prompt == key or (extends and key.startswith(held.tokens))
+        ]
+        return max(found)[-1] if found else None
+
+    def _take_row(self, source: int | None, key: bytes, free: list[int]) -> tuple[int, int]:
+        """Take a free row for a prompt; returns it and how many of the prompt's tokens, the source's, it holds."""
+        if source is not None and source in free:
+            row = source
+        else:  # what nobody came back to for longest is overwritten
+            oldest = (row for row in self._held if row in free)
+            row = next(itertools.chain((row for row in free if row not in self._held), oldest))
+        num_tokens, num_held = len(key) // TOKEN_BYTES, 0
+        if source is not None:
+            held = self._held[source]
+            # The last token is run again where only its keys and values are there.
+            num_held = num_tokens if held.prompt == key else min(len(held.tokens) // TOKEN_BYTES, num_tokens - 1)
+            self.model.start_from_prompt(row, num_held, source)
+        free.remove(row)
+        self._held.pop(row, None)
+        return row, num_held
+
+    def _prefill_batches(self, prompts: list[Prompt]) -> list[list[Prompt]]:
         """Split prompts into batches of similar length, so that little is padded; one by one in deterministic mode."""
         if self.model.kernel is not None:  # takes them one after another, without padding
             return [prompts] if prompts else []
-        batches: list[list[tuple[np.ndarray, list[int]]]] = []
-        for prompt in sorted(prompts, key=lambda entry: len(entry[0])):
-            length = len(prompt[0])
-            if batches and not self.model.deterministic and _fits(length, batches[-1]):
+        batches: list[list[Prompt]] = []
+        for prompt in sorted(prompts, key=lambda entry: (entry.start, len(entry.tokens))):
+            is_alone = self.model.deterministic or prompt.start
+            if batches and not is_alone and _fits(len(prompt.tokens), batches[-1]):
                 batches[-1].append(prompt)
             else:
                 batches.append([prompt])
         return batches
 
-    def _forget_row(self, row: int) -> None:
-        key = self._row_prompts.pop(row, None)
-        if key is not None:
-            del self._prompt_rows[key]
+    def _empty(self, row: int) -> ActiveSample:
+        """Free a row, and note what it holds: all but the last token that was drawn; nothing if weights changed."""
+        sample, held = self.table.empty(row), self._held.pop(row, None)
+        if held is not None:
+            self._held[row] = Held(held.prompt, sample.prefix()[: self.table.positions[row]].tobytes())
+        return sample
 
     def _note_version(self, sample: ActiveSample, count: int) -> None:
         """Note that the sample is drawn with the present weights from token number ``count`` on."""
@@ -346,15 +385,17 @@ class Engine:
             if row < num_rows:
                 return
             target = free.pop(0)
-            self._forget_row(target)
-            self.model.move(row, target, int(self.table.positions[row]))
+            num_held = int(self.table.positions[target]) if target in self._held else 0
+            self.model.move(row, target, int(self.table.positions[row]), num_held)
             self.table.move(row, target)
+            names = {row: target, target: row}
+            self._held = {names.get(other, other): held for other, held in self._held.items()}
 
     def _end_row(self, row: int) -> None:
         table = self.table
         last = int(table.tokens[row])
         stopped = last in table.stop_ids[row]
-        self._end(table.empty(row), FinishReason(type="stop", matched=last) if stopped else FinishReason(type="length"))
+        self._end(self._empty(row), FinishReason(type="stop", matched=last) if stopped else FinishReason(type="length"))
 
     def _end(self, sample: ActiveSample, reason: FinishReason, text: str | None = None) -> None:
         if text is None:
@@ -364,7 +405,7 @@ class Engine:
     def _end_broken(self, rows: np.ndarray) -> None:
         reason = self._not_finite()
         for row in rows.tolist():
-            self._forget_row(row)
+            self._held.pop(row, None)
             self.model.clear(row)
             self._end(self.table.empty(row), reason)
 
@@ -396,7 +437,7 @@ class Engine:
             if matched is not None:
                 text, stop = matched
                 remaining.discard(row)
-                self._end(table.empty(row), FinishReason(type="stop", matched=stop), text)
+                self._end(self._empty(row), FinishReason(type="stop", matched=stop), text)
             elif sample.running.wants_stream and row not in remaining and (is_due or count == 1):
                 so_far = self._text_of(sample, None)
                 sample.running.listener(sample.index, completion(sample, None, self.weight_version, so_far))
@@ -404,6 +445,6 @@ class Engine:
         return np.array(sorted(remaining), dtype=np.int64)
 
 
-def _fits(length: int, batch: Sequence[tuple[np.ndarray, list[int]]]) -> bool:
+def _fits(length: int, batch: Sequence[Prompt]) -> bool:
     """True where a prompt of that many tokens joins a batch of shorter ones without much padding."""
-    return (len(batch) + 1) * length <= PREFILL_TOKENS and length <= 1.25 * len(batch[0][0])
+    return (len(batch) + 1) * length <= PREFILL_TOKENS and length <= 1.25 * len(batch[0].tokens)

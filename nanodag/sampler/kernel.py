@@ -129,12 +129,14 @@ class Kernel:
             setattr(model, name, buffer.data_ptr())
         return model
 
-    def prefill(self, prompts: Sequence[np.ndarray], slots: Sequence[int]) -> None:
-        """Run each prompt (T,) int64 and write its keys, values and last hidden state to its slot."""
-        lengths = [len(prompt) for prompt in prompts]
-        assert max(lengths) <= self._capacity, lengths
-        tokens, ends = np.concatenate(prompts), np.cumsum(lengths)
-        positions = np.concatenate([np.arange(length) for length in lengths])
+    def prefill(self, prompts: Sequence[np.ndarray], slots: Sequence[int], starts: Sequence[int]) -> None:
+        """Run each prompt (T,) int64 from its start on and write its keys, values and last hidden state to its slot,
+        which holds what is before the start."""
+        assert max(len(prompt) for prompt in prompts) <= self._capacity
+        rests = [prompt[start:] for prompt, start in zip(prompts, starts, strict=True)]
+        lengths = [len(rest) for rest in rests]
+        tokens, ends = np.concatenate(rests), np.cumsum(lengths)
+        positions = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)])
         of_slots = np.repeat(np.array(slots, dtype=np.int64), lengths)
         for start in range(0, len(tokens), PROMPT_ROWS):
             arrays = [array[start : start + PROMPT_ROWS] for array in (tokens, positions, of_slots)]

@@ -109,45 +109,66 @@ class SamplerModel:
         is_taken = self.is_whole and self.architecture.window is None  # the compiled code knows no window
         self.kernel = bind(self.architecture, self.weights, self.buffers, self.rotations) if is_taken else None
 
+    @property
+    def extends_prompts(self) -> bool:
+        """True where a prompt may be run behind what a slot holds of it. In deterministic mode only where compiled:
+        torch rounds a prompt in pieces otherwise than at once."""
+        return self.kernel is not None or not self.deterministic
+
     @torch.inference_mode()
-    def prefill(self, prompts: Sequence[np.ndarray], slots: Sequence[Sequence[int]]) -> None:
+    def prefill(
+        self, prompts: Sequence[np.ndarray], slots: Sequence[Sequence[int]], starts: Sequence[int] = ()
+    ) -> None:
         """Run each prompt once and write its keys, values and last hidden state to each of its slots.
 
         prompts: P arrays (T_p,) int64, padded here to the longest; padding lies to the right, where causal attention
-        does not see it. slots: for each prompt, the slots that start from it.
+        does not see it. slots: for each prompt, the slots that start from it. starts: for each prompt, how many of its
+        tokens the first of its slots holds already, which are not run again; () for none. Where torch runs it, a prompt
+        of which something is held comes alone.
         """
+        starts = starts or [0] * len(prompts)
+        is_copied = self.kernel is not None or any(starts)
         if self.kernel is not None:
-            self.kernel.prefill(prompts, [targets[0] for targets in slots])
+            self.kernel.prefill(prompts, [targets[0] for targets in slots], starts)
         else:
-            self._prefill(prompts, slots)
+            assert len(prompts) == 1 or not any(starts), starts
+            self._prefill(prompts, [targets[:1] for targets in slots] if is_copied else slots, starts[0])
         for prompt, targets in zip(prompts, slots, strict=True):
             for slot in targets:
-                self.start_from_prompt(slot, len(prompt), targets[0] if self.kernel is not None else None)
+                self.start_from_prompt(slot, len(prompt), targets[0] if is_copied else None)
 
-    def _prefill(self, prompts: Sequence[np.ndarray], slots: Sequence[Sequence[int]]) -> None:
-        a, longest = self.architecture, max(len(prompt) for prompt in prompts)
+    def _prefill(self, prompts: Sequence[np.ndarray], slots: Sequence[Sequence[int]], start: int) -> None:
+        a, rests = self.architecture, [prompt[start:] for prompt in prompts]
+        longest = max(len(rest) for rest in rests)
         ids = np.zeros((len(prompts), longest), dtype=np.int64)
-        for row, prompt in zip(ids, prompts, strict=True):
-            row[: len(prompt)] = prompt
+        for row, rest in zip(ids, rests, strict=True):
+            row[: len(rest)] = rest
         sources = [p for p, targets in enumerate(slots) for _ in targets]
         source_index = torch.tensor(sources, device=self.device)
         slot_index = torch.tensor([slot for targets in slots for slot in targets], device=self.device)
-        last = torch.tensor([p * longest + len(prompt) - 1 for p, prompt in enumerate(prompts)], device=self.device)
+        last = torch.tensor([p * longest + len(rest) - 1 for p, rest in enumerate(rests)], device=self.device)
         x = self.weights.embed(torch.from_numpy(ids).to(self.device).view(-1))
         for index, layer in enumerate(self.weights.layers):
-            attended, key, value = self._prefill_attention(index, x, len(prompts), longest)
-            for cache, new in ((self.buffers.keys[index], key), (self.buffers.values[index], value)):
-                slots_of_cache = cache.view(self.num_slots, a.num_kv_heads, self.capacity, a.head_dim)
-                slots_of_cache[slot_index, :, :longest] = new[source_index]
+            caches = [
+                cache[index].view(self.num_slots, a.num_kv_heads, self.capacity, a.head_dim)
+                for cache in (self.buffers.keys, self.buffers.values)
+            ]
+            held = [cache[slot_index[:1], :, :start] for cache in caches] if start else []
+            attended, *new = self._prefill_attention(index, x, len(prompts), longest, held)
+            for cache, part in zip(caches, new, strict=True):
+                cache[slot_index, :, start : start + longest] = part[source_index]
             if index == a.num_layers - 1:
                 x, attended = x[last], attended[last]
             self._add_rest(layer, x, attended)
         self.buffers.prompt_hidden[slot_index] = x[source_index]
 
-    def _prefill_attention(self, index: int, x: Tensor, num_prompts: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Attention of the layer of this number: (P*T, H) -> output (P*T, Q*D), keys and values (P, K, T, D)."""
+    def _prefill_attention(
+        self, index: int, x: Tensor, num_prompts: int, length: int, held: Sequence[Tensor] = ()
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Attention of the layer of this number: (P*T, H) -> output (P*T, Q*D), keys and values (P, K, T, D).
+        held: keys and values (P, K, S, D) of the S tokens before, where there are some."""
         a, layer, window = self.architecture, self.weights.layers[index], self.architecture.window_of(index)
-        group = a.heads_per_kv
+        group, start = a.heads_per_kv, held[0].shape[2] if held else 0
         qkv = _multiply(_normalised(x, a.norm_eps), layer.qkv, layer.qkv_bias)
         heads = qkv.view(num_prompts, length, a.num_kv_heads, group + 2, a.head_dim)
         rotated = heads[..., : group + 1, :]
@@ -156,16 +177,20 @@ class SamplerModel:
             rotated.mul_(scale).mul_(layer.qk_gain[: group + 1])
         if index not in a.unrotated_layers:
             pairs = torch.view_as_complex(rotated.unflatten(-1, (a.head_dim // 2, 2)))
-            pairs.mul_(self.rotations[:length, None, None])
+            pairs.mul_(self.rotations[start : start + length, None, None])
         query = heads[..., :group, :].permute(0, 2, 3, 1, 4).reshape(num_prompts, a.num_heads, length, a.head_dim)
         key, value = heads[..., group, :].transpose(1, 2), heads[..., group + 1, :].transpose(1, 2)
         key, value = key.to(self.buffers.cache_dtype), value.to(self.buffers.cache_dtype)
         dtype = self.buffers.attention_dtype
+        keys, values = (
+            (torch.cat(parts, dim=2) for parts in zip(held, (key, value), strict=True)) if held else (key, value)
+        )
         mask = None
-        if window is not None and window < length:
-            mask = torch.ones(length, length, dtype=torch.bool, device=self.device).tril().triu(1 - window)
+        if held or (window is not None and window < length):
+            mask = torch.ones(length, start + length, dtype=torch.bool, device=self.device).tril(start)
+            mask = mask if window is None else mask.triu(start + 1 - window)
         attended = functional.scaled_dot_product_attention(
-            query.to(dtype), key.to(dtype), value.to(dtype), mask, is_causal=mask is None, enable_gqa=group > 1
+            query.to(dtype), keys.to(dtype), values.to(dtype), mask, is_causal=mask is None, enable_gqa=group > 1
         )
         return attended.transpose(1, 2).reshape(num_prompts * length, -1).float(), key, value
 
@@ -219,13 +244,17 @@ class SamplerModel:
         return slice(slot * num_kv, (slot + 1) * num_kv)
 
     @torch.inference_mode()
-    def move(self, source: int, target: int, length: int) -> None:
-        """Make slot ``target`` what ``source`` is now; ``length`` tokens of it are in the cache."""
-        buffers = self.buffers
+    def move(self, source: int, target: int, length: int, num_held: int) -> None:
+        """Make slot ``target`` what ``source`` is now; ``length`` tokens of it are in the cache. ``source`` then holds
+        the first ``num_held`` tokens that ``target`` held."""
+        buffers, end = self.buffers, -(-num_held // CACHE_BLOCK) * CACHE_BLOCK
+        held = [cache[self._rows_of(target), :end].clone() for cache in (*buffers.keys, *buffers.values)]
         self._copy_cache(source, target, length)
+        for cache, part in zip((*buffers.keys, *buffers.values), held, strict=True):
+            cache[self._rows_of(source), :end] = part
         buffers.mask[self._rows_of(target)] = buffers.mask[self._rows_of(source)]
         buffers.hidden[target] = buffers.hidden[source]
-        buffers.prompt_hidden[target] = buffers.prompt_hidden[source]
+        buffers.prompt_hidden[[source, target]] = buffers.prompt_hidden[[target, source]]
 
     @torch.inference_mode()
     def clear(self, slot: int) -> None:

@@ -7,6 +7,7 @@ Letters: B slots, C capacity of a slot in tokens.
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -72,6 +73,14 @@ class ActiveSample:
     def prefix(self) -> np.ndarray:
         """(T,) int64: what has to be in the cache before the next token can be drawn."""
         return np.concatenate([self.running.prompt, np.array(self.output_ids, dtype=np.int64)])
+
+
+class Held(NamedTuple):
+    """What a slot holds, as bytes of ids (T,) int64: keys and values of ``tokens``, and the hidden state at the end of
+    ``prompt``, with which they begin."""
+
+    prompt: bytes
+    tokens: bytes
 
 
 class SlotTable:
@@ -161,13 +170,16 @@ class SlotTable:
         return sample
 
     def move(self, source: int, target: int) -> None:
-        """Make the free row ``target`` what ``source`` is, and ``source`` free."""
+        """Make the free row ``target`` what ``source`` is, and ``source`` free, with the tokens in its cache that
+        ``target`` had."""
         assert self.active[source] and not self.active[target], (source, target)
+        num_held = self.positions[target]
         for array in (
             self.active, self.tokens, self.positions, self.counts, self.limits, self.stop_ids, self.temperature,
             self.greedy, self.top_p, self.top_k, self.keys, self.streams, self.has_stop,
         ):  # fmt: skip
             array[target] = array[source]
+        self.positions[source] = num_held
         count = self.counts[source]
         self.output_ids[target, :count] = self.output_ids[source, :count]
         self.logprobs[target, :count] = self.logprobs[source, :count]

@@ -101,7 +101,7 @@ class TransformersSampler:
     """
 
     kernel = None
-    keeps_prompts = False
+    keeps_prompts = extends_prompts = False
     weights: ClassWeights
 
     def __init__(
@@ -151,8 +151,11 @@ class TransformersSampler:
         self._batches: list[Batch] = []
 
     @torch.no_grad()
-    def prefill(self, prompts: Sequence[np.ndarray], slots: Sequence[Sequence[int]]) -> None:
+    def prefill(
+        self, prompts: Sequence[np.ndarray], slots: Sequence[Sequence[int]], starts: Sequence[int] = ()
+    ) -> None:
         """Run each prompt once, for all the slots that start from it."""
+        assert not any(starts), "no slot holds what a prompt begins with"
         self.retain({slot for batch in self._batches for slot in batch.slots}.difference(*slots))
         for prompt, targets in zip(prompts, slots, strict=True):
             cache = self._empty_cache()
@@ -183,7 +186,7 @@ class TransformersSampler:
                 _cut(batch.cache, surplus)
                 batch.columns -= surplus
 
-    def move(self, source: int, target: int, length: int) -> None:
+    def move(self, source: int, target: int, length: int, num_held: int) -> None:
         """Make slot ``target`` what ``source`` is now."""
         self._hidden[target] = self._hidden.pop(source)
         for batch in self._batches:

@@ -37,13 +37,13 @@ def run(engine):
 
 
 def count_prefills(engine):
-    """Records the prompts that the engine's model runs from here on."""
+    """Records what the engine's model runs of prompts from here on."""
     seen = []
     original = engine.model.prefill
 
-    def prefill(prompts, slots):
-        seen.extend(prompt.tolist() for prompt in prompts)
-        original(prompts, slots)
+    def prefill(prompts, slots, starts):
+        seen.extend(prompt[start:].tolist() for prompt, start in zip(prompts, starts, strict=True))
+        original(prompts, slots, starts)
 
     engine.model.prefill = prefill
     return seen
