@@ -185,9 +185,10 @@ def result_config(stage: BaseModel) -> dict[str, Any]:
     """The part of a stage's config that changes its result, as plain JSON values: what goes into its key."""
     out: dict[str, Any] = {}
     for name, field in type(stage).model_fields.items():
-        if (field.json_schema_extra or {}).get("operational"):  # type: ignore[union-attr]
-            continue
+        extra: Any = field.json_schema_extra or {}
         value = getattr(stage, name)
+        if extra.get("operational") or (extra.get("later") and value == field.default):
+            continue
         if isinstance(value, BaseModel):
             out[name] = result_config(value)
         elif isinstance(value, tuple) and value and isinstance(value[0], BaseModel):

@@ -33,6 +33,11 @@ def operational(default: Any, **constraints: Any) -> Any:
     return Field(default, json_schema_extra={"operational": True}, **constraints)
 
 
+def later(default: Any, **constraints: Any) -> Any:
+    """A field that is newer than its kind: at its default it is in no key, so that what stores have is found."""
+    return Field(default, json_schema_extra={"later": True}, **constraints)
+
+
 T = TypeVar("T")
 
 

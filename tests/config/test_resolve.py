@@ -10,7 +10,7 @@ import yaml
 from nanodag.cli.show import explain_setting
 from nanodag.config import order_of, resolve, result_config
 from nanodag.config.kinds import shipped
-from nanodag.config.pipeline import Pipeline
+from nanodag.config.pipeline import Pipeline, read_stage
 from nanodag.config.reference import COMMAND, reference, setting, words_of
 from nanodag.config.resolve import leaves, portable
 from nanodag.config.rl_parts import EntryConfig
@@ -318,3 +318,11 @@ def test_training_evaluation_and_benchmarks_ask_and_judge_alike(stages):
     assert {stages[name]["benchmarks"][0]["form"] for name in ("eval_base", "eval_rl")} == {"problems"}
     assert stages["rl"]["rollout"]["filters"] == [{"name": "nonzero_spread", "options": {}}]
     assert stages["eval_rl"]["max_new_tokens"] == stages["rl"]["rollout"]["max_new_tokens"]
+
+
+def test_a_setting_that_is_newer_than_its_kind_is_in_a_key_only_where_it_is_set():
+    items = [{"name": "sort", "form": "problems", "source": "file:a"}]
+    of_model = read_stage({"kind": "eval", "inputs": {"model": "m"}, "benchmarks": items})
+    served = read_stage({"kind": "eval", "endpoint": {"url": "http://h/v1", "model": "m"}, "benchmarks": items})
+    assert "endpoint" not in result_config(of_model)
+    assert result_config(served)["endpoint"] == {"url": "http://h/v1", "model": "m"}

@@ -11,7 +11,7 @@ from nanodag.config.derive_sampler import derive_evaluation
 from nanodag.config.kind import MODEL, SCORES, Kind
 from nanodag.config.model_size import ModelSize
 from nanodag.config.rl_parts import EngineConfig
-from nanodag.config.section import Auto, Positive, Precision, Seconds, Section, operational
+from nanodag.config.section import Auto, Positive, Precision, Seconds, Section, later, operational
 from nanodag.config.stage_base import StageBase
 from nanodag.data.config import SourceConfig
 from nanodag.data.core_tasks import FEWEST_ITEMS, bundle_url
@@ -179,7 +179,7 @@ class EvalStage(StageBase):
 
     benchmarks: tuple[BenchmarkConfig, ...] = Field(min_length=1)
     """The benchmarks that the model is evaluated on."""
-    endpoint: EndpointConfig = EndpointConfig()
+    endpoint: EndpointConfig = later(EndpointConfig())
     """A served model in the place of the input `model`. It only writes answers."""
     precision: Precision | Auto = "auto"
     """Number format of the model. `auto`: bf16 on GPUs that multiply it faster, else fp32."""

@@ -13,7 +13,7 @@ from nanodag.config.kinds.evaluation import BenchmarkConfig, EvalStage
 from nanodag.config.model_size import ModelSize, model_of, pretrain_of
 from nanodag.config.rl_checks import check, check_lora
 from nanodag.config.rl_parts import EntryConfig, SampledStage
-from nanodag.config.section import Auto, operational
+from nanodag.config.section import Auto, later, operational
 from nanodag.config.stage_base import ExternalInput, TrainedStage
 from nanodag.data.config import SourceConfig
 from nanodag.errors import ConfigError
@@ -268,7 +268,7 @@ class SelectStage(SampledStage):
     """Different answers that are kept of each prompt, those with the highest rewards; of equal ones the first."""
     lowest_reward: float = 1.0
     """The least reward of an answer that is kept; in a pair, of the better one."""
-    pairs: Literal["none", "best_worst", "all"] = "none"
+    pairs: Literal["none", "best_worst", "all"] = later("none")
     """Preference pairs in the place of the best answers: the best and the worst answer to each prompt, or every two
     answers with different rewards."""
 
