@@ -76,8 +76,8 @@ class ActiveSample:
 
 
 class Held(NamedTuple):
-    """What a slot holds, as bytes of ids (T,) int64: keys and values of ``tokens``, and the hidden state at the end of
-    ``prompt``, with which they begin."""
+    """Tokens that a slot holds, as bytes of ids (T,) int64: keys and values of ``tokens``, and the hidden state at the
+    end of ``prompt``, with which they begin."""
 
     prompt: bytes
     tokens: bytes

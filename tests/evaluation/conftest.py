@@ -37,7 +37,7 @@ def make_job(tmp_path, model_folder):
                     {"name": "bits_per_byte", "source": documents}, {"name": "continuation", "source": documents}),
         precision="fp32", max_new_tokens=6, sample_prompts=("the cat",),
         resources={"num_ranks": 1, "threads": 1, "device": "cpu"}, micro_batch_tokens=1024,
-        sampler={"replicas": 1, "max_batch": 8, "cache_bytes": 1 << 24},
+        sampler={"engine": "embedded", "replicas": 1, "max_batch": 8, "cache_bytes": 1 << 24},
     )  # fmt: skip
 
     def made(name: str, **changes) -> Job:
