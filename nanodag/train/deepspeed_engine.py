@@ -223,13 +223,6 @@ class TrainEngine:
         """The value of each rank, on every rank."""
         return self.summed(*(value if rank == self.rank else 0.0 for rank in range(self.world_size)))
 
-    def gathered(self, value: Any) -> list[Any]:
-        """An object of each rank, on every rank."""
-        values = [value] * self.world_size
-        if self.world_size > 1:
-            dist.all_gather_object(values, value)
-        return values
-
     def highest_device_bytes(self) -> int:
         """The most memory that torch has held on this rank's GPU; 0 on a CPU."""
         return torch.cuda.max_memory_reserved(self.device) if self.device.type == "cuda" else 0
