@@ -27,7 +27,8 @@ class RewardModel:
             raise ImportError(f"{folder} is no Hugging Face directory: it has no config.json")
         self._torch = torch
         self._tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        self._end = end_ids(Path(folder))[:1]  # of the turn, where the score was learned; a tokenizer's eos may differ
+        # Of the turn, where the score was learned; a tokenizer's eos may differ.
+        self._end = end_ids(Path(folder))[:1] if self._tokenizer.chat_template is not None else ()
         model = AutoModelForSequenceClassification.from_pretrained(
             folder, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
         )

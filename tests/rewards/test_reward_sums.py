@@ -4,7 +4,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForSequenceClassification
+from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
 
 from nanodag import registry as entries
 from nanodag.config.kinds.rl import RLStage
@@ -103,6 +103,15 @@ def save_classifier(folder):
     LlamaForSequenceClassification(config).save_pretrained(folder)
     save_tokenizer(BYTES, folder)
     return folder
+
+
+def test_a_classifier_without_a_chat_template_may_have_a_tokenizer_of_another_form(tmp_path):
+    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad"]))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer"}')
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    BertForSequenceClassification(BertConfig(vocab_size=7, num_labels=1, **sizes)).save_pretrained(tmp_path)
+    model = entries.load("reward", f"model:{tmp_path}")
+    assert model._ids({"messages": [{"role": "user", "content": "good"}]}, "bad") == [2, 5, 3, 6]
 
 
 def test_a_classifier_scores_the_answer_and_is_not_fooled_by_special_tokens(tmp_path):
