@@ -347,14 +347,15 @@ class Pipeline(Section):
                     f"{product}; name one of {listed(n for n in makers if n != name)}"
                 )
 
-        for where, reward in found_in(stage, RewardConfig):
+        rewards = list(found_in(stage, RewardConfig))
+        for where, reward in rewards:
             if (label := reward.from_input) and (label not in stage.inputs or kind.inputs.get(label) != REWARD_MODEL):
                 raise ValueError(
                     f"stages.{name}.{where}: {reward.name} needs an input {label!r} that a stage of kind reward_model "
                     "makes; say inputs: {reward_model: STAGE} and model:input:reward_model"
                 )
 
-        judges = {reward.from_input for _, reward in found_in(stage, RewardConfig)}
+        judges = {reward.from_input for _, reward in rewards}
         if idle := [label for label in stage.inputs if kind.inputs.get(label) == REWARD_MODEL and label not in judges]:
             raise ValueError(f"stages.{name}.inputs.{idle[0]} judges nothing; say reward: model:input:{idle[0]}")
 

@@ -130,6 +130,13 @@ def answers_of_labels(batch: Batch) -> np.ndarray:
     return np.unique(documents, return_inverse=True)[1]
 
 
+def _reported(values: Tensor, name: str) -> dict[str, Tensor]:
+    """Sums over pairs of (P, 2) values: where the chosen answer leads, by how much, and the value of either."""
+    lead = _lead(values)
+    sums = {"accuracy": (lead > 0).float(), f"chosen_{name}": values[:, 0], f"rejected_{name}": values[:, 1]}
+    return {what: numbers.sum() for what, numbers in (sums | {"lead": lead}).items()}
+
+
 class Preference:
     """The stage's preference loss, summed over pairs."""
 
@@ -139,7 +146,7 @@ class Preference:
 
         config: Any = stage.config
         self._loss, self._sft_weight = config.loss.load(), config.sft_weight
-        self._reference: Mapping[int, tuple[float, float]] = {}
+        self._reference: Mapping[int, tuple[float, float]] | None = None
         if config.loss.needs_reference:
             with uncompiled(stage.model, active=stage.engine.device.type == "cpu"):
                 self._reference = stage.data.reference()
@@ -151,17 +158,14 @@ class Preference:
         """Reported: accuracy, the share of pairs whose chosen answer gained more than the rejected one; the gain of
         either, nats over the reference; the lead between them."""
         logprobs, lengths = answer_logprobs(engine, batch)
-        known = np.zeros((len(batch.keys), 2), np.float32)
-        if self._reference:
-            known[:] = [self._reference[key] for key in batch.keys] or known
-        reference = on_device(known, engine.device)
+        reference = torch.zeros_like(logprobs)
+        if self._reference is not None:
+            known = np.array([self._reference[key] for key in batch.keys], np.float32)
+            reference = on_device(known.reshape(-1, 2), engine.device)
         loss: Tensor = self._loss(logprobs, reference, lengths).sum()
         if self._sft_weight:
             loss = loss - self._sft_weight * (logprobs / lengths)[:, 0].sum()
-        gains = (logprobs - reference).detach()
-        lead = _lead(gains)
-        sums = {"accuracy": (lead > 0).float(), "chosen_gain": gains[:, 0], "rejected_gain": gains[:, 1], "lead": lead}
-        return loss, {name: values.sum() for name, values in sums.items()}
+        return loss, _reported((logprobs - reference).detach(), "gain")
 
 
 class PairwiseReward:
@@ -182,9 +186,7 @@ class PairwiseReward:
         pairs = scores.view(-1, 2)
         margins = self._margin_weight * on_device(np.array(batch.margins, np.float32), engine.device)
         loss: Tensor = -logsigmoid(_lead(pairs) - margins).sum() + self._centring * pairs.sum(1).square().sum()
-        lead, said = _lead(pairs.detach()), pairs.detach()
-        sums = {"accuracy": (lead > 0).float(), "chosen_score": said[:, 0], "rejected_score": said[:, 1], "lead": lead}
-        return loss, {name: values.sum() for name, values in sums.items()}
+        return loss, _reported(pairs.detach(), "score")
 
 
 @torch.no_grad()

@@ -274,7 +274,7 @@ class Data:
     def validation(self, vocabulary: int, objective: Objective) -> Validation | None:
         """The held-out part, None without any: conversations, or documents where there are no others."""
         config = self._config
-        sources = [s.model_copy(update={"weight": None, "epochs": None}) for s in config.data if s.held_out]
+        sources = _evenly([source for source in config.data if source.held_out])
         if config.is_chat:
             # One mean over both would be that of the documents: they have a label at every token.
             chats = [s for s in sources if kind_of(s.adapter, s.url, "chat") == "conversation"]
@@ -284,13 +284,13 @@ class Data:
             return None
         encoding, engine = Encoding(self._tokenizer_path), self._engine
         rank, world, pad_id = engine.rank, engine.world_size, encoding.pad_id
-        if config.record_kind == "preference":
-            num_batches = math.ceil(config.validation_tokens / (self._rows * config.sequence_length))
-            whole = list(islice(self._once("held_out", rank=0, world=1), num_batches))
-            batches = whole[rank::world]
-        else:
+        is_text = isinstance(objective, NextToken)
+        if is_text:
             rows = self._held_out_rows(sources)
             batches = rows.batches(rank=rank, world=world, batch_rows=self._rows, pad_id=pad_id)
+        else:
+            num_batches = math.ceil(config.validation_tokens / (self._rows * config.sequence_length))
+            batches = list(islice(self._once(sources, "held_out", rank=0, world=1), num_batches))[rank::world]
         if not engine.highest(len(batches)):
             shares = ", ".join(f"{source.held_out} of {source.url}" for source in sources)
             raise ConfigError(
@@ -300,7 +300,6 @@ class Data:
         token_bytes = torch.zeros(vocabulary, dtype=torch.int32)
         encoding_bytes = torch.from_numpy(encoding.token_bytes)[:vocabulary]
         token_bytes[: len(encoding_bytes)] = encoding_bytes
-        is_text = isinstance(objective, NextToken)
         return Validation(engine, batches, self._empty, token_bytes, None if is_text else objective)
 
     def reference(self) -> dict[int, tuple[float, float]]:
@@ -316,8 +315,9 @@ class Data:
 
         def make() -> dict[int, tuple[float, float]]:
             log.info("Scoring all pairs with the weights that the stage begins with.")
-            parts: tuple[Part, ...] = ("train", "held_out") if any(s.held_out for s in config.data) else ("train",)
-            return scored(engine, chain.from_iterable(map(self._once, parts)), self._empty)
+            held_out = [source for source in config.data if source.held_out]
+            parts = [self._once(config.data, "train"), *([self._once(held_out, "held_out")] if held_out else [])]
+            return scored(engine, chain.from_iterable(parts), self._empty)
 
         return kept_table(self._job.held_out, recipe, make, engine)
 
@@ -326,13 +326,14 @@ class Data:
         pad_id = Encoding(self._tokenizer_path).pad_id
         return make_batch([], num_rows=self._rows, row_length=self._config.sequence_length, pad_id=pad_id)
 
-    def _once(self, part: Part, **arguments: Any) -> Iterator[Batch]:
-        """Batches of one pass over a part of the data."""
-        sources = [s.model_copy(update={"weight": None, "epochs": None}) for s in self._config.data]
-        sources = [s for s in sources if s.held_out] if part == "held_out" else sources
-        batches = TokenBatches(sources, part=part, once=True, shuffle=False, **{**self._arguments, **arguments})
-        yield from batches
-        batches.close()
+    def _once(self, sources: Sequence[SourceConfig], part: Part, **arguments: Any) -> Iterator[Batch]:
+        """Batches of one pass over a part of these sources, in their order. arguments: other ones of TokenBatches."""
+        own = {**self._arguments, **arguments}
+        batches = TokenBatches(_evenly(sources), part=part, once=True, shuffle=False, **own)
+        try:
+            yield from batches
+        finally:  # whoever wants a few is through before the end
+            batches.close()
 
     def _recipe(self, sources: Sequence[SourceConfig]) -> dict[str, Any]:
         """Everything that decides which tokens the data become, JSON values."""
@@ -351,11 +352,13 @@ class Data:
 
     def _held_out_rows(self, sources: Sequence[SourceConfig]) -> HeldOutRows:
         num_rows = math.ceil(self._config.validation_tokens / self._config.sequence_length)
-        own = {**self._arguments, "rank": 0, "world": 1, "batch_rows": 1, "prefetch": 0}
 
         def make() -> Iterator[Batch]:
-            batches = TokenBatches(sources, part="held_out", once=True, shuffle=False, **own)
-            yield from islice(batches, num_rows)
-            batches.close()
+            return islice(self._once(sources, "held_out", rank=0, world=1, batch_rows=1), num_rows)
 
         return held_out_rows(self._job.held_out, {**self._recipe(sources), "num_rows": num_rows}, make)
+
+
+def _evenly(sources: Sequence[SourceConfig]) -> list[SourceConfig]:
+    """The sources without weights and passes: each is read once."""
+    return [source.model_copy(update={"weight": None, "epochs": None}) for source in sources]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.functional import logsigmoid
+from transformers import AutoModelForSequenceClassification
 
 from nanodag import registry
 from nanodag.model.folder import load, save
@@ -360,3 +361,20 @@ def test_a_stop_while_pairs_are_scored_ends_the_stage_as_one_to_be_started_again
     batch = make_batch([PAIRS[:1]], num_rows=1, row_length=16, pad_id=0)
     with pytest.raises(SystemExit, match="75"):
         scored(Alone(first_model()), iter([batch]), batch)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "smollm3"])
+def test_a_reward_model_of_each_of_our_types_scores_in_transformers_as_here(folder, name, tmp_path):
+    make_tiny(name, tmp_path / "model")
+    model = load(tmp_path / "model", scores=True)
+    torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(1))
+    tensors = {key: tensor.detach() for key, tensor in model.named_parameters()}
+    save(tmp_path / "scorer", tensors, tokenizer=folder / "tokenizer", source=tmp_path / "model", model=model)
+    theirs = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "scorer", dtype=torch.float32, trust_remote_code=False, use_safetensors=True
+    )
+    ids = torch.arange(5, 25)[None]
+    places = torch.arange(20)[None]
+    own = model(ids, places, document_ids=torch.zeros_like(ids), places=places[0, -1:])
+    assert own.item() == pytest.approx(theirs(input_ids=ids).logits.item(), abs=1e-5)
+    assert load(tmp_path / "scorer", scores=True).score.weight.equal(model.score.weight)
