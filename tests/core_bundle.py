@@ -1,6 +1,8 @@
 """A bundle of CORE's items: 22 files of a few made-up rows."""
 
 import json
+import shutil
+import tempfile
 from pathlib import Path
 
 from nanodag.data.core_tasks import TASKS
@@ -25,3 +27,11 @@ def write_bundle(folder: Path) -> Path:
         lines = ROWS[task.kind] * 2
         (category / f"{task.file}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder / "eval_data"
+
+
+def write_archive(path: Path) -> None:
+    """The same as a zip."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        write_bundle(Path(folder) / "eval_bundle")
+        shutil.make_archive(str(path.with_suffix("")), "zip", folder)

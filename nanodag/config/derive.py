@@ -343,8 +343,8 @@ def derive(pipeline: "Pipeline", machine: Machine) -> tuple["Pipeline", dict[str
 def core_left_out(origins: Mapping[str, str]) -> tuple[str, ...]:
     """The warning that CORE is left out of stages; none where it is of none. origins: of what was derived."""
     without = dict.fromkeys(name.partition(".")[0] for name, why in origins.items() if why == CORE_LEFT_OUT)
-    warning = f"CORE is left out of {', '.join(without)}: {NO_BUNDLE}. Fetch and unpack {BUNDLE}, and set "
-    warning += "core_bundle to its folder, or NANODAG_CORE_BUNDLE"
+    warning = f"CORE is left out of {', '.join(without)}: {NO_BUNDLE}. Set core_bundle, or "
+    warning += f"NANODAG_CORE_BUNDLE, to {BUNDLE} or a folder with its files"
     return (warning,) if without else ()
 
 

@@ -282,12 +282,12 @@ class Pipeline(Section):
     """The kind of device of all stages whose own is auto: `cpu` or `cuda`. `auto`: the machine's GPUs where it has
     some."""
     mirror: str = "none"
-    """A folder laid out as `<hub name>/<config>/<split>.parquet` that hub sources are read from; `none` for the hub. A
-    relative path begins at the pipeline file's folder, in an override at the working directory."""
+    """A folder read from instead of hub and web: `<hub name>/<config>/<split>.parquet`, `<host>/<path>.zip`; `none`: no
+    mirror. A relative path begins at the pipeline file's folder, in an override at the working directory."""
     core_bundle: str = "none"
-    """The folder of CORE's items: the files of its 22 tasks, such as hellaswag.jsonl, at any depth (nanochat's
-    eval_bundle). `none`: CORE is left out of every stage, and a warning says so. A relative path begins at the pipeline
-    file's folder, in an override at the working directory."""
+    """CORE's items: the files of its 22 tasks, such as hellaswag.jsonl, at any depth (nanochat's eval_bundle). An
+    archive's URL, `https://host/path.zip`, or a folder. `none`: CORE is left out of every stage, and a warning says so.
+    A relative path begins at the pipeline file's folder, in an override at the working directory."""
     trusted_modules: tuple[str, ...] = ()
     """Modules and packages whose functions may be named, beside the modules next to the pipeline file. An override
     cannot set it."""

@@ -189,8 +189,8 @@ class SupervisedStage(TrainedStage):
     needs core_bundle."""
     core_limit: int = operational(500, ge=0)
     """Items of each of CORE's 22 tasks that it is scored on while training, 11 or more; 0 for all."""
-    core_bundle: str = operational("auto", pattern=r"^(auto|none|/.+)$")
-    """The folder of CORE's items, as an absolute path; `auto`: the pipeline's core_bundle."""
+    core_bundle: str = operational("auto", pattern=r"^(auto|none|/.+|https?://.+)$")
+    """The folder of CORE's items, an absolute path, or their archive's URL; `auto`: the pipeline's core_bundle."""
     checkpoint_every: int = operational(200, ge=1)
     """Steps between checkpoints."""
     keep_checkpoints: int = operational(2, ge=1)

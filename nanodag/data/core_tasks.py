@@ -3,8 +3,8 @@
 For a task, accuracy is centred so that guessing is 0 and all right is 1; CORE is the mean of the 22. Order, few-shot
 examples and limit are nanochat's, so no stage's seed has a part in them.
 
-The bundle is a folder with the 22 files at any depth, `hellaswag.jsonl` and so on (also .gz or .zst), as in
-nanochat's eval_bundle.
+The bundle is a folder or an archive with the 22 files at any depth, `hellaswag.jsonl` and so on (also .gz or .zst),
+as nanochat's eval_bundle.
 
 Sources: DataComp-LM, arXiv:2406.11794; tasks, shots and baselines of mlfoundations/dclm eval/heavy.yaml,
 additional_aggregation.json (low_variance_datasets) and eval_meta_data_v1.csv; karpathy/nanochat nanochat/core_eval.py.
@@ -17,7 +17,9 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
+from nanodag.data.archives import unpacked
 from nanodag.data.opening import open_source
+from nanodag.data.urls import parse_url
 from nanodag.errors import SourceError
 
 Kind = Literal["multiple_choice", "schema", "language_modeling"]
@@ -83,18 +85,18 @@ def core_of(accuracies: Mapping[str, float]) -> float:
     return sum(centred(accuracies[task.label], task.baseline) for task in TASKS) / len(TASKS)
 
 
-def bundle_url(folder: str) -> str:
-    """The source of a bundle's items."""
-    return f"file:{folder}/**/*.jsonl*"
+def bundle_url(bundle: str) -> str:
+    """The source of a bundle's items. bundle: a folder, or an archive's URL."""
+    return bundle if "://" in bundle else f"file:{bundle}/**/*.jsonl*"
 
 
-def find_files(url: str) -> dict[str, Path]:
-    """The file of each task below the folder where a `file:` URL's pattern begins.
+def find_files(url: str, mirror: Path | None = None) -> dict[str, Path]:
+    """The file of each task in an archive, or below the folder where a `file:` URL's pattern begins.
 
     Raises SourceError naming files that are there twice, or missing: a mean over fewer tasks is another number.
     """
-    parts = Path(url.removeprefix("file:")).parts
-    root = Path(*takewhile(lambda part: not set(part) & set("*?["), parts))
+    root = Path(*takewhile(lambda part: not set(part) & set("*?["), Path(url.removeprefix("file:")).parts))
+    root = unpacked(parse_url(url), mirror) if "://" in url else root
     task_files = {task.file for task in TASKS}
     path_by_task: dict[str, Path] = {}
     for path in sorted(root.rglob("*.jsonl*")):

@@ -11,14 +11,17 @@ from nanodag.host.folders import cache_folder
 
 
 def file_sha256(path: Path) -> str:
-    """64 hex digits of a file's content.
+    """64 hex digits of a file's content."""
+    path, status = path.resolve(), path.stat()
+    return remembered_sha256(path, f"{path}|{status.st_size}|{status.st_mtime_ns}")
+
+
+def remembered_sha256(path: Path, key: str) -> str:
+    """The digest that is remembered under a key, such as a URL; else a file's, remembered from now on.
 
     `digests.jsonl` in the cache folder remembers digests between processes, which may append to it at the same time.
     """
     cache_path = cache_folder() / "digests.jsonl"
-    path = path.resolve()
-    status = path.stat()
-    key = f"{path}|{status.st_size}|{status.st_mtime_ns}"
     known = _remembered(cache_path)
     if key not in known:
         with path.open("rb") as content:
@@ -51,7 +54,7 @@ def _remembered(cache_path: Path) -> dict[str, str]:
     for line in cache_path.read_text(encoding="utf-8").splitlines() if cache_path.exists() else ():
         try:
             record = json.loads(line)
-            known[record["key"]] = record["sha256"]
+            known.setdefault(record["key"], record["sha256"])
         except (ValueError, KeyError):  # cut off by a crash; that file is hashed again
             continue
     return known

@@ -4,28 +4,29 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from nanodag.data import files, generators, hub
+from nanodag.data import archives, files, generators, hub
 from nanodag.data.config import SourceConfig
 from nanodag.data.records import held_out_score
 from nanodag.data.sources import SlicedSource, Source
-from nanodag.data.urls import SourceURL, parse_url
+from nanodag.data.urls import WEB, SourceURL, parse_url
 from nanodag.errors import SourceError
 
 Part = Literal["train", "held_out", "all"]
 
 
 def open_source(text: str, mirror: Path | None = None) -> Source:
-    """The source that a URL names. mirror: a folder that hub sources are read from instead of the hub.
+    """The source that a URL names. mirror: a folder that is read from instead of the hub and the web.
 
     Raises SourceError when the URL or what it points to is not there; rows are read later.
     """
     url = parse_url(text)
-    if url.kind != "hub" and url.kind not in _OPENERS:
+    if url.kind == "input":
         raise SourceError(f"{text} is the product of another stage: only a stage that has it as an input can read it.")
-    source = hub.open_hub(url, mirror) if url.kind == "hub" else _OPENERS[url.kind](url)
+    source = _FAR[url.kind](url, mirror) if url.kind in _FAR else _OPENERS[url.kind](url)
     return source if url.start == 0 and url.stop is None else SlicedSource(source, url.start, url.stop)
 
 
+_FAR = {"hub": hub.open_hub, **dict.fromkeys(WEB, archives.open_archive)}
 _OPENERS: dict[str, Callable[[SourceURL], Source]] = {
     "file": files.open_file,
     "package": files.open_package_file,

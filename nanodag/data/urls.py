@@ -3,6 +3,7 @@
     hub:owner/name[@revision][/config][:split]        default split: train
     file:path-or-glob[?by=line|paragraph|document]    .parquet .jsonl .json .txt, all but parquet also .gz or .zst
     package:distribution/path/inside[#view]           a file of an installed wheel, read as a file
+    https://host/path.zip                             .jsonl files in an archive, also .gz or .zst; or http:
     reasoning_gym:name[?parameter=value&...]
     identity:path.yaml[?size=value&seed=value]        conversations in which a model says who it is
     python:module:function[?parameter=value&...]
@@ -22,10 +23,12 @@ from nanodag.errors import SourceError
 from nanodag.errors.words import listed, nearest
 from nanodag.registry import MODULE_NAME
 
-KINDS = ("hub", "file", "package", "reasoning_gym", "identity", "python", "verifiers", "input")
+WEB = ("https", "http")
+KINDS = ("hub", *WEB, "file", "package", "reasoning_gym", "identity", "python", "verifiers", "input")
 
 _SLICE = re.compile(r"\[(\d*):(\d*)\]$")
 _HUB = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(@(?P<revision>[\w.-]+))?(/(?P<config>[^:]+))?(:(?P<split>.+))?$")
+_ARCHIVE = re.compile(r"//\w[\w.:-]*(/\w[\w.~%-]*)+\.zip")  # no name in it is a way up, or hidden
 _QUERY = re.compile(r"\?((?:[A-Za-z_]\w*=[^&]*)(?:&[A-Za-z_]\w*=[^&]*)*)$")
 
 
@@ -102,8 +105,10 @@ def _parameter(pair: str) -> tuple[str, Any]:
 def _check(url: SourceURL) -> None:
     if url.kind == "hub":
         hub_path(url)
-    if url.kind in ("hub", "package", "input") and url.parameters:
+    if url.kind in ("hub", "package", "input", *WEB) and url.parameters:
         raise SourceError(f"Source {url.text!r}: {url.kind}: takes no parameters; found {listed(url.parameters)}.")
+    if url.kind in WEB and not _ARCHIVE.fullmatch(url.path):
+        raise SourceError(f"Source {url.text!r} is not of the form {url.kind}://host/path.zip.")
     if url.kind == "package" and "/" not in url.path.strip("/"):
         raise SourceError(f"Source {url.text!r} is not of the form package:distribution/path/inside.")
     if url.kind == "identity" and not all(

@@ -120,7 +120,7 @@ def _asked(job: Job, checkpoint: EvaluatedModel, benchmark: BenchmarkConfig) -> 
         check_served(benchmark)
     if benchmark.is_core:
         check_likelihood(benchmark)
-        return run_core(checkpoint, benchmark)
+        return run_core(checkpoint, benchmark, job.mirror)
     how: dict[str, Any] = {"chat": job.config.chat, "seed": job.config.seed, "mirror": str(job.mirror or "")}
     if is_environment(benchmark):
         return run_environment(checkpoint, benchmark, **how)

@@ -2,8 +2,8 @@
 
 CORE is a benchmark of an eval stage (`core`), with the accuracy of each task beside it.
 
-source: the bundle's files, `file:BUNDLE/eval_data/*/*.jsonl` (also .gz or .zst); without one, the pipeline's
-core_bundle. limit: items a task. What is asked is nanodag.data.core_tasks', how it is scored
+source: the bundle's files, `file:BUNDLE/eval_data/*/*.jsonl` (also .gz or .zst), or its archive's URL; without one,
+the pipeline's core_bundle. limit: items a task. What is asked is nanodag.data.core_tasks', how it is scored
 nanodag.model.core_scoring's: training scores the same.
 
 ChatCORE is of nanochat's six chat tasks. A chat stage that has benchmarks of these names, all asked as a chat, gets it
@@ -18,7 +18,6 @@ from typing import Any
 
 from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.data.core_tasks import TASKS, Item, Task, centred, find_files, read_items
-from nanodag.errors import ConfigError
 from nanodag.evaluation.evaluated_model import EvaluatedModel
 from nanodag.evaluation.intervals import Score, centred_mean, score_of
 from nanodag.evaluation.paired import read_records
@@ -36,14 +35,13 @@ CHAT_TASKS: Mapping[str, float] = {  # benchmark -> the score of guessing
 }
 
 
-def run_core(checkpoint: EvaluatedModel, config: BenchmarkConfig) -> BenchmarkResult:
+def run_core(checkpoint: EvaluatedModel, config: BenchmarkConfig, mirror: Path | None = None) -> BenchmarkResult:
     """CORE, with the accuracy of each task beside it.
 
     Raises SourceError naming the files of tasks that the source lacks: a mean over fewer tasks is another number.
     """
-    if config.source is None or not config.source.url.startswith("file:"):
-        raise ConfigError(f"Benchmark {config.name!r} needs `source: file:BUNDLE/eval_data/*/*.jsonl`.")
-    files = find_files(config.source.url)
+    assert config.source is not None  # derived
+    files = find_files(config.source.url, mirror)
     checkpoint.is_chat = False
     records: list[dict[str, Any]] = []
     scores: dict[str, Score] = {}

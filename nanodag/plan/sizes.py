@@ -15,7 +15,7 @@ from nanodag.data.config import SourceConfig
 from nanodag.data.core_tasks import TASKS
 from nanodag.data.hub import mirrored_files
 from nanodag.data.shuffle import WINDOW_BYTES
-from nanodag.data.urls import SourceURL, hub_path, parse_url
+from nanodag.data.urls import WEB, SourceURL, hub_path, parse_url
 from nanodag.errors import MissingTool, SourceError
 from nanodag.plan import host_memory
 
@@ -169,7 +169,7 @@ def _name_of(url: SourceURL) -> tuple[str, ...]:
 
 def _whole(url: SourceURL) -> SourceSize | None:
     """Size of a source that is not on the hub, its slice left out."""
-    if url.kind in ("verifiers", "input"):
+    if url.kind in ("verifiers", "input", *WEB):
         return None
     if url.kind not in ("python", "reasoning_gym"):
         return _files(url)

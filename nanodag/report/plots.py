@@ -36,7 +36,7 @@ _FONTS = ["DejaVu Sans"]  # ships with matplotlib, so every machine leaves the s
 class Panel:
     """One set of axes. lines: label -> (x, y); marked: labels that are drawn with points as well; smooth: faint raw
     values with a running mean over them; intervals: label -> (low, high) about its y. ticks: what stands below the
-    horizontal axis, (x, text). from_zero: the vertical axis begins at 0."""
+    horizontal axis, (x, text). from_zero: the vertical axis begins at 0. levels: label -> a dashed line's height."""
 
     title: str
     x_label: str
@@ -46,6 +46,7 @@ class Panel:
     intervals: Mapping[str, tuple[Sequence[float], Sequence[float]]] = field(default_factory=dict)
     ticks: Sequence[tuple[float, str]] = ()
     from_zero: bool = False
+    levels: Mapping[str, float] = field(default_factory=dict)
 
 
 def panels_svg(panels: Sequence[Panel], *, name: str) -> str:
@@ -98,7 +99,7 @@ def supervised_panels(stage: ReportedStage) -> list[Panel]:
         ("Gain over the start (nats)", {"chosen_gain": "chosen", "rejected_gain": "rejected"}, {}),
         ("Scores", {"chosen_score": "chosen", "rejected_score": "rejected"}, {}),
         ("Validation (bits a byte)", {"validation_bits_per_byte": "validation"}, {"marked": ("validation",)}),
-        ("CORE", {"core": "CORE"}, {"marked": ("CORE",)}),
+        ("CORE", {"core": "CORE"}, {"marked": ("CORE",), "levels": {"GPT-2": 0.2565}}),  # by nanochat's leaderboard
         ("Tokens a second", {"tokens_per_second": "tokens/s"}, {"from_zero": True}),
     )
 
@@ -157,6 +158,8 @@ def _draw(axis: Any, panel: Panel) -> int:
         else:
             marker = "o" if label in panel.marked or len(ys) < 2 else None
             axis.plot(xs, ys, color=colour, linewidth=1.5, marker=marker, markersize=3.5, label=label)
+    for label, height in panel.levels.items():
+        axis.axhline(height, color=AXIS, linewidth=1.2, linestyle="--", label=label)
     if panel.from_zero:
         axis.set_ylim(bottom=0)
     if panel.ticks:
@@ -164,7 +167,7 @@ def _draw(axis: Any, panel: Panel) -> int:
     elif panel.x_label == "step":
         axis.xaxis.get_major_locator().set_params(integer=True)
     axis.set_xlabel(panel.x_label, fontsize=8)
-    num_rows = add_legend(axis, list(panel.lines)) if len(panel.lines) > 1 else 0
+    num_rows = add_legend(axis, labels) if len(labels := [*panel.lines, *panel.levels]) > 1 else 0
     axis.set_title(shortened(panel.title, 2 * LONGEST_TITLE), fontsize=9, loc="left", pad=6 + LEGEND_ROW * num_rows)
     return num_rows
 

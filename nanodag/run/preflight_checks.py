@@ -17,6 +17,7 @@ from typing import Any
 
 from nanodag import registry
 from nanodag.config import AnyStage, Pipeline
+from nanodag.config.derive import BUNDLE
 from nanodag.config.kinds import find_kind, vouch_for
 from nanodag.config.kinds.evaluation import BenchmarkConfig, EndpointConfig
 from nanodag.config.model_size import began_at
@@ -33,8 +34,8 @@ from nanodag.data.files import FileSource
 from nanodag.data.opening import open_part, open_source
 from nanodag.data.question_form import asking, check_effect, with_names
 from nanodag.data.records import Kind
-from nanodag.data.urls import parse_url
-from nanodag.errors import ConfigError, NanodagError, SourceError
+from nanodag.data.urls import WEB, parse_url
+from nanodag.errors import ConfigError, NanodagError
 from nanodag.evaluation.benchmark import asked_form
 from nanodag.evaluation.forms import FORMS, check_likelihood, check_served, find_form, form_files, read_form
 from nanodag.external_envs.verifiers_process import module_file
@@ -109,8 +110,8 @@ class Checks:
         if stage.lora_rank:
             self._try(f"{name}.optimizer.lora_rank", f"lora {name}", partial(self._lora, name, stage.lora_rank))
 
-    def _try(self, where: str, what: str, look: Callable[[], object]) -> None:
-        """Note the fault that looking raises; what is named twice is looked at once."""
+    def _try(self, where: str, what: str, look: Callable[[], object], hint: str = "") -> None:
+        """Note the fault that looking raises, with what else to do; what is named twice is looked at once."""
         if what in self._seen:
             return
         self._doing.write_text(f"{where}: {what}")
@@ -118,7 +119,7 @@ class Checks:
         try:
             look()
         except NanodagError as error:
-            self.faults.append(f"{where}: {' '.join(str(error).split())}")
+            self.faults.append(f"{where}: {' '.join(str(error).split())}{hint}")
 
     def _need_file(self, path: str) -> None:
         if not Path(path).is_file():
@@ -128,8 +129,8 @@ class Checks:
     def _can_read(self, url: str) -> bool:
         """False for what is made by then, and for what another machine or a guest has, where only names are looked
         at."""
-        kind = parse_url(url).kind
-        return kind != "input" and not (self._only_names and kind in ("verifiers", *["hub"] * (self._mirror is None)))
+        kind, far = parse_url(url).kind, ("hub", *WEB) if self._mirror is None else ()
+        return kind != "input" and not (self._only_names and kind in ("verifiers", *far))
 
     def _source(self, where: str, source: SourceConfig, stage: AnyStage) -> None:
         kind = None if stage.record_kind is None else kind_of(source.adapter, source.url, stage.record_kind)
@@ -200,10 +201,8 @@ class Checks:
 
     def _benchmark(self, where: str, benchmark: BenchmarkConfig, *, is_chat: bool) -> None:
         if benchmark.is_core:
-            if benchmark.source is None or not benchmark.source.url.startswith("file:"):
-                self.faults.append(f"{where}: CORE needs `source: file:BUNDLE/eval_data/*/*.jsonl`")
-            else:
-                self._core(f"{where}.source", benchmark.source.url)
+            assert benchmark.source is not None  # derived
+            self._core(f"{where}.source", benchmark.source.url)
             self._try(where, f"benchmark {benchmark}", partial(check_likelihood, benchmark))
             return
 
@@ -233,15 +232,13 @@ class Checks:
         self._try(where, f"benchmark {benchmark} chat {is_chat}", look)
 
     def _core(self, where: str, url: str) -> None:
-        what = "; set core_bundle to the folder of nanochat's eval_bundle, or core_bundle=none to leave CORE out"
+        hint = f" Set core_bundle to {BUNDLE}, or a folder with its files, or core_bundle=none to leave CORE out"
 
         def look() -> None:
-            try:
-                self.relied_on.update(map(str, find_files(url).values()))
-            except SourceError as error:
-                raise SourceError(f"{str(error).rstrip('.')}{what}") from error
+            if self._can_read(url):
+                self.relied_on.update(map(str, find_files(url, self._mirror).values()))
 
-        self._try(where, f"core {url}", look)
+        self._try(where, f"core {url}", look, hint)
 
     def _model(self, model: str) -> None:
         files = local_files(model, self._mirror)

@@ -93,7 +93,7 @@ class PreparedStage:
                 self.engine,
                 self.model,
                 Encoding(self.tokenizer_path),
-                find_files(bundle_url(self.config.core_bundle)),
+                find_files(bundle_url(self.config.core_bundle), self.job.mirror),
                 limit=self.config.core_limit,
                 batch_tokens=int(self.config.micro_batch_tokens),
                 on_task=say,

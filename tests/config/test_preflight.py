@@ -25,6 +25,7 @@ from nanodag.run.python_path import note_python_path
 from tests.config.stages import STAGES
 from tests.core_bundle import write_bundle
 from tests.flow.tiny_mirror import write_mirror
+from tests.http_server import Quiet, serving
 
 MODULE = """
     import helper_of_mine_pf
@@ -79,12 +80,12 @@ def folder(tmp_path, monkeypatch, no_settings):
     return tmp_path
 
 
-def faults(folder, *overrides):
-    return faults_of(resolve(folder / "pipeline.yaml", "one", overrides).pipeline, folder)
+def faults(folder, *overrides, **how):
+    return faults_of(resolve(folder / "pipeline.yaml", "one", overrides).pipeline, folder, **how)
 
 
-def faults_of(pipeline, folder):
-    checks = Checks(pipeline, folder / "doing")
+def faults_of(pipeline, folder, **how):
+    checks = Checks(pipeline, folder / "doing", **how)
     checks.trackers()
     for name in pipeline.stages:
         checks.stage(name)
@@ -278,7 +279,8 @@ def test_a_stage_without_samplers_asks_for_no_engine(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("preset", list(yaml.safe_load((PROJECT / "pipeline.yaml").read_text())["presets"]))
-def test_every_shipped_preset_passes_on_a_mirror(preset, tmp_path, no_settings):
+def test_every_shipped_preset_passes_on_a_mirror(preset, tmp_path, monkeypatch, no_settings):
+    monkeypatch.setenv("NANODAG_CACHE", str(tmp_path / "cache"))
     write_mirror(tmp_path / "mirror")
     pipeline = resolve(PROJECT / "pipeline.yaml", preset, [f"mirror={tmp_path / 'mirror'}"]).pipeline
     assert faults_of(pipeline, tmp_path) == []
@@ -295,5 +297,30 @@ def test_a_bundle_without_a_task_is_refused_by_the_names_of_its_files_and_with_w
     for name in ("squad", "copa"):
         next(folder.rglob(f"{name}.jsonl")).unlink()
     (said,) = faults(folder, *given)
-    assert said.startswith(f"{where}: CORE needs all of its tasks; {folder} lacks copa.jsonl, squad.jsonl; set ")
+    assert said.startswith(f"{where}: CORE needs all of its tasks; {folder} lacks copa.jsonl, squad.jsonl. Set ")
     assert said.endswith("or core_bundle=none to leave CORE out")
+
+
+class Nothing(Quiet):
+    """Has nothing that is asked for."""
+
+    def do_HEAD(self):
+        self.answer(status=404)
+
+    do_GET = do_HEAD
+
+
+def test_a_bundle_that_cannot_be_fetched_is_said_before_anything_starts_and_who_only_looks_fetches_none(
+    folder, monkeypatch
+):
+    monkeypatch.setenv("NANODAG_CACHE", str(folder / "cache"))
+    with serving(Nothing) as address:
+        given = [f"core_bundle={address}/eval_bundle.zip", "base.core_every=10", "eval.benchmarks=[{name: core}]"]
+        (said,) = faults(folder, *given)
+        assert said.startswith(f"base.core_bundle: {address}/eval_bundle.zip cannot be fetched into ")
+        assert said.endswith("or core_bundle=none to leave CORE out")
+        assert faults(folder, *given, only_names=True) == []
+    (said,) = faults(folder, "core_bundle=https://host/bundle.tar", "base.core_every=10")
+    assert said.startswith(
+        "base.core_bundle: Source 'https://host/bundle.tar' is not of the form https://host/path.zip."
+    )

@@ -9,6 +9,7 @@ import yaml
 
 from nanodag.cli.show import explain_setting
 from nanodag.config import order_of, resolve, result_config
+from nanodag.config.derive import BUNDLE
 from nanodag.config.kinds import shipped
 from nanodag.config.pipeline import Pipeline, read_stage
 from nanodag.config.reference import COMMAND, reference, setting, words_of
@@ -174,7 +175,8 @@ def test_without_a_bundle_core_is_left_out_of_every_stage_and_a_warning_says_so(
     assert stages["base"].core_every == 0
     assert [benchmark.name for benchmark in stages["eval"].benchmarks] == ["bits_per_byte"]
     (said,) = [text for text in resolved.warnings if "CORE" in text]
-    assert said.startswith("CORE is left out of base, eval: core_bundle is none. Fetch and unpack https://")
+    assert said.startswith("CORE is left out of base, eval: core_bundle is none. Set core_bundle, or NANODAG_CORE_")
+    assert said.endswith(f", to {BUNDLE} or a folder with its files")
     assert resolved.origins["base.core_every"] == "derived: core_bundle is none"
     with pytest.raises(ConfigError, match=r"eval.benchmarks: CORE alone, and core_bundle is none"):
         with_core(core_file, "eval.benchmarks=[{name: core}]")
@@ -187,6 +189,8 @@ def test_a_bundle_is_what_every_stage_takes_its_items_from(core_file, tmp_path, 
     assert stages["eval"].benchmarks[0].source.url == f"file:{tmp_path}/bundle/**/*.jsonl*"
     assert not [text for text in resolved.warnings if "CORE" in text]
     assert resolved.origins["core_bundle"] == "environment NANODAG_CORE_BUNDLE"
+    _, stages = with_core(core_file, f"core_bundle={BUNDLE}")
+    assert stages["base"].core_bundle == stages["eval"].benchmarks[0].source.url == BUNDLE
     _, stages = with_core(core_file, "eval.benchmarks=[{name: core, source: 'file:/mine/*.jsonl'}]")
     assert stages["eval"].benchmarks[0].source.url == "file:/mine/*.jsonl"
 

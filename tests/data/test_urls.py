@@ -33,7 +33,9 @@ def test_parameters_are_json_values_or_bare_words_and_a_glob_is_no_query_or_slic
     ("hbu:a/b", "Did you mean 'hub:'"), ("gsm8k", "has no known kind"), ("hub:gsm8k", "hub:owner/name"),
     ("hub:a/b?x=1", "takes no parameters"), ("input:conversations?a=1", "takes no parameters"),
     ("file:", "names nothing"), ("file:x.txt?by=word", "?by=line"), ("file:x.jsonl[5:5]", "slices no rows"),
-    ("package:some-wheel", "package:distribution/path"), ("python:module", "python:module:function"),
+    *((f"https://{rest}", "host/path.zip") for rest in ("h/../x.zip", "h/.x/y.zip", "a@h/x.zip", "h/x.tar", "x.zip")),
+    ("http://h/x.zip?key=1", "takes no parameters"), ("package:some-wheel", "package:distribution/path"),
+    ("python:module", "python:module:function"),
 ])  # fmt: skip
 def test_a_wrong_url_says_what_is_wrong(url, words):
     with pytest.raises(SourceError, match=words.replace("?", r"\?")):

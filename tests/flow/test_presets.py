@@ -8,7 +8,6 @@ from flows.nightly_eval import nightly_eval
 from flows.speedrun import speedrun
 from nanodag.host.folders import PROJECT
 from nanodag.store import Store
-from tests.core_bundle import write_bundle
 from tests.flow.reduced import write_reduced
 from tests.flow.tiny_mirror import write_mirror
 
@@ -53,7 +52,7 @@ def test_pocket_runs_from_tokenizer_to_report_and_is_found_the_second_time(folde
 @pytest.mark.slow  # variations of the one above: minutes more
 @pytest.mark.parametrize("preset", [preset for preset in PRESETS if preset != "pocket"])
 def test_every_other_preset_runs_through_a_mirror(preset, folder, mirror):
-    write_reduced(preset, folder / "pipeline.yaml", overrides=[f"core_bundle={write_bundle(folder)}"])
+    write_reduced(preset, folder / "pipeline.yaml")
     state = speedrun(preset, overrides=[f"mirror={mirror}"], return_state=True)
     assert state.is_completed(), state.message
     store = Store(folder / "store")

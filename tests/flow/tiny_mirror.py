@@ -1,4 +1,4 @@
-"""A mirror of every hub data set and model that the shipped presets name, with a handful of rows of our own making."""
+"""A mirror of all data sets and models that the shipped presets name, with a handful of rows of our own making."""
 
 import random
 from collections.abc import Callable
@@ -8,7 +8,9 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
+from nanodag.config.derive import BUNDLE
 from nanodag.tokenizer.bpe import save_tokenizer, train_bpe
+from tests.core_bundle import write_archive
 
 NUM_ROWS = 40
 SYLLABLES = [consonant + vowel for consonant in "bcdfghjklmnprstvwz" for vowel in "aeiou"]
@@ -83,13 +85,14 @@ TABLES: dict[str, Callable[[random.Random], Row]] = {
 
 
 def write_mirror(folder: Path) -> None:
-    """Write every table, and a model under the names of Qwen2.5-0.5B-Instruct and SmolLM2-135M-Instruct."""
+    """Write every table, CORE's bundle, and a model, as Qwen2.5-0.5B-Instruct and as SmolLM2-135M-Instruct."""
     for number, (name, make) in enumerate(TABLES.items()):
         rng = random.Random(number)
         path = folder / f"{name}.parquet"
         path.parent.mkdir(parents=True, exist_ok=True)
         table = pyarrow.Table.from_pylist([make(rng) for _ in range(NUM_ROWS)])
         pyarrow.parquet.write_table(table, path, row_group_size=NUM_ROWS // 2)  # the last group stands for a last shard
+    write_archive(folder / BUNDLE.removeprefix("https://"))
     _write_model(folder / "Qwen" / "Qwen2.5-0.5B-Instruct")
     other = folder / "HuggingFaceTB" / "SmolLM2-135M-Instruct"
     other.parent.mkdir(exist_ok=True)

@@ -255,8 +255,8 @@ class EvalStage(StageBase):
             kept = tuple(b.model_copy(update=update) if b.wants_bundle else b for b in self.benchmarks)
         if not kept:
             raise ConfigError(
-                f"{derived.name}.benchmarks: CORE alone, and core_bundle is none. Set core_bundle to the folder of its "
-                "items, or give the benchmark a source."
+                f"{derived.name}.benchmarks: CORE alone, and core_bundle is none. Name its items by core_bundle, "
+                "or give the benchmark a source."
             )
         return self.model_copy(update={"benchmarks": kept})
 
