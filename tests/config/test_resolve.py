@@ -189,7 +189,9 @@ def test_a_bundle_is_what_every_stage_takes_its_items_from(core_file, tmp_path, 
     assert stages["eval"].benchmarks[0].source.url == f"file:{tmp_path}/bundle/**/*.jsonl*"
     assert not [text for text in resolved.warnings if "CORE" in text]
     assert resolved.origins["core_bundle"] == "environment NANODAG_CORE_BUNDLE"
-    _, stages = with_core(core_file, f"core_bundle={BUNDLE}")
+    resolved, stages = with_core(core_file, f"core_bundle={BUNDLE}")
+    written = resolved.pipeline.model_dump(mode="json")  # for a worker
+    assert Pipeline.model_validate(written) == resolved.pipeline
     assert stages["base"].core_bundle == stages["eval"].benchmarks[0].source.url == BUNDLE
     _, stages = with_core(core_file, "eval.benchmarks=[{name: core, source: 'file:/mine/*.jsonl'}]")
     assert stages["eval"].benchmarks[0].source.url == "file:/mine/*.jsonl"
