@@ -88,9 +88,10 @@ class Entry:
     path: `module:function`. words: the first line of its docstring.
     compares_groups: an advantage that compares the samples of one prompt. takes_steps: an advantage that is defined
     where a reward scores single steps; scores_steps: such a reward. needs_critic: an advantage that asks PPO's critic.
-    needs_reference: a preference loss that asks what the stage began with. needs_sandbox: it runs programs.
-    is_of_generate: a reward that `generate` reports. least_timeout_s: what a reward needs to find a program that hangs
-    wrong. reads_metadata: of a prompt, for a reward. argument: what the name resumes after a colon, as in
+    needs_reference: a preference loss that asks what the stage began with. judges_alone: a preference loss of
+    single answers; a row may have one, and its reference is raised by the reference point. needs_sandbox: it runs
+    programs. is_of_generate: a reward that `generate` reports. least_timeout_s: what a reward needs to find a program
+    that hangs wrong. reads_metadata: of a prompt, for a reward. argument: what the name resumes after a colon, as in
     `remote:http://...`. passes_on: options that it does not know go to what its argument names.
     """
 
@@ -102,6 +103,7 @@ class Entry:
     scores_steps: bool = False
     needs_critic: bool = False
     needs_reference: bool = False
+    judges_alone: bool = False
     needs_sandbox: bool = False
     is_of_generate: bool = False
     least_timeout_s: float = 0.0

@@ -372,7 +372,7 @@ class Pipeline(Section):
             if (
                 read.adapter == "auto"
                 and pairs is not None
-                and (pairs != "none") != (stage.record_kind == "preference")
+                and (pairs != "none") != (stage.record_kind in ("preference", "judgement"))
             ):
                 raise ValueError(
                     f"stages.{name}.{where}: stage {stage.inputs[label]} has pairs: {pairs}; kinds preference and "

@@ -95,22 +95,32 @@ def prompt(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @entry("preference", "preference")
+@entry("preference", "judgement")
 def preference(row: Mapping[str, Any]) -> dict[str, Any]:
     """Columns `chosen` and `rejected`, and `prompt` where the answers do not repeat it: texts, lists of messages, or
     transcripts of `Human:` and `Assistant:` turns, of answers without a prompt. What both begin with, up to where the
-    assistant speaks, is the prompt. Scores make the margin."""
+    assistant speaks, is the prompt. Scores make the margin. Or `prompt`, `completion` and a boolean `label`."""
+    if row.get("completion") is not None:
+        if (label := row["label"]) not in (True, False):
+            raise ValueError(f"label is {label!r:.80}, which is neither true, for a good answer, nor false")
+        said = _turns(row["completion"], "assistant", is_transcript=False)
+        return {"messages": _before_answer(row["prompt"]), "chosen" if label else "rejected": said}
     is_apart = row.get("prompt") is not None
     chosen, rejected = (_turns(row[name], "assistant", is_transcript=not is_apart) for name in ("chosen", "rejected"))
     shared = len(list(itertools.takewhile(lambda turns: turns[0] == turns[1], zip(chosen, rejected))))
     while shared and chosen[shared - 1]["role"] == "assistant":
         shared -= 1
-    prompt = chosen[:shared] or _turns(row["prompt"], "user", is_transcript=True)
-    if prompt[-1:] == [{"role": "assistant", "content": ""}]:  # where a transcript leaves the word to the answer
-        del prompt[-1]
+    prompt = chosen[:shared] or _before_answer(row["prompt"])
     made: dict[str, Any] = {"messages": prompt, "chosen": chosen[shared:], "rejected": rejected[shared:]}
     scores = [row.get(name) for name in ("score_chosen", "score_rejected")]
     is_scored = all(score is not None and score == score for score in scores)  # tables say NaN for none
     return {**made, "margin": float(scores[0]) - float(scores[1])} if is_scored else made  # type: ignore[arg-type]
+
+
+def _before_answer(prompt: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    turns = _turns(prompt, "user", is_transcript=True)
+    # The last is empty where a transcript leaves the word to the answer.
+    return turns[:-1] if turns[-1:] == [{"role": "assistant", "content": ""}] else turns
 
 
 _TURN = re.compile(r"(?:^|\n\n)(Human|Assistant): ?")

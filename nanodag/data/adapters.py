@@ -25,6 +25,7 @@ _GENERIC: dict[Kind, str] = {
     "conversation": "messages",
     "prompt": "prompt",
     "preference": "preference",
+    "judgement": "preference",
 }
 
 

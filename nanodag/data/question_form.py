@@ -19,6 +19,7 @@ _WITHOUT_EFFECT: Mapping[str, Sequence[str]] = {
     "document": ("instruction", "reward", "template_options"),
     "conversation": ("reward",),
     "preference": ("reward",),
+    "judgement": ("reward",),
     "prompt": (),
     "row": ("instruction", "reward"),
     "text": ("columns", "instruction", "reward", "template_options"),
@@ -27,6 +28,7 @@ _CALLED = {
     "document": "documents, which nobody asks",
     "conversation": "conversations, whose answers are given",
     "preference": "pairs, whose better answer is given",
+    "judgement": "answers that are judged already",
     "row": "rows as they are; a benchmark reads prompts with `form: problems`",
     "text": "all text of a source, whatever column it is in",
 }

@@ -1,4 +1,4 @@
-"""The four canonical records that adapters make from rows, and what is read off them.
+"""The five canonical records that adapters make from rows, and what is read off them.
 
 document:      {"text": str}
 conversation:  {"messages": [{"role", "content"}, ...]}; roles system, user, assistant, tool. Content is a string, or
@@ -7,6 +7,7 @@ prompt:        {"prompt_id": str, "messages": [...], "answer": str, "reward": st
 preference:    {"messages": [...], "chosen": [...], "rejected": [...], "margin": float}: a prompt, two answers to it,
                a list of messages each that begins with the assistant's; an empty one is dropped later. margin may be
                missing: how much better the chosen one is.
+judgement:     the same, in which one of the answers may be missing: the other is good by itself, or bad.
 """
 
 import hashlib
@@ -16,9 +17,9 @@ from typing import Any, Literal
 from nanodag.errors import SourceError
 from nanodag.errors.words import listed
 
-Kind = Literal["document", "conversation", "prompt", "preference"]
+Kind = Literal["document", "conversation", "prompt", "preference", "judgement"]
 Wanted = Kind | Literal["chat"]  # chat: conversations, and documents of sources that have no others
-KINDS: tuple[Kind, ...] = ("document", "conversation", "prompt", "preference")
+KINDS: tuple[Kind, ...] = ("document", "conversation", "prompt", "preference", "judgement")
 ROLES = ("system", "user", "assistant", "tool")
 PART_TYPES = ("text", "tool_call", "tool_result")
 
@@ -40,16 +41,22 @@ def check_record(record: Mapping[str, Any], kind: Kind) -> None:
             raise SourceError(f"A prompt needs {listed(missing)} beside its messages; found {listed(sorted(record))}.")
         if messages[-1]["role"] == "assistant":
             raise SourceError("A prompt ends before the assistant speaks; its last message is the assistant's.")
-    if kind == "preference":
-        for name in ("chosen", "rejected"):
-            answer = record.get(name)
+    if kind in ("preference", "judgement"):
+        judged = [name for name in ("chosen", "rejected") if name in record]
+        if len(judged) < (2 if kind == "preference" else 1):
+            raise SourceError(
+                f"A {kind} needs answers `chosen` {'and' if kind == 'preference' else 'or'} `rejected`; found "
+                f"{listed(judged) or 'neither'}. One answer alone is for kind preference with loss: kto"
+            )
+        for name in judged:
+            answer = record[name]
             if not isinstance(answer, list | tuple):
-                raise SourceError(f"A preference needs a list {name!r} of messages; found {answer!r:.80}.")
+                raise SourceError(f"A {kind} needs a list {name!r} of messages; found {answer!r:.80}.")
             for message in answer:
                 _check_message(message)
             if answer and answer[0]["role"] != "assistant":
                 raise SourceError(
-                    f"An answer of a preference begins with the assistant; {name} begins with {answer[0]['role']}."
+                    f"An answer of a {kind} begins with the assistant; {name} begins with {answer[0]['role']}."
                 )
 
 

@@ -62,9 +62,9 @@ class TokenBatches:
     kind: "document" fills all rows but the last of a window (documents are cut, see cut); "chat" packs whole
     conversations, with loss on what the assistant says, and beside them the documents of those sources whose adapter
     makes nothing else, trained whole; "preference" packs pairs of answers behind their prompts (scores_ends: as in
-    PairPiece). too_long: a conversation above sequence_length is truncated, or dropped; either is counted, and what has
-    nothing to learn is dropped, as a pair without two different answers. part, once, repeat, num_epochs, shuffle: as in
-    Mixture.
+    PairPiece), "judgement" single answers too. too_long: a conversation above sequence_length is truncated, or dropped;
+    either is counted, and what has nothing to learn is dropped, as a pair whose answers are equal. part, once, repeat,
+    num_epochs, shuffle: as in Mixture.
     window_pieces, window_rows: so much, at least, is packed and shuffled together, within a pass. prefetch: batches
     that a thread makes ahead while others are trained. tokenising_threads: as many tokenise what that thread has read;
     with 0 it does so itself. Neither changes a batch.
@@ -78,7 +78,7 @@ class TokenBatches:
         sources: Sequence[SourceConfig],
         *,
         tokenizer_path: Path,
-        kind: Literal["document", "chat", "preference"],
+        kind: Literal["document", "chat", "preference", "judgement"],
         batch_rows: int,
         sequence_length: int,
         seed: int,
@@ -409,7 +409,7 @@ def _tokenising(kind: str, tokenizer_path: Path, scores_ends: bool) -> tuple[Tok
     def from_pairs(records: Sequence[dict[str, Any]]) -> list[Piece]:
         return [_pair_of(record, renderer, scores_ends) for record in records]
 
-    if kind == "preference":
+    if kind in ("preference", "judgement"):
         return from_pairs, encoding.bos_id, encoding.pad_id
 
     def from_both(records: Sequence[dict[str, Any]]) -> list[Piece]:
@@ -426,15 +426,16 @@ def _pair_of(record: dict[str, Any], renderer: "ChatRenderer", scores_ends: bool
     """The prompt up to where the assistant speaks, as far as both answers repeat it; and what each says from there on,
     up to its last token with loss."""
     switches = record.get("template_options", {})
-    said = [record[name] for name in ("chosen", "rejected")]
+    said = {name: record[name] for name in ("chosen", "rejected") if name in record}
     prompt = np.array(renderer.prompt(record["messages"], switches), dtype=np.int32)
-    rendered = renderer.render_batch([[*record["messages"], *turns] for turns in said], [switches] * len(said))
+    rendered = renderer.render_batch([[*record["messages"], *turns] for turns in said.values()], [switches] * len(said))
     shared = min(_num_common(prompt, ids) for ids, _ in rendered)
-    answers = []
-    for turns, (ids, mask) in zip(said, rendered, strict=True):
+    answers = {}
+    for (name, turns), (ids, mask) in zip(said.items(), rendered, strict=True):
         end = int(np.flatnonzero(mask)[-1:].sum()) + 1 if any(message_text(turn).strip() for turn in turns) else 0
-        answers.append((ids[shared:end], mask[shared:end]))
-    return pair_piece(prompt[:shared], answers, scores_ends=scores_ends, margin=record.get("margin", 0.0))
+        answers[name] = (ids[shared:end], mask[shared:end])
+    pair = [answers.get(name) for name in ("chosen", "rejected")]
+    return pair_piece(prompt[:shared], pair, scores_ends=scores_ends, margin=record.get("margin", 0.0))
 
 
 def _num_common(one: np.ndarray, other: np.ndarray) -> int:

@@ -15,6 +15,7 @@ from nanodag.data.core_tasks import core_of
 from nanodag.errors import TrainingDiverged
 from nanodag.train.checkpoint import Progress, load_checkpoint, save_checkpoint
 from nanodag.train.learning_rate import rate_factor
+from nanodag.train.objective import means_of
 from nanodag.train.packing import Batch
 from nanodag.train.setup import PreparedStage
 from nanodag.worker.job import stop_requested
@@ -99,7 +100,7 @@ class Loop:
         progress.last_losses = [*progress.last_losses[-LOSSES_KEPT + 1 :], loss]
         if progress.step % self.config.log_every == 0 or progress.step in (1, self.plan.num_steps):
             sums = engine.summed(*own_sums.values()) if own_sums else ()
-            means = {name: value / max(count, 1.0) for name, value in zip(own_sums, sums, strict=True)}
+            means = means_of(dict(zip(own_sums, sums, strict=True)), count)
             self._report(loss=loss, norm=norm, factor=factor, seconds=seconds, tokens=tokens, **means)
 
     def _accumulate(self, batches: list[Batch], denominator: float) -> tuple[float, dict[str, float]]:

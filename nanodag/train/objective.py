@@ -58,11 +58,20 @@ def next_token_loss(model: Callable[..., Any], batch: DeviceBatch) -> Tensor:
     return loss
 
 
+OVER = "_over"
+"""Ending of the name of a sum that divides another one, where that is not over what the loss is."""
+
+
+def means_of(sums: Mapping[str, float], count: float) -> dict[str, float]:
+    """Means by name of the sums that an objective reports: over count, or over the sum that is called so with OVER."""
+    return {n: v / max(sums.get(n + OVER, count), 1.0) for n, v in sums.items() if not n.endswith(OVER)}
+
+
 class Objective(Protocol):
     """Goal of one stage's training.
 
     begin: called once, with the weights that the stage begins with, by every rank; may score its data with them.
-    count: what the loss of a batch is a sum over. loss: that sum with its gradient, and sums to be reported.
+    count: what the loss of a batch is a sum over. loss: that sum with its gradient, and sums for `means_of`.
     """
 
     def begin(self, stage: "PreparedStage") -> None: ...

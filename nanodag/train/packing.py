@@ -5,7 +5,7 @@ document `t1 .. tn` has the positions `bos->t1, t1->t2, .., tn->bos`, so a row b
 is learned; a conversation ends with its last token as a label. As a label has its own position, filling a row to the
 brim loses no prediction at its end.
 
-A preference is laid out as a prompt and, behind it, its two answers (`PairPiece`).
+A preference is laid out as a prompt and, behind it, its two answers (`PairPiece`), of which one may be absent.
 
 For each row the largest piece that fits is taken from a buffer again and again (the idea of nanochat's data loader).
 Where nothing fits, a document is cut; a conversation never is, and where there are only such the rest of the row is
@@ -21,6 +21,9 @@ from typing import Any, Literal
 import numpy as np
 
 Cut = Literal["keep", "drop"]
+Answer = tuple[np.ndarray, np.ndarray]
+ABSENT: Answer = (np.zeros(0, dtype=np.int32), np.zeros(0, dtype=bool))
+"""Stands for the missing answer in a pair that has one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,9 +68,9 @@ class PairPiece(Piece):
     each, (A,) int32 and bool; trained by the mask. Positions: the prompt's but its last, then for each answer the
     prompt's last token and the answer's but its last. So each position predicts one token, and what both share is
     computed once. scores_ends: the answers' last tokens are read too, and these positions alone are trained. margin:
-    how much better the chosen answer is, by whoever judged."""
+    how much better the chosen answer is, by whoever judged. One of the answers may be ABSENT."""
 
-    answers: tuple[tuple[np.ndarray, np.ndarray], ...] = ()
+    answers: tuple[Answer, ...] = ()
     scores_ends: bool = False
     margin: float = 0.0
 
@@ -79,7 +82,7 @@ class PairPiece(Piece):
     def input_ids(self) -> np.ndarray:
         end = None if self.scores_ends else -1
         return np.concatenate(
-            [self.tokens[:-1], *(p for ids, _ in self.answers for p in (self.tokens[-1:], ids[:end]))]
+            [self.tokens[:-1], *(p for ids, _ in self.answers if len(ids) for p in (self.tokens[-1:], ids[:end]))]
         )
 
     @property
@@ -101,27 +104,28 @@ class PairPiece(Piece):
         room = num_positions - (len(self.tokens) - 1) - self.scores_ends * 2
         sizes = [len(ids) for ids, _ in self.answers]
         first = min(sizes[0], max(room // 2, room - sizes[1]))
-        answers = (
-            [(i[:n], m[:n]) for (i, m), n in zip(self.answers, (first, room - first), strict=True)] if room > 1 else []
-        )
+        cut = zip(self.answers, (first, room - first), strict=True)
+        has_room = room >= np.count_nonzero(sizes)
+        answers = [a if a is ABSENT else (a[0][:n], a[1][:n]) for a, n in cut] if has_room else []
         return pair_piece(self.tokens, answers, scores_ends=self.scores_ends, margin=self.margin)
 
 
 def pair_piece(
     prompt: np.ndarray,
-    answers: Sequence[tuple[np.ndarray, np.ndarray]],
+    answers: Sequence[Answer | None],
     *,
     scores_ends: bool = False,
     margin: float = 0.0,
 ) -> Piece:
-    """The piece of a prompt and its answers, chosen and rejected; an untrained one where there is nothing to prefer: no
-    prompt, an answer without a trained token, equal answers."""
-    is_pair = len(prompt) > 1 and len(answers) == 2 and all(mask.any() for _, mask in answers)
-    if not is_pair or np.array_equal(answers[0][0], answers[1][0]):
+    """The piece of a prompt and its answers, chosen and rejected, None for one that is absent; an untrained one where
+    there is nothing to learn: no prompt, no answer, one without a trained token, equal ones."""
+    pair = tuple(ABSENT if answer is None else answer for answer in answers)
+    is_pair = len(prompt) > 1 and len(pair) == 2 and all(a is ABSENT or a[1].any() for a in pair)
+    if not is_pair or np.array_equal(pair[0][0], pair[1][0]):
         return conversation_piece(prompt, np.zeros(len(prompt), dtype=bool))
-    masks = [np.arange(len(m) + 1) == len(m) if scores_ends else m for _, m in answers]
+    masks = [np.arange(len(m) + 1) == len(m) if scores_ends else m for _, m in pair]
     trained = np.concatenate([np.zeros(len(prompt) - 1, dtype=bool), *masks])
-    return PairPiece(prompt, trained, is_document=False, answers=tuple(answers), scores_ends=scores_ends, margin=margin)
+    return PairPiece(prompt, trained, is_document=False, answers=pair, scores_ends=scores_ends, margin=margin)
 
 
 def document_piece(ids: Sequence[int], bos_id: int, surplus_bytes: int = 0) -> Piece:
@@ -233,7 +237,8 @@ class Batch:
     0 and up within a row, -1 for padding. surplus_bytes: of its pieces. position_ids: int64, from 0 in each document,
     and in the padding of each row, and in what continues another document, from where that one ends.
     continued: (B, T) int32, the document that one continues, -1 for none; None where none does. keys, margins: of the
-    pairs in it, in their order.
+    pairs in it, in their order. answers: numbers of the answers that are there: 2 p of pair p's chosen one, 2 p + 1 of
+    its rejected one.
     """
 
     input_ids: np.ndarray
@@ -243,6 +248,7 @@ class Batch:
     continued: np.ndarray | None = None
     keys: tuple[int, ...] = ()
     margins: tuple[float, ...] = ()
+    answers: tuple[int, ...] = ()
     position_ids: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
@@ -288,7 +294,8 @@ def make_batch(rows: Sequence[Sequence[Piece]], *, num_rows: int, row_length: in
     pairs = [piece for piece in pieces if isinstance(piece, PairPiece)]
     of_pairs: dict[str, Any] = {"keys": tuple(p.key for p in pairs), "margins": tuple(p.margin for p in pairs)}
     if pairs:
-        of_pairs["continued"] = continued
+        sizes = [len(ids) for piece in pairs for ids, _ in piece.answers]
+        of_pairs |= {"continued": continued, "answers": tuple(np.flatnonzero(sizes).tolist())}
     return Batch(input_ids, labels, documents, sum(piece.surplus_bytes for piece in pieces), **of_pairs)
 
 

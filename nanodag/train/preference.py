@@ -7,7 +7,8 @@ P is the number of pairs. Shared arguments of the losses, chosen answers in colu
     lengths              (P, 2) float32, trained tokens
 
 A loss is fn(logprobs, reference_logprobs, lengths, **options) -> (P,), with gradient to the first. One that does not
-need the reference gets zeros.
+need the reference gets zeros. One that judges each answer alone may get pairs with one answer, whose other one has
+length 0 and log-probability 0; its reference is raised by `reference_points`, and a step's mean is over answers.
 """
 
 import logging
@@ -22,7 +23,7 @@ from torch.nn.functional import logsigmoid
 
 from nanodag.model.attention import on_device
 from nanodag.registry import entry
-from nanodag.train.objective import to_device
+from nanodag.train.objective import OVER, to_device
 from nanodag.train.packing import Batch
 from nanodag.worker.job import leave_stopped, stop_requested
 
@@ -111,8 +112,42 @@ def orpo(logprobs: Tensor, reference_logprobs: Tensor, lengths: Tensor, *, beta:
     return -means[:, 0] - beta * logsigmoid(_lead(odds))
 
 
+@entry("preference_loss", "kto", needs_reference=True, judges_alone=True)
+def kto(
+    logprobs: Tensor,
+    reference_logprobs: Tensor,
+    lengths: Tensor,
+    *,
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> Tensor:
+    """Sigmoid of how far each answer by itself, good or bad, is on the wrong side of the reference point.
+
+    Source: KTO, arXiv:2402.01306; its reference point as in `reference_points`.
+    """
+    gains = logprobs - reference_logprobs
+    weights = (lengths > 0) * gains.new_tensor([desirable_weight, undesirable_weight])
+    return (weights * torch.sigmoid(gains * gains.new_tensor([-beta, beta]))).sum(1)
+
+
+def reference_points(engine: Any, gains: Tensor, lengths: Tensor) -> Tensor:
+    """KTO's reference point z0 for chosen answers and for rejected ones, (2,), without gradient.
+
+    A chosen answer is compared with the mean gain of the rejected ones, and these with that of the chosen ones. A mean
+    below 0, or of no answer, is 0. Means are over the micro-batches that all ranks compute at once, so ranks agree;
+    another micro_batch_tokens gives other points. This is a biased estimate, without a further forward pass. The paper,
+    and TRL, estimate one point for both from answers to other prompts.
+
+    Source: VanillaKTOLoss of OpenRLHF, which names HALOs at ca9b7e3 (trainers.py).
+    """
+    sums = engine.summed(*gains.sum(0).tolist(), *(lengths > 0).sum(0).tolist())
+    return gains.new_tensor([sums[1] / max(sums[3], 1), sums[0] / max(sums[2], 1)]).clamp(min=0)
+
+
 def answer_logprobs(engine: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Sums of log-probabilities and numbers of trained tokens of each pair's answers, (P, 2) float32 both."""
+    """Sums of log-probabilities and numbers of trained tokens of each pair's answers, (P, 2) float32 both; 0 of one
+    that is absent."""
     moved = to_device(batch, engine.device)
     logprobs, _ = engine(
         moved.input_ids, moved.position_ids, targets=moved.labels, want="logprobs", attend=moved.attend
@@ -124,10 +159,10 @@ def answer_logprobs(engine: Any, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def answers_of_labels(batch: Batch) -> np.ndarray:
-    """Number of the answer that each label is in, (N,) int64, chosen and rejected by turns, pair by pair."""
+    """Number of the answer that each label is in, (N,) int64, as in the batch's `answers`."""
     row, place = np.nonzero(batch.labels != -100)
     documents = row * batch.labels.shape[1] + batch.document_ids[row, place]
-    return np.unique(documents, return_inverse=True)[1]
+    return np.array(batch.answers, dtype=np.int64)[np.unique(documents, return_inverse=True)[1]]
 
 
 def _reported(values: Tensor, name: str) -> dict[str, Tensor]:
@@ -137,8 +172,18 @@ def _reported(values: Tensor, name: str) -> dict[str, Tensor]:
     return {what: numbers.sum() for what, numbers in (sums | {"lead": lead}).items()}
 
 
+def _reported_alone(gains: Tensor, points: Tensor, lengths: Tensor) -> dict[str, Tensor]:
+    """Sums over answers, each on the good side where it is above its point, or below as one to be avoided."""
+    is_given = lengths > 0
+    lead = (gains - points) * gains.new_tensor([1.0, -1.0]) * is_given
+    sums = {"accuracy": (lead > 0).float().sum(), "lead": lead.sum()}
+    for column, name in enumerate(("chosen_gain", "rejected_gain")):
+        sums |= {name: gains[:, column].sum(), f"{name}{OVER}": is_given[:, column].sum()}
+    return sums
+
+
 class Preference:
-    """The stage's preference loss, summed over pairs."""
+    """The stage's preference loss, summed over pairs, or over answers where it judges these alone."""
 
     def begin(self, stage: "PreparedStage") -> None:
         """Score all pairs by the weights that the stage begins with, once for all stages that begin so."""
@@ -146,26 +191,29 @@ class Preference:
 
         config: Any = stage.config
         self._loss, self._sft_weight = config.loss.load(), config.sft_weight
+        self._judges_alone = config.loss.judges_alone
         self._reference: Mapping[int, tuple[float, float]] | None = None
         if config.loss.needs_reference:
             with uncompiled(stage.model, active=stage.engine.device.type == "cpu"):
                 self._reference = stage.data.reference()
 
     def count(self, batch: Batch) -> int:
-        return len(batch.keys)
+        return len(batch.answers if self._judges_alone else batch.keys)
 
     def loss(self, engine: Any, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Reported: accuracy, the share of pairs whose chosen answer gained more than the rejected one; the gain of
-        either, nats over the reference; the lead between them."""
+        either, nats over the reference; the lead between them. Of answers alone, the reference point is the other."""
         logprobs, lengths = answer_logprobs(engine, batch)
         reference = torch.zeros_like(logprobs)
         if self._reference is not None:
             known = np.array([self._reference[key] for key in batch.keys], np.float32)
             reference = on_device(known.reshape(-1, 2), engine.device)
-        loss: Tensor = self._loss(logprobs, reference, lengths).sum()
+        gains = (logprobs - reference).detach()
+        points = reference_points(engine, gains, lengths) if self._judges_alone else gains.new_zeros(2)
+        loss: Tensor = self._loss(logprobs, reference + points, lengths).sum()
         if self._sft_weight:
-            loss = loss - self._sft_weight * (logprobs / lengths)[:, 0].sum()
-        return loss, _reported((logprobs - reference).detach(), "gain")
+            loss = loss - self._sft_weight * (logprobs / lengths.clamp(min=1))[:, 0].sum()
+        return loss, _reported_alone(gains, points, lengths) if self._judges_alone else _reported(gains, "gain")
 
 
 class PairwiseReward:

@@ -19,7 +19,7 @@ from nanodag.model.folder import CausalModel
 from nanodag.model.scoring import AnswerScore, Question, batch_of, in_batches, score_batch
 from nanodag.tokenizer.encoding import Encoding
 from nanodag.train.deepspeed_engine import TrainEngine
-from nanodag.train.objective import Objective, to_device
+from nanodag.train.objective import Objective, means_of, to_device
 from nanodag.train.packing import Batch
 from nanodag.worker.job import stop_requested
 
@@ -48,8 +48,7 @@ def score_objective(engine: TrainEngine, objective: Objective, batches: Sequence
         totals.update({"loss": float(loss), "count": objective.count(batch)})
         totals.update({name: float(value) for name, value in sums.items()})
     summed = dict(zip(totals, engine.summed(*totals.values()), strict=True))
-    count = max(summed.pop("count"), 1.0)
-    means = {name: value / count for name, value in summed.items()}
+    means = means_of(summed, summed.pop("count"))
     return ValidationLoss(loss=means.pop("loss"), metrics=means)
 
 

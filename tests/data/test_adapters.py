@@ -190,6 +190,21 @@ def test_a_preference_is_what_both_begin_with_and_two_answers_of_the_assistant(r
     assert adapt(row, "preference") == {"messages": prompt, "chosen": chosen, "rejected": rejected}
 
 
+@pytest.mark.parametrize(("label", "name"), [(True, "chosen"), (False, "rejected"), (1, "chosen")])
+def test_an_answer_with_a_label_is_a_judgement_of_one(label, name):
+    turns = {"prompt": [user("Hi")], "completion": [assistant("Hello!")]}
+    for row in (turns, {"prompt": "Human: Hi\n\nAssistant:", "completion": "Hello!"}):
+        assert adapt({**row, "label": label}, "judgement") == {"messages": turns["prompt"], name: turns["completion"]}
+    pair = {"prompt": "Hi", "chosen": "Hello!", "rejected": "No"}
+    assert adapt(pair, "judgement") == adapt(pair, "preference")
+
+
+@pytest.mark.parametrize("label", ["good", None, 2])
+def test_a_judgement_that_is_neither_true_nor_false_is_refused_with_its_row(label):
+    with pytest.raises(SourceError, match=f"row 3 of hub:some/data: label is {label!r}, which is neither true"):
+        adapt({"prompt": "q", "completion": "a", "label": label}, "judgement")
+
+
 def test_the_margin_of_a_preference_is_the_difference_of_its_scores_where_it_has_both():
     row = {"prompt": "q", "chosen": "a", "rejected": "b", "score_chosen": 7.5}
     assert adapt({**row, "score_rejected": 5}, "preference")["margin"] == 2.5

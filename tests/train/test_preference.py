@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 import shutil
 import signal
 import sys
@@ -14,13 +15,14 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification
 
 from nanodag import registry
+from nanodag.config.pipeline import read_stage
 from nanodag.model.folder import load, save
 from nanodag.model.scorer import Scorer
 from nanodag.rewards.reward_model import RewardModel
 from nanodag.tokenizer.chat import load_renderer
-from nanodag.train.objective import to_device
+from nanodag.train.objective import means_of, to_device
 from nanodag.train.packing import make_batch, pair_piece
-from nanodag.train.preference import Preference, answer_logprobs, scored
+from nanodag.train.preference import Preference, answer_logprobs, kto, reference_points, scored
 from tests.model.model_types import make_tiny, taken_by_transformers
 from tests.train import forks, stages
 from tests.train.ranks import first_model
@@ -49,6 +51,9 @@ class Alone:
 
     def highest(self, value):
         return value
+
+    def summed(self, *values):
+        return list(values)
 
 
 PAIRS = [
@@ -123,6 +128,7 @@ def _plain(name, c, r, rc, rr, nc, nr):
         "hinge": lambda: max(0.0, 1 - 0.1 * delta),
         "simpo": lambda: -math.log(sigma(2.0 * (c / nc - r / nr) - 1.0)),
         "orpo": lambda: -c / nc - 0.1 * math.log(sigma(math.log(odds(c / nc) / odds(r / nr)))),
+        "kto": lambda: 1 - sigma(0.1 * (c - rc)) + 1 - sigma(-0.1 * (r - rr)),  # around a point of 0
     }[name]()
 
 
@@ -143,6 +149,84 @@ def test_a_loss_and_its_gradient_are_those_of_the_paper(name):
             for a, b in ((step, 0), (0, step))
         ]
         assert torch.allclose(own.grad[0], torch.tensor(slopes, dtype=torch.float64), rtol=1e-4, atol=1e-6)
+
+
+def _plain_kto(answers, points, *, beta, good, bad):
+    """Sum over (is good, log-probability, that of the reference)."""
+    signed = [(beta * (p - r - points[0]), good) if is_good else (beta * (points[1] - p + r), bad)
+              for is_good, p, r in answers]  # fmt: skip
+    return sum(weight * (1 - 1 / (1 + math.exp(-x))) for x, weight in signed)
+
+
+def test_kto_judges_each_answer_against_the_mean_gain_of_the_other_kind_and_no_gradient_flows_through_that():
+    draw = random.Random(3)
+    seen = set()
+    for _ in range(30):
+        answers = [(draw.random() < 0.5, -draw.uniform(1, 40), -draw.uniform(1, 40)) for _ in range(draw.randint(1, 7))]
+        gains = {kind: [p - r for is_good, p, r in answers if is_good == kind] for kind in (True, False)}
+        points = [max(0.0, sum(gains[kind]) / max(len(gains[kind]), 1)) for kind in (False, True)]
+        seen |= {point > 0 for point in points}
+        options = {"beta": draw.choice([0.05, 0.5]), "good": draw.uniform(0.5, 2), "bad": draw.uniform(0.5, 2)}
+        own, reference, lengths = (torch.zeros(len(answers), 2, dtype=torch.float64) for _ in range(3))
+        for row, (is_good, p, r) in enumerate(answers):
+            own[row, 1 - is_good], reference[row, 1 - is_good], lengths[row, 1 - is_good] = p, r, 3
+        own.requires_grad_()
+        found = reference_points(Alone(None), (own - reference).detach(), lengths)
+        assert found.tolist() == pytest.approx(points)
+        named = dict(zip(("beta", "desirable_weight", "undesirable_weight"), options.values(), strict=True))
+        value = kto(own, reference + found, lengths, **named).sum()
+        value.backward()
+        assert value.item() == pytest.approx(_plain_kto(answers, points, **options), rel=1e-9)
+        for row, (is_good, p, r) in enumerate(answers):
+            moved = [[*answers[:row], (is_good, p + step, r), *answers[row + 1 :]] for step in (1e-5, -1e-5)]
+            up, down = (_plain_kto(one, points, **options) for one in moved)
+            assert own.grad[row, 1 - is_good].item() == pytest.approx((up - down) / 2e-5, rel=1e-5, abs=1e-9)
+            assert own.grad[row, int(is_good)] == 0
+    assert seen == {True, False}
+
+
+SINGLES = [
+    PAIRS[0],
+    pair_piece(ids(20, 21), [answer(22, 25), None]),
+    pair_piece(ids(30, 31, 32), [None, answer(34, 35, 36)]),
+]
+
+
+def test_an_answer_alone_is_packed_scored_and_known_as_the_half_of_a_pair():
+    batch = make_batch([SINGLES[:2], SINGLES[2:]], num_rows=2, row_length=16, pad_id=0)
+    assert batch.answers == (0, 1, 2, 5)
+    assert batch.input_ids[0].tolist()[8:12] == [20, 21, 22, 0] and batch.labels[0].tolist()[9:11] == [22, 25]
+    model = first_model()
+    sums, lengths = answer_logprobs(Alone(model), batch)
+    assert lengths.tolist() == [[2, 4], [2, 0], [0, 3]]
+    both = pair_piece(ids(20, 21), [answer(22, 25), answer(23)])
+    assert sums[1].tolist() == pytest.approx([alone(model, both)[0].item(), 0.0], abs=1e-5)
+    good, bad = (pair_piece(ids(1, 2), pair) for pair in ([answer(3, 4), None], [None, answer(3, 4)]))
+    assert good.key != bad.key and bad.shortened(2).input_ids.tolist() == [1, 2]
+    assert not bad.shortened(1).trained.any() and not pair_piece(ids(1, 2), [None, None]).trained.any()
+
+
+def test_two_ranks_judge_answers_as_one_that_has_all():
+    model, reference = first_model(), {SINGLES[0].key: (-9.0, -22.0), SINGLES[1].key: (-9.5, 0.0)}
+    objective = Preference()
+    objective._loss, objective._sft_weight, objective._judges_alone = kto, 0.1, True
+    objective._reference = reference | {SINGLES[2].key: (0.0, -15.0)}
+    whole, first, second = (
+        make_batch([rows], num_rows=1, row_length=32, pad_id=0) for rows in (SINGLES, SINGLES[:1], SINGLES[1:])
+    )
+    said, engine = [], Alone(model)
+    engine.summed = lambda *values: said.append(np.array(values)) or list(values)
+    for batch in (first, second):
+        objective.loss(engine, batch)
+    engine.summed = lambda *values: sum(said).tolist()
+    parts = [objective.loss(engine, batch) for batch in (first, second)]
+    loss, sums = objective.loss(Alone(model), whole)
+    assert objective.count(whole) == 4 == objective.count(first) + objective.count(second)
+    assert loss.item() == pytest.approx(sum(part.item() for part, _ in parts), abs=1e-6)
+    assert not math.isclose(objective.loss(Alone(model), first)[0].item(), parts[0][0].item(), rel_tol=1e-3)
+    means = means_of({name: value.item() for name, value in sums.items()}, 4)
+    own = answer_logprobs(Alone(model), whole)[0]
+    assert means["chosen_gain"] == pytest.approx((own[:2, 0].sum().item() + 9 + 9.5) / 2, abs=1e-5)
 
 
 def test_smoothed_dpo_takes_a_share_of_pairs_for_swapped():
@@ -166,6 +250,11 @@ def folder(tmp_path_factory):
     stages.write_tokenizer(folder / "tokenizer")
     stages.write_pairs(folder / "pairs.jsonl")
     stages.write_model(folder / "model", folder / "tokenizer")
+    draw, rows = random.Random(1), [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
+    singles = [(row, draw.random() < 0.7) for row in rows]
+    rows = [{"prompt": r["prompt"], "completion": r["chosen" if good else "rejected"], "label": good}
+            for r, good in singles]  # fmt: skip
+    (folder / "singles.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
 
@@ -188,6 +277,47 @@ def test_a_stage_prefers_what_its_pairs_prefer(dpo):
     assert metrics["rows_trained"][0]["trained"] == metrics["records"] > 200
 
 
+def kto_of_singles(folder):
+    data = [{"url": f"file:{folder / 'singles.jsonl'}", "held_out": 0.1}]
+    return {"loss": {"name": "kto", "options": {"beta": 0.5}}, "data": data}
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_kto_learns_from_single_answers_and_begins_between_good_and_bad(folder, lora_rank):
+    rate = 0.01 if lora_rank else 0.003
+    optimizer = {"name": "adamw", "learning_rate": rate, "matrix_lr": rate, "lora_rank": lora_rank}
+    workspace = job(folder, f"kto-{lora_rank}", optimizer=optimizer, num_epochs=6, **kto_of_singles(folder))
+    metrics = stages.finish(workspace)["metrics"]
+    first = next(line for line in stages.metrics(workspace) if line["event"] == "step")
+    assert math.isclose(first["loss"], 0.5, abs_tol=1e-6) and first["chosen_gain"] == first["lead"] == 0.0
+    last = [line for line in stages.metrics(workspace) if "validation_chosen_gain" in line][-1]
+    assert metrics["validation_accuracy"] > 0.8
+    assert last["validation_chosen_gain"] > last["validation_rejected_gain"] + 5
+
+
+def test_kto_learns_from_pairs_too(folder):
+    metrics = stages.finish(job(folder, "kto-pairs", loss={"name": "kto", "options": {"beta": 0.5}}))["metrics"]
+    assert metrics["validation_accuracy"] > 0.9
+
+
+@pytest.mark.parametrize("kind", ["preference", "reward_model"])
+def test_a_loss_of_pairs_refuses_a_row_with_one_answer_and_says_which_takes_it(folder, kind):
+    workspace = job(folder, f"refuses-{kind}", kind=kind, data=kto_of_singles(folder)["data"])
+    stages.start(workspace).wait(timeout=300)
+    said = (workspace / "worker.log").read_text()
+    assert re.search(
+        r"row \d+ of file:.*singles.jsonl: A preference needs answers `chosen` and `rejected`; found", said
+    )
+    assert "One answer alone is for kind preference with loss: kto. The row's columns are completion" in said
+
+
+@pytest.mark.parametrize("option", ["beta", "desirable_weight", "undesirable_weight"])
+def test_options_of_kto_that_learn_nothing_are_refused(folder, option):
+    loss = {"name": "kto", "options": {option: 0.0}}
+    with pytest.raises(ValueError, match=rf"loss.options.{option} 0.0 would learn nothing"):
+        read_stage(stages.preference(folder, loss=loss))
+
+
 def test_what_the_first_weights_say_of_all_pairs_is_computed_once_for_another_beta(folder, dpo):
     workspace = stages.make_job(
         folder / "beta",
@@ -208,13 +338,16 @@ def test_what_the_first_weights_say_of_all_pairs_is_computed_once_for_another_be
         (2, {"zero_stage": 3, "loss": "ipo", "sft_weight": 0.1}),
         (2, {"zero_stage": 2, "patience": 9}),
         (2, {"kind": "reward_model"}),
+        (2, {"loss": "kto", "zero_stage": 2}),
     ],
-    ids=["alone", "zero-3", "best-weights", "reward-model"],
+    ids=["alone", "zero-3", "best-weights", "reward-model", "kto-of-singles"],
 )
 def test_a_killed_preference_stage_ends_on_the_same_bytes(folder, num_ranks, changes):
     resources = {**stages.RESOURCES, "num_ranks": num_ranks}
     name = "-".join(["kill", str(num_ranks), *map(str, changes)])
     options = {**changes, "resources": resources, "checkpoint_every": 2, "precision": "fp32"}
+    if changes.get("loss") == "kto":
+        options |= kto_of_singles(folder)
     whole, killed = (job(folder, f"{name}-{what}", **options) for what in ("whole", "killed"))
     forks.end(forks.start(whole, num_ranks=num_ranks))
     forks.interrupt(killed, after_step=5, with_signal=signal.SIGKILL, num_ranks=num_ranks)
@@ -339,6 +472,7 @@ def test_scores_are_read_where_an_answer_ends_whatever_the_tokenizer_calls_so(fo
 def test_a_pair_that_the_reference_does_not_know_is_an_error():
     objective = Preference()
     objective._loss, objective._sft_weight = registry.load("preference_loss", "dpo"), 0.0
+    objective._judges_alone = False
     objective._reference = {PAIRS[0].key: (-1.0, -2.0)}
     with pytest.raises(KeyError):
         objective.loss(Alone(first_model()), make_batch([PAIRS[1:2]], num_rows=1, row_length=16, pad_id=0))

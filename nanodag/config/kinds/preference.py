@@ -12,7 +12,7 @@ from nanodag.data.records import Wanted
 
 
 class PreferenceLossConfig(EntryConfig):
-    """The loss of a pair."""
+    """The loss of a pair, or of its answers one by one."""
 
     kind: ClassVar[str] = "preference_loss"
 
@@ -21,12 +21,16 @@ class PreferenceLossConfig(EntryConfig):
         """True where it asks for the log-probabilities of the weights that the stage begins with."""
         return self.traits is None or self.traits.needs_reference
 
+    @property
+    def judges_alone(self) -> bool:
+        """True where it learns from answers without another one to compare with."""
+        return self.traits is not None and self.traits.judges_alone
+
 
 class PreferenceStage(ChatStage):
-    """Training of a model (input `model`) on pairs of answers: DPO and its relatives. The loss of a step is the mean
-    over its pairs, and a pair's prompt is computed once."""
+    """Training of a model (input `model`) on pairs of answers: DPO and its relatives; by the loss kto on single answers
+    too. The loss of a step is the mean over its pairs, of kto over answers, and a pair's prompt is computed once."""
 
-    record_kind: ClassVar[Wanted | None] = "preference"
     objective: ClassVar[str] = "nanodag.train.preference:Preference"
     scores_tokens: ClassVar[bool] = True
 
@@ -42,7 +46,14 @@ class PreferenceStage(ChatStage):
             raise ValueError(f"loss.options.label_smoothing {share}: a share of swapped pairs is at least 0, below 0.5")
         if (beta := options.get("beta", 1)) <= 0:
             raise ValueError(f"loss.options.beta {beta} would learn nothing, or the rejected answers; set it above 0")
+        for name in ("desirable_weight", "undesirable_weight"):
+            if not (weight := options.get(name, 1)) > 0:
+                raise ValueError(f"loss.options.{name} {weight} would learn nothing of such answers; set it above 0")
         return self
+
+    @property
+    def record_kind(self) -> Wanted:  # type: ignore[override]
+        return "judgement" if self.loss.judges_alone else "preference"
 
     @property
     def passes_before(self) -> float:
