@@ -13,7 +13,7 @@ from nanodag.config import derive
 from nanodag.config.dial import Shape, schedule_of, shape_of
 from nanodag.config.kind import MODEL, Kind
 from nanodag.config.model_size import ModelSize, model_of, pretrain_of
-from nanodag.config.section import WHOLE, Auto, Filler, Natural, Precision, Share, StageSection, operational
+from nanodag.config.section import WHOLE, Auto, Filler, Natural, Precision, Share, StageSection, later, operational
 from nanodag.config.stage_base import ExternalInput, TrainedStage
 from nanodag.data.config import SourceConfig
 from nanodag.data.core_tasks import FEWEST_ITEMS, bundle_url
@@ -95,6 +95,8 @@ class OptimizerConfig(StageSection):
     """Peak learning rate; with an optimizer of matrices, AdamW's, of embeddings and head."""
     matrix_lr: Annotated[float, Field(gt=0, le=1)] | Auto = "auto"
     """Peak learning rate of an optimizer of matrices."""
+    head_lr: float = later(0.0, ge=0, le=1)
+    """Peak learning rate of an output head that is not tied to the embeddings; 0 takes learning_rate."""
     betas: tuple[Share, Share] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moment."""
     eps: float = Field(1e-8, gt=0, le=0.1)
@@ -103,6 +105,8 @@ class OptimizerConfig(StageSection):
     """Decoupled weight decay, a share of the learning rate a step."""
     momentum: float = Field(0.95, ge=0, lt=1)
     """Muon's momentum."""
+    momentum_warmup: int = later(0, ge=0, le=1_000_000)
+    """Updates over which Muon's momentum rises from 0.85."""
     lora_rank: int = Field(0, ge=0, le=8192)
     """Rank of LoRA adapters on every matrix of the layers; 0 trains all weights."""
     lora_alpha: float = Field(32.0, gt=0, le=100_000)

@@ -21,8 +21,8 @@ from nanodag import registry
 from nanodag.config.supervised import OptimizerConfig
 from nanodag.errors import TrainingDiverged
 
-Kind = Literal["matrix", "decayed", "plain"]
-ORDER: tuple[Kind, ...] = ("matrix", "decayed", "plain")
+Kind = Literal["matrix", "decayed", "head", "plain"]
+ORDER: tuple[Kind, ...] = ("matrix", "decayed", "head", "plain")
 PLANES = ("first", "second", "third")  # of a checkpoint: an optimizer's states
 
 
@@ -74,7 +74,10 @@ class Held:
 
 class Optimizer(Protocol):
     """Interface of an entry of kind `optimizer`. It may write over gradients: one flat tensor a master tensor, clipped.
-    num_updates: made before this one. Every rank calls it, also one that holds nothing."""
+    num_updates: made before this one. Every rank calls it, also one that holds nothing. rows: what it keeps of rows, by
+    the rows of a matrix, which a checkpoint needs."""
+
+    rows: Sequence[tuple[Segment, Tensor]]
 
     def __init__(self, config: OptimizerConfig, held: Held) -> None: ...
 
@@ -82,12 +85,15 @@ class Optimizer(Protocol):
 
 
 def kind_of(name: str, shape: Sequence[int], config: OptimizerConfig) -> Kind:
-    """Kind of a parameter: `matrix` for an optimizer of matrices; `decayed` with weight decay; `plain` without.
+    """Kind of a parameter: `matrix` for an optimizer of matrices; `decayed` with weight decay; `head`, too, at a rate
+    of its own where one is set; `plain` without decay.
 
     Matrices are those inside the layers, not embeddings and head. Norms and biases are never decayed.
     """
     if len(shape) < 2:
         return "plain"
+    if config.head_lr and "lm_head" in name:
+        return "head"
     is_table = "embed" in name or "lm_head" in name
     return "decayed" if config.traits.takes_all or is_table else "matrix"
 
@@ -143,7 +149,7 @@ class SegmentedOptimizer(torch.optim.Optimizer):
         self.masters, self.segments = masters, segments
         self._sharded, self._device = sharded, device
         of_rest = self.config.name if self.config.traits.takes_all else "adamw"
-        names: dict[Kind, str] = {"matrix": self.config.name, "decayed": of_rest, "plain": of_rest}
+        names: dict[Kind, str] = {kind: of_rest for kind in ORDER} | {"matrix": self.config.name}
         self._runs = []
         for kind, flat, where in _merged(segments, self.kinds):
             weights = masters[flat].detach().view(-1)[where]
@@ -207,6 +213,8 @@ class SegmentedOptimizer(torch.optim.Optimizer):
                 if run.flat == segment.flat and 0 <= begin < run.weights.numel():
                     for plane, state in zip(PLANES, whole, strict=False):
                         yield plane, segment, state[begin : begin + segment.length]
+        for optimizer in self._optimizers.values():
+            yield from (("rows", owned, state) for owned, state in optimizer.rows)
 
     def tensors(self) -> list[Tensor]:
         """Master weights and states, whole."""

@@ -10,6 +10,7 @@ from torch import nn
 from nanodag import registry
 from nanodag.config.supervised import OptimizerConfig
 from nanodag.train.optimizer import Segment, SegmentedOptimizer
+from nanodag.train.optimizers.muon import momentum_of
 
 SHAPES = {"layers.0.up": (12, 8), "layers.0.down": (8, 12), "layers.0.norm": (8,), "embed": (20, 8)}
 
@@ -100,6 +101,30 @@ def test_muons_first_step_is_the_newton_schulz_formula_in_float64():
         x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
     wanted = before.double().numpy() - 0.05 * math.sqrt(12 / 8) * x.T
     torch.testing.assert_close(weight(optimizer, flat, "layers.0.up").double(), torch.from_numpy(wanted))
+
+
+def test_normuon_divides_muons_update_by_the_second_moments_of_rows_and_keeps_its_norm():
+    config = {"momentum": 0.95, "momentum_warmup": 4}
+    (optimizer, flat), (plain, other) = (flat_optimizer(OptimizerConfig(name=n, **config)) for n in ("normuon", "muon"))
+    second = np.zeros((12, 1))
+    for step in range(3):
+        steps = []
+        for of, weights in ((optimizer, flat), (plain, other)):
+            of.set_rates(learning_rate=0.0, matrix_lr=0.05)
+            before = weight(of, weights, "layers.0.up").double().numpy().copy()
+            take_step(of, weights, gradients(step))
+            steps.append((before - weight(of, weights, "layers.0.up").double().numpy()) / 0.05)
+        found, update = steps  # muon's own update does not depend on the weights
+        second = 0.95 * second + 0.05 * (update**2).mean(axis=1, keepdims=True)
+        adapted = update / np.sqrt(second)
+        wanted = adapted * np.linalg.norm(update) / np.linalg.norm(adapted)
+        np.testing.assert_allclose(found, wanted, atol=2e-5)
+
+
+def test_momentum_rises_to_its_value_over_the_warm_up():
+    config = OptimizerConfig(momentum=0.95, momentum_warmup=100)
+    assert [momentum_of(n, config) for n in (0, 50, 100, 1000)] == pytest.approx([0.85, 0.90, 0.95, 0.95])
+    assert momentum_of(0, OptimizerConfig(momentum=0.95)) == 0.95
 
 
 @pytest.mark.parametrize("name", registry.names("optimizer"))

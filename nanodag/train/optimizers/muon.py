@@ -21,6 +21,7 @@ from nanodag.train.shares import in_buckets
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NUM_ITERATIONS = 5
+MOMENTUM_START = 0.85  # where a warm-up begins, as in the source above
 BUCKET_ELEMENTS = optimizer_named("muon").work_elements  # orthogonalised or exchanged at once: 128 MiB in bfloat16
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -33,22 +34,41 @@ class Muon:
 
     def __init__(self, config: OptimizerConfig, held: Held) -> None:
         self._config, self._held = config, held
+        self.rows: list[tuple[Segment, Tensor]] = []
 
     def step(self, gradients: Sequence[Tensor], *, rate: float, num_updates: int) -> None:
         """Update the weights; gradients are written over."""
         config, held = self._config, self._held
+        momentum = momentum_of(num_updates, config)
         slices = [gradients[run.flat][run.where] for run in held.runs]
         if held.runs:
             momenta = [run.states[0] for run in held.runs]
-            torch._foreach_lerp_(momenta, slices, 1 - config.momentum)
-            torch._foreach_lerp_(slices, momenta, config.momentum)  # Nesterov's look ahead
+            torch._foreach_lerp_(momenta, slices, 1 - momentum)
+            torch._foreach_lerp_(slices, momenta, momentum)  # Nesterov's look ahead
         pieces = [(segment, gradients[segment.flat][segment.where]) for segment in held.segments]
         muon_updates(held.shapes, pieces, sharded=held.sharded, dtype=held.dtype)
+        self._adapt(pieces)
         weights = [run.weights for run in held.runs]
         if held.runs and config.weight_decay:
             torch._foreach_mul_(weights, 1 - rate * config.weight_decay)
         if held.runs:
             torch._foreach_add_(weights, slices, alpha=-rate)
+
+    def _adapt(self, pieces: Sequence[tuple[Segment, Tensor]]) -> None:
+        """Change the updates, which are in pieces, in place."""
+
+
+def momentum_of(num_updates: int, config: OptimizerConfig) -> float:
+    """Momentum of the update after num_updates: from MOMENTUM_START in a line to config.momentum over the warm-up."""
+    left = max(0.0, 1.0 - num_updates / config.momentum_warmup) if config.momentum_warmup else 0.0
+    return config.momentum - (config.momentum - MOMENTUM_START) * left
+
+
+def device_of(pieces: Sequence[tuple[Segment, Tensor]]) -> torch.device:
+    """Device that a rank talks on, also one without pieces."""
+    if pieces:
+        return pieces[0][1].device
+    return torch.device("cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu")
 
 
 def orthogonalised(matrices: Tensor) -> Tensor:
@@ -76,7 +96,7 @@ def muon_updates(
     for segment, piece in pieces:
         held[segment.name].append((segment, piece))
     if sharded:
-        device = pieces[0][1].device if pieces else torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+        device = device_of(pieces)
         for bucket in _buckets(list(shapes), shapes):
             _exchange_and_update(bucket, shapes, held, dtype, device)
         return

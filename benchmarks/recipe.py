@@ -1,0 +1,100 @@
+"""Bits per byte of a pretraining step's variants: tokens, seeds and data the same, one thing changed.
+
+    python -m benchmarks.recipe --depth 2 --tokens 3000000 --seeds 1 2 3 \
+        --variant plain --variant "name optimizer.momentum=0.9"
+
+A variant is a name and settings of pocket's stage `pretrain`. Each run is the stage's own worker on one thread; as many
+run side by side as --parallel says, which changes no number but seconds. A row: the mean of the held-out bits per byte
+over the seeds, the difference to the first variant with its 95 % interval by pairs of one seed, and CPU-seconds.
+"""
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from nanodag.config.kinds import find_kind
+from nanodag.config.resolve import resolve
+from nanodag.worker.job import Job, write_job
+from nanodag.worker.launch import worker_environment
+
+STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57}
+"""Quantile 0.975 of Student's t over a mean of so many differences."""
+
+
+def main() -> None:
+    options = _options()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    variants = {text.split()[0]: text.split()[1:] for text in options.variant}
+    tokenizer = options.folder / f"tokenizer-{options.vocabulary}"
+    if not tokenizer.exists():
+        _train("tokenizer", tokenizer, {}, [f"tokenizer.vocabulary={options.vocabulary}"], 2)
+    runs = [(name, seed) for seed in options.seeds for name in variants]
+    with ThreadPoolExecutor(options.parallel) as pool:
+        results = list(pool.map(lambda run: _run(options, *run, variants[run[0]], tokenizer), runs))
+    found = dict(zip(runs, results, strict=True))
+    first = next(iter(variants))
+    print("| variant | settings | bits per byte | against the first | CPU-s |\n|---|---|---|---|---|")
+    for name, settings in variants.items():
+        scores = [found[name, seed]["bits"] for seed in options.seeds]
+        differences = [found[name, seed]["bits"] - found[first, seed]["bits"] for seed in options.seeds]
+        spread = statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else math.nan
+        interval = STUDENT.get(len(differences), 2.0) * spread
+        cpu = statistics.median(found[name, seed]["cpu_s"] for seed in options.seeds)
+        against = f"{statistics.mean(differences):+.4f} ± {interval:.4f}"
+        print(f"| {name} | {' '.join(settings)} | {statistics.mean(scores):.4f} | {against} | {cpu:.0f} |", flush=True)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variant", action="append", required=True, metavar="'NAME SETTING=VALUE ...'")
+    parser.add_argument("--depth", type=int, default=2)
+    parser.add_argument("--vocabulary", type=int, default=2048)
+    parser.add_argument("--tokens", type=int, default=3_000_000, help="the horizon")
+    parser.add_argument("--batch-tokens", type=int, default=8192)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--parallel", type=int, default=2)
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/nanodag-recipe"), help="what is done there is kept")
+    return parser.parse_args()
+
+
+def _run(options: argparse.Namespace, name: str, seed: int, settings: list[str], tokenizer: Path) -> dict[str, Any]:
+    label = f"depth{options.depth}-{options.tokens}-{options.batch_tokens}-{name}-{seed}"
+    shape = {"depth": options.depth, "horizon_tokens": options.tokens, "batch_tokens": options.batch_tokens}
+    own = [f"pretrain.{'shape.depth' if key == 'depth' else key}={value}" for key, value in shape.items()]
+    own += [f"seed={seed}", "pretrain.validation_tokens=262144", "pretrain.validation_every=100000"]
+    own += ["pretrain.sample_prompts=[]", *(f"pretrain.{setting}" for setting in settings)]
+    result = _train("pretrain", options.folder / label, {"tokenizer": tokenizer / "output"}, own, 1)
+    print(f"{label}: {result['bits']:.4f}", file=sys.stderr, flush=True)
+    return result
+
+
+def _train(name: str, folder: Path, inputs: dict[str, Path], overrides: list[str], threads: int) -> dict[str, Any]:
+    """Run a stage of pocket in a workspace, unless it was run there, and read its result."""
+    if not (folder / "result.json").exists():
+        stage = resolve(Path("pipeline.yaml"), "pocket", overrides).pipeline.stages[name]
+        folder.mkdir(parents=True, exist_ok=True)
+        one = stage.resources.model_copy(update={"threads": threads, "device": "cpu"})
+        job = Job(
+            name=name, run="recipe", config=stage.model_copy(update={"resources": one}), inputs=inputs, workspace=folder
+        )
+        command = [sys.executable, "-W", "ignore", "-m", find_kind(stage.kind).module, str(write_job(job))]
+        with (folder / "worker.log").open("ab") as out:
+            subprocess.run(
+                command, env={**os.environ, **worker_environment(threads)}, stdout=out, stderr=out, check=True
+            )
+    result = json.loads((folder / "result.json").read_text())
+    return {
+        "bits": result["metrics"].get("validation_bits_per_byte", math.nan),
+        "cpu_s": result["cost"].get("cpu_seconds", 0),
+    }
+
+
+if __name__ == "__main__":
+    main()
