@@ -95,8 +95,6 @@ class OptimizerConfig(StageSection):
     """Peak learning rate; with an optimizer of matrices, AdamW's, of embeddings and head."""
     matrix_lr: Annotated[float, Field(gt=0, le=1)] | Auto = "auto"
     """Peak learning rate of an optimizer of matrices."""
-    head_lr: float = later(0.0, ge=0, le=1)
-    """Peak learning rate of an output head that is not tied to the embeddings; 0 takes learning_rate."""
     betas: tuple[Share, Share] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moment."""
     eps: float = Field(1e-8, gt=0, le=0.1)

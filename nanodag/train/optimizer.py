@@ -21,8 +21,8 @@ from nanodag import registry
 from nanodag.config.supervised import OptimizerConfig
 from nanodag.errors import TrainingDiverged
 
-Kind = Literal["matrix", "decayed", "head", "plain"]
-ORDER: tuple[Kind, ...] = ("matrix", "decayed", "head", "plain")
+Kind = Literal["matrix", "decayed", "plain"]
+ORDER: tuple[Kind, ...] = ("matrix", "decayed", "plain")
 PLANES = ("first", "second", "third")  # of a checkpoint: an optimizer's states
 
 
@@ -85,15 +85,12 @@ class Optimizer(Protocol):
 
 
 def kind_of(name: str, shape: Sequence[int], config: OptimizerConfig) -> Kind:
-    """Kind of a parameter: `matrix` for an optimizer of matrices; `decayed` with weight decay; `head`, too, at a rate
-    of its own where one is set; `plain` without decay.
+    """Kind of a parameter: `matrix` for an optimizer of matrices; `decayed` with weight decay; `plain` without.
 
     Matrices are those inside the layers, not embeddings and head. Norms and biases are never decayed.
     """
     if len(shape) < 2:
         return "plain"
-    if config.head_lr and "lm_head" in name:
-        return "head"
     is_table = "embed" in name or "lm_head" in name
     return "decayed" if config.traits.takes_all or is_table else "matrix"
 
@@ -149,7 +146,7 @@ class SegmentedOptimizer(torch.optim.Optimizer):
         self.masters, self.segments = masters, segments
         self._sharded, self._device = sharded, device
         of_rest = self.config.name if self.config.traits.takes_all else "adamw"
-        names: dict[Kind, str] = {kind: of_rest for kind in ORDER} | {"matrix": self.config.name}
+        names: dict[Kind, str] = {"matrix": self.config.name, "decayed": of_rest, "plain": of_rest}
         self._runs = []
         for kind, flat, where in _merged(segments, self.kinds):
             weights = masters[flat].detach().view(-1)[where]

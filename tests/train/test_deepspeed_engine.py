@@ -28,6 +28,7 @@ FP32 = [{"stage": stage} for stage in range(4)]
 LORA = [{"stage": stage, "lora": True, "optimizer": "adamw"} for stage in (1, 3)]
 LORA_TOO = [{**LORA[0], "stage": stage, "steps": 1} for stage in (0, 2)]
 ADAMW = [{"stage": stage, "optimizer": "adamw"} for stage in (1, 2, 3)]
+NORMUON = [{"stage": stage, "optimizer": "normuon"} for stage in range(4)]
 OFFLOADED = [
     *({**case, "offload": ["offload_optimizer"]} for case in ADAMW),
     {**ADAMW[2], "offload": ["offload_optimizer", "offload_param"]},
@@ -69,6 +70,7 @@ def one_rank(folder):
         BIASED[0],
         *(deferred(folder, case) for case in IN_SHARES),
         {**ADAMW[0], "steps": 2, "save": str(folder / "adamw")},
+        NORMUON[0],
     ]
     return dict(zip(map(str, cases), run_ranks(folder / "one.json", cases, num_ranks=1), strict=True))
 
@@ -87,6 +89,7 @@ def two_ranks(folder, one_rank):
         BF16[3],
         *(deferred(folder, case) for case in IN_SHARES),
         *ADAMW,
+        *NORMUON,
         *OFFLOADED,
         {**OFFLOADED[-1], "load": str(folder / "adamw"), "first": 2},
     ]
@@ -108,6 +111,11 @@ def test_every_zero_stage_comes_to_the_weights_of_stage_0(one_rank, stage):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_two_ranks_come_to_the_weights_of_one(one_rank, two_ranks, stage):
     assert_same(two_ranks[str(FP32[stage])], one_rank[str(FP32[stage])])
+
+
+@pytest.mark.parametrize("case", NORMUON, ids=str)
+def test_normuon_on_two_ranks_comes_to_the_weights_of_one(one_rank, two_ranks, case):
+    assert_same(two_ranks[str(case)], one_rank[str(NORMUON[0])])
 
 
 def test_two_ranks_train_biases_as_one_does(one_rank, two_ranks):

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from nanodag.config.supervised import OptimizerConfig
 from nanodag.registry import entry
-from nanodag.train.optimizer import ORDER, Held
+from nanodag.train.optimizer import Held
 
 
 @entry("optimizer", "adamw", takes_all=True, states=2, dial_divisor=10, offloads=True)
@@ -18,11 +18,9 @@ class AdamW:
         self._runs, self.rows = held.runs, ()
         self._views = [nn.Parameter(run.weights) for run in held.runs]
         groups = []
-        for kind in ORDER:
+        for kind, decay in (("decayed", config.weight_decay), ("plain", 0.0)):
             if views := [view for view, run in zip(self._views, held.runs, strict=True) if run.kind == kind]:
-                decay = 0.0 if kind == "plain" else config.weight_decay
-                factor = config.head_lr / float(config.learning_rate) if kind == "head" else 1.0
-                groups.append({"params": views, "weight_decay": decay, "factor": factor})
+                groups.append({"params": views, "weight_decay": decay})
         self._adamw = torch.optim.AdamW(groups, betas=config.betas, eps=config.eps, fused=True) if groups else None
 
     def step(self, gradients: Sequence[Tensor], *, rate: float, num_updates: int) -> None:
@@ -35,7 +33,7 @@ class AdamW:
             step = torch.full((), float(num_updates), dtype=torch.float32, device=view.device)
             self._adamw.state[view] = {"step": step, "exp_avg": first, "exp_avg_sq": second}
         for group in self._adamw.param_groups:
-            group["lr"] = rate * group["factor"]
+            group["lr"] = rate
         self._adamw.step()
         for view in self._views:
             view.grad = None
