@@ -37,23 +37,22 @@ class NorMuon(Muon):
     def _adapt(self, pieces: Sequence[tuple[Segment, Tensor]]) -> None:
         device = device_of(pieces)
         means, moments = torch.zeros(2, sum(self._counts), device=device)
-        whole = [(self._of_all(segment), _in_rows(segment, piece)) for segment, piece in pieces]
-        for where, rows in whole:
-            means[where] += rows.square().mean(1)
+        for segment, piece in pieces:
+            means[self._of_all(segment)] += _in_rows(segment, piece).square().mean(1)
         self._sum(means)
         for owned, moment in self.rows:
             where = slice(self._first[owned.name] + owned.offset, self._first[owned.name] + owned.offset + owned.length)
             moments[where] = moment.lerp_(means[where], 1 - SECOND_MOMENTUM)
         self._sum(moments)
-        adapted = means / moments.clamp(min=1e-20)
+        divided = means / moments.clamp(min=1e-20)
         factors = [
             (before.sum() / after.sum().clamp(min=1e-20) / moment.clamp(min=1e-20)).sqrt()
-            for before, after, moment in zip(*(of.split(self._counts) for of in (means, adapted, moments)), strict=True)
+            for before, after, moment in zip(*(of.split(self._counts) for of in (means, divided, moments)), strict=True)
         ]
         factor = torch.cat(factors) if factors else means
-        for (segment, piece), (where, rows) in zip(pieces, whole, strict=True):
-            skipped = segment.offset % segment.shape[1]
-            piece.copy_((rows * factor[where, None]).flatten()[skipped : skipped + segment.length])
+        for segment, piece in pieces:
+            adapted, skipped = _in_rows(segment, piece) * factor[self._of_all(segment), None], segment.offset
+            piece.copy_(adapted.flatten()[skipped % segment.shape[1] :][: segment.length])
 
     def _of_all(self, segment: Segment) -> slice:
         """Rows that a segment has elements of, among the rows of all matrices."""
