@@ -1,7 +1,7 @@
 """Bits per byte of a pretraining step's variants: tokens, seeds and data the same, one thing changed.
 
     python -m benchmarks.recipe --depth 2 --tokens 3000000 --seeds 1 2 3 \
-        --variant plain --variant "name optimizer.momentum=0.9"
+        --variant "muon optimizer.name=muon optimizer.learning_rate=0.02 optimizer.momentum_warmup=0" --variant pocket
 
 A variant is a name and settings of pocket's stage `pretrain`. Each run is the stage's own worker on one thread; as many
 run side by side as --parallel says, which changes no number but seconds. A row: the mean of the held-out bits per byte
