@@ -22,11 +22,13 @@ def open_source(text: str, mirror: Path | None = None) -> Source:
     url = parse_url(text)
     if url.kind == "input":
         raise SourceError(f"{text} is the product of another stage: only a stage that has it as an input can read it.")
-    source = _FAR[url.kind](url, mirror) if url.kind in _FAR else _OPENERS[url.kind](url)
+    if url.kind in ("hub", *WEB):
+        source = (hub.open_hub if url.kind == "hub" else archives.open_archive)(url, mirror)
+    else:
+        source = _OPENERS[url.kind](url)
     return source if url.start == 0 and url.stop is None else SlicedSource(source, url.start, url.stop)
 
 
-_FAR = {"hub": hub.open_hub, **dict.fromkeys(WEB, archives.open_archive)}
 _OPENERS: dict[str, Callable[[SourceURL], Source]] = {
     "file": files.open_file,
     "package": files.open_package_file,
