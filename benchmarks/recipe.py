@@ -11,7 +11,6 @@ over the seeds, the difference to the first variant with its 95 % interval by pa
 import argparse
 import json
 import math
-import os
 import statistics
 import subprocess
 import sys
@@ -21,11 +20,11 @@ from typing import Any
 
 from nanodag.config.kinds import find_kind
 from nanodag.config.resolve import resolve
+from nanodag.evaluation.intervals import UNBOUNDED, student
 from nanodag.worker.job import Job, write_job
 from nanodag.worker.launch import worker_environment
 
-STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57}
-"""Quantile 0.975 of Student's t over a mean of so many differences."""
+PROJECT = Path(__file__).resolve().parents[1]
 
 
 def main() -> None:
@@ -33,8 +32,7 @@ def main() -> None:
     options.folder.mkdir(parents=True, exist_ok=True)
     variants = {text.split()[0]: text.split()[1:] for text in options.variant}
     tokenizer = options.folder / f"tokenizer-{options.vocabulary}"
-    if not tokenizer.exists():
-        _train("tokenizer", tokenizer, {}, [f"tokenizer.vocabulary={options.vocabulary}"], 2)
+    _train("tokenizer", tokenizer, {}, [f"tokenizer.vocabulary={options.vocabulary}"], 2)
     runs = [(name, seed) for seed in options.seeds for name in variants]
     with ThreadPoolExecutor(options.parallel) as pool:
         results = list(pool.map(lambda run: _run(options, *run, variants[run[0]], tokenizer), runs))
@@ -45,9 +43,10 @@ def main() -> None:
         scores = [found[name, seed]["bits"] for seed in options.seeds]
         differences = [found[name, seed]["bits"] - found[first, seed]["bits"] for seed in options.seeds]
         spread = statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else math.nan
-        interval = STUDENT.get(len(differences), 2.0) * spread
+        mean = statistics.mean(differences)
+        interval = student(mean, spread, len(differences) - 1, UNBOUNDED)[1] - mean
         cpu = statistics.median(found[name, seed]["cpu_s"] for seed in options.seeds)
-        against = f"{statistics.mean(differences):+.4f} ± {interval:.4f}"
+        against = f"{mean:+.4f} ± {interval:.4f}"
         print(f"| {name} | {' '.join(settings)} | {statistics.mean(scores):.4f} | {against} | {cpu:.0f} |", flush=True)
 
 
@@ -78,7 +77,7 @@ def _run(options: argparse.Namespace, name: str, seed: int, settings: list[str],
 def _train(name: str, folder: Path, inputs: dict[str, Path], overrides: list[str], threads: int) -> dict[str, Any]:
     """Run a stage of pocket in a workspace, unless it was run there, and read its result."""
     if not (folder / "result.json").exists():
-        stage = resolve(Path("pipeline.yaml"), "pocket", overrides).pipeline.stages[name]
+        stage = resolve(PROJECT / "pipeline.yaml", "pocket", overrides).pipeline.stages[name]
         folder.mkdir(parents=True, exist_ok=True)
         one = stage.resources.model_copy(update={"threads": threads, "device": "cpu"})
         job = Job(
@@ -86,9 +85,7 @@ def _train(name: str, folder: Path, inputs: dict[str, Path], overrides: list[str
         )
         command = [sys.executable, "-W", "ignore", "-m", find_kind(stage.kind).module, str(write_job(job))]
         with (folder / "worker.log").open("ab") as out:
-            subprocess.run(
-                command, env={**os.environ, **worker_environment(threads)}, stdout=out, stderr=out, check=True
-            )
+            subprocess.run(command, env=worker_environment(threads), stdout=out, stderr=out, check=True)
     result = json.loads((folder / "result.json").read_text())
     return {
         "bits": result["metrics"].get("validation_bits_per_byte", math.nan),

@@ -68,7 +68,7 @@ def device_of(pieces: Sequence[tuple[Segment, Tensor]]) -> torch.device:
     """Device that a rank talks on, also one without pieces."""
     if pieces:
         return pieces[0][1].device
-    return torch.device("cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu")
+    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
 
 
 def orthogonalised(matrices: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ class NorMuon(Muon):
             (before.sum() / after.sum().clamp(min=1e-20) / moment.clamp(min=1e-20)).sqrt()
             for before, after, moment in zip(*(of.split(self._counts) for of in (means, divided, moments)), strict=True)
         ]
-        factor = torch.cat(factors) if factors else means
+        factor = torch.cat(factors)
         for segment, piece in pieces:
             adapted, skipped = _in_rows(segment, piece) * factor[self._of_all(segment), None], segment.offset
             piece.copy_(adapted.flatten()[skipped % segment.shape[1] :][: segment.length])
