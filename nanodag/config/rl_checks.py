@@ -367,9 +367,9 @@ def _of_samplers(stage: "RLStage") -> Iterator[str]:
 
 def _of_rewards(stage: "RLStage") -> Iterator[str]:
     """Rewards that do not go together, or not with what is made of them."""
-    if not stage.reward or not all(reward.weight for reward in stage.reward):
+    if not stage.reward or not any(reward.weight for reward in stage.reward):
         weights = listed(f"{reward.name} {reward.weight:g}" for reward in stage.reward)
-        yield f"reward ({weights}) has nothing to add up, or a weight of 0; name rewards with weights"
+        yield f"reward ({weights}) has nothing to add up, or weights of 0 alone; give one a weight"
     names = [reward.name for reward in stage.reward]
     for source in (*stage.data, *stage.evaluation.validation):
         if source.reward != "auto" and "auto" not in names:

@@ -8,7 +8,18 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from nanodag import registry
-from nanodag.config.section import Auto, Fraction, Natural, Positive, Precision, Seconds, Section, Share, operational
+from nanodag.config.section import (
+    Auto,
+    Fraction,
+    Natural,
+    Positive,
+    Precision,
+    Seconds,
+    Section,
+    Share,
+    later,
+    operational,
+)
 from nanodag.config.stage_base import StageBase
 from nanodag.data.config import SourceConfig
 from nanodag.data.records import Wanted
@@ -358,8 +369,11 @@ class SampledStage(StageBase):
     reward: Annotated[tuple[RewardConfig, ...], BeforeValidator(_one_or_names_with_weights)] = (
         RewardConfig(name="auto"),
     )
-    """A reward by name, a function as package.module:function, or names with weights, which are summed. `auto` takes
+    """A reward by name, a function as package.module:function, or names with weights, which are combined. `auto` takes
     what each prompt names; `process:package.module:function` scores single steps."""
+    combine_rewards: Literal["sum", "min"] = later("sum")
+    """How weighted rewards become one: their sum, or the least of them, as of several reward models. One of weight 0 is
+    never in it: it is scored and reported, as a check on what is trained."""
     sampler: SamplerConfig = SamplerConfig()
     """The servers that rollouts come from."""
     num_steps: int = Field(100, ge=1)

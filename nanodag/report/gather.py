@@ -12,7 +12,8 @@ from nanodag.config.kinds import recorded_kind
 from nanodag.config.kinds.evaluation import EvalStage
 from nanodag.errors.words import counted
 from nanodag.evaluation.paired import FALSE_ALARMS, PairedDifference, holm, paired
-from nanodag.rl.rollouts.metrics import why_nothing_was_learned
+from nanodag.rewards.reward import labels
+from nanodag.rl.rollouts.metrics import over_optimised, why_nothing_was_learned
 
 HEADLINES = ("core", "chat_core")
 """Benchmarks that are means over many tasks: they stand first."""
@@ -64,6 +65,22 @@ class ReportedStage:
 
     def curve(self, name: str) -> tuple[list[float], list[float]]:
         return curve_of(self.lines, name)
+
+    @cached_property
+    def watched(self) -> dict[str, str]:
+        """What an RL stage measures and does not train on, label by metric: rewards of weight 0, and benchmarks."""
+        rewards = self.config.get("reward", ())
+        named = labels([reward["name"] for reward in rewards])
+        weights = {label: reward["weight"] for label, reward in zip(named, rewards, strict=True)}
+
+        def weight(part: str) -> float:
+            of = [label for label in weights if f"{part}_".startswith(f"{label}_")]
+            return weights.get(max(of, key=len, default="auto"), 1.0)  # a prompt's own reward is called as it names it
+
+        parts = {name[7:] for line in self.lines for name in line if name.startswith("reward_")} - {"failed"}
+        unseen = {f"reward_{part}": part for part in sorted(parts) if not weight(part)}
+        scored = {line["benchmark"]: line["higher_is_better"] for line in self.lines if "benchmark" in line}
+        return unseen | {f"benchmark_{name}": name for name, highest in scored.items() if highest}
 
     @cached_property
     def results(self) -> dict[str, Any]:
@@ -215,6 +232,7 @@ def warnings_of(stages: Mapping[str, ReportedStage], stale: Mapping[str, str]) -
         if stage.kind.config.makes_rollouts:
             if stage.kind.trains:
                 warnings += [f"{stage.name} learned nothing: {why}" for why in why_nothing_was_learned(stage.metrics)]
+                warnings += [f"{stage.name} went too far: {why}" for why in over_optimised(stage.lines, stage.watched)]
             num_over = stage.metrics.get("eval_too_long")
             if _is_number(num_over) and num_over:
                 warnings.append(f"{stage.name}: {counted(num_over, 'held-out prompt')} too long to be asked.")

@@ -26,6 +26,7 @@ VARIABLES = {INK: "ink", SOFT: "soft", AXIS: "axis", GRID: "grid"} | {
 WIDTH, HEIGHT = 3.4, 2.4  # inches, of a panel
 LEGEND_POINTS = 175  # the room beside the vertical axis for a row of the legend
 LEGEND_ROW, USUAL_ROWS = 11, 2  # points; rows
+RELATIVE = "Reward, and what it does not see (each of its range)"
 MAX_POINTS = 400
 SEPARATE_POINTS = 8  # up to so many, each has its interval drawn as a line in the band
 LONGEST_TITLE, LONGEST_LABEL = 36, 12  # letters: longer ones leave their axes no room
@@ -112,9 +113,11 @@ def rl_panels(stage: ReportedStage) -> list[Panel]:
     several = {"turns": "turns", "tool_results": "tool results", "sequences": "sequences"}
     benchmarks = dict.fromkeys(line["benchmark"] for line in stage.lines if "benchmark" in line)
     scores = {f"benchmark_{name}": name for name in benchmarks}
+    beside = {"reward": "reward", **stage.watched} if stage.watched else {}
     return _panels(
         stage,
         ("Reward", reward, {"smooth": ("rollouts",), "marked": ("held out",)}),
+        (RELATIVE, beside, {"smooth": ("reward", *stage.watched.values())}),
         ("Benchmarks", scores, {"marked": tuple(benchmarks)}),
         ("Tokens an answer", {"response_tokens": "mean"}, {"smooth": ("mean",)}),
         ("Turns of a sample", several, {"from_zero": True}),
@@ -138,8 +141,15 @@ def _panels(stage: ReportedStage, *drawn: tuple[str, dict[str, str], dict[str, A
     panels = []
     for title, names, how in drawn:
         if lines := {label: curve for name, label in names.items() if (curve := stage.curve(name))[0]}:
+            if title == RELATIVE:
+                lines = {label: (xs, _of_range(ys)) for label, (xs, ys) in lines.items()}
             panels.append(Panel(title=title, x_label="step", lines=lines, **how))
     return panels
+
+
+def _of_range(values: Sequence[float]) -> list[float]:
+    low, high = min(values), max(values)
+    return [(value - low) / ((high - low) or 1.0) for value in values]
 
 
 def _draw(axis: Any, panel: Panel) -> int:

@@ -20,7 +20,7 @@ from nanodag.children.fork_server import Line
 from nanodag.errors import ConfigError
 from nanodag.own_code.user_frame import with_place
 from nanodag.rewards import time_limit
-from nanodag.rewards.reward import Reward, as_reward, weighted_sum
+from nanodag.rewards.reward import Reward, as_reward, combined
 from nanodag.worker.children import ignore_stop_signals
 
 _FUNCTIONS: dict[str, Any] = {}  # that are loaded, by name
@@ -48,10 +48,10 @@ def _answer(question: Mapping[str, Any], timeout_s: float) -> Any:
     weights, samples = question["score"], question["samples"]
     with time_limit.limited(timeout_s * len(samples)):
         by_reward = [_rewards(name, samples) for name in weights]
-        return [_score(weights, outcomes) for outcomes in zip(*by_reward, strict=True)]
+        return [_score(weights, outcomes, question["how"]) for outcomes in zip(*by_reward, strict=True)]
 
 
-def _score(weights: Mapping[str, float], found: Sequence[Reward | str]) -> dict[str, Any]:
+def _score(weights: Mapping[str, float], found: Sequence[Reward | str], how: Any) -> dict[str, Any]:
     """One sample's answer. found: its reward by each name, or the reason why there is none."""
     rewards = [outcome for outcome in found if isinstance(outcome, Reward)]
     if len(rewards) < len(found):
@@ -62,7 +62,7 @@ def _score(weights: Mapping[str, float], found: Sequence[Reward | str]) -> dict[
         ]
         return {"error": "; ".join(reasons)}
     try:
-        reward = rewards[0] if list(weights.values()) == [1.0] else weighted_sum(weights, rewards)
+        reward = rewards[0] if list(weights.values()) == [1.0] else combined(weights, rewards, how)
     except ValueError as error:  # not finite
         return {"error": str(error) if isinstance(error, ConfigError) else with_place(error)}
     return {

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
-from typing import Any
+from typing import Any, Literal
 
 _NUMBER = re.compile(r"[+-]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]*)?")
 MAX_NUMBER_CHARACTERS = 64
@@ -56,15 +56,15 @@ def plain_number(text: str) -> Fraction | None:
         return None
 
 
-def weighted_sum(weights: Mapping[str, float], rewards: Sequence[Reward]) -> Reward:
-    """The sum of weight * value over named rewards. Each unweighted value is the component of its name, and each
-    reward's own components follow it as `name_component`."""
+def combined(weights: Mapping[str, float], rewards: Sequence[Reward], how: Literal["sum", "min"] = "sum") -> Reward:
+    """The sum, or the least, of weight * value over named rewards whose weight is not 0. Each unweighted value is the
+    component of its name, and each reward's own components follow it as `name_component`."""
     components: dict[str, float] = {}
     for label, reward in zip(labels(list(weights)), rewards, strict=True):
         components[label] = reward.value
         components |= {f"{label}_{name}": value for name, value in reward.components.items()}
-    total = sum(weight * reward.value for weight, reward in zip(weights.values(), rewards, strict=True))
-    return Reward(total, components)
+    parts = [weight * reward.value for weight, reward in zip(weights.values(), rewards, strict=True) if weight]
+    return Reward(min(parts, default=0.0) if how == "min" else sum(parts), components)
 
 
 def labels(names: Sequence[str]) -> list[str]:

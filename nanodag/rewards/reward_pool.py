@@ -42,15 +42,16 @@ class SampleReward:
 class RewardPool:
     """Scores samples in `num_processes` processes.
 
-    reward: `auto` for each prompt's own (`prompt["reward"]`), another name for all, or names with weights, whose sum it
-    is. options: by name. A name that does not exist raises ConfigError when the pool is made, one that cannot be
-    imported when it is first used. timeout_s: for each sample, from when a process takes it.
+    reward: `auto` for each prompt's own (`prompt["reward"]`), another name for all, or names with weights. how: the
+    sum of these, or `min`. options: by name. A name that does not exist raises ConfigError when the pool is made, one
+    that cannot be imported when it is first used. timeout_s: for each sample, from when a process takes it.
     """
 
     def __init__(
         self,
         reward: str | Mapping[str, float] = "auto",
         *,
+        how: str = "sum",
         options: Mapping[str, Mapping[str, Any]] | None = None,
         num_processes: int = 1,
         timeout_s: float = 10.0,
@@ -60,7 +61,7 @@ class RewardPool:
         for name in self._weights:
             if name != "auto":
                 entries.find("reward", name)
-        self._timeout_s = timeout_s
+        self._timeout_s, self._how = timeout_s, how
         self._max_bytes = 0 if any(name.startswith("model:") for name in self._weights) else MAX_BYTES
         self._is_closed = False
         self._processes: list[_Process] = []
@@ -118,7 +119,7 @@ class RewardPool:
                 continue
             try:
                 if process is None:
-                    process = _Process(self._options, self._timeout_s, self._max_bytes)
+                    process = _Process(self._options, self._how, self._timeout_s, self._max_bytes)
                     self._processes.append(process)
                     if self._is_closed:  # by now; `close` may not have seen this one
                         process.child.send(signal.SIGKILL)
@@ -176,8 +177,8 @@ class _Lost(Exception):
 
 
 class _Process:
-    def __init__(self, options: Mapping[str, Mapping[str, Any]], timeout_s: float, max_bytes: int) -> None:
-        self._options, self._timeout_s = options, timeout_s
+    def __init__(self, options: Mapping[str, Mapping[str, Any]], how: str, timeout_s: float, max_bytes: int) -> None:
+        self._options, self._how, self._timeout_s = options, how, timeout_s
         command = [sys.executable, "-m", "nanodag.rewards.pool_process", str(timeout_s), str(max_bytes)]
         self.child = start_child(command, has_line=True, in_group=True)
         self._loaded: set[str] = set()
@@ -192,7 +193,8 @@ class _Process:
             if error:
                 raise ConfigError(f"The reward {name!r} cannot be used: {error}")
             self._loaded.add(name)
-        question = {"score": weights, "samples": [[sample.prompt, sample.completion] for sample in samples]}
+        pairs = [[sample.prompt, sample.completion] for sample in samples]
+        question = {"score": weights, "how": self._how, "samples": pairs}
         answers = self._request(question, self._timeout_s * len(samples), f"the reward {' + '.join(weights)}")
         if isinstance(answers, dict):  # a function ended the interpreter, or returned what is no JSON
             answers = [answers] * len(samples)

@@ -438,3 +438,27 @@ def test_the_worker_writes_both_pages(run, tmp_path):
     assert {path.name for path in job.output.iterdir()} == {"report.html", "report.md"}
     assert "without lost: no result" in (job.output / "report.md").read_text()
     assert json.loads((job.workspace / "result.json").read_text())["metrics"]["report_html_bytes"] > 10_000
+
+
+def test_what_rl_does_not_train_on_is_drawn_beside_the_reward_and_said_when_it_falls(run):
+    run["stages"]["rl"]["config"]["reward"] = [
+        {"name": "model:/rm", "weight": 1.0},
+        {"name": "model:/rm2", "weight": 0.0},
+        {"name": "auto", "weight": 0.0},
+    ]
+    falls = [0.5, 0.6, 0.7, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0]
+    lines = [
+        {"event": "step", "step": n, "reward": float(n), "reward_model": float(n), "reward_model_2": 0.1 * n}
+        | {"reward_exact": value, "reward_failed": 0}
+        for n, value in enumerate(falls, 1)
+    ]
+    write_lines(Path(run["stages"]["rl"]["records"]) / "metrics.jsonl", lines)
+    rl = stages_of(run)["rl"]
+    assert rl.watched == {"reward_model_2": "model_2", "reward_exact": "exact"}
+    beside = next(panel for panel in rl_panels(rl) if "does not see" in panel.title)
+    assert list(beside.lines) == ["reward", "exact", "model_2"]
+    assert beside.lines["exact"][1][3] == 1.0 and beside.lines["reward"][1] == [n / 11 for n in range(12)]
+    (said,) = build_report("r", run, price_per_hour=0, contamination=None, missing=()).warnings
+    assert said.startswith(
+        "rl went too far: from step 4 on the reward rose, 4 to 12, and exact, which it does not see, "
+    )

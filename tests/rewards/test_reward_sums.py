@@ -10,7 +10,7 @@ from nanodag import registry as entries
 from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import ConfigError
 from nanodag.host.ports import free_port
-from nanodag.rewards.reward import Reward, labels, weighted_sum
+from nanodag.rewards.reward import Reward, combined, labels
 from nanodag.rewards.text_rewards import f1
 from nanodag.tokenizer.bpe import save_tokenizer
 from tests.http_server import Quiet, serving
@@ -29,9 +29,22 @@ def test_f1_by_hand_and_against_padding():
 
 
 def test_a_weighted_sum_names_its_parts():
-    found = weighted_sum({"f1": 1.0, "my.rewards:style": -0.5}, [Reward(0.5, {"exact": 0.0}), Reward(1.0)])
+    found = combined({"f1": 1.0, "my.rewards:style": -0.5}, [Reward(0.5, {"exact": 0.0}), Reward(1.0)])
     assert found == Reward(0.0, {"f1": 0.5, "f1_exact": 0.0, "style": 1.0})
     assert labels(["remote:http://a", "remote:http://b", "model:/m", "math"]) == ["remote", "remote_2", "model", "math"]
+
+
+def test_the_least_of_several_rewards_and_what_of_weight_0_is_only_reported():
+    pair = [Reward(0.5), Reward(1.0)]
+    assert combined({"my.own:a": 1.0, "my.own:b": 0.25}, pair, "min") == Reward(0.25, {"a": 0.5, "b": 1.0})
+    assert (
+        combined({"my.own:a": 0.0, "my.own:b": 1.0}, pair, "min").value
+        == 1.0
+        == combined({"my.own:a": 0, "my.own:b": 1}, pair).value
+    )
+    with Pool({"auto": 0.5, "f1": 1.0}, how="min") as pool:
+        (found,) = pool.score([({"reward": "exact", "answer": "4", "metadata": {}}, "4")])
+    assert found.value == 0.5 and found.components["f1"] == 1.0
 
 
 def test_the_pool_adds_up_and_keeps_what_each_prompt_asks_for():
@@ -45,7 +58,7 @@ def test_the_pool_adds_up_and_keeps_what_each_prompt_asks_for():
 
 @pytest.mark.parametrize(
     ("reward", "message"),
-    [({}, "nothing to add up"), ({"f1": 0.0}, "weight of 0"), ({"f2": 1.0}, "no reward 'f2'"),
+    [({}, "nothing to add up"), ({"f1": 0.0}, "weights of 0 alone"), ({"f2": 1.0}, "no reward 'f2'"),
      ("remote:ftp://x", "http://"), ("model:here", "absolute path")],
 )  # fmt: skip
 def test_rewards_that_mean_nothing_are_refused(reward, message):

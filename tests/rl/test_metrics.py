@@ -99,6 +99,19 @@ def test_the_trend_is_the_line_of_least_squares_and_its_noise():
     assert metrics.learning_of(lines_of([0.5] * 10))["reward_p"] == 1.0
 
 
+def test_a_measure_that_is_not_trained_and_falls_while_the_reward_rises_is_said():
+    praise = noisy(0.02)
+    rising, falls = noisy(0.005), [*noisy(0.005)[:30], *reversed(noisy(0.005)[:30])]
+    lines = [line | {"reward_exact": value} for line, value in zip(lines_of(praise), falls, strict=False)]
+    (said,) = metrics.over_optimised(lines, {"reward_exact": "exact"})
+    assert re.match(r"from step 2\d on the reward rose, .* and exact, which it does not see, fell, 0\.5", said)
+    for values in (rising, noisy(0.0), falls[:30]):
+        lines = [line | {"reward_exact": value} for line, value in zip(lines_of(praise), values, strict=False)]
+        assert metrics.over_optimised(lines, {"reward_exact": "exact"}) == []
+    fallen = [line | {"reward_exact": value} for line, value in zip(lines_of(noisy(-0.02)), falls, strict=False)]
+    assert metrics.over_optimised(fallen, {"reward_exact": "exact"}) == []  # both fell: that is no praise
+
+
 def test_groups_all_alike_and_no_update_are_said():
     alike = metrics.learning_of(lines_of([0.0] * 3, share=1.0))
     (said,) = metrics.why_nothing_was_learned(alike)

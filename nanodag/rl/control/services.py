@@ -129,6 +129,7 @@ class Services:
         looked = None if external is None else asyncio.run_coroutine_threadsafe(external.first_look(), loop)
         self.pool = RewardPool(
             {entry.name: entry.weight for entry in self._config.reward},
+            how=self._config.combine_rewards,
             options={entry.name: entry.options for entry in self._config.reward},
             num_processes=self._config.rollout.reward_processes,
             timeout_s=self._config.rollout.reward_timeout_s,

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from statistics import fmean, linear_regression, median
 from typing import Any
 
@@ -22,6 +23,7 @@ REPEATED_FROM = 0.5
 ALIKE_FROM = 0.999
 FEWEST_STEPS = 8  # with fewer, the noise of a step's reward is not known well enough to speak of a trend
 NOISE = 0.05
+FALL = 4.0  # standard errors: the best of many windows is the best by chance, too
 Timed = tuple[str, float, float]
 """name, begin, end: seconds since 1970."""
 Sums = Mapping[str, Mapping[str, float]]
@@ -254,6 +256,32 @@ def why_nothing_was_learned(metrics: Mapping[str, Any]) -> list[str]:
         elif last < first:
             reasons.append(f"the reward fell, from {first:.3g} at first to {last:.3g} at last.")
     return reasons
+
+
+def over_optimised(lines: Sequence[Mapping[str, Any]], watched: Mapping[str, str]) -> list[str]:
+    """Where the reward rose on while a measure that was not trained on fell again. lines: of metrics.jsonl. watched:
+    label by metric, better when higher. The fall from the best window of an eighth of the values to the last one must
+    be FALL times the noise of two such means, which neighbouring values tell."""
+    found = []
+    rewards = [(line["step"], line["reward"]) for line in lines if "reward" in line]
+    for name, label in watched.items():
+        curve = [(line["step"], line[name]) for line in lines if name in line]
+        if len(curve) < FEWEST_STEPS:
+            continue
+        steps, values = zip(*curve, strict=True)
+        size = len(values) // FEWEST_STEPS
+        means = [fmean(values[n : n + size]) for n in range(len(values) - size + 1)]
+        best = max(range(len(means)), key=means.__getitem__)
+        noise = math.sqrt(fmean((b - a) ** 2 for a, b in pairwise(values)) / size)
+        then = [reward for step, reward in rewards if steps[best] <= step <= steps[best + size - 1]]
+        last = [reward for step, reward in rewards if step >= steps[-size]]
+        if means[best] - means[-1] > FALL * noise and then and last and fmean(last) > fmean(then):
+            found.append(
+                f"from step {steps[best]} on the reward rose, {fmean(then):.3g} to {fmean(last):.3g}, and {label}, "
+                f"which it does not see, fell, {means[best]:.3g} to {means[-1]:.3g}. Raise algorithm.kl_coefficient, "
+                "or end at that step."
+            )
+    return found
 
 
 # Time
