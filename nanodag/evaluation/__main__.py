@@ -19,6 +19,7 @@ from nanodag.evaluation.forms import check_likelihood, check_served
 from nanodag.evaluation.harness import run_benchmark
 from nanodag.evaluation.results import BenchmarkResult
 from nanodag.evaluation.verifiers_benchmarks import is_environment, run_environment
+from nanodag.evaluation.win_rate import win_rate
 from nanodag.model.headers import matrix_parameters
 from nanodag.store.atomic import write_json
 from nanodag.store.kept_lines import KeptLines
@@ -124,7 +125,11 @@ def _asked(job: Job, checkpoint: EvaluatedModel, benchmark: BenchmarkConfig) -> 
     how: dict[str, Any] = {"chat": job.config.chat, "seed": job.config.seed, "mirror": str(job.mirror or "")}
     if is_environment(benchmark):
         return run_environment(checkpoint, benchmark, **how)
-    return run_benchmark(checkpoint, benchmark, **how, folder=job.workspace / "forms", kept=checkpoint.kept)
+    result = run_benchmark(checkpoint, benchmark, **how, folder=job.workspace / "forms", kept=checkpoint.kept)
+    if benchmark.judge == "none":
+        return result
+    how = {"seed": job.config.seed, "mirror": str(job.mirror or ""), "kept": checkpoint.kept}
+    return win_rate(job.inputs["baseline"], benchmark, result, **how, on_progress=checkpoint.on_progress)
 
 
 def _samples(checkpoint: EvaluatedModel, prompts: tuple[str, ...], *, chat: bool) -> list[dict[str, str]]:

@@ -2,6 +2,7 @@
 
 The file (docs/how-to/reward.md) says whom to ask, how, and what a score looks like. A reply is parsed strictly: the
 last line that begins with the file's `label` must be a number within the range, and there may be one such line only.
+A file whose prompt has {other} compares two answers instead, for win rates (nanodag.evaluation.win_rate).
 """
 
 import re
@@ -45,7 +46,8 @@ class JudgeFile(BaseModel):
     """A file with the key alone; none is sent without it."""
     system: str = ""
     prompt: str
-    """With {response}, and where wanted {question}, {conversation}, {reference}."""
+    """With {response}, and where wanted {question}, {conversation}, {reference}. {other} makes it compare two answers:
+    the reply says A for {response}, B for {other}, or tie."""
     label: str = "Score:"
     lowest: float = 0.0
     highest: float = 10.0
@@ -64,20 +66,31 @@ class JudgeFile(BaseModel):
             raise ValueError(f"label {self.label!r} must be a word or more of one line")
         return self
 
+    @property
+    def compares(self) -> bool:
+        """True where it is shown two answers."""
+        return "{other}" in self.prompt
 
-def read_judge(path: str) -> JudgeFile:
-    """The prompt file. Raises ConfigError with what is wrong in it."""
+
+def read_judge(path: str, *, compares: bool = False) -> JudgeFile:
+    """The prompt file. compares: whether it has to compare two answers. Raises ConfigError with what is wrong in it."""
     file = Path(path)
     try:
         if file.stat().st_size > MAX_FILE_BYTES:
             raise ConfigError(f"The judge's file {path} has more than {MAX_FILE_BYTES:,} bytes; it is read whole.")
-        return JudgeFile.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
+        judge = JudgeFile.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"The judge's file {path} cannot be read: {error}") from error
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "file"
         raise ConfigError(f"The judge's file {path}: {place}: {first['msg']}") from error
+    if judge.compares != compares:
+        how = "needs {other} in its prompt" if compares else "has {other} in its prompt"
+        raise ConfigError(
+            f"The judge's file {path} {how}: a reward judges one answer, a benchmark's judge compares two."
+        )
+    return judge
 
 
 @entry("reward", "judge", argument="file")
@@ -87,8 +100,8 @@ class Judge:
     The component `price` is what this sample cost.
     """
 
-    def __init__(self, path: str) -> None:
-        self._file = read_judge(path)
+    def __init__(self, path: str, *, compares: bool = False) -> None:
+        self._file = read_judge(path, compares=compares)
         headers = {}
         if self._file.key_file:
             try:
@@ -102,38 +115,55 @@ class Judge:
         with ThreadPoolExecutor(ASKED_AT_ONCE) as threads:
             return list(threads.map(self._judged, samples))
 
-    def _judged(self, sample: tuple[Mapping[str, Any], str]) -> Reward | str:
-        file, url = self._file, f"{self._file.url.rstrip('/')}/chat/completions"
+    def preference(self, prompt: Mapping[str, Any], response: str, other: str) -> float | None:
+        """1 where it prefers the response, 0 where the other answer, 0.5 for a tie, None for a reply without a verdict.
+        Raises httpx.HTTPError where it cannot be asked."""
         try:
-            text, _, ending, num_read, num_written = reply_of(post_json(self._client, url, self._asked(*sample)))
-            if ending == "length":
-                raise ValueError("the reply was cut; raise max_tokens")
-            paid = (num_read * file.price.input + num_written * file.price.output) / 1e6
-            return Reward(score_in(text, file), {"price": paid})
-        except (httpx.HTTPError, ValueError) as error:
-            return f"the judge {file.model}: {error}"
+            verdict = verdict_in(self._reply(prompt, {"response": response, "other": other})[0], self._file)
+        except ValueError:
+            return None
+        return {"a": 1.0, "tie": 0.5, "b": 0.0}.get(verdict.strip(" .*").lower())
 
-    def _asked(self, prompt: Mapping[str, Any], response: str) -> dict[str, Any]:
-        file = self._file
+    def _judged(self, sample: tuple[Mapping[str, Any], str]) -> Reward | str:
+        prompt, response = sample
+        try:
+            text, paid = self._reply(prompt, {"response": response})
+            return Reward(score_in(text, self._file), {"price": paid})
+        except (httpx.HTTPError, ValueError) as error:
+            return f"the judge {self._file.model}: {error}"
+
+    def _reply(self, prompt: Mapping[str, Any], answers: Mapping[str, str]) -> tuple[str, float]:
+        """What it says, and its price. Raises httpx.HTTPError, ValueError for what is no whole reply."""
+        file, url = self._file, f"{self._file.url.rstrip('/')}/chat/completions"
         messages = [{"role": "system", "content": file.system}] if file.system else []
-        messages.append({"role": "user", "content": filled(file.prompt, {**_places(prompt), "response": response})})
-        sampling = {"temperature": file.temperature, "max_tokens": file.max_tokens}
-        return {"model": file.model, "messages": messages, **sampling}
+        messages.append({"role": "user", "content": filled(file.prompt, {**_places(prompt), **answers})})
+        body = {"model": file.model, "messages": messages, "temperature": file.temperature}
+        answer = post_json(self._client, url, {**body, "max_tokens": file.max_tokens})
+        text, _, ending, num_read, num_written = reply_of(answer)
+        if ending == "length":
+            raise ValueError("the reply was cut; raise max_tokens")
+        return text, (num_read * file.price.input + num_written * file.price.output) / 1e6
 
 
 def filled(template: str, values: Mapping[str, str]) -> str:
     """The template with {name} replaced. What a value itself spells in braces stays as it is."""
-    return re.sub(r"\{(question|conversation|reference|response)\}", lambda match: values[match[1]], template)
+    return re.sub(r"\{(\w+)\}", lambda match: values.get(match[1], match[0]), template)
+
+
+def verdict_in(reply: str, file: JudgeFile) -> str:
+    """What a reply says behind the file's label. Raises ValueError where that is missing or not alone."""
+    lines = [line.strip() for line in reply.splitlines() if line.strip().startswith(file.label)]
+    if len(lines) != 1:
+        raise ValueError(f"{len(lines)} lines of the reply begin with {file.label!r}, 1 is needed: {reply[-200:]!r}")
+    return lines[0].removeprefix(file.label)
 
 
 def score_in(reply: str, file: JudgeFile) -> float:
     """The score of a reply, from 0 to 1. Raises ValueError for one that is missing, not alone or out of range."""
-    lines = [line.strip() for line in reply.splitlines() if line.strip().startswith(file.label)]
-    if len(lines) != 1:
-        raise ValueError(f"{len(lines)} lines of the reply begin with {file.label!r}, 1 is needed: {reply[-200:]!r}")
-    number = plain_number(lines[0].removeprefix(file.label))
+    verdict = verdict_in(reply, file)
+    number = plain_number(verdict)
     if number is None or not file.lowest <= number <= file.highest:
-        raise ValueError(f"{lines[0]!r:.100} holds no number from {file.lowest:g} to {file.highest:g}")
+        raise ValueError(f"{file.label}{verdict!r:.100} holds no number from {file.lowest:g} to {file.highest:g}")
     return (float(number) - file.lowest) / (file.highest - file.lowest)
 
 

@@ -129,6 +129,8 @@ def key_of(run: Run, stage: AnyStage, inputs: Inputs) -> tuple[str, dict[str, An
     for _, benchmark in found_in(stage, BenchmarkConfig):
         if files := form_files(benchmark):
             sources[benchmark.form] = {"kind": "form", "sha256": [file_sha256(file) for file in files]}
+        if benchmark.judge != "none":
+            sources[benchmark.judge] = {"kind": "judge", "sha256": file_sha256(Path(benchmark.judge))}
     for _, endpoint in found_in(stage, EndpointConfig):
         if endpoint.model:
             sources[endpoint.url] = server_identity(endpoint.url, endpoint)

@@ -209,8 +209,10 @@ class Checks:
         def look() -> None:
             form, _ = find_form(benchmark, chat=is_chat)
             self.relied_on.update(map(str, [form, *form_files(benchmark)]))
-            if isinstance(benchmark, PolicyBenchmarkConfig):
+            if isinstance(benchmark, PolicyBenchmarkConfig) or benchmark.judge != "none":
                 asked_form(benchmark)
+            if benchmark.judge != "none":
+                read_judge(benchmark.judge, compares=True)
             reader = str(read_form(form).get("custom_dataset", ""))  # empty where lm-eval has data of its own
             if benchmark.source is None and reader:
                 raise ConfigError(f"Benchmark {benchmark.name!r} needs `source:`, where its items come from.")

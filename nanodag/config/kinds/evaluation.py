@@ -68,6 +68,9 @@ class BenchmarkConfig(Section):
     """Longest written answer, in tokens, thinking included. `auto`: the stage's max_new_tokens."""
     thinking: ThinkingConfig | None = None
     """Thinking text between these tags is left out of the answer that is scored."""
+    judge: str = later("none")
+    """The file of a judge that compares each answer with that of the evaluation `baseline` (an input) to the same item,
+    in both orders; the score is then the win rate. `none` for the form's own score."""
     options: dict[str, bool | int | float | str] = {}
     """Of the form `verifiers`: verifiers' own options by their dotted names, such as `agent.max_turns`."""
 
@@ -78,6 +81,8 @@ class BenchmarkConfig(Section):
                 f"benchmark {self.name!r}: options {', '.join(self.options)} are those of an environment, and its form "
                 f"is {self.form}; leave them out, or set form: verifiers"
             )
+        if self.judge != "none" and (not self.judge.startswith("/") or self.num_samples > 1):
+            raise ValueError(f"judge {self.judge!r} must be an absolute path, and compares one answer an item")
         if self.is_core and 0 < self.limit < FEWEST_ITEMS:
             raise ValueError(f"limit {self.limit} of CORE is too few for its worked examples; take {FEWEST_ITEMS} or 0")
         for name in () if self.temperature else ("num_samples", "top_p", "top_k"):
@@ -215,6 +220,8 @@ class EvalStage(StageBase):
         """Raise ValueError unless it has one model."""
         if ("model" in self.inputs) == self.is_served:
             raise ValueError(f"inputs: found {listed(self.inputs)}; name a model, or endpoint.url, and not both")
+        if ("baseline" in self.inputs) != any(benchmark.judge != "none" for benchmark in self.benchmarks):
+            raise ValueError("a benchmark's `judge` and the input `baseline` go together: name both, or neither")
 
     @property
     def is_served(self) -> bool:
@@ -272,7 +279,7 @@ KINDS = (
         module="nanodag.evaluation",
         code_version=6,
         makes=SCORES,
-        may_take={"model": MODEL},
+        may_take={"model": MODEL, "baseline": SCORES},
         is_beside=True,
         order=80,
         less_memory="micro_batch_tokens=2048",
