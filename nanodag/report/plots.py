@@ -93,16 +93,30 @@ def supervised_panels(stage: ReportedStage) -> list[Panel]:
     left out."""
     told = {"accuracy": "training", "validation_accuracy": "held out"}
     unit = "pair" if any("accuracy" in line for line in stage.lines) else "token"
-    return _panels(
-        stage,
-        (f"Training loss (nats a {unit})", {"loss": "loss"}, {"smooth": ("loss",)}),
-        ("Pairs told apart (share)", told, {"smooth": ("training",), "marked": ("held out",)}),
-        ("Gain over the start (nats)", {"chosen_gain": "chosen", "rejected_gain": "rejected"}, {}),
-        ("Scores", {"chosen_score": "chosen", "rejected_score": "rejected"}, {}),
-        ("Validation (bits a byte)", {"validation_bits_per_byte": "validation"}, {"marked": ("validation",)}),
-        ("CORE", {"core": "CORE"}, {"marked": ("CORE",), "levels": {"GPT-2": 0.2565}}),  # by nanochat's leaderboard
-        ("Tokens a second", {"tokens_per_second": "tokens/s"}, {"from_zero": True}),
-    )
+    return [
+        *_calibration(stage),
+        *_panels(
+            stage,
+            (f"Training loss (nats a {unit})", {"loss": "loss"}, {"smooth": ("loss",)}),
+            ("Pairs told apart (share)", told, {"smooth": ("training",), "marked": ("held out",)}),
+            ("Gain over the start (nats)", {"chosen_gain": "chosen", "rejected_gain": "rejected"}, {}),
+            ("Scores", {"chosen_score": "chosen", "rejected_score": "rejected"}, {}),
+            ("Validation (bits a byte)", {"validation_bits_per_byte": "validation"}, {"marked": ("validation",)}),
+            ("CORE", {"core": "CORE"}, {"marked": ("CORE",), "levels": {"GPT-2": 0.2565}}),  # by nanochat's leaderboard
+            ("Tokens a second", {"tokens_per_second": "tokens/s"}, {"from_zero": True}),
+        ),
+    ]
+
+
+def _calibration(stage: ReportedStage) -> list[Panel]:
+    """How often a reward model is right by how sure it is, at its last validation."""
+    last = next((line for line in reversed(stage.lines) if "validation_sure_55" in line), {})
+    sure = [percent for percent in range(55, 100, 10) if last.get(f"validation_sure_{percent}")]
+    if not sure:
+        return []
+    right = [100 * last[f"validation_right_{percent}"] for percent in sure]
+    lines = {"right": (sure, right), "as sure as it is right": (sure, sure)}
+    return [Panel(title="Held-out pairs told apart (%)", x_label="how sure (%)", lines=lines, marked=("right",))]
 
 
 def rl_panels(stage: ReportedStage) -> list[Panel]:

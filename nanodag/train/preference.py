@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+SURE = (55, 65, 75, 85, 95)
+"""Percent: how sure a reward model is of a pair, sigmoid of the size of the lead."""
+
 
 def _lead(values: Tensor) -> Tensor:
     """(P, 2) -> (P,): by how much the chosen answer's value is above the rejected one's."""
@@ -172,6 +175,18 @@ def _reported(values: Tensor, name: str) -> dict[str, Tensor]:
     return {what: numbers.sum() for what, numbers in (sums | {"lead": lead}).items()}
 
 
+def _calibration(lead: Tensor) -> dict[str, Tensor]:
+    """Sums over pairs, by how sure the scores are: how many are as sure, in steps of 10 % about each of SURE, and how
+    many of these are told apart. Source: reliability diagrams, Guo et al., arXiv:1706.04599."""
+    place = (10 * torch.sigmoid(lead.abs()) - 5).long().clamp(max=len(SURE) - 1)
+    sums: dict[str, Tensor] = {}
+    for number, percent in enumerate(SURE):
+        there = place == number
+        right, count = ((lead > 0) & there).sum(), there.sum()
+        sums |= {f"right_{percent}": right, f"right_{percent}{OVER}": count, f"sure_{percent}": count}
+    return sums
+
+
 def _reported_alone(gains: Tensor, points: Tensor, lengths: Tensor) -> dict[str, Tensor]:
     """Sums over answers, each on the good side where it is above its point, or below as one to be avoided."""
     is_given = lengths > 0
@@ -228,13 +243,14 @@ class PairwiseReward:
         return len(batch.keys)
 
     def loss(self, engine: Any, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Reported: accuracy, the share of pairs whose chosen answer scores higher; the scores of either; the lead."""
+        """Reported: accuracy, the share of pairs whose chosen answer scores higher; the scores of either; the lead;
+        and calibration."""
         moved = to_device(batch, engine.device)
         scores = engine(moved.input_ids, moved.position_ids, attend=moved.attend, places=moved.label_places)
         pairs = scores.view(-1, 2)
         margins = self._margin_weight * on_device(np.array(batch.margins, np.float32), engine.device)
         loss: Tensor = -logsigmoid(_lead(pairs) - margins).sum() + self._centring * pairs.sum(1).square().sum()
-        return loss, _reported(pairs.detach(), "score")
+        return loss, _reported(pairs.detach(), "score") | _calibration(_lead(pairs.detach()))
 
 
 @torch.no_grad()

@@ -462,3 +462,16 @@ def test_what_rl_does_not_train_on_is_drawn_beside_the_reward_and_said_when_it_f
     assert said.startswith(
         "rl went too far: from step 4 on the reward rose, 4 to 12, and exact, which it does not see, "
     )
+
+
+def test_a_reward_models_last_validation_is_drawn_as_calibration_without_bins_that_are_empty(run):
+    sure = {
+        "validation_sure_55": 0.5,
+        "validation_right_55": 0.6,
+        "validation_sure_65": 0.0,
+        "validation_right_65": 0.0,
+    }
+    lines = [{"step": 1, "validation_sure_55": 1.0, "validation_right_55": 0.0}, {"step": 2} | sure]
+    write_lines(Path(run["stages"]["sft"]["records"]) / "metrics.jsonl", lines)
+    panel = supervised_panels(stages_of(run)["sft"])[0]
+    assert panel.lines == {"right": ([55], [60.0]), "as sure as it is right": ([55], [55])}

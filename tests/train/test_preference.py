@@ -22,7 +22,7 @@ from nanodag.rewards.reward_model import RewardModel
 from nanodag.tokenizer.chat import load_renderer
 from nanodag.train.objective import means_of, to_device
 from nanodag.train.packing import make_batch, pair_piece
-from nanodag.train.preference import Preference, answer_logprobs, kto, reference_points, scored
+from nanodag.train.preference import SURE, Preference, _calibration, answer_logprobs, kto, reference_points, scored
 from tests.model.model_types import make_tiny, taken_by_transformers
 from tests.train import forks, stages
 from tests.train.ranks import first_model
@@ -405,6 +405,16 @@ def test_a_reward_model_tells_better_answers_and_transformers_gives_the_same_sco
     right = [reward({"messages": [{"role": "user", "content": r["prompt"]}]}, r["chosen"]).value for r in rows[:20]]
     wrong = [reward({"messages": [{"role": "user", "content": r["prompt"]}]}, r["rejected"]).value for r in rows[:20]]
     assert sum(a > b for a, b in zip(right, wrong, strict=True)) > 16
+
+
+def test_how_sure_a_reward_model_is_stands_beside_how_often_it_is_right():
+    lead = torch.logit(torch.tensor([0.56, 0.44, 0.58, 0.93, 0.99, 0.96, 0.04]))  # p of the chosen answer, by its lead
+    sums = {name: float(value) for name, value in _calibration(lead).items()}
+    means = means_of(sums, 7)
+    assert {name: means[name] for name in ("right_55", "right_65", "right_95")} == {
+        "right_55": pytest.approx(2 / 3), "right_65": 0.0, "right_95": 0.75,
+    }  # fmt: skip
+    assert [round(7 * means[f"sure_{percent}"]) for percent in SURE] == [3, 0, 0, 0, 4]
 
 
 def test_packed_scores_are_those_of_each_answer_alone():
