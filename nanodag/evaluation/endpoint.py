@@ -1,17 +1,19 @@
 """A model that somebody serves under the OpenAI API: chats go to /chat/completions, plain texts to /completions."""
 
 import json
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 
 from nanodag.config.kinds.evaluation import EndpointConfig, ThinkingConfig
 from nanodag.errors import ConfigError, NanodagError, ServerBusy
-from nanodag.evaluation.evaluated_model import EvaluatedModel, Progress
+from nanodag.evaluation.evaluated_model import CutScore, EvaluatedModel, Progress
 from nanodag.evaluation.results import Answer, answer_of
 from nanodag.inference.protocol import SamplingParams
 from nanodag.rewards.judge import reply_of
@@ -23,7 +25,7 @@ TOO_LONG = re.compile(r"(?i)context.{0,12}(length|size|window)")  # a refusal of
 
 
 class EndpointModel(EvaluatedModel):
-    """A served model, which has no folder, tokenizer or likelihoods (nanodag.evaluation.forms.check_served)."""
+    """A served model, which has no folder and no tokenizer (nanodag.evaluation.forms.check_served)."""
 
     tokenizer_name = "endpoint"
     _stop_ids: Any = ()
@@ -58,15 +60,52 @@ class EndpointModel(EvaluatedModel):
                 self.on_progress(len(answers), len(prompts))
         return answers
 
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        """Of answers behind their contexts, as texts; whoever serves the model makes tokens of them. Raises ConfigError
+        for a server that does not score a prompt."""
+        texts = [request.args for request in requests]
+        scores: dict[tuple[str, str], tuple[float, bool]] = {}
+        with ThreadPoolExecutor(self._endpoint.at_once) as threads:
+            for pair, (score, is_greedy, num_read) in zip(once := dict.fromkeys(texts), threads.map(self._score, once)):
+                scores[pair] = CutScore((0.0, False)) if score is None else (score, is_greedy)
+                self.tokens_read += num_read
+                self.on_progress(len(scores), len(once))
+        return [scores[pair] for pair in texts]
+
+    def _score(self, pair: tuple[str, str]) -> Sequence[Any]:
+        """The answer's log-probability, None where the context is too long; whether it is greedy; tokens that were
+        read."""
+        context, whole = len(pair[0]), "".join(pair)
+        body = {"model": self._endpoint.model, "prompt": whole, "max_tokens": 1, "temperature": 0.0}
+
+        def read(answer: Any) -> Sequence[Any]:
+            try:
+                told = answer["choices"][0]["logprobs"]
+                places = zip(told["tokens"], told["token_logprobs"], told["top_logprobs"], told["text_offset"])
+                # A token that spells the end of the context too is the answer's.
+                own = [(p, top) for t, p, top, start in places if start < len(whole) and start + len(t) > context]
+                logprobs, is_greedy = [float(p) for p, _ in own], all(p >= max(top.values()) for p, top in own)
+            except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+                raise ValueError(f"gives no log-probabilities of a prompt (echo, logprobs): {error!r:.100}") from error
+            return math.fsum(logprobs), is_greedy, len(told["tokens"]) - 1
+
+        return self._asked("completions", {**body, "echo": True, "logprobs": 1}, read, (None, False, 0))
+
     def _reply(self, prompt: str, params: SamplingParams) -> Sequence[Any]:
-        """The reply to a prompt, as reply_of has it: the one that was kept, or a new one, which is kept."""
-        body, path = self._body(prompt, params), "chat/completions" if self.is_chat else "completions"
+        """The reply to a prompt, as reply_of has it."""
+        path = "chat/completions" if self.is_chat else "completions"
+        return self._asked(path, self._body(prompt, params), reply_of, ("", "", "too_long", 0, 0))
+
+    def _asked(
+        self, path: str, body: Mapping[str, Any], read: Callable[[Any], Sequence[Any]], too_long: Sequence[Any]
+    ) -> Sequence[Any]:
+        """What is read from a server's answer: what was kept of it, or of a new one, which is kept."""
         key, url = content_key("endpoint", body), f"{self._endpoint.url}/{path}"
         if self.kept is not None and (kept := self.kept.get(key)) is not None:
             return list(kept)
-        reply: Sequence[Any] = ("", "", "too_long", 0, 0)
+        reply = too_long
         try:
-            reply = reply_of(post_json(self._client, url, body, patience_s=self._endpoint.patience_s))
+            reply = read(post_json(self._client, url, body, patience_s=self._endpoint.patience_s))
         except (httpx.HTTPError, ValueError) as error:
             response = error.response if isinstance(error, httpx.HTTPStatusError) else None
             if response is None or response.status_code not in (400, 413, 422) or not TOO_LONG.search(response.text):

@@ -54,12 +54,14 @@ def is_written(config: BenchmarkConfig) -> bool:
 
 
 def check_served(config: BenchmarkConfig) -> None:
-    """Raise ConfigError for a benchmark that a served model cannot be asked: it only writes answers."""
-    why = "" if is_written(config) else "is scored by likelihood"
+    """Raise ConfigError for a benchmark that a served model cannot be asked: it has answers, written or scored."""
+    why = "is CORE" if config.is_core else ""
+    if not why and read_form(_file_of(config, chat=True)[0]).get("output_type") == "loglikelihood_rolling":
+        why = "is scored by the likelihood of whole texts"
     if "verifiers" in (config.form, config.name if config.form == "auto" else ""):
         why = "is an environment"
     if why:
-        more = "and an endpoint only writes answers. Leave it out, or evaluate the model as the input `model`."
+        more = "which an endpoint cannot be asked. Leave it out, or evaluate the model as the input `model`."
         raise ConfigError(f"Benchmark {config.name!r} {why}, {more}")
 
 

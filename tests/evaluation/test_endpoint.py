@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from nanodag.config import resolve
-from nanodag.config.kinds.evaluation import EndpointConfig, EvalStage
+from nanodag.config.kinds.evaluation import BenchmarkConfig, EndpointConfig, EvalStage
 from nanodag.errors import ConfigError, ServerBusy
 from nanodag.host.machine import machine_of
 from nanodag.plan.make import plan_of
@@ -218,6 +218,60 @@ def test_nanodags_own_server_answers_and_scores_as_its_model_evaluated_directly(
     assert results == direct_results
 
 
+@pytest.fixture
+def choices(make_job, tmp_path):
+    """choices(name, url): the job of a benchmark by likelihood, of the served model at the url, or else of a folder."""
+    rows = [{"question": f"{w} the cat?", "choices": ["sat", "on", "a mat"], "answer": 1} for w in "abcdefgh"]
+    source = {"url": write_rows(tmp_path / "choices.jsonl", rows), "adapter": "multiple_choice"}
+    benchmark = BenchmarkConfig(name="words", form="multiple_choice", source=source)
+
+    def made(name, url="none"):
+        job = make_job(name, benchmarks=(benchmark,), sample_prompts=(), chat=False)
+        endpoint = EndpointConfig(url=url, model="" if url == "none" else "tiny", at_once=3)
+        object.__setattr__(job, "config", job.config.model_copy(update={"endpoint": endpoint}))
+        return job
+
+    return made
+
+
+def test_likelihoods_of_a_served_model_are_those_of_its_folder(choices, served_url):
+    direct, by_server = choices("model"), choices("server", served_url)
+    metrics, cost = evaluate(direct)
+    found, served_cost = evaluate(by_server)
+    assert found == metrics and served_cost["forward_tokens"] >= cost["forward_tokens"]
+    for record, expected in zip(records_of(by_server), records_of(direct), strict=True):
+        assert record["logprobs"] == pytest.approx(expected["logprobs"], abs=2e-4)  # records have 4 decimals
+        assert len(set(expected["logprobs"])) == 3
+        assert record | {"logprobs": 0} == expected | {"logprobs": 0}
+
+
+def test_a_token_over_the_end_of_the_context_is_the_answers_and_what_is_written_behind_is_nobodys(choices):
+    def told(body, number):
+        text, names = body["prompt"], []
+        while text:  # tokens of four letters
+            names, text = [*names, text[:4]], text[4:]
+        names.append("more")
+        tops = [{name: -0.5 * n, "other": -3.0} for n, name in enumerate(names)]
+        offsets = [sum(map(len, names[:n])) for n in range(len(names))]
+        logprobs = [None, *(-0.5 * n for n in range(1, len(names)))]
+        scores = {"tokens": names, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
+        return {"logprobs": scores}
+
+    with openai(told) as (url, asked):
+        job = choices("a", url)
+        evaluate(job)
+    assert {body["echo"] for _, _, body in asked} == {True} and len(asked) == 24
+    first = records_of(job)[0]
+    context, answer = first["prompt"], first["choices"][0]
+    own = range(len(context) // 4, -(-len(context + answer) // 4))
+    assert first["logprobs"][0] == -0.5 * sum(own) and len(own) > 0
+
+
+def test_a_server_that_scores_no_prompt_is_named(choices):
+    with openai() as (url, _), pytest.raises(ConfigError, match=r"no log-probabilities of a prompt \(echo, logprobs\)"):
+        evaluate(choices("a", url))
+
+
 @pytest.fixture(scope="module")
 def served_url(models, tmp_path_factory):
     with served(models["qwen3"], tmp_path_factory.mktemp("serve") / "log") as (_, said):
@@ -252,7 +306,8 @@ def test_preflight_names_a_benchmark_of_likelihoods_and_a_server_that_is_gone(re
         checks.stage("elsewhere")
         (fault,) = checks.faults
         assert (
-            "elsewhere.benchmarks.1: Benchmark 'bits_per_byte' is scored by likelihood, and an endpoint only" in fault
+            "elsewhere.benchmarks.1: Benchmark 'bits_per_byte' is scored by the likelihood of whole texts, which an"
+            in fault
         )
     checks = Checks(resolved(url), tmp_path / "doing")
     checks.stage("elsewhere")

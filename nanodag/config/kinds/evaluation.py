@@ -185,7 +185,7 @@ class EvalStage(StageBase):
     benchmarks: tuple[BenchmarkConfig, ...] = Field(min_length=1)
     """The benchmarks that the model is evaluated on."""
     endpoint: EndpointConfig = later(EndpointConfig())
-    """A served model in the place of the input `model`. It only writes answers."""
+    """A served model in the place of the input `model`. Benchmarks by likelihood need its prompt log-probabilities."""
     precision: Precision | Auto = "auto"
     """Number format of the model. `auto`: bf16 on GPUs that multiply it faster, else fp32."""
     micro_batch_tokens: Annotated[int, Field(ge=1, le=10**12)] | Auto = operational("auto")
