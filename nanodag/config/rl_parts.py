@@ -344,7 +344,8 @@ class TeacherConfig(Section):
     """The teacher: `none`, `input` for the stage's input `teacher`, or the path of a Hugging Face folder with the same
     tokenizer."""
     url: str = "none"
-    """A teacher server's address (nanodag.rl.trainer.teacher_server), in place of model; `none` for none."""
+    """A teacher server's address (nanodag.rl.trainer.teacher_server), in place of model. `http://HOST:8000/v1#MODEL`: a
+    model behind an OpenAI API that gives a prompt's log-probabilities. `none` for none."""
     coefficient: float = Field(1.0, gt=0, le=1000)
     """Factor of the teacher's log-probability less the policy's, added to each token's advantage."""
 

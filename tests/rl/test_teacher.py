@@ -1,5 +1,6 @@
 """On-policy distillation: the gradient of the reverse KL to a teacher, a model at home or a server."""
 
+import re
 from pathlib import Path
 
 import httpx
@@ -16,9 +17,10 @@ from nanodag.rl.advantages import distilled
 from nanodag.rl.trainer import teacher_server
 from nanodag.rl.trainer.policy import Policy, to_row
 from nanodag.rl.trainer.rows import pack
-from nanodag.rl.trainer.teacher_server import TeacherServer
+from nanodag.rl.trainer.teacher_server import TeacherServer, teacher_at
 from nanodag.run.build_stage import server_identity
 from nanodag.tokenizer.bpe import save_tokenizer
+from tests.api.real_engines import served
 from tests.forks import call
 from tests.http_server import Quiet, serving
 from tests.rl.models import save_tiny_model, trainer_of
@@ -99,6 +101,43 @@ def test_a_servers_logprobs_are_those_of_the_model_at_home(folders, teacher):
     with torch.no_grad():
         for row, logprobs in zip(rows, found[0], strict=True):
             torch.testing.assert_close(logprobs, policy(row)[0], rtol=0, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def openai_url(folders, tmp_path_factory):
+    """A teacher as `nanodag serve` has it."""
+    with served(folders["b"], tmp_path_factory.mktemp("served") / "log") as (_, said):
+        yield re.search(r"http://127.0.0.1:\d+/v1", said)[0] + "#tiny"
+
+
+def test_logprobs_behind_an_openai_api_are_those_of_the_model_at_home(folders, openai_url):
+    part = rollouts()
+    rows = rows_of(part, 40)
+    found = teacher_at(openai_url, folders["a"], context=64).logprobs([part], [rows])
+    policy = Policy(load(folders["b"]), temperature=1.0)
+    with torch.no_grad():
+        for row, logprobs in zip(rows, found[0], strict=True):
+            torch.testing.assert_close(logprobs, policy(row)[0], rtol=0, atol=1e-4)
+    assert server_identity(openai_url)["model"] == "tiny"
+
+
+@pytest.mark.parametrize(
+    ("scores", "why"),
+    [
+        (None, "gives no log-probabilities of a prompt"),
+        (lambda n: {"tokens": ["x"] * n, "token_logprobs": [None, *[-1.0] * n]}, "another tokenizer than the policy"),
+        (lambda n: {"tokens": ["x"], "token_logprobs": [None]}, "1 log-probabilities of"),
+        (lambda n: {"tokens": ["x"] * n, "token_logprobs": [None] * (n + 1)}, "log-probabilities of"),
+    ],
+)
+def test_an_api_that_is_no_teacher_is_refused_before_the_first_step(folders, scores, why):
+    class Api(Quiet):
+        def do_POST(self):
+            told = [scores and scores(len(ids)) for ids in self.content()["prompt"]]
+            self.answer({"choices": [{"index": n, "logprobs": one} for n, one in enumerate(told)]})
+
+    with serving(Api) as url, pytest.raises(ConfigError, match=why):
+        teacher_at(f"{url}/v1#m", folders["a"], context=64)
 
 
 def both_trained(policy, *teachers):

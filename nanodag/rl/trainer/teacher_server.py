@@ -3,12 +3,16 @@
 It speaks SGLang's protocol: SGLang itself, or the embedded sampler. Asked for are sequences of token ids with
 `return_logprob`, `logprob_start_len: 0` and `max_new_tokens: 0`, and read are `input_token_logprobs`, which both give
 at temperature 1. Several sequences go in a request; a server that is lost, or fails at a request, is asked again.
+Or an OpenAI API that gives a prompt's log-probabilities, as vLLM does: `http://HOST:8000/v1#MODEL`.
 """
 
 import asyncio
+import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import httpx
 import torch
 from tenacity import retry, retry_if_exception, stop_after_attempt, wait_exponential_jitter
 from torch import Tensor
@@ -16,11 +20,13 @@ from torch import Tensor
 from nanodag.errors import BadRequest, ConfigError, SamplerError
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.protocol import Completion, Request, SamplingParams
+from nanodag.rewards.remote import post_json
 from nanodag.rl.trainer.policy import ByRow, DeviceRow, Parts, Rows, check_tokens
 from nanodag.tokenizer.encoding import Encoding
 
 ATTEMPTS = 6
 SEQUENCES_A_REQUEST = 16
+REQUEST_TIMEOUT_S = 600.0
 SCORE = SamplingParams(max_new_tokens=0, temperature=0.0)
 PROBE = "The quick brown fox: 3.14 + 2 = 5.14\n\tdef naïve(): return 'größer' # 你好, мир 🙂"
 
@@ -106,6 +112,55 @@ class TeacherServer:
                 await self._scored([ids])
             except SamplerError as error:
                 raise ConfigError(f"teacher.url {self._url} does not score {what}: {error}") from error
+
+
+class ServedTeacher(TeacherServer):
+    """A teacher behind an OpenAI API, whose /completions takes token ids and `echo` with `logprobs`. What its tokens
+    spell, which it says, must be what the policy's spell."""
+
+    async def _scored(self, sequences: Sequence[list[int]]) -> list[list[float]]:
+        told: list[Any] = []
+        for start in range(0, len(sequences), SEQUENCES_A_REQUEST):
+            told += self._completion(sequences[start : start + SEQUENCES_A_REQUEST])
+        pairs = zip(sequences, told, strict=True)
+        return [[math.nan, *map(float, scores["token_logprobs"][1 : len(ids)])] for ids, scores in pairs]
+
+    def _completion(self, lot: Sequence[list[int]]) -> list[Any]:
+        """Scores of each sequence: names of its tokens and their log-probabilities, one more for what is written."""
+        address, _, model = self._url.partition("#")
+        body = {"model": model, "prompt": list(lot), "max_tokens": 1, "temperature": 1.0, "echo": True, "logprobs": 1}
+        try:
+            with httpx.Client(timeout=REQUEST_TIMEOUT_S, trust_env=False) as client:
+                choices = post_json(client, f"{address.rstrip('/')}/completions", body)["choices"]
+            told = [choice["logprobs"] for choice in sorted(choices, key=lambda choice: choice["index"])]
+            for scores, ids in zip(told, lot, strict=True):
+                if len(own := scores["token_logprobs"][: len(ids)]) < len(ids) or None in own[1:]:
+                    raise ValueError(f"{len(own)} log-probabilities of {len(ids)} tokens")
+        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+            raise SamplerError(f"{self._url} gives no log-probabilities of a prompt: {error!r:.200}") from error
+        return told
+
+    async def _check(self, policy: Path, context: int) -> None:
+        encoding = Encoding(policy)
+        probe = encoding.encode(PROBE)
+        try:
+            names = self._completion([probe])[0]["tokens"]
+            self._completion([(probe * context)[: context - 1]])
+        except SamplerError as error:
+            raise ConfigError(
+                f"teacher.url {self._url} cannot score {context} tokens (sampler.context): {error}"
+            ) from error
+        for token, name in zip(probe, names):
+            if (own := encoding.decode([token])).isascii() and own != name:
+                raise ConfigError(
+                    f"teacher.url {self._url} has another tokenizer than the policy: token {token} is {name!r} there, "
+                    f"and {own!r} here."
+                )
+
+
+def teacher_at(url: str, policy: Path, *, context: int) -> TeacherServer:
+    """The teacher of `teacher.url`."""
+    return (ServedTeacher if "#" in url else TeacherServer)(url, policy, context=context)
 
 
 @retry(
