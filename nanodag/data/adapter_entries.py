@@ -99,7 +99,14 @@ def prompt(row: Mapping[str, Any]) -> dict[str, Any]:
 def preference(row: Mapping[str, Any]) -> dict[str, Any]:
     """Columns `chosen` and `rejected`, and `prompt` where the answers do not repeat it: texts, lists of messages, or
     transcripts of `Human:` and `Assistant:` turns, of answers without a prompt. What both begin with, up to where the
-    assistant speaks, is the prompt. Scores make the margin. Or `prompt`, `completion` and a boolean `label`."""
+    assistant speaks, is the prompt. Scores make the margin. Or `prompt`, `completion` and a boolean `label`; or
+    `prompt`, `responses` and as many `scores`, of which the best and the worst are the pair."""
+    if row.get("responses") is not None:
+        rated = sorted(zip(row["scores"], row["responses"], strict=True), key=lambda pair: float(pair[0]))
+        (low, rejected), (high, chosen) = rated[0], rated[-1]
+        # Where all are rated alike both are one answer, which is counted and not trained.
+        chosen = chosen if high > low else rejected
+        row = {**row, "chosen": chosen, "rejected": rejected, "score_chosen": high, "score_rejected": low}
     if row.get("completion") is not None:
         if (label := row["label"]) not in (True, False):
             raise ValueError(f"label is {label!r:.80}, which is neither true, for a good answer, nor false")
@@ -110,6 +117,8 @@ def preference(row: Mapping[str, Any]) -> dict[str, Any]:
     shared = len(list(itertools.takewhile(lambda turns: turns[0] == turns[1], zip(chosen, rejected))))
     while shared and chosen[shared - 1]["role"] == "assistant":
         shared -= 1
+    if not shared and not is_apart:
+        raise ValueError("there is no `prompt`, and `chosen` and `rejected` do not begin with the same turns")
     prompt = chosen[:shared] or _before_answer(row["prompt"])
     made: dict[str, Any] = {"messages": prompt, "chosen": chosen[shared:], "rejected": rejected[shared:]}
     scores = [row.get(name) for name in ("score_chosen", "score_rejected")]

@@ -199,6 +199,24 @@ def test_an_answer_with_a_label_is_a_judgement_of_one(label, name):
     assert adapt(pair, "judgement") == adapt(pair, "preference")
 
 
+def test_the_best_and_the_worst_of_rated_answers_are_a_pair_and_equal_ratings_are_none():
+    row = {"prompt": "q", "responses": ["so", "good", "bad"], "scores": [3, 4.5, 1]}
+    pair = {"messages": [user("q")], "chosen": [assistant("good")], "rejected": [assistant("bad")], "margin": 3.5}
+    assert adapt(row, "preference") == pair
+    alike = adapt({**row, "scores": [2, 2, 2]}, "preference")
+    assert alike["chosen"] == alike["rejected"]  # such a pair is counted as dropped
+    with pytest.raises(SourceError, match="row 3 of hub:some/data"):
+        adapt({**row, "scores": [1]}, "preference")
+
+
+@pytest.mark.parametrize("prompt", [{}, {"prompt": None}])
+def test_answers_without_anything_asked_are_refused_in_words(prompt):
+    with pytest.raises(
+        SourceError, match="there is no `prompt`, and `chosen` and `rejected` do not begin with the same"
+    ):
+        adapt({"chosen": "a", "rejected": "b", **prompt}, "preference")
+
+
 @pytest.mark.parametrize("label", ["good", None, 2])
 def test_a_judgement_that_is_neither_true_nor_false_is_refused_with_its_row(label):
     with pytest.raises(SourceError, match=f"row 3 of hub:some/data: label is {label!r}, which is neither true"):
