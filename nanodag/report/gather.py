@@ -25,7 +25,7 @@ ASKED = ("form", "num_fewshot", "sampling")
 def metrics_in(records: Path) -> list[dict[str, Any]]:
     """The lines of a folder's metrics.jsonl; none where there is no such file."""
     path = records / "metrics.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    lines = path.read_text(encoding="utf-8").splitlines() if records != Path() and path.is_file() else []
     return [json.loads(line) for line in lines if line.strip()]
 
 

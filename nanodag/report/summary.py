@@ -35,7 +35,7 @@ class Summary:
 def scored_stages(store: Store, record: RunRecord) -> dict[str, ReportedStage]:
     """A run's stages with their scores, from its record. Raises StoreError when an artifact is damaged or gone."""
     scorers = [name for name, entry in record.stages.items() if recorded_kind(entry.kind).makes == SCORES]
-    contexts = context_stages(store, record, list(record.stages), is_read=_has_scores)
+    contexts = context_stages(store, record, list(record.stages), is_read=_has_scores, has_records=_has_samples)
     return stages_of({"stages": {name: raw for name, raw in contexts.items() if raw["files"] or name not in scorers}})
 
 
@@ -55,6 +55,10 @@ def summary_of(store: Store, record: RunRecord) -> Summary:
 
 def _has_scores(artifact: Artifact) -> bool:
     return recorded_kind(artifact.kind).makes == SCORES and "results.json" in artifact.files
+
+
+def _has_samples(artifact: Artifact) -> bool:
+    return recorded_kind(artifact.kind).config.makes_rollouts
 
 
 def _line(comparison: Comparison) -> str:

@@ -374,11 +374,17 @@ def state_of(record: RunRecord) -> str:
 
 
 def context_stages(
-    store: Store, record: RunRecord, stages: Iterable[str], *, is_read: Callable[[Artifact], bool]
+    store: Store,
+    record: RunRecord,
+    stages: Iterable[str],
+    *,
+    is_read: Callable[[Artifact], bool],
+    has_records: Callable[[Artifact], bool] = lambda artifact: False,
 ) -> dict[str, Any]:
     """The finished ones of these stages, as nanodag.report lists them: manifest, files, records.
 
     stages: in the DAG's order. is_read: whether a stage's files and records are wanted too; the others have none.
+    has_records: whether its records alone are, where they do not have to come from elsewhere with a model.
     """
     shown: dict[str, Any] = {}
     for stage in stages:
@@ -397,6 +403,8 @@ def context_stages(
         }
         folders = {"files": "", "records": ""}
         if is_read(artifact):
-            folders = {"files": str(store.materialize(artifact)), "records": str(store.records(artifact))}
+            folders["files"] = str(store.materialize(artifact))
+        if folders["files"] or (not store.is_remote and has_records(artifact)):
+            folders["records"] = str(store.records(artifact))
         shown[stage] = {**{field: getattr(artifact, field) for field in _REPORTED}, "lineage": lineage, **folders}
     return shown
