@@ -20,7 +20,7 @@ from nanodag.model.decoder import Decoder
 from nanodag.model.generation import GENERATION_FILE, TOKEN_IDS, generation_config
 from nanodag.model.headers import INDEX, faults_of_config, weight_files
 from nanodag.model.lora import additions
-from nanodag.model.scorer import Scorer
+from nanodag.model.scorer import ScalarHead, Scorer
 
 if TYPE_CHECKING:
     from nanodag.model.transformers_model import TransformersModel
@@ -67,14 +67,13 @@ def load(
     unknown or of another shape.
     """
     architecture = read_checkpoint(folder).architecture
-    if scores and architecture.model_code == "transformers":
-        raise ConfigError(
-            f"{folder}: a scalar head is put on our own decoder alone; import a model with model_code: own."
-        )
     if architecture.model_code == "transformers":
         from nanodag.model.transformers_model import TransformersModel
+        from nanodag.model.transformers_scorer import TransformersScorer
 
-        return TransformersModel(folder, architecture, activation_checkpointing=activation_checkpointing)
+        return (TransformersScorer if scores else TransformersModel)(
+            folder, architecture, activation_checkpointing=activation_checkpointing
+        )
     with torch.device("meta" if is_deferred else "cpu"):
         of_class = Scorer if scores else Decoder
         model = of_class(architecture, compiled=compiled, activation_checkpointing=activation_checkpointing)
@@ -217,7 +216,7 @@ def save(
     generation = generation_config(tokenizer, config)
     if source is None:
         config |= {name: generation[name] for name in TOKEN_IDS if name in generation}
-    if isinstance(model, Scorer):
+    if isinstance(model, ScalarHead):
         config = model.labelled(config, generation)
     dtype = next(iter(kept.values())).dtype
     write_folder(folder, kept.items(), config=config, dtype=dtype, beside=beside, generation=generation)

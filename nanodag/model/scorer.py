@@ -1,4 +1,5 @@
-"""A reward model: a decoder with a scalar head, as transformers' classes for sequence classification have it."""
+"""A reward model: a scalar head in the place of a language model's, as transformers' classes for sequence
+classification have it; over our own decoder, or over transformers' layers (nanodag.model.transformers_scorer)."""
 
 from typing import Any
 
@@ -8,21 +9,23 @@ from nanodag.model.architecture import Architecture
 from nanodag.model.decoder import Decoder
 
 
-class Scorer(Decoder):
-    """Scores of places in packed rows, linear in their last hidden states. The head begins at 0, so before its first
-    update every score is 0, and nothing is drawn at random."""
+class ScalarHead:
+    """What makes a scorer of a language model; it stands before that among the classes. Scores of places in packed
+    rows are linear in their last hidden states. The head begins at 0, so before its first update every score is 0, and
+    nothing is drawn at random."""
 
-    def __init__(self, of: Architecture, **options: Any) -> None:
-        super().__init__(of, **options)
-        del self.lm_head
-        self.score = nn.Linear(of.hidden_size, 1, bias=False, device="cpu")
+    score: nn.Linear
+
+    def put_head(self, width: int) -> None:
+        self.score = nn.Linear(width, 1, bias=False, device="cpu")
         nn.init.zeros_(self.score.weight)
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, *, places: Tensor, **options: Any) -> Tensor:  # type: ignore[override]
-        """(N,) float32, at places (N,) int64 of the flattened rows. Otherwise as of a decoder."""
-        hidden = super().forward(input_ids, position_ids, want="hidden", **options)
+    def forward(self, input_ids: Tensor, position_ids: Tensor, *, places: Tensor, **options: Any) -> Tensor:
+        """(N,) float32, at places (N,) int64 of the flattened rows. Otherwise as of the language model."""
+        hidden = super().forward(input_ids, position_ids, want="hidden", **options)  # type: ignore[misc]
         assert isinstance(hidden, Tensor)
-        return self.score(hidden.flatten(0, 1).index_select(0, places)).squeeze(1).float()
+        scores: Tensor = self.score(hidden.flatten(0, 1).index_select(0, places)).squeeze(1).float()
+        return scores
 
     def labelled(self, config: dict[str, Any], generation: dict[str, Any]) -> dict[str, Any]:
         """A model's config.json as that of a classifier with one label. generation: its generation_config.json. Padding
@@ -32,3 +35,12 @@ class Scorer(Decoder):
         names = [name.replace("ForCausalLM", "ForSequenceClassification") for name in config["architectures"]]
         labels = {"id2label": {"0": "score"}, "label2id": {"score": 0}}
         return {**config, "architectures": names, **labels, "pad_token_id": pad_id}
+
+
+class Scorer(ScalarHead, Decoder):
+    """Over our own decoder."""
+
+    def __init__(self, of: Architecture, **options: Any) -> None:
+        super().__init__(of, **options)
+        del self.lm_head
+        self.put_head(of.hidden_size)

@@ -85,7 +85,7 @@ class TransformersModel(nn.Module):
             attend = document_attention(document_ids.cpu().numpy())
         assert isinstance(attend, Packed), "rows are shared out over ranks by our own decoder alone"
         # Under ZeRO-3 layers are called once a pass: all ranks gather together, and a gradient is shared out once.
-        is_spread = hasattr(self.lm_head.weight, "ds_id")
+        is_spread = hasattr(next(self.parameters()), "ds_id")
         classes, order = length_classes(attend.sequences, math.inf if is_spread else FILLED_UP)
         flat = input_ids.flatten()
         # Without gradients only a part of the rows is held at once: shared contexts make many of few tokens.

@@ -27,7 +27,7 @@ from nanodag.model.folder import CausalModel, load, save
 from nanodag.model.folder_size import size_of
 from nanodag.model.headers import weight_files
 from nanodag.model.lora import add_lora, merged, save_adapter
-from nanodag.model.scorer import Scorer
+from nanodag.model.scorer import ScalarHead
 from nanodag.own_code.find import required_file
 from nanodag.own_code.functions import function_at
 from nanodag.store.checkpoints import Checkpoints
@@ -186,7 +186,7 @@ def _model(job: Job, tokenizer_path: Path) -> CausalModel:
         model = load(job.inputs["model"], is_deferred=config.zero_stage == 3, scores=scores, **options)
         if rank := config.optimizer.lora_rank:
             add_lora(model, rank=rank, alpha=config.optimizer.lora_alpha, seed=int(config.seed))
-        if isinstance(model, Scorer):  # at 0 it would pass no gradient to adapters
+        if isinstance(model, ScalarHead):  # at 0 it would pass no gradient to adapters
             model.score.requires_grad_(True)
         return model
     model = Decoder(architecture_of(job, tokenizer_path), **options)
