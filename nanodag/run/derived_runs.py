@@ -53,7 +53,7 @@ def machine_for(name: str, store: Store) -> Machine:
 
 def page_key(kind: str, config: Mapping[str, Any], results: Mapping[str, StageResult]) -> str:
     inputs = {stage: result.digest for stage, result in results.items()}
-    return stage_key(kind=kind, code_version=1, config=config, inputs=inputs, sources={})
+    return stage_key(kind=kind, code_version=1, config=config, inputs=inputs)
 
 
 def publish_page(

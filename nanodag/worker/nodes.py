@@ -133,7 +133,7 @@ def seen_address(host: str) -> str:
 
 
 class Nodes:
-    """The nodes of one stage; use as a context manager: whatever happens, nothing of them is left running.
+    """The nodes of one stage. Call `end` whatever happens: nothing of them is left running.
 
     address: this machine's, which the others can reach.
     """
@@ -151,12 +151,6 @@ class Nodes:
         self._port = free_port(self.address)
         self._token = secrets.token_hex(8)
         self._others: dict[str, Child] = {}
-
-    def __enter__(self) -> "Nodes":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.end()
 
     def command(self, number: int, module: str) -> list[str]:
         return [
@@ -338,7 +332,9 @@ def run_here() -> int:
 def main() -> int:
     """Run a supervised stage on its nodes; returns the exit code."""
     module, job = sys.argv[1], load_job(sys.argv[2:])
-    with Nodes(job) as nodes:
+    nodes = Nodes(job)
+    with contextlib.ExitStack() as stack:
+        stack.callback(nodes.end)
         processes = nodes.start(module, os.environ)
         here = next(iter(processes.values()))
         try:
