@@ -344,17 +344,12 @@ def check(store: Store, key: str, attempt: str) -> Finding:
 def targets(store: Store, name: str) -> list[tuple[str, str]]:
     """Attempts that a name means: all that a run refers to, or every attempt of the key that begins so, or with an
     empty name every attempt there is. Raises ArtifactNotFound when it means nothing."""
-    keys = store.keys()
     if not name:
+        keys = store.keys()
         return [(key, attempt) for key in keys for attempt in store.attempts(key)]
     if name in store.runs():
         entries = store.read_run(name).stages.values()
         return [(entry.key, entry.made.attempt) for entry in entries if entry.made is not None]
     prefix, _, attempt = name.partition("/")
-    keys = [key for key in keys if key.startswith(prefix)]
-    if len(keys) != 1:
-        raise ArtifactNotFound(
-            f"{name!r} is no run of {store.url}, and {len(keys)} keys begin so. Keys may be abbreviated as long as one "
-            "begins so; runs are listed by: nanodag status"
-        )
-    return [(keys[0], a) for a in store.attempts(keys[0]) if a.startswith(attempt)]
+    key = store.find_key(prefix)
+    return [(key, a) for a in store.attempts(key) if a.startswith(attempt)]
