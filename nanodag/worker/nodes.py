@@ -257,10 +257,12 @@ class RemoteCommand:
                 self.there = there
                 return True
         code = None if self.child.is_alive else self.child.code
+        is_late = time.monotonic() > self._deadline
+        if code == NOT_SHARED_EXIT_CODE or is_late:
+            self.child.hang_up(0.0)
         if code == NOT_SHARED_EXIT_CODE:
             raise ConfigError(f"{self._host} has no folder {self._folder}. {SHARE_IT}")
-        if time.monotonic() > self._deadline:
-            self.child.hang_up(0.0)
+        if is_late:
             how = "has not ended" if code is None else f"ended with code {code}"
             raise NodeLost(
                 f"{self._host} could not be reached in {REACH_TIMEOUT_S:.0f} s: `{shlex.join(self._reaching)}` {how}. "
