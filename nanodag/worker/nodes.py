@@ -199,12 +199,6 @@ class Nodes:
             time.sleep(0.05)
 
 
-def reaching(cluster: ClusterConfig, host: str) -> list[str]:
-    """The command that runs this module on another machine."""
-    command = [part.replace("{host}", host) for part in shlex.split(cluster.ssh_command)]
-    return [*command, sys.executable, "-m", "nanodag.worker.nodes"]
-
-
 class RemoteCommand:
     """A command on another machine, which is asked again until it has heard of it. child: the process that stands for
     it here; it is ended there when this one's stdin ends. there: that machine's address, empty until it has heard.
@@ -226,7 +220,9 @@ class RemoteCommand:
         log_path: Path | str = "",
     ) -> None:
         self._host, self._folder, self._up, self._log_path = host, folder, folder / f"node-{name}.up", log_path
-        self._reaching, self._deadline = reaching(cluster, host), time.monotonic() + REACH_TIMEOUT_S
+        way = [part.replace("{host}", host) for part in shlex.split(cluster.ssh_command)]
+        self._reaching = [*way, sys.executable, "-m", "nanodag.worker.nodes"]
+        self._deadline = time.monotonic() + REACH_TIMEOUT_S
         self._message = {
             "command": list(command),
             "environment": {k: v for k, v in environment.items() if k.startswith(PASSED_ON)},
