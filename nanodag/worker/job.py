@@ -197,7 +197,7 @@ def step_lines(path: Path, *, resume_step: int, is_kept: Callable[[Line], bool] 
 class MetricsLog:
     """The metrics of one stage: `metrics.jsonl` always, and the trackers that the pipeline names.
 
-    resume_step, is_kept: of its lines, as in `step_lines`. Only one process of a stage makes one (rank 0).
+    resume_step, is_kept: of its lines, as of `step_lines`. Only one process of a stage makes one (rank 0).
     """
 
     def __init__(self, job: Job, *, resume_step: int = 0, is_kept: Callable[[Line], bool] = lambda line: True) -> None:

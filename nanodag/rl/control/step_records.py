@@ -47,8 +47,9 @@ class Records:
         for path in self._weights.glob("step-*"):
             if path.suffix == PARTIAL or int(path.name.rpartition("-")[2]) > resume_step:
                 shutil.rmtree(path)
-        is_kept = lambda line: not _is_done_again(line, evaluated)  # noqa: E731
-        self._metrics = MetricsLog(job, resume_step=resume_step, is_kept=is_kept)
+        self._metrics = MetricsLog(
+            job, resume_step=resume_step, is_kept=lambda line: not _is_done_again(line, evaluated)
+        )
         self._write: Callable[..., None] = partial(self._metrics.write, total=self._config.num_steps)
         self._timeline = step_lines(job.records / "timeline.jsonl", resume_step=resume_step)
         self._ledger = step_lines(job.records / "ledger.jsonl", resume_step=resume_step)
