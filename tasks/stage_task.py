@@ -150,9 +150,11 @@ def begin_again(
     name: str, *, stage: str = "", begin_at: str = "", stale: bool = False, overrides: Sequence[str] = ()
 ) -> Run:
     """A run that there is already, for one stage of it, for one and all that follow it, or for what is stale."""
-    recorded = recorded_run(served_store(), name, stage=stage, begin_at=begin_at, stale=stale, overrides=overrides)
+    stages, recorded = recorded_run(
+        served_store(), name, stage=stage, begin_at=begin_at, stale=stale, overrides=overrides
+    )
     arguments = {"file": recorded.file, "preset": recorded.preset, "overrides": recorded.overrides}
-    return open_run(name, **arguments, only=recorded.stages, flow_run=own_flow_run())
+    return open_run(name, **arguments, only=stages, flow_run=own_flow_run())
 
 
 @contextmanager

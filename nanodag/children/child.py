@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
@@ -20,6 +20,36 @@ LOOK_S = 0.02
 STOP_TIMEOUT_S = 5.0
 TAIL_LINES = 20
 BLOCK = 1 << 16
+
+
+class Lines:
+    """JSON over a socket, a line each."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket, self._rest = connection, b""
+
+    def say(self, message: Any, default: Callable[[Any], Any] | None = None) -> None:
+        """Send a message. Raises OSError where the other side is gone. default: as of `json.dumps`."""
+        self.socket.sendall(json.dumps(message, default=default).encode() + b"\n")
+
+    def hear(self, timeout_s: float | None = None) -> Any:
+        """The next message. Raises TimeoutError, or another OSError where the other side has closed or is gone."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while b"\n" not in self._rest:
+            self.socket.settimeout(None if deadline is None else max(deadline - time.monotonic(), 1e-3))
+            if not (block := self.socket.recv(BLOCK)):
+                raise ConnectionResetError("it has ended")
+            self._rest += block
+        line, _, self._rest = self._rest.partition(b"\n")
+        return json.loads(line)
+
+    def has_more(self, *, within_s: float) -> bool:
+        """True where `hear` has something to begin with: from the line before, or within that time; the end, too."""
+        if self._rest:
+            return True
+        poll = select.poll()
+        poll.register(self.socket, select.POLLIN)
+        return bool(poll.poll(1000 * within_s))
 
 
 class Child:
@@ -37,10 +67,10 @@ class Child:
         *,
         log_path: Path | str = "",
         in_group: bool = False,
-        line: socket.socket | None = None,
+        line: Lines | None = None,
     ) -> None:
         self.process, self.log_path, self.line = process, Path(log_path), line
-        self._in_group, self._ending, self._rest = in_group, threading.Lock(), b""
+        self._in_group, self._ending = in_group, threading.Lock()
 
     def tell(self, said: bytes, *, is_all: bool = True) -> None:
         """Write to its standard input, which ends with that if it is_all. Nothing happens where it has ended."""
@@ -110,35 +140,23 @@ class Child:
                     (os.kill if self._in_group else os.killpg)(self.pid, signal.SIGKILL)
                 self.process.wait()
         if self.line is not None:
-            self.line.close()
+            self.line.socket.close()
 
     def hang_up(self, timeout_s: float) -> None:
         """Close the line and its standard input, and kill it where it does not end by that within this time."""
-        for end in (self.line, self.process.stdin):
+        for end in (self.line.socket if self.line is not None else None, self.process.stdin):
             if end is not None:
                 end.close()
         self.wait(timeout_s)
         self.kill()
 
     def ask(self, message: Any, timeout_s: float) -> Any:
-        """Its answer to a line of JSON. Raises TimeoutError, ConnectionError where it has ended."""
+        """Its answer to a line of JSON. Raises as `Lines.hear`."""
         deadline = time.monotonic() + timeout_s
         assert self.line is not None
-        self.line.settimeout(timeout_s)
-        self.line.sendall(json.dumps(message, default=str).encode() + b"\n")
-        return self.hear(deadline - time.monotonic())
-
-    def hear(self, timeout_s: float) -> Any:
-        """The next line of JSON that it says. Raises as `ask`."""
-        deadline = time.monotonic() + timeout_s
-        assert self.line is not None
-        while b"\n" not in self._rest:
-            self.line.settimeout(max(deadline - time.monotonic(), 1e-3))
-            if not (block := self.line.recv(BLOCK)):
-                raise ConnectionResetError("it has ended")
-            self._rest += block
-        line, _, self._rest = self._rest.partition(b"\n")
-        return json.loads(line)
+        self.line.socket.settimeout(timeout_s)
+        self.line.say(message, default=str)
+        return self.line.hear(deadline - time.monotonic())
 
     def __enter__(self) -> Self:
         return self
@@ -188,7 +206,7 @@ def start_child(
         for end in (theirs, log):
             if end is not None:
                 end.close()
-    child = Child(process, log_path=log_path, in_group=in_group, line=ours)
+    child = Child(process, log_path=log_path, in_group=in_group, line=None if ours is None else Lines(ours))
     if given is not None:
         child.tell(given, is_all=is_all)
     return child

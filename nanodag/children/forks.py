@@ -108,7 +108,7 @@ class ForkServer:
         if self._child is None:
             self._start()
         assert self._child is not None and self._child.line is not None
-        socket.send_fds(self._child.line, [b"f"], [theirs.fileno()])
+        socket.send_fds(self._child.line.socket, [b"f"], [theirs.fileno()])
 
     def _start(self) -> None:
         if self._failure is not None:
@@ -116,8 +116,9 @@ class ForkServer:
         environment = {**os.environ, **no_proxy_here(), **FIXED, "PYTHONUNBUFFERED": "1"}
         # Its session is its own: who kills the stage's group leaves it the time to end what forks started.
         self._child = child = start_child(self._command, environment=environment, given=self._job, has_line=True)
+        assert child.line is not None
         try:
-            answer = child.hear(fork_server.START_TIMEOUT_S)
+            answer = child.line.hear(fork_server.START_TIMEOUT_S)
             if "error" in answer:
                 raise ValueError(answer["error"])
             self.about = answer["about"]

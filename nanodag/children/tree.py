@@ -111,9 +111,10 @@ def send(pid: int, signum: int) -> None:
         os.kill(pid, signum)
 
 
-def end_with_parent(parent: int, signum: signal.Signals = signal.SIGKILL) -> None:
-    """Have this process send itself a signal within a second of its parent's end. parent: its process id, as that one
-    may be gone already. A process that keeps the interpreter's lock does not notice: `killed_with_parent`."""
+def end_with_parent(parent: int, signum: signal.Signals = signal.SIGKILL, pid: int | None = None) -> None:
+    """Have this process send itself, or a child, a signal within a second of its parent's end. parent: its process id,
+    as that one may be gone already. A process that keeps the interpreter's lock does not notice: `killed_with_parent`.
+    """
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -121,7 +122,7 @@ def end_with_parent(parent: int, signum: signal.Signals = signal.SIGKILL) -> Non
         with suppress(OSError, ValueError):  # stderr may be a pipe that ended at the parent
             sys.stderr.write(f"the parent process {parent} is gone\n")
             sys.stderr.flush()
-        os.kill(os.getpid(), signum)
+        send(pid or os.getpid(), signum)
 
     threading.Thread(target=watch, daemon=True, name="end_with_parent").start()
 
@@ -180,7 +181,7 @@ def keep(parent: int) -> None:
     signal.signal(signal.SIGTERM, lambda signum, frame: send(fork, signal.SIGTERM))
     signal.signal(KILL, lambda signum, frame: send(fork, signal.SIGKILL))
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    threading.Thread(target=_end_with, args=(parent, fork), daemon=True).start()
+    end_with_parent(parent, pid=fork)
     ended, status = os.wait()
     while ended != fork:  # an orphan
         ended, status = os.wait()
@@ -197,9 +198,3 @@ def keep(parent: int) -> None:
             signal.signal(-code, signal.SIG_DFL)
         os.kill(me, -code)
     os._exit(code)
-
-
-def _end_with(parent: int, fork: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(POLL_S)
-    send(fork, signal.SIGKILL)

@@ -209,6 +209,7 @@ def rerun(
     from nanodag.cli.show import find_run, print_warnings
     from nanodag.config import resolve
     from nanodag.config.resolve import portable
+    from nanodag.host.machine import machine_of
     from nanodag.run.preflight import check_before_start
     from nanodag.run.python_path import note_python_path
     from nanodag.run.record import check_gpus, pipeline_file, recorded_run, served_store
@@ -217,16 +218,16 @@ def rerun(
     began, console, changes = time.monotonic(), make_console(), portable(overrides or [])
     store = served_store(file)
     name = find_run(store, run).run
-    recorded = recorded_run(store, name, stage=stage, begin_at=begin_at, stale=stale, overrides=changes)
+    stages, recorded = recorded_run(store, name, stage=stage, begin_at=begin_at, stale=stale, overrides=changes)
     path = pipeline_file(recorded.file)
-    resolved = resolve(path, recorded.preset, recorded.overrides, machine=recorded.machine)
+    resolved = resolve(path, recorded.preset, recorded.overrides, machine=machine_of(recorded.machine))
     pipeline = resolved.pipeline
     server = server_of(pipeline, store, path)
     take_over(store, name, server, console)
-    check_gpus(name, resolved, recorded.stages, None)
-    check_before_start(pipeline, file=path, remembered=store.local / "checked", stages=recorded.stages)
+    check_gpus(name, resolved, stages, None)
+    check_before_start(pipeline, file=path, remembered=store.local / "checked", stages=stages)
     note_python_path(store.local, name)
-    console.print(f"Run [bold]{name}[/]: {', '.join(recorded.stages)} again; store {store.url}")
+    console.print(f"Run [bold]{name}[/]: {', '.join(stages)} again; store {store.url}")
     print_warnings(console, resolved)
     which = {"stage": stage} if stage else {"stale": "only"} if stale else {"begin_at": begin_at}
     parameters = {"overrides": changes, "force": force, **which}

@@ -109,12 +109,11 @@ def gc(
 
     from nanodag.cli.live_table import make_console
     from nanodag.run.record import served_store
-    from nanodag.run.retention import RetentionPolicy, best_of, free, plan
+    from nanodag.run.retention import best_of, free, plan
 
     console, store = make_console(), served_store(file)
-    best = tuple(map(best_of, keep_best or []))
-    policy = RetentionPolicy(keep_runs=keep_runs, keep_days=keep_days, best=best)
-    removal = plan(store, policy)
+    best = list(map(best_of, keep_best or []))
+    removal = plan(store, keep_runs=keep_runs, keep_days=keep_days, keep_best=best)
     for note in removal.notes:
         console.print(note, style="yellow", soft_wrap=True)
     kept = f"{counted(removal.num_kept, 'artifact')}, {size(removal.kept_bytes)}"

@@ -9,22 +9,11 @@ NEW_OBJECTS, YOUNG_ROUNDS, OLD_ROUNDS = 100_000, 20, 100
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
-def resident_bytes() -> int:
-    """Bytes of memory that it takes now."""
-    return _field("VmRSS")
-
-
 def peak_bytes() -> int:
     """The most that it has taken since this was asked last, or since it began where Linux keeps no other count."""
-    highest = _field("VmHWM")
+    match = re.search(r"^VmHWM:\s+(\d+) kB", STATUS.read_text() if STATUS.exists() else "", re.MULTILINE)
     with contextlib.suppress(OSError):  # a container may not let it
         CLEAR.write_text("5")
-    return highest
-
-
-def _field(name: str) -> int:
-    text = STATUS.read_text() if STATUS.exists() else ""
-    match = re.search(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE)
     return int(match[1]) << 10 if match else 0
 
 

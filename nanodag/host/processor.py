@@ -2,8 +2,6 @@
 
 import functools
 import os
-import platform
-import sys
 from pathlib import Path
 
 # oneDNN does torch's matrix products and can be told to use less than the processor has.
@@ -55,7 +53,7 @@ def read_limit(path: Path) -> str:
 
 def instruction_set() -> str:
     """The widest of `amx`, `avx512_bf16`, `avx512`, `avx2` that matrix products here may use; `other` for less."""
-    flags = processor_flags()
+    flags = processor_facts().get("flags", "").split()
     limits = [os.environ[name].upper() for name in ISA_LIMITS if os.environ.get(name)]
     for name, (flag, leaving) in _SETS.items():
         if flag in flags and all(limit.startswith(leaving) for limit in limits):
@@ -70,11 +68,9 @@ def numerics(torch: str) -> str:
 
 
 @functools.cache
-def processor_flags() -> frozenset[str]:
-    """Linux's flags of the processor, as `avx2` and `avx512_bf16`; nothing elsewhere."""
-    if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
-        return frozenset()
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-        if line.startswith("flags"):
-            return frozenset(line.partition(":")[2].split())
-    return frozenset()
+def processor_facts() -> dict[str, str]:
+    """Linux's description of the first core, by field, as `model name` and `flags`; nothing elsewhere."""
+    path = Path("/proc/cpuinfo")
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    fields = (line.partition(":") for line in text.partition("\n\n")[0].splitlines())
+    return {name.strip(): value.strip() for name, _, value in fields}

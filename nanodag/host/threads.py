@@ -3,9 +3,9 @@
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from concurrent.futures import Future
 from functools import cache
-from typing import Any, Generic, ParamSpec, TypeVar, cast
+from typing import Any, Generic, ParamSpec, TypeVar
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -28,24 +28,17 @@ class MadeOnce(Generic[P, T]):
 
 async def in_thread(call: Callable[[], T]) -> T:
     """The result of a call in a thread of its own, which nobody waits for when the process ends."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(value: T | None, error: BaseException | None) -> None:
-        if not future.done():
-            future.set_exception(error) if error is not None else future.set_result(cast(T, value))
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # who gives up waiting does not cancel the call
 
     def run() -> None:
-        value, error = None, None
         try:
-            value = call()
-        except BaseException as raised:  # noqa: BLE001 - the caller gets it
-            error = raised
-        with suppress(RuntimeError):  # the loop may have been closed meanwhile
-            loop.call_soon_threadsafe(settle, value, error)
+            future.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - the caller gets it
+            future.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    return await future
+    return await asyncio.wrap_future(future)
 
 
 class LoopThread:

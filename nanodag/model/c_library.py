@@ -20,6 +20,7 @@ import torch
 
 from nanodag.errors import MissingTool
 from nanodag.host.folders import cache_folder
+from nanodag.host.processor import processor_facts
 
 HEADERS = Path(__file__).parent
 DTYPES = (torch.float32, torch.bfloat16)  # that our code for training takes
@@ -61,12 +62,9 @@ def _built(source: Path, compiler: str) -> Path:
 def _processor() -> str:
     """Description of the processor, which `-march=native` looks at: a home folder may be shared by machines of several
     kinds."""
-    information = Path("/proc/cpuinfo")
-    if not information.exists():
-        return platform.platform() + platform.processor()
-    fields = ("model name", "flags", "Features", "CPU part")
-    lines = information.read_text(encoding="utf-8", errors="replace").split("\n\n")[0].splitlines()
-    return "\n".join(line for line in lines if line.startswith(fields))
+    facts = processor_facts()
+    fields = [f"{name}: {facts[name]}" for name in ("model name", "flags", "Features", "CPU part") if name in facts]
+    return "\n".join(fields) or platform.platform() + platform.processor()
 
 
 def on_threads(work: Callable[[int, int], None]) -> None:

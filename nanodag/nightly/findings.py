@@ -276,9 +276,8 @@ def _difference(comparison: NightComparison | None, metric: str) -> Cell:
     if comparison is None or comparison.found is None:
         return Cell(text="", detail="" if comparison is None or comparison.why == SAME_ANSWERS else comparison.why)
     outcome = comparison.found
-    low, high = words.signed(outcome.low, metric), words.signed(outcome.high, metric)
-    tone = "bad" if comparison.is_worse else ""
-    return Cell(text=words.signed(outcome.difference, metric), detail=f"{low} to {high}", tone=tone)
+    interval, tone = words.signed_interval(outcome.low, outcome.high, metric), "bad" if comparison.is_worse else ""
+    return Cell(text=words.signed(outcome.difference, metric), detail=interval, tone=tone)
 
 
 def _verdict(comparisons: Sequence[NightComparison]) -> tuple[str, str]:

@@ -8,7 +8,6 @@ import fnmatch
 import hashlib
 import itertools
 import logging
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,12 +26,12 @@ from nanodag.config.kinds import recorded_kind
 from nanodag.config.kinds.small_stages import ImportStage
 from nanodag.config.nightly import NightlyConfig, last_due, zone_of
 from nanodag.config.pipeline import AnyStage, read_stage
-from nanodag.errors import ArtifactNotFound, ConfigError, ServerError, StoreBusy, StoreError
+from nanodag.errors import ArtifactNotFound, ConfigError, ServerError, StoreError
 from nanodag.errors.words import counted, listed, nearest
 from nanodag.host.machine import Machine
 from nanodag.run.derived_runs import machine_for, open_composed
 from nanodag.run.preflight import check_before_start
-from nanodag.run.record import Run, StageResult, pipeline_file, result_of, store_of
+from nanodag.run.record import Run, StageResult, pipeline_file, refuse_busy, result_of, store_of
 from nanodag.run.stale_stages import advice, stale_stages
 from nanodag.server.prefect_api import Api
 from nanodag.store import Store
@@ -181,9 +180,7 @@ def _asked(nights: Sequence[RunRecord], name: str, now: datetime, flow_run: str)
 
 
 def _not_busy(nights: Sequence[RunRecord], name: str) -> str:
-    for night in nights:
-        if night.run == name and night.is_alive and night.pid != os.getpid():
-            raise StoreBusy(f"Night {name} is under way in process {night.pid}; wait for it, or stop it.")
+    refuse_busy("Night", next((night for night in nights if night.run == name), None))
     return name
 
 

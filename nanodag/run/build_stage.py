@@ -147,7 +147,6 @@ def key_of(run: Run, stage: AnyStage, inputs: Inputs) -> tuple[str, dict[str, An
         code_version=kind.code_version,
         config=with_identities(result_config(stage), sources),
         inputs={label: result.digest for label, result in inputs.items()},
-        sources={},
     )
     return key, sources
 

@@ -9,7 +9,7 @@ from nanodag.config import Pipeline, Resolved
 from nanodag.config.derive_sampler import this_machine
 from nanodag.host.machine import Machine, machine_of
 from nanodag.run.python_path import take_python_path
-from nanodag.run.record import Run, StageResult, begun_record, check_gpus, lineage_of, waiting_stage
+from nanodag.run.record import Run, StageResult, begin, check_gpus, lineage_of, waiting_stage
 from nanodag.store import Artifact, Store, stage_key
 from nanodag.store.provenance import environment
 from nanodag.store.run_record import Made, NightRecord, RunRecord, StageRecord, SweepRecord
@@ -34,17 +34,15 @@ def open_composed(
     Raises ConfigError when this machine lacks the GPUs of the one that it was begun on.
     """
     resolved = Resolved(pipeline=pipeline, origins={}, machine=machine)
+    run = Run(name, resolved, store, file.parent, flow_run)
+    run.to_do = list(to_do)
     take_python_path(store.local, name)
     before = store.own_run(name) if store.find_run(name) is not None else None
     check_gpus(name, resolved, to_do, before)
     known = before.stages if before is not None else {}
     stages = {s: waiting_stage(pipeline.stages[s], known.get(s)).changed(forced=None) for s in to_do}
     kind = {"sweep": about} if isinstance(about, SweepRecord) else {"nightly": about}
-    places = {"file": str(file), "overrides": (), "origins": {}, "machine": str(machine), "flow_run": flow_run}
-    record = store.write_run(begun_record(name, pipeline, stages, before, **places, **kind))
-    run = Run(name, resolved, store, file.parent, flow_run)
-    run.to_do, run.composed = list(to_do), record.composed
-    return run
+    return begin(run, stages, before, file=str(file), overrides=(), **kind)
 
 
 def machine_for(name: str, store: Store) -> Machine:
@@ -55,7 +53,7 @@ def machine_for(name: str, store: Store) -> Machine:
 
 def page_key(kind: str, config: Mapping[str, Any], results: Mapping[str, StageResult]) -> str:
     inputs = {stage: result.digest for stage, result in results.items()}
-    return stage_key(kind=kind, code_version=1, config=config, inputs=inputs, sources={})
+    return stage_key(kind=kind, code_version=1, config=config, inputs=inputs)
 
 
 def publish_page(

@@ -21,7 +21,7 @@ from nanodag.config.trust import check_trust
 from nanodag.errors import ArtifactNotFound, ConfigError, StoreBusy
 from nanodag.errors.words import counted, nearest
 from nanodag.host.folders import PROJECT
-from nanodag.host.machine import Machine, detect, machine_of
+from nanodag.host.machine import detect, machine_of
 from nanodag.own_code.find import search_last
 from nanodag.own_code.trusted_modules import check_owner
 from nanodag.run.python_path import take_python_path
@@ -111,30 +111,40 @@ def _stage_ended(entry: StageRecord) -> StageRecord:
     return entry.changed(state="stopped", ended=time.time()) if entry.state == "running" else entry
 
 
-def begun_record(
-    name: str, pipeline: Pipeline, stages: Mapping[str, StageRecord], before: RunRecord | None, **about: Any
-) -> RunRecord:
-    """The record of a run that this process begins, or resumes. about: the fields that kinds of runs differ in.
+def begin(run: Run, stages: Mapping[str, StageRecord], before: RunRecord | None, **about: Any) -> Run:
+    """Write the record of a run that this process begins, or resumes. about: the fields that kinds of runs differ in.
 
     before: the record that it replaces. What that keeps alive the store keeps until this run has completed.
     """
-    dumped = pipeline.model_dump(mode="json")
-    return RunRecord(
-        run=name,
+    dumped = run.pipeline.model_dump(mode="json")
+    record = RunRecord(
+        run=run.name,
         created=before.created if before is not None else time.time(),
         started=time.time(),
         state="running",
-        preset=pipeline.preset,
+        preset=run.pipeline.preset,
         pipeline=dumped,
+        origins=dict(run.origins),
+        machine=str(run.machine),
         stages=dict(stages),
         before=tuple(dict.fromkeys(before.references())) if before is not None else (),
         uses=tuple(dict.fromkeys(references_in(dumped))),
         revision=code_revision(),
+        flow_run=run.flow_run,
         pid=os.getpid(),
         pid_started=process_started(psutil.Process()),
         host=socket.gethostname(),
         **about,
     )
+    run.store.write_run(record)
+    run.composed = record.composed
+    return run
+
+
+def refuse_busy(what: str, record: RunRecord | None) -> None:
+    """Raise StoreBusy when another process that is alive executes a run. what: `Run`, `Sweep` or `Night`."""
+    if record is not None and record.is_alive and record.pid != os.getpid():
+        raise StoreBusy(f"{what} {record.run} is under way in process {record.pid}; wait for it, or stop it.")
 
 
 def waiting_stage(config: AnyStage, earlier: StageRecord | None) -> StageRecord:
@@ -179,8 +189,7 @@ def open_run(
     check_gpus(name, resolved, run.to_do, before)
     for text in resolved.warnings:
         log.warning("%s.", text)
-    if before is not None and before.is_alive and before.pid != os.getpid():
-        raise StoreBusy(f"Run {name} is under way in process {before.pid}; wait for it, or stop it.")
+    refuse_busy("Run", before)
     known = before.stages if before is not None else {}
     stages = {}
     for stage in run.order:
@@ -190,10 +199,7 @@ def open_run(
         else:
             forced = earlier.forced if earlier is not None else None
             stages[stage] = waiting_stage(config, earlier if only else None).changed(forced=forced)
-    about = {"file": str(pipeline_file(file)), "overrides": tuple(overrides), "origins": dict(run.origins)}
-    about["machine"] = str(resolved.machine)
-    store.write_run(begun_record(name, run.pipeline, stages, before, flow_run=flow_run, **about))
-    return run
+    return begin(run, stages, before, file=str(pipeline_file(file)), overrides=tuple(overrides))
 
 
 def check_name(name: str) -> None:
@@ -244,22 +250,11 @@ def unfinished(pipeline: Pipeline, record: RunRecord | None) -> list[str]:
     return [name for name, config in stages if name not in made or made[name].config not in ("", config_digest(config))]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Recorded:
-    """Arguments that open a run again. stages: those that are to be run. machine: what its `auto` followed from."""
-
-    file: str
-    preset: str
-    overrides: list[str]
-    stages: tuple[str, ...]
-    machine: Machine
-
-
 def recorded_run(
     store: Store, name: str, *, stage: str = "", begin_at: str = "", stale: bool = False, overrides: Sequence[str] = ()
-) -> Recorded:
-    """Arguments of a run, from its record, for one of its stages alone, for one (`begin_at`) and all that follow it, or
-    for what is stale or not finished (`stale`); with more overrides for these.
+) -> tuple[tuple[str, ...], RunRecord]:
+    """Stages that are to be run again: one alone, one (`begin_at`) and all that follow it, or what is stale or not
+    finished (`stale`); and the run's record with more overrides for these.
 
     Raises ArtifactNotFound for an unknown run, ConfigError for a sweep or night, for an unknown stage, for nothing that
     is stale, or an override of another stage: its results would no longer be those of this run.
@@ -285,10 +280,7 @@ def recorded_run(
         raise ConfigError(
             f"Override {foreign[0]!r} is not of stage {' or '.join(stages)}; run the whole pipeline with it instead."
         )
-    overrides = merged([*record.overrides, *overrides])
-    return Recorded(
-        file=record.file, preset=record.preset, overrides=overrides, stages=stages, machine=machine_of(record.machine)
-    )
+    return stages, record.changed(overrides=tuple(merged([*record.overrides, *overrides])))
 
 
 def refuse_composed(name: str, record: RunRecord | None) -> None:

@@ -9,7 +9,7 @@ import logging
 import re
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,17 +32,6 @@ class Best:
     stage: str
     metric: str
     is_lowest: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class RetentionPolicy:
-    """Records of runs that stay: the newest keep_runs, those that completed before others; those begun within
-    keep_days; 0 and 0 for all of them. A run that is under way stays. keep_days also holds for attempts that no run
-    refers to. best: kept whatever refers to it, with what it was made from."""
-
-    keep_runs: int = 0
-    keep_days: float = 0.0
-    best: tuple[Best, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,15 +70,20 @@ def best_of(text: str) -> Best:
     return Best(stage=match["stage"], metric=match["metric"], is_lowest=match["side"] == "min")
 
 
-def plan(store: Store, policy: RetentionPolicy) -> RemovalPlan:
-    """List what can go. Raises StoreError when a run's record cannot be read: nobody knows what it refers to."""
+def plan(store: Store, *, keep_runs: int = 0, keep_days: float = 0.0, keep_best: Sequence[Best] = ()) -> RemovalPlan:
+    """List what can go. Raises StoreError when a run's record cannot be read: nobody knows what it refers to.
+
+    Records of runs that stay: the newest keep_runs, those that completed before others; those begun within keep_days; 0
+    and 0 for all of them. A run that is under way stays. keep_days also holds for attempts that no run refers to.
+    keep_best: kept whatever refers to it, with what it was made from.
+    """
     records = store.all_records()
-    retired = _retired(records, policy)
+    limit = time.time() - keep_days * 86400.0 if keep_days else float("inf")
+    retired = _retired(records, keep_runs, limit) if keep_runs or keep_days else []
     staying = {name: record for name, record in records.items() if name not in retired}
     notes: list[str] = []
     attempts = _attempts(store, notes)
-    best = _best(attempts, records, policy.best)
-    limit = time.time() - policy.keep_days * 86400.0 if policy.keep_days else float("inf")
+    best = _best(attempts, records, keep_best)
     young = {r for r, a in attempts.items() if isinstance(a, Artifact) and a.created >= limit}
     kept = _with_origins(attempts, _references(staying) | best | young)
     items = [
@@ -209,22 +203,19 @@ def _remove(store: Store, item: Item, stayed: list[str]) -> int:
     return item.num_bytes
 
 
-def _retired(records: Mapping[str, RunRecord], policy: RetentionPolicy) -> list[str]:
+def _retired(records: Mapping[str, RunRecord], keep_runs: int, limit: float) -> list[str]:
     """Runs whose record goes, oldest first. Nights do not count among the newest: they go by age alone. A run that
-    completed is worth more than a newer one that did not."""
-    if not policy.keep_runs and not policy.keep_days:
-        return []
+    completed is worth more than a newer one that did not. limit: when those that stay were begun; infinite for none."""
     plain = [name for name, record in records.items() if record.nightly is None]
     by_worth = sorted(plain, key=lambda name: records[name].state == "completed")  # each part oldest first
-    newest = set(by_worth[-policy.keep_runs :]) if policy.keep_runs else set()
-    limit = time.time() - policy.keep_days * 86400.0 if policy.keep_days else float("inf")
+    newest = set(by_worth[-keep_runs:]) if keep_runs else set()
     return [
         name
         for name, record in records.items()
         if name not in newest
         and record.state != "running"
         and record.created < limit
-        and (name in plain or policy.keep_days)
+        and (name in plain or limit < float("inf"))
     ]
 
 
@@ -274,7 +265,7 @@ def _with_origins(attempts: Mapping[ArtifactReference, Any], wanted: set[Artifac
 
 
 def _best(
-    attempts: Mapping[ArtifactReference, Any], records: Mapping[str, RunRecord], rules: tuple[Best, ...]
+    attempts: Mapping[ArtifactReference, Any], records: Mapping[str, RunRecord], rules: Sequence[Best]
 ) -> set[ArtifactReference]:
     """Winners of each rule. An attempt counts for the stage that made it, and for each that found it made."""
     stages = {reference: {a.stage} for reference, a in attempts.items() if isinstance(a, Artifact)}
@@ -344,17 +335,12 @@ def check(store: Store, key: str, attempt: str) -> Finding:
 def targets(store: Store, name: str) -> list[tuple[str, str]]:
     """Attempts that a name means: all that a run refers to, or every attempt of the key that begins so, or with an
     empty name every attempt there is. Raises ArtifactNotFound when it means nothing."""
-    keys = store.keys()
     if not name:
+        keys = store.keys()
         return [(key, attempt) for key in keys for attempt in store.attempts(key)]
     if name in store.runs():
         entries = store.read_run(name).stages.values()
         return [(entry.key, entry.made.attempt) for entry in entries if entry.made is not None]
     prefix, _, attempt = name.partition("/")
-    keys = [key for key in keys if key.startswith(prefix)]
-    if len(keys) != 1:
-        raise ArtifactNotFound(
-            f"{name!r} is no run of {store.url}, and {len(keys)} keys begin so. Keys may be abbreviated as long as one "
-            "begins so; runs are listed by: nanodag status"
-        )
-    return [(keys[0], a) for a in store.attempts(keys[0]) if a.startswith(attempt)]
+    key = store.find_key(prefix)
+    return [(key, a) for a in store.attempts(key) if a.startswith(attempt)]

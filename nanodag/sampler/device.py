@@ -5,10 +5,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from nanodag.host import process_memory
+from nanodag.host.process_memory import peak_bytes
 
 
 def give_back(device: torch.device) -> None:
@@ -22,7 +23,7 @@ def give_back(device: torch.device) -> None:
 def held_memory(device: torch.device) -> dict[str, int]:
     """Bytes now, and the most since this was asked last: of a GPU what torch has, on a CPU all of the process."""
     if device.type != "cuda":
-        return {"peak_bytes": process_memory.peak_bytes(), "bytes": process_memory.resident_bytes()}
+        return {"peak_bytes": peak_bytes(), "bytes": psutil.Process().memory_info().rss}
     held = {"peak_bytes": torch.cuda.max_memory_reserved(device), "bytes": torch.cuda.memory_reserved(device)}
     torch.cuda.reset_peak_memory_stats(device)
     return held

@@ -120,16 +120,24 @@ class Store:
                 raise ArtifactNotFound(f"Run {run} has no finished stage {stage!r}.")
             return self.attempt(*entry.artifact)
         prefix, _, attempt = key_prefix.partition("/")
+        key = self.find_key(prefix)
+        artifact = self.attempt(key, attempt) if attempt else self.lookup(key)
+        if artifact is None:
+            raise ArtifactNotFound(
+                f"Key {key} in {self.url} has no valid attempt; see why with: nanodag verify {key[:12]}"
+            )
+        return artifact
+
+    def find_key(self, prefix: str) -> str:
+        """The key that begins so. Raises ArtifactNotFound when none, or more than one, does."""
         keys = [k for k in self.keys() if k.startswith(prefix)] if prefix else []
         if len(keys) != 1:
             names = ", ".join(k[: len(prefix) + 8] for k in keys[:5]) or "none"
-            raise ArtifactNotFound(f"{len(keys)} keys in {self.url} begin with {prefix!r} ({names}); give more of it.")
-        artifact = self.attempt(keys[0], attempt) if attempt else self.lookup(keys[0])
-        if artifact is None:
             raise ArtifactNotFound(
-                f"Key {keys[0]} in {self.url} has no valid attempt; see why with: nanodag verify {keys[0][:12]}"
+                f"{len(keys)} keys in {self.url} begin with {prefix!r} ({names}), and no run is called so; give more "
+                "of it. Runs are listed by: nanodag status"
             )
-        return artifact
+        return keys[0]
 
     def keys(self) -> list[str]:
         """Every key that has at least one attempt."""
@@ -157,8 +165,8 @@ class Store:
         lineage, sources, metrics, cost and environment of the manifest (Artifact). Raises StoreError when there is
         nothing to publish.
         """
-        parts = {"files": files, "records": records}
-        hashes = {part: hashes_below(folder) if folder is not None else {} for part, folder in parts.items()}
+        parts = {"files": files} if records is None else {"files": files, "records": records}
+        hashes = {part: hashes_below(folder) for part, folder in parts.items()}
         if not hashes["files"]:
             raise StoreError(f"Stage {stage} left no files in {files}; there is nothing to publish.")
         artifact = Artifact(
@@ -168,7 +176,7 @@ class Store:
             stage=stage,
             digest=content_digest({n: f["sha256"] for n, f in hashes["files"].items()}),
             files=hashes["files"],
-            records=hashes["records"],
+            records=hashes.get("records", {}),
             created=time.time(),
             **about,
         )
@@ -332,8 +340,6 @@ class Store:
         try:
             sizes = self.backend.listing(folder)
             artifact = parse_manifest(self.backend.read_text(f"{folder}/{MANIFEST}"), key=key, attempt=attempt)
-        except UnicodeDecodeError as error:
-            raise CorruptArtifact(f"Artifact {folder} has no readable {MANIFEST} ({error}).") from error
         except PermissionError as error:
             raise StoreError(f"{self.url}: {error}. This user may not read that artifact.") from error
         check_listing(artifact, sizes)

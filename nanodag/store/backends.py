@@ -31,7 +31,7 @@ from nanodag.store.atomic import (
 )
 from nanodag.store.manifest import MANIFEST, PARTS, Artifact, manifest_text, parse_manifest
 
-Parts = Mapping[str, Path | None]
+Parts = Mapping[str, Path]
 ABANDONED_AFTER_S = 7 * 24 * 3600.0
 # They have no folders: making one would ask for the bucket each time, or even make it.
 _WITHOUT_FOLDERS = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss"}
@@ -59,17 +59,15 @@ class LocalBackend:
         return sizes_below(path)
 
     def read_text(self, path: str) -> str:
-        """Raises FileNotFoundError."""
-        return (self.root / path).read_text(encoding="utf-8")
+        """A file's text; bytes that are none become lone surrogates, for no parser. Raises FileNotFoundError."""
+        return (self.root / path).read_text(encoding="utf-8", errors="surrogateescape")
 
     def read_texts(self, paths: list[str]) -> dict[str, str]:
-        """The text of each that is there; bytes that are none become lone surrogates, which no parser takes."""
+        """The text of each that is there."""
         texts = {}
         for path in paths:
-            try:
-                texts[path] = (self.root / path).read_text(encoding="utf-8", errors="surrogateescape")
-            except FileNotFoundError:
-                continue
+            with contextlib.suppress(FileNotFoundError):
+                texts[path] = self.read_text(path)
         return texts
 
     def write_text(self, path: str, text: str) -> None:
@@ -192,7 +190,6 @@ class LocalBackend:
 def _copy(artifact: Artifact, parts: Parts, destination: Path) -> None:
     for part, folder in parts.items():
         for name, facts in getattr(artifact, part).items():
-            assert folder is not None
             target = destination / part / name
             target.parent.mkdir(parents=True, exist_ok=True)
             if copy_hashed(folder / name, target) != facts["sha256"]:
@@ -246,7 +243,7 @@ class RemoteBackend:
 
     def read_text(self, path: str) -> str:
         with self._asking(f"Reading {path}"):
-            return self._fs.cat_file(f"{self._root}/{path}").decode()
+            return self._fs.cat_file(f"{self._root}/{path}").decode(errors="surrogateescape")
 
     def read_texts(self, paths: list[str]) -> dict[str, str]:
         """As LocalBackend.read_texts, side by side where the file system can."""
@@ -313,7 +310,6 @@ class RemoteBackend:
         placed = replace(artifact, attempt=f"{next_number:04d}-{secrets.token_hex(4)}")
         for part, folder in parts.items():
             for name in getattr(placed, part):
-                assert folder is not None
                 self.push(folder / name, f"{placed.folder}/{part}/{name}")
         arrived = self.listing(placed.folder)
         for part in PARTS:

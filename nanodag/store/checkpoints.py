@@ -68,7 +68,7 @@ class Checkpoints:
                 os.rename(final, final.with_suffix(".old.tmp"))
             os.rename(folder, final)
             fsync_path(self.path)
-            committed = self._committed()
+            committed = [folder for _, folder in reversed(steps_in(self.path))]
             place = committed.index(final)
             for leftover in [*committed[:place], *committed[place + self.keep :], *self.path.glob("*.old.tmp")]:
                 shutil.rmtree(leftover)
@@ -77,15 +77,12 @@ class Checkpoints:
     def newest_valid(self) -> tuple[int, Path] | None:
         """Step and folder of the newest checkpoint whose every byte is as committed; a damaged one is named in a
         warning and the one before is tried."""
-        for folder in self._committed():
+        for _, folder in reversed(steps_in(self.path)):
             try:
                 return verify_checkpoint(folder), folder
             except CorruptArtifact as error:
                 log.warning("%s Going back to the checkpoint before it.", error)
         return None
-
-    def _committed(self) -> list[Path]:
-        return [folder for _, folder in reversed(steps_in(self.path))]
 
 
 def steps_in(path: Path) -> list[tuple[int, Path]]:

@@ -29,12 +29,11 @@ def stage_key(
     code_version: int,
     config: Mapping[str, Any],
     inputs: Mapping[str, str],
-    sources: Mapping[str, Any],
 ) -> str:
     """40 hex digits that name a stage's result.
 
-    config: the result-changing part only. inputs: input name -> content digest of the artifact. sources: identities of
-    the data that is read (nanodag.data). code_version: raised by hand when a kind's code changes what it makes.
+    config: the result-changing part only, with the identities of the data that is read. inputs: input name -> content
+    digest of the artifact. code_version: raised by hand when a kind's code changes what it makes.
     """
     recipe = {
         "format": FORMAT_VERSION,
@@ -42,7 +41,7 @@ def stage_key(
         "code_version": code_version,
         "config": config,
         "inputs": inputs,
-        "sources": sources,
+        "sources": {},  # it is in every key that there is
     }
     return hashlib.sha256(canonical_json(recipe).encode()).hexdigest()[:40]
 

@@ -5,15 +5,13 @@ import hashlib
 import importlib.metadata
 import platform
 import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import psutil
 
 from nanodag import __version__
 from nanodag.host.folders import PROJECT
-from nanodag.host.processor import usable_cores
+from nanodag.host.processor import processor_facts, usable_cores
 
 PACKAGES = ("torch", "transformers", "deepspeed", "tokenizers", "rustbpe", "datasets", "lm_eval", "prefect", "numpy")
 _CODE_FOLDERS = ("nanodag", "tasks", "flows")
@@ -46,7 +44,7 @@ def environment(device: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
         "num_cores": usable_cores(),
-        "processor": _processor(),
+        "processor": processor_facts().get("model name") or platform.processor(),
         "device": device,
         "versions": {name: version for name in PACKAGES if (version := _version(name))},
     }
@@ -73,15 +71,6 @@ def is_alive(pid: int, started: float) -> bool:
         return process.status() != psutil.STATUS_ZOMBIE and abs(process_started(process) - started) < 1.0
     except psutil.NoSuchProcess:
         return False
-
-
-@functools.cache
-def _processor() -> str:
-    if sys.platform == "linux":
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor()
 
 
 def _git(*arguments: str) -> str:

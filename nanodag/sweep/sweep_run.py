@@ -3,7 +3,6 @@ begun, what the store has of it looked up at once, and concluded by its page in 
 
 import itertools
 import json
-import os
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -17,13 +16,13 @@ from nanodag.config.kind import SCORES
 from nanodag.config.kinds import find_kind
 from nanodag.config.pipeline import full_path
 from nanodag.config.resolve import value_of
-from nanodag.errors import ConfigError, StoreBusy
+from nanodag.errors import ConfigError
 from nanodag.errors.words import counted
 from nanodag.host.machine import Machine
 from nanodag.nightly.nights import PREFIX as NIGHT
 from nanodag.run.build_stage import key_of, made_from
 from nanodag.run.derived_runs import machine_for, note_page, open_composed, page_key, publish_page
-from nanodag.run.record import Run, StageResult, pipeline_file, result_of, store_of
+from nanodag.run.record import Run, StageResult, pipeline_file, refuse_busy, result_of, store_of
 from nanodag.store import canonical_json
 from nanodag.store.run_record import PointRecord, RunRecord, SweepRecord
 
@@ -205,8 +204,7 @@ def begin_sweep(
     before = store.find_run(name)
     if before is not None and before.sweep is None:
         raise ConfigError(f"{name} is a run of {store.url} that is no sweep; choose another name.")
-    if before is not None and before.is_alive and before.pid != os.getpid():
-        raise StoreBusy(f"Sweep {name} is under way in process {before.pid}; wait for it, or stop it.")
+    refuse_busy("Sweep", before)
     machine = machine_for(name, store)
     sweep = make_sweep(path, preset, overrides, grid, points, stage, machine=machine)
     about = SweepRecord(stage=sweep.stage, points=sweep.points)

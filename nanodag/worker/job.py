@@ -12,10 +12,9 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from nanodag.config.kinds import vouch_for
 from nanodag.config.pipeline import read_stage
@@ -29,6 +28,7 @@ from nanodag.worker.tracker import TrackerProcesses, numbers_in
 log = logging.getLogger(__name__)
 
 ROWS = "rows.jsonl"  # in a product of conversations
+Line = Mapping[str, Any]
 STOPPED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: stopped on request, go on by starting it again
 
 
@@ -184,17 +184,25 @@ def leave_stopped() -> NoReturn:
     os._exit(STOPPED_EXIT_CODE)
 
 
+def step_lines(path: Path, *, resume_step: int, is_kept: Callable[[Line], bool] = lambda line: True) -> TextIO:
+    """A file of JSON lines, each of a step, to append to. resume_step: lines of later steps, left by a process that was
+    killed, are removed, a last one that is cut off, and those that are not kept."""
+    if path.exists():
+        lines = [(text, json.loads(text)) for text in path.read_text(encoding="utf-8").split("\n")[:-1]]
+        kept = [text + "\n" for text, line in lines if line["step"] <= resume_step and is_kept(line)]
+        write_bytes(path, "".join(kept).encode())
+    return path.open("a", encoding="utf-8", buffering=1)  # a line written survives this process
+
+
 class MetricsLog:
     """The metrics of one stage: `metrics.jsonl` always, and the trackers that the pipeline names.
 
-    resume_step: lines after this step, left by a process that was killed, are removed, so each step is there once.
-    Only one process of a stage makes one (rank 0).
+    resume_step, is_kept: of its lines, as of `step_lines`. Only one process of a stage makes one (rank 0).
     """
 
-    def __init__(self, job: Job, *, resume_step: int = 0) -> None:
+    def __init__(self, job: Job, *, resume_step: int = 0, is_kept: Callable[[Line], bool] = lambda line: True) -> None:
         self._job = job
-        self._drop_after(resume_step)
-        self._stream = job.metrics_path.open("a", encoding="utf-8")
+        self._stream = step_lines(job.metrics_path, resume_step=resume_step, is_kept=is_kept)
         self._board: Any = None
         names = job.context.get("tracking", {}).get("trackers", ())
         if "tensorboard" in names:
@@ -208,7 +216,6 @@ class MetricsLog:
         strings or small lists. event: `step`, `eval`, `sample`, `phase`."""
         line = {"event": event, "step": step, "total": total, "time": round(time.time(), 3), **values}
         self._stream.write(json.dumps(line, default=float) + "\n")
-        self._stream.flush()
         if self._board is not None:
             for name, value in numbers_in(values).items():
                 self._board.add_scalar(f"{self._job.name}/{name}", value, step)
@@ -218,17 +225,6 @@ class MetricsLog:
         if self._board is not None:
             self._board.close()
         self._trackers.close()
-
-    def _drop_after(self, step: int) -> None:
-        path = self._job.metrics_path
-        if not path.exists():
-            return
-        kept = []
-        for line in path.read_text(encoding="utf-8").splitlines():
-            with suppress(ValueError):  # the process was killed in the middle of a line
-                if json.loads(line)["step"] <= step:
-                    kept.append(line)
-        write_bytes(path, "".join(line + "\n" for line in kept).encode())
 
 
 def finish(job: Job, *, metrics: Mapping[str, Any], cost: Mapping[str, Any]) -> None:

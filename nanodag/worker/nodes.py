@@ -133,7 +133,7 @@ def seen_address(host: str) -> str:
 
 
 class Nodes:
-    """The nodes of one stage; use as a context manager: whatever happens, nothing of them is left running.
+    """The nodes of one stage. Call `close` whatever happens: nothing of them is left running.
 
     address: this machine's, which the others can reach.
     """
@@ -149,14 +149,7 @@ class Nodes:
         self._hosts = chosen(path, nodes=self._num_nodes, ranks_per_node=self._ranks_per_node)
         self.address = seen_address(self._hosts[1])
         self._port = free_port(self.address)
-        self._token = secrets.token_hex(8)
-        self._others: dict[str, Child] = {}
-
-    def __enter__(self) -> "Nodes":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.end()
+        self._others: dict[str, RemoteCommand] = {}
 
     def command(self, number: int, module: str) -> list[str]:
         return [
@@ -178,105 +171,104 @@ class Nodes:
         # A session of its own: torchrun that is told twice to end leaves its ranks alone in the middle of it.
         begin = partial(killed_with_parent, os.getpid())
         here = start_child(self.command(0, module), environment=env, preexec_fn=begin)
-        return {self._hosts[0]: here, **self._others}
+        return {self._hosts[0]: here, **{host: other.child for host, other in self._others.items()}}
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Have the other nodes end what they run, and wait until they have."""
-        for child in self._others.values():
-            child.tell(b"")
+        for other in self._others.values():
+            other.child.tell(b"")
         deadline = time.monotonic() + self.end_timeout_s
-        for child in self._others.values():
-            child.hang_up(deadline - time.monotonic())
+        for other in self._others.values():
+            other.child.hang_up(deadline - time.monotonic())
 
     def _reach_all(self, module: str, environment: Mapping[str, str]) -> None:
-        deadline = time.monotonic() + REACH_TIMEOUT_S
-        began: dict[str, float] = {}
-        waiting = dict(enumerate(self._hosts[1:], start=1))
-        while waiting:
+        for number, host in enumerate(self._hosts[1:], start=1):
+            self._others[host] = RemoteCommand(
+                self._cluster,
+                host,
+                self.command(number, module),
+                environment,
+                address=self.address,
+                folder=self._workspace,
+                name=str(number),
+            )
+        while not all([other.is_there() for other in self._others.values()]):
             if stop_requested():
-                self.end()
+                self.close()
                 leave_stopped()
-            for number, host in list(waiting.items()):
-                if address_of(self._up_path(number), self._token):
-                    log.info("Node %d: %s", number, host)
-                    del waiting[number]
-                elif host not in began:
-                    began[host] = time.monotonic()
-                    self._others[host] = start_there(
-                        self._cluster,
-                        host,
-                        self.command(number, module),
-                        environment,
-                        address=self.address,
-                        usage=self._workspace / f"usage-{number}.jsonl",
-                        up=self._up_path(number),
-                        token=self._token,
-                    )
-                else:
-                    code = _code_of(self._others[host])
-                    self._refuse_if_in_vain(host, code, deadline)
-                    if code is not None and time.monotonic() - began[host] > AGAIN_AFTER_S:
-                        log.info("Node %d, %s: not reached (code %d); once more", number, host, code)
-                        self._others.pop(host).hang_up(0.0)
-                        del began[host]
             time.sleep(0.05)
 
-    def _refuse_if_in_vain(self, host: str, code: int | None, deadline: float) -> None:
-        """code: what its command ended with, None while it has not ended."""
+
+class RemoteCommand:
+    """A command on another machine, which is asked again until it has heard of it. child: the process that stands for
+    it here; it is ended there when this one's stdin ends. there: that machine's address, empty until it has heard.
+
+    address: this machine's, as that one reaches it. folder: one that both share. name: of the files there that tell of
+    it. log_path: where what it prints goes, to this process's log by default.
+    """
+
+    def __init__(
+        self,
+        cluster: ClusterConfig,
+        host: str,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        address: str,
+        folder: Path,
+        name: str,
+        log_path: Path | str = "",
+    ) -> None:
+        self._host, self._folder, self._up, self._log_path = host, folder, folder / f"node-{name}.up", log_path
+        way = [part.replace("{host}", host) for part in shlex.split(cluster.ssh_command)]
+        self._reaching = [*way, sys.executable, "-m", "nanodag.worker.nodes"]
+        self._deadline = time.monotonic() + REACH_TIMEOUT_S
+        self._message = {
+            "command": list(command),
+            "environment": {k: v for k, v in environment.items() if k.startswith(PASSED_ON)},
+            "address": address,
+            "usage": str(folder / f"usage-{name}.jsonl"),
+            "up": str(self._up),
+        }
+        self.there = ""
+        self._ask()
+
+    def _ask(self) -> None:
+        self._asked, self._token = time.monotonic(), secrets.token_hex(8)
+        payload = json.dumps({**self._message, "token": self._token}).encode() + b"\n"
+        # A session of its own: a stop signal for this process's group would cut the connection, not end the node.
+        self.child = start_child(self._reaching, given=payload, is_all=False, log_path=self._log_path)
+
+    def is_there(self) -> bool:
+        """True once that machine has heard of the command; it is asked again where it was not reached.
+
+        Raises NodeLost after REACH_TIMEOUT_S, ConfigError when it does not share the folder.
+        """
+        if self.there:
+            return True
+        with contextlib.suppress(FileNotFoundError):
+            token, _, there = self._up.read_text().partition(" ")
+            if token == self._token:
+                log.info("%s is reached", self._host)
+                self.there = there
+                return True
+        code = None if self.child.is_alive else self.child.code
+        is_late = time.monotonic() > self._deadline
+        if code == NOT_SHARED_EXIT_CODE or is_late:
+            self.child.hang_up(0.0)
         if code == NOT_SHARED_EXIT_CODE:
-            raise ConfigError(f"{host} has no folder {self._workspace}. {SHARE_IT}")
-        if time.monotonic() > deadline:
-            command = shlex.join(reaching(self._cluster, host))
+            raise ConfigError(f"{self._host} has no folder {self._folder}. {SHARE_IT}")
+        if is_late:
             how = "has not ended" if code is None else f"ended with code {code}"
             raise NodeLost(
-                f"{host} could not be reached in {REACH_TIMEOUT_S:.0f} s: `{command}` {how}. See that it works by "
-                "hand, without a password."
+                f"{self._host} could not be reached in {REACH_TIMEOUT_S:.0f} s: `{shlex.join(self._reaching)}` {how}. "
+                f"See that it works by hand, without a password.\n{self.child.tail(5)}".rstrip()
             )
-
-    def _up_path(self, number: int) -> Path:
-        return self._workspace / f"node-{number}.up"
-
-
-def reaching(cluster: ClusterConfig, host: str) -> list[str]:
-    """The command that runs this module on another machine."""
-    command = [part.replace("{host}", host) for part in shlex.split(cluster.ssh_command)]
-    return [*command, sys.executable, "-m", "nanodag.worker.nodes"]
-
-
-def start_there(
-    cluster: ClusterConfig,
-    host: str,
-    command: Sequence[str],
-    environment: Mapping[str, str],
-    *,
-    address: str,
-    usage: Path,
-    up: Path,
-    token: str,
-    log_path: Path | str = "",
-) -> Child:
-    """Run a command on another machine; the process that stands for it here. It is ended there when this one's stdin
-    ends. address: this machine's, as that one reaches it. up: the file that it writes when it has heard of the command,
-    with the token; `address_of` reads it. log_path: where what it prints goes, to this process's log by default."""
-    message = {
-        "command": list(command),
-        "environment": {k: v for k, v in environment.items() if k.startswith(PASSED_ON)},
-        "address": address,
-        "usage": str(usage),
-        "up": str(up),
-        "token": token,
-    }
-    # A session of its own: a stop signal for this process's group would cut the connection, not end the node.
-    payload = json.dumps(message).encode() + b"\n"
-    return start_child(reaching(cluster, host), given=payload, is_all=False, log_path=log_path)
-
-
-def address_of(up: Path, token: str) -> str:
-    """The address of a node that has written this file with this token; empty until it has."""
-    with contextlib.suppress(FileNotFoundError):
-        written_token, _, address = up.read_text().partition(" ")
-        return address if written_token == token else ""
-    return ""
+        if code is not None and time.monotonic() - self._asked > AGAIN_AFTER_S:
+            log.info("%s: not reached (code %d); once more", self._host, code)
+            self.child.hang_up(0.0)
+            self._ask()
+        return False
 
 
 def sampler_hosts(cluster: ClusterConfig, resources: Resources, count: int) -> list[str]:
@@ -338,7 +330,7 @@ def run_here() -> int:
 def main() -> int:
     """Run a supervised stage on its nodes; returns the exit code."""
     module, job = sys.argv[1], load_job(sys.argv[2:])
-    with Nodes(job) as nodes:
+    with contextlib.closing(Nodes(job)) as nodes:
         processes = nodes.start(module, os.environ)
         here = next(iter(processes.values()))
         try:
@@ -346,7 +338,7 @@ def main() -> int:
         finally:
             # Both at once: ranks here and there agree on the step after which they leave a checkpoint.
             here.send(signal.SIGTERM)
-            nodes.end()
+            nodes.close()
             here.wait(nodes.end_timeout_s)
             here.kill()
 

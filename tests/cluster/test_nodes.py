@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
@@ -126,7 +127,7 @@ def test_a_node_that_is_not_there_yet_is_asked_again(reached, tmp_path, monkeypa
     made = reached(script)
     monkeypatch.setattr(Nodes, "command", lambda self, number, module: ["sh", "-c", f"echo {number} $A_B $GLOO_X > n"])
     monkeypatch.chdir(tmp_path)
-    with made:
+    with closing(made):
         processes = made.start("nanodag.train", {"GLOO_X": "passed", "A_B": "kept", "PATH": "/usr/bin:/bin"})
         assert all(child.wait(300) for child in processes.values())
         assert [child.code for child in processes.values()] == [0, 0]
@@ -138,9 +139,9 @@ def test_a_command_that_neither_reaches_a_node_nor_ends_is_given_up_at_the_time_
     made = reached("exec sleep 1000")
     monkeypatch.setattr(nodes, "REACH_TIMEOUT_S", 0.3)
     made.end_timeout_s = 0.1
-    with pytest.raises(NodeLost, match=r"there could not be reached in 0 s: .* has not ended"), made:
+    with pytest.raises(NodeLost, match=r"there could not be reached in 0 s: .* has not ended"), closing(made):
         made.start("nanodag.train", {})
-    assert [child.code for child in made._others.values()] == [-9]
+    assert [other.child.code for other in made._others.values()] == [-9]
 
 
 @pytest.mark.parametrize("named", ["$HOME/hostfile-$JOB", "~/hostfile-$JOB"])
@@ -159,6 +160,5 @@ def test_a_hostfile_below_the_home_folder_is_found_by_variable_and_by_tilde(tmp_
 def test_a_node_without_the_workspace_is_a_config_error(reached, tmp_path):
     made = reached('shift; exec "$@"')
     (tmp_path / "work").rmdir()
-    made._up_path = lambda number: tmp_path / "work" / "node.up"
-    with pytest.raises(ConfigError, match=r"there has no folder .*work\. All nodes must share"), made:
+    with pytest.raises(ConfigError, match=r"there has no folder .*work\. All nodes must share"), closing(made):
         made.start("nanodag.train", {})

@@ -87,7 +87,7 @@ def test_a_sampler_of_another_node_has_started_when_it_is_reached_from_here(tmp_
         threading.Thread(target=link, daemon=True).start()
         return ServerProcess(subprocess.Popen(["sleep", "60"]), log_path=log_path, in_group=True)
 
-    away = SimpleNamespace(host="there", spawn=spawn, address=lambda server: "127.0.0.1")
+    away = SimpleNamespace(host="there", spawn=spawn, address="127.0.0.1")
     (tmp_path / "log").touch()
     with start_engine(EngineSettings(model="model"), log_path=tmp_path / "log", elsewhere=away) as server:
         assert asked == ["/health"] * 2 and server.url == f"http://127.0.0.1:{port}"
@@ -98,7 +98,7 @@ def test_a_node_of_samplers_that_is_not_there_is_asked_again_and_then_named(clus
     monkeypatch.setattr(nodes, "REACH_TIMEOUT_S", 0.2)
     (tmp_path / "reach").write_text(f"echo no way >> {tmp_path}/tries; echo no way; exit 255")
     node = SamplerNode(cluster, "two", tmp_path, number=0)
-    with pytest.raises(NodeLost, match=r"(?s)two, a node of samplers, could not be reached in 0 s.*no way"):
+    with pytest.raises(NodeLost, match=r"(?s)two could not be reached in 0 s.*no way"):
         node.spawn(["true"], log_path=tmp_path / "log", env={}, token="secret")
     assert len((tmp_path / "tries").read_text().splitlines()) > 1
     (tmp_path / "reach").write_text(f"exit {nodes.NOT_SHARED_EXIT_CODE}")

@@ -171,7 +171,7 @@ def test_rl_whose_samplers_node_loses_its_power_ends_on_the_bytes_of_one_node(no
     code = process.wait(timeout=300)
     powered.join()
     said = (job.workspace / "worker.log").read_text()
-    assert code == 0 and f"{nodes.there}, a node of samplers: not reached" in said, said[-6000:]
+    assert code == 0 and f"{nodes.there}: not reached" in said, said[-6000:]
     rl_stages.same_in_the_end(job, alone)
     assert not nodes.pids(nodes.there)
 

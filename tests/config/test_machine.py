@@ -131,7 +131,7 @@ FLAGS = {
 def test_the_instruction_set_is_the_widest_that_is_there_or_allowed(flags, limit, expected, monkeypatch):
     for name in processor.ISA_LIMITS:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(processor, "processor_flags", lambda: frozenset(FLAGS[flags]))
+    monkeypatch.setattr(processor, "processor_facts", lambda: {"flags": " ".join(FLAGS[flags])})
     if limit:
         monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
     assert detect().instruction_set == expected

@@ -19,7 +19,7 @@ def test_a_child_is_asked_in_lines_until_it_is_late_or_gone():
     with start_child([sys.executable, "-c", ECHO], has_line=True) as child:
         assert child.ask({"a": [1]}, 60) == {"a": [1]}
         with pytest.raises(TimeoutError):
-            child.hear(0.05)
+            child.line.hear(0.05)
         child.send(signal.SIGKILL)
         with pytest.raises(ConnectionError):
             child.ask(1, 60)

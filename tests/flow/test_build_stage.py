@@ -16,7 +16,7 @@ from nanodag.config import resolve
 from nanodag.errors import ConfigError, StageFailed, StageKilled, StageStopped, StoreBusy
 from nanodag.run.build_stage import build_stage
 from nanodag.run.progress import progress_of
-from nanodag.run.retention import RetentionPolicy, plan
+from nanodag.run.retention import plan
 from nanodag.worker.launch import Watch, begin_try, usage_of
 from tests.fault.processes import pids_in, wait_for_step, wait_until
 from tests.flow.tiny_runs import opened
@@ -164,14 +164,14 @@ def test_a_run_resumed_that_fails_early_keeps_what_it_had_finished_and_begun(run
         with pytest.raises(StageFailed):
             build_stage(again, "tokenizer", {})
         again.close()
-    assert [item.name for item in plan(run.store, RetentionPolicy()).items] == []
+    assert [item.name for item in plan(run.store).items] == []
     tell("tokenizer", "")
     assert opened().entry("tokenizer").state == "waiting"
     again = opened("tokenizer.seed=2")
     build_stage(again, "tokenizer", {})
     again.store.change_run("r", lambda record: record.changed(stages={"tokenizer": record.stages["tokenizer"]}))
     again.close()
-    gone = {(item.what, item.name.partition("/")[0]) for item in plan(run.store, RetentionPolicy()).items}
+    gone = {(item.what, item.name.partition("/")[0]) for item in plan(run.store).items}
     assert gone == {("attempt", tokenizer.key), ("workspace", "work")}, "it has completed: what was before can go"
 
 

@@ -48,8 +48,10 @@ def test_a_run_that_is_resumed_on_another_machine_keeps_every_setting(project, o
     assert configs(opened("sft.log_every=7").pipeline) == begun
     store = Store(project / "store")
     assert store.read_run("r").machine == LAPTOP
-    recorded = recorded_run(store, "r", begin_at="sft")
-    again = resolve(project / "pipeline.yaml", recorded.preset, recorded.overrides, machine=recorded.machine)
+    _, recorded = recorded_run(store, "r", begin_at="sft")
+    again = resolve(
+        project / "pipeline.yaml", recorded.preset, recorded.overrides, machine=machine_of(recorded.machine)
+    )
     assert configs(again.pipeline) == begun
     assert configs(join_run("r", store).pipeline) == begun, "a pool's worker too"
 

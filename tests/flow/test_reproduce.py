@@ -9,7 +9,7 @@ import pytest
 from nanodag.errors import ArtifactNotFound, StageStopped, StoreError
 from nanodag.run.build_stage import build_stage
 from nanodag.run.reproduce import reproduce
-from nanodag.run.retention import RetentionPolicy, free, plan
+from nanodag.run.retention import free, plan
 from nanodag.worker.devices import devices_folder, devices_for, hold
 from tests.fake_stages import FAKES
 
@@ -46,7 +46,7 @@ def test_meanwhile_its_folder_is_not_cleared_away_and_it_holds_a_device(run, mad
 
     def look(line):
         if not seen:
-            _, stayed = free(run.store, plan(run.store, RetentionPolicy()))
+            _, stayed = free(run.store, plan(run.store))
             devices = devices_for(device="cpu", num_gpus=0, is_beside=False)
             stop = threading.Event()
             stop.set()

@@ -15,8 +15,8 @@ from tests.flow.tiny_runs import opened
 
 def test_overrides_of_what_comes_before_are_refused(project):
     store = opened("sft.seed=1").store
-    found = recorded_run(store, "r", begin_at="sft", overrides=["sft.seed=2", "eval_sft.seed=3"])
-    assert (found.stages, found.overrides) == (("sft", "eval_sft", "report"), ["sft.seed=2", "eval_sft.seed=3"])
+    stages, found = recorded_run(store, "r", begin_at="sft", overrides=["sft.seed=2", "eval_sft.seed=3"])
+    assert (stages, found.overrides) == (("sft", "eval_sft", "report"), ("sft.seed=2", "eval_sft.seed=3"))
     with pytest.raises(ConfigError, match=r"Override 'pretrain.seed=1' is not of stage sft or eval_sft or report"):
         recorded_run(store, "r", begin_at="sft", overrides=["pretrain.seed=1"])
     with pytest.raises(ConfigError, match="Run r has no stage 'sfd'"):

@@ -55,8 +55,8 @@ def test_after_one_stage_alone_the_run_is_stale_and_its_report_says_so(completed
     record = store.read_run("r")
     stale = {"eval_sft": "sft was built since", "report": "sft was built since"}
     assert stale_stages(record) == stale and state_of(record) == "stale"
-    recorded = recorded_run(store, "r", stale=True)
-    assert recorded.stages == ("eval_sft", "report") and recorded.overrides == ["sft.seed=9"]
+    stages, recorded = recorded_run(store, "r", stale=True)
+    assert stages == ("eval_sft", "report") and recorded.overrides == ("sft.seed=9",)
     run = opened("sft.seed=9", only=("report",))
     context = report_context(run, "report", recorded_inputs(run, "report", list(run.pipeline.stages["report"].inputs)))
     assert context["stale"] == {"eval_sft": "sft was built since"}

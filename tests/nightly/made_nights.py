@@ -22,7 +22,7 @@ def publish(store: Store, folder: Path, name: str, kind: str, files: dict[str, s
         path = folder / file
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    key = stage_key(kind=kind, code_version=1, config={"name": name}, inputs={}, sources={})
+    key = stage_key(kind=kind, code_version=1, config={"name": name}, inputs={})
     return making.publish(store, folder, key, kind=kind, stage=kind)
 
 

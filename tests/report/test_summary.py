@@ -26,7 +26,7 @@ def publish(store, tmp_path):
             path.write_text(text)
         ups = {label: (source, entries[source]) for label, source in (inputs or {}).items()}
         artifact = store.publish(
-            stage_key(kind=kind, code_version=1, config={"name": name}, inputs={}, sources={}),
+            stage_key(kind=kind, code_version=1, config={"name": name}, inputs={}),
             tmp_path / name,
             **{"kind": kind, "stage": name, "config": config or {}, "sources": {}, "cost": {}, "environment": {}},
             metrics=metrics or {},

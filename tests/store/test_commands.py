@@ -115,8 +115,8 @@ def test_export_writes_a_plain_folder_and_overwrites_nothing(store, chain, model
 def test_a_key_may_be_abbreviated_as_long_as_one_begins_so(store, chain, model, nanodag):
     publish(store, model, B)
     nanodag("lineage a", "2 keys in", code=1)
-    nanodag("verify a", "2 keys begin so", code=1)
-    nanodag("verify zz", "0 keys begin so", code=1)
+    nanodag("verify a", "2 keys in", code=1)
+    nanodag("verify zz", "0 keys in", code=1)
     assert publish(store, model, C).attempt == "0002"
     nanodag("lineage b", f"{C[:12]}/0002")
     nanodag("lineage b/0001", f"{C[:12]}/0001")

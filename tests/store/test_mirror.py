@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from nanodag.errors import StoreError
-from nanodag.run.retention import RetentionPolicy, free, plan
+from nanodag.run.retention import free, plan
 from nanodag.store import Checkpoints, Store
 from nanodag.store.backends import RemoteBackend
 from tests.run_records import run_record, stage_record
@@ -69,12 +69,12 @@ def test_gc_takes_copies_that_no_run_goes_on_with(store, tmp_path):
     save(Checkpoints(tmp_path / "a"), 10)
     assert store.mirror(KEY, tmp_path / "a").copy_newest()
     store.write_run(run_record("r", stages={"s": stage_record(key=KEY, state="stopped")}))
-    assert plan(store, RetentionPolicy()).items == ()
+    assert plan(store).items == ()
     store.remove_run("r")
     with store.building(KEY):
-        _, stayed = free(store, plan(store, RetentionPolicy()), settle_s=0)
+        _, stayed = free(store, plan(store), settle_s=0)
     assert stayed == [f"checkpoints/{KEY}: somebody is building that key"] and copies(store) != []
-    free(store, plan(store, RetentionPolicy()), settle_s=0)
+    free(store, plan(store), settle_s=0)
     assert copies(store) == []
 
 

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from nanodag.errors import ConfigError
-from nanodag.run.retention import Best, RetentionPolicy, best_of, free, plan
+from nanodag.run.retention import Best, best_of, free, plan
 from nanodag.store import Store
 from nanodag.store.atomic import temporary_name
 from tests.run_records import built, run_record, stage_record
@@ -21,7 +21,7 @@ def write_run(store, name, *artifacts, **fields):
 
 
 def can_go(store, **policy):
-    return {(item.what, item.name) for item in plan(store, RetentionPolicy(**policy)).items}
+    return {(item.what, item.name) for item in plan(store, **policy).items}
 
 
 def runs_that_go(store, **policy):
@@ -39,7 +39,7 @@ def test_only_what_no_run_refers_to_goes(store, product):
     newest = publish(store, product, key("c"))
     write_run(store, "r", used, newest)  # base is not named, but `used` was made from it
     assert can_go(store) == {name_of(superseded)}
-    found = plan(store, RetentionPolicy())
+    found = plan(store)
     assert found.num_kept == 3 and found.num_bytes == 9
     freed, stayed = free(store, found, settle_s=0)
     assert (freed, stayed) == (9, [])
@@ -57,7 +57,7 @@ def test_all_attempts_of_a_stage_that_is_under_way_stay(store, product):
 
 def test_what_a_run_comes_to_refer_to_meanwhile_is_brought_back_first_with_its_origins(store, product, monkeypatch):
     base, other, useless = (publish(store, product, key(letter)) for letter in "abc")
-    found = plan(store, RetentionPolicy())
+    found = plan(store)
     delete, was_hidden, order = store.delete, [], []
 
     def meanwhile(seconds):
@@ -82,7 +82,7 @@ def test_what_a_run_comes_to_refer_to_meanwhile_is_brought_back_first_with_its_o
 
 def test_one_that_cannot_be_brought_back_keeps_none_of_the_others_away(store, product, monkeypatch):
     first, second = publish(store, product, key("a")), publish(store, product, key("b"))
-    found = plan(store, RetentionPolicy())
+    found = plan(store)
     bring_back = store.backend.bring_back
 
     def broken(at, *others):
@@ -103,7 +103,7 @@ def test_a_run_that_is_resumed_meanwhile_keeps_its_record_and_its_workspace(stor
     old = run_record("r", state="failed", created=OLD, started=OLD, stages=stages)
     store.write_run(old)
     (store.workspace(key("b")) / "state").write_text("abc")
-    found = plan(store, RetentionPolicy(keep_days=1.0))
+    found = plan(store, keep_days=1.0)
     assert {item.what for item in found.items} >= {"run", "workspace"}
     store.write_run(old.changed(state="failed" if ended else "running", started=NOW if ended else OLD))
     _, stayed = free(store, found, settle_s=0)
@@ -119,14 +119,14 @@ def test_when_it_is_ended_in_the_middle_everything_comes_back(store, product, mo
 
     monkeypatch.setattr(time, "sleep", ended)
     with pytest.raises(KeyboardInterrupt):
-        free(store, plan(store, RetentionPolicy()))
+        free(store, plan(store))
     assert [store.lookup(a.key) for a in artifacts] == artifacts
 
 
 def test_a_key_that_is_being_built_is_left_alone(store, product):
     artifact = publish(store, product, key("a"))
     with store.building(key("a")):
-        _, stayed = free(store, plan(store, RetentionPolicy()), settle_s=0)
+        _, stayed = free(store, plan(store), settle_s=0)
     assert len(stayed) == 1 and "is building that key" in stayed[0]
     assert store.lookup(key("a")) == artifact
 
@@ -137,10 +137,9 @@ def test_runs_are_kept_by_number_or_by_age(store, product):
         write_run(store, f"r{number}", artifact, created=OLD if number < 3 else NOW)
     assert can_go(store) == set()
     assert runs_that_go(store, keep_runs=2) == runs_that_go(store, keep_runs=2, keep_days=1.0) == {"r0", "r1"}
-    policy = RetentionPolicy(keep_runs=2, keep_days=1.0)
-    assert [item.name for item in plan(store, policy).items if item.what == "run"] == ["r0", "r1"]
+    assert [item.name for item in plan(store, keep_runs=2, keep_days=1.0).items if item.what == "run"] == ["r0", "r1"]
     assert can_go(store, keep_days=1.0) == {("run", f"r{n}") for n in range(3)}, "no attempt: they were made today"
-    free(store, plan(store, RetentionPolicy(keep_runs=2)), settle_s=0)
+    free(store, plan(store, keep_runs=2), settle_s=0)
     assert store.runs() == ["r2", "r3"] and [store.lookup(a.key) for a in made] == [None, None, made[2], made[3]]
 
 
@@ -168,11 +167,11 @@ def test_the_best_of_a_stage_stays_with_what_it_was_made_from(store, product):
     ]
     best = Best(stage="eval", metric="gsm.accuracy", is_lowest=False)
     gone = {name_of(a) for number in (0, 2) for a in (bases[number], evals[number])}
-    assert can_go(store, best=(best,)) == gone
-    lowest = can_go(store, best=(best_of("eval.gsm.accuracy:min"),))
+    assert can_go(store, keep_best=(best,)) == gone
+    lowest = can_go(store, keep_best=(best_of("eval.gsm.accuracy:min"),))
     assert name_of(evals[0]) not in lowest and name_of(evals[1]) in lowest
     with pytest.raises(ConfigError, match="no stage of that name"):
-        plan(store, RetentionPolicy(best=(best_of("eval.acuracy"),)))
+        plan(store, keep_best=(best_of("eval.acuracy"),))
     with pytest.raises(ConfigError, match=r"STAGE\.METRIC"):
         best_of("accuracy")
 
@@ -186,13 +185,13 @@ def test_the_best_of_a_stage_may_be_an_artifact_that_it_found_made(store, produc
         write_run(store, name, artifact, created=OLD)
     write_run(store, "newest")
     gone = {name_of(evals[0]), name_of(evals[2]), ("run", "worse"), ("run", "better")}
-    assert can_go(store, keep_runs=1, best=(best_of("s0.accuracy"),)) == gone
+    assert can_go(store, keep_runs=1, keep_best=(best_of("s0.accuracy"),)) == gone
 
 
 def test_what_cannot_be_read_is_not_judged(store, product):
     newer = publish(store, product, key("a"))
     forge(store, newer, lambda raw: raw.update(format=9))
-    assert can_go(store) == set() and "has format 9" in plan(store, RetentionPolicy()).notes[0]
+    assert can_go(store) == set() and "has format 9" in plan(store).notes[0]
 
 
 def test_workspaces_go_when_no_run_goes_on_with_them(store, product):
@@ -200,7 +199,7 @@ def test_workspaces_go_when_no_run_goes_on_with_them(store, product):
         (store.workspace(key(letter)) / "state").write_text("abc")
     store.write_run(run_record("r", stages={"s": stage_record(key=key("a"), state="stopped")}))
     assert can_go(store) == {("workspace", f"work/{key('b')}")}
-    free(store, plan(store, RetentionPolicy()), settle_s=0)
+    free(store, plan(store), settle_s=0)
     assert [path.name for path in (store.local / "work").iterdir()] == [key("a")]
 
 
@@ -219,7 +218,7 @@ def test_leftovers_of_killed_writers_go_and_those_of_other_hosts_stay(tmp_path, 
     assert can_go(store) == {("leftover", f"{place}/{of_dead}") for place in places}
     publish(store, product)  # the next publisher clears away the same
     assert {path.name for path in home.glob(".*")} == {of_living, f".abcdef-{pid}-{number}"}
-    free(store, plan(store, RetentionPolicy()), settle_s=0)
+    free(store, plan(store), settle_s=0)
     names = {path.name for path in (store.local / "runs").iterdir()}
     assert names == {"r.json", of_living, f".abcdef-{pid}-{number}"}
 
@@ -235,12 +234,12 @@ def test_whatever_the_runs_and_the_policy_what_remains_is_whole(tmp_path, produc
         made.append(publish(store, product, key("abcdef"[number % 6]), lineage=lineage))
     for number in range(4):
         write_run(store, f"r{number}", *source.sample(made, 2), created=source.choice([OLD, NOW]))
-    policy = RetentionPolicy(keep_runs=source.randrange(3), keep_days=source.choice([0.0, 1.0]))
-    free(store, plan(store, policy), settle_s=0)
+    policy = {"keep_runs": source.randrange(3), "keep_days": source.choice([0.0, 1.0])}
+    free(store, plan(store, **policy), settle_s=0)
     for record in store.records_of_runs().values():
         waiting = [entry.artifact for entry in record.stages.values()]
         while waiting:
             artifact = store.attempt(*waiting.pop())
             store.materialize(artifact)
             waiting += [(up["key"], up["attempt"]) for up in artifact.lineage.values()]
-    assert can_go(store, keep_runs=policy.keep_runs, keep_days=policy.keep_days) == set()
+    assert can_go(store, **policy) == set()

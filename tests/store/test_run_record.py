@@ -5,7 +5,7 @@ import json
 import pytest
 
 from nanodag.errors import CorruptArtifact, StoreError
-from nanodag.run.retention import RetentionPolicy, free, plan
+from nanodag.run.retention import free, plan
 from nanodag.store.run_record import ArtifactReference, references_in
 from tests.run_records import built, run_record, stage_record
 from tests.store.making import key, publish, read_file, write_file
@@ -81,9 +81,9 @@ def test_gc_removes_nothing_while_a_record_cannot_be_read(store, product):
     store.write_run(run_record("late"))
     rewrite(store, "r", lambda raw: raw.update(format=3))
     with pytest.raises(StoreError, match=r"runs/r\.json in .* has format 3"):
-        plan(store, RetentionPolicy())
+        plan(store)
     rewrite(store, "r", lambda raw: raw.update(format=2, stages={}))
-    found = plan(store, RetentionPolicy())
+    found = plan(store)
     assert {item.what for item in found.items} == {"attempt", "workspace"}
     rewrite(store, "late", lambda raw: raw.update(format=3))  # between the plan and doing it
     with pytest.raises(StoreError, match="format 3"):

@@ -9,7 +9,7 @@ import pytest
 
 from nanodag.errors import CorruptArtifact, MissingTool, StoreError
 from nanodag.host.ports import free_port
-from nanodag.run.retention import RetentionPolicy, free, plan
+from nanodag.run.retention import free, plan
 from nanodag.store import Store
 from tests.fault.publishing import kill_at_random
 from tests.run_records import built, run_record
@@ -88,7 +88,7 @@ def test_random_kills_leave_no_corrupt_read(server, tmp_path):
 def test_gc_and_setting_aside_work_without_rename(store, product):
     used, useless = publish(store, product), publish(store, product, "b" * 40)
     store.write_run(run_record("r", stages={"s": built(used)}))
-    found = plan(store, RetentionPolicy())
+    found = plan(store)
     assert [item.name for item in found.items] == [f"{useless.key}/{useless.attempt}"]
     freed, stayed = free(store, found, settle_s=0)
     assert (freed, stayed) == (9, []) and store.keys() == [KEY]

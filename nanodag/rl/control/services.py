@@ -212,7 +212,7 @@ class Services:
         self.link.close()
         self.children.end()
         if self._nodes is not None:
-            self._nodes.end()
+            self._nodes.close()
         if hasattr(self, "pool"):
             self.pool.close()
         shutil.rmtree(self.sync_folder, ignore_errors=True)

@@ -8,11 +8,9 @@ with the reason.
 
 import asyncio
 import contextlib
-import json
 import os
 import queue
 import secrets
-import select
 import shutil
 import socket
 import threading
@@ -22,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from nanodag.children.child import Lines
 from nanodag.errors import StageFailed, TrainingDiverged
 from nanodag.host.threads import in_thread
 
@@ -36,7 +35,7 @@ class RankLink:
         self.num_ranks = num_ranks
         self._token = secrets.token_hex(16)
         self._server = socket.create_server((host, 0))
-        self._connections: list[_Lines] = []
+        self._connections: list[Lines] = []
         self._one_at_a_time = asyncio.Lock()
 
     @property
@@ -50,7 +49,7 @@ class RankLink:
         loads its model is its own affair. check: called often; raises when a rank's process has ended. Raises what a
         rank raised."""
         deadline = time.monotonic() + timeout_s
-        connections: dict[int, _Lines] = {}
+        connections: dict[int, Lines] = {}
         while len(connections) < self.num_ranks:
             check()
             if time.monotonic() > deadline:
@@ -61,10 +60,9 @@ class RankLink:
                 connection, _ = self._server.accept()
             except TimeoutError:
                 continue
-            connection.settimeout(10.0)
-            lines = _Lines(connection)
+            lines = _lines(connection)
             try:
-                hello = lines.read()
+                hello = lines.hear(10.0)
             except (ValueError, OSError):  # another program that looks what listens here
                 hello = None
             if not isinstance(hello, dict) or hello.get("token") != self._token:  # not one of ours
@@ -90,7 +88,7 @@ class RankLink:
         async with self._one_at_a_time:
             for rank, connection in enumerate(self._connections):
                 try:
-                    connection.write({"do": do, **arguments})
+                    connection.say({"do": do, **arguments})
                 except OSError as error:
                     raise StageFailed(f"Trainer rank {rank} ended before it was asked to {do}: {error}.") from error
             replies = (in_thread(partial(self._take, rank, do)) for rank in range(self.num_ranks))
@@ -100,16 +98,17 @@ class RankLink:
         """Tell every rank to end, and close the connections."""
         for connection in self._connections:
             with contextlib.suppress(OSError):  # it may be gone
-                connection.write({"do": "end"})
+                connection.say({"do": "end"})
                 connection.socket.shutdown(socket.SHUT_RDWR)  # a thread may wait for its reply
             connection.socket.close()
         self._server.close()
 
     def _take(self, rank: int, asked: str) -> dict[str, Any]:
         """The reply of a rank, once it has sent one, or has ended. asked: what the rank was asked to do."""
-        reply = self._connections[rank].read()
-        if reply is None:
-            raise StageFailed(f"Trainer rank {rank} ended while it was asked to {asked}.")
+        try:
+            reply = self._connections[rank].hear()
+        except OSError:
+            raise StageFailed(f"Trainer rank {rank} ended while it was asked to {asked}.") from None
         if "error" in reply:
             kind = TrainingDiverged if reply["error"] == "TrainingDiverged" else StageFailed
             raise kind(f"Trainer rank {rank}: {reply['message']}")
@@ -143,9 +142,9 @@ class ControllerLink:
 
     def __init__(self, rank: int) -> None:
         host, port, token = os.environ[ADDRESS_VARIABLE].split(":")
-        self._lines = _Lines(socket.create_connection((host, int(port)), timeout=30.0))
+        self._lines = _lines(socket.create_connection((host, int(port)), timeout=30.0))
         self._lines.socket.settimeout(None)
-        self._lines.write({"rank": rank, "token": token, "pid": os.getpid()})
+        self._lines.say({"rank": rank, "token": token, "pid": os.getpid()})
         self._rank = rank
         self._waiting: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
@@ -154,48 +153,22 @@ class ControllerLink:
         return self._waiting.get()
 
     def reply(self, values: Mapping[str, Any]) -> None:
-        self._lines.write(dict(values))
+        self._lines.say(dict(values))
 
     def fail(self, error: BaseException) -> None:
-        self._lines.write({"error": type(error).__name__, "message": str(error) or type(error).__name__})
+        self._lines.say({"error": type(error).__name__, "message": str(error) or type(error).__name__})
 
     def _read(self) -> None:
-        while (message := self._lines.read()) is not None:
-            self._waiting.put(message)
-            if message["do"] == "end":
-                return
+        with contextlib.suppress(OSError):
+            while True:
+                message = self._lines.hear()
+                self._waiting.put(message)
+                if message["do"] == "end":
+                    return
         os.write(2, f"rank {self._rank}: the controller has gone; ending\n".encode())
         os._exit(1)
 
 
-class _Lines:
-    """JSON objects over a socket, one a line."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.socket = connection
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._rest = b""
-
-    def write(self, message: Mapping[str, Any]) -> None:
-        self.socket.sendall(json.dumps(message).encode() + b"\n")
-
-    def has_more(self, *, within_s: float) -> bool:
-        """True where `read` has something to begin with: from the line before, or within that time; the end, too."""
-        if self._rest:
-            return True
-        poll = select.poll()
-        poll.register(self.socket, select.POLLIN)
-        return bool(poll.poll(1000 * within_s))
-
-    def read(self) -> dict[str, Any] | None:
-        """The next object; None when the other side has closed or is gone."""
-        while b"\n" not in self._rest:
-            try:
-                block = self.socket.recv(1 << 16)
-            except OSError:
-                return None
-            if not block:
-                return None
-            self._rest += block
-        line, _, self._rest = self._rest.partition(b"\n")
-        return json.loads(line)
+def _lines(connection: socket.socket) -> Lines:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return Lines(connection)
