@@ -1,8 +1,8 @@
-"""Calls that block, made in threads beside an event loop."""
+"""Work beside an event loop's own: calls that block, made in threads, and tasks that end together."""
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from functools import cache
 from typing import Any, Generic, ParamSpec, TypeVar, cast
@@ -46,6 +46,22 @@ async def in_thread(call: Callable[[], T]) -> T:
 
     threading.Thread(target=run, daemon=True).start()
     return await future
+
+
+async def cancelled(*tasks: asyncio.Future[Any]) -> list[Any]:
+    """Cancel tasks, and wait for their ends; the outcome of each, a result or an error."""
+    for task in tasks:
+        task.cancel()
+    return await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def all_of(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Results of calls made side by side; when one raises, the others are ended."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await cancelled(*tasks)
 
 
 class LoopThread:
