@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from nanodag.config.kinds import vouch_for
 from nanodag.config.pipeline import read_stage
@@ -193,8 +193,7 @@ class MetricsLog:
 
     def __init__(self, job: Job, *, resume_step: int = 0) -> None:
         self._job = job
-        self._drop_after(resume_step)
-        self._stream = job.metrics_path.open("a", encoding="utf-8")
+        self._stream = step_lines(job.metrics_path, resume_step=resume_step)
         self._board: Any = None
         names = job.context.get("tracking", {}).get("trackers", ())
         if "tensorboard" in names:
@@ -208,7 +207,6 @@ class MetricsLog:
         strings or small lists. event: `step`, `eval`, `sample`, `phase`."""
         line = {"event": event, "step": step, "total": total, "time": round(time.time(), 3), **values}
         self._stream.write(json.dumps(line, default=float) + "\n")
-        self._stream.flush()
         if self._board is not None:
             for name, value in numbers_in(values).items():
                 self._board.add_scalar(f"{self._job.name}/{name}", value, step)
@@ -219,16 +217,24 @@ class MetricsLog:
             self._board.close()
         self._trackers.close()
 
-    def _drop_after(self, step: int) -> None:
-        path = self._job.metrics_path
-        if not path.exists():
-            return
-        kept = []
-        for line in path.read_text(encoding="utf-8").splitlines():
-            with suppress(ValueError):  # the process was killed in the middle of a line
-                if json.loads(line)["step"] <= step:
-                    kept.append(line)
-        write_bytes(path, "".join(line + "\n" for line in kept).encode())
+
+def step_lines(path: Path, *, resume_step: int) -> TextIO:
+    """A file of JSON lines, each of a step, to append to. resume_step: lines of later steps, left by a process that was
+    killed, are removed."""
+    keep_lines(path, lambda line: line["step"] <= resume_step)
+    return path.open("a", encoding="utf-8", buffering=1)  # a line written survives this process
+
+
+def keep_lines(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> None:
+    """Remove the other lines of a file of JSON lines, if there is one, and those that are cut off."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").split("\n"):
+        with suppress(ValueError):  # the process was killed in the middle of a line
+            if is_kept(json.loads(line)):
+                kept.append(line + "\n")
+    write_bytes(path, "".join(kept).encode())
 
 
 def finish(job: Job, *, metrics: Mapping[str, Any], cost: Mapping[str, Any]) -> None:

@@ -10,12 +10,12 @@ import pytest
 
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.rl_sections import HELD_OUT
-from nanodag.rl.control.step_records import Records, step_lines
+from nanodag.rl.control.step_records import Records
 from nanodag.rl.rollouts.batch import RolloutBatch
 from nanodag.rl.rollouts.prompts import Prompt
 from nanodag.rl.rollouts.rollout import Span
 from nanodag.store.atomic import temporary_name
-from nanodag.worker.job import Job, MetricsLog
+from nanodag.worker.job import Job, MetricsLog, step_lines
 from tests.rl.rollouts import of_versions, rollout
 
 VALUES = {"sampled_tokens": 4, "seconds_generate": 0.5}

@@ -9,7 +9,7 @@ from functools import partial
 from itertools import groupby, zip_longest
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.rl_sections import HELD_OUT
@@ -20,20 +20,13 @@ from nanodag.rl.rollouts.metrics import Timed, chrome_trace, rollout_metrics
 from nanodag.rl.rollouts.prompts import Prompt
 from nanodag.rl.rollouts.readable_rollout import text_of_turns
 from nanodag.rl.rollouts.rollout import Rollout, groups_of, main_sequences, write_rollouts
-from nanodag.store.atomic import write_bytes, write_json
-from nanodag.worker.job import Job, MetricsLog
+from nanodag.store.atomic import write_json
+from nanodag.worker.job import Job, MetricsLog, keep_lines, step_lines
 
 log = logging.getLogger(__name__)
 
 NONE: Mapping[str, Container[str]] = {}
 PARTIAL = ".partial"
-
-
-def step_lines(path: Path, *, resume_step: int) -> TextIO:
-    """A file of JSON lines, each of a step, to append to. resume_step: lines of later steps, left by a process that was
-    killed, are removed, and a last one that is cut off."""
-    _filter_lines(path, lambda line: line["step"] <= resume_step)
-    return path.open("a", encoding="utf-8", buffering=1)  # a line written survives this process
 
 
 class Records:
@@ -54,7 +47,7 @@ class Records:
         for path in self._weights.glob("step-*"):
             if path.suffix == PARTIAL or int(path.name.rpartition("-")[2]) > resume_step:
                 shutil.rmtree(path)
-        _filter_lines(job.metrics_path, lambda line: not _is_done_again(line, evaluated))
+        keep_lines(job.metrics_path, lambda line: not _is_done_again(line, evaluated))
         self._metrics = MetricsLog(job, resume_step=resume_step)
         self._write: Callable[..., None] = partial(self._metrics.write, total=self._config.num_steps)
         self._timeline = step_lines(job.records / "timeline.jsonl", resume_step=resume_step)
@@ -205,10 +198,3 @@ def _write_answers(path: Path, prompts: Sequence[Prompt]) -> None:
 def _is_done_again(line: Mapping[str, Any], evaluated: Mapping[str, Container[str]]) -> bool:
     """True for a line of metrics.jsonl of an evaluation that is to be repeated."""
     return line["event"] == "eval" and str(line["step"]) not in evaluated.get(line.get("benchmark", HELD_OUT), ())
-
-
-def _filter_lines(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> None:
-    if path.exists():
-        lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # the last one may be cut off
-        kept = [line + "\n" for line in lines if is_kept(json.loads(line))]
-        write_bytes(path, "".join(kept).encode())
