@@ -28,11 +28,14 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from nanodag.errors import SamplerError
 from nanodag.host.threads import cancelled
 from nanodag.rl.rollouts.batch import RolloutBatch
+
+if TYPE_CHECKING:
+    from nanodag.rl.control.controller import Controller
 
 POLL_S = 0.2
 
@@ -51,27 +54,9 @@ class Position:
     waiting: tuple[RolloutBatch, ...] = ()
 
 
-class Work(Protocol):
-    """The work of the loops; nanodag.rl.control.controller does it. The samplers': `load` a policy's published weights,
-    `generate` what a step trains on, `evaluate` what is due. The trainer's: `train` a step, `publish` its weights where
-    `load` finds them, `note` what the step was like, `save` a checkpoint of what is there when that is called. `check`
-    raises when something that is needed has ended; it is called often."""
-
-    async def load(self, policy: int) -> None: ...
-    async def generate(self, step: int) -> RolloutBatch: ...
-    def is_evaluation_due(self, policy: int) -> bool: ...
-    async def evaluate(self, policy: int) -> None: ...
-    async def train(self, step: int, batch: RolloutBatch) -> None: ...
-    async def publish(self, policy: int) -> None: ...
-    def note(self, step: int) -> None: ...
-    def is_checkpoint_due(self, step: int) -> bool: ...
-    async def save(self, position: Position) -> None: ...
-    def check(self) -> None: ...
-    def is_stop_requested(self) -> bool: ...
-
-
 class Schedule:
-    """The two loops of a stage. timed: adds what a block takes to the seconds of that name. keeps_trainer: the weights
+    """The two loops of a stage. work: does what they ask for; its `check` raises when something that is needed has
+    ended, and is called often. timed: adds what a block takes to the seconds of that name. keeps_trainer: the weights
     that are published are the trainer's own, so no step begins before the samplers have taken them, or passed them
     over. loads_in_flight: weights may be loaded while a rollout batch is under way; not with is_exact. is_over: whether
     what was evaluated says that the stage ends here. takes_turns: a step, its weights included, and what samplers do
@@ -79,7 +64,7 @@ class Schedule:
 
     def __init__(
         self,
-        work: Work,
+        work: "Controller",
         *,
         num_steps: int,
         lag: int,
