@@ -291,13 +291,13 @@ class Controller:
     async def save(self, position: Position) -> None:
         """One commit of everything that the rest of the stage depends on, as it is when this is called."""
         weights = {t: self._published[t] for t in range(position.policy, position.step) if t in self._published}
-        pool = None if self._pool is None else self._pool.state()
+        cursor, pooled, policies = (self._used_up, None, {}) if self._pool is None else self._pool.state()
         saved = json.dumps(
             {
                 "state": self._state,
                 "evals": self._evaluations.scores,
-                "cursor": self._used_up if pool is None else pool.cursor,
-                "pool": {} if pool is None else pool.policies,
+                "cursor": cursor,
+                "pool": policies,
                 "step": position.step,
                 "policy": position.policy,
                 "weights": {policy: version for policy, (version, _) in weights.items()},
@@ -312,8 +312,8 @@ class Controller:
             for number, batch in enumerate(position.waiting, start=position.step + 1):
                 batches.write_batch(folder / f"batch-{number}.json", batch)
             self._replay.save(folder)
-            if pool is not None:
-                batches.write_batch(folder / "pool.json", pool.batch)
+            if pooled is not None:
+                batches.write_batch(folder / "pool.json", pooled)
             for policy, (_, source) in weights.items():
                 await self._services.sync.write(source)
                 shutil.copytree(source, folder / f"policy-{policy}")
