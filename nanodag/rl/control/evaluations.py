@@ -88,21 +88,17 @@ class PolicyBenchmark:
         prompt = self._prompts[item.id]
         if len(prompt) > self._room:
             return [Answer(ending="too_long")] * self._config.num_samples
-        params = [
-            self.benchmark.params(item, number, max_new_tokens=self._longest, stop_token_ids=self._stop_ids)
-            for number in range(self._config.num_samples)
-        ]
-        rid = f"eval-{self._config.name}-{item.id}"
-        requests = [
-            Request(input_ids=prompt, params=sample_params, rid=f"{rid}-{n}", return_logprob=False)
-            for n, sample_params in enumerate(params)
-        ]
+        requests = []
+        for n in range(self._config.num_samples):
+            params = self.benchmark.params(item, n, max_new_tokens=self._longest, stop_token_ids=self._stop_ids)
+            rid = f"eval-{self._config.name}-{item.id}-{n}"
+            requests.append(Request(input_ids=prompt, params=params, rid=rid, return_logprob=False))
         completions = [completion for (completion,) in await self._sampler.generate(requests)]
         thinking, text = self._config.thinking, self._encoding.decode(prompt).rstrip()
         is_open = thinking is not None and text.endswith(thinking.begin)
         return [
-            self._answer(completion, stops=sample_params.stop or (), is_open=is_open)
-            for completion, sample_params in zip(completions, params, strict=True)
+            self._answer(completion, stops=request.params.stop or (), is_open=is_open)
+            for completion, request in zip(completions, requests, strict=True)
         ]
 
     def _answer(self, completion: Completion, *, stops: Sequence[str], is_open: bool) -> Answer:
