@@ -1,4 +1,4 @@
-"""Work beside an event loop's own: calls that block, made in threads, and tasks that end together."""
+"""Calls that block, made in threads beside an event loop, and calls made side by side in one."""
 
 import asyncio
 import threading
