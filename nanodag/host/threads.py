@@ -1,8 +1,8 @@
-"""Calls that block, made in threads beside an event loop."""
+"""Calls that block, made in threads beside an event loop, and calls made side by side in one."""
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from functools import cache
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -39,6 +39,22 @@ async def in_thread(call: Callable[[], T]) -> T:
 
     threading.Thread(target=run, daemon=True).start()
     return await asyncio.wrap_future(future)
+
+
+async def cancelled(*tasks: asyncio.Future[Any]) -> list[Any]:
+    """Cancel tasks, and wait for their ends; the outcome of each, a result or an error."""
+    for task in tasks:
+        task.cancel()
+    return await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def all_of(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Results of calls made side by side; when one raises, the others are ended."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await cancelled(*tasks)
 
 
 class LoopThread:

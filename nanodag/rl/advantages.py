@@ -14,7 +14,6 @@ response (`process_grpo`).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -27,18 +26,10 @@ Steps = Sequence[tuple[int, float]]
 """Of one response: the place of the token that ends a step, from 0, and the step's score."""
 
 
-@dataclass(frozen=True, slots=True)
-class GroupStatistics:
-    """Per sample, (B,) each. size: int64, members of its group. centred: float64, reward minus the group's mean. std:
-    float64, unbiased, 0 for a group of one. Both are exactly 0 where all rewards of the group are equal."""
-
-    size: Tensor
-    centred: Tensor
-    std: Tensor
-
-
-def group_statistics(rewards: Tensor, group_ids: Tensor) -> GroupStatistics:
-    """Statistics of each sample's group. rewards: (B,) float32; group_ids: (B,) int64, any values, in any order.
+def group_statistics(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Per sample, (B,) each: members of its group, int64; its reward minus the group's mean, float64; and the group's
+    standard deviation, float64, unbiased, 0 for a group of one. The last two are exactly 0 where all rewards of the
+    group are equal. rewards: (B,) float32; group_ids: (B,) int64, any values, in any order.
 
     In float64: there the sum of up to 2^29 equal float32 numbers is exact, so their mean is that number, and what is
     equal gives exactly 0. In float32 the mean of three rewards of 0.1 is not 0.1, and that rounding error over a tiny
@@ -54,7 +45,7 @@ def group_statistics(rewards: Tensor, group_ids: Tensor) -> GroupStatistics:
 
     centred = exact - (summed(exact) / counts)[index]
     variance = summed(centred.square()) / (counts - 1).clamp(min=1)
-    return GroupStatistics(size=counts[index], centred=centred, std=variance.sqrt()[index])
+    return counts[index], centred, variance.sqrt()[index]
 
 
 def whitened(values: Tensor, num_tokens: Tensor) -> Tensor:
@@ -79,8 +70,8 @@ def grpo(rewards: Tensor, group_ids: Tensor, num_tokens: Tensor) -> Tensor:
     Source: DeepSeekMath, arXiv:2402.03300, eq. 4. epsilon as in verl (TRL 1e-4, OpenRLHF 1e-9); all three use the
     unbiased standard deviation.
     """
-    group = group_statistics(rewards, group_ids)
-    return (group.centred / (group.std + EPSILON)).float()
+    _, centred, std = group_statistics(rewards, group_ids)
+    return (centred / (std + EPSILON)).float()
 
 
 @entry("advantage", "dr_grpo", compares_groups=True)
@@ -90,7 +81,7 @@ def dr_grpo(rewards: Tensor, group_ids: Tensor, num_tokens: Tensor) -> Tensor:
     Source: Dr. GRPO, arXiv:2503.20783, section 3.1. Its loss divides by a constant instead of by lengths: choose the
     aggregation `constant` with it.
     """
-    return group_statistics(rewards, group_ids).centred.float()
+    return group_statistics(rewards, group_ids)[1].float()
 
 
 @entry("advantage", "rloo", compares_groups=True)
@@ -99,8 +90,8 @@ def rloo(rewards: Tensor, group_ids: Tensor, num_tokens: Tensor) -> Tensor:
 
     Source: RLOO, arXiv:2402.14740, section 2.3.
     """
-    group = group_statistics(rewards, group_ids)
-    return (group.centred * group.size / (group.size - 1).clamp(min=1)).float()
+    size, centred, _ = group_statistics(rewards, group_ids)
+    return (centred * size / (size - 1).clamp(min=1)).float()
 
 
 @entry("advantage", "reinforce_pp")
@@ -121,7 +112,7 @@ def reinforce_pp_baseline(rewards: Tensor, group_ids: Tensor, num_tokens: Tensor
     Where lengths differ, the mean of d over tokens is not 0, so a group without spread gets a little of it. Source:
     REINFORCE++, arXiv:2501.03262, section 3; verl's `reinforce_plus_plus_baseline`, OpenRLHF's `reinforce_baseline`.
     """
-    return whitened(group_statistics(rewards, group_ids).centred, num_tokens).float()
+    return whitened(group_statistics(rewards, group_ids)[1], num_tokens).float()
 
 
 @entry("advantage", "gae", takes_steps=True, needs_critic=True)
@@ -184,8 +175,8 @@ def process_grpo(steps: Sequence[Steps], group_ids: Tensor, sizes: Sequence[int]
     """
     scores = torch.tensor([score for pairs in steps for _, score in pairs], dtype=torch.float32)
     counts = torch.tensor([len(pairs) for pairs in steps])
-    group = group_statistics(scores, group_ids.cpu().repeat_interleave(counts))
-    normalised = (group.centred / (group.std + EPSILON)).split(counts.tolist())
+    _, centred, std = group_statistics(scores, group_ids.cpu().repeat_interleave(counts))
+    normalised = (centred / (std + EPSILON)).split(counts.tolist())
     advantages = []
     for pairs, values, size in zip(steps, normalised, sizes, strict=True):
         at_token = torch.zeros(size, dtype=torch.float64)

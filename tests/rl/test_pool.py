@@ -161,13 +161,13 @@ async def test_a_checkpoint_keeps_what_is_done_and_begins_the_rest_again(tmp_pat
     second = await taking(pool, 2)
     await before.let_go(3, 4)
     assert not second.done()
-    state = pool.state()
-    write_batch(tmp_path / "pool.json", state.batch)
+    unused, done, policies = pool.state()
+    write_batch(tmp_path / "pool.json", done)
     cursor = fakes.cursor_over(tmp_path, [1] * 20)
-    cursor.load_state_dict(state.cursor)
+    cursor.load_state_dict(unused)
     after = HeldSampler()
     pool = pool_of(after, cursor, lag=2)
-    await pool.restore(read_batch(tmp_path / "pool.json"), state.policies, step=1, policy=1)
+    await pool.restore(read_batch(tmp_path / "pool.json"), policies, step=1, policy=1)
     second = await taking(pool, 2)
     assert after.begun == [2, 5, 6, 7, 8]  # in flight before, in their order; then new ones
     await after.let_go(5)
@@ -179,13 +179,13 @@ async def test_rewards_that_failed_are_computed_again_when_a_pool_is_restored(tm
     sampler, pool, first = await begun(tmp_path, {0: "??"})
     await sampler.let_go(0, 1)
     assert not first.done()
-    state = pool.state()
-    assert [drop.reason for drop in state.batch.dropped] == ["reward_failed"]
+    unused, done, policies = pool.state()
+    assert [drop.reason for drop in done.dropped] == ["reward_failed"]
     cursor = fakes.cursor_over(tmp_path, [1] * 9)
-    cursor.load_state_dict(state.cursor)
+    cursor.load_state_dict(unused)
     pool = pool_of(HeldSampler(), cursor, fakes.mended)
-    await pool.restore(state.batch, state.policies, step=0, policy=0)
-    again = pool.state().batch
+    await pool.restore(done, policies, step=0, policy=0)
+    _, again, _ = pool.state()
     assert fakes.kept(again) == ["p1"] and [drop.reason for drop in again.dropped] == ["zero_spread"]
 
 
@@ -196,9 +196,9 @@ async def test_what_ends_after_a_stop_was_asked_for_does_not_count(tmp_path):
     stopping.append(True)  # what computes rewards may be gone
     await sampler.let_go(0, 2)
     assert not first.done()
-    state = pool.state()
-    waiting = [saved["record"]["prompt_id"] for saved in state.cursor["waiting"]]
-    assert fakes.kept(state.batch) == ["p1"] and waiting == ["p0", "p2", "p3"]
+    unused, done, _ = pool.state()
+    waiting = [saved["record"]["prompt_id"] for saved in unused["waiting"]]
+    assert fakes.kept(done) == ["p1"] and waiting == ["p0", "p2", "p3"]
 
 
 @pytest.mark.parametrize(

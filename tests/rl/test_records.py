@@ -47,7 +47,7 @@ def test_an_evaluation_that_the_checkpoint_does_not_have_is_done_again_and_what_
             stream.write('{"event": "st')
     half_written = job.records / "benchmarks" / temporary_name()
     half_written.touch()
-    records = Records(job, resume_step=2, evaluated={HELD_OUT: {"1": 1.0}})
+    records = Records(job, resume_step=2, evaluated={HELD_OUT: {1: 1.0}})
     assert not half_written.exists()
     found = lines(job.metrics_path)
     # those that the step trained on, not those generated beside it
@@ -92,7 +92,7 @@ def test_cut_short_while_it_goes_back_to_a_checkpoint_a_process_has_removed_no_l
     paths = [job.metrics_path, job.records / "timeline.jsonl", job.records / "ledger.jsonl"]
     before = [path.read_bytes() for path in paths]
     with files_end_at(20):
-        done = {HELD_OUT: dict.fromkeys("123", 1.0)}
+        done = {HELD_OUT: dict.fromkeys((1, 2, 3), 1.0)}
         for begin, what in ((partial(Records, evaluated=done), job), (MetricsLog, job), (step_lines, paths[2])):
             with pytest.raises(OSError, match="File too large"):
                 begin(what, resume_step=2)

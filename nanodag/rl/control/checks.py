@@ -64,7 +64,7 @@ def warn_of_first_step(values: Mapping[str, float], *, is_trained: bool, max_new
 def check_ranks(folder: Path, replies: Sequence[Mapping[str, Any]], version: int) -> None:
     """Raise StageFailed when a rank that saved or loaded a checkpoint made other updates than the controller counts."""
     counts = [reply["num_updates"] for reply in replies]
-    if set(counts) != {version}:
+    if any(count != version for count in counts):
         raise StageFailed(
             f"Checkpoint {folder}: the trainer's ranks made {counts} updates, the controller counts {version}. Remove "
             "the checkpoint to begin again from the one before."

@@ -202,7 +202,7 @@ class Controller:
             checks.check_mismatch(values["mismatch_absolute"], self._config.weights, is_stale=is_stale)
         if (every := self._config.keep_weights_every) and step % every == 0:
             with self._stopwatch.timed("checkpoint"), self._records.weights(step) as folder:
-                await self._services.link.exchange("export", folder=str(folder))
+                await self._export(folder)
         if step == 1 and rollout.is_sampled and self._config.has_trainer:
             is_trained = bool(fresh.kept or fresh.num_partial)
             checks.warn_of_first_step(values, is_trained=is_trained, max_new_tokens=rollout.max_new_tokens)
@@ -236,11 +236,18 @@ class Controller:
                 await self._services.sync.publish(folder, version)
             self._published[policy] = (version, same or folder)
             if (kept := self._evaluations.weights_to_keep(policy)) is not None:
-                await self._services.link.exchange("export", folder=str(kept))
+                await self._export(kept)
 
     def _is_given(self, policy: int) -> bool:
         """True where samplers get the weights of a policy: where a trainer changes them, to sample or be evaluated."""
         return self._config.has_trainer and (self._config.rollout.is_sampled or self.is_evaluation_due(policy))
+
+    async def _export(self, folder: Path) -> None:
+        """Write the weights as a model's folder: those of the stage's model where nothing is trained."""
+        if self._config.has_trainer:
+            await self._services.link.exchange("export", folder=str(folder))
+        else:
+            shutil.copytree(self._job.inputs["model"], folder, dirs_exist_ok=True)
 
     async def _update(self, step: int, path: str) -> dict[str, float]:
         replies = await self._services.link.exchange(
@@ -284,13 +291,13 @@ class Controller:
     async def save(self, position: Position) -> None:
         """One commit of everything that the rest of the stage depends on, as it is when this is called."""
         weights = {t: self._published[t] for t in range(position.policy, position.step) if t in self._published}
-        pool = None if self._pool is None else self._pool.state()
+        cursor, pooled, policies = (self._used_up, None, {}) if self._pool is None else self._pool.state()
         saved = json.dumps(
             {
                 "state": self._state,
                 "evals": self._evaluations.scores,
-                "cursor": self._used_up if pool is None else pool.cursor,
-                "pool": {} if pool is None else pool.policies,
+                "cursor": cursor,
+                "pool": policies,
                 "step": position.step,
                 "policy": position.policy,
                 "weights": {policy: version for policy, (version, _) in weights.items()},
@@ -305,8 +312,8 @@ class Controller:
             for number, batch in enumerate(position.waiting, start=position.step + 1):
                 batches.write_batch(folder / f"batch-{number}.json", batch)
             self._replay.save(folder)
-            if pool is not None:
-                batches.write_batch(folder / "pool.json", pool.batch)
+            if pooled is not None:
+                batches.write_batch(folder / "pool.json", pooled)
             for policy, (_, source) in weights.items():
                 await self._services.sync.write(source)
                 shutil.copytree(source, folder / f"policy-{policy}")
@@ -350,7 +357,7 @@ class Controller:
         kept = self._evaluations.leave_best(self._job.output) if leave is None else None
         if leave is None and kept is None:
             self._runner.run(self._services.lending.to_trainer())
-            self._runner.run(self._services.link.exchange("export", folder=str(self._job.output)))
+            self._runner.run(self._export(self._job.output))
         self._records.close()
         summary: dict[str, Any] = {"steps": steps}
         if self._config.has_trainer:  # else there is nothing that could be said to have been learned

@@ -88,21 +88,17 @@ class PolicyBenchmark:
         prompt = self._prompts[item.id]
         if len(prompt) > self._room:
             return [Answer(ending="too_long")] * self._config.num_samples
-        params = [
-            self.benchmark.params(item, number, max_new_tokens=self._longest, stop_token_ids=self._stop_ids)
-            for number in range(self._config.num_samples)
-        ]
-        rid = f"eval-{self._config.name}-{item.id}"
-        requests = [
-            Request(input_ids=prompt, params=sample_params, rid=f"{rid}-{n}", return_logprob=False)
-            for n, sample_params in enumerate(params)
-        ]
+        requests = []
+        for n in range(self._config.num_samples):
+            params = self.benchmark.params(item, n, max_new_tokens=self._longest, stop_token_ids=self._stop_ids)
+            rid = f"eval-{self._config.name}-{item.id}-{n}"
+            requests.append(Request(input_ids=prompt, params=params, rid=rid, return_logprob=False))
         completions = [completion for (completion,) in await self._sampler.generate(requests)]
         thinking, text = self._config.thinking, self._encoding.decode(prompt).rstrip()
         is_open = thinking is not None and text.endswith(thinking.begin)
         return [
-            self._answer(completion, stops=sample_params.stop or (), is_open=is_open)
-            for completion, sample_params in zip(completions, params, strict=True)
+            self._answer(completion, stops=request.params.stop or (), is_open=is_open)
+            for completion, request in zip(completions, requests, strict=True)
         ]
 
     def _answer(self, completion: Completion, *, stops: Sequence[str], is_open: bool) -> Answer:
@@ -190,7 +186,7 @@ class Evaluations:
                 raise ConfigError(f"keep {self._config.keep}: no held-out prompt fits into sampler.context; raise it.")
             is_highest = name == HELD_OUT or self._benchmarks[name].benchmark.higher_is_better
             self._best = BestWeights(job.workspace / "best", is_highest=is_highest)
-        self.scores: dict[str, dict[str, float | None]] = {}  # by HELD_OUT or benchmark, then policy, as JSON has it
+        self.scores: dict[str, dict[int, float | None]] = {}  # by HELD_OUT or benchmark, then policy
 
     def due(self, policy: int) -> list[str]:
         """Evaluations of a policy that are due: HELD_OUT, names of benchmarks. Weights that stay are evaluated once."""
@@ -199,23 +195,23 @@ class Evaluations:
             return []
         names = [*[HELD_OUT] * bool(self._held_out), *self._benchmarks]
         due = [name for name in names if config.evaluation.is_time(name, policy, num_steps=config.num_steps)]
-        return [name for name in due if str(policy) not in self.scores.get(name, {})]
+        return [name for name in due if policy not in self.scores.get(name, {})]
 
     async def evaluate(self, policy: int, records: Records) -> None:
         """Answer the held-out prompts and the benchmarks whose time it is, one after the other."""
         for name in self.due(policy):
-            began, score = time.monotonic(), self.scores.setdefault(name, {})
+            began, scores = time.monotonic(), self.scores.setdefault(name, {})
             if name == HELD_OUT:
                 with self._timed("evaluate"):
                     answers = await unless_stopped(self._generator.answers(self._held_out))
                 seconds, too_long = time.monotonic() - began, self._num_too_long
-                score[str(policy)] = records.evaluation(policy, answers, seconds, self._held_out, too_long=too_long)
+                scores[policy] = records.evaluation(policy, answers, seconds, self._held_out, too_long=too_long)
             else:
                 with self._timed("evaluate"):
                     result = await unless_stopped(self._benchmarks[name].result())
-                score[str(policy)] = records.benchmark(policy, result, time.monotonic() - began)
+                scores[policy] = records.benchmark(policy, result, time.monotonic() - began)
             if self._best is not None and name == self._config.best_metric:
-                self._best.prune(self._scores(name))
+                self._best.prune(scores)
 
     def weights_to_keep(self, policy: int) -> Path | None:
         """Folder for the weights of a policy that may turn out to be the best; None for others, and once it exists."""
@@ -229,16 +225,16 @@ class Evaluations:
         if self._best is not None:
             self._best.save(checkpoint)
 
-    def load(self, checkpoint: Path, scores: dict[str, dict[str, float | None]]) -> None:
-        """Go back to what a checkpoint has."""
-        self.scores = scores
+    def load(self, checkpoint: Path, scores: Mapping[str, Mapping[str, float | None]]) -> None:
+        """Go back to what a checkpoint has. scores: policies as JSON has them, as text."""
+        self.scores = {name: {int(policy): value for policy, value in of.items()} for name, of in scores.items()}
         if self._best is not None:
             self._best.load(checkpoint)
 
     def is_over(self) -> bool:
         """True once evaluation says to stop early."""
         assert self._best is not None, "the config asks for the best weights where it has patience"
-        scores, patience = self._scores(self._config.best_metric), self._config.evaluation.patience
+        scores, patience = self.scores.get(self._config.best_metric, {}), self._config.evaluation.patience
         return is_patience_over(scores, patience=patience, is_highest=self._best.is_highest)
 
     def leave_best(self, output: Path) -> int | None:
@@ -246,7 +242,7 @@ class Evaluations:
         to be left. Raises StageFailed where no evaluation has a score."""
         if self._best is None:
             return None
-        kept = self._best.leave(self._scores(self._config.best_metric), output)
+        kept = self._best.leave(self.scores.get(self._config.best_metric, {}), output)
         if kept is None:
             raise StageFailed(
                 f"keep {self._config.keep}: no evaluation has a score, as all its rewards failed. Mend the reward, or "
@@ -257,21 +253,14 @@ class Evaluations:
 
     def metrics(self) -> dict[str, Any]:
         """First and last scores, as the stage's metrics have them."""
-        known = {
-            name: {step: value for step, value in self._scores(name).items() if value is not None}
-            for name in self.scores
-        }
         metrics: dict[str, Any] = {}
-        for name, values in known.items():
+        for name, scores in self.scores.items():
             key = name if name == HELD_OUT else f"benchmark_{name}"
-            if values:
-                metrics |= {key: values[max(values)]} | ({f"{key}_before": values[0]} if 0 in values else {})
-        if known.get(HELD_OUT) or self._num_too_long:
+            if known := {policy: value for policy, value in scores.items() if value is not None}:
+                metrics |= {key: known[max(known)]} | ({f"{key}_before": known[0]} if 0 in known else {})
+        if HELD_OUT in metrics or self._num_too_long:
             metrics["eval_too_long"] = self._num_too_long
         return metrics
-
-    def _scores(self, name: str) -> dict[int, float | None]:
-        return {int(step): value for step, value in self.scores.get(name, {}).items()}
 
 
 def _held_out_prompts(job: Job, policy_format: PolicyFormat, longest: int) -> tuple[list[Prompt], int]:

@@ -42,16 +42,6 @@ class Group:
     judged: RolloutBatch | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class PoolState:
-    """Checkpoint of a pool. cursor: the position in the prompts, those in flight given back; batch: groups that
-    are done; policies: by group id, those that the samplers had when these began."""
-
-    cursor: dict[str, Any]
-    batch: RolloutBatch
-    policies: dict[str, int]
-
-
 class RolloutPool:
     """The pool of one stage. Nothing is begun but inside `take`. is_stopping: true once a stop was asked for: it may
     have ended what computes rewards, so nothing that ends then counts."""
@@ -121,15 +111,17 @@ class RolloutPool:
                 return None
         return taken
 
-    def state(self) -> PoolState:
-        """Snapshot of the pool; nothing that happens later changes it."""
+    def state(self) -> tuple[dict[str, Any], RolloutBatch, dict[str, int]]:
+        """Snapshot of the pool, which nothing that happens later changes: the position in the prompts, those in flight
+        given back; the groups that are done; and by group id the policy that the samplers had when one of these began.
+        """
         in_flight = [group.prompt for group in self._groups if group.judged is None]
         done = {group.prompt.group_id: group for group in self._groups if group.judged is not None}
         batch = joined([group.judged for group in done.values() if group.judged is not None])
         batch.dropped, batch.passed_over = list(self._dropped), [*self._passed_over, *self._cursor.passed_over()]
         self._passed_over = list(batch.passed_over)
         policies = {group_id: group.policy for group_id, group in done.items()}
-        return PoolState(self._cursor.state_dict(unused=in_flight), batch, policies)
+        return self._cursor.state_dict(unused=in_flight), batch, policies
 
     async def restore(self, batch: RolloutBatch, policies: Mapping[str, int], *, step: int, policy: int) -> None:
         """Go on with what a checkpoint has; the cursor is where it says. step: the last one that was taken. policy:

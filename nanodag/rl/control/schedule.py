@@ -28,10 +28,14 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from nanodag.errors import SamplerError
+from nanodag.host.threads import cancelled
 from nanodag.rl.rollouts.batch import RolloutBatch
+
+if TYPE_CHECKING:
+    from nanodag.rl.control.controller import Controller
 
 POLL_S = 0.2
 
@@ -50,27 +54,9 @@ class Position:
     waiting: tuple[RolloutBatch, ...] = ()
 
 
-class Work(Protocol):
-    """The work of the loops; nanodag.rl.control.controller does it. The samplers': `load` a policy's published weights,
-    `generate` what a step trains on, `evaluate` what is due. The trainer's: `train` a step, `publish` its weights where
-    `load` finds them, `note` what the step was like, `save` a checkpoint of what is there when that is called. `check`
-    raises when something that is needed has ended; it is called often."""
-
-    async def load(self, policy: int) -> None: ...
-    async def generate(self, step: int) -> RolloutBatch: ...
-    def is_evaluation_due(self, policy: int) -> bool: ...
-    async def evaluate(self, policy: int) -> None: ...
-    async def train(self, step: int, batch: RolloutBatch) -> None: ...
-    async def publish(self, policy: int) -> None: ...
-    def note(self, step: int) -> None: ...
-    def is_checkpoint_due(self, step: int) -> bool: ...
-    async def save(self, position: Position) -> None: ...
-    def check(self) -> None: ...
-    def is_stop_requested(self) -> bool: ...
-
-
 class Schedule:
-    """The two loops of a stage. timed: adds what a block takes to the seconds of that name. keeps_trainer: the weights
+    """The two loops of a stage. work: does what they ask for; its `check` raises when something that is needed has
+    ended, and is called often. timed: adds what a block takes to the seconds of that name. keeps_trainer: the weights
     that are published are the trainer's own, so no step begins before the samplers have taken them, or passed them
     over. loads_in_flight: weights may be loaded while a rollout batch is under way; not with is_exact. is_over: whether
     what was evaluated says that the stage ends here. takes_turns: a step, its weights included, and what samplers do
@@ -78,7 +64,7 @@ class Schedule:
 
     def __init__(
         self,
-        work: Work,
+        work: "Controller",
         *,
         num_steps: int,
         lag: int,
@@ -130,7 +116,7 @@ class Schedule:
                 watching.result()
             await loops
         finally:
-            await _end(loops, training, sampling, watching)
+            await cancelled(loops, training, sampling, watching)
         if self._policy <= self._num_steps and not self._has_ended_early:
             raise StopRequested
 
@@ -179,7 +165,7 @@ class Schedule:
             self._ask_to_stop()  # the signal reached the samplers too
         finally:
             # In one wait: on a stop this is cancelled once more, while it waits.
-            await _end(task, stop, *([] if self._under_way is None else [self._under_way]))
+            await cancelled(task, stop, *([] if self._under_way is None else [self._under_way]))
 
     async def _policies(self) -> None:
         while self._policy <= self._num_steps and not self._ends_early():
@@ -253,7 +239,7 @@ class Schedule:
                 other.result()
             return task.done()
         finally:
-            await _end(other)
+            await cancelled(other)
 
     # Waiting and stopping
 
@@ -275,9 +261,3 @@ class Schedule:
     def _ask_to_stop(self) -> None:
         self._stop.set()
         self._changed.set()
-
-
-async def _end(*work: "asyncio.Future[Any]") -> None:
-    for future in work:
-        future.cancel()
-    await asyncio.gather(*work, return_exceptions=True)

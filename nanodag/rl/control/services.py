@@ -38,7 +38,7 @@ from nanodag.rl.control.model_facts import SHARED_MEMORY, ModelFacts, sync_folde
 from nanodag.rl.control.places import Places, places_of
 from nanodag.rl.sync.broadcast_sync import DistributedSync, SharedSync
 from nanodag.rl.sync.weight_sync import DiskSync
-from nanodag.rl.trainer.link import ADDRESS_VARIABLE, NoTrainer, RankLink
+from nanodag.rl.trainer.link import ADDRESS_VARIABLE, RankLink
 from nanodag.worker.children import Children
 from nanodag.worker.job import Job, stop_requested
 from nanodag.worker.launch import worker_environment
@@ -95,9 +95,7 @@ class Services:
         self._places = self._find_places() if self._device == "cuda" else None
         self._nodes = Nodes(job) if self._config.resources.num_nodes > 1 else None
         host = "127.0.0.1" if self._nodes is None else self._nodes.address
-        self.link: RankLink | NoTrainer = NoTrainer(job.inputs["model"])
-        if self._has_trainer:
-            self.link = RankLink(int(self._config.resources.num_ranks), host=host)
+        self.link = RankLink(int(self._config.resources.num_ranks) if self._has_trainer else 0, host=host)
 
     def __enter__(self) -> "Services":
         try:
@@ -225,7 +223,6 @@ class Services:
 
     def _start_trainer(self) -> None:
         config, num_ranks = self._config, self.link.num_ranks
-        assert isinstance(self.link, RankLink)
         gpus = self._places.trainer if self._places is not None and config.sampler.gpus else ""
         environment = worker_environment(int(config.resources.threads), device=self._device, gpus=gpus)
         environment[ADDRESS_VARIABLE] = self.link.address

@@ -25,7 +25,7 @@ from nanodag.worker.job import Job, MetricsLog, step_lines
 
 log = logging.getLogger(__name__)
 
-NONE: Mapping[str, Container[str]] = {}
+NONE: Mapping[str, Container[int]] = {}
 PARTIAL = ".partial"
 
 
@@ -34,7 +34,7 @@ class Records:
     evaluated: steps whose evaluation the checkpoint has, by benchmark, HELD_OUT for the held-out prompts; it does not
     wait for that of its own step."""
 
-    def __init__(self, job: Job, *, resume_step: int, evaluated: Mapping[str, Container[str]] = NONE) -> None:
+    def __init__(self, job: Job, *, resume_step: int, evaluated: Mapping[str, Container[int]] = NONE) -> None:
         self._config: RLStage = job.config
         self._folder, self._benchmarks = job.records / "rollouts", job.records / "benchmarks"
         for folder in (self._folder, self._benchmarks):
@@ -196,6 +196,6 @@ def _write_answers(path: Path, prompts: Sequence[Prompt]) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
-def _is_done_again(line: Mapping[str, Any], evaluated: Mapping[str, Container[str]]) -> bool:
+def _is_done_again(line: Mapping[str, Any], evaluated: Mapping[str, Container[int]]) -> bool:
     """True for a line of metrics.jsonl of an evaluation that is to be repeated."""
-    return line["event"] == "eval" and str(line["step"]) not in evaluated.get(line.get("benchmark", HELD_OUT), ())
+    return line["event"] == "eval" and line["step"] not in evaluated.get(line.get("benchmark", HELD_OUT), ())

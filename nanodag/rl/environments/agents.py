@@ -19,7 +19,7 @@ from typing import Any
 from nanodag.children.forks import EpisodeFailed, EpisodeLost, ForkLimits, ForkServer
 from nanodag.errors import ConfigError
 from nanodag.external_envs.verifiers_process import Outcome, VerifiersProcess, block_of
-from nanodag.host.threads import MadeOnce, in_thread
+from nanodag.host.threads import MadeOnce, cancelled, in_thread
 from nanodag.own_code.find import required_file
 from nanodag.registry import entry
 from nanodag.rewards import sandbox
@@ -76,9 +76,7 @@ async def _unless_over(running: Awaitable[None], session: Session) -> None:
         if agent.done():
             await agent
     finally:
-        for task in (agent, over):
-            task.cancel()
-        await asyncio.gather(agent, over, return_exceptions=True)
+        await cancelled(agent, over)
 
 
 def _take(session: Session, returned: Any) -> None:

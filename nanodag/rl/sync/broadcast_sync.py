@@ -28,6 +28,7 @@ from nanodag.engines.replica import Member
 from nanodag.errors import SamplerError, SamplerLost
 from nanodag.errors.words import counted
 from nanodag.host.ports import LOOPBACK, address_towards
+from nanodag.host.threads import cancelled
 from nanodag.inference.addresses import Address
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.nccl import TWO_VERSIONS
@@ -175,7 +176,7 @@ class DistributedSync(DiskSync):
                 waiting = [member.client for member, task in zip(members, tasks, strict=True) if task in unanswered]
                 await self._leave(waiting)
         except BaseException:
-            await _ended(tasks)
+            await cancelled(*tasks)
             raise
         failure = await self._settled(members, tasks, timeout_s=GRACE_S)
         late = "a sampler was told to leave the group" if unanswered else ""  # it may have answered just then
@@ -189,7 +190,7 @@ class DistributedSync(DiskSync):
             if tasks:
                 await asyncio.wait(tasks, timeout=self._timeout_s if timeout_s is None else timeout_s)
         finally:
-            outcomes = await _ended(tasks)
+            outcomes = await cancelled(*tasks)
         for member, error in zip(members, outcomes, strict=False):  # no calls where there is no group
             if error is not None and not isinstance(error, SamplerError | asyncio.CancelledError):
                 raise error
@@ -286,7 +287,7 @@ class DistributedSync(DiskSync):
             failure = (await work)[0]["failure"]
             await asyncio.wait([calling], timeout=GRACE_S if failure else self._timeout_s)
         finally:
-            (error,) = await _ended([calling])
+            (error,) = await cancelled(calling)
         if isinstance(error, asyncio.CancelledError):
             raise SamplerLost(f"the sampler at {client.url} does not answer in a weight sync")
         if isinstance(error, Exception):
@@ -361,10 +362,3 @@ def address_for(clients: Sequence[SamplerClient]) -> str:
     """The address of this machine by which it reaches samplers elsewhere; loopback where there are none."""
     elsewhere = [urlsplit(client.url).hostname or "" for client in clients if not is_here(client)]
     return address_towards(elsewhere[0]) if elsewhere else LOOPBACK
-
-
-async def _ended(tasks: Sequence["asyncio.Future[None]"]) -> list[BaseException | None]:
-    """Give up those that have not ended; the error of each."""
-    for task in tasks:
-        task.cancel()
-    return await asyncio.gather(*tasks, return_exceptions=True)

@@ -11,13 +11,11 @@ import contextlib
 import os
 import queue
 import secrets
-import shutil
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from nanodag.children.child import Lines
@@ -113,27 +111,6 @@ class RankLink:
             kind = TrainingDiverged if reply["error"] == "TrainingDiverged" else StageFailed
             raise kind(f"Trainer rank {rank}: {reply['message']}")
         return reply
-
-
-class NoTrainer:
-    """In the place of the trainer's ranks, where nothing is trained: its weights stay those of `model`."""
-
-    num_ranks = 0
-
-    def __init__(self, model: Path) -> None:
-        self._model = model
-
-    def accept(self, *, timeout_s: float, check: Callable[[], None]) -> None:
-        """Return at once."""
-
-    async def exchange(self, do: str, **arguments: Any) -> list[dict[str, Any]]:
-        """The reply of a rank that made no update; `export` copies the model."""
-        if do == "export":
-            shutil.copytree(self._model, arguments["folder"], dirs_exist_ok=True)
-        return [{"num_updates": 0}]
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 class ControllerLink:

@@ -131,9 +131,7 @@ def engine_of(
         optimizer=OptimizerConfig(
             name="adamw",
             learning_rate=learning_rate,
-            betas=config.optimizer.betas,
-            eps=config.optimizer.eps,
-            weight_decay=config.optimizer.weight_decay,
+            **config.optimizer.model_dump(include={"betas", "eps", "weight_decay"}),
         ),
         zero_stage=config.optimizer.zero_stage,
         precision=config.optimizer.precision,
