@@ -20,7 +20,8 @@ from nanodag.report.page import environment_of
 from nanodag.report.words import legible, shortened
 from nanodag.rl.rollouts.metrics import Timed
 from nanodag.rl.rollouts.rollout_files import FAILED, FAILURES, Read, Shelf, Wanted
-from nanodag.viewer.sample_view import BLUE, COLOURS, GREEN, Colour, Painter, grouped
+from nanodag.tokenizer.encoding import Encoding
+from nanodag.viewer.sample_view import BLUE, COLOURS, GREEN, Colour, grouped, groups_of
 
 HOST = "127.0.0.1"
 ON_A_PAGE = 24
@@ -77,7 +78,7 @@ def make_app(shelf: Shelf) -> FastAPI:
     app = FastAPI(title=f"Rollouts of {shelf.run}", docs_url=None, redoc_url=None, openapi_url=None)
     # a page elsewhere must not read this one through a name of its own for this address
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])
-    painter = Painter(shelf.model)
+    encoding = Encoding(shelf.model)
     environment = environment_of(Path(__file__).parent / "templates")
     environment.finalize = lambda value: legible(value) if type(value) is str else value  # what is markup already stays
     template = environment.get_template("rollouts.html.jinja")
@@ -87,7 +88,7 @@ def make_app(shelf: Shelf) -> FastAPI:
         query, asked, status = dict(request.query_params), Asked(), 200
         try:
             asked = asked_of(query)
-            shown = _page(shelf, painter, asked)
+            shown = _page(shelf, encoding, asked)
         except (ValueError, NanodagError) as error:
             shown, status = {**_frame(shelf, shelf.steps(), asked), "error": str(error)}, 400
         nonce = secrets.token_urlsafe(16)
@@ -110,7 +111,7 @@ def serve(shelf: Shelf, *, port: int, query: Mapping[str, str]) -> None:
         uvicorn.Server(config).run(sockets=[listener])
 
 
-def _page(shelf: Shelf, painter: Painter, asked: Asked) -> dict[str, Any]:
+def _page(shelf: Shelf, encoding: Encoding, asked: Asked) -> dict[str, Any]:
     steps = shelf.steps()
     frame = _frame(shelf, steps, asked)
     if not steps and not frame["evaluations"]:
@@ -126,7 +127,7 @@ def _page(shelf: Shelf, painter: Painter, asked: Asked) -> dict[str, Any]:
     return {
         **frame,
         "colour": colour,
-        "groups": painter.groups(shown, colour),
+        "groups": groups_of(encoding, shown, colour),
         "num_chosen": len(chosen),
         "num_all": len(reads),
         "fates": fates,
