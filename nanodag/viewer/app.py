@@ -48,7 +48,7 @@ COLUMNS = (
 
 
 @dataclass(frozen=True, kw_only=True, config={"extra": "forbid", "allow_inf_nan": False})
-class Asked(Wanted):
+class PageQuery(Wanted):
     """Query of the page: the rollouts to show, of which step, and how. set: `eval` for held-out prompts."""
 
     set: Literal["", "eval"] = ""
@@ -59,12 +59,12 @@ class Asked(Wanted):
     page: Annotated[Number, Field(ge=1)] = 1
 
 
-def asked_of(query: Mapping[str, str]) -> Asked:
+def asked_of(query: Mapping[str, str]) -> PageQuery:
     """The checked query; what is empty counts as left out. Raises ValueError naming the first field that is wrong."""
-    names = [field.name for field in fields(Asked)]
+    names = [field.name for field in fields(PageQuery)]
     try:
         given = {name: text for name, text in query.items() if text or name not in names}
-        return TypeAdapter(Asked).validate_python(given)
+        return TypeAdapter(PageQuery).validate_python(given)
     except ValidationError as error:
         problem = error.errors()[0]
         name, text = (shortened(str(part), LONGEST_SAID) for part in (problem["loc"][0], problem["input"]))
@@ -85,7 +85,7 @@ def make_app(shelf: Shelf) -> FastAPI:
 
     @app.get("/")
     def page(request: Request) -> HTMLResponse:
-        query, asked, status = dict(request.query_params), Asked(), 200
+        query, asked, status = dict(request.query_params), PageQuery(), 200
         try:
             asked = asked_of(query)
             shown = _page(shelf, encoding, asked)
@@ -111,7 +111,7 @@ def serve(shelf: Shelf, *, port: int, query: Mapping[str, str]) -> None:
         uvicorn.Server(config).run(sockets=[listener])
 
 
-def _page(shelf: Shelf, encoding: Encoding, asked: Asked) -> dict[str, Any]:
+def _page(shelf: Shelf, encoding: Encoding, asked: PageQuery) -> dict[str, Any]:
     steps = shelf.steps()
     frame = _frame(shelf, steps, asked)
     if not steps and not frame["evaluations"]:
@@ -140,7 +140,7 @@ def _page(shelf: Shelf, encoding: Encoding, asked: Asked) -> dict[str, Any]:
     }
 
 
-def _frame(shelf: Shelf, steps: Sequence[Mapping[str, Any]], asked: Asked) -> dict[str, Any]:
+def _frame(shelf: Shelf, steps: Sequence[Mapping[str, Any]], asked: PageQuery) -> dict[str, Any]:
     """Variables that the page has whether or not there are rollouts to show."""
     is_held_out = asked.set == "eval"
     evaluations = shelf.evaluations()
