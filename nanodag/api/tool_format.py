@@ -240,18 +240,11 @@ def _begun(raw: str, keys: tuple[str, str]) -> Call | None:
     )
     if match is None:
         return None
-    depth, is_text, begin = 0, False, match.end()
-    characters = enumerate(raw[begin:], begin)
-    for place, character in characters:
-        if is_text and character == "\\":
-            next(characters, None)
-        elif character == '"':
-            is_text = not is_text
-        elif not is_text:
-            depth += {"{": 1, "}": -1}.get(character, 0)
-            if depth == 0:
-                return Call(json.loads(match[1]), raw[begin : place + 1])
-    return Call(json.loads(match[1]), raw[begin:])
+    try:
+        end = json.JSONDecoder().raw_decode(raw, match.end())[1]
+    except (ValueError, RecursionError):  # it is not whole yet
+        end = len(raw)
+    return Call(json.loads(match[1]), raw[match.end() : end])
 
 
 def knows_calls(renderer: ChatRenderer) -> bool:

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -44,6 +45,7 @@ HELP = """\
 /temperature X    0 takes the likeliest token every time
 /tokens N         the longest answer
 /quit             leave; so does the end of input"""
+TEMPERATURE = 0.8  # until another one is set
 MAX_LINES = 1000  # of the history
 # An editor must know which characters have no width.
 BLUE, PLAIN = "\x01\x1b[1;34m\x02", "\x01\x1b[0m\x02"
@@ -186,8 +188,7 @@ def chat(options: argparse.Namespace) -> int:
     """Talk to a model until /quit or the end of input; returns the exit code. Ctrl-C ends an answer.
 
     options: as of `__main__.py`.
-    Raises SourceError for a folder without tokenizer or chat template, SamplerLost when the engine cannot start,
-    BadRequest for a tool that cannot be used here.
+    Raises SourceError for a folder without tokenizer or chat template, SamplerLost when the engine cannot start.
     """
     console, folder, message = Console(highlight=False), options.folder, options.message
     is_terminal = message is None and sys.stdin.isatty()
@@ -208,7 +209,9 @@ def chat(options: argparse.Namespace) -> int:
                 runner.run(engines.start(1))
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            conversation = _begun(runner.run(with_its_context(model)), options)
+            model = runner.run(with_its_context(model))
+            longest = min(options.max_new_tokens, max(1, model.context_length // 2))
+            conversation = Dialogue(partial(chat_prompt, model), model.context_length, TEMPERATURE, longest)
             talk = Talk(conversation, model, runner, console, is_terminal)
             if message is not None:
                 return 0 if talk.hears(sys.stdin.read() if message == "-" else message) else 1
@@ -219,17 +222,6 @@ def chat(options: argparse.Namespace) -> int:
             return 1
         finally:
             runner.run(engines.end())
-
-
-def _begun(model: ServedModel, options: argparse.Namespace) -> Dialogue:
-    context = model.context_length
-    longest = min(options.max_new_tokens, max(1, context // 2))
-    conversation = Dialogue(lambda body: chat_prompt(model, body), context, options.temperature, longest)
-    message = conversation.offer(options.tools)
-    if conversation.tools != tuple(options.tools):
-        raise BadRequest(message)
-    conversation.begin_again(options.system)
-    return conversation
 
 
 @dataclass(frozen=True)

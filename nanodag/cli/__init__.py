@@ -9,10 +9,11 @@ from typing import Annotated, Literal
 import typer
 
 from nanodag.cli.composed import nightly_app, rerun, sweep
-from nanodag.cli.parameters import Detach, File, ModelName, ModelStage, NewRun, On, Overrides, Preset, RunName, take
+from nanodag.cli.parameters import Detach, File, NewRun, On, Overrides, Preset, RunName, take
 from nanodag.cli.rollouts import rollouts
+from nanodag.cli.serve import chat, serve
 from nanodag.cli.servers import notify, sampler_app, server_app
-from nanodag.cli.slurm import slurm
+from nanodag.cli.slurm import sbatch, slurm
 from nanodag.cli.store import diff, export, gc, lineage, push, reproduce, verify
 from nanodag.errors import ConfigError, MissingTool, NanodagError
 
@@ -130,24 +131,7 @@ def plan(
 
 
 app.command()(slurm)
-
-
-@app.command()
-def sbatch(
-    stage: Annotated[str, typer.Argument(metavar="STAGE", help="A stage of the pipeline.")],
-    overrides: Overrides = None,
-    preset: Preset = "auto",
-    on: On = "",
-    file: File = "",
-) -> None:
-    """Print what a stage needs as options of sbatch.
-
-    \b
-    sbatch $(nanodag sbatch rl --on 8xH100) docs/templates/slurm.sh POOL
-    """
-    from nanodag.cli.show import show_sbatch_options
-
-    show_sbatch_options(stage, overrides or [], preset=preset, on=on, file=file)
+app.command()(sbatch)
 
 
 @app.command()
@@ -184,92 +168,8 @@ def stages(run: RunName = "", file: File = "") -> None:
     show_stages(run, file=file)
 
 
-@app.command()
-def chat(
-    run: ModelName = "",
-    stage: ModelStage = "",
-    message: Annotated[
-        str, typer.Option("--message", "-m", metavar="TEXT", help="The only one; - for all of standard input.")
-    ] = "",
-    web: Annotated[bool, typer.Option("--web", help="In a browser, by a page of this machine.")] = False,
-    also: Annotated[
-        list[str] | None,
-        typer.Option(metavar="STAGE", help="With --web: one more model; or RUN:STAGE, or a folder. Repeatable."),
-    ] = None,
-    port: Annotated[
-        int, typer.Option(metavar="PORT", min=0, max=65535, help="With --web: of the page; 0 for any.")
-    ] = 8000,
-    no_open: Annotated[bool, typer.Option("--no-open", help="With --web: open no browser.")] = False,
-    file: File = "",
-) -> None:
-    """Talk to a model, in the terminal or in a browser. Ctrl-C ends an answer, Ctrl-D the talk.
-
-    \b
-    nanodag chat RUN sft
-    nanodag chat RUN --message "What is 12*34?"
-    nanodag chat RUN rl --web --also sft
-    """
-    if web:
-        if message:
-            raise ConfigError("--message asks one question in the terminal; leave out --web, or ask it on the page.")
-        from nanodag.cli.serve import serve as serve_models
-
-        options = ["--no-access-log", f"--port={port}", *([] if no_open else ["--open"])]
-        serve_models(run, stage, also=also or [], is_following=False, file=file, options=options)
-    if also:
-        raise ConfigError("--also puts models side by side, which --web can show; the terminal talks to one.")
-    from nanodag.cli.serve import chat_with
-
-    chat_with(run, stage, file=file, options=["--message", message] if message else [])
-
-
-@app.command()
-def serve(
-    run: ModelName = "",
-    stage: ModelStage = "",
-    also: Annotated[
-        list[str] | None,
-        typer.Option(metavar="STAGE", help="One more, beside it; or RUN:STAGE, or a folder. Repeatable."),
-    ] = None,
-    follow: Annotated[
-        bool, typer.Option("--follow", help="The newest weights of a run under way, each as it comes.")
-    ] = False,
-    engine: Annotated[str, typer.Option(help="embedded, or sglang where that is installed.")] = "embedded",
-    replicas: Annotated[int, typer.Option(metavar="N", min=1, help="Engines of each model.")] = 1,
-    served_model_name: Annotated[
-        str, typer.Option(metavar="NAME", help="Of the first model, in place of its own.")
-    ] = "",
-    no_access_log: Annotated[
-        bool, typer.Option("--no-access-log", help="No line a request, and none of tokens a second.")
-    ] = False,
-    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Any but loopback needs --api-key-file.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(metavar="PORT", min=0, max=65535, help="0 for any that is free.")] = 8000,
-    api_key_file: Annotated[str, typer.Option(metavar="FILE", help="Keys, one a line; a request bears one.")] = "",
-    cors: Annotated[list[str] | None, typer.Option(metavar="ORIGIN", help="Pages of it may ask. Repeatable.")] = None,
-    option: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--option", "-o", metavar="NAME=VALUE", help="Such as max-batch=64; see docs/how-to/serve.md. Repeatable."
-        ),
-    ] = None,
-    file: File = "",
-) -> None:
-    """Serve models by OpenAI's protocol. Ctrl-C ends it.
-
-    \b
-    nanodag serve RUN
-    nanodag serve RUN rl --also sft --port 8080
-    nanodag serve RUN --follow
-    nanodag serve Qwen/Qwen3-0.6B --engine sglang
-    """
-    from nanodag.cli.serve import serve as serve_models
-
-    options = [f"--engine={engine}", f"--replicas={replicas}", f"--host={host}", f"--port={port}"]
-    options += [f"--api-key-file={api_key_file}"] if api_key_file else []
-    options += [f"--served-model-name={served_model_name}"] if served_model_name else []
-    options += ["--no-access-log"] if no_access_log else []
-    options += [f"--cors={origin}" for origin in cors or []] + [f"--{setting}" for setting in option or []]
-    serve_models(run, stage, also=also or [], is_following=follow, file=file, options=options)
+app.command()(chat)
+app.command()(serve)
 
 
 @app.command()

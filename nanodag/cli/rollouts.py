@@ -1,6 +1,5 @@
 """`nanodag rollouts`: what RL sampled, as a page, in the terminal, or as a file. Light: it imports when it runs."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,6 +25,7 @@ LEAST_GOOD = 1.0
 
 
 def rollouts(
+    context: typer.Context,
     run: RunName = "",
     stage: Annotated[
         str, typer.Argument(metavar="STAGE", help="An RL stage. Default: the last one that has begun.")
@@ -65,17 +65,7 @@ def rollouts(
     nanodag rollouts RUN --export best.jsonl --best 1 --lowest 0.5
     nanodag rollouts RUN --export pairs.jsonl --pairs
     """
-    _refuse_void(
-        {
-            "--port": port is not None,
-            "--print": samples > 0,
-            "--failed": failed,
-            "--export": export != "",
-            "--best": best > 0,
-            "--pairs": pairs,
-            "--lowest": lowest is not None,
-        }
-    )
+    _refuse_void(context)
     from nanodag.cli.live_table import make_console
     from nanodag.cli.show import find_run, print_stale
     from nanodag.rl.rollouts.rollout_files import FAILED, Wanted, shelf_of
@@ -101,7 +91,8 @@ def rollouts(
 def print_rollouts(shelf: "Shelf", wanted: "Wanted", *, most: int, step: int | None) -> None:
     """Print samples of a step, the newest where step is None: the first `most` of those that are wanted."""
     from nanodag.cli.live_table import make_console
-    from nanodag.viewer.sample_view import Painter, first_samples, lines_of
+    from nanodag.tokenizer.encoding import Encoding
+    from nanodag.viewer.sample_view import first_samples, lines_of
 
     steps = shelf.steps_with_rollouts()
     if not steps:
@@ -110,7 +101,7 @@ def print_rollouts(shelf: "Shelf", wanted: "Wanted", *, most: int, step: int | N
     reads = shelf.read(shown)
     chosen = first_samples([read for read in reads if wanted.is_met_by(read)], most)
     console.print(f"step {shown}: {len(chosen)} of {counted(len(reads), 'rollout')}", style="bold")
-    for line in lines_of(Painter(shelf.model), chosen):
+    for line in lines_of(Encoding(shelf.model), chosen):
         console.print(line, soft_wrap=True)
 
 
@@ -139,11 +130,13 @@ def save_rollouts(
         console.print(f"  left out: {count:,} {reason}")
 
 
-def _refuse_void(given: Mapping[str, bool]) -> None:
-    """Raise ConfigError where an option would do nothing. given: whether each of them is there."""
+def _refuse_void(context: typer.Context) -> None:
+    """Raise ConfigError where an option would do nothing."""
+    values = context.params
+    given = {option.opts[0] for option in context.command.params if values.get(option.name or "") != option.default}
     for flag, other, why in CLASHES:
-        if given[flag] and given[other]:
+        if {flag, other} <= given:
             raise ConfigError(f"{flag} does not go with {other}: {why}. Leave one of them out.")
     for option, needed in NEEDS:
-        if given[option] and not any(given[name] for name in needed):
+        if option in given and given.isdisjoint(needed):
             raise ConfigError(f"{option} does nothing without {' or '.join(needed)}; add that, or leave {option} out.")

@@ -69,13 +69,7 @@ def run_pipeline(
     if preset == "auto" and machine is None and resolved.machine.num_gpus:
         print_presets(console, path)
     kept = choose_stale(console, store.find_run(name), pipeline, build=stale, may_ask=sys.stdin.isatty())
-    parameters = {
-        "preset": pipeline.preset,
-        # The flow's process has another environment and working directory: it is told all that came from these.
-        "overrides": merged([*portable(overrides), *locations_of(pipeline, store)]),
-        "file": str(path),
-        "stale": kept,
-    }
+    parameters = {**parameters_of(path, pipeline, store, overrides), "stale": kept}
     return start(store, server, name, parameters, detach=detach, began=began)
 
 
@@ -103,14 +97,18 @@ def ensured(server: LocalServer) -> RunningServer:
     return server.ensure(partial(make_console().print, style="dim"))
 
 
+def parameters_of(path: Path, pipeline: Pipeline, store: Store, overrides: Sequence[str] | None) -> dict[str, Any]:
+    """A flow run's parameters: the flow's process has another environment and working directory, so it is told all that
+    came from these."""
+    all_overrides = merged([*portable(overrides or ()), *locations_of(pipeline, store)])
+    return {"preset": pipeline.preset, "overrides": all_overrides, "file": str(path)}
+
+
 def serve(
     path: Path, pipeline: Pipeline, store: Store, overrides: Sequence[str] | None
 ) -> tuple[RunningServer, dict[str, Any]]:
-    """The running server, and a flow run's parameters: the flow's process has another environment and working
-    directory, so it is told all that came from these."""
-    all_overrides = [*portable(overrides or ()), *locations_of(pipeline, store)]
-    parameters = {"preset": pipeline.preset, "overrides": list(dict.fromkeys(all_overrides)), "file": str(path)}
-    return ensured(server_of(pipeline, store, path)), parameters
+    """The running server, and a flow run's parameters."""
+    return ensured(server_of(pipeline, store, path)), parameters_of(path, pipeline, store, overrides)
 
 
 def start_and_watch(

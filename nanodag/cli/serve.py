@@ -1,66 +1,216 @@
-"""`nanodag serve` and `chat`: find the models, then hand over to the process that has their tokenizers. For `nanodag
-sampler serve` the description of what is served, with nothing left open."""
+"""`nanodag chat`, `serve` and `sampler serve`: find the models, then hand over to the process that has their tokenizers
+or their engine. Light: each imports what it needs when it runs."""
 
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
 
-from pydantic import ValidationError
-from rich.console import Console
+import typer
 
-from nanodag.cli.show import find_run, finished_stages, print_stale
-from nanodag.config.derive_sampler import engine_of, this_machine
-from nanodag.config.kind import MODEL
+from nanodag.cli.parameters import File, ModelName, ModelStage
 from nanodag.errors import ArtifactNotFound, ConfigError
 from nanodag.errors.words import listed, nearest
-from nanodag.host.machine import detect
-from nanodag.host.processor import usable_cores
-from nanodag.inference.addresses import keys_for
-from nanodag.inference.engine_settings import EngineSettings
-from nanodag.inference.number_formats import DTYPES
-from nanodag.inference.sglang_install import Device
-from nanodag.inference.sglang_options import Option
-from nanodag.model.architecture import check_sglang
-from nanodag.run.record import served_store
-from nanodag.worker.launch import worker_environment
+
+if TYPE_CHECKING:
+    from nanodag.inference.sglang_install import Device
+    from nanodag.inference.sglang_options import Option
 
 SERVING = "nanodag.chat.web"  # nanodag.api, and the page
 EMBEDDED = ("max_batch", "cache_bytes", "threads", "seed", "max_body_bytes", "max_text_bytes", "stream_every_s")
 OWN = ("model-path", "model", "host", "port", "token", "api-key", "admin-api-key", "weight-version")
 
 
+def chat(
+    run: ModelName = "",
+    stage: ModelStage = "",
+    message: Annotated[
+        str, typer.Option("--message", "-m", metavar="TEXT", help="The only one; - for all of standard input.")
+    ] = "",
+    web: Annotated[bool, typer.Option("--web", help="In a browser, by a page of this machine.")] = False,
+    also: Annotated[
+        list[str] | None,
+        typer.Option(metavar="STAGE", help="With --web: one more model; or RUN:STAGE, or a folder. Repeatable."),
+    ] = None,
+    port: Annotated[
+        int, typer.Option(metavar="PORT", min=0, max=65535, help="With --web: of the page; 0 for any.")
+    ] = 8000,
+    no_open: Annotated[bool, typer.Option("--no-open", help="With --web: open no browser.")] = False,
+    file: File = "",
+) -> None:
+    """Talk to a model, in the terminal or in a browser. Ctrl-C ends an answer, Ctrl-D the talk.
+
+    \b
+    nanodag chat RUN sft
+    nanodag chat RUN --message "What is 12*34?"
+    nanodag chat RUN rl --web --also sft
+    """
+    if web:
+        if message:
+            raise ConfigError("--message asks one question in the terminal; leave out --web, or ask it on the page.")
+        options = ["--no-access-log", f"--port={port}", *([] if no_open else ["--open"])]
+        _serve(dict([found_model(run, stage, file)]), run, also, file, options)
+    if also:
+        raise ConfigError("--also puts models side by side, which --web can show; the terminal talks to one.")
+    _, folder = found_model(run, stage, file)
+    _hand_over("nanodag.chat", str(folder), *(["--message", message] if message else []))
+
+
 def serve(
-    name: str, stage: str, *, also: Sequence[str], is_following: bool, file: str, options: Sequence[str]
-) -> NoReturn:
-    """Serve a run's stage, a folder or a model of the hub. also: stages of the same run, RUN:STAGE, folders or models
-    of the hub. is_following: the newest weights of a run under way. options: of the serving process."""
-    followed: list[str] = []
-    if is_following:
+    run: ModelName = "",
+    stage: ModelStage = "",
+    also: Annotated[
+        list[str] | None,
+        typer.Option(metavar="STAGE", help="One more, beside it; or RUN:STAGE, or a folder. Repeatable."),
+    ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="The newest weights of a run under way, each as it comes.")
+    ] = False,
+    engine: Annotated[str, typer.Option(help="embedded, or sglang where that is installed.")] = "embedded",
+    replicas: Annotated[int, typer.Option(metavar="N", min=1, help="Engines of each model.")] = 1,
+    served_model_name: Annotated[
+        str, typer.Option(metavar="NAME", help="Of the first model, in place of its own.")
+    ] = "",
+    no_access_log: Annotated[
+        bool, typer.Option("--no-access-log", help="No line a request, and none of tokens a second.")
+    ] = False,
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Any but loopback needs --api-key-file.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(metavar="PORT", min=0, max=65535, help="0 for any that is free.")] = 8000,
+    api_key_file: Annotated[str, typer.Option(metavar="FILE", help="Keys, one a line; a request bears one.")] = "",
+    cors: Annotated[list[str] | None, typer.Option(metavar="ORIGIN", help="Pages of it may ask. Repeatable.")] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--option", "-o", metavar="NAME=VALUE", help="Such as max-batch=64; see docs/how-to/serve.md. Repeatable."
+        ),
+    ] = None,
+    file: File = "",
+) -> None:
+    """Serve models by OpenAI's protocol. Ctrl-C ends it.
+
+    \b
+    nanodag serve RUN
+    nanodag serve RUN rl --also sft --port 8080
+    nanodag serve RUN --follow
+    nanodag serve Qwen/Qwen3-0.6B --engine sglang
+    """
+    options = [f"--engine={engine}", f"--replicas={replicas}", f"--host={host}", f"--port={port}"]
+    options += [f"--api-key-file={api_key_file}"] if api_key_file else []
+    options += [f"--served-model-name={served_model_name}"] if served_model_name else []
+    options += ["--no-access-log"] if no_access_log else []
+    options += [f"--cors={origin}" for origin in cors or []] + [f"--{setting}" for setting in option or []]
+    if follow:
+        from nanodag.cli.show import find_run
+        from nanodag.run.record import served_store
+
         store = served_store(file)
-        followed = [f"--follow={find_run(store, name).run}", f"--follow-stage={stage}"]
-        followed += [f"--store={store.url}", f"--store-local={store.local}"]
-    models = dict([] if is_following else [found_model(name, stage, file)])
-    for other in also:
-        model_name, folder = found_model(*_named(other, name), file)
+        followed = [f"--follow={find_run(store, run).run}", f"--follow-stage={stage}"]
+        options = [*followed, f"--store={store.url}", f"--store-local={store.local}", *options]
+    _serve({} if follow else dict([found_model(run, stage, file)]), run, also, file, options)
+
+
+def serve_sampler(
+    model: Annotated[str, typer.Option(metavar="MODEL", help="A folder, a model of the hub, or RUN:STAGE.")],
+    engine: Annotated[str, typer.Option(help="embedded, sglang, or auto as the stage would choose here.")] = "auto",
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Any but loopback needs --api-key-file.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(metavar="PORT", min=1, max=65535, help="Of the server.")] = 30000,
+    api_key_file: Annotated[
+        str, typer.Option(metavar="FILE", help="Its first line is the key that requests must bear.")
+    ] = "",
+    dtype: Annotated[
+        str, typer.Option(help="float32 or bfloat16; auto as the stage's sampler.precision here.")
+    ] = "auto",
+    context_length: Annotated[int, typer.Option(metavar="N", min=0, help="Prompt and response; 0 for what fits.")] = 0,
+    deterministic: Annotated[
+        bool | None, typer.Option("--deterministic/--not-deterministic", help="Default: embedded on a CPU is.")
+    ] = None,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="One more name of this machine (embedded). Repeatable."),
+    ] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option("--option", "-o", metavar="NAME=VALUE", help="Of the engine's own options. Repeatable."),
+    ] = None,
+    file: Annotated[str, typer.Option(metavar="FILE", help="Whose store RUN:STAGE is in.")] = "",
+) -> None:
+    """Serve one sampler, for stages that name it in sampler.urls. Ctrl-C ends it.
+
+    Its weights are replaced by those of the stage, so any model of the same shape will do. One stage at a time may use
+    it.
+
+    \b
+    nanodag sampler serve --model RUN:sft --host 0.0.0.0 --api-key-file ~/key
+    nanodag sampler serve --model Qwen/Qwen3-0.6B --engine sglang
+    """
+    from pydantic import ValidationError
+
+    from nanodag.config.derive_sampler import engine_of, this_machine
+    from nanodag.engines.start import foreground_command
+    from nanodag.inference.addresses import keys_for
+    from nanodag.inference.engine_settings import EngineSettings
+    from nanodag.inference.number_formats import DTYPES
+    from nanodag.model.architecture import check_sglang
+
+    machine = this_machine()
+    device = cast("Device", machine.device)
+    if engine == "auto":
+        engine, _ = engine_of(machine, device, None)
+    if engine not in ("embedded", "sglang"):
+        raise ConfigError(f"--engine {engine!r} is neither embedded nor sglang nor auto.")
+    if dtype == "auto":
+        dtype = "bfloat16" if machine.multiplies_bf16_fast(device) else "float32"
+    if dtype not in DTYPES.values():
+        raise ConfigError(f"--dtype {dtype!r} is neither float32 nor bfloat16 nor auto.")
+    if engine == "sglang" and (deterministic or allow_host):
+        raise ConfigError("--deterministic and --allow-host are of engine embedded; leave them out.")
+    further: dict[str, Any] = dict(map(_option, option or []))
+    for name in further:
+        if name.replace("_", "-") in OWN:
+            raise ConfigError(f"--option {name} is said otherwise: by --model, --host, --port or --api-key-file.")
+    if engine == "embedded":
+        further = {name.replace("-", "_"): value for name, value in further.items()}
+        if unknown := [name for name in further if name not in EMBEDDED]:
+            raise ConfigError(f"--option {unknown[0]}: there is no such option here. There are: {', '.join(EMBEDDED)}.")
+        deterministic = device == "cpu" if deterministic is None else deterministic
+        further |= {"deterministic": deterministic, "allow_host": allow_host or []}
+    else:
+        further = {"options": further}
+    token = next(iter(keys_for(host, Path(api_key_file) if api_key_file else None)), "")
+    _, folder = found_model(*(_named(model, "") if ":" in model else (model, "")), file)
+    if engine == "sglang":
+        check_sglang(folder, context_length or None, "--engine")
+    try:
+        settings = EngineSettings.model_validate({
+            "engine": engine, "model": folder, "device": device, "dtype": dtype, "host": host, "port": port,
+            "token": token, "context_length": context_length or None, **further,
+        })  # fmt: skip
+    except ValidationError as error:
+        wrong = "; ".join(f"{problem['loc'][0]}: {problem['msg']}" for problem in error.errors())
+        raise ConfigError(f"--option {wrong}.") from error
+    command, environment = foreground_command(settings)
+    name = settings.host if settings.host not in ("0.0.0.0", "::") else os.uname().nodename
+    typer.echo(f"A stage names it in sampler.urls as http://{name}:{port}{' FILE-OF-ITS-KEY' if api_key_file else ''}")
+    os.execve(command[0], command, environment)  # in this process's place: a signal then reaches the server
+
+
+def _serve(models: dict[str, Path], run: str, also: list[str] | None, file: str, options: Sequence[str]) -> NoReturn:
+    """Serve these models and others beside them. also: stages of the same run, RUN:STAGE, folders or models of the hub.
+    options: of the serving process."""
+    for other in also or ():
+        model_name, folder = found_model(*_named(other, run), file)
         models[other if model_name in models else model_name] = folder
-    # It ends the engines, so a signal must reach it.
-    _hand_over(
-        SERVING, *(f"--model={model_name}={folder}" for model_name, folder in models.items()), *followed, *options
-    )
-
-
-def chat_with(name: str, stage: str, *, file: str, options: Sequence[str] = ()) -> NoReturn:
-    """Hand over to the chat program with the model of a run's stage, the last one there is unless named; with a folder,
-    or a model of the hub. options: of the program."""
-    _, folder = found_model(name, stage, file)
-    # In this process's place, not as its child: Ctrl-C ends an answer, and must not end a parent that waits.
-    _hand_over("nanodag.chat", str(folder), *options)
+    _hand_over(SERVING, *(f"--model={model_name}={folder}" for model_name, folder in models.items()), *options)
 
 
 def _hand_over(program: str, *arguments: str) -> NoReturn:
-    """Run a program of ours in this process's place, not as its child: signals then reach it."""
+    """Run a program of ours in this process's place, not as its child: signals then reach it, and Ctrl-C ends an
+    answer, not a parent that waits."""
+    from nanodag.host.machine import detect
+    from nanodag.host.processor import usable_cores
+    from nanodag.worker.launch import worker_environment
+
     environment = worker_environment(usable_cores(), device=detect().device)
     os.execve(sys.executable, [sys.executable, "-m", program, *arguments], environment)
 
@@ -79,6 +229,7 @@ def _is_elsewhere(name: str) -> bool:
 
 
 def found_model(name: str, stage: str, file: str) -> tuple[str, Path]:
+    """Name and folder of the model of a run's stage, the last one there is unless named; of a folder, or of the hub."""
     if _is_elsewhere(name):
         if stage:
             raise ConfigError(f"{name} is a model by itself and has no stage {stage!r}.")
@@ -87,6 +238,12 @@ def found_model(name: str, stage: str, file: str) -> tuple[str, Path]:
         is_folder, hub_name = Path(name).exists(), name.removeprefix("hub:")
         model = fetched(f"file:{name}" if is_folder else f"hub:{hub_name}")
         return Path(name).resolve().name if is_folder else hub_name, model
+    from rich.console import Console
+
+    from nanodag.cli.show import find_run, finished_stages, print_stale
+    from nanodag.config.kind import MODEL
+    from nanodag.run.record import served_store
+
     store = served_store(file)
     record = find_run(store, name)
     models = finished_stages(record, MODEL)
@@ -101,62 +258,7 @@ def found_model(name: str, stage: str, file: str) -> tuple[str, Path]:
     return chosen, store.materialize(store.get(f"{record.run}:{chosen}"))
 
 
-def served_by(
-    model: str,
-    *,
-    engine: str,
-    host: str,
-    port: int,
-    key_file: str,
-    dtype: str,
-    context: int,
-    deterministic: bool | None,
-    names: Sequence[str],
-    options: Sequence[str],
-    file: str,
-) -> EngineSettings:
-    """The server that these options of the command mean, on this machine. Raises ConfigError for one that means none,
-    and for one within reach of others without a key; ArtifactNotFound where there is no such model."""
-    machine = this_machine()
-    device = cast(Device, machine.device)
-    if engine == "auto":
-        engine, _ = engine_of(machine, device, None)
-    if engine not in ("embedded", "sglang"):
-        raise ConfigError(f"--engine {engine!r} is neither embedded nor sglang nor auto.")
-    if dtype == "auto":
-        dtype = "bfloat16" if machine.multiplies_bf16_fast(device) else "float32"
-    if dtype not in DTYPES.values():
-        raise ConfigError(f"--dtype {dtype!r} is neither float32 nor bfloat16 nor auto.")
-    if engine == "sglang" and (deterministic or names):
-        raise ConfigError("--deterministic and --allow-host are of engine embedded; leave them out.")
-    further: dict[str, Any] = dict(map(_option, options))
-    for name in further:
-        if name.replace("_", "-") in OWN:
-            raise ConfigError(f"--option {name} is said otherwise: by --model, --host, --port or --api-key-file.")
-    if engine == "embedded":
-        further = {name.replace("-", "_"): value for name, value in further.items()}
-        if unknown := [name for name in further if name not in EMBEDDED]:
-            raise ConfigError(f"--option {unknown[0]}: there is no such option here. There are: {', '.join(EMBEDDED)}.")
-        further |= {"deterministic": device == "cpu" if deterministic is None else deterministic, "allow_host": names}
-    else:
-        further = {"options": further}
-    token = next(iter(keys_for(host, Path(key_file) if key_file else None)), "")
-    run, colon, stage = model.rpartition(":")
-    is_run = bool(colon) and "/" not in model
-    _, folder = found_model(run, stage, file) if is_run else found_model(model, "", file)
-    if engine == "sglang":
-        check_sglang(folder, context or None, "--engine")
-    try:
-        return EngineSettings.model_validate({
-            "engine": engine, "model": folder, "device": device, "dtype": dtype, "host": host, "port": port,
-            "token": token, "context_length": context or None, **further,
-        })  # fmt: skip
-    except ValidationError as error:
-        wrong = "; ".join(f"{problem['loc'][0]}: {problem['msg']}" for problem in error.errors())
-        raise ConfigError(f"--option {wrong}.") from error
-
-
-def _option(text: str) -> tuple[str, Option]:
+def _option(text: str) -> tuple[str, "Option"]:
     name, equals, value = text.partition("=")
     if not name:
         raise ConfigError(f"--option {text!r} is not NAME=VALUE.")

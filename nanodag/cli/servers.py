@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from nanodag.cli.parameters import File, Overrides, Preset, command
+from nanodag.cli.serve import serve_sampler
 from nanodag.errors import ConfigError, ServerError
 
 if TYPE_CHECKING:
@@ -146,58 +147,4 @@ def install(
         typer.echo(f"Name it to those who use it: sampler.python, or {PYTHON_VARIABLE}={python}")
 
 
-@sampler_app.command()
-def serve(
-    model: Annotated[str, typer.Option(metavar="MODEL", help="A folder, a model of the hub, or RUN:STAGE.")],
-    engine: Annotated[str, typer.Option(help="embedded, sglang, or auto as the stage would choose here.")] = "auto",
-    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Any but loopback needs --api-key-file.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(metavar="PORT", min=1, max=65535, help="Of the server.")] = 30000,
-    api_key_file: Annotated[
-        str, typer.Option(metavar="FILE", help="Its first line is the key that requests must bear.")
-    ] = "",
-    dtype: Annotated[
-        str, typer.Option(help="float32 or bfloat16; auto as the stage's sampler.precision here.")
-    ] = "auto",
-    context_length: Annotated[int, typer.Option(metavar="N", min=0, help="Prompt and response; 0 for what fits.")] = 0,
-    deterministic: Annotated[
-        bool | None, typer.Option("--deterministic/--not-deterministic", help="Default: embedded on a CPU is.")
-    ] = None,
-    allow_host: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="One more name of this machine (embedded). Repeatable."),
-    ] = None,
-    option: Annotated[
-        list[str] | None,
-        typer.Option("--option", "-o", metavar="NAME=VALUE", help="Of the engine's own options. Repeatable."),
-    ] = None,
-    file: Annotated[str, typer.Option(metavar="FILE", help="Whose store RUN:STAGE is in.")] = "",
-) -> None:
-    """Serve one sampler, for stages that name it in sampler.urls. Ctrl-C ends it.
-
-    Its weights are replaced by those of the stage, so any model of the same shape will do. One stage at a time may use
-    it.
-
-    \b
-    nanodag sampler serve --model RUN:sft --host 0.0.0.0 --api-key-file ~/key
-    nanodag sampler serve --model Qwen/Qwen3-0.6B --engine sglang
-    """
-    from nanodag.cli.serve import served_by
-    from nanodag.engines.start import foreground_command
-
-    served = served_by(
-        model,
-        engine=engine,
-        host=host,
-        port=port,
-        key_file=api_key_file,
-        dtype=dtype,
-        context=context_length,
-        deterministic=deterministic,
-        names=allow_host or [],
-        options=option or [],
-        file=file,
-    )
-    command, environment = foreground_command(served)
-    name = served.host if served.host not in ("0.0.0.0", "::") else os.uname().nodename
-    typer.echo(f"A stage names it in sampler.urls as http://{name}:{port}{' FILE-OF-ITS-KEY' if api_key_file else ''}")
-    os.execve(command[0], command, environment)  # in this process's place: a signal then reaches the server
+sampler_app.command("serve")(serve_sampler)

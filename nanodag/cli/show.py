@@ -22,7 +22,7 @@ from nanodag.config.model_size import model_of
 from nanodag.config.reference import setting
 from nanodag.config.resolve import leaves
 from nanodag.config.rl_parts import EntryConfig
-from nanodag.errors import ArtifactNotFound, ConfigError, CorruptArtifact, NanodagError, NewerFormat
+from nanodag.errors import ArtifactNotFound, CorruptArtifact, NanodagError, NewerFormat
 from nanodag.errors.words import counted, duration, listed, nearest, size, tries
 from nanodag.host.machine import machine_of
 from nanodag.run.progress import progress_of, tracker_urls
@@ -95,18 +95,6 @@ def explain_setting(name: str, overrides: Sequence[str], *, preset: str, file: s
         lines.append(f"  why       {reason}")
     for line in lines:
         console.print(line, markup=False, highlight=False)
-
-
-def show_sbatch_options(stage: str, overrides: Sequence[str], *, preset: str, on: str, file: str) -> None:
-    """The options of sbatch for one stage, in one line. on: a machine's text, empty for this one."""
-    from nanodag.run.resource_requests import requests_of  # numpy and more, which other commands do without
-
-    path = pipeline_file(file)
-    resolved = resolve(path, preset, overrides, machine=machine_of(on) if on else None)
-    stages = resolved.pipeline.stages
-    if stage not in stages:
-        raise ConfigError(f"{path} has no stage {stage!r:.100}; it has {listed(stages)}.{nearest(stage, stages)}")
-    print(*requests_of(resolved.pipeline, stage, resolved.machine).sbatch_options())
 
 
 def _plain(value: Any) -> str:

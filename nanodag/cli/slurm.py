@@ -1,4 +1,5 @@
-"""`nanodag slurm`: one job of Slurm in which a whole pipeline runs. Light: it imports what it needs when it runs.
+"""`nanodag slurm`: one job of Slurm in which a whole pipeline runs; `sbatch`: the options of one stage. Light: each
+imports what it needs when it runs.
 
 The run and Prefect's server are on the job's first node; stages reach the others by srun. Near the time limit the run
 is stopped, which leaves checkpoints, and the job queues itself again: it resumes the run of its name. `JOB` is its
@@ -17,8 +18,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nanodag.cli.parameters import File, NewRun, Overrides, Preset, command
+from nanodag.cli.parameters import File, NewRun, On, Overrides, Preset, command
 from nanodag.errors import ConfigError, MissingTool
+from nanodag.errors.words import listed, nearest
 
 if TYPE_CHECKING:
     from nanodag.config import Resolved
@@ -84,6 +86,31 @@ def slurm(
     job = done.stdout.strip().partition(";")[0]  # behind it the cluster's name, where there are several
     typer.echo(f"Job {job} runs {name}. Its log: nanodag-{name}.log")
     typer.echo(f"Look with: squeue --job {job}; {command(f'status {name}')}. End it with: scancel {job}")
+
+
+def sbatch(
+    stage: Annotated[str, typer.Argument(metavar="STAGE", help="A stage of the pipeline.")],
+    overrides: Overrides = None,
+    preset: Preset = "auto",
+    on: On = "",
+    file: File = "",
+) -> None:
+    """Print what a stage needs as options of sbatch.
+
+    \b
+    sbatch $(nanodag sbatch rl --on 8xH100) docs/templates/slurm.sh POOL
+    """
+    from nanodag.config import resolve
+    from nanodag.host.machine import machine_of
+    from nanodag.run.record import pipeline_file
+    from nanodag.run.resource_requests import requests_of
+
+    path = pipeline_file(file)
+    resolved = resolve(path, preset, overrides or [], machine=machine_of(on) if on else None)
+    stages = resolved.pipeline.stages
+    if stage not in stages:
+        raise ConfigError(f"{path} has no stage {stage!r:.100}; it has {listed(stages)}.{nearest(stage, stages)}")
+    print(*requests_of(resolved.pipeline, stage, resolved.machine).sbatch_options())
 
 
 def _checked(

@@ -1,7 +1,7 @@
 """Stages, scores and comparisons of a report, read from the job's context and the stages' folders."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +14,7 @@ from nanodag.errors.words import counted
 from nanodag.evaluation.paired import FALSE_ALARMS, PairedDifference, holm, paired
 from nanodag.rewards.reward import labels
 from nanodag.rl.rollouts.metrics import over_optimised, why_nothing_was_learned
+from nanodag.rl.rollouts.rollout import read_lines
 
 HEADLINES = ("core", "chat_core")
 """Benchmarks that are means over many tasks: they stand first."""
@@ -22,14 +23,7 @@ ASKED = ("form", "num_fewshot", "sampling")
 """What must agree for two scores of a benchmark to be of the same question."""
 
 
-def metrics_in(records: Path) -> list[dict[str, Any]]:
-    """The lines of a folder's metrics.jsonl; none where there is no such file."""
-    path = records / "metrics.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines() if records != Path() and path.is_file() else []
-    return [json.loads(line) for line in lines if line.strip()]
-
-
-def curve_of(lines: Sequence[Mapping[str, Any]], name: str) -> tuple[list[float], list[float]]:
+def curve_of(lines: Iterable[Mapping[str, Any]], name: str) -> tuple[list[float], list[float]]:
     """Steps and values of one metric, over all lines that have it as a number."""
     pairs = [(float(line["step"]), float(line[name])) for line in lines if _is_number(line.get(name))]
     return [step for step, _ in pairs], [value for _, value in pairs]
@@ -61,7 +55,8 @@ class ReportedStage:
 
     @cached_property
     def lines(self) -> list[dict[str, Any]]:
-        return metrics_in(self.records)
+        has_any = self.records != Path()  # else the working directory's would be read
+        return list(read_lines(self.records / "metrics.jsonl", is_whole=True)) if has_any else []
 
     def curve(self, name: str) -> tuple[list[float], list[float]]:
         return curve_of(self.lines, name)

@@ -92,18 +92,25 @@ def origin_of(store: Store, artifact: Artifact) -> Origin:
     return of(artifact)
 
 
+def origins_in(origin: Origin) -> list[Origin]:
+    """The whole lineage, inputs before what was made of them; each once."""
+    known: dict[int, Origin] = {}
+
+    def add(one: Origin) -> None:
+        for source in one.inputs.values():
+            if id(source) not in known:
+                add(source)
+        known[id(one)] = one
+
+    add(origin)
+    return list(known.values())
+
+
 def picture_of(origin: Origin) -> str:
     """The lineage as an SVG: what the store has of it."""
     stages: dict[str, ReportedStage] = {}
-
-    def add(found: Origin) -> None:
-        for source in found.inputs.values():
-            add(source)
-        artifact = found.artifact
-        if artifact is None or any((s.key, s.attempt) == (artifact.key, artifact.attempt) for s in stages.values()):
-            return
-        name = artifact.stage if artifact.stage not in stages else f"{artifact.stage} {artifact.key[:4]}"
-        stages[name] = ReportedStage.read(name, vars(artifact) | {"files": "", "records": ""})
-
-    add(origin)
+    for artifact in (origin.artifact for origin in origins_in(origin)):
+        if artifact is not None:
+            name = artifact.stage if artifact.stage not in stages else f"{artifact.stage} {artifact.key[:4]}"
+            stages[name] = ReportedStage.read(name, vars(artifact) | {"files": "", "records": ""})
     return lineage_svg(stages)

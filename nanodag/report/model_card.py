@@ -1,7 +1,7 @@
 """Model card of an artifact: its scores with intervals, what it was made from down to the data, how to run it."""
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
@@ -9,7 +9,7 @@ from urllib.parse import urlsplit, urlunsplit
 import yaml
 
 from nanodag.report.gather import columns_of
-from nanodag.report.lineage import Origin, origin_of
+from nanodag.report.lineage import origin_of, origins_in
 from nanodag.report.summary import scored_stages
 from nanodag.report.tables import scores_table
 from nanodag.store import Artifact, Store, canonical_json
@@ -24,7 +24,7 @@ def card_of(store: Store, artifact: Artifact, name: str, record: RunRecord | Non
 
     Its licence is what the model that it began at says of itself, else `other`: what data allow is the user's to say.
     """
-    origins = list(_all(origin_of(store, artifact)))
+    origins = reversed(origins_in(origin_of(store, artifact)))
     artifacts = [origin.artifact for origin in origins if origin.artifact is not None]
     imported = [str(made.config["model"]) for made in artifacts if made.kind == "import"]
     sources = {url: identity for made in artifacts for url, identity in (made.sources or {}).items()}
@@ -72,17 +72,6 @@ def _public(url: str) -> str:
         return url
     parts = urlsplit(url)
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
-
-
-def _all(origin: Origin) -> Iterator[Origin]:
-    """The lineage, what was made last first; each once."""
-    waiting, seen = [origin], set[int]()
-    while waiting:
-        found = waiting.pop(0)
-        if id(found) not in seen:
-            seen.add(id(found))
-            yield found
-            waiting += found.inputs.values()
 
 
 def _license(store: Store, imported: Artifact) -> str:

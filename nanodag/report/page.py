@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -101,18 +102,18 @@ def build_report(
 
 def to_html(report: Report) -> str:
     """One file without anything to load from elsewhere."""
-    return _environment(autoescape=True).get_template("report.html.jinja").render(**vars(report))
+    return environment_of().get_template("report.html.jinja").render(**vars(report))
 
 
 def to_markdown(report: Report) -> str:
     """The tables alone, for a terminal, a repository or the Prefect UI."""
-    return _environment(autoescape=False).get_template("report.md.jinja").render(**vars(report)).strip() + "\n"
+    return environment_of(autoescape=False).get_template("report.md.jinja").render(**vars(report)).strip() + "\n"
 
 
-def _environment(*, autoescape: bool) -> jinja2.Environment:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=autoescape, undefined=jinja2.StrictUndefined
-    )
+def environment_of(*folders: Path, autoescape: bool = True) -> jinja2.Environment:
+    """The templates of these folders and of the report."""
+    loader = jinja2.FileSystemLoader([*folders, TEMPLATES])
+    environment = jinja2.Environment(loader=loader, autoescape=autoescape, undefined=jinja2.StrictUndefined)
     environment.filters.update(md=words.markdown, md_cell=_md_cell, fenced=words.fenced)
     return environment
 

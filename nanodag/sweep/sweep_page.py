@@ -16,10 +16,11 @@ from nanodag.errors import SourceError
 from nanodag.errors.words import duration
 from nanodag.evaluation.paired import FALSE_ALARMS, PairedDifference, holm, paired
 from nanodag.report import words
-from nanodag.report.gather import curve_of, metrics_in
+from nanodag.report.gather import curve_of
 from nanodag.report.page import PageSection, Part, Report
 from nanodag.report.plots import COLOURS, Panel, panels_svg
 from nanodag.report.tables import Cell, Table
+from nanodag.rl.rollouts.rollout import read_lines
 from nanodag.run.record import Run, StageResult
 from nanodag.store import Artifact
 from nanodag.store.run_record import PointRecord
@@ -70,7 +71,8 @@ class PointRow:
 
     def curve(self, name: str) -> tuple[list[float], list[float]]:
         """Steps and values of one metric over training."""
-        return curve_of(metrics_in(self.records), name) if self.records is not None else ([], [])
+        lines = read_lines(self.records / "metrics.jsonl", is_whole=True) if self.records is not None else ()
+        return curve_of(lines, name)
 
 
 def rows_of(sweep: Sweep, run: Run, results: Mapping[str, StageResult]) -> list[PointRow]:

@@ -1,26 +1,27 @@
 """The page itself: one address, whose query says what is shown. It works without JavaScript."""
 
-import math
-import re
 import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 from urllib.parse import urlencode
 
-import jinja2
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse
+from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from nanodag.errors import NanodagError
 from nanodag.inference.access_checks import bound_socket
-from nanodag.report.page import TEMPLATES
+from nanodag.report.page import environment_of
 from nanodag.report.words import legible, shortened
 from nanodag.rl.rollouts.metrics import Timed
 from nanodag.rl.rollouts.rollout_files import FAILED, FAILURES, Read, Shelf, Wanted
-from nanodag.viewer.sample_view import BLUE, COLOURS, GREEN, Colour, Painter, grouped
+from nanodag.tokenizer.encoding import Encoding
+from nanodag.viewer.sample_view import BLUE, COLOURS, GREEN, Colour, grouped, groups_of
 
 HOST = "127.0.0.1"
 ON_A_PAGE = 24
@@ -35,16 +36,7 @@ POLICY = (
     "default-src 'none'; script-src 'nonce-{nonce}'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
     "form-action 'self'; frame-ancestors 'none'"
 )
-# What a query may have, and how its values look. A step has as many digits as its file's name.
-PARAMETERS = {
-    "set": "eval",
-    "step": "[0-9]{1,9}",
-    **dict.fromkeys(("lowest", "highest", "fate", "finish", "role", "prompt"), "(?s:.*)"),
-    "sample": "[0-9]{1,9}",
-    "colour": "|".join(COLOURS),
-    "page": "[1-9][0-9]{0,8}",
-}
-WHAT = {"step": "number of a step", "sample": "number of a sample", "page": "number of a page"}
+Number = Annotated[int, Field(ge=0, lt=10**9)]  # a step has as many digits as its file's name
 COLUMNS = (
     ("reward", "reward"),
     ("pass_rate", "pass rate"),
@@ -55,30 +47,53 @@ COLUMNS = (
 )
 
 
+@dataclass(frozen=True, kw_only=True, config={"extra": "forbid", "allow_inf_nan": False})
+class PageQuery(Wanted):
+    """Query of the page: the rollouts to show, of which step, and how. set: `eval` for held-out prompts."""
+
+    set: Literal["", "eval"] = ""
+    step: Number | None = None
+    prompt: Annotated[str, StringConstraints(strip_whitespace=True)] = ""
+    sample: Number | None = None
+    colour: Colour | None = None
+    page: Annotated[Number, Field(ge=1)] = 1
+
+
+def asked_of(query: Mapping[str, str]) -> PageQuery:
+    """The checked query; what is empty counts as left out. Raises ValueError naming the first field that is wrong."""
+    names = [field.name for field in fields(PageQuery)]
+    try:
+        given = {name: text for name, text in query.items() if text or name not in names}
+        return TypeAdapter(PageQuery).validate_python(given)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        name, text = (shortened(str(part), LONGEST_SAID) for part in (problem["loc"][0], problem["input"]))
+        if name not in names:
+            raise ValueError(f"there is no {name!r} to ask for; there are {', '.join(names)}") from error
+        raise ValueError(f"{name} is {text!r}: {problem['msg']}") from error
+
+
 def make_app(shelf: Shelf) -> FastAPI:
     """The application that shows a stage's rollouts, with what is new each time the page is asked for."""
     app = FastAPI(title=f"Rollouts of {shelf.run}", docs_url=None, redoc_url=None, openapi_url=None)
     # a page elsewhere must not read this one through a name of its own for this address
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])
-    painter = Painter(shelf.model)
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader([Path(__file__).parent / "templates", TEMPLATES]),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        finalize=lambda value: legible(value) if type(value) is str else value,  # what is markup already stays
-    )
+    encoding = Encoding(shelf.model)
+    environment = environment_of(Path(__file__).parent / "templates")
+    environment.finalize = lambda value: legible(value) if type(value) is str else value  # what is markup already stays
     template = environment.get_template("rollouts.html.jinja")
 
     @app.get("/")
     def page(request: Request) -> HTMLResponse:
-        query, status = dict(request.query_params), 200
+        query, asked, status = dict(request.query_params), PageQuery(), 200
         try:
-            shown = _page(shelf, painter, query)
+            asked = asked_of(query)
+            shown = _page(shelf, encoding, asked)
         except (ValueError, NanodagError) as error:
-            shown, status = {**_frame(shelf, shelf.steps(), query), "error": str(error)}, 400
+            shown, status = {**_frame(shelf, shelf.steps(), asked), "error": str(error)}, 400
         nonce = secrets.token_urlsafe(16)
         policy = {"Content-Security-Policy": POLICY.format(nonce=nonce)}
-        return HTMLResponse(template.render(**shown, nonce=nonce), status_code=status, headers=policy)
+        return HTMLResponse(template.render(**shown, query=query, nonce=nonce), status_code=status, headers=policy)
 
     return app
 
@@ -96,25 +111,23 @@ def serve(shelf: Shelf, *, port: int, query: Mapping[str, str]) -> None:
         uvicorn.Server(config).run(sockets=[listener])
 
 
-def _page(shelf: Shelf, painter: Painter, query: Mapping[str, str]) -> dict[str, Any]:
-    refuse_odd(query)
+def _page(shelf: Shelf, encoding: Encoding, asked: PageQuery) -> dict[str, Any]:
     steps = shelf.steps()
-    frame = _frame(shelf, steps, query)
+    frame = _frame(shelf, steps, asked)
     if not steps and not frame["evaluations"]:
         return {**frame, "error": "No step has been trained yet; load the page again in a while."}
     reads = shelf.read(frame["step"], held_out=frame["is_held_out"])
-    fates, criteria = dict(Counter(read.fate for read in reads).most_common()), wanted_of(query)
-    chosen = [read for read in reads if criteria.is_met_by(read)]
-    unasked: Colour = "advantage" if any(r.advantages for r in reads) else "logprob"
-    colour = next((colour for colour in COLOURS if colour == query.get("colour")), unasked)
-    number, pages = int(query.get("page") or 1), together(chosen, ON_A_PAGE)
-    if number > max(1, len(pages)):
-        raise ValueError(f"page is {query['page']!r}, and the last one is {max(1, len(pages))}")
-    shown = pages[number - 1] if pages else []
+    fates = dict(Counter(read.fate for read in reads).most_common())
+    chosen = [read for read in reads if asked.is_met_by(read)]
+    colour = asked.colour or ("advantage" if any(r.advantages for r in reads) else "logprob")
+    number, pages = asked.page, together(chosen, ON_A_PAGE)
+    if number > len(pages):
+        raise ValueError(f"page is {str(number)!r}, and the last one is {len(pages)}")
+    shown = pages[number - 1]
     return {
         **frame,
         "colour": colour,
-        "groups": painter.groups(shown, colour),
+        "groups": groups_of(encoding, shown, colour),
         "num_chosen": len(chosen),
         "num_all": len(reads),
         "fates": fates,
@@ -127,24 +140,12 @@ def _page(shelf: Shelf, painter: Painter, query: Mapping[str, str]) -> dict[str,
     }
 
 
-def refuse_odd(query: Mapping[str, str]) -> None:
-    """Raise ValueError for what is no parameter of the page, or no value that one may have; what is empty may stay."""
-    for name, text in query.items():
-        if name not in PARAMETERS:
-            raise ValueError(
-                f"there is no {shortened(name, LONGEST_SAID)!r} to ask for; there are {', '.join(PARAMETERS)}"
-            )
-        if text and not re.fullmatch(PARAMETERS[name], text):
-            raise ValueError(f"{name} is {shortened(text, LONGEST_SAID)!r}, which is no {WHAT.get(name, name)}")
-
-
-def _frame(shelf: Shelf, steps: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
+def _frame(shelf: Shelf, steps: Sequence[Mapping[str, Any]], asked: PageQuery) -> dict[str, Any]:
     """Variables that the page has whether or not there are rollouts to show."""
-    is_held_out = query.get("set") == "eval"
+    is_held_out = asked.set == "eval"
     evaluations = shelf.evaluations()
     there = evaluations if is_held_out else [int(line["step"]) for line in steps]
-    step_text = query.get("step", "")
-    step = int(step_text) if re.fullmatch(PARAMETERS["step"], step_text) else (there[-1] if there else 0)
+    step = asked.step if asked.step is not None else (there[-1] if there else 0)
     return {
         "shelf": shelf,
         "step": step,
@@ -155,7 +156,6 @@ def _frame(shelf: Shelf, steps: Sequence[Mapping[str, Any]], query: Mapping[str,
         "is_held_out": is_held_out,
         "evaluations": evaluations,
         "columns": [(name, title) for name, title in COLUMNS if any(name in line for line in steps)],
-        "query": query,
         "colours": COLOURS,
     }
 
@@ -196,27 +196,3 @@ def timeline_of(spans: Sequence[Timed]) -> dict[str, Any]:
         "fills": FILLS,
         "width": TIMELINE_WIDTH,
     }
-
-
-def wanted_of(query: Mapping[str, str]) -> Wanted:
-    """The query of the page's form. Raises ValueError naming the field that is no finite number."""
-
-    def number(name: str) -> float | None:
-        text = query.get(name, "").strip()
-        try:
-            value = float(text) if text else None
-        except ValueError:
-            value = math.nan
-        if value is not None and not math.isfinite(value):
-            raise ValueError(f"{name} is {shortened(text, LONGEST_SAID)!r}, which is no number")
-        return value
-
-    return Wanted(
-        lowest=number("lowest"),
-        highest=number("highest"),
-        fate=query.get("fate", ""),
-        finish=query.get("finish", ""),
-        role=query.get("role", ""),
-        prompt=query.get("prompt", "").strip(),
-        sample=int(query["sample"]) if query.get("sample") else None,
-    )

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from operator import attrgetter
-from pathlib import Path
 from typing import Any, Literal
 
 from rich.text import Text
@@ -107,18 +106,13 @@ class PromptSamples:
     samples: Sequence[Sequence[Branch]]
 
 
-class Painter:
-    """Views of samples. model: a folder with the tokenizer of these rollouts."""
-
-    def __init__(self, model: Path) -> None:
-        self._encoding = Encoding(model)
-
-    def groups(self, reads: Sequence[Read], colour: Colour) -> list[PromptSamples]:
-        """The samples by prompt, in the order in which `together` puts them; colours are scaled over all of them."""
-        largest = max((abs(v) for read in reads for v in _values(read, colour) if v is not None), default=0.0)
-        versions = sorted({version for read in reads for version in read.rollout.versions})
-        brush = _Brush(self._encoding, colour, largest, versions, most=TOKENS_A_PAGE // max(1, len(reads)))
-        return [_group(group, brush) for group in grouped(reads, "group_id")]
+def groups_of(encoding: Encoding, reads: Sequence[Read], colour: Colour) -> list[PromptSamples]:
+    """The samples by prompt, in the order in which `together` puts them; colours are scaled over all of them.
+    encoding: the tokenizer of these rollouts."""
+    largest = max((abs(v) for read in reads for v in _values(read, colour) if v is not None), default=0.0)
+    versions = sorted({version for read in reads for version in read.rollout.versions})
+    brush = _Brush(encoding, colour, largest, versions, most=TOKENS_A_PAGE // max(1, len(reads)))
+    return [_group(group, brush) for group in grouped(reads, "group_id")]
 
 
 def grouped(reads: Sequence[Read], field: str) -> list[list[Read]]:
@@ -309,9 +303,9 @@ def first_samples(reads: Sequence[Read], most: int) -> list[Read]:
     return [read for sample in samples[:most] for read in sample]
 
 
-def lines_of(painter: Painter, reads: Sequence[Read]) -> Iterator[Text]:
+def lines_of(encoding: Encoding, reads: Sequence[Read]) -> Iterator[Text]:
     """Each sample of these, under its prompt."""
-    for group in painter.groups(reads, "none"):
+    for group in groups_of(encoding, reads, "none"):
         yield _line("prompt " + group.prompt_id, "bold")
         yield _line(_indented(shortened(group.prompt, PROMPT_LENGTH)), "dim")
         for branch in chain.from_iterable(group.samples):

@@ -19,20 +19,30 @@ serve_module = import_module("nanodag.cli.serve")  # the package has a command o
 @pytest.fixture
 def served(monkeypatch):
     """served(options of the command) -> the description of the server."""
+
+    class Described(Exception):
+        pass
+
+    def describe(settings):
+        raise Described(settings)
+
     monkeypatch.setattr(serve_module, "found_model", lambda *named: ("model", MODEL))
-    monkeypatch.setattr(serve_module, "check_sglang", lambda folder, context, setting: None)
-    defaults = {
-        "engine": "embedded", "host": "127.0.0.1", "port": 30000, "key_file": "", "dtype": "float32", "context": 0,
-        "deterministic": None, "names": [], "options": [], "file": "",
-    }  # fmt: skip
-    return lambda **options: serve_module.served_by(str(MODEL), **(defaults | options))
+    monkeypatch.setattr("nanodag.model.architecture.check_sglang", lambda folder, context, setting: None)
+    monkeypatch.setattr(start, "foreground_command", describe)
+
+    def call(**options):
+        with pytest.raises(Described) as caught:
+            serve_module.serve_sampler(str(MODEL), **({"engine": "embedded", "dtype": "float32"} | options))
+        return caught.value.args[0]
+
+    return call
 
 
 def test_an_embedded_server_gets_its_description_as_json_and_its_key_unseen(served, tmp_path):
     (tmp_path / "key").write_text("# mine\n0123456789abcdef\nanother-0123456789\n")
     settings = served(
-        host="0.0.0.0", key_file=f"{tmp_path}/key", context=64, deterministic=True, names=["node2.example.org"],
-        options=["cache-bytes=1000", "threads=2"],
+        host="0.0.0.0", api_key_file=f"{tmp_path}/key", context_length=64, deterministic=True,
+        allow_host=["node2.example.org"], option=["cache-bytes=1000", "threads=2"],
     )  # fmt: skip
     command, environment = foreground_command(settings)
     assert command[:3] == [sys.executable, "-m", "nanodag.sampler"] and "0123456789abcdef" not in command[3]
@@ -46,7 +56,7 @@ def test_an_embedded_server_gets_its_description_as_json_and_its_key_unseen(serv
 
 def test_an_sglang_server_gets_room_for_its_reserve_and_what_a_cpu_needs(served, monkeypatch):
     monkeypatch.setattr(start, "find_python", lambda configured, device: Path("/sglang/python"))
-    settings = served(engine="sglang", context=64, options=["mem_fraction_static=0.5", "enable-metrics"])
+    settings = served(engine="sglang", context_length=64, option=["mem_fraction_static=0.5", "enable-metrics"])
     command, environment = foreground_command(settings)
     assert command[0] == "/sglang/python" and command[1].endswith("sglang_shim.py")
     assert {"--context-length=72", "--mem-fraction-static=0.5", "--enable-metrics", "--device=cpu"} <= set(command)
@@ -60,11 +70,11 @@ def test_an_sglang_server_gets_room_for_its_reserve_and_what_a_cpu_needs(served,
     ("values", "reason"),
     [
         ({"host": "0.0.0.0"}, "--host 0.0.0.0 is within reach of others"),
-        ({"options": ["api_key=x"]}, "--option api_key is said otherwise"),
-        ({"options": ["wieght=x"]}, "--option wieght: there is no such option here. There are: max_batch, "),
-        ({"options": ["threads=many"]}, "--option threads: Input should be a valid integer"),
+        ({"option": ["api_key=x"]}, "--option api_key is said otherwise"),
+        ({"option": ["wieght=x"]}, "--option wieght: there is no such option here. There are: max_batch, "),
+        ({"option": ["threads=many"]}, "--option threads: Input should be a valid integer"),
         ({"engine": "sglang", "deterministic": True}, "of engine embedded"),
-        ({"key_file": "/nowhere/key"}, "--api-key-file /nowhere/key cannot be read"),
+        ({"api_key_file": "/nowhere/key"}, "--api-key-file /nowhere/key cannot be read"),
     ],
 )
 def test_a_server_that_cannot_be_is_refused_with_the_reason(served, values, reason):

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from nanodag.cli.serve import chat_with
+from nanodag.cli.serve import chat
 from nanodag.cli.show import show_status
 from nanodag.config import resolve
 from nanodag.config.kinds import installed, recorded_kind, shipped
@@ -119,7 +119,7 @@ def test_a_kind_in_one_file_of_the_users_own_works_everywhere(merge, monkeypatch
 
     started = []
     monkeypatch.setattr(os, "execve", lambda program, command, environment: started.append(command))
-    chat_with("r", "merged", file="")
+    chat("r", "merged")
     assert started[0][-1] == str(of["merged"])
     [subject] = choose(run.store, run.pipeline).subjects
     assert (subject.stage, [name for name, _ in subject.evals.values()]) == ("merged", ["eval_merged"])

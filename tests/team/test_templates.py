@@ -89,13 +89,13 @@ def test_a_pool_is_given_the_variables_that_it_has():
 
 
 def test_the_command_names_the_stages_there_are(capsys):
-    from nanodag.cli.show import show_sbatch_options
+    from nanodag.cli.slurm import sbatch
 
     about = {"preset": "speedrun", "file": str(PROJECT / "pipeline.yaml"), "on": "8xH100"}
-    show_sbatch_options("pretrain", [], **about)
+    sbatch("pretrain", **about)
     assert "--gpus-per-node=8" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"no stage 'pretrian'; it has tokenizer, .* Did you mean 'pretrain'\?"):
-        show_sbatch_options("pretrian", [], **about)
+        sbatch("pretrian", **about)
 
 
 def test_the_kubernetes_job_asks_for_its_own_variables_only():

@@ -13,8 +13,9 @@ from nanodag.rl.rollouts.rollout import Rollout, Span, prompt_span, write_rollou
 from nanodag.rl.rollouts.rollout_files import Read, Shelf, Wanted, shelf_of
 from nanodag.store import Store
 from nanodag.tokenizer.bpe import save_tokenizer
+from nanodag.tokenizer.encoding import Encoding
 from nanodag.viewer.app import make_app, serve, together
-from nanodag.viewer.sample_view import LAST_LINES, Painter, first_samples, lines_of
+from nanodag.viewer.sample_view import LAST_LINES, first_samples, groups_of, lines_of
 from tests.rl.rollouts import sampled_span
 from tests.run_records import run_record, stage_record
 
@@ -121,7 +122,7 @@ def test_held_out_rollouts_are_a_set_of_their_own(get):
 
 def turns(shelf, reads, colour="none"):
     """Of the main sequence of each sample."""
-    (group,) = Painter(shelf.model).groups(reads, colour)
+    (group,) = groups_of(Encoding(shelf.model), reads, colour)
     return [branches[0].turns for branches in group.samples]
 
 
@@ -257,7 +258,7 @@ def asked(shelf, *rollouts, dropped=()):
 
 
 def samples_of(shelf):
-    return [sample for group in Painter(shelf.model).groups(shelf.read(2), "none") for sample in group.samples]
+    return [sample for group in groups_of(Encoding(shelf.model), shelf.read(2), "none") for sample in group.samples]
 
 
 def test_a_sample_is_shown_turn_by_turn_with_who_speaks_and_what_is_called(shelf):
@@ -296,7 +297,7 @@ def test_samples_that_begin_with_prompts_of_their_own_stand_under_their_messages
     asked(shelf, rollout("p", 0, 1.0, [said("x")]), rollout("p", 1, 1.0, [said("y")], prompt="a"))
     line = {"prompt_id": "p", "answer": "", "messages": [{"role": "user", "content": "Sort them."}]}
     (shelf.records / "rollouts" / "step-00000002.answers.jsonl").write_text(json.dumps(line) + "\n")
-    (group,) = Painter(shelf.model).groups(shelf.read(2), "none")
+    (group,) = groups_of(Encoding(shelf.model), shelf.read(2), "none")
     assert group.prompt == "user: Sort them." and [branches[0].prompt for branches in group.samples] == ["?", "a"]
 
 
@@ -352,7 +353,7 @@ def test_samples_are_printed_with_their_turns_branches_and_failures(shelf):
     own = rollout("p", 0, 1.0, [said("fair")], branch=1, role="judge")
     failed = rollout("p", 1, None, [said("a")], metadata={"reward_error": "reported none"})
     asked(shelf, main, own, failed, rollout("q", 0, 0.0, [said("last")]))
-    text = "\n".join(line.plain for line in lines_of(Painter(shelf.model), first_samples(shelf.read(2), 2)))
+    text = "\n".join(line.plain for line in lines_of(Encoding(shelf.model), first_samples(shelf.read(2), 2)))
     assert text.splitlines() == [
         "prompt p", "      ?",
         "reward 1 · trained · sample 0 · ended by stop · turns 3 · tokens 8 · exact 1",
