@@ -3,9 +3,9 @@
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from concurrent.futures import Future
 from functools import cache
-from typing import Any, Generic, ParamSpec, TypeVar, cast
+from typing import Any, Generic, ParamSpec, TypeVar
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -26,26 +26,25 @@ class MadeOnce(Generic[P, T]):
         self._made.cache_clear()
 
 
-async def in_thread(call: Callable[[], T]) -> T:
-    """The result of a call in a thread of its own, which nobody waits for when the process ends."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(value: T | None, error: BaseException | None) -> None:
-        if not future.done():
-            future.set_exception(error) if error is not None else future.set_result(cast(T, value))
-
-    def run() -> None:
-        value, error = None, None
+def settle(future: Future[T], call: Callable[[], T]) -> None:
+    """Call it and have the future end as it does, unless whoever waits has given up before."""
+    if future.set_running_or_notify_cancel():
         try:
-            value = call()
-        except BaseException as raised:  # noqa: BLE001 - the caller gets it
-            error = raised
-        with suppress(RuntimeError):  # the loop may have been closed meanwhile
-            loop.call_soon_threadsafe(settle, value, error)
+            future.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - the caller gets it
+            future.set_exception(error)
 
-    threading.Thread(target=run, daemon=True).start()
-    return await future
+
+def begun(call: Callable[[], T]) -> Future[T]:
+    """The result to come of a call in a thread of its own, which nobody waits for when the process ends."""
+    future: Future[T] = Future()
+    threading.Thread(target=settle, args=(future, call), daemon=True).start()
+    return future
+
+
+async def in_thread(call: Callable[[], T]) -> T:
+    """The result of a call in a thread as of `begun`."""
+    return await asyncio.wrap_future(begun(call))
 
 
 class LoopThread:
