@@ -14,6 +14,7 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -21,7 +22,7 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, ExceptionHandler, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanodag.errors import ConfigError
 
@@ -131,12 +132,11 @@ class Doors:
         )
 
 
+@dataclass(eq=False)
 class TooLarge(Exception):
     """A body is above the limit. response: the answer."""
 
-    def __init__(self, response: JSONResponse) -> None:
-        super().__init__("the body is too large")
-        self.response = response
+    response: JSONResponse
 
 
 def _refused(
@@ -166,16 +166,10 @@ async def unless_left(http: HttpRequest, work: Awaitable[T]) -> T:
         await asyncio.gather(running, leaving, return_exceptions=True)
 
 
-def _has_left(http: HttpRequest, error: Exception) -> Response:
-    return Response(status_code=CLIENT_CLOSED_REQUEST)
-
-
-def _too_large(http: HttpRequest, error: Exception) -> Response:
-    assert isinstance(error, TooLarge)
-    return error.response
-
-
-HANDLERS: Mapping[Any, ExceptionHandler] = {TooLarge: _too_large, ClientDisconnect: _has_left, Left: _has_left}
+HANDLERS: Mapping[Any, Any] = {
+    TooLarge: lambda http, error: error.response,
+    **dict.fromkeys((ClientDisconnect, Left), lambda http, error: Response(status_code=CLIENT_CLOSED_REQUEST)),
+}
 """Answers of any server of ours to a body above its limit, and to a client that has gone."""
 
 
