@@ -20,7 +20,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanodag import __version__
 from nanodag.engines.replica import NO_FOLDER, Opened, Replica, WeightsFolder
@@ -30,6 +30,9 @@ from nanodag.inference.addresses import Address, read_addresses, read_keys
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.protocol import Completion, Request
 from nanodag.model.architecture import Architecture
+
+if TYPE_CHECKING:
+    from nanodag.engines.roster import Roster
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -66,11 +69,12 @@ class ExternalServer:
 class ExternalReplica(Replica):
     """An engine whose server somebody else runs. It never ends the fleet, unless no engine is left."""
 
+    is_own = False
     faults = SamplerError
     must_answer = True
 
-    def __init__(self, number: int, url: str, servers: "ExternalServers") -> None:
-        super().__init__(number)
+    def __init__(self, number: int, fleet: "Roster", url: str, servers: "ExternalServers") -> None:
+        super().__init__(number, fleet)
         self.url, self._servers = url, servers
 
     @property
