@@ -128,7 +128,7 @@ class Roster:
 
     async def choose(self, *, but: Replica | None = None) -> Replica:
         """The one with the fewest under way; waits while all are being started again. but: not this one, if there is
-        another."""
+        another. Raises SamplerLost where none is up and none is waited for."""
         began = time.monotonic()
         while True:
             self.arrange()
