@@ -125,11 +125,12 @@ class Doors:
         )
 
 
-@dataclass(eq=False)
 class TooLarge(Exception):
     """A body is above the limit. response: the answer."""
 
-    response: JSONResponse
+    def __init__(self, response: JSONResponse) -> None:
+        super().__init__("the body is too large")
+        self.response = response
 
 
 def _refused(
