@@ -98,7 +98,8 @@ async def with_its_context(model: ServedModel) -> ServedModel:
     assert isinstance(model.backend, Fleet)
     if model.is_sglang:
         return model
-    return replace(model, context_length=int((await model.backend.least_busy().client.model_info())["context_length"]))
+    told = await (await model.backend.choose()).client.model_info()
+    return replace(model, context_length=int(told["context_length"]))
 
 
 def _settings(args: argparse.Namespace, device: Device, context: int, token: str, num_models: int) -> EngineSettings:

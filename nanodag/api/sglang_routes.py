@@ -104,7 +104,7 @@ class _Passed(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         engines = self._model.backend
         assert isinstance(engines, Fleet)
-        replica = engines.least_busy()
+        replica = await engines.choose()
         replica.load += self._load
         try:
             async with asyncio.timeout(self._limits.request_timeout_s):

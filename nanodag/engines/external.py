@@ -18,9 +18,9 @@ import secrets
 import shutil
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanodag import __version__
 from nanodag.engines.replica import NO_FOLDER, Opened, Replica, WeightsFolder
@@ -30,6 +30,9 @@ from nanodag.inference.addresses import Address, read_addresses, read_keys
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.protocol import Completion, Request
 from nanodag.model.architecture import Architecture
+
+if TYPE_CHECKING:
+    from nanodag.engines.roster import Roster
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -66,11 +69,12 @@ class ExternalServer:
 class ExternalReplica(Replica):
     """An engine whose server somebody else runs. It never ends the fleet, unless no engine is left."""
 
+    is_own = False
     faults = SamplerError
     must_answer = True
 
-    def __init__(self, number: int, url: str, servers: "ExternalServers") -> None:
-        super().__init__(number)
+    def __init__(self, number: int, fleet: "Roster", url: str, servers: "ExternalServers") -> None:
+        super().__init__(number, fleet)
         self.url, self._servers = url, servers
 
     @property
@@ -220,6 +224,7 @@ def _check_answer(request: Request, answer: Completion, versions: Sequence[str])
         raise SamplerError("it answered with what is no token")
 
 
+@dataclass(eq=False)
 class ExternalServers:
     """Addresses of external servers that are named now, and how to begin with the server at each.
 
@@ -229,45 +234,39 @@ class ExternalServers:
     each answer of a server that begins. patience_s: for one of them to be up, where no other sampler is.
     """
 
-    def __init__(
-        self,
-        urls: Sequence[Address],
-        *,
-        file: Path | None,
-        needed: Needed,
-        folder: Path | None,
-        connect: Callable[[str, str], SamplerClient],
-        every_s: float = 1.0,
-        longest_s: float = 30.0,
-        timeout_s: float = 20.0,
-        patience_s: float = 120.0,
-    ) -> None:
-        self._urls, self._file, self._needed, self._folder = list(urls), file, needed, folder
-        self._connect, self._timeout_s = connect, timeout_s
-        self.every_s, self.longest_s, self.patience_s = every_s, longest_s, patience_s
-        self._in_file: list[Address] = []
-        self._looked = -float("inf")
-        self._fault = ""
-        self._reasons: dict[str, str] = {}
+    urls: Sequence[Address]
+    _: KW_ONLY
+    file: Path | None
+    needed: Needed
+    folder: Path | None
+    connect: Callable[[str, str], SamplerClient]
+    every_s: float = 1.0
+    longest_s: float = 30.0
+    timeout_s: float = 20.0
+    patience_s: float = 120.0
+    _in_file: list[Address] = field(default_factory=list, init=False)
+    _looked: float = field(default=-math.inf, init=False)
+    _fault: str = field(default="", init=False)
+    _reasons: dict[str, str] = field(default_factory=dict, init=False)
 
     def named(self) -> dict[str, Address]:
         """By URL. A file that cannot be read, or is wrong, leaves what it said before."""
-        if self._file is not None and time.monotonic() - self._looked >= self.every_s:
+        if self.file is not None and time.monotonic() - self._looked >= self.every_s:
             self._looked = time.monotonic()
             try:
-                self._in_file, self._fault = read_addresses(self._file), ""
+                self._in_file, self._fault = read_addresses(self.file), ""
             except (OSError, ValueError) as error:
                 if str(error) != self._fault:
                     log.warning("sampler.urls_file: %s. The servers that it named before stay.", error)
                 self._fault = str(error)
-        return {address.url: address for address in (*self._urls, *self._in_file)}
+        return {address.url: address for address in (*self.urls, *self._in_file)}
 
     async def attach(self, address: Address) -> tuple[ExternalServer, SamplerClient]:
         """Begin with a server: it answers, fits, and nothing runs there. Its weights are whatever they are.
 
         Raises SamplerError: BadRequest where it must be started otherwise, another one where it may answer later.
         """
-        client = self._connect(address.url, self._key(address))
+        client = self.connect(address.url, self._key(address))
         try:
             await self._begin(client)
         except BaseException:
@@ -292,13 +291,13 @@ class ExternalServers:
                 f"{error} (what is named is a sampler itself, no router or web server; its key stands in a file behind "
                 "its URL)"
             ) from error
-        if faults := misfits(self._needed, model, server):
+        if faults := misfits(self.needed, model, server):
             raise BadRequest("; ".join(faults))
         if isinstance(tensor_parallel := server.get("tp_size"), int):  # the embedded one is one process
             client.num_ranks = tensor_parallel
-        if self._needed.is_deterministic and not self._needed.numerics:  # the others are to round as the first one
-            self._needed = replace(self._needed, numerics=str(server.get("numerics")))
-        if self._needed.engine == "sglang" and (wrong := await self._other_layers(client)):
+        if self.needed.is_deterministic and not self.needed.numerics:  # the others are to round as the first one
+            self.needed = replace(self.needed, numerics=str(server.get("numerics")))
+        if self.needed.engine == "sglang" and (wrong := await self._other_layers(client)):
             raise BadRequest(wrong)
         await self._in_time(client.abort())
         await self._in_time(client.resume())  # who had it before may have left it paused
@@ -308,13 +307,13 @@ class ExternalServers:
             raise
         except SamplerError as error:  # it is not, or it is an SGLang that does not know the call
             log.debug("%s: %s", server, error)
-        if self._folder is not None:
-            await self._check_folder(client, self._folder)
+        if self.folder is not None:
+            await self._check_folder(client, self.folder)
 
     async def _other_layers(self, client: SamplerClient) -> str:
         try:
             fingerprints = await self._in_time(client.fingerprints(), times=HASHING)
-            return layers_differ(fingerprints, self._needed.architecture.num_layers)
+            return layers_differ(fingerprints, self.needed.architecture.num_layers)
         except SamplerLost:
             raise
         except SamplerError as error:
@@ -344,10 +343,10 @@ class ExternalServers:
 
     async def _in_time(self, call: Awaitable[T], *, times: int = 1) -> T:
         try:
-            async with asyncio.timeout(times * self._timeout_s):
+            async with asyncio.timeout(times * self.timeout_s):
                 return await call
         except TimeoutError as error:
-            raise SamplerLost(f"no answer within {times * self._timeout_s:g} s") from error
+            raise SamplerLost(f"no answer within {times * self.timeout_s:g} s") from error
 
     def note(self, url: str, error: SamplerError | None) -> None:
         """Keep why a server is left out, None where it is not; a new reason is logged."""

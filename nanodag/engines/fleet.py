@@ -53,12 +53,6 @@ class Fleet(Roster):
         """Samples under way, those that wait in an engine included."""
         return sum(replica.load for replica in self.replicas)
 
-    def least_busy(self) -> Replica:
-        """The engine to ask next. Raises SamplerLost where none is up."""
-        if not (up := self.up):
-            raise SamplerLost(f"no engine of {self.name} is up")
-        return min(up, key=lambda replica: replica.load)
-
     @property
     def _num_attempts(self) -> int:
         restarts = 1 if self.max_restarts is None else self.max_restarts

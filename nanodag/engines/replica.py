@@ -1,6 +1,6 @@
 """One engine of a fleet: the server that it is now, and what is under way there. No torch here.
 
-Two kinds: `OwnReplica`, whose processes the fleet starts, and `external.ExternalReplica`, of somebody else's server.
+The fleet starts its processes; those of an `external.ExternalReplica` are somebody else's.
 """
 
 import asyncio
@@ -51,15 +51,16 @@ Opened = tuple[AnyServer, SamplerClient, WeightsFolder]
 
 
 class Replica:
-    """An engine, as all kinds are.
+    """An engine whose processes the fleet starts. Where it may be lost any number of times, it is left out while it is
+    away.
 
     folder, version: of the weights that it has. lost_in_a_row: times that it was lost without having answered anything
     in between. released: memory that its server has given back; one that takes its place has all of it. is_here:
-    whether there is a server that may be given weights. is_up: it may be asked.
+    whether there is a server that may be given weights. is_up: it may be asked. is_awaited: where it is away the fleet
+    waits, and ends where it is lost too often; else it is left out.
     """
 
-    is_own = False  # the fleet starts and ends its processes
-    is_awaited = False  # where it is away the fleet waits, and ends where it is lost too often; else it is left out
+    is_own = True  # the fleet starts and ends its processes
     must_answer = False  # it counts as lost when it is silent while it takes weights
     is_named = True  # it is to be among the fleet
     faults: type[SamplerError] = SamplerLost  # after which it is away
@@ -70,8 +71,9 @@ class Replica:
     folder: Path
     version: Any
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self, number: int, fleet: "Roster") -> None:
+        self.number, self._fleet = number, fleet
+        self.is_awaited = self.is_own and fleet.max_restarts is not None
         self.load = 0
         self.lost_in_a_row = 0
         self.released: set[MemoryTag] = set()
@@ -92,15 +94,26 @@ class Replica:
     @property
     def name(self) -> str:
         """Its number, process and address, for a message."""
-        raise NotImplementedError
+        return f"{self._fleet.name} {self.number} (pid {self.server.pid}, {self.server.url})"
 
     async def open(self, weights: WeightsFolder) -> Opened:
-        """Have a server. Raises SamplerError where that cannot be now."""
-        raise NotImplementedError
+        """Have a server, with the weights that are current when their folder is there. Raises SamplerError where that
+        cannot be now."""
+        while True:
+            now = replace(weights)
+            await self._fleet.provide(now.folder)
+            if now == weights:  # else it is to have others by now
+                break
+        try:
+            server = await in_thread(partial(self._fleet.launch, self.number, now.folder, now.version))
+        except OSError as error:  # no memory, no place on the disk, too many files
+            raise SamplerLost(f"{self._fleet.name} {self.number} could not be started: {error}") from error
+        return server, self._fleet.connect(server.url), now
 
     def pause_s(self, attempt: int) -> float:
-        """Time before that attempt to have it back, counted from 1."""
-        raise NotImplementedError
+        """Time before that attempt to have it back, counted from 1: none before the first, nor where it is waited
+        for."""
+        return 0.0 if self.is_awaited or attempt < 2 else min(FIRST_PAUSE_S * 2.0 ** min(attempt - 2, 16), MAX_PAUSE_S)
 
     def check_answers(
         self, requests: Sequence[Request], answers: Sequence[Sequence[Completion]], first: Any, last: Any
@@ -114,7 +127,13 @@ class Replica:
 
     def went(self, error: SamplerError) -> None:
         """Log that it is away, or still is. Raises SamplerLost where it was lost too often in a row."""
-        raise NotImplementedError
+        if self._fleet.max_restarts is not None and self.lost_in_a_row > self._fleet.max_restarts:
+            raise SamplerLost(
+                f"{self.name} was lost {self.lost_in_a_row} times without having answered in between: {error}. The end "
+                f"of its log:\n{self.server.tail()}"
+            ) from error
+        tail = self.server.tail()
+        log.warning("%s was lost and is started again: %s. The end of its log:\n%s", self.name, error, tail)
 
     def came(self) -> None:
         """Log that it is up."""
@@ -150,49 +169,6 @@ class Replica:
             await self.watch.leave()
             self.server.kill()
             await self.client.close()
-
-
-class OwnReplica(Replica):
-    """An engine whose processes the fleet starts. Where it may be lost any number of times, it is left out while it is
-    away."""
-
-    is_own = True
-
-    def __init__(self, number: int, fleet: "Roster") -> None:
-        super().__init__(number)
-        self._fleet = fleet
-        self.is_awaited = fleet.max_restarts is not None
-        self.was_tried.set()
-
-    @property
-    def name(self) -> str:
-        return f"{self._fleet.name} {self.number} (pid {self.server.pid}, {self.server.url})"
-
-    async def open(self, weights: WeightsFolder) -> Opened:
-        """Start a server with the weights, of which those are given that are current when their folder is there."""
-        while True:
-            now = replace(weights)
-            await self._fleet.provide(now.folder)
-            if now == weights:  # else it is to have others by now
-                break
-        try:
-            server = await in_thread(partial(self._fleet.launch, self.number, now.folder, now.version))
-        except OSError as error:  # no memory, no place on the disk, too many files
-            raise SamplerLost(f"{self._fleet.name} {self.number} could not be started: {error}") from error
-        return server, self._fleet.connect(server.url), now
-
-    def pause_s(self, attempt: int) -> float:
-        """None before the first, nor where it is waited for."""
-        return 0.0 if self.is_awaited or attempt < 2 else min(FIRST_PAUSE_S * 2.0 ** min(attempt - 2, 16), MAX_PAUSE_S)
-
-    def went(self, error: SamplerError) -> None:
-        if self._fleet.max_restarts is not None and self.lost_in_a_row > self._fleet.max_restarts:
-            raise SamplerLost(
-                f"{self.name} was lost {self.lost_in_a_row} times without having answered in between: {error}. The end "
-                f"of its log:\n{self.server.tail()}"
-            ) from error
-        tail = self.server.tail()
-        log.warning("%s was lost and is started again: %s. The end of its log:\n%s", self.name, error, tail)
 
 
 def _retrieved(task: "asyncio.Task[None]") -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nanodag.engines.external import ExternalReplica, ExternalServers
-from nanodag.engines.replica import OwnReplica, Replica, WeightsFolder
+from nanodag.engines.replica import Replica, WeightsFolder
 from nanodag.engines.start import ServerProcess
 from nanodag.engines.watch import AnyServer, ServerWatch
 from nanodag.errors import SamplerError, SamplerLost
@@ -94,7 +94,7 @@ class Roster:
     def add(self, servers: Sequence[ServerProcess]) -> None:
         """Take up servers that run and have the current weights."""
         for server in servers:
-            replica = OwnReplica(len(self.replicas), self)
+            replica = Replica(len(self.replicas), self)
             self.replicas.append(replica)
             self._take_up(replica, server, self.connect(server.url), self.current)
 
@@ -104,6 +104,7 @@ class Roster:
         replica.folder, replica.version = weights.folder, weights.version
         replica.released = set()
         replica.is_here = True
+        replica.was_tried.set()
         replica.watch = ServerWatch(
             server,
             client,
@@ -127,7 +128,7 @@ class Roster:
 
     async def choose(self, *, but: Replica | None = None) -> Replica:
         """The one with the fewest under way; waits while all are being started again. but: not this one, if there is
-        another."""
+        another. Raises SamplerLost where none is up and none is waited for."""
         began = time.monotonic()
         while True:
             self.arrange()
@@ -173,7 +174,7 @@ class Roster:
             return
         known = {replica.url for replica in self.replicas if isinstance(replica, ExternalReplica)}
         for url in [url for url in self._external.named() if url not in known]:
-            replica = ExternalReplica(len(self.replicas), url, self._external)
+            replica = ExternalReplica(len(self.replicas), self, url, self._external)
             self.replicas.append(replica)
             replica.begin(self._come_back(replica))
         for unnamed in [replica for replica in self.up if self._may_give.is_set() and not replica.is_named]:
@@ -241,7 +242,6 @@ class Roster:
             server.stop()
             raise SamplerLost("the stage is ending")
         self._take_up(replica, server, client, weights)
-        replica.was_tried.set()
         self.num_restarts += replica.is_own
         if replica.is_awaited:
             await self._is_back(replica)

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from nanodag.errors import SamplerLost
@@ -24,6 +25,7 @@ LOOK_S = 0.25  # an end is seen as soon
 AnyServer: TypeAlias = "ServerProcess | ExternalServer"
 
 
+@dataclass(eq=False)
 class ServerWatch:
     """Watches one server as long as it has requests in flight.
 
@@ -33,25 +35,18 @@ class ServerWatch:
     its machine may be cut off. on_end: called when the server was killed, or has ended by itself.
     """
 
-    def __init__(
-        self,
-        server: AnyServer,
-        client: SamplerClient,
-        *,
-        every_s: float,
-        timeout_s: float,
-        must_answer: bool = False,
-        on_end: Callable[[SamplerLost], None] = lambda error: None,
-    ) -> None:
-        self._server, self._client = server, client
-        self._every_s, self._timeout_s = every_s, timeout_s
-        self._must_answer = must_answer
-        self._on_end = on_end
-        self._num_calls = 0
-        self._looking: asyncio.Task[None] | None = None
-        self._ended: set[asyncio.Task[None]] = set()
-        self.is_excused = False
-        self.may_generate = True  # False while it has no memory to: SGLang looks at its health by generating
+    server: AnyServer
+    client: SamplerClient
+    _: KW_ONLY
+    every_s: float
+    timeout_s: float
+    must_answer: bool = False
+    on_end: Callable[[SamplerLost], None] = lambda error: None
+    is_excused: bool = field(default=False, init=False)
+    may_generate: bool = field(default=True, init=False)  # False while it has no memory to: SGLang generates for health
+    _num_calls: int = field(default=0, init=False)
+    _looking: "asyncio.Task[None] | None" = field(default=None, init=False)
+    _ended: "set[asyncio.Task[None]]" = field(default_factory=set, init=False)
 
     def begin(self) -> None:
         """Watch it from now on, until as many calls of `end` as of this."""
@@ -93,32 +88,32 @@ class ServerWatch:
         while True:
             if not num_silent:
                 await self._rest()
-            is_well = await self._answer() if self._server.is_alive else None
+            is_well = await self._answer() if self.server.is_alive else None
             num_silent = num_silent + 1 if is_well is None else 0
-            if not self._server.is_alive:
-                return self._on_end(SamplerLost(f"the server at {self._server.url} has ended"))
-            if is_well or (self.is_excused and not (num_silent and self._must_answer)):
+            if not self.server.is_alive:
+                return self.on_end(SamplerLost(f"the server at {self.server.url} has ended"))
+            if is_well or (self.is_excused and not (num_silent and self.must_answer)):
                 ill_since, num_silent = math.inf, 0
                 continue
             ill_since = min(ill_since, time.monotonic())
-            if num_silent > 1 or (not num_silent and time.monotonic() - ill_since > self._timeout_s):
-                log.warning("%s has not been well for %g s: killed", self._server.url, self._timeout_s)
-                self._server.kill()
-                return self._on_end(SamplerLost(f"the server at {self._server.url} was not well and was killed"))
+            if num_silent > 1 or (not num_silent and time.monotonic() - ill_since > self.timeout_s):
+                log.warning("%s has not been well for %g s: killed", self.server.url, self.timeout_s)
+                self.server.kill()
+                return self.on_end(SamplerLost(f"the server at {self.server.url} was not well and was killed"))
 
     async def _rest(self) -> None:
-        due = time.monotonic() + self._every_s
-        while self._server.is_alive and (left_s := due - time.monotonic()) > 0:
+        due = time.monotonic() + self.every_s
+        while self.server.is_alive and (left_s := due - time.monotonic()) > 0:
             await asyncio.sleep(min(left_s, LOOK_S))
         await asyncio.sleep(0)
 
     async def _answer(self) -> bool | None:
         """True when it says that it is well; None for silence of timeout_s. They are waited for in parts: where
         this process does not run for long, one part is over, and what has come meanwhile is seen in the next."""
-        request = asyncio.ensure_future(self._client.health(generates=self.may_generate))
+        request = asyncio.ensure_future(self.client.health(generates=self.may_generate))
         try:
             for _ in range(PARTS):
-                if (await asyncio.wait([request], timeout=self._timeout_s / PARTS))[0]:
+                if (await asyncio.wait([request], timeout=self.timeout_s / PARTS))[0]:
                     return request.result()
             return None
         except SamplerLost:  # of this health request alone: other requests may continue

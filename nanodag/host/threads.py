@@ -26,19 +26,25 @@ class MadeOnce(Generic[P, T]):
         self._made.cache_clear()
 
 
-async def in_thread(call: Callable[[], T]) -> T:
-    """The result of a call in a thread of its own, which nobody waits for when the process ends."""
-    future: Future[T] = Future()
-    future.set_running_or_notify_cancel()  # who gives up waiting does not cancel the call
-
-    def run() -> None:
+def settle(future: Future[T], call: Callable[[], T]) -> None:
+    """Call it and have the future end as it does, unless whoever waits has given up before."""
+    if future.set_running_or_notify_cancel():
         try:
             future.set_result(call())
         except BaseException as error:  # noqa: BLE001 - the caller gets it
             future.set_exception(error)
 
-    threading.Thread(target=run, daemon=True).start()
-    return await asyncio.wrap_future(future)
+
+def begun(call: Callable[[], T]) -> Future[T]:
+    """The result to come of a call in a thread of its own, which nobody waits for when the process ends."""
+    future: Future[T] = Future()
+    threading.Thread(target=settle, args=(future, call), daemon=True).start()
+    return future
+
+
+async def in_thread(call: Callable[[], T]) -> T:
+    """The result of a call in a thread as of `begun`."""
+    return await asyncio.wrap_future(begun(call))
 
 
 async def cancelled(*tasks: asyncio.Future[Any]) -> list[Any]:

@@ -14,6 +14,7 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -21,7 +22,7 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, ExceptionHandler, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanodag.errors import ConfigError
 
@@ -54,6 +55,7 @@ def is_health(scope: Scope) -> bool:
     return scope["path"] in OPEN_PATHS
 
 
+@dataclass(eq=False)
 class Doors:
     """An application behind these checks.
 
@@ -61,51 +63,43 @@ class Doors:
     requests that need no key. origins: of pages that may ask, beside the server's own.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        names: Collection[str],
-        keys: Collection[str],
-        max_body_bytes: int,
-        is_open: Callable[[Scope], bool] = is_health,
-        origins: Collection[str] = (),
-    ) -> None:
-        self._app = app
-        self._names = {"localhost", *names}
-        self._keys = [f"Bearer {key}".encode() for key in keys]
-        self._max_body_bytes = max_body_bytes
-        self._is_open = is_open
-        self._origins = origins
+    app: ASGIApp
+    _: KW_ONLY
+    names: Collection[str]
+    keys: Collection[str]
+    max_body_bytes: int
+    is_open: Callable[[Scope], bool] = is_health
+    origins: Collection[str] = ()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            return await self._app(scope, receive, send)
+            return await self.app(scope, receive, send)
         headers = Headers(scope=scope)
         refusal = self._refusal(scope, headers)
         if refusal is not None:
             return await refusal(scope, receive, send)
-        await self._app(scope, self._limited(receive), send)
+        await self.app(scope, self._limited(receive), send)
 
     def _refusal(self, scope: Scope, headers: Headers) -> JSONResponse | None:
         host, origin = headers.get("host", ""), headers.get("origin")
         if not self._is_ours(host):
             return _refused(421, f"Host {host[:80]!r} is not this server's; ask for it by its address")
-        if origin is not None and origin not in (f"http://{host}", f"https://{host}", *self._origins):
+        if origin is not None and origin not in (f"http://{host}", f"https://{host}", *self.origins):
             return _refused(403, f"a page of {origin[:80]!r} may not ask this server")
         sent = headers.get("authorization", "").encode()
-        if self._keys and not self._is_open(scope) and not any([hmac.compare_digest(sent, k) for k in self._keys]):
+        is_one_of_them = any([hmac.compare_digest(sent, f"Bearer {key}".encode()) for key in self.keys])
+        if self.keys and not self.is_open(scope) and not is_one_of_them:
             message = "this server wants its token: Authorization: Bearer TOKEN"
             return _refused(401, message, kind="authentication_error", code="invalid_api_key")
         length = headers.get("content-length", "0")
-        if length.isdecimal() and int(length[:20]) > self._max_body_bytes:
+        if length.isdecimal() and int(length[:20]) > self.max_body_bytes:
             return self._too_large(f"{length[:20]} bytes")
         return None
 
     def _is_ours(self, host: str) -> bool:
         try:
             name = urlsplit(f"//{host}").hostname or ""
-            if name not in self._names:
+            if name != "localhost" and name not in self.names:
                 ipaddress.ip_address(name)  # any address is ours
         except ValueError:  # of either: it is no address
             return False
@@ -119,7 +113,7 @@ class Doors:
             nonlocal num_bytes
             message = await receive()
             num_bytes += len(message.get("body", b""))
-            if num_bytes > self._max_body_bytes:
+            if num_bytes > self.max_body_bytes:
                 raise TooLarge(self._too_large("more"))
             return message
 
@@ -127,7 +121,7 @@ class Doors:
 
     def _too_large(self, found: str) -> JSONResponse:
         return _refused(
-            413, f"the body has {found}, above {self._max_body_bytes}: send less at once, or raise --max-body-bytes"
+            413, f"the body has {found}, above {self.max_body_bytes}: send less at once, or raise --max-body-bytes"
         )
 
 
@@ -166,16 +160,10 @@ async def unless_left(http: HttpRequest, work: Awaitable[T]) -> T:
         await asyncio.gather(running, leaving, return_exceptions=True)
 
 
-def _has_left(http: HttpRequest, error: Exception) -> Response:
-    return Response(status_code=CLIENT_CLOSED_REQUEST)
-
-
-def _too_large(http: HttpRequest, error: Exception) -> Response:
-    assert isinstance(error, TooLarge)
-    return error.response
-
-
-HANDLERS: Mapping[Any, ExceptionHandler] = {TooLarge: _too_large, ClientDisconnect: _has_left, Left: _has_left}
+HANDLERS: Mapping[Any, Any] = {
+    TooLarge: lambda http, error: error.response,
+    **dict.fromkeys((ClientDisconnect, Left), lambda http, error: Response(status_code=CLIENT_CLOSED_REQUEST)),
+}
 """Answers of any server of ours to a body above its limit, and to a client that has gone."""
 
 

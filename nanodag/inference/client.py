@@ -142,7 +142,7 @@ class SamplerClient:
         self.check(request)
         body = _body_of([request]) | {"stream": True} | ({"incremental": True} if self._is_embedded else {})
         so_far: Completion | None = None
-        try:
+        with self._reached("/generate"):
             async with self._http.post(f"{self.url}/generate", json=body, allow_redirects=False) as response:
                 self._keep(response)
                 if response.status != OK:
@@ -152,8 +152,6 @@ class SamplerClient:
                     _raise_failure(part)
                     so_far = part if so_far is None or not self._is_embedded else _joined(so_far, part)
                     yield so_far
-        except LOST as error:
-            raise self._lost("/generate", error) from error
 
     async def _events(self, content: aiohttp.StreamReader) -> AsyncIterator[dict[str, Any]]:
         """The events of a stream. Its own lines may not be longer than its buffer."""
@@ -265,11 +263,9 @@ class SamplerClient:
         path = "/health_generate" if generates else "/health"
         # Over a connection of its own: one that was open may have been lost.
         own = aiohttp.ClientSession(connector=AskingAgain(), timeout=self._timeout, headers=self._headers)
-        try:
+        with self._reached(path):
             async with own, own.get(self.url + path, allow_redirects=False) as response:
                 return response.status == OK
-        except LOST as error:
-            raise self._lost(path, error) from error
 
     async def model_info(self) -> dict[str, Any]:
         """Table of its model: model_path, weight_version and more."""
@@ -290,11 +286,9 @@ class SamplerClient:
 
     async def open(self, method: str, path: str, body: bytes | None) -> aiohttp.ClientResponse:
         """The sampler's answer as it comes, whatever its status. Whoever asks closes it. Raises SamplerLost."""
-        try:
+        with self._reached(path):
             headers = {"content-type": "application/json"}
             response = await self._http.request(method, self.url + path, data=body, headers=headers)
-        except LOST as error:
-            raise self._lost(path, error) from error
         self._keep(response)
         return response
 
@@ -314,12 +308,10 @@ class SamplerClient:
             check_request(request, vocab_size=self._limits[0], context_length=self._limits[1])
 
     async def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
-        try:
+        with self._reached(path):
             async with self._http.request(method, self.url + path, json=body, allow_redirects=False) as response:
                 self._keep(response)
                 content = await response.read()
-        except LOST as error:
-            raise self._lost(path, error) from error
         if response.status != OK:
             self._raise_for(path, response.status, content)
         return content
@@ -340,8 +332,14 @@ class SamplerClient:
         is_none = path in TABLES and 300 <= status < 500 and status not in MAY_PASS
         raise BadRequest(message) if status in REFUSALS or is_none else SamplerError(message)
 
-    def _lost(self, path: str, error: BaseException) -> SamplerLost:
-        return SamplerLost(f"the sampler at {self.url} was lost at {path}: {type(error).__name__} {error}".rstrip())
+    @contextmanager
+    def _reached(self, path: str) -> Iterator[None]:
+        """Raise SamplerLost where asking it fails on the way."""
+        try:
+            yield
+        except LOST as error:
+            message = f"the sampler at {self.url} was lost at {path}: {type(error).__name__} {error}"
+            raise SamplerLost(message.rstrip()) from error
 
 
 def _joined(before: Completion, part: Completion) -> Completion:
@@ -397,12 +395,8 @@ def _body_of(requests: Sequence[Request]) -> dict[str, Any]:
 
 def params_to_wire(params: SamplingParams) -> dict[str, Any]:
     """Every setting, also those at their default: the defaults of the other side may differ."""
-    wire = params.model_dump(mode="json", exclude={"sampling_seed", "stop"})
-    if params.sampling_seed is not None:
-        wire["sampling_seed"] = params.sampling_seed
-    if params.stop is not None:
-        wire["stop"] = list(params.stop)
-    return wire
+    unset = {name for name in ("sampling_seed", "stop") if getattr(params, name) is None}
+    return params.model_dump(mode="json", exclude=unset)
 
 
 def _raise_failure(completion: Completion) -> None:

@@ -56,12 +56,6 @@ def _strings(value: Any) -> Any:
     return tuple(strings) if isinstance(strings, list) else strings
 
 
-def _ids(value: Any) -> Any:
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list) else value
-
-
 class SamplingParams(Wire):
     """Settings with which a prompt is continued. Defaults are SGLang's."""
 
@@ -72,7 +66,9 @@ class SamplingParams(Wire):
     top_p: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] = 1.0
     top_k: Annotated[int, AfterValidator(_top_k)] = -1
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
-    stop_token_ids: Annotated[tuple[int, ...], BeforeValidator(_ids)] = ()
+    stop_token_ids: Annotated[
+        tuple[int, ...], Field(strict=False), BeforeValidator(lambda v: () if v is None else v)
+    ] = ()
     stop: Annotated[tuple[str, ...], BeforeValidator(_strings)] | None = None
     ignore_eos: bool = False
     """True: neither the end-of-sequence token nor stop_token_ids end a sample (SGLang does the same)."""

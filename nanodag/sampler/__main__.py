@@ -22,22 +22,6 @@ log = logging.getLogger("nanodag.sampler")
 KEEP_ALIVE_S = 3600
 
 
-class _Server(uvicorn.Server):
-    """uvicorn, telling that it is ready."""
-
-    def __init__(self, config: uvicorn.Config, settings: EngineSettings, port: int) -> None:
-        super().__init__(config)
-        self._ready_file, self._port = settings.ready_file, port
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        log.info("ready on port %d", self._port)
-        if self._ready_file is not None:
-            partial = self._ready_file.with_suffix(".partial")
-            partial.write_text(json.dumps({"port": self._port, "pid": os.getpid()}))
-            partial.rename(self._ready_file)
-
-
 def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
@@ -85,7 +69,14 @@ def serve(settings: EngineSettings, listener: socket.socket) -> None:
         timeout_graceful_shutdown=1,
     )
     loop.start()
-    _Server(config, settings, listener.getsockname()[1]).run(sockets=[listener])
+    listener.listen()  # who comes as soon as it is said waits for the server
+    port = listener.getsockname()[1]
+    log.info("ready on port %d", port)
+    if settings.ready_file is not None:
+        partial = settings.ready_file.with_suffix(".partial")
+        partial.write_text(json.dumps({"port": port, "pid": os.getpid()}))
+        partial.rename(settings.ready_file)
+    uvicorn.Server(config).run(sockets=[listener])
     loop.stop()
 
 

@@ -20,6 +20,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.routing import Route
 
 from nanodag.errors import BadRequest, SamplerError
+from nanodag.host.threads import settle
 from nanodag.inference.protocol import Body, PauseMode, json_object, parse_body
 from nanodag.sampler.engine import Engine
 
@@ -99,13 +100,7 @@ class EngineLoop:
                 self._wake.wait()
             commands, self._commands = self._commands, deque()
         for function, future in commands:
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(function())
-            # The caller gets it, whatever it is, through the future.
-            except Exception as error:  # noqa: BLE001
-                future.set_exception(error)
+            settle(future, function)
         return not self._is_stopping
 
 

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from ctypes import Structure, c_double, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -67,8 +66,8 @@ class Kernel:
         self, library: ctypes.CDLL, architecture: Architecture, weights: Weights, buffers: Buffers, rotations: Tensor
     ) -> None:
         a = architecture
-        self._library = library
-        self._logits = buffers.logits
+        self.library = library
+        self.logits = buffers.logits
         # The structures hold bare addresses: these keep what they point to.
         scratch = torch.zeros(max(buffers.capacity, buffers.logits.shape[1] // VOCABULARY_BLOCK))
         deepest = max(a.hidden_size, a.num_heads * a.head_dim, a.intermediate_size)
@@ -100,7 +99,7 @@ class Kernel:
             rounded=_address(rounded),
             packed=_address(packed),
         )
-        self._reference = ctypes.byref(self._model)
+        self.reference = ctypes.byref(self._model)
         self._prompt_hidden = torch.zeros(PROMPT_ROWS, buffers.hidden.stride(0))
         self._prompt_model = self._for_prompts(a)
         self.use(weights)
@@ -144,25 +143,9 @@ class Kernel:
             first, end = np.searchsorted(ends, (start + 1, start + rows + 1))  # prompts that end here
             last = ends[first:end] - 1 - start
             addresses = (array.ctypes.data for array in arrays)
-            self._library.forward(ctypes.byref(self._prompt_model), rows, *addresses, len(last), last.ctypes.data)
+            self.library.forward(ctypes.byref(self._prompt_model), rows, *addresses, len(last), last.ctypes.data)
             for row, slot in enumerate(slots[first:end]):
                 self._buffers.prompt_hidden[slot] = self._prompt_hidden[row, : self._model.hidden_size]
-
-    def decode(self, table: Any, rows: int) -> None:
-        """Run one token for each of the first rows; each reads as much of the cache as it has.
-
-        table: a pointer to steps.py's addresses of the slot table.
-        """
-        self._library.decode(self._reference, table, rows)
-
-    def logits(self, table: Any, rows: int) -> Tensor:
-        """Scores of Model.logits, over the table's temperatures."""
-        self._library.logits(self._reference, table, rows)
-        return self._logits[:rows]
-
-    def draw(self, table: Any, rows: int) -> int:
-        """Draw from what ``logits`` left, and record. How many rows do not go on."""
-        return self._library.draw(self._reference, table, rows)
 
 
 def bind(architecture: Architecture, weights: Weights, buffers: Buffers, rotations: Tensor) -> Kernel | None:

@@ -102,7 +102,7 @@ class CompiledSteps:
     """TorchSteps in compiled code: arrays of the table are handed over once, not at every token."""
 
     def __init__(self, kernel: Kernel, table: SlotTable) -> None:
-        self._kernel, self._table = kernel, table
+        self._kernel, self._library, self._table = kernel, kernel.library, table
         self._drawn_tokens = np.zeros(table.num_slots, dtype=np.int64)
         self._drawn_logprobs = np.zeros(table.num_slots)
         self._outcomes = np.zeros(table.num_slots, dtype=np.uint8)
@@ -115,14 +115,16 @@ class CompiledSteps:
             stop_width=table.stop_ids.shape[1],
             **{name: array.ctypes.data for name, array in self._arrays.items()},
         )
-        self._reference = ctypes.byref(self._addresses)
+        self._references = (kernel.reference, ctypes.byref(self._addresses))
 
     def decode(self, rows: int) -> None:
-        self._kernel.decode(self._reference, rows)
+        """Each row reads as much of the cache as it has."""
+        self._library.decode(*self._references, rows)
 
     def score(self, rows: int) -> torch.Tensor:
         """Model.logits of the first ``rows`` rows over their temperatures."""
-        return self._kernel.logits(self._reference, rows)
+        self._library.logits(*self._references, rows)
+        return self._kernel.logits[:rows]
 
     def draw(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
         table = self._table
@@ -136,7 +138,7 @@ class CompiledSteps:
         if settings is not None:
             drawn = draw(scores[torch.from_numpy(cut_off)], settings, table.counts[cut_off])
             self._drawn_tokens[cut_off], self._drawn_logprobs[cut_off] = drawn
-        if not self._kernel.draw(self._reference, rows):
+        if not self._library.draw(*self._references, rows):  # how many rows do not go on
             return NO_ROWS, NO_ROWS
         outcomes = self._outcomes[:rows]
         return np.flatnonzero(outcomes == _ENDED), np.flatnonzero(outcomes == _BROKEN)

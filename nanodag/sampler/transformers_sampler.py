@@ -33,17 +33,6 @@ LAYERS = {
 }
 
 
-class ClassWeights(NamedTensors):
-    """Parameters of a class of transformers by name, in the precision in which they compute; read from a folder also
-    the buffers that are saved with them."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = dict(tensors)
-
-    def named(self) -> dict[str, Tensor]:
-        return self._tensors
-
-
 class ClassWeightsBuilder:
     """Makes weights of tensors by a class's own names, as they come. places: what they must be like, by name. source:
     where they are from, for messages."""
@@ -61,14 +50,14 @@ class ClassWeightsBuilder:
             check_finite(name, tensor, self._source)
             self._tensors[name] = tensor.to(self._device, place.dtype, copy=True)
 
-    def whole(self) -> ClassWeights:
+    def whole(self) -> NamedTensors:
         """Finish the weights. Raises BadRequest where one is missing."""
         if missing := sorted(self._places.keys() - self._tensors.keys()):
             raise BadRequest(f"{self._source} has no tensor {missing[0]!r}")
-        return ClassWeights(self._tensors)
+        return NamedTensors(self._tensors)
 
 
-def load_class_weights(path: Path, dtype: torch.dtype, device: torch.device) -> tuple[LoadedClass, ClassWeights]:
+def load_class_weights(path: Path, dtype: torch.dtype, device: torch.device) -> tuple[LoadedClass, NamedTensors]:
     """A folder's model and its weights. Raises BadRequest where it cannot be read."""
     try:
         loaded = load_class(path)
@@ -77,7 +66,7 @@ def load_class_weights(path: Path, dtype: torch.dtype, device: torch.device) -> 
     loaded.cast(device, dtype)
     parameters, saved = dict(loaded.whole.named_parameters()), loaded.whole.state_dict()
     buffers = {name: buffer for name, buffer in loaded.whole.named_buffers() if name in saved}
-    weights = ClassWeights({**{name: parameter.data for name, parameter in parameters.items()}, **buffers})
+    weights = NamedTensors({**{name: parameter.data for name, parameter in parameters.items()}, **buffers})
     for name, tensor in weights.named().items():
         check_finite(name, tensor, f"the checkpoint in {path}")
     return loaded, weights
@@ -102,10 +91,10 @@ class TransformersSampler:
 
     kernel = None
     keeps_prompts = extends_prompts = False
-    weights: ClassWeights
+    weights: NamedTensors
 
     def __init__(
-        self, loaded: LoadedClass, weights: ClassWeights, *, num_slots: int, capacity: int, deterministic: bool
+        self, loaded: LoadedClass, weights: NamedTensors, *, num_slots: int, capacity: int, deterministic: bool
     ) -> None:
         self._loaded, self.num_slots, self.capacity, self.deterministic = loaded, num_slots, capacity, deterministic
         known = inspect.signature(loaded.body.forward).parameters  # type: ignore[attr-defined]
@@ -125,7 +114,6 @@ class TransformersSampler:
 
     def use(self, weights: NamedTensors) -> None:
         """Compute with these from now on; they belong to the model then."""
-        assert isinstance(weights, ClassWeights)
         self.weights = weights
         parameters, buffers = (dict(named) for named in (self._loaded.whole.named_parameters(),
                                                          self._loaded.whole.named_buffers()))  # fmt: skip

@@ -16,7 +16,6 @@ torch/distributed/distributed_c10d.py (_new_process_group_helper).
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -27,6 +26,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 from nanodag.host.ports import address_towards
+from nanodag.host.threads import begun
 from nanodag.inference.bound_store import BoundStore
 from nanodag.inference.nccl import VERSION_KEY
 
@@ -102,18 +102,8 @@ class WeightGroup:
 def in_time(call: Callable[[], None], timeout_s: float) -> None:
     """Call it in a thread, which is left alone when it does not return: while NCCL makes a communicator it waits for a
     lost member without limit. Raises RuntimeError then, and what the call raises."""
-    done: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            call()
-            done.set_result(None)
-        except Exception as error:  # noqa: BLE001 - `result` raises it
-            done.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
     try:
-        done.result(timeout_s)
+        begun(call).result(timeout_s)
     except TimeoutError as late:
         raise RuntimeError(f"not all members took part within {timeout_s:g} s") from late
 

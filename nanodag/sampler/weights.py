@@ -52,10 +52,14 @@ class LayerWeights:
 
 
 class NamedTensors:
-    """A model's tensors by names, in one fixed order."""
+    """A model's tensors by names, in one fixed order. Of a class of transformers its parameters, in the precision in
+    which they compute; read from a folder also the buffers that are saved with them."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = dict(tensors)
 
     def named(self) -> dict[str, Tensor]:
-        raise NotImplementedError
+        return self._tensors
 
     def tensors(self) -> list[Tensor]:
         return list(self.named().values())

@@ -38,7 +38,7 @@ def serve(model_folder, process):
         async def main():
             engines = fleet_over(process, model_folder, TOKEN)
             async with client_over(model_folder, engines, **limits) as client:
-                return await asyncio.wait_for(scenario(client, engines.least_busy().client), 60)
+                return await asyncio.wait_for(scenario(client, (await engines.choose()).client), 60)
 
         return asyncio.run(main())
 

@@ -73,7 +73,7 @@ def test_the_least_busy_engine_is_asked_and_a_dead_one_is_not(play):
         await until(lambda: prompts_of(world) == [2, 2])
         asking.pop().cancel()
         await until(lambda: fleet.load == 3)
-        assert fleet.least_busy().load == 1
+        assert (await fleet.choose()).load == 1
         world.may_answer.set()
         await asyncio.gather(*asking)
         fleet.is_stopping = lambda: True  # so that it stays dead

@@ -233,7 +233,7 @@ def drawing_from(engine, *, greedy, key):
     table = SlotTable(1, 4)
     table.active[:], table.greedy[:], table.keys[:], table.limits[:] = True, greedy, key, 4
     steps = CompiledSteps(engine.model.kernel, table)
-    return table, lambda: engine.model.kernel.draw(steps._reference, 1)
+    return table, lambda: engine.model.kernel.library.draw(*steps._references, 1)
 
 
 def test_scores_that_are_not_finite_break_a_row_and_nothing_is_recorded_for_it(make_checkpoint):
