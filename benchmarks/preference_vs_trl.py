@@ -66,7 +66,7 @@ def prepare(folder: Path, model: Path | None, *, curves: bool) -> None:
 def ours(folder: Path, precision: str, curves: bool) -> dict[str, Any]:
     from nanodag.config.pipeline import read_stage
     from nanodag.train.loop import Loop
-    from nanodag.train.setup import prepare as prepared
+    from nanodag.train.setup import PreparedStage
     from nanodag.worker.job import Job
 
     length = 384 if curves else 512
@@ -100,7 +100,7 @@ def ours(folder: Path, precision: str, curves: bool) -> dict[str, Any]:
     )
     job.workspace.mkdir()
     began, wall = time.process_time(), time.perf_counter()
-    stage = prepared(job)
+    stage = PreparedStage(job)
     loop, lines = Loop(stage), list[dict[str, Any]]()
     loop.write = lambda step, **values: lines.append({"step": step, **values})
     loop.run()

@@ -11,19 +11,13 @@ import zlib
 from pathlib import Path, PurePath
 
 from nanodag.data.digests import file_sha256, remembered_sha256
-from nanodag.data.files import FileSource, open_file
 from nanodag.data.shards import RemoteFile
-from nanodag.data.urls import SourceURL, parse_url
+from nanodag.data.urls import SourceURL
 from nanodag.errors import SourceError
 from nanodag.errors.words import size
 from nanodag.host.folders import cache_folder
 
 MOST_BYTES, MOST_FILES = 8 << 30, 10_000  # of an archive, unpacked
-
-
-def open_archive(url: SourceURL, mirror: Path | None) -> FileSource:
-    """The source of an `https:` or `http:` URL: the rows of its files, by name."""
-    return open_file(parse_url(f"file:{unpacked(url, mirror)}/**/*.jsonl*"))
 
 
 def unpacked(url: SourceURL, mirror: Path | None) -> Path:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from nanodag.data.digests import file_sha256
-from nanodag.data.formats import DEFAULT_VIEWS, VIEWS, JsonFile, ParquetFile, RowFile, TextFile
-from nanodag.data.sources import Block, Row, Source
+from nanodag.data.formats import DEFAULT_VIEWS, VIEWS, JsonFile, ParquetFile, TextFile
+from nanodag.data.sources import Block, Row, Rows, Source
 from nanodag.data.urls import SourceURL
 from nanodag.errors import MissingTool, SourceError
 
@@ -39,7 +39,7 @@ class FileSource(Source):
             self._reading["view"] = [view, VIEWS[view][1] if view in VIEWS else 0]
         if any(_format(path) == ".txt" for path in self.paths):
             self._reading["by"] = by
-        self._files: list[RowFile] = [_row_file(path, by, view) for path in self.paths]
+        self._files: list[Rows] = [_row_file(path, by, view) for path in self.paths]
 
     def identity(self) -> dict[str, Any]:
         common = Path(os.path.commonpath([path.parent for path in self.paths]))
@@ -48,13 +48,14 @@ class FileSource(Source):
         return {**self._name, "files": files, **self._reading}
 
     def blocks(self) -> Sequence[Block] | None:
-        has_blocks = all(file.has_blocks for file in self._files)
-        return [block for _, _, block in self._numbered] if has_blocks else None
+        if any(file.blocks() is None for file in self._files):
+            return None
+        return [block for _, _, block in self._numbered]
 
     @cached_property
-    def _numbered(self) -> list[tuple[RowFile, int, Block]]:
+    def _numbered(self) -> list[tuple[Rows, int, Block]]:
         """Each block with its file and its number there."""
-        return [(file, number, block) for file in self._files for number, block in enumerate(file.blocks())]
+        return [(file, number, block) for file in self._files for number, block in enumerate(file.blocks() or ())]
 
     def read(self, number: int) -> Sequence[Row]:
         file, inner, _ = self._numbered[number]
@@ -109,7 +110,7 @@ def _format(path: Path) -> str:
     return Path(path.stem).suffix if path.suffix in _COMPRESSIONS else path.suffix
 
 
-def _row_file(path: Path, by: str, view: str) -> RowFile:
+def _row_file(path: Path, by: str, view: str) -> Rows:
     match _format(path):
         case ".parquet":
             return ParquetFile(path)

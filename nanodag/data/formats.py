@@ -3,14 +3,13 @@
 import gzip
 import io
 import zlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Literal, cast
 
-from nanodag.data.sources import Block, LazyRows, Row
+from nanodag.data.sources import Block, LazyRows, Row, Rows
 from nanodag.errors import SourceError
 
 Record = tuple[int, int, bytes]  # first line (from 1), offset in the file, raw bytes
@@ -21,39 +20,11 @@ _LONGEST_BYTES = 1 << 20
 _COUNTED_BYTES = 1 << 30  # a larger compressed file is not read through only to count its rows
 
 
-class RowFile(ABC):
-    """Rows of one file. Where has_blocks is False they come from the front only, by `stream`."""
-
-    has_blocks = True
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    @abstractmethod
-    def blocks(self) -> list[Block]:
-        """Its blocks in order of their rows."""
-
-    @abstractmethod
-    def read(self, number: int) -> Sequence[Row]:
-        """The rows of one block."""
-
-    def length(self) -> int | None:
-        """The number of rows; None where counting would take long."""
-        return sum(block.num_rows for block in self.blocks())
-
-    def stream(self) -> Iterator[Callable[[], Row]]:
-        """For each row in order, a function that decodes it: rows that are skipped cost no decoding."""
-        for number in range(len(self.blocks())):
-            rows = self.read(number)
-            for index in range(len(rows)):
-                yield partial(rows.__getitem__, index)
-
-
-class ParquetFile(RowFile):
+class ParquetFile(Rows):
     """A row group is a block. is_held: the file stays open, and readable when it is removed."""
 
     def __init__(self, path: Path, *, is_held: bool = False) -> None:
-        super().__init__(path)
+        self.path = path
         self._is_held = is_held
         self._held: Any = None
 
@@ -92,12 +63,11 @@ class ParquetFile(RowFile):
             raise SourceError(f"{self.path} is not a readable parquet file: {error}. Fetch it again.") from error
 
 
-class JsonFile(RowFile):
+class JsonFile(Rows):
     """A list of objects, or one object whose key `data` holds it, parsed whole: meant for files that fit in memory."""
 
     def __init__(self, path: Path, view: str = "") -> None:
-        super().__init__(path)
-        self._view = view
+        self.path, self._view = path, view
 
     def blocks(self) -> list[Block]:
         return [Block(len(self._rows), self.path.stat().st_size)]
@@ -123,7 +93,7 @@ class JsonFile(RowFile):
         return content
 
 
-class TextFile(RowFile):
+class TextFile(Rows):
     """Records found by scanning lines: JSON lines, or pieces of plain text.
 
     by: "jsonl" (blank lines skipped), "line", "paragraph" (ended by blank lines), or "document", the whole file, cut at
@@ -131,12 +101,11 @@ class TextFile(RowFile):
     """
 
     def __init__(self, path: Path, by: Literal["jsonl", "line", "paragraph", "document"] | str) -> None:
-        super().__init__(path)
-        self._by = by
-        self.has_blocks = path.suffix not in (".gz", ".zst")
+        self.path, self._by = path, by
+        self._is_packed = path.suffix in (".gz", ".zst")
 
-    def blocks(self) -> list[Block]:
-        return [block for block, _, _ in self._blocks]
+    def blocks(self) -> list[Block] | None:
+        return None if self._is_packed else [block for block, _, _ in self._blocks]
 
     def read(self, number: int) -> Sequence[Row]:
         block, offset, line = self._blocks[number]
@@ -146,7 +115,8 @@ class TextFile(RowFile):
         return LazyRows(len(records), lambda index: self._decode(records[index]))
 
     def length(self) -> int | None:
-        return super().length() if self.has_blocks else self._counted
+        """None where counting would take long."""
+        return self._counted if self._is_packed else super().length()
 
     @cached_property
     def _counted(self) -> int | None:

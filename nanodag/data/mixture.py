@@ -38,7 +38,7 @@ class Mixture:
     source has had its passes num_epochs times, spread evenly over the whole; repeat=True begins again, in another
     order, without end. once=True ends it after one pass over each source: shares by weight hold until a source is
     through. part: rows with a held-out score (records.py) below a source's `held_out` fraction are the held-out part,
-    or those of its last shard; all others are for training.
+    or those of its last shard; all others are for training. ends: False for a mixture without end.
 
     Raises ConfigError for weights mixed with epochs. Raises SourceError when a pass over a weighted source has no
     record for this part and rank, and when lengths are needed and not known.
@@ -60,9 +60,10 @@ class Mixture:
         mirror: Path | None = None,
     ) -> None:
         self.sources = list(sources)
-        self._kind = kind
+        self.kind, self.seed, self.world = kind, seed, world
         self._repeat = repeat and not once
-        by_epochs = mixes_by_epochs(self.sources)
+        self._has_passes = mixes_by_epochs(self.sources) or once
+        self.ends = self._has_passes and not self._repeat
         self._signature: list[Any] = [seed, rank, world, part, once, repeat, num_epochs, shuffle]
         self._signature += [config.model_dump(mode="json") for config in self.sources]
         shares = {"rank": rank, "world": world, "shuffle": shuffle}
@@ -70,7 +71,6 @@ class Mixture:
             _Stream(config, kind=kind, part=part, mirror=mirror, seed=seed * 1_000_003 + number, **shares)
             for number, config in enumerate(self.sources)
         ]
-        self._has_passes = by_epochs or once
         for stream in self._streams if self._has_passes else ():
             passes = 1.0 if once else num_epochs * (stream.config.epochs or 1.0)
             stream.set_passes(passes, is_spread=not once and (len(self.sources) > 1 or passes != int(passes)))
@@ -87,7 +87,7 @@ class Mixture:
             if drawn is None:
                 continue
             epoch, index, record = drawn
-            stream.spent += 1 if self._kind == "prompt" else record_bytes(record)
+            stream.spent += 1 if self.kind == "prompt" else record_bytes(record)
             stream.num_records += 1
             return Drawn(number, epoch, index, record, self._stretch(share, number, epoch))
         raise StopIteration

@@ -22,8 +22,10 @@ def open_source(text: str, mirror: Path | None = None) -> Source:
     url = parse_url(text)
     if url.kind == "input":
         raise SourceError(f"{text} is the product of another stage: only a stage that has it as an input can read it.")
-    if url.kind in ("hub", *WEB):
-        source = (hub.open_hub if url.kind == "hub" else archives.open_archive)(url, mirror)
+    if url.kind == "hub":
+        source = hub.open_hub(url, mirror)
+    elif url.kind in WEB:
+        source = files.open_file(parse_url(f"file:{archives.unpacked(url, mirror)}/**/*.jsonl*"))
     else:
         source = _OPENERS[url.kind](url)
     return source if url.start == 0 and url.stop is None else SlicedSource(source, url.start, url.stop)

@@ -14,31 +14,24 @@ from nanodag.errors import SourceError
 from nanodag.errors.words import listed
 
 Record = dict[str, Any]
-# What a source's rows are read as -> its settings that would change nothing there.
+# What a source's rows are read as -> what that is called, and the settings that would change nothing there.
 _WITHOUT_EFFECT: Mapping[str, Sequence[str]] = {
-    "document": ("instruction", "reward", "template_options"),
-    "conversation": ("reward",),
-    "preference": ("reward",),
-    "judgement": ("reward",),
-    "prompt": (),
-    "row": ("instruction", "reward"),
-    "text": ("columns", "instruction", "reward", "template_options"),
-}
-_CALLED = {
-    "document": "documents, which nobody asks",
-    "conversation": "conversations, whose answers are given",
-    "preference": "pairs, whose better answer is given",
-    "judgement": "answers that are judged already",
-    "row": "rows as they are; a benchmark reads prompts with `form: problems`",
-    "text": "all text of a source, whatever column it is in",
+    "document": ("documents, which nobody asks", "instruction", "reward", "template_options"),
+    "conversation": ("conversations, whose answers are given", "reward"),
+    "preference": ("pairs, whose better answer is given", "reward"),
+    "judgement": ("answers that are judged already", "reward"),
+    "prompt": ("prompts",),
+    "row": ("rows as they are; a benchmark reads prompts with `form: problems`", "instruction", "reward"),
+    "text": ("all text of a source, whatever column it is in", "columns", "instruction", "reward", "template_options"),
 }
 
 
 def check_effect(source: SourceConfig, read_as: Kind | Literal["row", "text"]) -> None:
     """Raise SourceError for a setting of a source that changes nothing of what it is read as."""
-    for name in _WITHOUT_EFFECT[read_as]:
+    called, *names = _WITHOUT_EFFECT[read_as]
+    for name in names:
         if (value := getattr(source, name)) != type(source).model_fields[name].default:
-            raise SourceError(f"{source.url}: {name} {value!r} means nothing to {_CALLED[read_as]}. Leave it out.")
+            raise SourceError(f"{source.url}: {name} {value!r} means nothing to {called}. Leave it out.")
 
 
 def with_names(row: Record, source: SourceConfig) -> Record:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from nanodag.data.files import FileSource
-from nanodag.data.formats import ParquetFile, RowFile
+from nanodag.data.formats import ParquetFile
 from nanodag.data.sources import Row, Source
 from nanodag.errors import SourceError
 from nanodag.host.folders import cache_folder
@@ -110,12 +110,12 @@ class FetchedSource(FileSource):
     """The rows of shards that are fetched now. Their files are held open: the cache may remove their names."""
 
     def __init__(self, shards: Sequence[RemoteFile]) -> None:
-        files: list[RowFile] = []
+        files: list[ParquetFile] = []
         for shard in shards:
             files.append(ParquetFile(shard.fetch(), is_held=True))
             files[-1].blocks()  # opens it
         super().__init__([file.path for file in files])
-        self._files = files
+        self._files = [*files]
 
 
 class ShardedSource(Source):

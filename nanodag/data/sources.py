@@ -9,7 +9,7 @@ Compressed text, and what is no parquet on the hub, have neither: they are read 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -42,16 +42,36 @@ class LazyRows(Sequence[Row]):
         return self._make(index)
 
 
-class Source(ABC):
-    """Rows by number. A subclass has blocks and reads them, or overrides `stream` or `rows` and has none."""
-
-    @abstractmethod
-    def identity(self) -> dict[str, Any]:
-        """Identity of this data in a stage's key: equal exactly when the rows are the same. JSON values only."""
+class Rows:
+    """Rows by number. A subclass has blocks and reads them, or overrides `stream` and has none."""
 
     def blocks(self) -> Sequence[Block] | None:
         """The blocks in order of their rows, or None where rows can only be read from the front."""
         return None
+
+    def read(self, number: int) -> Sequence[Row]:
+        """The rows of one block, decoded when they are taken out of the sequence."""
+        raise NotImplementedError(f"{type(self).__name__} has no blocks")
+
+    def stream(self) -> Iterator[Callable[[], Row]]:
+        """For each row in order, a function that decodes it: rows that are skipped cost no decoding."""
+        for number in range(len(self.blocks() or ())):
+            rows = self.read(number)
+            for index in range(len(rows)):
+                yield partial(rows.__getitem__, index)
+
+    def length(self) -> int | None:
+        """The number of rows; None where only reading everything would tell."""
+        blocks = self.blocks()
+        return None if blocks is None else sum(block.num_rows for block in blocks)
+
+
+class Source(Rows, ABC):
+    """Rows of one URL. A subclass without blocks or `stream` overrides `rows`."""
+
+    @abstractmethod
+    def identity(self) -> dict[str, Any]:
+        """Identity of this data in a stage's key: equal exactly when the rows are the same. JSON values only."""
 
     def shards(self) -> "Sequence[RemoteFile] | None":
         """The files in order, where each is fetched when its turn comes; None elsewhere."""
@@ -65,19 +85,6 @@ class Source(ABC):
         """rows: of each part."""
         first = sum(rows[:-1])
         return (SlicedSource(self, 0, first), SlicedSource(self, first, None)) if len(rows) > 1 else None
-
-    def read(self, number: int) -> Sequence[Row]:
-        """The rows of one block, decoded when they are taken out of the sequence."""
-        raise NotImplementedError(f"{type(self).__name__} has no blocks")
-
-    def stream(self) -> Iterator[Callable[[], Row]]:
-        """For each row in order, a function that decodes it, where there are no blocks: skipped rows cost nothing."""
-        raise NotImplementedError(f"{type(self).__name__} has blocks, or rows of its own")
-
-    def length(self) -> int | None:
-        """The number of rows; None where only reading everything would tell."""
-        blocks = self.blocks()
-        return None if blocks is None else sum(block.num_rows for block in blocks)
 
     def rows(self, start: int = 0, shard: int = 0, num_shards: int = 1) -> Iterator[tuple[int, Row]]:
         """(number, row) from number `start` on, those with number % num_shards == shard."""

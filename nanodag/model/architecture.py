@@ -35,15 +35,15 @@ UNBOUNDED_POSITIONS = 32_768  # of a model that names no longest context, as one
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """Rotary position embedding. ``factor`` is 1.0 for the default type. low_freq_factor, high_freq_factor: of llama3.
+    """Rotary position embedding. low_freq_factor, high_freq_factor: of llama3.
     beta_fast, beta_slow: of YaRN. original_positions: of both."""
 
     theta: float
-    kind: str
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_positions: int
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    original_positions: int = 0
     beta_fast: float = 0.0
     beta_slow: float = 0.0
 
@@ -298,9 +298,7 @@ def _by_transformers(config: dict[str, Any], source: Path) -> Architecture:
         norm_eps=0.0,
         tied=bool(config.get("tie_word_embeddings", True)),
         qk_norm=False,
-        rope=Rope(
-            theta=0.0, kind="transformers", factor=1.0, low_freq_factor=0.0, high_freq_factor=0.0, original_positions=0
-        ),
+        rope=Rope(theta=0.0, kind="transformers"),
         max_positions=max_positions,
         model_code="transformers",
         active_experts=active_share(config),
@@ -372,15 +370,18 @@ def _rope(config: dict[str, Any], source: Path) -> Rope:
     partial = settings.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     if partial != 1.0:
         raise BadRequest(f"partial_rotary_factor {partial} in {source} is not built here; only 1.0 is")
-    llama3, yarn = kind == "llama3", kind == "yarn"
-    if yarn:
+    options: dict[str, float] = {}
+    if kind == "llama3":
+        options = {name: float(settings[name]) for name in ("low_freq_factor", "high_freq_factor")}
+    if yarn := kind == "yarn":
+        options = {n: float(settings.get(n) or usual) for n, usual in (("beta_fast", 32), ("beta_slow", 1))}
         for name in ("attention_factor", "mscale", "mscale_all_dim"):
             if settings.get(name) is not None:
                 raise BadRequest(f"{name} of a yarn rope in {source} is not built here; what follows from factor is")
         if not settings.get("truncate", True):
             raise BadRequest(f"truncate false of a yarn rope in {source} is not built here")
     original = 0
-    if llama3 or yarn:  # transformers takes the one beside the settings before the one in them
+    if options:  # transformers takes the one beside the settings before the one in them
         name = "original_max_position_embeddings"
         nested = settings.get(name, config["max_position_embeddings"])
         original = int(nested if config.get(name) is None else config[name])
@@ -388,11 +389,8 @@ def _rope(config: dict[str, Any], source: Path) -> Rope:
         theta=float(theta),
         kind=kind,
         factor=float(settings["factor"]) if kind != "default" else 1.0,
-        low_freq_factor=float(settings["low_freq_factor"]) if llama3 else 1.0,
-        high_freq_factor=float(settings["high_freq_factor"]) if llama3 else 1.0,
         original_positions=original,
-        beta_fast=float(settings.get("beta_fast") or 32) if yarn else 0.0,
-        beta_slow=float(settings.get("beta_slow") or 1) if yarn else 0.0,
+        **options,
     )
     if yarn and not (rope.theta > 1 and min(rope.factor, original, rope.beta_fast, rope.beta_slow) > 0):
         raise BadRequest(f"{source}: no frequencies follow from {rope}")

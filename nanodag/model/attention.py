@@ -44,6 +44,8 @@ Sequences = NDArray[np.int64]
 """(S, 3) int64, by their start in the flattened rows: start, length, and the number of the one that a sequence goes on
 from, -1 for none. What goes on from one follows it before any that does not. All tokens lie in a sequence."""
 Places = NDArray[np.int64] | None
+Flat = Callable[[Tensor, Tensor, Tensor, int | None], Tensor]
+"""An `Attend` of flattened rows: query (N or Q, H, D), key and value (N, K, D), window."""
 
 
 class Attend(Protocol):
@@ -51,12 +53,6 @@ class Attend(Protocol):
     None: all before it."""
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, window: int | None = None) -> Tensor: ...
-
-
-class Flat(Protocol):
-    """An `Attend` of flattened rows: query (N or Q, H, D), key and value (N, K, D)."""
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor: ...
 
 
 def document_attention(document_ids: np.ndarray) -> "Packed":

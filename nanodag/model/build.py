@@ -12,8 +12,6 @@ from nanodag.model.decoder import Decoder
 
 def qwen3_architecture(shape: Shape, *, vocabulary: int, rope_theta: float, max_positions: int) -> Architecture:
     """Architecture of a Qwen3-type model with a Shape of the dial."""
-    unused = {"factor": 1.0, "low_freq_factor": 0.0, "high_freq_factor": 0.0}
-    rope = Rope(theta=rope_theta, kind="default", original_positions=0, **unused)
     return Architecture(
         model_type="qwen3",
         vocab_size=vocabulary,
@@ -26,7 +24,7 @@ def qwen3_architecture(shape: Shape, *, vocabulary: int, rope_theta: float, max_
         norm_eps=1e-6,
         tied=shape.tied_embeddings,
         qk_norm=True,
-        rope=rope,
+        rope=Rope(theta=rope_theta),
         max_positions=max_positions,
     )
 

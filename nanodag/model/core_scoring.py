@@ -9,10 +9,9 @@ Source: karpathy/nanochat nanochat/core_eval.py.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 
 from nanodag.data.core_tasks import Item, Task, prompts_of
-from nanodag.model.scoring import AnswerScore, Question
+from nanodag.model.scoring import AnswerScore, Question, num_common
 
 CHUNK_ITEMS = 256  # few-shot prompts are long: this many items' tokens are held at once
 
@@ -56,10 +55,10 @@ def _questions(
     texts = tokens[1:] if task.kind == "language_modeling" else tokens
     is_too_long = max(map(len, texts)) > max_positions
     if task.kind == "schema":
-        shared = _common([ids[::-1] for ids in tokens])
+        shared = num_common([ids[::-1] for ids in tokens])
         split = [(ids[: len(ids) - shared], ids[len(ids) - shared :]) for ids in tokens]
     else:
-        shared = _common(tokens)
+        shared = num_common(tokens)
         split = [(ids[:shared], ids[shared:]) for ids in texts]
         if not is_too_long:
             return [Question(split[0][0], tuple(answer for _, answer in split))], False
@@ -74,8 +73,3 @@ def _judge(task: Task, item: Item, answers: Sequence[AnswerScore], lengths: Sequ
         return answers[0].is_greedy
     losses = [-answer.logprob / length for answer, length in zip(answers, lengths, strict=True)]
     return losses.index(min(losses)) == item["gold"]
-
-
-def _common(sequences: Sequence[tuple[int, ...]]) -> int:
-    """Number of tokens that all sequences begin with."""
-    return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, zip(*sequences, strict=False)))

@@ -15,28 +15,17 @@ Letters: N rows (tokens), W width, H heads, D head width, a multiple of 2 * LANE
 typedef uint32_t words __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2)));
 
+/* The arguments of every walk. The gate is computed elementwise, of x, which opens it. */
 typedef struct {
-    int64_t num_rows, width, is_bf16;
+    int64_t num_rows, num_heads, width, is_bf16; /* N; H, 1 without heads; W, or D; a multiple of LANES */
     double eps;
-    const void *x, *weight, *d_y, *added; /* (N, W), (W,), (N, W) twice: `added` is the gradient that x gets elsewhere */
-    void *y, *d_x;
-    float *scales;    /* (N,) */
-    float *d_weights; /* (PARTS, W) */
-} Norm;
-
-typedef struct {
-    int64_t num_rows, num_heads, head_dim, is_bf16;
-    double eps;
-    const void *x, *gain, *cos, *sin, *d_y; /* (N, H, D), (D,) or NULL, (N, D / 2) twice, (N, H, D) */
-    void *y, *d_x;
-    float *d_gains; /* (PARTS, D) */
-} Rotation;
-
-typedef struct {
-    int64_t count, is_bf16; /* count: elements, a multiple of LANES */
-    const void *gate, *up, *d_y;
-    void *y, *d_gate, *d_up;
-} Gate;
+    const void *x, *weight; /* (N, W) or (N, H, D), and (W,) or (D,), or NULL */
+    const void *cos, *sin;  /* (N, D / 2) */
+    const void *up, *d_y, *added; /* as x: `added` is the gradient that x gets elsewhere */
+    void *y, *d_x, *d_up;         /* as x */
+    float *scales;                /* (N,) */
+    float *d_weights;             /* (PARTS, W) or (PARTS, D) */
+} Walk;
 
 /* Elements `at` and following. */
 INLINE vec take(const int is_bf16, const void *from, int64_t at) {
@@ -64,7 +53,7 @@ INLINE void add_to(float *sums, vec x) { store(sums, load(sums) + x); }
 /* Rows of a run: the first of it and, with `part` + 1, the end. */
 INLINE int64_t begin_of(int64_t num_rows, int64_t part) { return num_rows * part / PARTS; }
 
-INLINE void norm_rows(const int is_bf16, const Norm *a, int64_t first, int64_t end) {
+INLINE void norm_rows(const int is_bf16, const Walk *a, int64_t first, int64_t end) {
     const int64_t W = a->width;
     for (int64_t row = first, at = first * W; row < end; row++, at += W) {
         vec squares = {};
@@ -75,7 +64,7 @@ INLINE void norm_rows(const int is_bf16, const Norm *a, int64_t first, int64_t e
     }
 }
 
-INLINE void norm_rows_back(const int is_bf16, const Norm *a, int64_t first, int64_t end, float *d_weight) {
+INLINE void norm_rows_back(const int is_bf16, const Walk *a, int64_t first, int64_t end, float *d_weight) {
     const int64_t W = a->width;
     memset(d_weight, 0, W * sizeof(float));
     for (int64_t row = first, at = first * W; row < end; row++, at += W) {
@@ -96,20 +85,20 @@ INLINE void norm_rows_back(const int is_bf16, const Norm *a, int64_t first, int6
 }
 
 /* 1 over the root mean square of a head, 1 where heads are not normed. */
-INLINE float scale_of(const int is_bf16, const Rotation *a, int64_t at) {
-    const int64_t D = a->head_dim;
-    if (!a->gain) return 1;
+INLINE float scale_of(const int is_bf16, const Walk *a, int64_t at) {
+    const int64_t D = a->width;
+    if (!a->weight) return 1;
     vec squares = {};
     for (int64_t d = 0; d < D; d += LANES) squares += take(is_bf16, a->x, at + d) * take(is_bf16, a->x, at + d);
     return 1 / sqrtf(sum_of(squares) / D + (float)a->eps);
 }
 
-INLINE vec gain_at(const int is_bf16, const Rotation *a, int64_t d) {
-    return a->gain ? take(is_bf16, a->gain, d) : all(1);
+INLINE vec gain_at(const int is_bf16, const Walk *a, int64_t d) {
+    return a->weight ? take(is_bf16, a->weight, d) : all(1);
 }
 
-INLINE void rotate_rows(const int is_bf16, const Rotation *a, int64_t first, int64_t end) {
-    const int64_t D = a->head_dim, half = D / 2, H = a->num_heads;
+INLINE void rotate_rows(const int is_bf16, const Walk *a, int64_t first, int64_t end) {
+    const int64_t D = a->width, half = D / 2, H = a->num_heads;
     for (int64_t head = first * H, at = head * D; head < end * H; head++, at += D) {
         float scale = scale_of(is_bf16, a, at);
         for (int64_t d = 0, turn = head / H * half; d < half; d += LANES) {
@@ -122,12 +111,12 @@ INLINE void rotate_rows(const int is_bf16, const Rotation *a, int64_t first, int
     }
 }
 
-INLINE void rotate_rows_back(const int is_bf16, const Rotation *a, int64_t first, int64_t end, float *d_gain) {
-    const int64_t D = a->head_dim, half = D / 2, H = a->num_heads;
-    if (a->gain) memset(d_gain, 0, D * sizeof(float));
+INLINE void rotate_rows_back(const int is_bf16, const Walk *a, int64_t first, int64_t end, float *d_gain) {
+    const int64_t D = a->width, half = D / 2, H = a->num_heads;
+    if (a->weight) memset(d_gain, 0, D * sizeof(float));
     for (int64_t head = first * H, at = head * D; head < end * H; head++, at += D) {
         float scale = scale_of(is_bf16, a, at), mean = 0;
-        for (int pass = a->gain ? 0 : 1; pass < 2; pass++) { /* the mean of all must be known first */
+        for (int pass = a->weight ? 0 : 1; pass < 2; pass++) { /* the mean of all must be known first */
             vec products = {};
             for (int64_t d = 0, turn = head / H * half; d < half; d += LANES) {
                 vec cos = take(is_bf16, a->cos, turn + d), sin = take(is_bf16, a->sin, turn + d);
@@ -151,29 +140,29 @@ INLINE void rotate_rows_back(const int is_bf16, const Rotation *a, int64_t first
 
 INLINE vec sigmoid(vec x) { return 1.0f / (1.0f + exp_of(-at_least(-80.0f, x))); /* below it is as good as 0 */ }
 
-INLINE void gate_all(const int is_bf16, const Gate *a, int64_t first, int64_t end) {
+INLINE void gate_all(const int is_bf16, const Walk *a, int64_t first, int64_t end) {
     for (int64_t i = first; i < end; i += LANES) {
-        vec gate = take(is_bf16, a->gate, i);
+        vec gate = take(is_bf16, a->x, i);
         give(is_bf16, a->y, i, gate * sigmoid(gate) * take(is_bf16, a->up, i));
     }
 }
 
-INLINE void gate_all_back(const int is_bf16, const Gate *a, int64_t first, int64_t end) {
+INLINE void gate_all_back(const int is_bf16, const Walk *a, int64_t first, int64_t end) {
     for (int64_t i = first; i < end; i += LANES) {
-        vec gate = take(is_bf16, a->gate, i), up = take(is_bf16, a->up, i), d_y = take(is_bf16, a->d_y, i);
+        vec gate = take(is_bf16, a->x, i), up = take(is_bf16, a->up, i), d_y = take(is_bf16, a->d_y, i);
         vec opened = sigmoid(gate), kept = gate * opened;
         give(is_bf16, a->d_up, i, d_y * kept);
-        give(is_bf16, a->d_gate, i, d_y * up * (opened + kept * (1.0f - opened)));
+        give(is_bf16, a->d_x, i, d_y * up * (opened + kept * (1.0f - opened)));
     }
 }
 
 /* Runs `first` to `end` - 1 of the PARTS runs of rows; the same of each function below. */
-void norm(const Norm *a, int64_t first, int64_t end) {
+void norm(const Walk *a, int64_t first, int64_t end) {
     int64_t from = begin_of(a->num_rows, first), to = begin_of(a->num_rows, end);
     a->is_bf16 ? norm_rows(1, a, from, to) : norm_rows(0, a, from, to);
 }
 
-void norm_back(const Norm *a, int64_t first, int64_t end) {
+void norm_back(const Walk *a, int64_t first, int64_t end) {
     for (int64_t part = first; part < end; part++) {
         int64_t from = begin_of(a->num_rows, part), to = begin_of(a->num_rows, part + 1);
         float *d_weight = a->d_weights + part * a->width;
@@ -181,25 +170,27 @@ void norm_back(const Norm *a, int64_t first, int64_t end) {
     }
 }
 
-void rotate(const Rotation *a, int64_t first, int64_t end) {
+void rotate(const Walk *a, int64_t first, int64_t end) {
     int64_t from = begin_of(a->num_rows, first), to = begin_of(a->num_rows, end);
     a->is_bf16 ? rotate_rows(1, a, from, to) : rotate_rows(0, a, from, to);
 }
 
-void rotate_back(const Rotation *a, int64_t first, int64_t end) {
+void rotate_back(const Walk *a, int64_t first, int64_t end) {
     for (int64_t part = first; part < end; part++) {
         int64_t from = begin_of(a->num_rows, part), to = begin_of(a->num_rows, part + 1);
-        float *d_gain = a->d_gains + part * a->head_dim;
+        float *d_gain = a->d_weights + part * a->width;
         a->is_bf16 ? rotate_rows_back(1, a, from, to, d_gain) : rotate_rows_back(0, a, from, to, d_gain);
     }
 }
 
-void gate(const Gate *a, int64_t first, int64_t end) {
-    int64_t from = begin_of(a->count / LANES, first) * LANES, to = begin_of(a->count / LANES, end) * LANES;
+INLINE int64_t elements(const Walk *a) { return a->num_rows * a->num_heads * a->width; }
+
+void gate(const Walk *a, int64_t first, int64_t end) {
+    int64_t from = begin_of(elements(a) / LANES, first) * LANES, to = begin_of(elements(a) / LANES, end) * LANES;
     a->is_bf16 ? gate_all(1, a, from, to) : gate_all(0, a, from, to);
 }
 
-void gate_back(const Gate *a, int64_t first, int64_t end) {
-    int64_t from = begin_of(a->count / LANES, first) * LANES, to = begin_of(a->count / LANES, end) * LANES;
+void gate_back(const Walk *a, int64_t first, int64_t end) {
+    int64_t from = begin_of(elements(a) / LANES, first) * LANES, to = begin_of(elements(a) / LANES, end) * LANES;
     a->is_bf16 ? gate_all_back(1, a, from, to) : gate_all_back(0, a, from, to);
 }

@@ -9,6 +9,7 @@ Letters: N tokens, Q of which ask, W width, H query heads, K key-value heads, D 
 """
 
 import ctypes
+import math
 from collections.abc import Callable, Sequence
 from ctypes import Structure, c_double, c_int64, c_void_p
 from dataclasses import dataclass
@@ -185,7 +186,7 @@ class RowNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         x = x.contiguous()
         y, scales = torch.empty_like(x), torch.empty(len(x))
-        _run_norm("norm", x, eps, weight=weight, y=y, scales=scales)
+        _run("norm", x, eps, weight=weight, y=y, scales=scales)
         ctx.save_for_backward(x, weight, scales)
         ctx.eps = eps
         return x, y
@@ -196,7 +197,7 @@ class RowNorm(torch.autograd.Function):
         x, weight, scales = ctx.saved_tensors
         d_x, d_weights = torch.empty_like(x), torch.empty(PARTS, x.shape[1])
         tensors = {"d_y": d_y.contiguous(), "added": d_passed.contiguous(), "d_x": d_x, "d_weights": d_weights}
-        _run_norm("norm_back", x, ctx.eps, weight=weight, scales=scales, **tensors)
+        _run("norm_back", x, ctx.eps, weight=weight, scales=scales, **tensors)
         return d_x, d_weights.sum(0).to(weight.dtype), None
 
 
@@ -207,7 +208,7 @@ class Rotated(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, gain: Tensor | None, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
         x, y = x.contiguous(), torch.empty(x.shape, dtype=x.dtype)
         cos, sin = cos.contiguous(), sin.contiguous()
-        _run_rotation("rotate", x, eps, gain=gain, cos=cos, sin=sin, y=y)
+        _run("rotate", x, eps, weight=gain, cos=cos, sin=sin, y=y)
         ctx.save_for_backward(x, gain, cos, sin)
         ctx.eps = eps
         return y
@@ -217,8 +218,8 @@ class Rotated(torch.autograd.Function):
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
         x, gain, cos, sin = ctx.saved_tensors
         d_x, d_gains = torch.empty_like(x), torch.empty(PARTS, x.shape[2])
-        tensors = {"d_y": d_y.contiguous(), "d_x": d_x, "d_gains": d_gains}
-        _run_rotation("rotate_back", x, ctx.eps, gain=gain, cos=cos, sin=sin, **tensors)
+        tensors = {"d_y": d_y.contiguous(), "d_x": d_x, "d_weights": d_gains}
+        _run("rotate_back", x, ctx.eps, weight=gain, cos=cos, sin=sin, **tensors)
         return d_x, None if gain is None else d_gains.sum(0).to(gain.dtype), None, None, None
 
 
@@ -229,7 +230,7 @@ class Gated(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         gate, up = gate.contiguous(), up.contiguous()
         y = torch.empty_like(gate)
-        _run("gate", _Gate(count=gate.numel()), gate.dtype, gate=gate, up=up, y=y)
+        _run("gate", gate, up=up, y=y)
         ctx.save_for_backward(gate, up)
         return y
 
@@ -238,54 +239,30 @@ class Gated(torch.autograd.Function):
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
         d_gate, d_up = torch.empty_like(gate), torch.empty_like(gate)
-        tensors = {"gate": gate, "up": up, "d_y": d_y.contiguous(), "d_gate": d_gate, "d_up": d_up}
-        _run("gate_back", _Gate(count=gate.numel()), gate.dtype, **tensors)
+        _run("gate_back", gate, up=up, d_y=d_y.contiguous(), d_x=d_gate, d_up=d_up)
         return d_gate, d_up
 
 
-class _Norm(Structure):
+class _Walk(Structure):
     _fields_ = [
-        *((name, c_int64) for name in ("num_rows", "width", "is_bf16")),
+        *((name, c_int64) for name in ("num_rows", "num_heads", "width", "is_bf16")),
         ("eps", c_double),
-        *((name, c_void_p) for name in ("x", "weight", "d_y", "added", "y", "d_x", "scales", "d_weights")),
+        *((name, c_void_p) for name in ("x", "weight", "cos", "sin", "up", "d_y", "added", "y", "d_x", "d_up")),
+        *((name, c_void_p) for name in ("scales", "d_weights")),
     ]
 
 
-class _Rotation(Structure):
-    _fields_ = [
-        *((name, c_int64) for name in ("num_rows", "num_heads", "head_dim", "is_bf16")),
-        ("eps", c_double),
-        *((name, c_void_p) for name in ("x", "gain", "cos", "sin", "d_y", "y", "d_x", "d_gains")),
-    ]
+SUMS = ("scales", "d_weights")  # float32 whatever the others are
 
 
-class _Gate(Structure):
-    _fields_ = [
-        *((name, c_int64) for name in ("count", "is_bf16")),
-        *((name, c_void_p) for name in ("gate", "up", "d_y", "y", "d_gate", "d_up")),
-    ]
-
-
-SUMS = ("scales", "d_weights", "d_gains")  # float32 whatever the others are
-
-
-def _run_norm(function: str, x: Tensor, eps: float, **tensors: Tensor) -> None:
-    _run(function, _Norm(num_rows=x.shape[0], width=x.shape[1], eps=eps), x.dtype, x=x, **tensors)
-
-
-def _run_rotation(function: str, x: Tensor, eps: float, **tensors: Tensor | None) -> None:
-    num_rows, num_heads, head_dim = x.shape
-    sizes = _Rotation(num_rows=num_rows, num_heads=num_heads, head_dim=head_dim, eps=eps)
-    _run(function, sizes, x.dtype, x=x, **tensors)
-
-
-def _run(function: str, arguments: Any, dtype: torch.dtype, **tensors: Tensor | None) -> None:
-    """Call a function of `layer.c`. arguments: a structure with its sizes. C reads all tensors without gaps and as one
-    type."""
-    arguments.is_bf16 = dtype == torch.bfloat16
-    for name, tensor in tensors.items():
+def _run(function: str, x: Tensor, eps: float = 0.0, **tensors: Tensor | None) -> None:
+    """Call a function of `layer.c`. x (N, W) or (N, H, D). C reads all tensors without gaps and as one type."""
+    num_rows, *heads, width = x.shape
+    is_bf16 = x.dtype == torch.bfloat16
+    arguments = _Walk(num_rows=num_rows, num_heads=math.prod(heads), width=width, is_bf16=is_bf16, eps=eps)
+    for name, tensor in {"x": x, **tensors}.items():
         if tensor is not None:
-            assert tensor.is_contiguous() and tensor.dtype == (torch.float32 if name in SUMS else dtype), name
+            assert tensor.is_contiguous() and tensor.dtype == (torch.float32 if name in SUMS else x.dtype), name
             setattr(arguments, name, tensor.data_ptr())
     call: Callable[..., None] = getattr(_library(), function)
     reference = ctypes.byref(arguments)

@@ -49,7 +49,7 @@ class Question:
         """Tokens that go through the model where nothing is shared with other questions: an answer's last token is
         predicted, never read, and what all answers begin with is read once."""
         sizes = [len(answer) - 1 for answer in self.answers]
-        shared = min(_num_common(min(self.answers), max(self.answers)), *sizes)  # what these two have in common all do
+        shared = min(num_common(self.answers), *sizes)
         return len(self.context) + shared + sum(size - shared for size in sizes)
 
     @property
@@ -172,12 +172,13 @@ def _order(questions: Sequence[Question]) -> Iterator[int]:
 
 def _num_shared(one: Question, other: Question) -> int:
     """Tokens that two questions of a batch begin with, where these are worth to be read once."""
-    common = _num_common(one.context, other.context)
+    common = num_common([one.context, other.context])
     return common if common >= WORTH_SHARING else 0
 
 
-def _num_common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Number of tokens that two sequences begin with."""
+def num_common(sequences: Sequence[tuple[int, ...]]) -> int:
+    """Number of tokens that all sequences begin with."""
+    one, other = min(sequences), max(sequences)  # what these two have in common all do
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
@@ -293,7 +294,7 @@ def _parts(texts: Sequence[tuple[int, tuple[int, ...]]]) -> tuple[list[Part], li
     in the order of a walk down; and the last part of each."""
     common = [0]
     for (tree, text), (other_tree, other) in itertools.pairwise(texts):
-        common.append(_num_common(text, other) if tree == other_tree else 0)
+        common.append(num_common([text, other]) if tree == other_tree else 0)
     parts: list[Part] = []
     last = [-1] * len(texts)
     below = [(0, len(texts), 0, -1)]  # texts from one up to another; how much of them is in parts; the last of these

@@ -14,7 +14,7 @@ from typing import Any
 from nanodag.config.supervised import SupervisedStage
 from nanodag.train.deepspeed_engine import TrainEngine, leave
 from nanodag.train.loop import Loop, Stopped
-from nanodag.train.setup import PreparedStage, prepare
+from nanodag.train.setup import PreparedStage
 from nanodag.worker.job import STOPPED_EXIT_CODE, Job, MetricsLog, finish, load_job
 
 log = logging.getLogger("nanodag.train")
@@ -23,7 +23,7 @@ log = logging.getLogger("nanodag.train")
 def main() -> None:
     """Run the job; the exit code says whether to start it again (75), a published result whether it is done."""
     job = load_job()
-    stage = prepare(job)
+    stage = PreparedStage(job)
     engine = stage.engine
     loop = Loop(stage)
     resume_step = -1 if stage.checkpoint is None else loop.progress.step  # without one, step 0 is validated again

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from nanodag.data.config import SourceConfig, mixes_by_epochs
+from nanodag.data.config import SourceConfig
 from nanodag.data.mixture import Drawn, Mixture
-from nanodag.data.opening import Part
 from nanodag.data.records import message_text, record_bytes
 from nanodag.data.shuffle import permutation
 from nanodag.errors import ConfigError
@@ -63,8 +62,8 @@ class TokenBatches:
     conversations, with loss on what the assistant says, and beside them the documents of those sources whose adapter
     makes nothing else, trained whole; "preference" packs pairs of answers behind their prompts (scores_ends: as in
     PairPiece), "judgement" single answers too. too_long: a conversation above sequence_length is truncated, or dropped;
-    either is counted, and what has nothing to learn is dropped, as a pair whose answers are equal. part, once, repeat,
-    num_epochs, shuffle: as in Mixture.
+    either is counted, and what has nothing to learn is dropped, as a pair whose answers are equal. mixing: kind and
+    seed, and maybe rank, world, part, once, repeat, num_epochs, shuffle and mirror, as in Mixture.
     window_pieces, window_rows: so much, at least, is packed and shuffled together, within a pass. prefetch: batches
     that a thread makes ahead while others are trained. tokenising_threads: as many tokenise what that thread has read;
     with 0 it does so itself. Neither changes a batch.
@@ -78,18 +77,8 @@ class TokenBatches:
         sources: Sequence[SourceConfig],
         *,
         tokenizer_path: Path,
-        kind: Literal["document", "chat", "preference", "judgement"],
         batch_rows: int,
         sequence_length: int,
-        seed: int,
-        rank: int = 0,
-        world: int = 1,
-        part: Part = "train",
-        once: bool = False,
-        repeat: bool = False,
-        num_epochs: float = 1.0,
-        shuffle: bool = True,
-        mirror: Path | None = None,
         too_long: Literal["truncate", "drop"] = "truncate",
         cut: Literal["keep", "drop"] = "keep",
         scores_ends: bool = False,
@@ -97,27 +86,14 @@ class TokenBatches:
         window_rows: int = 128,  # the last one of a window is half empty on average
         prefetch: int = 0,
         tokenising_threads: int = 0,
+        **mixing: Any,
     ) -> None:
-        self._kind = kind
         self._rows, self._length = batch_rows, sequence_length
         self._too_long = too_long
         self._window_pieces, self._window_positions = window_pieces, window_rows * sequence_length
-        self._ends = once or (mixes_by_epochs(sources) and not repeat)
-        self._seed, self._is_alone = seed, world == 1
-        self._mixture = Mixture(
-            sources,
-            kind=kind,
-            seed=seed,
-            rank=rank,
-            world=world,
-            part=part,
-            once=once,
-            repeat=repeat,
-            num_epochs=num_epochs,
-            shuffle=shuffle,
-            mirror=mirror,
-        )
-        self._pieces_of, bos_id, self._pad_id = _tokenising(kind, tokenizer_path, scores_ends)
+        self._mixture = Mixture(sources, **mixing)
+        self._seed, self._is_alone = self._mixture.seed, self._mixture.world == 1
+        self._pieces_of, bos_id, self._pad_id = _tokenising(self._mixture.kind, tokenizer_path, scores_ends)
         self._make_pieces: Callable[[Sequence[Drawn]], list[Piece]] = self._tokenised
         self._new_packer = partial(Packer, sequence_length, cut=cut, bos_id=bos_id)
         self._counts = dict.fromkeys(_COUNTED, 0)
@@ -208,7 +184,7 @@ class TokenBatches:
 
         Raises ConfigError when there is no end.
         """
-        if not self._ends:
+        if not self._mixture.ends:
             raise ConfigError(
                 "These batches have no end, so they cannot be counted: a mixture by weights, or a repeated one. "
                 "State how many tokens to train on."

@@ -93,8 +93,8 @@ class TrainEngine:
 
     model: on CPU in float32; it is cast and moved here. One that was loaded deferred is read here: under ZeRO-3 in
     shares, so that no rank ever holds all of it. leaf_modules: classes whose parameters are gathered all at once
-    under ZeRO-3 (a decoder layer). gradient_limit, skips_bad_gradients: as of the SegmentedOptimizer. Calling an engine
-    calls the model. Parameters that need no gradient stay as they are, and are not saved.
+    under ZeRO-3 (a decoder layer). gradient_limit, skips_bad_gradients: as of the SegmentedOptimizer, which `updates`
+    is. Calling an engine calls the model. Parameters that need no gradient stay as they are, and are not saved.
     """
 
     def __init__(
@@ -122,17 +122,17 @@ class TrainEngine:
         model = self.placed(model, leaf_modules)
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.shapes = {name: whole[name] for name, _ in trained}
-        self._updates = SegmentedOptimizer(
+        self.updates = SegmentedOptimizer(
             trained, self.shapes, optimizer, clip=gradient_clipping, limit=gradient_limit, skips=skips_bad_gradients
         )
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns of every optimizer that is not its own
-        self._engine, self._zero = _started(model, self.config, self._updates)
+        self._engine, self._zero = _started(model, self.config, self.updates)
         self.model = model
         self.shares = Shares(model, whole, dtype=self.dtype, is_spread=zero_stage == 3)
         masters, segments = self._layout()
-        self._updates.attach(masters, segments, sharded=self._sharded, dtype=self.dtype, device=self.device)
+        self.updates.attach(masters, segments, sharded=self._sharded, dtype=self.dtype, device=self.device)
         self.lent_weights = LentMemory(self._weight_tensors(), device=self.device)
-        self.lent_states = LentMemory(self._updates.tensors(), self._gradient_buffers(), device=self.device)
+        self.lent_states = LentMemory(self.updates.tensors(), self._gradient_buffers(), device=self.device)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._engine(*args, **kwargs)
@@ -183,25 +183,15 @@ class TrainEngine:
 
         Raises TrainingDiverged, with the weights unchanged, when the gradient is bad and not to be skipped.
         """
-        self._updates.set_rates(learning_rate=learning_rate, matrix_lr=matrix_lr)
-        self._updates.gradient_norm = None
+        self.updates.set_rates(learning_rate=learning_rate, matrix_lr=matrix_lr)
+        self.updates.gradient_norm = None
         self._engine.step()
-        if self._updates.gradient_norm is None:
-            if not self._updates.skips:
+        if self.updates.gradient_norm is None:
+            if not self.updates.skips:
                 raise TrainingDiverged("The gradient is not finite: DeepSpeed skipped the update.")
-            self._updates.num_skipped += 1
+            self.updates.num_skipped += 1
             return math.nan
-        return self._updates.gradient_norm
-
-    @property
-    def num_updates(self) -> int:
-        """Updates that were made, those before a checkpoint was loaded among them; the same on every rank."""
-        return self._updates.num_updates
-
-    @property
-    def num_skipped(self) -> int:
-        """Updates that were not made because their gradient was bad, so far in this process."""
-        return self._updates.num_skipped
+        return self.updates.gradient_norm
 
     def summed(self, *values: float) -> list[float]:
         """Each value summed over all ranks, in float64."""
@@ -239,12 +229,8 @@ class TrainEngine:
         are gathered at once.
         """
         named = dict(self.model.named_parameters())
-        if self.zero_stage < 3:
-            for name, parameter in named.items():
-                yield name, parameter.detach()
-            return
         for bucket in in_buckets(list(named), self.shares.num_bytes, bucket_bytes):
-            with deepspeed.zero.GatheredParameters([named[name] for name in bucket]):
+            with deepspeed.zero.GatheredParameters([named[name] for name in bucket], enabled=self.zero_stage == 3):
                 for name in bucket:
                     yield name, named[name].detach()
 
@@ -255,19 +241,16 @@ class TrainEngine:
     @contextlib.contextmanager
     def whole(self, parameter: nn.Parameter) -> Iterator[Tensor]:
         """One parameter whole on every rank's device, for reading, as long as the block lasts; all ranks must enter."""
-        if self.zero_stage < 3:
-            yield parameter.detach()
-            return
-        with deepspeed.zero.GatheredParameters([parameter]):
+        with deepspeed.zero.GatheredParameters([parameter], enabled=self.zero_stage == 3):
             yield parameter.detach()
 
     def snapshot(self) -> list[Tensor]:
         """A copy of this rank's master weights, for `restore`."""
-        return [master.detach().clone() for master in self._updates.masters]
+        return [master.detach().clone() for master in self.updates.masters]
 
     def restore(self, snapshot: list[Tensor]) -> None:
         """Make the weights those of a snapshot; the optimizer's state stays."""
-        for master, kept in zip(self._updates.masters, snapshot, strict=True):
+        for master, kept in zip(self.updates.masters, snapshot, strict=True):
             master.detach().copy_(kept)
         self._refresh_weights()
 
@@ -279,26 +262,26 @@ class TrainEngine:
         """
         if not self._sharded and self.rank != 0:
             return
-        planes = self._updates.planes(self.lent_states.readable)
+        planes = self.updates.planes(self.lent_states.readable)
         tensors = {key(plane, segment): view.cpu() for plane, segment, view in planes}
         if snapshot is not None:
-            for segment in self._updates.segments:
+            for segment in self.updates.segments:
                 tensors[key("snapshot", segment)] = snapshot[segment.flat].view(-1)[segment.where].cpu()
         num_files = self.world_size if self._sharded else 1
-        common = {"num_updates": self.num_updates, "num_files": num_files, "shapes": self.shapes}
+        common = {"num_updates": self.updates.num_updates, "num_files": num_files, "shapes": self.shapes}
         write_state(folder, self.rank, common, tensors)
 
     def load(self, folder: Path) -> list[Tensor] | None:
         """Take weights and optimizer state from what `save` wrote, by any number of ranks at any stage; returns the
         snapshot that was kept beside them. Raises CorruptArtifact when a piece is missing, or ranks disagree."""
         with saved_state(folder, self.shapes) as saved:
-            for plane, segment, view in self._updates.planes():
+            for plane, segment, view in self.updates.planes():
                 saved.fill(plane, segment, view)
-            self._updates.num_updates = saved.num_updates
+            self.updates.num_updates = saved.num_updates
             snapshot = None
             if saved.has("snapshot"):
                 snapshot = self.snapshot()
-                for segment in self._updates.segments:
+                for segment in self.updates.segments:
                     saved.fill("snapshot", segment, snapshot[segment.flat].view(-1)[segment.where])
         self._refresh_weights()
         return snapshot
@@ -322,45 +305,39 @@ class TrainEngine:
         """
         named: list[tuple[str, Any]] = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
         zero = self._zero
-        segments: list[Segment] = []
-
-        def hold(name: str, *, flat: int, start: int, offset: int, length: int) -> None:
-            if length > 0:
-                place = {"flat": flat, "start": start, "offset": offset, "length": length}
-                segments.append(Segment(name=name, shape=self.shapes[name], **place))
-
+        places: list[tuple[int, int, int, int]] = []  # of each parameter, as of a Segment: flat, start, offset, length
         if self.zero_stage == 3:
             masters, flats = zero.fp32_partitioned_groups_flat, zero.fp16_partitioned_groups_flat
-            for name, parameter in named:  # with the attributes that ZeRO-3 gives it
+            for _, parameter in named:  # with the attributes that ZeRO-3 gives it
                 shard = parameter.ds_tensor
-                flat, begin = _position(shard, flats)
                 offset = self.rank * shard.ds_numel
-                length = min(shard.ds_numel, parameter.ds_numel - offset)
-                hold(name, flat=flat, start=begin, offset=offset, length=length)
-            return masters, segments
-        if self.zero_stage == 0:
+                places.append((*_position(shard, flats), offset, min(shard.ds_numel, parameter.ds_numel - offset)))
+        elif self.zero_stage == 0:
             parameters, masters = self._stage_0()
             order = {id(p): i for i, p in enumerate(parameters)}
-            for name, parameter in named:
-                hold(name, flat=order[id(parameter)], start=0, offset=0, length=parameter.numel())
-            return masters, segments
-        if hasattr(zero, "single_partition_of_fp32_groups"):
-            masters, flats = zero.single_partition_of_fp32_groups, zero.bit16_groups_flat
+            places += [(order[id(parameter)], 0, 0, parameter.numel()) for _, parameter in named]
         else:
-            masters, flats = zero.fp32_groups_flat_partition, zero.bf16_groups_flat
-        for name, parameter in named:
-            flat, begin = _position(parameter.data, flats)
-            first = self.rank * masters[flat].numel()
-            mine = range(max(begin, first), min(begin + parameter.numel(), first + masters[flat].numel()))
-            hold(name, flat=flat, start=mine.start - first, offset=mine.start - begin, length=len(mine))
-        return masters, segments
+            if hasattr(zero, "single_partition_of_fp32_groups"):
+                masters, flats = zero.single_partition_of_fp32_groups, zero.bit16_groups_flat
+            else:
+                masters, flats = zero.fp32_groups_flat_partition, zero.bf16_groups_flat
+            for _, parameter in named:
+                flat, begin = _position(parameter.data, flats)
+                first = self.rank * masters[flat].numel()
+                mine = range(max(begin, first), min(begin + parameter.numel(), first + masters[flat].numel()))
+                places.append((flat, mine.start - first, mine.start - begin, len(mine)))
+        return masters, [
+            Segment(name=name, shape=self.shapes[name], flat=flat, start=start, offset=offset, length=length)
+            for (name, _), (flat, start, offset, length) in zip(named, places, strict=True)
+            if length > 0
+        ]
 
     def _stage_0(self) -> tuple[list[nn.Parameter], list[Tensor]]:
         """Parameters, and a master of its own for each: in bf16 a copy, in fp32 itself."""
         if hasattr(self._zero, "fp16_groups"):
             groups, masters = self._zero.fp16_groups, self._zero.fp32_groups
         else:
-            groups = masters = [group["params"] for group in self._updates.param_groups]
+            groups = masters = [group["params"] for group in self.updates.param_groups]
         return [p for group in groups for p in group], [p for group in masters for p in group]
 
     @torch.no_grad()

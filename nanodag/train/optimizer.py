@@ -102,7 +102,8 @@ class SegmentedOptimizer(torch.optim.Optimizer):
     clip: largest global gradient norm, 0 for none. gradient_norm: of the last step, before clipping. limit: above it a
     gradient is as bad as one that is not finite; skips: a bad one changes nothing, else it is an error.
 
-    num_updates: that were made, the same on every rank, whatever it holds.
+    num_updates: that were made, those before a checkpoint was loaded among them; the same on every rank, whatever it
+    holds. num_skipped: that were not made because their gradient was bad, so far in this process.
 
     DeepSpeed takes a step with zero gradients while it starts: without segments that step changes nothing.
     """

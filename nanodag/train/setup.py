@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -57,23 +57,41 @@ class TrainPlan:
     peak_flops: float
 
 
-@dataclass(kw_only=True)
 class PreparedStage:
-    """A stage made ready on this rank. source: its data. validation: None without held-out data. checkpoint: the one to
-    go on from."""
+    """Everything that the loop needs on this rank, made of the job's config and inputs. source: its data. validation:
+    None without held-out data. checkpoint: the one to go on from."""
 
-    job: Job
-    config: SupervisedStage
-    engine: TrainEngine
-    model: CausalModel
-    objective: Objective
-    data: "Data"
-    source: TokenBatches
-    validation: Validation | None
-    plan: TrainPlan
-    tokenizer_path: Path
-    checkpoints: Checkpoints
-    checkpoint: Path | None
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.config = config = cast(SupervisedStage, job.config)
+        assert config.precision != "auto"  # derived
+        torch.set_num_threads(int(config.resources.threads))
+        self.tokenizer_path = job.inputs["model" if "model" in job.inputs else "tokenizer"]
+        self.model = _model(job, self.tokenizer_path)
+        self.engine = engine = TrainEngine(
+            self.model,
+            optimizer=config.optimizer,
+            zero_stage=config.zero_stage,
+            precision=config.precision,
+            gradient_clipping=config.gradient_clipping,
+            device=str(config.resources.device),
+            leaf_modules=self.model.leaf_modules,
+            offload=config.resources,
+        )
+        torch.manual_seed(int(config.seed) * 1000 + engine.rank)
+        self.checkpoints = Checkpoints(job.checkpoints, keep=config.keep_checkpoints)
+        self.checkpoint = newest_of_all(self.checkpoints, engine)
+        self.data, self.objective = Data(job, self.tokenizer_path, engine), function_at(config.objective)()
+        size = size_of(job.inputs.get("model", self.tokenizer_path), self.model.architecture)
+        self.plan = TrainPlan(
+            num_steps=self.data.num_steps(self.checkpoint),
+            micro_batches=self.data.micro_batches,
+            flops_per_token=size.training_flops(config.sequence_length),
+            matrix_flops_per_token=size.training_flops(0),
+            peak_flops=engine.world_size * matmul_peak(engine.device.type),
+        )
+        self.source, self.validation = self.data.training(), self.data.validation(size.vocabulary, self.objective)
+        self.objective.begin(self)
 
     def score(self) -> ValidationLoss:
         """The held-out score of the current weights."""
@@ -129,53 +147,6 @@ class PreparedStage:
             save(folder, whole, tokenizer=self.tokenizer_path, source=source, model=self.model)
             save_adapter(folder, weights, alpha=optimizer.lora_alpha)
         self.engine.barrier()
-
-
-def prepare(job: Job) -> PreparedStage:
-    """Everything that the loop needs, from the job's config and inputs."""
-    config: SupervisedStage = job.config
-    assert config.precision != "auto"  # derived
-    torch.set_num_threads(int(config.resources.threads))
-    tokenizer_path = job.inputs["model" if "model" in job.inputs else "tokenizer"]
-    model = _model(job, tokenizer_path)
-    engine = TrainEngine(
-        model,
-        optimizer=config.optimizer,
-        zero_stage=config.zero_stage,
-        precision=config.precision,
-        gradient_clipping=config.gradient_clipping,
-        device=str(config.resources.device),
-        leaf_modules=model.leaf_modules,
-        offload=config.resources,
-    )
-    torch.manual_seed(int(config.seed) * 1000 + engine.rank)
-    checkpoints = Checkpoints(job.checkpoints, keep=config.keep_checkpoints)
-    checkpoint = newest_of_all(checkpoints, engine)
-    data, objective = Data(job, tokenizer_path, engine), function_at(config.objective)()
-    size = size_of(job.inputs.get("model", tokenizer_path), model.architecture)
-    plan = TrainPlan(
-        num_steps=data.num_steps(checkpoint),
-        micro_batches=data.micro_batches,
-        flops_per_token=size.training_flops(config.sequence_length),
-        matrix_flops_per_token=size.training_flops(0),
-        peak_flops=engine.world_size * matmul_peak(engine.device.type),
-    )
-    stage = PreparedStage(
-        job=job,
-        config=config,
-        engine=engine,
-        model=model,
-        objective=objective,
-        data=data,
-        source=data.training(),
-        validation=data.validation(size.vocabulary, objective),
-        plan=plan,
-        tokenizer_path=tokenizer_path,
-        checkpoints=checkpoints,
-        checkpoint=checkpoint,
-    )
-    objective.begin(stage)
-    return stage
 
 
 def _model(job: Job, tokenizer_path: Path) -> CausalModel:

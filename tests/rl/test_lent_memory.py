@@ -23,7 +23,7 @@ def stepped(folder, model, is_lent, zero_stage, precision, advantage):
             for what in ("states", "weights"):
                 trainer.lend(what)
                 assert all(memory.is_lent and memory.num_bytes > 10**4 for memory in trainer._lent[what])
-            lent = [*trainer.engine._updates.masters, *trainer._reference.model.shares.values()]
+            lent = [*trainer.engine.updates.masters, *trainer._reference.model.shares.values()]
             assert all(tensor.untyped_storage().nbytes() == 0 for tensor in lent)
         trainer.save(folder)
         trainer.take_back()

@@ -281,7 +281,7 @@ def updated(model, *steps, **values):
     parts = [[rollout("a", i, [1, 2], [3 + i], reward=reward) for i, reward in enumerate(three)] for three in steps]
     replies = [trainer.train(step, part) for step, part in enumerate(parts, start=1)]
     counts = [(reply["num_updates"], reply["skipped_updates"]) for reply in replies]
-    assert trainer.engine.num_updates == sum(made for made, _ in counts)
+    assert trainer.engine.updates.num_updates == sum(made for made, _ in counts)
     return counts, replies[-1]["gradient_norm"], weights_of(trainer)
 
 
@@ -318,7 +318,12 @@ def several_epochs(folder):
     _, clipped, kl = zip(*(plain_update(model, optimizer, rollouts, old) for _ in range(3)), strict=True)
     wanted = {f"decoder.{name}": tensor for name, tensor in model.named_parameters()}
     rows = trainer.last_scores[0][1]
-    counts = [reply["num_updates"], reply["num_passes"], trainer.engine.num_updates, reply["sums"]["summed"]["tokens"]]
+    counts = [
+        reply["num_updates"],
+        reply["num_passes"],
+        trainer.engine.updates.num_updates,
+        reply["sums"]["summed"]["tokens"],
+    ]
     scored = (len(rows), sum(len(row.targets) for row, _, _ in rows))
     return furthest(weights_of(trainer), wanted), sum(clipped), counts, scored, sum(kl), reply["sums"]["summed"]["kl"]
 

@@ -120,7 +120,7 @@ class Trainer:
         teacher = self._credit.teacher_logprobs(parts, rows)
         advantages, reply = self._credit.assign(step, parts, rows, old, reference)
         is_trained = self._credit.critic is None or step > self.config.algorithm.critic.warmup_steps
-        total, norms, skipped_before, rate = DeviceSums(), [], self.engine.num_skipped, 0.0
+        total, norms, skipped_before, rate = DeviceSums(), [], self.engine.updates.num_skipped, 0.0
         self.last_scores = [(part, []) for part in parts]
         for turn, number in enumerate(passes):
             part, sums, totals = rows[number], DeviceSums(), self._totals(parts[number])
@@ -152,14 +152,14 @@ class Trainer:
                 rate = policy_rate(
                     self.config.optimizer,
                     steps_done=step - 1 + turn / len(passes),
-                    num_updates=self.engine.num_updates,
+                    num_updates=self.engine.updates.num_updates,
                     num_steps=num_steps or self.config.num_steps,
                     first_step=algorithm.critic.warmup_steps if algorithm.has_critic else 0,
                 )
                 if (norm := self._update(step, sums.summed["loss"], rate)) is not None:
                     norms.append(norm)
             total.add(sums)
-        every, done = self.config.algorithm.reference_every, self.engine.num_updates
+        every, done = self.config.algorithm.reference_every, self.engine.updates.num_updates
         if self._reference is not None and every and done // every > (done - len(norms)) // every:
             self._reference.model.take(self._weights({}))
         if not self._group.is_first:  # another rank counts the same rows
@@ -169,7 +169,7 @@ class Trainer:
             "num_parts": num_parts,
             "num_passes": len(passes),
             "num_updates": len(norms),
-            "skipped_updates": self.engine.num_skipped - skipped_before,
+            "skipped_updates": self.engine.updates.num_skipped - skipped_before,
             "gradient_norm": max(norms, default=0.0),
             "learning_rate": rate,
             "peak_flops": self._peak_flops,
@@ -266,7 +266,7 @@ class Trainer:
     def _update(self, step: int, loss: Tensor, rate: float) -> float | None:
         """The gradient's norm; None for an update that was skipped."""
         self._last_losses.append(loss)
-        skipped = self.engine.num_skipped
+        skipped = self.engine.updates.num_skipped
         try:
             norm = self.engine.step(learning_rate=rate)
         except TrainingDiverged as error:
@@ -275,7 +275,7 @@ class Trainer:
                 f"{error} RL step {step}, this rank's last losses {losses}. Lower learning_rate or "
                 "gradient_clipping; the last checkpoint is from before."
             ) from error
-        if self.engine.num_skipped > skipped:
+        if self.engine.updates.num_skipped > skipped:
             log.warning("RL step %d: an update was skipped, its gradient's norm was %g", step, norm)
             return None
         return norm
@@ -306,7 +306,7 @@ def _execute(trainer: Trainer, message: dict[str, Any]) -> dict[str, Any]:
     match message["do"]:
         case "load" | "save" as method:
             getattr(trainer, method)(Path(message["folder"]))
-            reply = {"num_updates": trainer.engine.num_updates}
+            reply = {"num_updates": trainer.engine.updates.num_updates}
         case "train":
             path = Path(message["rollouts"])
             trace = Path(message["profile"], f"trainer-{trainer.engine.rank}.trace.json.gz")
