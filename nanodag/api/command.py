@@ -27,6 +27,7 @@ from nanodag.engines.fleet import Fleet
 from nanodag.errors import ConfigError, NanodagError
 from nanodag.errors.words import counted
 from nanodag.host.folders import Scratch
+from nanodag.host.threads import end_tasks
 from nanodag.inference.access_checks import DEFAULT_MAX_BODY_BYTES, bound_socket
 from nanodag.inference.addresses import keys_for
 from nanodag.model.headers import weights_digest
@@ -161,9 +162,7 @@ async def _serve(args: argparse.Namespace, extra_routes: Routes, ready: Callable
             ready(_address(listener))
         await server.serve(sockets=[listener])
     finally:
-        for task in following:
-            task.cancel()
-        await asyncio.gather(*following, return_exceptions=True)
+        await end_tasks(*following)
         await asyncio.gather(*(each.end() for each in engines))
         listener.close()
         own.cleanup()

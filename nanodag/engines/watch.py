@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from nanodag.errors import SamplerLost
+from nanodag.host.threads import end_tasks
 from nanodag.inference.client import SamplerClient
 
 if TYPE_CHECKING:
@@ -124,5 +125,4 @@ class ServerWatch:
         except SamplerLost:  # of this health request alone: other requests may continue
             return False
         finally:
-            request.cancel()
-            await asyncio.gather(request, return_exceptions=True)
+            await end_tasks(request)

@@ -1,8 +1,8 @@
-"""Calls that block, made in threads beside an event loop."""
+"""Calls that block, made in threads beside an event loop; several tasks of a loop, begun and ended together."""
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from functools import cache
 from typing import Any, Generic, ParamSpec, TypeVar, cast
@@ -46,6 +46,22 @@ async def in_thread(call: Callable[[], T]) -> T:
 
     threading.Thread(target=run, daemon=True).start()
     return await future
+
+
+async def end_tasks(*tasks: "asyncio.Future[Any]") -> None:
+    """Cancel tasks, and wait for their end."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def all_results(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Results of calls, made at once; when one raises, the others are ended."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await end_tasks(*tasks)
 
 
 class LoopThread:

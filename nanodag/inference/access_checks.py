@@ -24,6 +24,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, ExceptionHandler, Message, Receive, Scope, Send
 
 from nanodag.errors import ConfigError
+from nanodag.host.threads import end_tasks
 
 log = logging.getLogger(__name__)
 
@@ -161,9 +162,7 @@ async def unless_left(http: HttpRequest, work: Awaitable[T]) -> T:
             raise Left
         return running.result()
     finally:
-        running.cancel()
-        leaving.cancel()
-        await asyncio.gather(running, leaving, return_exceptions=True)
+        await end_tasks(running, leaving)
 
 
 def _has_left(http: HttpRequest, error: Exception) -> Response:

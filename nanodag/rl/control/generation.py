@@ -19,6 +19,7 @@ from nanodag.config.kinds.rl import RLStage
 from nanodag.engines.fleet import Fleet
 from nanodag.errors import StageFailed
 from nanodag.errors.words import counted
+from nanodag.host.threads import end_tasks
 from nanodag.inference.protocol import SamplingParams
 from nanodag.inference.seeds import derived_seed
 from nanodag.rewards.function_rewards import token_places
@@ -203,9 +204,7 @@ class RolloutGenerator:
                 self._judge(prompt, await task, batch)
                 used += 1
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(*tasks)
         for rid in [rid for group in groups for rid in group.under_way]:
             await self._sampler.abort(rid)
         return used

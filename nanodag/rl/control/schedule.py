@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from nanodag.errors import SamplerError
+from nanodag.host.threads import end_tasks
 from nanodag.rl.rollouts.batch import RolloutBatch
 
 POLL_S = 0.2
@@ -130,7 +131,7 @@ class Schedule:
                 watching.result()
             await loops
         finally:
-            await _end(loops, training, sampling, watching)
+            await end_tasks(loops, training, sampling, watching)
         if self._policy <= self._num_steps and not self._has_ended_early:
             raise StopRequested
 
@@ -179,7 +180,7 @@ class Schedule:
             self._ask_to_stop()  # the signal reached the samplers too
         finally:
             # In one wait: on a stop this is cancelled once more, while it waits.
-            await _end(task, stop, *([] if self._under_way is None else [self._under_way]))
+            await end_tasks(task, stop, *([] if self._under_way is None else [self._under_way]))
 
     async def _policies(self) -> None:
         while self._policy <= self._num_steps and not self._ends_early():
@@ -253,7 +254,7 @@ class Schedule:
                 other.result()
             return task.done()
         finally:
-            await _end(other)
+            await end_tasks(other)
 
     # Waiting and stopping
 
@@ -275,9 +276,3 @@ class Schedule:
     def _ask_to_stop(self) -> None:
         self._stop.set()
         self._changed.set()
-
-
-async def _end(*work: "asyncio.Future[Any]") -> None:
-    for future in work:
-        future.cancel()
-    await asyncio.gather(*work, return_exceptions=True)

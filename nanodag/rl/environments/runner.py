@@ -9,17 +9,17 @@ same.
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from nanodag.api.tool_format import knows_calls
 from nanodag.children.forks import EpisodeFailed, EpisodeLost
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.rl_parts import MAX_CALLS
 from nanodag.errors import BadRequest, ConfigError, MissingTool, SamplerError
-from nanodag.host.threads import LoopThread, MadeOnce
+from nanodag.host.threads import LoopThread, MadeOnce, all_results
 from nanodag.inference.protocol import Completion, Request, SamplingParams
 from nanodag.inference.seeds import derived_seed
 from nanodag.rewards.reward import Reward
@@ -36,7 +36,6 @@ LONGEST_REASON = 1000  # letters
 POLL_S = 0.2
 MAX_PLAYS = 4  # of a sample whose process somebody else kills again and again
 
-T = TypeVar("T")
 Ask = Callable[[Sequence[Request]], Awaitable[list[list[Completion]]]]
 
 
@@ -78,7 +77,7 @@ class Turns:
         )
         samples = [replace(given, seed=derived_seed(seed, "sample", number)) for number in range(params.n)]
         calls = [self._call(sample, single, ask, f"{rid}-{number}") for number, sample in enumerate(samples)]
-        outcomes = [outcome for answered in await _all(calls) for outcome in answered]
+        outcomes = [outcome for answered in await all_results(calls) for outcome in answered]
         return [rollout for number, outcome in enumerate(outcomes) for rollout in _rollouts(prompt, number, outcome)]
 
     async def _call(self, sample: Sample, params: SamplingParams, ask: Ask, rid: str) -> Sequence[Sample | Exception]:
@@ -231,17 +230,6 @@ class _Line:
 def turns_loop() -> LoopThread:
     """The event loop of all calls of our entries, and of the API that agents ask."""
     return LoopThread("turns")
-
-
-async def _all(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Results of calls; when one raises, the others are ended."""
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _rollouts(prompt: Prompt, index: int, outcome: Sample | Exception) -> list[Rollout]:
