@@ -233,10 +233,10 @@ class Conversation:
         return replace(sample, finish_reason="length") if is_cut else sample
 
 
-def arguments_of(call: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call as an object; empty where the model wrote none."""
+def arguments_of(call: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The arguments of a call as an object; None where the model wrote something else."""
     try:
-        arguments = json.loads(call["function"]["arguments"])
+        arguments = json.loads(call["function"]["arguments"] or "{}")
     except (ValueError, RecursionError):
-        return {}
-    return arguments if isinstance(arguments, dict) else {}
+        return None
+    return arguments if isinstance(arguments, dict) else None
