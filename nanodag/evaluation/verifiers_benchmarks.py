@@ -129,11 +129,11 @@ async def _outcomes(
                     lost.append(number)
                 result: dict[str, Any] = {"scores": {"reward": 0.0}, "reply": "", "is_cut": False, "error": str(error)}
             else:
-                parts = {**outcome.components, **outcome.metrics, "turns": float(outcome.turns)}
-                scores = {"reward": outcome.reward, **parts}
-                result = {"scores": scores, "reply": outcome.reply, "is_cut": outcome.is_cut}
-                model.tokens_read += outcome.prompt_tokens
-                model.tokens_written += outcome.completion_tokens
+                parts = {**outcome["components"], **outcome["metrics"], "turns": float(outcome["turns"])}
+                scores = {"reward": outcome["reward"], **parts}
+                result = {"scores": scores, "reply": outcome["reply"], "is_cut": outcome["is_cut"]}
+                model.tokens_read += outcome["prompt_tokens"]
+                model.tokens_written += outcome["completion_tokens"]
         outcomes[number] = result
         if kept is not None and "error" not in result:
             kept.add({keys[number]: result})

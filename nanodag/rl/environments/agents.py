@@ -12,13 +12,12 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from nanodag.children.forks import EpisodeFailed, EpisodeLost, ForkLimits, shared_server
 from nanodag.errors import ConfigError
-from nanodag.external_envs.verifiers_process import Outcome, VerifiersProcess, block_of
+from nanodag.external_envs.verifiers_process import VerifiersProcess, block_of
 from nanodag.host.threads import MadeOnce, in_thread
 from nanodag.own_code.find import required_file
 from nanodag.registry import entry
@@ -222,8 +221,6 @@ async def verifiers(
     if "task" not in sample.record["metadata"]:
         raise ValueError(f"the prompt has no metadata.task; take it from data as verifiers:{named}")
     block = json.dumps(block_of(named, options), sort_keys=True)
-    outcomes: list[Outcome] = []
-
     # Another rollout may have ended the process. So a lost one has one to itself, and fails by its own fault alone.
     at_once = at_once if sampler.attempt == 0 else 1
     process, place = _process(block, max_bytes, at_once), places(f"verifiers:{named} {block}", at_once)
@@ -231,15 +228,11 @@ async def verifiers(
     async def run(session: Session, key: str) -> None:
         task = sample.record["metadata"]["task"]
         outcome = await process.rollout(task, base_url=the_api_server().base_url, api_key=key, model=MODEL)
-        session.report(outcome.reward, outcome.components)
-        outcomes.append(outcome)
+        session.report(outcome["reward"], outcome["components"])
+        session.metadata = {METRICS: outcome["metrics"], TURNS: outcome["turns"]}
+        session.is_cut = outcome["is_cut"]
 
-    made = await visited(sampler, sample, run, place=place, max_calls=max_calls, max_tokens=max_tokens)
-    for outcome in outcomes:  # none where a limit of ours cut the sample off
-        metadata = {**made.metadata, METRICS: dict(outcome.metrics), TURNS: outcome.turns}
-        reason = "length" if outcome.is_cut else made.finish_reason
-        made = replace(made, metadata=metadata, finish_reason=reason)
-    return made
+    return await visited(sampler, sample, run, place=place, max_calls=max_calls, max_tokens=max_tokens)
 
 
 @MadeOnce
