@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from nanodag.api.served_model import Backend, Decoding, Limits, TokenText
 from nanodag.api.tool_format import Call, Reader
 from nanodag.errors import SamplerError
-from nanodag.host.threads import all_results
+from nanodag.host.threads import all_of
 from nanodag.inference.protocol import Completion, FinishReason, Request
 
 
@@ -188,7 +188,7 @@ class Answering:
     async def run(self) -> None:
         """Return when all have ended. Raises what kept the first from it, TimeoutError when it takes too long."""
         async with asyncio.timeout(self._limits.request_timeout_s):
-            await all_results(map(self._one, self.samples))
+            await all_of(map(self._one, self.samples))
 
     async def parts(self) -> AsyncGenerator[bool, None]:
         """True each time that there may be something new, `events_per_s` at most, and once at the end; False after a

@@ -27,7 +27,7 @@ from nanodag.engines.fleet import Fleet
 from nanodag.errors import ConfigError, NanodagError
 from nanodag.errors.words import counted
 from nanodag.host.folders import Scratch
-from nanodag.host.threads import end_tasks
+from nanodag.host.threads import cancelled
 from nanodag.inference.access_checks import DEFAULT_MAX_BODY_BYTES, bound_socket
 from nanodag.inference.addresses import keys_for
 from nanodag.model.headers import weights_digest
@@ -162,7 +162,7 @@ async def _serve(args: argparse.Namespace, extra_routes: Routes, ready: Callable
             ready(_address(listener))
         await server.serve(sockets=[listener])
     finally:
-        await end_tasks(*following)
+        await cancelled(*following)
         await asyncio.gather(*(each.end() for each in engines))
         listener.close()
         own.cleanup()

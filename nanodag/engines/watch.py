@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from nanodag.errors import SamplerLost
-from nanodag.host.threads import end_tasks
+from nanodag.host.threads import cancelled
 from nanodag.inference.client import SamplerClient
 
 if TYPE_CHECKING:
@@ -125,4 +125,4 @@ class ServerWatch:
         except SamplerLost:  # of this health request alone: other requests may continue
             return False
         finally:
-            await end_tasks(request)
+            await cancelled(request)

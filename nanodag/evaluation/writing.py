@@ -21,7 +21,7 @@ from nanodag.engines.fleet import Fleet
 from nanodag.engines.start import ServerProcess, cache_tokens, start_engine
 from nanodag.host.folders import Scratch
 from nanodag.host.machine import visible_gpus
-from nanodag.host.threads import all_results
+from nanodag.host.threads import all_of
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.engine_settings import EngineSettings
 from nanodag.inference.number_formats import DTYPES
@@ -175,7 +175,7 @@ class Replicas:
                 ((completion,),) = await self.fleet.generate([request])
                 on_written(number, completion)
 
-        await all_results(work() for _ in range(self._max_batch * self.num_replicas))
+        await all_of(work() for _ in range(self._max_batch * self.num_replicas))
 
     def close(self) -> None:
         """End them."""

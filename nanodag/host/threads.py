@@ -48,20 +48,20 @@ async def in_thread(call: Callable[[], T]) -> T:
     return await future
 
 
-async def end_tasks(*tasks: "asyncio.Future[Any]") -> None:
+async def cancelled(*tasks: "asyncio.Future[Any]") -> None:
     """Cancel tasks, and wait for their end."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def all_results(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+async def all_of(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Results of calls, made at once; when one raises, the others are ended."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         return await asyncio.gather(*tasks)
     finally:
-        await end_tasks(*tasks)
+        await cancelled(*tasks)
 
 
 class LoopThread:

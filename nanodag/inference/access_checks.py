@@ -24,7 +24,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, ExceptionHandler, Message, Receive, Scope, Send
 
 from nanodag.errors import ConfigError
-from nanodag.host.threads import end_tasks
+from nanodag.host.threads import cancelled
 
 log = logging.getLogger(__name__)
 
@@ -162,7 +162,7 @@ async def unless_left(http: HttpRequest, work: Awaitable[T]) -> T:
             raise Left
         return running.result()
     finally:
-        await end_tasks(running, leaving)
+        await cancelled(running, leaving)
 
 
 def _has_left(http: HttpRequest, error: Exception) -> Response:

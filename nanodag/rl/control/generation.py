@@ -19,7 +19,7 @@ from nanodag.config.kinds.rl import RLStage
 from nanodag.engines.fleet import Fleet
 from nanodag.errors import StageFailed
 from nanodag.errors.words import counted
-from nanodag.host.threads import end_tasks
+from nanodag.host.threads import cancelled
 from nanodag.inference.protocol import SamplingParams
 from nanodag.inference.seeds import derived_seed
 from nanodag.rewards.function_rewards import token_places
@@ -204,7 +204,7 @@ class RolloutGenerator:
                 self._judge(prompt, await task, batch)
                 used += 1
         finally:
-            await end_tasks(*tasks)
+            await cancelled(*tasks)
         for rid in [rid for group in groups for rid in group.under_way]:
             await self._sampler.abort(rid)
         return used

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from nanodag.errors import SamplerError
-from nanodag.host.threads import end_tasks
+from nanodag.host.threads import cancelled
 from nanodag.rl.rollouts.batch import RolloutBatch
 
 POLL_S = 0.2
@@ -131,7 +131,7 @@ class Schedule:
                 watching.result()
             await loops
         finally:
-            await end_tasks(loops, training, sampling, watching)
+            await cancelled(loops, training, sampling, watching)
         if self._policy <= self._num_steps and not self._has_ended_early:
             raise StopRequested
 
@@ -180,7 +180,7 @@ class Schedule:
             self._ask_to_stop()  # the signal reached the samplers too
         finally:
             # In one wait: on a stop this is cancelled once more, while it waits.
-            await end_tasks(task, stop, *([] if self._under_way is None else [self._under_way]))
+            await cancelled(task, stop, *([] if self._under_way is None else [self._under_way]))
 
     async def _policies(self) -> None:
         while self._policy <= self._num_steps and not self._ends_early():
@@ -254,7 +254,7 @@ class Schedule:
                 other.result()
             return task.done()
         finally:
-            await end_tasks(other)
+            await cancelled(other)
 
     # Waiting and stopping
 

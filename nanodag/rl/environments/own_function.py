@@ -22,7 +22,7 @@ from nanodag import registry
 from nanodag.children.fork_server import Line
 from nanodag.children.forks import Fork, ForkLimits, shared_server
 from nanodag.errors import BadRequest, ConfigError, MissingTool, SamplerError
-from nanodag.host.threads import end_tasks, in_thread
+from nanodag.host.threads import cancelled, in_thread
 from nanodag.inference.protocol import Completion, Request, SamplingParams
 from nanodag.rewards import sandbox
 from nanodag.rl.environments.sample import Sample, TurnSampler
@@ -57,7 +57,7 @@ class ForkedFunction:
                 raise ConfigError(message["unusable"])
             return [_SAMPLE.validate_python(plain_sample) for plain_sample in message["samples"]]
         finally:
-            await end_tasks(*tasks)
+            await cancelled(*tasks)
             fork.close()
 
 

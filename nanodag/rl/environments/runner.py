@@ -19,7 +19,7 @@ from nanodag.children.forks import EpisodeFailed, EpisodeLost
 from nanodag.config.kinds.rl import RLStage
 from nanodag.config.rl_parts import MAX_CALLS
 from nanodag.errors import BadRequest, ConfigError, MissingTool, SamplerError
-from nanodag.host.threads import LoopThread, MadeOnce, all_results
+from nanodag.host.threads import LoopThread, MadeOnce, all_of
 from nanodag.inference.protocol import Completion, Request, SamplingParams
 from nanodag.inference.seeds import derived_seed
 from nanodag.rewards.reward import Reward
@@ -77,7 +77,7 @@ class Turns:
         )
         samples = [replace(given, seed=derived_seed(seed, "sample", number)) for number in range(params.n)]
         calls = [self._call(sample, single, ask, f"{rid}-{number}") for number, sample in enumerate(samples)]
-        outcomes = [outcome for answered in await all_results(calls) for outcome in answered]
+        outcomes = [outcome for answered in await all_of(calls) for outcome in answered]
         return [rollout for number, outcome in enumerate(outcomes) for rollout in _rollouts(prompt, number, outcome)]
 
     async def _call(self, sample: Sample, params: SamplingParams, ask: Ask, rid: str) -> Sequence[Sample | Exception]:
