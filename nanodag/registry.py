@@ -22,18 +22,6 @@ from nanodag.errors.words import listed, nearest
 from nanodag.own_code.functions import function_at
 from nanodag.own_code.user_frame import with_place
 
-KINDS = (
-    "advantage",
-    "policy_loss",
-    "aggregation",
-    "kl",
-    "correction",
-    "reward",
-    "generate",
-    "filter",
-    "optimizer",
-    "preference_loss",
-)
 # Files of this package that hold entries.
 ROOMS = (
     *("rewards/**/*.py", "rl/advantages.py", "rl/losses.py", "rl/rollouts/**/*.py", "rl/environments/**/*.py"),
@@ -43,7 +31,7 @@ REQUIRED = "required"
 FROM_INPUT = "input:"  # before the input of a stage that a folder is
 EXAMPLES = "nanodag.rl.environments.examples."  # what is named from there is ours
 NAMED = "named"  # the keyword by which a `generate` that takes an argument gets it; it is no option
-# What a function of each kind is called with, positionally; a reward after a prefix has a line of its own.
+# What a function of each kind is called with, positionally; one after a prefix has a line of its own.
 CALLED_WITH: Mapping[str, tuple[str, ...]] = {
     "advantage": ("rewards", "group_ids", "num_tokens"),
     "policy_loss": ("trainer_logprobs", "old_logprobs", "advantages", "mask", "sequence_ids"),
@@ -56,8 +44,10 @@ CALLED_WITH: Mapping[str, tuple[str, ...]] = {
     "generate": ("sampler", "sample"),
     "environment": (),
     "filter": ("group",),
+    "optimizer": ("config", "held"),
     "preference_loss": ("logprobs", "reference_logprobs", "lengths"),
 }
+KINDS = tuple(kind for kind in CALLED_WITH if kind not in ("group", "process", "environment"))
 _TYPES: dict[str, Any] = {"float": (int, float), "int": int, "bool": bool, "str": str, "Sequence[str]": (list, tuple)}
 _IN_WORDS = {"Sequence[str]": "a list of texts"}
 _EXAMPLES = {"int": "4", "bool": "true", "str": "TEXT", "Sequence[str]": "[python, agent.py]"}  # others: 0.5

@@ -5,6 +5,7 @@ import socket
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -101,6 +102,14 @@ EXCEPTIONS: Mapping[Any, ExceptionHandler] = {
     HTTPException: _http_error,
     **HANDLERS,
 }
+
+
+def quiet_server(app: ASGIApp, **settings: Any) -> uvicorn.Server:
+    """A server inside another program: it logs warnings alone, and those as the program does. settings: uvicorn's."""
+    config = uvicorn.Config(
+        app, http=WholeRequests, lifespan="off", access_log=False, log_config=None, log_level="warning", **settings
+    )
+    return uvicorn.Server(config)
 
 
 class WholeRequests(H11Protocol):

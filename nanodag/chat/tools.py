@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanodag.rewards.sandbox import why_no_walls
-from nanodag.rl.environments.tools import calculated, printed
+from nanodag.rl.environments.tools import calculated, printed, text_tool
 
 MAX_ROUNDS = 8  # of calls, for one answer
 MAX_RESULT_CHARACTERS = 4000
@@ -30,10 +30,7 @@ class ChatTool:
 
     def definition(self) -> dict[str, Any]:
         """As `tools` of a request to the OpenAI API has it."""
-        text = {"type": "string", "description": self.meaning}
-        parameters = {"type": "object", "properties": {self.parameter: text}, "required": [self.parameter]}
-        function = {"name": self.name, "description": self.description, "parameters": parameters}
-        return {"type": "function", "function": function}
+        return text_tool(self.name, self.description, self.parameter, self.meaning)
 
     def why_not(self) -> str:
         """Why it cannot be used on this machine; empty where it can."""

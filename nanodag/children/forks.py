@@ -17,6 +17,7 @@ from nanodag.children import fork_server
 from nanodag.children.child import Child, start_child
 from nanodag.errors import ConfigError
 from nanodag.host.ports import no_proxy_here
+from nanodag.host.threads import MadeOnce
 
 MAX_ANSWER_BYTES = 4 << 20
 LAST_WORDS_TIMEOUT_S = 1.0
@@ -139,6 +140,12 @@ class ForkServer:
         child, self._child = self._child, None
         if child is not None:
             child.hang_up(fork_server.END_TIMEOUT_S)  # it ends with all that it has started
+
+
+@MadeOnce
+def shared_server(maker: str, given: str, limits: ForkLimits, **named: Any) -> ForkServer:
+    """The one fork server of all who ask with the same arguments, which are ForkServer's. given: as JSON."""
+    return ForkServer(maker, json.loads(given), limits, **named)
 
 
 _SERVERS: list[ForkServer] = []

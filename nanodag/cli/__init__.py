@@ -226,11 +226,10 @@ def env_install(
     """
     from nanodag.cli.live_table import Shown
     from nanodag.external_envs.verifiers_process import VERIFIERS
-    from nanodag.external_envs.verifiers_process import install as install_verifiers
 
     with Shown() as shown:
         where = Path(folder).absolute() if folder else VERIFIERS.folder
-        python = install_verifiers(where, shown.say, show=shown)
+        python = VERIFIERS.install(where, shown.say, shown)
     if folder:
         typer.echo(f"Name it to those who use it: {VERIFIERS.variable}={python}")
 

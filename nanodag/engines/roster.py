@@ -19,6 +19,7 @@ from nanodag.engines.start import ServerProcess
 from nanodag.engines.watch import AnyServer, ServerWatch
 from nanodag.errors import SamplerError, SamplerLost
 from nanodag.host.ports import allow_many_sockets
+from nanodag.host.threads import cancelled
 from nanodag.inference.client import SamplerClient
 from nanodag.inference.protocol import PauseMode
 
@@ -315,10 +316,8 @@ class Roster:
 
     async def disconnect(self) -> None:
         """Close the connections to all of them; the servers go on. None that is left out comes back any more."""
-        returning = [r.restart for r in self.replicas if r.restart is not None and not r.is_awaited]
-        for task in returning:
-            task.cancel()
-        await asyncio.gather(*returning, *self._closing, return_exceptions=True)
+        await cancelled(*(r.restart for r in self.replicas if r.restart is not None and not r.is_awaited))
+        await asyncio.gather(*self._closing, return_exceptions=True)
         replicas = [replica for replica in self.replicas if hasattr(replica, "client")]
         await asyncio.gather(*(replica.watch.leave() for replica in replicas))
         await asyncio.gather(*(replica.client.close() for replica in replicas))

@@ -10,6 +10,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from nanodag.errors import SamplerLost
+from nanodag.host.threads import cancelled
 from nanodag.inference.client import SamplerClient
 
 if TYPE_CHECKING:
@@ -119,5 +120,4 @@ class ServerWatch:
         except SamplerLost:  # of this health request alone: other requests may continue
             return False
         finally:
-            request.cancel()
-            await asyncio.gather(request, return_exceptions=True)
+            await cancelled(request)

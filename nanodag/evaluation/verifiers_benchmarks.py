@@ -16,9 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import uvicorn
-
-from nanodag.api.application import WholeRequests, application
+from nanodag.api.application import application, quiet_server
 from nanodag.api.served_model import Limits, ServedModel, TokenText
 from nanodag.children.forks import EpisodeFailed, EpisodeLost
 from nanodag.config.kinds.evaluation import BenchmarkConfig
@@ -131,11 +129,11 @@ async def _outcomes(
                     lost.append(number)
                 result: dict[str, Any] = {"scores": {"reward": 0.0}, "reply": "", "is_cut": False, "error": str(error)}
             else:
-                parts = {**outcome.components, **outcome.metrics, "turns": float(outcome.turns)}
-                scores = {"reward": outcome.reward, **parts}
-                result = {"scores": scores, "reply": outcome.reply, "is_cut": outcome.is_cut}
-                model.tokens_read += outcome.prompt_tokens
-                model.tokens_written += outcome.completion_tokens
+                parts = {**outcome["components"], **outcome["metrics"], "turns": float(outcome["turns"])}
+                scores = {"reward": outcome["reward"], **parts}
+                result = {"scores": scores, "reply": outcome["reply"], "is_cut": outcome["is_cut"]}
+                model.tokens_read += outcome["prompt_tokens"]
+                model.tokens_written += outcome["completion_tokens"]
         outcomes[number] = result
         if kept is not None and "error" not in result:
             kept.add({keys[number]: result})
@@ -210,11 +208,7 @@ async def _served(settings: SamplerSettings, replicas: int) -> AsyncIterator[tup
             is_sglang=settings.config.engine == "sglang",
         )
         limits = Limits(max_waiting=1 << 20, request_timeout_s=TIMEOUT_S)
-        config = uvicorn.Config(
-            application({MODEL: model}, limits=limits, keys=[key]),
-            http=WholeRequests, log_level="warning", lifespan="off", access_log=False, log_config=None,
-        )  # fmt: skip
-        server = uvicorn.Server(config)
+        server = quiet_server(application({MODEL: model}, limits=limits, keys=[key]))
         server.install_signal_handlers = lambda: None  # type: ignore[attr-defined] # the worker has its own
         try:
             await fleet.start(replicas)

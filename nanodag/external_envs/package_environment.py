@@ -62,35 +62,41 @@ class PackageEnvironment:
         mark = folder / MARK
         return mark.is_file() and mark.read_text() == self._digest()
 
-    def find_python(self, configured: str, *, setting: str, who: str) -> Path:
+    def find_python(self, configured: str = "auto", *, setting: str = "", who: str) -> Path:
         """The interpreter: the one that is configured (`auto` for none), else the one that the variable names, else of
         the environment that was made. setting: where it is configured. who: needs it. Raises MissingTool where there is
         none."""
         named = os.environ.get(self.variable, "") if configured == "auto" else configured
-        by = f"{setting} or {self.variable}" if setting else self.variable
+        places = f"{setting} or the variable {self.variable}" if setting else f"the variable {self.variable}"
         if named:
             if not Path(named).is_file():
-                raise MissingTool(f"There is no interpreter {named}, which {by} names.")
+                raise MissingTool(f"There is no interpreter {named}, which {places} names.")
             return Path(named)
         if not self.is_installed(self.folder):
-            places = f"{setting}, or the variable {self.variable}" if setting else f"the variable {self.variable}"
             raise MissingTool(
                 f"{who} in an environment of its own, and there is none in {self.folder}. Make it: {self.command}. Or "
                 f"name the interpreter of one that exists: {places}."
             )
         return self.folder / "bin" / "python"
 
-    def begin(self, folder: Path, say: Say) -> Path | None:
-        """Its interpreter, with nothing installed yet unless an earlier call was interrupted; None when it is finished
-        already. Raises MissingTool."""
+    def install(self, folder: Path, say: Say, show: Say = silent, *, first: Callable[[], None] = lambda: None) -> Path:
+        """Make the environment, or finish it; returns its interpreter. Raises MissingTool when a step fails. say gets
+        what is begun and done, show twice a second how far it is. first: called when there is an interpreter, before
+        the pins are installed."""
         python = folder / "bin" / "python"
         if self.is_installed(folder):
             say(f"It is there already: {python}")
-            return None
+            return python
         if not python.exists():
             say(f"A virtual environment in {folder}")
             run([sys.executable, "-m", "venv", str(folder)])
         say(f"What pip says goes to {folder / LOG_NAME}")
+        first()
+        say(f"The {len(self.pins)} packages of {self.listed.name}, and nothing else")
+        self.pip(folder, ["--no-deps", "--requirement", str(self.listed)], len(self.pins), show)
+        version = run([str(python), "-c", f"import importlib.metadata as m; print(m.version('{self.package}'))"])
+        (folder / MARK).write_text(self._digest())
+        say(f"{self.package} {version} is installed: {python}")
         return python
 
     def pip(self, folder: Path, arguments: Sequence[str], num_packages: int, show: Say = silent) -> None:
@@ -118,14 +124,6 @@ class PackageEnvironment:
                 f"pip ended with code {pip.code} after {duration(time.monotonic() - began)}; call the command "
                 f"again to go on. The end of {log_path}:\n{last}"
             )
-
-    def finish(self, folder: Path, say: Say) -> Path:
-        """Leave the mark; returns the interpreter. Raises MissingTool where the package cannot be found."""
-        python = folder / "bin" / "python"
-        version = run([str(python), "-c", f"import importlib.metadata as m; print(m.version('{self.package}'))"])
-        (folder / MARK).write_text(self._digest())
-        say(f"{self.package} {version} is installed: {python}")
-        return python
 
     def _digest(self) -> str:
         return hashlib.sha256(self.listed.read_bytes()).hexdigest() + "\n"

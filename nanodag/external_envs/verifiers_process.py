@@ -29,7 +29,7 @@ from nanodag.children.forks import EpisodeFailed, EpisodeLost
 from nanodag.children.tree import KILL, descendants, private_bytes
 from nanodag.errors import ConfigError, SourceError
 from nanodag.errors.words import size
-from nanodag.external_envs.package_environment import PackageEnvironment, Say, silent
+from nanodag.external_envs.package_environment import PackageEnvironment
 from nanodag.host.folders import Scratch
 from nanodag.host.ports import no_proxy_here
 from nanodag.host.progress_timeout import Patience
@@ -58,33 +58,7 @@ VERIFIERS = PackageEnvironment(
 def find_python() -> Path:
     """The interpreter that has verifiers: the one that NANODAG_VERIFIERS_PYTHON names, else of the environment that
     `install` made. Raises MissingTool where there is none."""
-    return VERIFIERS.find_python("auto", setting="", who="verifiers lives")
-
-
-def install(folder: Path, say: Say, *, show: Say = silent) -> Path:
-    """Make the environment, or finish it; returns its interpreter. Raises MissingTool when a step fails. say gets what
-    is begun and done, show twice a second how far it is."""
-    if VERIFIERS.begin(folder, say) is not None:
-        pins = VERIFIERS.pins
-        say(f"The {len(pins)} packages of {VERIFIERS.listed.name}, and nothing else")
-        VERIFIERS.pip(folder, ["--no-deps", "--requirement", str(VERIFIERS.listed)], len(pins), show)
-        return VERIFIERS.finish(folder, say)
-    return folder / "bin" / "python"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """Result of a rollout. reward: the weighted sum of the rubric's parts. components: the parts, without weights.
-    is_cut: a limit ended it. reply: what was said last. Tokens: of all calls, as the address counts them."""
-
-    reward: float
-    components: Mapping[str, float]
-    metrics: Mapping[str, float]
-    turns: int
-    is_cut: bool
-    reply: str
-    prompt_tokens: int
-    completion_tokens: int
+    return VERIFIERS.find_python(who="verifiers lives")
 
 
 def block_of(module: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -157,18 +131,20 @@ class VerifiersProcess:
         api_key: str,
         model: str,
         sampling: Mapping[str, Any] = NO_SAMPLING,
-    ) -> Outcome:
-        """Run one rollout of a task against an OpenAI address. To cancel this ends it. sampling: what each call asks
-        for, by OpenAI's names. Raises EpisodeFailed, EpisodeLost where the process ended, ConfigError where it does not
-        come up."""
+    ) -> dict[str, Any]:
+        """Result of a rollout of a task against an OpenAI address, as verifiers_server.py spells it out: reward, the
+        weighted sum of the rubric's parts; components, the parts without weights; is_cut, a limit ended it; reply, what
+        was said last; tokens of all calls, as the address counts them. To cancel this ends it. sampling: what each call
+        asks for, by OpenAI's names. Raises EpisodeFailed, EpisodeLost where the process ended, ConfigError where it
+        does not come up."""
         request = {"task": dict(task), "base_url": base_url, "api_key": api_key, "model": model}
         reply = await self._answered({**request, "sampling": dict(sampling)})
         if reply.status_code != 200:
             raise EpisodeFailed(reply.text[:500])
-        outcome = reply.json()
-        if not outcome.pop("ok"):
+        outcome: dict[str, Any] = reply.json()
+        if not outcome["ok"]:
             raise EpisodeFailed(outcome["error"])
-        return Outcome(**outcome)
+        return outcome
 
     async def _answered(self, asked: Mapping[str, Any]) -> httpx.Response:
         for is_second in (False, True):

@@ -25,6 +25,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanodag.errors import ConfigError
+from nanodag.host.threads import cancelled
 
 log = logging.getLogger(__name__)
 
@@ -155,9 +156,7 @@ async def unless_left(http: HttpRequest, work: Awaitable[T]) -> T:
             raise Left
         return running.result()
     finally:
-        running.cancel()
-        leaving.cancel()
-        await asyncio.gather(running, leaving, return_exceptions=True)
+        await cancelled(running, leaving)
 
 
 HANDLERS: Mapping[Any, Any] = {

@@ -53,17 +53,16 @@ def install(device: Device, folder: Path, say: Say, *, show: Say = silent, cpu_i
     beside the package index that pip is set to.
     """
     made = sglang_environment(device)
-    if made.begin(folder, say) is None:
-        return folder / "bin" / "python"
-    if (free := shutil.disk_usage(folder).free) < NEEDED_BYTES[device]:
-        raise MissingTool(f"SGLang takes {size(NEEDED_BYTES[device])}, and {size(free)} are free in {folder}.")
-    if device == "cpu":
-        say("torch, built for a CPU")
-        extra = ["--extra-index-url", cpu_index] if _is_reachable(cpu_index) else []
-        made.pip(folder, ["--no-deps", *extra, f"torch=={_torch_of(made)}"], 1, show)
-    say(f"The {len(made.pins)} packages of {made.listed.name}, and nothing else")
-    made.pip(folder, ["--no-deps", "--requirement", str(made.listed)], len(made.pins), show)
-    return made.finish(folder, say)
+
+    def first() -> None:
+        if (free := shutil.disk_usage(folder).free) < NEEDED_BYTES[device]:
+            raise MissingTool(f"SGLang takes {size(NEEDED_BYTES[device])}, and {size(free)} are free in {folder}.")
+        if device == "cpu":
+            say("torch, built for a CPU")
+            extra = ["--extra-index-url", cpu_index] if _is_reachable(cpu_index) else []
+            made.pip(folder, ["--no-deps", *extra, f"torch=={_torch_of(made)}"], 1, show)
+
+    return made.install(folder, say, show, first=first)
 
 
 def why_not_on(gpus: Sequence[ListedGpu], glibc: str) -> str:

@@ -13,7 +13,7 @@ from nanodag.evaluation import verifiers_benchmarks
 from nanodag.evaluation.evaluated_model import EvaluatedModel
 from nanodag.evaluation.verifiers_benchmarks import run_environment
 from nanodag.external_envs import verifiers_process
-from nanodag.external_envs.verifiers_process import VERIFIERS, Outcome
+from nanodag.external_envs.verifiers_process import VERIFIERS
 from nanodag.store.kept_lines import KeptLines
 from tests.external_envs.fake_verifiers_server import FAKE
 
@@ -117,7 +117,7 @@ def test_a_rollout_whose_process_ended_is_played_again_alone_and_fails_if_it_end
         if others > 1 or task["say"] == "the mat":
             raise EpisodeLost("it ended")
         counted = {"components": {}, "metrics": {}, "turns": 1, "prompt_tokens": 0, "completion_tokens": 0}
-        return Outcome(reward=1.0, is_cut=False, reply="", **counted)
+        return {"reward": 1.0, "is_cut": False, "reply": "", **counted}
 
     play(monkeypatch, rollout)
     monkeypatch.setattr(verifiers_benchmarks, "MOST_FAILED", 0.5)

@@ -111,8 +111,8 @@ def test_rollouts_beside_one_another_bear_their_own_keys_and_are_judged_by_the_r
         return await asyncio.gather(*asking)
 
     found, asked = asyncio.run(with_policy(work, {}))
-    assert [one.reward for one in found] == [1.0] * 8 + [0.0]
-    assert found[0].components == {"told": 1.0} and found[0].metrics == {"opened": 2.0} and found[0].turns == 3
+    assert [one["reward"] for one in found] == [1.0] * 8 + [0.0]
+    assert found[0]["components"] == {"told": 1.0} and found[0]["metrics"] == {"opened": 2.0} and found[0]["turns"] == 3
     assert sorted(key for key, _ in asked) == sorted([f"key-{number}" for number in range(8)] * 3 + ["wrong"] * 2)
 
 
@@ -128,7 +128,7 @@ def test_a_limit_on_turns_cuts_a_rollout_and_an_address_that_does_not_answer_fai
         return cut
 
     cut, asked = asyncio.run(with_policy(work, {"agent.max_turns": 1}))
-    assert cut.is_cut and cut.turns == 1 and cut.reward == 0.0 and len(asked) == 1
+    assert cut["is_cut"] and cut["turns"] == 1 and cut["reward"] == 0.0 and len(asked) == 1
 
 
 def test_a_benchmark_of_a_taskset_asks_a_model_behind_the_api(boxes, tmp_path):

@@ -42,13 +42,13 @@ def test_a_rollout_that_kills_the_process_fails_with_its_last_words_and_the_next
         first = await do("answer")
         with pytest.raises(EpisodeFailed, match=r"^TaskError: no$"):
             await do("fail")
-        assert (await do("answer")).components == first.components, "the same process"
+        assert (await do("answer"))["components"] == first["components"], "the same process"
         with pytest.raises(EpisodeFailed, match=r"(?s)it ended with code 3; the end of its log:\na last word"):
             await do("die")
         return first, await do("answer")
 
     first, last = with_process(work)
-    assert first.reward == last.reward == 0.5 and first.components != last.components
+    assert first["reward"] == last["reward"] == 0.5 and first["components"] != last["components"]
 
 
 def test_a_process_that_hangs_is_ended_and_one_whose_rollout_is_given_up_is_not(fake):
@@ -57,11 +57,11 @@ def test_a_process_that_hangs_is_ended_and_one_whose_rollout_is_given_up_is_not(
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(do("wait"), 0.1)
         second = await do("answer")
-        command_line = " ".join(psutil.Process(second.components["pid"]).cmdline())
+        command_line = " ".join(psutil.Process(second["components"]["pid"]).cmdline())
         assert FAKE.name in command_line and "taskset" not in command_line, "anybody may read it"
         with pytest.raises(EpisodeLost, match="it ended with code -9"):
             await do("block")
-        return [one.components["pid"] for one in (first, second, await do("answer"))]
+        return [one["components"]["pid"] for one in (first, second, await do("answer"))]
 
     before, beside, after = with_process(work)
     assert before == beside != after
@@ -95,7 +95,7 @@ def test_a_rollout_that_is_asked_of_a_process_that_is_ending_has_a_new_one(fake,
 
     async def work(do):
         first = await do("answer")
-        server = psutil.Process(first.components["pid"])
+        server = psutil.Process(first["components"]["pid"])
         reaper = server.parent()
         reaper.suspend()  # so that the process has no exit code yet
         wait_until(lambda: reaper.status() == psutil.STATUS_STOPPED)
@@ -108,7 +108,7 @@ def test_a_rollout_that_is_asked_of_a_process_that_is_ending_has_a_new_one(fake,
         return first, await second
 
     first, second = with_process(work)
-    assert first.components != second.components
+    assert first["components"] != second["components"]
 
 
 def test_options_go_into_the_block_by_their_dotted_names():

@@ -79,7 +79,7 @@ class SavedRollouts:
 
     def _as_it_was(self, path: Path) -> RolloutBatch:
         batch = RolloutBatch()
-        for group in groups_in(read_saved(path)):
+        for group in groups_in(read_saved(path), kept=lambda saved: saved):
             rollouts = [saved.rollout for saved in group]
             epoch = rollouts[0].group_id.rpartition("@")[2]
             prompt = _prompt_of(group[0], int(epoch) if epoch.isdigit() else 0)

@@ -6,8 +6,7 @@ refused. A call's length, its stop strings and its stop tokens are the client's.
 """
 
 import asyncio
-from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -27,14 +26,12 @@ from nanodag.inference.seeds import derived_seed
 from nanodag.rl.environments.environment import number
 from nanodag.rl.environments.sample import Sample, TurnSampler
 from nanodag.rl.environments.transcript import Asked, Message, Transcript
-from nanodag.rl.rollouts.rollout import finish_reason_of, span_of
 
 MODEL = "policy"  # the name by which an agent asks for the model
 ROLE = "agent"  # of its sequences, which begin with prompts of the agent's own
 # Those of a sample are its own; a request may wait as long as the sampler does.
 LIMITS = Limits(max_waiting=1 << 20, request_timeout_s=86400.0)
 MAX_COMPONENTS = 64
-Ask = Callable[[Sequence[Message], Sequence[Message]], Asked]
 
 
 class Session:
@@ -43,29 +40,32 @@ class Session:
     max_calls: requests for answers. max_tokens: sampled in all its sequences, looked at before each call; 0 for no
     bound beside max_calls and the stage's `max_new_tokens`, which holds for each sequence.
 
-    over: set when nothing that the agent does counts any more, because the sampler failed. answer, reward, components:
-    what the agent says. cut: the limit that cut the agent off, empty for none. A refusal for want of room is forgotten
-    when a later call is answered: the agent has gone on with less context.
+    agent: the task that is ended once nothing that it does counts any more, because the sampler failed. answer, reward,
+    components, metadata, is_cut: what the agent says. cut: the limit of ours that cut it off, empty for none. A refusal
+    for want of room is forgotten when a later call is answered: the agent has gone on with less context.
     """
+
+    agent: asyncio.Future[None]
 
     def __init__(self, sampler: TurnSampler, sample: Sample, *, max_calls: int, max_tokens: int) -> None:
         self._sampler, self._given = sampler, sample
         self._max_calls, self._max_tokens = max_calls, max_tokens
-        self._transcript = Transcript(sampler.renderer, sampler.encoding, sampler.switches_of(sample))
-        self._lock = asyncio.Lock()  # of the transcript, which is asked in a thread
-        self._texts: list[Sample] = []  # sequences of /v1/completions
-        self._texts_asked: Counter[tuple[int, ...]] = Counter()
+        self.chats, self.texts = (
+            Transcript(sampler.renderer, sampler.encoding, sampler.switches_of(sample)) for _ in range(2)
+        )
+        self.lock = asyncio.Lock()  # of the transcripts: chats are asked in a thread
         self._asking: set[asyncio.Future[Completion]] = set()
         self._num_calls = self._num_sampled = 0
         self._last_said = ""
         self._is_ended = False
         self._broken: SamplerError | None = None
-        self.over = asyncio.Event()
         self._is_spent = False  # of the limits of the whole sample
         self.cut = ""
         self.answer: str | None = None
         self.reward: float | None = None
         self.components: Mapping[str, float] = {}
+        self.metadata: Mapping[str, Any] = {}
+        self.is_cut = False
 
     def endpoints(self) -> Endpoints:
         """The API's endpoints for one request of this sample."""
@@ -78,6 +78,10 @@ class Session:
             raise ValueError(f"components must be an object of at most {MAX_COMPONENTS} numbers; found {parts!r:.100}")
         self.reward = number(reward, "the reward")
         self.components = {str(name)[:80]: number(value, f"component {name!r:.80}") for name, value in parts.items()}
+
+    @property
+    def has_lost_sampler(self) -> bool:
+        return self._broken is not None
 
     def end(self) -> None:
         """From now on nothing is answered and nothing is kept; calls under way are ended."""
@@ -92,23 +96,27 @@ class Session:
         was asked."""
         if self._broken is not None:
             raise self._broken
-        sequences = sorted((sample for sample in self._texts if sample.num_sampled), key=lambda one: one.token_ids)
-        if (last := self._transcript.longest()) is not None:
-            chats = self._transcript.sample(self._given, last=last)
-            sequences = [chats, *chats.branches, *sequences]
+        chats, texts = self._sequences(self.chats), self._sequences(self.texts)
+        sequences = chats + sorted((text for text in texts if text.num_sampled), key=lambda one: one.token_ids)
         if not sequences:
             raise ValueError("the agent asked for no answer, so there is nothing to train")
         main, *others = sequences
         return replace(
             main,
-            branches=tuple(replace(branch, role=ROLE, branches=()) for branch in others),
+            branches=tuple(replace(branch, role=ROLE, branches=(), answer=None) for branch in others),
             role=ROLE,
             answer=self._last_said if self.answer is None else self.answer,
             reward=self.reward,
             components=self.components,
-            metadata={"calls": self._num_calls, **({"limit": self.cut} if self.cut else {})},
-            finish_reason="length" if self.cut else main.finish_reason,
+            metadata={"calls": self._num_calls, **({"limit": self.cut} if self.cut else {}), **self.metadata},
+            finish_reason="length" if self.cut or self.is_cut else main.finish_reason,
         )
+
+    def _sequences(self, transcript: Transcript) -> list[Sample]:
+        if (last := transcript.longest()) is None:
+            return []
+        main = transcript.sample(self._given, last=last)
+        return [main, *main.branches]
 
     # What one call needs of its sample
 
@@ -140,15 +148,10 @@ class Session:
         self.cut = self.cut or limit
         raise Refused(f"{why} ({limit}): end here", status=403, kind="limit_error", code="limit_reached")
 
-    async def prompt(self, made: Callable[[Ask], ChatPrompt]) -> ChatPrompt:
-        """The prompt made with the transcript's `asked`. A long text takes long, so it is made in a thread."""
-        async with self._lock:
-            return await asyncio.to_thread(made, self._transcript.asked)
-
     async def answered(self, asked: Asked, completion: Completion, message: Mapping[str, Any]) -> None:
-        """Keep what was sampled for a conversation."""
-        async with self._lock:
-            self._transcript.answered(asked, completion, message)
+        """Keep what was sampled for a conversation or a text."""
+        async with self.lock:
+            (self.chats if asked.meanings else self.texts).answered(asked, completion, message)
         self._last_said = message["content"] or ""
 
     def _room(self, num_sampled: int, num_tokens: int) -> int:
@@ -161,37 +164,14 @@ class Session:
         return room
 
     async def sampled(self, asked: Asked, *, max_tokens: int, stop_token_ids: Sequence[int], of: int) -> Completion:
-        """The sampler's answer to a conversation. of: the client's seed, which tells apart calls that ask the same."""
-        most = min(max_tokens, self._room(self._transcript.num_sampled(asked), len(asked.ids)))
-        seed = asked.seed(derived_seed(self._given.seed, of))
-        return await self._complete(asked.ids, seed, most, stop_token_ids)
-
-    async def text_sampled(
-        self, ids: Sequence[int], *, max_tokens: int, stop_token_ids: Sequence[int], of: int
-    ) -> tuple[int, Completion]:
-        """The sampler's answer to a text, and the place of the sequence that it continues."""
-        key = tuple(ids)
-        place = next(
-            (n for n, sample in enumerate(self._texts) if sample.token_ids == key[: len(sample.token_ids)]), -1
-        )
-        before = self._texts[place].num_sampled if place >= 0 else 0
-        most = min(max_tokens, self._room(before, len(key)))
-        seed = derived_seed(self._given.seed, "text", of, self._texts_asked[key], *key)
-        self._texts_asked[key] += 1
-        return place, await self._complete(key, seed, most, stop_token_ids)
-
-    def text_answered(self, ids: Sequence[int], place: int, completion: Completion, text: str) -> None:
-        """Keep what was sampled for a text, in the sequence that it continues or as one of its own."""
-        key, size = tuple(ids), len(self._texts[place].token_ids) if place >= 0 else 0
-        sequence = self._given.beginning(key)
-        if place >= 0 and self._texts[place].token_ids == key[:size]:  # no other answer came in between
-            sequence = self._texts[place].with_tool(key[size:]) if key[size:] else self._texts[place]
+        """The sampler's answer. of: the client's seed, which tells apart calls that ask the same."""
+        transcript, own = self.chats if asked.meanings else self.texts, self._given.seed
+        most = min(max_tokens, self._room(transcript.num_sampled(asked), len(asked.ids)))
+        if asked.meanings:
+            seed = asked.seed(derived_seed(own, of))
         else:
-            place = len(self._texts)
-            self._texts.append(sequence)
-        spans = (*sequence.spans, span_of(completion))
-        self._texts[place] = replace(sequence, spans=spans, finish_reason=finish_reason_of(completion))
-        self._last_said = text
+            seed = derived_seed(own, "text", of, asked.repeat, *asked.ids)
+        return await self._complete(asked.ids, seed, most, stop_token_ids)
 
     async def _complete(self, ids: Sequence[int], seed: int, most: int, stop_token_ids: Sequence[int]) -> Completion:
         if self._is_ended:  # while its conversation was rendered
@@ -206,7 +186,7 @@ class Session:
             raise
         except SamplerError as error:
             self._broken = self._broken or error
-            self.over.set()
+            self.agent.cancel()
             raise
         except asyncio.CancelledError:
             if self._is_ended:
@@ -246,15 +226,13 @@ class _Endpoints(Endpoints):
         if body.chat_template_kwargs:
             raise Refused("the template's switches are the stage's: leave it out", param="chat_template_kwargs")
 
-        def made(ask: Ask) -> ChatPrompt:
-            def opened(messages: Sequence[Message], tools: Sequence[Message]) -> list[int]:
-                # One for each choice: it says which of the same calls it is, and so gives each another seed.
-                self._asked = [ask(messages, tools) for _ in range(body.n)]
-                return list(self._asked[0].ids)
+        def opened(messages: Sequence[Message], tools: Sequence[Message]) -> list[int]:
+            # One for each choice: it says which of the same calls it is, and so gives each another seed.
+            self._asked = [self._session.chats.asked(messages, tools) for _ in range(body.n)]
+            return list(self._asked[0].ids)
 
-            return chat_prompt(model, body, opened)
-
-        self._prompt = await self._session.prompt(made)
+        async with self._session.lock:
+            self._prompt = await asyncio.to_thread(chat_prompt, model, body, opened)  # a long text takes long
         return self._prompt
 
     def chat_reply(self, model: ServedModel, body: ChatBody) -> ChatReply:
@@ -291,18 +269,11 @@ class _Endpoints(Endpoints):
         one_call = isinstance(body, ChatBody) and not body.parallel_tool_calls
         # As the client reads it: a stop string or a call may end an answer before its last token.
         answer = ParsedAnswer(self._served.tokens, reader, stops=body.stops, one_call=one_call)
-        if self._prompt is None:
-            ids = request.input_ids
-            place, whole = await session.text_sampled(ids, max_tokens=most, stop_token_ids=stops, of=of)
-            answer.take(whole)
-            completion = _up_to(whole, answer)
-            session.text_answered(ids, place, completion, answer.new().content)
-        else:
-            prompt = self._asked.pop(0)
-            whole = await session.sampled(prompt, max_tokens=most, stop_token_ids=stops, of=of)
-            answer.take(whole)
-            completion = _up_to(whole, answer)
-            await session.answered(prompt, completion, _message(answer))
+        asked = self._asked.pop(0) if self._prompt else session.texts.text_asked(request.input_ids)
+        whole = await session.sampled(asked, max_tokens=most, stop_token_ids=stops, of=of)
+        answer.take(whole)
+        completion = _up_to(whole, answer)
+        await session.answered(asked, completion, _message(answer))
         yield completion
 
 

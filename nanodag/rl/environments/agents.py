@@ -12,14 +12,13 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nanodag.children.forks import EpisodeFailed, EpisodeLost, ForkLimits, ForkServer
+from nanodag.children.forks import EpisodeFailed, EpisodeLost, ForkLimits, shared_server
 from nanodag.errors import ConfigError
-from nanodag.external_envs.verifiers_process import Outcome, VerifiersProcess, block_of
-from nanodag.host.threads import MadeOnce, cancelled, in_thread
+from nanodag.external_envs.verifiers_process import VerifiersProcess, block_of
+from nanodag.host.threads import MadeOnce, in_thread
 from nanodag.own_code.find import required_file
 from nanodag.registry import entry
 from nanodag.rewards import sandbox
@@ -55,7 +54,11 @@ async def visited(
     async with sampler.placed(place):
         key = server.admit(session)
         try:
-            await _unless_over(run(session, key), session)
+            session.agent = asyncio.ensure_future(run(session, key))
+            await session.agent
+        except asyncio.CancelledError:
+            if not session.has_lost_sampler:  # of which `result` tells
+                raise
         except EpisodeLost:
             raise  # from its beginning it asks for the same again, and is answered the same
         except EpisodeFailed:
@@ -66,17 +69,6 @@ async def visited(
         finally:
             server.dismiss(key)
     return session.result()
-
-
-async def _unless_over(running: Awaitable[None], session: Session) -> None:
-    """Wait for an agent to end, or to be of no use any more: then it is ended."""
-    agent, over = asyncio.ensure_future(running), asyncio.ensure_future(session.over.wait())
-    try:
-        await asyncio.wait({agent, over}, return_when=asyncio.FIRST_COMPLETED)
-        if agent.done():
-            await agent
-    finally:
-        await cancelled(agent, over)
 
 
 def _take(session: Session, returned: Any) -> None:
@@ -108,9 +100,22 @@ async def function_agent(
     python: the interpreter that has its packages. seconds: of a sample. at_once: processes. The others as
     nanodag.rl.environments.agent_session has them; max_bytes: address space of a process.
     """
-    server, place = _server(named, python, max_bytes), places(f"agent {named}", at_once)
+    path, place = sys.executable if python == "auto" else shutil.which(python), places(f"agent {named}", at_once)
+    if path is None:
+        raise ConfigError(f"The agent's python {python!r} is no program. Give the path of an interpreter, or `auto`.")
     if seconds <= 0:
         raise ConfigError(f"agent {named}: seconds {seconds:g} must be above 0.")
+    module = named.partition(":")[0]
+    file = required_file(module, "agent")
+    folder = file.parents[module.count(".") + (file.name == "__init__.py")]  # from which it is imported
+    server = shared_server(
+        f"{agent_fork.__name__}:make",
+        json.dumps({"path": named, "folders": [str(folder)]}),
+        ForkLimits(max_bytes=max_bytes, max_file_bytes=MAX_FILE_BYTES, shown_bytes=0),
+        name=f"The agent {named}",
+        python=path,
+        max_answer_bytes=MAX_ANSWER,
+    )
 
     async def run(session: Session, key: str) -> None:
         task = {
@@ -127,26 +132,6 @@ async def function_agent(
             fork.close()
 
     return await visited(sampler, sample, run, place=place, max_calls=max_calls, max_tokens=max_tokens)
-
-
-@MadeOnce
-def _server(named: str, python: str, max_bytes: int) -> ForkServer:
-    """The fork server of a function, for all samples. Raises ConfigError for an interpreter or a module that is not
-    there."""
-    path = sys.executable if python == "auto" else shutil.which(python)
-    if path is None:
-        raise ConfigError(f"The agent's python {python!r} is no program. Give the path of an interpreter, or `auto`.")
-    module = named.partition(":")[0]
-    file = required_file(module, "agent")
-    folder = file.parents[module.count(".") + (file.name == "__init__.py")]  # from which it is imported
-    return ForkServer(
-        f"{agent_fork.__name__}:make",
-        {"path": named, "folders": [str(folder)]},
-        ForkLimits(max_bytes=max_bytes, max_file_bytes=MAX_FILE_BYTES, shown_bytes=0),
-        name=f"The agent {named}",
-        python=path,
-        max_answer_bytes=MAX_ANSWER,
-    )
 
 
 @entry("generate", "agent", needs_sandbox=True)
@@ -236,8 +221,6 @@ async def verifiers(
     if "task" not in sample.record["metadata"]:
         raise ValueError(f"the prompt has no metadata.task; take it from data as verifiers:{named}")
     block = json.dumps(block_of(named, options), sort_keys=True)
-    outcomes: list[Outcome] = []
-
     # Another rollout may have ended the process. So a lost one has one to itself, and fails by its own fault alone.
     at_once = at_once if sampler.attempt == 0 else 1
     process, place = _process(block, max_bytes, at_once), places(f"verifiers:{named} {block}", at_once)
@@ -245,15 +228,11 @@ async def verifiers(
     async def run(session: Session, key: str) -> None:
         task = sample.record["metadata"]["task"]
         outcome = await process.rollout(task, base_url=the_api_server().base_url, api_key=key, model=MODEL)
-        session.report(outcome.reward, outcome.components)
-        outcomes.append(outcome)
+        session.report(outcome["reward"], outcome["components"])
+        session.metadata = {METRICS: outcome["metrics"], TURNS: outcome["turns"]}
+        session.is_cut = outcome["is_cut"]
 
-    made = await visited(sampler, sample, run, place=place, max_calls=max_calls, max_tokens=max_tokens)
-    for outcome in outcomes:  # none where a limit of ours cut the sample off
-        metadata = {**made.metadata, METRICS: dict(outcome.metrics), TURNS: outcome.turns}
-        reason = "length" if outcome.is_cut else made.finish_reason
-        made = replace(made, metadata=metadata, finish_reason=reason)
-    return made
+    return await visited(sampler, sample, run, place=place, max_calls=max_calls, max_tokens=max_tokens)
 
 
 @MadeOnce

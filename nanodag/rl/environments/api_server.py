@@ -14,14 +14,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import uvicorn
 from pydantic_core import from_json
 from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from nanodag.api.application import EXCEPTIONS, WholeRequests
+from nanodag.api.application import EXCEPTIONS, quiet_server
 from nanodag.api.refusals import Refused
 from nanodag.host.folders import Scratch
 from nanodag.host.ports import LOOPBACK
@@ -80,16 +79,7 @@ class ApiServer:
         asyncio.run_coroutine_threadsafe(self._serve(listener), turns_loop().loop)
 
     async def _serve(self, listener: socket.socket) -> None:
-        config = uvicorn.Config(
-            self._app,
-            http=WholeRequests,
-            lifespan="off",
-            access_log=False,
-            log_config=None,
-            log_level="warning",
-            timeout_keep_alive=KEEP_ALIVE_S,
-        )
-        await uvicorn.Server(config).serve(sockets=[listener])
+        await quiet_server(self._app, timeout_keep_alive=KEEP_ALIVE_S).serve(sockets=[listener])
 
     def _application(self) -> Starlette:
         def of_session(work: Callable[[Session, HttpRequest], Awaitable[Response]]) -> Any:

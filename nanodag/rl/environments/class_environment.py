@@ -6,14 +6,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from nanodag.api.tool_format import knows_calls
-from nanodag.children.forks import Fork, ForkLimits, ForkServer
+from nanodag.children.forks import Fork, ForkLimits, shared_server
 from nanodag.errors import ConfigError
-from nanodag.host.threads import MadeOnce, in_thread
+from nanodag.host.threads import in_thread
 from nanodag.inference.seeds import derived_seed
 from nanodag.registry import entry
 from nanodag.rl.environments.environment import MAKE, Earned, Heard, Message, heard, metrics_of, tool_message, tools_of
 from nanodag.rl.environments.sample import Sample, TurnSampler, places
-from nanodag.rl.environments.transcript import Conversation
+from nanodag.rl.environments.transcript import Conversation, arguments_of
 from nanodag.rl.rollouts.rollout import METRICS, TURNS
 from nanodag.tokenizer.chat import NativeRenderer
 
@@ -49,21 +49,14 @@ async def environment(
         if value <= 0:
             raise ConfigError(f"generate.options.{name} of {named} is {value}; it must be above 0")
     limits = ForkLimits(cpu_s=cpu_s, max_bytes=max_bytes, max_processes=max(1, max_processes))
-    server = _server(named, json.dumps(options, sort_keys=True), limits)
+    given = json.dumps({"path": named, "options": options}, sort_keys=True)
+    server = shared_server(MAKE, given, limits, name=f"The environment {named!r}")
     with sampler.held():
         fork = await in_thread(server.fork)
     try:
         return await _Play(sampler, sample, fork, server.about, max_turns, turn_tokens, step_s).run()
     finally:
         fork.close()
-
-
-@MadeOnce
-def _server(path: str, options: str, limits: ForkLimits) -> ForkServer:
-    """The fork server of an environment, for all samples. path: `module:Class`. options: of its constructor, as
-    JSON."""
-    arguments = {"path": path, "options": json.loads(options)}
-    return ForkServer(MAKE, arguments, limits, name=f"The environment {path!r}")
 
 
 @dataclass(slots=True)
@@ -133,14 +126,14 @@ class _Play:
     async def _stepped(self, role: str, said: Message) -> Heard | Ended:
         """The observation after a turn, or what ended the episode."""
         tool_calls = said.get("tool_calls", ())
-        functions, call_ids = [call["function"] for call in tool_calls], [call["id"] for call in tool_calls]
-        mistakes = [_wrong(function, self.tools) for function in functions]
+        call_ids = [call["id"] for call in tool_calls]
+        mistakes = [_wrong(call, self.tools) for call in tool_calls]
         is_cut = self.conversations[role].is_cut
         if any(mistakes) and not is_cut:
             answers = [f"error: {what or 'not called, as another call is wrong'}" for what in mistakes]
             return Heard(role=role, messages=list(map(tool_message, call_ids, answers)))
-        valid = [] if any(mistakes) else functions
-        calls = [{"name": function["name"], "arguments": _arguments(function)} for function in valid]
+        valid = [] if any(mistakes) else tool_calls
+        calls = [{"name": call["function"]["name"], "arguments": arguments_of(call)} for call in valid]
         answer = await self._asked("step", text=said["content"], calls=calls, is_cut=is_cut, role=role)
         self.earned.add(answer.get("reward"), answer.get("info"), list(self.roles))
         done = answer.get("done")
@@ -204,13 +197,9 @@ async def openenv(
         )
 
 
-def _arguments(function: Mapping[str, Any]) -> Any:
-    return json.loads(function["arguments"] or "{}")
-
-
-def _wrong(function: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> str:
+def _wrong(call: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> str:
     """Why a call cannot be made; empty where it can."""
-    names = [tool["function"]["name"] for tool in tools]
-    if function["name"] not in names:
-        return f"there is no tool {function['name'][:80]!r}; there is {', '.join(names)}"
-    return "" if isinstance(_arguments(function), dict) else "the arguments must be a JSON object"
+    name, names = call["function"]["name"], [tool["function"]["name"] for tool in tools]
+    if name not in names:
+        return f"there is no tool {name[:80]!r}; there is {', '.join(names)}"
+    return "the arguments must be a JSON object" if arguments_of(call) is None else ""

@@ -20,9 +20,9 @@ from pydantic import TypeAdapter
 
 from nanodag import registry
 from nanodag.children.fork_server import Line
-from nanodag.children.forks import Fork, ForkLimits, ForkServer
+from nanodag.children.forks import Fork, ForkLimits, shared_server
 from nanodag.errors import BadRequest, ConfigError, MissingTool, SamplerError
-from nanodag.host.threads import MadeOnce, cancelled, in_thread
+from nanodag.host.threads import cancelled, in_thread
 from nanodag.inference.protocol import Completion, Request, SamplingParams
 from nanodag.rewards import sandbox
 from nanodag.rl.environments.sample import Sample, TurnSampler
@@ -37,7 +37,10 @@ class ForkedFunction:
     """A function `module:function` as an entry of ours is called. folder: of the tokenizer."""
 
     def __init__(self, name: str, options: Mapping[str, Any], folder: Path) -> None:
-        self._server = _server(name, json.dumps(dict(options), sort_keys=True), str(folder))
+        given = json.dumps({"name": name, "options": dict(options), "folder": str(folder)}, sort_keys=True)
+        self._server = shared_server(
+            f"{__name__}:make", given, ForkLimits(), name=f"generate {name}", max_answer_bytes=MAX_ANSWER_BYTES
+        )
 
     async def __call__(self, sampler: TurnSampler, sample: Sample) -> list[Sample]:
         """The samples that the function returns. Raises EpisodeFailed with the reason why it returns none."""
@@ -56,14 +59,6 @@ class ForkedFunction:
         finally:
             await cancelled(*tasks)
             fork.close()
-
-
-@MadeOnce
-def _server(name: str, options: str, folder: str) -> ForkServer:
-    setup = {"name": name, "options": json.loads(options), "folder": folder}
-    return ForkServer(
-        f"{__name__}:make", setup, ForkLimits(), name=f"generate {name}", max_answer_bytes=MAX_ANSWER_BYTES
-    )
 
 
 async def _answered(fork: Fork, sampler: TurnSampler, message: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from nanodag.api.tool_format import knows_calls
 from nanodag.children.forks import EpisodeFailed, EpisodeLost
@@ -36,7 +36,6 @@ LONGEST_REASON = 1000  # letters
 POLL_S = 0.2
 MAX_PLAYS = 4  # of a sample whose process somebody else kills again and again
 
-T = TypeVar("T")
 Ask = Callable[[Sequence[Request]], Awaitable[list[list[Completion]]]]
 
 

@@ -19,15 +19,16 @@ from nanodag.rl.environments.transcript import Conversation, arguments_of
 CHARACTERS_A_TOKEN = 16  # more than nearly every token has: what is longer is cut before it is tokenised
 
 
-def _tool(name: str, words: str, argument: str, meaning: str) -> dict[str, Any]:
+def text_tool(name: str, words: str, argument: str, meaning: str) -> dict[str, Any]:
+    """A tool with one argument, a text, in OpenAI's form."""
     schema = {"type": "object", "properties": {argument: {"type": "string", "description": meaning}}}
     return tool_named(name, words, {**schema, "required": [argument]})
 
 
 # What a policy is told of the tool of an entry, by the entry's name.
 TOOLS: Mapping[str, Mapping[str, Any]] = {
-    "calculator": _tool("calculator", "Computes an expression exactly.", "expression", "such as (48 / 2) ** 2"),
-    "python": _tool("python", "Runs a Python program and returns what it prints.", "code", "the program"),
+    "calculator": text_tool("calculator", "Computes an expression exactly.", "expression", "such as (48 / 2) ** 2"),
+    "python": text_tool("python", "Runs a Python program and returns what it prints.", "code", "the program"),
 }
 
 
@@ -56,7 +57,7 @@ async def with_tool(
     messages, num_calls = list(sample.record["messages"]), 0
 
     async def result_of(call: Mapping[str, Any]) -> str:
-        value = arguments_of(call).get(argument)
+        value = (arguments_of(call) or {}).get(argument)
         if call["function"]["name"] != name or not isinstance(value, str):
             return f"error: {name} takes {argument}, a text"
         result = (await tool(value))[: CHARACTERS_A_TOKEN * max_result_tokens]

@@ -33,7 +33,7 @@ class Asked:
     ids: tuple[int, ...]
     sequence: int | None
     repeat: int
-    meanings: tuple[Any, ...]  # of the messages
+    meanings: tuple[Any, ...]  # of the messages; of a text none
     tools: str
 
     def seed(self, of_sample: int) -> int:
@@ -86,9 +86,20 @@ class Transcript:
             sequence, ids = None, tuple(self._renderer.opened(plain_messages, self._switches, tools=tools))
         else:
             ids = (*earlier.ids, *further)
+        return self._noted(ids, sequence, meanings, declared)
+
+    def text_asked(self, ids: Sequence[int]) -> Asked:
+        """A text to continue: it goes on with the longest that it begins with. Texts have a transcript of their own."""
+        key = tuple(ids)
+        earlier = [(-len(c.ids), n) for n, c in enumerate(self._answered) if c.ids == key[: len(c.ids)]]
+        return self._noted(key, min(earlier)[1] if earlier else None)
+
+    def _noted(
+        self, ids: tuple[int, ...], sequence: int | None, meanings: tuple[Any, ...] = (), tools: str = ""
+    ) -> Asked:
         repeat = self._asked.get(ids, 0)
         self._asked[ids] = repeat + 1
-        return Asked(ids=ids, sequence=sequence, repeat=repeat, meanings=meanings, tools=declared)
+        return Asked(ids=ids, sequence=sequence, repeat=repeat, meanings=meanings, tools=tools)
 
     def answered(self, asked: Asked, completion: Completion, message: Message) -> None:
         """Note what the sampler said. message: how whoever asked reads it, which it sends again when it goes on. Raises
@@ -178,8 +189,9 @@ def _spans(base: Sample, chain: Sequence[_Answered]) -> Sample:
     spans: list[Span] = []
     before: tuple[int, ...] = ()
     for call in chain:
-        between = call.asked.ids[len(before) :]
-        spans += [Span(kind="tool", token_ids=between) if spans else prompt_span(between), call.span]
+        if between := call.asked.ids[len(before) :]:
+            spans.append(Span(kind="tool", token_ids=between) if spans else prompt_span(between))
+        spans.append(call.span)
         before = call.ids
     return replace(base, spans=tuple(spans), finish_reason=chain[-1].finish_reason)
 
@@ -233,10 +245,10 @@ class Conversation:
         return replace(sample, finish_reason="length") if is_cut else sample
 
 
-def arguments_of(call: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call as an object; empty where the model wrote none."""
+def arguments_of(call: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The arguments of a call as an object; None where the model wrote something else."""
     try:
-        arguments = json.loads(call["function"]["arguments"])
+        arguments = json.loads(call["function"]["arguments"] or "{}")
     except (ValueError, RecursionError):
-        return {}
-    return arguments if isinstance(arguments, dict) else {}
+        return None
+    return arguments if isinstance(arguments, dict) else None

@@ -20,7 +20,6 @@ sequence of a sample has `"branch": 1`, one of a role `"role": "judge"`.
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, groupby, repeat
@@ -31,6 +30,7 @@ import orjson
 
 from nanodag.errors import SamplerError, SourceError
 from nanodag.inference.protocol import Completion
+from nanodag.store.atomic import write_bytes
 
 FORMAT_VERSION = 1
 
@@ -310,13 +310,7 @@ def from_record(record: Any) -> Rollout:
 def write_rollouts(path: Path, rollouts: Iterable[Rollout]) -> None:
     """Write rollouts as JSON lines, a lone surrogate in a text as `?`. The file appears under its name only when it is
     complete."""
-    temporary = path.with_name(path.name + ".tmp")  # beside its target: rename is atomic within one filesystem only
-    with temporary.open("wb") as stream:
-        for rollout in rollouts:
-            stream.write(to_json(rollout).encode(errors="replace") + b"\n")
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.replace(path)
+    write_bytes(path, b"".join(to_json(rollout).encode(errors="replace") + b"\n" for rollout in rollouts))
 
 
 def read_rollouts(path: Path) -> Iterator[Rollout]:

@@ -4,12 +4,13 @@ A line is a rollout as a stage leaves it (nanodag.rl.rollouts.rollout), or as `n
 Groups lie in the files and are read when their step comes; only where they begin is kept in memory.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import groupby
+from operator import attrgetter, itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 
@@ -26,6 +27,7 @@ from nanodag.rl.rollouts.rollout import (
     read_lines,
 )
 
+T = TypeVar("T")
 FILE = "file:"
 BESIDE = (".answers", ".scores-")
 """What stands in the names of files beside those of rollouts."""
@@ -99,26 +101,21 @@ def read_saved(path: Path) -> Iterator[Saved]:
     return parsed_lines(path, lambda line, begin: _parsed(line, begin, path))
 
 
-def groups_in(found: Iterable[Saved]) -> list[list[Saved]]:
-    """Rollouts of one id and step together, by sample and branch, in the order in which the first of each comes."""
-    groups: dict[tuple[str, str], list[Saved]] = {}
+def groups_in(found: Iterable[Saved], kept: Callable[[Saved], T]) -> list[list[T]]:
+    """What is kept of the rollouts of one id and step, adjacent or not, by sample and branch; groups in the order in
+    which the first of each comes."""
+    groups: dict[tuple[str, str], list[tuple[tuple[int, int], T]]] = {}
     for saved in found:
-        groups.setdefault((saved.step, saved.rollout.group_id), []).append(saved)
-    return [sorted(members, key=lambda member: place_in_group(member.rollout)) for members in groups.values()]
+        members = groups.setdefault((saved.step, saved.rollout.group_id), [])
+        members.append((place_in_group(saved.rollout), kept(saved)))
+    return [[member for _, member in sorted(members, key=itemgetter(0))] for members in groups.values()]
 
 
 def places_of_groups(path: Path) -> list[list[int]]:
-    """For each group of a file, where in it each rollout begins, in bytes: a file may not fit into memory.
-
-    Rollouts of one id are a group where they are of one step, adjacent or not. Those that a stage trained again
-    (`rollout.replay`) count where they were trained first.
-    """
-    groups: dict[tuple[str, str], list[tuple[tuple[int, int], int]]] = {}
-    for saved in read_saved(path):
-        if REPLAYED not in saved.rollout.metadata:
-            member = (place_in_group(saved.rollout), saved.begin)
-            groups.setdefault((saved.step, saved.rollout.group_id), []).append(member)
-    return [[begin for _, begin in sorted(members)] for members in groups.values()]
+    """For each group of a file, where in it each rollout begins, in bytes: a file may not fit into memory. Rollouts
+    that a stage trained again (`rollout.replay`) count where they were trained first."""
+    fresh = (saved for saved in read_saved(path) if REPLAYED not in saved.rollout.metadata)
+    return groups_in(fresh, attrgetter("begin"))
 
 
 def group_at(path: Path, begins: Sequence[int]) -> list[Saved]:
