@@ -37,7 +37,7 @@ class ScalarHead:
         return {**config, "architectures": names, **labels, "pad_token_id": pad_id}
 
 
-class Scorer(ScalarHead, Decoder):
+class Scorer(ScalarHead, Decoder):  # type: ignore[misc] # its forward needs places
     """Over our own decoder."""
 
     def __init__(self, of: Architecture, **options: Any) -> None:

@@ -12,7 +12,7 @@ from nanodag.model.scorer import ScalarHead
 from nanodag.model.transformers_model import TransformersModel
 
 
-class TransformersScorer(ScalarHead, TransformersModel):
+class TransformersScorer(ScalarHead, TransformersModel):  # type: ignore[misc] # its forward needs places
     """Raises ConfigError as a TransformersModel does, and where transformers has no class of the type that scores."""
 
     def __init__(self, folder: Path, architecture: Architecture, **options: Any) -> None:

@@ -110,7 +110,7 @@ def supervised_panels(stage: ReportedStage) -> list[Panel]:
 
 def _calibration(stage: ReportedStage) -> list[Panel]:
     """How often a reward model is right by how sure it is, at its last validation."""
-    last = next((line for line in reversed(stage.lines) if "validation_sure_55" in line), {})
+    last: Mapping[str, Any] = next((line for line in reversed(stage.lines) if "validation_sure_55" in line), {})
     sure = [percent for percent in range(55, 100, 10) if last.get(f"validation_sure_{percent}")]
     if not sure:
         return []

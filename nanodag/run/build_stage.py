@@ -197,8 +197,8 @@ def server_identity(url: str, endpoint: EndpointConfig | None = None) -> dict[st
     Raises ConfigError when it does not answer, or does not serve the endpoint's model.
     """
     if endpoint is None and "#" in url:  # a teacher behind an OpenAI API
-        address, _, model = url.partition("#")
-        return server_identity(address, EndpointConfig(url=address, model=model))
+        address, _, name = url.partition("#")
+        return server_identity(address, EndpointConfig(url=address, model=name))
     path, setting = ("model_info", "teacher.url") if endpoint is None else ("models", "endpoint.url")
     how: dict[str, Any] = {"trust_env": False} if endpoint is None else {"headers": endpoint.headers()}
     try:
