@@ -1,14 +1,15 @@
-"""DPO here and in TRL: the same model and pairs; CPU-seconds by PROTOCOL.md, and the loss of each step.
+"""DPO, or a reward model, here and in TRL: the same model and pairs; CPU-seconds by PROTOCOL.md, and losses by step.
 
     python benchmarks/preference_vs_trl.py --trl-python /path/to/an/environment/with/trl/bin/python [--rounds 3]
-        [--model /path/to/a/hugging-face/model] [--precision fp32] [--curves]
+        [--model /path/to/a/hugging-face/model] [--precision fp32] [--curves] [--kind reward_model]
 
 A pair is a prompt of 64 tokens and two answers of 16 to 160. Counted from the loaded model to the last step: tokens,
 reference passes (over all pairs, before training) and steps, of one process a side. The model is the random Qwen2 of
 rl_vs_trl.py, or the one that --model names. TRL's reference passes are those of precompute_ref_log_probs.
 
 --curves: all of 8 pairs in each of 100 steps, a row each, so that no order counts; the largest distance of two losses
-is printed. Answers have 90 to 150 tokens there.
+is printed. Answers have 90 to 150 tokens there. A reward model is compared by its curve alone; both begin with a head
+of zeros.
 """
 
 import argparse
@@ -63,7 +64,7 @@ def prepare(folder: Path, model: Path | None, *, curves: bool) -> None:
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def ours(folder: Path, precision: str, curves: bool) -> dict[str, Any]:
+def ours(folder: Path, precision: str, curves: bool, kind: str) -> dict[str, Any]:
     from nanodag.config.pipeline import read_stage
     from nanodag.train.loop import Loop
     from nanodag.train.setup import PreparedStage
@@ -71,7 +72,7 @@ def ours(folder: Path, precision: str, curves: bool) -> dict[str, Any]:
 
     length = 384 if curves else 512
     settings: dict[str, Any] = {
-        "kind": "preference",
+        "kind": kind,
         "inputs": {"model": "model"},
         "seed": 0,
         "data": [f"file:{folder}/pairs.jsonl"],
@@ -88,7 +89,7 @@ def ours(folder: Path, precision: str, curves: bool) -> dict[str, Any]:
         "checkpoint_every": 10_000,
         "schedule": {"warmup_fraction": 0.0, "decay_fraction": 0.0},
         "optimizer": {"name": "adamw", "learning_rate": RATE, "matrix_lr": RATE, "betas": [0.9, 0.999]},
-        "loss": {"name": "dpo", "options": {"beta": BETA}},
+        **({"loss": {"name": "dpo", "options": {"beta": BETA}}} if kind == "preference" else {}),
         "horizon_tokens": 0,
         "max_steps": CURVE_STEPS if curves else 0,
         "num_epochs": CURVE_STEPS if curves else 1,
@@ -152,6 +153,35 @@ def trl(folder: Path, precision: str, curves: bool, padding_free: bool) -> dict[
     return {**spent, "losses": losses, "steps": trainer.state.global_step, "pairs": trainer.state.global_step * size}
 
 
+def trl_reward_model(folder: Path) -> dict[str, Any]:
+    import torch
+    from datasets import load_dataset
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from trl import RewardConfig, RewardTrainer
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    model = AutoModelForSequenceClassification.from_pretrained(
+        folder / "model", dtype=torch.float32, num_labels=1, trust_remote_code=False
+    )
+    torch.nn.init.zeros_(model.score.weight)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    tokenizer.pad_token = next(t for t in (tokenizer.unk_token, tokenizer.convert_ids_to_tokens(0)) if t)
+    config = RewardConfig(
+        output_dir=str(folder / "trl"), per_device_train_batch_size=CURVE_PAIRS, num_train_epochs=CURVE_STEPS,
+        learning_rate=RATE, lr_scheduler_type="constant", adam_beta2=0.999, max_grad_norm=1.0,
+        gradient_checkpointing=False, bf16=False, fp16=False, use_cpu=True, logging_steps=1, save_strategy="no",
+        report_to=[], max_length=None, disable_tqdm=True, disable_dropout=True,
+    )  # fmt: skip
+    pairs = load_dataset("json", data_files=str(folder / "pairs.jsonl"), split="train", cache_dir=str(folder / "c"))
+    began, wall = time.process_time(), time.perf_counter()
+    trainer = RewardTrainer(model=model, args=config, train_dataset=pairs, processing_class=tokenizer)
+    trainer.train()
+    spent = {"cpu": time.process_time() - began, "wall": time.perf_counter() - wall}
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    steps = trainer.state.global_step
+    return {**spent, "losses": losses, "steps": steps, "pairs": steps * CURVE_PAIRS}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trl-python", type=Path, required=True)
@@ -161,15 +191,20 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=Path("/tmp/preference_vs_trl"))
     parser.add_argument("--curves", action="store_true")
+    parser.add_argument("--kind", choices=("preference", "reward_model"), default="preference")
     parser.add_argument("--side", choices=("ours", "trl", "trl-padding-free"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
         if options.side == "ours":
-            found = ours(options.folder, options.precision, options.curves)
+            found = ours(options.folder, options.precision, options.curves, options.kind)
+        elif options.kind == "reward_model":
+            found = trl_reward_model(options.folder)
         else:
             found = trl(options.folder, options.precision, options.curves, options.side != "trl")
         print(json.dumps(found), flush=True)
         os._exit(0)
+    if options.kind == "reward_model" and not options.curves:
+        parser.error("--kind reward_model is compared with --curves alone")
     results: dict[str, list[dict[str, Any]]] = {}
     sides = ("ours", "trl") if options.curves else ("ours", "trl", "trl-padding-free")
     for _ in range(1 if options.curves else options.rounds):
