@@ -61,7 +61,7 @@ class EndpointModel(EvaluatedModel):
         return answers
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """Of answers behind their contexts, as texts; whoever serves the model makes tokens of them. Raises ConfigError
+        """Scores of answers behind their contexts, as texts; whoever serves the model makes tokens of them. Raises ConfigError
         for a server that does not score a prompt."""
         texts = [request.args for request in requests]
         scores: dict[tuple[str, str], tuple[float, bool]] = {}
@@ -99,7 +99,7 @@ class EndpointModel(EvaluatedModel):
     def _asked(
         self, path: str, body: Mapping[str, Any], read: Callable[[Any], Sequence[Any]], too_long: Sequence[Any]
     ) -> Sequence[Any]:
-        """What is read from a server's answer: what was kept of it, or of a new one, which is kept."""
+        """A server's answer as it is read: the one that was kept, or a new one, which is kept."""
         key, url = content_key("endpoint", body), f"{self._endpoint.url}/{path}"
         if self.kept is not None and (kept := self.kept.get(key)) is not None:
             return list(kept)

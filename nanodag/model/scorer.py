@@ -10,9 +10,9 @@ from nanodag.model.decoder import Decoder
 
 
 class ScalarHead:
-    """What makes a scorer of a language model; it stands before that among the classes. Scores of places in packed
-    rows are linear in their last hidden states. The head begins at 0, so before its first update every score is 0, and
-    nothing is drawn at random."""
+    """A mixin that makes a scorer of a language model, before which it stands. Scores of places in packed rows are
+    linear in their last hidden states. The head begins at 0, so before its first update every score is 0, and nothing
+    is drawn at random."""
 
     score: nn.Linear
 

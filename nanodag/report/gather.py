@@ -63,7 +63,7 @@ class ReportedStage:
 
     @cached_property
     def watched(self) -> dict[str, str]:
-        """What an RL stage measures and does not train on, label by metric: rewards of weight 0, and benchmarks."""
+        """Measures of an RL stage that it does not train on, label by metric: rewards of weight 0, and benchmarks."""
         rewards = self.config.get("reward", ())
         named = labels([reward["name"] for reward in rewards])
         weights = {label: reward["weight"] for label, reward in zip(named, rewards, strict=True)}

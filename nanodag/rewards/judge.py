@@ -133,7 +133,7 @@ class Judge:
             return f"the judge {self._file.model}: {error}"
 
     def _reply(self, prompt: Mapping[str, Any], answers: Mapping[str, str]) -> tuple[str, float]:
-        """What it says, and its price. Raises httpx.HTTPError, ValueError for what is no whole reply."""
+        """Its reply, and the price of that. Raises httpx.HTTPError, ValueError for what is no whole reply."""
         file, url = self._file, f"{self._file.url.rstrip('/')}/chat/completions"
         messages = [{"role": "system", "content": file.system}] if file.system else []
         messages.append({"role": "user", "content": filled(file.prompt, {**_places(prompt), **answers})})
@@ -151,7 +151,7 @@ def filled(template: str, values: Mapping[str, str]) -> str:
 
 
 def verdict_in(reply: str, file: JudgeFile) -> str:
-    """What a reply says behind the file's label. Raises ValueError where that is missing or not alone."""
+    """The text of a reply behind the file's label. Raises ValueError where that is missing or not alone."""
     lines = [line.strip() for line in reply.splitlines() if line.strip().startswith(file.label)]
     if len(lines) != 1:
         raise ValueError(f"{len(lines)} lines of the reply begin with {file.label!r}, 1 is needed: {reply[-200:]!r}")

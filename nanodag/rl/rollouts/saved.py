@@ -102,8 +102,8 @@ def read_saved(path: Path) -> Iterator[Saved]:
 
 
 def groups_in(found: Iterable[Saved], kept: Callable[[Saved], T]) -> list[list[T]]:
-    """What is kept of the rollouts of one id and step, adjacent or not, by sample and branch; groups in the order in
-    which the first of each comes."""
+    """Whatever `kept` makes of the rollouts of one id and step, adjacent or not, by sample and branch; groups in the
+    order in which the first of each comes."""
     groups: dict[tuple[str, str], list[tuple[tuple[int, int], T]]] = {}
     for saved in found:
         members = groups.setdefault((saved.step, saved.rollout.group_id), [])
