@@ -61,8 +61,8 @@ class EndpointModel(EvaluatedModel):
         return answers
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """Scores of answers behind their contexts, as texts; whoever serves the model makes tokens of them. Raises ConfigError
-        for a server that does not score a prompt."""
+        """Scores of answers behind their contexts, as texts; whoever serves the model makes tokens of them. Raises
+        ConfigError for a server that does not score a prompt."""
         texts = [request.args for request in requests]
         scores: dict[tuple[str, str], tuple[float, bool]] = {}
         with ThreadPoolExecutor(self._endpoint.at_once) as threads:
