@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from nanodag.cli.complete import complete_names
 from nanodag.cli.composed import nightly_app, rerun, sweep
 from nanodag.cli.parameters import Detach, File, ModelName, ModelStage, NewRun, On, Overrides, Preset, RunName, take
 from nanodag.cli.rollouts import rollouts
@@ -23,7 +24,6 @@ app = typer.Typer(
     help="Train a chat model from raw text to GRPO as one resumable DAG.\n\nBegin with: nanodag run. Every command has "
     "--help; docs/how-to has a page for each thing to do.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -87,6 +87,7 @@ def config(
         str, typer.Option(metavar="NAME", help="One setting: what it is, its range, default and value.")
     ] = "",
     on: On = "",
+    schema: Annotated[bool, typer.Option("--schema", help="The JSON Schema of pipeline files, for editors.")] = False,
 ) -> None:
     """Print every value, and where each comes from.
 
@@ -97,8 +98,11 @@ def config(
     nanodag config --preset speedrun --on 8xH100
     """
     from nanodag.cli.show import explain_setting, show_config
+    from nanodag.config.schema import pipeline_schema
 
-    if explain:
+    if schema:
+        print(pipeline_schema())
+    elif explain:
         explain_setting(explain, overrides or [], preset=preset, file=file, on=on)
     else:
         show_config(overrides or [], preset=preset, file=file, on=on)
@@ -337,6 +341,7 @@ def env_install(
 
 for command in (verify, gc, lineage, diff, export, push, reproduce):
     app.command()(command)
+complete_names(app, server_app, nightly_app)
 
 
 def main() -> None:
