@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -37,6 +36,8 @@ app.add_typer(env_app, name="env")
 
 def _print_version(is_asked: bool) -> None:
     if is_asked:
+        from importlib.metadata import version  # a quarter of the time in which a shell completes a word
+
         typer.echo(f"nanodag {version('nanodag')}")
         raise typer.Exit
 
@@ -346,7 +347,6 @@ complete_names(app, server_app, nightly_app)
 
 def main() -> None:
     """Run the command; an error raised on purpose becomes its message and an exit code (2: wrong config)."""
-
     try:
         app(take(sys.argv[1:]))
     except NanodagError as error:

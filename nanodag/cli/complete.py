@@ -22,13 +22,13 @@ def complete_names(*apps: typer.Typer) -> None:
 
 def _stages(context: typer.Context) -> list[str]:
     record = _runs(context).get(context.params.get("run"))
-    return list(json.loads(record.read_bytes())["stages"] if record else _kinds(context))
+    return list(json.loads(record.read_bytes())["stages"] if record else _stage_tables(context))
 
 
 def _settings(context: typer.Context, incomplete: str) -> list[str]:
-    schema = json.loads((PROJECT / "docs" / "reference" / "pipeline.schema.json").read_bytes())
-    stages = {stage: {"$ref": f"/kind_{kind}"} for stage, kind in _kinds(context).items()}
-    found = [name for name in _named(schema["$defs"], schema["properties"] | stages) if name.startswith(incomplete)]
+    schema = json.loads((PROJECT / "docs/reference/pipeline.schema.json").read_bytes())
+    every = _named(schema["$defs"], schema["properties"] | _stage_tables(context))
+    found = [name for name in every if name.startswith(incomplete)]
     return found if len(found) > 1 else [*found, *(f"{name}VALUE" for name in found)]  # or the word would end at `=`
 
 
@@ -40,9 +40,9 @@ def _named(tables: Any, fields: Any, prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{name}="
 
 
-def _kinds(context: typer.Context) -> dict[str, str]:
+def _stage_tables(context: typer.Context) -> dict[str, Any]:
     bodies = [body for preset in _document(context)["presets"].values() for body in preset.get("stages", {}).items()]
-    return {stage: body["kind"] for stage, body in bodies if "kind" in body}
+    return {stage: {"$ref": f"/kind_{body['kind']}"} for stage, body in bodies if "kind" in body}
 
 
 def _document(context: typer.Context) -> dict[str, Any]:

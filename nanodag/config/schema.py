@@ -1,5 +1,4 @@
-"""JSON Schema of a pipeline file, for editors, from the classes that read it. A file's tables are partial, as presets
-extend each other; only a list replaces what it extends, so that tables in lists are whole."""
+"""JSON Schema of pipeline files, from their classes. Tables are partial, except in lists, which do not merge."""
 
 import json
 import re
@@ -22,7 +21,8 @@ class _AsWritten(GenerateJsonSchema):
     def model_schema(self, schema: Any) -> dict[str, Any]:
         table, model = super().model_schema(schema), schema["cls"]
         if issubclass(model, EntryConfig):
-            table["properties"]["name"]["anyOf"] = [{"enum": [*registry.names(model.kind), model.special]}, _OWN]
+            names = {*registry.names(model.kind), model.special} - {""}
+            table["properties"]["name"]["anyOf"] = [{"enum": sorted(names)}, _OWN]
         if any(check.info.mode == "before" for check in model.__pydantic_decorators__.model_validators.values()):
             return {"anyOf": [next(iter(table["properties"].values())), table]}  # the text is the first setting
         return table
@@ -30,7 +30,7 @@ class _AsWritten(GenerateJsonSchema):
 
 def pipeline_schema() -> str:
     """The schema as sorted JSON. A stage whose kind is the user's own, `module:NAME`, may have any settings."""
-    kinds = shipped() | {name: find_kind(name) for name in installed()}
+    kinds = {name: find_kind(name) for name in (*shipped(), *installed())}
     pairs: list[Any] = [(model, "validation") for model in (Pipeline, *(kind.config for kind in kinds.values()))]
     references, whole = models_json_schema(pairs, schema_generator=_AsWritten)
     tables = whole["$defs"]
@@ -42,8 +42,8 @@ def pipeline_schema() -> str:
         settings = own[kind.config]["properties"] | {"kind": {"const": name, "description": kind.config.__doc__}}
         settings["inputs"] |= {"type": ["object", "array"], "items": {"type": "string"}}
         for section, model in sections_of(kind.config).items():
-            home = settings[section]["$ref"]
-            settings = {short: {"$ref": f"{home}/properties/{short}"} for short in model.model_fields} | settings
+            at = settings[section]["$ref"] + "/properties/"
+            settings = {short: {"$ref": at + short} for short in model.model_fields} | settings
         tables[f"kind_{name}"] = own[kind.config] | {"properties": settings}
     stages: list[Any] = [{"const": "drop"}, *({"$ref": f"#/$defs/kind_{name}"} for name in kinds)]
     stages.append({"type": "object", "properties": {"kind": _OWN}, "required": ["kind"]})
@@ -51,8 +51,8 @@ def pipeline_schema() -> str:
     del common["preset"], common["stages"]["minProperties"]
     common["stages"]["additionalProperties"] = {"anyOf": stages}
     extends = {"type": "string", "description": "The preset of this file that is the ground of this one."}
-    preset = own[Pipeline] | {"properties": common | {"extends": extends}}
     default = {"type": "string", "description": "The preset that runs where none is named."}
+    preset = own[Pipeline] | {"properties": common | {"extends": extends}}
     presets = {"type": "object", "additionalProperties": preset, "description": "Name -> pipeline."}
     file = preset | {"properties": common | {"default": default, "presets": presets}, "required": ["presets"]}
     return json.dumps(file | {"$defs": tables}, indent=1, sort_keys=True, ensure_ascii=False)
