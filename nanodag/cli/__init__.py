@@ -2,12 +2,12 @@
 
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
+from nanodag.cli.complete import complete_names
 from nanodag.cli.composed import nightly_app, rerun, sweep
 from nanodag.cli.parameters import Detach, File, NewRun, On, Overrides, Preset, RunName, take
 from nanodag.cli.rollouts import rollouts
@@ -24,7 +24,6 @@ app = typer.Typer(
     help="Train a chat model from raw text to GRPO as one resumable DAG.\n\nBegin with: nanodag run. Every command has "
     "--help; docs/how-to has a page for each thing to do.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -38,6 +37,8 @@ app.add_typer(env_app, name="env")
 
 def _print_version(is_asked: bool) -> None:
     if is_asked:
+        from importlib.metadata import version  # a quarter of the time in which a shell completes a word
+
         typer.echo(f"nanodag {version('nanodag')}")
         raise typer.Exit
 
@@ -88,6 +89,7 @@ def config(
         str, typer.Option(metavar="NAME", help="One setting: what it is, its range, default and value.")
     ] = "",
     on: On = "",
+    schema: Annotated[bool, typer.Option("--schema", help="The JSON Schema of pipeline files, for editors.")] = False,
 ) -> None:
     """Print every value, and where each comes from.
 
@@ -98,8 +100,11 @@ def config(
     nanodag config --preset speedrun --on 8xH100
     """
     from nanodag.cli.show import explain_setting, show_config
+    from nanodag.config.schema import pipeline_schema
 
-    if explain:
+    if schema:
+        print(pipeline_schema())
+    elif explain:
         explain_setting(explain, overrides or [], preset=preset, file=file, on=on)
     else:
         show_config(overrides or [], preset=preset, file=file, on=on)
@@ -236,11 +241,11 @@ def env_install(
 
 for command in (verify, gc, lineage, diff, export, push, reproduce):
     app.command()(command)
+complete_names(app, server_app, nightly_app)
 
 
 def main() -> None:
     """Run the command; an error raised on purpose becomes its message and an exit code (2: wrong config)."""
-
     try:
         app(take(sys.argv[1:]))
     except NanodagError as error:

@@ -282,6 +282,7 @@ class SamplerConfig(EngineConfig):
         return bool(self.urls) or self.urls_file != "none"
 
 
+_RewardsWritten = tuple[RewardConfig, ...] | RewardConfig | dict[str, float]
 OF_POLICY_LOSSES = (
     "advantage", "policy_loss", "clip_low", "clip_high", "dual_clip", "sapo_positive", "sapo_negative", "correction",
     "correction_cap", "correction_floor", "correction_veto", "opsm_limit",
@@ -367,9 +368,9 @@ class SampledStage(StageBase):
 
     data: tuple[SourceConfig, ...] = Field(min_length=1)
     """The prompts."""
-    reward: Annotated[tuple[RewardConfig, ...], BeforeValidator(_one_or_names_with_weights)] = (
-        RewardConfig(name="auto"),
-    )
+    reward: Annotated[
+        tuple[RewardConfig, ...], BeforeValidator(_one_or_names_with_weights, json_schema_input_type=_RewardsWritten)
+    ] = (RewardConfig(name="auto"),)
     """A reward by name, a function as package.module:function, or names with weights, which are combined. `auto` takes
     what each prompt names; `process:package.module:function` scores single steps."""
     combine_rewards: Literal["sum", "min"] = later("sum")

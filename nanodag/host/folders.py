@@ -30,6 +30,14 @@ def cache_folder() -> Path:
     return folder
 
 
+def pipeline_file(file: str) -> Path:
+    """The pipeline file that was named; else NANODAG_FILE's, the working directory's, the one nanodag comes with."""
+    if file or (file := os.environ.get("NANODAG_FILE", "")):
+        return Path(file).absolute()
+    here = Path("pipeline.yaml").absolute()
+    return here if here.exists() else PROJECT / "pipeline.yaml"
+
+
 def user_cache() -> Path:
     """The cache folder where no NANODAG_CACHE names one: environments that were installed stay in it."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanodag"

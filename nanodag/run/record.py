@@ -20,7 +20,7 @@ from nanodag.config.kinds import find_kind, vouch_for
 from nanodag.config.trust import check_trust
 from nanodag.errors import ArtifactNotFound, ConfigError, StoreBusy
 from nanodag.errors.words import counted, nearest
-from nanodag.host.folders import PROJECT
+from nanodag.host.folders import pipeline_file
 from nanodag.host.machine import detect, machine_of
 from nanodag.own_code.find import search_last
 from nanodag.own_code.trusted_modules import check_owner
@@ -330,14 +330,6 @@ def result_of(stage: str, artifact: Artifact, *, was_found: bool) -> StageResult
 def lineage_of(inputs: Mapping[str, StageResult]) -> dict[str, dict[str, str]]:
     """Manifest's entry of each input: label -> stage, kind, key, attempt and digest."""
     return {label: {f: getattr(result, f) for f in ("stage", *_OF_ARTIFACT)} for label, result in inputs.items()}
-
-
-def pipeline_file(file: str) -> Path:
-    """The pipeline file that was named; else NANODAG_FILE's, the working directory's, the one nanodag comes with."""
-    if file or (file := os.environ.get("NANODAG_FILE", "")):
-        return Path(file).absolute()
-    here = Path("pipeline.yaml").absolute()
-    return here if here.exists() else PROJECT / "pipeline.yaml"
 
 
 def served_store(file: str = "") -> Store:
