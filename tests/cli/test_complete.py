@@ -94,10 +94,7 @@ def test_completing_imports_neither_pydantic_nor_the_store():
     assert done.stdout.strip() == "set()"
 
 
-@pytest.mark.parametrize("text", ["presets: [", "1", "presets: {a: 1}", None])
-def test_a_damaged_or_missing_file_offers_nothing_and_shows_no_traceback(offered, tmp_path, text):
-    if text is None:
-        (tmp_path / "pipeline.yaml").unlink()
-    else:
-        (tmp_path / "pipeline.yaml").write_text(text)
+@pytest.mark.parametrize("text", ["presets: [", "1", "presets: {a: 1}"])
+def test_a_damaged_file_offers_nothing_and_shows_no_traceback(offered, tmp_path, text):
+    (tmp_path / "pipeline.yaml").write_text(text)
     assert offered("run", "pretrain.opt") == [] == offered("sbatch", "")
