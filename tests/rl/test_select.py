@@ -71,7 +71,7 @@ def test_a_source_of_an_input_becomes_its_file_in_the_worker_with_its_slice(tmp_
         ({"best": {**SELECT, "data": ["input:conversations"]}}, "needs an input 'conversations'"),
         ({"best": {**SELECT, "rollout": {"generate": "calculator"}}}, "rollout.generate"),
         ({"best": {**SELECT, "rollout": {"over_sampling": 8}}}, "over_sampling 8 is below the 32 new groups"),
-        ({"best": {**SELECT, "reward": {"f1": 0}}}, "a weight of 0"),
+        ({"best": {**SELECT, "reward": {"f1": 0}}}, "weights of 0 alone"),
     ],
 )  # fmt: skip
 def test_what_makes_no_sense_is_refused_before_work_begins(stages, message):
