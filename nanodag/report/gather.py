@@ -14,6 +14,7 @@ from nanodag.errors.words import counted
 from nanodag.evaluation.paired import FALSE_ALARMS, PairedDifference, holm, paired
 from nanodag.rewards.reward import labels
 from nanodag.rl.rollouts.metrics import over_optimised, why_nothing_was_learned
+from nanodag.rl.rollouts.rollout import read_lines
 
 HEADLINES = ("core", "chat_core")
 """Benchmarks that are means over many tasks: they stand first."""
@@ -24,9 +25,7 @@ ASKED = ("form", "num_fewshot", "sampling")
 
 def metrics_in(records: Path) -> list[dict[str, Any]]:
     """The lines of a folder's metrics.jsonl; none where there is no such file."""
-    path = records / "metrics.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines() if records != Path() and path.is_file() else []
-    return [json.loads(line) for line in lines if line.strip()]
+    return list(read_lines(records / "metrics.jsonl", is_whole=True)) if records != Path() else []
 
 
 def curve_of(lines: Sequence[Mapping[str, Any]], name: str) -> tuple[list[float], list[float]]:
