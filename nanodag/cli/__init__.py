@@ -72,7 +72,7 @@ def run(
     """
     from nanodag.cli.run import run_pipeline
 
-    raise typer.Exit(run_pipeline(overrides or [], preset=preset, file=file, name=name, stale=stale, detach=detach))
+    raise typer.Exit(run_pipeline(overrides or [], preset=preset, file=file, name=name, stale=stale, detach=detach)[2])
 
 
 app.command()(notify)

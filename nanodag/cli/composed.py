@@ -228,7 +228,7 @@ def rerun(
     check_before_start(pipeline, file=path, remembered=store.local / "checked", stages=stages)
     note_python_path(store.local, name)
     console.print(f"Run [bold]{name}[/]: {', '.join(stages)} again; store {store.url}")
-    print_warnings(console, resolved)
+    print_warnings(console, resolved.warnings)
     which = {"stage": stage} if stage else {"stale": "only"} if stale else {"begin_at": begin_at}
     parameters = {"overrides": changes, "force": force, **which}
     raise typer.Exit(start(store, server, name, parameters, detach=detach, began=began))

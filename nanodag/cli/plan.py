@@ -29,23 +29,26 @@ LAYOUTS = ("placement=shared", "placement=beside", "placement=separate max_stale
 def show_plan(
     overrides: Sequence[str], *, preset: str, file: str, on: str, price_per_hour: float, as_json: bool
 ) -> int:
-    """Print the plan of a pipeline; returns the command's exit code, 2 where it has faults. on: a machine's text, empty
-    for this one. price_per_hour: of the whole machine."""
+    """Print what `planned` makes; returns the command's exit code, 2 where it has faults. Parameters as there."""
+    plan = planned(preset, *overrides, file=file, on=on, price_per_hour=price_per_hour)
+    layouts = _layouts(plan, lambda new: resolve(pipeline_file(file), preset, [*overrides, *new], machine=plan.machine))
+    if as_json:
+        sys.stdout.write(json.dumps({**plan.as_json(), "layouts": layouts, "warnings": plan.warnings}, indent=1) + "\n")
+    else:
+        _print(plan, layouts)
+    return 2 if plan.faults else 0
+
+
+def planned(preset: str = "auto", *overrides: str, file: str = "", on: str = "", price_per_hour: float = 0.0) -> Plan:
+    """The plan of a pipeline. on: a machine's text, empty for this one. price_per_hour: of the whole machine."""
     machine = machine_of(on) if on else detect()
     resolved = resolve(pipeline_file(file), preset, overrides, machine=machine)
-    plan = plan_of(resolved.pipeline, machine, price_per_hour=price_per_hour)
+    plan = replace(plan_of(resolved.pipeline, machine, price_per_hour=price_per_hour), warnings=resolved.warnings)
     if not on:  # another machine has files of its own
         plan = with_lost_files(plan, resolved.pipeline)
-    url = resolved.pipeline.store.url
-    if not on and Path(url).is_dir():  # one that is far is not asked, and who only looks makes none
+    if not on and Path(resolved.pipeline.store.url).is_dir():  # a far one is not asked, and who looks makes none
         plan = replace(plan, made=made_stages(resolved.pipeline, store_of(resolved.pipeline)))
-    layouts = _layouts(plan, lambda more: resolve(pipeline_file(file), preset, [*overrides, *more], machine=machine))
-    if as_json:
-        said = {**plan.as_json(), "layouts": layouts, "warnings": resolved.warnings}
-        sys.stdout.write(json.dumps(said, indent=1) + "\n")
-    else:
-        _print(plan, resolved, layouts)
-    return 2 if plan.faults else 0
+    return plan
 
 
 def _layouts(plan: Plan, resolved_with: Callable[[list[str]], Resolved]) -> dict[str, dict[str, float]]:
@@ -61,7 +64,7 @@ def _layouts(plan: Plan, resolved_with: Callable[[list[str]], Resolved]) -> dict
     return found
 
 
-def _print(plan: Plan, resolved: Resolved, layouts: Mapping[str, Mapping[str, float]]) -> None:
+def _print(plan: Plan, layouts: Mapping[str, Mapping[str, float]]) -> None:
     console = make_console()
     console.width = max(console.width, MIN_WIDTH)
     machine, gpu = plan.machine, plan.machine.gpu
@@ -82,7 +85,7 @@ def _print(plan: Plan, resolved: Resolved, layouts: Mapping[str, Mapping[str, fl
     if gpu is not None and not gpu.peak:
         hint = f"--on {machine.num_gpus}x{round(gpu.memory / GIB)}GB:TFLOPS"
         console.print(f"  The speed of {gpu.name} is not known, so no time is said; {hint} says it.", highlight=False)
-    print_warnings(console, resolved)
+    print_warnings(console, plan.warnings)
     console.print(_shares(plan), style="dim", markup=False, highlight=False)
     for fault in plan.faults:
         console.print(f"  {fault}", style="red", markup=False, highlight=False, soft_wrap=True)

@@ -38,9 +38,8 @@ STOPPED_EXIT_CODE = 130
 
 def run_pipeline(
     overrides: Sequence[str], *, preset: str, file: str, name: str, detach: bool, stale: bool = False
-) -> int:
-    """Run a pipeline and return the command's exit code: 0 only when the run completed. stale: of a run that is
-    resumed, build again what is stale, without asking."""
+) -> tuple[Store, str, int]:
+    """Run a pipeline; returns store, name and exit code, 0 only when it completed. stale: build stale stages again."""
     began = time.monotonic()
     console = make_console()
     machine = None
@@ -65,12 +64,12 @@ def run_pipeline(
     num_stages = counted(len(pipeline.stages), "stage")
     console.print(f"Run [bold]{name}[/]: preset {pipeline.preset}, {num_stages}, store {store.url}")
     print_placement(console, resolved)
-    print_warnings(console, resolved)
+    print_warnings(console, resolved.warnings)
     if preset == "auto" and machine is None and resolved.machine.num_gpus:
         print_presets(console, path)
     kept = choose_stale(console, store.find_run(name), pipeline, build=stale, may_ask=sys.stdin.isatty())
     parameters = {**parameters_of(path, pipeline, store, overrides), "stale": kept}
-    return start(store, server, name, parameters, detach=detach, began=began)
+    return store, name, start(store, server, name, parameters, detach=detach, began=began)
 
 
 def known_run(name: str, overrides: Sequence[str], *, file: str) -> RunRecord | None:

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from nanodag.cli.live_table import STYLES, make_console
 from nanodag.cli.parameters import command
-from nanodag.config import Resolved, resolve
+from nanodag.config import resolve
 from nanodag.config.derive import reason_of
 from nanodag.config.kind import PAGE
 from nanodag.config.kinds import recorded_kind
@@ -49,7 +49,7 @@ def show_config(overrides: Sequence[str], *, preset: str, file: str, on: str = "
         check_names(resolved.pipeline, file=path, remembered=remembered, only_names=True)
     where = f"on {resolved.machine}" if on else f"on this machine, {resolved.machine}"
     console.print(f"# {path}, preset {resolved.pipeline.preset}, {where}", markup=False, highlight=False)
-    print_warnings(console, resolved)
+    print_warnings(console, resolved.warnings)
     section = ""
     for name, value in leaves(resolved.pipeline):
         head, dot, rest = name.partition(".")
@@ -69,9 +69,9 @@ def show_config(overrides: Sequence[str], *, preset: str, file: str, on: str = "
         console.print(line)
 
 
-def print_warnings(console: Console, resolved: Resolved) -> None:
+def print_warnings(console: Console, warnings: Sequence[str]) -> None:
     """Print settings that were given by hand and are a bad idea on the machine."""
-    for text in resolved.warnings:
+    for text in warnings:
         console.print(f"Warning: {text}.", style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 

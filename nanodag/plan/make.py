@@ -23,13 +23,14 @@ from nanodag.plan.stage_plan import Fault, StagePlan
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """A pipeline's stages, in their order. price_per_hour: of the whole machine, 0 where none was said. made: stages
-    that the store has -> the run that made them; they take no time, and nothing of them must fit."""
+    that the store has -> the run that made them; they take no time, nothing of them must fit. warnings: in words."""
 
     preset: str
     machine: Machine
     stages: Sequence[StagePlan]
     price_per_hour: float = 0.0
     made: Mapping[str, str] = field(default_factory=dict)
+    warnings: Sequence[str] = ()
 
     @property
     def faults(self) -> list[str]:

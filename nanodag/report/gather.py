@@ -23,6 +23,12 @@ ASKED = ("form", "num_fewshot", "sampling")
 """What must agree for two scores of a benchmark to be of the same question."""
 
 
+def metrics_in(records: Path) -> list[dict[str, Any]]:
+    """The lines of a folder's metrics.jsonl; none where there is no such file, or no folder but the empty path, which
+    is the working directory's."""
+    return list(read_lines(records / "metrics.jsonl", is_whole=True)) if records != Path() else []
+
+
 def curve_of(lines: Iterable[Mapping[str, Any]], name: str) -> tuple[list[float], list[float]]:
     """Steps and values of one metric, over all lines that have it as a number."""
     pairs = [(float(line["step"]), float(line[name])) for line in lines if _is_number(line.get(name))]
@@ -55,8 +61,7 @@ class ReportedStage:
 
     @cached_property
     def lines(self) -> list[dict[str, Any]]:
-        has_any = self.records != Path()  # else the working directory's would be read
-        return list(read_lines(self.records / "metrics.jsonl", is_whole=True)) if has_any else []
+        return metrics_in(self.records)
 
     def curve(self, name: str) -> tuple[list[float], list[float]]:
         return curve_of(self.lines, name)

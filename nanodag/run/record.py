@@ -332,9 +332,10 @@ def lineage_of(inputs: Mapping[str, StageResult]) -> dict[str, dict[str, str]]:
     return {label: {f: getattr(result, f) for f in ("stage", *_OF_ARTIFACT)} for label, result in inputs.items()}
 
 
-def served_store(file: str = "") -> Store:
-    """The store of NANODAG_STORE, else of the pipeline file: the one that this process serves, or looks into."""
-    return store_of(resolve(pipeline_file(file)).pipeline)
+def served_store(file: str = "", url: str = "") -> Store:
+    """The store at a URL, else of NANODAG_STORE, else of the pipeline file: the one that this process looks into."""
+    overrides = [f"store.url={json.dumps(url, ensure_ascii=False)}"] if url else []
+    return store_of(resolve(pipeline_file(file), overrides=overrides).pipeline)
 
 
 def store_of(pipeline: Pipeline) -> Store:

@@ -37,17 +37,21 @@ class Exported:
 
 
 def export_rollouts(shelf: Shelf, path: Path, wanted: Wanted = ANY, *, step: int | None = None) -> Exported:
+    """Write the rows of `rollout_rows`. Raises ConfigError for another suffix."""
+    return Exported(rows=_write(path, rollout_rows(shelf, wanted, step=step)), left_out={})
+
+
+def rollout_rows(shelf: Shelf, wanted: Wanted = ANY, *, step: int | None = None) -> Iterator[dict[str, Any]]:
     """Every sequence that was sampled for training, in the order of the steps: text, tokens, log-probabilities. What
-    was replayed stands where it was trained first. wanted, step: what is left of them, here and in the other exports.
+    was replayed stands where it was trained first. wanted, step: what is left of them, here and in the exports.
 
     A row: step, fate (`trained`, a filter's reason, ...), prompt_id, group_id, sample_index, branch, role, messages,
     answer (the right one), response, turns (kind and text of each span), reward, reward_components, finish_reason,
     prompt_ids; and of the same length response_ids, mask, logprobs (nats, null where nobody knows them), versions, as
-    nanodag.rl.rollouts.rollout has them. Raises ConfigError for another suffix.
+    nanodag.rl.rollouts.rollout has them. Raises ArtifactNotFound for a step that there is not.
     """
     encoding = Encoding(shelf.model)
-    count = _write(path, (_row(number, read, encoding) for number, read in _reads(shelf, wanted, step)))
-    return Exported(rows=count, left_out={})
+    return (_row(number, read, encoding) for number, read in _reads(shelf, wanted, step))
 
 
 def export_chats(
