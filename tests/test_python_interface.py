@@ -37,7 +37,7 @@ def publish(store, tmp_path):
 
     def put(name, kind, inputs=None, lineage=None):
         about = {"config": {}, "sources": {}, "cost": {}, "environment": {}, "metrics": {}, "lineage": lineage or {}}
-        key = stage_key(kind=kind, code_version=1, config={"name": name}, inputs={}, sources={})
+        key = stage_key(kind=kind, code_version=1, config={"name": name}, inputs={})
         files, records = tmp_path / name / "files", tmp_path / name / "records"
         artifact = store.publish(key, files, records=records, kind=kind, stage=name, **about)
         return built(artifact, inputs=inputs or {})

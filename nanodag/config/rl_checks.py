@@ -227,6 +227,10 @@ CHECKS: tuple[tuple[Callable[["RLStage"], object], str], ...] = (
      and int(s.optimizer.micro_batch_tokens) < int(s.sampler.context),
      "[optimizer.micro_batch_tokens] cannot hold one rollout of [sampler.context] tokens; raise the one or lower the "
      "other"),
+    (lambda s: any(benchmark.judge != "none" for benchmark in s.evaluation.benchmarks),
+     "a `judge` of evaluation.benchmarks compares with a baseline, which an eval stage has; leave it out"),
+    (lambda s: s.combine_rewards == "min" and len(s.reward) > 1 and any(r.weight for r in s.reward if r.name == "auto"),
+     "[combine_rewards] min with `auto`, which may be one of the other rewards; name rewards alone"),
     # weights that come while rollouts are in flight
     (lambda s: s.weights.sync_mode == "finish" and s.rollout.order == "arrival",
      "rollout.order: arrival keeps groups in flight while weights change, and weights.sync_mode: finish waits for "

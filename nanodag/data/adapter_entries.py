@@ -7,6 +7,7 @@ import json
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 from nanodag.data.records import Kind
@@ -102,10 +103,12 @@ def preference(row: Mapping[str, Any]) -> dict[str, Any]:
     assistant speaks, is the prompt. Scores make the margin. Or `prompt`, `completion` and a boolean `label`; or
     `prompt`, `responses` and as many `scores`, of which the best and the worst are the pair."""
     if row.get("responses") is not None:
-        rated = sorted(zip(row["scores"], row["responses"], strict=True), key=lambda pair: float(pair[0]))
-        (low, rejected), (high, chosen) = rated[0], rated[-1]
-        # Where all are rated alike both are one answer, which is counted and not trained.
-        chosen = chosen if high > low else rejected
+        pairs = zip(row["scores"], row["responses"], strict=True)
+        rated = [(float(score), said) for score, said in pairs if score is not None and score == score]
+        if len(rated) < 2:
+            raise ValueError(f"{len(rated)} of its {len(row['responses'])} responses are rated; a pair needs 2")
+        # Where all are rated alike both are the first answer, which is counted and not trained.
+        (low, rejected), (high, chosen) = min(rated, key=itemgetter(0)), max(rated, key=itemgetter(0))
         row = {**row, "chosen": chosen, "rejected": rejected, "score_chosen": high, "score_rejected": low}
     if row.get("completion") is not None:
         if (label := row["label"]) not in (True, False):

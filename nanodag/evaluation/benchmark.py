@@ -104,7 +104,9 @@ def asked_form(config: BenchmarkConfig) -> tuple[Path, Mapping[str, Any]]:
     elif "custom_dataset" not in form or config.source is None:
         why = "has no `source:`"
     if why:
-        raise ConfigError(f"Benchmark {config.name!r} (form {path.stem}) {why}; only an eval stage can ask it.")
+        raise ConfigError(
+            f"Benchmark {config.name!r} (form {path.stem}) {why}; only an eval stage without a `judge` can ask it."
+        )
     return path, form
 
 

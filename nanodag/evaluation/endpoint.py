@@ -85,6 +85,8 @@ class EndpointModel(EvaluatedModel):
                 # A token that spells the end of the context too is the answer's.
                 own = [(p, top) for t, p, top, start in places if start < len(whole) and start + len(t) > context]
                 logprobs, is_greedy = [float(p) for p, _ in own], all(p >= max(top.values()) for p, top in own)
+                if not own or min(told["text_offset"]) < 0:  # as SGLang's, which are all -1
+                    raise ValueError("text_offset")
             except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
                 raise ValueError(f"gives no log-probabilities of a prompt (echo, logprobs): {error!r:.100}") from error
             return math.fsum(logprobs), is_greedy, len(told["tokens"]) - 1

@@ -66,7 +66,10 @@ def win_rate(
                 records.append(record)
                 on_progress(len(records), len(result.records))
     except httpx.HTTPError as error:
-        raise ServerBusy(f"Benchmark {config.name!r}: the judge of {config.judge} cannot be asked: {error}") from error
+        response = error.response if isinstance(error, httpx.HTTPStatusError) else None
+        is_wrong = response is not None and response.status_code < 500 and response.status_code != 429
+        what = f"Benchmark {config.name!r}: the judge of {config.judge} cannot be asked: {error}"
+        raise (ConfigError if is_wrong else ServerBusy)(what) from error
     how: dict[str, Any] = {"base_metric": "win_rate", "higher_is_better": True, "records": records}
     return result_of(config, form=result.form, is_chat=result.is_chat, **how)
 

@@ -122,6 +122,10 @@ class Judge:
             verdict = verdict_in(self._reply(prompt, {"response": response, "other": other})[0], self._file)
         except ValueError:
             return None
+        except httpx.HTTPStatusError as error:
+            if error.response.status_code in (400, 413, 422):  # of this pair, as one that is too long
+                return None
+            raise
         return {"a": 1.0, "tie": 0.5, "b": 0.0}.get(verdict.strip(" .*").lower())
 
     def _judged(self, sample: tuple[Mapping[str, Any], str]) -> Reward | str:

@@ -52,7 +52,9 @@ def _answer(question: Mapping[str, Any], timeout_s: float) -> Any:
 
 
 def _score(weights: Mapping[str, float], found: Sequence[Reward | str], how: Any) -> dict[str, Any]:
-    """One sample's answer. found: its reward by each name, or the reason why there is none."""
+    """One sample's answer. found: its reward by each name, or why there is none; one of weight 0 may have none."""
+    told = [(name, one) for name, one in zip(weights, found, strict=True) if weights[name] or isinstance(one, Reward)]
+    weights, found = {name: weights[name] for name, _ in told}, [one for _, one in told]
     rewards = [outcome for outcome in found if isinstance(outcome, Reward)]
     if len(rewards) < len(found):
         reasons = [

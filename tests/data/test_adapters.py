@@ -205,8 +205,10 @@ def test_the_best_and_the_worst_of_rated_answers_are_a_pair_and_equal_ratings_ar
     assert adapt(row, "preference") == pair
     alike = adapt({**row, "scores": [2, 2, 2]}, "preference")
     assert alike["chosen"] == alike["rejected"]  # such a pair is counted as dropped
-    with pytest.raises(SourceError, match="row 3 of hub:some/data"):
-        adapt({**row, "scores": [1]}, "preference")
+    assert adapt({**row, "scores": ["9", "10", None]}, "preference")["chosen"] == [assistant("good")]
+    for scores in ([1, float("nan"), None], [1]):
+        with pytest.raises(SourceError, match="row 3 of hub:some/data"):
+            adapt({**row, "scores": scores}, "preference")
 
 
 @pytest.mark.parametrize("prompt", [{}, {"prompt": None}])

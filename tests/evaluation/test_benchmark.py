@@ -89,7 +89,7 @@ def test_how_a_sample_is_drawn_follows_from_seed_item_and_number(source):
     ({"name": "g", "form": "lm_eval:gsm8k/gsm8k.yaml"}, "has no chat form"),
 ])  # fmt: skip
 def test_what_needs_lm_eval_itself_is_refused_by_name(source, given, why):
-    with pytest.raises(ConfigError, match=rf"{why}.*; only an eval stage can ask it"):
+    with pytest.raises(ConfigError, match=rf"{why}.*; only an eval stage without a `judge` can ask it"):
         open_benchmark(BenchmarkConfig(source=source, **given), seed=0)
 
 

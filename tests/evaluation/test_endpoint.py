@@ -267,8 +267,14 @@ def test_a_token_over_the_end_of_the_context_is_the_answers_and_what_is_written_
     assert first["logprobs"][0] == -0.5 * sum(own) and len(own) > 0
 
 
-def test_a_server_that_scores_no_prompt_is_named(choices):
-    with openai() as (url, _), pytest.raises(ConfigError, match=r"no log-probabilities of a prompt \(echo, logprobs\)"):
+@pytest.mark.parametrize("offsets", [None, [-1, -1], []])
+def test_a_server_that_scores_no_prompt_or_says_not_where_is_named(choices, offsets):
+    told = {"tokens": ["a", "b"], "token_logprobs": [None, -1.0], "top_logprobs": [None, {"b": -1.0}]}
+    reply = {} if offsets is None else {"logprobs": {**told, "text_offset": offsets}}
+    with (
+        openai(lambda body, number: reply) as (url, _),
+        pytest.raises(ConfigError, match=r"no log-probabilities of a prompt \(echo, logprobs\)"),
+    ):
         evaluate(choices("a", url))
 
 

@@ -1,6 +1,7 @@
 """Win rates: who is preferred, whatever place it is shown in, and what a judge that minds the place looks like."""
 
 import json
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -29,6 +30,8 @@ def judge_server(verdict):
             type(self).asked += 1
             lines = self.content()["messages"][-1]["content"].splitlines()
             said = verdict(*(line.partition(": ")[2] for line in lines[:3]))
+            if isinstance(said, int):
+                return self.answer(status=said)
             self.answer({"choices": [{"message": {"content": said}, "finish_reason": "stop"}]})
 
     return Judge
@@ -96,6 +99,13 @@ def test_a_killed_comparison_asks_no_pair_twice(compared, tmp_path):
     with KeptLines(tmp_path / "kept") as kept:
         again = compared(by_letters, ["aa"] * 4, ["b"] * 4, kept)
     assert (first[2], again[2]) == (8, 0) and first[1].records == again[1].records
+
+
+@pytest.mark.parametrize(("status", "raised"), [(401, ConfigError), (400, None)])
+def test_a_pair_that_is_refused_is_unparsed_and_a_wrong_key_is_no_busy_server(compared, status, raised):
+    with nullcontext() if raised is None else pytest.raises(raised, match="the judge of"):
+        scores, found, _ = compared(lambda *shown: status, ["aa"] * 4, ["b"] * 4)
+        assert scores["win_rate"] == 0.5 and found.counts["unparsed"] == 4
 
 
 def test_a_baseline_of_other_items_and_a_judge_of_one_answer_are_refused(compared, tmp_path):

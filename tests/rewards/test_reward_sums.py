@@ -10,6 +10,7 @@ from nanodag import registry as entries
 from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import ConfigError
 from nanodag.host.ports import free_port
+from nanodag.rewards.pool_process import _score
 from nanodag.rewards.reward import Reward, combined, labels
 from nanodag.rewards.text_rewards import f1
 from nanodag.tokenizer.bpe import save_tokenizer
@@ -42,6 +43,8 @@ def test_the_least_of_several_rewards_and_what_of_weight_0_is_only_reported():
         == 1.0
         == combined({"my.own:a": 0, "my.own:b": 1}, pair).value
     )
+    assert _score({"f1": 1.0, "math": 0.0}, [Reward(0.7), "it cannot be read"], "sum")["value"] == 0.7
+    assert "cannot be read" in _score({"f1": 1.0, "math": 0.5}, [Reward(0.7), "it cannot be read"], "sum")["error"]
     with Pool({"auto": 0.5, "f1": 1.0}, how="min") as pool:
         (found,) = pool.score([({"reward": "exact", "answer": "4", "metadata": {}}, "4")])
     assert found.value == 0.5 and found.components["f1"] == 1.0

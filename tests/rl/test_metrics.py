@@ -101,13 +101,27 @@ def test_the_trend_is_the_line_of_least_squares_and_its_noise():
 
 def test_a_measure_that_is_not_trained_and_falls_while_the_reward_rises_is_said():
     praise = noisy(0.02)
-    rising, falls = noisy(0.005), [*noisy(0.005)[:30], *reversed(noisy(0.005)[:30])]
+    rising, falls = noisy(0.005), [*noisy(0.01)[:30], *reversed(noisy(0.01)[:30])]
     lines = [line | {"reward_exact": value} for line, value in zip(lines_of(praise), falls, strict=False)]
     (said,) = metrics.over_optimised(lines, {"reward_exact": "exact"})
-    assert re.match(r"from step 2\d on the reward rose, .* and exact, which it does not see, fell, 0\.5", said)
+    assert re.match(r"from step 2\d on the reward rose, .* and exact, which it does not see, fell, 0\.[5-7]", said)
     for values in (rising, noisy(0.0), falls[:30]):
         lines = [line | {"reward_exact": value} for line, value in zip(lines_of(praise), values, strict=False)]
         assert metrics.over_optimised(lines, {"reward_exact": "exact"}) == []
+    early = [
+        line | ({"benchmark_a": 0.9 - line["step"] / 200} if line["step"] % 10 == 0 else {})
+        for line in lines_of(praise)
+    ]
+    begun = {"event": "eval", "step": 0, "benchmark_a": 0.9}
+    assert metrics.over_optimised([begun, *early], {"benchmark_a": "a"})[0].startswith("from step 0 on the reward rose")
+    draw, alarms = random.Random(3), 0
+    for _ in range(100):  # what wanders without a trend, neighbours alike
+        walk = [draw.gauss(0, 1)]
+        for _ in range(199):
+            walk.append(0.5 * walk[-1] + draw.gauss(0, 1))
+        lines = [line | {"reward_exact": value} for line, value in zip(lines_of(noisy(0.02, 200)), walk, strict=False)]
+        alarms += len(metrics.over_optimised(lines, {"reward_exact": "exact"}))
+    assert alarms <= 8
     fallen = [line | {"reward_exact": value} for line, value in zip(lines_of(noisy(-0.02)), falls, strict=False)]
     assert metrics.over_optimised(fallen, {"reward_exact": "exact"}) == []  # both fell: that is no praise
 

@@ -116,7 +116,9 @@ REFUSED = [
     *[({"keep": keep, "benchmarks": [{"name": "a"}]}, "keep") for keep in ("best:eval_reward", "best:b", "best:", "a")],
     ({**SHORT, "benchmarks": [{"name": "a"}, {"name": "a"}]}, "two benchmarks are called 'a'"),
     ({**SHORT, "benchmarks": [{"name": "eval_reward"}]}, "give the benchmark another name"),
-    ({**SHORT, "benchmarks": [{"name": "core"}]}, "'core' is scored by likelihood; only an eval stage can ask it"),
+    ({**SHORT, "benchmarks": [{"name": "core"}]}, "'core' is scored by likelihood; only an eval stage"),
+    ({**SHORT, "benchmarks": [{"name": "a", "judge": "/j.yaml"}]}, "compares with a baseline"),
+    ({"combine_rewards": "min", "reward": {"f1": 1, "auto": 1}}, "min with `auto`"),
     ({**SHORT, "benchmarks": [{"name": "a", "max_new_tokens": 64}]}, "max_new_tokens 64 of benchmark a"),
 ]  # fmt: skip
 

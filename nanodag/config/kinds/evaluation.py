@@ -81,8 +81,12 @@ class BenchmarkConfig(Section):
                 f"benchmark {self.name!r}: options {', '.join(self.options)} are those of an environment, and its form "
                 f"is {self.form}; leave them out, or set form: verifiers"
             )
-        if self.judge != "none" and (not self.judge.startswith("/") or self.num_samples > 1):
-            raise ValueError(f"judge {self.judge!r} must be an absolute path, and compares one answer an item")
+        if self.judge != "none" and (not self.judge.startswith("/") or self.num_samples > 1 or self.metrics):
+            raise ValueError(
+                f"judge {self.judge!r} must be an absolute path; it compares one answer an item, no metrics"
+            )
+        if self.judge != "none" and self.is_core:
+            raise ValueError("CORE is scored by likelihood, so a judge has no answers to compare; leave it out")
         if self.is_core and 0 < self.limit < FEWEST_ITEMS:
             raise ValueError(f"limit {self.limit} of CORE is too few for its worked examples; take {FEWEST_ITEMS} or 0")
         for name in () if self.temperature else ("num_samples", "top_p", "top_k"):

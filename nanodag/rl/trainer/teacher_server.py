@@ -145,12 +145,12 @@ class ServedTeacher(TeacherServer):
         probe = encoding.encode(PROBE)
         try:
             names = self._completion([probe])[0]["tokens"]
-            self._completion([(probe * context)[: context - 1]])
+            self._completion([(probe * context)[:context]])
         except SamplerError as error:
             raise ConfigError(
                 f"teacher.url {self._url} cannot score {context} tokens (sampler.context): {error}"
             ) from error
-        for token, name in zip(probe, names):
+        for token, name in zip(probe, names[: len(probe)], strict=True):
             if (own := encoding.decode([token])).isascii() and own != name:
                 raise ConfigError(
                     f"teacher.url {self._url} has another tokenizer than the policy: token {token} is {name!r} there, "
