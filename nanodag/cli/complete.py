@@ -62,7 +62,7 @@ def _stage_tables(context: typer.Context) -> dict[str, Any]:
 def _document(context: typer.Context) -> dict[str, Any]:
     import yaml
 
-    return yaml.load(pipeline_file(context.params.get("file", "")).read_bytes(), yaml.CSafeLoader)
+    return yaml.load(pipeline_file(context.params.get("file", "")).read_bytes(), Loader=yaml.CSafeLoader)
 
 
 def _runs(context: typer.Context) -> dict[Any, Any]:
