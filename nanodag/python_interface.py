@@ -12,6 +12,7 @@ from nanodag.cli.show import find_run
 from nanodag.config.kind import MODEL, REWARD_MODEL, SCORES
 from nanodag.config.kinds import recorded_kind
 from nanodag.errors import ArtifactNotFound, StageFailed
+from nanodag.evaluation.paired import read_records
 from nanodag.rl.rollouts.export import rollout_rows
 from nanodag.rl.rollouts.rollout import read_lines
 from nanodag.rl.rollouts.rollout_files import shelf_of
@@ -90,8 +91,7 @@ class StageView:
     def samples(self) -> DataFrame:
         """Answers of an eval stage, a row an item: benchmark, id, scores, prompt, target, output, ..."""
         names, folder = self.scores()["benchmark"], self.path / "samples"
-        lines = {n: read_lines(folder / f"{n}.jsonl", is_whole=True) for n in names}
-        return DataFrame({"benchmark": n, **line} for n in lines for line in lines[n])
+        return DataFrame({"benchmark": n, **line} for n in names for line in read_records(folder / f"{n}.jsonl"))
 
     def rollouts(self, step: int | None = None) -> DataFrame:
         """Samples of an RL step, the newest unless given, in the columns of `nanodag rollouts --export`."""

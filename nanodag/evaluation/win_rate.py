@@ -3,7 +3,6 @@
 Judges prefer an answer for its place (Zheng et al., arXiv:2306.05685), so each pair is shown in both orders.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +13,7 @@ import httpx
 from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.errors import ConfigError, ServerBusy
 from nanodag.evaluation.benchmark import open_benchmark
+from nanodag.evaluation.paired import read_records
 from nanodag.evaluation.results import BenchmarkResult, result_of
 from nanodag.rewards.judge import ASKED_AT_ONCE, Judge
 from nanodag.store.kept_lines import KeptLines, content_key
@@ -36,7 +36,8 @@ def win_rate(
     baseline: the other evaluation's folder. Raises ConfigError where it did not answer the same items, ServerBusy where
     the judge cannot be asked.
     """
-    others = _records(baseline / "samples" / f"{config.name}.jsonl")
+    answered = baseline / "samples" / f"{config.name}.jsonl"
+    others = {record["id"]: record for record in (read_records(answered) if answered.is_file() else ())}
     if missing := [record["id"] for record in result.records if "output" not in others.get(record["id"], {})]:
         raise ConfigError(
             f"Benchmark {config.name!r}: the input `baseline` has no single answer to {len(missing)} of "
@@ -72,8 +73,3 @@ def win_rate(
         raise (ConfigError if is_wrong else ServerBusy)(what) from error
     how: dict[str, Any] = {"base_metric": "win_rate", "higher_is_better": True, "records": records}
     return result_of(config, form=result.form, is_chat=result.is_chat, **how)
-
-
-def _records(path: Path) -> dict[str, dict[str, Any]]:
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    return {record["id"]: record for record in map(json.loads, lines)}

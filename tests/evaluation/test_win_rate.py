@@ -80,6 +80,12 @@ def test_a_judge_that_looks_at_answers_gives_wins_ties_and_losses_by_hand(compar
     assert details["two"] == {"other": "aa", "shown_first": 0.0, "other_shown_first": 1.0}
 
 
+def test_answers_with_odd_line_ends_and_half_a_pair_of_surrogates_are_compared_like_others(compared):
+    odd = ["a\u2028b", "c\x85d", "e\x1cf", "\ud800"]
+    _, found, _ = compared(lambda *shown: "Winner: tie", ["a"] * 4, odd)
+    assert {record["prompt"]: record["details"]["other"] for record in found.records} == dict(zip(QUESTIONS, odd))
+
+
 def test_a_judge_that_takes_whatever_stands_first_prefers_nobody_and_is_seen(compared):
     scores, _, _ = compared(lambda *shown: "Winner: A", ["aa"] * 4, ["b"] * 4)
     assert scores == {"win_rate": 0.5, "agreed": 0.0, "first": 1.0}
