@@ -100,9 +100,10 @@ def config(
     nanodag config --preset speedrun --on 8xH100
     """
     from nanodag.cli.show import explain_setting, show_config
-    from nanodag.config.schema import pipeline_schema
 
     if schema:
+        from nanodag.config.schema import pipeline_schema
+
         print(pipeline_schema())
     elif explain:
         explain_setting(explain, overrides or [], preset=preset, file=file, on=on)

@@ -81,7 +81,8 @@ class EndpointModel(EvaluatedModel):
         def read(answer: Any) -> Sequence[Any]:
             try:
                 told = answer["choices"][0]["logprobs"]
-                places = zip(told["tokens"], told["token_logprobs"], told["top_logprobs"], told["text_offset"])
+                names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+                places = zip(*(told[name] for name in names), strict=True)
                 # A token that spells the end of the context too is the answer's.
                 own = [(p, top) for t, p, top, start in places if start < len(whole) and start + len(t) > context]
                 logprobs, is_greedy = [float(p) for p, _ in own], all(p >= max(top.values()) for p, top in own)
