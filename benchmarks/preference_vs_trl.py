@@ -112,74 +112,70 @@ def ours(folder: Path, precision: str, curves: bool, kind: str) -> dict[str, Any
 
 def trl(folder: Path, precision: str, curves: bool, padding_free: bool) -> dict[str, Any]:
     import torch
-    from datasets import load_dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import DPOConfig, DPOTrainer
 
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     dtype = torch.float32 if curves or precision == "fp32" else torch.bfloat16
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=dtype, trust_remote_code=False)
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     size = CURVE_PAIRS if curves else PAIRS_A_STEP
-    config = DPOConfig(
-        output_dir=str(folder / "trl"),
-        per_device_train_batch_size=size,
-        num_train_epochs=CURVE_STEPS if curves else 1,
-        learning_rate=RATE,
-        lr_scheduler_type="constant",
-        beta=BETA,
-        adam_beta2=0.999,
-        max_grad_norm=1.0,
-        precompute_ref_log_probs=True,
-        precompute_ref_batch_size=size,
-        gradient_checkpointing=False,
-        padding_free=padding_free,
-        bf16=False,
-        fp16=False,
-        use_cpu=True,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        max_length=None,
-        disable_tqdm=True,
-    )
-    pairs = load_dataset("json", data_files=str(folder / "pairs.jsonl"), split="train", cache_dir=str(folder / "c"))
-    began, wall = time.process_time(), time.perf_counter()
-    trainer = DPOTrainer(model=model, args=config, train_dataset=pairs, processing_class=tokenizer)
-    trainer.train()
-    spent = {"cpu": time.process_time() - began, "wall": time.perf_counter() - wall}
-    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
-    return {**spent, "losses": losses, "steps": trainer.state.global_step, "pairs": trainer.state.global_step * size}
+    further = {"precompute_ref_log_probs": True, "precompute_ref_batch_size": size, "padding_free": padding_free}
+    config = DPOConfig(**arguments(folder, curves), beta=BETA, **further)
+    return trained(DPOTrainer, model, tokenizer, config, folder)
 
 
 def trl_reward_model(folder: Path) -> dict[str, Any]:
     import torch
-    from datasets import load_dataset
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
     from trl import RewardConfig, RewardTrainer
 
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     model = AutoModelForSequenceClassification.from_pretrained(
         folder / "model", dtype=torch.float32, num_labels=1, trust_remote_code=False
     )
     torch.nn.init.zeros_(model.score.weight)
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     tokenizer.pad_token = next(t for t in (tokenizer.unk_token, tokenizer.convert_ids_to_tokens(0)) if t)
-    config = RewardConfig(
-        output_dir=str(folder / "trl"), per_device_train_batch_size=CURVE_PAIRS, num_train_epochs=CURVE_STEPS,
-        learning_rate=RATE, lr_scheduler_type="constant", adam_beta2=0.999, max_grad_norm=1.0,
-        gradient_checkpointing=False, bf16=False, fp16=False, use_cpu=True, logging_steps=1, save_strategy="no",
-        report_to=[], max_length=None, disable_tqdm=True, disable_dropout=True,
-    )  # fmt: skip
+    config = RewardConfig(**arguments(folder, curves=True), disable_dropout=True)
+    return trained(RewardTrainer, model, tokenizer, config, folder)
+
+
+def arguments(folder: Path, curves: bool) -> dict[str, Any]:
+    """Of either trainer's config."""
+    return {
+        "output_dir": str(folder / "trl"),
+        "per_device_train_batch_size": CURVE_PAIRS if curves else PAIRS_A_STEP,
+        "num_train_epochs": CURVE_STEPS if curves else 1,
+        "learning_rate": RATE,
+        "lr_scheduler_type": "constant",
+        "adam_beta2": 0.999,
+        "max_grad_norm": 1.0,
+        "gradient_checkpointing": False,
+        "bf16": False,
+        "fp16": False,
+        "use_cpu": True,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "max_length": None,
+        "disable_tqdm": True,
+    }
+
+
+def trained(trainer_class: Any, model: Any, tokenizer: Any, config: Any, folder: Path) -> dict[str, Any]:
+    """What training took, from the trainer's making on, and the loss of each step."""
+    import torch
+    from datasets import load_dataset
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     pairs = load_dataset("json", data_files=str(folder / "pairs.jsonl"), split="train", cache_dir=str(folder / "c"))
     began, wall = time.process_time(), time.perf_counter()
-    trainer = RewardTrainer(model=model, args=config, train_dataset=pairs, processing_class=tokenizer)
+    trainer = trainer_class(model=model, args=config, train_dataset=pairs, processing_class=tokenizer)
     trainer.train()
     spent = {"cpu": time.process_time() - began, "wall": time.perf_counter() - wall}
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
     steps = trainer.state.global_step
-    return {**spent, "losses": losses, "steps": steps, "pairs": steps * CURVE_PAIRS}
+    return {**spent, "losses": losses, "steps": steps, "pairs": steps * config.per_device_train_batch_size}
 
 
 def main() -> None:

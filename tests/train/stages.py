@@ -139,6 +139,13 @@ def write_model(folder: Path, tokenizer: Path) -> None:
     save(folder, dict(model.named_parameters()), tokenizer=tokenizer, model=model)
 
 
+def write_inputs(folder: Path) -> None:
+    """Write a tokenizer, pairs and a model, as `preference` reads them."""
+    write_tokenizer(folder / "tokenizer")
+    write_pairs(folder / "pairs.jsonl")
+    write_model(folder / "model", folder / "tokenizer")
+
+
 def preference(folder: Path, **changes: Any) -> dict[str, Any]:
     """Config of a preference stage: two passes over `folder`/pairs.jsonl."""
     return {

@@ -248,9 +248,7 @@ def test_extreme_leads_give_finite_losses_and_gradients(name):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("preference")
-    stages.write_tokenizer(folder / "tokenizer")
-    stages.write_pairs(folder / "pairs.jsonl")
-    stages.write_model(folder / "model", folder / "tokenizer")
+    stages.write_inputs(folder)
     draw, rows = random.Random(1), [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
     singles = [(row, draw.random() < 0.7) for row in rows]
     rows = [{"prompt": r["prompt"], "completion": r["chosen" if good else "rejected"], "label": good}

@@ -17,9 +17,7 @@ SETTINGS = [(kind, 1, 0) for kind in ("preference", "reward_model")] + [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("kills")
-    stages.write_tokenizer(folder / "tokenizer")
-    stages.write_pairs(folder / "pairs.jsonl")
-    stages.write_model(folder / "model", folder / "tokenizer")
+    stages.write_inputs(folder)
     return folder
 
 
