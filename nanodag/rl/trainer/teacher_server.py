@@ -3,7 +3,7 @@
 It speaks SGLang's protocol: SGLang itself, or the embedded sampler. Asked for are sequences of token ids with
 `return_logprob`, `logprob_start_len: 0` and `max_new_tokens: 0`, and read are `input_token_logprobs`, which both give
 at temperature 1. Several sequences go in a request; a server that is lost, or fails at a request, is asked again.
-Or an OpenAI API that gives a prompt's log-probabilities, as vLLM does: `http://HOST:8000/v1#MODEL`.
+Or an OpenAI API that gives a prompt's log-probabilities, as `nanodag serve` does: `http://HOST:8000/v1#MODEL`.
 """
 
 import asyncio
