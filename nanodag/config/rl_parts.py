@@ -395,7 +395,7 @@ class SampledStage(StageBase):
     """Newest checkpoints that are kept while the stage runs."""
 
     @property
-    def learned_sources(self) -> tuple[SourceConfig, ...]:
+    def learned_sources(self) -> tuple[SourceConfig, ...]:  # type: ignore[override]
         return self.data
 
     @property
@@ -404,7 +404,7 @@ class SampledStage(StageBase):
         return True
 
     @property
-    def sglang(self) -> SamplerConfig | None:
+    def sglang(self) -> SamplerConfig | None:  # type: ignore[override]
         return self.sampler if self.has_samplers and self.sampler.engine == "sglang" else None
 
     @property

@@ -94,11 +94,21 @@ class ExternalInput(NamedTuple):
 
 
 class StageBase(Section):
-    """Base of every kind's config. A kind overrides what it answers differently.
+    """Base of every kind's config. A kind overrides what it answers differently, a value also by a property.
 
     record_kind: the kind of record that its data are read as; None for rows as they are. curves: the report's plots of
     its training. plan_formula: `module:NAME` of its nanodag.plan.case.Formula. makes_rollouts: its records hold
-    rollouts. asks_policy: `evaluation.benchmarks` are asked of the policy while it trains.
+    rollouts. asks_policy: `evaluation.benchmarks` are asked of the policy while it trains. learned_sources: the data
+    that its model is trained on. is_from_scratch: its model begins at random weights. known_model: the model that its
+    weights are copied from, `hub:owner/name` or `file:FOLDER`; empty for none. known_code: whose code computes that
+    model; empty for what its folder says. lora_rank: of the adapters that are trained in the place of all weights; 0
+    without. sglang: the section of samplers that run SGLang; None without such. shares_torch: the setting for which its
+    trainer and SGLang must have one torch and one NCCL, as `weights.sync=ipc`; empty for none. measures_held_out: rows
+    that its data hold out are read. is_served: somebody else's server computes its model: it needs no GPU, and gets
+    written answers alone. asks_in_chat: the items of its benchmarks pass the chat template. spare_gpus: that it takes
+    on top where nobody holds them. vocabulary_size: tokens of the tokenizer that it makes; 0 where it makes none, or
+    does not say. own_gpus: of a node, that its ranks leave to samplers. step_size: of a step that trains its tokens,
+    tokens of a row, rows that ranks share out evenly (0: in any way), and ranks that belong together.
     """
 
     record_kind: ClassVar[Wanted | None] = None
@@ -106,6 +116,20 @@ class StageBase(Section):
     plan_formula: ClassVar[str] = "nanodag.plan.small_stages:UNKNOWN"
     makes_rollouts: ClassVar[bool] = False
     asks_policy: ClassVar[bool] = False
+    learned_sources: ClassVar[tuple[SourceConfig, ...]] = ()
+    is_from_scratch: ClassVar[bool] = False
+    known_model: ClassVar[str] = ""
+    known_code: ClassVar[Literal["", "transformers"]] = ""
+    lora_rank: ClassVar[int] = 0
+    sglang: ClassVar["SamplerConfig | EvalSamplerConfig | None"] = None
+    shares_torch: ClassVar[str] = ""
+    measures_held_out: ClassVar[bool] = False
+    is_served: ClassVar[bool] = False
+    asks_in_chat: ClassVar[bool] = True
+    spare_gpus: ClassVar[int] = 0
+    vocabulary_size: ClassVar[int] = 0
+    own_gpus: ClassVar[int] = 0
+    step_size: ClassVar[tuple[int, int, int, int]] = 0, 0, 0, 1
 
     kind: str
     inputs: dict[str, str] = operational({})
@@ -144,65 +168,14 @@ class StageBase(Section):
         return self.record_kind in ("chat", "preference", "judgement")
 
     @property
-    def learned_sources(self) -> tuple[SourceConfig, ...]:
-        """The data that its model is trained on."""
-        return ()
-
-    @property
-    def is_from_scratch(self) -> bool:
-        """True for a stage whose model begins at random weights."""
-        return False
-
-    @property
-    def known_model(self) -> str:
-        """The model that its weights are copied from, `hub:owner/name` or `file:FOLDER`; empty for none."""
-        return ""
-
-    @property
-    def known_code(self) -> Literal["", "transformers"]:
-        """Whose code computes that model; empty for what its folder says."""
-        return ""
-
-    @property
-    def lora_rank(self) -> int:
-        """Rank of the adapters that are trained in the place of all weights; 0 without."""
-        return 0
-
-    @property
-    def sglang(self) -> "SamplerConfig | EvalSamplerConfig | None":
-        """The section of samplers that run SGLang; None without such."""
-        return None
-
-    @property
     def is_on_gpus_here(self) -> bool:
         """True where it runs on this machine's GPUs, and not on those of a work pool."""
         return self.resources.device == "cuda" and self.resources.work_pool == "none"
-
-    @property
-    def shares_torch(self) -> str:
-        """The setting for which its trainer and SGLang must have one torch and one NCCL, as `weights.sync=ipc`; empty
-        for none."""
-        return ""
 
     def load_entry(self, entry: "EntryConfig") -> Callable[..., Any] | None:
         """The function that an entry names, with its options and the settings that it takes; None where it is called in
         a way that only the stage's worker knows."""
         return None
-
-    @property
-    def measures_held_out(self) -> bool:
-        """True where rows that its data hold out are read."""
-        return False
-
-    @property
-    def is_served(self) -> bool:
-        """True where somebody else's server computes its model: it needs no GPU, and gets written answers alone."""
-        return False
-
-    @property
-    def asks_in_chat(self) -> bool:
-        """True where the items of its benchmarks pass the chat template."""
-        return True
 
     @property
     def machines(self) -> dict[str, int]:
@@ -213,11 +186,6 @@ class StageBase(Section):
         """GPUs of a node that a stage on GPUs takes; one for each rank there. available: those of the machine."""
         return int(self.resources.num_ranks) // self.resources.num_nodes
 
-    @property
-    def spare_gpus(self) -> int:
-        """GPUs that it takes on top where nobody holds them."""
-        return 0
-
     def own_evaluation(self, name: str) -> "StageBase | None":
         """The benchmarks that it asks while it trains, as an eval stage with the same items, samples and seeds; None
         without any. name: of this stage."""
@@ -226,11 +194,6 @@ class StageBase(Section):
     def on_another_machine(self, **updates: Any) -> Self:
         """The stage with `auto` for what follows from a machine, for a run on another one."""
         return self.model_copy(update={"resources": Resources(), **updates})
-
-    @property
-    def vocabulary_size(self) -> int:
-        """Tokens of the tokenizer that it makes; 0 where it makes none, or does not say."""
-        return 0
 
     def before_ranks(self, derived: "Derived") -> Self:
         """The stage without `auto` among the settings that its number of ranks follows from."""
@@ -241,17 +204,6 @@ class StageBase(Section):
         derived.note("resources.num_ranks", "ranks_one")
         return [1]
 
-    @property
-    def own_gpus(self) -> int:
-        """GPUs of a node that its ranks leave to samplers."""
-        return 0
-
-    @property
-    def step_size(self) -> tuple[int, int, int, int]:
-        """Size of a step that trains: tokens, tokens of a row, rows that ranks share out evenly (0: in any way), and
-        ranks that belong together."""
-        return 0, 0, 0, 1
-
     def after_ranks(self, model: "ModelSize | None", derived: "Derived") -> Self:
         """The stage without any `auto`, once its ranks are known. model: None where its size is not known."""
         return self
@@ -261,28 +213,18 @@ class TrainedStage(StageBase):
     """A stage that trains a model with tensors of its own: what decides how much memory that takes.
 
     scores_tokens: the head keeps the log-probability of each token. packs_documents: rows hold several documents, which
-    do not attend to each other.
+    do not attend to each other. optimizer_name: a shipped one. held_models: models whose weights, gradients and states
+    ranks hold, and models whose weights alone each rank holds. room_share: of a rank's memory, that samplers leave it.
     """
 
     scores_tokens: ClassVar[bool] = False
     packs_documents: ClassVar[bool] = False
+    optimizer_name: ClassVar[str] = "adamw"
+    held_models: ClassVar[tuple[int, int]] = 1, 0
+    room_share: ClassVar[float] = 1.0
 
     @property
     def trainer(self) -> Any:
         """The section with precision, zero_stage, micro_batch_tokens and activation_checkpointing."""
         return self
 
-    @property
-    def optimizer_name(self) -> str:
-        """The optimizer's shipped name."""
-        return "adamw"
-
-    @property
-    def held_models(self) -> tuple[int, int]:
-        """Models whose weights, gradients and states ranks hold, and models whose weights alone each rank holds."""
-        return 1, 0
-
-    @property
-    def room_share(self) -> float:
-        """Share of a rank's memory that samplers leave to it."""
-        return 1.0

@@ -117,13 +117,15 @@ class OptimizerConfig(StageSection):
 
 
 class ScheduleConfig(StageSection):
-    """Linear warm-up over the first fraction of steps, flat, then linear decay over the last fraction to final_fraction
-    of the peak."""
+    """Linear warm-up over the first fraction of steps, flat, then decay over the last fraction to final_fraction of the
+    peak. A cosine over all steps behind the warm-up: decay_fraction is 1 less warmup_fraction."""
 
     warmup_fraction: float = Field(0.02, ge=0, le=1)
     """Share of the steps over which the rate rises from 0."""
     decay_fraction: float = Field(0.5, ge=0, le=1)
-    """Share of the steps, at the end, over which the rate falls linearly."""
+    """Share of the steps, at the end, over which the rate falls."""
+    learning_rate_decay: Literal["linear", "cosine"] = later("linear")
+    """How the rate falls there."""
     final_fraction: float = Field(0.0, ge=0, le=1)
     """Share of the peak rate that is left at the last step."""
 
@@ -139,7 +141,9 @@ class ScheduleConfig(StageSection):
 class SupervisedStage(TrainedStage):
     """The one supervised loop. Tokens are counted over all ranks.
 
-    objective: `module:NAME` of the class of what it trains for, in nanodag.train.objective's form.
+    objective: `module:NAME` of the class of what it trains for, in nanodag.train.objective's form. passes: over the data
+    where horizon_tokens is auto; 0 where tokens alone are counted. passes_before: over the data, in which the model
+    scores them before it trains.
     """
 
     record_kind: ClassVar[Wanted | None] = "document"
@@ -147,6 +151,8 @@ class SupervisedStage(TrainedStage):
     plan_formula: ClassVar[str] = "nanodag.plan.supervised:SUPERVISED"
     packs_documents: ClassVar[bool] = True
     objective: ClassVar[str] = "nanodag.train.objective:NextToken"
+    passes: ClassVar[float] = 0.0
+    passes_before: ClassVar[float] = 0.0
 
     data: tuple[SourceConfig, ...] = Field(min_length=1)
     """The mixture of training data."""
@@ -221,26 +227,16 @@ class SupervisedStage(TrainedStage):
         return self
 
     @property
-    def passes(self) -> float:
-        """Passes over the data where horizon_tokens is auto; 0 where tokens alone are counted."""
-        return 0.0
-
-    @property
-    def passes_before(self) -> float:
-        """Passes over the data in which the model scores them before it trains."""
-        return 0.0
-
-    @property
     def packing(self) -> dict[str, Any]:
         """Options of the batches beside those that all kinds have."""
         return {}
 
     @property
-    def learned_sources(self) -> tuple[SourceConfig, ...]:
+    def learned_sources(self) -> tuple[SourceConfig, ...]:  # type: ignore[override]
         return self.data
 
     @property
-    def measures_held_out(self) -> bool:
+    def measures_held_out(self) -> bool:  # type: ignore[override]
         return self.validation_tokens > 0
 
     def external_inputs(self) -> Iterator[ExternalInput]:
@@ -249,15 +245,15 @@ class SupervisedStage(TrainedStage):
             yield ExternalInput("core_bundle", "core", bundle_url(self.core_bundle))
 
     @property
-    def optimizer_name(self) -> str:
+    def optimizer_name(self) -> str:  # type: ignore[override]
         return self.optimizer.name
 
     @property
-    def lora_rank(self) -> int:
+    def lora_rank(self) -> int:  # type: ignore[override]
         return self.optimizer.lora_rank
 
     @property
-    def step_size(self) -> tuple[int, int, int, int]:
+    def step_size(self) -> tuple[int, int, int, int]:  # type: ignore[override]
         """Tokens of a step, tokens of a row, rows that ranks share out evenly; no ranks belong together."""
         return int(self.batch_tokens), self.sequence_length, int(self.batch_tokens) // self.sequence_length, 1
 
@@ -346,7 +342,7 @@ class ChatStage(SupervisedStage):
     """What happens to a conversation longer than sequence_length: `truncate` or `drop`."""
 
     @property
-    def passes(self) -> float:
+    def passes(self) -> float:  # type: ignore[override]
         return self.num_epochs
 
     @property

@@ -9,16 +9,18 @@ from nanodag.config.supervised import ScheduleConfig
 def rate_factor(step: int, num_steps: int, config: ScheduleConfig) -> float:
     """Factor of the peak learning rate at a step, counted from 0.
 
-    Rises linearly to 1 over the warm-up's steps, stays, falls linearly towards final_fraction, which would be reached
-    one step after the last: no step is taken at a rate of 0.
+    Rises linearly to 1 over the warm-up's steps, stays, falls towards final_fraction, which would be reached one step
+    after the last: no step is taken at a rate of 0. A cosine is torch's CosineAnnealingLR with eta_min, over the decay.
     """
     warmup = round(config.warmup_fraction * num_steps)
     decay = round(config.decay_fraction * num_steps)
     if step < warmup:
         return (step + 1) / warmup
-    left = num_steps - step
+    left: float = num_steps - step
     if left >= decay:
         return 1.0
+    if config.learning_rate_decay == "cosine":
+        left = decay * (1.0 - math.cos(math.pi * left / decay)) / 2.0
     return config.final_fraction + (1 - config.final_fraction) * left / decay
 
 

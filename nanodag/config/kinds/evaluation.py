@@ -228,15 +228,15 @@ class EvalStage(StageBase):
             raise ValueError("a benchmark's `judge` and the input `baseline` go together: name both, or neither")
 
     @property
-    def is_served(self) -> bool:
+    def is_served(self) -> bool:  # type: ignore[override]
         return self.endpoint.url != "none"
 
     @property
-    def asks_in_chat(self) -> bool:
+    def asks_in_chat(self) -> bool:  # type: ignore[override]
         return self.chat
 
     @property
-    def sglang(self) -> EvalSamplerConfig | None:
+    def sglang(self) -> EvalSamplerConfig | None:  # type: ignore[override]
         return self.sampler if self.sampler.engine == "sglang" else None
 
     def num_gpus(self, available: int) -> int:
@@ -244,7 +244,7 @@ class EvalStage(StageBase):
         return self.sampler.tensor_parallel
 
     @property
-    def spare_gpus(self) -> int:
+    def spare_gpus(self) -> int:  # type: ignore[override]
         return (int(self.sampler.replicas) - 1) * self.sampler.tensor_parallel
 
     def on_another_machine(self, **updates: Any) -> Self:

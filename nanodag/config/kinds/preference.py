@@ -56,7 +56,7 @@ class PreferenceStage(ChatStage):
         return "judgement" if self.loss.judges_alone else "preference"
 
     @property
-    def passes_before(self) -> float:
+    def passes_before(self) -> float:  # type: ignore[override]
         return 1.0 if self.loss.needs_reference else 0.0
 
 

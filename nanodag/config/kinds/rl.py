@@ -91,7 +91,7 @@ class RLStage(SampledStage, TrainedStage):
             yield ExternalInput("rollout.source", "rollouts", rollout.source, self.num_steps)
 
     @property
-    def shares_torch(self) -> str:
+    def shares_torch(self) -> str:  # type: ignore[override]
         through_host = self.weights.sync == "disk" or (
             self.weights.sync == "distributed" and self.weights.sync_backend == "gloo"
         )
@@ -102,11 +102,11 @@ class RLStage(SampledStage, TrainedStage):
         return self.algorithm.load(entry)
 
     @property
-    def lora_rank(self) -> int:
+    def lora_rank(self) -> int:  # type: ignore[override]
         return self.optimizer.lora_rank
 
     @property
-    def measures_held_out(self) -> bool:
+    def measures_held_out(self) -> bool:  # type: ignore[override]
         return self.evaluation.eval_prompts > 0 and not self.evaluation.validation
 
     def num_gpus(self, available: int) -> int:
@@ -126,13 +126,13 @@ class RLStage(SampledStage, TrainedStage):
         return self.optimizer
 
     @property
-    def held_models(self) -> tuple[int, int]:
+    def held_models(self) -> tuple[int, int]:  # type: ignore[override]
         """Policy and critic; reference and teacher, which are only asked."""
         algorithm = self.algorithm
         return 1 + algorithm.has_critic, algorithm.has_reference + (algorithm.teacher.model != "none")
 
     @property
-    def room_share(self) -> float:
+    def room_share(self) -> float:  # type: ignore[override]
         is_alone = not self.has_samplers or (self.sampler.has_others and self.sampler.replicas in ("auto", 0))
         if self.placement == "separate" or is_alone:
             return 1.0
@@ -141,14 +141,14 @@ class RLStage(SampledStage, TrainedStage):
         return 1 - float(self.sampler.memory_fraction)
 
     @property
-    def step_size(self) -> tuple[int, int, int, int]:
+    def step_size(self) -> tuple[int, int, int, int]:  # type: ignore[override]
         """Tokens of a step, tokens of a row; rows go to ranks in any way, and some ranks share each row."""
         rollout = self.rollout
         tokens = rollout.prompts_per_step * rollout.samples_per_prompt * rollout.max_new_tokens
         return tokens, rollout.max_new_tokens, 0, self.optimizer.sequence_parallel
 
     @property
-    def own_gpus(self) -> int:
+    def own_gpus(self) -> int:  # type: ignore[override]
         return len(self.sampler.gpus) if isinstance(self.sampler.gpus, tuple) else 0
 
     def before_ranks(self, derived: derive.Derived) -> Self:

@@ -28,7 +28,7 @@ class TokenizerStage(StageBase):
     """Bytes of text read from the mixture."""
 
     @property
-    def vocabulary_size(self) -> int:
+    def vocabulary_size(self) -> int:  # type: ignore[override]
         return self.vocabulary
 
 
@@ -46,11 +46,11 @@ class ImportStage(StageBase):
     """Adapters in peft's format that are added to its weights: `hub:owner/name[@revision]` or `file:FOLDER`."""
 
     @property
-    def known_model(self) -> str:
+    def known_model(self) -> str:  # type: ignore[override]
         return self.model
 
     @property
-    def known_code(self) -> Literal["", "transformers"]:
+    def known_code(self) -> Literal["", "transformers"]:  # type: ignore[override]
         return "" if self.model_code == "own" else self.model_code
 
     def external_inputs(self) -> Iterator[ExternalInput]:

@@ -20,7 +20,7 @@ class PretrainStage(SupervisedStage):
     """Horizon in tokens for each parameter in matrices and output head, where horizon_tokens is auto."""
 
     @property
-    def is_from_scratch(self) -> bool:
+    def is_from_scratch(self) -> bool:  # type: ignore[override]
         return self.shape.depth > 0
 
     def before_ranks(self, derived: Derived) -> Self:
