@@ -227,4 +227,3 @@ class TrainedStage(StageBase):
     def trainer(self) -> Any:
         """The section with precision, zero_stage, micro_batch_tokens and activation_checkpointing."""
         return self
-

@@ -66,9 +66,39 @@ def text(row: Mapping[str, Any]) -> dict[str, Any]:
 
 @entry("messages", "conversation")
 @entry("smoltalk", "conversation")
-def messages(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Column `messages`; other keys of a message than role and content are left out."""
-    return {"messages": [{"role": m["role"], "content": m["content"]} for m in row["messages"]]}
+def messages(row: Mapping[str, Any], tools: bool = True) -> dict[str, Any]:
+    """Column `messages` in OpenAI's form, with calls and their results. `train: false` or `weight: 0` on a message: what
+    it says is not learned. Column `tools`, a list or its JSON: what the template declares; tools: false leaves it out.
+    Other keys of a message are left out."""
+    declared = row.get("tools") if tools else None
+    declared = json.loads(declared) if isinstance(declared, str) else declared
+    made = {"messages": [_message(message) for message in row["messages"]]}
+    return {**made, "tools": _without_none(declared)} if declared else made
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    calls, role = message.get("tool_calls") or (), message["role"]
+    made: dict[str, Any] = {"role": role, "content": message.get("content") or "" if calls else message["content"]}
+    if calls:
+        made["tool_calls"] = [{"id": c.get("id") or "", "type": "function", "function": _called_as(c)} for c in calls]
+    if role == "tool":
+        made |= {name: message[name] for name in ("tool_call_id", "name") if message.get(name)}
+    if (weight := message.get("weight")) not in (None, 0, 1):
+        raise ValueError(f"a message has the weight {weight!r:.80}; a message is learned, 1, or not, 0")
+    return {**made, "train": False} if weight == 0 or message.get("train") is False else made
+
+
+def _called_as(call: Mapping[str, Any]) -> dict[str, Any]:
+    name, arguments = call["function"]["name"], call["function"]["arguments"]
+    arguments = json.loads(arguments or "{}") if isinstance(arguments, str) else _without_none(arguments)
+    return {"name": name, "arguments": arguments}
+
+
+def _without_none(value: Any) -> Any:
+    """A value without the keys that are None: tables give every row the keys that any row has."""
+    if isinstance(value, Mapping):
+        return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
+    return [_without_none(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 @entry("sharegpt", "conversation")

@@ -2,7 +2,9 @@
 
 document:      {"text": str}
 conversation:  {"messages": [{"role", "content"}, ...]}; roles system, user, assistant, tool. Content is a string, or
-               for the assistant a list of parts {"type": "text" | "tool_call" | "tool_result", "text": str}.
+               for the assistant a list of parts {"type": "text" | "tool_call" | "tool_result", "text": str}. A message
+               may have `tool_calls` in OpenAI's form, arguments as objects, and `train: False`, which takes its loss
+               away. "tools": functions that are declared, in OpenAI's form; may be missing.
 prompt:        {"prompt_id": str, "messages": [...], "answer": str, "reward": str, "metadata": dict}; for RL.
 preference:    {"messages": [...], "chosen": [...], "rejected": [...], "margin": float}: a prompt, two answers to it,
                a list of messages each that begins with the assistant's; an empty one is dropped later. margin may be
@@ -11,6 +13,7 @@ judgement:     the same, in which one of the answers may be missing: the other i
 """
 
 import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -76,9 +79,10 @@ def _check_message(message: Any) -> None:
 
 
 def message_text(message: Mapping[str, Any]) -> str:
-    """The text of one message, its parts joined."""
+    """The text of one message, its parts and calls joined."""
     content = message["content"]
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+    text = content if isinstance(content, str) else "".join(part["text"] for part in content)
+    return text + "".join(json.dumps(call["function"]) for call in message.get("tool_calls", ()))
 
 
 def record_texts(record: Mapping[str, Any]) -> Iterator[str]:

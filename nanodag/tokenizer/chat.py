@@ -22,6 +22,7 @@ Rendered = tuple[np.ndarray, np.ndarray]
 Switches = Mapping[str, bool | int | float | str]
 Tools = Sequence[Mapping[str, Any]]
 NO_SWITCHES: Switches = {}
+WITHOUT_TOOLS = "Leave the data's column `tools` out by its source's options: {tools: false}."
 SAID = "4711"  # stands in for an answer; no template writes it otherwise
 # What transformers itself gives a template, beside special tokens.
 _GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
@@ -113,12 +114,18 @@ class NativeRenderer:
         return tuple(dict.fromkeys([self._ids[layout.END], *self._encoding.end_ids]))
 
     def render_batch(
-        self, conversations: Sequence[Messages], switches: Sequence[Switches] | None = None
+        self,
+        conversations: Sequence[Messages],
+        switches: Sequence[Switches] | None = None,
+        tools: Sequence[Tools] | None = None,
     ) -> list[Rendered]:
         """For each: ids (n,) int32, and mask (n,) bool, True where the token is one that the assistant says: that which
-        ends its turn too, and no tool results. switches: of each conversation."""
+        ends its turn too, and no tool results; nowhere in a message with `train: False`. switches, tools: of each
+        conversation. Raises SourceError for either, which this format has not."""
         if named := [name for options in switches or () for name in options]:
             raise SourceError(f"nanodag's own chat format has no switch {named[0]!r}; leave template_options out.")
+        if any(tools or ()):
+            raise SourceError(f"nanodag's own chat format declares no tools. {WITHOUT_TOOLS}")
         pieces = [self._pieces(messages) for messages in conversations]
         texts = [piece for conversation in pieces for piece, _ in conversation if isinstance(piece, str)]
         encoded = iter(self._encoding.encode_batch(texts))
@@ -172,31 +179,33 @@ class NativeRenderer:
 
     def _pieces(self, messages: Messages) -> list[Piece]:
         pieces: list[Piece] = [(self._ids[layout.BOS], False)]
-        for message in messages:
-            role, content = message["role"], message["content"]
+        has_calls = any("tool_calls" in message for message in messages)
+        for message in folded(messages)[0] if has_calls else messages:
+            role, content, trained = message["role"], message["content"], message.get("train", True)
             if role == "assistant":
-                spoken: list[Piece] = [(content, True)] if isinstance(content, str) else self._spoken(content)
-                pieces += [(self._ids[layout.ASSISTANT], False), *spoken, (self._ids[layout.END], True)]
+                spoken = [(content, trained)] if isinstance(content, str) else self._spoken(content, trained)
+                pieces += [(self._ids[layout.ASSISTANT], False), *spoken, (self._ids[layout.END], trained)]
             elif role in ("system", "user", "tool"):
                 pieces += self._between_marks(role, content)
             else:
                 raise SourceError(f"A message has the role {role!r}; roles are system, user, assistant and tool.")
         return pieces
 
-    def _between_marks(self, kind: str, text: str) -> list[Piece]:
+    def _between_marks(self, kind: str, text: str, trained: bool = False) -> list[Piece]:
         begin, end = _MARKS[kind]
-        return [(piece, kind == "tool_call") for piece in (self._ids[begin], text, self._ids[end])]
+        return [(piece, trained) for piece in (self._ids[begin], text, self._ids[end])]
 
-    def _spoken(self, parts: Sequence[Mapping[str, str]]) -> list[Piece]:
+    def _spoken(self, parts: Sequence[Mapping[str, Any]], trained: bool) -> list[Piece]:
         pieces: list[Piece] = []
         for part in parts:
-            text = part["text"]
+            text, is_learned = part["text"], part.get("train", trained)
             if part["type"] in ("tool_call", "tool_result"):
-                pieces += self._between_marks(part["type"], text)
-            elif pieces and isinstance(pieces[-1][0], str):  # texts in a row are one text: a merge may span their seam
-                pieces[-1] = (pieces[-1][0] + text, True)
+                pieces += self._between_marks(part["type"], text, is_learned and part["type"] == "tool_call")
+            # Texts in a row are one text: a merge may span their seam.
+            elif pieces and isinstance(pieces[-1][0], str) and pieces[-1][1] == is_learned:
+                pieces[-1] = (pieces[-1][0] + text, is_learned)
             else:
-                pieces.append((text, True))
+                pieces.append((text, is_learned))
         return pieces
 
 
@@ -237,13 +246,18 @@ class TemplateRenderer:
         return tuple(dict.fromkeys(token_id for token_id in ends if token_id is not None))
 
     def render_batch(
-        self, conversations: Sequence[Messages], switches: Sequence[Switches] | None = None
+        self,
+        conversations: Sequence[Messages],
+        switches: Sequence[Switches] | None = None,
+        tools: Sequence[Tools] | None = None,
     ) -> list[Rendered]:
         for messages in conversations:
             self._check_parts(messages)
-        render = self._marked if self._marks else self._compared
-        of_each = switches or [NO_SWITCHES] * len(conversations)
-        return [render(messages, options) for messages, options in zip(conversations, of_each, strict=True)]
+        if any(tools or ()) and not self.takes_tools:
+            raise SourceError(f"The chat template of {self._folder} declares no tools. {WITHOUT_TOOLS}")
+        render, count = self._marked if self._marks else self._compared, len(conversations)
+        of_each = zip(conversations, switches or [NO_SWITCHES] * count, tools or [()] * count, strict=True)
+        return [render(messages, options, _declared(declared)) for messages, options, declared in of_each]
 
     def prompt(self, messages: Messages, switches: Switches = NO_SWITCHES, *, tools: Tools = ()) -> list[int]:
         return self._ids_of(self._text(messages, switches, add_generation_prompt=True, **_declared(tools)))
@@ -351,18 +365,29 @@ class TemplateRenderer:
                 "Take what it refuses out of the data, or begin at a model whose template has it."
             ) from error
 
-    def _marked(self, messages: Messages, switches: Switches) -> Rendered:
-        rendered = self._apply(messages, switches, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-        return np.array(rendered["input_ids"], dtype=np.int32), np.array(rendered["assistant_masks"], dtype=bool)
+    def _marked(self, messages: Messages, switches: Switches, declared: dict[str, Any]) -> Rendered:
+        how = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True, **declared}
+        rendered = self._apply(messages, switches, **how)
+        mask = np.array(rendered["assistant_masks"], dtype=bool)
+        if unlearned := [n for n, message in enumerate(_spoken_by(messages)) if message.get("train") is False]:
+            starts, ends = (np.flatnonzero(np.diff(mask, prepend=0, append=0) == step) for step in (1, -1))
+            if len(starts) != len(_spoken_by(messages)):
+                raise SourceError(
+                    f"The chat template of {self._folder} marks {len(starts)} stretches in a conversation with "
+                    f"{len(_spoken_by(messages))} messages of the assistant, so `train: false` cannot be told apart."
+                )
+            for number in unlearned:
+                mask[starts[number] : ends[number]] = False
+        return np.array(rendered["input_ids"], dtype=np.int32), mask
 
-    def _compared(self, messages: Messages, switches: Switches) -> Rendered:
-        whole = self._text(messages, switches, add_generation_prompt=False)
+    def _compared(self, messages: Messages, switches: Switches, declared: dict[str, Any]) -> Rendered:
+        whole = self._text(messages, switches, add_generation_prompt=False, **declared)
         spans = []
         for turn, message in enumerate(messages):
-            if message["role"] != "assistant":
+            if message["role"] != "assistant" or message.get("train") is False:
                 continue
-            before = self._text(messages[:turn], switches, add_generation_prompt=True)
-            after = self._text(messages[: turn + 1], switches, add_generation_prompt=False)
+            before = self._text(messages[:turn], switches, add_generation_prompt=True, **declared)
+            after = self._text(messages[: turn + 1], switches, add_generation_prompt=False, **declared)
             if not (whole.startswith(after) and after.startswith(before)):
                 raise SourceError(
                     f"The chat template changes earlier turns when turn {turn} is added, so the assistant's tokens "
@@ -380,6 +405,10 @@ class TemplateRenderer:
         """End of the turn's last special token, or of the text when white space is not all that follows it."""
         stripped = text.rstrip()
         return len(stripped) if any(stripped.endswith(token) for token in self._special_texts) else len(text)
+
+
+def _spoken_by(messages: Messages) -> list[Mapping[str, Any]]:
+    return [message for message in messages if message["role"] == "assistant"]
 
 
 def _declared(tools: Tools) -> dict[str, Any]:

@@ -17,6 +17,7 @@ def plain(message: Mapping[str, Any]) -> dict[str, Any]:
     fields: dict[str, Any] = {"role": role, "content": _text(message.get("content"))}
     if calls := message.get("tool_calls"):
         fields["tool_calls"] = [dict(call) for call in calls]
+    fields |= {"train": False} if message.get("train") is False else {}
     return fields | {name: message[name] for name in _KEPT if message.get(name) and isinstance(message[name], str)}
 
 
@@ -40,8 +41,10 @@ def with_objects(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def folded(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], bool]:
     """The messages in nanodag's format, where a call, its result and what follows are parts of one turn; and whether
-    the last turn is one that goes on. Raises SourceError for a result without a call."""
+    the last turn is one that goes on. Where a message has `train: False`, each of an assistant's parts says whether it
+    is learned, and each turn whether its end is. Raises SourceError for a result without a call."""
     turns: list[dict[str, Any]] = []
+    is_masked = any(message.get("train") is False for message in messages)
     is_open = False  # whether the last turn is an assistant's that called
     for number, message in enumerate(map(plain, messages)):
         role, text, calls = message["role"], message["content"], message.get("tool_calls", ())
@@ -50,12 +53,13 @@ def folded(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]],
                 raise SourceError(f"messages.{number} is a tool's result, and no call stands before it")
             turns[-1]["content"].append({"type": "tool_result", "text": text})
         elif role == "assistant":
-            parts = [{"type": "text", "text": text}] if text else []
-            parts += [{"type": "tool_call", "text": _argument(call["function"]["arguments"])} for call in calls]
+            own = {"train": message.get("train", True)} if is_masked else {}
+            parts = [{"type": "text", "text": text, **own}] if text else []
+            parts += [{"type": "tool_call", "text": _argument(call["function"]["arguments"]), **own} for call in calls]
             if is_open:
-                turns[-1]["content"] += parts
+                turns[-1] |= {"content": turns[-1]["content"] + parts, **own}
             else:
-                turns.append({"role": "assistant", "content": parts or text})
+                turns.append({"role": "assistant", "content": parts or text, **own})
             is_open = bool(calls)
             if not is_open and isinstance(turns[-1]["content"], list) and len(turns[-1]["content"]) == 1:
                 turns[-1]["content"] = text

@@ -391,7 +391,8 @@ def _tokenising(kind: str, tokenizer_path: Path, scores_ends: bool) -> tuple[Tok
     def from_both(records: Sequence[dict[str, Any]]) -> list[Piece]:
         chat_records = [r for r in records if "messages" in r]
         switches = [r.get("template_options", NO_SWITCHES) for r in chat_records]
-        chats = iter(renderer.render_batch([r["messages"] for r in chat_records], switches))
+        tools = [r.get("tools", ()) for r in chat_records]
+        chats = iter(renderer.render_batch([r["messages"] for r in chat_records], switches, tools))
         documents = iter(from_documents([r for r in records if "text" in r]))
         return [next(documents) if "text" in r else conversation_piece(*next(chats)) for r in records]
 

@@ -1,3 +1,4 @@
+import json
 import sys
 import types
 
@@ -93,6 +94,26 @@ MESSAGES = {"messages": [{"role": "user", "content": "Do", "id": 7}, {"role": "a
 ])  # fmt: skip
 def test_instructions_and_chats(adapter, url, row, asked):
     assert chat(adapt(row, "conversation", adapter, url)) == [("user", asked), ("assistant", "Done")]
+
+
+def test_a_chat_keeps_calls_tools_and_which_messages_are_learned():
+    function = {"name": "now", "arguments": {"zone": "UTC", "other": None}}  # as a table of rows with two tools has it
+    declared = {"type": "function", "function": {"name": "now", "parameters": {"type": "object"}, "strict": None}}
+    row = {"tools": json.dumps([declared]), "messages": [
+        {"role": "user", "content": "When?", "weight": None},
+        {"role": "assistant", "content": None, "weight": 0, "tool_calls": [{"id": "1", "function": function}]},
+        {"role": "tool", "content": "12:00", "tool_call_id": "1"},
+        {"role": "assistant", "content": "Noon.", "train": True},
+    ]}  # fmt: skip
+    record = adapt(row, "conversation", "messages")
+    called = {"id": "1", "type": "function", "function": {"name": "now", "arguments": {"zone": "UTC"}}}
+    assert record["messages"][1] == {"role": "assistant", "content": "", "tool_calls": [called], "train": False}
+    assert record["messages"][2:] == [{**row["messages"][2]}, {"role": "assistant", "content": "Noon."}]
+    assert record["tools"] == [{"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}]
+    assert "tools" not in adapt(row, "conversation", "messages", tools=False)
+    assert adapt({**row, "tools": [declared]}, "conversation", "messages")["tools"] == record["tools"]
+    with pytest.raises(SourceError, match=r"the weight 0\.5"):
+        adapt({"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]}, "conversation", "messages")
 
 
 def test_reasoning_gym_rows_keep_what_their_verifier_needs():

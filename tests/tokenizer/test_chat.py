@@ -12,9 +12,11 @@ from nanodag.data.config import SourceConfig
 from nanodag.data.mixture import Mixture
 from nanodag.errors import SourceError
 from nanodag.rl.rollouts.prompts import PromptCursor
+from nanodag.tokenizer.call_format import PROBED
 from nanodag.tokenizer.chat import NativeRenderer, TemplateRenderer, check_switches, load_renderer
 from nanodag.tokenizer.encoding import Encoding
 from nanodag.train.batches import TokenBatches
+from tests.tokenizer.chat_templates import HERMES
 
 
 def parts_of(*parts):
@@ -168,10 +170,51 @@ def test_a_foreign_template_without_markers_is_masked_by_comparison(folder, tmp_
 
 
 def test_a_foreign_template_with_markers_tells_the_mask_itself(folder, tmp_path):
-    said = "{{ m['content'] }}<|im_end|>"
-    marked = "{% if m['role'] == 'assistant' %}{% generation %}SAID{% endgeneration %}{% else %}SAID{% endif %}"
-    renderer = foreign(folder, tmp_path, CHATML.replace(said, marked.replace("SAID", said)))
+    renderer = foreign(folder, tmp_path, WITH_MARKERS)
     assert spoken(Encoding(tmp_path), *rendered(renderer, CHAT)) == ["Ho  é\n<|im_end|>", "日<|im_end|>"]
+
+
+UNLEARNED = [*CHAT[:1], {**CHAT[1], "train": False}, *CHAT[2:]]
+WITH_MARKERS = "{% if m['role'] == 'assistant' %}{% generation %}SAID{% endgeneration %}{% else %}SAID{% endif %}"
+WITH_MARKERS = CHATML.replace(said := "{{ m['content'] }}<|im_end|>", WITH_MARKERS.replace("SAID", said))
+
+
+@pytest.mark.parametrize("template", [CHATML, WITH_MARKERS])
+def test_a_message_that_is_not_learned_has_no_loss_in_a_foreign_template(folder, tmp_path, template):
+    renderer = foreign(folder, tmp_path, template)
+    (whole, _), (ids, mask) = renderer.render_batch([CHAT, UNLEARNED])
+    assert np.array_equal(whole, ids) and spoken(Encoding(tmp_path), ids, mask) == ["日<|im_end|>"]
+
+
+CALL = {"id": "", "type": "function", "function": {"name": "now", "arguments": {"zone": "UTC"}}}
+CALLING = [
+    {"role": "user", "content": "When?"},
+    {"role": "assistant", "content": "I look.", "tool_calls": [CALL], "train": False},
+    {"role": "tool", "content": "12:00"},
+    {"role": "assistant", "content": "Noon."},
+]
+
+
+def test_calls_and_messages_that_are_not_learned_in_our_own_format(native, encoding):
+    ids, mask = rendered(native, CALLING)
+    assert encoding.decode(ids).endswith(
+        "<|assistant|>I look.<|tool_call|>UTC<|tool_call_end|><|tool_result|>12:00<|tool_result_end|>Noon.<|end|>"
+    )
+    assert spoken(encoding, ids, mask) == ["Noon.<|end|>"]
+    turned = [CALLING[0], {**CALLING[1], "train": True}, CALLING[2], {**CALLING[3], "train": False}]
+    assert spoken(encoding, *rendered(native, turned)) == ["I look.<|tool_call|>UTC<|tool_call_end|>"]
+    assert spoken(encoding, *rendered(native, UNLEARNED)) == ["日<|end|>"]
+
+
+def test_declared_tools_reach_the_template_and_one_that_takes_none_refuses_them(folder, tmp_path, native):
+    renderer = foreign(folder, tmp_path, HERMES.replace("<|end|>", "<|im_end|>"))
+    ((ids, mask),) = renderer.render_batch([CALLING], tools=[[PROBED]])
+    text = Encoding(tmp_path).decode(ids)
+    assert text.startswith(f"<|system|>{json.dumps([PROBED])}") and '"arguments": {"zone": "UTC"}' in text
+    assert spoken(Encoding(tmp_path), ids, mask) == ["Noon.<|im_end|>"]
+    for other in (native, foreign(folder, tmp_path, CHATML)):
+        with pytest.raises(SourceError, match="declares no tools"):
+            other.render_batch([CALLING], tools=[[PROBED]])
 
 
 THINKING = CHATML.replace(  # as Qwen3's: a switch that puts an empty thought before the answer

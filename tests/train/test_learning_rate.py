@@ -26,9 +26,7 @@ def test_a_cosine_is_torchs():
         rates.append(schedule.get_last_lr()[0])
         optimizer.step()
         schedule.step()
-    config = ScheduleConfig(
-        warmup_fraction=0.2, decay_fraction=0.8, final_fraction=0.1, learning_rate_decay="cosine"
-    )
+    config = ScheduleConfig(warmup_fraction=0.2, decay_fraction=0.8, final_fraction=0.1, learning_rate_decay="cosine")
     assert [rate_factor(step, 10, config) for step in range(10)] == pytest.approx([0.5, 1.0, *rates])
 
 
