@@ -67,9 +67,9 @@ def text(row: Mapping[str, Any]) -> dict[str, Any]:
 @entry("messages", "conversation")
 @entry("smoltalk", "conversation")
 def messages(row: Mapping[str, Any], tools: bool = True) -> dict[str, Any]:
-    """Column `messages` in OpenAI's form, with calls and their results. `train: false` or `weight: 0` on a message: what
-    it says is not learned. Column `tools`, a list or its JSON: what the template declares; tools: false leaves it out.
-    Other keys of a message are left out."""
+    """Column `messages` in OpenAI's form, with calls and their results. `train: false` or `weight: 0` on a message:
+    what it says is not learned. Column `tools`, a list or its JSON: what the template declares; tools: false leaves it
+    out. Other keys of a message are left out."""
     declared = row.get("tools") if tools else None
     declared = json.loads(declared) if isinstance(declared, str) else declared
     made = {"messages": [_message(message) for message in row["messages"]]}

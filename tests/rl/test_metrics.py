@@ -10,6 +10,7 @@ from scipy.stats import linregress
 from nanodag.evaluation.results import pass_at
 from nanodag.rl.control.checks import warn_of_first_step
 from nanodag.rl.rollouts import metrics
+from nanodag.rl.rollouts.batch import Dropped, RolloutBatch
 from tests.rl.rollouts import rollout
 
 
@@ -54,15 +55,21 @@ def test_speeds_are_over_the_time_that_each_side_worked():
     assert metrics.speeds(sampled, {}, num_parameters=10, num_head_parameters=4) == {"sampled_tokens_per_second": 30.0}
 
 
-def test_the_first_step_says_that_nothing_was_trained_and_that_most_responses_were_cut(caplog):
-    values = {"truncated_share": 0.7, "reward": 0.25, "dropped_no_spread": 8.0}
-    warn_of_first_step(values, is_trained=False, max_new_tokens=64)
-    nothing, cut = (record.getMessage() for record in caplog.records)
-    assert "Step 1 trained nothing" in nothing and "dropped_no_spread 8; mean reward 0.25" in nothing
+@pytest.mark.parametrize(("num_kept", "reward", "told"), [
+    (0, 0.0, "too hard for this model: take easier ones"), (2, 0.01, "too hard"), (1, 0.98, "too easy"), (3, 0.01, ""),
+])  # fmt: skip
+def test_the_first_rollouts_say_that_few_groups_teach_and_that_most_responses_were_cut(caplog, num_kept, reward, told):
+    batch = RolloutBatch(kept=[(None, [])] * num_kept, dropped=[Dropped(None, [], "zero_spread")] * (16 - num_kept))
+    values = {"truncated_share": 0.7, "reward": reward, "dropped_zero_spread": 16.0 - num_kept}
+    warn_of_first_step(values, batch, max_new_tokens=64)
+    *few, cut = (record.getMessage() for record in caplog.records)
     assert "70 % of the responses were cut at max_new_tokens 64" in cut
-    caplog.clear()
-    warn_of_first_step({"truncated_share": 0.4, "reward": 0.25}, is_trained=True, max_new_tokens=64)
-    assert not caplog.records
+    assert len(few) == bool(told)
+    for message in few:
+        assert (
+            f"Step 1: {num_kept} of 16 groups are left to learn from (dropped_zero_spread {16 - num_kept};" in message
+        )
+        assert told in message
 
 
 def lines_of(rewards, share=0.2):

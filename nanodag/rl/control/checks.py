@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from nanodag.config.rl_sections import WeightsSection
 from nanodag.errors import StageFailed
 from nanodag.rl.control.schedule import StopRequested
+from nanodag.rl.rollouts.batch import RolloutBatch
 from nanodag.worker.job import stop_requested
 
 log = logging.getLogger(__name__)
@@ -15,6 +16,7 @@ T = TypeVar("T")
 
 EMPTY_STEPS_IN_A_ROW = 10
 CUT_FROM = 0.5
+FEW_SHARE = 1 / 8
 
 
 async def unless_stopped(work: Awaitable[T]) -> T:
@@ -41,15 +43,21 @@ def check_mismatch(found: float, weights: WeightsSection, *, is_stale: bool) -> 
         )
 
 
-def warn_of_first_step(values: Mapping[str, float], *, is_trained: bool, max_new_tokens: int) -> None:
-    """Log what a stage's first step shows to be wrong, as far as many more would show the same. values: its metrics."""
-    if not is_trained:
+def warn_of_first_step(values: Mapping[str, float], batch: RolloutBatch, *, max_new_tokens: int) -> None:
+    """Log what a stage's first rollouts show to be wrong, as far as many more would show the same. values: of metrics."""
+    num_kept = len(batch.kept) + batch.num_partial
+    if num_kept <= FEW_SHARE * (num_groups := num_kept + len(batch.dropped)):
         dropped = ", ".join(f"{name} {number:g}" for name, number in values.items() if name.startswith("dropped_"))
+        is_solved = values.get("reward", 0.0) > 0.5
+        advice = ("easy", "harder ones") if is_solved else ("hard", "easier ones, or SFT on them first")
         log.warning(
-            "Step 1 trained nothing: no group is left to learn from (%s; mean reward %.3g). The prompts may all be too "
-            "hard or too easy for this model; %d such steps in a row end the stage.",
+            "Step 1: %d of %d groups are left to learn from (%s; mean reward %.3g). The prompts may be too %s for this "
+            "model: take %s; or more samples_per_prompt, or a reward with parts. %d steps without any end the stage.",
+            num_kept,
+            num_groups,
             dropped or "none was dropped",
             values.get("reward", 0.0),
+            *advice,
             EMPTY_STEPS_IN_A_ROW,
         )
     if (share := values["truncated_share"]) >= CUT_FROM:

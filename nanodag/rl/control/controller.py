@@ -187,6 +187,8 @@ class Controller:
             batch = batches.without_older(batch)
         reasons = [drop.reason for drop in batch.dropped] + [reason for _, reason in batch.passed_over]
         values = metrics.rollout_metrics(batch.all_rollouts) | metrics.drop_counts(reasons)
+        if step == 1 and rollout.is_sampled and self._config.has_trainer:
+            checks.warn_of_first_step(values, batch, max_new_tokens=rollout.max_new_tokens)
         fresh, batch = batch, self._replay.with_replayed(step, batch, versions)
         if rollout.is_sampled:
             values |= batches.staleness_metrics(batch.trained, versions) | replay_metrics(batch, versions)
@@ -203,9 +205,6 @@ class Controller:
         if (every := self._config.keep_weights_every) and step % every == 0:
             with self._stopwatch.timed("checkpoint"), self._records.weights(step) as folder:
                 await self._export(folder)
-        if step == 1 and rollout.is_sampled and self._config.has_trainer:
-            is_trained = bool(fresh.kept or fresh.num_partial)
-            checks.warn_of_first_step(values, is_trained=is_trained, max_new_tokens=rollout.max_new_tokens)
         self._replay.keep(step, fresh, self._state["versions"])
         sampled = sum(sequence.num_sampled for sequence in fresh.all_rollouts) if rollout.is_sampled else 0
         self._count(fresh, values, sampled)
