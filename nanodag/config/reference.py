@@ -170,7 +170,7 @@ def reference() -> str:
         "[Machines](../how-to/machines.md#how-auto-follows-from-a-machine) says more.",
         "",
         *("| setting | rule | why |", "|-|-|-|"),
-        *(_row(f"`{r.setting}`", r.rule.format(limit=f"{r.limit:,}"), r.reason) for r in RULES.values()),
+        *(_row(f"`{r.setting}`", r.rule.format(limit=r.limit), r.reason) for r in RULES.values()),
     ]
     return "\n".join(lines) + "\n"
 

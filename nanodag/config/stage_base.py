@@ -98,17 +98,7 @@ class StageBase(Section):
 
     record_kind: the kind of record that its data are read as; None for rows as they are. curves: the report's plots of
     its training. plan_formula: `module:NAME` of its nanodag.plan.case.Formula. makes_rollouts: its records hold
-    rollouts. asks_policy: `evaluation.benchmarks` are asked of the policy while it trains. learned_sources: the data
-    that its model is trained on. is_from_scratch: its model begins at random weights. known_model: the model that its
-    weights are copied from, `hub:owner/name` or `file:FOLDER`; empty for none. known_code: whose code computes that
-    model; empty for what its folder says. lora_rank: of the adapters that are trained in the place of all weights; 0
-    without. sglang: the section of samplers that run SGLang; None without such. shares_torch: the setting for which its
-    trainer and SGLang must have one torch and one NCCL, as `weights.sync=ipc`; empty for none. measures_held_out: rows
-    that its data hold out are read. is_served: somebody else's server computes its model: it needs no GPU, and gets
-    written answers alone. asks_in_chat: the items of its benchmarks pass the chat template. spare_gpus: that it takes
-    on top where nobody holds them. vocabulary_size: tokens of the tokenizer that it makes; 0 where it makes none, or
-    does not say. own_gpus: of a node, that its ranks leave to samplers. step_size: of a step that trains its tokens,
-    tokens of a row, rows that ranks share out evenly (0: in any way), and ranks that belong together.
+    rollouts. asks_policy: `evaluation.benchmarks` are asked of the policy while it trains.
     """
 
     record_kind: ClassVar[Wanted | None] = None
@@ -116,6 +106,17 @@ class StageBase(Section):
     plan_formula: ClassVar[str] = "nanodag.plan.small_stages:UNKNOWN"
     makes_rollouts: ClassVar[bool] = False
     asks_policy: ClassVar[bool] = False
+    # learned_sources: the data that its model is trained on. is_from_scratch: its model begins at random weights.
+    # known_model: the one that its weights are copied from, `hub:owner/name` or `file:FOLDER`; empty for none.
+    # known_code: whose code computes that model; empty for what its folder says. lora_rank: of the adapters that are
+    # trained in the place of all weights; 0 without. sglang: the section of samplers that run SGLang. shares_torch: the
+    # setting for which its trainer and SGLang must have one torch and one NCCL, as `weights.sync=ipc`; empty for none.
+    # measures_held_out: rows that its data hold out are read. is_served: somebody else's server computes its model: it
+    # needs no GPU, and gets written answers alone. asks_in_chat: the items of its benchmarks pass the chat template.
+    # spare_gpus: that it takes on top where nobody holds them. vocabulary_size: of the tokenizer that it makes; 0 where
+    # it makes none, or does not say. own_gpus: of a node, that its ranks leave to samplers. step_size: of a step
+    # that trains: its tokens, tokens of a row, rows that ranks share out evenly (0: in any way), and ranks that belong
+    # together.
     learned_sources: ClassVar[tuple[SourceConfig, ...]] = ()
     is_from_scratch: ClassVar[bool] = False
     known_model: ClassVar[str] = ""

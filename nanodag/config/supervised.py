@@ -145,9 +145,7 @@ class ScheduleConfig(StageSection):
 class SupervisedStage(TrainedStage):
     """The one supervised loop. Tokens are counted over all ranks.
 
-    objective: `module:NAME` of the class of what it trains for, in nanodag.train.objective's form. passes: over the
-    data where horizon_tokens is auto; 0 where tokens alone are counted. passes_before: over the data, in which the
-    model scores them before it trains.
+    objective: `module:NAME` of the class of what it trains for, in nanodag.train.objective's form.
     """
 
     record_kind: ClassVar[Wanted | None] = "document"
@@ -155,6 +153,8 @@ class SupervisedStage(TrainedStage):
     plan_formula: ClassVar[str] = "nanodag.plan.supervised:SUPERVISED"
     packs_documents: ClassVar[bool] = True
     objective: ClassVar[str] = "nanodag.train.objective:NextToken"
+    # passes: over the data where horizon_tokens is auto; 0 where tokens alone are counted. passes_before: those in which
+    # the model scores the data before it trains.
     passes: ClassVar[float] = 0.0
     passes_before: ClassVar[float] = 0.0
 

@@ -63,6 +63,7 @@ def _metrics(loop: Loop, stats: dict[str, Any]) -> dict[str, Any]:
         "steps": progress.step,
         "planned_steps": loop.plan.num_steps,
         "stopped_early": progress.stopped_early,
+        "filled_share": stats["tokens"] / max(stats["tokens"] + stats["padding"], 1),
         **{name: value for name, value in stats.items() if name not in ("batches", "document_tokens")},
     }
     if loop.config.is_chat:

@@ -58,15 +58,15 @@ class _Made:
 class TokenBatches:
     """Iterator over batches of batch_rows x sequence_length for one data-parallel rank.
 
-    kind: "document" fills all rows but the last of a window (documents are cut, see cut); "chat" packs whole
-    conversations, with loss on what the assistant says, and beside them the documents of those sources whose adapter
-    makes nothing else, trained whole; "preference" packs pairs of answers behind their prompts (scores_ends: as in
-    PairPiece), "judgement" single answers too. too_long: a conversation above sequence_length is truncated, or dropped;
-    either is counted, and what has nothing to learn is dropped, as a pair whose answers are equal. mixing: kind and
-    seed, and maybe rank, world, part, once, repeat, num_epochs, shuffle and mirror, as in Mixture.
-    window_pieces, window_rows: so much, at least, is packed and shuffled together, within a pass. prefetch: batches
-    that a thread makes ahead while others are trained. tokenising_threads: as many tokenise what that thread has read;
-    with 0 it does so itself. Neither changes a batch.
+    kind: "document" fills all rows but the last of a window (a document is cut, and its rest packed later); "chat"
+    packs whole conversations, with loss on what the assistant says, and beside them the documents of those sources
+    whose adapter makes nothing else, trained whole; "preference" packs pairs of answers behind their prompts
+    (scores_ends: as in PairPiece), "judgement" single answers too. too_long: a conversation above sequence_length is
+    truncated, or dropped; either is counted, and what has nothing to learn is dropped, as a pair whose answers are
+    equal. mixing: kind and seed, and maybe rank, world, part, once, repeat, num_epochs, shuffle and mirror, as in
+    Mixture. window_pieces, window_rows: so much, at least, is packed and shuffled together, within a pass. prefetch:
+    batches that a thread makes ahead while others are trained. tokenising_threads: as many tokenise what that thread
+    has read; with 0 it does so itself. Neither changes a batch.
 
     The position (`state_dict`) is that of the batch returned last, however far ahead reading is. Batches after
     restoring it are the same to the byte. Ranks may end at different batches; `take` lets them train side by side.
@@ -80,7 +80,6 @@ class TokenBatches:
         batch_rows: int,
         sequence_length: int,
         too_long: Literal["truncate", "drop"] = "truncate",
-        cut: Literal["keep", "drop"] = "keep",
         scores_ends: bool = False,
         window_pieces: int = 512,
         window_rows: int = 128,  # the last one of a window is half empty on average
@@ -95,7 +94,7 @@ class TokenBatches:
         self._seed, self._is_alone = self._mixture.seed, self._mixture.world == 1
         self._pieces_of, bos_id, self._pad_id = _tokenising(self._mixture.kind, tokenizer_path, scores_ends)
         self._make_pieces: Callable[[Sequence[Drawn]], list[Piece]] = self._tokenised
-        self._new_packer = partial(Packer, sequence_length, cut=cut, bos_id=bos_id)
+        self._new_packer = partial(Packer, sequence_length, bos_id=bos_id)
         self._counts = dict.fromkeys(_COUNTED, 0)
         self._trained = [(0, 0)] * len(sources)
         self._prefetch = prefetch
@@ -277,7 +276,7 @@ class TokenBatches:
                 if (fitting := self._fitting(piece)) is not None:
                     packer.add(replace(fitting, record=(drawn.source, drawn.epoch)))
         rows = list(iter(packer.row, []))
-        self._add(records=num_records, cut_documents=packer.num_cut, dropped_tokens=packer.num_dropped_positions)
+        self._add(records=num_records, cut_documents=packer.num_cut)
         if not rows:
             return False
         assert start is not None and stretch is not None

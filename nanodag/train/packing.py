@@ -16,11 +16,10 @@ import hashlib
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-Cut = Literal["keep", "drop"]
 Answer = tuple[np.ndarray, np.ndarray]
 ABSENT: Answer = (np.zeros(0, dtype=np.int32), np.zeros(0, dtype=bool))
 """Stands for the missing answer in a pair that has one."""
@@ -144,21 +143,18 @@ def conversation_piece(ids: np.ndarray, mask: np.ndarray) -> Piece:
 class Packer:
     """Best-fit packer for rows of row_length.
 
-    cut: what becomes of a document that must be cut. "keep": the rest is packed later. "drop": the rest is lost and
-    counted, as nanochat does. A conversation is never cut; add none above row_length.
-    num_cut: cuts so far; num_dropped_positions: predictions lost by them.
+    The rest of a document that must be cut is packed later. A conversation is never cut; add none above row_length.
+    num_cut: cuts so far.
     """
 
-    def __init__(self, row_length: int, *, cut: Cut, bos_id: int) -> None:
+    def __init__(self, row_length: int, *, bos_id: int) -> None:
         self._row_length = row_length
-        self._cut = cut
         self._bos_id = bos_id
         self._keys: list[tuple[int, int]] = []
         self._pieces: dict[int, Piece] = {}  # by serial number, which counts up: of equals, the oldest goes first
         self._serial = 0
         self.num_positions = 0  # of the pieces in the buffer
         self.num_cut = 0
-        self.num_dropped_positions = 0
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -168,8 +164,6 @@ class Packer:
         while piece.num_positions > self._row_length:
             head, rest = self._split(piece, self._row_length)
             self._insert(head)
-            if rest is None:
-                return
             piece = rest
         self._insert(piece)
 
@@ -204,12 +198,11 @@ class Packer:
         if shortest is None:
             return None
         head, rest = self._split(self._pop(shortest), room)
-        if rest is not None:
-            self._insert(rest)
+        self._insert(rest)
         return head
 
-    def _split(self, piece: Piece, num_positions: int) -> tuple[Piece, Piece | None]:
-        """The first positions of a document, and the rest, unless it is lost, as a piece that begins with bos again.
+    def _split(self, piece: Piece, num_positions: int) -> tuple[Piece, Piece]:
+        """The first positions of a document, and the rest as a piece that begins with bos again.
 
         What bos is followed by in the rest is not trained: documents do not begin there. Every prediction of the piece
         is in one of the two.
@@ -217,9 +210,6 @@ class Packer:
         assert piece.is_document
         self.num_cut += 1
         head = replace(piece, tokens=piece.tokens[: num_positions + 1], trained=piece.trained[:num_positions])
-        if self._cut == "drop":
-            self.num_dropped_positions += int(piece.trained[num_positions:].sum())
-            return head, None
         tokens = np.concatenate([np.array([self._bos_id], dtype=np.int32), piece.tokens[num_positions:]])
         return head, Piece(tokens, np.concatenate([[False], piece.trained[num_positions:]]), is_document=True)
 

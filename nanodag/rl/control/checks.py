@@ -44,7 +44,7 @@ def check_mismatch(found: float, weights: WeightsSection, *, is_stale: bool) -> 
 
 
 def warn_of_first_step(values: Mapping[str, float], batch: RolloutBatch, *, max_new_tokens: int) -> None:
-    """Log what a stage's first rollouts show to be wrong, as far as many more would show the same. values: of metrics."""
+    """Log what a stage's first rollouts show to be wrong, as far as many more would show the same. values: metrics."""
     num_kept = len(batch.kept) + batch.num_partial
     if num_kept <= FEW_SHARE * (num_groups := num_kept + len(batch.dropped)):
         dropped = ", ".join(f"{name} {number:g}" for name, number in values.items() if name.startswith("dropped_"))
