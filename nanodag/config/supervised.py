@@ -153,8 +153,8 @@ class SupervisedStage(TrainedStage):
     plan_formula: ClassVar[str] = "nanodag.plan.supervised:SUPERVISED"
     packs_documents: ClassVar[bool] = True
     objective: ClassVar[str] = "nanodag.train.objective:NextToken"
-    # passes: over the data where horizon_tokens is auto; 0 where tokens alone are counted. passes_before: those in which
-    # the model scores the data before it trains.
+    # passes: over the data where horizon_tokens is auto; 0 where tokens alone are counted. passes_before: over it, in
+    # which the model scores the data before it trains.
     passes: ClassVar[float] = 0.0
     passes_before: ClassVar[float] = 0.0
 

@@ -333,7 +333,8 @@ def test_a_tokenizer_reads_no_more_text_than_its_files_have(tmp_path):
 
 
 def test_a_cache_on_a_cpu_takes_what_prompts_fill_and_must_have_room_for_the_rest():
-    rl = stage_of(planned("small", "cpu:2:avx512_bf16:8GiB"), "rl")
+    asked = ("rl.data=[hub:openai/gsm8k/main:train]", "rl.max_new_tokens=128", "rl.prompts_per_step=16")
+    rl = stage_of(planned("small", "cpu:2:avx512_bf16:8GiB", *asked), "rl")
     sampler = next(process for process in rl.processes if process.name == "sampler")
     slots, token = 64, 2 * 4 * 256 * 2  # bfloat16, as the weights
     assert sampler.host["cache"] + sampler.reserve == slots * 1024 * token
