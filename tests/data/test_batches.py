@@ -144,7 +144,7 @@ def test_bytes_of_labels_are_those_of_the_text_whatever_the_tokenizer_puts_befor
 
 CASES = {
     "documents": ("document", {}),
-    "documents dropped": ("document", {"cut": "drop", "sequence_length": 32}),
+    "documents in short rows": ("document", {"sequence_length": 32}),
     "documents repeated, of rank 1": ("document", {"repeat": True, "rank": 1, "world": 2}),
     "chats": ("chat", {}),
     "chats prefetched": ("chat", {"prefetch": 2}),

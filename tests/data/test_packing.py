@@ -38,7 +38,7 @@ def test_only_masked_tokens_of_a_conversation_are_learned():
 
 
 def test_the_largest_piece_that_fits_goes_first_and_of_equals_the_oldest():
-    packer = Packer(8, cut="keep", bos_id=BOS)
+    packer = Packer(8, bos_id=BOS)
     for ids in ([2, 2], [3, 3, 3, 3], [4, 4], [5] * 6):  # 3, 5, 3 and 7 slots
         packer.add(conversation(ids))
     rows = rows_of(packer)
@@ -46,7 +46,7 @@ def test_the_largest_piece_that_fits_goes_first_and_of_equals_the_oldest():
 
 
 def test_where_nothing_fits_the_shortest_document_is_cut():
-    packer = Packer(5, cut="keep", bos_id=BOS)
+    packer = Packer(5, bos_id=BOS)
     for ids in ([2, 2, 2], [3, 3, 3]):  # 4 slots each
         packer.add(document_piece(ids, BOS))
     rows = rows_of(packer)
@@ -54,16 +54,7 @@ def test_where_nothing_fits_the_shortest_document_is_cut():
         [[(1, 2), (2, 2), (2, 2), (2, 1)], [(1, 3)]],
         [[(1, None), (3, 3), (3, 3), (3, 1)]],
     ]
-    assert (packer.num_cut, packer.num_dropped_positions) == (1, 0)
-
-
-def test_dropped_rests_are_counted():
-    packer = Packer(5, cut="drop", bos_id=BOS)
-    for ids in ([2, 2, 2], [3, 3, 3], list(range(10, 20))):
-        packer.add(document_piece(ids, BOS))
-    rows = rows_of(packer)
-    assert [[int(piece.tokens[1]) for piece in row] for row in rows] == [[10], [2, 3]]
-    assert packer.num_dropped_positions == 6 + 3  # of 11 positions 5 are kept, of 4 one
+    assert packer.num_cut == 1
 
 
 documents = st.lists(st.lists(st.integers(2, 99), min_size=1, max_size=30), min_size=1, max_size=25)
@@ -72,7 +63,7 @@ documents = st.lists(st.lists(st.integers(2, 99), min_size=1, max_size=30), min_
 @settings(max_examples=150, deadline=None)
 @given(documents, st.integers(2, 20))
 def test_every_prediction_of_every_document_is_trained_exactly_once(texts, row_length):
-    packer = Packer(row_length, cut="keep", bos_id=BOS)
+    packer = Packer(row_length, bos_id=BOS)
     rows = rows_of(packer, [document_piece(ids, BOS) for ids in texts])
     trained = Counter(pair for row in rows for piece in row for pair in pairs(piece) if pair[1] is not None)
     # A cut puts bos before what follows it, without training that; all other pairs are those of the whole documents.
@@ -85,7 +76,7 @@ def test_every_prediction_of_every_document_is_trained_exactly_once(texts, row_l
 @given(documents, st.integers(31, 60))
 def test_packing_never_changes_a_conversation(texts, row_length):
     pieces = [conversation(ids) for ids in texts]
-    packer = Packer(row_length, cut="keep", bos_id=BOS)
+    packer = Packer(row_length, bos_id=BOS)
     rows = rows_of(packer, pieces)
     batch = make_batch(rows, num_rows=len(rows), row_length=row_length, pad_id=0)
     found = Counter((tuple(i.tolist()), tuple(labels.tolist())) for i, labels in unpack(batch))
@@ -95,7 +86,7 @@ def test_packing_never_changes_a_conversation(texts, row_length):
 @settings(max_examples=100, deadline=None)
 @given(documents, documents, st.integers(31, 60))
 def test_beside_conversations_documents_are_trained_whole_and_fill_every_row(chats, texts, row_length):
-    packer = Packer(row_length, cut="keep", bos_id=BOS)
+    packer = Packer(row_length, bos_id=BOS)
     pieces = [conversation(ids) for ids in chats]
     rows = rows_of(packer, [*pieces, *(document_piece(ids, BOS) for ids in texts)])
     found = [piece for row in rows for piece in row]
