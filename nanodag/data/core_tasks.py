@@ -17,14 +17,14 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
+
 from nanodag.data.archives import unpacked
 from nanodag.data.opening import open_source
 from nanodag.data.urls import parse_url
 from nanodag.errors import SourceError
 
 Kind = Literal["multiple_choice", "schema", "language_modeling"]
-ANSWER = "\nAnswer: "
-LANGUAGES = "bigbench_language_identification"
 
 
 @dataclass(frozen=True)
@@ -44,30 +44,7 @@ class Task:
     item_bytes: int
 
 
-TASKS = (
-    Task("hellaswag_zeroshot", "hellaswag", "multiple_choice", 0, " ", 0.25, 10_042, 777),
-    Task("jeopardy", "jeopardy_all", "language_modeling", 10, ANSWER, 0.0, 2_117, 1_330),
-    Task("bigbench_qa_wikidata", "bigbench_qa_wikidata", "language_modeling", 10, " ", 0.0, 20_321, 515),
-    Task("arc_easy", "arc_easy", "multiple_choice", 10, ANSWER, 0.25, 2_376, 1_754),
-    Task("arc_challenge", "arc_challenge", "multiple_choice", 10, ANSWER, 0.25, 1_172, 2_016),
-    Task("copa", "copa", "multiple_choice", 0, " ", 0.5, 100, 97),
-    Task("commonsense_qa", "commonsense_qa", "multiple_choice", 10, " ", 0.2, 1_221, 1_649),
-    Task("piqa", "piqa", "multiple_choice", 10, ANSWER, 0.5, 1_838, 1_664),
-    Task("openbook_qa", "openbook_qa", "multiple_choice", 0, " ", 0.25, 500, 120),
-    Task("lambada_openai", "lambada_openai", "language_modeling", 0, " ", 0.0, 5_153, 324),
-    Task("hellaswag", "hellaswag", "multiple_choice", 10, " ", 0.25, 10_042, 4_529),
-    Task("winograd", "winograd_wsc", "schema", 0, " ", 0.5, 273, 186),
-    Task("winogrande", "winogrande", "schema", 0, " ", 0.5, 1_267, 209),
-    Task("bigbench_dyck_languages", "bigbench_dyck_languages", "language_modeling", 10, " ", 0.0, 1_000, 1_777),
-    Task("agi_eval_lsat_ar", "agi_eval_lsat_ar", "multiple_choice", 3, " ", 0.2, 230, 3_537),
-    Task("bigbench_cs_algorithms", "bigbench_cs_algorithms", "language_modeling", 10, " ", 0.0, 1_320, 1_570),
-    Task("bigbench_operators", "bigbench_operators", "language_modeling", 10, " ", 0.0, 210, 1_463),
-    Task("bigbench_repeat_copy_logic", "bigbench_repeat_copy_logic", "language_modeling", 10, " ", 0.0, 32, 2_042),
-    Task("squad", "squad", "language_modeling", 10, " ", 0.0, 10_570, 9_916),
-    Task("coqa", "coqa", "language_modeling", 0, " ", 0.0, 7_983, 2_306),
-    Task("boolq", "boolq", "multiple_choice", 10, ANSWER, 0.62, 3_270, 7_264),
-    Task(LANGUAGES, LANGUAGES, "multiple_choice", 10, " ", 0.091, 10_000, 3_636),
-)
+TASKS = tuple(Task(*row) for row in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")))
 
 FEWEST_ITEMS = 1 + max(task.num_fewshot for task in TASKS)
 """Of a task's items that are read: worked examples are drawn among them."""

@@ -9,6 +9,8 @@ A conversation is `<|bos|>`, then turns. A turn is one role token, its text and 
 stops; never on tool results. A message of the role `tool` stands between turns as a tool result.
 """
 
+from pathlib import Path
+
 BOS = "<|bos|>"
 PAD = "<|pad|>"
 SYSTEM = "<|system|>"
@@ -37,38 +39,4 @@ SPLIT_PATTERN = "|".join(
     )
 )
 
-CHAT_TEMPLATE = """\
-{{- bos_token -}}
-{%- for message in messages -%}
-  {%- if message.role == 'assistant' -%}
-    {{- '<|assistant|>' -}}
-    {%- if message.content is string -%}
-      {%- generation -%}{{- message.content -}}{{- '<|end|>' -}}{%- endgeneration -%}
-    {%- else -%}
-      {%- for part in message.content -%}
-        {%- if part.type == 'text' -%}
-          {%- generation -%}{{- part.text -}}{%- endgeneration -%}
-        {%- elif part.type == 'tool_call' -%}
-          {%- generation -%}{{- '<|tool_call|>' + part.text + '<|tool_call_end|>' -}}{%- endgeneration -%}
-        {%- elif part.type == 'tool_result' -%}
-          {{- '<|tool_result|>' + part.text + '<|tool_result_end|>' -}}
-        {%- else -%}
-          {{- raise_exception('A part is of type text, tool_call or tool_result; found ' + part.type) -}}
-        {%- endif -%}
-      {%- endfor -%}
-      {%- generation -%}{{- '<|end|>' -}}{%- endgeneration -%}
-    {%- endif -%}
-  {%- elif message.content is not string -%}
-    {{- raise_exception('The content of a ' + message.role + ' message must be a string') -}}
-  {%- elif message.role == 'tool' -%}
-    {{- '<|tool_result|>' + message.content + '<|tool_result_end|>' -}}
-  {%- elif message.role in ('system', 'user') -%}
-    {{- '<|' + message.role + '|>' + message.content + '<|end|>' -}}
-  {%- else -%}
-    {{- raise_exception('Roles are system, user, assistant and tool; found ' + message.role) -}}
-  {%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-  {{- '<|assistant|>' -}}
-{%- endif -%}
-"""
+CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja").read_text(encoding="utf-8")
