@@ -141,7 +141,7 @@ class StageBase(Section):
     @property
     def is_chat(self) -> bool:
         """True for training on conversations."""
-        return self.record_kind in ("chat", "preference", "judgement")
+        return self.record_kind in ("chat", "preference", "judgement", "stepwise")
 
     @property
     def learned_sources(self) -> tuple[SourceConfig, ...]:

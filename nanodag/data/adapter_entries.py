@@ -8,34 +8,16 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from nanodag.data.records import Kind
 
 Adapt = Callable[..., dict[str, Any]]
 ENTRIES: dict[tuple[str, Kind], Adapt] = {}
-# adapter -> data sets on the hub
-_HUB_NAMES = {
-    "smoltalk": "HuggingFaceTB/smol-smoltalk HuggingFaceTB/smoltalk HuggingFaceTB/smoltalk2",
-    "text": "HuggingFaceFW/fineweb HuggingFaceFW/fineweb-edu "
-    "karpathy/fineweb-edu-100b-shuffle karpathy/climbmix-400b-shuffle",
-    "mmlu": "cais/mmlu",
-    "gsm8k": "openai/gsm8k",
-    "math": "HuggingFaceH4/MATH-500",
-    "arc": "allenai/ai2_arc allenai/openbookqa tau/commonsense_qa",
-    "sciq": "allenai/sciq",
-    "piqa": "baber/piqa ybisk/piqa",
-    "winogrande": "allenai/winogrande",
-    "boolq": "google/boolq",
-    "ifeval": "google/IFEval",
-    "humaneval": "openai/openai_humaneval evalplus/humanevalplus",
-    "mbpp": "google-research-datasets/mbpp evalplus/mbppplus",
-    "gpqa": "Idavidrein/gpqa",
-    "aime": "gneubig/aime-1983-2024 Maxwell-Jia/AIME_2024 math-ai/aime25",
-    "bbh": "SaylorTwift/bbh lukaemon/bbh",
-    "simpleqa": "basicv8vc/SimpleQA",
-    "alpaca": "tatsu-lab/alpaca yahma/alpaca-cleaned",
-}
+_HUB_NAMES = yaml.safe_load(Path(__file__).with_name("hub_adapters.yaml").read_text(encoding="utf-8"))
 DEFAULTS = {hub_name: adapter for adapter, names in _HUB_NAMES.items() for hub_name in names.split()}
 
 
@@ -127,6 +109,13 @@ def preference(row: Mapping[str, Any]) -> dict[str, Any]:
     scores = [row.get(name) for name in ("score_chosen", "score_rejected")]
     is_scored = all(score is not None and score == score for score in scores)  # tables say NaN for none
     return {**made, "margin": float(scores[0]) - float(scores[1])} if is_scored else made  # type: ignore[arg-type]
+
+
+@entry("stepwise", "stepwise")
+def stepwise(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Columns `prompt`, `completions`, the steps of an answer, and `labels`, true or false or from 0 to 1 for each."""
+    labels = [float(label) for label in row["labels"]]
+    return {"messages": _before_answer(row["prompt"]), "steps": list(row["completions"]), "labels": labels}
 
 
 def _before_answer(prompt: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
