@@ -67,6 +67,8 @@ class Option:
 
     def fits(self, value: Any) -> bool:
         """Whether a config may give this value."""
+        if self.type.startswith("Literal["):
+            return value in ast.literal_eval(self.type.removeprefix("Literal"))
         allowed = _TYPES.get(self.type)
         return allowed is None or (isinstance(value, allowed) and isinstance(value, bool) == (self.type == "bool"))
 
@@ -172,8 +174,11 @@ def _shipped() -> dict[str, dict[str, Entry]]:
 def _read(node: ast.stmt, path: str, call: ast.Call, of_kind: type[Entry]) -> Entry:
     assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
     options = {}
-    if not isinstance(node, ast.ClassDef):
-        for parameter, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True):
+    inside = node.body if isinstance(node, ast.ClassDef) else [node]
+    for made_by in (n for n in inside if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)):
+        if isinstance(node, ast.ClassDef) and made_by.name != "__init__":
+            continue
+        for parameter, default in zip(made_by.args.kwonlyargs, made_by.args.kw_defaults, strict=True):
             if parameter.arg == NAMED:
                 continue
             kind = ast.unparse(parameter.annotation) if parameter.annotation else "any"
@@ -238,13 +243,14 @@ def load(kind: str, name: str, options: Mapping[str, Any] | None = None) -> Call
     argument = name.partition(":")[2] if spec is not None and spec.argument else ""
     if kind == "generate" and argument:
         return partial(function, **{NAMED: argument}, **(options or {}))
-    made: Any = function if spec is None or not argument else function_at(spec.path)(argument)
     if kind == "generate" and not inspect.iscoroutinefunction(function):
         raise ConfigError(f"generate {name!r} must be an `async def` function; found {function!r:.100}.")
-    if options is None:
-        return made
-    _check_options(kind, name, options, _options_of(kind, function))
-    if not options:
+    of_class = spec is not None and argument and spec.options
+    if options is not None:
+        _check_options(kind, name, options, spec.options if spec and of_class else _options_of(kind, function))
+    own = options if options and of_class else {}
+    made: Any = function if spec is None or not argument else function_at(spec.path)(argument, **own)
+    if not options or of_class:
         return made
     if made is not function:  # an object that holds the user's function
         made.function = partial(made.function, **options)

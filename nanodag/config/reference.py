@@ -111,7 +111,7 @@ def _written(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, tuple):
         return f"[{', '.join(_written(item) for item in value)}]"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{value:g}" if isinstance(value, float) else str(value).replace("\n", r"\n")
 
 
 def _typed(annotation: Any, metadata: Any = ()) -> str:

@@ -141,10 +141,14 @@ class RewardConfig(EntryConfig):
     """Factor of the reward in the sum."""
 
     @property
+    def folder(self) -> str:
+        """Folder of the reward model that it asks, or `input:` and the stage's input that is one; empty for none."""
+        return "" if self.name == "auto" else registry.own_argument(self.kind, self.name, "folder")
+
+    @property
     def from_input(self) -> str:
         """The input of the stage that is its reward model; empty where there is none."""
-        argument = "" if self.name == "auto" else registry.own_argument(self.kind, self.name, "folder")
-        return argument.removeprefix(registry.FROM_INPUT) if argument.startswith(registry.FROM_INPUT) else ""
+        return self.folder.removeprefix(registry.FROM_INPUT) if self.folder.startswith(registry.FROM_INPUT) else ""
 
 
 class FilterConfig(EntryConfig):

@@ -166,7 +166,7 @@ class StageBase(Section):
     @property
     def is_chat(self) -> bool:
         """True for training on conversations."""
-        return self.record_kind in ("chat", "preference", "judgement")
+        return self.record_kind in ("chat", "preference", "judgement", "stepwise")
 
     @property
     def is_on_gpus_here(self) -> bool:

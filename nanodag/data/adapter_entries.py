@@ -143,6 +143,13 @@ def preference(row: Mapping[str, Any]) -> dict[str, Any]:
     return {**made, "margin": float(scores[0]) - float(scores[1])} if is_scored else made  # type: ignore[arg-type]
 
 
+@entry("stepwise", "stepwise")
+def stepwise(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Columns `prompt`, `completions`, the steps of an answer, and `labels`, true or false or from 0 to 1 for each."""
+    labels = [float(label) for label in row["labels"]]
+    return {"messages": _before_answer(row["prompt"]), "steps": list(row["completions"]), "labels": labels}
+
+
 def _before_answer(prompt: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     turns = _turns(prompt, "user", is_transcript=True)
     # The last is empty where a transcript leaves the word to the answer.

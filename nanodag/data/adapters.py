@@ -26,6 +26,7 @@ _GENERIC: dict[Kind, str] = {
     "prompt": "prompt",
     "preference": "preference",
     "judgement": "preference",
+    "stepwise": "stepwise",
 }
 
 

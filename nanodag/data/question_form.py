@@ -20,6 +20,7 @@ _WITHOUT_EFFECT: Mapping[str, Sequence[str]] = {
     "conversation": ("conversations, whose answers are given", "reward"),
     "preference": ("pairs, whose better answer is given", "reward"),
     "judgement": ("answers that are judged already", "reward"),
+    "stepwise": ("answers that are judged already", "reward"),
     "prompt": ("prompts",),
     "row": ("rows as they are; a benchmark reads prompts with `form: problems`", "instruction", "reward"),
     "text": ("all text of a source, whatever column it is in", "columns", "instruction", "reward", "template_options"),

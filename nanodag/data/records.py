@@ -1,4 +1,4 @@
-"""The five canonical records that adapters make from rows, and what is read off them.
+"""The six canonical records that adapters make from rows, and what is read off them.
 
 document:      {"text": str}
 conversation:  {"messages": [{"role", "content"}, ...]}; roles system, user, assistant, tool. Content is a string, or
@@ -10,19 +10,21 @@ preference:    {"messages": [...], "chosen": [...], "rejected": [...], "margin":
                a list of messages each that begins with the assistant's; an empty one is dropped later. margin may be
                missing: how much better the chosen one is.
 judgement:     the same, in which one of the answers may be missing: the other is good by itself, or bad.
+stepwise:      {"messages": [...], "steps": [str, ...], "labels": [float, ...]}: a prompt, the steps of an answer, and
+               how right each is, from 0 to 1.
 """
 
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from nanodag.errors import SourceError
 from nanodag.errors.words import listed
 
-Kind = Literal["document", "conversation", "prompt", "preference", "judgement"]
+Kind = Literal["document", "conversation", "prompt", "preference", "judgement", "stepwise"]
 Wanted = Kind | Literal["chat"]  # chat: conversations, and documents of sources that have no others
-KINDS: tuple[Kind, ...] = ("document", "conversation", "prompt", "preference", "judgement")
+KINDS: tuple[Kind, ...] = get_args(Kind)
 ROLES = ("system", "user", "assistant", "tool")
 PART_TYPES = ("text", "tool_call", "tool_result")
 
@@ -44,6 +46,12 @@ def check_record(record: Mapping[str, Any], kind: Kind) -> None:
             raise SourceError(f"A prompt needs {listed(missing)} beside its messages; found {listed(sorted(record))}.")
         if messages[-1]["role"] == "assistant":
             raise SourceError("A prompt ends before the assistant speaks; its last message is the assistant's.")
+    if kind == "stepwise":
+        steps, labels = record["steps"], record["labels"]
+        are_texts = bool(steps) and all(isinstance(step, str) and step.strip() for step in steps)
+        if not are_texts or len(labels) != len(steps) or not all(0 <= label <= 1 for label in labels):
+            said = f"found {steps!r:.80} and {labels!r:.80}"
+            raise SourceError(f"An answer needs steps, none blank, and for each a label from 0 to 1; {said}.")
     if kind in ("preference", "judgement"):
         judged = [name for name in ("chosen", "rejected") if name in record]
         if len(judged) < (2 if kind == "preference" else 1):
@@ -92,6 +100,7 @@ def record_texts(record: Mapping[str, Any]) -> Iterator[str]:
     else:
         for name in ("messages", "chosen", "rejected"):
             yield from map(message_text, record.get(name, ()))
+        yield from record.get("steps", ())
 
 
 def record_bytes(record: Mapping[str, Any]) -> int:

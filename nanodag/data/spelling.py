@@ -8,6 +8,7 @@ when they are taken and depend on function, parameters, seed and index alone.
 import hashlib
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Literal
 
 Split = Literal["train", "test"]
@@ -17,34 +18,7 @@ GENERATORS = ("count", "spell")  # what a pipeline may name of this module
 _TEST_SHARE = 0.2
 
 # English words of everyday life, 3 to 13 letters, many with a letter twice.
-_EVERYDAY = """
-account across address afternoon agreement airplane album alley alphabet anchor animal answer apple apricot april
-arrow asparagus attic autumn avocado bacon badge balance balloon bamboo banana barrel basket battery beetle berry
-bicycle blanket blossom bottle bottom breeze bridge broccoli bubble bucket buffalo button cabbage cactus calendar
-camera candle cannon carpet carrot castle cattle ceiling cellar cheese cherry chicken chimney chocolate cinnamon
-circle coconut coffee collar college colour committee common corridor cottage cotton cousin cradle cricket crystal
-cucumber curtain cushion daffodil dagger dance daughter decision diamond different dinner dipper distance doctor
-dollar dolphin donkey doorbell dragon drawer drizzle eagle effort eleven elephant engine envelope evening eyelid
-feather festival fiddle finger flannel flower follow football forest fossil freedom friend funnel gallery garden
-garlic giggle ginger giraffe goose gossip grammar grapefruit grass grasshopper guitar hammer hammock handle harbour
-hazelnut headphone heather hello hidden hollow honey hopping horizon hospital hundred hurry iceberg important insect
-island jacket jelly jewellery jigsaw journey juggle kangaroo kettle kitchen kitten knitting ladder ladle lantern
-lavender leather lesson letter lettuce level library lizard lobster lollipop luggage lullaby lunch magazine magnet
-mammal mango marble market marmalade marriage mattress meadow melon memory message middle millet minute mirror missing
-moment monkey moon morning mosquito mountain mushroom mustard narrow necessary needle nephew nettle noodle notebook
-number nutmeg ocean octopus office onion orange otter oyster paddle palace pancake paper paprika parallel parrot
-parsley passenger pattern pavement pebble pelican pencil penguin pepper piano pickle pillow pineapple planet platter
-pocket possible potato pottery pretzel printer pudding pumpkin puppet puzzle pyjamas quarrel quarter quilt rabbit
-raccoon radish railway rainbow raisin raspberry rattle recipe ribbon riddle river rocket roller rubber ruffle saddle
-saffron sailor salad salmon sandal sausage scarf scissors season secret session seven shadow shampoo shallow shell
-shoulder shutter silver sister skeleton slippers smell snowball soccer socket sparrow spinach spoon squirrel station
-stocking storm strawberry street stubborn success suffix suggest summer summit sunflower supper sweater swimming
-syllable table tadpole tattoo teacher tennis terrace theatre thimble thunder ticket tiger tissue toffee tomato
-tomorrow toothbrush tortoise towel tractor traffic trellis trolley trumpet tulip tunnel turnip turtle twelve umbrella
-uncle unhappy vanilla vegetable velvet village vinegar violin volcano volleyball waffle waggon walnut water weather
-wedding wheel whisper whistle willow window winter wizard woollen worry yellow yesterday yoghurt zebra zigzag
-"""
-WORDS = tuple(_EVERYDAY.split())
+WORDS = tuple(Path(__file__).with_name("everyday_words.txt").read_text(encoding="utf-8").split())
 _COUNT = (
     "How many times does the letter {letter} occur in {word}?",
     "How many {letter} are in the word {word}?",

@@ -92,8 +92,8 @@ def _fill(job: Job, checkpoint: EvaluatedModel, progress: "_Progress") -> tuple[
         progress.end(done["result"])
     if total := chat_core_of(results, samples_folder):
         log.info("%s", total)
-        total.write_records(samples_folder / f"{total.name}.jsonl")
-        results[total.name] = total.as_json()
+        total.write_records(samples_folder / f"{total.config.name}.jsonl")
+        results[total.config.name] = total.as_json()
     samples = _samples(checkpoint, config.sample_prompts, chat=config.chat)
     if not job.config.is_served:
         cost["flops"] = 2 * matrix_parameters(job.inputs["model"]) * cost["forward_tokens"]
@@ -109,7 +109,7 @@ def _run_one(job: Job, checkpoint: EvaluatedModel, benchmark: BenchmarkConfig, d
         result = _asked(job, checkpoint, benchmark)
     checkpoint.kept = None
     log.log(logging.WARNING if any(result.counts.values()) else logging.INFO, "%s", result)
-    result.write_records(job.output / "samples" / f"{result.name}.jsonl")
+    result.write_records(job.output / "samples" / f"{result.config.name}.jsonl")
     tokens = checkpoint.tokens_read + checkpoint.tokens_written - tokens_before
     seconds = round(time.monotonic() - began, 3)
     write_json(done_path, {"result": result.as_json(), "tokens": tokens, "seconds": seconds})

@@ -55,7 +55,7 @@ def run_core(checkpoint: EvaluatedModel, config: BenchmarkConfig, mirror: Path |
             records.append(_record(task.label, number, len(data), both, {"too_long": True} if item.is_too_long else {}))
     task_scores = [(scores[task.label], task.baseline) for task in TASKS]
     core = centred_mean([(score.value, score.stderr, score.num_items, chance) for score, chance in task_scores])
-    return _result(config.name, "core", {"core": core, **scores}, records, is_chat=False)
+    return _result(config, "core", {"core": core, **scores}, records, is_chat=False)
 
 
 def _record(
@@ -66,11 +66,10 @@ def _record(
 
 
 def _result(
-    name: str, metric: str, scores: Mapping[str, Score], records: list[dict[str, Any]], *, is_chat: bool
+    config: BenchmarkConfig, metric: str, scores: Mapping[str, Score], records: list[dict[str, Any]], *, is_chat: bool
 ) -> BenchmarkResult:
-    return BenchmarkResult(
-        name=name, form=metric, metric=metric, base_metric=metric, is_chat=is_chat, scores=scores, records=records
-    )
+    how: dict[str, Any] = {"form": metric, "base_metric": metric, "is_chat": is_chat}
+    return BenchmarkResult(config=config, scores=scores, records=records, **how)
 
 
 def score_task(checkpoint: EvaluatedModel, task: Task, data: Sequence[Item]) -> list[JudgedItem]:
@@ -99,4 +98,4 @@ def chat_core_of(results: Mapping[str, Mapping[str, Any]], samples: Path) -> Ben
             score = {CHAT_CORE: centred(record["scores"][result["metric"]], chance)}
             counts = {count: record[count] for count in COUNTS if count in record}
             records.append(_record(name, record["id"], len(of_task), score, counts))
-    return _result(CHAT_CORE, CHAT_CORE, {CHAT_CORE: centred_mean(tasks)}, records, is_chat=True)
+    return _result(BenchmarkConfig(name=CHAT_CORE), CHAT_CORE, {CHAT_CORE: centred_mean(tasks)}, records, is_chat=True)

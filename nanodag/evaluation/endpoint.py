@@ -17,7 +17,7 @@ from nanodag.evaluation.evaluated_model import CutScore, EvaluatedModel, Progres
 from nanodag.evaluation.results import Answer, answer_of
 from nanodag.inference.protocol import SamplingParams
 from nanodag.rewards.judge import reply_of
-from nanodag.rewards.remote import post_json
+from nanodag.rewards.remote import may_pass, post_json
 from nanodag.store.kept_lines import content_key
 
 MAX_SEED = (1 << 31) - 1  # some servers take no more bits
@@ -133,6 +133,6 @@ class EndpointModel(EvaluatedModel):
         for header in self._headers.values():
             said = said.replace(header.removeprefix("Bearer "), "(the key)")
         what = f"POST {url} failed: {' '.join(said.split())[:400]}."
-        if isinstance(error, ValueError) or (response and response.status_code < 500 and response.status_code != 429):
-            return ConfigError(f"{what} Correct endpoint.url, model or key, or what the benchmark asks for.")
-        return ServerBusy(f"{what} Look whether the server is up; lower endpoint.at_once, or raise its patience_s.")
+        if may_pass(error):
+            return ServerBusy(f"{what} Look whether the server is up; lower endpoint.at_once, or raise its patience_s.")
+        return ConfigError(f"{what} Correct endpoint.url, model or key, or what the benchmark asks for.")

@@ -23,9 +23,9 @@ _LM_EVAL = Path(getattr(importlib.util.find_spec("lm_eval"), "origin", None) or 
 def find_form(config: BenchmarkConfig, *, chat: bool) -> tuple[Path, bool]:
     """The YAML file that a benchmark is put in, and whether its prompts are a chat's.
 
-    Raises ConfigError listing what is shipped, and for settings that the form would not look at: `template_options` and
-    `system` where no chat template is used, `template_options` of worked examples, which are rendered with the
-    question, and those of written answers where likelihoods are scored.
+    Raises ConfigError listing what is shipped, for a source that is missing, and for settings that the form would not
+    look at: `template_options` and `system` where no chat template is used, `template_options` of worked examples,
+    which are rendered with the question, and those of written answers where likelihoods are scored.
     """
     path, is_chat = _file_of(config, chat=chat)
     if config.source is not None and config.source.template_options and not is_chat:
@@ -41,6 +41,13 @@ def find_form(config: BenchmarkConfig, *, chat: bool) -> tuple[Path, bool]:
     if config.system and not is_chat:
         raise ConfigError(f"Benchmark {config.name!r} is put as plain text (form {path.stem}); leave out its `system`.")
     form = read_form(path)
+    if config.source is None and ("custom_dataset" in form or config.limit or config.num_samples > 1):
+        raise ConfigError(f"Benchmark {config.name!r} needs `source:`, where its items come from.")
+    if config.num_fewshot and config.fewshot is None and config.source is not None:
+        raise ConfigError(
+            f"Benchmark {config.name!r}: num_fewshot {config.num_fewshot} needs `fewshot:`, a source of worked "
+            "examples that are no items, such as the training split."
+        )
     if form.get("output_type", WRITTEN) == WRITTEN:
         _check_written(config, path, form)
     else:

@@ -22,7 +22,7 @@ from nanodag.data.opening import open_part, open_source
 from nanodag.data.question_form import asking, check_effect, with_names
 from nanodag.data.records import Kind, message_text
 from nanodag.data.sources import Row
-from nanodag.errors import ConfigError, SourceError
+from nanodag.errors import SourceError
 from nanodag.registry import check_reward_of_data
 
 if TYPE_CHECKING:
@@ -71,16 +71,8 @@ def continuations(**options: Any) -> "dict[str, Dataset]":
 
 
 def item_options(config: BenchmarkConfig, *, seed: int, mirror: str) -> dict[str, Any]:
-    """Arguments of the functions above. seed: of the draw. mirror: a folder, empty for the hub.
-
-    Raises ConfigError where worked examples are asked for and no source of them is named.
-    """
+    """Arguments of the functions above. seed: of the draw. mirror: a folder, empty for the hub."""
     assert config.source is not None
-    if config.num_fewshot and config.fewshot is None:
-        raise ConfigError(
-            f"Benchmark {config.name!r}: num_fewshot {config.num_fewshot} needs `fewshot:`, a source of worked "
-            "examples that are no items, such as the training split."
-        )
     return {
         "benchmark": config.name,
         "source": config.source.model_dump(mode="json"),

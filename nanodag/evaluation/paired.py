@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from scipy.special import bdtr
 
 from nanodag.errors import SourceError
 from nanodag.evaluation.intervals import UNBOUNDED, freedom_of, student, student_p, weighted_mean
@@ -113,11 +114,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 def mcnemar(num_higher: int, num_lower: int) -> float:
     """Two-sided exact p-value of McNemar's test: of the items that changed, each went either way with chance 1/2."""
-    changed = num_higher + num_lower
-    if changed == 0:
-        return 1.0
-    tail = sum(math.comb(changed, k) for k in range(min(num_higher, num_lower) + 1))
-    return min(1.0, 2 * tail / 2**changed)
+    return min(1.0, 2 * float(bdtr(min(num_higher, num_lower), num_higher + num_lower, 0.5)))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

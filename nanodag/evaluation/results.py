@@ -101,22 +101,23 @@ def judged_from(returned: Mapping[str, Any], text: str, metrics: Sequence[str]) 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkResult:
-    """metric: the main one. base_metric: the form's, of each answer; metrics over samples are made of it. sampling: in
-    words. scores: by metric. records: one an item; `too_long` where its prompt had no room: a written answer is then
-    wrong, a likelihood that of a context without its beginning. `unparsed`, `truncated`: how many answers of the item.
+    """base_metric: the form's, of each answer; metrics over samples are made of it. scores: by metric, the main one
+    first. records: one an item; `too_long` where its prompt had no room: a written answer is then wrong, a likelihood
+    that of a context without its beginning. `unparsed`, `truncated`: how many answers of the item.
     """
 
-    name: str
+    config: BenchmarkConfig
     form: str
-    metric: str
     is_chat: bool
     scores: Mapping[str, Score]
     records: list[dict[str, Any]]
     base_metric: str
     higher_is_better: bool = True
-    num_fewshot: int = 0
-    sampling: str = "greedy"
-    num_samples: int = 1
+
+    @property
+    def metric(self) -> str:
+        """The main metric."""
+        return next(iter(self.scores))
 
     @property
     def counts(self) -> dict[str, int]:
@@ -132,9 +133,7 @@ class BenchmarkResult:
             "higher_is_better": self.higher_is_better,
             "form": self.form,
             "chat": self.is_chat,
-            "num_fewshot": self.num_fewshot,
-            "num_samples": self.num_samples,
-            "sampling": self.sampling,
+            **{name: getattr(self.config, name) for name in ("num_fewshot", "num_samples", "sampling")},
             **self.counts,
             **asdict(self.scores[self.metric]),
             "metrics": {name: asdict(score) for name, score in self.scores.items()},
@@ -149,7 +148,7 @@ class BenchmarkResult:
         """`gsm8k exact_match 0.412 +- 0.025, 95 % interval 0.364 to 0.461, 400 items, 3 answers unparsed`."""
         score, counts = self.scores[self.metric], self.counts
         parts = [
-            f"{self.name} {self.metric} {score.value:.3f} +- {score.stderr:.3f}",
+            f"{self.config.name} {self.metric} {score.value:.3f} +- {score.stderr:.3f}",
             f"95 % interval {score.low:.3f} to {score.high:.3f}",
             counted(score.num_items, "item"),
         ]
@@ -159,16 +158,8 @@ class BenchmarkResult:
         return ", ".join(parts)
 
 
-def result_of(
-    config: BenchmarkConfig,
-    *,
-    form: str,
-    is_chat: bool,
-    base_metric: str,
-    higher_is_better: bool,
-    records: list[dict[str, Any]],
-) -> BenchmarkResult:
-    """The result of a benchmark's records. Their first score is the main metric.
+def result_of(config: BenchmarkConfig, *, records: list[dict[str, Any]], **how: Any) -> BenchmarkResult:
+    """The result of a benchmark's records. Their first score is the main metric. how: the other fields.
 
     Standard errors are over items, not answers: the samples of an item are not independent. With as many samples for
     each item that is the error of a mean of clusters.
@@ -176,21 +167,8 @@ def result_of(
     Source: Miller, arXiv:2411.00640 (clustered standard errors).
     """
     weights = [record["weight"] for record in records] if "weight" in records[0] else None
-    names = list(records[0]["scores"])
-    scores = {name: score_of([record["scores"][name] for record in records], weights) for name in names}
-    return BenchmarkResult(
-        name=config.name,
-        form=form,
-        metric=names[0],
-        higher_is_better=higher_is_better,
-        is_chat=is_chat,
-        num_fewshot=config.num_fewshot,
-        scores=scores,
-        records=records,
-        base_metric=base_metric,
-        num_samples=config.num_samples,
-        sampling=config.sampling,
-    )
+    scores = {n: score_of([record["scores"][n] for record in records], weights) for n in records[0]["scores"]}
+    return BenchmarkResult(config=config, scores=scores, records=records, **how)
 
 
 def written_record(

@@ -82,7 +82,6 @@ def run_environment(
         form=FORM,
         is_chat=True,
         base_metric="reward",
-        higher_is_better=True,
         records=[_record(config, item, group, list(names)) for item, group in zip(items, groups, strict=True)],
     )
 

@@ -16,6 +16,7 @@ from nanodag.evaluation.benchmark import open_benchmark
 from nanodag.evaluation.paired import read_records
 from nanodag.evaluation.results import BenchmarkResult, result_of
 from nanodag.rewards.judge import ASKED_AT_ONCE, Judge
+from nanodag.rewards.remote import may_pass
 from nanodag.store.kept_lines import KeptLines, content_key
 
 
@@ -67,9 +68,7 @@ def win_rate(
                 records.append(record)
                 on_progress(len(records), len(result.records))
     except httpx.HTTPError as error:
-        response = error.response if isinstance(error, httpx.HTTPStatusError) else None
-        is_wrong = response is not None and response.status_code < 500 and response.status_code != 429
         what = f"Benchmark {config.name!r}: the judge of {config.judge} cannot be asked: {error}"
-        raise (ConfigError if is_wrong else ServerBusy)(what) from error
-    how: dict[str, Any] = {"base_metric": "win_rate", "higher_is_better": True, "records": records}
-    return result_of(config, form=result.form, is_chat=result.is_chat, **how)
+        raise (ServerBusy if may_pass(error) else ConfigError)(what) from error
+    how: dict[str, Any] = {"base_metric": "win_rate", "form": result.form, "is_chat": result.is_chat}
+    return result_of(config, records=records, **how)

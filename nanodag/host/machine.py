@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+import yaml
+
 from nanodag.errors import ConfigError
 from nanodag.host.processor import control_group_files, instruction_set, read_limit, usable_cores
 
@@ -72,26 +74,10 @@ class ListedGpu:
     driver: str
 
 
-# By the part of CUDA's name that tells them apart; the first that fits counts. Memory as CUDA reports it, rounded down.
-GPUS = (
-    Gpu(name="GB200", memory=184 * GIB, capability=10.0, peak=2500e12, bandwidth=8000e9),
-    Gpu(name="B200", memory=178 * GIB, capability=10.0, peak=2250e12, bandwidth=8000e9),
-    Gpu(name="H200", memory=139 * GIB, capability=9.0, peak=989e12, bandwidth=4800e9),
-    Gpu(name="H20", memory=95 * GIB, capability=9.0, peak=148e12, bandwidth=4000e9),
-    Gpu(name="H100 PCIe", memory=79 * GIB, capability=9.0, peak=756e12, bandwidth=2000e9),
-    Gpu(name="H100", memory=79 * GIB, capability=9.0, peak=989e12, bandwidth=3350e9),
-    Gpu(name="A100-40GB", memory=39 * GIB, capability=8.0, peak=312e12, bandwidth=1555e9),
-    Gpu(name="A100", memory=79 * GIB, capability=8.0, peak=312e12, bandwidth=2039e9),
-    Gpu(name="L40S", memory=44 * GIB, capability=8.9, peak=362e12, bandwidth=864e9),
-    Gpu(name="L40", memory=44 * GIB, capability=8.9, peak=181e12, bandwidth=864e9),
-    Gpu(name="L4", memory=22 * GIB, capability=8.9, peak=121e12, bandwidth=300e9),
-    Gpu(name="A6000", memory=47 * GIB, capability=8.6, peak=155e12, bandwidth=768e9),
-    Gpu(name="A10G", memory=22 * GIB, capability=8.6, peak=70e12, bandwidth=600e9),
-    Gpu(name="A10", memory=22 * GIB, capability=8.6, peak=125e12, bandwidth=600e9),
-    Gpu(name="5090", memory=31 * GIB, capability=12.0, peak=209e12, bandwidth=1792e9),
-    Gpu(name="4090", memory=23 * GIB, capability=8.9, peak=165e12, bandwidth=1008e9),
-    Gpu(name="3090", memory=23 * GIB, capability=8.6, peak=71e12, bandwidth=936e9),
-    Gpu(name="T4", memory=14 * GIB, capability=7.5, peak=65e12, bandwidth=320e9),  # no V100: CUDA 13 has no Volta
+_UNITS = {"memory": GIB, "peak": 1e12, "bandwidth": 1e9}
+GPUS = tuple(
+    Gpu(**{name: value * _UNITS[name] if name in _UNITS else value for name, value in row.items()})
+    for row in yaml.safe_load(Path(__file__).with_name("gpus.yaml").read_text(encoding="utf-8"))
 )
 
 

@@ -137,6 +137,27 @@ def score_questions(
     return scores
 
 
+@torch.no_grad()
+def scores_at(
+    scorer: CausalModel, asked: Sequence[tuple[Sequence[int], Sequence[int]]], *, batch_tokens: int
+) -> list[list[float]]:
+    """Scores by a reward model (nanodag.model.scorer) of texts, at some places of each: token ids and ascending places.
+    Texts are packed, what they begin with alike read once."""
+    scores: list[list[float]] = [[] for _ in asked]
+    # A score is read where a token is predicted: another one stands behind the last.
+    questions = [Question(tuple(ids[: at[0] + 1]), ((*ids[at[0] + 1 :], 0),)) for ids, at in asked]
+    longest = max((len(ids) for ids, _ in asked), default=0)
+    for batch in in_batches(questions, micro_batch_tokens=batch_tokens, max_positions=longest) if asked else ():
+        arrays = (batch.ids, batch.positions, batch.predict_at)
+        ids, positions, at = (on_device(array, scorer.score.weight.device) for array in arrays)
+        found = scorer(ids[None], positions[None], places=at, attend=attention(batch.sequences)).tolist()
+        for number, question in batch.questions:
+            _, places = asked[number]
+            scores[number] = [found[place - places[0]] for place in places]
+            found = found[len(question.answers[0]) :]
+    return scores
+
+
 def in_batches(questions: Sequence[Question], *, micro_batch_tokens: int, max_positions: int) -> list[QuestionBatch]:
     """Sort questions, those that begin alike beside one another, into batches of at most micro_batch_tokens; one that
     is longer comes with those alone that share most of it. The largest batch comes first: an out-of-memory at once.

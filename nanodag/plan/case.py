@@ -10,6 +10,8 @@ from nanodag.config.footprint import USABLE
 from nanodag.config.model_size import ModelSize, began_at
 from nanodag.config.model_size import model_of as derived_model_of
 from nanodag.config.pipeline import PlanConfig
+from nanodag.config.rl_parts import RewardConfig
+from nanodag.config.section import found_in
 from nanodag.config.stage_base import StageBase
 from nanodag.data.config import SourceConfig
 from nanodag.errors import BadRequest, ConfigError, SourceError
@@ -29,7 +31,7 @@ S = TypeVar("S", bound=StageBase)
 @dataclass(frozen=True, kw_only=True)
 class Case(Generic[S]):
     """One stage on one machine. inputs: of the plan that nobody can know. trained: sources that the inputs were trained
-    on."""
+    on. judges: reward models that it asks, of known size."""
 
     name: str
     stage: S
@@ -38,6 +40,7 @@ class Case(Generic[S]):
     sizes: Sizes
     inputs: PlanConfig = field(default_factory=PlanConfig)
     trained: Sequence[SourceConfig] = ()
+    judges: Sequence[tuple[RewardConfig, ModelSize]] = ()
 
     @property
     def device(self) -> str:
@@ -95,6 +98,7 @@ class Formula:
 def case_of(pipeline: Pipeline, name: str, machine: Machine) -> Case[StageBase]:
     """The case of a stage of a resolved pipeline."""
     stage, mirror = pipeline.stages[name], None if pipeline.mirror == "none" else Path(pipeline.mirror)
+    asked = ((reward, _judge_of(pipeline, stage, reward, mirror)) for _, reward in found_in(stage, RewardConfig))
     before = [pipeline.stages[source] for source in stage.inputs.values()]
     return Case(
         name=name,
@@ -104,7 +108,18 @@ def case_of(pipeline: Pipeline, name: str, machine: Machine) -> Case[StageBase]:
         sizes=Sizes(pipeline.plan.data, mirror),
         inputs=pipeline.plan,
         trained=[source for other in before for source in other.learned_sources],
+        judges=[(reward, model) for reward, model in asked if model is not None],
     )
+
+
+def _judge_of(pipeline: Pipeline, stage: StageBase, reward: RewardConfig, mirror: Path | None) -> ModelSize | None:
+    """The reward model that a reward asks; None for another reward, and for a model of a type that is not known."""
+    if reward.from_input:
+        return _model_of(pipeline, stage.inputs[reward.from_input], mirror)
+    try:
+        return size_of(folder, read_checkpoint(folder).architecture) if (folder := Path(reward.folder)).name else None
+    except BadRequest:
+        return None
 
 
 def _model_of(pipeline: Pipeline, name: str, mirror: Path | None) -> ModelSize | None:

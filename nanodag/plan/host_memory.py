@@ -4,7 +4,8 @@ processes beside the controller that answer the policy.
 Measured on a CPU after the imports: trainer 205 MB, sampler 177, evaluation 361 (lm-eval among it), controller 56. A
 trainer has 110 MB more once DeepSpeed has started, which loads torch's compiler whether anything is compiled or not. A
 layer that torch does compile costs another 140. Read off runs of `pocket`, and not explained: 60 MB more of a trainer,
-120 more of an evaluation. With CUDA a process maps more; 3 GiB is not measured.
+120 more of an evaluation. A reward model's process has 500, with transformers. With CUDA a process maps more; 3 GiB is
+not measured.
 
 The process of an environment 16 MB, 57 with numpy and BM25;
 an episode, which is its fork, 1.8 and 3.7 of its own. That of an agent's function 51 with the package `openai`, 16
@@ -29,6 +30,7 @@ SAMPLER = 177 * MB
 EVALUATION = 480 * MB
 CONTROLLER = 110 * MB
 REWARDS = 60 * MB
+REWARD_MODEL = 500 * MB
 TOKENIZER = 60 * MB
 REPORT = 270 * MB
 IMPORT = 60 * MB

@@ -10,6 +10,7 @@ from statistics import fmean
 from nanodag.config.derive import state_of
 from nanodag.config.footprint import lora_parameters, saved_bytes
 from nanodag.config.kinds.rl import RLStage
+from nanodag.config.rl_parts import RewardConfig
 from nanodag.config.rl_sections import HELD_OUT
 from nanodag.errors.words import size
 from nanodag.inference.number_formats import width_of
@@ -18,7 +19,7 @@ from nanodag.plan.case import Case, Changed, Formula, changed
 from nanodag.plan.evaluation import PlannedSamplers, items_of, planned_samplers, prompt_of
 from nanodag.plan.host_memory import programs_of
 from nanodag.plan.sizes import Sizes, held_out_share
-from nanodag.plan.speeds import Asked, overlapped_s, weights_s
+from nanodag.plan.speeds import Asked, PlannedDevices, overlapped_s, weights_s
 from nanodag.plan.stage_plan import Fault, Process, StagePlan
 from nanodag.plan.supervised import artifact_bytes, held_to_train, loaded_bytes
 
@@ -86,8 +87,7 @@ def plan_rl(case: Case[RLStage]) -> StagePlan:
     flops = steps * (step.trained * model.training_flops(step.length) + step.sampled * model.forward_flops(step.length))
     trainer, sampler = _by_placement(stage, _trainer(case), samplers.process)
     controller = {"process": host_memory.CONTROLLER, "data": case.sizes.held_to_read(stage.data)}
-    rewards = Process(name="rewards", count=rollout.reward_processes, host={"process": host_memory.REWARDS})
-    beside = (Process(name="controller", host=controller), rewards)
+    beside = (Process(name="controller", host=controller), _rewards(case))
     programs = programs_of(stage, max(step.samples, asked_at_once(stage)))
     files = int(steps * step.kept * TOKEN_BYTES_ON_DISK)
     return case.plan(
@@ -106,6 +106,20 @@ def plan_rl(case: Case[RLStage]) -> StagePlan:
         share=case.trainers(precision).shares.trainer,
         notes=_notes(stage, step, programs),
     )
+
+
+def _rewards(case: Case[RLStage]) -> Process:
+    """The processes of rewards, each with the stage's reward models."""
+    count = case.stage.rollout.reward_processes
+    if not case.judges:
+        return Process(name="rewards", count=count, host={"process": host_memory.REWARDS})
+    held = {"reward models": sum(4 * model.total for _, model in case.judges)}
+    device = next((d for d in (_device_of(reward) for reward, _ in case.judges) if d == "cuda"), "cpu")
+    return host_memory.computing("rewards", device, held, cpu={"process": host_memory.REWARD_MODEL}, count=count)
+
+
+def _device_of(reward: RewardConfig) -> str:
+    return str(reward.options.get("device", "cpu")).partition(":")[0]
 
 
 def _notes(stage: RLStage, step: Step, programs: Sequence[Process]) -> tuple[str, ...]:
@@ -315,6 +329,10 @@ def seconds_of(case: Case[RLStage], samplers: PlannedSamplers, step: Step, *, le
     stage, steps = case.stage, case.stage.num_steps
     if (training := _training_s(case, step)) is None or (sampling := _sampling_s(case, samplers, step)) is None:
         return None
+    if (judging := _judging_s(case, step)) is None:
+        return None
+    is_beside = case.device == "cuda" and all(_device_of(reward) == "cpu" for reward, _ in case.judges)
+    sampling = max(sampling, judging) if is_beside else sampling + judging
     start = speeds.START_S[case.device] + case.sizes.in_memory(stage.data) / speeds.PARSED_BYTES_S
     ahead = stage.rollout.max_staleness - (stage.rollout.partial_rollouts == "correct")
     overlaps = stage.placement == "separate" and stage.has_trainer and ahead > 0
@@ -330,6 +348,19 @@ def _training_s(case: Case[RLStage], step: Step) -> float | None:
     passes = 4 / 3 if stage.algorithm.has_reference else 1.0
     passes += 1 / 3 if optimizer.activation_checkpointing else 0.0
     return trained * passes * case.model.training_flops(step.length) / (trainers.shares.trainer * trainers.peak)
+
+
+def _judging_s(case: Case[RLStage], step: Step) -> float | None:
+    """Seconds in which reward models score what is sampled, a group's prompt once; None where a GPU is not known."""
+    rollout, seconds = case.stage.rollout, 0.0
+    tokens = case.stage.num_steps * (step.sampled + prompts_a_step(case.stage) * step.prompt)
+    for reward, model in case.judges:
+        count = rollout.reward_processes * int(reward.options.get("threads", 1))
+        devices = PlannedDevices(machine=case.machine, device=_device_of(reward), precision="fp32", count=count)
+        if not devices.peak:
+            return None
+        seconds += tokens * model.forward_flops(step.length) / (devices.shares.likelihood * devices.peak)
+    return seconds
 
 
 def _sampling_s(case: Case[RLStage], samplers: PlannedSamplers, step: Step) -> float | None:

@@ -100,7 +100,7 @@ class Judge:
     The component `price` is what this sample cost.
     """
 
-    def __init__(self, path: str, *, compares: bool = False) -> None:
+    def __init__(self, path: str, compares: bool = False) -> None:
         self._file = read_judge(path, compares=compares)
         headers = {}
         if self._file.key_file:

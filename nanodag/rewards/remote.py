@@ -39,11 +39,11 @@ class Remote:
         return [_reward_of(reward) for reward in rewards]
 
 
-def _may_pass(error: BaseException) -> bool:
-    """True when a request that failed so may succeed when it is sent again."""
+def may_pass(error: BaseException) -> bool:
+    """True when a request that failed so may succeed when it is sent again: the server was lost, or is busy."""
     if isinstance(error, httpx.HTTPStatusError):
         return error.response.status_code == 429 or error.response.status_code >= 500
-    return isinstance(error, httpx.TransportError)
+    return isinstance(error, httpx.TransportError) and not isinstance(error, httpx.UnsupportedProtocol)
 
 
 def _pause_s(state: RetryCallState) -> float:
@@ -58,7 +58,7 @@ def _is_over(state: RetryCallState) -> bool:
     return stop_after_delay(patience_s)(state) or time_limit.left_s() < state.upcoming_sleep + LAST_S
 
 
-@retry(retry=retry_if_exception(_may_pass), wait=_pause_s, stop=_is_over, reraise=True)
+@retry(retry=retry_if_exception(may_pass), wait=_pause_s, stop=_is_over, reraise=True)
 def post_json(client: httpx.Client, url: str, body: Mapping[str, Any], *, patience_s: float = PATIENCE_S) -> Any:
     """POST a body; returns the server's answer. patience_s: how long what may pass is tried again. Raises
     httpx.HTTPError for a request that failed at last, ValueError for no JSON."""

@@ -4,15 +4,13 @@ A sample whose reward raises, hangs, eats the memory or kills its process fails 
 replaced. Processes talk JSON lines over sockets of their own, so a reward that prints breaks nothing.
 """
 
-import queue
 import signal
 import sys
-import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import suppress
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any
 
 from nanodag import registry as entries
@@ -22,10 +20,9 @@ from nanodag.rewards import sandbox
 from nanodag.rewards.text_rewards import REPORTED
 
 START_TIMEOUT_S = 120.0
-END_TIMEOUT_S = 5.0
 MAX_BYTES = 4 << 30  # address space of a process; none for a reward model
-MAX_TOGETHER = 32
-ASKED_TOGETHER = ("remote:", "judge:")  # rewards that another machine computes
+MAX_TOGETHER = {"remote:": 32, "judge:": 32, "model:": 256}
+"""Samples that a process is given together, of rewards that take many at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +60,11 @@ class RewardPool:
                 entries.find("reward", name)
         self._timeout_s, self._how = timeout_s, how
         self._max_bytes = 0 if any(name.startswith("model:") for name in self._weights) else MAX_BYTES
-        self._is_closed = False
+        self._is_closed, self._lock = False, Lock()
         self._processes: list[_Process] = []
-        self._waiting: queue.SimpleQueue[list[_Sample] | None] = queue.SimpleQueue()
-        self._threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(num_processes)]
-        for thread in self._threads:
-            thread.start()
+        self._free: list[_Process] = []
+        self._waiting: deque[list[_Sample]] = deque()
+        self._threads, self._num_processes = ThreadPoolExecutor(num_processes), num_processes
 
     def submit_group(
         self,
@@ -93,68 +89,62 @@ class RewardPool:
         pairs = zip(records, completions, strict=True)
         samples = [_Sample(weights, record, completion, Future()) for record, completion in pairs]
         for lot in [samples] if samples and _has(weights, "group:") else [[sample] for sample in samples]:
-            self._waiting.put(lot)
+            self._waiting.append(lot)
+            self._threads.submit(self._serve)
         return [sample.future for sample in samples]
 
     def close(self) -> None:
         """End the processes. What waits is cancelled; what they are at fails, as nobody knows how long it takes."""
-        self._is_closed = True
-        for _ in self._threads:
-            self._waiting.put(None)
-        for process in list(self._processes):  # whoever waits for one finds that it has ended
-            process.child.send(signal.SIGKILL)
-        for thread in self._threads:
-            thread.join()
+        with self._lock:
+            self._is_closed = True
+            for process in self._processes:  # whoever waits for one finds that it has ended
+                process.child.send(signal.SIGKILL)
+        self._threads.shutdown()
+        for process in self._processes:
+            process.child.kill()
 
     def _serve(self) -> None:
-        """One thread, one process at a time: the next samples to it, its answers to their futures."""
-        process: _Process | None = None
-        held: deque[list[_Sample]] = deque()
-        while samples := self._next(held):
-            if self._is_closed:
-                for sample in samples:
-                    sample.future.cancel()
-            samples = [sample for sample in samples if sample.future.set_running_or_notify_cancel()]
-            if not samples:
-                continue
+        """The next samples to a process that is free, its answers to their futures."""
+        samples = self._next()
+        if self._is_closed:
+            for sample in samples:
+                sample.future.cancel()
+        samples = [sample for sample in samples if sample.future.set_running_or_notify_cancel()]
+        if not samples:
+            return
+        try:
+            with self._lock:
+                if not self._free:
+                    self._free.append(_Process(self._options, self._how, self._timeout_s, self._max_bytes))
+                    self._processes += self._free
+                process = self._free.pop()
+                if self._is_closed:  # by now; `close` may not have seen this one
+                    process.child.send(signal.SIGKILL)
             try:
-                if process is None:
-                    process = _Process(self._options, self._how, self._timeout_s, self._max_bytes)
-                    self._processes.append(process)
-                    if self._is_closed:  # by now; `close` may not have seen this one
-                        process.child.send(signal.SIGKILL)
-                for sample, score in zip(samples, process.score(samples), strict=True):
-                    sample.future.set_result(score)
+                scores = process.score(samples)
             except _Lost as lost:
-                assert process is not None
                 self._processes.remove(process)
-                process = None
-                for sample in samples:
-                    sample.future.set_result(SampleReward(error=str(lost)))
-            except Exception as error:  # noqa: BLE001 - whoever waits for these samples must hear of it
-                for sample in samples:
-                    sample.future.set_exception(error)
-        if process is not None:
-            process.child.hang_up(END_TIMEOUT_S)
+                scores = [SampleReward(error=str(lost))] * len(samples)
+            finally:
+                self._free += [process] if process in self._processes else []
+            for sample, score in zip(samples, scores, strict=True):
+                sample.future.set_result(score)
+        except Exception as error:  # noqa: BLE001 - whoever waits for these samples must hear of it
+            for sample in samples:
+                sample.future.set_exception(error)
 
-    def _next(self, held: "deque[list[_Sample]]") -> "list[_Sample]":
-        """The samples that go to a process together: one, a group whose reward compares its members, or where another
-        machine computes it all that wait, up to MAX_TOGETHER. held: taken, but not for this time. Empty at the end."""
-        first = held.popleft() if held else self._waiting.get()
-        if first is None:
-            return []
-        samples, weights = list(first), first[0].weights
-        goes_together = any(_has(weights, prefix) for prefix in ASKED_TOGETHER) and not _has(weights, "group:")
-        with suppress(queue.Empty):
-            while goes_together and len(samples) < MAX_TOGETHER:
-                other = self._waiting.get_nowait()
-                if other is None:
-                    self._waiting.put(None)
+    def _next(self) -> "list[_Sample]":
+        """Samples that a process gets together: one, a group whose reward compares its members, or a process's share of
+        those that wait for the same rewards of MAX_TOGETHER. None where others took them."""
+        with self._lock:
+            share = -(-len(self._waiting) // self._num_processes)
+            samples = list(self._waiting.popleft()) if self._waiting else []
+            weights = samples[0].weights if samples else {}
+            most = max((size for prefix, size in MAX_TOGETHER.items() if _has(weights, prefix)), default=1)
+            while not _has(weights, "group:") and len(samples) < min(most, share) and self._waiting:
+                if self._waiting[0][0].weights != weights:
                     break
-                if other[0].weights != weights:
-                    held.append(other)
-                    break
-                samples += other
+                samples += self._waiting.popleft()
         return samples
 
 

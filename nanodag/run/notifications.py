@@ -33,6 +33,8 @@ def post(webhook: str, body: Mapping[str, Any]) -> None:
     """
     import httpx
 
+    from nanodag.rewards.remote import may_pass
+
     name = webhook.removeprefix("env:")
     address = os.environ.get(name, "")
     if not address:
@@ -40,15 +42,14 @@ def post(webhook: str, body: Mapping[str, Any]) -> None:
             f"notify.webhook is {webhook!r}, but {name} is not set where the flows are served. Set it and restart "
             "with: nanodag server stop; nanodag server start"
         )
+    failure: Exception
     try:
         # It logs the whole address of every request.
         logging.getLogger("httpx").setLevel(logging.WARNING)
-        answer = httpx.post(address, json=dict(body), timeout=TIMEOUT_S, follow_redirects=False)
-        if answer.status_code < 300:
-            return
-        may_pass = answer.status_code == 429 or answer.status_code >= 500
-        reason = f"answered {answer.status_code}: {answer.text[:200]}"
+        httpx.post(address, json=dict(body), timeout=TIMEOUT_S, follow_redirects=False).raise_for_status()
+        return
+    except httpx.HTTPStatusError as error:
+        failure, reason = error, f"answered {error.response.status_code}: {error.response.text[:200]}"
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        may_pass = isinstance(error, httpx.TransportError) and not isinstance(error, httpx.UnsupportedProtocol)
-        reason = f"cannot be reached ({type(error).__name__})."
-    raise (ServerBusy if may_pass else ServerError)(f"notify.webhook: the address in {name} {reason}")
+        failure, reason = error, f"cannot be reached ({type(error).__name__})."
+    raise (ServerBusy if may_pass(failure) else ServerError)(f"notify.webhook: the address in {name} {reason}")

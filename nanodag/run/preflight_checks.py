@@ -214,13 +214,6 @@ class Checks:
             if benchmark.judge != "none":
                 read_judge(benchmark.judge, compares=True)
             reader = str(read_form(form).get("custom_dataset", ""))  # empty where lm-eval has data of its own
-            if benchmark.source is None and reader:
-                raise ConfigError(f"Benchmark {benchmark.name!r} needs `source:`, where its items come from.")
-            if benchmark.num_fewshot and benchmark.fewshot is None and benchmark.source is not None:
-                raise ConfigError(
-                    f"Benchmark {benchmark.name!r}: num_fewshot {benchmark.num_fewshot} needs `fewshot:`, a source of "
-                    "worked examples that are no items, such as the training split."
-                )
             if reader == _RUNS_PROGRAMS and not self._only_names:
                 sandbox.walls()
             kind = _KIND_OF_READER.get(reader)

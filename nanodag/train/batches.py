@@ -19,10 +19,12 @@ from nanodag.data.mixture import Drawn, Mixture
 from nanodag.data.records import message_text, record_bytes
 from nanodag.data.shuffle import permutation
 from nanodag.errors import ConfigError
+from nanodag.tokenizer.steps import joined, step_ids
 from nanodag.train.packing import Batch, Packer, Piece, conversation_piece, document_piece, make_batch, pair_piece
 
 if TYPE_CHECKING:
     from nanodag.tokenizer.chat import ChatRenderer
+    from nanodag.tokenizer.encoding import Encoding
 
 _DRAWN_AT_ONCE = 64  # records that are tokenised in one call
 NO_STRETCH = 2**53  # behind the end of the data
@@ -61,12 +63,13 @@ class TokenBatches:
     kind: "document" fills all rows but the last of a window (a document is cut, and its rest packed later); "chat"
     packs whole conversations, with loss on what the assistant says, and beside them the documents of those sources
     whose adapter makes nothing else, trained whole; "preference" packs pairs of answers behind their prompts
-    (scores_ends: as in PairPiece), "judgement" single answers too. too_long: a conversation above sequence_length is
-    truncated, or dropped; either is counted, and what has nothing to learn is dropped, as a pair whose answers are
-    equal. mixing: kind and seed, and maybe rank, world, part, once, repeat, num_epochs, shuffle and mirror, as in
-    Mixture. window_pieces, window_rows: so much, at least, is packed and shuffled together, within a pass. prefetch:
-    batches that a thread makes ahead while others are trained. tokenising_threads: as many tokenise what that thread
-    has read; with 0 it does so itself. Neither changes a batch.
+    (scores_ends: as in PairPiece), "judgement" single answers too; "stepwise" packs answers in steps, with
+    step_separator between these. too_long: a conversation above sequence_length is truncated, or dropped; either is
+    counted, and what has nothing to learn is dropped, as a pair whose answers are equal. mixing: kind and seed, and
+    maybe rank, world, part, once, repeat, num_epochs, shuffle and mirror, as in Mixture. window_pieces, window_rows: so
+    much, at least, is packed and shuffled together, within a pass. prefetch: batches that a thread makes ahead while
+    others are trained. tokenising_threads: as many tokenise what that thread has read; with 0 it does so itself.
+    Neither changes a batch.
 
     The position (`state_dict`) is that of the batch returned last, however far ahead reading is. Batches after
     restoring it are the same to the byte. Ranks may end at different batches; `take` lets them train side by side.
@@ -81,6 +84,7 @@ class TokenBatches:
         sequence_length: int,
         too_long: Literal["truncate", "drop"] = "truncate",
         scores_ends: bool = False,
+        step_separator: str = "",
         window_pieces: int = 512,
         window_rows: int = 128,  # the last one of a window is half empty on average
         prefetch: int = 0,
@@ -92,7 +96,8 @@ class TokenBatches:
         self._window_pieces, self._window_positions = window_pieces, window_rows * sequence_length
         self._mixture = Mixture(sources, **mixing)
         self._seed, self._is_alone = self._mixture.seed, self._mixture.world == 1
-        self._pieces_of, bos_id, self._pad_id = _tokenising(self._mixture.kind, tokenizer_path, scores_ends)
+        how = {"scores_ends": scores_ends, "step_separator": step_separator}
+        self._pieces_of, bos_id, self._pad_id = _tokenising(self._mixture.kind, tokenizer_path, **how)
         self._make_pieces: Callable[[Sequence[Drawn]], list[Piece]] = self._tokenised
         self._new_packer = partial(Packer, sequence_length, bos_id=bos_id)
         self._counts = dict.fromkeys(_COUNTED, 0)
@@ -363,7 +368,7 @@ def tokenising_threads(device: str, *, cores: int, ranks: int) -> int:
 Tokenise = Callable[[Sequence[dict[str, Any]]], list[Piece]]
 
 
-def _tokenising(kind: str, tokenizer_path: Path, scores_ends: bool) -> tuple[Tokenise, int, int]:
+def _tokenising(kind: str, tokenizer_path: Path, scores_ends: bool, step_separator: str) -> tuple[Tokenise, int, int]:
     """Records -> pieces, the id that begins documents, and the id of padding."""
     from nanodag.tokenizer.chat import NO_SWITCHES, load_renderer
     from nanodag.tokenizer.encoding import Encoding
@@ -386,6 +391,12 @@ def _tokenising(kind: str, tokenizer_path: Path, scores_ends: bool) -> tuple[Tok
 
     if kind in ("preference", "judgement"):
         return from_pairs, encoding.bos_id, encoding.pad_id
+
+    def from_steps(records: Sequence[dict[str, Any]]) -> list[Piece]:
+        return [_steps_of(record, renderer, encoding, step_separator) for record in records]
+
+    if kind == "stepwise":
+        return from_steps, encoding.bos_id, encoding.pad_id
 
     def from_both(records: Sequence[dict[str, Any]]) -> list[Piece]:
         chat_records = [r for r in records if "messages" in r]
@@ -412,6 +423,15 @@ def _pair_of(record: dict[str, Any], renderer: "ChatRenderer", scores_ends: bool
         answers[name] = (ids[shared:end], mask[shared:end])
     pair = [answers.get(name) for name in ("chosen", "rejected")]
     return pair_piece(prompt[:shared], pair, scores_ends=scores_ends, margin=record.get("margin", 0.0))
+
+
+def _steps_of(record: dict[str, Any], renderer: "ChatRenderer", encoding: "Encoding", separator: str) -> Piece:
+    """The prompt and the steps of an answer, trained where a step ends."""
+    prompt = renderer.prompt(record["messages"], record.get("template_options", {}))
+    steps = encoding.encode_batch(joined(record["steps"], separator))
+    ids, places = step_ids(prompt, steps, renderer.stop_ids[:1])
+    is_end = np.isin(np.arange(len(ids)), places)
+    return Piece(np.array([*ids, 0], dtype=np.int32), is_end, is_document=False, judged=tuple(record["labels"]))
 
 
 def _num_common(one: np.ndarray, other: np.ndarray) -> int:

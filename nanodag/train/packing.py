@@ -29,13 +29,16 @@ ABSENT: Answer = (np.zeros(0, dtype=np.int32), np.zeros(0, dtype=bool))
 class Piece:
     """Part or all of a document or conversation. tokens: (n + 1,) int32. trained: (n,) bool. is_document: it
     may be cut. surplus_bytes: that its tokens stand for beyond those of its text, as a SentencePiece's blank in
-    front. record: number of its source, and the pass over it; None for what was cut off."""
+    front. record: number of its source, and the pass over it; None for what was cut off. judged: of a pair how much
+    better the chosen answer is, by whoever judged; of an answer whose steps are judged, how right each is, at the
+    trained positions."""
 
     tokens: np.ndarray
     trained: np.ndarray
     is_document: bool
     surplus_bytes: int = 0
     record: tuple[int, int] | None = None
+    judged: tuple[float, ...] = ()
 
     @property
     def num_positions(self) -> int:
@@ -58,7 +61,9 @@ class Piece:
 
     def shortened(self, num_positions: int) -> "Piece":
         """The first positions of a piece that is longer."""
-        return Piece(self.tokens[: num_positions + 1], self.trained[:num_positions], is_document=False)
+        trained = self.trained[:num_positions]
+        judged = self.judged[: int(trained.sum())]
+        return Piece(self.tokens[: num_positions + 1], trained, is_document=False, judged=judged)
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,12 +71,11 @@ class PairPiece(Piece):
     """A prompt and two answers to it, the chosen one first. tokens: (P,) int32, the prompt's. answers: ids and mask of
     each, (A,) int32 and bool; trained by the mask. Positions: the prompt's but its last, then for each answer the
     prompt's last token and the answer's but its last. So each position predicts one token, and what both share is
-    computed once. scores_ends: the answers' last tokens are read too, and these positions alone are trained. margin:
-    how much better the chosen answer is, by whoever judged. One of the answers may be ABSENT."""
+    computed once. scores_ends: the answers' last tokens are read too, and these positions alone are trained. One of the
+    answers may be ABSENT."""
 
     answers: tuple[Answer, ...] = ()
     scores_ends: bool = False
-    margin: float = 0.0
 
     @property
     def parts(self) -> tuple[int, ...]:
@@ -106,7 +110,7 @@ class PairPiece(Piece):
         cut = zip(self.answers, (first, room - first), strict=True)
         has_room = room >= np.count_nonzero(sizes)
         answers = [a if a is ABSENT else (a[0][:n], a[1][:n]) for a, n in cut] if has_room else []
-        return pair_piece(self.tokens, answers, scores_ends=self.scores_ends, margin=self.margin)
+        return pair_piece(self.tokens, answers, scores_ends=self.scores_ends, margin=self.judged[0])
 
 
 def pair_piece(
@@ -124,7 +128,7 @@ def pair_piece(
         return conversation_piece(prompt, np.zeros(len(prompt), dtype=bool))
     masks = [np.arange(len(m) + 1) == len(m) if scores_ends else m for _, m in pair]
     trained = np.concatenate([np.zeros(len(prompt) - 1, dtype=bool), *masks])
-    return PairPiece(prompt, trained, is_document=False, answers=pair, scores_ends=scores_ends, margin=margin)
+    return PairPiece(prompt, trained, is_document=False, answers=pair, scores_ends=scores_ends, judged=(margin,))
 
 
 def document_piece(ids: Sequence[int], bos_id: int, surplus_bytes: int = 0) -> Piece:
@@ -226,9 +230,9 @@ class Batch:
     input_ids: int64. labels: int64, the token to be predicted at each position, -100 for no loss. document_ids: int32,
     0 and up within a row, -1 for padding. surplus_bytes: of its pieces. position_ids: int64, from 0 in each document,
     and in the padding of each row, and in what continues another document, from where that one ends.
-    continued: (B, T) int32, the document that one continues, -1 for none; None where none does. keys, margins: of the
-    pairs in it, in their order. answers: numbers of the answers that are there: 2 p of pair p's chosen one, 2 p + 1 of
-    its rejected one.
+    continued: (B, T) int32, the document that one continues, -1 for none; None where none does. keys: of the pairs in
+    it, in their order. judged: of its pieces. answers: numbers of the answers that are there: 2 p of pair p's chosen
+    one, 2 p + 1 of its rejected one.
     """
 
     input_ids: np.ndarray
@@ -237,7 +241,7 @@ class Batch:
     surplus_bytes: int = 0
     continued: np.ndarray | None = None
     keys: tuple[int, ...] = ()
-    margins: tuple[float, ...] = ()
+    judged: tuple[float, ...] = ()
     answers: tuple[int, ...] = ()
     position_ids: np.ndarray = field(init=False)
 
@@ -282,7 +286,8 @@ def make_batch(rows: Sequence[Sequence[Piece]], *, num_rows: int, row_length: in
                 start, document = start + length, document + 1
     pieces = [piece for row in rows for piece in row]
     pairs = [piece for piece in pieces if isinstance(piece, PairPiece)]
-    of_pairs: dict[str, Any] = {"keys": tuple(p.key for p in pairs), "margins": tuple(p.margin for p in pairs)}
+    judged = tuple(value for piece in pieces for value in piece.judged)
+    of_pairs: dict[str, Any] = {"keys": tuple(p.key for p in pairs), "judged": judged}
     if pairs:
         sizes = [len(ids) for piece in pairs for ids, _ in piece.answers]
         of_pairs |= {"continued": continued, "answers": tuple(np.flatnonzero(sizes).tolist())}

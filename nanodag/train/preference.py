@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
 from nanodag.model.attention import on_device
 from nanodag.registry import entry
-from nanodag.train.objective import OVER, to_device
+from nanodag.train.objective import OVER, NextToken, to_device
 from nanodag.train.packing import Batch
 from nanodag.worker.job import leave_stopped, stop_requested
 
@@ -244,13 +244,32 @@ class PairwiseReward:
 
     def loss(self, engine: Any, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Reported: accuracy, the share of pairs whose chosen answer scores higher; the scores of either; the lead;
-        and calibration."""
+        and calibration, in validation alone."""
         moved = to_device(batch, engine.device)
         scores = engine(moved.input_ids, moved.position_ids, attend=moved.attend, places=moved.label_places)
         pairs = scores.view(-1, 2)
-        margins = self._margin_weight * on_device(np.array(batch.margins, np.float32), engine.device)
+        margins = self._margin_weight * on_device(np.array(batch.judged, np.float32), engine.device)
         loss: Tensor = -logsigmoid(_lead(pairs) - margins).sum() + self._centring * pairs.sum(1).square().sum()
-        return loss, _reported(pairs.detach(), "score") | _calibration(_lead(pairs.detach()))
+        reported = _reported(pairs.detach(), "score")
+        return loss, reported if torch.is_grad_enabled() else reported | _calibration(_lead(pairs))
+
+
+class StepReward(NextToken):
+    """Binary cross entropy of how right each step of an answer is, at its last token; summed over steps.
+
+    Source: Let's Verify Step by Step, arXiv:2305.20050.
+    """
+
+    def loss(self, engine: Any, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Reported: accuracy, the share of steps that are told right or wrong as their labels say; the same of wrong
+        steps alone."""
+        moved = to_device(batch, engine.device)
+        scores = engine(moved.input_ids, moved.position_ids, attend=moved.attend, places=moved.label_places)
+        labels = on_device(np.array(batch.judged, np.float32), engine.device)
+        told, is_wrong = (scores.detach() > 0) == (labels > 0.5), labels <= 0.5
+        sums = {"accuracy": told, "accuracy_of_wrong": told & is_wrong, f"accuracy_of_wrong{OVER}": is_wrong}
+        loss: Tensor = binary_cross_entropy_with_logits(scores, labels, reduction="sum")
+        return loss, {name: flags.float().sum() for name, flags in sums.items()}
 
 
 @torch.no_grad()

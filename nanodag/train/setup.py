@@ -159,6 +159,7 @@ def _model(job: Job, tokenizer_path: Path) -> CausalModel:
             add_lora(model, rank=rank, alpha=config.optimizer.lora_alpha, seed=int(config.seed))
         if isinstance(model, ScalarHead):  # at 0 it would pass no gradient to adapters
             model.score.requires_grad_(True)
+            model.step_separator = config.packing.get("step_separator", "")
         return model
     model = Decoder(architecture_of(job, tokenizer_path), **options)
     initialise(model, int(config.seed))
@@ -255,7 +256,7 @@ class Data:
             return None
         encoding, engine = Encoding(self._tokenizer_path), self._engine
         rank, world, pad_id = engine.rank, engine.world_size, encoding.pad_id
-        is_text = isinstance(objective, NextToken)
+        is_text = type(objective) is NextToken
         if is_text:
             rows = self._held_out_rows(sources)
             batches = rows.batches(rank=rank, world=world, batch_rows=self._rows, pad_id=pad_id)

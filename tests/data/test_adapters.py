@@ -251,3 +251,13 @@ def test_the_margin_of_a_preference_is_the_difference_of_its_scores_where_it_has
     assert adapt({**row, "score_rejected": 5}, "preference")["margin"] == 2.5
     for missing in (None, float("nan")):
         assert "margin" not in adapt({**row, "score_rejected": missing}, "preference")
+
+
+def test_steps_have_a_label_each_from_0_to_1_and_what_has_not_is_refused_with_its_row():
+    row = {"prompt": "q", "completions": ["a", "b"], "labels": [True, 0.25]}
+    made = {"messages": [user("q")], "steps": ["a", "b"], "labels": [1.0, 0.25]}
+    assert adapt(row, "stepwise") == made == adapt(row, "stepwise", url="hub:trl-lib/math_shepherd")
+    assert record_bytes(made) == 3
+    for change in ({"labels": [True]}, {"labels": [True, 2]}, {"completions": ["a", " "]}, {"completions": []}):
+        with pytest.raises(SourceError, match="row 3 of hub:some/data: An answer needs steps, none blank, and for"):
+            adapt({**row, **change}, "stepwise")

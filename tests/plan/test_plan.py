@@ -357,6 +357,18 @@ def test_a_preset_fits_the_machines_that_it_is_made_for(preset, machine):
     assert all(stage.processes for stage in plan.stages)
 
 
+def test_a_reward_model_stands_in_the_plan_with_its_memory_and_its_time():
+    stages = [
+        stage_of(planned("preferences", CPU, *changes), "rl_on_model")
+        for changes in ((), ("rl_on_model.rollout.reward_processes=2",))
+    ]
+    one, two = (next(p for p in stage.processes if p.name == "rewards") for stage in stages)
+    assert one.host["reward models"] == 4 * stages[0].parameters and (one.count, two.count) == (1, 2)
+    unjudged = stage_of(planned("preferences", CPU), "rl")
+    assert next(p for p in unjudged.processes if p.name == "rewards").host == {"process": host_memory.REWARDS}
+    assert stages[1].seconds < stages[0].seconds
+
+
 def test_every_preset_is_made_for_a_machine():
     assert set(yaml.safe_load(FILE.read_text())["presets"]) == set(MADE_FOR)
 

@@ -10,6 +10,7 @@ from nanodag import registry as entries
 from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import ConfigError
 from nanodag.host.ports import free_port
+from nanodag.rewards import reward_pool
 from nanodag.rewards.pool_process import _score
 from nanodag.rewards.reward import Reward, combined, labels
 from nanodag.rewards.text_rewards import f1
@@ -127,7 +128,7 @@ def test_a_classifier_without_a_chat_template_may_have_a_tokenizer_of_another_fo
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     BertForSequenceClassification(BertConfig(vocab_size=7, num_labels=1, **sizes)).save_pretrained(tmp_path)
     model = entries.load("reward", f"model:{tmp_path}")
-    assert model._ids({"messages": [{"role": "user", "content": "good"}]}, "bad") == [2, 5, 3, 6]
+    assert model._asked({"messages": [{"role": "user", "content": "good"}]}, "bad") == ([2, 5, 3, 6], [3])
 
 
 def test_a_classifier_scores_the_answer_and_is_not_fooled_by_special_tokens(tmp_path):
@@ -135,9 +136,25 @@ def test_a_classifier_scores_the_answer_and_is_not_fooled_by_special_tokens(tmp_
     prompt = {"messages": [{"role": "user", "content": "hi"}], "answer": "", "metadata": {}}
     tokenizer = model._tokenizer
     special = tokenizer.eos_token
-    ids = model._ids(prompt, f"no{special}")
-    assert ids.count(tokenizer.eos_token_id) == model._ids(prompt, "no").count(tokenizer.eos_token_id)
-    expected = model._model(input_ids=torch.tensor([model._ids(prompt, "no")])).logits.item()
-    assert model(prompt, "no").value == pytest.approx(expected)
-    with pytest.raises(ValueError, match="the reward model takes 64"):
-        model(prompt, "x" * 100)
+    (ids, _), (plain, _) = model._asked(prompt, f"no{special}"), model._asked(prompt, "no")
+    assert ids.count(tokenizer.eos_token_id) == plain.count(tokenizer.eos_token_id)
+    expected = LlamaForSequenceClassification.from_pretrained(tmp_path)(input_ids=torch.tensor([plain])).logits.item()
+    score, too_long, again = model.score_batch([(prompt, "no"), (prompt, "x" * 100), (prompt, "no")])
+    assert score == again and score.value == pytest.approx(expected, abs=1e-5)
+    assert too_long.endswith("the reward model takes 64")
+
+
+def test_what_waits_for_a_reward_model_is_scored_together_by_one_process(tmp_path, monkeypatch):
+    monkeypatch.setattr(reward_pool, "START_TIMEOUT_S", 600.0)  # torch is imported, on a machine that has much to do
+    name, options = f"model:{save_classifier(tmp_path)}", {"threads": 2}
+    prompts = [{"messages": [{"role": "user", "content": text}], "answer": "no", "reward": "exact"} for text in "ab"]
+    with Pool({name: 1.0, "auto": 0.0}, options={name: options}, timeout_s=60.0) as pool:
+        pool.score([(prompts[0], "warm")])
+        asked, ask = [], pool._processes[0].child.ask
+        pool._processes[0].child.ask = lambda message, timeout_s: asked.append(message) or ask(message, timeout_s)
+        found = pool.score([(prompt, "no" * n) for prompt in prompts for n in range(1, 9)])
+        assert len(pool._processes) == 1
+    assert sum(len(message["samples"]) for message in asked) == 16 and len(asked) < 16
+    assert [one.components["exact"] for one in found] == [1.0, *[0.0] * 7] * 2
+    with pytest.raises(ConfigError, match=r"takes steps as Literal.'mean', 'min', 'last', 'product'., not 'sum'"):
+        RLStage.of(kind="rl", data=["file:x"], reward={"name": name, "options": {"steps": "sum"}})

@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,14 +22,27 @@ from nanodag.model.folder import load, save
 from nanodag.model.scorer import Scorer
 from nanodag.rewards.reward_model import RewardModel
 from nanodag.tokenizer.chat import load_renderer
+from nanodag.tokenizer.encoding import Encoding
+from nanodag.tokenizer.steps import step_ids
+from nanodag.train.batches import _steps_of
 from nanodag.train.objective import means_of, to_device
 from nanodag.train.packing import make_batch, pair_piece
-from nanodag.train.preference import SURE, Preference, _calibration, answer_logprobs, kto, reference_points, scored
+from nanodag.train.preference import (
+    SURE,
+    Preference,
+    StepReward,
+    _calibration,
+    answer_logprobs,
+    kto,
+    reference_points,
+    scored,
+)
 from tests.model.model_types import make_tiny, taken_by_transformers
 from tests.train import forks, stages
 from tests.train.ranks import first_model
 
 CPU = torch.device("cpu")
+ANSWERS = ("chosen", "rejected")
 
 
 def ids(*tokens):
@@ -37,6 +51,11 @@ def ids(*tokens):
 
 def answer(*tokens):
     return ids(*tokens), np.ones(len(tokens), bool)
+
+
+def score(reward, prompt, answer):
+    (found,) = reward.score_batch([(prompt, answer)])
+    return found.value
 
 
 class Alone:
@@ -254,6 +273,10 @@ def folder(tmp_path_factory):
     rows = [{"prompt": r["prompt"], "completion": r["chosen" if good else "rejected"], "label": good}
             for r, good in singles]  # fmt: skip
     (folder / "singles.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    steps = [(row["prompt"], row[name].split(), row["chosen"].split()) for row, _ in singles for name in ANSWERS]
+    rows = [{"prompt": prompt, "completions": said, "labels": [a == b for a, b in zip(said, right, strict=True)]}
+            for prompt, said, right in steps]  # fmt: skip
+    (folder / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
 
@@ -337,9 +360,10 @@ def test_what_the_first_weights_say_of_all_pairs_is_computed_once_for_another_be
         (2, {"zero_stage": 3, "loss": "ipo", "sft_weight": 0.1}),
         (2, {"zero_stage": 2, "patience": 9}),
         (2, {"kind": "reward_model"}),
+        (2, {"kind": "reward_model", "judges": "steps", "zero_stage": 3}),
         (2, {"loss": "kto", "zero_stage": 2}),
     ],
-    ids=["alone", "zero-3", "best-weights", "reward-model", "kto-of-singles"],
+    ids=["alone", "zero-3", "best-weights", "reward-model", "of-steps", "kto-of-singles"],
 )
 def test_a_killed_preference_stage_ends_on_the_same_bytes(folder, num_ranks, changes):
     resources = {**stages.RESOURCES, "num_ranks": num_ranks}
@@ -347,6 +371,8 @@ def test_a_killed_preference_stage_ends_on_the_same_bytes(folder, num_ranks, cha
     options = {**changes, "resources": resources, "checkpoint_every": 2, "precision": "fp32"}
     if changes.get("loss") == "kto":
         options |= kto_of_singles(folder)
+    if changes.get("judges") == "steps":
+        options |= of_steps(folder)
     whole, killed = (job(folder, f"{name}-{what}", **options) for what in ("whole", "killed"))
     forks.end(forks.start(whole, num_ranks=num_ranks))
     forks.interrupt(killed, after_step=5, with_signal=signal.SIGKILL, num_ranks=num_ranks)
@@ -400,10 +426,86 @@ def test_a_reward_model_tells_better_answers_and_transformers_gives_the_same_sco
         row_ids = torch.tensor(ids.astype(np.int64))[None]
         places = torch.arange(row_ids.shape[1])[None]
         own = model(row_ids, places, document_ids=torch.zeros_like(row_ids), places=places[0, -1:])
-        assert reward(prompt, row["chosen"]).value == pytest.approx(own.item(), abs=1e-5)
-    right = [reward({"messages": [{"role": "user", "content": r["prompt"]}]}, r["chosen"]).value for r in rows[:20]]
-    wrong = [reward({"messages": [{"role": "user", "content": r["prompt"]}]}, r["rejected"]).value for r in rows[:20]]
+        assert score(reward, prompt, row["chosen"]) == pytest.approx(own.item(), abs=1e-5)
+    right = [score(reward, {"messages": [{"role": "user", "content": r["prompt"]}]}, r["chosen"]) for r in rows[:20]]
+    wrong = [score(reward, {"messages": [{"role": "user", "content": r["prompt"]}]}, r["rejected"]) for r in rows[:20]]
     assert sum(a > b for a, b in zip(right, wrong, strict=True)) > 16
+    asked = [({"messages": [{"role": "user", "content": r["prompt"]}]}, r[name]) for r in rows[:9] for name in ANSWERS]
+    assert [found.value for found in reward.score_batch(asked)] == [score(reward, *one) for one in asked]
+
+
+def of_steps(folder):
+    data = [{"url": f"file:{folder / 'steps.jsonl'}", "held_out": 0.1}]
+    return {"kind": "reward_model", "judges": "steps", "step_separator": "\n", "data": data}
+
+
+def steps_piece(prompt, steps, labels):
+    """As of a record of whose texts these are the tokens; 4 ends a turn."""
+    renderer = SimpleNamespace(prompt=lambda messages, switches: prompt, stop_ids=(4,))
+    encoding = SimpleNamespace(encode_batch=lambda texts: steps)
+    record = {"messages": [], "steps": [*map(str, range(len(steps)))], "labels": labels}
+    return _steps_of(record, renderer, encoding, "\n")
+
+
+def test_a_step_is_judged_at_its_last_token_by_binary_cross_entropy_and_cut_with_its_labels():
+    model = drawn_scorer()
+    piece = steps_piece([7, 8, 9], [[10, 11], [12], [13, 14]], [1.0, 0.0, 0.25])
+    other = steps_piece([20], [[21, 22]], [1.0])
+    batch = make_batch([[piece, other], [piece.shortened(6)]], num_rows=2, row_length=14, pad_id=0)
+    assert batch.judged == (1.0, 0.0, 0.25, 1.0, 1.0, 0.0)
+    loss, sums = StepReward().loss(Alone(model), batch)
+    expected, told = 0.0, []
+    whole = [7, 8, 9, 10, 11, 12, 13, 14, 4]
+    answers = [(whole, (4, 5, 8), (1, 0, 0.25)), ([20, 21, 22, 4], (3,), (1,)), (whole[:6], (4, 5), (1, 0))]
+    for tokens, places, labels in answers:
+        row = torch.tensor([tokens])
+        at = torch.arange(row.shape[1])[None]
+        found = model(row, at, document_ids=torch.zeros_like(row), places=torch.tensor(places)).tolist()
+        for score_, label in zip(found, labels, strict=True):
+            p = 1 / (1 + math.exp(-score_))
+            expected -= label * math.log(p) + (1 - label) * math.log(1 - p)
+            told.append((p > 0.5) == (label > 0.5))
+    assert loss.item() == pytest.approx(expected, rel=1e-5) and sums["accuracy"] == sum(told)
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_a_reward_model_tells_right_steps_from_wrong_ones_and_an_answer_has_their_least(folder, lora_rank):
+    optimizer = {"name": "adamw", "learning_rate": 0.01, "matrix_lr": 0.01, "lora_rank": lora_rank}
+    workspace = job(folder, f"steps-{lora_rank}", **of_steps(folder), optimizer=optimizer)
+    metrics = stages.finish(workspace)["metrics"]
+    first, last = stages.metrics(workspace)[1], [m for m in stages.metrics(workspace) if "validation_accuracy" in m][-1]
+    assert math.isclose(first["loss"], math.log(2), abs_tol=1e-6)
+    assert metrics["validation_accuracy"] > 0.85 and last["validation_accuracy_of_wrong"] > 0.7
+    model, renderer = load(workspace / "output", scores=True), load_renderer(workspace / "output")
+    prompt, encoding = {"messages": [{"role": "user", "content": "Sort: 3 1 2"}]}, Encoding(workspace / "output")
+    tokens, places = step_ids(
+        renderer.prompt(prompt["messages"]), encoding.encode_batch(["1\n", "3\n", "2"]), renderer.stop_ids[:1]
+    )
+    row = torch.tensor([tokens])
+    at = torch.arange(row.shape[1])[None]
+    found = model(row, at, document_ids=torch.zeros_like(row), places=torch.tensor(places)).sigmoid().tolist()
+    ways = {"min": min(found), "mean": sum(found) / 3, "last": found[2], "product": found[0] * found[1] * found[2]}
+    for name, value in ways.items():
+        reward = RewardModel(str(workspace / "output"), steps=name)
+        assert score(reward, prompt, "1\n3\n\n2\n") == pytest.approx(value, abs=1e-5)
+
+
+def test_steps_without_sense_are_refused(folder):
+    rows = [{"prompt": "a", "completions": ["1", "2\n3"], "labels": [True, False]}]
+    (folder / "inside.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    workspace = job(folder, "inside", **of_steps(folder) | {"data": [f"file:{folder / 'inside.jsonl'}"]})
+    stages.start(workspace).wait(timeout=300)
+    assert "A step holds the stage's step_separator '\\n': '2\\n3'" in (workspace / "worker.log").read_text()
+    with pytest.raises(ValueError, match="centring and margin_weight are of pairs"):
+        read_stage(stages.preference(folder, **of_steps(folder), centring=0.1))
+
+
+def drawn_scorer():
+    model = Scorer(first_model().architecture)
+    torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(1))
+    for parameter in model.model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(2))
+    return model
 
 
 def test_how_sure_a_reward_model_is_stands_beside_how_often_it_is_right():
@@ -417,11 +519,7 @@ def test_how_sure_a_reward_model_is_stands_beside_how_often_it_is_right():
 
 
 def test_packed_scores_are_those_of_each_answer_alone():
-    of = first_model().architecture
-    model = Scorer(of)
-    torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(1))
-    for parameter in model.model.parameters():
-        torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(2))
+    model = drawn_scorer()
     pieces = [pair_piece(p.tokens, p.answers, scores_ends=True) for p in PAIRS]
     moved = to_device(make_batch([pieces[:2], pieces[2:]], num_rows=2, row_length=20, pad_id=0), CPU)
     scores = model(moved.input_ids, moved.position_ids, attend=moved.attend, places=moved.label_places)
@@ -475,7 +573,8 @@ def test_scores_are_read_where_an_answer_ends_whatever_the_tokenizer_calls_so(fo
     ids = torch.tensor(load_renderer(source).render_batch([turns])[0][0].astype(np.int64))[None]
     places = torch.arange(ids.shape[1])[None]
     own = model(ids, places, document_ids=torch.zeros_like(ids), places=places[0, -1:]).item()
-    assert RewardModel(str(tmp_path / "saved"))({"messages": turns[:1]}, "1 2").value == pytest.approx(own, abs=1e-5)
+    reward = RewardModel(str(tmp_path / "saved"))
+    assert score(reward, {"messages": turns[:1]}, "1 2") == pytest.approx(own, abs=1e-5)
 
 
 def test_a_pair_that_the_reference_does_not_know_is_an_error():
@@ -547,4 +646,4 @@ def test_a_killed_reward_model_over_transformers_layers_ends_on_the_same_bytes(f
     reward = RewardModel(str(jobs[0] / "output"))
     rows = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()][:9]
     prompts = [{"messages": [{"role": "user", "content": row["prompt"]}]} for row in rows]
-    assert len({reward(prompt, row["chosen"]).value for prompt, row in zip(prompts, rows, strict=True)}) > 1
+    assert len({score(reward, prompt, row["chosen"]) for prompt, row in zip(prompts, rows, strict=True)}) > 1

@@ -1,12 +1,13 @@
 """Training on preferences, pairs of a chosen and a rejected answer to one prompt: of a policy, or of a reward model."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from nanodag.config.kind import MODEL, REWARD_MODEL
 from nanodag.config.kinds.training import OF_CONVERSATIONS
 from nanodag.config.rl_parts import EntryConfig
+from nanodag.config.section import later
 from nanodag.config.supervised import ChatStage, SupervisedKind
 from nanodag.data.records import Wanted
 
@@ -61,13 +62,15 @@ class PreferenceStage(ChatStage):
 
 
 class RewardModelStage(ChatStage):
-    """Training of a reward model, which begins as a model (input `model`) with a scalar head at 0, on pairs of answers.
+    """Training of a reward model, which begins as a model (input `model`) with a scalar head at 0, on pairs of answers,
+    or on answers whose steps are right or wrong.
     A Hugging Face directory for AutoModelForSequenceClassification with one label; RL takes it as the input
     `reward_model`."""
 
-    record_kind: ClassVar[Wanted | None] = "preference"
-    objective: ClassVar[str] = "nanodag.train.preference:PairwiseReward"
-
+    judges: Literal["pairs", "steps"] = later("pairs")
+    """Lesson of a row: which of two answers is better, or which `steps` of an answer are right."""
+    step_separator: str = later("\n\n", min_length=1)
+    """Text between the steps of an answer, for judges: steps."""
     centring: float = Field(0.0, ge=0, le=1000)
     """Weight of the square of a pair's summed scores, which keeps scores around 0."""
     margin_weight: float = Field(0.0, ge=0, le=1_000_000)
@@ -78,11 +81,22 @@ class RewardModelStage(ChatStage):
         for name in ("sample_prompts", "core_every", "benchmarks"):
             if getattr(self, name):
                 raise ValueError(f"{name} means nothing to a reward model, which writes no text; leave it out")
+        if self.judges == "steps" and (self.centring or self.margin_weight):
+            raise ValueError("centring and margin_weight are of pairs, and judges: steps has none; leave them out")
         return self
 
     @property
+    def record_kind(self) -> Wanted:  # type: ignore[override]
+        return "preference" if self.judges == "pairs" else "stepwise"
+
+    @property
+    def objective(self) -> str:  # type: ignore[override]
+        return f"nanodag.train.preference:{'PairwiseReward' if self.judges == 'pairs' else 'StepReward'}"
+
+    @property
     def packing(self) -> dict[str, Any]:
-        return {**super().packing, "scores_ends": True}
+        separator = {} if self.judges == "pairs" else {"step_separator": self.step_separator}
+        return {**super().packing, "scores_ends": True, **separator}
 
 
 KINDS = (

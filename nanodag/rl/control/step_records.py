@@ -144,7 +144,7 @@ class Records:
 
     def benchmark(self, step: int, result: BenchmarkResult, seconds: float) -> float:
         """Records of a benchmark's items, as an eval stage writes them, and a line of metrics; returns its score."""
-        name, score = result.name, result.scores[result.metric]
+        name, score = result.config.name, result.scores[result.metric]
         result.write_records(self._benchmarks / f"step-{step:08d}.{name}.jsonl")
         self._write(
             step,
