@@ -10,12 +10,12 @@ import pytest
 
 from nanodag.host.folders import PROJECT
 
-OUTSIDE = re.compile(r'<(?:script|link|img)[^>]*(?:src|href)="?(?:https?:)?//[^ >]*')
+OUTSIDE = re.compile(r"""<(?:script|link|img)[^>]*(?:src|href)="?(?:https?:)?//|url\(["']?https?:""")
 
 
 @pytest.fixture
 def build(tmp_path):
-    """A function: build the site of a copy, to whose first tutorial a text was added; returns its folder, exit code and output."""
+    """A function: build the site with a text at the end of a tutorial; returns its folder, exit code and output."""
     for name in ("docs", ".ci", "mkdocs.yml", "README.md", "CHANGELOG.md", "pipeline.yaml", "tests/rewards/hostile.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (shutil.copytree if (PROJECT / name).is_dir() else shutil.copyfile)(PROJECT / name, tmp_path / name)
@@ -34,7 +34,8 @@ def build(tmp_path):
 def test_the_site_is_whole_and_asks_nobody_else(build):
     site, code, output = build("")
     assert code == 0, output
-    assert [page.name for page in site.rglob("*.html") if OUTSIDE.search(page.read_text())] == []
+    shown = [file for kind in ("html", "css", "svg") for file in site.rglob(f"*.{kind}")]
+    assert [file.name for file in shown if OUTSIDE.search(file.read_text())] == []
     first = (site / "index.html").read_text()
     assert 'href="how-to/resume.html#what-exact-resume-promises"' in first and 'src="docs' not in first
     assert (site / "source/tests/rewards/hostile.py").exists() and '"../source/tests' in (
