@@ -16,6 +16,7 @@ from nanodag.cli.servers import notify, sampler_app, server_app
 from nanodag.cli.slurm import sbatch, slurm
 from nanodag.cli.store import diff, export, gc, lineage, push, reproduce, verify
 from nanodag.errors import ConfigError, NanodagError
+from nanodag.host.folders import PROJECT
 
 app = typer.Typer(
     name="nanodag",
@@ -54,12 +55,9 @@ def init() -> None:
     \b
     nanodag init
     """
-    from nanodag.host.folders import PROJECT
-
     pipeline, schema = Path("pipeline.yaml").absolute(), Path("pipeline.schema.json").absolute()
-    for path in (pipeline, schema):
-        if path.exists():
-            raise ConfigError(f"{path} is there, so nothing was written. Move it away, or use another folder.")
+    if (there := next(filter(Path.exists, (pipeline, schema)), None)) is not None:
+        raise ConfigError(f"{there} is there, so nothing was written. Move it away, or use another folder.")
     text = (PROJECT / "pipeline.yaml").read_text(encoding="utf-8")
     pipeline.write_text(text.replace("$schema=docs/reference/", "$schema=", 1), encoding="utf-8")
     shutil.copyfile(PROJECT / "docs/reference/pipeline.schema.json", schema)
