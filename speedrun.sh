@@ -32,5 +32,5 @@ if [ "$(cat "$venv/installed" 2>/dev/null)" != "$wanted" ]; then
     die "SGLang is not finished: call again to go on, or with NANODAG_SGLANG=no to do without it."
   echo "$wanted" >"$venv/installed"
 fi
-case "${1:-}" in --help | -h | --version) ;; "" | -* | *=*) set -- run "$@" ;; esac
+case "${1:-}" in test) exec "$here/.ci/test" "${@:2}" ;; --help | -h | --version) ;; "" | -* | *=*) set -- run "$@" ;; esac
 exec "$venv/bin/nanodag" "$@"

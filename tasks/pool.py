@@ -19,12 +19,13 @@ from prefect.runtime import task_run
 from prefect.states import Cancelling
 
 from nanodag.errors import ConfigError, StageFailed, StageInterrupted, StageStopped
+from nanodag.host.folders import ABOVE
 from nanodag.run.record import Run, StageResult
 from nanodag.run.resource_requests import requests_of
 from nanodag.server.local_server import HEARTBEAT_S
 
 FLOW = "pool_stage"
-ENTRYPOINT = "flows.pool_stage.pool_stage"
+ENTRYPOINT = f"{ABOVE}flows.pool_stage.pool_stage"
 POLL_S = 1.0
 NO_WORKER_S = 30.0
 PENDING_TIMEOUT_S = 600.0  # a pod may wait that long for its image

@@ -1,13 +1,13 @@
 """The `nanodag` command. Each subcommand imports what it needs when it runs, so that --help answers at once."""
 
-import subprocess
+import shutil
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from nanodag.cli.complete import complete_names
+from nanodag import __version__
 from nanodag.cli.composed import nightly_app, rerun, sweep
 from nanodag.cli.parameters import Detach, File, NewRun, On, Overrides, Preset, RunName, take
 from nanodag.cli.rollouts import rollouts
@@ -15,9 +15,8 @@ from nanodag.cli.serve import chat, serve
 from nanodag.cli.servers import notify, sampler_app, server_app
 from nanodag.cli.slurm import sbatch, slurm
 from nanodag.cli.store import diff, export, gc, lineage, push, reproduce, verify
-from nanodag.errors import ConfigError, MissingTool, NanodagError
-
-MAX_TEST_WORKERS = 4  # each takes 3 GB with what its tests start
+from nanodag.errors import ConfigError, NanodagError
+from nanodag.host.folders import PROJECT
 
 app = typer.Typer(
     name="nanodag",
@@ -29,17 +28,13 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 env_app = typer.Typer(help="Packages of environments, in Pythons of their own.", no_args_is_help=True)
-app.add_typer(server_app, name="server")
-app.add_typer(nightly_app, name="nightly")
-app.add_typer(sampler_app, name="sampler")
-app.add_typer(env_app, name="env")
+for name, group in {"server": server_app, "nightly": nightly_app, "sampler": sampler_app, "env": env_app}.items():
+    app.add_typer(group, name=name)
 
 
 def _print_version(is_asked: bool) -> None:
     if is_asked:
-        from importlib.metadata import version  # a quarter of the time in which a shell completes a word
-
-        typer.echo(f"nanodag {version('nanodag')}")
+        typer.echo(f"nanodag {__version__}")
         raise typer.Exit
 
 
@@ -52,7 +47,23 @@ def nanodag(
     """Options that stand before a command."""
 
 
-@app.command()
+def init() -> None:
+    """Write a pipeline.yaml to begin with into this folder.
+
+    It is nanodag's own, with every preset; its schema, for editors, lies beside it.
+
+    \b
+    nanodag init
+    """
+    pipeline, schema = Path("pipeline.yaml").absolute(), Path("pipeline.schema.json").absolute()
+    if (there := next(filter(Path.exists, (pipeline, schema)), None)) is not None:
+        raise ConfigError(f"{there} is there, so nothing was written. Move it away, or use another folder.")
+    text = (PROJECT / "pipeline.yaml").read_text(encoding="utf-8")
+    pipeline.write_text(text.replace("$schema=docs/reference/", "$schema=", 1), encoding="utf-8")
+    shutil.copyfile(PROJECT / "docs/reference/pipeline.schema.json", schema)
+    typer.echo(f"Written: {pipeline}. Next: nanodag plan; nanodag run")
+
+
 def run(
     overrides: Overrides = None,
     preset: Preset = "auto",
@@ -75,12 +86,6 @@ def run(
     raise typer.Exit(run_pipeline(overrides or [], preset=preset, file=file, name=name, stale=stale, detach=detach)[2])
 
 
-app.command()(notify)
-app.command()(rerun)
-app.command()(sweep)
-
-
-@app.command()
 def config(
     overrides: Overrides = None,
     preset: Preset = "auto",
@@ -111,7 +116,6 @@ def config(
         show_config(overrides or [], preset=preset, file=file, on=on)
 
 
-@app.command()
 def plan(
     overrides: Overrides = None,
     preset: Preset = "auto",
@@ -136,11 +140,6 @@ def plan(
     raise typer.Exit(code)
 
 
-app.command()(slurm)
-app.command()(sbatch)
-
-
-@app.command()
 def status(
     run: Annotated[
         str, typer.Argument(metavar="[RUN]", help="A run's name, or how it begins: it alone, with its scores.")
@@ -162,7 +161,6 @@ def status(
     (print_status if as_json else show_status)(run, file=file, all_runs=all_runs)
 
 
-@app.command()
 def stages(run: RunName = "", file: File = "") -> None:
     """Show what a run's stages came from, and what they cost.
 
@@ -174,11 +172,6 @@ def stages(run: RunName = "", file: File = "") -> None:
     show_stages(run, file=file)
 
 
-app.command()(chat)
-app.command()(serve)
-
-
-@app.command()
 def report(run: RunName = "", file: File = "") -> None:
     """Print a run's report, and where its files lie.
 
@@ -188,31 +181,6 @@ def report(run: RunName = "", file: File = "") -> None:
     from nanodag.cli.show import show_report
 
     show_report(run, file=file)
-
-
-app.command()(rollouts)
-
-
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def test(
-    context: typer.Context,
-    slow: Annotated[bool, typer.Option("--slow", help="With the tests that take minutes.")] = False,
-) -> None:
-    """Run the test suite of a checkout. Other arguments go to pytest.
-
-    \b
-    nanodag test tests/store -k resume
-    """
-    from nanodag.host.folders import PROJECT
-    from nanodag.host.processor import usable_cores
-
-    if not (PROJECT / "tests").is_dir():
-        raise MissingTool(f"{PROJECT} has no tests; they come with a checkout of the project, not with a package.")
-    selection = [] if slow else ["-m", "not slow"]
-    # A file's tests stay together, for what they share. tests/conftest.py says what begins first.
-    beside = ["-n", str(min(usable_cores(), MAX_TEST_WORKERS)), "--dist", "loadfile", "--no-loadscope-reorder"]
-    command = [sys.executable, "-m", "pytest", *beside, *selection, *context.args]
-    raise typer.Exit(subprocess.run(command, cwd=PROJECT, check=False).returncode)
 
 
 @env_app.command("install")
@@ -240,9 +208,11 @@ def env_install(
         typer.echo(f"Name it to those who use it: {VERIFIERS.variable}={python}")
 
 
-for command in (verify, gc, lineage, diff, export, push, reproduce):
+for command in (
+    *(init, run, notify, rerun, sweep, config, plan, slurm, sbatch, status, stages, chat, serve, report, rollouts),
+    *(verify, gc, lineage, diff, export, push, reproduce),
+):
     app.command()(command)
-complete_names(app, server_app, nightly_app)
 
 
 def main() -> None:

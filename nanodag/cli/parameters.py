@@ -24,7 +24,7 @@ Preset = Annotated[
     typer.Option(
         "--preset",
         "-p",
-        metavar="NAME",
+        metavar="PRESET",
         help="A preset of the pipeline file. auto: the file's default, on any machine.",
     ),
 ]

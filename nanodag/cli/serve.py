@@ -82,7 +82,7 @@ def serve(
     option: Annotated[
         list[str] | None,
         typer.Option(
-            "--option", "-o", metavar="NAME=VALUE", help="Such as max-batch=64; see docs/how-to/serve.md. Repeatable."
+            "--option", "-o", metavar="OPTION=VALUE", help="Such as max-batch=64; see docs/how-to/serve.md. Repeatable."
         ),
     ] = None,
     file: File = "",
@@ -131,7 +131,7 @@ def serve_sampler(
     ] = None,
     option: Annotated[
         list[str] | None,
-        typer.Option("--option", "-o", metavar="NAME=VALUE", help="Of the engine's own options. Repeatable."),
+        typer.Option("--option", "-o", metavar="OPTION=VALUE", help="Of the engine's own options. Repeatable."),
     ] = None,
     file: Annotated[str, typer.Option(metavar="FILE", help="Whose store RUN:STAGE is in.")] = "",
 ) -> None:
@@ -261,5 +261,5 @@ def found_model(name: str, stage: str, file: str) -> tuple[str, Path]:
 def _option(text: str) -> tuple[str, "Option"]:
     name, equals, value = text.partition("=")
     if not name:
-        raise ConfigError(f"--option {text!r} is not NAME=VALUE.")
+        raise ConfigError(f"--option {text!r} is not OPTION=VALUE.")
     return name, {"": True, "true": True, "false": False}.get(value, value) if equals else True

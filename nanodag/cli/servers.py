@@ -13,6 +13,7 @@ import typer
 from nanodag.cli.parameters import File, Overrides, Preset, command
 from nanodag.cli.serve import serve_sampler
 from nanodag.errors import ConfigError, ServerError
+from nanodag.host.folders import ABOVE
 
 if TYPE_CHECKING:
     from nanodag.server.local_server import LocalServer
@@ -94,7 +95,7 @@ def notify(overrides: Overrides = None, preset: Preset = "auto", file: File = ""
     server = server_of(pipeline, store, path)
     running = ensured(server)
     ended = subprocess.run(
-        [sys.executable, "-m", "tasks.notify", webhook, json.dumps(body)],
+        [sys.executable, "-m", f"{ABOVE}tasks.notify", webhook, json.dumps(body)],
         env={**os.environ, **server.environment(running.port)}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     if ended.returncode:

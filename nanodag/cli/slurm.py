@@ -54,7 +54,7 @@ def slurm(
     partition: Annotated[str, typer.Option(metavar="NAME", help="Slurm's partition. Default: the cluster's.")] = "",
     account: Annotated[str, typer.Option(metavar="NAME", help="Slurm's account. Default: yours.")] = "",
     sbatch: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Another option of sbatch: qos=high. Repeatable.")
+        list[str] | None, typer.Option(metavar="OPTION=VALUE", help="Another option of sbatch: qos=high. Repeatable.")
     ] = None,
     is_printed: Annotated[bool, typer.Option("--print", help="Print the job's script, and send nothing.")] = False,
 ) -> None:
@@ -82,7 +82,7 @@ def slurm(
         return
     done = subprocess.run(["sbatch", "--parsable"], input=script, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise ConfigError(f"sbatch refused the job: {done.stderr.strip()}\nMore options go by --sbatch NAME=VALUE.")
+        raise ConfigError(f"sbatch refused the job: {done.stderr.strip()}\nMore options go by --sbatch OPTION=VALUE.")
     job = done.stdout.strip().partition(";")[0]  # behind it the cluster's name, where there are several
     typer.echo(f"Job {job} runs {name}. Its log: nanodag-{name}.log")
     typer.echo(f"Look with: squeue --job {job}; {command(f'status {name}')}. End it with: scancel {job}")

@@ -1,5 +1,5 @@
-"""Folders of this machine: the checkout, what this user's processes share, who may have written a file, and scratch
-folders for what a process needs while it runs, such as sockets and logs. Standard library only.
+"""Folders of this machine: the checkout or its files in a wheel, what this user's processes share, who may have written
+a file, and scratch folders for what a process needs while it runs, such as sockets and logs. Standard library only.
 
 A process that is killed cannot remove its own. So each scratch folder is locked by the process that made it, and a
 process that makes its first removes those on this machine that nobody holds any more.
@@ -17,7 +17,9 @@ from functools import cache
 from pathlib import Path
 
 PRIVATE = 0o700  # mode of a folder that is made; who owns it may open it to a group
-PROJECT = Path(__file__).resolve().parents[2]
+PACKAGE = Path(__file__).resolve().parents[1]
+PROJECT = PACKAGE / "shipped" if (PACKAGE / "shipped").is_dir() else PACKAGE.parent  # setup.py makes the former
+ABOVE = "nanodag.shipped." if PROJECT.parent == PACKAGE else ""  # before the names of flows and tasks as modules
 PREFIX = "nanodag-scratch-"
 NEW_S = 5.0  # of a folder that has no lock yet
 

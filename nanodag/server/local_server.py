@@ -26,7 +26,7 @@ from nanodag.children.child import start_child
 from nanodag.config import Pipeline
 from nanodag.config.pipeline import ServerConfig
 from nanodag.errors import ServerError
-from nanodag.host.folders import PRIVATE
+from nanodag.host.folders import ABOVE, PRIVATE
 from nanodag.host.ports import free_port
 from nanodag.host.progress_timeout import Patience
 from nanodag.server.prefect_api import BUSY_FOR_S, NO_LOGIN, Api, read_login
@@ -43,7 +43,7 @@ _MAY_BE_UNDER_WAY = (
     "Flow runs may be under way, so nothing was ended. Try again; or end it and them, they go on from their "
     "checkpoints when run again: nanodag server stop"
 )
-_PROGRAMS = ("flows.prefect_server", "nanodag.worker.respawn")
+_SERVER, _RESPAWN = f"{ABOVE}flows.prefect_server", "nanodag.worker.respawn"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,7 +226,7 @@ class LocalServer:
         if port != preferred_port:
             say(f"Port {preferred_port} is taken; the Prefect server takes {port}.")
         say("Starting the Prefect server ...")
-        command = [sys.executable, "-m", "flows.prefect_server", "start", "--host", self._host, "--port", str(port)]
+        command = [sys.executable, "-m", _SERVER, "start", "--host", self._host, "--port", str(port)]
         variables: dict[str, str] = {
             # A page's scripts must not create flow runs (flows.prefect_server). The UI asks the address it came from.
             "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": f"http://{self._host}:{port}",
@@ -246,7 +246,7 @@ class LocalServer:
         self._end_strays(server)
         ready = self.home / "serve.json"
         ready.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "nanodag.worker.respawn", sys.executable, "-m", "flows.serve", str(ready)]
+        command = [sys.executable, "-m", _RESPAWN, sys.executable, "-m", f"{ABOVE}flows.serve", str(ready)]
         # The database's password is none of its business.
         environment = {k: v for k, v in self.environment(port).items() if k not in ("PGPASSWORD", "PGPASSFILE")}
         running = RunningServer(
@@ -295,7 +295,7 @@ class LocalServer:
         num_ended = 0
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
-                if process.cwd() != str(self.home.resolve()) or not {*process.cmdline()} & {*_PROGRAMS}:
+                if process.cwd() != str(self.home.resolve()) or not {*process.cmdline()} & {_SERVER, _RESPAWN}:
                     continue
                 is_first = os.getpgid(process.pid) == process.pid  # of its group
                 if is_first and process.pid not in [identity.pid for identity in known]:

@@ -10,11 +10,11 @@ from typing import Any
 import psutil
 
 from nanodag import __version__
-from nanodag.host.folders import PROJECT
+from nanodag.host.folders import PACKAGE, PROJECT
 from nanodag.host.processor import processor_facts, usable_cores
 
 PACKAGES = ("torch", "transformers", "deepspeed", "tokenizers", "rustbpe", "datasets", "lm_eval", "prefect", "numpy")
-_CODE_FOLDERS = ("nanodag", "tasks", "flows")
+_CODE_FOLDERS = (PACKAGE, PROJECT / "tasks", PROJECT / "flows")
 
 
 @functools.cache
@@ -24,15 +24,15 @@ def code_revision() -> str:
     commit = _git("rev-parse", "--short=12", "HEAD") if _git("ls-files", "nanodag/__init__.py") else ""
     if not commit:
         return f"nanodag-{__version__}"
-    return f"{commit}+{code_digest()}" if _git("status", "--porcelain", "--", *_CODE_FOLDERS) else commit
+    return f"{commit}+{code_digest()}" if _git("status", "--porcelain", "--", *map(str, _CODE_FOLDERS)) else commit
 
 
 def code_digest() -> str:
     """8 hex digits over the Python files of the project's packages."""
     digest = hashlib.sha256()
     for folder in _CODE_FOLDERS:
-        for path in sorted((PROJECT / folder).rglob("*.py")):
-            digest.update(f"{path.relative_to(PROJECT).as_posix()}\0".encode())
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(f"{path.relative_to(folder.parent).as_posix()}\0".encode())
             digest.update(path.read_bytes())
     return digest.hexdigest()[:8]
 

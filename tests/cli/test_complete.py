@@ -2,12 +2,10 @@
 
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 
-from nanodag.cli import app
-from nanodag.cli.complete import complete_names
+from nanodag.completion import main
 
 FILE = """
 default: small
@@ -23,35 +21,40 @@ presets:
 
 
 @pytest.fixture
-def offered(tmp_path, monkeypatch):
+def offered(tmp_path, monkeypatch, capsys):
     """A function: words as typed -> the last one's completions, as bash gets them."""
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "day-1.json").write_text('{"stages": {"start": {}, "tune": {}}}')
     (tmp_path / "runs" / "day-2.json").write_text('{"stages": {}}')
+    (tmp_path / "runs" / "$(touch evil).json").write_text('{"stages": {}}')
     (tmp_path / "pipeline.yaml").write_text(FILE)
     monkeypatch.chdir(tmp_path)
-    environment = {"NANODAG_STORE": str(tmp_path), "_NANODAG_COMPLETE": "complete_bash"}
+    monkeypatch.setenv("NANODAG_STORE", str(tmp_path))
 
-    def complete(*words):
-        for name, value in environment.items():
-            monkeypatch.setenv(name, value)
+    def complete(*words, shell="bash"):
+        monkeypatch.setenv("_NANODAG_COMPLETE", f"complete_{shell}")
         monkeypatch.setenv("COMP_WORDS", "\n".join(("nanodag", *words)))
         monkeypatch.setenv("COMP_CWORD", str(len(words)))
-        from typer.testing import CliRunner
-
-        return CliRunner().invoke(app, [], prog_name="nanodag").output.split()
+        monkeypatch.setenv("_TYPER_COMPLETE_ARGS", " ".join(("nanodag", *words)))
+        with pytest.raises(SystemExit) as end:
+            main()
+        said = capsys.readouterr().out.splitlines()
+        assert bool(end.value.code) == (said in ([""], ["_files"]))
+        return [line for line in said if line]
 
     return complete
 
 
 def test_runs_of_the_store_are_offered(offered):
-    for words in (["stages"], ["report"], ["chat"], ["rerun"], ["diff", "day-1"], ["run", "--name"]):
-        assert sorted(offered(*words, "d")) == ["day-1", "day-2"], words
+    for words in (["stages"], ["report"], ["chat"], ["rerun"], ["diff", "day-1"], ["run", "--name"], ["verify", "x"]):
+        assert sorted(offered(*words, "d")) == ["day-1", "day-2"] == sorted(offered(*words, "")), words
+    assert offered("stages", "day-1", "") == []
 
 
 def test_stages_are_those_of_the_run_that_stands_before_else_of_the_file(offered):
     assert offered("chat", "day-1", "") == ["start", "tune"]
-    assert offered("rerun", "day-1", "--from", "p") == ["pretrain"]  # behind an option no word before it is known
+    assert offered("rerun", "day-1", "--from", "t") == ["tune"]
+    assert offered("chat", "--port", "1", "--web", "day-1", "--also", "") == ["start", "tune"]
     assert offered("sbatch", "") == ["pretrain", "rl", "again"]
 
 
@@ -59,6 +62,7 @@ def test_presets_of_the_file_are_offered(offered, tmp_path):
     assert offered("run", "--preset", "") == ["small", "more"]
     (tmp_path / "other.yaml").write_text("presets: {mine: {stages: {}}}")
     assert offered("plan", "--file", "other.yaml", "--preset", "") == ["mine"]
+    assert offered("plan", "--file=other.yaml", "-p", "m") == ["mine"]
 
 
 def test_settings_are_offered_by_long_and_short_names(offered):
@@ -77,19 +81,25 @@ def test_the_only_setting_has_a_value_behind_it_so_that_no_space_follows(offered
     ]
 
 
-def test_a_command_of_another_app_is_completed_by_the_names_of_its_parameters():
-    parameter = SimpleNamespace(autocompletion=None)
+def test_commands_and_options_are_offered_with_what_the_shell_shows_of_them(offered):
+    assert offered("r") == ["run", "rerun", "report", "rollouts", "reproduce"]
+    assert offered("nightly", "") == ["run", "on", "off", "show"] and offered("no", "") == [] == offered(
+        "nightly", "no", ""
+    )
+    assert offered("nightly", "run", "--") == ["--preset", "--file", "--detach", "--help"] and "--version" in offered(
+        "--"
+    )
+    assert offered("nightly", "of", shell="fish") == ["off\tTurn the schedule off."]
+    assert offered("ver", shell="zsh") == [
+        """_arguments '*: :(("verify":"Compare every byte of artifacts with what was published."))'"""
+    ]
+    assert offered("run", "--preset", "m", shell="zsh") == ["""_arguments '*: :(("more"))'"""]
+    assert offered("run", "--file", "p", shell="zsh") == ["_files"] == offered("run", "'", shell="zsh")
 
-    def command(preset): ...
 
-    command.__annotations__ = {"preset": SimpleNamespace(__metadata__=(parameter,))}
-    complete_names(SimpleNamespace(registered_commands=[SimpleNamespace(callback=command)]))
-    assert parameter.autocompletion is not None
-
-
-def test_completing_imports_neither_pydantic_nor_the_store():
-    heavy = {"pydantic", "nanodag.config", "nanodag.store", "rich.console"}
-    code = f"import sys, nanodag.cli; print({heavy} & {{*sys.modules}})"
+def test_completing_imports_neither_typer_nor_the_config():
+    heavy = {"typer", "pydantic", "nanodag.config", "nanodag.store", "rich"}
+    code = f"import sys, nanodag.completion as c; c._offered(['run'], 'rl'); print({heavy} & {{*sys.modules}})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 
