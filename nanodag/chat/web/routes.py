@@ -5,6 +5,8 @@
     GET  /chat/tools    what may be called: definitions as the OpenAI API has them, and why one cannot be used here
     POST /chat/render   {"text": Markdown} -> {"html": HTML}
     POST /chat/tool     {"name": ..., "arguments": JSON as the model wrote it} -> {"result": text, "failed": bool}
+    POST /chat/about    {} -> {"models": name -> what facts.py says of it, "ratings": where they are kept, or ""}
+    POST /chat/rate     {"id", "kind", "row"} as ratings.py has them -> {"file": path, "count": how many rows it has}
 
 Only a script of the page itself is answered a POST: it must be JSON, which a form of another site cannot send, and its
 Origin must be this server; an origin that `--cors` names may ask models, and run nothing. The application that these
@@ -14,7 +16,7 @@ are mounted in checks the Host, and a key where one is needed.
 import asyncio
 import json
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ from starlette.routing import Route
 
 from nanodag.api.refusals import Refused
 from nanodag.chat.tools import DEFAULT_TOOLS, FAILED, MAX_ROUNDS, TOOLS, call
+from nanodag.chat.web.ratings import keep_rating
 
 FOLDER = Path(__file__).parent
 PAGE = "index.html"
@@ -52,11 +55,23 @@ HEADERS = {
 }
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 
+NO_FACTS: Mapping[str, Any] = {}
+
 Answer = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
 
-def routes() -> list[Route]:
-    """The routes of one application. Python that a model wrote runs in the sandbox, or is refused with the reason."""
+def routes(about: Mapping[str, Any] = NO_FACTS, ratings: Path | None = None) -> list[Route]:
+    """The routes of one application. Python that a model wrote runs in the sandbox, or is refused with the reason.
+    about: facts of models by their names. ratings: how the paths of their files begin; None where none are kept."""
+
+    async def facts(body: dict[str, Any]) -> dict[str, Any]:
+        return {"models": about, "ratings": str(ratings or "")}
+
+    async def rate(body: dict[str, Any]) -> dict[str, Any]:
+        if ratings is None:
+            raise Refused("this server keeps no ratings: start it with nanodag chat --web, or nanodag serve")
+        return await asyncio.to_thread(keep_rating, body, ratings)
+
     files = sorted(path.name for path in FOLDER.iterdir() if path.suffix in TYPES)
     return [
         Route("/", _file(PAGE), methods=["GET"]),
@@ -64,6 +79,8 @@ def routes() -> list[Route]:
         Route("/chat/tools", _tools, methods=["GET"]),
         Route("/chat/render", _json(_render), methods=["POST"]),
         Route("/chat/tool", _json(_Calls().answer), methods=["POST"]),
+        Route("/chat/about", _json(facts), methods=["POST"]),
+        Route("/chat/rate", _json(rate), methods=["POST"]),
     ]
 
 
