@@ -218,6 +218,7 @@ def _serve(first: FoundModel, run: str, also: list[str] | None, file: str, optio
     # Beside the runs, as an artifact's rollouts are not to be changed; of what is no run's, where a chat's history is.
     ratings = served_store(file).local / "ratings" / runs[0] if runs else state_folder() / "ratings"
     named = [f"--model={name}={folder}" for name, (_, folder, _) in served.items() if folder.name]
+    typer.echo(f"Loading {listed(served)}; a line says when they answer, mostly within 30 s.", err=True)
     _hand_over(SERVING, *named, f"--about={json.dumps(about)}", f"--ratings={ratings}", *options)
 
 

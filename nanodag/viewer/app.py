@@ -18,7 +18,6 @@ from nanodag.errors import NanodagError
 from nanodag.inference.access_checks import bound_socket
 from nanodag.report.page import environment_of
 from nanodag.report.words import legible, shortened
-from nanodag.rl.rollouts.rollout import Rollout
 from nanodag.rl.rollouts.rollout_files import FAILURES, Read, Shelf, Wanted
 from nanodag.tokenizer.encoding import Encoding
 from nanodag.viewer.sample_view import COLOURS, TEMPLATES, Colour, grouped, groups_of
@@ -32,14 +31,6 @@ POLICY = (
     "form-action 'self'; frame-ancestors 'none'"
 )
 Number = Annotated[int, Field(ge=0, lt=10**9)]  # a step has as many digits as its file's name
-COLUMNS = (
-    ("reward", "reward"),
-    ("pass_rate", "pass rate"),
-    ("response_tokens", "tokens"),
-    ("staleness", "staleness"),
-    ("mismatch_absolute", "|mismatch|"),
-    ("seconds_step", "seconds"),
-)
 
 
 @dataclass(frozen=True, kw_only=True, config={"extra": "forbid", "allow_inf_nan": False})
@@ -119,7 +110,8 @@ def _page(shelf: Shelf, encoding: Encoding, asked: PageQuery) -> dict[str, Any]:
     # A link to one sample names the whole of its prompt's id, which may be a part of others'.
     chosen = [read for read in chosen if read.rollout.prompt_id == asked.prompt] or chosen
     if asked.text:
-        chosen = [read for read in chosen if asked.text.lower() in _text_of(read.rollout, encoding)]
+        said = [encoding.decode([*r.rollout.prompt_token_ids, *r.rollout.response_token_ids]).lower() for r in chosen]
+        chosen = [read for read, text in zip(chosen, said, strict=True) if asked.text.lower() in text]
     colour = asked.colour or ("advantage" if any(r.advantages for r in reads) else "logprob")
     number, pages = asked.page, together(chosen, ON_A_PAGE)
     if number > len(pages):
@@ -141,10 +133,6 @@ def _page(shelf: Shelf, encoding: Encoding, asked: PageQuery) -> dict[str, Any]:
     }
 
 
-def _text_of(rollout: Rollout, encoding: Encoding) -> str:
-    return encoding.decode([*rollout.prompt_token_ids, *rollout.response_token_ids]).lower()
-
-
 def _frame(shelf: Shelf, steps: Sequence[Mapping[str, Any]], asked: PageQuery) -> dict[str, Any]:
     """Variables that the page has whether or not there are rollouts to show."""
     is_held_out = asked.set == "eval"
@@ -160,7 +148,6 @@ def _frame(shelf: Shelf, steps: Sequence[Mapping[str, Any]], asked: PageQuery) -
         "line": next((line for line in steps if line["step"] == step), {}),
         "is_held_out": is_held_out,
         "evaluations": evaluations,
-        "columns": [(name, title) for name, title in COLUMNS if any(name in line for line in steps)],
         "colours": COLOURS,
         "curve": [(line["step"], line["reward"]) for line in steps if math.isfinite(line.get("reward", math.nan))],
     }

@@ -1,8 +1,8 @@
 """An OpenAI API with models that say what a test asks for, beside the routes of the chat page.
 
 What the last user message says decides: `long` is streamed slowly, `markup` is hostile Markdown and `page` a friendly
-one, `hostile` has a line of 300 kB, `think` thinks first, `sum`, `program` and `loop` call tools, `lost` ends in the middle, `full` has room for one
-question alone. Anything else is answered with how it was asked.
+one, `hostile` has a line of 300 kB, `think` thinks first, `sum`, `program` and `loop` call tools, `lost` ends in the
+middle, `full` has room for one question alone. Anything else is answered with how it was asked.
 """
 
 import asyncio

@@ -132,7 +132,10 @@ def test_colours_are_scaled_by_the_largest_and_follow_the_sign(shelf):
     red = "background:rgba(220,38,38,0.600)"
     assert [turn.tokens[0].style for turn in second] == [red, "", red]
     assert second[1].tokens[0].hint == "id 99 · tool"
-    assert first.tokens[0].hint == "id 97 · probability 0.607 · logprob -0.5 · version 3 · advantage +0.5 · trainer - sampler +0.01"
+    assert (
+        first.tokens[0].hint
+        == "id 97 · probability 0.607 · logprob -0.5 · version 3 · advantage +0.5 · trainer - sampler +0.01"
+    )
 
 
 def test_tokens_of_two_versions_have_two_colours(shelf):
@@ -349,7 +352,13 @@ def test_no_script_but_the_pages_own_may_run(get):
 
 
 def test_samples_are_printed_with_their_turns_branches_and_failures(shelf):
-    main = rollout("p", 0, 1.0, [said("calls"), heard("\x1b[31m408 [bold]x[/] :smile: \\"), said("399")], reward_components={"exact": 1.0})
+    main = rollout(
+        "p",
+        0,
+        1.0,
+        [said("calls"), heard("\x1b[31m408 [bold]x[/] :smile: \\"), said("399")],
+        reward_components={"exact": 1.0},
+    )
     own = rollout("p", 0, 1.0, [said("fair")], branch=1, role="judge")
     failed = rollout("p", 1, None, [said("a")], metadata={"reward_error": "reported none"})
     asked(shelf, main, own, failed, rollout("q", 0, 0.0, [said("last")]))

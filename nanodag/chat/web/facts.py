@@ -1,4 +1,4 @@
-"""Facts of a run's model for the chat page, which works out of them how the model is to be asked (facts.js). No torch."""
+"""Facts of a run's model for the chat page, whose facts.js works out of them how the model is to be asked."""
 
 from typing import Any
 

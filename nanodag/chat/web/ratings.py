@@ -40,14 +40,12 @@ def keep_rating(body: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _line(rating_id: str, row: Any, kind: str) -> bytes:
-    """The row with its id, once the adapter has read it. Raises Refused for what it cannot read, or no file can hold."""
+    """The row with its id, once the adapter has read it. Raises Refused for what it cannot read, or UTF-8 hold."""
     columns = ("chosen", "rejected") if kind == "pairs" else ("completion", "label")
     try:
         kept = {name: row[name] for name in ("prompt", *columns, "models")}
-        read = open_adapter("preference", "rating", "preference" if kind == "pairs" else "judgement", {})(0, kept)
+        open_adapter("preference", "rating", "preference" if kind == "pairs" else "judgement", {})(0, kept)
         line = json.dumps({"id": rating_id, **kept}, ensure_ascii=False).encode()
     except (SourceError, LookupError, TypeError, UnicodeError) as error:
         raise Refused(f"this is no row of {kind}: {error!s:.300}", param="row") from error
-    if kind == "pairs" and read["chosen"] == read["rejected"]:
-        raise Refused("both answers are the same, so neither is the better one", param="row")
     return line

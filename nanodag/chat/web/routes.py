@@ -31,7 +31,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from nanodag.api.refusals import Refused
-from nanodag.chat.tools import DEFAULT_TOOLS, FAILED, MAX_ROUNDS, TOOLS, call
+from nanodag.chat.tools import DEFAULT_TOOLS, DEFINITIONS, FAILED, MAX_ROUNDS, TOOLS, call, why_not
 from nanodag.chat.web.ratings import keep_rating
 
 FOLDER = Path(__file__).parent
@@ -64,6 +64,17 @@ def routes(about: Mapping[str, Any] = NO_FACTS, ratings: Path | None = None) -> 
     """The routes of one application. Python that a model wrote runs in the sandbox, or is refused with the reason.
     about: facts of models by their names. ratings: how the paths of their files begin; None where none are kept."""
 
+    places = asyncio.Semaphore(MAX_CALLS_WAITING)
+
+    async def tool(body: dict[str, Any]) -> dict[str, Any]:
+        name, arguments = _text_of(body, "name"), _text_of(body, "arguments")
+        if places.locked():
+            message = f"{MAX_CALLS_WAITING} calls of tools wait already; try again in a while"
+            raise Refused(message, status=HTTPStatus.TOO_MANY_REQUESTS)
+        async with places:
+            result = await asyncio.to_thread(call, name, arguments)
+        return {"result": result, "failed": result.startswith(FAILED)}
+
     async def facts(body: dict[str, Any]) -> dict[str, Any]:
         return {"models": about, "ratings": str(ratings or "")}
 
@@ -78,7 +89,7 @@ def routes(about: Mapping[str, Any] = NO_FACTS, ratings: Path | None = None) -> 
         *(Route(f"/chat/{name}", _file(name), methods=["GET"]) for name in files if name != PAGE),
         Route("/chat/tools", _tools, methods=["GET"]),
         Route("/chat/render", _json(_render), methods=["POST"]),
-        Route("/chat/tool", _json(_Calls().answer), methods=["POST"]),
+        Route("/chat/tool", _json(tool), methods=["POST"]),
         Route("/chat/about", _json(facts), methods=["POST"]),
         Route("/chat/rate", _json(rate), methods=["POST"]),
     ]
@@ -94,10 +105,10 @@ def _file(name: str) -> Callable[[Request], Awaitable[Response]]:
 
 
 async def _tools(request: Request) -> Response:
-    reasons = await asyncio.to_thread(lambda: {name: tool.why_not() for name, tool in TOOLS.items()})
+    reasons = await asyncio.to_thread(lambda: {name: why_not(name) for name in TOOLS})
     tools = [
-        {"definition": tool.definition(), "why_not": reasons[name], "is_default": name in DEFAULT_TOOLS}
-        for name, tool in TOOLS.items()
+        {"definition": DEFINITIONS[name], "why_not": why, "is_default": name in DEFAULT_TOOLS}
+        for name, why in reasons.items()
     ]
     return JSONResponse({"tools": tools, "max_rounds": MAX_ROUNDS}, headers=HEADERS)
 
@@ -108,24 +119,6 @@ async def _render(body: dict[str, Any]) -> dict[str, Any]:
         return {"html": await asyncio.to_thread(to_html, text)}
     except ValueError as error:
         raise Refused(str(error), status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE) from error
-
-
-class _Calls:
-    """Runs the calls of one application, of which only so many may wait for each other."""
-
-    num_waiting = 0
-
-    async def answer(self, body: dict[str, Any]) -> dict[str, Any]:
-        name, arguments = _text_of(body, "name"), _text_of(body, "arguments")
-        if self.num_waiting >= MAX_CALLS_WAITING:
-            message = f"{self.num_waiting} calls of tools wait already; try again in a while"
-            raise Refused(message, status=HTTPStatus.TOO_MANY_REQUESTS)
-        self.num_waiting += 1
-        try:
-            result = await asyncio.to_thread(call, name, arguments)
-        finally:
-            self.num_waiting -= 1
-        return {"result": result, "failed": result.startswith(FAILED)}
 
 
 def _json(answer: Answer) -> Callable[[Request], Awaitable[Response]]:
