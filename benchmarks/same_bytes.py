@@ -181,7 +181,7 @@ def world_stage(rl: dict[str, Any], name: str, rollout: dict[str, Any]) -> dict[
 
 def served(model: Path) -> list[str]:
     """Digests of the answers of a server in deterministic mode, without what is new in each answer."""
-    command = [sys.executable, "-m", "nanodag.api", "--model", f"m={model}", "--port", "0", "--device", "cpu"]
+    command = [sys.executable, "-m", "nanodag.chat.web", "--model", f"m={model}", "--port", "0", "--device", "cpu"]
     with subprocess.Popen([*command, "--deterministic"], stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None

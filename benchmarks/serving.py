@@ -57,7 +57,7 @@ def main() -> int:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder))
-        command = [sys.executable, "-m", "nanodag.api", "--model", f"m={folder}", "--port", "0", "--device", "cpu"]
+        command = [sys.executable, "-m", "nanodag.chat.web", "--model", f"m={folder}", "--port", "0", "--device", "cpu"]
         command += ["--max-batch", str(args.clients), "--context-length", "512", "--deterministic"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=worker_environment(1)) as server:
             try:

@@ -1,6 +1,6 @@
 """The serving process: engines, the application over them, and its end.
 
-`python -m nanodag.api --model NAME=FOLDER ...`; `nanodag serve` calls it with folders of the store.
+`python -m nanodag.chat.web --model NAME=FOLDER ...`; `nanodag serve` calls it with folders of the store.
 """
 
 import argparse
@@ -40,7 +40,7 @@ Routes = Callable[[], Sequence[BaseRoute]]
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m nanodag.api", description="Serve checkpoints by OpenAI's protocol."
+        prog="python -m nanodag.chat.web", description="Serve checkpoints by OpenAI's protocol."
     )
     add = parser.add_argument
     add("--model", action="append", default=[], metavar="NAME=FOLDER", help="a Hugging Face folder; may be repeated")

@@ -32,7 +32,7 @@ from nanodag.api.prompt_rendering import ChatPrompt, chat_prompt
 from nanodag.api.refusals import Refused
 from nanodag.api.served_model import ServedModel
 from nanodag.api.tool_format import Call
-from nanodag.chat.tools import DEFAULT_TOOLS, MAX_ROUNDS, TOOLS, call
+from nanodag.chat.tools import DEFAULT_TOOLS, DEFINITIONS, MAX_ROUNDS, TOOLS, call, why_not
 from nanodag.engines.fleet import Fleet
 from nanodag.errors import BadRequest, SamplerError, SourceError
 from nanodag.host.folders import Scratch, state_folder
@@ -104,7 +104,7 @@ class Dialogue:
             return self.render(self._body())
 
     def _body(self) -> ChatBody:
-        tools = [TOOLS[name].definition() for name in self.tools]
+        tools = [DEFINITIONS[name] for name in self.tools]
         return ChatBody.model_validate({"messages": self.messages, "tools": tools})
 
     def _questions(self) -> list[int]:
@@ -156,7 +156,7 @@ class Dialogue:
         for name in names:
             if name not in TOOLS:
                 return f"There is no tool {name!r}; there are {', '.join(TOOLS)}."
-            if why := TOOLS[name].why_not():
+            if why := why_not(name):
                 return why
         self.tools, self.toolless = tuple(names), ""
         return f"The model may call: {', '.join(names)}." if names else "The model may call nothing."

@@ -66,7 +66,8 @@ class LiveTable(_LiveIfTerminal):
         elif stages:
             self._live.update(StageTable(stages))
         else:
-            self._live.update(Text(f"{state['name']}: waiting for the flow's process", style="dim"))
+            waits = f"Waiting for the run's process, which loads its packages (Prefect: {state['name']})"
+            self._live.update(Text(waits, style="dim"))
 
     def _print_changes(self, stages: list[StageProgress], state: Mapping[str, str]) -> None:
         if not stages and state["name"] != self._state:

@@ -92,7 +92,7 @@ def print_rollouts(shelf: "Shelf", wanted: "Wanted", *, most: int, step: int | N
     """Print samples of a step, the newest where step is None: the first `most` of those that are wanted."""
     from nanodag.cli.live_table import make_console
     from nanodag.tokenizer.encoding import Encoding
-    from nanodag.viewer.sample_view import first_samples, lines_of
+    from nanodag.viewer.sample_view import first_samples, text_of
 
     steps = shelf.steps_with_rollouts()
     if not steps:
@@ -101,8 +101,7 @@ def print_rollouts(shelf: "Shelf", wanted: "Wanted", *, most: int, step: int | N
     reads = shelf.read(shown)
     chosen = first_samples([read for read in reads if wanted.is_met_by(read)], most)
     console.print(f"step {shown}: {len(chosen)} of {counted(len(reads), 'rollout')}", style="bold")
-    for line in lines_of(Encoding(shelf.model), chosen):
-        console.print(line, soft_wrap=True)
+    console.print(text_of(Encoding(shelf.model), chosen), soft_wrap=True, end="")
 
 
 def save_rollouts(

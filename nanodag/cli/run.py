@@ -16,7 +16,7 @@ from nanodag.cli.live_table import STYLES, LiveTable, StageTable, make_console
 from nanodag.cli.parameters import command
 from nanodag.cli.show import how_to_build_stale, print_stale, print_summary, print_warnings
 from nanodag.config import Pipeline, Resolved, resolve
-from nanodag.config.kind import PAGE
+from nanodag.config.kind import MODEL, PAGE
 from nanodag.config.kinds import find_kind, recorded_kind
 from nanodag.config.resolve import portable, read_document
 from nanodag.errors import ServerError, StoreBusy
@@ -304,8 +304,11 @@ class _Attended:
             print_summary(self._console, self._store, record)
         if state["type"] == "COMPLETED":
             self._console.print(f"[green]Completed[/]: {state['message']}")
-            if record is not None and any(recorded_kind(e.kind).makes == PAGE for e in record.stages.values()):
-                self._console.print(f"Report: {command(f'report {self._name}')}")
+            kinds = [recorded_kind(e.kind) for e in record.stages.values()] if record is not None else []
+            makes, has_rollouts = {kind.makes for kind in kinds}, any(kind.config.makes_rollouts for kind in kinds)
+            nexts = [f"report {self._name}"] * (PAGE in makes) + [f"chat {self._name} --web"] * (MODEL in makes)
+            for arguments in nexts + [f"rollouts {self._name}"] * has_rollouts:
+                self._console.print(f"Next: {command(arguments)}")
             return 0
         self._console.print(f"[red]{state['name']}[/]", highlight=False)
         self._console.print(state["message"], highlight=False, markup=False)

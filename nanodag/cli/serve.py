@@ -1,6 +1,7 @@
 """`nanodag chat`, `serve` and `sampler serve`: find the models, then hand over to the process that has their tokenizers
 or their engine. Light: each imports what it needs when it runs."""
 
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from nanodag.inference.sglang_options import Option
 
 SERVING = "nanodag.chat.web"  # nanodag.api, and the page
+FoundModel = tuple[str, Path, dict[str, Any]]
+"""Name, folder, and what the chat page is told of it."""
 EMBEDDED = ("max_batch", "cache_bytes", "threads", "seed", "max_body_bytes", "max_text_bytes", "stream_every_s")
 OWN = ("model-path", "model", "host", "port", "token", "api-key", "admin-api-key", "weight-version")
 
@@ -50,10 +53,10 @@ def chat(
         if message:
             raise ConfigError("--message asks one question in the terminal; leave out --web, or ask it on the page.")
         options = ["--no-access-log", f"--port={port}", *([] if no_open else ["--open"])]
-        _serve(dict([found_model(run, stage, file)]), run, also, file, options)
+        _serve(found_model(run, stage, file), run, also, file, options)
     if also:
         raise ConfigError("--also puts models side by side, which --web can show; the terminal talks to one.")
-    _, folder = found_model(run, stage, file)
+    _, folder, _ = found_model(run, stage, file)
     _hand_over("nanodag.chat", str(folder), *(["--message", message] if message else []))
 
 
@@ -101,13 +104,18 @@ def serve(
     options += ["--no-access-log"] if no_access_log else []
     options += [f"--cors={origin}" for origin in cors or []] + [f"--{setting}" for setting in option or []]
     if follow:
+        from nanodag.chat.web.facts import facts_of
         from nanodag.cli.show import find_run
         from nanodag.run.record import served_store
 
         store = served_store(file)
-        followed = [f"--follow={find_run(store, run).run}", f"--follow-stage={stage}"]
+        record = find_run(store, run)
+        model = (record.run, Path(), facts_of(record, stage))  # the serving process finds its folder
+        followed = [f"--follow={record.run}", f"--follow-stage={stage}"]
         options = [*followed, f"--store={store.url}", f"--store-local={store.local}", *options]
-    _serve({} if follow else dict([found_model(run, stage, file)]), run, also, file, options)
+    else:
+        model = found_model(run, stage, file)
+    _serve(model, run, also, file, options)
 
 
 def serve_sampler(
@@ -178,7 +186,7 @@ def serve_sampler(
     else:
         further = {"options": further}
     token = next(iter(keys_for(host, Path(api_key_file) if api_key_file else None)), "")
-    _, folder = found_model(*(_named(model, "") if ":" in model else (model, "")), file)
+    _, folder, _ = found_model(*(_named(model, "") if ":" in model else (model, "")), file)
     if engine == "sglang":
         check_sglang(folder, context_length or None, "--engine")
     try:
@@ -195,13 +203,23 @@ def serve_sampler(
     os.execve(command[0], command, environment)  # in this process's place: a signal then reaches the server
 
 
-def _serve(models: dict[str, Path], run: str, also: list[str] | None, file: str, options: Sequence[str]) -> NoReturn:
-    """Serve these models and others beside them. also: stages of the same run, RUN:STAGE, folders or models of the hub.
+def _serve(first: FoundModel, run: str, also: list[str] | None, file: str, options: Sequence[str]) -> NoReturn:
+    """Serve a model and others beside it. also: stages of the same run, RUN:STAGE, folders or models of the hub.
     options: of the serving process."""
+    from nanodag.host.folders import state_folder
+    from nanodag.run.record import served_store
+
+    served = {first[0]: first}
     for other in also or ():
-        model_name, folder = found_model(*_named(other, run), file)
-        models[other if model_name in models else model_name] = folder
-    _hand_over(SERVING, *(f"--model={model_name}={folder}" for model_name, folder in models.items()), *options)
+        model = found_model(*_named(other, run), file)
+        served[other if model[0] in served else model[0]] = model
+    about = {name: facts for name, (_, _, facts) in served.items() if facts}
+    runs = [facts["run"] for facts in about.values()]
+    # Beside the runs, as an artifact's rollouts are not to be changed; of what is no run's, where a chat's history is.
+    ratings = served_store(file).local / "ratings" / runs[0] if runs else state_folder() / "ratings"
+    named = [f"--model={name}={folder}" for name, (_, folder, _) in served.items() if folder.name]
+    typer.echo(f"Loading {listed(served)}; a line says when they answer, mostly within 30 s.", err=True)
+    _hand_over(SERVING, *named, f"--about={json.dumps(about)}", f"--ratings={ratings}", *options)
 
 
 def _hand_over(program: str, *arguments: str) -> NoReturn:
@@ -228,8 +246,9 @@ def _is_elsewhere(name: str) -> bool:
     return "/" in name or (Path(name) / "config.json").is_file()
 
 
-def found_model(name: str, stage: str, file: str) -> tuple[str, Path]:
-    """Name and folder of the model of a run's stage, the last one there is unless named; of a folder, or of the hub."""
+def found_model(name: str, stage: str, file: str) -> FoundModel:
+    """The model of a run's stage, the last one there is unless named; of a folder, or of the hub, of which no facts are
+    known."""
     if _is_elsewhere(name):
         if stage:
             raise ConfigError(f"{name} is a model by itself and has no stage {stage!r}.")
@@ -237,9 +256,10 @@ def found_model(name: str, stage: str, file: str) -> tuple[str, Path]:
 
         is_folder, hub_name = Path(name).exists(), name.removeprefix("hub:")
         model = fetched(f"file:{name}" if is_folder else f"hub:{hub_name}")
-        return Path(name).resolve().name if is_folder else hub_name, model
+        return Path(name).resolve().name if is_folder else hub_name, model, {}
     from rich.console import Console
 
+    from nanodag.chat.web.facts import facts_of
     from nanodag.cli.show import find_run, finished_stages, print_stale
     from nanodag.config.kind import MODEL
     from nanodag.run.record import served_store
@@ -255,7 +275,7 @@ def found_model(name: str, stage: str, file: str) -> tuple[str, Path]:
         raise ArtifactNotFound(f"Run {record.run} has no finished model yet.")
     chosen = stage or models[-1]
     print_stale(Console(stderr=True, highlight=False), record, chosen)
-    return chosen, store.materialize(store.get(f"{record.run}:{chosen}"))
+    return chosen, store.materialize(store.get(f"{record.run}:{chosen}")), facts_of(record, chosen)
 
 
 def _option(text: str) -> tuple[str, "Option"]:

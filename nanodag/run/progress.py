@@ -78,7 +78,7 @@ def _stage(store: Store, name: str, entry: StageRecord) -> StageProgress:
         state="starting" if is_running and not works else state,
         key=entry.key,
         done=1.0 if is_made else min(1.0, last["step"] / last["total"]) if works else 0.0,
-        amount=_amount(last) if works else "",
+        amount=_amount(last) if works else "loads its packages and data" if is_running else "",
         reached=_reached_by(store, *entry.artifact) if is_made and entry.artifact is not None else _said(lines),
         speed=_speed(works, rate) if is_running else "",
         left_s=(last["total"] - last["step"]) / rate if is_running and rate else -1.0,

@@ -225,7 +225,7 @@ class LocalServer:
         port = preferred_port if _is_free(self._host, preferred_port) else free_port(self._host)
         if port != preferred_port:
             say(f"Port {preferred_port} is taken; the Prefect server takes {port}.")
-        say("Starting the Prefect server ...")
+        say("Starting the Prefect server, which takes some 10 to 30 s ...")
         command = [sys.executable, "-m", _SERVER, "start", "--host", self._host, "--port", str(port)]
         variables: dict[str, str] = {
             # A page's scripts must not create flow runs (flows.prefect_server). The UI asks the address it came from.

@@ -1,10 +1,10 @@
 """The page itself: one address, whose query says what is shown. It works without JavaScript."""
 
+import math
 import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlencode
 
@@ -18,42 +18,30 @@ from nanodag.errors import NanodagError
 from nanodag.inference.access_checks import bound_socket
 from nanodag.report.page import environment_of
 from nanodag.report.words import legible, shortened
-from nanodag.rl.rollouts.metrics import Timed
-from nanodag.rl.rollouts.rollout_files import FAILED, FAILURES, Read, Shelf, Wanted
+from nanodag.rl.rollouts.rollout_files import FAILURES, Read, Shelf, Wanted
 from nanodag.tokenizer.encoding import Encoding
-from nanodag.viewer.sample_view import BLUE, COLOURS, GREEN, Colour, grouped, groups_of
+from nanodag.viewer.sample_view import COLOURS, TEMPLATES, Colour, grouped, groups_of
 
 HOST = "127.0.0.1"
 ON_A_PAGE = 24
-GREY = "120,130,145"
 LONGEST_SAID = 40  # letters
-LANES = {"generate": 0, "evaluate": 1, "samplers_wait": 0, "sync": 2, "train": 3, "trainer_waits": 3, "checkpoint": 4}
-LANE_NAMES = ("samplers", "evaluation", "weights", "trainer", "checkpoint")
-TIMELINE_WIDTH = 1080
-FILLS = {"generate": BLUE, "evaluate": "109,91,208", "sync": "220,122,9", "train": GREEN, "checkpoint": GREY}
 # Only the page's own script runs, whatever stands in a rollout; nothing is loaded.
 POLICY = (
     "default-src 'none'; script-src 'nonce-{nonce}'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
     "form-action 'self'; frame-ancestors 'none'"
 )
 Number = Annotated[int, Field(ge=0, lt=10**9)]  # a step has as many digits as its file's name
-COLUMNS = (
-    ("reward", "reward"),
-    ("pass_rate", "pass rate"),
-    ("response_tokens", "tokens"),
-    ("staleness", "staleness"),
-    ("mismatch_absolute", "|mismatch|"),
-    ("seconds_step", "seconds"),
-)
 
 
 @dataclass(frozen=True, kw_only=True, config={"extra": "forbid", "allow_inf_nan": False})
 class PageQuery(Wanted):
-    """Query of the page: the rollouts to show, of which step, and how. set: `eval` for held-out prompts."""
+    """Query of the page: the rollouts to show, of which step, and how. set: `eval` for held-out prompts. text: part of
+    a prompt or a response, in upper or lower case."""
 
     set: Literal["", "eval"] = ""
     step: Number | None = None
     prompt: Annotated[str, StringConstraints(strip_whitespace=True)] = ""
+    text: str = ""
     sample: Number | None = None
     colour: Colour | None = None
     page: Annotated[Number, Field(ge=1)] = 1
@@ -79,7 +67,7 @@ def make_app(shelf: Shelf) -> FastAPI:
     # a page elsewhere must not read this one through a name of its own for this address
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])
     encoding = Encoding(shelf.model)
-    environment = environment_of(Path(__file__).parent / "templates")
+    environment = environment_of(TEMPLATES)
     environment.finalize = lambda value: legible(value) if type(value) is str else value  # what is markup already stays
     template = environment.get_template("rollouts.html.jinja")
 
@@ -119,6 +107,11 @@ def _page(shelf: Shelf, encoding: Encoding, asked: PageQuery) -> dict[str, Any]:
     reads = shelf.read(frame["step"], held_out=frame["is_held_out"])
     fates = dict(Counter(read.fate for read in reads).most_common())
     chosen = [read for read in reads if asked.is_met_by(read)]
+    # A link to one sample names the whole of its prompt's id, which may be a part of others'.
+    chosen = [read for read in chosen if read.rollout.prompt_id == asked.prompt] or chosen
+    if asked.text:
+        said = [encoding.decode([*r.rollout.prompt_token_ids, *r.rollout.response_token_ids]).lower() for r in chosen]
+        chosen = [read for read, text in zip(chosen, said, strict=True) if asked.text.lower() in text]
     colour = asked.colour or ("advantage" if any(r.advantages for r in reads) else "logprob")
     number, pages = asked.page, together(chosen, ON_A_PAGE)
     if number > len(pages):
@@ -131,12 +124,12 @@ def _page(shelf: Shelf, encoding: Encoding, asked: PageQuery) -> dict[str, Any]:
         "num_chosen": len(chosen),
         "num_all": len(reads),
         "fates": fates,
-        "fate_options": fate_choices(fates),
+        "num_failed": sum(fates.get(fate, 0) for fate in FAILURES),
         "finish_options": [(finish, finish) for finish in sorted({r.rollout.finish_reason for r in reads})],
         "role_options": [(r, shortened(r, LONGEST_SAID)) for r in sorted({read.rollout.role for read in reads} - {""})],
         "number": number,
         "num_pages": len(pages),
-        "timeline": {} if frame["is_held_out"] else timeline_of(shelf.timeline(frame["step"])),
+        "spans": [] if frame["is_held_out"] else shelf.timeline(frame["step"]),
     }
 
 
@@ -155,8 +148,8 @@ def _frame(shelf: Shelf, steps: Sequence[Mapping[str, Any]], asked: PageQuery) -
         "line": next((line for line in steps if line["step"] == step), {}),
         "is_held_out": is_held_out,
         "evaluations": evaluations,
-        "columns": [(name, title) for name, title in COLUMNS if any(name in line for line in steps)],
         "colours": COLOURS,
+        "curve": [(line["step"], line["reward"]) for line in steps if math.isfinite(line.get("reward", math.nan))],
     }
 
 
@@ -169,30 +162,3 @@ def together(reads: Sequence[Read], most: int) -> list[list[Read]]:
             pages.append([])
         pages[-1] += group
     return pages
-
-
-def fate_choices(fates: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Fates that may be asked for, and their words. fates: how many met each."""
-    choices = [(fate, f"{fate.replace('_', ' ')} ({count})") for fate, count in fates.items()]
-    failed = sum(fates.get(fate, 0) for fate in FAILURES)
-    return [(FAILED, f"any failure ({failed})"), *choices] if failed else choices
-
-
-def timeline_of(spans: Sequence[Timed]) -> dict[str, Any]:
-    """Variables of the picture of a step; empty when there is nothing to draw."""
-    known = [span for span in spans if span[0] in LANES]
-    if not known:
-        return {}
-    begin = min(span[1] for span in known)
-    seconds = max(span[2] for span in known) - begin
-    lanes = sorted({LANES[name] for name, _, _ in known})
-    tick = next((s for s in (0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 300, 1800, 7200) if seconds / s <= 10), 36000)
-    return {
-        "seconds": seconds,
-        "lanes": [LANE_NAMES[lane] for lane in lanes],
-        "bars": [(name, lanes.index(LANES[name]), start - begin, stop - begin) for name, start, stop in known],
-        "tick": tick,
-        "num_ticks": 1 + int(seconds / tick + 1e-6),
-        "fills": FILLS,
-        "width": TIMELINE_WIDTH,
-    }

@@ -3,14 +3,17 @@ Nothing that a model or an environment wrote may make the page large, look like 
 
 import codecs
 import json
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, Literal
 
+from rich.markup import escape
 from rich.text import Text
 
+from nanodag.report.page import environment_of
 from nanodag.report.words import legible, shortened
 from nanodag.rl.rollouts.metrics import said_metrics
 from nanodag.rl.rollouts.readable_rollout import Speech, calls_in, turns_of
@@ -32,7 +35,7 @@ MOST_NUMBERS = 50  # of one sequence
 TOKENS_A_PAGE = 40_000  # that are drawn; sequences share them
 LETTERS_A_TOKEN = 4
 UNKNOWN = "\ufffd"
-SAID_LENGTH, HEARD_LENGTH, PROMPT_LENGTH = 2000, 400, 1000  # letters, in a terminal
+TEMPLATES = Path(__file__).parent / "templates"
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +265,9 @@ def _metadata(rollout: Rollout) -> str:
 def _hint(read: Read, span: TokenSpan, place: int, number: int, token_id: int) -> str:
     hint = [f"id {token_id}"]
     if span.kind == "sampled":
-        hint += [f"logprob {span.logprobs[place]:.4g}"] if span.logprobs else []
+        if span.logprobs:
+            logprob = span.logprobs[place]
+            hint += [f"probability {math.exp(min(0.0, logprob)):.3g}", f"logprob {logprob:.4g}"]
         hint += [f"version {span.versions[place]}", *["not trained"] * (not span.mask[place])]
     else:
         hint.append(span.kind)
@@ -303,39 +308,11 @@ def first_samples(reads: Sequence[Read], most: int) -> list[Read]:
     return [read for sample in samples[:most] for read in sample]
 
 
-def lines_of(encoding: Encoding, reads: Sequence[Read]) -> Iterator[Text]:
-    """Each sample of these, under its prompt."""
-    for group in groups_of(encoding, reads, "none"):
-        yield _line("prompt " + group.prompt_id, "bold")
-        yield _line(_indented(shortened(group.prompt, PROMPT_LENGTH)), "dim")
-        for branch in chain.from_iterable(group.samples):
-            yield from _branch(branch)
-        yield _line("")
-
-
-def _branch(branch: Branch) -> Iterator[Text]:
-    number = branch.read.rollout.branch
-    head = [f"branch {number}"] if number else []
-    head += [branch.role] if branch.role else []
-    head += [f"reward {branch.reward}" if branch.read.rollout.reward is not None else branch.reward]
-    head.append(branch.read.fate.replace("_", " "))
-    head += [f"{name} {value}" for name, value in [*branch.facts, *branch.numbers]]
-    failed = branch.read.rollout.reward is None
-    yield _line(("  " if number else "") + " · ".join(head), "red" if failed else "cyan")
-    for failure in branch.failures:
-        yield _line(f"    {failure.what}: {failure.reason}", "red")
-        yield from [_line(_indented(failure.last_lines), "red")] if failure.last_lines else []
-    if branch.prompt:
-        yield _line(_indented(shortened(branch.prompt, PROMPT_LENGTH)), "dim")
-    for turn in branch.turns:
-        length, style = (SAID_LENGTH, "") if turn.is_sampled else (HEARD_LENGTH, "dim")
-        text = _indented(shortened("".join(token.text for token in turn.tokens), length))
-        yield _line(f"    {turn.speaker} ", "bold") + _line(text.lstrip(" "), style)
-
-
-def _indented(text: str) -> str:
-    return "\n".join(f"      {line}" for line in text.split("\n"))
-
-
-def _line(text: str, style: str = "") -> Text:
-    return Text(legible(text), style=style)
+def text_of(encoding: Encoding, reads: Sequence[Read]) -> Text:
+    """Each sample of these, under its prompt, for a terminal."""
+    environment = environment_of(TEMPLATES, autoescape=False)
+    environment.trim_blocks = environment.lstrip_blocks = True
+    environment.filters["shortened"] = shortened
+    environment.finalize = lambda value: escape(legible(str(value)))
+    template = environment.get_template("rollouts.txt.jinja")
+    return Text.from_markup(template.render(groups=groups_of(encoding, reads, "none")), emoji=False)

@@ -43,7 +43,7 @@ async def client_over(folder, fleet, count=1, **limits):
 def served(folder, log, *options):
     """The process that serves a folder's model, and what it says when it is up."""
     arguments = ["--model", f"tiny={folder}", "--port", "0", "--device", "cpu", *options]
-    process = start_module("nanodag.api", *arguments, environment=dict(os.environ), log=log)
+    process = start_module("nanodag.chat.web", *arguments, environment=dict(os.environ), log=log)
     try:
         wait_until(lambda: process.poll() is not None or "Ctrl-C ends it" in log.read_text(), timeout_s=120)
         assert process.poll() is None, log.read_text()

@@ -47,7 +47,7 @@ def test_each_checkpoint_is_taken_without_a_restart_and_every_answer_is_of_one_s
     try:
         steps = [train_until(trainer, workspace, 2)]
         options = ["--follow", "run", f"--store={store.url}", "--port", "0", "--device", "cpu", "--deterministic"]
-        server = start_module("nanodag.api", *options, environment={**os.environ, **CPU_ONLY}, log=log)
+        server = start_module("nanodag.chat.web", *options, environment={**os.environ, **CPU_ONLY}, log=log)
         until(lambda: "Ctrl-C ends it" in log.read_text(), log)
         url = re.search(r"at (http://127.0.0.1:\d+)/v1", log.read_text())[1]
 

@@ -10,6 +10,7 @@ import pytest
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
+from tests.axe import each_look, looking
 from tests.chat.fake_api import FakeApi, serving
 
 pytestmark = pytest.mark.slow
@@ -356,6 +357,180 @@ def test_checkpoints_that_are_served_answer_side_by_side_with_their_probabilitie
             assert "failed" not in page.text()
         finally:
             process.terminate()
+
+
+PROMPTS = ["Sort: 2 1", "<b>\u202eReverse"]
+SORTS = {"adapter": "problem", "tools": False}
+STAGES = {
+    "pretrain": {"kind": "pretrain", "inputs": [], "data": [{"adapter": "messages", "tools": False}]},
+    "sft": {"kind": "sft", "inputs": ["pretrain"], "data": [SORTS], "sample_prompts": PROMPTS[1:]},
+    "rl": {"kind": "rl", "inputs": ["sft"], "data": [SORTS]},
+    "eval_base": {"kind": "eval", "inputs": ["pretrain"], "data": [], "chat": False, "sample_prompts": ["In"]},
+    "eval_sft": {"kind": "eval", "inputs": ["sft"], "data": [], "sample_prompts": PROMPTS[1:]},
+    "eval_rl": {"kind": "eval", "inputs": ["rl"], "data": [], "sample_prompts": PROMPTS[:1]},
+}
+ALONE = {"run": "pocket-1", "stages": {name: stage | {"generate": "one_turn"} for name, stage in STAGES.items()}}
+ABOUT = {"rl": ALONE | {"stage": "rl"}, "sft": ALONE | {"stage": "sft"}}
+
+
+@pytest.fixture
+def rated(tmp_path):
+    """Where the models of one run, which saw neither conversations nor tools, keep their ratings."""
+    return tmp_path / "ratings" / "pocket-1"
+
+
+@pytest.fixture
+def of_run(rated):
+    return FakeApi("rl", "sft", "plain", about=ABOUT, ratings=rated)
+
+
+@pytest.fixture
+def run_page(of_run, open_page):
+    with serving(of_run.app()) as port:
+        yield open_page(port)
+
+
+def test_a_model_is_named_tried_with_its_pipelines_prompts_and_asked_as_it_was_trained(run_page, of_run):
+    page = run_page
+    assert page.js("return document.activeElement.id") == "question"
+    page.wait(lambda: page.chrome.title == "rl of pocket-1 · nanodag chat", "the title")
+    assert page.one("#about").text == "rl of pocket-1"
+    assert [button.text for button in page.all(".prompts button")] == PROMPTS
+    page.press("Sort: 2 1")
+    page.wait_for_end()
+    page.say("two")
+    assert [m["content"] for m in of_run.asked[1]["messages"]] == ["two"] and "tools" not in of_run.asked[1]
+    page.wait_for("rl was trained on single questions: each message is sent alone.", "It was asked alone")
+    page.press("Send the whole conversation")
+    page.say("three")
+    assert len(of_run.asked[2]["messages"]) == 5 and not page.all("#alone")
+    page.press("Settings")
+    page.one("[name=unseenTools]").click()
+    page.press("Close")
+    page.say("sum")
+    assert "It is 408." in page.answers()[-1]
+    log = page.js("return [...document.querySelectorAll('#read-out p')].map((line) => line.textContent)")
+    assert log[0] == "rl heard Sort: 2 1 as message 1. It ended by itself." and "It is 408." in log[-1]
+
+
+@pytest.mark.parametrize(
+    ("stage", "changed", "has_turns", "has_calls"),
+    [
+        ("rl", {"data": [{"adapter": "smoltalk", "tools": False}]}, True, False),
+        ("rl", {"data": [{"adapter": "gsm8k", "tools": True}]}, False, True),
+        ("rl", {"data": [{"adapter": "mine:rows", "tools": False}]}, True, True),
+        ("rl", {"generate": "calculator"}, True, True),
+        ("rl", {"inputs": []}, None, None),
+        ("", {}, None, None),
+    ],
+)
+def test_what_a_model_saw_follows_from_its_lineage(page, stage, changed, has_turns, has_calls):
+    stages = ALONE["stages"] | {"sft": ALONE["stages"]["sft"] | changed}
+    code = """
+      const [told, done] = arguments;
+      import("/chat/facts.js").then((facts) => {
+        facts.learn({ models: { m: told }, ratings: "" });
+        const { hasTurns = null, hasCalls = null } = facts.factsOf("m");
+        done([hasTurns, hasCalls]);
+      });
+    """
+    told = {"run": "r", "stage": stage, "stages": stages}
+    assert page.chrome.execute_async_script(code, told) == [has_turns, has_calls]
+
+
+def test_a_link_puts_two_stages_side_by_side_each_with_its_system_prompt_and_the_better_answer_is_a_pair(
+    run_page, of_run, rated
+):
+    page = run_page
+    page.chrome.get(f"http://127.0.0.1:{page.port}/?model=sft&beside=rl")
+    page.wait(lambda: page.chrome.title == "sft beside rl of pocket-1 · nanodag chat", "the title")
+    page.press("Settings")
+    page.one("[name=system]").send_keys("Be brief.")
+    page.press("Close")
+    page.say("one")
+    asked = {body["model"]: [message["role"] for message in body["messages"]] for body in of_run.asked}
+    assert asked == {"sft": ["system", "user"], "rl": ["user"]}
+    page.press("Better")
+    page.wait_for("Kept: 1 in ")
+    page.press("Better", 0)
+    page.wait(lambda: page.all(".answer:first-child [aria-pressed=true]"), "the other one")
+    page.press("Bad")
+    page.wait(lambda: (rated.parent / "pocket-1.thumbs.jsonl").exists(), "the thumb")
+    page.load()
+    assert [b.text for b in page.all(".rating [aria-pressed=true]")] == ["Better", "Bad"]
+    (row,) = map(json.loads, (rated.parent / "pocket-1.pairs.jsonl").read_text().splitlines())
+    assert row["prompt"] == [{"role": "user", "content": "one"}] and row["models"] == ["pocket-1:sft", "pocket-1:rl"]
+    assert row["chosen"][0]["content"].startswith("sft heard one")
+    page.press("Better", 0)
+    page.wait(lambda: (rated.parent / "pocket-1.pairs.jsonl").read_text() == "", "the pair to be taken back")
+    page.chrome.get(f"http://127.0.0.1:{page.port}/?model=%3Cimg%20src%3Dx%3E")
+    page.wait_for("The link's <img src=x> is not served here.")
+
+
+def test_conversations_are_searched_and_exported(page):
+    for text in ("apples", "pears"):
+        page.press("New conversation")
+        page.say(text)
+    page.one("#search").send_keys("heard APPLES")
+    assert [title.text for title in page.all("#conversations .title")] == ["apples"]
+    page.js("URL.createObjectURL = (blob) => (blob.text().then((text) => window.exported = text), '#')")
+    page.press("Export what was found")
+    exported = json.loads(page.wait(lambda: page.js("return window.exported"), "the export"))
+    assert [one["title"] for one in exported["conversations"]] == ["apples"]
+    assert exported["conversations"][0]["turns"][0]["answers"][0]["finish"] == "stop"
+    page.one("#search").send_keys("no")
+    assert page.one("#found").text == "0 of 2 found" and not page.one("#export").is_enabled()
+
+
+def test_hostile_names_and_lines_of_300_kb_neither_act_nor_widen_the_page(open_page, rated):
+    name = "</script>\u202e<img src=x onerror='window.owned=1'>" + "N" * 300
+    api = FakeApi(name, "b", about={name: ALONE | {"run": name, "stage": name}}, ratings=rated)
+    with serving(api.app()) as port:
+        page = open_page(port)
+        page.choose(1, "b")
+        page.say("hostile")
+        page.wait(lambda: len(page.answers()[0]) > 300_000 and page.answers()[0].endswith("end"), "the long line")
+        page.press("Good", 0)
+        page.wait_for("The rating was not kept")
+        assert not page.all(".rating [aria-pressed=true]"), "what was not kept does not look so"
+        assert page.js("return [window.owned, document.images.length]") == [None, 0]
+        for width in (1280, 390):
+            with looking(page.chrome, "light", width):
+                wide, shown = page.js("return [document.documentElement.scrollWidth, innerWidth]")
+                assert wide <= shown
+
+
+def test_two_tabs_keep_their_own_conversations_and_see_each_others(page):
+    page.say("first")
+    first = page.chrome.current_window_handle
+    page.chrome.switch_to.new_window("tab")
+    try:
+        page.load()
+        page.press("New conversation")
+        page.say("second")
+        page.chrome.switch_to.window(first)
+        page.say("third")
+        page.wait(lambda: len(page.all("#conversations .title")) == 2, "the other tab's conversation")
+        assert page.answers()[-1] == "sft heard third as message 3."
+    finally:
+        for handle in page.chrome.window_handles:
+            if handle != first:
+                page.chrome.switch_to.window(handle)
+                page.chrome.close()
+        page.chrome.switch_to.window(first)
+
+
+def test_axe_finds_nothing_grave_on_the_chat_page(run_page):
+    page = run_page
+    page.wait(lambda: page.all(".prompts button"), "the prompts")
+    assert each_look(page.chrome) == []
+    page.choose(1, "sft")
+    page.say("page")
+    page.say("think")
+    page.one("#search").send_keys("page")
+    assert each_look(page.chrome) == []
+    page.press("Settings")
+    assert each_look(page.chrome) == []
 
 
 def test_a_key_is_asked_for_and_kept_for_this_tab_alone(open_page, chrome):

@@ -1,8 +1,8 @@
 """An OpenAI API with models that say what a test asks for, beside the routes of the chat page.
 
 What the last user message says decides: `long` is streamed slowly, `markup` is hostile Markdown and `page` a friendly
-one, `think` thinks first, `sum`, `program` and `loop` call tools, `lost` ends in the middle, `full` has room for one
-question alone. Anything else is answered with how it was asked.
+one, `hostile` has a line of 300 kB, `think` thinks first, `sum`, `program` and `loop` call tools, `lost` ends in the
+middle, `full` has room for one question alone. Anything else is answered with how it was asked.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -59,10 +60,11 @@ CALLS = {
 
 
 class FakeApi:
-    """models: the names served. key: that it wants, empty for none. asked: the bodies that came."""
+    """models: the names served. key: that it wants, empty for none. asked: the bodies that came. about, ratings: as the
+    routes of the page take them."""
 
-    def __init__(self, *models: str, key: str = "") -> None:
-        self.models, self.key = models, key
+    def __init__(self, *models: str, key: str = "", about: Any = None, ratings: Path | None = None) -> None:
+        self.models, self.key, self.about, self.ratings = models, key, about or {}, ratings
         self.asked: list[dict[str, Any]] = []
         self.num_left = 0  # answers whose reader went before their end
 
@@ -71,7 +73,7 @@ class FakeApi:
             Route("/v1/models", self._models, methods=["GET"]),
             Route("/v1/chat/completions", self._answer, methods=["POST"]),
         ]
-        return Starlette(routes=[*own, *routes()])
+        return Starlette(routes=[*own, *routes(self.about, self.ratings)])
 
     def _refusal(self, request: Request) -> Response | None:
         if self.key and request.headers.get("authorization") != f"Bearer {self.key}":
@@ -108,6 +110,8 @@ class FakeApi:
             pieces = [f"word{number} " for number in range(400)]
         elif question == "markup":
             pieces = [MARKUP]
+        elif question == "hostile":
+            pieces = [*("</script><!-- \u202etxt.exe\u202c ", "\x00\x1b[2J", "W" * 300_000), " end"]
         elif question == "think":
             pieces = ["<think>", "It is easy.", "</think>", "\n\n", "Easy."]
         elif question == "page":

@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 from html.parser import HTMLParser
 
 import pytest
@@ -10,19 +11,29 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 from nanodag.chat import tools
-from nanodag.chat.tools import MAX_RESULT_CHARACTERS, TOOLS, call
+from nanodag.chat.tools import DEFINITIONS, MAX_RESULT_CHARACTERS, TOOLS, call
+from nanodag.chat.web import ratings
 from nanodag.chat.web import routes as web
+from nanodag.chat.web.facts import facts_of
 from nanodag.chat.web.routes import LONGEST, to_html
+from nanodag.data.adapters import open_adapter
 from nanodag.rewards import sandbox
 from tests.api.scripted import Scripted, app_of, ask, model_of
+from tests.run_records import run_record, stage_record
 
 HERE = "http://127.0.0.1:8000"
 CALL = {"name": "calculator", "arguments": '{"expression": "2*3"}'}
+PROMPT = [{"role": "user", "content": "Sort: 2 1"}]
+GOOD, WORSE = ([{"role": "assistant", "content": text}] for text in ("1 2", "2 1"))
+THUMB = {"prompt": PROMPT, "completion": GOOD, "label": True, "models": ["r:rl"]}
+BETTER = {"prompt": PROMPT, "chosen": GOOD, "rejected": WORSE, "models": ["r:rl", "r:sft"]}
+RATING, PAIR = {"id": "a-1", "kind": "thumbs", "row": THUMB}, {"id": "a-1-b", "kind": "pairs", "row": BETTER}
 
 
 @pytest.fixture
-def client():
-    with TestClient(Starlette(routes=web.routes()), base_url=HERE) as made:
+def client(tmp_path):
+    app = Starlette(routes=web.routes({"rl": {"run": "r"}}, tmp_path / "ratings" / "r"))
+    with TestClient(app, base_url=HERE) as made:
         yield made
 
 
@@ -71,9 +82,9 @@ def test_nothing_beside_the_page_is_served(client):
         ({"content-type": "application/json; charset=utf-8"}, 200),
     ],
 )
-@pytest.mark.parametrize("path", ["/chat/tool", "/chat/render"])
+@pytest.mark.parametrize("path", ["/chat/tool", "/chat/render", "/chat/about", "/chat/rate"])
 def test_a_post_is_answered_to_the_page_itself_alone(client, path, headers, status):
-    answer = post(client, path, CALL | {"text": "2"}, **headers)
+    answer = post(client, path, RATING if path == "/chat/rate" else CALL | {"text": "2"}, **headers)
     assert answer.status_code == status
     assert status == 200 or answer.json()["error"]["message"]
 
@@ -226,9 +237,93 @@ def test_without_bubblewrap_the_advice_is_to_install_it_and_never_to_set_what_ch
     assert (f"unset {sandbox.OPT_OUT}" in said) == bool(asked)
 
 
-def test_calls_beyond_those_that_may_wait_are_refused(client, monkeypatch):
+def test_calls_beyond_those_that_may_wait_are_refused(monkeypatch):
     monkeypatch.setattr(web, "MAX_CALLS_WAITING", 0)
-    assert post(client, "/chat/tool", CALL).status_code == 429
+    with TestClient(Starlette(routes=web.routes()), base_url=HERE) as client:
+        assert post(client, "/chat/tool", CALL).status_code == 429
+
+
+def test_what_is_known_of_models_is_told_to_the_page(client, tmp_path):
+    assert post(client, "/chat/about", {}).json() == {
+        "models": {"rl": {"run": "r"}},
+        "ratings": str(tmp_path / "ratings" / "r"),
+    }
+
+
+def test_ratings_are_rows_that_preference_stages_read_and_a_later_one_of_an_answer_replaces_the_earlier(
+    client, tmp_path
+):
+    pairs, thumbs = (tmp_path / "ratings" / f"r.{kind}.jsonl" for kind in ("pairs", "thumbs"))
+    turned = BETTER | {"chosen": WORSE, "rejected": GOOD}
+    for rating, file, count in (
+        (PAIR, pairs, 1), (RATING, thumbs, 1), (PAIR | {"row": turned}, pairs, 1), (RATING | {"id": "a-2"}, thumbs, 2)
+    ):  # fmt: skip
+        assert post(client, "/chat/rate", rating).json() == {"file": str(file), "count": count}
+    read = open_adapter("preference", f"file:{pairs}", "preference", {})
+    (row,) = map(json.loads, pairs.read_text().splitlines())
+    assert read(0, row) == {"messages": PROMPT, "chosen": WORSE, "rejected": GOOD}
+    first = json.loads(thumbs.read_text().splitlines()[0])
+    assert open_adapter("preference", f"file:{thumbs}", "judgement", {})(0, first)["chosen"] == GOOD
+    by_hand = b'{"id": "mine"}\nno JSON \xff\xe2\x80\xa8\n{"half'
+    pairs.write_bytes(by_hand)
+    assert post(client, "/chat/rate", RATING | {"row": None}).json()["count"] == 1
+    assert post(client, "/chat/rate", PAIR).status_code == 200
+    assert pairs.read_bytes().startswith(by_hand + b"\n"), "what somebody else wrote is left as it is"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"id": "../up"}, {"id": 'a", "prompt'}, {"id": "a" * 101}, {"id": 1}, {"kind": "../pairs"}, {"kind": ["pairs"]},
+        {"row": []}, {"row": {}}, {"row": "prompt"}, {"row": THUMB},
+        {"row": BETTER | {"chosen": 1}}, {"row": BETTER | {"prompt": []}}, {"row": BETTER | {"models": "\ud800"}},
+        {"kind": "thumbs", "row": THUMB | {"label": "yes"}},
+    ],
+)  # fmt: skip
+def test_what_is_no_rating_is_refused_and_nothing_is_written(client, tmp_path, wrong):
+    answer = post(client, "/chat/rate", PAIR | wrong)
+    assert answer.status_code == 400 and answer.json()["error"]["message"]
+    assert list(tmp_path.rglob("*.jsonl")) == []
+
+
+def test_ratings_at_once_are_all_kept_and_a_file_has_an_end(client, tmp_path, monkeypatch):
+    with ThreadPoolExecutor(8) as pool:
+        ids = [f"a-{number}" for number in range(24)]
+        assert {a.status_code for a in pool.map(lambda i: post(client, "/chat/rate", PAIR | {"id": i}), ids)} == {200}
+    path = tmp_path / "ratings" / "r.pairs.jsonl"
+    assert sorted(json.loads(line)["id"] for line in path.read_text().splitlines()) == sorted(ids)
+    monkeypatch.setattr(ratings, "MAX_BYTES", path.stat().st_size)
+    answer = post(client, "/chat/rate", PAIR)
+    assert answer.status_code == 507 and "is full" in answer.json()["error"]["message"]
+    assert len(path.read_text().splitlines()) == 24
+
+
+SORTS = {"url": "python:nanodag.data.lists:sort", "adapter": "problem", "options": {}}
+CHATS = {"url": "hub:HuggingFaceTB/smol-smoltalk:train", "adapter": "auto", "options": {}}
+SUMS = {"url": "hub:openai/gsm8k/main:train", "adapter": "auto", "options": {"tools": True}}
+
+
+def test_a_run_says_what_its_models_were_trained_on_and_are_tried_with():
+    made = {"url": "input:conversations", "adapter": "auto", "options": {}}
+    stages = {
+        "sft": {"kind": "sft", "data": [SORTS, CHATS, SUMS]},
+        "rl": {"kind": "rl", "data": [made], "rollout": {"generate": {"name": "calculator"}}},
+        "eval_rl": {"kind": "eval", "chat": True, "sample_prompts": ["Sort: 2 1"]},
+    }
+    inputs = {"sft": {}, "rl": {"model": "sft"}, "eval_rl": {"model": "rl"}}
+    entries = {name: stage_record(stages[name]["kind"], inputs=inputs[name]) for name in stages}
+    assert facts_of(run_record("r", stages=entries, pipeline={"stages": stages}), "rl") == {
+        "run": "r",
+        "stage": "rl",
+        "stages": {
+            "sft": {"kind": "sft", "inputs": [], "generate": "one_turn", "data": [
+                {"adapter": "problem", "tools": False}, {"adapter": "smoltalk", "tools": False},
+                {"adapter": "gsm8k", "tools": True},
+            ]},
+            "rl": {"kind": "rl", "inputs": ["sft"], "generate": "calculator", "data": []},
+            "eval_rl": {**stages["eval_rl"], "inputs": ["rl"], "generate": "one_turn", "data": []},
+        },
+    }  # fmt: skip
 
 
 @pytest.fixture
@@ -263,5 +358,5 @@ def test_an_origin_that_may_ask_models_may_not_run_programs(chat_model):
 
 def test_every_tool_takes_one_text():
     """Calls of nanodag's own chat format are one text."""
-    for tool in TOOLS.values():
-        assert list(tool.definition()["function"]["parameters"]["properties"]) == [tool.parameter]
+    for name in TOOLS:
+        assert len(DEFINITIONS[name]["function"]["parameters"]["properties"]) == 1

@@ -1,5 +1,6 @@
 """`nanodag serve`: what the serving process is given."""
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -67,13 +68,16 @@ def test_a_run_under_way_is_followed(store, served, tmp_path):
     models, options = served("newer", "rl", "--follow", "--also", "sft")
     assert models == {"sft": "newer sft"}
     store_options = [f"--store={tmp_path / 'store'}", f"--store-local={tmp_path / 'store'}"]
-    assert options[:4] == ["--follow=newer", "--follow-stage=rl", *store_options]
+    assert options[2:6] == ["--follow=newer", "--follow-stage=rl", *store_options]
+    about = json.loads(options[0].removeprefix("--about="))
+    assert {name: facts["stage"] for name, facts in about.items()} == {"newer": "rl", "sft": "sft"}
+    assert options[1] == f"--ratings={tmp_path / 'store' / 'ratings' / 'newer'}"
 
 
 def test_options_reach_the_serving_process(store, served):
     named = ("--served-model-name", "gpt-x", "--no-access-log")
     _, options = served("--port", "0", "--engine", "sglang", "-o", "max-batch=8", "--cors", "https://a.example", *named)
-    assert options == [
+    assert options[2:] == [
         *("--engine=sglang", "--replicas=1", "--host=127.0.0.1", "--port=0"),
         *("--served-model-name=gpt-x", "--no-access-log"),
         *("--cors=https://a.example", "--max-batch=8"),

@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from nanodag.cli.live_table import StageTable
+from nanodag.cli.run import _Attended
 from nanodag.run.progress import progress_of
 from nanodag.store import Store
 from tests.run_records import built, run_record, stage_record
@@ -36,7 +37,7 @@ ASKED = [{**REQUESTS, "step": 1000 + n, "done": n * 4 // 10} for n in (100, 300)
 @pytest.mark.parametrize(
     ("kind", "lines", "amount", "reached", "speed"),
     [
-        ("sft", [], "", "", ""),
+        ("sft", [], "loads its packages and data", "", ""),
         ("sft", [*STEPS, VALIDATION], "2/1,000 steps", "loss 2.000", "1,234 tok/s"),
         ("rl", [{"step": 3, "total": 24, "loss": 0.01, "reward": 0.4375}], "3/24 steps", "reward 0.438", ""),
         ("tokenizer", READ, "3.0/8.0 MB", "", "2.0 MB/s"),
@@ -73,3 +74,19 @@ def test_the_table_fits_its_terminal_and_cuts_no_word(store, width):
     assert "…" not in shown and "2,000/12,000 steps" in shown and "loss 0.002" in shown
     assert all(len(line) <= width for line in shown.splitlines())
     assert ("123,456 tok/s" in shown, KEY[:12] in shown) == (width > 70, width == 120)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "commands"),
+    [
+        (["pretrain", "rl", "report"], ["report r", "chat r --web", "rollouts r"]),
+        (["tokenizer", "sft"], ["chat r --web"]),
+    ],
+)
+def test_the_end_of_a_run_says_what_is_next(store, kinds, commands):
+    store.write_run(run_record("r", stages={kind: stage_record(kind) for kind in kinds}, flow_run="f"))
+    console = Console(file=io.StringIO(), width=200)
+    attended = _Attended(console, store, None, None, "r", "f")
+    assert attended._tell_end({"type": "COMPLETED", "name": "Completed", "message": "all"}) == 0
+    said = [line for line in console.file.getvalue().splitlines() if line.startswith("Next: ")]
+    assert [line.partition("nanodag ")[2] for line in said] == commands

@@ -15,7 +15,7 @@ from nanodag.store import Store
 from nanodag.tokenizer.bpe import save_tokenizer
 from nanodag.tokenizer.encoding import Encoding
 from nanodag.viewer.app import make_app, serve, together
-from nanodag.viewer.sample_view import LAST_LINES, first_samples, groups_of, lines_of
+from nanodag.viewer.sample_view import LAST_LINES, first_samples, groups_of, text_of
 from tests.rl.rollouts import sampled_span
 from tests.run_records import run_record, stage_record
 
@@ -106,8 +106,8 @@ def test_the_page_shows_the_newest_step_with_every_rollout_and_who_waited(get):
 
 def test_a_filter_leaves_what_meets_it(get):
     for left, queries in {
-        0: ("finish=length", "fate=%00"),
-        1: ("highest=0.4", "lowest=0.4&highest=0.6", "fate=zero_spread", "fate=reward_failed"),
+        0: ("finish=length", "fate=%00", "text=abc"),
+        1: ("highest=0.4", "lowest=0.4&highest=0.6", "fate=zero_spread", "fate=reward_failed", "text=%3CC"),
         2: ("lowest=0.5", "prompt=rig"),
         4: ("lowest=&highest=&fate=&finish=&prompt=",),
     }.items():
@@ -132,7 +132,10 @@ def test_colours_are_scaled_by_the_largest_and_follow_the_sign(shelf):
     red = "background:rgba(220,38,38,0.600)"
     assert [turn.tokens[0].style for turn in second] == [red, "", red]
     assert second[1].tokens[0].hint == "id 99 · tool"
-    assert first.tokens[0].hint == "id 97 · logprob -0.5 · version 3 · advantage +0.5 · trainer - sampler +0.01"
+    assert (
+        first.tokens[0].hint
+        == "id 97 · probability 0.607 · logprob -0.5 · version 3 · advantage +0.5 · trainer - sampler +0.01"
+    )
 
 
 def test_tokens_of_two_versions_have_two_colours(shelf):
@@ -349,15 +352,21 @@ def test_no_script_but_the_pages_own_may_run(get):
 
 
 def test_samples_are_printed_with_their_turns_branches_and_failures(shelf):
-    main = rollout("p", 0, 1.0, [said("calls"), heard("\x1b[31m408"), said("399")], reward_components={"exact": 1.0})
+    main = rollout(
+        "p",
+        0,
+        1.0,
+        [said("calls"), heard("\x1b[31m408 [bold]x[/] :smile: \\"), said("399")],
+        reward_components={"exact": 1.0},
+    )
     own = rollout("p", 0, 1.0, [said("fair")], branch=1, role="judge")
     failed = rollout("p", 1, None, [said("a")], metadata={"reward_error": "reported none"})
     asked(shelf, main, own, failed, rollout("q", 0, 0.0, [said("last")]))
-    text = "\n".join(line.plain for line in lines_of(Encoding(shelf.model), first_samples(shelf.read(2), 2)))
+    text = text_of(Encoding(shelf.model), first_samples(shelf.read(2), 2)).plain.rstrip("\n")
     assert text.splitlines() == [
         "prompt p", "      ?",
         "reward 1 · trained · sample 0 · ended by stop · turns 3 · tokens 8 · exact 1",
-        "    model calls", "    tool ⟨U+001B⟩[31m408", "    model 399",
+        "    model calls", "    tool ⟨U+001B⟩[31m408 [bold]x[/] :smile: \\", "    model 399",
         "  branch 1 · judge · reward 1 · trained · ended by stop · tokens 4", "    judge fair",
         "no reward · trained · sample 1 · ended by stop · tokens 1", "    no reward: reported none", "    model a",
     ]  # fmt: skip

@@ -1,24 +1,29 @@
 """`python -m nanodag.chat.web --model NAME=FOLDER ... [--open]`: the OpenAI API, and the chat page at `/`.
 
-`nanodag serve` and `nanodag chat --web` start it. --open: show the page in a browser; the other options are those of
-`python -m nanodag.api`.
+`nanodag serve` and `nanodag chat --web` start it. --open: show the page in a browser; --about: JSON, facts of models by
+their names; --ratings: how the paths of files of ratings begin. The other options are those of `python -m nanodag.api`.
 """
 
+import argparse
+import json
 import os
 import sys
 import threading
 import webbrowser
+from functools import partial
+from pathlib import Path
 
 from nanodag.api.command import main as serve
 from nanodag.chat.web.routes import routes
 
-OPEN = "--open"
-
 
 def main() -> int:
-    arguments = sys.argv[1:]
-    server_arguments = [argument for argument in arguments if argument != OPEN]
-    return serve(server_arguments, extra_routes=routes, ready=show if OPEN in arguments else None)
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    parser.add_argument("--open", action="store_true")
+    parser.add_argument("--about", type=json.loads, default={})
+    parser.add_argument("--ratings", type=Path)
+    own, server_arguments = parser.parse_known_args()
+    return serve(server_arguments, partial(routes, own.about, own.ratings), show if own.open else None)
 
 
 def show(url: str) -> None:

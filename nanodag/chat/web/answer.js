@@ -1,10 +1,11 @@
 // One answer: asks the model, carries out the tools that it calls, and asks again, until it has ended.
 //
-// An answer: {model, steps, finish, error, leftOut, toolless, usage, seconds}. A step is what came of one request:
+// An answer: {id, model, steps, finish, error, leftOut, isAlone, toolless, usage, seconds, rating}. A step is what came of one request:
 // {text, thought, tokens, calls}. tokens: [text, logprob, [[text, logprob], ...]] each. calls: {id, name, arguments,
 // result, failed}; result is null until it is there. finish: OpenAI's finish_reason, or one of WHY below; "" while it
 // is under way. leftOut: how many of the oldest exchanges had no room in the context. toolless: why the model could not
-// be offered the tools, in the server's words; empty where it was.
+// be offered the tools, in the server's words; empty where it was. isAlone: whether the messages before the question
+// were not sent. rating: true for good, false for bad, null for none.
 
 import { Gone, Refused, callTool, stream } from "/chat/server.js";
 
@@ -28,8 +29,14 @@ export function why(answer) {
   return [words, answer.error, toolless].filter(Boolean).join(" ");
 }
 
+/** An id; randomUUID is there over HTTPS and on this machine only. */
+export const newId = () => crypto.randomUUID?.() ?? `${Date.now()}-${Math.random().toString(36).slice(2)}`;
+
 export function newAnswer(model) {
-  return { model, steps: [], finish: "", error: "", leftOut: 0, toolless: "", usage: null, seconds: 0 };
+  return {
+    id: newId(), model, steps: [], finish: "", error: "", leftOut: 0, isAlone: false, toolless: "", usage: null,
+    seconds: 0, rating: null,
+  };
 }
 
 const THINK = "<think>";
@@ -51,9 +58,10 @@ export function textOf(answer) {
 }
 
 /** Fill an answer to the last of the turns, whose earlier ones are its history. column: whose answers those are.
- * tools: definitions. changed: called after every change. Never raises: the answer says how it ended. */
+ * settings: of the model, with its `system` prompt and whether it `isAlone`. tools: definitions. changed: called after every change. Never raises: the answer says how it ended. */
 export async function write(answer, turns, { column, settings, tools, maxRounds, signal, changed }) {
   const begin = performance.now();
+  answer.isAlone = settings.isAlone && turns.length > 1;
   try {
     for (let round = 0; ; round++) {
       const step = { text: "", thought: "", tokens: [], calls: [] };
@@ -92,7 +100,8 @@ async function writeStep(step, answer, turns, { column, settings, tools, signal,
       const offered = answer.toolless ? [] : tools;
       return await readStep(step, answer, bodyOf(answer, turns, { column, settings, tools: offered }), signal, changed);
     } catch (error) {
-      const isFull = error.code === "context_length_exceeded" && answer.leftOut < turns.length - 1;
+      const mayLeaveOut = !settings.isAlone && answer.leftOut < turns.length - 1;
+      const isFull = error.code === "context_length_exceeded" && mayLeaveOut;
       if (isFull) answer.leftOut += 1;
       else if (error.param === "tools" && !answer.toolless) answer.toolless = error.message;
       else throw error;
@@ -118,7 +127,7 @@ async function readStep(step, answer, body, signal, changed) {
 }
 
 function bodyOf(answer, turns, { column, settings, tools }) {
-  const body = { model: answer.model, messages: messagesOf(answer, turns, column, settings.system) };
+  const body = { model: answer.model, messages: messagesFor(answer, turns, column, settings) };
   for (const name of ["temperature", "top_p", "top_k", "max_tokens", "seed"]) {
     if (typeof settings[name] === "number") body[name] = settings[name];
   }
@@ -128,9 +137,9 @@ function bodyOf(answer, turns, { column, settings, tools }) {
 }
 
 /** The messages up to where the answer goes on: the system prompt, earlier turns, the question, its steps so far. */
-function messagesOf(answer, turns, column, system) {
+export function messagesFor(answer, turns, column, { system, isAlone }) {
   const messages = system ? [{ role: "system", content: system }] : [];
-  for (const turn of turns.slice(answer.leftOut, -1)) {
+  for (const turn of isAlone ? [] : turns.slice(answer.leftOut, -1)) {
     const said = stepMessages((turn.answers[column] ?? turn.answers[0]).steps);
     // A question without an answer is left out with it: many chat templates refuse two questions in a row.
     if (said.length) messages.push({ role: "user", content: turn.question }, ...said);

@@ -1,18 +1,24 @@
 // The page: which conversation is open, what is under way in it, and whether the server is there.
 
-import { newAnswer, textOf, why, write } from "/chat/answer.js";
+import { newAnswer, newId, textOf, why, write } from "/chat/answer.js";
+import * as facts from "/chat/facts.js";
 import * as kept from "/chat/kept.js";
-import { Refused, key, models, tools } from "/chat/server.js";
-import { button, drawTurn, el, hideHint, isSendKey } from "/chat/view.js";
+import { isPair, isRatable, rateAnswer, ratePair } from "/chat/rate.js";
+import { Refused, about, key, models, tools } from "/chat/server.js";
+import { drawShelf, exportShown, inOrder } from "/chat/shelf.js";
+import { Speaker } from "/chat/speaker.js";
+import { button, copyText, drawTurn, el, hideHint, isSendKey } from "/chat/view.js";
 
 const LOOK_MS = 15_000; // how often the server is looked after while all is well
 const LOOK_GONE_MS = 2_000;
 const KEEP_MS = 2_000;
 const NEAR_END = 80; // pixels
 const TITLE_LENGTH = 60;
+const SYSTEMS = ["system", "system-1"]; // fields, one a column
 const THEMES = { "": "Auto", light: "Light", dark: "Dark" };
 const DEFAULTS = {
   system: "", temperature: 0.8, max_tokens: 512, top_p: null, top_k: null, seed: null, tools: null, probabilities: true,
+  history: false, unseenTools: false,
 };
 
 const at = (id) => document.getElementById(id);
@@ -20,22 +26,23 @@ const page = {
   served: [], // models, as models() has them
   tools: [], // as tools() has them
   maxRounds: 0,
+  linked: [], // models that the address named
   isGone: false,
   isLeft: false, // about to be closed or loaded again
   all: new Map(), // id to conversation
   open: null,
   views: [], // of the open conversation: for each turn its answers' views
   running: new Map(), // id to the controllers that stop its answers
-  notices: { server: "", storage: "" },
+  notices: { server: "", storage: "", link: "" },
 };
+const speaker = new Speaker(at("read-out"));
 
 // ---- conversations
 
 function newConversation() {
   const settings = { ...DEFAULTS, ...kept.settings.get() };
   const before = page.open?.models ?? ["", ""];
-  const id = crypto.randomUUID?.() ?? String(Date.now()); // it is there over HTTPS and on this machine only
-  return { id, title: "", updated: 0, models: [...before], settings, turns: [] };
+  return { id: newId(), title: "", updated: 0, models: [...before], settings, turns: [] };
 }
 
 /** Take a conversation as it was kept. */
@@ -77,29 +84,28 @@ function forget(conversation) {
   page.all.delete(conversation.id);
   kept.forget(conversation.id);
   notice("storage", "");
-  if (page.open === conversation) show([...page.all.values()].sort(byTime)[0] ?? newConversation());
+  if (page.open === conversation) show(inOrder(page.all)[0] ?? newConversation());
   else drawList();
 }
 
-const byTime = (a, b) => b.updated - a.updated;
-
 function drawList() {
-  const items = [...page.all.values()].sort(byTime).map((one) => {
-    const open = button(one.title, () => (closeShelf(), show(one)), { class: "plain title" });
-    if (one === page.open) open.setAttribute("aria-current", "true");
-    const erase = button("✕", () => forget(one), { class: "plain quiet", "aria-label": `Delete ${one.title}` });
-    return el("li", {}, open, erase);
-  });
-  at("conversations").replaceChildren(...items);
+  drawShelf(page.all, page.open, { show: (one) => (closeShelf(), show(one)), forget });
 }
 
 function drawAll() {
   hideHint();
   const drawn = page.open.turns.map((turn, place) => drawTurn(turn, actionsAt(place)));
   page.views = drawn.map((one) => one.views);
-  const invitation = el("p", { class: "empty" }, "Say something to the model.");
-  at("talk").replaceChildren(...(drawn.length ? drawn.map((one) => one.root) : [invitation]));
+  at("talk").replaceChildren(...(drawn.length ? drawn.map((one) => one.root) : [invitation()]));
   drawState();
+}
+
+/** What an empty conversation shows: prompts that the pipeline tries its models with. */
+function invitation() {
+  const prompts = facts.promptsFor(page.open.models).map((prompt) => button(prompt, () => ask(prompt)));
+  const group = el("div", { class: "prompts", role: "group", "aria-label": "Prompts of the pipeline" }, ...prompts);
+  const words = prompts.length ? "Say something to the model, or try:" : "Say something to the model.";
+  return el("div", { class: "empty" }, el("p", {}, words), ...(prompts.length ? [group] : []));
 }
 
 function actionsAt(place) {
@@ -107,7 +113,42 @@ function actionsAt(place) {
   return {
     edit: (text) => ask(text, place),
     regenerate: isLast ? (column) => regenerate(column) : undefined,
+    ratings: (column) => ratingsOf(page.open, place, column),
   };
+}
+
+/** The ratings that an answer may have, for its view. */
+function ratingsOf(conversation, place, column) {
+  const turns = conversation.turns.slice(0, place + 1);
+  const turn = turns.at(-1);
+  const { settings } = conversation;
+  const answer = turn?.answers[column];
+  if (!answer || !isRatable(turns, column, settings)) return [];
+  const press = (holder, name, value, send) => async () => {
+    const before = holder[name];
+    holder[name] = before === value ? null : value;
+    updateViews(place);
+    try {
+      const { file, count } = await send(holder[name]);
+      keep(conversation);
+      return `${holder[name] === null ? "Taken back" : "Kept"}: ${count} in ${file}`;
+    } catch (error) {
+      holder[name] = before;
+      updateViews(place);
+      return `The rating was not kept: ${error.message || "the server does not answer"}.`;
+    }
+  };
+  const send = (label) => rateAnswer(turns, column, settings, label);
+  const shown = [["Good", "Good answer", true], ["Bad", "Bad answer", false]].map(([words, name, label]) => {
+    return { words, name, isPressed: answer.rating === label, press: press(answer, "rating", label, send) };
+  });
+  if (!isPair(turns, settings)) return shown;
+  const prefer = press(turn, "better", column, (better) => ratePair(turns, settings, better));
+  return [{ words: "Better", name: "The better of both", isPressed: turn.better === column, press: prefer }, ...shown];
+}
+
+function updateViews(place) {
+  for (const view of page.views[place] ?? []) view.update();
 }
 
 /** What depends on whether an answer is under way. */
@@ -135,20 +176,19 @@ function ask(question, place = page.open.turns.length) {
 }
 
 function regenerate(column) {
-  const { answers } = page.open.turns.at(-1);
+  const turn = page.open.turns.at(-1);
+  const { answers } = turn;
+  turn.better = null; // of the answer that goes
   answers[column] = newAnswer(page.open.models[column] || answers[column].model);
   answerAll(page.open, [column]);
 }
 
-function isOffered(tool, settings) {
-  if (tool.why_not) return false;
-  return settings.tools?.includes(tool.definition.function.name) ?? tool.is_default;
-}
-
-/** Settings for a model: half of its context is left to the prompt. */
+/** Settings for a model: its system prompt, what it saw in training, and half of its context is left to the prompt. */
 function fitting(settings, model) {
   const { context = Infinity } = page.served.find((one) => one.id === model) ?? {};
-  return { ...settings, max_tokens: settings.max_tokens && Math.min(settings.max_tokens, Math.floor(context / 2)) };
+  const most = settings.max_tokens && Math.min(settings.max_tokens, Math.floor(context / 2));
+  const [system, isAlone] = [facts.systemOf(settings, model), facts.isAlone(settings, model)];
+  return { ...settings, system, isAlone, max_tokens: most };
 }
 
 /** The view of an answer; undefined while another conversation is open, or when it was dropped. */
@@ -164,13 +204,14 @@ async function answerAll(conversation, columns) {
   if (conversation === page.open) drawAll();
   at("spoken").textContent = "The answer begins.";
   keep(conversation);
-  const chosen = page.tools.filter((tool) => isOffered(tool, conversation.settings)).map((tool) => tool.definition);
+  speaker.begin();
   const turns = [...conversation.turns];
   const place = turns.length - 1;
   let lastKept = performance.now();
   const working = columns.map((column) => {
     const answer = turns[place].answers[column];
     const changed = () => {
+      if (columns.length === 1 && conversation === page.open) speaker.more(textOf(answer));
       later(answer, () => viewOf(answer, place, column)?.update());
       if (performance.now() - lastKept > KEEP_MS) {
         lastKept = performance.now();
@@ -179,7 +220,8 @@ async function answerAll(conversation, columns) {
     };
     const settings = fitting(conversation.settings, answer.model);
     const { signal } = controller;
-    return write(answer, turns, { column, settings, tools: chosen, maxRounds: page.maxRounds, signal, changed });
+    const offered = facts.toolsFor(answer.model, page.tools, conversation.settings);
+    return write(answer, turns, { column, settings, tools: offered, maxRounds: page.maxRounds, signal, changed });
   });
   await Promise.all(working);
   controllers.delete(controller);
@@ -189,8 +231,11 @@ async function answerAll(conversation, columns) {
   drawList();
   if (conversation !== page.open) return;
   drawState();
-  const ended = turns[place].answers;
-  at("spoken").textContent = ended.map((answer) => `${answer.model}: ${textOf(answer)} ${why(answer)}`).join("\n");
+  updateViews(place); // the other answer of a pair has ended, too
+  const ended = columns.map((column) => turns[place].answers[column]);
+  at("spoken").textContent = "";
+  if (ended.length === 1) speaker.end(textOf(ended[0]), why(ended[0]));
+  else for (const answer of ended) speaker.say(`${answer.model}: ${textOf(answer)} ${why(answer)}`);
   if (ended.some((answer) => answer.finish === "gone" || answer.finish === "failed")) look();
 }
 
@@ -224,9 +269,11 @@ async function look() {
   clearTimeout(nextLook);
   try {
     const served = await models();
-    if (page.isGone || !page.maxRounds) {
-      const found = await tools();
+    const isFirst = page.isGone || !page.maxRounds;
+    if (isFirst) {
+      const [found, told] = await Promise.all([tools(), about()]);
       [page.tools, page.maxRounds] = [found.tools, found.max_rounds];
+      facts.learn(told);
     }
     if (page.isGone) at("spoken").textContent = "The server is back.";
     for (const view of page.views.flat()) view?.renderAgain();
@@ -234,7 +281,8 @@ async function look() {
     notice("server", served.length ? "" : "The server has no model with a chat template.");
     const isOther = JSON.stringify(served) !== JSON.stringify(page.served);
     page.served = served;
-    if (isOther) drawModels();
+    if (isOther || isFirst) drawModels();
+    if (isFirst && !page.running.has(page.open.id)) drawAll(); // prompts and ratings are known now
   } catch (error) {
     if (error instanceof Refused && error.status === 401) {
       notice("server", key.get() ? "The server refuses the key." : "The server wants a key.");
@@ -260,12 +308,58 @@ function drawModels() {
   const { models: chosen } = page.open;
   const names = page.served.map((model) => model.id);
   if (names.length) {
+    const unknown = page.linked.filter((name) => name && !names.includes(name));
+    notice("link", unknown.length ? `The link's ${unknown.join(" and ")} is not served here.` : "");
     if (!names.includes(chosen[0])) chosen[0] = names[0];
     if (!names.includes(chosen[1])) chosen[1] = "";
   }
   at("model-0").replaceChildren(...names.map((name) => new Option(name)));
   at("model-1").replaceChildren(new Option("none", ""), ...names.map((name) => new Option(name)));
   [at("model-0").value, at("model-1").value] = chosen;
+  nameModels();
+}
+
+/** What names the models: the title, the head, the link, and how a model that never saw a conversation is asked. */
+function nameModels() {
+  const chosen = page.open.models.filter(Boolean);
+  const words = facts.inWords(chosen);
+  document.title = [words, "nanodag chat"].filter(Boolean).join(" · ");
+  at("about").textContent = chosen.some((model) => facts.factsOf(model).run) ? words : "";
+  at("about").title = at("about").textContent;
+  if (!page.served.length) return;
+  const isFirstAlone = chosen.length === 1 && chosen[0] === page.served[0].id;
+  const link = isFirstAlone ? "/" : `/?${new URLSearchParams({ model: chosen[0], beside: chosen[1] ?? "" })}`;
+  history.replaceState(null, "", link);
+  at("link").hidden = !navigator.clipboard;
+  const alone = chosen.filter((model) => facts.isAlone(page.open.settings, model));
+  at("alone").hidden = !alone.length;
+  if (!alone.length) return;
+  const verb = alone.length > 1 ? "were" : "was";
+  at("alone").replaceChildren(
+    el("bdi", {}, alone.join(" and ")),
+    ` ${verb} trained on single questions: each message is sent alone. `,
+    button("Send the whole conversation", sendHistory, { class: "plain quiet" }),
+  );
+}
+
+function sendHistory() {
+  page.open.settings.history = true;
+  keep(page.open);
+  nameModels();
+  at("question").focus();
+}
+
+/** The models that the page's address names; empty for none. */
+function linked() {
+  const query = new URLSearchParams(location.search);
+  return query.has("model") ? [query.get("model"), query.get("beside") ?? ""] : [];
+}
+
+/** The conversation to begin with: the newest, but where a link names other models. */
+function firstOpen() {
+  const newest = inOrder(page.all)[0];
+  if (!page.linked.length || String(newest?.models) === String(page.linked)) return newest ?? newConversation();
+  return { ...newConversation(), models: [...page.linked] };
 }
 
 // ---- what the reader does
@@ -308,19 +402,30 @@ function closeShelf() {
 
 function openSettings() {
   const form = at("settings").querySelector("form");
-  const { settings } = page.open;
+  const { settings, models: chosen } = page.open;
   for (const field of form.elements) {
     if (field.type === "checkbox") field.checked = Boolean(settings[field.name]);
     else if (field.name) field.value = settings[field.name] ?? "";
   }
+  for (const [column, name] of SYSTEMS.entries()) {
+    form.elements[name].value = facts.systemOf(settings, chosen[column]) ?? "";
+  }
+  at("system-of").textContent = `System prompt of ${chosen[0] || "the model"}`;
+  at("other-system-of").textContent = `System prompt of ${chosen[1]}`;
+  at("other-system").hidden = !chosen[1] || chosen[1] === chosen[0];
+  const never = chosen.filter(facts.neverCalled);
+  at("unseen-tools").hidden = !never.length;
+  const names = el("bdi", {}, never.join(" and "));
+  at("unseen-tools").querySelector("span").replaceChildren("Offer them also to ", names, ", which never saw a call");
+  at("rated-to").textContent = facts.ratings() ? `Ratings are kept in ${facts.ratings()}.*.jsonl` : "";
   const boxes = page.tools.map((one) => {
     const { name, description } = one.definition.function;
     const box = el("input", { type: "checkbox", value: name, disabled: one.why_not !== "" });
-    box.checked = isOffered(one, settings);
+    box.checked = facts.isChosen(one, settings);
     const words = el("span", {}, name, el("span", { class: "note" }, one.why_not || description));
     return el("label", { class: "check" }, box, words);
   });
-  at("tools").replaceChildren(at("tools").querySelector("legend"), ...boxes);
+  at("tools").replaceChildren(...boxes);
   at("settings").showModal();
 }
 
@@ -328,15 +433,21 @@ function takeSettings() {
   const form = at("settings").querySelector("form");
   const { settings } = page.open;
   for (const field of form.elements) {
-    if (!field.name || !field.validity.valid) continue;
+    if (!field.name || !field.validity.valid || SYSTEMS.includes(field.name)) continue;
     if (field.type === "checkbox") settings[field.name] = field.checked;
     else if (field.type === "number") settings[field.name] = field.value === "" ? null : Number(field.value);
     else settings[field.name] = field.value;
+  }
+  for (const [column, name] of SYSTEMS.entries()) {
+    const model = page.open.models[column];
+    if (column && at("other-system").hidden) continue;
+    if (form.elements[name].value !== facts.systemOf(settings, model)) facts.setSystem(settings, model, form.elements[name].value);
   }
   const boxes = [...at("tools").querySelectorAll("input:not(:disabled)")];
   settings.tools = boxes.filter((box) => box.checked).map((box) => box.value);
   kept.settings.set(settings);
   keep(page.open);
+  nameModels();
 }
 
 function applyTheme(name) {
@@ -379,6 +490,9 @@ function listen() {
     look();
   });
   at("theme").addEventListener("click", nextTheme);
+  at("search").addEventListener("input", drawList);
+  at("export").addEventListener("click", () => exportShown(page.all));
+  at("link").addEventListener("click", () => copyText(location.href, at("link")));
   at("talk").addEventListener("scroll", () => {
     const talk = at("talk");
     isAtEnd = talk.scrollHeight - talk.scrollTop - talk.clientHeight < NEAR_END;
@@ -388,6 +502,10 @@ function listen() {
     at(`model-${column}`).addEventListener("change", (event) => {
       page.open.models[column] = event.target.value;
       keep(page.open);
+      page.linked = [];
+      notice("link", "");
+      nameModels();
+      if (!page.open.turns.length) drawAll();
     });
   }
   window.addEventListener("pagehide", () => {
@@ -401,6 +519,8 @@ function listen() {
 
 applyTheme(kept.theme.get());
 kept.conversations().forEach(take);
-show([...page.all.values()].sort(byTime)[0] ?? newConversation());
+page.linked = linked();
+show(firstOpen());
 listen();
 look();
+if (!matchMedia("(pointer: coarse)").matches) at("question").focus(); // a phone would open its keyboard

@@ -5,6 +5,8 @@
     GET  /chat/tools    what may be called: definitions as the OpenAI API has them, and why one cannot be used here
     POST /chat/render   {"text": Markdown} -> {"html": HTML}
     POST /chat/tool     {"name": ..., "arguments": JSON as the model wrote it} -> {"result": text, "failed": bool}
+    POST /chat/about    {} -> {"models": name -> what facts.py says of it, "ratings": where they are kept, or ""}
+    POST /chat/rate     {"id", "kind", "row"} as ratings.py has them -> {"file": path, "count": how many rows it has}
 
 Only a script of the page itself is answered a POST: it must be JSON, which a form of another site cannot send, and its
 Origin must be this server; an origin that `--cors` names may ask models, and run nothing. The application that these
@@ -14,7 +16,7 @@ are mounted in checks the Host, and a key where one is needed.
 import asyncio
 import json
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,8 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from nanodag.api.refusals import Refused
-from nanodag.chat.tools import DEFAULT_TOOLS, FAILED, MAX_ROUNDS, TOOLS, call
+from nanodag.chat.tools import DEFAULT_TOOLS, DEFINITIONS, FAILED, MAX_ROUNDS, TOOLS, call, why_not
+from nanodag.chat.web.ratings import keep_rating
 
 FOLDER = Path(__file__).parent
 PAGE = "index.html"
@@ -52,18 +55,43 @@ HEADERS = {
 }
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 
+NO_FACTS: Mapping[str, Any] = {}
+
 Answer = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
 
-def routes() -> list[Route]:
-    """The routes of one application. Python that a model wrote runs in the sandbox, or is refused with the reason."""
+def routes(about: Mapping[str, Any] = NO_FACTS, ratings: Path | None = None) -> list[Route]:
+    """The routes of one application. Python that a model wrote runs in the sandbox, or is refused with the reason.
+    about: facts of models by their names. ratings: how the paths of their files begin; None where none are kept."""
+
+    places = asyncio.Semaphore(MAX_CALLS_WAITING)
+
+    async def tool(body: dict[str, Any]) -> dict[str, Any]:
+        name, arguments = _text_of(body, "name"), _text_of(body, "arguments")
+        if places.locked():
+            message = f"{MAX_CALLS_WAITING} calls of tools wait already; try again in a while"
+            raise Refused(message, status=HTTPStatus.TOO_MANY_REQUESTS)
+        async with places:
+            result = await asyncio.to_thread(call, name, arguments)
+        return {"result": result, "failed": result.startswith(FAILED)}
+
+    async def facts(body: dict[str, Any]) -> dict[str, Any]:
+        return {"models": about, "ratings": str(ratings or "")}
+
+    async def rate(body: dict[str, Any]) -> dict[str, Any]:
+        if ratings is None:
+            raise Refused("this server keeps no ratings: start it with nanodag chat --web, or nanodag serve")
+        return await asyncio.to_thread(keep_rating, body, ratings)
+
     files = sorted(path.name for path in FOLDER.iterdir() if path.suffix in TYPES)
     return [
         Route("/", _file(PAGE), methods=["GET"]),
         *(Route(f"/chat/{name}", _file(name), methods=["GET"]) for name in files if name != PAGE),
         Route("/chat/tools", _tools, methods=["GET"]),
         Route("/chat/render", _json(_render), methods=["POST"]),
-        Route("/chat/tool", _json(_Calls().answer), methods=["POST"]),
+        Route("/chat/tool", _json(tool), methods=["POST"]),
+        Route("/chat/about", _json(facts), methods=["POST"]),
+        Route("/chat/rate", _json(rate), methods=["POST"]),
     ]
 
 
@@ -77,10 +105,10 @@ def _file(name: str) -> Callable[[Request], Awaitable[Response]]:
 
 
 async def _tools(request: Request) -> Response:
-    reasons = await asyncio.to_thread(lambda: {name: tool.why_not() for name, tool in TOOLS.items()})
+    reasons = await asyncio.to_thread(lambda: {name: why_not(name) for name in TOOLS})
     tools = [
-        {"definition": tool.definition(), "why_not": reasons[name], "is_default": name in DEFAULT_TOOLS}
-        for name, tool in TOOLS.items()
+        {"definition": DEFINITIONS[name], "why_not": why, "is_default": name in DEFAULT_TOOLS}
+        for name, why in reasons.items()
     ]
     return JSONResponse({"tools": tools, "max_rounds": MAX_ROUNDS}, headers=HEADERS)
 
@@ -91,24 +119,6 @@ async def _render(body: dict[str, Any]) -> dict[str, Any]:
         return {"html": await asyncio.to_thread(to_html, text)}
     except ValueError as error:
         raise Refused(str(error), status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE) from error
-
-
-class _Calls:
-    """Runs the calls of one application, of which only so many may wait for each other."""
-
-    num_waiting = 0
-
-    async def answer(self, body: dict[str, Any]) -> dict[str, Any]:
-        name, arguments = _text_of(body, "name"), _text_of(body, "arguments")
-        if self.num_waiting >= MAX_CALLS_WAITING:
-            message = f"{self.num_waiting} calls of tools wait already; try again in a while"
-            raise Refused(message, status=HTTPStatus.TOO_MANY_REQUESTS)
-        self.num_waiting += 1
-        try:
-            result = await asyncio.to_thread(call, name, arguments)
-        finally:
-            self.num_waiting -= 1
-        return {"result": result, "failed": result.startswith(FAILED)}
 
 
 def _json(answer: Answer) -> Callable[[Request], Awaitable[Response]]:

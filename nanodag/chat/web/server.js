@@ -65,6 +65,16 @@ export async function tools() {
   return (await ask("/chat/tools")).json();
 }
 
+/** What is known of the models, and where ratings are kept: {models, ratings}. */
+export async function about() {
+  return (await ask("/chat/about", {})).json();
+}
+
+/** Keep a rating; returns its {file}, and the {count} of rows there. */
+export async function rate(rating) {
+  return (await ask("/chat/rate", rating)).json();
+}
+
 /** The result of one call: {result, failed}. */
 export async function callTool(name, args, signal) {
   return (await ask("/chat/tool", { name, arguments: args }, signal)).json();

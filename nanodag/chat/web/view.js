@@ -23,13 +23,14 @@ export function button(words, onclick, properties = {}) {
   return el("button", { type: "button", class: "plain", onclick, ...properties }, words);
 }
 
-/** One exchange. actions: edit(text), and regenerate(column) where it is the last. Returns its element, and the views
- * of its answers. */
+/** One exchange. actions: edit(text), regenerate(column) where it is the last, ratings(column): see AnswerView. Returns
+ * its element, and the views of its answers. */
 export function drawTurn(turn, actions) {
   const question = el("div", { class: "question" });
   showQuestion(question, turn, actions);
   const views = turn.answers.map((answer, column) => {
-    return new AnswerView(answer, actions.regenerate && (() => actions.regenerate(column)));
+    const regenerate = actions.regenerate && (() => actions.regenerate(column));
+    return new AnswerView(answer, regenerate, () => actions.ratings(column));
   });
   const answers = el("div", { class: views.length > 1 ? "answers two" : "answers" }, ...views.map((view) => view.root));
   return { root: el("div", { class: "turn" }, question, answers), views };
@@ -69,10 +70,14 @@ export function isSendKey(event) {
   return event.key === "Enter" && !event.shiftKey && !event.isComposing && !isTouch;
 }
 
-/** One answer, which `update` draws as it grows. */
+/** One answer, which `update` draws as it grows. ratings(): what may be said of it now, each {words, name, isPressed,
+ * press}; press() returns words of what came of it. */
 export class AnswerView {
-  constructor(answer, regenerate) {
+  constructor(answer, regenerate, ratings) {
     this.answer = answer;
+    this.ratings = ratings;
+    this.rating = el("span", { class: "rating", role: "group", "aria-label": "Your rating" });
+    this.rated = el("span", { class: "why", role: "status" });
     this.steps = [];
     this.body = el("div", { class: "steps" });
     this.why = el("span", { class: "why" });
@@ -80,7 +85,7 @@ export class AnswerView {
     this.copy = button("Copy", () => copyText(textOf(answer), this.copy), { class: "plain quiet" });
     this.again = button("Regenerate", regenerate, { class: "plain quiet" });
     const buttons = [this.tokens, copies && this.copy, regenerate && this.again].filter(Boolean);
-    const foot = el("p", { class: "foot" }, this.why, ...buttons);
+    const foot = el("p", { class: "foot" }, this.why, ...buttons, this.rating, this.rated);
     const head = el("h3", {}, answer.model);
     this.root = el("article", { class: "answer", "aria-label": `Answer of ${answer.model}` }, head, this.body, foot);
     this.update();
@@ -99,9 +104,31 @@ export class AnswerView {
     this.root.ariaBusy = String(!hasEnded);
     this.root.classList.toggle("writing", !hasEnded);
     this.root.classList.toggle("bad", ["failed", "gone"].includes(answer.finish));
-    this.why.textContent = [why(answer), leftOut(answer), amount(answer)].filter(Boolean).join(" ");
+    const alone = answer.isAlone ? "It was asked alone, without the messages before it." : "";
+    this.why.textContent = [why(answer), leftOut(answer), alone, amount(answer)].filter(Boolean).join(" ");
     this.tokens.hidden = !answer.steps.some((step) => step.tokens.length);
     this.copy.hidden = this.again.hidden = !hasEnded;
+    this.drawRatings();
+  }
+
+  drawRatings() {
+    const ratings = this.answer.finish === "" ? [] : this.ratings();
+    this.rating.hidden = !ratings.length;
+    const drawn = [...this.rating.children].map((one) => `${one.textContent} ${one.ariaPressed}`).join();
+    if (drawn === ratings.map((one) => `${one.words} ${one.isPressed}`).join()) return; // a press keeps its focus
+    const place = [...this.rating.children].indexOf(document.activeElement);
+    const drawButton = ({ words, name, isPressed, press }) => {
+      const pressed = async () => {
+        if (this.isBusy) return;
+        this.isBusy = true;
+        this.rated.textContent = await press();
+        this.isBusy = false;
+      };
+      const names = { "aria-label": name, title: name, "aria-pressed": String(isPressed) };
+      return button(words, pressed, { class: "plain quiet", ...names });
+    };
+    this.rating.replaceChildren(...ratings.map(drawButton));
+    this.rating.children[place]?.focus();
   }
 
   /** What could not be rendered while the server was gone is rendered now. */
@@ -269,7 +296,7 @@ function dressCode(block) {
   frame.append(head, block);
 }
 
-async function copyText(text, pressed) {
+export async function copyText(text, pressed) {
   const words = pressed.textContent;
   const isDone = await navigator.clipboard.writeText(text).then(() => true, () => false);
   pressed.textContent = isDone ? "Copied" : "Not copied";

@@ -1,0 +1,46 @@
+"""axe-core on the page that a browser shows: what keeps somebody from using it by keyboard or screen reader."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from axe_selenium_python import Axe
+from selenium.webdriver import Chrome
+
+GRAVE = ("serious", "critical")
+# The axe-core of the last release for Python 3.11, 3.1.1, is older than HTML 5.2, which allows <div> within <dl>.
+OUTDATED = ("dlitem",)
+
+
+def axe_findings(chrome: Chrome) -> list[str]:
+    """The serious and critical findings: rule, and the elements that break it."""
+    axe = Axe(chrome)
+    axe.inject()
+    violations = axe.run()["violations"]
+    grave = [one for one in violations if one["impact"] in GRAVE and one["id"] not in OUTDATED]
+    return [f"{one['id']}: {', '.join(str(node['target']) for node in one['nodes'])}" for one in grave]
+
+
+@contextmanager
+def looking(chrome: Chrome, colours: str, width: int) -> Iterator[None]:
+    """Look at the page by day (`light`) or by night (`dark`), on a screen so many pixels wide."""
+    scheme = [{"name": "prefers-color-scheme", "value": colours}]
+    chrome.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": scheme})
+    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+    chrome.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    try:
+        yield
+    finally:
+        chrome.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+        chrome.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+def each_look(chrome: Chrome) -> list[str]:
+    """The findings by day and by night, on a desktop and on a phone, and where the page is wider than its screen."""
+    found = []
+    for colours in ("light", "dark"):
+        for width in (1280, 390):
+            with looking(chrome, colours, width):
+                wide = chrome.execute_script("return document.documentElement.scrollWidth > innerWidth")
+                faults = [*axe_findings(chrome), *["wider than the screen"] * wide]
+                found += [f"{colours}, {width} px: {fault}" for fault in faults]
+    return found
