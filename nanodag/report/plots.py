@@ -102,7 +102,6 @@ def supervised_panels(stage: ReportedStage) -> list[Panel]:
             ("Gain over the start (nats)", {"chosen_gain": "chosen", "rejected_gain": "rejected"}, {}),
             ("Scores", {"chosen_score": "chosen", "rejected_score": "rejected"}, {}),
             ("Validation (bits a byte)", {"validation_bits_per_byte": "validation"}, {"marked": ("validation",)}),
-            _benchmarks(stage),
             ("CORE", {"core": "CORE"}, {"marked": ("CORE",), "levels": {"GPT-2": 0.2565}}),  # by nanochat's leaderboard
             ("Tokens a second", {"tokens_per_second": "tokens/s"}, {"from_zero": True}),
         ),
@@ -126,12 +125,14 @@ def rl_panels(stage: ReportedStage) -> list[Panel]:
     speed = {"sampled_tokens_per_second": "sampled", "tokens_per_second": "trained"}
     reward = {"reward": "rollouts", "eval_reward": "held out"}
     several = {"turns": "turns", "tool_results": "tool results", "sequences": "sequences"}
+    benchmarks = dict.fromkeys(line["benchmark"] for line in stage.lines if "benchmark" in line)
+    scores = {f"benchmark_{name}": name for name in benchmarks}
     beside = {"reward": "reward", **stage.watched} if stage.watched else {}
     return _panels(
         stage,
         ("Reward", reward, {"smooth": ("rollouts",), "marked": ("held out",)}),
         (RELATIVE, beside, {"smooth": ("reward", *stage.watched.values())}),
-        _benchmarks(stage),
+        ("Benchmarks", scores, {"marked": tuple(benchmarks)}),
         ("Tokens an answer", {"response_tokens": "mean"}, {"smooth": ("mean",)}),
         ("Turns of a sample", several, {"from_zero": True}),
         ("Entropy (nats a token)", {"entropy": "entropy"}, {"smooth": ("entropy",)}),
@@ -140,12 +141,6 @@ def rl_panels(stage: ReportedStage) -> list[Panel]:
         ("KL to the reference (nats)", {"kl": "KL"}, {}),
         ("Tokens a second", speed, {"from_zero": True}),
     )
-
-
-def _benchmarks(stage: ReportedStage) -> tuple[str, dict[str, str], dict[str, Any]]:
-    """Scores of the benchmarks that a stage asks while it trains."""
-    names = dict.fromkeys(line["benchmark"] for line in stage.lines if "benchmark" in line)
-    return "Benchmarks", {f"benchmark_{name}": name for name in names}, {"marked": tuple(names)}
 
 
 PANELS: Mapping[str, Callable[[ReportedStage], list[Panel]]] = {
