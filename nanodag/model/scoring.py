@@ -28,6 +28,7 @@ from nanodag.model.attention import attention, on_device
 from nanodag.model.cpu_linear import times_transposed
 from nanodag.model.folder import CausalModel
 from nanodag.model.head import likeliest
+from nanodag.model.scorer import Scorer
 from nanodag.model.transformers_class import capped
 from nanodag.store.kept_lines import KeptLines, content_key
 
@@ -139,7 +140,7 @@ def score_questions(
 
 @torch.no_grad()
 def scores_at(
-    scorer: CausalModel, asked: Sequence[tuple[Sequence[int], Sequence[int]]], *, batch_tokens: int
+    scorer: Scorer, asked: Sequence[tuple[Sequence[int], Sequence[int]]], *, batch_tokens: int
 ) -> list[list[float]]:
     """Scores by a reward model (nanodag.model.scorer) of texts, at some places of each: token ids and ascending places.
     Texts are packed, what they begin with alike read once."""

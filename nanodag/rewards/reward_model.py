@@ -108,10 +108,10 @@ class RewardModel:
         ]
 
     def _alone(self, ids: list[int], places: list[int]) -> list[float]:
-        row = self._torch.tensor([ids], device=self._device)
+        row, model = self._torch.tensor([ids], device=self._device), self._model
         if self._separator:  # the class reads the last place alone
-            return self._model.score(self._model.base_model(input_ids=row)[0])[0, places, 0].tolist()
-        logits = self._model(input_ids=row).logits[0].float()
+            return list(model.score(model.base_model(input_ids=row)[0])[0, places, 0].tolist())
+        logits = model(input_ids=row).logits[0].float()
         return [float(logits[0] if len(logits) == 1 else logits.softmax(-1)[1])]
 
 

@@ -1,4 +1,4 @@
-"""The formats in which well-known families of models write tool calls, a line each, and which one a template writes.
+"""The formats in which well-known families of models write tool calls, and which one a template writes.
 
     object   {"name": ..., "arguments": {...}} behind a mark or alone, also in a list
     json     the name in marks, then its arguments as JSON
@@ -15,7 +15,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from json import JSONDecoder
+from pathlib import Path
 from typing import Any, Literal
+
+import yaml
 
 from nanodag.errors import SourceError
 
@@ -61,57 +64,11 @@ class _Family:
         return name, arguments
 
 
-_DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 _STANDS_FOR = {"«name»": r"(?P<name>[^\s<>\[\]{\"]+)", "«key»": r"(?P<key>[^<>\"\s]+)", "«id»": r"[^<\[\]\s]*"}
-_FAMILIES = (
-    # Hermes, Qwen2.5, Qwen3, Granite 4
-    _Family("object", "<tool_call>", '\n{"name": "«name»", "arguments": ', "</tool_call>"),
-    # Qwen3-Coder, Qwen3.5, Nemotron 3, Step 3.5; Seed-OSS
-    _Family("pairs", "<tool_call>", "\n<function=«name»>", "</function>\n</tool_call>",
-            pair="<parameter=«key»>\n«value»\n</parameter>"),
-    _Family("pairs", "<seed:tool_call>", "\n<function=«name»>", "</function>\n</seed:tool_call>",
-            pair="<parameter=«key»>«value»</parameter>"),
-    # GLM 4.5 to 4.7, Ling, Laguna
-    _Family("pairs", "<tool_call>", "«name»", "</tool_call>", ("<|observation|>",),
-            "<arg_key>«key»</arg_key>\n<arg_value>«value»</arg_value>"),
-    # Mistral Nemo; Devstral, Ministral 3; Mistral Small 3.2
-    _Family("object", "[TOOL_CALLS]", ' [{"name": "«name»", "arguments": '),
-    _Family("json", "[TOOL_CALLS]", "«name»[ARGS]"),
-    _Family("json", "[TOOL_CALLS]", "«name»[CALL_ID]«id»[ARGS]"),
-    # DeepSeek V3, R1; V3.1; V3.2, V4
-    _Family("json", "<｜tool▁call▁begin｜>", "function<｜tool▁sep｜>«name»\n```json\n", "```<｜tool▁call▁end｜>",
-            _DEEPSEEK),
-    _Family("json", "<｜tool▁call▁begin｜>", "«name»<｜tool▁sep｜>", "<｜tool▁call▁end｜>", _DEEPSEEK),
-    _Family("pairs", "<｜DSML｜invoke ", 'name="«name»">', "</｜DSML｜invoke>",
-            tuple(f"<{slash}｜DSML｜{name}_calls>" for name in ("function", "tool") for slash in ("", "/")),
-            '<｜DSML｜parameter name="«key»" string="«id»">«value»</｜DSML｜parameter>'),
-    # Kimi K2; K3
-    _Family("json", "<|tool_call_begin|>", "functions.«name»:«id»<|tool_call_argument_begin|>", "<|tool_call_end|>",
-            ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")),
-    _Family("pairs", "<|open|>call ", 'tool="«name»" index="«id»"<|sep|>', "<|close|>call<|sep|>",
-            ("<|close|>response<|sep|><|open|>tools<|sep|>", "<|close|>tools<|sep|><|close|>message<|sep|>"),
-            '<|open|>argument key="«key»" type="«id»"<|sep|>«value»<|close|>argument<|sep|>'),
-    # gpt-oss
-    _Family("json", "to=functions.", "«name»<|channel|>commentary json<|message|>", "<|call|>"),
-    # Gemma 4
-    _Family("json", "<|tool_call>", "call:«name»", "<tool_call|>", ("<|tool_response>",), quote='<|"|>'),
-    # MiniMax M2
-    _Family("pairs", "<invoke ", 'name="«name»">', "</invoke>", ("<minimax:tool_call>", "</minimax:tool_call>"),
-            '<parameter name="«key»">«value»</parameter>'),
-    # Muse Glimmer
-    _Family("pairs", "to=«id»<|message|><atem:function_calls>\n<atem:invoke ", 'name="«name»">',
-            "</atem:invoke>\n</atem:function_calls>", ("<|eom|><|start|>assistant",),
-            '<atem:parameter name="«key»">«value»</atem:parameter>'),
-    # LFM2.5
-    _Family("python", "<|tool_call_start|>", "[«name»(", "<|tool_call_end|>"),
-    # Command R7B, Command A; Nemotron Nano 2; Apriel
-    _Family("object", "<|START_ACTION|>", '[ {"tool_call_id": "«id»", "tool_name": "«name»", "parameters": ',
-            "<|END_ACTION|>"),
-    _Family("object", "<TOOLCALL>", '[{"name": "«name»", "arguments": ', "</TOOLCALL>"),
-    _Family("object", "<tool_calls>", '[{"name": "«name»", "arguments": ', "</tool_calls>"),
-    # Llama 3.1 to 3.3
-    _Family("object", "", '{"name": "«name»", "parameters": '),
-)  # fmt: skip
+_FAMILIES = tuple(
+    _Family(**{key: tuple(value) if isinstance(value, list) else value for key, value in row.items()})
+    for row in yaml.safe_load(Path(__file__).with_name("call_formats.yaml").read_text(encoding="utf-8"))
+)
 
 
 @dataclass(frozen=True, kw_only=True)

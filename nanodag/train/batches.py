@@ -96,8 +96,9 @@ class TokenBatches:
         self._window_pieces, self._window_positions = window_pieces, window_rows * sequence_length
         self._mixture = Mixture(sources, **mixing)
         self._seed, self._is_alone = self._mixture.seed, self._mixture.world == 1
-        how = {"scores_ends": scores_ends, "step_separator": step_separator}
-        self._pieces_of, bos_id, self._pad_id = _tokenising(self._mixture.kind, tokenizer_path, **how)
+        self._pieces_of, bos_id, self._pad_id = _tokenising(
+            self._mixture.kind, tokenizer_path, scores_ends=scores_ends, step_separator=step_separator
+        )
         self._make_pieces: Callable[[Sequence[Drawn]], list[Piece]] = self._tokenised
         self._new_packer = partial(Packer, sequence_length, bos_id=bos_id)
         self._counts = dict.fromkeys(_COUNTED, 0)
