@@ -29,11 +29,11 @@ from nanodag.report.tables import Cell, Example, Program, Table
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A piece of a section. svg scales with the page, drawing keeps its size and scrolls. folded: closed at first."""
+    """A piece of a section. drawing: an SVG that keeps its size and scrolls. folded: closed at first."""
 
     heading: str = ""
     note: str = ""
-    svg: str = ""
+    panels: Sequence[plots.Panel] = ()
     drawing: str = ""
     table: Table | None = None
     style: str = ""
@@ -55,7 +55,11 @@ class PageSection:
 
     @property
     def anchor(self) -> str:
-        return re.sub(r"[^a-z]+", "-", self.title.lower()).strip("-")
+        return anchor_of(self.title)
+
+    @property
+    def has_plots(self) -> bool:
+        return any(part.panels for part in self.parts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,9 +104,9 @@ def build_report(
     )
 
 
-def to_html(report: Report) -> str:
-    """One file without anything to load from elsewhere."""
-    return environment_of().get_template("report.html.jinja").render(**vars(report))
+def to_html(report: Report, *, live: bool = False) -> str:
+    """One file without anything to load from elsewhere. live: it asks its own address for what is new."""
+    return environment_of().get_template("report.html.jinja").render(**vars(report), live=live)
 
 
 def to_markdown(report: Report) -> str:
@@ -114,8 +118,14 @@ def environment_of(*folders: Path, autoescape: bool = True) -> jinja2.Environmen
     """The templates of these folders and of the report."""
     loader = jinja2.FileSystemLoader([*folders, TEMPLATES])
     environment = jinja2.Environment(loader=loader, autoescape=autoescape, undefined=jinja2.StrictUndefined)
-    environment.filters.update(md=words.markdown, md_cell=_md_cell, fenced=words.fenced)
+    environment.filters.update(md=words.markdown, md_cell=_md_cell, fenced=words.fenced, anchor=anchor_of)
+    environment.globals["page_scripts"] = plots.page_scripts
     return environment
+
+
+def anchor_of(text: str) -> str:
+    """Name of an element, of the letters and digits of a text."""
+    return re.sub(r"\W+", "-", text.lower()).strip("-")
 
 
 def _md_cell(cell: Cell) -> str:
@@ -155,7 +165,7 @@ def _cost_cards(stages: Mapping[str, ReportedStage]) -> list[Cell]:
 def _scores(columns: Sequence[Column], comparisons: Sequence[Comparison]) -> PageSection | None:
     if not columns:
         return None
-    parts = [Part(svg=plots.scores_svg(columns, name="scores")), Part(table=tables.scores_table(columns))]
+    parts = [Part(panels=plots.score_panels(columns), style="small"), Part(table=tables.scores_table(columns))]
     if comparisons:
         note = (
             "Differences item by item between models that answered the same items, in points. p decides the verdict: "
@@ -178,7 +188,7 @@ def _curves(stages: Mapping[str, ReportedStage]) -> PageSection | None:
     parts = []
     for stage in stages.values():
         if panels := plots.PANELS[stage.kind.config.curves](stage):
-            parts.append(Part(heading=stage.name, svg=plots.panels_svg(panels, name=f"curves-{stage.name}")))
+            parts.append(Part(heading=stage.name, panels=panels))
         if stage.kind.config.makes_rollouts and (policy := tables.policy_table(stage)):
             note = "Score and 95 % interval of each model by itself. The best of many is in part the luckiest one."
             parts.append(Part(heading=f"{stage.name}: its own evaluations", note=note, table=policy))

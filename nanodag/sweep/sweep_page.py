@@ -18,7 +18,7 @@ from nanodag.evaluation.paired import FALSE_ALARMS, PairedDifference, holm, pair
 from nanodag.report import words
 from nanodag.report.gather import curve_of
 from nanodag.report.page import PageSection, Part, Report
-from nanodag.report.plots import COLOURS, Panel, panels_svg
+from nanodag.report.plots import COLOURS, Panel
 from nanodag.report.tables import Cell, Table
 from nanodag.rl.rollouts.rollout import read_lines
 from nanodag.run.record import Run, StageResult
@@ -148,11 +148,11 @@ def sweep_report(name: str, sweep: Sweep, rows: Sequence[PointRow]) -> Report:
     )
     made = [PageSection(title="Points", note=note, parts=[Part(table=_table(sweep, rows, labels, metrics))])]
     if panels := _option_panels(sweep, rows, labels, metrics):
-        parts = [Part(svg=panels_svg(panels, name="options"))]
+        parts = [Part(panels=panels)]
         made.append(PageSection(title="What the options do", parts=parts, in_markdown=False))
     if panels := _curve_panels(rows):
         note = f"The first {len(COLOURS)} points." if len(rows) > len(COLOURS) else ""
-        parts = [Part(svg=panels_svg(panels, name="curves"))]
+        parts = [Part(panels=panels)]
         made.append(PageSection(title="Curves", note=note, parts=parts, in_markdown=False))
     costs = {row.artifact.key: row.artifact.cost for row in rows if row.artifact is not None}  # points may share one
     seconds = sum(float(cost.get("seconds", 0.0)) for cost in costs.values())
