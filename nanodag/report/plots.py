@@ -1,43 +1,42 @@
-"""Plots as Plotly's figures, which a page draws with hover and zoom, in its own colours and letters, light or dark."""
+"""Plots as data: a page's script (plots.js) draws them with Plotly, in the page's own colours and letters."""
 
 import math
 from base64 import b64encode
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from hashlib import sha256
-from html import escape
 from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from nanodag.report.gather import Column, ReportedStage, benchmarks_of
 from nanodag.report.lineage import TEMPLATES
 from nanodag.report.words import is_share, shortened
 
-COLOURS = tuple(f"--series-{number}" for number in range(1, 7))
-"""Names of a page's colours (look.html.jinja), which its script looks up."""
-RELATIVE = "Reward, and what it does not see"  # each from its lowest value to its highest
-BUSY, MEMORY = "Busy (share of a step)", "Memory (GB)"  # the step less the wait in it; of bytes
+MAX_LINES = 6  # of a panel: as many as a page has colours (look.html.jinja)
 MAX_POINTS = 400
-SMOOTH_FROM, MAX_WHOLE = 12, 6  # points; steps of which each has a tick
-LONGEST_LABEL, LONGEST_TICK = 40, 12  # letters: longer ones leave their axes no room
+LONGEST_TICK = 12  # letters
 
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
     """One set of axes. lines: label -> (x, y); marked: labels that are drawn with points as well; smooth: faint raw
     values with a running mean over them; intervals: label -> (low, high) about its y. ticks: what stands below the
-    horizontal axis, (x, text). from_zero: the vertical axis begins at 0. levels: label -> a dashed line's height."""
+    horizontal axis, (x, text). from_zero: the vertical axis begins at 0. relative: each line from its lowest value to
+    its highest. levels: label -> a dashed line's height."""
 
     title: str
     x_label: str
     lines: Mapping[str, tuple[Sequence[float], Sequence[float]]]
-    marked: tuple[str, ...] = ()
-    smooth: tuple[str, ...] = ()
+    marked: Sequence[str] = ()
+    smooth: Sequence[str] = ()
     intervals: Mapping[str, tuple[Sequence[float], Sequence[float]]] = field(default_factory=dict)
     ticks: Sequence[tuple[float, str]] = ()
     from_zero: bool = False
+    relative: bool = False
     levels: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -47,39 +46,9 @@ class Panel:
         return shortened(f"{self.title}: {', '.join(told)}")
 
     @property
-    def figure(self) -> dict[str, Any]:
-        """Traces and layout. Plotly reads names and texts as HTML, so they are escaped."""
-        places = [x for xs, _ in self.lines.values() for x in xs]
-        traces = [trace for number, label in enumerate(self.lines) for trace in self._traces(label, number)]
-        for label, height in self.levels.items():
-            line = {"color": "--axis", "width": 1.2, "dash": "dash"}
-            traces.append(_trace(label, [min(places), max(places)], [height, height], line))
-        axis: dict[str, Any] = {"title": {"text": escape(self.x_label)}}
-        if self.ticks:
-            axis |= {"tickvals": [x for x, _ in self.ticks], "ticktext": [escape(text) for _, text in self.ticks]}
-        elif self.x_label == "step":
-            axis |= {"tickformat": ",d", "dtick": 1 if max(places) - min(places) < MAX_WHOLE else None}
-        return {
-            "data": traces,
-            "layout": {"xaxis": axis, "yaxis": {"rangemode": "tozero" if self.from_zero else "normal"}},
-        }
-
-    def _traces(self, label: str, number: int) -> list[dict[str, Any]]:
-        colour = COLOURS[number % len(COLOURS)]
-        xs, ys = _thinned(*self.lines[label])
-        if label in self.smooth and len(ys) >= SMOOTH_FROM:
-            mean = running_mean(ys, max(3, len(ys) // 20))
-            raw = _trace(label, xs, ys, {"color": f"{colour} 0.35", "width": 0.8}) | {"showlegend": False}
-            return [raw, _trace(label, xs, mean, {"color": colour, "width": 1.6}) | {"hoverinfo": "skip"}]
-        trace = _trace(label, xs, ys, {"color": colour, "width": 1.5})
-        if label in self.marked or len(ys) < 2:
-            trace |= {"mode": "lines+markers", "marker": {"color": colour, "size": 6}}
-        if label in self.intervals:
-            low, high = self.intervals[label]
-            above, below = ([abs(end - y) for end, y in zip(ends, ys)] for ends in (high, low))
-            bars = {"symmetric": False, "array": _numbers(above), "arrayminus": _numbers(below)}
-            trace["error_y"] = {**bars, "color": colour, "thickness": 1.2, "width": 3}
-        return [trace]
+    def data(self) -> dict[str, Any]:
+        """The fields, for JSON: lines of at most MAX_POINTS points; None, a gap, for what is no number."""
+        return {**vars(self), "lines": {label: _thinned(*line) for label, line in self.lines.items()}}
 
 
 def score_panels(columns: Sequence[Column]) -> list[Panel]:
@@ -91,37 +60,42 @@ def score_panels(columns: Sequence[Column]) -> list[Panel]:
         scale = 100 if is_share(there[0][1]["metric"]) else 1
         value, low, high = ([scale * score[name] for _, score in there] for name in ("value", "low", "high"))
         title = f"{benchmark} (%)" if scale == 100 else benchmark
-        lines, marked = {"score": ([place for place, _ in there], value)}, ("score",)
-        intervals = {"score": (low, high)}
-        panels.append(Panel(title=title, x_label="", lines=lines, marked=marked, intervals=intervals, ticks=ticks))
+        lines, intervals = {"score": ([place for place, _ in there], value)}, {"score": (low, high)}
+        panels.append(Panel(title=title, x_label="", lines=lines, marked=["score"], intervals=intervals, ticks=ticks))
     return panels
 
 
-UPDATES = (
-    ("Gradient norm", {"gradient_norm": "norm"}, {"smooth": ("norm",)}),
-    ("Learning rate", {"learning_rate": "rate"}, {"from_zero": True}),
-)
+def panels_of(stage: ReportedStage) -> list[Panel]:
+    """The plots that panels.yaml lists for the kind of a stage, of what the stage has recorded."""
+    benchmarks = {f"benchmark_{name}": name for line in stage.lines if (name := line.get("benchmark"))}
+    named = {"watched": {"reward": "reward", **stage.watched} if stage.watched else {}, "benchmarks": benchmarks}
+    panels = _calibration(stage)
+    for entry in _listed().get(stage.kind.config.curves, ()):
+        names, how = named.get(str(entry["lines"]), entry["lines"]), {k: v for k, v in entry.items() if k != "busy"}
+        lines: dict[str, Any] = {label: curve for name, label in names.items() if (curve := stage.curve(name))[0]}
+        if "busy" in entry:
+            whole = dict(zip(*stage.curve(entry["busy"]), strict=True))
+            shares = {
+                label: [(x, 1 - y / whole[x]) for x, y in zip(*line) if whole.get(x)] for label, line in lines.items()
+            }
+            lines = {label: tuple(zip(*pairs)) for label, pairs in shares.items() if pairs}
+        if lines:
+            panels.append(Panel(**{**how, "x_label": "step", "lines": lines}))
+    return panels
 
 
-def supervised_panels(stage: ReportedStage) -> list[Panel]:
-    """Loss, validation, CORE, gradients and speed of a supervised stage, and how pairs are told apart; what was not
-    recorded is left out."""
-    told = {"accuracy": "training", "validation_accuracy": "held out"}
-    unit = "pair" if any("accuracy" in line for line in stage.lines) else "token"
-    return [
-        *_calibration(stage),
-        *_panels(
-            stage,
-            (f"Training loss (nats a {unit})", {"loss": "loss"}, {"smooth": ("loss",)}),
-            ("Pairs told apart (share)", told, {"smooth": ("training",), "marked": ("held out",)}),
-            ("Gain over the start (nats)", {"chosen_gain": "chosen", "rejected_gain": "rejected"}, {}),
-            ("Scores", {"chosen_score": "chosen", "rejected_score": "rejected"}, {}),
-            ("Validation (bits a byte)", {"validation_bits_per_byte": "validation"}, {"marked": ("validation",)}),
-            ("CORE", {"core": "CORE"}, {"marked": ("CORE",), "levels": {"GPT-2": 0.2565}}),  # by nanochat's leaderboard
-            *UPDATES,
-            ("Tokens a second", {"tokens_per_second": "tokens/s"}, {"from_zero": True}),
-        ),
-    ]
+def overlaid(stages: Mapping[str, ReportedStage]) -> list[Panel]:
+    """The plots of several stages over each other, a panel for each of their lines, a line and a colour for each."""
+    panels: dict[str, Panel] = {}
+    for name, panel in ((name, panel) for name, stage in stages.items() for panel in panels_of(stage)):
+        for label, line in panel.lines.items():
+            title = panel.title if label.lower() in panel.title.lower() else f"{panel.title}: {label}"
+            before = panels.get(title, replace(panel, title=title, lines=dict.fromkeys(stages, ((), ()))))
+            of_all: dict[str, Any] = {
+                how: list(stages) if label in getattr(panel, how) else [] for how in ("smooth", "marked")
+            }
+            panels[title] = replace(before, lines={**before.lines, name: line}, **of_all)
+    return list(panels.values())
 
 
 def _calibration(stage: ReportedStage) -> list[Panel]:
@@ -132,92 +106,20 @@ def _calibration(stage: ReportedStage) -> list[Panel]:
         return []
     right = [100 * last[f"validation_right_{percent}"] for percent in sure]
     lines = {"right": (sure, right), "as sure as it is right": (sure, sure)}
-    return [Panel(title="Held-out pairs told apart (%)", x_label="how sure (%)", lines=lines, marked=("right",))]
+    return [Panel(title="Held-out pairs told apart (%)", x_label="how sure (%)", lines=lines, marked=["right"])]
 
 
-def rl_panels(stage: ReportedStage) -> list[Panel]:
-    """Reward, length, how far the policy moved, speed, memory, and who waited; what was not recorded is left out."""
-    shares = {"clipped_share": "tokens clipped", "zero_spread_share": "groups all alike", "truncated_share": "cut off"}
-    speed = {"sampled_tokens_per_second": "sampled", "tokens_per_second": "trained"}
-    reward = {"reward": "rollouts", "eval_reward": "held out"}
-    several = {"turns": "turns", "tool_results": "tool results", "sequences": "sequences"}
-    benchmarks = dict.fromkeys(line["benchmark"] for line in stage.lines if "benchmark" in line)
-    scores = {f"benchmark_{name}": name for name in benchmarks}
-    beside = {"reward": "reward", **stage.watched} if stage.watched else {}
-    waits = {"seconds_samplers_wait": "samplers", "seconds_trainer_waits": "trainer"}
-    memory = {"trainer_peak_bytes": "trainer", "sampler_peak_bytes": "samplers"}
-    return _panels(
-        stage,
-        ("Reward", reward, {"smooth": ("rollouts",), "marked": ("held out",)}),
-        (RELATIVE, beside, {"smooth": ("reward", *stage.watched.values())}),
-        ("Benchmarks", scores, {"marked": tuple(benchmarks)}),
-        ("Tokens an answer", {"response_tokens": "mean"}, {"smooth": ("mean",)}),
-        ("Turns of a sample", several, {"from_zero": True}),
-        ("Entropy (nats a token)", {"entropy": "entropy"}, {"smooth": ("entropy",)}),
-        ("Shares", shares, {"from_zero": True}),
-        ("Trainer against sampler (nats)", {"mismatch_absolute": "difference of log-probabilities"}, {}),
-        ("KL to the reference (nats)", {"kl": "KL"}, {}),
-        *UPDATES,
-        ("Tokens a second", speed, {"from_zero": True}),
-        (BUSY, waits, {"from_zero": True}),
-        (MEMORY, memory, {"from_zero": True}),
-    )
-
-
-PANELS: Mapping[str, Callable[[ReportedStage], list[Panel]]] = {
-    "": lambda stage: [],
-    "loss": supervised_panels,
-    "rollouts": rl_panels,
-}
-"""Panels of a stage by the `curves` of its kind."""
-
-
-def _panels(stage: ReportedStage, *drawn: tuple[str, dict[str, str], dict[str, Any]]) -> list[Panel]:
-    panels = []
-    for title, names, how in drawn:
-        if lines := {label: curve for name, label in names.items() if (curve := stage.curve(name))[0]}:
-            if title == RELATIVE:
-                lines = {label: (xs, _of_range(ys)) for label, (xs, ys) in lines.items()}
-            elif title == MEMORY:
-                lines = {label: (xs, [y / 1e9 for y in ys]) for label, (xs, ys) in lines.items()}
-            elif title == BUSY:
-                seconds = dict(zip(*stage.curve("seconds_step"), strict=True))
-                lines = {
-                    label: (xs, [max(0.0, 1 - y / seconds[x]) if seconds.get(x) else math.nan for x, y in zip(xs, ys)])
-                    for label, (xs, ys) in lines.items()
-                }
-            panels.append(Panel(title=title, x_label="step", lines=lines, **how))
-    return panels
-
-
-def _of_range(values: Sequence[float]) -> list[float]:
-    low, high = min(values), max(values)
-    return [(value - low) / ((high - low) or 1.0) for value in values]
-
-
-def running_mean(values: Sequence[float], window: int) -> list[float]:
-    """The mean of each value and up to window // 2 values on either side of it."""
-    runs = [values[max(0, i - window // 2) : i + window // 2 + 1] for i in range(len(values))]
-    return [sum(run) / len(run) for run in runs]
-
-
-def _thinned(xs: Sequence[float], ys: Sequence[float]) -> tuple[list[float], list[float]]:
+def _thinned(xs: Sequence[float], ys: Sequence[float]) -> list[list[float | None]]:
     """At most MAX_POINTS points: means over equal runs, so that no spike's neighbourhood is lost to chance."""
-    size = -(-len(xs) // MAX_POINTS)
-    if size <= 1:
-        return list(xs), list(ys)
+    size = max(1, -(-len(xs) // MAX_POINTS))
     runs = [slice(i, i + size) for i in range(0, len(xs), size)]
-    return [xs[run][-1] for run in runs], [sum(ys[run]) / len(ys[run]) for run in runs]
+    means = [sum(ys[run]) / len(ys[run]) for run in runs]
+    return [[xs[run][-1] for run in runs], [float(f"{y:.6g}") if math.isfinite(y) else None for y in means]]
 
 
-def _numbers(values: Sequence[float]) -> list[float | None]:
-    """Values with as many digits as a plot shows; None, a gap, for what is no number."""
-    return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]
-
-
-def _trace(label: str, xs: Sequence[float], ys: Sequence[float], line: Mapping[str, Any]) -> dict[str, Any]:
-    name = escape(shortened(label, LONGEST_LABEL))
-    return {"name": name, "x": _numbers(xs), "y": _numbers(ys), "mode": "lines", "line": line}
+@cache
+def _listed() -> dict[str, list[dict[str, Any]]]:
+    return dict(yaml.safe_load((Path(__file__).parent / "panels.yaml").read_text(encoding="utf-8")))
 
 
 @cache

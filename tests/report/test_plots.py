@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import pytest
 
 from nanodag.report.page import PageSection, Part, Report, to_html
-from nanodag.report.plots import Panel, page_scripts
+from nanodag.report.plots import MAX_LINES, Panel, page_scripts
 from nanodag.report.tables import Cell, Table
 from tests.report.finished_run import markup_of
 
@@ -16,18 +16,18 @@ HOSTILE = "</script><script>document.title = 'owned'</script><img src=x onerror=
 
 
 class Parsed(HTMLParser):
-    """Figures of a page by the id of their plot, its scripts, and its other tags that a name could have smuggled in."""
+    """Plots of a page by their id, its scripts, and its other tags that a name could have smuggled in."""
 
     def __init__(self, page):
         super().__init__()
-        self.figures, self.scripts, self.others, self._in_script = {}, [], [], False
+        self.plots, self.scripts, self.others, self._in_script = {}, [], [], False
         self.feed(page)
 
     def handle_starttag(self, tag, attrs):
         attributes = dict(attrs)
         self._in_script = tag == "script"
-        if "data-figure" in attributes:
-            self.figures[attributes["id"]] = attributes | {"figure": json.loads(attributes["data-figure"])}
+        if "data-panel" in attributes:
+            self.plots[attributes["id"]] = attributes | {"panel": json.loads(attributes["data-panel"])}
         if tag == "img" or any(name.startswith("on") for name in attributes):
             self.others.append(tag)
 
@@ -58,27 +58,20 @@ def page(panel):
     return to_html(Report(title="T", subtitle="", cards=[], sections=[section]))
 
 
-def test_a_panel_is_drawn_as_lines_means_points_intervals_and_levels(panel):
-    raw, mean, points, level = panel.figure["data"]
-    assert raw["y"][:2] == [12.0, 11.0] and raw["y"][-1] is None, "what is no number is a gap"
-    assert (raw["showlegend"], raw["line"]["color"]) == (False, "--series-1 0.35")
-    assert mean["y"][:2] == [11.5, 11.0] and mean["hoverinfo"] == "skip"
-    assert points["mode"] == "lines+markers" and points["line"]["color"] == "--series-2"
-    assert (points["error_y"]["array"], points["error_y"]["arrayminus"]) == ([0.5, 0.25], [0.25, 0.125])
-    assert (level["x"], level["y"], level["line"]["dash"]) == ([1, 12], [3, 3], "dash")
-    assert panel.figure["layout"]["yaxis"]["rangemode"] == "tozero"
-    few = Panel(title="", x_label="step", lines={"a": ((1, 3), (1, 2))})
-    assert few.figure["layout"]["xaxis"]["dtick"] == 1, "half a step is no tick"
-    many = Panel(title="", x_label="", lines={"a": (range(2000), range(2000))}, ticks=[(0, "<b>")])
-    assert len(many.figure["data"][0]["x"]) == 400 and many.figure["layout"]["xaxis"]["ticktext"] == ["&lt;b&gt;"]
+def test_a_panel_is_data_of_few_points_without_what_is_no_number(panel):
+    (xs, ys), hostile = panel.data["lines"].values()
+    assert (xs[:2], ys[:2], ys[-1]) == ([1, 2], [12.0, 11.0], None) and hostile == [[1, 2], [0.5, 0.25]]
+    many = Panel(title="", x_label="", lines={"a": (range(2000), range(2000))})
+    assert [values[:2] for values in many.data["lines"]["a"]] == [[4, 9], [2.0, 7.0]]
+    assert len(many.data["lines"]["a"][0]) == 400
 
 
 def test_a_page_has_its_two_scripts_and_nothing_else_that_runs(page):
     parsed = Parsed(page)
-    (plot,) = parsed.figures.values()
+    (plot,) = parsed.plots.values()
     assert [script.strip() for script in parsed.scripts] == [text.strip() for text, _ in page_scripts()]
     assert parsed.others == []
-    assert plot["figure"]["data"][2]["name"].startswith("&lt;/script&gt;&lt;script&gt;"), "Plotly reads names as HTML"
+    assert list(plot["panel"]["lines"]) == ["loss", HOSTILE]
     assert plot["role"] == "img" and plot["aria-label"].startswith("Loss < 1: loss 12 to nan, </script>")
     policy = html.unescape(re.search(r'Content-Security-Policy" content="([^"]*)"', page)[1])
     assert "default-src 'none'; script-src 'sha256-" in policy and policy.count("sha256-") == 2
@@ -88,10 +81,10 @@ def test_a_page_has_its_two_scripts_and_nothing_else_that_runs(page):
 def test_every_colour_of_a_plot_is_one_that_the_page_has_by_day_and_by_night(page):
     plotly, own = (text for text, _ in page_scripts())
     page = page.replace(plotly, "")
-    used = set(re.findall(r"var\(--([\w-]+)\)", page)) | set(re.findall(r'"--([a-z][\w-]+)', page))
-    assert {"axis", "paper"} <= set(re.findall(r'"--([\w-]+)"', own)) <= used
+    used = set(re.findall(r"var\(--([\w-]+)\)", page)) | set(re.findall(r'"--([\w-]+)"', own))
+    used |= {f"series-{number}" for number in range(1, MAX_LINES + 1)}
     day, night = page.split("prefers-color-scheme: dark", 1)
-    assert {"ink", "soft", "axis", "grid", "series-1", "series-2"} <= used
+    assert {"ink", "soft", "axis", "grid", "paper"} <= used and f"number % {MAX_LINES} + 1" in own
     for name in used - {"on-link"}:
         assert f"--{name}:" in day, name
         assert f"--{name}:" in night.partition("</style>")[0], name
