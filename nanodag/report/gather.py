@@ -80,7 +80,7 @@ class ReportedStage:
 
         parts = {name[7:] for line in self.lines for name in line if name.startswith("reward_")} - {"failed"}
         unseen = {f"reward_{part}": part for part in sorted(parts) if not weight(part)}
-        scored = {line["benchmark"]: line["higher_is_better"] for line in self.lines if "benchmark" in line}
+        scored = {line["benchmark"]: line.get("higher_is_better") for line in self.lines if "benchmark" in line}
         return unseen | {f"benchmark_{name}": name for name, highest in scored.items() if highest}
 
     @property

@@ -362,6 +362,12 @@ def test_curves_show_what_was_recorded(run):
     assert (busy.lines, memory.lines) == ({"samplers": ((5,), (0.75,))}, {"trainer": ([5], [2e9])})
 
 
+def test_an_evaluation_under_way_says_its_benchmark_in_its_own_way_and_has_no_curves(run):
+    stage = stages_of(run)["eval_rl"]
+    stage.lines.append({"event": "eval", "step": 1, "benchmark": "sort", "sort": 0.5})
+    assert panels_of(stage) == []
+
+
 def test_stages_of_several_runs_are_drawn_over_each_other_a_line_and_a_colour_each(run):
     stages = stages_of(run)
     stages["control"].lines.append({"event": "eval", "step": 3, "validation_bits_per_byte": 2.0})
