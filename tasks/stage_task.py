@@ -220,21 +220,21 @@ def outcome(stages: Sequence[str], futures: Mapping[str, PrefectFuture[StageResu
 def concluded(run: Run, state: State[Any]) -> State[Any]:
     """End of a flow, with what is stale now in its message; an artifact has scores, changes, warnings and stages."""
     # They compare and render: a flow's start need not wait for what that takes.
-    from nanodag.report.page import to_markdown
-    from nanodag.report.summary import summary_of, summary_report
+    from nanodag.report.page import build_report, to_markdown
+    from nanodag.report.summary import run_context
 
     record = run.store.read_run(run.name)
     try:
-        summary = summary_of(run.store, record)
-        for text in summary.warnings:
+        report = build_report(run.name, run_context(run.store, record))
+        for text in report.warnings:
             get_run_logger().warning("%s", text)
         create_markdown_artifact(
             key=_artifact_key("run", run),
-            markdown=to_markdown(summary_report(record, summary)),
+            markdown=to_markdown(report),
             description=f"Scores and stages of {run.name}",
         )
     except (NanodagError, OSError, ValueError, httpx.HTTPError, jinja2.TemplateError) as error:  # what is built stays
-        get_run_logger().warning("No summary of run %s: %s", run.name, error)
+        get_run_logger().warning("No report of run %s: %s", run.name, error)
     if stale := stale_stages(record):
         state.message = f"{state.message}\nStale now: {', '.join(stale)}; build again with: {advice(run.name)}"
     return state

@@ -9,7 +9,18 @@ import pytest
 
 from nanodag.host.folders import PROJECT
 
-HEAVY = ("torch", "transformers", "deepspeed", "datasets", "lm_eval", "sglang", "reasoning_gym", "matplotlib", "sympy")
+HEAVY = (
+    "torch",
+    "transformers",
+    "deepspeed",
+    "datasets",
+    "lm_eval",
+    "sglang",
+    "reasoning_gym",
+    "matplotlib",
+    "plotly",
+    "sympy",
+)
 SLOW_FOR_HELP = ("pydantic", "yaml", "httpx", "psutil")
 LIBRARY = ("nanodag.cli", "nanodag.cli.run", "nanodag.run.build_stage", "nanodag.server.local_server")
 CONTROL_PLANE = (

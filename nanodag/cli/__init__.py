@@ -172,15 +172,29 @@ def stages(run: RunName = "", file: File = "") -> None:
     show_stages(run, file=file)
 
 
-def report(run: RunName = "", file: File = "") -> None:
-    """Print a run's report, and where its files lie.
+def report(
+    run: Annotated[
+        list[str] | None, typer.Argument(metavar="[RUN]...", help="Names, or how they begin. Default: the newest run.")
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", help="As a page that fills while stages run.")] = False,
+    port: Annotated[
+        int, typer.Option(metavar="PORT", min=0, max=65535, help="Of the page, on 127.0.0.1. Default: any free.")
+    ] = 0,
+    file: File = "",
+) -> None:
+    """Print a run's report, and where its files lie. Or serve it as a local page; several runs over each other.
 
     \b
     nanodag report RUN
+    nanodag report RUN --follow
+    nanodag report RUN_A RUN_B
     """
-    from nanodag.cli.show import show_report
+    from nanodag.cli.show import serve_report, show_report
 
-    show_report(run, file=file)
+    if follow or port or len(run or ()) > 1:
+        serve_report(run or [""], port=port, file=file)
+    else:
+        show_report("".join(run or ()), file=file)
 
 
 @env_app.command("install")

@@ -82,10 +82,10 @@ def rollouts(
     elif samples:
         print_rollouts(shelf, criteria, most=samples, step=step)
     else:
-        from nanodag.viewer.app import serve
+        from nanodag.viewer.app import make_app, serve
 
         query = {"step": "" if step is None else str(step), "role": role, "fate": criteria.fate}
-        serve(shelf, port=port or 0, query={name: value for name, value in query.items() if value})
+        serve(make_app(shelf), port=port or 0, query={name: value for name, value in query.items() if value})
 
 
 def print_rollouts(shelf: "Shelf", wanted: "Wanted", *, most: int, step: int | None) -> None:

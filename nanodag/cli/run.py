@@ -220,6 +220,7 @@ def start(
     flow_name = f"{name}-{stage}" if stage else name
     flow_run = api.create_run(deployment, name=flow_name, parameters={"name": name, **parameters})
     console.print(f"Prefect UI: {running.url}/runs/flow-run/{flow_run}")
+    console.print(f"As a page: {command(f'report {name} --follow')}", markup=False, highlight=False)
     if detach:
         console.print(f"It goes on without this terminal; look with: {command(f'stages {name}')}")
         return 0

@@ -325,6 +325,16 @@ def show_report(name: str, *, file: str) -> None:
         console.print(str(path), soft_wrap=True, highlight=False)
 
 
+def serve_report(names: Sequence[str], *, port: int, file: str) -> None:
+    """Serve the report of runs, finished or under way, until Ctrl-C."""
+    from nanodag.viewer.app import serve
+    from nanodag.viewer.live_page import make_app
+
+    store = served_store(file)
+    runs = list(dict.fromkeys(find_run(store, name).run for name in names))
+    serve(make_app(store, runs), port=port, query={})
+
+
 def _print_artifact(console: Console, store: Store, key: str, attempt: str) -> None:
     try:
         artifact = store.attempt(key, attempt)

@@ -25,7 +25,7 @@ from nanodag.evaluation.paired import PairedDifference, holm, paired
 from nanodag.nightly.nights import Night, earlier_nights
 from nanodag.report import words
 from nanodag.report.page import PageSection, Part, Report, to_html, to_markdown
-from nanodag.report.plots import Panel, panels_svg
+from nanodag.report.plots import Panel
 from nanodag.report.tables import Cell, Table, cells
 from nanodag.run.derived_runs import note_page, publish_page
 from nanodag.run.record import StageResult
@@ -225,8 +225,8 @@ def trend_report(
         if texts:
             table = Table(headers=[f"{what}, and why"], rows=[[Cell(text=text, tone=tone)] for text in texts])
             sections.append(PageSection(title=title, parts=[Part(table=table)]))
-    for number, (label, stage) in enumerate(dict.fromkeys((score.label, score.stage) for score in scores)):
-        sections.append(_trend_section(nights, label, stage, name=f"trend-{number}", zone=zone))
+    for label, stage in dict.fromkeys((score.label, score.stage) for score in scores):
+        sections.append(_trend_section(nights, label, stage, zone=zone))
     cards = [
         Cell(text=str(len(worse)), detail="scores worse by more than noise", tone="bad" if worse else ""),
         Cell(text=str(len(scores)), detail=f"scores of {counted(len({(s.label, s.stage) for s in scores}), 'model')}"),
@@ -290,7 +290,7 @@ def _verdict(comparisons: Sequence[NightComparison]) -> tuple[str, str]:
     return "not worse", ""
 
 
-def _trend_section(nights: Sequence[RunRecord], label: str, stage: str, *, name: str, zone: str) -> PageSection:
+def _trend_section(nights: Sequence[RunRecord], label: str, stage: str, *, zone: str) -> PageSection:
     """A model's panels, one a benchmark, and its scores night by night as a table."""
     series: dict[tuple[str, str], list[tuple[int, NightScore]]] = {}
     for place, night in enumerate(nights):
@@ -304,7 +304,7 @@ def _trend_section(nights: Sequence[RunRecord], label: str, stage: str, *, name:
         for (eval_name, benchmark), points in series.items()
     ]
     table = _nights_table(series, nights, zone)
-    parts = [Part(svg=panels_svg(panels, name=name)), Part(heading="Night by night", table=table, folded=True)]
+    parts = [Part(panels=panels), Part(heading="Night by night", table=table, folded=True)]
     return PageSection(title=line_name(label, stage), parts=parts)
 
 

@@ -24,10 +24,7 @@ What the job gives (nanodag.worker.job.Job):
 
 `cost` keys that are shown where present: seconds (of all tries), earlier_seconds (of all but the last), num_attempts,
 cpu_seconds, tokens (trained), forward_tokens (read only), flops, peak_bytes, device, mfu, tokens_per_second.
-Metrics that are drawn where metrics.jsonl has them, over `step`:
-    pretrain, midtrain, sft    loss, validation_bits_per_byte, core, tokens_per_second
-    rl                         reward, eval_reward, response_tokens, turns, tool_results, sequences, entropy,
-                               clipped_share, zero_spread_share, truncated_share, mismatch_absolute, kl,
-                               tokens_per_second, sampled_tokens_per_second
+panels.yaml lists the metrics that are drawn where metrics.jsonl has them, over `step`. A stage without a digest is not
+finished. A run under way also has `progress`, a list of StageProgress (nanodag.run.progress).
 Nothing here imports torch.
 """

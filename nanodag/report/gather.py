@@ -18,6 +18,7 @@ from nanodag.rl.rollouts.rollout import read_lines
 
 HEADLINES = ("core", "chat_core")
 """Benchmarks that are means over many tasks: they stand first."""
+MOST_SAMPLES = 6  # of a stage's training
 NO_CLEAR = "no clear difference"
 ASKED = ("form", "num_fewshot", "sampling")
 """What must agree for two scores of a benchmark to be of the same question."""
@@ -79,8 +80,15 @@ class ReportedStage:
 
         parts = {name[7:] for line in self.lines for name in line if name.startswith("reward_")} - {"failed"}
         unseen = {f"reward_{part}": part for part in sorted(parts) if not weight(part)}
-        scored = {line["benchmark"]: line["higher_is_better"] for line in self.lines if "benchmark" in line}
+        scored = {line["benchmark"]: line.get("higher_is_better") for line in self.lines if "benchmark" in line}
         return unseen | {f"benchmark_{name}": name for name, highest in scored.items() if highest}
+
+    @property
+    def samples(self) -> list[dict[str, Any]]:
+        """The last texts of its training: prompt, `text`, or of RL `response` and reward."""
+        lines = [line for line in self.lines if line.get("event") == "sample"]
+        last = [line for line in lines if line["step"] == lines[-1]["step"]]
+        return [{"step": line["step"], **one} for line in last for one in line.get("responses", [line])][:MOST_SAMPLES]
 
     @cached_property
     def results(self) -> dict[str, Any]:
@@ -231,12 +239,14 @@ def warnings_of(stages: Mapping[str, ReportedStage], stale: Mapping[str, str]) -
     for stage in stages.values():
         if stage.kind.config.makes_rollouts:
             if stage.kind.trains:
-                warnings += [f"{stage.name} learned nothing: {why}" for why in why_nothing_was_learned(stage.metrics)]
+                learned = "learned" if stage.digest else "has so far learned"
+                warnings += [f"{stage.name} {learned} nothing: {why}" for why in why_nothing_was_learned(stage.metrics)]
                 warnings += [f"{stage.name} went too far: {why}" for why in over_optimised(stage.lines, stage.watched)]
             num_over = stage.metrics.get("eval_too_long")
             if _is_number(num_over) and num_over:
                 warnings.append(f"{stage.name}: {counted(num_over, 'held-out prompt')} too long to be asked.")
-        for name, score in stage.results["benchmarks"].items() if stage.kind.makes == SCORES else ():
+        has_scores = stage.kind.makes == SCORES and stage.digest
+        for name, score in stage.results["benchmarks"].items() if has_scores else ():
             if score.get("too_long"):
                 many = f"{score['too_long']} of {counted(score['num_items'], 'item')}"
                 warnings.append(f"{stage.name} {name}: the prompts of {many} were too long for the model.")

@@ -18,8 +18,11 @@ BOX_WIDTH, BOX_HEIGHT, GAP_X, GAP_Y = 132, 46, 44, 18
 BESIDE, RL, FIRST, CHAIN = ("beside", "#f3f4f6"), ("rl", "#fdeff4"), ("first", "#eef7f0"), ("chain", "#eef3fd")
 
 
-def lineage_svg(stages: Mapping[str, ReportedStage]) -> str:
-    """An SVG of stages with their kind and key, and an arrow for every input."""
+def lineage_svg(
+    stages: Mapping[str, ReportedStage], below: Mapping[str, str] | None = None, states: Mapping[str, str] | None = None
+) -> str:
+    """An SVG of stages and an arrow for every input. below: what stands below a name; kind and key unless given.
+    states: of stages, as in a run's record."""
     places = {
         name: (2 + x * (BOX_WIDTH + GAP_X), 2 + y * (BOX_HEIGHT + GAP_Y)) for name, (x, y) in _places(stages).items()
     }
@@ -31,6 +34,8 @@ def lineage_svg(stages: Mapping[str, ReportedStage]) -> str:
         box_height=BOX_HEIGHT,
         arrows=[(places[s.name], places[name]) for name, stage in stages.items() for s in sources_of(stages, stage)],
         boxes=[(stage, places[name], _look(stage.kind)) for name, stage in stages.items()],
+        below=below,
+        states=states or {},
     )
 
 

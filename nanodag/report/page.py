@@ -4,10 +4,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import yaml
 
 from nanodag.errors.words import counted, duration
 from nanodag.evaluation.paired import FALSE_ALARMS
@@ -25,20 +27,29 @@ from nanodag.report.gather import (
 )
 from nanodag.report.lineage import TEMPLATES, lineage_svg
 from nanodag.report.tables import Cell, Example, Program, Table
+from nanodag.report.unusual import unusual
+from nanodag.run.progress import StageProgress
+from nanodag.store.run_record import ENDED_WELL
+
+MOST_SCORES = 4  # of the first tiles
+NOTES: dict[str, str] = yaml.safe_load((Path(__file__).parent / "notes.yaml").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A piece of a section. svg scales with the page, drawing keeps its size and scrolls. folded: closed at first."""
+    """A piece of a section. drawing: an SVG that keeps its size and scrolls. samples: as of a ReportedStage.
+    folded: closed at first."""
 
     heading: str = ""
     note: str = ""
-    svg: str = ""
+    panels: Sequence[plots.Panel] = ()
     drawing: str = ""
     table: Table | None = None
     style: str = ""
     examples: Sequence[Example] = ()
     programs: Sequence[Program] = ()
+    samples: Sequence[Mapping[str, Any]] = ()
+    progress: Sequence[StageProgress] = ()
     before: str = ""
     after: str = ""
     folded: bool = False
@@ -53,10 +64,6 @@ class PageSection:
     parts: Sequence[Part] = ()
     in_markdown: bool = True
 
-    @property
-    def anchor(self) -> str:
-        return re.sub(r"[^a-z]+", "-", self.title.lower()).strip("-")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
@@ -70,20 +77,27 @@ class Report:
 
 
 def build_report(
-    run: str, context: Mapping[str, Any], *, price_per_hour: float, contamination: Table | None, missing: Sequence[str]
+    run: str,
+    context: Mapping[str, Any],
+    *,
+    price_per_hour: float = 0.0,
+    contamination: Table | None = None,
+    missing: Sequence[str] = (),
 ) -> Report:
     """The report of a run. missing: names of stages that were to be reported but have no result."""
-    stages = stages_of(context)
+    begun = stages_of(context)
+    stages = {name: stage for name, stage in begun.items() if stage.digest}
     columns = columns_of(stages)
     comparisons = comparisons_of(columns, stages)
+    found = [Part(table=contamination)] if contamination is not None else []
     made = [
+        _dag(begun, context.get("progress", ())),
         _scores(columns, comparisons),
-        _curves(stages),
-        _samples(columns, comparisons),
-        _stages(stages, price_per_hour),
-        _lineage(stages),
-        _contamination(contamination),
-        _config(stages, context.get("origins", {})),
+        _curves(begun),
+        _samples(columns, comparisons, begun),
+        *([_stages(stages, price_per_hour), _lineage(stages)] if stages else []),
+        PageSection(title="Contamination", note=NOTES["contamination"], parts=found),
+        _config(begun, context.get("origins", {})),
     ]
     ended = max((raw.get("created", 0.0) for raw in context["stages"].values()), default=0.0)
     facts = [f"preset {context['preset']}" if context.get("preset") else "", context.get("description", "")]
@@ -94,15 +108,16 @@ def build_report(
     return Report(
         title=f"Report of run {run}",
         subtitle=" · ".join(fact.rstrip(".") for fact in facts if fact),
-        cards=[*_change_cards(comparisons), *_cost_cards(stages)],
-        warnings=warnings_of(stages, context.get("stale", {})),
-        sections=[section for section in made if section is not None],
+        cards=[*_score_cards(columns), *_change_cards(comparisons), *_cost_cards(stages)],
+        warnings=[*warnings_of(begun, context.get("stale", {})), *(r for s in begun.values() for r in unusual(s))],
+        sections=[section for section in made if section is not None and section.parts],
     )
 
 
-def to_html(report: Report) -> str:
-    """One file without anything to load from elsewhere."""
-    return environment_of().get_template("report.html.jinja").render(**vars(report))
+def to_html(report: Report, *, page: str = "report.html.jinja") -> str:
+    """One file without anything to load from elsewhere. page: the template; live.html.jinja asks its own address for
+    what is new, which sections.html.jinja is."""
+    return environment_of().get_template(page).render(**vars(report))
 
 
 def to_markdown(report: Report) -> str:
@@ -110,12 +125,27 @@ def to_markdown(report: Report) -> str:
     return environment_of(autoescape=False).get_template("report.md.jinja").render(**vars(report)).strip() + "\n"
 
 
+@cache
 def environment_of(*folders: Path, autoescape: bool = True) -> jinja2.Environment:
     """The templates of these folders and of the report."""
     loader = jinja2.FileSystemLoader([*folders, TEMPLATES])
     environment = jinja2.Environment(loader=loader, autoescape=autoescape, undefined=jinja2.StrictUndefined)
-    environment.filters.update(md=words.markdown, md_cell=_md_cell, fenced=words.fenced)
+    environment.filters.update(
+        duration=duration,
+        spoken=words.spoken,
+        md=words.markdown,
+        md_cell=_md_cell,
+        fenced=words.fenced,
+        anchor=anchor_of,
+    )
+    environment.globals["page_scripts"] = plots.page_scripts
+    environment.policies["json.dumps_kwargs"] = {}  # in the order of a panel's lines, which have their colours by it
     return environment
+
+
+def anchor_of(text: str) -> str:
+    """Name of an element, of the letters and digits of a text."""
+    return re.sub(r"\W+", "-", text.lower()).strip("-")
 
 
 def _md_cell(cell: Cell) -> str:
@@ -124,9 +154,21 @@ def _md_cell(cell: Cell) -> str:
     return f"{shown}, {words.markdown(cell.verdict)}" if cell.verdict else shown
 
 
+def _score_cards(columns: Sequence[Column]) -> list[Cell]:
+    """Scores of the last model with their intervals."""
+    cards = []
+    for name in benchmarks_of(columns[-1:])[:MOST_SCORES]:
+        score: Any = columns[-1].benchmark(name)
+        text = words.value(score["value"], score["metric"]) + (" %" if words.is_share(score["metric"]) else "")
+        interval = words.interval(score["low"], score["high"], score["metric"])
+        cards.append(Cell(text=text, detail=f"{name} of {columns[-1].label}, {interval}"))
+    return cards
+
+
 def _change_cards(comparisons: Sequence[Comparison]) -> list[Cell]:
-    """The largest gain beside the largest loss, of shares of right answers, of a model over the one it comes from."""
-    compared = [c for c in comparisons if c.is_parent and words.is_share(c.metric)]
+    """The largest gain beside the largest loss, of shares of right answers in one form of question, of a model over the
+    one it comes from."""
+    compared = [c for c in comparisons if c.is_parent and c.same_form and words.is_share(c.metric)]
     cards = []
     for verdict, what, tone in (("better", "gain", "good"), ("worse", "loss", "bad")):
         clear = [c for c in compared if c.verdict == verdict]
@@ -141,28 +183,31 @@ def _change_cards(comparisons: Sequence[Comparison]) -> list[Cell]:
 
 
 def _cost_cards(stages: Mapping[str, ReportedStage]) -> list[Cell]:
-    def total(name: str) -> float:
-        return sum(tables.number(stage.cost, name) for stage in stages.values())
+    told = (
+        ("seconds", duration, "of all stages together"),
+        ("tokens", words.count, "tokens trained on"),
+        ("flops", words.count, "FLOPs"),
+    )
+    totals = {name: sum(tables.number(stage.cost, name) for stage in stages.values()) for name, *_ in told}
+    return [Cell(text=text_of(totals[name]), detail=detail) for name, text_of, detail in told if totals[name]]
 
-    cards = [Cell(text=duration(total("seconds")), detail="of all stages together")]
-    if tokens := total("tokens"):
-        cards.append(Cell(text=words.count(tokens), detail="tokens trained on"))
-    if flops := total("flops"):
-        cards.append(Cell(text=words.count(flops), detail="FLOPs"))
-    return cards
+
+def _dag(stages: Mapping[str, ReportedStage], progress: Sequence[StageProgress]) -> PageSection:
+    """The DAG with times; of a run under way with states, and how far each stage is that has begun."""
+    below = {name: duration(tables.number(stage.cost, "seconds")) for name, stage in stages.items()}
+    below |= {stage.name: f"{stage.state} {duration(stage.elapsed_s)}" for stage in progress}
+    parts = [Part(drawing=lineage_svg(stages, below, {stage.name: stage.state for stage in progress}))]
+    if open_stages := [stage for stage in progress if stage.state not in (*ENDED_WELL, "waiting", "not run")]:
+        parts.append(Part(progress=open_stages))
+    return PageSection(title="Stages", parts=parts, in_markdown=len(parts) > 1)
 
 
 def _scores(columns: Sequence[Column], comparisons: Sequence[Comparison]) -> PageSection | None:
     if not columns:
         return None
-    parts = [Part(svg=plots.scores_svg(columns, name="scores")), Part(table=tables.scores_table(columns))]
+    parts = [Part(panels=plots.score_panels(columns), style="small"), Part(table=tables.scores_table(columns))]
     if comparisons:
-        note = (
-            "Differences item by item between models that answered the same items, in points. p decides the verdict: "
-            "by McNemar's test where items are right or wrong, else by Student's t, corrected by Holm over all rows, "
-            f"so that where nothing differs the chance of any verdict is below {FALSE_ALARMS:g}. The 95 % interval "
-            f"below a difference is of that one alone. “{NO_CLEAR}” may hide a small one."
-        )
+        note = NOTES["differences"].format(false_alarms=FALSE_ALARMS, no_clear=NO_CLEAR)
         clear = [comparison for comparison in comparisons if comparison.verdict != NO_CLEAR]
         unclear = [comparison for comparison in comparisons if comparison.verdict == NO_CLEAR]
         heading = f"Which differences are real: {len(clear)} of {len(comparisons)}"
@@ -170,28 +215,32 @@ def _scores(columns: Sequence[Column], comparisons: Sequence[Comparison]) -> Pag
         if unclear:
             heading = f"{NO_CLEAR}: {len(unclear)}"
             parts.append(Part(heading=heading, table=tables.comparisons_table(unclear), folded=True))
-    note = "Score ± standard error, 95 % interval below. Shares in percent."
-    return PageSection(title="Scores", note=note, parts=parts)
+    return PageSection(title="Scores", note=NOTES["scores"], parts=parts)
 
 
-def _curves(stages: Mapping[str, ReportedStage]) -> PageSection | None:
+def _curves(stages: Mapping[str, ReportedStage]) -> PageSection:
     parts = []
     for stage in stages.values():
-        if panels := plots.PANELS[stage.kind.config.curves](stage):
-            parts.append(Part(heading=stage.name, svg=plots.panels_svg(panels, name=f"curves-{stage.name}")))
+        if panels := plots.panels_of(stage):
+            parts.append(Part(heading=stage.name, panels=panels))
         if stage.kind.config.makes_rollouts and (policy := tables.policy_table(stage)):
-            note = "Score and 95 % interval of each model by itself. The best of many is in part the luckiest one."
-            parts.append(Part(heading=f"{stage.name}: its own evaluations", note=note, table=policy))
+            heading = f"{stage.name}: its own evaluations"
+            parts.append(Part(heading=heading, note=NOTES["own evaluations"], table=policy))
     if reached := tables.reached_table(stages):
         parts.append(Part(heading="What each stage reached", table=reached))
     if rows := tables.rows_table(stages):
-        note = "A document that was cut counts once. Rows that are too long or teach nothing are not among them."
-        parts.append(Part(heading="Rows trained, and how often", note=note, table=rows))
-    return PageSection(title="Training", parts=parts) if parts else None
+        parts.append(Part(heading="Rows trained, and how often", note=NOTES["rows"], table=rows))
+    return PageSection(title="Training", parts=parts)
 
 
-def _samples(columns: Sequence[Column], comparisons: Sequence[Comparison]) -> PageSection | None:
+def _samples(
+    columns: Sequence[Column], comparisons: Sequence[Comparison], stages: Mapping[str, ReportedStage]
+) -> PageSection:
     parts = []
+    for stage in stages.values():
+        if samples := stage.samples:
+            heading, note = f"{stage.name} while it trains", f"step {samples[0]['step']}"
+            parts.append(Part(heading=heading, note=note, samples=samples, folded=stage.digest != ""))
     if table := tables.samples_table(columns):
         parts.append(Part(heading="The same prompts", table=table, style="samples"))
     by_last = [c for c in comparisons if c.after is columns[-1]]
@@ -201,42 +250,26 @@ def _samples(columns: Sequence[Column], comparisons: Sequence[Comparison]) -> Pa
             if examples:
                 before, after = comparison.before.label, comparison.after.label
                 heading = f"{comparison.benchmark}: {before} {other}, {after} {turned}"
-                parts.append(Part(heading=heading, examples=examples, before=before, after=after))
+                parts.append(Part(heading=heading, examples=examples, before=before, after=after, style=turned))
     for benchmark in benchmarks_of(columns[-1:]):
         for verdict in ("passed", "failed"):
             if programs := tables.programs_of(columns[-1], benchmark, verdict=verdict):
                 heading = f"{benchmark}: programs of {columns[-1].label} that {verdict}"
                 parts.append(Part(heading=heading, programs=programs))
-    return PageSection(title="Samples", parts=parts) if parts else None
+    return PageSection(title="Samples", parts=parts)
 
 
 def _stages(stages: Mapping[str, ReportedStage], price_per_hour: float) -> PageSection:
-    note = (
-        "Time is what the stage's processes took, over all tries, CPU time is summed over them, memory is the largest "
-        "process. A stage that was found in the store shows what it cost when it was built. Trained tokens went "
-        "through the model forward and backward; read tokens forward only: prompts and samples of RL, and evaluations. "
-        "FLOPs of all stages are 6 a trained token and 2 a read one for each parameter of a matrix, the head once, "
-        "without attention, and without RL's scoring by old, reference and critic weights; MFU has attention too."
-    )
     table = tables.stages_table(stages, price_per_hour)
-    return PageSection(title="Time, tokens and cost", note=note, parts=[Part(table=table, style="compact total")])
+    parts = [Part(table=table, style="compact total")]
+    return PageSection(title="Time, tokens and cost", note=NOTES["cost"], parts=parts)
 
 
 def _lineage(stages: Mapping[str, ReportedStage]) -> PageSection:
-    parts = [Part(drawing=lineage_svg(stages)), Part(table=tables.lineage_table(stages))]
+    parts = [Part(table=tables.lineage_table(stages))]
     if environment := tables.environment_table(stages):
         parts.append(Part(heading="Made with", table=environment, folded=True))
     return PageSection(title="Lineage", parts=parts)
-
-
-def _contamination(found: Table | None) -> PageSection | None:
-    if found is None:
-        return None
-    note = (
-        "Benchmark items that share at least one run of 13 words with a training source. An item found there may have "
-        "been learnt by heart."
-    )
-    return PageSection(title="Contamination", note=note, parts=[Part(table=found)])
 
 
 def _config(stages: Mapping[str, ReportedStage], origins: Mapping[str, str]) -> PageSection:
@@ -246,4 +279,4 @@ def _config(stages: Mapping[str, ReportedStage], origins: Mapping[str, str]) -> 
         chosen = sum(row[2].text != "default" for row in table.rows)
         note = f"{chosen} of {counted(len(table.rows), 'value')} chosen or derived"
         parts.append(Part(heading=stage.name, note=note, table=table, folded=True))
-    return PageSection(title="Config", note="Every value, and where it comes from.", parts=parts, in_markdown=False)
+    return PageSection(title="Config", note=NOTES["config"], parts=parts, in_markdown=False)

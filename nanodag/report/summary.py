@@ -1,19 +1,17 @@
-"""Summary of a run: its scores, what got better and worse by more than noise, and what to beware of.
+"""A run as it is now, also where it has no report or one that is stale: the context of its report, and a summary of its
+scores, what got better and worse by more than noise, and what to beware of."""
 
-It says what the report says, by the same functions, of the run as it is now: also where it has no report, or one that
-is stale.
-"""
-
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from nanodag.config.kind import SCORES
 from nanodag.config.kinds import recorded_kind
-from nanodag.errors.words import counted, duration
 from nanodag.report import tables, words
 from nanodag.report.gather import Comparison, ReportedStage, columns_of, comparisons_of, stages_of, warnings_of
-from nanodag.report.page import PageSection, Part, Report
-from nanodag.report.tables import Cell, Table, cells
-from nanodag.run.record import context_stages
+from nanodag.report.tables import Table
+from nanodag.run.progress import UNDER_WAY, progress_of
+from nanodag.run.record import context_stages, state_of, unfinished_stages
 from nanodag.run.stale_stages import stale_stages
 from nanodag.store import Artifact, Store
 from nanodag.store.run_record import RunRecord
@@ -35,7 +33,7 @@ class Summary:
 def scored_stages(store: Store, record: RunRecord) -> dict[str, ReportedStage]:
     """A run's stages with their scores, from its record. Raises StoreError when an artifact is damaged or gone."""
     scorers = [name for name, entry in record.stages.items() if recorded_kind(entry.kind).makes == SCORES]
-    contexts = context_stages(store, record, list(record.stages), is_read=_has_scores, has_records=_has_samples)
+    contexts = context_stages(store, record, list(record.stages), is_read=has_scores, has_records=_has_samples)
     return stages_of({"stages": {name: raw for name, raw in contexts.items() if raw["files"] or name not in scorers}})
 
 
@@ -53,7 +51,8 @@ def summary_of(store: Store, record: RunRecord) -> Summary:
     )
 
 
-def _has_scores(artifact: Artifact) -> bool:
+def has_scores(artifact: Artifact) -> bool:
+    """True for an eval's artifact that its worker has written whole."""
     return recorded_kind(artifact.kind).makes == SCORES and "results.json" in artifact.files
 
 
@@ -74,37 +73,15 @@ def _line(comparison: Comparison) -> str:
     )
 
 
-def summary_report(record: RunRecord, summary: Summary) -> Report:
-    """The summary as a page: the artifact of a run in Prefect's UI."""
-    sections = []
-    if summary.scores is not None:
-        note = "Score, 95 % interval. Shares in percent."
-        sections.append(PageSection(title="Scores", note=note, parts=[Part(table=summary.scores)]))
-    if summary.num_compared:
-        changes = [(line, tone) for lines, tone in ((summary.better, "good"), (summary.worse, "bad")) for line in lines]
-        rows = [
-            [Cell(text="better" if tone == "good" else "worse", tone=tone), Cell(text=text)] for text, tone in changes
-        ]
-        note = f"Of {counted(summary.num_compared, 'comparison')} between models, {len(rows)} beyond noise."
-        parts = [Part(table=Table(headers=["", "difference"], rows=rows))] if rows else []
-        sections.append(PageSection(title="Better and worse", note=note, parts=parts))
-    stale = stale_stages(record)
-    seconds = {name: e.made.cost_of("seconds", 0.0) if e.made is not None else 0.0 for name, e in record.stages.items()}
-    rows = [
-        [
-            *cells(name, recorded_kind(entry.kind).name),
-            Cell(text="stale" if name in stale else entry.state, detail=stale.get(name, "")),
-            Cell(text=entry.key[:12], code=True),
-            *cells(duration(seconds[name]) if seconds[name] else ""),
-        ]
-        for name, entry in record.stages.items()
-    ]
-    table = Table(headers=["stage", "kind", "state", "key", "took"], rows=rows, numeric=(4,))
-    sections.append(PageSection(title="Stages", parts=[Part(table=table)]))
-    return Report(
-        title=f"Run {record.run}",
-        subtitle=f"preset {record.preset}",
-        cards=(),
-        warnings=[*warnings_of({}, stale), *summary.warnings],
-        sections=sections,
-    )
+def run_context(store: Store, record: RunRecord, finished: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Context of a run's report (nanodag.report) as the run is now. finished: its finished stages, where they have been
+    read. Raises StoreError when an artifact is damaged or gone."""
+    if finished is None:
+        finished = context_stages(store, record, list(record.stages), is_read=has_scores, has_records=_has_samples)
+    lost = UNDER_WAY if record.is_gone else ()
+    gone: dict[str, Any] = {"state": "interrupted", "speed": "", "left_s": -1.0, "elapsed_s": -1.0}
+    return {
+        **{"preset": record.preset, "description": state_of(record), "origins": record.origins},
+        **{"stale": stale_stages(record), "stages": {**finished, **unfinished_stages(record, finished)}},
+        "progress": [replace(s, **gone) if s.state in lost else s for s in progress_of(store, record)],
+    }

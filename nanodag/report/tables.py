@@ -108,11 +108,13 @@ def comparisons_table(comparisons: Sequence[Comparison]) -> Table:
 
 
 def stages_table(stages: Mapping[str, ReportedStage], price_per_hour: float) -> Table:
-    """Time, tokens, FLOPs and cost a stage; what a stage does not have is left empty."""
-    rows = [_stage_row(stage, price_per_hour) for stage in stages.values()]
+    """Time, tokens, FLOPs and cost a stage; what it does not have is left empty, and a stage without any left out."""
+    every = [_stage_row(stage, price_per_hour) for stage in stages.values()]
+    rows = [row for row in every if any(cell.text or cell.detail for cell in row[1:])]
     summed = ("seconds", "cpu_seconds", "flops", "tokens", "forward_tokens")
     totals = {name: sum(number(stage.cost, name) for stage in stages.values()) for name in summed}
-    largest = size(max((number(s.cost, "peak_bytes") for s in stages.values()), default=0))
+    most = max(number(stage.cost, "peak_bytes") for stage in stages.values())
+    largest = size(most) if most else ""
     cpu_time = duration(totals["cpu_seconds"]) if totals["cpu_seconds"] else ""
     trained, read, flops = (_count(totals[name]) for name in ("tokens", "forward_tokens", "flops"))
     last = cells("all", duration(totals["seconds"]), cpu_time, trained, read, "", flops, "", largest)
@@ -168,7 +170,7 @@ def reached_table(stages: Mapping[str, ReportedStage]) -> Table | None:
         shown = [
             f"{name.replace('_', ' ')} {words.shown(round(value, 4) if isinstance(value, float) else value)}"
             for name, value in stage.metrics.items()
-            if value is not None and not isinstance(value, list)
+            if value is not None and not isinstance(value, list) and (value != 0 or isinstance(value, float))
         ]
         if shown and not stage.kind.is_about_others:
             rows.append(cells(stage.name, " · ".join(shown)))
@@ -235,7 +237,7 @@ def samples_table(columns: Sequence[Column]) -> Table | None:
                 answers.setdefault(sample["prompt"], {})[column.label] = sample["completion"]
     labels = [column.label for column in columns]
     rows = [
-        [Cell(text=prompt), *(Cell(text=words.shortened(said.get(label, "")), code=True) for label in labels)]
+        [Cell(text=prompt), *(Cell(text=words.spoken(said.get(label, "")), code=True) for label in labels)]
         for prompt, said in answers.items()
     ]
     return Table(headers=["prompt", *labels], rows=rows) if rows else None
@@ -251,7 +253,7 @@ def examples_of(comparison: Comparison, *, turned: str, limit: int = 3) -> list[
         earlier = before[record["id"]]
         change = record["scores"][metric] - earlier["scores"][metric]
         if change == direction and (answer := _written(record)) is not None and (once := _written(earlier)) is not None:
-            examples.append(Example(*map(words.shortened, (record["prompt"], str(record["target"]), once, answer))))
+            examples.append(Example(*map(words.spoken, (record["prompt"], str(record["target"]), once, answer))))
     return examples[:limit]
 
 

@@ -125,6 +125,14 @@ def shortened(text: str, limit: int = 400) -> str:
     return f"{text[: limit * 2 // 3]} … {text[-limit // 3 :]}"
 
 
+SPECIAL = re.compile(r"<\|[\w -]{1,40}\|>|</?s>|<(?:bos|eos|pad|unk|start_of_turn|end_of_turn)>")
+
+
+def spoken(text: str) -> str:
+    """A text of a model or a prompt as a person reads it: shortened, without special tokens."""
+    return shortened(SPECIAL.sub(" ", text).strip())
+
+
 # Controls but tab and line end, lone surrogates, and what is invisible or turns the direction of the text around it.
 # Joiners of letters (U+200C, U+200D) stay: scripts and emoji are written with them.
 HIDDEN = re.compile(

@@ -47,11 +47,14 @@ def compare(store: Store, first: RunRecord, second: RunRecord) -> list[DiffLine]
     ]
 
 
+def config_of(record: RunRecord) -> dict[str, Any]:
+    """Every setting of a run by its dotted name, but those of where it took place."""
+    return {name: value for name, value in leaves(record.pipeline) if not name.startswith(_ELSEWHERE)}
+
+
 def _side(store: Store, record: RunRecord) -> dict[str, dict[str, Any]]:
     sections: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
-    for name, value in leaves(record.pipeline):
-        if not name.startswith(_ELSEWHERE):
-            sections["config"][name] = value
+    sections["config"] = config_of(record)
     sections["code"]["run: revision of the run"] = record.revision
     stale = stale_stages(record)
     for stage, entry in record.stages.items():

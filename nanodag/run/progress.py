@@ -21,9 +21,10 @@ from nanodag.worker.tracker import urls_in
 
 TAIL_BYTES = 65536
 SPEED_WINDOW_S = 30.0
+UNDER_WAY = ("starting", "running")
 # Of a stage's metrics, what stands in the table: the first that is there, and in which words. Under way it is the curve
 # that is trained on: evaluations are rare, and the two would take turns.
-UNDER_WAY = {"reward": "reward", "loss": "loss"}
+TRAINED_ON = {"reward": "reward", "loss": "loss"}
 AT_THE_END = {
     **{"eval_reward": "eval reward", "reward": "reward", "validation_loss": "val. loss", "loss": "loss"},
     **{"bytes_per_token": "bytes/token"},
@@ -132,7 +133,7 @@ def _said(lines: Sequence[Mapping[str, Any]]) -> str:
     for line in reversed(lines):
         if line["event"] == "eval" and isinstance(score := line.get(line.get("benchmark", "")), int | float):
             return _score(line["benchmark"], score)
-        if line["event"] == "step" and (text := _telling(line, UNDER_WAY)):
+        if line["event"] == "step" and (text := _telling(line, TRAINED_ON)):
             return text
     return ""
 

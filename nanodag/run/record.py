@@ -393,3 +393,22 @@ def context_stages(
             folders["records"] = str(store.records(artifact))
         shown[stage] = {**{field: getattr(artifact, field) for field in _REPORTED}, "lineage": lineage, **folders}
     return shown
+
+
+def unfinished_stages(record: RunRecord, finished: Mapping[str, Any]) -> dict[str, Any]:
+    """The other stages of a run in the same form; attempt and digest are empty, records the workspace where they have
+    begun."""
+    shown = dict(finished)
+    for stage, entry in record.stages.items():
+        if stage not in finished:
+            made_of = {n: {"stage": source, **shown[source]} for n, source in entry.inputs.items() if source in shown}
+            blank = {"attempt": "", "digest": "", "metrics": {}, "cost": {}, "files": "", "records": entry.workspace}
+            config = record.pipeline["stages"].get(stage, {})  # a night's page is in no pipeline
+            shown[stage] = {
+                "kind": entry.kind,
+                "key": entry.key or stage,
+                "config": config,
+                "lineage": made_of,
+                **blank,
+            }
+    return {stage: raw for stage, raw in shown.items() if stage not in finished}

@@ -16,11 +16,10 @@ from nanodag.errors import SourceError
 from nanodag.errors.words import duration
 from nanodag.evaluation.paired import FALSE_ALARMS, PairedDifference, holm, paired
 from nanodag.report import words
-from nanodag.report.gather import curve_of
+from nanodag.report.gather import ReportedStage
 from nanodag.report.page import PageSection, Part, Report
-from nanodag.report.plots import COLOURS, Panel, panels_svg
+from nanodag.report.plots import MAX_LINES, Panel, overlaid
 from nanodag.report.tables import Cell, Table
-from nanodag.rl.rollouts.rollout import read_lines
 from nanodag.run.record import Run, StageResult
 from nanodag.store import Artifact
 from nanodag.store.run_record import PointRecord
@@ -31,11 +30,8 @@ log = logging.getLogger(__name__)
 
 # The metrics of a stage that are worth a column, most telling first; True where higher is better.
 TELLING = {"eval_reward": True, "reward": True, "validation_bits_per_byte": False, "validation_loss": False}
-CURVES = {"loss": "Training loss (nats a token)", "validation_bits_per_byte": "Validation (bits a byte)"}
-RL_CURVES = {"reward": "Reward", "eval_reward": "Reward, held out", "entropy": "Entropy (nats a token)"}
 MAX_METRICS = 4
 LOG_FROM = 20.0  # an option whose largest value is that many times its smallest is drawn over its logarithm
-MAX_CURVES = 6  # as many as there are colours
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,23 +52,18 @@ class PointScore:
 
 @dataclass(frozen=True, kw_only=True)
 class PointRow:
-    """A point: its stage's artifact, None where it failed; its records, of the first points that did not; scores by
+    """A point: its stage's artifact, None where it failed; its stage, of the first points that did not; scores by
     `eval: benchmark`."""
 
     point: PointRecord
     artifact: Artifact | None
-    records: Path | None
+    stage: ReportedStage | None
     scores: dict[str, PointScore]
 
     @cached_property
     def metrics(self) -> dict[str, float]:
         """The numbers that the stage ended with."""
         return numbers_in(self.artifact.metrics) if self.artifact is not None else {}
-
-    def curve(self, name: str) -> tuple[list[float], list[float]]:
-        """Steps and values of one metric over training."""
-        lines = read_lines(self.records / "metrics.jsonl", is_whole=True) if self.records is not None else ()
-        return curve_of(lines, name)
 
 
 def rows_of(sweep: Sweep, run: Run, results: Mapping[str, StageResult]) -> list[PointRow]:
@@ -87,8 +78,10 @@ def rows_of(sweep: Sweep, run: Run, results: Mapping[str, StageResult]) -> list[
             if stage in results and find_kind(run.pipeline.stages[stage].kind).makes == SCORES:
                 folder = run.store.materialize(run.store.attempt(results[stage].key, results[stage].attempt))
                 scores |= _scores(name, folder, first)
-        records = run.store.records(artifact) if artifact is not None and len(rows) < MAX_CURVES else None
-        rows.append(PointRow(point=point, artifact=artifact, records=records, scores=scores))
+        drawn = None
+        if artifact is not None and len(rows) < MAX_LINES:
+            drawn = ReportedStage.read("", {**vars(artifact), "files": "", "records": run.store.records(artifact)})
+        rows.append(PointRow(point=point, artifact=artifact, stage=drawn, scores=scores))
     tested = [(row.scores, label, s.difference) for row in rows for label, s in row.scores.items() if s.difference]
     for (scores, label, _), p in zip(tested, holm([difference.p_value for *_, difference in tested]), strict=True):
         scores[label] = replace(scores[label], adjusted=p)
@@ -148,11 +141,11 @@ def sweep_report(name: str, sweep: Sweep, rows: Sequence[PointRow]) -> Report:
     )
     made = [PageSection(title="Points", note=note, parts=[Part(table=_table(sweep, rows, labels, metrics))])]
     if panels := _option_panels(sweep, rows, labels, metrics):
-        parts = [Part(svg=panels_svg(panels, name="options"))]
+        parts = [Part(panels=panels)]
         made.append(PageSection(title="What the options do", parts=parts, in_markdown=False))
-    if panels := _curve_panels(rows):
-        note = f"The first {len(COLOURS)} points." if len(rows) > len(COLOURS) else ""
-        parts = [Part(svg=panels_svg(panels, name="curves"))]
+    if panels := overlaid({f"point {row.point.number}": row.stage for row in rows if row.stage is not None}):
+        note = f"The first {MAX_LINES} points." if len(rows) > MAX_LINES else ""
+        parts = [Part(panels=panels)]
         made.append(PageSection(title="Curves", note=note, parts=parts, in_markdown=False))
     costs = {row.artifact.key: row.artifact.cost for row in rows if row.artifact is not None}  # points may share one
     seconds = sum(float(cost.get("seconds", 0.0)) for cost in costs.values())
@@ -228,7 +221,7 @@ def _option_panels(
         values = values_of(row.point)
         rest = [f"{name.rpartition('.')[2]} {values.get(name, '')}" for name in others]
         lines.setdefault(", ".join(rest) or option, []).append(row)
-    if not places or len(lines) > len(COLOURS):
+    if not places or len(lines) > MAX_LINES:
         places = {row.point.number: float(row.point.number) for row in rows}
         ticks, x_label, lines = [], "point", {"points": list(rows)}
     panels = []
@@ -270,15 +263,3 @@ def _axis_of(option: str, rows: Sequence[PointRow]) -> tuple[dict[int, float], l
     step = max(1, -(-len(texts) // 6))
     ticks = [(place(value), texts[value]) for value in sorted(texts)[::step]]
     return {number: place(value) for number, value in values.items()}, ticks, option
-
-
-def _curve_panels(rows: Sequence[PointRow]) -> list[Panel]:
-    shown = [row for row in rows if row.records is not None][: len(COLOURS)]
-    curves = RL_CURVES if any(row.curve("reward")[0] for row in shown) else CURVES
-    panels = []
-    for metric, title in curves.items():
-        lines = {f"point {row.point.number}": curve for row in shown if (curve := row.curve(metric))[0]}
-        if lines:
-            smooth = () if metric.startswith(("validation", "eval")) else tuple(lines)
-            panels.append(Panel(title=title, x_label="step", lines=lines, smooth=smooth))
-    return panels

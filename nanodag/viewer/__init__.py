@@ -1,1 +1,1 @@
-"""A local page to read rollouts on: `nanodag rollouts RUN`. No torch here, nothing is written."""
+"""Local pages of rollouts and of runs under way. No torch here, nothing is written."""

@@ -63,9 +63,7 @@ def asked_of(query: Mapping[str, str]) -> PageQuery:
 
 def make_app(shelf: Shelf) -> FastAPI:
     """The application that shows a stage's rollouts, with what is new each time the page is asked for."""
-    app = FastAPI(title=f"Rollouts of {shelf.run}", docs_url=None, redoc_url=None, openapi_url=None)
-    # a page elsewhere must not read this one through a name of its own for this address
-    app.add_middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])
+    app = local_app(f"Rollouts of {shelf.run}, stage {shelf.stage}")
     encoding = Encoding(shelf.model)
     environment = environment_of(TEMPLATES)
     environment.finalize = lambda value: legible(value) if type(value) is str else value  # what is markup already stays
@@ -86,16 +84,24 @@ def make_app(shelf: Shelf) -> FastAPI:
     return app
 
 
-def serve(shelf: Shelf, *, port: int, query: Mapping[str, str]) -> None:
+def local_app(title: str) -> FastAPI:
+    """An application for this machine alone: a page elsewhere must not read it through a name of its own for this
+    address."""
+    app = FastAPI(title=title, docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])
+    return app
+
+
+def serve(app: FastAPI, *, port: int, query: Mapping[str, str]) -> None:
     """Serve until Ctrl-C, and print the page's address with the query that says what is shown first. Raises ConfigError
     when the port is taken; port 0 takes a free one."""
     import uvicorn
 
     with bound_socket(HOST, port) as listener:
         address = f"http://{HOST}:{listener.getsockname()[1]}" + (f"/?{urlencode(query)}" if query else "")
-        print(f"Rollouts of {shelf.run}, stage {shelf.stage}: {address}", flush=True)
+        print(f"{app.title}: {address}", flush=True)
         print("Ctrl-C ends it.", flush=True)
-        config = uvicorn.Config(make_app(shelf), log_level="warning")
+        config = uvicorn.Config(app, log_level="warning")
         uvicorn.Server(config).run(sockets=[listener])
 
 

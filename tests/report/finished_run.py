@@ -5,6 +5,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from nanodag.report.plots import page_scripts
+
 
 def finished_run(folder: Path) -> dict[str, Any]:
     """The context of a report job. `sort`: 10 items, right answers base 0, SFT 4, RL 8, control 5."""
@@ -59,6 +61,13 @@ def finished_run(folder: Path) -> dict[str, Any]:
         "origins": {"sft.num_epochs": "override", "pretrain.shape.depth": "preset pocket", "sft.num_epochs!": "said 1"},
         "stages": stages,
     }
+
+
+def markup_of(page: str) -> str:
+    """A page without its own scripts."""
+    for text, _ in page_scripts():
+        page = page.replace(f"<script>{text}</script>", "")
+    return page
 
 
 def write_lines(path: Path, lines: Iterable[Any]) -> None:

@@ -16,9 +16,9 @@ from nanodag.report.__main__ import contamination_table, training_urls
 from nanodag.report.gather import columns_of, comparisons_of, stages_of
 from nanodag.report.lineage import lineage_svg
 from nanodag.report.page import build_report, to_html, to_markdown
-from nanodag.report.plots import Panel, panels_svg, rl_panels, supervised_panels
+from nanodag.report.plots import overlaid, panels_of
 from nanodag.worker.job import Job, write_job
-from tests.report.finished_run import finished_run, write_lines
+from tests.report.finished_run import finished_run, markup_of, write_lines
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_programs_that_passed_and_failed_are_shown_and_none_of_their_text_is_mar
         line["details"] = {"program": f"def f():\n    return '<script>```{number}'", "verdict": verdict, "error": error}
     write_lines(path, lines)
     report = report_of(run)
-    page, markdown = to_html(report), to_markdown(report)
+    page, markdown = markup_of(to_html(report)), to_markdown(report)
     assert "sort: programs of RL that passed" in page and "sort: programs of RL that failed" in page
     assert page.count("return &#39;&lt;script&gt;```") == 4  # two of each
     assert "all tests passed" in page and "NameError: &lt;script&gt; (line 2 of the program)" in page
@@ -143,7 +143,7 @@ def answer(run, **right):
 
 def comparison_table(run):
     """(after, before) on `sort` -> p and verdict, as the page shows them."""
-    shown = [part.table for part in report_of(run).sections[0].parts[2:] if part.table]
+    shown = [part.table for part in report_of(run).sections[1].parts[2:] if part.table]
     rows = [row for table in shown for row in table.rows if row[0].text == "sort"]
     return {row[1].text: (row[4].text, row[2].verdict) for row in rows}
 
@@ -168,23 +168,25 @@ def test_one_of_many_comparisons_is_not_called_worse_by_chance(run):
 def test_what_is_worse_stands_first_with_its_verdict_below_and_what_is_unclear_is_folded(run):
     answer(run, base=20, sft=20, control=40, rl=20)
     report = report_of(run)
-    _, _, clear, unclear = report.sections[0].parts
+    _, _, clear, unclear = report.sections[1].parts
     verdicts = [row[2].verdict for row in clear.table.rows]
     assert verdicts[-1] == "better" and set(verdicts[:-1]) == {"worse"}
     assert (clear.folded, unclear.folded) == (False, True) and unclear.heading.startswith("no clear difference: ")
     page = to_html(report)
     assert page.index('<span class="verdict bad">worse</span>') < page.index('<span class="verdict good">better</span>')
-    assert page.index("<details><summary>no clear difference") < page.index('<span class="verdict ">no clear diff')
+    assert page.index("<summary>no clear difference") < page.index('<span class="verdict ">no clear diff')
     assert '<table class=" many">' in page and 'data-column="difference">' in page, "a narrow screen reads downwards"
 
 
-def test_the_first_tiles_name_the_largest_gain_beside_the_largest_loss(run):
+def test_the_first_tiles_are_the_last_models_scores_then_the_largest_gain_and_loss_in_one_form(run):
     answer(run, base=30, sft=5, control=5, rl=50)
-    first, second = report_of(run).cards[:2]
-    assert (first.text, first.detail) == ("+75.0 points", "largest gain: sort, RL over SFT")
-    assert (second.text, second.detail) == ("−41.7 points", "largest loss: sort, SFT over BASE")
-    answer(run, base=5)
-    assert [c.text for c in report_of(run).cards[:2]] == ["+75.0 points", "no loss"]
+    score, bits, gain, loss = report_of(run).cards[:4]
+    assert (score.text, score.detail) == ("80.0 %", "sort of RL, 60.0 to 100.0")
+    assert (bits.text, bits.detail) == ("1.800", "bits_per_byte of RL, 1.700 to 1.900")
+    assert (gain.text, gain.detail) == ("+75.0 points", "largest gain: sort, RL over SFT")
+    assert loss.text == "no loss", "BASE was asked in another form, so the 41.7 points that SFT is behind it are none"
+    change_results(run, "eval_base", sort={"form": "problems_chat"})
+    assert [c.detail for c in report_of(run).cards[2:4]][1] == "largest loss: sort, SFT over BASE"
 
 
 def test_a_stages_row_tells_tokens_trained_and_read_its_tries_and_its_share_of_documents(run):
@@ -262,7 +264,7 @@ def test_nothing_that_a_user_names_becomes_markup(run):
     rows = [[tables.Cell(text=HOSTILE, detail=HOSTILE, code=True)]]
     found = tables.Table(headers=[HOSTILE], rows=rows)
     report = replace(report_of(run, missing=[HOSTILE], contamination=found), title=HOSTILE)
-    page = to_html(report)
+    page = markup_of(to_html(report))
     checker = Checker()
     checker.feed(page)
     assert checker.open == [] and "<script" not in page and "alert(1)" in page
@@ -298,7 +300,7 @@ class Checker(html.parser.HTMLParser):
 
 
 def test_the_page_is_well_formed_and_loads_nothing(run):
-    page = to_html(report_of(run))
+    page = markup_of(to_html(report_of(run)))
     checker = Checker()
     checker.feed(page)
     assert checker.open == []
@@ -327,7 +329,7 @@ def test_a_report_of_a_run_that_got_nowhere_still_stands(run):
     run["stages"] = {"tokenizer": run["stages"]["tokenizer"]}
     report = report_of(run, missing=["rl", "eval_rl"])
     assert "without rl, eval_rl: no result" in report.subtitle
-    assert [section.title for section in report.sections] == ["Time, tokens and cost", "Lineage", "Config"]
+    assert [section.title for section in report.sections] == ["Stages", "Time, tokens and cost", "Lineage", "Config"]
     to_html(report), to_markdown(report)
 
 
@@ -340,23 +342,44 @@ def test_the_picture_of_the_lineage_has_a_box_a_stage_and_an_arrow_an_input(run)
 
 def test_curves_show_what_was_recorded(run):
     stages = stages_of(run)
-    (loss,) = supervised_panels(stages["pretrain"])
+    (loss,) = panels_of(stages["pretrain"])
     assert loss.lines["loss"] == ([1.0, 2.0, 3.0], [2.0, 1.0, 0.0])
-    assert (loss.levels, "GPT-2" in panels_svg([loss], name="p")) == ({}, False)
+    assert loss.levels == {}
     stages["pretrain"].lines.append({"event": "eval", "step": 3, "core": 0.2})
-    _, core = supervised_panels(stages["pretrain"])
+    _, core = panels_of(stages["pretrain"])
     assert (core.lines, core.levels) == ({"CORE": ([3.0], [0.2])}, {"GPT-2": 0.2565})
-    assert "GPT-2" in panels_svg([core], name="p")
-    (reward,) = rl_panels(stages["rl"])
+    (reward,) = panels_of(stages["rl"])
     assert reward.lines["rollouts"][1] == pytest.approx([1 / 3, 2 / 3, 1])
     stages["rl"].lines.append({"event": "eval", "step": 3, "benchmark": "sort", "benchmark_sort": 0.25})
-    _, scores = rl_panels(stages["rl"])
-    assert (scores.title, scores.lines, scores.marked) == ("Benchmarks", {"sort": ([3.0], [0.25])}, ("sort",))
+    _, scores = panels_of(stages["rl"])
+    assert (scores.title, scores.lines) == ("Benchmarks", {"sort": ([3.0], [0.25])})
     stages["rl"].lines.append({"event": "step", "step": 4, "turns": 2.5, "sequences": 1.5})
-    turns = next(panel for panel in rl_panels(stages["rl"]) if panel.title == "Turns of a sample")
+    turns = next(panel for panel in panels_of(stages["rl"]) if panel.title == "Turns of a sample")
     assert turns.lines == {"turns": ([4], [2.5]), "sequences": ([4], [1.5])}
-    panel = Panel(title="a < b", x_label="step", lines={"x": (range(2000), range(2000))})
-    ElementTree.fromstring(panels_svg([panel, panel], name="p"))
+    waits = {"seconds_step": 4.0, "seconds_samplers_wait": 1.0, "trainer_peak_bytes": 2_000_000_000}
+    stages["rl"].lines.append({"event": "step", "step": 5, **waits})
+    *_, busy, memory = panels_of(stages["rl"])
+    assert (busy.lines, memory.lines) == ({"samplers": ((5,), (0.75,))}, {"trainer": ([5], [2e9])})
+
+
+def test_an_evaluation_under_way_says_its_benchmark_in_its_own_way_and_has_no_curves(run):
+    stage = stages_of(run)["eval_rl"]
+    stage.lines.append({"event": "eval", "step": 1, "benchmark": "sort", "sort": 0.5})
+    assert panels_of(stage) == []
+
+
+def test_stages_of_several_runs_are_drawn_over_each_other_a_line_and_a_colour_each(run):
+    stages = stages_of(run)
+    stages["control"].lines.append({"event": "eval", "step": 3, "validation_bits_per_byte": 2.0})
+    loss, validation = overlaid({"a": stages["pretrain"], "b": stages["control"], "c": stages["pretrain"]})
+    assert loss.title == "Training loss (nats)" and loss.lines == {
+        "a": ([1.0, 2.0, 3.0], [2.0, 1.0, 0.0]),
+        "b": ((), ()),
+        "c": ([1.0, 2.0, 3.0], [2.0, 1.0, 0.0]),
+    }
+    assert (validation.lines["b"], validation.marked, validation.smooth) == (([3.0], [2.0]), ["a", "b", "c"], [])
+    rl = overlaid({"a": stages["rl"]})
+    assert [panel.title for panel in rl] == ["Reward: rollouts"]
 
 
 def test_a_policys_own_evaluations_are_a_table_of_start_best_and_last(run):
@@ -455,9 +478,9 @@ def test_what_rl_does_not_train_on_is_drawn_beside_the_reward_and_said_when_it_f
     write_lines(Path(run["stages"]["rl"]["records"]) / "metrics.jsonl", lines)
     rl = stages_of(run)["rl"]
     assert rl.watched == {"reward_model_2": "model_2", "reward_exact": "exact"}
-    beside = next(panel for panel in rl_panels(rl) if "does not see" in panel.title)
+    beside = next(panel for panel in panels_of(rl) if "does not see" in panel.title)
     assert list(beside.lines) == ["reward", "exact", "model_2"]
-    assert beside.lines["exact"][1][3] == 1.0 and beside.lines["reward"][1] == [n / 11 for n in range(12)]
+    assert beside.relative and beside.lines["exact"][1][3] == 0.8 and beside.lines["reward"][1][-1] == 12.0
     (said,) = build_report("r", run, price_per_hour=0, contamination=None, missing=()).warnings
     assert said.startswith(
         "rl went too far: from step 4 on the reward rose, 4 to 12, and exact, which it does not see, "
@@ -473,5 +496,5 @@ def test_a_reward_models_last_validation_is_drawn_as_calibration_without_bins_th
     }
     lines = [{"step": 1, "validation_sure_55": 1.0, "validation_right_55": 0.0}, {"step": 2} | sure]
     write_lines(Path(run["stages"]["sft"]["records"]) / "metrics.jsonl", lines)
-    panel = supervised_panels(stages_of(run)["sft"])[0]
+    panel = panels_of(stages_of(run)["sft"])[0]
     assert panel.lines == {"right": ([55], [60.0]), "as sure as it is right": ([55], [55])}

@@ -1,15 +1,17 @@
 """A run in short, from its record and a store, as it stands at the end of `nanodag run`."""
 
 import json
+import socket
 
 import pytest
 from rich.console import Console
 
 from nanodag.cli.show import print_summary
-from nanodag.report.page import to_markdown
-from nanodag.report.summary import summary_of, summary_report
+from nanodag.report.page import build_report, to_html, to_markdown
+from nanodag.report.summary import run_context, summary_of
 from nanodag.store import stage_key
-from tests.run_records import built, run_record
+from tests.report.finished_run import markup_of
+from tests.run_records import built, run_record, stage_record
 
 ABOUT = {"metric": "exact_match", "higher_is_better": True, "form": "x", "chat": True, "num_fewshot": 0}
 NUM_ITEMS, MADE = 100, {"attempt", "digest"}
@@ -68,6 +70,10 @@ def record(publish):
     return run_record("r", stages=entries)
 
 
+def markdown(store, record):
+    return to_markdown(build_report(record.run, run_context(store, record)))
+
+
 def test_a_summary_has_scores_and_what_got_better_and_worse_by_more_than_noise(store, record):
     found = summary_of(store, record)
     assert found.scores.headers == ["benchmark", "SFT", "RL"]
@@ -86,9 +92,9 @@ def test_it_is_shown_in_the_terminal_and_as_an_artifact(store, record, tmp_path)
         said = stream.read()
     assert "60.0 (50.0–70.0)" in said and "better gains: RL over SFT" in said and "worse  loses: RL over SFT" in said
     assert "rl learned nothing" in said
-    text = to_markdown(summary_report(record, summary_of(store, record)))
-    assert text.startswith("# Run r\n") and "| worse | loses: RL over SFT −30.0 points" in text
-    assert "rl learned nothing" in text and "| eval\\_rl | eval | built |" in text
+    text = markdown(store, record)
+    assert text.startswith("# Report of run r\n") and "| loses | RL − SFT | −30.0" in text
+    assert "rl learned nothing" in text and "| eval\\_rl | eval | " in text
 
 
 def test_all_that_p_is_corrected_for_is_counted_and_said(store, record, publish):
@@ -102,7 +108,7 @@ def test_all_that_p_is_corrected_for_is_counted_and_said(store, record, publish)
     said = [line.partition(" points (")[0] for line in (*found.better, *found.worse)]
     changes = {"gains": "+40.0", "loses": "−30.0"}.items()
     assert said == [f"{name}: RL over {other} {points}" for name, points in changes for other in ("SFT", "CONTROL")]
-    assert "Of 9 comparisons between models, 4 beyond noise." in to_markdown(summary_report(record, found))
+    assert "Which differences are real: 4 of 9" in markdown(store, record)
 
 
 def test_scores_of_a_model_that_is_the_runs_no_more_are_in_no_column(store, record, publish):
@@ -111,8 +117,37 @@ def test_scores_of_a_model_that_is_the_runs_no_more_are_in_no_column(store, reco
     found = summary_of(store, record)
     assert found.scores.headers == ["benchmark", "RL"], "eval_sft is of the sft before"
     assert found.num_compared == 0, "and RL did not come from this one"
-    text = to_markdown(summary_report(record, found))
-    assert "> **rl is stale: sft was built since.**" in text and "| eval\\_rl | eval | stale (rl is stale) |" in text
+    text = markdown(store, record)
+    assert "> **rl is stale: sft was built since.**" in text and "> **eval\\_rl is stale: rl is stale.**" in text
+
+
+def test_a_run_under_way_shows_what_it_has_and_a_killed_one_where_it_was(store, record, publish, tmp_path):
+    lines = [
+        {"event": "step", "step": n, "total": 9, "time": 5.0, "reward": 0.1 * n, "zero_spread_share": 1.0}
+        for n in (1, 2)
+    ]
+    said = {"prompt": "<|user_start|>2 + 2?<|user_end|>", "response": "4<|assistant_end|>", "reward": 1.0}
+    lines.append({"event": "sample", "step": 2, "total": 9, "time": 5.0, "responses": [said, {**said, "reward": 0.0}]})
+    workspace = store.local / "work" / ("0" * 40)
+    workspace.mkdir(parents=True)
+    (workspace / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    under_way = {"inputs": {"model": "sft"}, "started": 1.0, "key": "0" * 40, "workspace": str(workspace)}
+    stages = {"sft": record.stages["sft"], "rl": stage_record("rl", state="running", **under_way)}
+    stages["eval_rl"] = stage_record("eval", inputs={"model": "rl"})
+    pipeline = {"stages": {name: {"kind": entry.kind, "benchmarks": []} for name, entry in stages.items()}}
+    record = record.changed(stages=stages, pipeline=pipeline, state="running", host=socket.gethostname())
+    report = build_report("r", run_context(store, record))
+    assert report.warnings == [
+        "rl: 100% of the last groups have rewards that are all alike: nothing to prefer. Change the prompts."
+    ]
+    first, *_, config = report.sections
+    drawing, progress = first.parts
+    assert [(p.name, p.state, p.amount) for p in progress.progress] == [("rl", "interrupted", "2/9 steps")]
+    assert drawing.drawing.count("<rect") == 3 and drawing.drawing.count('class="arrow"') == 2
+    assert [part.heading for part in config.parts] == ["sft", "rl", "eval_rl"]
+    page = markup_of(to_html(report, page="live.html.jinja"))
+    assert "<td>2 + 2?</td><td><code>4</code></td>" in page
+    assert [page.count(f">{verdict}</span>") for verdict in ("right", "wrong")] == [1, 1]
 
 
 def test_a_run_without_scores_has_none(store, record):

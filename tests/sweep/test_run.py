@@ -82,7 +82,7 @@ def test_the_page_ranks_points_compares_on_the_same_items_and_is_found_the_next_
     assert "90.0 (+40.0, +30" in rows[0] and "50.0 (48.0 to 52.0)" in rows[1]
     assert "sft.seed" in table and "3 stages" not in table
     text = page.read_text()
-    assert text.count("<svg") == 2 and "What the options do" in text and "Training loss" in text
+    assert text.count("data-panel=") == 2 and "What the options do" in text and "Training loss" in text
     entry = run.store.read_run("s").stages["comparison"]
     assert conclude(sweep, run, results) == page
     assert run.store.read_run("s").stages["comparison"].artifact == entry.artifact, "not drawn again"

@@ -384,7 +384,7 @@ def test_the_terminal_prints_a_step_of_those_that_failed_or_of_a_role(shelf, cap
 
 def test_the_page_opens_with_the_step_role_and_failures_that_were_asked_for(shelf, monkeypatch, capsys):
     monkeypatch.setattr("uvicorn.Server.run", lambda *unused, **also: None)
-    serve(shelf, port=0, query={"step": "2", "role": "a judge", "fate": "failed"})
+    serve(make_app(shelf), port=0, query={"step": "2", "role": "a judge", "fate": "failed"})
     address = capsys.readouterr().out.split()[5]
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+/\?step=2&role=a\+judge&fate=failed", address)
     page = client_of(shelf).get(address)
