@@ -1,7 +1,7 @@
 """`model:FOLDER`: the score that a sequence classifier gives. The one reward that imports torch, in its own process."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
@@ -16,7 +16,9 @@ from nanodag.tokenizer.chat import end_ids
 from nanodag.tokenizer.steps import SEPARATOR, step_ids, steps_in
 
 BATCH_TOKENS = 16_384
-OF_STEPS = {"mean": fmean, "min": min, "last": lambda scores: scores[-1], "product": math.prod}
+OF_STEPS: dict[str, Callable[[list[float]], float]] = {
+    "mean": fmean, "min": min, "last": lambda scores: scores[-1], "product": math.prod
+}  # fmt: skip
 
 
 @entry("reward", "model", argument="folder")
@@ -103,12 +105,11 @@ class RewardModel:
             scores = scores_at(self._own, asked, batch_tokens=BATCH_TOKENS)
         if not self._separator:
             return [score for (score,) in scores]
-        return [
-            float(self._steps([1 / (1 + math.exp(-max(score, -500))) for score in of_steps])) for of_steps in scores
-        ]
+        return [self._steps([1 / (1 + math.exp(-max(score, -500))) for score in of_steps]) for of_steps in scores]
 
     def _alone(self, ids: list[int], places: list[int]) -> list[float]:
-        row, model = self._torch.tensor([ids], device=self._device), self._model
+        row = self._torch.tensor([ids], device=self._device)
+        model: Any = self._model
         if self._separator:  # the class reads the last place alone
             return list(model.score(model.base_model(input_ids=row)[0])[0, places, 0].tolist())
         logits = model(input_ids=row).logits[0].float()

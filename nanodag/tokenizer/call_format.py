@@ -53,7 +53,7 @@ class _Family:
     mark: str
     head: str
     close: str = ""
-    around: tuple[str, ...] = ()
+    around: Sequence[str] = ()
     pair: str = ""
     quote: str = ""
 
@@ -65,10 +65,8 @@ class _Family:
 
 
 _STANDS_FOR = {"«name»": r"(?P<name>[^\s<>\[\]{\"]+)", "«key»": r"(?P<key>[^<>\"\s]+)", "«id»": r"[^<\[\]\s]*"}
-_FAMILIES = tuple(
-    _Family(**{key: tuple(value) if isinstance(value, list) else value for key, value in row.items()})
-    for row in yaml.safe_load(Path(__file__).with_name("call_formats.yaml").read_text(encoding="utf-8"))
-)
+_ROWS: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("call_formats.yaml").read_text(encoding="utf-8"))
+_FAMILIES = tuple(_Family(**row) for row in _ROWS)
 
 
 @dataclass(frozen=True, kw_only=True)
