@@ -13,7 +13,7 @@ from typing import Any
 
 from nanodag.host.folders import PROJECT, pipeline_file
 
-_RUNS = ("RUN", "[RUN]", r"RUN\|KEY", "OTHER", "NIGHT", "SWEEP")
+_RUNS = ("RUN", "[RUN]", "[RUN]...", r"RUN\|KEY", "OTHER", "NIGHT", "SWEEP")
 _REPEATED = ("NAME=VALUE", r"RUN\|KEY")
 _SAFE = re.compile(r"[\w.+-]+=?\w*")  # zsh evaluates what it is told, and others may name files of the store
 
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def _offered(words: list[str], incomplete: str) -> dict[str, str]:
-    """What may stand behind these words, each with its meaning or ""."""
+    """Words that may stand behind these, each with its meaning or ""."""
     text = (PROJECT / "docs/reference/commands.md").read_text(encoding="utf-8")
     pages = {tuple(page[: page.index("\n")].split()): page for page in text.split("\n## nanodag ")[1:]}
     command = next((path for path in pages if [*path] == words[: len(path)]), ())

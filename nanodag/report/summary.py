@@ -32,9 +32,14 @@ class Summary:
 
 def scored_stages(store: Store, record: RunRecord) -> dict[str, ReportedStage]:
     """A run's stages with their scores, from its record. Raises StoreError when an artifact is damaged or gone."""
+    return stages_of({"stages": _finished(store, record)})
+
+
+def _finished(store: Store, record: RunRecord) -> dict[str, Any]:
+    """Context of each finished stage, but of an evaluation whose scores are not there."""
     scorers = [name for name, entry in record.stages.items() if recorded_kind(entry.kind).makes == SCORES]
     contexts = context_stages(store, record, list(record.stages), is_read=has_scores, has_records=_has_samples)
-    return stages_of({"stages": {name: raw for name, raw in contexts.items() if raw["files"] or name not in scorers}})
+    return {name: raw for name, raw in contexts.items() if raw["files"] or name not in scorers}
 
 
 def summary_of(store: Store, record: RunRecord) -> Summary:
@@ -77,7 +82,7 @@ def run_context(store: Store, record: RunRecord, finished: Mapping[str, Any] | N
     """Context of a run's report (nanodag.report) as the run is now. finished: its finished stages, where they have been
     read. Raises StoreError when an artifact is damaged or gone."""
     if finished is None:
-        finished = context_stages(store, record, list(record.stages), is_read=has_scores, has_records=_has_samples)
+        finished = _finished(store, record)
     lost = UNDER_WAY if record.is_gone else ()
     gone: dict[str, Any] = {"state": "interrupted", "speed": "", "left_s": -1.0, "elapsed_s": -1.0}
     return {

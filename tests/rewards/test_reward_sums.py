@@ -156,5 +156,5 @@ def test_what_waits_for_a_reward_model_is_scored_together_by_one_process(tmp_pat
         assert len(pool._processes) == 1
     assert sum(len(message["samples"]) for message in asked) == 16 and len(asked) < 16
     assert [one.components["exact"] for one in found] == [1.0, *[0.0] * 7] * 2
-    with pytest.raises(ConfigError, match=r"takes steps as Literal.'mean', 'min', 'last', 'product'., not 'sum'"):
+    with pytest.raises(ValueError, match=r"takes steps as Literal.'mean', 'min', 'last', 'product'., not 'sum'"):
         RLStage.of(kind="rl", data=["file:x"], reward={"name": name, "options": {"steps": "sum"}})

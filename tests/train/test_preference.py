@@ -273,9 +273,11 @@ def folder(tmp_path_factory):
     rows = [{"prompt": r["prompt"], "completion": r["chosen" if good else "rejected"], "label": good}
             for r, good in singles]  # fmt: skip
     (folder / "singles.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    steps = [(row["prompt"], row[name].split(), row["chosen"].split()) for row, _ in singles for name in ANSWERS]
-    rows = [{"prompt": prompt, "completions": said, "labels": [a == b for a, b in zip(said, right, strict=True)]}
-            for prompt, said, right in steps]  # fmt: skip
+    # A wrong step is a letter: what is tested is the stage, and not whether a tiny model learns to sort.
+    right = [(row["prompt"], row["chosen"].split()) for row, _ in singles for _ in ANSWERS]
+    steps = [(prompt, [(step, draw.random() < 0.6) for step in said]) for prompt, said in right]
+    rows = [{"prompt": prompt, "completions": [step if good else "x" for step, good in said],
+             "labels": [good for _, good in said]} for prompt, said in steps]  # fmt: skip
     (folder / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
