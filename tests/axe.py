@@ -14,6 +14,7 @@ SCRIPT = "axe_playwright_python/axe.min.js"
 def axe_findings(chrome: Chrome) -> list[str]:
     """The serious and critical findings: rule, and the elements that break it."""
     chrome.execute_script(Path(str(distribution("axe-playwright-python").locate_file(SCRIPT))).read_text("utf-8"))
+    chrome.set_script_timeout(90)  # a long page takes more than the usual 30 s
     violations = chrome.execute_async_script("axe.run().then(arguments[0])")["violations"]
     grave = [one for one in violations if one["impact"] in GRAVE]
     return [f"{one['id']}: {', '.join(str(node['target']) for node in one['nodes'])}" for one in grave]
