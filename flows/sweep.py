@@ -21,6 +21,7 @@ def sweep(
     points: tuple[tuple[str, ...], ...] = (),
     stage: str = "",
     at_once: int = 1,
+    predict: int = 0,
     preset: str = "auto",
     overrides: tuple[str, ...] = (),
     file: str = "",
@@ -33,12 +34,14 @@ def sweep(
         points: lists of dotted.name=value; with a grid, every combination of both
         stage: what is compared; empty for the last stage that a point sets an option of
         at_once: how many stages that train may be under way together
+        predict: the depth that a scaling law of the points is to predict; 0 for no law
         preset: a preset of the pipeline file; auto takes the file's default
         overrides: dotted.name=value, for all points
         file: the pipeline file; empty for the one that is served
     """
     arguments = {"file": file, "preset": preset, "overrides": overrides}
-    made, run = begin_sweep(name, grid=grid, points=points, stage=stage, flow_run=own_flow_run(), **arguments)
+    points_of = {"grid": grid, "points": points, "stage": stage, "predict": predict}
+    made, run = begin_sweep(name, flow_run=own_flow_run(), **points_of, **arguments)
     with ending(run):
         results = find_built(run)
         num_found, run.to_do = len(results), [s for s in run.to_do if s not in results]

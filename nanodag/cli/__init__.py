@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from nanodag import __version__
-from nanodag.cli.composed import nightly_app, rerun, sweep
+from nanodag.cli.composed import nightly_app, rerun, scale, sweep
 from nanodag.cli.parameters import Detach, File, NewRun, On, Overrides, Preset, RunName, take
 from nanodag.cli.rollouts import rollouts
 from nanodag.cli.serve import chat, serve
@@ -223,7 +223,7 @@ def env_install(
 
 
 for command in (
-    *(init, run, notify, rerun, sweep, config, plan, slurm, sbatch, status, stages, chat, serve, report, rollouts),
+    *(init, run, notify, rerun, sweep, scale, config, plan, slurm, sbatch, status, stages, chat, serve, report, rollouts),
     *(verify, gc, lineage, diff, export, push, reproduce),
 ):
     app.command()(command)

@@ -1,6 +1,7 @@
-"""`nanodag rerun`, `sweep` and `nightly`: runs that are put together of stages of others. Light: each imports what it
-needs when it runs."""
+"""`nanodag rerun`, `sweep`, `scale` and `nightly`: runs that are put together of stages of others. Light: each imports
+what it needs when it runs."""
 
+import json
 import time
 from typing import Annotated
 
@@ -9,6 +10,13 @@ import typer
 from nanodag.cli.parameters import Detach, File, Overrides, Preset, ThisRun, command
 from nanodag.errors import ArtifactNotFound, ConfigError
 from nanodag.errors.words import counted
+
+AtOnce = Annotated[int, typer.Option("--at-once", "-j", metavar="N", min=1, help="How many stages train at a time.")]
+SweepName = Annotated[
+    str,
+    typer.Option("--name", "-n", metavar="SWEEP", help="A new sweep's, or one to resume. Default: preset and time."),
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Check and list the points, and run nothing.")]
 
 nightly_app = typer.Typer(help="Evaluations every night, and what got worse.", no_args_is_help=True)
 
@@ -122,19 +130,15 @@ def sweep(
             help="What is compared. Default: the last one that a point sets a value of.",
         ),
     ] = "",
-    at_once: Annotated[
-        int, typer.Option("--at-once", "-j", metavar="N", min=1, help="How many stages train at a time.")
-    ] = 1,
+    predict: Annotated[
+        int, typer.Option(metavar="DEPTH", min=0, max=128, help="By a scaling law of the points: see nanodag scale.")
+    ] = 0,
+    at_once: AtOnce = 1,
     preset: Preset = "auto",
     file: File = "",
-    name: Annotated[
-        str,
-        typer.Option(
-            "--name", "-n", metavar="SWEEP", help="A new sweep's, or one to resume. Default: preset and time."
-        ),
-    ] = "",
+    name: SweepName = "",
     detach: Detach = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and list the points, and run nothing.")] = False,
+    dry_run: DryRun = False,
 ) -> None:
     """Run a stage with many settings, and compare them.
 
@@ -151,7 +155,7 @@ def sweep(
 
     console, changes = make_console(), overrides or []
     grid, points = grid or [], [text.split() for text in point or []]
-    made = make_sweep(pipeline_file(file), preset, changes, grid, points, stage)
+    made = make_sweep(pipeline_file(file), preset, changes, grid, points, stage, predict=predict)
     shared = [name for name in made.pipeline.stages if name in made.points[0].stages]
     console.print(
         f"{counted(len(made.points), 'point')} of stage {made.stage}, {counted(len(made.pipeline.stages), 'stage')}; "
@@ -167,15 +171,70 @@ def sweep(
     to_build = unfinished(made.pipeline, store.find_run(name))
     check_before_start(made.pipeline, file=path, remembered=store.local / "checked", to_build=to_build)
     running, parameters = serve(path, pipeline, store, changes)
-    parameters |= {"grid": grid, "points": points, "stage": made.stage, "at_once": at_once}
+    parameters |= {"grid": grid, "points": points, "stage": made.stage, "at_once": at_once, "predict": predict}
     code = start_and_watch("Sweep", store, running, "sweep", name, parameters, detach=detach)
     if code is None:
         return
     record = store.find_run(name)
     if record is not None and PAGE_STAGE in record.stages:
         folder = store.materialize(store.get(f"{name}:{PAGE_STAGE}"))
+        if predict:
+            law = json.loads((folder / "scaling.json").read_text(encoding="utf-8"))
+            console.print("\n".join(law["lines"]), soft_wrap=True, highlight=False, markup=False)
+            code = code if law["is_fitted"] else 1
         console.print(f"Table and plots: {folder / 'sweep.html'}", soft_wrap=True, highlight=False)
     raise typer.Exit(code)
+
+
+def scale(
+    overrides: Overrides = None,
+    depths: Annotated[str, typer.Option(metavar="N,N,N", help="Depths that are trained.")] = "1,2,3",
+    tokens: Annotated[
+        str,
+        typer.Option(metavar="N,N,N", help="Horizons of each. Default: 1/4, 1/2 and all of what the preset gives it."),
+    ] = "",
+    target_flops: Annotated[
+        str, typer.Option(metavar="X,X", help="Budgets that each spends, of 6 x parameters x tokens.")
+    ] = "",
+    predict: Annotated[
+        int, typer.Option(metavar="DEPTH", min=0, max=128, help="Default: one deeper than the deepest.")
+    ] = 0,
+    stage: Annotated[str, typer.Option("--stage", "-s", metavar="STAGE", help="The one that pretrains.")] = "pretrain",
+    at_once: AtOnce = 1,
+    preset: Preset = "auto",
+    file: File = "",
+    name: SweepName = "",
+    detach: Detach = False,
+    dry_run: DryRun = False,
+) -> None:
+    """Fit a scaling law to small models, and predict a bigger one.
+
+    A sweep: tokenizer and data are shared. Its page and scaling.json have the law. The bigger model is not trained.
+
+    \b
+    nanodag scale --depths 1,2,3 --predict 4
+    nanodag scale --preset small --depths 4,6,8 --target-flops 1e16,4e16 --predict 12
+    """
+    from nanodag.run.record import pipeline_file
+    from nanodag.sweep.scaling import numbers_of, scaling_points
+
+    sizes = {"--depths": depths, "--tokens": tokens, "--target-flops": target_flops}
+    numbers = [numbers_of(option, text) for option, text in sizes.items()]
+    points = scaling_points(pipeline_file(file), preset, overrides or [], stage, *numbers)
+    predict = predict or 1 + int(max(numbers[0], default=0))
+    sweep(
+        overrides,
+        [],
+        [" ".join(point) for point in points],
+        stage,
+        predict,
+        at_once,
+        preset,
+        file,
+        name,
+        detach,
+        dry_run,
+    )
 
 
 def rerun(

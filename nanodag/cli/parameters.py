@@ -69,7 +69,16 @@ Detach = Annotated[bool, typer.Option("--detach", help="Return once it has begun
 _SETTING = re.compile(r"store\.(url|local)=(.+)", re.DOTALL)
 _VARIABLES = {"url": "NANODAG_STORE", "local": "NANODAG_STORE_LOCAL"}
 # What else they are told goes on to the flow's process, so they keep it.
-TAKE_OVERRIDES = (("run",), ("slurm",), ("sweep",), ("config",), ("notify",), ("nightly", "run"), ("nightly", "on"))
+TAKE_OVERRIDES = (
+    ("run",),
+    ("slurm",),
+    ("sweep",),
+    ("scale",),
+    ("config",),
+    ("notify",),
+    ("nightly", "run"),
+    ("nightly", "on"),
+)
 _TYPED: list[str] = []
 
 

@@ -127,8 +127,8 @@ def as_json(rows: list[PointRow]) -> list[dict[str, Any]]:
     ]
 
 
-def sweep_report(name: str, sweep: Sweep, rows: Sequence[PointRow]) -> Report:
-    """The page. rows: in the points' order."""
+def sweep_report(name: str, sweep: Sweep, rows: Sequence[PointRow], first: Sequence[PageSection] = ()) -> Report:
+    """The page. rows: in the points' order. first: sections that come before all others."""
     labels = list(dict.fromkeys(label for row in rows for label in row.scores))
     metrics = telling_metrics(rows)
     failed = sum(row.artifact is None for row in rows)
@@ -139,7 +139,8 @@ def sweep_report(name: str, sweep: Sweep, rows: Sequence[PointRow]) -> Report:
         "points owes part of its lead to chance: run it again with another seed or on other items, before you believe "
         "it."
     )
-    made = [PageSection(title="Points", note=note, parts=[Part(table=_table(sweep, rows, labels, metrics))])]
+    parts = [Part(table=_table(sweep, rows, labels, metrics))]
+    made = [*first, PageSection(title="Points", note=note, parts=parts)]
     if panels := _option_panels(sweep, rows, labels, metrics):
         parts = [Part(panels=panels)]
         made.append(PageSection(title="What the options do", parts=parts, in_markdown=False))

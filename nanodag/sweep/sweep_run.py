@@ -33,12 +33,14 @@ PAGE_STAGE = "comparison"
 
 
 class Sweep:
-    """stage: of the preset, what is compared. pipeline: all points' stages. points: in their order. Not a dataclass, so
-    that what carries it about does not look inside."""
+    """stage: of the preset, what is compared. pipeline: all points' stages. points: in their order. predicted: the
+    pipeline of a depth that a scaling law is to predict. Not a dataclass, so that what carries it about does not look
+    inside."""
 
-    def __init__(self, stage: str, pipeline: Pipeline, points: Sequence[PointRecord]) -> None:
-        self.stage = stage
-        self.pipeline = pipeline
+    def __init__(
+        self, stage: str, pipeline: Pipeline, points: Sequence[PointRecord], predicted: Pipeline | None = None
+    ) -> None:
+        self.stage, self.pipeline, self.predicted = stage, pipeline, predicted
         self.points = tuple(points)
 
     @property
@@ -76,12 +78,14 @@ def make_sweep(
     listed: Sequence[Sequence[str]],
     stage: str,
     *,
+    predict: int = 0,
     machine: Machine | None = None,
 ) -> Sweep:
     """Resolve every point, for a machine or this one, and join their pipelines.
 
     stage: what is compared; empty for the last stage that a point sets an option of. Of the preset's DAG a point has
-    what that stage needs, the stage, and the evals of it. Raises ConfigError for a wrong option, naming the point.
+    what that stage needs, the stage, and the evals of it. predict: the depth that a scaling law is to predict; 0 for no
+    law. Raises ConfigError for a wrong option, naming the point, and for points that determine no law.
     """
     points = points_of(grid, listed)
     base = resolve(file, preset, overrides, machine=machine).pipeline
@@ -107,11 +111,17 @@ def make_sweep(
             pipelines.append(resolve(file, preset, [*overrides, *point.overrides], machine=machine).pipeline)
         except ConfigError as error:
             raise ConfigError(f"Point {point.number} ({', '.join(point.overrides)}): {error}") from None
+    predicted = None
+    if predict:
+        from nanodag.sweep.scaling import check_sizes, size_of  # with scipy, which other sweeps do without
+
+        predicted = resolve(file, preset, [*overrides, f"{stage}.shape.depth={predict}"], machine=machine).pipeline
+        check_sizes([size_of(pipeline, stage) for pipeline in pipelines])
     stages, points = _joined(pipelines, points, stage)
     made = base.model_copy(
         update={"stages": stages, "description": f"Sweep over {stage}, {counted(len(points), 'point')}"}
     )
-    return Sweep(stage, made, points)
+    return Sweep(stage, made, points, predicted)
 
 
 def _joined(
@@ -192,6 +202,7 @@ def begin_sweep(
     overrides: Sequence[str],
     file: str,
     flow_run: str,
+    predict: int = 0,
 ) -> tuple[Sweep, Run]:
     """Begin a sweep, or resume the one of that name. Parameters as `make_sweep` has them.
 
@@ -206,7 +217,7 @@ def begin_sweep(
         raise ConfigError(f"{name} is a run of {store.url} that is no sweep; choose another name.")
     refuse_busy("Sweep", before)
     machine = machine_for(name, store)
-    sweep = make_sweep(path, preset, overrides, grid, points, stage, machine=machine)
+    sweep = make_sweep(path, preset, overrides, grid, points, stage, predict=predict, machine=machine)
     about = SweepRecord(stage=sweep.stage, points=sweep.points)
     run = open_composed(
         name,
@@ -261,16 +272,24 @@ def conclude(sweep: Sweep, run: Run, results: Mapping[str, StageResult]) -> Path
 
     results: stage of the sweep's pipeline -> its result; what failed is not in it.
     """
-    config = {"stage": sweep.stage, "points": [[list(p.overrides), dict(p.stages)] for p in sweep.points]}
+    config: dict[str, Any] = {"stage": sweep.stage}
+    config["points"] = [[list(p.overrides), dict(p.stages)] for p in sweep.points]
+    if sweep.predicted is not None:
+        config["predicted"] = sweep.predicted.stages[sweep.stage].model_dump(mode="json")
     artifact = run.store.lookup(page_key(PAGE_STAGE, config, results))
     if artifact is None:
         # They draw, and resample: a sweep of which nothing changed needs neither.
         from nanodag.report.page import to_html, to_markdown
         from nanodag.sweep.sweep_page import as_json, rows_of, sweep_report
 
-        rows = rows_of(sweep, run, results)
-        report = sweep_report(run.name, sweep, rows)
-        files = {
+        rows, files, sections = rows_of(sweep, run, results), {}, []
+        if sweep.predicted is not None:
+            from nanodag.sweep.scaling_page import law_section
+
+            section, law = law_section(run.name, sweep, rows)
+            sections, files["scaling.json"] = [section], json.dumps(law, indent=1)
+        report = sweep_report(run.name, sweep, rows, sections)
+        files |= {
             "sweep.html": to_html(report),
             "sweep.md": to_markdown(report),
             "sweep.json": json.dumps(as_json(rows), indent=1),

@@ -12,6 +12,7 @@ from nanodag.run.build_stage import key_of
 from nanodag.run.record import result_of
 from nanodag.store import Store
 from nanodag.store.provenance import process_started
+from nanodag.sweep.scaling import size_of
 from nanodag.sweep.sweep_run import begin_sweep, conclude, find_built
 from tests.fake_stages import STAGES
 from tests.nightly.made_nights import publish_eval
@@ -31,8 +32,9 @@ def project(tmp_path, monkeypatch, no_settings):
     return tmp_path
 
 
-def build(run, project, answers):
-    """Publish every stage of a run under its key; an eval has the answers that are given for its model's seed."""
+def build(run, project, answers, measured=lambda stage: {}):
+    """Publish every stage of a run under its key; an eval has the answers that are given for its model's seed, and a
+    stage the metrics that `measured` says."""
     results = {}
     for stage in run.to_do:
         config = run.pipeline.stages[stage]
@@ -44,11 +46,12 @@ def build(run, project, answers):
             model = run.pipeline.stages[config.inputs["model"]]
             publish_eval(Store(project / "other"), folder / "files", stage, answers[model.seed])
         else:
-            (folder / "files" / "made.txt").write_text(f"{config.kind} {config.seed}")
+            (folder / "files" / "made.txt").write_text(f"{config.kind} {config.seed} {key}")
         (folder / "records").mkdir()
         lines = [json.dumps({"step": n, "loss": 3.0 / n + config.seed}) for n in range(1, 20)]
         (folder / "records" / "metrics.jsonl").write_text("\n".join(lines))
-        about = {"metrics": {"loss": 1.0 + config.seed, "steps": 4}, "cost": {"seconds": 2.0}, "kind": config.kind}
+        about = {"cost": {"seconds": 2.0, "tokens": getattr(config, "horizon_tokens", 0)}, "kind": config.kind}
+        about["metrics"] = {"loss": 1.0 + config.seed, "steps": 4, **measured(stage)}
         artifact = publish(run.store, folder / "files", key, records=folder / "records", stage=stage, **about)
         results[stage] = result_of(stage, artifact, was_found=False)
     return results
@@ -110,3 +113,38 @@ def test_a_sweep_that_another_process_is_at_is_left_to_it_also_by_a_retry(projec
     run.store.change_run("s", lambda record: record.changed(**theirs))
     with pytest.raises(StoreBusy, match=f"under way in process {other.pid}"):
         begun("s")
+
+
+def test_a_scaling_law_is_on_the_page_with_its_prediction_and_the_runs_it_comes_from(project):
+    points = [
+        [f"pretrain.shape.depth={n}", f"pretrain.horizon_tokens={d}"] for n in (1, 2, 3) for d in (4000, 8000, 16000)
+    ]
+    arguments = {**SWEEP, "points": points, "stage": "pretrain", "grid": []}
+
+    def loss(pipeline, stage):
+        parameters, tokens = size_of(pipeline, stage)
+        return 1.0 + 20 / parameters**0.3 + 30 / tokens**0.4
+
+    def measured(stage):
+        bits = loss(run.pipeline, stage) if stage.startswith("pretrain") else 0.0
+        return {"validation_bits_per_byte": bits, "core": 0.5 - bits / 10}
+
+    sweep, run = begin_sweep("s", predict=4, **arguments)
+    results = build(run, project, {run.pipeline.stages["pretrain-1"].seed: [1] * 10}, measured)
+    page = conclude(sweep, run, results)
+    law = json.loads((page.parent / "scaling.json").read_text())
+    tokens = size_of(sweep.predicted, "pretrain")[1]
+    value, low, high = law["predicted"]["loss"]
+    assert value == pytest.approx(loss(sweep.predicted, "pretrain"), rel=1e-4) and low <= value <= high
+    assert law["predicted"]["core"][0] == pytest.approx(0.5 - value / 10, abs=1e-4)
+    assert law["predicted"]["depth"] == 4 and (tokens, law["run"], law["is_fitted"]) == (64, "s", True)
+    assert law["points"][8]["key"] == results["pretrain-9"].key and law["points"][8]["tokens"] == 16000
+    assert "That depth has" not in law["lines"][-1] and "Depth 4, 64 tokens" in law["lines"][0]
+    assert (
+        "tokens_per_parameter" in page.with_suffix(".md").read_text() and "Held out (bits a byte)" in page.read_text()
+    )
+    sweep, run = begin_sweep("s", predict=4, **arguments)
+    lost = {stage: result for stage, result in results.items() if stage != "pretrain-9"}
+    page = conclude(sweep, run, lost)
+    assert "No scaling law: Point 9 failed" in page.with_suffix(".md").read_text()
+    assert json.loads((page.parent / "scaling.json").read_text())["is_fitted"] is False

@@ -1,0 +1,176 @@
+"""A scaling law of runs: Chinchilla's fit of the loss over parameters and tokens, the best size for a budget, and the
+loss that another size would reach, each with its interval.
+
+    L(N, D) = E + A / N^alpha + B / D^beta        FLOPs: 6 N D, attention left out
+
+The sum of Huber losses of log L is least, by L-BFGS from a grid of starts. Intervals are of 95 %: losses are drawn anew
+about the fit and fitted again. Their spread is that of the points about the fit, itself drawn (chi-squared, of as many
+degrees as there are points beyond five numbers), so that few points make wide intervals.
+
+Source: Hoffmann et al., arXiv:2203.15556, approach 3 and appendix D.2.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, cast
+
+import numpy as np
+from scipy.optimize import minimize
+
+from nanodag.config import Pipeline, resolve
+from nanodag.config.kinds.training import PretrainStage
+from nanodag.config.model_size import ModelSize, model_of
+from nanodag.errors import ConfigError, SourceError
+
+NUMBERS = ("E", "A", "alpha", "B", "beta")
+LEAST = 3  # sizes, and horizons: two leave E and an exponent open
+HUBER = 1e-3  # of log L, as in the source
+NUM_DRAWS = 200
+BOUNDS = ((-30.0, 9.0), (-30.0, 9.0), (0.01, 3.0), (-30.0, 9.0), (0.01, 3.0))
+ENDLESS = 99.0  # a logarithm: an exponent near 0 puts an optimum out of sight, and not out of floats
+
+
+def numbers_of(option: str, text: str) -> list[float]:
+    """Numbers above 0, with commas between them. Raises ConfigError for other texts. option: which has the text."""
+    try:
+        numbers = [float(number) for number in text.split(",") if text]
+    except ValueError:
+        numbers = [0.0]
+    if any(not 0 < number < 1e30 for number in numbers):
+        raise ConfigError(f"{option} {text!r}: give numbers above 0 with commas between them, as 1,2,3.")
+    return numbers
+
+
+def size_of(pipeline: Pipeline, name: str) -> tuple[int, int]:
+    """Parameters in matrices and output head, as the dial's ratio counts them, and the horizon in tokens.
+
+    Raises ConfigError for a stage that does not begin at random weights, or measures no held-out loss."""
+    stage = cast("PretrainStage", pipeline.stages.get(name))
+    if stage is None or not stage.is_from_scratch or not stage.measures_held_out:
+        raise ConfigError(
+            f"Stage {name!r} of preset {pipeline.preset} does not train a model from random weights with "
+            "validation_tokens above 0; name a stage that does: --stage."
+        )
+    model = cast("ModelSize", model_of(pipeline, name))
+    return model.parameters["matrices"] + model.vocabulary * model.shape.width, int(stage.horizon_tokens)
+
+
+def scaling_points(
+    file: Path,
+    preset: str,
+    overrides: Sequence[str],
+    stage: str,
+    depths: Sequence[float],
+    tokens: Sequence[float],
+    target_flops: Sequence[float],
+) -> list[list[str]]:
+    """Overrides of each point: every depth at every horizon and for every budget; without any at a quarter, a half and
+    the whole of the preset's horizon for it."""
+    points = []
+    for depth in depths:
+        setting = f"{stage}.shape.depth={depth:g}"
+        parameters, whole = size_of(resolve(file, preset, [*overrides, setting]).pipeline, stage)
+        horizons = [*tokens, *(flops / (6 * parameters) for flops in target_flops)] or [whole / 4, whole / 2, whole]
+        points += [[setting, f"{stage}.horizon_tokens={horizon:.0f}"] for horizon in horizons]
+    return points
+
+
+def check_sizes(sizes: Sequence[tuple[int, int]]) -> None:
+    """Raise ConfigError where points of such parameters and tokens could not determine a law and its intervals."""
+    different = set(sizes)
+    num_sizes, num_horizons = (len(set(each)) for each in zip(*different, strict=True))
+    if len(different) <= len(NUMBERS) or min(num_sizes, num_horizons) < LEAST:
+        raise ConfigError(
+            f"A scaling law has {len(NUMBERS)} numbers ({', '.join(NUMBERS)}), and one point more gives the intervals. "
+            f"Found {len(different)} different points of {num_sizes} sizes and {num_horizons} horizons; give "
+            f"{len(NUMBERS) + 1} or more, of {LEAST} depths and {LEAST} horizons at least."
+        )
+
+
+class Estimate(NamedTuple):
+    """A value with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def estimated(values: np.ndarray) -> Estimate:
+    """values: the fit's, then the draws'."""
+    return Estimate(float(values[0]), *map(float, np.quantile(values[1:], (0.025, 0.975))))
+
+
+class ScalingLaw:
+    """The law of measured runs. parameters, tokens, losses: (N,) each.
+
+    Raises SourceError for a loss that is no positive number, ConfigError for points that determine no law."""
+
+    def __init__(self, parameters: Sequence[int], tokens: Sequence[int], losses: Sequence[float]) -> None:
+        if wrong := [loss for loss in losses if not 0 < loss < math.inf]:
+            raise SourceError(f"A point has a loss of {wrong[0]}; a law is of positive numbers. Mend or leave it out.")
+        check_sizes(list(zip(parameters, tokens, strict=True)))
+        # Logarithms about their means: the numbers of the law then hardly depend on each other, and L-BFGS converges.
+        self._middle = np.log([parameters, tokens]).mean(axis=1)
+        terms, measured = self._terms(parameters, tokens), np.log(losses)
+        levels = measured.mean() + np.log((0.1, 0.6))
+        starts = itertools.product(levels, levels, (0.2, 0.6), levels, (0.2, 0.6))
+        best = min((_fitted(start, terms, measured) for start in starts), key=lambda found: found[0])[1]
+        fitted, draw, degrees = np.logaddexp.reduce(terms @ best), np.random.default_rng(0), len(losses) - len(NUMBERS)
+        self.spread = math.sqrt(((fitted - measured) ** 2).sum() / degrees)
+        """Of runs about the law, as a share of the loss."""
+        spreads = self.spread * np.sqrt(degrees / draw.chisquare(degrees, NUM_DRAWS))
+        drawn = fitted + spreads[:, None] * draw.standard_normal((NUM_DRAWS, len(losses)))
+        self._numbers = np.array([best, *(_fitted(best, terms, one)[1] for one in drawn)]).T
+        self._noise = np.array([0.0, *spreads * draw.standard_normal(NUM_DRAWS)])
+
+    def _terms(self, parameters: Sequence[float], tokens: Sequence[float]) -> np.ndarray:
+        """(3, N, 5): times the numbers, logarithms of E, A / N^alpha and B / D^beta."""
+        n, d = np.log([parameters, tokens]) - self._middle[:, None]
+        terms = np.zeros((3, len(n), len(NUMBERS)))
+        terms[(0, 1, 2), :, (0, 1, 3)], terms[1, :, 2], terms[2, :, 4] = 1.0, -n, -d
+        return terms
+
+    def numbers(self) -> dict[str, Estimate]:
+        """E, A, alpha, B and beta."""
+        e, a, alpha, b, beta = self._numbers
+        of_a, of_b = np.exp(a + alpha * self._middle[0]), np.exp(b + beta * self._middle[1])
+        return dict(zip(NUMBERS, map(estimated, (np.exp(e), of_a, alpha, of_b, beta)), strict=True))
+
+    def losses(self, parameters: float, tokens: float) -> np.ndarray:
+        """Loss of one run of that size, by the fit and by each draw, these with the noise of a run."""
+        return np.exp(np.logaddexp.reduce(self._terms([parameters], [tokens]) @ self._numbers)[0] + self._noise)
+
+    def best_ratio(self, parameters: float) -> Estimate:
+        """Tokens a parameter at which a model of that size is the best for its FLOPs."""
+        _, a, alpha, b, beta = self._numbers
+        n, size = math.log(parameters) - self._middle[0], math.log(parameters)
+        return _shown_of((b - a + alpha * n + np.log(beta / alpha)) / beta + self._middle[1] - size)
+
+    def best_size(self, flops: float) -> tuple[Estimate, Estimate]:
+        """Parameters and tokens of the least loss that a budget buys."""
+        _, a, alpha, b, beta = self._numbers
+        budget = math.log(flops / 6)
+        n = (a - b + beta * (budget - self._middle.sum()) + np.log(alpha / beta)) / (alpha + beta) + self._middle[0]
+        return _shown_of(n), _shown_of(budget - n)
+
+
+def _shown_of(logarithms: np.ndarray) -> Estimate:
+    return estimated(np.exp(np.clip(logarithms, -ENDLESS, ENDLESS)))
+
+
+def _fitted(start: Sequence[float], terms: np.ndarray, measured: np.ndarray) -> tuple[float, np.ndarray]:
+    how = {"maxiter": 2000, "maxfun": 4000, "ftol": 1e-13, "gtol": 1e-7}
+    found = minimize(_huber, start, (terms, measured), "L-BFGS-B", jac=True, bounds=BOUNDS, options=how)
+    return float(found.fun), found.x
+
+
+def _huber(numbers: np.ndarray, terms: np.ndarray, measured: np.ndarray) -> tuple[float, np.ndarray]:
+    """Sum of Huber losses in units of HUBER, and its gradient."""
+    parts = terms @ numbers
+    log_loss = np.logaddexp.reduce(parts)
+    off = (log_loss - measured) / HUBER
+    clipped = np.clip(off, -1, 1)
+    slopes = np.exp(parts - log_loss) * clipped / HUBER
+    return float((clipped * (off - clipped / 2)).sum()), np.einsum("tn,tnk->k", slopes, terms)

@@ -1,0 +1,102 @@
+"""A scaling law: known constants found again, and what determines none refused."""
+
+import math
+
+import numpy as np
+import pytest
+import yaml
+from scipy.optimize import minimize_scalar
+
+import nanodag.cli.run  # noqa: F401 - before a test patches what it imports
+from nanodag.cli.composed import scale
+from nanodag.config import resolve
+from nanodag.config.dial import num_parameters, shape_of
+from nanodag.errors import ConfigError, SourceError
+from nanodag.sweep.scaling import ScalingLaw, estimated, scaling_points, size_of
+from tests.fake_stages import STAGES
+
+KNOWN = {"E": 0.9, "A": 30.0, "alpha": 0.3, "B": 900.0, "beta": 0.55}
+SIZES = (2e5, 7e5, 2e6, 5e6)
+HORIZONS = (4e5, 8e5, 1.6e6, 3.2e6)
+POINTS = [(n, d) for n in SIZES for d in HORIZONS]
+
+
+@pytest.fixture
+def project(tmp_path, no_settings):
+    path = tmp_path / "pipeline.yaml"
+    path.write_text(yaml.safe_dump({"default": "tiny", "presets": {"tiny": {"stages": STAGES}}}, sort_keys=False))
+    return path
+
+
+def known(n, d):
+    return KNOWN["E"] + KNOWN["A"] / n ** KNOWN["alpha"] + KNOWN["B"] / d ** KNOWN["beta"]
+
+
+def law_of(points, noise, seed=1):
+    spread = np.random.default_rng(seed).normal(0, noise, len(points))
+    return ScalingLaw(
+        *zip(*points, strict=True), [known(*p) * math.exp(e) for p, e in zip(points, spread, strict=True)]
+    )
+
+
+def test_losses_of_known_constants_give_them_back():
+    law = law_of(POINTS, 0.0)
+    assert {name: number.value for name, number in law.numbers().items()} == pytest.approx(KNOWN, rel=1e-3)
+    assert law.losses(1e7, 5e6)[0] == pytest.approx(known(1e7, 5e6), rel=1e-6)
+    parameters, tokens = law.best_size(1e14)
+    best = minimize_scalar(lambda n: known(math.exp(n), 1e14 / 6 / math.exp(n)), bounds=(8, 25), method="bounded")
+    assert math.log(parameters.value) == pytest.approx(best.x, abs=1e-3), "as a search without the formula"
+    assert 6 * parameters.value * tokens.value == pytest.approx(1e14)
+    assert law.best_ratio(parameters.value).value == pytest.approx(tokens.value / parameters.value, rel=1e-6)
+
+
+def test_with_noise_they_lie_in_the_intervals_and_fewer_points_make_wider_ones():
+    law, few = law_of(POINTS, 0.003), law_of([p for p in POINTS if 5e6 not in p and 3.2e6 not in p], 0.003)
+    for name, number in law.numbers().items():
+        assert number.low < KNOWN[name] < number.high, name
+    widths = []
+    for each in (law, few):
+        at = estimated(each.losses(1e7, 1.6e6))
+        assert at.low < known(1e7, 1.6e6) < at.high
+        widths.append(at.high - at.low)
+    assert 0.001 < law.spread < 0.006 and widths[1] > 1.5 * widths[0] > 0.01
+
+
+@pytest.mark.parametrize(
+    ("points", "losses", "error", "said"),
+    [
+        ([(1e6, 1e6)], [2.0], ConfigError, "Found 1 different points of 1 sizes and 1 horizons; give 6 or more"),
+        (POINTS[:8], [2.0] * 8, ConfigError, "of 2 sizes and 4 horizons"),
+        (POINTS, [2.0] * 15 + [math.nan], SourceError, "a loss of nan"),
+        (POINTS, [2.0] * 15 + [0.0], SourceError, "a loss of 0.0"),
+    ],
+)
+def test_what_determines_no_law_is_refused_in_words(points, losses, error, said):
+    with pytest.raises(error, match=said):
+        ScalingLaw(*zip(*points, strict=True), losses)
+
+
+def test_points_spend_their_budgets_or_have_cuts_of_the_presets_horizon(project):
+    of_two = num_parameters(shape_of(2), 512)["matrices"] + 512 * 128
+    by_flops = scaling_points(project, "tiny", [], "pretrain", [1, 2], [], [6e8 * of_two])
+    assert by_flops[1] == ["pretrain.shape.depth=2", "pretrain.horizon_tokens=100000000"]
+    cut = scaling_points(project, "tiny", ["pretrain.horizon_tokens=4000"], "pretrain", [1, 2], [], [])
+    assert [setting.partition("tokens=")[2] for _, setting in cut] == ["1000", "2000", "4000"] * 2
+    for stage, overrides in (("sft", []), ("pretrane", []), ("pretrain", ["pretrain.validation_tokens=0"])):
+        with pytest.raises(ConfigError, match=f"Stage '{stage}' of preset tiny does not train a model from random"):
+            size_of(resolve(project, "tiny", overrides).pipeline, stage)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"depths": "1,2"}, "Found 6 different points of 2 sizes and 3 horizons"),
+        ({"depths": "1,x"}, "--depths '1,x': give numbers above 0"),
+        ({"target_flops": "1e9,nan"}, "--target-flops '1e9,nan'"),
+        ({"depths": "1,2,2.5"}, "depth"),
+        ({"predict": 200}, "depth"),
+    ],
+)
+def test_scale_refuses_what_fits_no_law_before_anything_starts(project, options, said):
+    with pytest.raises(ConfigError, match=said):
+        scale(preset="tiny", file=str(project), name="s", **options)
