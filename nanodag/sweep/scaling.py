@@ -78,13 +78,14 @@ def scaling_points(
 
 
 def check_sizes(sizes: Sequence[tuple[int, int]]) -> None:
-    """Raise ConfigError where points of such parameters and tokens could not determine a law and its intervals."""
-    different = set(sizes)
-    num_sizes, num_horizons = (len(set(each)) for each in zip(*different, strict=True))
-    if len(different) <= len(NUMBERS) or min(num_sizes, num_horizons) < LEAST:
+    """Raise ConfigError where points of such parameters and tokens could not determine a law and its intervals. Numbers
+    that differ by a few percent count once."""
+    steps = {(round(20 * math.log(parameters)), round(20 * math.log(tokens))) for parameters, tokens in sizes}
+    num_sizes, num_horizons = (len(set(each)) for each in zip(*steps, strict=True))
+    if len(steps) <= len(NUMBERS) or min(num_sizes, num_horizons) < LEAST:
         raise ConfigError(
             f"A scaling law has {len(NUMBERS)} numbers ({', '.join(NUMBERS)}), and one point more gives the intervals. "
-            f"Found {len(different)} different points of {num_sizes} sizes and {num_horizons} horizons; give "
+            f"Found {len(steps)} different points of {num_sizes} sizes and {num_horizons} horizons; give "
             f"{len(NUMBERS) + 1} or more, of {LEAST} depths and {LEAST} horizons at least."
         )
 

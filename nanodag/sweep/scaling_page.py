@@ -45,7 +45,7 @@ def law_section(name: str, sweep: Sweep, rows: Sequence[PointRow]) -> tuple[Page
     core = f", CORE {_said(predicted['core'])}" if predicted["core"] else ""
     lines = [
         f"Depth {predicted['depth']}, {words.count(tokens)} tokens: {_said(predicted['loss'])} bits a byte{core}.",
-        f"The dial would take tokens_per_parameter {_said(ratio)} for that depth.",
+        f"The dial would take {_said(ratio)} tokens a parameter for that depth: tokens_per_parameter.",
         *(f"{words.count(f)}FLOPs: best {_said(n)} parameters, {_said(d)} tokens." for f, (n, d) in best.items()),
         f"The law: {listed(f'{number} {_said(value)}' for number, value in law.numbers().items())}.",
         *_cautions(law, points, parameters, ratio),
