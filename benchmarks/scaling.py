@@ -27,8 +27,8 @@ def main() -> None:
     for parameters, tokens, loss in sorted(points):
         fitted = law.losses(parameters, tokens)[0]
         print(f"| {parameters:,} | {tokens:,} | {loss:.4f} | {fitted:.4f} | {100 * (loss / fitted - 1):+.2f} % |")
-    for name, number in law.numbers().items():
-        print(f"{name}: {number.value:.4g} ({number.low:.4g} to {number.high:.4g})")
+    for name, (value, low, high) in law.numbers.items():
+        print(f"{name}: {value:.4g} ({low:.4g} to {high:.4g})")
     print(f"Spread about the law: {100 * law.spread:.2f} %")
     parameters = _size(shape_of(options.depth), options.vocabulary)
     for tokens in options.tokens:

@@ -124,10 +124,7 @@ def sweep(
     stage: Annotated[
         str,
         typer.Option(
-            "--stage",
-            "-s",
-            metavar="STAGE",
-            help="What is compared. Default: the last one that a point sets a value of.",
+            "--stage", "-s", metavar="STAGE", help="Is compared. Default: the last that a point sets a value of."
         ),
     ] = "",
     predict: Annotated[
@@ -196,9 +193,7 @@ def scale(
     target_flops: Annotated[
         str, typer.Option(metavar="X,X", help="Budgets that each spends, of 6 x parameters x tokens.")
     ] = "",
-    predict: Annotated[
-        int, typer.Option(metavar="DEPTH", min=0, max=128, help="Default: one deeper than the deepest.")
-    ] = 0,
+    predict: Annotated[int, typer.Option(metavar="DEPTH", min=1, max=128, help="Which is predicted.")] = 4,
     stage: Annotated[str, typer.Option("--stage", "-s", metavar="STAGE", help="The one that pretrains.")] = "pretrain",
     at_once: AtOnce = 1,
     preset: Preset = "auto",
@@ -216,25 +211,10 @@ def scale(
     nanodag scale --preset small --depths 4,6,8 --target-flops 1e16,4e16 --predict 12
     """
     from nanodag.run.record import pipeline_file
-    from nanodag.sweep.scaling import numbers_of, scaling_points
+    from nanodag.sweep.scaling import scaling_points
 
-    sizes = {"--depths": depths, "--tokens": tokens, "--target-flops": target_flops}
-    numbers = [numbers_of(option, text) for option, text in sizes.items()]
-    points = scaling_points(pipeline_file(file), preset, overrides or [], stage, *numbers)
-    predict = predict or 1 + int(max(numbers[0], default=0))
-    sweep(
-        overrides,
-        [],
-        [" ".join(point) for point in points],
-        stage,
-        predict,
-        at_once,
-        preset,
-        file,
-        name,
-        detach,
-        dry_run,
-    )
+    points = scaling_points(pipeline_file(file), preset, overrides or [], stage, depths, tokens, target_flops)
+    sweep(overrides, [], points, stage, predict, at_once, preset, file, name, detach, dry_run)
 
 
 def rerun(

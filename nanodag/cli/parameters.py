@@ -69,22 +69,13 @@ Detach = Annotated[bool, typer.Option("--detach", help="Return once it has begun
 _SETTING = re.compile(r"store\.(url|local)=(.+)", re.DOTALL)
 _VARIABLES = {"url": "NANODAG_STORE", "local": "NANODAG_STORE_LOCAL"}
 # What else they are told goes on to the flow's process, so they keep it.
-TAKE_OVERRIDES = (
-    ("run",),
-    ("slurm",),
-    ("sweep",),
-    ("scale",),
-    ("config",),
-    ("notify",),
-    ("nightly", "run"),
-    ("nightly", "on"),
-)
+TAKE_OVERRIDES = ("run", "slurm", "sweep", "scale", "config", "notify", "nightly run", "nightly on")
 _TYPED: list[str] = []
 
 
 def take(arguments: Sequence[str]) -> list[str]:
     """The arguments without what is handed on by the environment."""
-    keeps = any(tuple(arguments[: len(command)]) == command for command in TAKE_OVERRIDES)
+    keeps = any(" ".join(arguments[: command.count(" ") + 1]) == command for command in TAKE_OVERRIDES)
     left = []
     for number, text in enumerate(arguments):
         if match := _SETTING.fullmatch(text):

@@ -248,7 +248,7 @@ def _tonight(scores: Sequence[NightScore], comparisons: Sequence[NightComparison
         row = [
             Cell(text=line_name(score.label, score.stage), detail=score.run),
             Cell(text=score.benchmark, detail=f"{metric}, {counted(score.num_items, 'item')}"),
-            replace(_score_cell(score), verdict=verdict, tone=tone),
+            replace(score_cell(score), verdict=verdict, tone=tone),
             _difference(mine.get("last night"), metric),
             _difference(mine.get("best"), metric),
             Cell(text=words.probability(min(tested)) if tested else ""),
@@ -265,7 +265,8 @@ def _tonight(scores: Sequence[NightScore], comparisons: Sequence[NightComparison
     return parts
 
 
-def _score_cell(score: NightScore | None) -> Cell:
+def score_cell(score: Any) -> Cell:
+    """A score with its 95 % interval; empty for None. score: value, low, high and metric."""
     if score is None:
         return Cell(text="")
     interval = words.interval(score.low, score.high, score.metric)
@@ -335,7 +336,7 @@ def _nights_table(
     for place in sorted({place for _, place in scores}, reverse=True):
         mine = [scores.get((key, place)) for key in series]
         run = next(score.run for score in mine if score is not None) or "pinned"
-        rows.append([*cells(_when(nights[place], zone), run), *map(_score_cell, mine)])
+        rows.append([*cells(_when(nights[place], zone), run), *map(score_cell, mine)])
     headers = ["night", "run", *(benchmark for _, benchmark in series)]
     return Table(headers=headers, rows=rows, numeric=tuple(range(2, len(headers))))
 

@@ -14,7 +14,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import cast
 
 import numpy as np
 from scipy.optimize import minimize
@@ -31,16 +31,8 @@ NUM_DRAWS = 200
 BOUNDS = ((-30.0, 9.0), (-30.0, 9.0), (0.01, 3.0), (-30.0, 9.0), (0.01, 3.0))
 ENDLESS = 99.0  # a logarithm: an exponent near 0 puts an optimum out of sight, and not out of floats
 
-
-def numbers_of(option: str, text: str) -> list[float]:
-    """Numbers above 0, with commas between them. Raises ConfigError for other texts. option: which has the text."""
-    try:
-        numbers = [float(number) for number in text.split(",") if text]
-    except ValueError:
-        numbers = [0.0]
-    if any(not 0 < number < 1e30 for number in numbers):
-        raise ConfigError(f"{option} {text!r}: give numbers above 0 with commas between them, as 1,2,3.")
-    return numbers
+Estimate = tuple[float, float, float]
+"""A value, and the ends of its 95 % interval."""
 
 
 def size_of(pipeline: Pipeline, name: str) -> tuple[int, int]:
@@ -58,23 +50,28 @@ def size_of(pipeline: Pipeline, name: str) -> tuple[int, int]:
 
 
 def scaling_points(
-    file: Path,
-    preset: str,
-    overrides: Sequence[str],
-    stage: str,
-    depths: Sequence[float],
-    tokens: Sequence[float],
-    target_flops: Sequence[float],
-) -> list[list[str]]:
+    file: Path, preset: str, overrides: Sequence[str], stage: str, depths: str, tokens: str, target_flops: str
+) -> list[str]:
     """Overrides of each point: every depth at every horizon and for every budget; without any at a quarter, a half and
-    the whole of the preset's horizon for it."""
+    the whole of the preset's horizon for it. depths, tokens, target_flops: numbers with commas between them."""
     points = []
-    for depth in depths:
+    for depth in _numbers("--depths", depths):
         setting = f"{stage}.shape.depth={depth:g}"
         parameters, whole = size_of(resolve(file, preset, [*overrides, setting]).pipeline, stage)
-        horizons = [*tokens, *(flops / (6 * parameters) for flops in target_flops)] or [whole / 4, whole / 2, whole]
-        points += [[setting, f"{stage}.horizon_tokens={horizon:.0f}"] for horizon in horizons]
+        spent = [flops / (6 * parameters) for flops in _numbers("--target-flops", target_flops)]
+        horizons = [*_numbers("--tokens", tokens), *spent] or [whole / 4, whole / 2, whole]
+        points += [f"{setting} {stage}.horizon_tokens={horizon:.0f}" for horizon in horizons]
     return points
+
+
+def _numbers(option: str, text: str) -> list[float]:
+    try:
+        numbers = [float(number) for number in text.split(",") if text]
+    except ValueError:
+        numbers = [0.0]
+    if all(0 < number < math.inf for number in numbers):
+        return numbers
+    raise ConfigError(f"{option} {text!r}: give numbers above 0 with commas between them, as 1,2,3.")
 
 
 def check_sizes(sizes: Sequence[tuple[int, int]]) -> None:
@@ -90,17 +87,10 @@ def check_sizes(sizes: Sequence[tuple[int, int]]) -> None:
         )
 
 
-class Estimate(NamedTuple):
-    """A value with its 95 % interval."""
-
-    value: float
-    low: float
-    high: float
-
-
 def estimated(values: np.ndarray) -> Estimate:
     """values: the fit's, then the draws'."""
-    return Estimate(float(values[0]), *map(float, np.quantile(values[1:], (0.025, 0.975))))
+    low, high = np.quantile(values[1:], (0.025, 0.975))
+    return float(values[0]), float(low), float(high)
 
 
 class ScalingLaw:
@@ -123,42 +113,36 @@ class ScalingLaw:
         """Of runs about the law, as a share of the loss."""
         spreads = self.spread * np.sqrt(degrees / draw.chisquare(degrees, NUM_DRAWS))
         drawn = fitted + spreads[:, None] * draw.standard_normal((NUM_DRAWS, len(losses)))
-        self._numbers = np.array([best, *(_fitted(best, terms, one)[1] for one in drawn)]).T
-        self._noise = np.array([0.0, *spreads * draw.standard_normal(NUM_DRAWS)])
+        e, a, alpha, b, beta = np.array([best, *(_fitted(best, terms, one)[1] for one in drawn)]).T
+        self._values, self._noise = (e, a, alpha, b, beta), np.array([0.0, *spreads * draw.standard_normal(NUM_DRAWS)])
+        of_a, of_b = np.exp(a + alpha * self._middle[0]), np.exp(b + beta * self._middle[1])
+        self.numbers = dict(zip(NUMBERS, map(estimated, (np.exp(e), of_a, alpha, of_b, beta)), strict=True))
+        """E, A, alpha, B and beta, each with its interval."""
 
     def _terms(self, parameters: Sequence[float], tokens: Sequence[float]) -> np.ndarray:
-        """(3, N, 5): times the numbers, logarithms of E, A / N^alpha and B / D^beta."""
+        """(3, N, 5): times the law's numbers about the middle, logarithms of E, A / N^alpha and B / D^beta."""
         n, d = np.log([parameters, tokens]) - self._middle[:, None]
         terms = np.zeros((3, len(n), len(NUMBERS)))
         terms[(0, 1, 2), :, (0, 1, 3)], terms[1, :, 2], terms[2, :, 4] = 1.0, -n, -d
         return terms
 
-    def numbers(self) -> dict[str, Estimate]:
-        """E, A, alpha, B and beta."""
-        e, a, alpha, b, beta = self._numbers
-        of_a, of_b = np.exp(a + alpha * self._middle[0]), np.exp(b + beta * self._middle[1])
-        return dict(zip(NUMBERS, map(estimated, (np.exp(e), of_a, alpha, of_b, beta)), strict=True))
-
     def losses(self, parameters: float, tokens: float) -> np.ndarray:
         """Loss of one run of that size, by the fit and by each draw, these with the noise of a run."""
-        return np.exp(np.logaddexp.reduce(self._terms([parameters], [tokens]) @ self._numbers)[0] + self._noise)
+        return np.exp(np.logaddexp.reduce(self._terms([parameters], [tokens]) @ self._values)[0] + self._noise)
 
     def best_ratio(self, parameters: float) -> Estimate:
         """Tokens a parameter at which a model of that size is the best for its FLOPs."""
-        _, a, alpha, b, beta = self._numbers
-        n, size = math.log(parameters) - self._middle[0], math.log(parameters)
-        return _shown_of((b - a + alpha * n + np.log(beta / alpha)) / beta + self._middle[1] - size)
+        _, a, alpha, b, beta = self._values
+        size = math.log(parameters)
+        tokens = (b - a + alpha * (size - self._middle[0]) + np.log(beta / alpha)) / beta + self._middle[1]
+        return estimated(np.exp(np.clip(tokens - size, -ENDLESS, ENDLESS)))
 
-    def best_size(self, flops: float) -> tuple[Estimate, Estimate]:
-        """Parameters and tokens of the least loss that a budget buys."""
-        _, a, alpha, b, beta = self._numbers
-        budget = math.log(flops / 6)
-        n = (a - b + beta * (budget - self._middle.sum()) + np.log(alpha / beta)) / (alpha + beta) + self._middle[0]
-        return _shown_of(n), _shown_of(budget - n)
-
-
-def _shown_of(logarithms: np.ndarray) -> Estimate:
-    return estimated(np.exp(np.clip(logarithms, -ENDLESS, ENDLESS)))
+    def best_size(self, flops: float) -> Estimate:
+        """Parameters of the least loss that a budget buys; what is left of it are tokens."""
+        _, a, alpha, b, beta = self._values
+        left = math.log(flops / 6) - self._middle.sum()
+        size = (a - b + beta * left + np.log(alpha / beta)) / (alpha + beta) + self._middle[0]
+        return estimated(np.exp(np.clip(size, -ENDLESS, ENDLESS)))
 
 
 def _fitted(start: Sequence[float], terms: np.ndarray, measured: np.ndarray) -> tuple[float, np.ndarray]:

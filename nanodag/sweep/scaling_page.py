@@ -11,15 +11,13 @@ from nanodag.errors.words import listed
 from nanodag.report import words
 from nanodag.report.page import PageSection, Part
 from nanodag.report.plots import Panel, panels_svg
-from nanodag.report.tables import Table, cells
 from nanodag.sweep.scaling import Estimate, ScalingLaw, estimated, size_of
 from nanodag.sweep.sweep_page import PointRow
 from nanodag.sweep.sweep_run import Sweep
 
-LOSS = "validation_bits_per_byte"
+TITLE, LOSS = "Scaling law", "validation_bits_per_byte"
 LEAST_CORE = 4  # points: a line, and what lies about it
 FAR = 4.0  # times the largest model that ran
-HEADERS = ("point", "depth", "parameters", "tokens", "tokens a parameter", "measured", "by the law")
 NOTE = (
     "L(N, D) = E + A / N^alpha + B / D^beta: held-out bits a byte over N parameters (matrices and output head) and D "
     "tokens; FLOPs are 6 N D. Intervals are of 95 %; a prediction's has the noise of one run in it. It holds for these "
@@ -34,40 +32,26 @@ def law_section(name: str, sweep: Sweep, rows: Sequence[PointRow]) -> tuple[Page
         law = ScalingLaw(*([point[field] for point in points] for field in ("parameters", "tokens", "loss")))
     except (ConfigError, SourceError) as error:
         lines = [f"No scaling law: {error}"]
-        return PageSection(title="Scaling law", note=lines[0]), {"run": name, "is_fitted": False, "lines": lines}
+        return PageSection(title=TITLE, note=lines[0]), {"run": name, "is_fitted": False, "lines": lines}
     assert sweep.predicted is not None
+    depth = sweep.predicted.stages[sweep.stage].shape.depth
     parameters, tokens = size_of(sweep.predicted, sweep.stage)
-    losses, ratio = law.losses(parameters, tokens), law.best_ratio(parameters)
-    predicted: dict[str, Any] = {"number": "predicted", "depth": sweep.predicted.stages[sweep.stage].shape.depth}
-    predicted |= {"parameters": parameters, "tokens": tokens, "loss": estimated(losses), "core": _core(points, losses)}
-    budgets = sorted({6 * point["parameters"] * point["tokens"] for point in [*points, predicted]})
-    best = {flops: law.best_size(flops) for flops in (budgets[0], budgets[-1])}
-    core = f", CORE {_said(predicted['core'])}" if predicted["core"] else ""
+    losses, ratio, flops = law.losses(parameters, tokens), law.best_ratio(parameters), 6 * parameters * tokens
+    loss, core, size = estimated(losses), _core(points, losses), law.best_size(flops)
+    predicted = {"depth": depth, "parameters": parameters, "tokens": tokens, "loss": loss, "core": core}
     lines = [
-        f"Depth {predicted['depth']}, {words.count(tokens)} tokens: {_said(predicted['loss'])} bits a byte{core}.",
+        f"Depth {depth}, {words.count(parameters)} parameters, {words.count(tokens)} tokens: {_said(loss)} bits a byte"
+        + (f", CORE {_said(core)}." if core else "."),
+        f"The best size for its {words.count(flops)}FLOPs: {_said(size)} parameters.",
         f"The dial would take {_said(ratio)} tokens a parameter for that depth: tokens_per_parameter.",
-        *(f"{words.count(f)}FLOPs: best {_said(n)} parameters, {_said(d)} tokens." for f, (n, d) in best.items()),
-        f"The law: {listed(f'{number} {_said(value)}' for number, value in law.numbers().items())}.",
+        f"The law: {listed(f'{number} {_said(value)}' for number, value in law.numbers.items())}.",
         *_cautions(law, points, parameters, ratio),
     ]
-    found = {"run": name, "stage": sweep.stage, "is_fitted": True, "lines": lines, "law": law.numbers(), "best": best}
-    found |= {"spread": law.spread, "tokens_per_parameter": ratio, "predicted": predicted, "points": points}
-    body = []
-    for point in [*points, predicted]:
-        n, d = point["parameters"], point["tokens"]
-        measured = "" if point is predicted else f"{point['loss']:.4f}"
-        by_law = _said(estimated(law.losses(n, d)))
-        body.append(
-            cells(
-                *(str(point[field]) for field in ("number", "depth")),
-                *map(words.count, (n, d, d / n)),
-                measured,
-                by_law,
-            )
-        )
-    table = Table(headers=HEADERS, rows=body, numeric=tuple(range(1, len(HEADERS))))
-    parts = [Part(svg=panels_svg([_panel(law, points, predicted)], name="law")), Part(table=table)]
-    return PageSection(title="Scaling law", note=" ".join([*lines, NOTE]), parts=parts), found
+    found = {"run": name, "stage": sweep.stage, "is_fitted": True, "lines": lines, "law": law.numbers, "points": points}
+    found |= {"spread": law.spread, "predicted": predicted, "tokens_per_parameter": ratio}
+    found |= {"best_parameters": {flops: size}}
+    svg = panels_svg([_panel(law, [*points, {**predicted, "loss": loss[0]}], depth)], name="law")
+    return PageSection(title=TITLE, note=" ".join([*lines, NOTE]), parts=[Part(svg=svg)]), found
 
 
 def _measured(sweep: Sweep, row: PointRow) -> dict[str, Any]:
@@ -85,18 +69,17 @@ def _measured(sweep: Sweep, row: PointRow) -> dict[str, Any]:
 
 def _cautions(law: ScalingLaw, points: list[dict[str, Any]], parameters: int, ratio: Estimate) -> list[str]:
     """Sentences on what the points leave open."""
-    weak = [name for name, number in law.numbers().items() if number.high - number.low > abs(number.value)]
+    weak = [name for name, (value, low, high) in law.numbers.items() if high - low > abs(value)]
     ratios = [point["tokens"] / point["parameters"] for point in points]
-    times, cautions = parameters / max(point["parameters"] for point in points), []
-    if weak:
-        cautions.append(
-            f"Weakly determined, with an interval wider than itself, by {len(points)} points: {listed(weak)}."
-        )
-    if not min(ratios) <= ratio.value <= max(ratios):
-        cautions.append(f"That ratio is extrapolated: points had {min(ratios):.3g} to {max(ratios):.3g}.")
-    if times > FAR:
-        cautions.append(f"That depth has {times:.3g} times the parameters of the largest point: far for a law.")
-    return cautions
+    times = parameters / max(point["parameters"] for point in points)
+    told = {
+        f"Weakly determined, an interval wider than itself, by {len(points)} points: {listed(weak)}.": bool(weak),
+        f"That ratio is extrapolated: points had {min(ratios):.3g} to {max(ratios):.3g}.": not (
+            min(ratios) <= ratio[0] <= max(ratios)
+        ),
+        f"That depth has {times:.3g} times the parameters of the largest point: far for a law.": times > FAR,
+    }
+    return [sentence for sentence, is_true in told.items() if is_true]
 
 
 def _core(points: list[dict[str, Any]], losses: np.ndarray) -> Estimate | None:
@@ -111,18 +94,16 @@ def _core(points: list[dict[str, Any]], losses: np.ndarray) -> Estimate | None:
     return estimated(slopes * losses + heights + np.where(np.arange(len(losses)), noise, 0.0))
 
 
-def _panel(law: ScalingLaw, points: list[dict[str, Any]], predicted: dict[str, Any]) -> Panel:
-    """Measured losses over tokens, a line a depth, and the predicted depth's, each in the band of the law."""
-    horizons = sorted({point["tokens"] for point in [*points, predicted]})
+def _panel(law: ScalingLaw, points: list[dict[str, Any]], predicted: int) -> Panel:
+    """Losses over tokens, a line a depth, in the band of the law. predicted: the depth whose loss is the law's."""
     lines, intervals = {}, {}
     for depth in sorted({point["depth"] for point in points}):
-        mine = sorted((p for p in points if p["depth"] == depth), key=lambda p: p["tokens"])
-        lines[f"depth {depth}"] = [(p["parameters"], p["tokens"], p["loss"]) for p in mine]
-    lines[f"depth {predicted['depth']}, predicted"] = [(predicted["parameters"], d, math.nan) for d in horizons]
-    for label, shown in lines.items():
-        values, low, high = zip(*(estimated(law.losses(n, d)) for n, d, _ in shown), strict=True)
-        ys = [value if math.isnan(y) else y for value, (*_, y) in zip(values, shown, strict=True)]
-        lines[label], intervals[label] = ([math.log10(d) for _, d, _ in shown], ys), (low, high)
+        mine = sorted((point for point in points if point["depth"] == depth), key=lambda point: point["tokens"])
+        label = f"depth {depth}, predicted" if depth == predicted else f"depth {depth}"
+        lines[label] = [math.log10(point["tokens"]) for point in mine], [point["loss"] for point in mine]
+        bands = [estimated(law.losses(point["parameters"], point["tokens"])) for point in mine]
+        intervals[label] = [low for _, low, _ in bands], [high for *_, high in bands]
+    horizons = sorted({point["tokens"] for point in points})
     ticks = [(math.log10(tokens), words.count(tokens)) for tokens in horizons[:: max(1, len(horizons) // 4)]]
     title = "Held out (bits a byte)"
     return Panel(title=title, x_label="tokens", lines=lines, marked=tuple(lines), intervals=intervals, ticks=ticks)

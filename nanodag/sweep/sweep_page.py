@@ -15,6 +15,7 @@ from nanodag.config.kinds import find_kind
 from nanodag.errors import SourceError
 from nanodag.errors.words import duration
 from nanodag.evaluation.paired import FALSE_ALARMS, PairedDifference, holm, paired
+from nanodag.nightly.findings import score_cell
 from nanodag.report import words
 from nanodag.report.gather import ReportedStage
 from nanodag.report.page import PageSection, Part, Report
@@ -197,15 +198,12 @@ def _rank(labels: Sequence[str], metrics: Sequence[str]) -> Callable[[PointRow],
 
 
 def _score_cell(score: PointScore | None) -> Cell:
-    if score is None:
-        return Cell(text="")
-    detail = words.interval(score.low, score.high, score.metric)
-    tone = ""
-    if (outcome := score.difference) is not None:
-        interval = words.signed_interval(outcome.low, outcome.high, score.metric)
-        detail = f"{words.signed(outcome.difference, score.metric)}, {interval}"
-        if score.adjusted < FALSE_ALARMS:
-            tone = "good" if (outcome.difference > 0) == score.higher_is_better else "bad"
+    if score is None or (outcome := score.difference) is None:
+        return score_cell(score)
+    interval, tone = words.signed_interval(outcome.low, outcome.high, score.metric), ""
+    if score.adjusted < FALSE_ALARMS:
+        tone = "good" if (outcome.difference > 0) == score.higher_is_better else "bad"
+    detail = f"{words.signed(outcome.difference, score.metric)}, {interval}"
     return Cell(text=words.value(score.value, score.metric), detail=detail, tone=tone)
 
 

@@ -41,24 +41,23 @@ def law_of(points, noise, seed=1):
 
 def test_losses_of_known_constants_give_them_back():
     law = law_of(POINTS, 0.0)
-    assert {name: number.value for name, number in law.numbers().items()} == pytest.approx(KNOWN, rel=1e-3)
+    assert {name: number[0] for name, number in law.numbers.items()} == pytest.approx(KNOWN, rel=1e-3)
     assert law.losses(1e7, 5e6)[0] == pytest.approx(known(1e7, 5e6), rel=1e-6)
-    parameters, tokens = law.best_size(1e14)
+    parameters = law.best_size(1e14)[0]
     best = minimize_scalar(lambda n: known(math.exp(n), 1e14 / 6 / math.exp(n)), bounds=(8, 25), method="bounded")
-    assert math.log(parameters.value) == pytest.approx(best.x, abs=1e-3), "as a search without the formula"
-    assert 6 * parameters.value * tokens.value == pytest.approx(1e14)
-    assert law.best_ratio(parameters.value).value == pytest.approx(tokens.value / parameters.value, rel=1e-6)
+    assert math.log(parameters) == pytest.approx(best.x, abs=1e-3), "as a search without the formula"
+    assert law.best_ratio(parameters)[0] == pytest.approx(1e14 / 6 / parameters**2, rel=1e-6)
 
 
 def test_with_noise_they_lie_in_the_intervals_and_fewer_points_make_wider_ones():
     law, few = law_of(POINTS, 0.003), law_of([p for p in POINTS if 5e6 not in p and 3.2e6 not in p], 0.003)
-    for name, number in law.numbers().items():
-        assert number.low < KNOWN[name] < number.high, name
+    for name, (_, low, high) in law.numbers.items():
+        assert low < KNOWN[name] < high, name
     widths = []
     for each in (law, few):
-        at = estimated(each.losses(1e7, 1.6e6))
-        assert at.low < known(1e7, 1.6e6) < at.high
-        widths.append(at.high - at.low)
+        _, low, high = estimated(each.losses(1e7, 1.6e6))
+        assert low < known(1e7, 1.6e6) < high
+        widths.append(high - low)
     assert 0.001 < law.spread < 0.006 and widths[1] > 1.5 * widths[0] > 0.01
 
 
@@ -78,10 +77,10 @@ def test_what_determines_no_law_is_refused_in_words(points, losses, error, said)
 
 def test_points_spend_their_budgets_or_have_cuts_of_the_presets_horizon(project):
     of_two = num_parameters(shape_of(2), 512)["matrices"] + 512 * 128
-    by_flops = scaling_points(project, "tiny", [], "pretrain", [1, 2], [], [6e8 * of_two])
-    assert by_flops[1] == ["pretrain.shape.depth=2", "pretrain.horizon_tokens=100000000"]
-    cut = scaling_points(project, "tiny", ["pretrain.horizon_tokens=4000"], "pretrain", [1, 2], [], [])
-    assert [setting.partition("tokens=")[2] for _, setting in cut] == ["1000", "2000", "4000"] * 2
+    by_flops = scaling_points(project, "tiny", [], "pretrain", "1,2", "", str(6e8 * of_two))
+    assert by_flops[1] == "pretrain.shape.depth=2 pretrain.horizon_tokens=100000000"
+    cut = scaling_points(project, "tiny", ["pretrain.horizon_tokens=4000"], "pretrain", "1,2", "", "")
+    assert [setting.partition("tokens=")[2] for setting in cut] == ["1000", "2000", "4000"] * 2
     for stage, overrides in (("sft", []), ("pretrane", []), ("pretrain", ["pretrain.validation_tokens=0"])):
         with pytest.raises(ConfigError, match=f"Stage '{stage}' of preset tiny does not train a model from random"):
             size_of(resolve(project, "tiny", overrides).pipeline, stage)
@@ -94,6 +93,7 @@ def test_points_spend_their_budgets_or_have_cuts_of_the_presets_horizon(project)
         ({"depths": "1,x"}, "--depths '1,x': give numbers above 0"),
         ({"target_flops": "1e9,nan"}, "--target-flops '1e9,nan'"),
         ({"depths": "1,2,2.5"}, "depth"),
+        ({"depths": ""}, "A sweep needs a grid"),
         ({"predict": 200}, "depth"),
     ],
 )
