@@ -11,6 +11,7 @@ from nanodag.errors.words import listed
 from nanodag.report import words
 from nanodag.report.page import PageSection, Part
 from nanodag.report.plots import Panel, panels_svg
+from nanodag.report.tables import Table, cells
 from nanodag.sweep.scaling import Estimate, ScalingLaw, estimated, size_of
 from nanodag.sweep.sweep_page import PointRow
 from nanodag.sweep.sweep_run import Sweep
@@ -50,8 +51,9 @@ def law_section(name: str, sweep: Sweep, rows: Sequence[PointRow]) -> tuple[Page
     found = {"run": name, "stage": sweep.stage, "is_fitted": True, "lines": lines, "law": law.numbers, "points": points}
     found |= {"spread": law.spread, "predicted": predicted, "tokens_per_parameter": ratio}
     found |= {"best_parameters": {flops: size}}
+    table = Table(headers=["what it says"], rows=[cells(line) for line in lines])
     svg = panels_svg([_panel(law, [*points, {**predicted, "loss": loss[0]}], depth)], name="law")
-    return PageSection(title=TITLE, note=" ".join([*lines, NOTE]), parts=[Part(svg=svg)]), found
+    return PageSection(title=TITLE, note=NOTE, parts=[Part(table=table), Part(svg=svg)]), found
 
 
 def _measured(sweep: Sweep, row: PointRow) -> dict[str, Any]:
@@ -72,14 +74,14 @@ def _cautions(law: ScalingLaw, points: list[dict[str, Any]], parameters: int, ra
     weak = [name for name, (value, low, high) in law.numbers.items() if high - low > abs(value)]
     ratios = [point["tokens"] / point["parameters"] for point in points]
     times = parameters / max(point["parameters"] for point in points)
-    told = {
-        f"Weakly determined, an interval wider than itself, by {len(points)} points: {listed(weak)}.": bool(weak),
-        f"That ratio is extrapolated: points had {min(ratios):.3g} to {max(ratios):.3g}.": not (
-            min(ratios) <= ratio[0] <= max(ratios)
-        ),
-        f"That depth has {times:.3g} times the parameters of the largest point: far for a law.": times > FAR,
-    }
-    return [sentence for sentence, is_true in told.items() if is_true]
+    cautions = []
+    if weak:
+        cautions.append(f"Weakly determined by {len(points)} points, an interval wider than itself: {listed(weak)}.")
+    if not min(ratios) <= ratio[0] <= max(ratios):
+        cautions.append(f"That ratio is extrapolated: points had {min(ratios):.3g} to {max(ratios):.3g}.")
+    if times > FAR:
+        cautions.append(f"That depth has {times:.3g} times the parameters of the largest point: far for a law.")
+    return cautions
 
 
 def _core(points: list[dict[str, Any]], losses: np.ndarray) -> Estimate | None:
