@@ -208,7 +208,7 @@ def scale(
 
     \b
     nanodag scale --depths 1,2,3 --predict 4
-    nanodag scale --preset small --depths 4,6,8 --target-flops 1e16,4e16 --predict 12
+    nanodag scale --depths 2,3,4 --target-flops 4e12,1e13 --predict 6
     """
     from nanodag.run.record import pipeline_file
     from nanodag.sweep.scaling import scaling_points

@@ -145,7 +145,7 @@ class ScalingLaw:
         return estimated(np.exp(np.clip(size, -ENDLESS, ENDLESS)))
 
 
-def _fitted(start: Sequence[float], terms: np.ndarray, measured: np.ndarray) -> tuple[float, np.ndarray]:
+def _fitted(start: Sequence[float] | np.ndarray, terms: np.ndarray, measured: np.ndarray) -> tuple[float, np.ndarray]:
     how = {"maxiter": 2000, "maxfun": 4000, "ftol": 1e-13, "gtol": 1e-7}
     found = minimize(_huber, start, (terms, measured), "L-BFGS-B", jac=True, bounds=BOUNDS, options=how)
     return float(found.fun), found.x

@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
+from nanodag.config.kinds.training import PretrainStage
 from nanodag.errors import ConfigError, SourceError
 from nanodag.errors.words import listed
 from nanodag.report import words
@@ -35,7 +36,7 @@ def law_section(name: str, sweep: Sweep, rows: Sequence[PointRow]) -> tuple[Page
         lines = [f"No scaling law: {error}"]
         return PageSection(title=TITLE, note=lines[0]), {"run": name, "is_fitted": False, "lines": lines}
     assert sweep.predicted is not None
-    depth = sweep.predicted.stages[sweep.stage].shape.depth
+    depth = cast("PretrainStage", sweep.predicted.stages[sweep.stage]).shape.depth
     parameters, tokens = size_of(sweep.predicted, sweep.stage)
     losses, ratio, flops = law.losses(parameters, tokens), law.best_ratio(parameters), 6 * parameters * tokens
     loss, core, size = estimated(losses), _core(points, losses), law.best_size(flops)
@@ -64,7 +65,8 @@ def _measured(sweep: Sweep, row: PointRow) -> dict[str, Any]:
             f"Point {number} failed, or none of its data are held out, so that it has no {LOSS}; a law without it may "
             "be bent. Mend that, and resume the sweep."
         )
-    about = {"number": number, "depth": sweep.pipeline.stages[stage].shape.depth, "key": artifact.key}
+    depth = cast("PretrainStage", sweep.pipeline.stages[stage]).shape.depth
+    about = {"number": number, "depth": depth, "key": artifact.key}
     about |= {"parameters": size_of(sweep.pipeline, stage)[0], "tokens": int(artifact.cost["tokens"])}
     return {**about, "attempt": artifact.attempt, "loss": row.metrics[LOSS], "core": row.metrics.get("core")}
 
