@@ -223,8 +223,8 @@ def env_install(
 
 
 for command in (
-    *(init, run, notify, rerun, sweep, scale, config, plan, slurm, sbatch, status, stages, chat, serve, report, rollouts),
-    *(verify, gc, lineage, diff, export, push, reproduce),
+    *(init, run, notify, rerun, sweep, scale, config, plan, slurm, sbatch, status, stages, chat, serve, report),
+    *(rollouts, verify, gc, lineage, diff, export, push, reproduce),
 ):
     app.command()(command)
 

@@ -11,7 +11,7 @@ from nanodag.errors import ConfigError, SourceError
 from nanodag.errors.words import listed
 from nanodag.report import words
 from nanodag.report.page import PageSection, Part
-from nanodag.report.plots import Panel, panels_svg
+from nanodag.report.plots import Panel
 from nanodag.report.tables import Table, cells
 from nanodag.sweep.scaling import Estimate, ScalingLaw, estimated, size_of
 from nanodag.sweep.sweep_page import PointRow
@@ -53,8 +53,8 @@ def law_section(name: str, sweep: Sweep, rows: Sequence[PointRow]) -> tuple[Page
     found |= {"spread": law.spread, "predicted": predicted, "tokens_per_parameter": ratio}
     found |= {"best_parameters": {flops: size}}
     table = Table(headers=["what it says"], rows=[cells(line) for line in lines])
-    svg = panels_svg([_panel(law, [*points, {**predicted, "loss": loss[0]}], depth)], name="law")
-    return PageSection(title=TITLE, note=NOTE, parts=[Part(table=table), Part(svg=svg)]), found
+    panels = [_panel(law, [*points, {**predicted, "loss": loss[0]}], depth)]
+    return PageSection(title=TITLE, note=NOTE, parts=[Part(table=table), Part(panels=panels)]), found
 
 
 def _measured(sweep: Sweep, row: PointRow) -> dict[str, Any]:
