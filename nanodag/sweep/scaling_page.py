@@ -19,6 +19,7 @@ from nanodag.sweep.sweep_run import Sweep
 
 TITLE, LOSS = "Scaling law", "validation_bits_per_byte"
 LEAST_CORE = 4  # points: a line, and what lies about it
+NOTHING = 1e-6  # an E that the fit pushed to its bound
 FAR = 4.0  # times the largest model that ran
 NOTE = (
     "L(N, D) = E + A / N^alpha + B / D^beta: held-out bits a byte over N parameters (matrices and output head) and D "
@@ -41,13 +42,17 @@ def law_section(name: str, sweep: Sweep, rows: Sequence[PointRow]) -> tuple[Page
     losses, ratio, flops = law.losses(parameters, tokens), law.best_ratio(parameters), 6 * parameters * tokens
     loss, core, size = estimated(losses), _core(points, losses), law.best_size(flops)
     predicted = {"depth": depth, "parameters": parameters, "tokens": tokens, "loss": loss, "core": core}
+    ratios = [point["tokens"] / point["parameters"] for point in points]
     lines = [
         f"Depth {depth}, {words.count(parameters)} parameters, {words.count(tokens)} tokens: {_said(loss)} bits a byte"
         + (f", CORE {_said(core)}." if core else "."),
         f"The best size for its {words.count(flops)}FLOPs: {_said(size)} parameters.",
-        f"The dial would take {_said(ratio)} tokens a parameter for that depth: tokens_per_parameter.",
+        f"The dial would take {_said(ratio)} tokens a parameter for that depth: tokens_per_parameter."
+        if min(ratios) <= ratio[0] <= max(ratios)
+        else f"No ratio for the dial: the law's is extrapolated, {_said(ratio)} tokens a parameter for that depth, and "
+        f"points had {min(ratios):.3g} to {max(ratios):.3g}.",
         f"The law: {listed(f'{number} {_said(value)}' for number, value in law.numbers.items())}.",
-        *_cautions(law, points, parameters, ratio),
+        *_cautions(law, points, parameters),
     ]
     found = {"run": name, "stage": sweep.stage, "is_fitted": True, "lines": lines, "law": law.numbers, "points": points}
     found |= {"spread": law.spread, "predicted": predicted, "tokens_per_parameter": ratio}
@@ -71,16 +76,15 @@ def _measured(sweep: Sweep, row: PointRow) -> dict[str, Any]:
     return {**about, "attempt": artifact.attempt, "loss": row.metrics[LOSS], "core": row.metrics.get("core")}
 
 
-def _cautions(law: ScalingLaw, points: list[dict[str, Any]], parameters: int, ratio: Estimate) -> list[str]:
+def _cautions(law: ScalingLaw, points: list[dict[str, Any]], parameters: int) -> list[str]:
     """Sentences on what the points leave open."""
-    weak = [name for name, (value, low, high) in law.numbers.items() if high - low > abs(value)]
-    ratios = [point["tokens"] / point["parameters"] for point in points]
+    weak = [name for name, (value, low, high) in law.numbers.items() if high - low > value or value < NOTHING]
     times = parameters / max(point["parameters"] for point in points)
     cautions = []
     if weak:
-        cautions.append(f"Weakly determined by {len(points)} points, an interval wider than itself: {listed(weak)}.")
-    if not min(ratios) <= ratio[0] <= max(ratios):
-        cautions.append(f"That ratio is extrapolated: points had {min(ratios):.3g} to {max(ratios):.3g}.")
+        cautions.append(
+            f"Weakly determined by {len(points)} points, an interval wider than itself or nothing left: {listed(weak)}."
+        )
     if times > FAR:
         cautions.append(f"That depth has {times:.3g} times the parameters of the largest point: far for a law.")
     return cautions
@@ -107,7 +111,8 @@ def _panel(law: ScalingLaw, points: list[dict[str, Any]], predicted: int) -> Pan
         lines[label] = [math.log10(point["tokens"]) for point in mine], [point["loss"] for point in mine]
         bands = [estimated(law.losses(point["parameters"], point["tokens"])) for point in mine]
         intervals[label] = [low for _, low, _ in bands], [high for *_, high in bands]
-    horizons = sorted({point["tokens"] for point in points})
+    # Runs of one horizon differ by a few tokens, and share a tick.
+    horizons = list({round(20 * math.log(point["tokens"])): point["tokens"] for point in points}.values())
     ticks = [(math.log10(tokens), words.count(tokens)) for tokens in horizons[:: max(1, len(horizons) // 4)]]
     title = "Held out (bits a byte)"
     return Panel(title=title, x_label="tokens", lines=lines, marked=tuple(lines), intervals=intervals, ticks=ticks)

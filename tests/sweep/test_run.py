@@ -140,7 +140,7 @@ def test_a_scaling_law_is_on_the_page_with_its_prediction_and_the_runs_it_comes_
     assert law["predicted"]["depth"] == 4 and (tokens, law["run"], law["is_fitted"]) == (64, "s", True)
     assert law["points"][8]["key"] == results["pretrain-9"].key and law["points"][8]["tokens"] == 16000
     assert "That depth has" not in law["lines"][-1] and "parameters, 64 tokens: " in law["lines"][0]
-    assert "tokens a parameter for that depth" in page.with_suffix(".md").read_text()
+    assert "The dial would take 0.1323 (" in page.with_suffix(".md").read_text()
     assert "Held out (bits a byte)" in page.read_text()
     sweep, run = begin_sweep("s", predict=4, **arguments)
     lost = {stage: result for stage, result in results.items() if stage != "pretrain-9"}
