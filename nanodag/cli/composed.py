@@ -103,7 +103,8 @@ def show_night(
     from nanodag.nightly.nights import nights_of
     from nanodag.run.record import served_store
 
-    console, store = make_console(), served_store(file)
+    console = make_console()
+    store = served_store(file)
     nights = [n for n in nights_of(store) if PAGE_STAGE in n.stages and name in ("", n.run)]
     if not nights:
         raise ArtifactNotFound(f"{store.url} has no finished night{' ' + name if name else ''}: nanodag nightly run")

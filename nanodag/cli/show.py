@@ -111,7 +111,8 @@ def _plain(value: Any) -> str:
 def show_status(name: str = "", *, file: str, all_runs: bool) -> None:
     """The runs of the store, newest last, with every stage's state, key, size and time; of one that is named its scores
     too."""
-    console, store = make_console(), served_store(file)
+    console = make_console()
+    store = served_store(file)
     records = store.records_of_runs()
     if not records:
         console.print(f"No runs in {store.url} yet. Start one with: {command('run')}")
@@ -293,7 +294,8 @@ def finished_stages(record: RunRecord, makes: str) -> list[str]:
 
 def show_stages(name: str, *, file: str) -> None:
     """Every stage of a run with its inputs, data, metrics and cost, from the manifests."""
-    console, store = make_console(), served_store(file)
+    console = make_console()
+    store = served_store(file)
     record = find_run(store, name)
     console.print(Text.assemble((record.run, "bold"), f"  preset {record.preset}  {state_of(record)}"))
     if record.reason:
@@ -312,7 +314,8 @@ def show_stages(name: str, *, file: str) -> None:
 
 def show_report(name: str, *, file: str) -> None:
     """Print report.md, then the paths of its files."""
-    console, store = make_console(), served_store(file)
+    console = make_console()
+    store = served_store(file)
     record = find_run(store, name)
     if not (reports := finished_stages(record, PAGE)):
         raise ArtifactNotFound(

@@ -181,12 +181,13 @@ def columns_of(stages: Mapping[str, ReportedStage]) -> list[Column]:
 
 
 def benchmarks_of(columns: Sequence[Column]) -> list[str]:
-    """Names of all benchmarks: the means over many tasks, then in the order of the config where that says one."""
+    """Names of all benchmarks that have scores: the means over many tasks, then in the config's order where it says."""
     evals = [stage for column in columns for stage in column.evals]
     suites = [stage.config["benchmarks"] for stage in evals if issubclass(stage.kind.config, EvalStage)]
     names = [benchmark["name"] for benchmarks in suites for benchmark in benchmarks]
-    all_names = dict.fromkeys([*names, *(name for stage in evals for name in stage.results["benchmarks"])])
-    return sorted(all_names, key=lambda name: HEADLINES.index(name) if name in HEADLINES else len(HEADLINES))
+    scored = dict.fromkeys(name for stage in evals for name in stage.results["benchmarks"])
+    ordered = dict.fromkeys([*(name for name in names if name in scored), *scored])
+    return sorted(ordered, key=lambda name: HEADLINES.index(name) if name in HEADLINES else len(HEADLINES))
 
 
 def comparisons_of(columns: Sequence[Column], stages: Mapping[str, ReportedStage]) -> list[Comparison]:

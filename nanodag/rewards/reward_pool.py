@@ -123,7 +123,8 @@ class RewardPool:
             try:
                 scores = process.score(samples)
             except _Lost as lost:
-                self._processes.remove(process)
+                with self._lock:  # `close` may be walking through them
+                    self._processes.remove(process)
                 scores = [SampleReward(error=str(lost))] * len(samples)
             finally:
                 self._free += [process] if process in self._processes else []

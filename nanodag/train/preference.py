@@ -23,7 +23,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
 from nanodag.model.attention import on_device
 from nanodag.registry import entry
-from nanodag.train.objective import OVER, NextToken, to_device
+from nanodag.train.objective import OVER, to_device
 from nanodag.train.packing import Batch
 from nanodag.worker.job import leave_stopped, stop_requested
 
@@ -254,11 +254,17 @@ class PairwiseReward:
         return loss, reported if torch.is_grad_enabled() else reported | _calibration(_lead(pairs))
 
 
-class StepReward(NextToken):
+class StepReward:
     """Binary cross entropy of how right each step of an answer is, at its last token; summed over steps.
 
     Source: Let's Verify Step by Step, arXiv:2305.20050.
     """
+
+    def begin(self, stage: "PreparedStage") -> None:
+        """Needs nothing."""
+
+    def count(self, batch: Batch) -> int:
+        return batch.num_labels
 
     def loss(self, engine: Any, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Reported: accuracy, the share of steps that are told right or wrong as their labels say; the same of wrong

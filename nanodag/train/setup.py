@@ -256,7 +256,7 @@ class Data:
             return None
         encoding, engine = Encoding(self._tokenizer_path), self._engine
         rank, world, pad_id = engine.rank, engine.world_size, encoding.pad_id
-        is_text = type(objective) is NextToken
+        is_text = isinstance(objective, NextToken)
         if is_text:
             rows = self._held_out_rows(sources)
             batches = rows.batches(rank=rank, world=world, batch_rows=self._rows, pad_id=pad_id)

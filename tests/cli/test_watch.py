@@ -7,6 +7,7 @@ import time
 import pytest
 from rich.console import Console
 
+from nanodag.cli import parameters
 from nanodag.cli.live_table import StageTable
 from nanodag.cli.run import _Attended
 from nanodag.run.progress import progress_of
@@ -83,7 +84,8 @@ def test_the_table_fits_its_terminal_and_cuts_no_word(store, width):
         (["tokenizer", "sft"], ["chat r --web"]),
     ],
 )
-def test_the_end_of_a_run_says_what_is_next(store, kinds, commands):
+def test_the_end_of_a_run_says_what_is_next(store, monkeypatch, kinds, commands):
+    monkeypatch.setattr(parameters, "_TYPED", [])  # what other tests have typed
     store.write_run(run_record("r", stages={kind: stage_record(kind) for kind in kinds}, flow_run="f"))
     console = Console(file=io.StringIO(), width=200)
     attended = _Attended(console, store, None, None, "r", "f")

@@ -498,3 +498,13 @@ def test_a_reward_models_last_validation_is_drawn_as_calibration_without_bins_th
     write_lines(Path(run["stages"]["sft"]["records"]) / "metrics.jsonl", lines)
     panel = panels_of(stages_of(run)["sft"])[0]
     assert panel.lines == {"right": ([55], [60.0]), "as sure as it is right": ([55], [55])}
+
+
+def test_a_benchmark_without_scores_has_no_plot_and_no_tile(tmp_path):
+    context = finished_run(tmp_path)
+    context["stages"]["eval_rl"]["config"]["benchmarks"].insert(0, {"name": "unasked"})
+    report = build_report("r", context)
+    drawn = [panel.title for section in report.sections for part in section.parts for panel in part.panels]
+    assert "sort (%)" in drawn and not any(
+        "unasked" in text for text in [*drawn, *(card.detail for card in report.cards)]
+    )

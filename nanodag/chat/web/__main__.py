@@ -1,7 +1,7 @@
 """`python -m nanodag.chat.web --model NAME=FOLDER ... [--open]`: the OpenAI API, and the chat page at `/`.
 
 `nanodag serve` and `nanodag chat --web` start it. --open: show the page in a browser; --about: JSON, facts of models by
-their names; --ratings: how the paths of files of ratings begin. The other options are those of `python -m nanodag.api`.
+their names; --ratings: how the paths of files of ratings begin. The others are nanodag.api.command's.
 """
 
 import argparse

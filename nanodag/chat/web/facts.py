@@ -18,6 +18,6 @@ def facts_of(record: RunRecord, stage: str) -> dict[str, Any]:
         stages[name]["generate"] = config.get("rollout", {}).get("generate", {}).get("name", "one_turn")
         own = [source for source in config.get("data", ()) if not source["url"].startswith("input:")]
         names = (adapter_name(source["adapter"], source["url"], "conversation") for source in own)
-        calls = (bool(source["options"].get("tools")) for source in own)
+        calls = (bool(source.get("options", {}).get("tools")) for source in own)
         stages[name]["data"] = [{"adapter": a, "tools": t} for a, t in zip(names, calls, strict=True)]
     return {"run": record.run, "stage": stage, "stages": stages}
