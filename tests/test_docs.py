@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from nanodag.cli.reference import PAGE, commands, reference
 from nanodag.config import resolve
 from nanodag.config.reference import setting
 from nanodag.config.resolve import Resolved
@@ -23,7 +22,7 @@ from nanodag.errors import ConfigError
 from nanodag.host.folders import PROJECT
 from nanodag.rl.rollouts.metrics import critic_metrics, rollout_metrics, speeds, trainer_metrics
 from nanodag.rl.rollouts.rollout import Rollout, prompt_span
-from tests.doc_pages import DOCS, FENCED, PAGES, SPAN, WRITTEN, code_of, named
+from tests.doc_pages import DOCS, FENCED, MAKER, PAGES, SPAN, WRITTEN, code_of, named
 from tests.rl.rollouts import sampled_span
 
 FOLDERS = ("tutorial", "how-to", "reference", "explanation")
@@ -91,7 +90,7 @@ def test_folders_in_the_tree_of_the_readme_are_there():
     assert [name for name in folders if not any((root / name).is_dir() for root in bases)] == []
 
 
-COMMANDS = {path: command for path, command in commands()}
+COMMANDS = {path: command for path, command in MAKER.commands()}
 
 
 def misnamed(line: str) -> Iterator[str]:
@@ -158,8 +157,10 @@ def test_files_modules_commands_and_settings_that_a_page_names_are_there(find):
     assert list(find(text)) == wrong
 
 
-def test_the_reference_of_commands_is_what_the_command_says():
-    assert PAGE.read_text(encoding="utf-8") == reference(), "stale: python -m nanodag.cli.reference"
+@pytest.mark.parametrize("name", MAKER.PAGES)
+def test_a_page_that_is_made_from_the_code_is_what_the_code_says(name):
+    found = (DOCS / "reference" / name).read_text(encoding="utf-8")
+    assert found == MAKER.PAGES[name](), f"stale: {MAKER.COMMAND}"
 
 
 def test_every_metric_of_rl_stands_in_the_reference():

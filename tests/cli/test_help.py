@@ -7,9 +7,9 @@ import pytest
 from typer.testing import CliRunner
 
 from nanodag.cli import app, main
-from nanodag.cli.reference import commands
+from tests.doc_pages import MAKER
 
-EVERY = {" ".join(path): command for path, command in commands()}
+EVERY = {" ".join(path): command for path, command in MAKER.commands()}
 
 
 @pytest.mark.parametrize("name", EVERY)
