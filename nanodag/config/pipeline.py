@@ -34,7 +34,7 @@ _NO_STORES = {"memory": "is gone when its process ends", **dict.fromkeys(("http"
 _WEBHOOK = re.compile(r"none|env:\w+|block:[a-z0-9-]+/[a-z0-9-]+")
 _STAGE_NAME = re.compile(r"[a-z][a-z0-9_-]{0,40}")
 # Trackers with a process of their own (nanodag.worker.tracker); TensorBoard only writes files.
-SERVICES = ("wandb", "trackio")
+SERVICES = ("wandb", "trackio", "mlflow")
 PLACES = ("run", "stage", "kind", "preset", "build")
 _PLACE = re.compile(r"\{([^{}]*)\}")
 
@@ -209,9 +209,9 @@ class TrackingConfig(Section):
     """Trackers that get the metrics, beside metrics.jsonl. Each stage is one run of a tracker. In group, name and id
     `{run}`, `{stage}`, `{kind}`, `{preset}` and `{build}` are filled in."""
 
-    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ("tensorboard",)
-    """`tensorboard` writes files beside the metrics, `wandb` is Weights & Biases, `trackio` Hugging Face's. The last
-    two are packages of their own."""
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...] = ("tensorboard",)
+    """`tensorboard` writes files beside the metrics, `wandb` is Weights & Biases, `trackio` Hugging Face's. All
+    but the first are packages of their own."""
     project: str = Field("nanodag", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}$")
     """The tracker's project."""
     entity: str = Field("none", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
@@ -219,7 +219,7 @@ class TrackingConfig(Section):
     group: Template = "{run}"
     """What the stages of one run have in common."""
     name: Template = "{run}/{stage}"
-    """The name of a stage's run in W&B. Trackio tells runs apart by their names, so there it is the id."""
+    """The name of a stage's run in W&B and MLflow. Trackio tells runs apart by their names, so there it is the id."""
     id: str = Field("{run}-{stage}-{build}", pattern=r"^[A-Za-z0-9_.{}-]{1,100}$")
     """What a stage's run is known by, and continued under after a retry. `{build}` is new for each build; without it
     every build of the stage writes into one run."""

@@ -32,13 +32,18 @@ POLL_S = 1.0
 FINISH_TIMEOUT_S = 60.0  # of all trackers of a stage together
 FOLDER = "trackers"  # in the workspace, and in the artifact's records
 _DONE = b"done"
+_QUIET = {
+    "WANDB_ERROR_REPORTING": "false",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_LOGGING_LEVEL": "WARNING",
+}
 
 
 class TrackerProcesses:
     """The trackers of a stage's metrics, running. names: of OPENED_BY."""
 
     def __init__(self, workspace: Path, names: Sequence[str]) -> None:
-        environment = {"WANDB_ERROR_REPORTING": "false"} | os.environ
+        environment = _QUIET | os.environ
         self._processes = {
             name: start_child(
                 [sys.executable, "-m", __name__, name, str(workspace)],
@@ -106,9 +111,49 @@ def _open_trackio(settings: TrackingConfig, config: Mapping[str, Any], folder: P
     return run, f"https://huggingface.co/spaces/{space}" if space else ""
 
 
+class _MlflowRun:
+    """A run of MLflow as the others have one. A table's rows of all steps stand in one file."""
+
+    def __init__(self, run_id: str) -> None:
+        self._id = run_id
+
+    def log(self, values: Mapping[str, Any], step: int) -> None:
+        import mlflow
+
+        mlflow.log_metrics(numbers_in(values), step=step, run_id=self._id)
+        for key, table in values.items():
+            if isinstance(table, dict):
+                rows = {**table, "step": [step] * len(next(iter(table.values())))}
+                mlflow.log_table(rows, f"{key}.json", run_id=self._id)
+
+    def finish(self) -> None:
+        import mlflow
+
+        mlflow.end_run()
+
+
+def _open_mlflow(settings: TrackingConfig, config: Mapping[str, Any], folder: Path) -> tuple[Any, str]:
+    import mlflow
+
+    (folder / "mlflow").mkdir(parents=True, exist_ok=True)
+    os.chdir(folder / "mlflow")  # where its database and files are made unless MLFLOW_TRACKING_URI names another place
+    experiment = mlflow.set_experiment(settings.project).experiment_id
+    # It makes ids itself, so ours is a tag.
+    asked = {"filter_string": f"tags.`nanodag.id` = '{settings.id}'", "output_format": "list"}
+    found = mlflow.search_runs([experiment], **asked)
+    tags = {"nanodag.id": settings.id, "group": settings.group, **dict.fromkeys(settings.tags, "true")}
+    run = mlflow.start_run(found[0].info.run_id if found else None, run_name=settings.name, tags=tags)
+    if not found:
+        mlflow.log_dict(dict(config), "config.json")
+    server = mlflow.get_tracking_uri()
+    is_page = server.startswith("http")
+    return _MlflowRun(run.info.run_id), f"{server}/#/experiments/{experiment}/runs/{run.info.run_id}" if is_page else ""
+
+
 OPENED_BY: Mapping[str, Callable[[TrackingConfig, Mapping[str, Any], Path], tuple[Any, str]]] = {
     "wandb": _open_wandb,
     "trackio": _open_trackio,
+    "mlflow": _open_mlflow,
 }
 """What opens a tracker's run: one with `log(metrics, step)` and `finish()`, and its URL. It is given the settings with
 group, name and id filled in; the stage's config, with what it belongs to under `nanodag`; and a folder for its files.
@@ -116,11 +161,14 @@ group, name and id filled in; the stage's config, with what it belongs to under 
 
 
 def _logged(name: str, line: Mapping[str, Any]) -> dict[str, Any]:
-    """Line as a tracker gets it: numbers, and lists of objects as its own Table, which wandb and trackio both have. The
-    first object names the columns."""
+    """Line as a tracker gets it: numbers, and lists of objects as its own Table, which wandb and trackio both have;
+    MLflow takes columns. The first object names the columns."""
     logged: dict[str, Any] = dict(numbers_in(line))
     for key, objects in line.items():
         if isinstance(objects, list) and objects and isinstance(objects[0], dict):
+            if name == "mlflow":
+                logged[key] = {column: [each.get(column) for each in objects] for column in objects[0]}
+                continue
             rows = [[each.get(column) for column in objects[0]] for each in objects]
             logged[key] = importlib.import_module(name).Table(columns=list(objects[0]), data=rows)
     return logged

@@ -1,4 +1,4 @@
-"""The real packages take what nanodag gives them: W&B into its offline files, trackio into its database."""
+"""The real packages take what nanodag gives them: W&B into offline files, trackio and MLflow into databases."""
 
 import json
 import os
@@ -18,10 +18,10 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def packages(monkeypatch, tmp_path):
-    """Python's path to them: `pip install --target FOLDER wandb trackio`, and the folder in NANODAG_TRACKERS."""
+    """Python's path to them: `pip install --target FOLDER wandb trackio mlflow-skinny`, FOLDER in NANODAG_TRACKERS."""
     folder = os.environ.get("NANODAG_TRACKERS", "")
     if not (Path(folder) / "wandb").is_dir():
-        missing = "NANODAG_TRACKERS names no folder with wandb and trackio"
+        missing = "NANODAG_TRACKERS names no folder with wandb, trackio and mlflow"
         (pytest.fail if os.environ.get("NANODAG_CI") else pytest.skip)(missing)
     monkeypatch.setenv("PYTHONPATH", folder)
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
@@ -69,3 +69,25 @@ def test_trackio_has_one_run_of_two_tries_with_its_steps(packages, tmp_path, cap
     command = [sys.executable, "-m", "trackio.cli", "get", "metric", *asked]
     values = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)["values"]
     assert [(value["step"], value["value"]) for value in values] == [(1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3))]
+
+
+def test_mlflow_has_one_run_of_two_tries_with_its_steps_and_the_rows_of_both(packages, tmp_path, caplog):
+    workspace = workspace_of(tmp_path, "online")
+    with (workspace / "metrics.jsonl").open("a") as stream:
+        stream.write(json.dumps({"step": 0, "responses": [{"prompt": "p", "text": "t"}]}) + "\n")
+    first = track("mlflow", workspace, 1, 2)["id"]
+    track("mlflow", workspace, 3)
+    code = """
+import json, sys, mlflow
+from mlflow import MlflowClient
+[run] = mlflow.search_runs(search_all_experiments=True, output_format="list")
+history = MlflowClient().get_metric_history(run.info.run_id, "base/loss")
+table = mlflow.artifacts.load_dict(run.info.artifact_uri + "/base/responses.json")
+print("RUN", json.dumps([run.data.tags["nanodag.id"], run.info.run_name, run.info.status,
+    [[each.step, each.value] for each in history], table["data"]]))
+"""
+    folder = tmp_path / "out" / "mlflow"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=folder).stdout
+    [found] = [json.loads(line[4:]) for line in said.splitlines() if line.startswith("RUN ")]
+    steps = [[1, 1.0], [2, 0.5], [3, pytest.approx(1 / 3)]]
+    assert found == [first, "r/base", "FINISHED", steps, [["p", "t", 0]]] and not caplog.messages

@@ -167,7 +167,7 @@ def test_tensorboard_gets_every_step(project):
     [
         ("tracking.id=mine", "tracking.id: 'mine' is one id for all stages, which would write into one run; put"),
         ("tracking.name='{user}'", "tracking.name: '{user}' has {user}, which nothing fills in; there are {run}, {st"),
-        ("tracking.trackers=[mlflow]", "tracking.trackers.0: must be "),
+        ("tracking.trackers=[comet]", "tracking.trackers.0: must be "),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused(project, override, said):
