@@ -98,15 +98,24 @@ def pretrain_of(pipeline: "Pipeline", name: str) -> "PretrainStage | None":
     return cast("PretrainStage", stage) if stage.is_from_scratch else None
 
 
+def extended(pipeline: "Pipeline", name: str, model: ModelSize) -> ModelSize:
+    """A stage's model, declared for what the last stage that extended it says."""
+    stage = pipeline.stages[name]
+    if not stage.extends_to and (source := stage.inputs.get("model")):
+        return extended(pipeline, source, model)
+    return replace(model, max_positions=stage.extends_to or model.max_positions)
+
+
 def model_of(pipeline: "Pipeline", name: str) -> ModelSize | None:
     """The size of the model that a stage trains or scores, whether its shape was given, derived from its depth, or is
     that of an import that is known; None of another import, and of a stage without a model."""
     began = began_at(pipeline, name)
     if imported := pipeline.stages[began].known_model:
-        return known_model(imported)
+        known = known_model(imported)
+        return None if known is None else extended(pipeline, name, known)
     if (source := pretrain_of(pipeline, began)) is None:
         return None
     tokenizer, shape = pipeline.stages[source.inputs["tokenizer"]], source.shape.filled(began, {})
     if not tokenizer.vocabulary_size:
         raise ConfigError(f"A pretrain stage's input `tokenizer` must be of kind tokenizer; found {tokenizer.kind}.")
-    return ModelSize(shape.as_shape(), tokenizer.vocabulary_size, shape.max_positions)
+    return extended(pipeline, name, ModelSize(shape.as_shape(), tokenizer.vocabulary_size, shape.max_positions))

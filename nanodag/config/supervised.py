@@ -42,6 +42,10 @@ class ShapeConfig(StageSection):
     """Base of the rotary positions' wavelengths."""
     max_positions: int = Field(2048, ge=16, le=100_000_000)
     """Longest sequence that the model is declared for, in tokens."""
+    extend_to: int = later(0, ge=0, le=100_000_000)
+    """Positions that a model of inputs.model is declared for from here on, at most sequence_length; 0 keeps its own."""
+    extend_by: Literal["yarn", "ntk"] = later("yarn")
+    """How its angles are stretched for them: `yarn`, or `ntk`, a higher base of all wavelengths."""
 
     def filled(self, stage: str, origins: dict[str, str]) -> "ShapeConfig":
         """The shape without `auto`: by the dial, and heads and MLP by a width that was given by hand. stage: its name.

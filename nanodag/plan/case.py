@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 
 from nanodag.config import Pipeline
 from nanodag.config.footprint import USABLE
-from nanodag.config.model_size import ModelSize, began_at
+from nanodag.config.model_size import ModelSize, began_at, extended
 from nanodag.config.model_size import model_of as derived_model_of
 from nanodag.config.pipeline import PlanConfig
 from nanodag.config.rl_parts import RewardConfig
@@ -136,7 +136,8 @@ def _model_of(pipeline: Pipeline, name: str, mirror: Path | None) -> ModelSize |
         return known
     try:
         folder = files[0].parent
-        return size_of(folder, read_checkpoint(folder, pipeline.stages[began].known_code).architecture)
+        size = size_of(folder, read_checkpoint(folder, pipeline.stages[began].known_code).architecture)
+        return extended(pipeline, name, size)
     except BadRequest as error:
         raise ConfigError(f"{began}.model={imported} cannot be taken: {error}") from error
 

@@ -4,7 +4,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, cast
@@ -23,6 +23,7 @@ from nanodag.host.processor import usable_cores
 from nanodag.model.architecture import Architecture, read_checkpoint
 from nanodag.model.build import initialise, qwen3_architecture
 from nanodag.model.decoder import Decoder
+from nanodag.model.extension import extended
 from nanodag.model.folder import CausalModel, load, save
 from nanodag.model.folder_size import size_of
 from nanodag.model.headers import weight_files
@@ -62,8 +63,12 @@ class PreparedStage:
     None without held-out data. checkpoint: the one to go on from."""
 
     def __init__(self, job: Job) -> None:
-        self.job = job
         self.config = config = cast(SupervisedStage, job.config)
+        if config.extends_to:
+            options = {"positions": config.extends_to, "by": config.shape.extend_by}  # type: ignore[attr-defined]
+            model = extended(job.inputs["model"], job.workspace / "extended", **options)
+            job = replace(job, inputs={**job.inputs, "model": model})
+        self.job = job
         assert config.precision != "auto"  # derived
         torch.set_num_threads(int(config.resources.threads))
         self.tokenizer_path = job.inputs["model" if "model" in job.inputs else "tokenizer"]

@@ -11,6 +11,7 @@ from nanodag.cli.show import explain_setting
 from nanodag.config import order_of, resolve, result_config
 from nanodag.config.derive import BUNDLE
 from nanodag.config.kinds import shipped
+from nanodag.config.model_size import model_of
 from nanodag.config.pipeline import Pipeline, read_stage
 from nanodag.config.reference import setting, words_of
 from nanodag.config.resolve import leaves, portable
@@ -102,12 +103,22 @@ def test_pretraining_that_goes_on_takes_its_rates_from_the_stage_where_the_model
     ({"inputs": {"model": "base", "tokenizer": "tokenizer"}}, "more.inputs: found model, tokenizer; name"),
     ({"inputs": {"tokenizer": "tokenizer"}}, "more.shape.depth is missing: random weights need one"),
     ({"shape": {"depth": 2}}, "more.shape is that of inputs.model; leave it out"),
+    ({"shape": {"extend_to": 4096}}, "more.shape.extend_to 4096 is above sequence_length 8: "),
+    ({"shape": {"extend_to": 64}, "sequence_length": 64}, "more.shape.extend_to: 64 is no more than the 2048"),
+    ({"shape": {"extend_to": 64, "depth": 2}, "inputs": {"tokenizer": "tokenizer"}}, "extend_to extends a model; a"),
     ({"horizon_tokens": None}, "more.horizon_tokens auto: the dial's is for random weights; say for how many"),
     ({"tokens_per_parameter": 8}, "more.tokens_per_parameter means nothing to a model that goes on"),
 ])  # fmt: skip
 def test_pretraining_begins_at_one_thing_and_says_what_that_needs(file, changes, said):
     with pytest.raises(ConfigError, match=said):
         resolve(with_more(file, **changes), "one")
+
+
+def test_a_model_that_was_extended_is_planned_with_its_positions(file):
+    pipeline = resolve(
+        with_more(file, shape={"extend_to": 4096}, sequence_length=4096, batch_tokens=4096), "one"
+    ).pipeline
+    assert [model_of(pipeline, name).max_positions for name in ("base", "more")] == [2048, 4096]
 
 
 def test_an_unknown_preset_is_refused_with_the_nearest(file):

@@ -6,6 +6,7 @@ from pydantic import Field
 
 from nanodag.config.derive import Derived
 from nanodag.config.kind import CONVERSATIONS, MODEL, TOKENIZER
+from nanodag.config.model_size import model_of
 from nanodag.config.supervised import ChatStage, ShapeConfig, SupervisedKind, SupervisedStage
 from nanodag.errors import ConfigError
 
@@ -23,6 +24,10 @@ class PretrainStage(SupervisedStage):
     def is_from_scratch(self) -> bool:  # type: ignore[override]
         return self.shape.depth > 0
 
+    @property
+    def extends_to(self) -> int:  # type: ignore[override]
+        return self.shape.extend_to
+
     def before_ranks(self, derived: Derived) -> Self:
         """The stage with its shape and schedule. Raises ConfigError for a horizon or rows that the shape has not."""
         stage, name = self, derived.name
@@ -37,6 +42,12 @@ class PretrainStage(SupervisedStage):
                     f"{name}.sequence_length: {self.sequence_length} is above {name}.shape.max_positions "
                     f"{self.shape.max_positions}; lower the one or raise the other."
                 )
+        known = None if not self.extends_to else model_of(derived.pipeline, self.inputs["model"])
+        if known is not None and self.extends_to <= known.max_positions:
+            raise ConfigError(
+                f"{name}.shape.extend_to: {self.extends_to} is no more than the {known.max_positions} positions that "
+                f"{self.inputs['model']} has; raise it, or leave it out."
+            )
         return super(PretrainStage, stage).before_ranks(derived)
 
     def check_inputs(self) -> None:
@@ -49,11 +60,18 @@ class PretrainStage(SupervisedStage):
         if "tokenizer" in self.inputs:
             if not self.is_from_scratch:
                 raise ValueError("shape.depth is missing: random weights need one, as in shape: {depth: 4}")
+            if self.extends_to:
+                raise ValueError("shape.extend_to extends a model; a new one has shape.max_positions")
             if self.lora_rank:
                 raise ValueError(f"optimizer.lora_rank {self.lora_rank} adapts a model, and this one begins at none")
             return
-        if self.shape != ShapeConfig():
+        if self.shape != ShapeConfig(extend_to=self.shape.extend_to, extend_by=self.shape.extend_by):
             raise ValueError("shape is that of inputs.model; leave it out, or name a tokenizer to begin from scratch")
+        if self.extends_to > self.sequence_length:
+            raise ValueError(
+                f"shape.extend_to {self.extends_to} is above sequence_length {self.sequence_length}: the model would "
+                "be declared for positions that it never saw; lower the one or raise the other"
+            )
         if self.horizon_tokens in ("auto", 0):
             raise ValueError(
                 f"horizon_tokens {self.horizon_tokens}: the dial's is for random weights; say for how many tokens the "
