@@ -22,7 +22,7 @@ from typing import Any
 
 from nanodag.children.child import start_child
 from nanodag.config.pipeline import TrackingConfig, filled
-from nanodag.store.atomic import write_json
+from nanodag.store.atomic import locked, write_json
 from nanodag.worker import logs
 from nanodag.worker.logs import Tail
 
@@ -137,7 +137,8 @@ def _open_mlflow(settings: TrackingConfig, config: Mapping[str, Any], folder: Pa
 
     (folder / "mlflow").mkdir(parents=True, exist_ok=True)
     os.chdir(folder / "mlflow")  # where its database and files are made unless MLFLOW_TRACKING_URI names another place
-    experiment = mlflow.set_experiment(settings.project).experiment_id
+    with locked(folder / "mlflow" / "open.lock", timeout_s=60.0):  # of two that make the database at once either fails
+        experiment = mlflow.set_experiment(settings.project).experiment_id
     # It makes ids itself, so ours is a tag.
     asked = {"filter_string": f"tags.`nanodag.id` = '{settings.id}'", "output_format": "list"}
     found = mlflow.search_runs([experiment], **asked)

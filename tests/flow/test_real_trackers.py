@@ -28,11 +28,11 @@ def packages(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
-def workspace_of(folder, mode):
+def workspace_of(folder, mode, work="work"):
     context = {"preset": "p", "trackers_folder": str(folder / "out"), "tracking": {"mode": mode, "tags": ["a", "b"]}}
     stage = read_stage(STAGES["base"])
-    (folder / "work").mkdir()
-    job = Job(name="base", run="r", config=stage, inputs={}, workspace=folder / "work", context=context)
+    (folder / work).mkdir()
+    job = Job(name="base", run="r", config=stage, inputs={}, workspace=folder / work, context=context)
     write_job(job)
     return job.workspace
 
@@ -91,3 +91,14 @@ print("RUN", json.dumps([run.data.tags["nanodag.id"], run.info.run_name, run.inf
     [found] = [json.loads(line[4:]) for line in said.splitlines() if line.startswith("RUN ")]
     steps = [[1, 1.0], [2, 0.5], [3, pytest.approx(1 / 3)]]
     assert found == [first, "r/base", "FINISHED", steps, [["p", "t", 0]]] and not caplog.messages
+
+
+def test_two_stages_that_begin_at_once_have_a_run_of_mlflow_each(packages, tmp_path, caplog):
+    workspaces = [workspace_of(tmp_path, "online", name) for name in ("one", "other")]
+    for workspace in workspaces:
+        (workspace / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 1.0}) + "\n")
+    processes = [tracker.TrackerProcesses(workspace, ["mlflow"]) for workspace in workspaces]
+    for process in processes:
+        process.close()
+    known = [json.loads((workspace / "trackers" / "mlflow.json").read_text()) for workspace in workspaces]
+    assert [state["step"] for state in known] == [1, 1] and known[0]["id"] != known[1]["id"] and not caplog.messages
