@@ -28,6 +28,9 @@ def plan_supervised(case: Case[SupervisedStage]) -> StagePlan:
     if stage.core_every:
         items = counted(core_items(stage.core_limit), "item")
         notes.append(f"CORE every {stage.core_every:,} steps and at the end, {items} each time")
+    if stage.is_from_scratch and case.known_model and case.known_model.max_positions > stage.sequence_length:
+        most = f"{case.known_model.max_positions:,} positions, of which training reaches {stage.sequence_length:,}"
+        notes.append(f"declares {most}")
     tokens = None if steps is None else steps * int(stage.batch_tokens)
     if case.known_model is None:
         return case.plan(tokens=tokens, steps=steps, notes=("its model is not known yet",))
