@@ -18,7 +18,7 @@ import yaml
 from starlette.routing import BaseRoute
 
 from nanodag.api import metrics as api_metrics
-from nanodag.api.application import WholeRequests, application
+from nanodag.api.application import application, quiet_server
 from nanodag.api.follow import Followed, follow
 from nanodag.api.launching import served_model, with_its_context
 from nanodag.api.metrics import Metrics
@@ -37,6 +37,7 @@ from nanodag.store import Store
 STOP_S = 5  # what answers under way may still take when the server is ended
 
 TYPES = {"int": int, "float": float, "path": Path}
+LIMITS = ("max_body_bytes", "max_prompt_tokens", "max_new_tokens", "max_waiting", "request_timeout_s")  # of Limits
 
 Routes = Callable[[], Sequence[BaseRoute]]
 
@@ -47,8 +48,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     for name, how in yaml.safe_load(Path(__file__).with_name("options.yaml").read_text(encoding="utf-8")).items():
         parser.add_argument(name, **how | ({"type": TYPES[how["type"]]} if "type" in how else {}))
-    limits = {name: getattr(Limits, name) for name in ("max_body_bytes", "max_waiting", "request_timeout_s")}
-    parser.set_defaults(**limits)
+    parser.set_defaults(**{name: getattr(Limits, name) for name in LIMITS})
     return parser.parse_args(arguments)
 
 
@@ -103,13 +103,7 @@ async def _serve(args: argparse.Namespace, extra_routes: Routes, ready: Callable
         finally:
             loop.remove_signal_handler(signal.SIGTERM)
         models = {name: await with_its_context(model) for name, model in models.items()}
-        limits = Limits(
-            max_body_bytes=args.max_body_bytes,
-            max_prompt_tokens=args.max_prompt_tokens,
-            max_new_tokens=args.max_new_tokens,
-            max_waiting=args.max_waiting,
-            request_timeout_s=args.request_timeout_s,
-        )
+        limits = Limits(**{name: getattr(args, name) for name in LIMITS})
         metrics = Metrics(models)
         app = application(
             models,
@@ -121,15 +115,7 @@ async def _serve(args: argparse.Namespace, extra_routes: Routes, ready: Callable
             metrics=metrics,
             extra_routes=extra_routes(),
         )
-        config = uvicorn.Config(
-            app,
-            http=WholeRequests,
-            log_level="warning",
-            lifespan="off",
-            access_log=False,
-            timeout_graceful_shutdown=STOP_S,
-        )
-        server = _Server(config)
+        server = quiet_server(app, _Server, timeout_graceful_shutdown=STOP_S)
         following.append(asyncio.ensure_future(api_metrics.log_speed(metrics)))
         for each in engines:
             each.is_stopping = lambda: server.should_exit
