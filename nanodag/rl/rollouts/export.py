@@ -173,11 +173,7 @@ def _row(step: int, read: Read, encoding: Encoding) -> dict[str, Any]:
     return {
         "step": step,
         "fate": read.fate,
-        "prompt_id": rollout.prompt_id,
-        "group_id": rollout.group_id,
-        "sample_index": rollout.sample_index,
-        "branch": rollout.branch,
-        "role": rollout.role,
+        **{name: getattr(rollout, name) for name in ("prompt_id", "group_id", "sample_index", "branch", "role")},
         "messages": [dict(message) for message in read.messages],
         "answer": read.answer,
         "response": text_of(rollout, encoding),
