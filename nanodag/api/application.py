@@ -104,12 +104,12 @@ EXCEPTIONS: Mapping[Any, ExceptionHandler] = {
 }
 
 
-def quiet_server(app: ASGIApp, **settings: Any) -> uvicorn.Server:
+def quiet_server(app: ASGIApp, kind: type[uvicorn.Server] = uvicorn.Server, **settings: Any) -> uvicorn.Server:
     """A server inside another program: it logs warnings alone, and those as the program does. settings: uvicorn's."""
     config = uvicorn.Config(
         app, http=WholeRequests, lifespan="off", access_log=False, log_config=None, log_level="warning", **settings
     )
-    return uvicorn.Server(config)
+    return kind(config)
 
 
 class WholeRequests(H11Protocol):

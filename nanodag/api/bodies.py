@@ -5,35 +5,18 @@ answer depends on are passed over, and so is every field that is null or has its
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
+import yaml
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
 from nanodag.api.refusals import Refused
 from nanodag.inference.protocol import json_object, shortened
 
-# No answer depends on them.
-HARMLESS = frozenset({
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "prediction", "request_id", "priority",
-})  # fmt: skip
-# Not built, but harmless with these values.
-NEUTRAL: Mapping[str, Any] = {
-    "suffix": "", "modalities": ["text"], "functions": [], "function_call": "none",
-    "skip_special_tokens": True, "spaces_between_special_tokens": True, "add_generation_prompt": True,
-    "continue_final_message": False, "use_beam_search": False, "length_penalty": 1.0, "verbosity": "medium",
-    "separate_reasoning": True, "stream_reasoning": True,
-}  # fmt: skip
-# Sampling fields that SGLang honours and the embedded engine does not: their neutral value, and SGLang's name.
-SGLANG_SAMPLING: Mapping[str, tuple[Any, str]] = {
-    "presence_penalty": (0, "presence_penalty"),
-    "frequency_penalty": (0, "frequency_penalty"),
-    "repetition_penalty": (1, "repetition_penalty"),
-    "min_p": (0, "min_p"),
-    "min_tokens": (0, "min_new_tokens"),
-    "regex": ("", "regex"),
-    "ebnf": ("", "ebnf"),
-}
+_FIELDS = yaml.safe_load(Path(__file__).with_name("request_fields.yaml").read_text(encoding="utf-8"))
+HARMLESS, NEUTRAL = frozenset[str](_FIELDS["harmless"]), _FIELDS["neutral"]
+SGLANG_SAMPLING: Mapping[str, tuple[Any, str]] = _FIELDS["sglang_sampling"]
 
 MAX_CHOICES = 128
 MAX_STOPS = 16

@@ -27,15 +27,6 @@ class ScoredToken:
     start: int
 
 
-@dataclass(frozen=True)
-class CallPart:
-    """A piece of a tool call's arguments. index: of the call in its answer. name: in a call's first piece alone."""
-
-    index: int
-    name: str | None
-    arguments: str
-
-
 @dataclass(kw_only=True)
 class New:
     """Additions to an answer since it was last looked at."""
@@ -109,8 +100,9 @@ class ParsedAnswer:
             new.scored.append(self._scored.popleft())
         return new
 
-    def call_parts(self) -> list[CallPart]:
-        """Additions to calls since the last look, the one that is still open included."""
+    def call_parts(self) -> list[tuple[int, str | None, str]]:
+        """Additions to calls since the last look, the one that is still open included: the call's number in its answer,
+        its name in its first piece alone, and what is new of its arguments."""
         open_call = self.reader.told() if self.finish_reason is None else None
         parts = []
         for index, call in enumerate([*self.calls, *([open_call] if open_call is not None else [])]):
@@ -118,7 +110,7 @@ class ParsedAnswer:
             if is_new:
                 self._told.append(0)
             if is_new or len(call.arguments) > self._told[index]:
-                parts.append(CallPart(index, call.name if is_new else None, call.arguments[self._told[index] :]))
+                parts.append((index, call.name if is_new else None, call.arguments[self._told[index] :]))
                 self._told[index] = len(call.arguments)
         return parts
 

@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import uvicorn
+import yaml
 from starlette.routing import BaseRoute
 
 from nanodag.api import metrics as api_metrics
-from nanodag.api.application import WholeRequests, application
+from nanodag.api.application import application, quiet_server
 from nanodag.api.follow import Followed, follow
 from nanodag.api.launching import served_model, with_its_context
 from nanodag.api.metrics import Metrics
@@ -28,12 +29,15 @@ from nanodag.errors import ConfigError, NanodagError
 from nanodag.errors.words import counted
 from nanodag.host.folders import Scratch
 from nanodag.host.threads import cancelled
-from nanodag.inference.access_checks import DEFAULT_MAX_BODY_BYTES, bound_socket
+from nanodag.inference.access_checks import bound_socket
 from nanodag.inference.addresses import keys_for
 from nanodag.model.headers import weights_digest
 from nanodag.store import Store
 
 STOP_S = 5  # what answers under way may still take when the server is ended
+
+TYPES = {"int": int, "float": float, "path": Path}
+LIMITS = ("max_body_bytes", "max_prompt_tokens", "max_new_tokens", "max_waiting", "request_timeout_s")  # of Limits
 
 Routes = Callable[[], Sequence[BaseRoute]]
 
@@ -42,34 +46,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser = argparse.ArgumentParser(
         prog="python -m nanodag.chat.web", description="Serve checkpoints by OpenAI's protocol."
     )
-    add = parser.add_argument
-    add("--model", action="append", default=[], metavar="NAME=FOLDER", help="a Hugging Face folder; may be repeated")
-    add("--follow", default="", metavar="RUN", help="serve the newest weights of a run under way, before other models")
-    add("--follow-stage", default="", metavar="STAGE", help="of that stage alone")
-    add("--store", default="", metavar="URL", help="where that run is")
-    add("--store-local", type=Path, metavar="FOLDER", help="the store's folder on this machine, where it is remote")
-    add("--engine", choices=("embedded", "sglang"), default="embedded")
-    add("--python", default="auto", help="of SGLang's environment")
-    add("--host", default="127.0.0.1")
-    add("--port", type=int, default=8000, help="0: the system chooses")
-    add("--replicas", type=int, default=1, help="engines of each model")
-    add("--tensor-parallel", type=int, default=1, help="GPUs of one SGLang engine")
-    add("--max-batch", type=int, default=32, help="samples that an engine runs at once")
-    add("--threads", type=int, default=1, help="of an engine, on a CPU")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add("--dtype", default="auto", help="of the embedded engine: auto, float32 or bfloat16")
-    add("--context-length", type=int, help="prompt and answer together; by default what the cache has room for")
-    add("--deterministic", action="store_true", help="the same bits for a request whoever asks beside it")
-    add("--api-key-file", type=Path, help="keys, one a line; needed on any address but loopback")
-    add("--cors", action="append", default=[], metavar="ORIGIN", help="pages of it may ask; may be repeated")
-    add("--allow-host", action="append", default=[], metavar="NAME", help="a name of this server beside localhost")
-    add("--max-body-bytes", type=int, default=DEFAULT_MAX_BODY_BYTES)
-    add("--max-prompt-tokens", type=int)
-    add("--max-new-tokens", type=int)
-    add("--max-waiting", type=int, default=Limits.max_waiting, help="samples in flight; more are answered 429")
-    add("--request-timeout-s", type=float, default=Limits.request_timeout_s)
-    add("--served-model-name", default="", metavar="NAME", help="of the first model, in place of its own")
-    add("--no-access-log", action="store_true", help="no line a request, and none of tokens a second")
+    for name, how in yaml.safe_load(Path(__file__).with_name("options.yaml").read_text(encoding="utf-8")).items():
+        parser.add_argument(name, **how | ({"type": TYPES[how["type"]]} if "type" in how else {}))
+    parser.set_defaults(**{name: getattr(Limits, name) for name in LIMITS})
     return parser.parse_args(arguments)
 
 
@@ -124,13 +103,7 @@ async def _serve(args: argparse.Namespace, extra_routes: Routes, ready: Callable
         finally:
             loop.remove_signal_handler(signal.SIGTERM)
         models = {name: await with_its_context(model) for name, model in models.items()}
-        limits = Limits(
-            max_body_bytes=args.max_body_bytes,
-            max_prompt_tokens=args.max_prompt_tokens,
-            max_new_tokens=args.max_new_tokens,
-            max_waiting=args.max_waiting,
-            request_timeout_s=args.request_timeout_s,
-        )
+        limits = Limits(**{name: getattr(args, name) for name in LIMITS})
         metrics = Metrics(models)
         app = application(
             models,
@@ -142,15 +115,7 @@ async def _serve(args: argparse.Namespace, extra_routes: Routes, ready: Callable
             metrics=metrics,
             extra_routes=extra_routes(),
         )
-        config = uvicorn.Config(
-            app,
-            http=WholeRequests,
-            log_level="warning",
-            lifespan="off",
-            access_log=False,
-            timeout_graceful_shutdown=STOP_S,
-        )
-        server = _Server(config)
+        server = quiet_server(app, _Server, timeout_graceful_shutdown=STOP_S)
         following.append(asyncio.ensure_future(api_metrics.log_speed(metrics)))
         for each in engines:
             each.is_stopping = lambda: server.should_exit

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from nanodag.api.bodies import ChatBody, CompletionBody
-from nanodag.api.choice import CallPart, New, SampledChoice, ScoredToken
+from nanodag.api.choice import New, SampledChoice, ScoredToken
 from nanodag.api.prompt_rendering import is_forced
 from nanodag.api.served_model import Decoding, ServedModel, TokenText
 from nanodag.api.tool_format import Call
@@ -96,9 +96,11 @@ class ChatReply(Reply):
         parts = []
         if new.content or new.scored:
             parts.append(self._part(sample, {"content": new.content}, self._scores(new.scored)))
-        for piece in sample.answer.call_parts():
-            identity = self.call_id(sample.index, piece.index)
-            parts.append(self._part(sample, {"tool_calls": [_call_part(piece, identity)]}, None))
+        for number, name, arguments in sample.answer.call_parts():
+            # As OpenAI streams a call: its id, type and name in the first piece, its arguments over all of them.
+            call: dict[str, Any] = {"function": {"arguments": arguments}}
+            call = call if name is None else _call(Call(name, arguments), self.call_id(sample.index, number))
+            parts.append(self._part(sample, {"tool_calls": [{"index": number, **call}]}, None))
         if sample.answer.finish_reason is not None:
             parts.append({"index": sample.index, "delta": {}, "logprobs": None, **_end(sample)})
         return parts
@@ -188,13 +190,6 @@ def _end(sample: SampledChoice) -> dict[str, Any]:
 def _call(call: Call, identity: str) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": identity, "type": "function", "function": function}
-
-
-def _call_part(piece: CallPart, identity: str) -> dict[str, Any]:
-    """As OpenAI streams a call: its id, type and name in the first piece, its arguments over all of them."""
-    if piece.name is None:
-        return {"index": piece.index, "function": {"arguments": piece.arguments}}
-    return {"index": piece.index, **_call(Call(piece.name, piece.arguments), identity)}
 
 
 def _named(tokens: TokenText, token: int, logprob: float | None) -> dict[str, Any]:

@@ -110,17 +110,13 @@ class Dialogue:
     def _questions(self) -> list[int]:
         return [place for place, message in enumerate(self.messages) if message["role"] == "user"]
 
-    def answer(self, text: str) -> None:
-        """Add what the model said."""
-        self.messages.append({"role": "assistant", "content": text})
-
-    def called(self, text: str, calls: Sequence[Call], results: Sequence[str]) -> None:
-        """Add what the model said before its calls, the calls, and what came of them."""
+    def answer(self, text: str, calls: Sequence[Call] = (), results: Sequence[str] = ()) -> None:
+        """Add what the model said, the calls that it made then, and what came of them."""
         made = [
             {"id": f"call-{len(self.messages)}-{number}", "function": asdict(tool_call)}
             for number, tool_call in enumerate(calls)
         ]
-        self.messages.append({"role": "assistant", "content": text, "tool_calls": made})
+        self.messages.append({"role": "assistant", "content": text} | ({"tool_calls": made} if made else {}))
         for tool_call, result in zip(made, results, strict=True):
             self.messages.append({"role": "tool", "tool_call_id": tool_call["id"], "content": result})
 
@@ -262,10 +258,7 @@ class Talk:
                 if number < MAX_ROUNDS:
                     results = [await self._carried_out(tool_call) for tool_call in answer.calls]
             finally:
-                if results:
-                    conversation.called(text, answer.calls, results)
-                else:
-                    conversation.answer(text)
+                conversation.answer(text, answer.calls if results else (), results)
             if not answer.calls:
                 return
         self._tell(f"Ended: it called tools in more than {MAX_ROUNDS} rounds.")

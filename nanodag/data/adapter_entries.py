@@ -319,25 +319,17 @@ def gpqa_choice(row: Mapping[str, Any]) -> Choice:
     return row["Question"], choices, choices.index(answers[0]), ""
 
 
-@choice("piqa")
-def _piqa(row: Mapping[str, Any]) -> Choice:
-    return row["goal"], [row["sol1"], row["sol2"]], int(row["label"]), ""
-
-
 @choice("winogrande")
 def _winogrande(row: Mapping[str, Any]) -> Choice:
     question = f"Which fits the blank: {row['sentence']}"
     return question, [row["option1"], row["option2"]], int(row["answer"]) - 1, ""
 
 
-@choice("boolq")
-def _boolq(row: Mapping[str, Any]) -> Choice:
-    return f"{row['question'].rstrip('?')}?", ["no", "yes"], int(bool(row["answer"])), row["passage"]
-
-
-@choice("hellaswag")
-def _hellaswag(row: Mapping[str, Any]) -> Choice:
-    return f"How does this go on: {row['ctx']}", list(row["endings"]), int(row["label"]), ""
+choice("piqa")(lambda row: (row["goal"], [row["sol1"], row["sol2"]], int(row["label"]), ""))
+choice("hellaswag")(lambda row: (f"How does this go on: {row['ctx']}", list(row["endings"]), int(row["label"]), ""))
+choice("boolq")(
+    lambda row: (f"{row['question'].rstrip('?')}?", ["no", "yes"], int(bool(row["answer"])), row["passage"])
+)
 
 
 @entry("ifeval", "prompt")

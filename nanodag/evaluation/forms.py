@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 from nanodag.config.kinds.evaluation import BenchmarkConfig
+from nanodag.config.section import found_in
 from nanodag.errors import ConfigError
 from nanodag.errors.words import nearest
 from nanodag.own_code.find import file_of
@@ -138,7 +139,9 @@ def form_files(config: BenchmarkConfig) -> list[Path]:
     files: list[Path] = []
     for start in (path, for_chat) if for_chat.is_file() else (path,):
         for file, part in _parts(start):
-            modules = (name.module_beside or file_of(name.rpartition(".")[0]) for name in _functions(part))
+            modules = (
+                name.module_beside or file_of(name.rpartition(".")[0]) for _, name in found_in(part, FunctionName)
+            )
             files += [file, *(module for module in modules if module is not None)]
     return [file for file in dict.fromkeys(files) if not file.is_relative_to(FORMS.parents[1])]
 
@@ -159,14 +162,6 @@ def _parts(path: Path, below: tuple[Path, ...] = ()) -> list[tuple[Path, dict[st
             raise ConfigError(f"{below[0]} is no form of lm-eval's: it includes itself, or over {MAX_INCLUDES} others")
         parts += _parts(path.parent / inner, (*below, path))
     return parts
-
-
-def _functions(value: Any) -> list[FunctionName]:
-    """Functions that a form names, at any depth."""
-    if isinstance(value, FunctionName):
-        return [value]
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return [name for child in inner for name in _functions(child)]
 
 
 def _file_of(config: BenchmarkConfig, *, chat: bool) -> tuple[Path, bool]:

@@ -1,7 +1,7 @@
 """Stages, scores and comparisons of a report, read from the job's context and the stages' folders."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -22,18 +22,6 @@ MOST_SAMPLES = 6  # of a stage's training
 NO_CLEAR = "no clear difference"
 ASKED = ("form", "num_fewshot", "sampling")
 """What must agree for two scores of a benchmark to be of the same question."""
-
-
-def metrics_in(records: Path) -> list[dict[str, Any]]:
-    """The lines of a folder's metrics.jsonl; none where there is no such file, or no folder but the empty path, which
-    is the working directory's."""
-    return list(read_lines(records / "metrics.jsonl", is_whole=True)) if records != Path() else []
-
-
-def curve_of(lines: Iterable[Mapping[str, Any]], name: str) -> tuple[list[float], list[float]]:
-    """Steps and values of one metric, over all lines that have it as a number."""
-    pairs = [(float(line["step"]), float(line[name])) for line in lines if _is_number(line.get(name))]
-    return [step for step, _ in pairs], [value for _, value in pairs]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +50,14 @@ class ReportedStage:
 
     @cached_property
     def lines(self) -> list[dict[str, Any]]:
-        return metrics_in(self.records)
+        """The lines of its metrics.jsonl; none where there is no such file, or no folder but the empty path, which is
+        the working directory's."""
+        return list(read_lines(self.records / "metrics.jsonl", is_whole=True)) if self.records != Path() else []
 
     def curve(self, name: str) -> tuple[list[float], list[float]]:
-        return curve_of(self.lines, name)
+        """Steps and values of one metric, over all lines that have it as a number."""
+        pairs = [(float(line["step"]), float(line[name])) for line in self.lines if _is_number(line.get(name))]
+        return [step for step, _ in pairs], [value for _, value in pairs]
 
     @cached_property
     def watched(self) -> dict[str, str]:

@@ -136,16 +136,11 @@ def environment_of(*folders: Path, autoescape: bool = True) -> jinja2.Environmen
         md=words.markdown,
         md_cell=_md_cell,
         fenced=words.fenced,
-        anchor=anchor_of,
+        anchor=lambda text: re.sub(r"\W+", "-", text.lower()).strip("-"),  # name of an element
     )
     environment.globals["page_scripts"] = plots.page_scripts
     environment.policies["json.dumps_kwargs"] = {}  # in the order of a panel's lines, which have their colours by it
     return environment
-
-
-def anchor_of(text: str) -> str:
-    """Name of an element, of the letters and digits of a text."""
-    return re.sub(r"\W+", "-", text.lower()).strip("-")
 
 
 def _md_cell(cell: Cell) -> str:

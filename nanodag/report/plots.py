@@ -19,6 +19,7 @@ from nanodag.report.words import is_share, shortened
 MAX_LINES = 6  # of a panel: as many as a page has colours (look.html.jinja)
 MAX_POINTS = 400
 LONGEST_TICK = 12  # letters
+LISTED: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "panels.yaml").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +71,7 @@ def panels_of(stage: ReportedStage) -> list[Panel]:
     benchmarks = {f"benchmark_{name}": name for line in stage.lines if (name := line.get("benchmark"))}
     named = {"watched": {"reward": "reward", **stage.watched} if stage.watched else {}, "benchmarks": benchmarks}
     panels = _calibration(stage)
-    for entry in _listed().get(stage.kind.config.curves, ()):
+    for entry in LISTED.get(stage.kind.config.curves, ()):
         names, how = named.get(str(entry["lines"]), entry["lines"]), {k: v for k, v in entry.items() if k != "busy"}
         lines: dict[str, Any] = {label: curve for name, label in names.items() if (curve := stage.curve(name))[0]}
         if "busy" in entry:
@@ -115,11 +116,6 @@ def _thinned(xs: Sequence[float], ys: Sequence[float]) -> list[list[float | None
     runs = [slice(i, i + size) for i in range(0, len(xs), size)]
     means = [sum(ys[run]) / len(ys[run]) for run in runs]
     return [[xs[run][-1] for run in runs], [float(f"{y:.6g}") if math.isfinite(y) else None for y in means]]
-
-
-@cache
-def _listed() -> dict[str, list[dict[str, Any]]]:
-    return dict(yaml.safe_load((Path(__file__).parent / "panels.yaml").read_text(encoding="utf-8")))
 
 
 @cache

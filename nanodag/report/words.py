@@ -1,7 +1,10 @@
 """Numbers as people read them."""
 
 import re
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from nanodag.errors.words import duration, size
 
@@ -70,20 +73,7 @@ def fenced(text: str) -> str:
     return f"{fence}\n{text}\n{fence}"
 
 
-# How a metric's name ends or begins, and its unit: a number with a scale of its own has that in its text.
-UNITS = (
-    (r"bits_per_byte$", "bits a byte"),
-    (r"(^|_)tokens_per_second$", "tokens a second"),
-    (r"bytes_per_token", "bytes a token"),
-    (r"(^|_)(share|rate|mfu)$", "%"),
-    (r"_ms$", "ms"),
-    (r"(^|_)(seconds|s)$|^seconds_", "time"),
-    (r"(^|_)bytes$", "size"),
-    (r"(^|_)flops$", "FLOPs"),
-    (r"(^|_)tokens$", "tokens"),
-    (r"^((best|final)_)?(validation_)?loss$", "nats a token"),
-    (r"^(entropy|kl|mismatch)", "nats"),
-)
+UNITS: dict[str, str] = yaml.safe_load(Path(__file__).with_name("units.yaml").read_text(encoding="utf-8"))
 
 
 def measured(name: str, number: Any, *, unit: str = "") -> tuple[str, str]:
@@ -91,7 +81,7 @@ def measured(name: str, number: Any, *, unit: str = "") -> tuple[str, str]:
     s`, ``)."""
     if isinstance(number, bool) or not isinstance(number, int | float):
         return shown(number), ""
-    unit = unit or next((unit for pattern, unit in UNITS if re.search(pattern, name)), "")
+    unit = unit or next((unit for pattern, unit in UNITS.items() if re.search(pattern, name)), "")
     if unit == "time":
         return duration(number), ""
     if unit == "size":

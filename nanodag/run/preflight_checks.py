@@ -50,6 +50,7 @@ from nanodag.rewards.judge import read_judge
 from nanodag.rl.rollouts.saved import check_steps, read_saved, saved_files
 from nanodag.run.build_stage import server_identity
 from nanodag.run.preflight import state_of
+from nanodag.store import write_json
 
 NUM_ROWS = 3
 ROWS_FOR_A_SHARE = 20  # none of so many times 1 / held_out rows is held out with a chance of e-20
@@ -381,9 +382,7 @@ def main() -> None:
     for name in request["stages"]:
         checks.stage(name)
     states = {path: state_of(path) for path in sorted(checks.relied_on)}
-    temporary = answer.with_suffix(".tmp")
-    temporary.write_text(json.dumps({"faults": checks.faults, "relied_on": states}))
-    temporary.replace(answer)
+    write_json(answer, {"faults": checks.faults, "relied_on": states})
     sys.stdout.flush()
     os._exit(0)  # whatever threads a user's module has started
 

@@ -7,12 +7,13 @@ its file's name. A record is never edited: `changed` and `with_stage` return ano
 import itertools
 import re
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Annotated, Any, Final, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import from_json
 
+from nanodag.config.section import found_in
 from nanodag.errors import CorruptArtifact, StoreError
 from nanodag.store.manifest import ATTEMPT
 from nanodag.store.provenance import is_alive
@@ -229,13 +230,10 @@ class RunRecord(_Part):
 
 def references_in(values: Any) -> Iterator[ArtifactReference]:
     """Every artifact that a path somewhere in these plain values leads into, such as a model in the store's folder."""
-    if isinstance(values, str):
-        for key, attempt in itertools.pairwise(values.split("/")):
+    for _, text in found_in(values, str):
+        for key, attempt in itertools.pairwise(text.split("/")):
             if KEY.fullmatch(key) and ATTEMPT.fullmatch(attempt):
                 yield ArtifactReference(key, attempt)
-    elif isinstance(values, Mapping | list):
-        for value in values.values() if isinstance(values, Mapping) else values:
-            yield from references_in(value)
 
 
 def parse_record(text: str, run: str, url: str) -> RunRecord:

@@ -58,11 +58,11 @@ def streamed(folder, text, reason, calls=HERMES):
     def look():
         nonlocal content
         content += answer.new().content
-        for part in answer.call_parts():
-            assert (part.name is None) == (part.index < len(calls)), "a call has its name in its first piece alone"
-            if part.name is not None:
-                calls.append((part.name, []))
-            calls[part.index][1].append(part.arguments)
+        for number, name, arguments in answer.call_parts():
+            assert (name is None) == (number < len(calls)), "a call has its name in its first piece alone"
+            if name is not None:
+                calls.append((name, []))
+            calls[number][1].append(arguments)
 
     for character in text:
         answer._add(reader.take(0, character))

@@ -42,7 +42,7 @@ def test_the_oldest_exchange_is_left_out_when_the_context_is_full():
     talk = conversation()
     talk.begin_again("brief")  # 2 tokens
     assert length_of_prompt(talk, "a b") == 2 + 3
-    talk.called("", [Call("calculator", "{}")], ["r"])  # 1 and 2
+    talk.answer("", [Call("calculator", "{}")], ["r"])  # 1 and 2
     talk.answer("c")  # 2
     # with the first exchange it would be 14, and 4 of answer do not fit in 12
     assert length_of_prompt(talk, "d e f") == 2 + 4

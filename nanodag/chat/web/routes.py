@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import yaml
 from markdown_it import MarkdownIt
 from markdown_it.renderer import RendererHTML
 from markdown_it.token import Token
@@ -39,20 +40,7 @@ PAGE = "index.html"
 LONGEST = 32 << 10  # characters of Markdown; a fifth of a second of CPU for the worst that was tried
 MAX_BODY_BYTES = 8 * LONGEST  # a character takes 6 bytes at most, as JSON's \uXXXX
 MAX_CALLS_WAITING = 16
-# Nothing but this server's own files runs, is shown or is spoken to. `data:` is the icon of the tab.
-POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
-HEADERS = {
-    "Content-Security-Policy": POLICY,
-    "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Cache-Control": "no-cache",  # another nanodag may serve others at the same address
-}
+HEADERS: dict[str, str] = yaml.safe_load((FOLDER / "headers.yaml").read_text(encoding="utf-8"))
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 
 NO_FACTS: Mapping[str, Any] = {}

@@ -40,9 +40,10 @@ class Session:
     max_calls: requests for answers. max_tokens: sampled in all its sequences, looked at before each call; 0 for no
     bound beside max_calls and the stage's `max_new_tokens`, which holds for each sequence.
 
-    agent: the task that is ended once nothing that it does counts any more, because the sampler failed. answer, reward,
-    components, metadata, is_cut: what the agent says. cut: the limit of ours that cut it off, empty for none. A refusal
-    for want of room is forgotten when a later call is answered: the agent has gone on with less context.
+    agent: the task that is ended once nothing that it does counts any more, because the sampler failed. broken: that
+    failure. answer, reward, components, metadata, is_cut: what the agent says. cut: the limit of ours that cut it off,
+    empty for none. A refusal for want of room is forgotten when a later call is answered: the agent has gone on with
+    less context.
     """
 
     agent: asyncio.Future[None]
@@ -58,7 +59,7 @@ class Session:
         self._num_calls = self._num_sampled = 0
         self._last_said = ""
         self._is_ended = False
-        self._broken: SamplerError | None = None
+        self.broken: SamplerError | None = None
         self._is_spent = False  # of the limits of the whole sample
         self.cut = ""
         self.answer: str | None = None
@@ -79,10 +80,6 @@ class Session:
         self.reward = number(reward, "the reward")
         self.components = {str(name)[:80]: number(value, f"component {name!r:.80}") for name, value in parts.items()}
 
-    @property
-    def has_lost_sampler(self) -> bool:
-        return self._broken is not None
-
     def end(self) -> None:
         """From now on nothing is answered and nothing is kept; calls under way are ended."""
         self._is_ended = True
@@ -94,8 +91,8 @@ class Session:
         tokens: so the order in which parallel calls came changes nothing, but for the answer where the agent says none:
         that of the call which was answered last. Raises SamplerError where the sampler failed, ValueError where nothing
         was asked."""
-        if self._broken is not None:
-            raise self._broken
+        if self.broken is not None:
+            raise self.broken
         chats, texts = self._sequences(self.chats), self._sequences(self.texts)
         sequences = chats + sorted((text for text in texts if text.num_sampled), key=lambda one: one.token_ids)
         if not sequences:
@@ -185,7 +182,7 @@ class Session:
         except BadRequest:
             raise
         except SamplerError as error:
-            self._broken = self._broken or error
+            self.broken = self.broken or error
             self.agent.cancel()
             raise
         except asyncio.CancelledError:

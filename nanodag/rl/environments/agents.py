@@ -57,7 +57,7 @@ async def visited(
             session.agent = asyncio.ensure_future(run(session, key))
             await session.agent
         except asyncio.CancelledError:
-            if not session.has_lost_sampler:  # of which `result` tells
+            if session.broken is None:  # else `result` tells of it
                 raise
         except EpisodeLost:
             raise  # from its beginning it asks for the same again, and is answered the same

@@ -7,24 +7,22 @@ import glob
 import itertools
 import json
 import math
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from nanodag.errors import ConfigError
 from nanodag.rl.rollouts.rollout import REPLAYED, Rollout, flatten_response
 from nanodag.rl.rollouts.rollout_files import Read, Shelf, Wanted
+from nanodag.store.atomic import is_leftover, temporary_name
 from nanodag.tokenizer.encoding import Encoding
 
 SUFFIXES = (".jsonl", ".parquet")
-PARTIAL = ".partial"  # behind the process id of who writes it
 ANY = Wanted()
 
 
@@ -175,11 +173,7 @@ def _row(step: int, read: Read, encoding: Encoding) -> dict[str, Any]:
     return {
         "step": step,
         "fate": read.fate,
-        "prompt_id": rollout.prompt_id,
-        "group_id": rollout.group_id,
-        "sample_index": rollout.sample_index,
-        "branch": rollout.branch,
-        "role": rollout.role,
+        **{name: getattr(rollout, name) for name in ("prompt_id", "group_id", "sample_index", "branch", "role")},
         "messages": [dict(message) for message in read.messages],
         "answer": read.answer,
         "response": text_of(rollout, encoding),
@@ -200,11 +194,11 @@ def _write(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
     removed."""
     if path.suffix not in SUFFIXES:
         raise ConfigError(f"{path} must end in {' or '.join(SUFFIXES)}, which says how it is written.")
-    partial = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
-    for other in path.parent.glob(f".{glob.escape(path.name)}.*{PARTIAL}"):
-        pid = other.name.removesuffix(PARTIAL).rpartition(".")[2]
-        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+    begin = f".{path.name}"
+    for other in path.parent.glob(f"{glob.escape(begin)}.*"):
+        if is_leftover(other.name.removeprefix(begin)):
             other.unlink(missing_ok=True)
+    partial = path.with_name(begin + temporary_name())
     count = 0
     try:
         if path.suffix == ".parquet":
