@@ -337,7 +337,7 @@ def test_a_cache_on_a_cpu_takes_what_prompts_fill_and_must_have_room_for_the_res
     rl = stage_of(planned("small", "cpu:2:avx512_bf16:8GiB", *asked), "rl")
     sampler = next(process for process in rl.processes if process.name == "sampler")
     slots, token = 64, 2 * 4 * 256 * 2  # bfloat16, as the weights
-    assert sampler.host["cache"] + sampler.reserve == slots * 1024 * token
+    assert sampler.host["cache"] + sampler.reserve == slots * 512 * token
     assert sampler.host["cache"] == slots * 256 * token  # 78 of a prompt and 128 of an answer, up to whole pages
     assert rl.most_host_bytes == rl.host_bytes + 2 * sampler.reserve
 
