@@ -5,7 +5,7 @@
     state.total + activations(shape, 32768, precision="bf16")
 
 Bytes of one process, as the engines of this package hold them at their highest (nanodag.train.deepspeed_engine with
-DeepSpeed 0.19.8, nanodag.model.decoder, nanodag.rl.trainer, nanodag.sampler.decode_views).
+DeepSpeed 0.19.8, nanodag.model.decoder, nanodag.rl.trainer, nanodag.sampler.kernel).
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """Size of a sampler's keys and values, whichever engine holds them. No torch."""
 
 SLOT_UNIT = 64
-"""Slots of the embedded engine are whole multiples of so many tokens: deterministic attention takes them at a time."""
+"""Slots of the embedded engine, and the parts of them that are read, are whole multiples of so many tokens."""
 PREFILL_TOKENS = 1024
 """Tokens of prompts that the embedded engine runs together."""
 DEFAULT_CACHE_BYTES = 2 << 30

@@ -4,9 +4,8 @@ weights             safetensors -> tensors in the layout that decoding wants
 fingerprints        what trainer and sampler compare after a change of weights
 shared_tensors      weights that come in memory shared with the trainer
 model               forward pass: prefill one or several prompts, decode one token for every slot
-decode_views        the memory that decoding works in
-kernel              the same passes as one compiled call
-steps               a step of all samples, in torch or by the kernel, and rows that give the same bits here
+kernel              the same passes as one compiled call; the cache
+steps               a step of all samples, in torch or by the kernel
 drawing             temperature, top-p, top-k, and random numbers that depend on the request alone
 slots               the table of samples that are being decoded, how many and how long they may be, and when streams
                     are told of them

@@ -8,6 +8,7 @@ Letters: R rows, V vocabulary (a multiple of BLOCK), N = V / BLOCK.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from nanodag.inference.protocol import Top
 
 BLOCK = 64
+LOGIT_ROWS = 256  # of a prompt, scored at once: all of its logits would be large
 MAX_REDRAWS = 16
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _TRY = np.uint64(0xD1B54A32D192ED03)
@@ -131,6 +133,21 @@ def likeliest(scores: Tensor, count: int) -> list[Top]:
     pairs = zip(tokens.tolist(), values.tolist(), strict=True)
     # Padding is -inf, and comes last.
     return [[(token, value) for token, value in zip(*row, strict=True) if value > -math.inf] for row in pairs]
+
+
+def prompt_scores(
+    hidden: Tensor, ids: Tensor, logits_of: Callable[[Tensor], Tensor], num_top: int
+) -> tuple[list[float], list[Top]]:
+    """log_softmax(logits) of each token of a prompt but the first, and the num_top likeliest ones at each of these
+    places, none for 0. hidden: (T, W), of each of its tokens ids (T,)."""
+    logprobs: list[float] = []
+    tops: list[Top] = []
+    targets = ids[1:].to(hidden.device)
+    for part, chosen in zip(hidden[:-1].split(LOGIT_ROWS), targets.split(LOGIT_ROWS), strict=True):
+        logits = logits_of(part)
+        logprobs += (logits.gather(1, chosen[:, None])[:, 0] - logits.logsumexp(-1)).tolist()
+        tops += likeliest(logits, num_top) if num_top else []
+    return logprobs, tops
 
 
 def _likeliest(scores: Tensor, rows: np.ndarray | None) -> np.ndarray:

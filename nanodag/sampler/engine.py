@@ -13,7 +13,6 @@ Not thread-safe: ``engine_loop.EngineLoop`` owns an engine for the server.
 """
 
 import itertools
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -42,7 +41,7 @@ from nanodag.sampler.slots import (
     completion,
     plan_cache,
 )
-from nanodag.sampler.steps import CompiledSteps, TorchSteps, invariant_row_sizes, row_sizes
+from nanodag.sampler.steps import CompiledSteps, TorchSteps
 from nanodag.sampler.text import Text
 from nanodag.sampler.transformers_sampler import ClassWeightsBuilder, TransformersSampler, load_class_weights
 from nanodag.sampler.weights import NamedTensors, WeightsBuilder, load_weights
@@ -65,7 +64,6 @@ class Engine:
     """A model with its running and waiting samples. steps: None while the model lacks weights or cache."""
 
     steps: TorchSteps | CompiledSteps | None
-    row_sizes: tuple[int, ...]
 
     def __init__(self, settings: EngineSettings) -> None:
         """Load the checkpoint in the folder ``settings.model``. Beside what the settings say of themselves:
@@ -94,11 +92,11 @@ class Engine:
         self._dtype = getattr(torch, self.dtype_name)
         a, max_batch = self.checkpoint.architecture, settings.max_batch
         max_batch = DEFAULT_MAX_BATCH if max_batch is None else max_batch
-        num_slots, self.context_length = plan_cache(
+        self.num_slots, self.context_length = plan_cache(
             a, max_batch, settings.context_length, settings.cache_bytes, self._dtype.itemsize
         )
         sizes: dict[str, Any] = {
-            "num_slots": num_slots, "capacity": slot_tokens(self.context_length), "deterministic": deterministic
+            "num_slots": self.num_slots, "capacity": slot_tokens(self.context_length), "deterministic": deterministic
         }  # fmt: skip
         if a.model_code == "transformers":
             self.model: SamplerModel | TransformersSampler = TransformersSampler(
@@ -108,12 +106,6 @@ class Engine:
             weights = load_weights(settings.model, a, self._dtype, self.device)
             self._has_bias = (weights.layers[0].qkv_bias is not None, weights.layers[0].output_bias is not None)
             self.model = SamplerModel(a, weights, cache_dtype=self._dtype, **sizes)
-        # In compiled code rows are independent of one another, and a class's batches have rows of their own.
-        if self.model.kernel is not None or isinstance(self.model, TransformersSampler):
-            self.row_sizes = tuple(range(1, num_slots + 1))
-        else:
-            self.row_sizes = invariant_row_sizes(self.model) if deterministic else row_sizes(num_slots)
-        self.num_slots = self.row_sizes[-1]
         tokenizer = settings.model / "tokenizer.json"
         self.text = Text(tokenizer) if tokenizer.exists() else None
         self.table = SlotTable(self.num_slots, self.context_length)
@@ -277,11 +269,11 @@ class Engine:
         table = self.table
         assert self.steps is not None  # no work begins without
         if table.num_rows:
-            self.steps.decode(self._num_rows())
+            self.steps.decode(table.num_rows)
         if self.waiting:
             self._admit()
         num_active = len(table.active_rows)
-        ended, broken = self.steps.draw(self._num_rows())
+        ended, broken = self.steps.draw(table.num_rows)
         self.num_generated_tokens += num_active - len(broken)
         if len(broken):
             self._end_broken(broken)
@@ -291,10 +283,6 @@ class Engine:
             self._end_row(row)
         if not self.waiting:
             self._compact()
-
-    def _num_rows(self) -> int:
-        """Rows of the next step: up to the last active one, rounded up to a size that may be used."""
-        return self.row_sizes[bisect_left(self.row_sizes, self.table.num_rows)]
 
     def _admit(self) -> None:
         """Give free rows to waiting samples, in order."""
@@ -375,14 +363,10 @@ class Engine:
             sample.spans.append((self.weight_version, count))
 
     def _compact(self) -> None:
-        """Move samples from the highest rows into free ones below, if that makes the next steps smaller."""
-        num_active = len(self.table.active_rows)
-        num_rows = self.row_sizes[bisect_left(self.row_sizes, num_active)]
-        if not num_active or num_rows == self._num_rows():
-            return
-        free = self.table.free_rows().tolist()
+        """Move samples from the highest rows into free ones below: the next steps are smaller."""
+        num_active, free = len(self.table.active_rows), self.table.free_rows().tolist()
         for row in reversed(self.table.active_rows.tolist()):
-            if row < num_rows:
+            if row < num_active:
                 return
             target = free.pop(0)
             num_held = int(self.table.positions[target]) if target in self._held else 0

@@ -44,7 +44,7 @@ typedef struct {
     Matrix qkv, output, gate_up, down;
     const float *qkv_bias, *qk_gain, *output_bias;
     void *keys, *values;
-    int64_t is_rotated;
+    int64_t is_rotated, window; /* window: tokens that one sees, 0 for all before it */
 } Layer;
 
 typedef struct {
@@ -318,8 +318,10 @@ static void place(const Model *m, const Layer *layer, float *heads, int64_t slot
     }
 }
 
-/* Scores become exponentials, and zeros up to the next vector; returns 1 / their sum. */
-INLINE float weigh(int64_t length, float *scores) {
+/* Scores become exponentials, zeros for the first, `outside` of them, and up to the next vector; returns 1 / their
+sum. */
+INLINE float weigh(int64_t outside, int64_t length, float *scores) {
+    for (int64_t l = 0; l < outside; l++) scores[l] = -INFINITY;
     float highest = highest_of(scores, length);
     for (int64_t l = length; l % LANES; l++) scores[l] = -INFINITY;
     vec totals = {};
@@ -331,10 +333,11 @@ INLINE float weigh(int64_t length, float *scores) {
     return 1 / sum_of(totals);
 }
 
-/* Attention of one query head, of `parts` vectors, over `length` tokens of one slot of the cache. The slot that comes
-next is asked for meanwhile: it lies `next` floats behind, and all slots together are more than the near cache holds. */
+/* Attention of one query head, of `parts` vectors, over `length` tokens of one slot of the cache, of which it does not
+see the first, `outside` of them. The slot that comes next is asked for meanwhile: it lies `next` floats behind, and all
+slots together are more than the near cache holds. */
 INLINE void attend_to_floats(const int parts, const float *query, const float *keys, const float *values,
-                             int64_t length, int64_t next, float *scores, float *out) {
+                             int64_t outside, int64_t length, int64_t next, float *scores, float *out) {
     const int64_t D = parts * LANES;
     float scale = 1 / sqrtf((float)D);
     int64_t l = 0;
@@ -352,7 +355,7 @@ INLINE void attend_to_floats(const int parts, const float *query, const float *k
         for (int p = 1; p < parts; p++) sums += load(query + p * LANES) * load(keys + l * D + p * LANES);
         scores[l] = sum_of(sums) * scale;
     }
-    float inverse = weigh(length, scores);
+    float inverse = weigh(outside, length, scores);
     const int wide = parts % 4 ? parts % 2 ? 1 : 2 : 4, apart = CHAINS / wide; /* vectors at a time, sums of each */
     for (int p = 0; p < parts; p += wide) {
         vec sums[CHAINS] = {};
@@ -377,7 +380,7 @@ INLINE vec upper(pairs two) { return (vec)(two & 0xFFFF0000u); }
 /* The same over a cache of bfloat16. `next`: in pairs. Of the last two values one may be past the length: its weight is
 zero. */
 INLINE void attend_to_pairs(const int parts, const float *query, const uint32_t *keys, const uint32_t *values,
-                            int64_t length, int64_t next, float *scores, float *out) {
+                            int64_t outside, int64_t length, int64_t next, float *scores, float *out) {
     const int64_t D = parts * LANES;
     float scale = 1 / sqrtf((float)D);
     for (int64_t l = 0; l < length; l += LANES) {
@@ -395,7 +398,7 @@ INLINE void attend_to_pairs(const int parts, const float *query, const uint32_t 
             for (int j = 0; j < i; j++) sums[j] += sums[j + i];
         store(scores + l, sums[0] * scale);
     }
-    float inverse = weigh(length, scores);
+    float inverse = weigh(outside, length, scores);
     const int wide = parts % 4 == 0 ? 4 : parts % 3 == 0 ? 3 : parts % 2 == 0 ? 2 : 1; /* vectors at a time */
     const int apart = (CHAINS / 2 + wide - 1) / wide;                                  /* sums of each, twice */
     for (int p = 0; p < parts; p += wide) {
@@ -426,27 +429,31 @@ INLINE void attend_to_pairs(const int parts, const float *query, const uint32_t 
 
 /* keys, values: of one slot and head. */
 INLINE void attend_over(const Model *m, const int parts, const float *query, const void *keys, const void *values,
-                        int64_t length, float *out) {
+                        int64_t outside, int64_t length, float *out) {
     const int64_t each = m->capacity * parts * LANES;
     if (m->cache_is_bf16)
-        attend_to_pairs(parts, query, keys, values, length, each / 2, m->scratch, out);
+        attend_to_pairs(parts, query, keys, values, outside, length, each / 2, m->scratch, out);
     else
-        attend_to_floats(parts, query, keys, values, length, each, m->scratch, out);
+        attend_to_floats(parts, query, keys, values, outside, length, each, m->scratch, out);
 }
 
 static void attend(const Model *m, const Layer *layer, const float *query, int64_t slot, int64_t length, float *out) {
-    const int64_t D = m->head_dim, at = slot * m->capacity * D * (m->cache_is_bf16 ? 2 : 4);
+    const int64_t D = m->head_dim;
+    int64_t outside = layer->window && layer->window < length ? length - layer->window : 0;
+    const int64_t skipped = outside / TOKENS * TOKENS; /* whole blocks of the cache */
+    const int64_t at = (slot * m->capacity + skipped) * D * (m->cache_is_bf16 ? 2 : 4);
     const char *keys = (const char *)layer->keys + at, *values = (const char *)layer->values + at;
+    outside -= skipped, length -= skipped;
     switch (D / LANES) { /* a number that is known is unrolled: twice as fast */
-        case 1: attend_over(m, 1, query, keys, values, length, out); break;
-        case 2: attend_over(m, 2, query, keys, values, length, out); break;
-        case 3: attend_over(m, 3, query, keys, values, length, out); break;
-        case 4: attend_over(m, 4, query, keys, values, length, out); break;
-        case 6: attend_over(m, 6, query, keys, values, length, out); break;
-        case 8: attend_over(m, 8, query, keys, values, length, out); break;
-        case 12: attend_over(m, 12, query, keys, values, length, out); break;
-        case 16: attend_over(m, 16, query, keys, values, length, out); break;
-        default: attend_over(m, (int)(D / LANES), query, keys, values, length, out);
+        case 1: attend_over(m, 1, query, keys, values, outside, length, out); break;
+        case 2: attend_over(m, 2, query, keys, values, outside, length, out); break;
+        case 3: attend_over(m, 3, query, keys, values, outside, length, out); break;
+        case 4: attend_over(m, 4, query, keys, values, outside, length, out); break;
+        case 6: attend_over(m, 6, query, keys, values, outside, length, out); break;
+        case 8: attend_over(m, 8, query, keys, values, outside, length, out); break;
+        case 12: attend_over(m, 12, query, keys, values, outside, length, out); break;
+        case 16: attend_over(m, 16, query, keys, values, outside, length, out); break;
+        default: attend_over(m, (int)(D / LANES), query, keys, values, outside, length, out);
     }
 }
 

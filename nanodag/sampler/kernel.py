@@ -5,6 +5,8 @@ same results up to rounding.
 """
 
 import ctypes
+import math
+import mmap
 from collections.abc import Sequence
 from ctypes import Structure, c_double, c_int64, c_void_p
 from functools import cache
@@ -16,7 +18,6 @@ from torch import Tensor
 
 from nanodag.model.architecture import Architecture
 from nanodag.model.c_library import c_library
-from nanodag.sampler.decode_views import Buffers
 from nanodag.sampler.weights import VOCABULARY_BLOCK, Weights
 
 LANES = 16  # widths must be multiples of it
@@ -24,6 +25,33 @@ CACHE_BLOCK = 16  # tokens that lie together in a cache of bfloat16: TOKENS of k
 PANEL_COLUMNS = 64  # of a matrix, that are multiplied at a time: PANEL * LANES of kernel.c at most
 PROMPT_ROWS = 96  # tokens of prompts that are run together: activations of more would not fit a core's cache
 SOURCE = Path(__file__).with_name("kernel.c")
+
+
+class Buffers:
+    """Cache and states of B slots of C tokens: keys and values (B, K, C, D) of each layer, in ``cache_dtype``, and the
+    last layer's output (B, H) of what is decoded, and of each slot's prompt.
+
+    All are zeros, not empty: masked positions are multiplied by zero, which stale NaN would survive. Capacity that is
+    never used costs no memory on a CPU.
+    """
+
+    def __init__(
+        self, a: Architecture, num_slots: int, capacity: int, device: torch.device, cache_dtype: torch.dtype
+    ) -> None:
+        self.num_slots, self.capacity, self.cache_dtype = num_slots, capacity, cache_dtype
+        shape = (num_slots, a.num_kv_heads, capacity, a.head_dim)
+        self.keys = [_zeros_when_touched(shape, device, cache_dtype) for _ in range(a.num_layers)]
+        self.values = [_zeros_when_touched(shape, device, cache_dtype) for _ in range(a.num_layers)]
+        # Rows that lie a power of two apart would share a set of the processor's cache.
+        self.hidden = torch.zeros(num_slots, a.hidden_size + LANES, device=device)[:, : a.hidden_size]
+        self.prompt_hidden = torch.zeros(num_slots, a.hidden_size, device=device)
+
+
+def _zeros_when_touched(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Zeros, which on a CPU take no memory until they are used: torch.zeros writes all of them at once."""
+    if device.type != "cpu":
+        return torch.zeros(shape, device=device, dtype=dtype)
+    return torch.frombuffer(mmap.mmap(-1, dtype.itemsize * math.prod(shape)), dtype=dtype).view(shape)
 
 
 class _Matrix(Structure):
@@ -34,7 +62,7 @@ class _Layer(Structure):
     _fields_ = [
         *((name, _Matrix) for name in ("qkv", "output", "gate_up", "down")),
         *((name, c_void_p) for name in ("qkv_bias", "qk_gain", "output_bias", "keys", "values")),
-        ("is_rotated", c_int64),
+        *((name, c_int64) for name in ("is_rotated", "window")),
     ]
 
 
@@ -66,42 +94,48 @@ class Kernel:
         self, library: ctypes.CDLL, architecture: Architecture, weights: Weights, buffers: Buffers, rotations: Tensor
     ) -> None:
         a = architecture
-        self.library = library
-        self.logits = buffers.logits
-        # The structures hold bare addresses: these keep what they point to.
-        scratch = torch.zeros(max(buffers.capacity, buffers.logits.shape[1] // VOCABULARY_BLOCK))
+        self.library, rows = library, max(buffers.num_slots, PROMPT_ROWS)
+        self.logits = torch.zeros(buffers.num_slots, weights.head.shape[1])
         deepest = max(a.hidden_size, a.num_heads * a.head_dim, a.intermediate_size)
-        rounded = torch.zeros(max(buffers.num_slots, PROMPT_ROWS), deepest, dtype=torch.bfloat16)
-        packed = torch.zeros(deepest, PANEL_COLUMNS, dtype=torch.int32)
-        self._kept = (rotations, scratch, rounded, packed)
-        self._buffers, self._capacity = buffers, buffers.capacity
+        worked_in = {
+            "rotations": rotations,
+            "normed": torch.zeros(rows, a.hidden_size),
+            "qkv": torch.zeros(rows, a.qkv_width),
+            "attended": torch.zeros(rows, a.num_heads * a.head_dim),
+            "gate_up": torch.zeros(rows, 2 * a.intermediate_size),
+            "activated": torch.zeros(rows, a.intermediate_size),
+            "logits": self.logits,
+            "scratch": torch.zeros(max(buffers.capacity, self.logits.shape[1] // VOCABULARY_BLOCK)),
+            "rounded": torch.zeros(rows, deepest, dtype=torch.bfloat16),
+            "packed": torch.zeros(deepest, PANEL_COLUMNS, dtype=torch.int32),
+        }
+        # The structures hold bare addresses: these keep what they point to.
+        self._kept, self._buffers, self._capacity = worked_in, buffers, buffers.capacity
         self._layers = (_Layer * a.num_layers)()
         for index in range(a.num_layers):
             self._layers[index].keys = _address(buffers.keys[index])
             self._layers[index].values = _address(buffers.values[index])
             self._layers[index].is_rotated = index not in a.unrotated_layers
+            self._layers[index].window = a.window_of(index) or 0
         sizes = (
             "num_layers", "hidden_size", "num_kv_heads", "heads_per_kv", "head_dim", "intermediate_size", "vocab_size",
         )  # fmt: skip
-        worked_in = ("normed", "qkv", "attended", "gate_up", "activated", "logits")
         self._model = _Model(
             **{name: getattr(a, name) for name in sizes},
-            **{name: _address(getattr(buffers, name)) for name in worked_in},
-            vocab_width=buffers.logits.shape[1],
+            **{name: _address(tensor) for name, tensor in worked_in.items()},
+            vocab_width=self.logits.shape[1],
             capacity=buffers.capacity,
             hidden_stride=buffers.hidden.stride(0),
             cache_is_bf16=buffers.cache_dtype == torch.bfloat16,
             norm_eps=a.norm_eps,
-            rotations=_address(rotations),
             layers=ctypes.cast(self._layers, c_void_p),
             hidden=buffers.hidden.data_ptr(),
-            scratch=_address(scratch),
-            rounded=_address(rounded),
-            packed=_address(packed),
         )
         self.reference = ctypes.byref(self._model)
+        # The same model with outputs of its own, so that prompts leave those of running samples alone.
         self._prompt_hidden = torch.zeros(PROMPT_ROWS, buffers.hidden.stride(0))
-        self._prompt_model = self._for_prompts(a)
+        self._prompt_model = _Model.from_buffer_copy(self._model)
+        self._prompt_model.hidden = self._prompt_hidden.data_ptr()
         self.use(weights)
 
     def use(self, weights: Weights) -> None:
@@ -115,18 +149,6 @@ class Kernel:
         for model in (self._model, self._prompt_model):
             model.embedding, model.head = _matrix(weights.embedding), _matrix(weights.head)
             model.norm = _address(weights.norm)
-
-    def _for_prompts(self, a: Architecture) -> _Model:
-        """The same model with activations of its own, so that prompts leave those of running samples alone."""
-        widths = {
-            "normed": a.hidden_size, "qkv": a.qkv_width, "attended": a.num_heads * a.head_dim,
-            "gate_up": 2 * a.intermediate_size, "activated": a.intermediate_size,
-        }  # fmt: skip
-        self._prompt_buffers = {name: torch.zeros(PROMPT_ROWS, width) for name, width in widths.items()}
-        model = _Model.from_buffer_copy(self._model)
-        for name, buffer in (*self._prompt_buffers.items(), ("hidden", self._prompt_hidden)):
-            setattr(model, name, buffer.data_ptr())
-        return model
 
     def prefill(self, prompts: Sequence[np.ndarray], slots: Sequence[int], starts: Sequence[int]) -> None:
         """Run each prompt (T,) int64 from its start on and write its keys, values and last hidden state to its slot,

@@ -21,10 +21,9 @@ from torch.nn.functional import pad
 from nanodag.errors import BadRequest, ConfigError
 from nanodag.inference.protocol import Top
 from nanodag.model.transformers_class import LoadedClass, capped, load_class
-from nanodag.sampler.drawing import likeliest
+from nanodag.sampler.drawing import prompt_scores
 from nanodag.sampler.weights import VOCABULARY_BLOCK, NamedTensors, check_finite
 
-LOGIT_ROWS = 256  # of a prompt that is scored, at once
 STATES = ("conv_states", "recurrent_states")  # of a layer's cache, by number; not by token
 CACHE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 LAYERS = {
@@ -220,14 +219,7 @@ class TransformersSampler:
         """log_softmax(logits) of each token of a prompt (T,) int64 but the first: T - 1 of them; and the num_top
         likeliest tokens at each of these places, none for 0. Touches no slot."""
         ids = torch.from_numpy(prompt)
-        hidden, targets = self._run(ids[None], self._empty_cache())[0, :-1], ids[1:].to(self._loaded.head.device)
-        logprobs: list[float] = []
-        tops: list[Top] = []
-        for part, chosen in zip(hidden.split(LOGIT_ROWS), targets.split(LOGIT_ROWS), strict=True):
-            logits = self._logits_of(part)
-            logprobs += (logits.gather(1, chosen[:, None])[:, 0] - logits.logsumexp(-1)).tolist()
-            tops += likeliest(logits, num_top) if num_top else []
-        return logprobs, tops
+        return prompt_scores(self._run(ids[None], self._empty_cache())[0], ids, self._logits_of, num_top)
 
     def _check(self) -> None:
         """Raise BadRequest where samples over the cache are not what the class computes of their whole texts."""

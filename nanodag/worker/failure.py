@@ -11,6 +11,9 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from nanodag import errors
 from nanodag.children.tree import how_ended
@@ -73,63 +76,7 @@ class Cause:
     advice: str
 
 
-@dataclass(frozen=True)
-class _Rule:
-    """pattern: found in an exception's line. what: put before that line. is_deep: also where another exception hides
-    it, as nothing goes on after it."""
-
-    pattern: str
-    what: str
-    advice: str
-    error: type[StageFailed] = StageFailed
-    is_deep: bool = False
-
-
-_RESUME = "Then Retry {retry}. It goes on from its newest checkpoint."
-_RULES = (
-    _Rule(
-        r"No space left on device|Errno 28|Disk quota exceeded|Errno 122|[Tt]he disk is full",
-        "ran out of disk space",
-        "Free some of the disk that holds its folder (nanodag gc lists what the store can spare). " + _RESUME,
-        is_deep=True,
-    ),
-    _Rule(
-        r"OutOfMemoryError|CUDA out of memory|\bMemoryError|[Cc]an(?:no|')t allocate memory|std::bad_alloc",
-        "ran out of memory",
-        "Lower what it holds at once, as in: {again}{memory}.",
-        is_deep=True,
-    ),
-    _Rule(
-        r"\bTrainingDiverged", "diverged", "The same would come again. Be gentler, as in: {onward}{rate}.", is_deep=True
-    ),
-    _Rule(r"\bSourceError", "cannot use its data", "Mend that source or leave it out of {stage}.data. " + _RESUME),
-    _Rule(
-        r"\bCorruptArtifact|\bNewerFormat",
-        "was given bytes that are not those recorded",
-        "What is damaged does not count as done. Do as the line above says. " + _RESUME,
-    ),
-    _Rule(r"\bConfigError|\bValidationError", "refuses its config", "Correct that value: {again}NAME=VALUE."),
-    _Rule(r"\bMissingTool", "lacks something that is not installed", "Install it. " + _RESUME),
-    _Rule(
-        r"\bSamplerLost",
-        "lost its sampler",
-        "{by_itself}Read why the sampler ended in the folder below. " + _RESUME,
-        StageInterrupted,
-    ),
-    _Rule(
-        r"\bNodeLost",
-        "lost a node",
-        "{by_itself}Look after that machine, for which it waits. " + _RESUME,
-        StageInterrupted,
-    ),
-    _Rule(
-        r"\bServerBusy|\bConnect(?:ion)?(?:Timeout|Error)\b|\bReadTimeout|\bMaxRetryError|\bgaierror|name resolution"
-        r"|\bRemoteProtocolError|\bProtocolError|LocalEntryNotFoundError|50[0234] (?:Server|Bad|Gateway|Service)",
-        "lost the network",
-        "{by_itself}Look whether the address above can be reached. " + _RESUME,
-        StageInterrupted,
-    ),
-)
+_RULES: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 
 
 def cause_of(ended: Ended, *, stage: str, kind: str, run: str, composed: str = "") -> Cause:
@@ -144,7 +91,7 @@ def cause_of(ended: Ended, *, stage: str, kind: str, run: str, composed: str = "
         "memory": recorded_kind(kind).less_memory,
         "rate": recorded_kind(kind).lower_rate,
     }
-    resume = _RESUME.format(**words)
+    words["resume"] = resume = f"Then Retry {words['retry']}. It goes on from its newest checkpoint."
     if ended.was_asked:
         return Cause(error=StageStopped, what="was stopped on request", advice=resume.removeprefix("Then "))
     if ended.timeout_s:
@@ -155,10 +102,11 @@ def cause_of(ended: Ended, *, stage: str, kind: str, run: str, composed: str = "
     last = next((line for line in reversed(exceptions) if not _CONSEQUENCE.search(line)), "")
     for lines in ([last], exceptions[::-1]):
         for rule in _RULES:
-            line = next((line for line in lines if re.search(rule.pattern, line)), "")
-            if line and (rule.is_deep or line is last):
-                what = f"{rule.what}: {_message(line)}"
-                return Cause(error=rule.error, what=what, advice=rule.advice.format(**words))
+            line = next((line for line in lines if re.search("|".join(rule["pattern"]), line)), "")
+            if line and (rule.get("is_deep") or line is last):
+                error = getattr(errors, rule.get("error", "StageFailed"))
+                what = f"{rule['what']}: {_message(line)}"
+                return Cause(error=error, what=what, advice=rule["advice"].format(**words))
     code = ended.code if last else _rank_ended_by_signal(ended.lines) or ended.code
     if code == STOPPED_EXIT_CODE or code > 128:
         return _signalled(replace(ended, code=code), resume, words)

@@ -13,12 +13,12 @@ TOOLS = [[60, 61], [62, 63, 64, 65], [66]]
 WINDOW = {"kind": "mistral", "sliding_window": 16}
 
 
-@pytest.fixture(params=["compiled", "torch", "window"])
+@pytest.fixture(params=["compiled", "torch", "compiled window", "torch window"])
 def folder(request, make_checkpoint, monkeypatch):
-    """A checkpoint, run by compiled code or by torch, there also with a window that is shorter than a conversation."""
-    if request.param == "torch":
+    """A checkpoint, run by compiled code or by torch, also with a window that is shorter than a conversation."""
+    if "torch" in request.param:
         monkeypatch.setattr(model, "bind", lambda *parts: None)
-    return make_checkpoint(**WINDOW if request.param == "window" else {"kind": "qwen3"})
+    return make_checkpoint(**WINDOW if "window" in request.param else {"kind": "qwen3"})
 
 
 def play(engine, firsts, tools, **params):
