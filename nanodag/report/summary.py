@@ -50,7 +50,7 @@ def summary_of(store: Store, record: RunRecord) -> Summary:
     return Summary(
         scores=tables.scores_table(columns, is_short=True) if columns else None,
         better=tuple(_line(c) for c in comparisons if c.verdict == "better"),
-        worse=tuple(_line(c) for c in comparisons if c.verdict == "worse"),
+        worse=tuple(_line(c) + _remedy(c) for c in comparisons if c.verdict == "worse"),
         num_compared=len(comparisons),
         warnings=tuple(warnings_of(stages, {})),
     )
@@ -76,6 +76,15 @@ def _line(comparison: Comparison) -> str:
         f"{words.signed(result.difference, metric)} {words.points(metric)} "
         f"({interval}, p {p if p.startswith('<') else f'= {p}'}{form})"
     )
+
+
+def _remedy(comparison: Comparison) -> str:
+    """What keeps more of what a stage's model knew before; empty where the stage did not train it."""
+    stage = comparison.after.stage
+    if not (comparison.is_parent and stage.kind.trains and comparison.same_form):
+        return ""
+    own = f"{stage.name}.kl_coefficient=0.1, or " if stage.kind.config.makes_rollouts else ""
+    return f"; what it knew stays with a share of that task in {stage.name}.data, {own}a lower learning rate"
 
 
 def run_context(store: Store, record: RunRecord, finished: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -82,6 +82,8 @@ def test_a_summary_has_scores_and_what_got_better_and_worse_by_more_than_noise(s
     assert [line.partition(" points (")[0] for line in found.better] == ["gains: RL over SFT +40.0"]
     assert [line.partition(" points (")[0] for line in found.worse] == ["loses: RL over SFT −30.0"]
     assert found.better[0].endswith(", p < 0.001)") and found.num_compared == 3
+    kept = "; what it knew stays with a share of that task in rl.data, rl.kl_coefficient=0.1, or a lower learning rate"
+    assert found.worse[0].endswith(f", p < 0.001){kept}")
     assert found.warnings == ("rl learned nothing: no update of the weights was made.",)
 
 
