@@ -59,11 +59,12 @@ def merge_onto(base: Path, adapter: Path, folder: Path) -> None:
 
     weights: Any = merged()
     if not isinstance(model, Decoder):  # whose checkpoints have other tensors than its classes
-        head = {HEAD: learned[HEAD]} if HEAD in learned else {}
-        weights = {**model.checkpoint(dict(weights)), **head}.items()
+        weights = {**model.checkpoint(dict(weights)), **{n: t for n, t in learned.items() if n == HEAD}}.items()
     write_like(adapter, folder, weights, dtype=dtype)
     for name in (ADAPTER_CONFIG, BASE):
         (folder / name).unlink()
+    for path in weight_files(folder):
+        path.chmod(0o444)  # as in an artifact; safetensors writes for this user alone
     if weights_digest(folder) != read_json(adapter / BASE)["merged"]:
         print("The merged weights differ from those of its training in their last bits: another machine multiplied.")
 

@@ -47,7 +47,7 @@ from nanodag.store.run_record import RunRecord, parse_record
 
 log = logging.getLogger(__name__)
 
-BASE = "base.json"  # of an artifact of adapters alone, whose model nanodag.model.adapter_folder makes
+BASE = "adapter_base.json"  # of an artifact of adapters alone, whose model nanodag.model.adapter_folder makes
 MERGED = "merged"
 SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
 

@@ -48,6 +48,11 @@ def made(tmp_path_factory):
     return base, *leave_both(folder, base)
 
 
+def change(path: Path, data: bytes) -> None:
+    path.unlink()
+    path.write_bytes(data)
+
+
 @pytest.fixture
 def base(store, made):
     return publish(store, made[0], key("b"), stage="base", kind="import")
@@ -104,9 +109,9 @@ def test_what_a_kill_leaves_or_a_disk_damages_is_merged_again(store, made, tuned
     match half:
         case "no digests":
             sums.unlink()
-            weights.write_bytes(b"x")
+            change(weights, b"x")
         case "half of a file":
-            weights.write_bytes(whole["model.safetensors"][:-9])
+            change(weights, whole["model.safetensors"][:-9])
         case "another folder's digests":
             sums.write_text("{}")
         case "a temporary folder":
