@@ -7,10 +7,12 @@ import logging
 import os
 import shutil
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -118,6 +120,24 @@ def test_what_a_kill_leaves_or_a_disk_damages_is_merged_again(store, made, tuned
             folder.rename(folder.with_name("merged.tmp"))
     assert store.materialize(tuned) == folder and content(folder) == whole == content(made[1])
     assert sorted(os.listdir(folder.parent)) == ["merged", "merged.json"]
+
+
+ASKS = "from nanodag.store import Store; s = Store({!r}); print(s.materialize(s.get({!r})))"
+
+
+@pytest.mark.slow
+def test_two_processes_ask_at_once_one_is_killed_while_it_merges_and_the_other_gets_the_model(store, made, tuned):
+    command = [sys.executable, "-c", ASKS.format(store.url, tuned.key)]
+    first, children = subprocess.Popen(command), []
+    while not children:
+        assert first.poll() is None
+        children = psutil.Process(first.pid).children()
+    other = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    first.kill()
+    assert first.wait() and children[0].is_running()  # it has the lock on
+    said, _ = other.communicate(timeout=300)
+    assert other.returncode == 0 and content(Path(said.strip())) == content(made[1])
+    assert sorted(os.listdir(Path(said.strip()).parent)) == ["merged", "merged.json"]
 
 
 def test_a_base_that_is_gone_or_has_other_content_is_refused_by_name(store, made, base, tuned, seen, tmp_path):
