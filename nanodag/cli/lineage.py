@@ -23,7 +23,8 @@ from nanodag.report.model_card import card_of
 from nanodag.run.diff import SECTIONS, DiffLine, compare
 from nanodag.run.record import served_store
 from nanodag.store import Artifact, Store
-from nanodag.store.atomic import copy_hashed, fsync_folders, temporary_name, write_bytes, writing
+from nanodag.store.artifacts import BASE
+from nanodag.store.atomic import copy_hashed, fsync_folders, hashes_below, temporary_name, write_bytes, writing
 
 WIDEST = 60
 IS_MODEL = {"config.json", "tokenizer.json"}
@@ -192,7 +193,7 @@ def _export(store: Store, artifact: Artifact, folder: Path) -> Path:
     temporary = folder.with_name(temporary_name())
     with writing(f"Exporting into {folder}"):
         try:
-            for name, facts in artifact.files.items():
+            for name, facts in (hashes_below(source) if BASE in artifact.files else artifact.files).items():
                 target = temporary / name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 if copy_hashed(source / name, target) != facts["sha256"]:

@@ -292,7 +292,7 @@ UNUSED: tuple[tuple[Callable[["RLStage"], object], tuple[str, ...], str], ...] =
     (lambda s: s.rollout.clone.best and s.rollout.filters, ("filters",), "[rollout.clone.best]"),
     (lambda s: not s.algorithm.kl_coefficient, ("kl_unbiased",), "[kl_coefficient:g]"),
     (lambda s: not s.algorithm.has_reference, ("kl_kind",), "[kl_coefficient:g]"),
-    (lambda s: not s.optimizer.lora_rank, ("lora_alpha",), "[lora_rank]"),
+    (lambda s: not s.optimizer.lora_rank, ("lora_alpha", "lora_save"), "[lora_rank]"),
     (lambda s: s.optimizer.learning_rate_decay == "none", ("learning_rate_minimum",), "[learning_rate_decay]"),
     (lambda s: s.weights.sync != "distributed", ("sync_address", "sync_backend"), "sync: {sync}"),
     (lambda s: s.weights.sync == "disk", ("sync_bucket_bytes", "sync_timeout_s"), "sync: disk"),

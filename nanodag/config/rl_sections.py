@@ -213,6 +213,8 @@ class OptimizerSection(StageSection):
     """Rank of LoRA adapters on every matrix of the layers; 0 trains all weights."""
     lora_alpha: float = Field(32.0, gt=0, le=100_000)
     """LoRA's scale, divided by the rank."""
+    lora_save: Literal["merged", "adapter"] = parts.later("merged")
+    """What the stage leaves: the merged model, or the adapters alone, which are merged where the model is asked for."""
     precision: Precision | Auto = "auto"
     """Number format of the trainer's weights and products; `auto` as in the supervised stages."""
     zero_stage: Annotated[Literal[1, 2, 3], WHOLE] = 3

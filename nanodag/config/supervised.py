@@ -113,6 +113,8 @@ class OptimizerConfig(StageSection):
     """Rank of LoRA adapters on every matrix of the layers; 0 trains all weights."""
     lora_alpha: float = Field(32.0, gt=0, le=100_000)
     """LoRA's scale, divided by the rank."""
+    lora_save: Literal["merged", "adapter"] = later("merged")
+    """What the stage leaves: the merged model, or the adapters alone, which are merged where the model is asked for."""
 
     @property
     def traits(self) -> registry.OptimizerEntry:
@@ -225,8 +227,9 @@ class SupervisedStage(TrainedStage):
                 f"patience {self.patience} waits for a better validation loss, and {why}; give a source held_out, as "
                 "0.05, and validation_tokens above 0, or leave patience out"
             )
-        if not self.lora_rank and self.optimizer.lora_alpha != OptimizerConfig.model_fields["lora_alpha"].default:
-            raise ValueError("optimizer.lora_alpha means nothing without optimizer.lora_rank; leave it out")
+        for name in () if self.lora_rank else ("lora_alpha", "lora_save"):
+            if getattr(self.optimizer, name) != OptimizerConfig.model_fields[name].default:
+                raise ValueError(f"optimizer.{name} means nothing without optimizer.lora_rank; leave it out")
         self.resources.check_offload(zero_stage=self.zero_stage, optimizer=self.optimizer.name)
         return self
 

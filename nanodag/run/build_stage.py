@@ -320,6 +320,7 @@ def job_of(run: Run, name: str, config: AnyStage, inputs: Mapping[str, StageResu
             "code": str(run.code_path),
             "trusted_modules": list(run.pipeline.trusted_modules),
             "composed": run.composed,
+            "bases": {label: {"key": r.key, "digest": r.digest} for label, r in inputs.items()},
             "tracking": run.pipeline.tracking.model_dump(mode="json"),
             "trackers_folder": str(store.local / "trackers"),
             **({"cluster": run.pipeline.cluster.model_dump(mode="json")} if config.machines else {}),

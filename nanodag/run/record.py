@@ -388,7 +388,7 @@ def context_stages(
         }
         folders = {"files": "", "records": ""}
         if is_read(artifact):
-            folders["files"] = str(store.materialize(artifact))
+            folders["files"] = str(store.verified(artifact, "files"))
         if folders["files"] or (not store.is_remote and has_records(artifact)):
             folders["records"] = str(store.records(artifact))
         shown[stage] = {**{field: getattr(artifact, field) for field in _REPORTED}, "lineage": lineage, **folders}

@@ -13,7 +13,7 @@ from nanodag.config import resolve
 from nanodag.config.kind import PAGE
 from nanodag.config.kinds import find_kind, recorded_kind
 from nanodag.config.pipeline import read_stage
-from nanodag.errors import ArtifactNotFound, StoreError
+from nanodag.errors import StoreError
 from nanodag.errors.words import counted
 from nanodag.host.machine import detect
 from nanodag.run.build_stage import job_of, key_of, work
@@ -53,7 +53,7 @@ def reproduce(
     store.check_own(artifact)
     stage = _recipe(artifact)
     inputs = {
-        label: result_of(str(source["stage"]), _with_digest(store, source), was_found=True)
+        label: result_of(str(source["stage"]), store.source(artifact, label), was_found=True)
         for label, source in artifact.lineage.items()
     }
     if stage.resources.device == "cuda" and not detect().num_gpus:
@@ -96,22 +96,6 @@ def _recipe(artifact: Artifact) -> Any:
             f"{error.errors()[0]['loc']}). It was made by code {artifact.environment.get('revision', '?')}: check that "
             "out and reproduce it there."
         ) from error
-
-
-def _with_digest(store: Store, source: Mapping[str, Any]) -> Artifact:
-    """The attempt that was used, or another of its key with the same content."""
-    key, attempt = str(source["key"]), str(source["attempt"])
-    for name in [attempt, *store.attempts(key)]:
-        try:
-            artifact = store.attempt(key, name)
-        except StoreError:  # gone or damaged: another may do
-            continue
-        if artifact.digest == source["digest"]:
-            return artifact
-    raise ArtifactNotFound(
-        f"The input {source['stage']} (key {key[:12]}, content {str(source['digest'])[:12]}) is not in {store.url} any "
-        "more. Build that stage first, from the run that this artifact is of."
-    )
 
 
 def _same_key(run: Run, stage: Any, inputs: Mapping[str, StageResult], artifact: Artifact) -> None:

@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanodag.config.resolve import leaves
+from nanodag.config.stage_base import StageBase
 from nanodag.errors import ArtifactNotFound, ConfigError, CorruptArtifact, NewerFormat, StoreBusy, StoreError
 from nanodag.store import Artifact, Store
+from nanodag.store.artifacts import MERGED
 from nanodag.store.atomic import bytes_below
 from nanodag.store.run_record import ArtifactReference, RunRecord
 
@@ -36,8 +38,8 @@ class Best:
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """Something that can go. what: run, attempt, workspace, copy or leftover. name: in the store. why: in words.
-    started: when a run was begun, or resumed, last."""
+    """Something that can go. what: run, attempt, workspace, copy, merged or leftover. name: in the store. why: in
+    words. started: when a run was begun, or resumed, last."""
 
     what: str
     name: str
@@ -187,7 +189,7 @@ def _remove(store: Store, item: Item, stayed: list[str]) -> int:
     if item.what == "leftover" and folder != "checkpoints":
         store.backend.clear(item.name)
         return item.num_bytes
-    key, *attempt = name.split("/") if item.what == "copy" else [name]
+    key, *attempt = name.split("/") if item.what == "copy" else name.split("/")[:1]
     try:
         with store.building(key, timeout_s=0.0):
             if _is_in(ArtifactReference(key, *attempt), _references(store.all_records())):
@@ -288,13 +290,17 @@ def _best(
 
 
 def _copies(store: Store, attempts: Mapping[ArtifactReference, Any], kept: set[ArtifactReference]) -> list[Item]:
-    """This host's copies of a remote store's attempts that do not stay."""
-    items = []
-    for path in sorted((store.local / "cache").glob("*/*")) if store.is_remote else []:
+    """This host's copies of attempts that do not stay, and models merged of adapters that were not asked for for longer
+    than a stage may run."""
+    items, limit = [], time.time() - StageBase.model_fields["timeout_s"].default
+    for path in sorted((store.local / "cache").glob("*/*")):
         reference = ArtifactReference(path.parent.name, path.name)
         if path.is_dir() and (reference not in attempts or not _is_in(reference, kept)):
             name, why = f"cache/{path.parent.name}/{path.name}", "its original goes, or is gone"
             items.append(Item(what="copy", name=name, num_bytes=bytes_below(path), why=why))
+        elif (merged := path / MERGED).is_dir() and path.stat().st_mtime < limit:
+            name, why = merged.relative_to(store.local).as_posix(), "it is merged again when it is asked for"
+            items.append(Item(what="merged", name=name, num_bytes=bytes_below(merged), why=why))
     return items
 
 
@@ -321,7 +327,7 @@ def check(store: Store, key: str, attempt: str) -> Finding:
     try:
         artifact = store.attempt(key, attempt)
         stage, num_bytes = artifact.stage, artifact.num_bytes
-        store.materialize(artifact)
+        store.verified(artifact, "files")
         store.records(artifact)
         state, text = "whole", ""
     except ArtifactNotFound:

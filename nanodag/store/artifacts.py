@@ -12,6 +12,7 @@ Layout:
     <local>/locks/                                      who builds what on this host
     <local>/held_out/                                   packed validation rows, the eight used last
     <local>/cache/<key>/<attempt>/                      verified local copies, when the store is remote
+    <local>/cache/<key>/<attempt>/merged/               the model of an attempt that holds adapters alone
 """
 
 import json
@@ -20,6 +21,8 @@ import os
 import re
 import shutil
 import stat
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -28,7 +31,7 @@ from typing import Any
 
 from nanodag.errors import ArtifactNotFound, CorruptArtifact, NewerFormat, StoreError
 from nanodag.host.folders import PRIVATE, user_cache
-from nanodag.store.atomic import hashes_below, locked, sha256_of, sizes_below, writing
+from nanodag.store.atomic import hashes_below, locked, sha256_of, sizes_below, write_json, writing
 from nanodag.store.backends import LocalBackend, RemoteBackend
 from nanodag.store.checkpoints import Mirror
 from nanodag.store.manifest import (
@@ -44,6 +47,8 @@ from nanodag.store.run_record import RunRecord, parse_record
 
 log = logging.getLogger(__name__)
 
+BASE = "adapter_base.json"  # of an artifact of adapters alone, whose model nanodag.model.adapter_folder makes
+MERGED = "merged"
 SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
 
 
@@ -148,15 +153,49 @@ class Store:
         return sorted(n for n in self.backend.names(f"artifacts/{safe_name(key)}") if ATTEMPT.fullmatch(n))
 
     def materialize(self, artifact: Artifact) -> Path:
-        """A local folder with the artifact's files, each verified against its sha256; pulled first when remote.
+        """A local folder with the artifact's files as `verified` has them; where these are adapters alone, with their
+        model, which is merged once. Raises ArtifactNotFound when what they adapt is gone, or has other content."""
+        adapter = self.verified(artifact, "files")
+        if BASE not in artifact.files:
+            return adapter
+        home = self.local / "cache" / artifact.key / artifact.attempt
+        folder, sums = home / MERGED, home / f"{MERGED}.json"
+        with locked(self.local / "locks" / f"merge-{artifact.key}.lock", timeout_s=24 * 3600.0) as lock:
+            if sums.exists() and json.loads(sums.read_text()) == hashes_below(folder):
+                os.utime(home)  # `gc` leaves it alone for a while
+                return folder
+            base = self.materialize(self.source(artifact, "model"))
+            command = [sys.executable, "-m", "nanodag.model.adapter_folder", str(base), str(adapter), str(folder)]
+            # A process, as it needs torch. It holds the lock, too, should this one be killed.
+            done = subprocess.run(command, capture_output=True, text=True, pass_fds=(lock,), check=False)
+            if done.returncode:
+                why = done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}"
+                raise StoreError(f"The adapters of {artifact.folder} were not merged: {why}")
+            if done.stdout:
+                log.warning("%s: %s", artifact.folder, done.stdout.strip())
+            write_json(sums, hashes_below(folder))
+        return folder
 
-        `manifest.json` and `records/` lie beside it. Raises CorruptArtifact naming the file whose bytes differ.
-        """
-        return self._verified(artifact, "files")
+    def source(self, artifact: Artifact, label: str) -> Artifact:
+        """The attempt that was an artifact's input, or another of its key with the same content. Raises
+        ArtifactNotFound."""
+        of = artifact.lineage[label]
+        key, attempt = str(of["key"]), str(of["attempt"])
+        for name in [attempt, *self.attempts(key)]:
+            try:
+                found = self.attempt(key, name)
+            except StoreError:  # gone or damaged: another may do
+                continue
+            if found.digest == of["digest"]:
+                return found
+        raise ArtifactNotFound(
+            f"The input {of['stage']} of {artifact.folder} (key {key[:12]}, content {of['digest'][:12]}) is not in "
+            f"{self.url} any more. Build that stage first, from the run that this artifact is of."
+        )
 
     def records(self, artifact: Artifact) -> Path:
-        """A local folder with the artifact's records (metrics.jsonl, worker.log), verified as in `materialize`."""
-        return self._verified(artifact, "records")
+        """A local folder with the artifact's records (metrics.jsonl, worker.log), as `verified` has them."""
+        return self.verified(artifact, "records")
 
     def publish(self, key: str, files: Path, *, stage: str, records: Path | None = None, **about: Any) -> Artifact:
         """Add one attempt under a key: copy the files, then the manifest, visible all at once.
@@ -345,7 +384,9 @@ class Store:
         check_listing(artifact, sizes)
         return artifact
 
-    def _verified(self, artifact: Artifact, part: str) -> Path:
+    def verified(self, artifact: Artifact, part: str) -> Path:
+        """A local folder with the artifact's `files` or `records`, each verified against its sha256; pulled first when
+        remote. Raises CorruptArtifact naming the file whose bytes differ."""
         folder = self.backend.fetch(artifact)
         check_listing(artifact, sizes_below(folder), (part,))
         for name, facts in getattr(artifact, part).items():

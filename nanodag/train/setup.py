@@ -20,6 +20,7 @@ from nanodag.data.digests import file_sha256
 from nanodag.data.opening import Part, open_source
 from nanodag.errors import ConfigError
 from nanodag.host.processor import usable_cores
+from nanodag.model.adapter_folder import leave_adapter
 from nanodag.model.architecture import Architecture, read_checkpoint
 from nanodag.model.build import initialise, qwen3_architecture
 from nanodag.model.decoder import Decoder
@@ -151,6 +152,8 @@ class PreparedStage:
             whole = dict(merged(weights.items(), scale=scale))
             save(folder, whole, tokenizer=self.tokenizer_path, source=source, model=self.model)
             save_adapter(folder, weights, alpha=optimizer.lora_alpha)
+            if optimizer.lora_save == "adapter":
+                leave_adapter(folder, base=self.job.context.get("bases", {}).get("model", {}))
         self.engine.barrier()
 
 

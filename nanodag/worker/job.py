@@ -39,7 +39,8 @@ class Job:
     config: the resolved stage config (a class of nanodag.config.kinds). inputs: input name -> local verified folder.
     workspace: a folder of this stage's own, found again after a restart. context: what the run knows beside that: every
     stage gets `preset`, `mirror`, `store` (its folder on this machine), `code` (a folder of the user's own modules),
-    `composed` (`sweep`, `nightly` or empty) and `tracking` with `trackers_folder`, a report what nanodag.report lists.
+    `composed` (`sweep`, `nightly` or empty), `bases` (each input's key and digest) and `tracking` with
+    `trackers_folder`, a report what nanodag.report lists.
 
     A worker fills `output`, the product, and may fill `records`: what is worth keeping with it but is no part of its
     content (rollouts, samples). metrics.jsonl, worker.log, job.json and what trackers wrote are kept there anyway.

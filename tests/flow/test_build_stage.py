@@ -42,6 +42,8 @@ def test_the_manifest_tells_lineage_sources_cost_and_environment(run):
     assert {"metrics.jsonl", "worker.log", "job.json", "result.json"} <= set(artifact.records)
     given = json.loads((run.store.materialize(artifact) / "made.json").read_text())["given"]
     assert given == {"tokenizer": ["made.json", "report.md"]}
+    job = json.loads((run.store.records(artifact) / "job.json").read_text())
+    assert job["context"]["bases"] == {"tokenizer": {"key": tokenizer.key, "digest": tokenizer.digest}}
 
 
 def test_a_stage_that_takes_too_long_is_ended_and_says_so(project, tell):

@@ -31,6 +31,7 @@ SIX = {"num_steps": 6, "checkpoint_every": 2, "eval_every": 3}
 PPO = {"advantage": "gae", "filters": [], "critic": {"learning_rate": 1e-2, "warmup_steps": 2, "epochs": 2}}
 REPLAY = {"replay": {"share": 0.5, "max_staleness": 3}, "correction": "tis", "prompts_per_step": 4, "num_steps": 8}
 REPLAY |= {"checkpoint_every": 2, "eval_every": 4, "micro_batch_tokens": 128}
+BEST = "best:eval_reward"
 TURNS_TAKEN = {"placement": "shared", "lends_states": True}
 PARTS = {
     "critic": {"advantage": "gae"},
@@ -111,6 +112,7 @@ SLOW = {
     "drops, partial": drops(max_staleness=1, partial_rollout_tokens=3),
     "drops, partial, corrected": drops(max_staleness=2, partial_rollout_tokens=3, partial_rollouts="correct"),
     "critic": (plain, {**PPO, "num_steps": 10, "checkpoint_every": 2, "eval_every": 10}, TWICE, None),
+    "adapters alone": (plain, {**SIX, **PARTS["adapters"], "lora_save": "adapter", "keep": BEST}, TWICE, None),
     "replay": (plain, REPLAY, TWICE, None),
     "replay, ahead": (plain, {**REPLAY, "max_staleness": 1}, TWICE, None),
     "replay, two ranks": (plain, {**REPLAY, **on(2)}, TWICE, None),

@@ -244,7 +244,9 @@ class Controller:
     async def _export(self, folder: Path) -> None:
         """Write the weights as a model's folder: those of the stage's model where nothing is trained."""
         if self._config.has_trainer:
-            await self._services.link.exchange("export", folder=str(folder))
+            is_alone, bases = self._config.optimizer.lora_save == "adapter", self._job.context.get("bases", {})
+            how = {"adapter_of": bases.get("model", {})} if is_alone else {}
+            await self._services.link.exchange("export", folder=str(folder), **how)
         else:
             shutil.copytree(self._job.inputs["model"], folder, dirs_exist_ok=True)
 

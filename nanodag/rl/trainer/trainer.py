@@ -32,6 +32,7 @@ from torch import Tensor
 from nanodag.config.kinds.rl import RLStage
 from nanodag.errors import TrainingDiverged
 from nanodag.inference.number_formats import DTYPES
+from nanodag.model.adapter_folder import leave_adapter
 from nanodag.model.folder import write_like
 from nanodag.model.lora import BETWEEN, add_lora, merged, save_adapter
 from nanodag.model.transformers_model import TransformersModel
@@ -317,6 +318,8 @@ def _execute(trainer: Trainer, message: dict[str, Any]) -> dict[str, Any]:
         case "export":
             options = {name: message.get(name, False) for name in ("fingerprint", "kept")}
             reply = {"fingerprints": trainer.export(Path(message["folder"]), **options)}
+            if "adapter_of" in message and trainer.engine.rank == 0:
+                leave_adapter(Path(message["folder"]), base=message["adapter_of"])
         case "layout" | "open_group" | "join_group" | "leave_group" | "broadcast" | "share" as method:
             reply = getattr(trainer.giver, method)(**{name: message[name] for name in message if name != "do"})
         case "lend":
