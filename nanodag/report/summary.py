@@ -79,7 +79,7 @@ def _line(comparison: Comparison) -> str:
 
 
 def _remedy(comparison: Comparison) -> str:
-    """What keeps more of what a stage's model knew before; empty where the stage did not train it."""
+    """Settings that keep more of what a stage's model knew before; empty where the stage did not train it."""
     stage = comparison.after.stage
     if not (comparison.is_parent and stage.kind.trains and comparison.same_form):
         return ""

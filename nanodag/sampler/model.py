@@ -164,7 +164,7 @@ class SamplerModel:
         return attended.transpose(1, 2).reshape(num_prompts * length, -1).float(), key, value
 
     def _heads(self, index: int, x: Tensor, rotations: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What the layer of this number attends with: (N, H), and (P, T, D/2) of the tokens' places -> query
+        """Query, key and value of the layer of this number: (N, H), and (P, T, D/2) of the tokens' places -> query
         (P, Q, T, D) as it is multiplied, key and value (P, K, T, D) as the cache holds them."""
         a, layer, (num_rows, length) = self.architecture, self.weights.layers[index], rotations.shape[:2]
         group = a.heads_per_kv
