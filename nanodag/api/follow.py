@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import shutil
 import subprocess
 import sys
@@ -79,7 +80,8 @@ class Followed:
             shutil.rmtree(path.parent)
         folder = self._scratch / name
         command = [sys.executable, "-m", "nanodag.train.checkpoint_model", str(workspace), str(checkpoint), str(folder)]
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+        safe = os.environ | {"PYTHONSAFEPATH": "1"}  # files of the working directory are no modules
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=safe, check=False)
         if done.returncode:
             shutil.rmtree(folder, ignore_errors=True)
             raise SamplerError(f"{checkpoint} gives no model: {done.stderr.strip()[-500:]}")

@@ -194,7 +194,9 @@ def scale(
     target_flops: Annotated[
         str, typer.Option(metavar="X,X", help="Budgets that each spends, of 6 x parameters x tokens.")
     ] = "",
-    predict: Annotated[int, typer.Option(metavar="DEPTH", min=1, max=128, help="Which is predicted.")] = 4,
+    predict: Annotated[
+        int, typer.Option(metavar="DEPTH", min=0, max=128, help="Which is predicted. Default: one more than trained.")
+    ] = 0,
     stage: Annotated[str, typer.Option("--stage", "-s", metavar="STAGE", help="The one that pretrains.")] = "pretrain",
     at_once: AtOnce = 1,
     preset: Preset = "auto",
@@ -215,6 +217,9 @@ def scale(
     from nanodag.sweep.scaling import scaling_points
 
     points = scaling_points(pipeline_file(file), preset, overrides or [], stage, depths, tokens, target_flops)
+    trained = [*map(int, depths.split(","))]
+    if (predict := predict or max(trained) + 1) in trained:
+        raise typer.BadParameter(f"depth {predict} is one of those that are trained, {depths}", param_hint="--predict")
     sweep(overrides, [], points, stage, predict, at_once, preset, file, name, detach, dry_run)
 
 

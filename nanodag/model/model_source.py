@@ -75,6 +75,8 @@ def wanted_files(folder: Path) -> list[Path]:
     files = sorted(p for p in folder.iterdir() if p.is_file() and any(fnmatch.fnmatch(p.name, w) for w in WANTED))
     names = [p.name for p in files]
     has_config = not {"config.json", ADAPTER_CONFIG}.isdisjoint(names)
+    if {"config.json", ADAPTER_CONFIG} <= {*names} and not any(n.startswith("model") for n in names):
+        raise SourceError(f"{folder} holds adapters alone: import their base, with this folder as `adapter`.")
     if not has_config or not any(n.endswith(".safetensors") for n in names):
         raise SourceError(
             f"{folder} is no model that can be taken: it needs config.json and *.safetensors; found {listed(names)}. "

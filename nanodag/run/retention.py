@@ -259,10 +259,16 @@ def _with_origins(attempts: Mapping[ArtifactReference, Any], wanted: set[Artifac
         if not isinstance(artifact, Artifact):
             continue
         for source in artifact.lineage.values():
-            above = ArtifactReference(str(source["key"]), str(source["attempt"]))
-            if above not in references:
-                references.add(above)
-                waiting.append(above)
+            same = [
+                reference
+                for reference, other in attempts.items()
+                if reference.key == source["key"] and getattr(other, "digest", "") == source.get("digest")
+            ]
+            used = ArtifactReference(str(source["key"]), str(source["attempt"]))
+            # Where theirs is damaged or gone, adapters take any attempt of the same content.
+            above = {used} if used in same else {used, *same}
+            waiting += above - references
+            references |= above
     return references
 
 

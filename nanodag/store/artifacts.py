@@ -156,7 +156,7 @@ class Store:
         """A local folder with the artifact's files as `verified` has them; where these are adapters alone, with their
         model, which is merged once. Raises ArtifactNotFound when what they adapt is gone, or has other content."""
         adapter = self.verified(artifact, "files")
-        if BASE not in artifact.files:
+        if BASE not in artifact.files or "model" not in artifact.lineage:
             return adapter
         home = self.local / "cache" / artifact.key / artifact.attempt
         folder, sums = home / MERGED, home / f"{MERGED}.json"
@@ -167,7 +167,8 @@ class Store:
             base = self.materialize(self.source(artifact, "model"))
             command = [sys.executable, "-m", "nanodag.model.adapter_folder", str(base), str(adapter), str(folder)]
             # A process, as it needs torch. It holds the lock, too, should this one be killed.
-            done = subprocess.run(command, capture_output=True, text=True, pass_fds=(lock,), check=False)
+            safe = os.environ | {"PYTHONSAFEPATH": "1"}  # files of the working directory are no modules
+            done = subprocess.run(command, capture_output=True, text=True, pass_fds=(lock,), env=safe, check=False)
             if done.returncode:
                 why = done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}"
                 raise StoreError(f"The adapters of {artifact.folder} were not merged: {why}")

@@ -15,7 +15,7 @@ from nanodag.model.decoder import Decoder
 from nanodag.model.folder import CausalModel, load, save
 from nanodag.train.checkpoint import saved_state
 from nanodag.train.optimizer import Segment
-from nanodag.train.setup import architecture_of
+from nanodag.train.setup import architecture_of, with_extension
 from nanodag.worker.job import read_job
 
 PREFIX = "decoder."  # of the names of RL's policy
@@ -36,7 +36,7 @@ def weights_of(checkpoint: Path) -> dict[str, Tensor]:
 def main() -> int:
     workspace, checkpoint, folder = map(Path, sys.argv[1:])
     try:
-        job = read_job(workspace / "job.json")
+        job = with_extension(read_job(workspace / "job.json"))
         source = job.inputs.get("model")
         tokenizer = job.inputs["tokenizer"] if source is None else source
         weights = weights_of(checkpoint)

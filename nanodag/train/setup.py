@@ -64,12 +64,8 @@ class PreparedStage:
     None without held-out data. checkpoint: the one to go on from."""
 
     def __init__(self, job: Job) -> None:
+        self.job = job = with_extension(job)
         self.config = config = cast(SupervisedStage, job.config)
-        if config.extends_to:
-            options = {"positions": config.extends_to, "by": config.shape.extend_by}  # type: ignore[attr-defined]
-            model = extended(job.inputs["model"], job.workspace / "extended", **options)
-            job = replace(job, inputs={**job.inputs, "model": model})
-        self.job = job
         assert config.precision != "auto"  # derived
         torch.set_num_threads(int(config.resources.threads))
         self.tokenizer_path = job.inputs["model" if "model" in job.inputs else "tokenizer"]
@@ -155,6 +151,15 @@ class PreparedStage:
             if optimizer.lora_save == "adapter":
                 leave_adapter(folder, base=self.job.context.get("bases", {}).get("model", {}))
         self.engine.barrier()
+
+
+def with_extension(job: Job) -> Job:
+    """The job, with the model that it goes on from declared for the positions that its stage says."""
+    if not job.config.extends_to:
+        return job
+    options = {"positions": job.config.extends_to, "by": job.config.shape.extend_by}
+    model = extended(job.inputs["model"], job.workspace / "extended", **options)
+    return replace(job, inputs={**job.inputs, "model": model})
 
 
 def _model(job: Job, tokenizer_path: Path) -> CausalModel:

@@ -120,6 +120,8 @@ class _MlflowRun:
     def log(self, values: Mapping[str, Any], step: int) -> None:
         import mlflow
 
+        # Others take any name of a metric.
+        values = {re.sub(r"[^\w\-. :/]", "_", name, flags=re.ASCII): value for name, value in values.items()}
         mlflow.log_metrics(numbers_in(values), step=step, run_id=self._id)
         for key, table in values.items():
             if isinstance(table, dict):

@@ -74,7 +74,7 @@ def test_trackio_has_one_run_of_two_tries_with_its_steps(packages, tmp_path, cap
 def test_mlflow_has_one_run_of_two_tries_with_its_steps_and_the_rows_of_both(packages, tmp_path, caplog):
     workspace = workspace_of(tmp_path, "online")
     with (workspace / "metrics.jsonl").open("a") as stream:
-        stream.write(json.dumps({"step": 0, "responses": [{"prompt": "p", "text": "t"}]}) + "\n")
+        stream.write(json.dumps({"step": 0, "pass@4 (a)": 1.0, "responses": [{"prompt": "p", "text": "t"}]}) + "\n")
     first = track("mlflow", workspace, 1, 2)["id"]
     track("mlflow", workspace, 3)
     code = """

@@ -189,6 +189,17 @@ def test_gc_keeps_a_base_while_its_adapters_are_kept_and_lets_a_merged_model_go(
     assert whole and store.keys() == [] and not folder.exists()
 
 
+def test_gc_keeps_the_whole_attempt_of_a_base_whose_own_attempt_is_damaged(store, made, base, tuned, seen):
+    store.write_run(run_record("r", stages={"sft": built(tuned)}))
+    change(store.local / base.folder / "files" / "model.safetensors", b"cut")
+    again = publish(store, made[0], base.key, stage="base", kind="import")
+    publish(store, made[1], base.key, stage="base", kind="import")  # of other content, and of no use
+    found = plan(store)
+    assert again.attempt != base.attempt and f"/{again.attempt}" not in {item.name[-5:] for item in found.items}
+    free(store, found, settle_s=0)
+    assert content(store.materialize(tuned)) == content(made[1])
+
+
 def test_verify_looks_at_the_adapters_and_merges_nothing(store, tuned, seen):
     assert check(store, tuned.key, tuned.attempt).state == "whole" and seen == []
 

@@ -65,12 +65,13 @@ class PretrainStage(SupervisedStage):
             if self.lora_rank:
                 raise ValueError(f"optimizer.lora_rank {self.lora_rank} adapts a model, and this one begins at none")
             return
-        if self.shape != ShapeConfig(extend_to=self.shape.extend_to, extend_by=self.shape.extend_by):
+        by = {"extend_to": self.extends_to, "extend_by": self.shape.extend_by} if self.extends_to else {}
+        if self.shape != ShapeConfig(**by):
             raise ValueError("shape is that of inputs.model; leave it out, or name a tokenizer to begin from scratch")
-        if self.extends_to > self.sequence_length:
+        if self.extends_to not in (0, self.sequence_length):
             raise ValueError(
-                f"shape.extend_to {self.extends_to} is above sequence_length {self.sequence_length}: the model would "
-                "be declared for positions that it never saw; lower the one or raise the other"
+                f"shape.extend_to {self.extends_to} is not sequence_length {self.sequence_length}: a model is declared "
+                "for the positions that training reaches, no more and no fewer; make them equal"
             )
         if self.horizon_tokens in ("auto", 0):
             raise ValueError(
