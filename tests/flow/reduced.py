@@ -18,6 +18,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "pretrain": {**SUPERVISED, "horizon_tokens": 1024, "shape": {"depth": 1, "max_positions": 256}},
     "midtrain": SUPERVISED,
     "sft": SUPERVISED,
+    "preference": SUPERVISED,
+    "reward_model": SUPERVISED,
     "rl": {"num_steps": 2, "checkpoint_every": 1},
     "select": {"num_steps": 2, "checkpoint_every": 1, "lowest_reward": 0.0},
     "eval": {"max_new_tokens": 8, "micro_batch_tokens": 512},
@@ -49,14 +51,17 @@ def reduce_stages(stages: dict[str, Any]) -> None:
                 stage.pop(name, None)  # as a file may have it: without its section
             stage.setdefault(section, {}).update(changes)
         if stage["kind"] == "select":  # of so many answers of a model that knows nothing, some end
-            stage["rollout"].update(prompts_per_step=16, samples_per_prompt=16, max_new_tokens=24)
+            stage["rollout"].update(prompts_per_step=16, samples_per_prompt=32, max_new_tokens=24)
+            if stage["pairs"] != "none":  # nothing is right, and a pair wants a difference
+                stage["reward"] = "reduced_reward:longest"
 
 
 def _raise_held_out(value: Any) -> None:
-    """Have each source of the hub hold out a share of which a mirror of 40 rows has some."""
+    """Have each source hold out a share of which a mirror of 40 rows, or a few pairs, have some."""
     if isinstance(value, dict):
-        if str(value.get("url")).startswith("hub:") and isinstance(value.get("held_out"), float) and value["held_out"]:
-            value["held_out"] = 0.2
+        share = {"hub": 0.2, "input": 0.5}.get(str(value.get("url")).partition(":")[0])
+        if share and isinstance(value.get("held_out"), float) and value["held_out"]:
+            value["held_out"] = share
         value = list(value.values())
     for inner in value if isinstance(value, list | tuple) else ():
         _raise_held_out(inner)
@@ -76,5 +81,7 @@ def write_reduced(preset: str, path: Path, **how: Any) -> list[str]:
     """Write a pipeline file with one preset `reduced`, of `reduced_stages`; returns the names of its stages."""
     stages = reduced_stages(preset, **how)
     preset = {"stages": stages, "tracking": {"trackers": []}}  # TensorBoard is a second of imports a stage
+    longest = 'def longest(prompt, completion):\n    """Characters."""\n    return float(len(completion))\n'
+    (path.parent / "reduced_reward.py").write_text(longest)
     path.write_text(yaml.safe_dump({"default": "reduced", "presets": {"reduced": preset}}, sort_keys=False))
     return list(stages)
