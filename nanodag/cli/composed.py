@@ -214,11 +214,11 @@ def scale(
     nanodag scale --depths 2,3,4 --target-flops 4e12,1e13 --predict 6
     """
     from nanodag.run.record import pipeline_file
-    from nanodag.sweep.scaling import scaling_points
+    from nanodag.sweep.scaling import numbers_of, scaling_points
 
     points = scaling_points(pipeline_file(file), preset, overrides or [], stage, depths, tokens, target_flops)
-    trained = [*map(int, depths.split(","))]
-    if (predict := predict or max(trained) + 1) in trained:
+    trained = numbers_of("--depths", depths)
+    if (predict := predict or int(max(trained, default=0)) + 1) in trained:
         raise typer.BadParameter(f"depth {predict} is one of those that are trained, {depths}", param_hint="--predict")
     sweep(overrides, [], points, stage, predict, at_once, preset, file, name, detach, dry_run)
 

@@ -31,6 +31,8 @@ def extended(source: Path, folder: Path, *, positions: int, by: Literal["yarn", 
         raise ConfigError(f"shape.extend_to: {source} has {what}; plain angles of one base are what is extended.")
     factor, width = positions / before, int(of.head_dim * rope.get("partial_rotary_factor", partial))
     if by == "ntk":
+        if width < 4:
+            raise ConfigError(f"shape.extend_by: ntk needs 4 numbers of a head that turn; {source} has {width}.")
         theta *= factor ** (width / (width - 2))
         rope = {**rope, "rope_theta": theta}
     else:

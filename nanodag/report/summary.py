@@ -83,7 +83,7 @@ def _remedy(comparison: Comparison) -> str:
     stage = comparison.after.stage
     if not (comparison.is_parent and stage.kind.trains and comparison.same_form):
         return ""
-    own = f"{stage.name}.kl_coefficient=0.1, or " if stage.kind.config.makes_rollouts else ""
+    own = f"{stage.name}.kl_coefficient=0.1, or " if stage.kind.config.makes_rollouts else "or "
     return f"; what it knew stays with a share of that task in {stage.name}.data, {own}a lower learning rate"
 
 

@@ -259,14 +259,11 @@ def _with_origins(attempts: Mapping[ArtifactReference, Any], wanted: set[Artifac
         if not isinstance(artifact, Artifact):
             continue
         for source in artifact.lineage.values():
-            same = [
-                reference
-                for reference, other in attempts.items()
-                if reference.key == source["key"] and getattr(other, "digest", "") == source.get("digest")
-            ]
-            used = ArtifactReference(str(source["key"]), str(source["attempt"]))
-            # Where theirs is damaged or gone, adapters take any attempt of the same content.
-            above = {used} if used in same else {used, *same}
+            used, digest = ArtifactReference(str(source["key"]), str(source["attempt"])), source.get("digest")
+            above = {used}
+            if getattr(attempts.get(used), "digest", "") != digest:  # adapters then take any of the same content
+                whole = ((r, other) for r, other in attempts.items() if r.key == used.key)
+                above |= {r for r, other in whole if getattr(other, "digest", "") == digest}
             waiting += above - references
             references |= above
     return references

@@ -55,16 +55,17 @@ def scaling_points(
     """Overrides of each point: every depth at every horizon and for every budget; without any at a quarter, a half and
     the whole of the preset's horizon for it. depths, tokens, target_flops: numbers with commas between them."""
     points = []
-    for depth in _numbers("--depths", depths):
+    for depth in numbers_of("--depths", depths):
         setting = f"{stage}.shape.depth={depth:g}"
         parameters, whole = size_of(resolve(file, preset, [*overrides, setting]).pipeline, stage)
-        spent = [flops / (6 * parameters) for flops in _numbers("--target-flops", target_flops)]
-        horizons = [*_numbers("--tokens", tokens), *spent] or [whole / 4, whole / 2, whole]
+        spent = [flops / (6 * parameters) for flops in numbers_of("--target-flops", target_flops)]
+        horizons = [*numbers_of("--tokens", tokens), *spent] or [whole / 4, whole / 2, whole]
         points += [f"{setting} {stage}.horizon_tokens={horizon:.0f}" for horizon in horizons]
     return points
 
 
-def _numbers(option: str, text: str) -> list[float]:
+def numbers_of(option: str, text: str) -> list[float]:
+    """Numbers above 0 with commas between them. Raises ConfigError, which names the option."""
     try:
         numbers = [float(number) for number in text.split(",") if text]
     except ValueError:
