@@ -111,12 +111,11 @@ def test_a_server_that_is_not_there_fails_its_sample_with_that_reason_before_the
         assert "refused" in pool.score([(PROMPT, "x")])[0].error
 
 
-def save_classifier(folder):
+def save_classifier(folder, **sizes):
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-        max_position_embeddings=64, num_labels=1, pad_token_id=0,
-    )  # fmt: skip
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "max_position_embeddings": 64, **sizes}
+    given = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_labels": 1, "pad_token_id": 0}
+    config = LlamaConfig(vocab_size=VOCABULARY, **given, **sizes)
     LlamaForSequenceClassification(config).save_pretrained(folder)
     save_tokenizer(BYTES, folder)
     return folder

@@ -19,6 +19,7 @@ from nanodag.errors import StageFailed
 from nanodag.rl.control.checks import check_ranks
 from nanodag.worker.job import STOPPED_EXIT_CODE, write_job
 from tests.guest_pythons import verifiers_python
+from tests.rewards.test_reward_sums import save_classifier
 from tests.rl import stages
 from tests.rl.programs import SPARSE, played_job, trained
 from tests.rl.stages import KILL, STOP, on
@@ -32,6 +33,7 @@ PPO = {"advantage": "gae", "filters": [], "critic": {"learning_rate": 1e-2, "war
 REPLAY = {"replay": {"share": 0.5, "max_staleness": 3}, "correction": "tis", "prompts_per_step": 4, "num_steps": 8}
 REPLAY |= {"checkpoint_every": 2, "eval_every": 4, "micro_batch_tokens": 128}
 BEST = "best:eval_reward"
+JUDGE = {"hidden_size": 64, "intermediate_size": 64, "max_position_embeddings": 128}
 TURNS_TAKEN = {"placement": "shared", "lends_states": True}
 PARTS = {
     "critic": {"advantage": "gae"},
@@ -52,6 +54,14 @@ def plain(folder, *, reward="", **values):
 
 def sparse(folder, **values):
     return plain(folder, reward=SPARSE, **values)
+
+
+def judged(folder, **values):
+    """Scored by a reward model of our own layers, which takes together what waits: each run has other batches."""
+    judge = folder.parent / "judge"
+    if not judge.exists():
+        save_classifier(judge, **JUDGE)
+    return stages.make_job(folder, reward={f"model:{judge}": 1.0, "tiny_reward:vowels": 0.0}, **values)
 
 
 def played(player):
@@ -113,6 +123,8 @@ SLOW = {
     "drops, partial, corrected": drops(max_staleness=2, partial_rollout_tokens=3, partial_rollouts="correct"),
     "critic": (plain, {**PPO, "num_steps": 10, "checkpoint_every": 2, "eval_every": 10}, TWICE, None),
     "adapters alone": (plain, {**SIX, **PARTS["adapters"], "lora_save": "adapter", "keep": BEST}, TWICE, None),
+    "reward model": (judged, SIX, TWICE, None),
+    "reward model, ahead": (judged, {**SIX, **AHEAD}, TWICE, None),
     "replay": (plain, REPLAY, TWICE, None),
     "replay, ahead": (plain, {**REPLAY, "max_staleness": 1}, TWICE, None),
     "replay, two ranks": (plain, {**REPLAY, **on(2)}, TWICE, None),
