@@ -13,7 +13,7 @@ from prefect.states import State
 
 from flows.deployments import offer_runs
 from nanodag.run.record import open_run
-from tasks.stage_task import begin_again, concluded, ending, flow_of_stages, outcome, own_flow_run, start
+from tasks.stage_task import begin_again, concluded, ending, flow_of_stages, outcome, own_flow_run, start_all
 
 
 @flow_of_stages(flow_run_name="{name}")
@@ -47,6 +47,5 @@ def speedrun(
     futures = {}
     with ending(run):
         offer_runs(run.store)
-        for stage in run.to_do:
-            start(run, stage, futures, force=force)  # waits for its inputs, not for stages that run beside
+        start_all(run, futures, force=force)
         return concluded(run, outcome(run.to_do, futures))

@@ -24,7 +24,8 @@ class Resources(StageSection):
     """Training processes on all nodes together, one for each GPU. `auto`: all GPUs, or cores, that a step of the stage
     has work for."""
     threads: Annotated[int, Field(ge=1, le=1024)] | Auto = "auto"
-    """CPU threads of each process; `auto` shares out the cores."""
+    """CPU threads of each process; `auto` shares out the cores. A stage that takes fewer leaves the others to a branch
+    beside it."""
     device: Literal["cpu", "cuda"] | Auto = "auto"
     """The kind of device: `cpu` or `cuda`; `auto` takes the pipeline's `device`, and `cpu` for a stage that multiplies
     nothing."""

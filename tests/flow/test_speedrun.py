@@ -7,6 +7,7 @@ import threading
 from dataclasses import replace
 
 import pytest
+import yaml
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey, FlowRunFilter, FlowRunFilterId
 from prefect.client.schemas.sorting import ArtifactSort
@@ -18,6 +19,7 @@ from nanodag.config.kinds import shipped
 from nanodag.run.record import state_of
 from nanodag.store import Store
 from tasks.stage_task import metrics_table
+from tests.fake_stages import NO_TRACKERS, STAGES
 from tests.fault.processes import pids_in, wait_until
 
 pytestmark = pytest.mark.usefixtures("prefect_server", "project")
@@ -95,6 +97,28 @@ def test_a_lost_sampler_is_tried_again_and_a_nan_is_not(project, tell):
     assert len(shown) == 1
     assert f"[{stages['sft'].workspace}](file://{stages['sft'].workspace})" in shown[0]
     assert "What to do: " in shown[0] and "Traceback" in shown[0]
+
+
+def test_a_branch_goes_on_beside_one_that_takes_the_other_core(project, tell):
+    half = {"resources": {"threads": 1, "device": "cpu"}}
+    branches = {
+        "first": {**STAGES["sft"], **half, "seed": 2},
+        "eval_first": {**STAGES["eval_sft"], "inputs": {"model": "first"}},
+        "sft": {**STAGES["sft"], **half},
+        "whole": {**STAGES["sft"], "seed": 3},
+    }
+    stages = {"tokenizer": STAGES["tokenizer"], "pretrain": STAGES["pretrain"], **branches}
+    presets = {"tiny": {"stages": stages, "tracking": NO_TRACKERS}}
+    (project / "pipeline.yaml").write_text(yaml.safe_dump({"default": "tiny", "presets": presets}))
+    tell("first", "wait")
+    ended = []
+    thread = threading.Thread(target=lambda: ended.append(speedrun("r", return_state=True)))
+    thread.start()
+    wait_until(lambda: (project / "store").exists() and built_in("r", project) >= {"sft"}, timeout_s=120)
+    assert states_of("r", project)["first"] == "running"
+    tell("first", "")
+    thread.join(120)
+    assert ended[0].is_completed() and built_in("r", project) == {*stages}
 
 
 @pytest.fixture
