@@ -32,6 +32,7 @@ from nanodag.store.run_record import ENDED_WELL, RunRecord, StageRecord, referen
 
 log = logging.getLogger(__name__)
 
+MOST_RECORDS = 64_000_000  # bytes that a page brings from a remote store for a stage's curves and samples
 _OF_ARTIFACT = ("kind", "key", "attempt", "digest")
 _REPORTED = (*_OF_ARTIFACT, "metrics", "cost", "config", "sources", "environment", "created")
 
@@ -369,7 +370,7 @@ def context_stages(
     """The finished ones of these stages, as nanodag.report lists them: manifest, files, records.
 
     stages: in the DAG's order. is_read: whether a stage's files and records are wanted too; the others have none.
-    has_records: whether its records alone are, where they do not have to come from elsewhere with a model.
+    has_records: whether its records alone are, which a remote store gives up to MOST_RECORDS bytes.
     """
     shown: dict[str, Any] = {}
     for stage in stages:
@@ -389,7 +390,8 @@ def context_stages(
         folders = {"files": "", "records": ""}
         if is_read(artifact):
             folders["files"] = str(store.verified(artifact, "files"))
-        if folders["files"] or (not store.is_remote and has_records(artifact)):
+        num_bytes = sum(facts["bytes"] for facts in artifact.records.values())
+        if folders["files"] or ((not store.is_remote or num_bytes <= MOST_RECORDS) and has_records(artifact)):
             folders["records"] = str(store.records(artifact))
         shown[stage] = {**{field: getattr(artifact, field) for field in _REPORTED}, "lineage": lineage, **folders}
     return shown

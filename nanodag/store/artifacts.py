@@ -388,13 +388,13 @@ class Store:
     def verified(self, artifact: Artifact, part: str) -> Path:
         """A local folder with the artifact's `files` or `records`, each verified against its sha256; pulled first when
         remote. Raises CorruptArtifact naming the file whose bytes differ."""
-        folder = self.backend.fetch(artifact)
+        folder = self.backend.fetch(artifact, part)
         check_listing(artifact, sizes_below(folder), (part,))
         for name, facts in getattr(artifact, part).items():
             path = folder / part / name
             digest = sha256_of(path)
             if digest != facts["sha256"] and self.backend.forget(artifact, f"{part}/{name}"):
-                self.backend.fetch(artifact)  # the copy here may have gone bad while the original has not
+                self.backend.fetch(artifact, part)  # the copy here may have gone bad while the original has not
                 digest = sha256_of(path)
             if digest != facts["sha256"]:
                 raise CorruptArtifact(

@@ -85,7 +85,7 @@ class LocalBackend:
         """True when this user, or root, wrote that file."""
         return (self.root / path).lstat().st_uid in (os.geteuid(), 0)
 
-    def fetch(self, artifact: Artifact) -> Path:
+    def fetch(self, artifact: Artifact, part: str) -> Path:
         return self.root / artifact.folder
 
     def forget(self, artifact: Artifact, path: str) -> bool:
@@ -277,14 +277,14 @@ class RemoteBackend:
         """True: an object store does not say who wrote what; whoever may write to it is trusted with runs' records."""
         return True
 
-    def fetch(self, artifact: Artifact) -> Path:
-        """A local copy of the artifact's folder; files that are there in their size already are not pulled again."""
+    def fetch(self, artifact: Artifact, part: str) -> Path:
+        """A local copy of the artifact's folder with its `files` or `records`; files that are there in their size
+        already are not pulled again."""
         folder = self._cache / artifact.key / artifact.attempt
-        for part in PARTS:
-            for name, facts in getattr(artifact, part).items():
-                target = folder / part / name
-                if not target.is_file() or target.is_symlink() or target.stat().st_size != facts["bytes"]:
-                    self.pull(f"{artifact.folder}/{part}/{name}", target)
+        for name, facts in getattr(artifact, part).items():
+            target = folder / part / name
+            if not target.is_file() or target.is_symlink() or target.stat().st_size != facts["bytes"]:
+                self.pull(f"{artifact.folder}/{part}/{name}", target)
         write_bytes(folder / MANIFEST, manifest_text(artifact).encode())
         return folder
 

@@ -1,9 +1,12 @@
 """The page of a run under way: for whom it is, and what it says as the run goes on."""
 
+import json
+
 import pytest
 from starlette.testclient import TestClient
 
-from nanodag.store import stage_key
+from nanodag.run import record as record_module
+from nanodag.store import Store, stage_key
 from nanodag.viewer.live_page import make_app
 from tests.run_records import built, run_record, stage_record
 
@@ -37,3 +40,21 @@ def test_a_stage_that_is_built_while_the_page_is_open_is_on_it(client, store, tm
     sections = client.get("/sections").text
     assert "loss 0.25" in sections and "1 min 30 s" in sections and "waiting" not in sections
     assert "<main" not in sections and "<script" not in sections
+
+
+@pytest.mark.parametrize("most", [10_000, 10])
+def test_a_remote_store_gives_a_page_curves_of_small_records_and_never_the_model(tmp_path, monkeypatch, most):
+    monkeypatch.setattr(record_module, "MOST_RECORDS", most)
+    store, key = Store(f"memory://{tmp_path.name}", local=tmp_path / "local"), "a" * 40
+    for part, name, text in (("made", "weights", "weights"), ("records", "metrics.jsonl", "")):
+        (tmp_path / part).mkdir()
+        (tmp_path / part / name).write_text(text)
+    steps = [{"event": "step", "step": n, "total": 4, "time": float(n), "loss": 1 / n} for n in range(1, 5)]
+    (tmp_path / "records" / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    about = {"kind": "sft", "stage": "sft", "config": {}, "sources": {}, "environment": {}, "lineage": {}}
+    made = store.publish(key, tmp_path / "made", records=tmp_path / "records", metrics={}, cost={}, **about)
+    stages = {"sft": built(made)}
+    store.write_run(run_record("r", state="completed", pipeline={"stages": {"sft": {"kind": "sft"}}}, stages=stages))
+    sections = TestClient(make_app(store, ["r"]), base_url="http://127.0.0.1").get("/sections").text
+    assert ("data-panel" in sections) == (most > 10)
+    assert not [*(tmp_path / "local").rglob("weights")]
