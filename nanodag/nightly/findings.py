@@ -24,7 +24,7 @@ from nanodag.errors.words import counted
 from nanodag.evaluation.paired import PairedDifference, holm, paired
 from nanodag.nightly.nights import Night, earlier_nights
 from nanodag.report import words
-from nanodag.report.page import PageSection, Part, Report, to_html, to_markdown
+from nanodag.report.page import NOTES, PageSection, Part, Report, to_html, to_markdown
 from nanodag.report.plots import Panel
 from nanodag.report.tables import Cell, Table, cells
 from nanodag.run.derived_runs import note_page, publish_page
@@ -214,12 +214,7 @@ def trend_report(
     tonight = nights[-1]
     scores, missing, stale = tonight.night.scores, tonight.night.missing, tonight.night.stale
     worse = [comparison for comparison in comparisons if comparison.is_worse]
-    note = (
-        "Score with its 95 % interval; shares in percent, differences in points. Differences are of the same items, "
-        "with their 95 % interval. p is one-sided (McNemar's exact test where items are right or wrong, else Student's "
-        "t), corrected by Holm over all tests of the night and for the choice of the best: the chance of any false "
-        f"“worse” in a night is below {false_alarms:g}. “Not worse” may hide a small change."
-    )
+    note = NOTES["tonight"].format(false_alarms=false_alarms)
     sections = [PageSection(title="Tonight", note=note, parts=_tonight(scores, comparisons))]
     for title, what, texts, tone in (("Not evaluated", "what", missing, ""), ("Stale", "model", stale, "bad")):
         if texts:

@@ -10,7 +10,7 @@ from nanodag.config.kinds.training import PretrainStage
 from nanodag.errors import ConfigError, SourceError
 from nanodag.errors.words import listed
 from nanodag.report import words
-from nanodag.report.page import PageSection, Part
+from nanodag.report.page import NOTES, PageSection, Part
 from nanodag.report.plots import Panel
 from nanodag.report.tables import Table, cells
 from nanodag.sweep.scaling import Estimate, ScalingLaw, estimated, size_of
@@ -21,11 +21,6 @@ TITLE, LOSS = "Scaling law", "validation_bits_per_byte"
 LEAST_CORE = 4  # points: a line, and what lies about it
 NOTHING = 1e-6  # an E that the fit pushed to its bound
 FAR = 4.0  # times the largest model that ran
-NOTE = (
-    "L(N, D) = E + A / N^alpha + B / D^beta: held-out bits a byte over N parameters (matrices and output head) and D "
-    "tokens; FLOPs are 6 N D. Intervals are of 95 %; a prediction's has the noise of one run in it. It holds for these "
-    "data, this tokenizer and recipe, near these sizes."
-)
 
 
 def law_section(name: str, sweep: Sweep, rows: Sequence[PointRow]) -> tuple[PageSection, dict[str, Any]]:
@@ -59,7 +54,7 @@ def law_section(name: str, sweep: Sweep, rows: Sequence[PointRow]) -> tuple[Page
     found |= {"best_parameters": {flops: size}}
     table = Table(headers=["what it says"], rows=[cells(line) for line in lines])
     panels = [_panel(law, [*points, {**predicted, "loss": loss[0]}], depth)]
-    return PageSection(title=TITLE, note=NOTE, parts=[Part(table=table), Part(panels=panels)]), found
+    return PageSection(title=TITLE, note=NOTES["scaling law"], parts=[Part(table=table), Part(panels=panels)]), found
 
 
 def _measured(sweep: Sweep, row: PointRow) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from nanodag.evaluation.paired import FALSE_ALARMS, PairedDifference, holm, pair
 from nanodag.nightly.findings import score_cell
 from nanodag.report import words
 from nanodag.report.gather import ReportedStage
-from nanodag.report.page import PageSection, Part, Report
+from nanodag.report.page import NOTES, PageSection, Part, Report
 from nanodag.report.plots import MAX_LINES, Panel, overlaid
 from nanodag.report.tables import Cell, Table
 from nanodag.run.record import Run, StageResult
@@ -133,13 +133,7 @@ def sweep_report(name: str, sweep: Sweep, rows: Sequence[PointRow], first: Seque
     labels = list(dict.fromkeys(label for row in rows for label in row.scores))
     metrics = telling_metrics(rows)
     failed = sum(row.artifact is None for row in rows)
-    note = (
-        "One row a point, the best first by the first column after the options. Below a score: the difference to the "
-        "first point on the same items, with its 95 % interval; of the first point its own 95 % interval. Green and "
-        f"red: more than noise, p corrected by Holm over the whole table and below {FALSE_ALARMS:g}. The best of many "
-        "points owes part of its lead to chance: run it again with another seed or on other items, before you believe "
-        "it."
-    )
+    note = NOTES["points"].format(false_alarms=FALSE_ALARMS)
     parts = [Part(table=_table(sweep, rows, labels, metrics))]
     made = [*first, PageSection(title="Points", note=note, parts=parts)]
     if panels := _option_panels(sweep, rows, labels, metrics):
