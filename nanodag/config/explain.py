@@ -1,8 +1,10 @@
 """Messages on what is wrong with a config: the field, the value found, what is allowed, the nearest right name."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic import BaseModel, ValidationError
 
 from nanodag.config.kinds import known
@@ -14,22 +16,7 @@ from nanodag.errors.words import counted, listed, nearest, said
 _BRANCHES = ("literal[", "int", "float", "bool", "str", "constrained", "function-", "dict[", "tuple[", "nullable")
 MAX_LINES = 8
 MAX_NAMES = 20
-_BY_TYPE = {
-    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "must be a whole number"),
-    **dict.fromkeys(("float_type", "float_parsing"), "must be a number"),
-    **dict.fromkeys(("bool_type", "bool_parsing"), "must be true or false"),
-    **dict.fromkeys(("list_type", "tuple_type"), "must be a list"),
-    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "must be a table"),
-    "finite_number": "must be a finite number",
-    "string_type": "must be text",
-    "string_too_short": "must not be empty",
-    "literal_error": "must be {expected}",
-    "greater_than": "must be above {gt}",
-    "greater_than_equal": "must be at least {ge}",
-    "less_than": "must be below {lt}",
-    "less_than_equal": "must be at most {le}",
-    "string_pattern_mismatch": "must have the form {pattern}",
-}
+_BY_TYPE: dict[str, str] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 
 
 def explain(error: ValidationError, kinds: Mapping[str, str], where: str) -> str:

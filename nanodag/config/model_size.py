@@ -6,7 +6,10 @@ stage's model.
 
 import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
+
+import yaml
 
 from nanodag.config.dial import Shape, flops_per_token, num_parameters
 from nanodag.errors import ConfigError
@@ -57,24 +60,8 @@ class ModelSize:
         return self.training_flops(length) / 3
 
 
-# From each model's config.json: layers, width, heads, key-value heads, head width, inner width, tied; vocabulary; and
-# positions that all models of its family have at least.
-_QWEN = 151_936
-KNOWN = {
-    "Qwen/Qwen2.5-0.5B": ModelSize(Shape(24, 896, 14, 2, 64, 4864, tied_embeddings=True), _QWEN, 32_768),
-    "Qwen/Qwen2.5-1.5B": ModelSize(Shape(28, 1536, 12, 2, 128, 8960, tied_embeddings=True), _QWEN, 32_768),
-    "Qwen/Qwen2.5-3B": ModelSize(Shape(36, 2048, 16, 2, 128, 11008, tied_embeddings=True), _QWEN, 32_768),
-    "Qwen/Qwen2.5-7B": ModelSize(Shape(28, 3584, 28, 4, 128, 18944, tied_embeddings=False), 152_064, 32_768),
-    "Qwen/Qwen3-0.6B": ModelSize(Shape(28, 1024, 16, 8, 128, 3072, tied_embeddings=True), _QWEN, 32_768),
-    "Qwen/Qwen3-1.7B": ModelSize(Shape(28, 2048, 16, 8, 128, 6144, tied_embeddings=True), _QWEN, 32_768),
-    "Qwen/Qwen3-4B": ModelSize(Shape(36, 2560, 32, 8, 128, 9728, tied_embeddings=True), _QWEN, 32_768),
-    "Qwen/Qwen3-8B": ModelSize(Shape(36, 4096, 32, 8, 128, 12288, tied_embeddings=False), _QWEN, 32_768),
-    "HuggingFaceTB/SmolLM2-135M": ModelSize(Shape(30, 576, 9, 3, 64, 1536, tied_embeddings=True), 49_152, 8_192),
-    "HuggingFaceTB/SmolLM2-360M": ModelSize(Shape(32, 960, 15, 5, 64, 2560, tied_embeddings=True), 49_152, 8_192),
-    "HuggingFaceTB/SmolLM2-1.7B": ModelSize(Shape(24, 2048, 32, 32, 64, 8192, tied_embeddings=True), 49_152, 8_192),
-    "meta-llama/Llama-3.2-1B": ModelSize(Shape(16, 2048, 32, 8, 64, 8192, tied_embeddings=True), 128_256, 131_072),
-    "meta-llama/Llama-3.2-3B": ModelSize(Shape(28, 3072, 24, 8, 128, 8192, tied_embeddings=True), 128_256, 131_072),
-}
+_ROWS = yaml.safe_load(Path(__file__).with_name("known_models.yaml").read_text(encoding="utf-8"))
+KNOWN = {name: ModelSize(Shape(*shape), *sizes) for name, (shape, *sizes) in _ROWS.items()}
 
 
 def known_model(model: str) -> ModelSize | None:

@@ -5,7 +5,10 @@ without an instruction, and contamination is looked for in the data's own words.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
+
+import yaml
 
 from nanodag.data.adapters import renamed
 from nanodag.data.config import QUESTION, SourceConfig
@@ -14,17 +17,9 @@ from nanodag.errors import SourceError
 from nanodag.errors.words import listed
 
 Record = dict[str, Any]
-# What a source's rows are read as -> what that is called, and the settings that would change nothing there.
-_WITHOUT_EFFECT: Mapping[str, Sequence[str]] = {
-    "document": ("documents, which nobody asks", "instruction", "reward", "template_options"),
-    "conversation": ("conversations, whose answers are given", "reward"),
-    "preference": ("pairs, whose better answer is given", "reward"),
-    "judgement": ("answers that are judged already", "reward"),
-    "stepwise": ("answers that are judged already", "reward"),
-    "prompt": ("prompts",),
-    "row": ("rows as they are; a benchmark reads prompts with `form: problems`", "instruction", "reward"),
-    "text": ("all text of a source, whatever column it is in", "columns", "instruction", "reward", "template_options"),
-}
+_WITHOUT_EFFECT: Mapping[str, Sequence[str]] = yaml.safe_load(
+    Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
+)
 
 
 def check_effect(source: SourceConfig, read_as: Kind | Literal["row", "text"]) -> None:
