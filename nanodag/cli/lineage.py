@@ -33,7 +33,7 @@ IS_MODEL = {"config.json", "tokenizer.json"}
 def show_lineage(key: str, *, picture: str, file: str) -> None:
     """Print the lineage as a tree; with `picture`, write it as an SVG too."""
     console, store = make_console(), served_store(file)
-    origin = origin_of(store, store.get(key))
+    origin, artifacts = origin_of(store, store.get(key))
     printed: set[int] = set()
     tree = Tree(_title("", origin), guide_style="dim")
     _grow(tree, origin, printed)
@@ -42,7 +42,7 @@ def show_lineage(key: str, *, picture: str, file: str) -> None:
         path = Path(picture).absolute()
         if path.suffix != ".svg":
             raise StoreError(f"A lineage is drawn as SVG; {path.name} ends in {path.suffix!r}. Name it NAME.svg.")
-        write_bytes(path, picture_of(origin).encode())
+        write_bytes(path, picture_of(artifacts).encode())
         console.print(str(path), soft_wrap=True)
 
 

@@ -1,6 +1,6 @@
 """Lineage up to the data, and the DAG as a picture: boxes from left to right, inputs before what was made of them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -74,15 +74,18 @@ class Origin:
     inputs: Mapping[str, "Origin"] = field(default_factory=dict)
 
 
-def origin_of(store: Store, artifact: Artifact) -> Origin:
-    """The whole lineage of an artifact. One that is used twice is the same object twice."""
+def origin_of(store: Store, artifact: Artifact) -> tuple[Origin, list[Artifact]]:
+    """The whole lineage of an artifact. One that is used twice is the same object twice. Also what the store has of it,
+    inputs before what was made of them; each once."""
     known: dict[tuple[str, str], Origin] = {}
+    had: list[Artifact] = []
 
     def of(found: Artifact) -> Origin:
         name = (found.key, found.attempt)
         if name not in known:
             inputs = {label: above(source) for label, source in found.lineage.items()}
             known[name] = Origin(what=f"{found.stage} {found.key[:12]}/{found.attempt}", artifact=found, inputs=inputs)
+            had.append(found)
         return known[name]
 
     def above(source: Mapping[str, Any]) -> Origin:
@@ -94,28 +97,13 @@ def origin_of(store: Store, artifact: Artifact) -> Origin:
             why = str(error)
         return Origin(what=f"{source['stage']} {source['key'][:12]}/{source['attempt']}: {why}", artifact=None)
 
-    return of(artifact)
+    return of(artifact), had
 
 
-def origins_in(origin: Origin) -> list[Origin]:
-    """The whole lineage, inputs before what was made of them; each once."""
-    known: dict[int, Origin] = {}
-
-    def add(one: Origin) -> None:
-        for source in one.inputs.values():
-            if id(source) not in known:
-                add(source)
-        known[id(one)] = one
-
-    add(origin)
-    return list(known.values())
-
-
-def picture_of(origin: Origin) -> str:
-    """The lineage as an SVG: what the store has of it."""
+def picture_of(artifacts: Iterable[Artifact]) -> str:
+    """A lineage as an SVG. artifacts: of it, inputs before what was made of them."""
     stages: dict[str, ReportedStage] = {}
-    for artifact in (origin.artifact for origin in origins_in(origin)):
-        if artifact is not None:
-            name = artifact.stage if artifact.stage not in stages else f"{artifact.stage} {artifact.key[:4]}"
-            stages[name] = ReportedStage.read(name, vars(artifact) | {"files": "", "records": ""})
+    for artifact in artifacts:
+        name = artifact.stage if artifact.stage not in stages else f"{artifact.stage} {artifact.key[:4]}"
+        stages[name] = ReportedStage.read(name, vars(artifact) | {"files": "", "records": ""})
     return lineage_svg(stages)

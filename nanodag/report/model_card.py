@@ -9,7 +9,8 @@ from urllib.parse import urlsplit, urlunsplit
 import yaml
 
 from nanodag.report.gather import columns_of
-from nanodag.report.lineage import origin_of, origins_in
+from nanodag.report.lineage import origin_of
+from nanodag.report.page import environment_of
 from nanodag.report.summary import scored_stages
 from nanodag.report.tables import scores_table
 from nanodag.store import Artifact, Store, canonical_json
@@ -24,8 +25,7 @@ def card_of(store: Store, artifact: Artifact, name: str, record: RunRecord | Non
 
     Its licence is what the model that it began at says of itself, else `other`: what data allow is the user's to say.
     """
-    origins = reversed(origins_in(origin_of(store, artifact)))
-    artifacts = [origin.artifact for origin in origins if origin.artifact is not None]
+    artifacts = origin_of(store, artifact)[1][::-1]
     imported = [str(made.config["model"]) for made in artifacts if made.kind == "import"]
     sources = {url: identity for made in artifacts for url, identity in (made.sources or {}).items()}
     urls = sorted(url for url, identity in sources.items() if _is_data(url, identity))
@@ -35,27 +35,21 @@ def card_of(store: Store, artifact: Artifact, name: str, record: RunRecord | Non
         head["base_model"] = bases
     if sets := sorted({"/".join(url[4:].split("/")[:2]).partition(":")[0] for url in urls if url.startswith("hub:")}):
         head["datasets"] = sets
-    parts = [f"---\n{yaml.safe_dump(head, sort_keys=False)}---", f"# {name}"]
-    parts.append(f"Stage `{artifact.stage}` (kind {artifact.kind}) of a nanodag pipeline, content `{artifact.digest}`.")
-    parts.append(
-        "## Use\n\n```python\nfrom transformers import pipeline\n\n"
-        f'print(pipeline("text-generation", "{name}")([{{"role": "user", "content": "Hi"}}], max_new_tokens=64))\n```'
-    )
     columns = [] if record is None else columns_of(scored_stages(store, record))  # a key alone: of no run
-    rows = [
-        f"| {row[0].text} | {row[0].detail} | {row[1].text} | {row[1].detail} |"
-        for column in columns if column.stage.digest == artifact.digest for row in scores_table([column]).rows
-    ]  # fmt: skip
-    scores = "\n".join(["| benchmark | metric | score | 95 % interval |", "|---|---|---|---|", *rows])
-    if record is not None:
-        parts.append("## Scores\n\n" + (scores if rows else "Not evaluated in this run."))
-    made_from = [f"| `{a.stage}` | {a.kind} | `{a.key[:16]}` | `{a.digest[:16]}` |" for a in artifacts]
-    parts.append("## Made from\n\n| stage | kind | key | content |\n|---|---|---|---|\n" + "\n".join(made_from))
-    if urls:
-        digests = {url: hashlib.sha256(canonical_json(sources[url]).encode()).hexdigest()[:16] for url in urls}
-        lines = [f"- `{_public(url)}`, identity `{digests[url]}`" for url in urls]
-        parts.append("## Data\n\n" + "\n".join(lines))
-    return "\n\n".join(parts) + "\n"
+    evaluated = [column for column in columns if column.stage.digest == artifact.digest]
+    return (
+        environment_of(autoescape=False)
+        .get_template("model_card.md.jinja")
+        .render(
+            name=name,
+            artifact=artifact,
+            head=yaml.safe_dump(head, sort_keys=False),
+            is_of_run=record is not None,
+            rows=[row for column in evaluated for row in scores_table([column]).rows],
+            artifacts=artifacts,
+            data=[(_public(url), hashlib.sha256(canonical_json(sources[url]).encode()).hexdigest()) for url in urls],
+        )
+    )
 
 
 def _is_data(url: str, identity: Any) -> bool:
