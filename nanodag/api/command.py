@@ -6,12 +6,14 @@
 import argparse
 import asyncio
 import contextlib
+import json
 import logging
 import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 import yaml
@@ -36,7 +38,7 @@ from nanodag.store import Store
 
 STOP_S = 5  # what answers under way may still take when the server is ended
 
-TYPES = {"int": int, "float": float, "path": Path}
+TYPES: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "path": Path, "json": json.loads}
 LIMITS = ("max_body_bytes", "max_prompt_tokens", "max_new_tokens", "max_waiting", "request_timeout_s")  # of Limits
 
 Routes = Callable[[], Sequence[BaseRoute]]
@@ -52,12 +54,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     return parser.parse_args(arguments)
 
 
-def main(
-    arguments: Sequence[str] | None = None, extra_routes: Routes = tuple, ready: Callable[[str], None] | None = None
-) -> int:
+def serve(args: argparse.Namespace, extra_routes: Routes = tuple, ready: Callable[[str], None] | None = None) -> int:
     """Serve until SIGINT or SIGTERM; the exit code. extra_routes: makes what is served beside the API. ready: called
     with the server's address once models are up."""
-    args = parse_arguments(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     api_metrics.log.setLevel(logging.WARNING if args.no_access_log else logging.INFO)
     try:

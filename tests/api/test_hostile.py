@@ -8,7 +8,7 @@ import time
 import httpx
 import pytest
 
-from nanodag.api.command import main, parse_arguments
+from nanodag.api.command import parse_arguments, serve
 from nanodag.api.served_model import Limits
 from nanodag.tokenizer import bounds
 from tests.api.scripted import Scripted, app_of, ask, chat, model_of, refusal, with_template
@@ -207,5 +207,5 @@ def test_the_command_refuses_before_it_starts_anything(folder, tmp_path, monkeyp
     (tmp_path / "short").write_text("abc\n")
     (tmp_path / "empty").write_text("# none\n")
     monkeypatch.chdir(tmp_path)
-    assert main(["--port", "0", "--model", f"tiny={model}", *options]) == 2
+    assert serve(parse_arguments(["--port", "0", "--model", f"tiny={model}", *options])) == 2
     assert said in capsys.readouterr().err
