@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -190,7 +189,7 @@ def chat(options: argparse.Namespace) -> int:
     is_terminal = message is None and sys.stdin.isatty()
     with Scratch("chat") as logs, asyncio.Runner() as runner:
         args = parse_arguments([f"--model=model={folder}", "--max-batch=1", f"--device={options.device}"])
-        model = served_model(args, folder.name, folder, folder.name, Path(logs), first=0, num_models=1)
+        model = served_model(args, folder.name, folder, folder.name, logs, first=0, num_models=1)
         if model.renderer is None:
             raise SourceError(f"The tokenizer in {folder} has no chat template, so it cannot be talked to.")
         if is_terminal:

@@ -196,7 +196,7 @@ async def _served(settings: SamplerSettings, replicas: int) -> AsyncIterator[tup
     architecture = read_checkpoint(folder).architecture
     context = min(architecture.max_positions, SGLANG_CONTEXT)
     with Scratch("environment") as logs, socket.create_server((LOOPBACK, 0), backlog=1024) as listener:
-        fleet = fleet_of(settings, context, replicas, logs=Path(logs), name=MODEL)
+        fleet = fleet_of(settings, context, replicas, logs=logs, name=MODEL)
         model = ServedModel(
             name=MODEL,
             tokens=TokenText(folder),

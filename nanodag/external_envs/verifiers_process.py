@@ -79,7 +79,7 @@ def tasks_of(module: str, options: Mapping[str, Any], *, stop: int | None = None
     Raises MissingTool where verifiers is not installed, SourceError with the end of what it said where it fails."""
     arguments = ["--tasks", *([] if stop is None else [str(stop)])]
     with Scratch("tasks") as folder:
-        out_path, log_path = Path(folder) / "out", Path(folder) / "log"
+        out_path, log_path = folder / "out", folder / "log"
         with out_path.open("wb") as out:
             child = _spawned(block_of(module, options), *arguments, log_path=log_path, stdout=out)
         try:

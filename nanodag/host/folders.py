@@ -70,15 +70,11 @@ class Scratch:
             fcntl.flock(lock, fcntl.LOCK_EX)
         self._end = weakref.finalize(self, _remove, self.path, lock, os.getpid())
 
-    @property
-    def name(self) -> str:
-        return str(self.path)
-
     def cleanup(self) -> None:
         self._end()
 
-    def __enter__(self) -> str:
-        return self.name
+    def __enter__(self) -> Path:
+        return self.path
 
     def __exit__(self, *raised: object) -> None:
         self.cleanup()

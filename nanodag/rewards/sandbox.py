@@ -258,7 +258,7 @@ def _start(
     max_processes: int = MAX_PROCESSES,
 ) -> _Started:
     """stdin: a text, or an open file. stdout: an open file, else one in the folder. shown: files that stay open."""
-    folder = Path(stack.enter_context(Scratch("sandbox")))
+    folder = stack.enter_context(Scratch("sandbox"))
     (folder / "program.py").write_text(program, encoding="utf-8", errors="replace")
     if isinstance(stdin, str):
         (folder / "stdin").write_text(stdin, encoding="utf-8", errors="replace")

@@ -22,7 +22,7 @@ def main() -> None:
 
     os.environ[STARTER] = str(os.getpid())
     with Scratch("torchrun") as folder:
-        run(["--log-dir", folder, *sys.argv[1:]])
+        run(["--log-dir", str(folder), *sys.argv[1:]])
 
 
 if __name__ == "__main__":

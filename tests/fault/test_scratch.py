@@ -12,7 +12,7 @@ import pytest
 
 from nanodag.host.folders import PREFIX, Scratch
 
-MAKE = "import time; from nanodag.host.folders import Scratch; made = Scratch('logs'); print(made.name, flush=True)"
+MAKE = "import time; from nanodag.host.folders import Scratch; made = Scratch('logs'); print(made.path, flush=True)"
 
 
 @pytest.mark.parametrize("age_s", [60, -60])  # so new that the next one may take a minute to start
