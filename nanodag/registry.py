@@ -11,11 +11,13 @@ argument (`remote:http://...`). The same contract holds for all; tests/rl/test_c
 import ast
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
+
+import yaml
 
 from nanodag.errors import ConfigError
 from nanodag.errors.words import listed, nearest
@@ -32,21 +34,9 @@ FROM_INPUT = "input:"  # before the input of a stage that a folder is
 EXAMPLES = "nanodag.rl.environments.examples."  # what is named from there is ours
 NAMED = "named"  # the keyword by which a `generate` that takes an argument gets it; it is no option
 # What a function of each kind is called with, positionally; one after a prefix has a line of its own.
-CALLED_WITH: Mapping[str, tuple[str, ...]] = {
-    "advantage": ("rewards", "group_ids", "num_tokens"),
-    "policy_loss": ("trainer_logprobs", "old_logprobs", "advantages", "mask", "sequence_ids"),
-    "aggregation": ("mask", "sequence_ids", "totals"),
-    "kl": ("trainer_logprobs", "reference_logprobs"),
-    "correction": ("old_logprobs", "sampler_logprobs", "mask", "sequence_ids"),
-    "reward": ("prompt", "completion"),
-    "group": ("prompt", "completions"),
-    "process": ("prompt", "completion"),
-    "generate": ("sampler", "sample"),
-    "environment": (),
-    "filter": ("group",),
-    "optimizer": ("config", "held"),
-    "preference_loss": ("logprobs", "reference_logprobs", "lengths"),
-}
+CALLED_WITH: Mapping[str, Sequence[str]] = yaml.safe_load(
+    Path(__file__).with_name("called_with.yaml").read_text(encoding="utf-8")
+)
 KINDS = tuple(kind for kind in CALLED_WITH if kind not in ("group", "process", "environment"))
 _TYPES: dict[str, Any] = {"float": (int, float), "int": int, "bool": bool, "str": str, "Sequence[str]": (list, tuple)}
 _IN_WORDS = {"Sequence[str]": "a list of texts"}

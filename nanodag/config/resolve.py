@@ -34,16 +34,7 @@ FILE_ONLY: tuple[KeyPath, ...] = (
 MAX_STAGES = 1000
 MAX_PARTS = 12  # of a dotted name
 # Where things lie on this machine: setting -> environment variable.
-ENVIRONMENT = {
-    "mirror": "NANODAG_MIRROR",
-    "core_bundle": "NANODAG_CORE_BUNDLE",
-    "store.url": "NANODAG_STORE",
-    "store.local": "NANODAG_STORE_LOCAL",
-    "server.folder": "NANODAG_SERVER_FOLDER",
-    "server.password_file": "NANODAG_PASSWORD_FILE",
-    "cluster.hostfile": "NANODAG_HOSTFILE",
-    "cluster.ssh_command": "NANODAG_SSH_COMMAND",
-}
+ENVIRONMENT: Mapping[str, str] = read_yaml(Path(__file__).with_name("environment.yaml"))
 
 
 @dataclass(frozen=True, kw_only=True)

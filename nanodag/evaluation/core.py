@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.data.core_tasks import TASKS, Item, Task, centred, find_files, read_items
 from nanodag.evaluation.evaluated_model import EvaluatedModel
@@ -25,14 +27,8 @@ from nanodag.evaluation.results import COUNTS, BenchmarkResult
 from nanodag.model.core_scoring import CHUNK_ITEMS, JudgedItem, judge_items
 
 CHAT_CORE = "chat_core"
-CHAT_TASKS: Mapping[str, float] = {  # benchmark -> the score of guessing
-    "arc_easy_chat": 0.25,
-    "arc_challenge_chat": 0.25,
-    "mmlu": 0.25,
-    "gsm8k": 0.0,
-    "humaneval": 0.0,
-    "spelling_bee": 0.0,
-}
+# Benchmark -> the score of guessing.
+CHAT_TASKS: Mapping[str, float] = yaml.safe_load(Path(__file__).with_name("chat_core.yaml").read_text(encoding="utf-8"))
 
 
 def run_core(checkpoint: EvaluatedModel, config: BenchmarkConfig, mirror: Path | None = None) -> BenchmarkResult:
