@@ -316,16 +316,9 @@ class EvaluatedModel(TemplateLM):
 
     def _decode(self, ids: Iterable[int], keep: Sequence[str] = ()) -> str:
         """The text of token ids without special tokens, but those in keep."""
-        added = self.tokenizer.get_added_vocab() if keep else {}
-        kept = {added[token]: token for token in keep if token in added}
-        text, piece = "", list[int]()
-        for token in ids:
-            if token in kept:
-                text += str(self.tokenizer.decode(piece, skip_special_tokens=True)) + kept[token]
-                piece = []
-            else:
-                piece.append(token)
-        return text + str(self.tokenizer.decode(piece, skip_special_tokens=True))
+        added = self.tokenizer.added_tokens_decoder.items()
+        hidden = {number for number, token in added if token.special and token.content not in keep}
+        return str(self.tokenizer.decode([token for token in ids if token not in hidden]))
 
     def score(self, questions: Sequence[Question]) -> list[list[AnswerScore]]:
         """Scores of every answer of every question, in order."""
