@@ -146,18 +146,6 @@ class Message(RequestBody):
     tool_calls: Annotated[list[EarlierCall], Field(max_length=MAX_TOOLS)] = Field(default_factory=list)
     tool_call_id: str = ""
 
-    def text(self, place: str) -> str:
-        """Its content as one text. Raises Refused for a part that is no text."""
-        if isinstance(self.content, str):
-            return self.content
-        for part in self.content:
-            if part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise Refused(
-                    f"{place}.content has a part of the type {str(part.get('type'))[:80]!r}; only text is read",
-                    param=place,
-                )
-        return "".join(part["text"] for part in self.content)
-
 
 class NamedTool(RequestBody):
     type: Literal["function"] = "function"

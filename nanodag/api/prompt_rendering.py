@@ -41,10 +41,7 @@ def chat_prompt(model: ServedModel, body: ChatBody, opened: Opened | None = None
         switches, warnings = _switches(renderer if opened is None else None, body)
 
         def ids() -> list[int]:
-            messages = [
-                {**message.model_dump(), "content": message.text(f"messages.{number}")}
-                for number, message in enumerate(body.messages)
-            ]
+            messages = [message.model_dump() for message in body.messages]
             declared = [tool.model_dump(exclude_unset=True) for tool in tools]
             if opened is not None:
                 return opened(messages, declared)

@@ -14,7 +14,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pydantic_core import from_json
 from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
@@ -26,6 +25,7 @@ from nanodag.host.folders import Scratch
 from nanodag.host.ports import LOOPBACK
 from nanodag.host.threads import MadeOnce
 from nanodag.inference.access_checks import DEFAULT_MAX_BODY_BYTES, Doors
+from nanodag.inference.protocol import json_object
 from nanodag.rl.environments.agent_session import Session, gone
 from nanodag.rl.environments.runner import turns_loop
 
@@ -137,10 +137,7 @@ async def _answer(session: Session, http: HttpRequest) -> Response:
 
 
 async def _object(http: HttpRequest, names: set[str]) -> dict[str, Any]:
-    try:
-        body = from_json(await http.body(), allow_inf_nan=False)
-    except ValueError as error:
-        raise Refused(f"the body is not JSON: {error}") from error
-    if not isinstance(body, dict) or not body.keys() <= names:
+    body = json_object(await http.body())
+    if not body.keys() <= names:
         raise Refused(f"the body must be a JSON object with {' and '.join(sorted(names))}")
     return body
