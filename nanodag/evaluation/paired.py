@@ -9,7 +9,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,9 +43,6 @@ class PairedDifference:
     p_value: float
     num_higher: int
     num_lower: int
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def paired(a: Records, b: Records, metric: str) -> PairedDifference:

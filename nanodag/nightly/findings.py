@@ -62,7 +62,7 @@ class NightComparison:
     def as_json(self) -> dict[str, Any]:
         name = {field: getattr(self.score, field) for field in ("label", "stage", "eval", "benchmark", "metric")}
         rest = {field: value for field, value in vars(self).items() if field not in ("score", "found")}
-        return {**name, **rest, "found": self.found.as_json() if self.found else None}
+        return {**name, **rest, "found": vars(self.found) if self.found else None}
 
     def __str__(self) -> str:
         """`newest/sft sort exact_match 41.2 %, 43.0 % before: −1.8 points (−2.9 to −0.7, adjusted p 0.001) against

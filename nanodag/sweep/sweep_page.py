@@ -120,7 +120,7 @@ def as_json(rows: list[PointRow]) -> list[dict[str, Any]]:
             "attempt": row.artifact.attempt if row.artifact is not None else "",
             "metrics": row.metrics,
             "scores": {
-                label: {**vars(s), "difference": s.difference.as_json() if s.difference else None}
+                label: {**vars(s), "difference": vars(s.difference) if s.difference else None}
                 for label, s in row.scores.items()
             },
         }
