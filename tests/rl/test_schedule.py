@@ -102,7 +102,7 @@ class FakeWork:
 
 
 def schedule(work: FakeWork, lag: int, **options) -> Schedule:
-    base = {"num_steps": STEPS, "position": Position(), "timed": lambda name: nullcontext(), "is_exact": True}
+    base = {"num_steps": STEPS, "begins": Position(), "timed": lambda name: nullcontext(), "is_exact": True}
     return Schedule(work, lag=lag, **{**base, **options})
 
 
@@ -156,7 +156,7 @@ def test_in_turns_nothing_of_the_samplers_runs_beside_a_step(slow, is_exact):
     resumed = FakeWork(evals=(2,), slow=slow)
     resumed.log.append(("publish", 2))
     position = Position(step=2, policy=2, waiting=(RolloutBatch(seconds=3),))
-    run_schedule(resumed, 0, takes_turns=True, is_exact=is_exact, position=position)
+    run_schedule(resumed, 0, takes_turns=True, is_exact=is_exact, begins=position)
     assert of(resumed, "train") == [3, 4, 5] and of(resumed, "evaluate") == [2]
 
 
@@ -175,7 +175,7 @@ def test_an_evaluation_may_end_the_stage_before_anything_is_sampled_by_its_weigh
 
 def test_a_stage_that_was_over_when_it_was_stopped_ends_at_once():
     position = Position(2, 1, (RolloutBatch(seconds=3),))
-    work = run_schedule(FakeWork(kept=(1,)), 1, position=position, is_over=lambda: True)
+    work = run_schedule(FakeWork(kept=(1,)), 1, begins=position, is_over=lambda: True)
     assert of(work, "train") == of(work, "generate") == of(work, "load") == []
 
 
@@ -223,7 +223,7 @@ def test_from_every_checkpoint_the_rest_is_sampled_by_the_same_weights(lag):
     assert [position.step for position in whole.positions] == [1, 2, 3, 4]
     for position in whole.positions:
         assert position.policy >= position.step  # no older weights are needed
-        rest = run_schedule(FakeWork(evals={t for t in (0, 3) if t >= position.policy}), lag, position=position)
+        rest = run_schedule(FakeWork(evals={t for t in (0, 3) if t >= position.policy}), lag, begins=position)
         waiting = {position.step + 1 + n for n in range(len(position.waiting))}
         assert rest.sampled_by == {s: t for s, t in whole.sampled_by.items() if s > position.step and s not in waiting}
         assert of(rest, "train") == list(range(position.step + 1, STEPS + 1))
@@ -252,7 +252,7 @@ async def test_asked_to_stop_a_step_is_finished_and_the_rest_follows_from_where_
     assert position.policy <= position.step + 1
     kept = range(position.policy, position.step)  # the controller keeps these weights in the checkpoint
     rest = FakeWork(evals=work.evals, slow=slow, changes=bool(options), kept=kept)
-    await schedule(rest, lag, position=position, **options).run()
+    await schedule(rest, lag, begins=position, **options).run()
     assert of(work, "train") + of(rest, "train") == ALL and of(work, "evaluate") + of(rest, "evaluate") == [0, 2, 5]
     assert options or work.sampled_by | rest.sampled_by == exact(lag)
 

@@ -119,7 +119,7 @@ class Controller:
             # a token of a partial rollout is a step older than what is generated beside it
             lag=rollout.max_staleness - (rollout.partial_rollouts == "correct") if rollout.is_sampled else 0,
             is_exact=bool(self._config.sampler.deterministic),
-            position=position or Position(),
+            begins=position or Position(),
             timed=self._stopwatch.timed,
             keeps_trainer=self._services.sync.keeps_trainer and self._config.has_trainer,
             loads_in_flight=self._config.weights.sync_mode != "finish",

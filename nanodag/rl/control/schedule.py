@@ -27,7 +27,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import TYPE_CHECKING, Any
 
 from nanodag.errors import SamplerError
@@ -54,46 +54,36 @@ class Position:
     waiting: tuple[RolloutBatch, ...] = ()
 
 
+@dataclass(eq=False)
 class Schedule:
     """The two loops of a stage. work: does what they ask for; its `check` raises when something that is needed has
-    ended, and is called often. timed: adds what a block takes to the seconds of that name. keeps_trainer: the weights
-    that are published are the trainer's own, so no step begins before the samplers have taken them, or passed them
-    over. loads_in_flight: weights may be loaded while a rollout batch is under way; not with is_exact. is_over: whether
-    what was evaluated says that the stage ends here. takes_turns: a step, its weights included, and what samplers do
-    with a policy never overlap; only with lag 0."""
+    ended, and is called often. begins: where it goes on. timed: adds what a block takes to the seconds of that name.
+    keeps_trainer: the weights that are published are the trainer's own, so no step begins before the samplers have
+    taken them, or passed them over. loads_in_flight: weights may be loaded while a rollout batch is under way; not with
+    is_exact. is_over: whether what was evaluated says that the stage ends here. takes_turns: a step, its weights
+    included, and what samplers do with a policy never overlap; only with lag 0."""
 
-    def __init__(
-        self,
-        work: "Controller",
-        *,
-        num_steps: int,
-        lag: int,
-        is_exact: bool,
-        position: Position,
-        timed: Callable[[str], AbstractContextManager[None]],
-        keeps_trainer: bool = False,
-        loads_in_flight: bool = False,
-        is_over: Callable[[], bool] | None = None,
-        takes_turns: bool = False,
-    ) -> None:
-        assert not (is_exact and loads_in_flight)
-        assert not (takes_turns and lag)
-        self._work = work
-        self._num_steps = num_steps
-        self._lag = lag
-        self._is_exact = is_exact
-        self._timed = timed
-        self._step = position.step
-        self._policy = position.policy
-        self._waiting = deque(position.waiting)
-        self._published = position.step - 1
-        self._keeps_trainer = keeps_trainer
-        self._loads_in_flight = loads_in_flight
-        self._is_over = is_over
+    work: "Controller"
+    _: KW_ONLY
+    num_steps: int
+    lag: int
+    is_exact: bool
+    begins: InitVar[Position]
+    timed: Callable[[str], AbstractContextManager[None]]
+    keeps_trainer: bool = False
+    loads_in_flight: bool = False
+    is_over: Callable[[], bool] | None = None
+    takes_turns: bool = False
+
+    def __post_init__(self, begins: Position) -> None:
+        assert not (self.is_exact and self.loads_in_flight)
+        assert not (self.takes_turns and self.lag)
+        self._step, self._policy, self._waiting = begins.step, begins.policy, deque(begins.waiting)
+        self._published = begins.step - 1
         self._has_ended_early = False
-        self._turn: AbstractAsyncContextManager[Any] = asyncio.Lock() if takes_turns else nullcontext()
+        self._turn: AbstractAsyncContextManager[Any] = asyncio.Lock() if self.takes_turns else nullcontext()
         self._under_way: asyncio.Task[None] | None = None
-        self._taken = position.policy - 1  # the last policy whose weights the samplers have taken or passed over
+        self._taken = begins.policy - 1  # the last policy whose weights the samplers have taken or passed over
         self._changed = asyncio.Event()
         self._stop = asyncio.Event()
 
@@ -117,34 +107,34 @@ class Schedule:
             await loops
         finally:
             await cancelled(loops, training, sampling, watching)
-        if self._policy <= self._num_steps and not self._has_ended_early:
+        if self._policy <= self.num_steps and not self._has_ended_early:
             raise StopRequested
 
     # The trainer's side
 
     async def _training(self) -> None:
-        while self._step < self._num_steps:
-            with self._timed("trainer_waits"):
+        while self._step < self.num_steps:
+            with self.timed("trainer_waits"):
                 await self._until(lambda: self._has_ended_early or (bool(self._waiting) and self._may_change_weights))
             if self._has_ended_early:
                 break
             async with self._turn:
-                await self._work.train(self._step + 1, self._waiting[0])
+                await self.work.train(self._step + 1, self._waiting[0])
                 self._waiting.popleft()
                 self._step += 1
                 if not self._stop.is_set():
                     await self._publish()
-            self._work.note(self._step)
-            if self._step < self._num_steps and self._work.is_checkpoint_due(self._step):
+            self.work.note(self._step)
+            if self._step < self.num_steps and self.work.is_checkpoint_due(self._step):
                 # It has no weights but the trainer's, so the samplers must be done with older ones.
-                with self._timed("trainer_waits"):
+                with self.timed("trainer_waits"):
                     await self._until(lambda: self._policy >= self._step or self._has_ended_early)
                 if not self._has_ended_early:
-                    await self._work.save(self.position)
+                    await self.work.save(self.position)
 
     async def _publish(self) -> None:
         if self._is_wanted(self._step):
-            await self._work.publish(self._step)
+            await self.work.publish(self._step)
         self._published = self._step
         self._changed.set()
 
@@ -160,7 +150,7 @@ class Schedule:
         except StopRequested:
             self._ask_to_stop()
         except SamplerError:
-            if not self._work.is_stop_requested():
+            if not self.work.is_stop_requested():
                 raise
             self._ask_to_stop()  # the signal reached the samplers too
         finally:
@@ -168,26 +158,26 @@ class Schedule:
             await cancelled(task, stop, *([] if self._under_way is None else [self._under_way]))
 
     async def _policies(self) -> None:
-        while self._policy <= self._num_steps and not self._ends_early():
+        while self._policy <= self.num_steps and not self._ends_early():
             policy = self._policy
             if self._is_wanted(policy):
-                with self._timed("samplers_wait"):
+                with self.timed("samplers_wait"):
                     await self._until(lambda: self._published >= policy)  # noqa: B023 - awaited in this very round
-                if not self._is_outdated(policy) or self._work.is_evaluation_due(policy):
+                if not self._is_outdated(policy) or self.work.is_evaluation_due(policy):
                     async with self._turn:
-                        await self._work.load(policy)
+                        await self.work.load(policy)
                         self._now_taken(policy)
-                        if self._is_over is not None:
-                            await self._work.evaluate(policy)
+                        if self.is_over is not None:
+                            await self.work.evaluate(policy)
                             if self._ends_early():
                                 return
-                        await asyncio.gather(self._batches(policy), self._work.evaluate(policy))
+                        await asyncio.gather(self._batches(policy), self.work.evaluate(policy))
             self._policy += 1
             self._now_taken(policy)
 
     def _ends_early(self) -> bool:
         """True once the stage is over; the trainer's side is told."""
-        if self._is_over is not None and self._is_over():
+        if self.is_over is not None and self.is_over():
             self._has_ended_early = True
             self._changed.set()
         return self._has_ended_early
@@ -198,17 +188,17 @@ class Schedule:
 
     @property
     def _may_change_weights(self) -> bool:
-        return not self._keeps_trainer or self._taken >= self._step
+        return not self.keeps_trainer or self._taken >= self._step
 
     def _is_wanted(self, policy: int) -> bool:
-        return self._num_generated < self._last_step(policy) or self._work.is_evaluation_due(policy)
+        return self._num_generated < self._last_step(policy) or self.work.is_evaluation_due(policy)
 
     def _is_outdated(self, policy: int) -> bool:
-        return not self._is_exact and self._published > policy
+        return not self.is_exact and self._published > policy
 
     def _last_step(self, policy: int) -> int:
         """The last one that the weights of a policy are fresh enough for."""
-        return min(policy + 1 + self._lag, self._num_steps)
+        return min(policy + 1 + self.lag, self.num_steps)
 
     @property
     def _num_generated(self) -> int:
@@ -220,13 +210,13 @@ class Schedule:
             self._num_generated < self._last_step(policy) and not self._is_outdated(policy)
         ):
             task = self._under_way = self._under_way or asyncio.create_task(self._batch())
-            if self._loads_in_flight and not await self._ends_first(task, lambda: self._is_outdated(policy)):
+            if self.loads_in_flight and not await self._ends_first(task, lambda: self._is_outdated(policy)):
                 return
             await task
 
     async def _batch(self) -> None:
         """One. It waits from the moment on at which its prompts count as used: a checkpoint has both or neither."""
-        self._waiting.append(await self._work.generate(self._num_generated + 1))
+        self._waiting.append(await self.work.generate(self._num_generated + 1))
         self._under_way = None
         self._changed.set()
 
@@ -253,8 +243,8 @@ class Schedule:
 
     async def _watch(self) -> None:
         while True:
-            self._work.check()
-            if self._work.is_stop_requested():
+            self.work.check()
+            if self.work.is_stop_requested():
                 self._ask_to_stop()
             await asyncio.sleep(POLL_S)
 
