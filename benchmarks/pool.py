@@ -186,7 +186,7 @@ class Stage:
             num_steps=self.config.num_steps,
             lag=self.config.rollout.max_staleness,
             is_exact=False,
-            position=Position(),
+            begins=Position(),
             timed=self.timed,
             loads_in_flight=mode != "finish",
         )

@@ -11,9 +11,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import takewhile
-from typing import Any
+from typing import Any, ClassVar
 
 from nanodag.config.kinds.rl import RLStage
 from nanodag.engines.fleet import Fleet
@@ -52,30 +52,25 @@ WAVES_A_STEP = 16
 NO_STEP = 0
 
 
+@dataclass(eq=False)
 class RolloutGenerator:
     """Generates for one stage. sampler: a client of the server; pool: computes rewards while others are generated;
     turns: where the config names a function that generates."""
 
-    identity: Mapping[str, Any] = {}  # of the files that are trained: there are none
+    config: RLStage
+    sampler: Fleet
+    pool: RewardPool
+    encoding: Encoding
+    stop_ids: Sequence[int]
+    turns: Turns | None = None
+    identity: ClassVar[Mapping[str, Any]] = {}  # of the files that are trained: there are none
 
-    def __init__(
-        self,
-        config: RLStage,
-        sampler: Fleet,
-        pool: RewardPool,
-        encoding: Encoding,
-        stop_ids: Sequence[int],
-        turns: Turns | None = None,
-    ) -> None:
-        self._config = config
-        self._sampler = sampler
-        self._pool = pool
-        self._encoding = encoding
-        self._ends: dict[str, Any] = {"max_new_tokens": config.rollout.max_new_tokens}  # of each answer
-        self._ends |= {"stop_token_ids": tuple(stop_ids), "stop": config.rollout.stop or None}
-        self._turns = turns
-        self._filters = [entry.load() for entry in config.rollout.filters]
-        self._reported_weight = sum(reward.weight for reward in config.reward if reward.name == REPORTED)
+    def __post_init__(self) -> None:
+        rollout = self.config.rollout
+        self._ends: dict[str, Any] = {"max_new_tokens": rollout.max_new_tokens}  # of each answer
+        self._ends |= {"stop_token_ids": tuple(self.stop_ids), "stop": rollout.stop or None}
+        self._filters = [entry.load() for entry in rollout.filters]
+        self._reported_weight = sum(reward.weight for reward in self.config.reward if reward.name == REPORTED)
 
     async def step(self, cursor: PromptCursor, step: int) -> RolloutBatch:
         """The groups of one step: `num_fresh` that pass the filters, or fewer.
@@ -85,7 +80,7 @@ class RolloutGenerator:
         a wave that are not needed go back to the cursor. With partial rollouts there are rounds instead of waves.
         """
         batch, began = RolloutBatch(), time.monotonic()
-        if self._config.rollout.partial_rollout_tokens:
+        if self.config.rollout.partial_rollout_tokens:
             await self._rounds(cursor, step, batch)
         else:
             await self._waves(cursor, step, batch)
@@ -112,7 +107,7 @@ class RolloutGenerator:
         """
         spare: list[Prompt] = []
         judged = list(waiting)
-        limit = self._config.rollout.num_fresh if most is None else most
+        limit = self.config.rollout.num_fresh if most is None else most
         for number, batch in enumerate(waiting):
             if not any(map(has_failed_reward, batch.all_rollouts)):
                 continue
@@ -130,7 +125,7 @@ class RolloutGenerator:
 
     def conclude(self, cursor: PromptCursor, step: int, batch: RolloutBatch) -> None:
         """Raise StageFailed when too much of it failed; tell the cursor which prompts had spread."""
-        limit = self._config.rollout.max_failed_rewards
+        limit = self.config.rollout.max_failed_rewards
         check_failures(batch.all_rollouts, of=f"step {step}", max_failed_rewards=limit)
         for prompt, group in [*batch.kept, *((drop.prompt, drop.rollouts) for drop in batch.dropped)]:
             if sum(rollout.reward is not None for rollout in main_sequences(group)) > 1:
@@ -139,24 +134,24 @@ class RolloutGenerator:
     async def answers(self, prompts: Sequence[Prompt]) -> list[Rollout]:
         """Whole responses to held-out prompts, as the evaluation section says, with rewards: never for training. Every
         evaluation draws with the same seeds. Raises StageFailed when too many of the rewards failed."""
-        evaluation, seed = self._config.evaluation, int(self._config.seed)
+        evaluation, seed = self.config.evaluation, int(self.config.seed)
         settings = {**self._ends, "n": evaluation.eval_samples, "temperature": evaluation.eval_temperature}
         groups = []
         for number, prompt in enumerate(prompts):
             drawn = derived_seed(seed, "evaluation", prompt.group_id) if evaluation.eval_temperature else None
             params = SamplingParams(**settings, sampling_seed=drawn)
-            groups.append(GroupRequests(prompt, params, f"eval-{number}", self._sampler))
+            groups.append(GroupRequests(prompt, params, f"eval-{number}", self.sampler))
         rollouts = [rollout for group in await asyncio.gather(*map(self._rollouts, groups)) for rollout in group]
         if not evaluation.eval_temperature:
             rollouts = [replace(rollout, metadata={**rollout.metadata, GREEDY: True}) for rollout in rollouts]
-        check_failures(rollouts, of="an evaluation", max_failed_rewards=self._config.rollout.max_failed_rewards)
+        check_failures(rollouts, of="an evaluation", max_failed_rewards=self.config.rollout.max_failed_rewards)
         return rollouts
 
     async def _rounds(self, cursor: PromptCursor, step: int, batch: RolloutBatch) -> None:
         """In each round every unfinished response of `over_sampling` groups gets a few more tokens; the groups that
         this finishes are judged in prompt order, and new ones take their places, until enough are kept. The others go
         on in the next step, but a finished one that was not needed is generated again there."""
-        rollout = self._config.rollout
+        rollout = self.config.rollout
         groups: list[Prompt] = []
         num_drawn = 0
         while len(batch.kept) < rollout.num_fresh and num_drawn < WAVES_A_STEP * rollout.over_sampling:
@@ -177,14 +172,14 @@ class RolloutGenerator:
         for prompt, group in zip(prompts, groups, strict=True):
             if any(map(is_unfinished, group)):
                 rest.append(replace(prompt, begun=tuple(group)))
-            elif len(batch.kept) < self._config.rollout.num_fresh:
+            elif len(batch.kept) < self.config.rollout.num_fresh:
                 self._judge(replace(prompt, begun=()), group, batch)
             else:
                 rest.append(replace(prompt, begun=()))
         return rest
 
     async def _waves(self, cursor: PromptCursor, step: int, batch: RolloutBatch) -> None:
-        rollout = self._config.rollout
+        rollout = self.config.rollout
         for _ in range(WAVES_A_STEP if rollout.over_sampling else 1):
             prompts = cursor.take(rollout.over_sampling or rollout.num_fresh)
             num_used = await self._wave(prompts, step, batch)
@@ -199,25 +194,25 @@ class RolloutGenerator:
         used = 0
         try:
             for prompt, task in zip(prompts, tasks, strict=True):
-                if len(batch.kept) == self._config.rollout.num_fresh:
+                if len(batch.kept) == self.config.rollout.num_fresh:
                     break
                 self._judge(prompt, await task, batch)
                 used += 1
         finally:
             await cancelled(*tasks)
         for rid in [rid for group in groups for rid in group.under_way]:
-            await self._sampler.abort(rid)
+            await self.sampler.abort(rid)
         return used
 
     def _judge(self, prompt: Prompt, group: list[Rollout], batch: RolloutBatch) -> None:
-        self._choose(prompt, self._shared([shaped(rollout, self._config.rollout) for rollout in group]), batch)
+        self._choose(prompt, self._shared([shaped(rollout, self.config.rollout) for rollout in group]), batch)
 
     def _choose(self, prompt: Prompt, group: list[Rollout], batch: RolloutBatch) -> None:
         """Keep or drop a group whose rewards are those that are trained on."""
         num_before = len(batch.kept)
         scored = [rollout for rollout in group if rollout.reward is not None]
         samples = main_sequences(scored)
-        if len(samples) < min(2, self._config.rollout.samples_per_prompt):
+        if len(samples) < min(2, self.config.rollout.samples_per_prompt):
             failed = any(map(has_failed_reward, group))
             reason: str | None = REWARD_FAILED if failed else GENERATE_FAILED
         else:
@@ -229,7 +224,7 @@ class RolloutGenerator:
         batch.failed += [rollout for rollout in group if rollout.reward is None]
 
     def _group(self, step: int, prompt: Prompt) -> GroupRequests:
-        config = self._config
+        config = self.config
         params = SamplingParams(
             **self._ends,
             n=config.rollout.samples_per_prompt,
@@ -238,14 +233,14 @@ class RolloutGenerator:
         )
         rid, is_ended = f"step-{step}-{prompt.group_id}", config.weights.sync_mode == "abort"
         segment = config.rollout.partial_rollout_tokens
-        return GroupRequests(prompt, params, rid, self._sampler, segment=segment, is_ended_by_syncs=is_ended)
+        return GroupRequests(prompt, params, rid, self.sampler, segment=segment, is_ended_by_syncs=is_ended)
 
     async def _rollouts(self, group: GroupRequests) -> list[Rollout]:
         """The group's rollouts, with rewards unless some are unfinished."""
-        if self._turns is None:
+        if self.turns is None:
             rollouts = await group.rollouts()
         else:
-            rollouts = await self._turns.group(group.prompt, group.params, group.ask, group.rid)
+            rollouts = await self.turns.group(group.prompt, group.params, group.ask, group.rid)
         return rollouts if any(map(is_unfinished, rollouts)) else await self._scored(group.prompt, rollouts)
 
     async def _scored(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Rollout]:
@@ -253,7 +248,7 @@ class RolloutGenerator:
         whole = [rollout for rollout in main_sequences(rollouts) if rollout.finish_reason != "error"]
         answers = [self._answer(rollout) for rollout in whole]
         reported = [rollout.metadata.get(REPORTED) for rollout in whole]
-        futures = self._pool.submit_group(prompt.record, answers, reported=reported)
+        futures = self.pool.submit_group(prompt.record, answers, reported=reported)
         # shielded: a group that is given up must not cancel futures that the pool's threads will fulfil
         scores = await asyncio.gather(*(asyncio.shield(asyncio.wrap_future(future)) for future in futures))
         scored = map(self._with_score, whole, answers, scores)
@@ -270,7 +265,7 @@ class RolloutGenerator:
         bare = [replace(member, metadata={k: v for k, v in member.metadata.items() if k != REASON}) for member in group]
         scored = await self._scored(prompt, bare)
         pairs = zip(group, scored, strict=True)
-        mended = [shaped(new, self._config.rollout) if has_failed_reward(old) else old for old, new in pairs]
+        mended = [shaped(new, self.config.rollout) if has_failed_reward(old) else old for old, new in pairs]
         return self._shared(mended)
 
     def _answer(self, rollout: Rollout) -> str:
@@ -278,18 +273,18 @@ class RolloutGenerator:
         special tokens by name, without the one that ended it. So a tool's words are never taken for an answer."""
         if (answer := rollout.metadata.get(ANSWER)) is not None:
             return answer
-        return self._encoding.decode(rollout.without_stop(_last_words(rollout)))
+        return self.encoding.decode(rollout.without_stop(_last_words(rollout)))
 
     def _with_score(self, rollout: Rollout, answer: str, score: SampleReward) -> Rollout:
         reason = {REASON: score.error} if score.error else {}
-        if score.steps is None or not self._config.has_process_reward:
+        if score.steps is None or not self.config.has_process_reward:
             return rollout.with_reward(score.value, score.components, **reason)
         if ANSWER in rollout.metadata:
             reason = {REASON: "the steps of an answer that a function says have no place in the tokens"}
             return rollout.with_reward(None, {}, **reason)
         ids = _last_words(rollout)
         before = len(rollout.response_token_ids) - len(ids)
-        places = token_places(score.steps, ids, text=answer, decode=self._encoding.decode)
+        places = token_places(score.steps, ids, text=answer, decode=self.encoding.decode)
         steps = tuple((before + place, value) for place, value in places)
         return replace(rollout.with_reward(score.value, score.components), steps=steps)
 
