@@ -157,7 +157,7 @@ class Fleet(Roster):
         Not without `pause`: then who changes weights waits for them."""
         try:
             await self.hold_back()
-            if self._pause is None:
+            if self.pause is None:
                 yield
                 return
             self._is_paused = True
@@ -173,9 +173,9 @@ class Fleet(Roster):
             self._may_give.set()
 
     async def _pause_one(self, replica: Replica, client: SamplerClient) -> None:
-        assert self._pause is not None
+        assert self.pause is not None
         replica.watch.is_excused = True
-        await client.pause(self._pause)
+        await client.pause(self.pause)
 
     async def _resume(self, replica: Replica) -> None:
         server = replica.server
@@ -195,7 +195,7 @@ class Fleet(Roster):
     @property
     def pauses(self) -> bool:
         """True when weights come in the midst of requests."""
-        return self._pause is not None
+        return self.pause is not None
 
     async def update_weights_from_disk(self, path: str, version: int) -> None:
         """Have every engine take the weights in a folder, also where it has that version from another one. Returns
@@ -214,7 +214,7 @@ class Fleet(Roster):
 
         Raises SamplerError where one refuses them: the old ones stay.
         """
-        self._check(folder)
+        self.check(folder)
         # Looked at anew each time: one that was away may come back with the old ones while another one takes these.
         while behind := [replica for replica in self.up if (replica.folder, replica.version) != (folder, version)]:
             replica = behind[0]

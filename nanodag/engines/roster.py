@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import KW_ONLY, InitVar, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ Launch = Callable[[int, Path, Any], ServerProcess]
 Give = Callable[[SamplerClient, Path, Any], Awaitable[None]]
 
 
+@dataclass(eq=False)
 class Roster:
     """Engines of one set of weights, as they come and go.
 
@@ -50,42 +52,35 @@ class Roster:
     client, a folder and its version, gives one the weights, also one that came back; raises SamplerError.
     """
 
-    def __init__(
-        self,
-        servers: Sequence[ServerProcess] = (),
-        *,
-        model: Path,
-        version: Any,
-        launch: Launch,
-        connect: Callable[[str], SamplerClient],
-        name: str = "Sampler",
-        max_restarts: int | None = 3,
-        is_stopping: Callable[[], bool] = lambda: False,
-        health_every_s: float = 5.0,
-        health_timeout_s: float = 60.0,
-        is_watched_idle: bool = False,
-        pause: PauseMode | None = None,
-        external: ExternalServers | None = None,
-        check: Callable[[Path], object] = lambda folder: None,
-    ) -> None:
+    servers: InitVar[Sequence[ServerProcess]] = ()
+    _: KW_ONLY
+    model: InitVar[Path]
+    version: InitVar[Any]
+    launch: Launch
+    connect: Callable[[str], SamplerClient]
+    name: str = "Sampler"
+    max_restarts: int | None = 3
+    is_stopping: Callable[[], bool] = lambda: False
+    health_every_s: float = 5.0
+    health_timeout_s: float = 60.0
+    is_watched_idle: bool = False
+    pause: PauseMode | None = None
+    external: ExternalServers | None = None
+    check: Callable[[Path], object] = lambda folder: None
+
+    def __post_init__(self, servers: Sequence[ServerProcess], model: Path, version: Any) -> None:
         allow_many_sockets()
-        self.name, self.is_stopping = name, is_stopping
         self.replicas: list[Replica] = []
         self.current = WeightsFolder(model, version)
         self.num_restarts, self._num_looks = 0, 0
         self.provide: Callable[[Path], Awaitable[None]] = _nothing
         self.give: Give = self._give_by_folder
-        self.launch, self.connect, self.max_restarts = launch, connect, max_restarts
-        self._health_every_s, self._health_timeout_s = health_every_s, health_timeout_s
-        self._is_watched_idle = is_watched_idle
-        self._pause, self._is_paused = pause, False
-        self._external, self._check = external, check
-        self._is_closed = False
-        self._have_all_been_tried = external is None  # at first, each external server that is named is waited for
+        self._is_paused = self._is_closed = False
+        self._have_all_been_tried = self.external is None  # at first, each external server that is named is waited for
         # What a stage's samplers start with is for nobody: its first weights are still to come.
         self._has_weights, self._may_give = asyncio.Event(), asyncio.Event()
         self._may_give.set()
-        if external is None:
+        if self.external is None:
             self._has_weights.set()
         self._giving: set[asyncio.Future[None]] = set()
         self._closing: set[asyncio.Future[None]] = set()
@@ -109,12 +104,12 @@ class Roster:
         replica.watch = ServerWatch(
             server,
             client,
-            every_s=self._health_every_s,
-            timeout_s=self._health_timeout_s,
+            every_s=self.health_every_s,
+            timeout_s=self.health_timeout_s,
             must_answer=replica.must_answer,
             on_end=partial(self.noticed, replica, server),
         )
-        if self._is_watched_idle:
+        if self.is_watched_idle:
             replica.watch.begin()
 
     @property
@@ -159,23 +154,23 @@ class Roster:
                 await replica.until_up()
         waits = [replica.restart for replica in self.replicas if replica.restart is not None]
         if not any(replica.is_awaited for replica in self.replicas):
-            if self._external is None:
+            if self.external is None:
                 raise SamplerLost(f"no engine of {self.name} is up")
-            if time.monotonic() - began > self._external.patience_s:
-                raise self._external.why_none()
-        if self._external is not None:
-            waits.append(asyncio.ensure_future(asyncio.sleep(self._external.every_s)))
+            if time.monotonic() - began > self.external.patience_s:
+                raise self.external.why_none()
+        if self.external is not None:
+            waits.append(asyncio.ensure_future(asyncio.sleep(self.external.every_s)))
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        if self._external is not None:
+        if self.external is not None:
             waits[-1].cancel()
 
     def arrange(self) -> None:
         """Begin with external servers that are newly named; those that are named no more get no more prompts."""
-        if self._external is None or self._is_closed:
+        if self.external is None or self._is_closed:
             return
         known = {replica.url for replica in self.replicas if isinstance(replica, ExternalReplica)}
-        for url in [url for url in self._external.named() if url not in known]:
-            replica = ExternalReplica(len(self.replicas), self, url, self._external)
+        for url in [url for url in self.external.named() if url not in known]:
+            replica = ExternalReplica(len(self.replicas), self, url, self.external)
             self.replicas.append(replica)
             replica.begin(self._come_back(replica))
         for unnamed in [replica for replica in self.up if self._may_give.is_set() and not replica.is_named]:
@@ -213,7 +208,7 @@ class Roster:
         """Have it among the engines as soon as that can be. is_well: what it was asked it answers first."""
         try:
             while is_well and replica.load and replica.server.is_alive:
-                await asyncio.sleep(self._health_every_s / 4)
+                await asyncio.sleep(self.health_every_s / 4)
             attempt = replica.lost_in_a_row
             await replica.disconnect()
             while True:
@@ -282,7 +277,7 @@ class Roster:
     @property
     def forgets(self) -> bool:
         """True when the engines forget prompts when weights come: SGLang cannot in the midst of requests."""
-        return self._pause != "in_place"
+        return self.pause != "in_place"
 
     async def _give_by_folder(self, client: SamplerClient, folder: Path, version: Any) -> None:
         await self.provide(folder)
