@@ -102,11 +102,7 @@ async def _tools(request: Request) -> Response:
 
 
 async def _render(body: dict[str, Any]) -> dict[str, Any]:
-    text = _text_of(body, "text")
-    try:
-        return {"html": await asyncio.to_thread(to_html, text)}
-    except ValueError as error:
-        raise Refused(str(error), status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE) from error
+    return {"html": await asyncio.to_thread(to_html, _text_of(body, "text"))}
 
 
 def _json(answer: Answer) -> Callable[[Request], Awaitable[Response]]:
@@ -179,7 +175,8 @@ _READER = _Reader()
 
 
 def to_html(text: str) -> str:
-    """Markdown as HTML that cannot do anything. Raises ValueError for a text of more than LONGEST characters."""
+    """Markdown as HTML that cannot do anything. Raises Refused for a text of more than LONGEST characters."""
     if len(text) > LONGEST:
-        raise ValueError(f"the text has {len(text)} characters, and {LONGEST} are rendered at most")
+        message = f"the text has {len(text)} characters, and {LONGEST} are rendered at most"
+        raise Refused(message, status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
     return _READER.render(text)
