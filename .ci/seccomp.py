@@ -1,14 +1,14 @@
-"""System calls that a program in the sandbox may make: filters for the kernel, and how seccomp.yaml becomes these.
-
-A call that is not named gets ENOSYS. `python -m nanodag.rewards.seccomp` writes the filters anew, where libseccomp and
-pyseccomp are.
-"""
+"""Writes the filters of system calls for the sandbox from nanodag/rewards/seccomp.yaml, where libseccomp and pyseccomp
+are: `python .ci/seccomp.py`. A call that is not named there gets ENOSYS."""
 
 import errno
-import platform
 from pathlib import Path
 from typing import Any
 
+import pyseccomp
+import yaml
+
+FOLDER = Path(__file__).parents[1] / "nanodag" / "rewards"
 MACHINES = ("x86_64", "aarch64")
 NETLINK = 16  # of the protocol 0, by which the C library lists network interfaces
 NAMESPACE_FLAGS = 0x7E020000  # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET
@@ -16,28 +16,20 @@ SHARED, ANONYMOUS = 0x01, 0x20  # flags of mmap
 PERSONALITIES = (0x0, 0x8, 0x20000, 0x20008, 0xFFFFFFFF)
 
 
-def filter_path(machine: str = platform.machine()) -> Path:
-    """The filter for a processor, by its name in uname; there may be none."""
-    return Path(__file__).with_name(f"seccomp-{machine}.bpf")
-
-
 def main() -> None:
     """Write one filter for each processor."""
-    import pyseccomp
-    import yaml
-
-    profile = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+    profile = yaml.safe_load((FOLDER / "seccomp.yaml").read_text(encoding="utf-8"))
     for machine in MACHINES:
         made = pyseccomp.SyscallFilter(pyseccomp.ERRNO(errno.ENOSYS))
         made.remove_arch(pyseccomp.Arch.NATIVE)
         made.add_arch(getattr(pyseccomp.Arch, machine.upper()))
         made.set_attr(pyseccomp.Attr.CTL_OPTIMIZE, 2)  # a tree is searched for each call, not a list
-        _add_rules(pyseccomp, made, profile)
-        with filter_path(machine).open("wb") as stream:
+        _add_rules(made, profile)
+        with (FOLDER / f"seccomp-{machine}.bpf").open("wb") as stream:
             made.export_bpf(stream)
 
 
-def _add_rules(pyseccomp: Any, made: Any, profile: dict[str, Any]) -> None:
+def _add_rules(made: Any, profile: dict[str, Any]) -> None:
     allowed, refused = pyseccomp.ALLOW, pyseccomp.ERRNO(errno.EPERM)
     for name in profile["allowed"].split():
         _rule(made, allowed, name)
