@@ -18,7 +18,7 @@ from typing import Literal
 import yaml
 
 from nanodag.errors import ConfigError
-from nanodag.host.processor import control_group_files, instruction_set, read_limit, usable_cores
+from nanodag.host.processor import SETS, control_group_files, instruction_set, read_limit, usable_cores
 
 log = logging.getLogger(__name__)
 
@@ -36,20 +36,13 @@ BYTES_PER_FLOP = 3.4e-3  # of memory bandwidth, where only TFLOPS are said: an H
 
 @dataclass(frozen=True, kw_only=True)
 class InstructionSet:
-    """Speed of one core, in FLOPs a second: the best of square products of 768 in float32 and bfloat16, by oneDNN. A
-    set without its own products of bfloat16 emulates them."""
+    """Speed of one core, in FLOPs a second, in float32 and bfloat16."""
 
     fp32: float
     bf16: float
 
 
-INSTRUCTION_SETS = {
-    "other": InstructionSet(fp32=20e9, bf16=2e9),  # not measured
-    "avx2": InstructionSet(fp32=120e9, bf16=6.5e9),
-    "avx512": InstructionSet(fp32=240e9, bf16=25e9),  # bf16 not measured
-    "avx512_bf16": InstructionSet(fp32=240e9, bf16=480e9),
-    "amx": InstructionSet(fp32=240e9, bf16=900e9),  # neither product measured
-}
+INSTRUCTION_SETS = {name: InstructionSet(fp32=1e9 * of["fp32"], bf16=1e9 * of["bf16"]) for name, of in SETS.items()}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,21 +3,16 @@
 import functools
 import os
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 # oneDNN does torch's matrix products and can be told to use less than the processor has.
 ISA_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 # oneDNN, and torch's layer above it, each keep what they compiled for a shape: 0.3 to 0.7 MB a shape, 1,024 shapes.
 # RL's micro-batches differ in length each time, so that its trainer grew by 10 MB a step. One micro-batch has some 20.
 SHAPE_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32", "LRU_CACHE_CAPACITY": "32"}
-_ANY = ("DEFAULT", "ALL", "AVX10")
-_BF16 = (*_ANY, "AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX512_CORE_AMX")
-# The widest first: the processor's flag of each, and the limits that leave it.
-_SETS = {
-    "amx": ("amx_bf16", (*_ANY, "AVX512_CORE_AMX")),
-    "avx512_bf16": ("avx512_bf16", _BF16),
-    "avx512": ("avx512f", (*_BF16, "AVX512")),
-    "avx2": ("avx2", (*_BF16, "AVX512", "AVX2")),
-}
+SETS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("processors.yaml").read_text(encoding="utf-8"))
 
 
 def usable_cores() -> int:
@@ -55,8 +50,8 @@ def instruction_set() -> str:
     """The widest of `amx`, `avx512_bf16`, `avx512`, `avx2` that matrix products here may use; `other` for less."""
     flags = processor_facts().get("flags", "").split()
     limits = [os.environ[name].upper() for name in ISA_LIMITS if os.environ.get(name)]
-    for name, (flag, leaving) in _SETS.items():
-        if flag in flags and all(limit.startswith(leaving) for limit in limits):
+    for name, of in SETS.items():
+        if of["flag"] in flags and all(limit.startswith(tuple(of["limits"])) for limit in limits):
             return name
     return "other"
 

@@ -35,7 +35,7 @@ def test_the_text_says_what_counts():
     ("", "is of neither form"), ("cpu", "is of neither form"), ("cpu:2", "names 1 things of the host"),
     ("8xH9", "names the GPU 'H9'; known are GB200"), ("0x8xH100", "has none of something"),
     ("cpu:a:avx2:1GiB", "has 'a' cores"),
-    ("cpu:2:sse:1GiB", "instruction set 'sse', and there are other, avx2"),
+    ("cpu:2:sse:1GiB", "instruction set 'sse', and there are amx, avx512_bf16"),
     ("cpu:2:avx2:lots", "has 'lots' memory"),
     (f"cpu:2:avx2:{'9' * 5000}GiB", "memory, and not some GiB"),
     (f"cpu:{'9' * 5000}:avx2:8GiB", "cores"), (f"1x{'9' * 5000}GB", "names the GPU"),
