@@ -10,11 +10,16 @@ from nanodag.errors import SourceError
 _KEPT = ("tool_call_id", "reasoning_content", "name")
 
 
-def plain(message: Mapping[str, Any]) -> dict[str, Any]:
+def all_plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Each as `plain` makes it; an error says which one it is of."""
+    return [plain(message, place=f"messages.{number}") for number, message in enumerate(messages)]
+
+
+def plain(message: Mapping[str, Any], *, place: str = "a message") -> dict[str, Any]:
     """A message in one form: content is a text, what is empty is left out, `developer` is `system`; a call's arguments
     stay as they are, JSON or an object. Raises SourceError for content that is no text."""
     role = "system" if message["role"] == "developer" else message["role"]
-    fields: dict[str, Any] = {"role": role, "content": _text(message.get("content"))}
+    fields: dict[str, Any] = {"role": role, "content": _text(message.get("content"), place)}
     if calls := message.get("tool_calls"):
         fields["tool_calls"] = [dict(call) for call in calls]
     fields |= {"train": False} if message.get("train") is False else {}
@@ -26,13 +31,13 @@ def meant(message: Mapping[str, Any]) -> tuple[Any, ...]:
     anew, are not compared, nor reasoning, which most clients drop."""
     calls = [call["function"] for call in message.get("tool_calls") or ()]
     called = tuple((call["name"], _spelled(_given(call["arguments"]))) for call in calls)
-    return message["role"], _text(message.get("content")), called
+    return message["role"], _text(message.get("content"), "a message"), called
 
 
 def with_objects(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The messages as chat templates take them, calls' arguments as objects. Raises SourceError for what is no JSON."""
     template_messages = []
-    for number, message in enumerate(map(plain, messages)):
+    for number, message in enumerate(all_plain(messages)):
         if "tool_calls" in message:
             message["tool_calls"] = [_with_object(call, number) for call in message["tool_calls"]]
         template_messages.append(message)
@@ -46,7 +51,7 @@ def folded(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]],
     turns: list[dict[str, Any]] = []
     is_masked = any(message.get("train") is False for message in messages)
     is_open = False  # whether the last turn is an assistant's that called
-    for number, message in enumerate(map(plain, messages)):
+    for number, message in enumerate(all_plain(messages)):
         role, text, calls = message["role"], message["content"], message.get("tool_calls", ())
         if role == "tool":
             if not is_open:
@@ -74,12 +79,12 @@ def says_the_same(one: str, other: str) -> bool:
     return one == other or _bare(one) == _bare(other)
 
 
-def _text(content: Any) -> str:
+def _text(content: Any, place: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     for part in content:
         if part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise SourceError(f"a message has a part of the type {str(part.get('type'))[:80]!r}; only text is read")
+            raise SourceError(f"{place} has a part of the type {str(part.get('type'))[:80]!r}; only text is read")
     return "".join(part["text"] for part in content)
 
 

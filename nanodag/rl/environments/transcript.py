@@ -20,7 +20,7 @@ from nanodag.rl.environments.sample import Sample, TurnSampler
 from nanodag.rl.rollouts.rollout import FinishReason, Span, finish_reason_of, prompt_span, span_of
 from nanodag.tokenizer.chat import NO_SWITCHES, ChatRenderer, NativeRenderer, Switches
 from nanodag.tokenizer.encoding import Encoding
-from nanodag.tokenizer.messages import meant, plain
+from nanodag.tokenizer.messages import all_plain, meant, plain
 
 Message = Mapping[str, Any]
 
@@ -71,7 +71,7 @@ class Transcript:
 
         Raises SourceError for messages that the chat format has no place for.
         """
-        plain_messages = tuple(map(plain, messages))
+        plain_messages = tuple(all_plain(messages))
         declared = json.dumps(list(tools), sort_keys=True)
         meanings = tuple(map(meant, plain_messages))
         sequence = self._goes_on(meanings, declared)
