@@ -140,7 +140,7 @@ class Trainer:
         write_like(
             self.source,
             Path(folder),
-            self.giver.kept() if kept else own,
+            self.giver.tensors(kept=True) if kept else own,
             dtype=torch.float32,
             on_tensor=found.add if fingerprint else None,
         )

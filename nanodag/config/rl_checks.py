@@ -268,6 +268,9 @@ CHECKS: tuple[tuple[Callable[["RLStage"], object], str], ...] = (
      "sampler.deterministic: true on a GPU, whose sums have another order with each batch; set it to false, or leave "
      "it out"),
     # how weights reach them
+    (lambda s: s.weights.lora_sync == "adapter" and (s.sampler.engine == "sglang" or s.sampler.has_others),
+     "[weights.lora_sync] needs embedded samplers of the stage's own: SGLang is not given adapters yet, and servers of "
+     "others began with a model of their own; use merged, or sampler.engine embedded without urls and urls_file"),
     (lambda s: s.weights.sync_backend == "nccl" and s.resources.device == "cpu",
      "weights.sync_backend: nccl needs GPUs, and resources.device is cpu; use gloo"),
     (lambda s: s.weights.sync_backend == "nccl" and s.placement in ("beside", "shared") and not s.sampler.has_others,
@@ -292,7 +295,7 @@ UNUSED: tuple[tuple[Callable[["RLStage"], object], tuple[str, ...], str], ...] =
     (lambda s: s.rollout.clone.best and s.rollout.filters, ("filters",), "[rollout.clone.best]"),
     (lambda s: not s.algorithm.kl_coefficient, ("kl_unbiased",), "[kl_coefficient:g]"),
     (lambda s: not s.algorithm.has_reference, ("kl_kind",), "[kl_coefficient:g]"),
-    (lambda s: not s.optimizer.lora_rank, ("lora_alpha", "lora_save"), "[lora_rank]"),
+    (lambda s: not s.optimizer.lora_rank, ("lora_alpha", "lora_save", "lora_sync"), "[lora_rank]"),
     (lambda s: s.optimizer.learning_rate_decay == "none", ("learning_rate_minimum",), "[learning_rate_decay]"),
     (lambda s: s.weights.sync != "distributed", ("sync_address", "sync_backend"), "sync: {sync}"),
     (lambda s: s.weights.sync == "disk", ("sync_bucket_bytes", "sync_timeout_s"), "sync: disk"),

@@ -181,9 +181,10 @@ class SamplerClient:
     async def leave_weight_group(self, name: str) -> None:
         await self._call("POST", "/destroy_weights_update_group", {"group_name": name})
 
-    async def begin_weight_update(self) -> None:
-        """Get ready to receive weights; `end_weight_update` makes them those that it samples with."""
-        await self._call("POST", "/begin_weight_update", {})
+    async def begin_weight_update(self, lora_scale: float | None = None) -> None:
+        """Get ready to receive weights; `end_weight_update` makes them those that it samples with. lora_scale: of
+        adapters, where they come alone; for the embedded engine."""
+        await self._call("POST", "/begin_weight_update", {} if lora_scale is None else {"lora_scale": lora_scale})
 
     async def receive_weights(
         self, bucket: Bucket, *, group: str, version: str | int | None = None, flush_cache: bool = True

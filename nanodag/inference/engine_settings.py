@@ -24,6 +24,8 @@ class EngineSettings(BaseModel):
 
     engine: Literal["embedded", "sglang"] = "embedded"
     model: Path = Path()
+    base: Path | None = None
+    """The model that the embedded engine merges adapters onto; `model` may then be a folder of them. None: `model`."""
     weight_version: str = "default"
     device: Device = "cpu"
     dtype: str = "auto"

@@ -77,8 +77,10 @@ class DestroyGroupBody(Wire):
 
 
 class BeginUpdateBody(Wire):
-    """POST /begin_weight_update."""
+    """POST /begin_weight_update. lora_scale: of adapters alone that are to come, by peft's names, to be merged onto the
+    model that the sampler was started with; SGLang knows no such field."""
 
+    lora_scale: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     selector: Literal["target", "all"] = "all"
 
 

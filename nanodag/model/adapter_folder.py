@@ -15,7 +15,7 @@ from nanodag.model.architecture import read_json
 from nanodag.model.decoder import Decoder
 from nanodag.model.folder import load, read_tensors, write_like
 from nanodag.model.headers import ADAPTER_CONFIG, INDEX, tensor_shapes, weight_files, weights_digest
-from nanodag.model.lora import ADAPTER, PEFT, PEFT_PREFIX, merge
+from nanodag.model.lora import ADAPTER, PEFT, PEFT_PREFIX, merged_onto
 from nanodag.store.artifacts import BASE
 from nanodag.store.atomic import write_json
 
@@ -47,17 +47,16 @@ def merge_onto(base: Path, adapter: Path, folder: Path) -> None:
     learned = {name.removeprefix(PEFT_PREFIX): tensor.to(dtype) for name, tensor in load_file(adapter / PEFT).items()}
     model, scale = load(base, is_deferred=True, scores=HEAD in learned), config["lora_alpha"] / config["r"]
 
-    def merged() -> Iterator[tuple[str, Tensor]]:
+    def parameters() -> Iterator[tuple[str, Tensor]]:
         for name, parameter in model.named_parameters():
-            tensor, layer = learned.get(name, parameter.detach()).to(dtype), name.removesuffix(".weight")
+            tensor = learned.get(name, parameter.detach())
             if tensor.is_meta:
-                tensor = torch.empty_like(tensor, device="cpu")
+                tensor = torch.empty_like(tensor, device="cpu", dtype=dtype)
                 parameter.stored.read_into(tensor)  # type: ignore[attr-defined]
-            if (down := learned.get(f"{layer}.lora_A.weight")) is not None:
-                tensor = merge(tensor, down, learned[f"{layer}.lora_B.weight"], scale)
             yield name, tensor
 
-    weights: Any = merged()
+    adapters = {name: tensor for name, tensor in learned.items() if name != HEAD}
+    weights: Any = merged_onto(parameters(), adapters, scale=scale, source=str(adapter))
     if not isinstance(model, Decoder):  # whose checkpoints have other tensors than its classes
         weights = {**model.checkpoint(dict(weights)), **{n: t for n, t in learned.items() if n == HEAD}}.items()
     write_like(adapter, folder, weights, dtype=dtype)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from nanodag.errors import ConfigError
+from nanodag.errors import BadRequest, ConfigError
 from nanodag.model.architecture import read_json
 from nanodag.model.headers import ADAPTER_CONFIG, faults_of_config
 
@@ -94,32 +94,34 @@ def merged(weights: Iterable[tuple[str, Tensor]], *, scale: float) -> Iterator[t
     assert not held
 
 
-def save_adapter(folder: Path, weights: Mapping[str, Tensor], *, alpha: float) -> None:
-    """Write a model's adapters, by its names, into the folder ADAPTER in its folder, in peft's format. Nothing where it
-    has none."""
-    tensors, layers, rank = {}, set(), 0
-    for name, tensor in weights.items():
-        layer, _, part = name.partition(BETWEEN)
-        if part in ("0.down", "0.up"):
-            letter = "A" if part == "0.down" else "B"
-            tensors[f"{PEFT_PREFIX}{layer}.lora_{letter}.weight"] = tensor.float().contiguous()
-            layers.add(layer.rpartition(".")[2])
-            rank = tensor.shape[0] if part == "0.down" else rank
+def peft_name(name: str) -> str:
+    """Name in peft's files of an adapter's tensor, `down` or `up`; any other name as it is."""
+    layer, _, part = name.partition(BETWEEN)
+    letter = {"0.down": "A", "0.up": "B"}.get(part)
+    return name if letter is None else f"{PEFT_PREFIX}{layer}.lora_{letter}.weight"
+
+
+def save_adapter(folder: Path, weights: Mapping[str, Tensor], *, alpha: float, dtype: torch.dtype) -> None:
+    """Write adapters into a folder in peft's format. Nothing where there are none. weights: by a model's names, with
+    adapters among them, or by peft's."""
+    named = {peft_name(name): tensor for name, tensor in weights.items()}
+    tensors = {name: tensor.to(dtype).contiguous() for name, tensor in named.items() if ".lora_" in name}
     if not tensors:
         return
-    (folder / ADAPTER).mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True)
+    layers = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in tensors}
+    rank = next(tensor.shape[0] for name, tensor in tensors.items() if name.endswith(".lora_A.weight"))
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": alpha, "lora_dropout": 0.0,
               "bias": "none", "target_modules": sorted(layers), "base_model_name_or_path": None}  # fmt: skip
-    save_file(tensors, folder / ADAPTER / PEFT, metadata={"format": "pt"})
-    (folder / ADAPTER / ADAPTER_CONFIG).write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
+    save_file(tensors, folder / PEFT, metadata={"format": "pt"})
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
 
 
-@faults_of_config()
-def additions(folder: Path) -> dict[str, Tensor]:
-    """Sums to a model's weights, float32 by their names, of an adapter folder in peft's format. LoRA, rank-stabilised
-    too (arXiv:2312.03732).
+def read_adapter(folder: Path) -> tuple[dict[str, Tensor], float]:
+    """Tensors of an adapter folder in peft's format by their names there, and the scale of their products. LoRA,
+    rank-stabilised too (arXiv:2312.03732).
 
-    Raises ConfigError for one that does more than that, or is damaged.
+    Raises BadRequest for one that does more than that, or is damaged.
     """
     config = read_json(folder / ADAPTER_CONFIG)
     refused = ("use_dora", "modules_to_save", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "lora_bias",
@@ -129,21 +131,54 @@ def additions(folder: Path) -> dict[str, Tensor]:
         if config.get(name, taken[0]) not in taken:
             found[name] = config[name]
     if found:
-        raise ConfigError(f"{folder / ADAPTER_CONFIG} has {min(found)} {found[min(found)]!r}, which is not built here.")
+        raise BadRequest(f"{folder / ADAPTER_CONFIG} has {min(found)} {found[min(found)]!r}, which is not built here.")
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise ConfigError(f"{folder / ADAPTER_CONFIG} has r {rank!r} and lora_alpha {alpha!r}; both must be numbers.")
-    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+        raise BadRequest(f"{folder / ADAPTER_CONFIG} has r {rank!r} and lora_alpha {alpha!r}; both must be numbers.")
     try:
-        tensors = {name: tensor.float() for name, tensor in load_file(folder / PEFT).items()}
+        tensors = load_file(folder / PEFT)
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{folder / PEFT} cannot be read: {error}") from error
-    sums = {}
+        raise BadRequest(f"{folder / PEFT} cannot be read: {error}") from error
+    _pairs(tensors, str(folder / PEFT), rank)
+    return tensors, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _pairs(tensors: Mapping[str, Tensor], source: str, rank: int | None = None) -> dict[str, tuple[Tensor, Tensor]]:
+    """(down, up) by the weight that they add to. Raises BadRequest for what is no pair, or of another rank."""
+    left, pairs = dict(tensors), {}
     for layer in {name.rpartition(".lora_")[0] for name in tensors}:
-        down, up = (tensors.pop(f"{layer}.lora_{letter}.weight", torch.empty(0)) for letter in "AB")
-        if down.ndim != 2 or up.ndim != 2 or down.shape[0] != rank or up.shape[1] != rank:
-            raise ConfigError(f"{folder / PEFT} holds no pair of LoRA of rank {rank} for {layer or 'its tensors'}.")
-        sums[f"{layer.removeprefix(PEFT_PREFIX)}.weight"] = scale * (up @ down)
-    if tensors:
-        raise ConfigError(f"{folder / PEFT} holds {min(tensors)}, which is no part of LoRA on a matrix.")
-    return sums
+        down, up = (left.pop(f"{layer}.lora_{letter}.weight", torch.empty(0)) for letter in "AB")
+        if down.ndim != 2 or up.ndim != 2 or not down.shape[0] == up.shape[1] == (rank or len(down)):
+            raise BadRequest(f"{source}: no pair of LoRA of rank {rank or len(down)} for {layer or 'its tensors'}.")
+        pairs[f"{layer.removeprefix(PEFT_PREFIX)}.weight"] = (down, up)
+    if left or not pairs:
+        raise BadRequest(f"{source} holds {min(left, default='nothing')}, which is no part of LoRA on a matrix.")
+    return pairs
+
+
+@faults_of_config()
+def additions(folder: Path) -> dict[str, Tensor]:
+    """Sums to a model's weights, float32 by their names, of an adapter folder in peft's format. Raises ConfigError for
+    one that `read_adapter` refuses."""
+    tensors, scale = read_adapter(folder)
+    return {name: scale * (up.float() @ down.float()) for name, (down, up) in _pairs(tensors, str(folder)).items()}
+
+
+def merged_onto(
+    base: Iterable[tuple[str, Tensor]], adapters: Mapping[str, Tensor], *, scale: float, source: str
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) pairs of a base with adapters, by peft's names, in the adapters' precision and on their device: to
+    the bit what `merged` makes of the model that they were trained in.
+
+    source: where the adapters are from, for messages. Raises BadRequest for adapters of another model.
+    """
+    pairs, like = _pairs(adapters, source), next(iter(adapters.values()))
+    for name, tensor in base:
+        down, up = pairs.get(name, (None, None))
+        if down is None or up is None:
+            yield name, tensor.to(like)
+        elif tensor.shape == (len(up), down.shape[1]):
+            del pairs[name]
+            yield name, merge(tensor.to(like), down, up, scale)
+    if pairs:
+        raise BadRequest(f"{source} adapts {min(pairs)}, which the model lacks, or has in another shape.")

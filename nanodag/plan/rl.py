@@ -213,12 +213,19 @@ def _disk(case: Case[RLStage]) -> int:
     """Checkpoints, the artifact, and weights on their way where memory has no room for them."""
     stage, total, precision = case.stage, case.model.total, str(case.stage.optimizer.precision)
     exported, copies = artifact_bytes(case.model, precision), 2 + stage.rollout.max_staleness
-    weights = exported + copies * width_of(precision) * total
+    weights = exported + copies * _sent_bytes(case)
     weights += (1 + copies) * exported if stage.best_metric else 0  # the best so far, and those without a score yet
     weights += exported * (stage.num_steps // stage.keep_weights_every) if stage.keep_weights_every else 0
     learned = lora_parameters(case.model.shape, stage.lora_rank) if stage.lora_rank else total
     checkpoint = saved_bytes(case.model.parameters, stage.optimizer_name, learned)
     return (stage.keep_checkpoints + 1) * checkpoint + weights
+
+
+def _sent_bytes(case: Case[RLStage]) -> int:
+    """Bytes of a sync: of the adapters, or of all weights."""
+    stage, total = case.stage, case.model.total
+    sent = lora_parameters(case.model.shape, stage.lora_rank) if stage.weights.lora_sync == "adapter" else total
+    return sent * width_of(str(stage.optimizer.precision))
 
 
 def _candidates(case: Case[RLStage]) -> Iterator[Changed]:
@@ -388,7 +395,7 @@ def _moving_s(case: Case[RLStage], samplers: PlannedSamplers, lent: int) -> floa
         seconds += updates * learned / int(stage.resources.num_ranks) * speeds.HOST_ADAMW_S
     if stage.has_samplers:
         way = weights.sync_backend if weights.sync == "distributed" else weights.sync
-        num_bytes = total * width_of(str(stage.optimizer.precision))
+        num_bytes = _sent_bytes(case)
         seconds += weights_s(num_bytes, way, bucket_bytes=weights.sync_bucket_bytes, samplers=samplers.process.count)
     return seconds
 

@@ -16,6 +16,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from nanodag.inference.engine_settings import EngineSettings
 from nanodag.inference.number_formats import DTYPES
 from nanodag.inference.protocol import FinishReason, MemoryTag, Request, check_request
 from nanodag.model.architecture import check_same_shape, read_checkpoint
+from nanodag.sampler.adapters import base_tensors, builder_of
 from nanodag.sampler.device import give_back
 from nanodag.sampler.drawing import sample_key
 from nanodag.sampler.model import SamplerModel
@@ -76,7 +78,8 @@ class Engine:
 
         Raises BadRequest: not a checkpoint that the sampler can run, or sizes that do not fit.
         """
-        self.checkpoint, deterministic = read_checkpoint(settings.model), settings.deterministic
+        folder, deterministic = settings.base or settings.model, settings.deterministic
+        self.checkpoint = read_checkpoint(folder)
         self.device = torch.device(settings.device)
         self.dtype_name = settings.dtype
         if self.dtype_name == "auto":
@@ -100,13 +103,14 @@ class Engine:
         }  # fmt: skip
         if a.model_code == "transformers":
             self.model: SamplerModel | TransformersSampler = TransformersSampler(
-                *load_class_weights(settings.model, self._dtype, self.device), **sizes
+                *load_class_weights(folder, self._dtype, self.device), **sizes
             )
         else:
-            weights = load_weights(settings.model, a, self._dtype, self.device)
+            weights = load_weights(folder, a, self._dtype, self.device)
             self._has_bias = (weights.layers[0].qkv_bias is not None, weights.layers[0].output_bias is not None)
             self.model = SamplerModel(a, weights, cache_dtype=self._dtype, **sizes)
-        tokenizer = settings.model / "tokenizer.json"
+        self.base = cache(partial(base_tensors, folder, a))  # which adapters are merged onto
+        tokenizer = folder / "tokenizer.json"
         self.text = Text(tokenizer) if tokenizer.exists() else None
         self.table = SlotTable(self.num_slots, self.context_length)
         self._make_steps()
@@ -118,6 +122,8 @@ class Engine:
         self._pace = StreamPace(settings.stream_every_s)
         self._request_numbers = itertools.count()
         self._held: dict[int, Held] = {}  # by row, the one that was filled or ended longest ago first
+        if settings.model != folder:
+            self.update_weights(self.load(settings.model), settings.model, None)
 
     def validate(self, request: Request) -> None:
         """Raise BadRequest if the request cannot be served, now or ever. Touches no state: any thread may call it."""
@@ -188,10 +194,10 @@ class Engine:
         self.forget_prompts()
 
     def load(self, path: Path) -> NamedTensors:
-        """Read a checkpoint that fits this engine's model. Touches no state: any thread may call it.
-
-        Raises BadRequest if it cannot be read or has another architecture.
-        """
+        """Read a checkpoint that fits this engine's model, or adapters of it. Touches no state: any thread may call it.
+        Raises BadRequest if it cannot be read or has another architecture."""
+        if (adapters := builder_of(self, path)) is not None:
+            return adapters.whole()
         mine = self.checkpoint.architecture
         check_same_shape(read_checkpoint(path), mine)
         if mine.model_code == "transformers":

@@ -14,7 +14,7 @@ way, and tensor parallelism, where each rank holds a part.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -76,10 +76,10 @@ class Fingerprints:
         return dict(self._found)
 
 
-def fingerprints_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+def fingerprints_of(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     """Fingerprints of every tensor, in the layout of a checkpoint."""
     fingerprints = Fingerprints("checkpoint")
-    for name, tensor in tensors.items():
+    for name, tensor in tensors:
         fingerprints.add(name, tensor)
     return fingerprints.all()
 

@@ -32,6 +32,7 @@ from nanodag.inference.weight_bodies import (
     UpdateWeightsBody,
     WeightsCheckerBody,
 )
+from nanodag.sampler.adapters import AdapterBuilder
 from nanodag.sampler.engine import Engine
 from nanodag.sampler.engine_loop import Traffic, body_of, routes
 from nanodag.sampler.fingerprints import fingerprints_of, overall
@@ -53,7 +54,7 @@ class _Session:
     """Between begin and end. failure: of the first bucket that was not received or is of no use. made: of all that
     came, once that is a whole model. fingerprints: of what came, made beside whatever else is done."""
 
-    builder: WeightsBuilder | ClassWeightsBuilder
+    builder: WeightsBuilder | ClassWeightsBuilder | AdapterBuilder
     fingerprints: list["asyncio.Future[dict[str, str]]"] = field(default_factory=list)
     version: str | None = None
     failure: str = ""
@@ -108,14 +109,16 @@ class WeightEndpoints:
     async def weights_checker(self, http: HttpRequest) -> Response:
         """Fingerprints of the weights as they came, once it is certain that they are what is in memory.
 
-        What is in memory has another layout. A checkpoint is therefore read again, and must still be there; what came
-        by broadcast was fingerprinted as it came, and its layout in memory summed up when it was made.
+        What is in memory has another layout. So a checkpoint is read again, and must still be there, and adapters are
+        merged again; what else came by broadcast was fingerprinted as it came, and its layout in memory summed up when
+        it was made.
         """
         await body_of(http, WeightsCheckerBody)
-        if self._received is not None:
+        adapters = self.engine.model.weights.adapters
+        if self._received is not None and adapters is None:
             fingerprints = await self._check_received(self._received)
         else:
-            fingerprints = await self._check_folder(self.engine.checkpoint.path)
+            fingerprints = await self._check_made(adapters, self.engine.checkpoint.path)
         place = {name: int(name.endswith("size")) for name in RANK_NAMES}
         rank = {
             "checksums": fingerprints,
@@ -158,14 +161,16 @@ class WeightEndpoints:
         return _answer(True, "Succeeded to destroy custom process group.")
 
     async def begin_weight_update(self, http: HttpRequest) -> Response:
-        await body_of(http, BeginUpdateBody)
+        body = await body_of(http, BeginUpdateBody)
         if self._session is not None:
             return _answer(False, "a weight-update session is already open; call end_weight_update() first")
         try:
             self.engine.check_room_for_weights()
         except BadRequest as error:
             return _answer(False, str(error))
-        self._session = _Session(self.engine.builder("what was broadcast"))
+        source, scale = "what was broadcast", body.lora_scale
+        alone = None if scale is None else AdapterBuilder(self.engine, scale, source)
+        self._session = _Session(alone or self.engine.builder(source))
         return _answer(True, "Success")
 
     async def update_weights_from_distributed(self, http: HttpRequest) -> Response:
@@ -200,7 +205,7 @@ class WeightEndpoints:
 
     async def _add(self, session: _Session, tensors: dict[str, Tensor], *, is_last: bool) -> None:
         """Build weights of what came. With the last bucket they are whole, and the end has only to take them."""
-        session.fingerprints.append(asyncio.ensure_future(asyncio.to_thread(fingerprints_of, tensors)))
+        session.fingerprints.append(asyncio.ensure_future(asyncio.to_thread(fingerprints_of, tensors.items())))
         session.made = None
         try:
             await asyncio.to_thread(session.builder.add, tensors)
@@ -221,6 +226,8 @@ class WeightEndpoints:
                 return _answer(False, f"The old weights are kept: {session.failure}")
             if not session.fingerprints:
                 return _answer(True, "Success")
+            if session.version is None and isinstance(session.builder, AdapterBuilder):  # some would pass for all
+                return _answer(False, "The old weights are kept: the last bucket of adapters has not come")
             try:
                 made = session.made
                 weights, sums = await asyncio.to_thread(_made_of, session.builder) if made is None else made
@@ -242,18 +249,19 @@ class WeightEndpoints:
         of_buckets = await asyncio.shield(asyncio.gather(*received.fingerprints))  # who asks next needs them too
         return {name: fingerprint for bucket in of_buckets for name, fingerprint in bucket.items()}
 
-    async def _check_folder(self, path: Path) -> dict[str, str]:
-        weights = await asyncio.to_thread(self.engine.load, path)
+    async def _check_made(self, adapters: AdapterBuilder | None, path: Path) -> dict[str, str]:
+        weights = await asyncio.to_thread(adapters.whole if adapters else lambda: self.engine.load(path))
         differing = await self.traffic.in_loop(lambda: self.engine.model.weights.differing(weights))
         if differing:
             raise SamplerError(f"the weights in memory are not those of {path}: {', '.join(differing)} differ")
-        return await asyncio.to_thread(lambda: fingerprints_of(read_tensors(path)))
+        tensors = adapters.merged if adapters else lambda: read_tensors(path).items()
+        return await asyncio.to_thread(lambda: fingerprints_of(tensors()))
 
     async def _abort_all(self, endpoint: str) -> None:
         await self.traffic.in_loop(lambda: self.engine.abort(lambda running: True, f"aborted by {endpoint}"))
 
 
-def _made_of(builder: WeightsBuilder | ClassWeightsBuilder) -> Made:
+def _made_of(builder: WeightsBuilder | ClassWeightsBuilder | AdapterBuilder) -> Made:
     weights = builder.whole()
     return weights, weights.sums()
 

@@ -21,6 +21,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -54,6 +55,8 @@ class LayerWeights:
 class NamedTensors:
     """A model's tensors by names, in one fixed order. Of a class of transformers its parameters, in the precision in
     which they compute; read from a folder also the buffers that are saved with them."""
+
+    adapters: Any = None  # the AdapterBuilder that made them
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = dict(tensors)

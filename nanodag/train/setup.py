@@ -28,7 +28,7 @@ from nanodag.model.extension import extended
 from nanodag.model.folder import CausalModel, load, save
 from nanodag.model.folder_size import size_of
 from nanodag.model.headers import weight_files
-from nanodag.model.lora import add_lora, merged, save_adapter
+from nanodag.model.lora import ADAPTER, add_lora, merged, save_adapter
 from nanodag.model.scorer import ScalarHead
 from nanodag.own_code.find import required_file
 from nanodag.own_code.functions import function_at
@@ -147,7 +147,7 @@ class PreparedStage:
             scale, source = optimizer.lora_alpha / max(optimizer.lora_rank, 1), self.job.inputs.get("model")
             whole = dict(merged(weights.items(), scale=scale))
             save(folder, whole, tokenizer=self.tokenizer_path, source=source, model=self.model)
-            save_adapter(folder, weights, alpha=optimizer.lora_alpha)
+            save_adapter(folder / ADAPTER, weights, alpha=optimizer.lora_alpha, dtype=torch.float32)
             if optimizer.lora_save == "adapter":
                 leave_adapter(folder, base=self.job.context.get("bases", {}).get("model", {}))
         self.engine.barrier()

@@ -6,7 +6,7 @@ import torch
 
 from nanodag.model.adapter_folder import leave_adapter
 from nanodag.model.folder import load, save
-from nanodag.model.lora import add_lora, merged, save_adapter
+from nanodag.model.lora import ADAPTER, add_lora, merged, save_adapter
 
 ALPHA, RANK = 12.0, 4
 
@@ -23,6 +23,6 @@ def leave_both(folder: Path, base: Path, *, dtype: torch.dtype = torch.float32, 
     for name in ("merged", "alone"):
         whole = dict(merged(weights.items(), scale=ALPHA / RANK))
         save(folder / name, whole, tokenizer=base, source=base, model=model)
-        save_adapter(folder / name, weights, alpha=ALPHA)
+        save_adapter(folder / name / ADAPTER, weights, alpha=ALPHA, dtype=torch.float32)
     leave_adapter(folder / "alone", base={"key": "b" * 40, "digest": "d" * 64})
     return folder / "merged", folder / "alone"

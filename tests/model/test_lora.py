@@ -75,7 +75,7 @@ def test_peft_reads_our_adapters_to_the_same_logits(folder, tmp_path):
     from peft import PeftModel
 
     model = adapted(folder)
-    save_adapter(tmp_path, dict(model.named_parameters()), alpha=12.0)
+    save_adapter(tmp_path / "adapter", dict(model.named_parameters()), alpha=12.0, dtype=torch.float32)
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         wanted = PeftModel.from_pretrained(base, str(tmp_path / "adapter"))(IDS).logits
@@ -115,7 +115,7 @@ def test_we_merge_an_adapter_of_peft_to_the_same_logits(folder, tmp_path, is_sta
     ],
 )
 def test_an_adapter_that_does_more_than_low_ranks_is_refused_by_name(folder, tmp_path, changed, named):
-    save_adapter(tmp_path, dict(adapted(folder).named_parameters()), alpha=12.0)
+    save_adapter(tmp_path / "adapter", dict(adapted(folder).named_parameters()), alpha=12.0, dtype=torch.float32)
     path = tmp_path / "adapter" / "adapter_config.json"
     config = {**json.loads(path.read_text()), "modules_to_save": [], **changed}
     path.write_text(json.dumps(config))
@@ -124,7 +124,7 @@ def test_an_adapter_that_does_more_than_low_ranks_is_refused_by_name(folder, tmp
 
 
 def test_a_damaged_adapter_is_refused(folder, tmp_path):
-    save_adapter(tmp_path, dict(adapted(folder).named_parameters()), alpha=12.0)
+    save_adapter(tmp_path / "adapter", dict(adapted(folder).named_parameters()), alpha=12.0, dtype=torch.float32)
     (tmp_path / "adapter" / "adapter_model.safetensors").write_bytes(b"x" * 9)
     with pytest.raises(ConfigError, match="cannot be read"):
         additions(tmp_path / "adapter")

@@ -55,7 +55,7 @@ class Trainer:
 
     def export(self, folder, kept):
         assert kept
-        write_like(self.source, Path(folder), self.giver.kept(), dtype=torch.float32)
+        write_like(self.source, Path(folder), self.giver.tensors(kept=True), dtype=torch.float32)
         return {}
 
 

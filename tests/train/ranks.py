@@ -163,7 +163,7 @@ def ways(engine: TrainEngine, *, lora: bool) -> dict[str, dict[str, str]]:
         brought = Fingerprints("checkpoint")
         for number in range(len(buckets)):
             if (flat := buckets._bucket(number, which)) is not None:
-                for name, tensor in buckets.named(number, flat):
+                for name, tensor in buckets._named(buckets._buckets[number], flat):
                     brought.add(name, tensor)
         found[which] = brought.all()
     for number in range(len(buckets)):  # to a sampler on the GPU of each rank

@@ -58,6 +58,7 @@ class Services:
         self._job = job
         self._config: RLStage = job.config
         self._has_trainer, self._has_samplers = self._config.has_trainer, self._config.has_samplers
+        self._gives_adapters = self._config.weights.lora_sync == "adapter"
         self._device = cast(Device, self._config.resources.device)
         self.num_samplers = int(self._config.sampler.replicas) if self._has_samplers else 0  # processes of this stage
         self.children = Children(is_stopping=stop_requested)
@@ -156,10 +157,11 @@ class Services:
 
     def _make_sync(self) -> DiskSync:
         config, ask = self._config, self.link.exchange
+        options: dict[str, Any] = {"check_every": int(config.weights.sync_check_every)}
+        options["gives_adapters"] = self._gives_adapters
         if config.weights.sync not in BY_BUCKETS:
-            return DiskSync(self.samplers, ask, check_every=int(config.weights.sync_check_every))
-        options: dict[str, Any] = {
-            "check_every": int(config.weights.sync_check_every),
+            return DiskSync(self.samplers, ask, **options)
+        options |= {
             "timeout_s": config.weights.sync_timeout_s,
             "address": "" if config.weights.sync_address == "auto" else self._network,
             "backend": config.weights.sync_backend,
@@ -298,6 +300,7 @@ class Services:
         if self._config.placement == "shared" and self._device == "cuda":  # on a CPU SGLang has nothing to save it with
             defaults["enable_memory_saver"] = True
         return EngineSettings(
+            base=self._job.inputs["model"] if self._gives_adapters else None,
             engine="sglang" if config.engine == "sglang" else "embedded",  # derived
             device=self._device,
             dtype=dtype,

@@ -62,12 +62,14 @@ class DistributedSync(DiskSync):
         address: str = "",
         backend: str = "gloo",
         is_beside: bool = False,
+        gives_adapters: bool = False,
     ) -> None:
-        super().__init__(samplers, ask, check_every=check_every)
+        super().__init__(samplers, ask, check_every=check_every, gives_adapters=gives_adapters)
         self._timeout_s = timeout_s
         self._address, self._backend = address, backend
         self._is_beside = is_beside
         self._buckets: list[Bucket] = []
+        self._lora_scale: float | None = None  # of adapters alone
         self._members: list[Member] = []
         self._name = ""
         self._kept = Path()  # the folder of what was given last, whether it exists or not: the trainer can write it
@@ -118,7 +120,7 @@ class DistributedSync(DiskSync):
         only what was written while they were the last."""
         async with self._writing:
             if folder == self._kept and not folder.is_dir():
-                await self._ask("export", folder=str(folder), kept=True)
+                await self._ask(self._export, folder=str(folder), kept=True)
 
     async def give(self, client: SamplerClient, folder: Path, version: int) -> None:
         """Give one sampler weights that it lacks: those that were given last, or those of a folder.
@@ -159,7 +161,8 @@ class DistributedSync(DiskSync):
 
     async def _learn_buckets(self) -> None:
         if not self._buckets:
-            self._buckets = [Bucket(**fields) for fields in (await self._ask("layout"))[0]["buckets"]]
+            layout = (await self._ask("layout"))[0]
+            self._buckets, self._lora_scale = [Bucket(**of) for of in layout["buckets"]], layout["lora_scale"]
 
     async def _both(
         self, work: Awaitable[Replies], members: Sequence[Member], calls: Sequence[Coroutine[Any, Any, None]]
@@ -245,7 +248,7 @@ class DistributedSync(DiskSync):
 
     async def _receive(self, client: SamplerClient, version: int) -> None:
         """One sampler's side of a broadcast, but for its end."""
-        await client.begin_weight_update()
+        await client.begin_weight_update(self._lora_scale)
         for bucket in self._buckets:
             await client.receive_weights(
                 bucket,
@@ -342,7 +345,7 @@ class SharedSync(DistributedSync):
     async def _take(self, client: SamplerClient, handles: Sequence[str], number: int, version: int) -> None:
         """One sampler's copy of a bucket. handles: one for each of its ranks."""
         if number == 0:
-            await client.begin_weight_update()
+            await client.begin_weight_update(self._lora_scale)
         is_last = number + 1 == len(self._buckets)
         await client.take_weights(handles, version=version if is_last else None, flush_cache=self._samplers.forgets)
 

@@ -31,14 +31,16 @@ Ask = Callable[..., Awaitable[list[dict[str, Any]]]]
 
 
 class DiskSync:
-    """Through a folder. check_every: the first weights and every one of that number are verified, 0 for none."""
+    """Through a folder. check_every: the first weights and every one of that number are verified, 0 for none.
+    gives_adapters: alone, to samplers that were started with their base."""
 
     keeps_trainer = False  # it may train further before the samplers have loaded what it published
 
-    def __init__(self, samplers: Fleet, ask: Ask, *, check_every: int) -> None:
+    def __init__(self, samplers: Fleet, ask: Ask, *, check_every: int, gives_adapters: bool = False) -> None:
         # Of each sync, or half of one: bytes, seconds, and for how many of them the samplers stood still because of it.
         self._costs: list[tuple[int, float, float]] = []
         self._samplers, self._ask = samplers, ask
+        self._export = "export_adapter" if gives_adapters else "export"
         self._check_every, self._num_given = check_every, 0
         self._fingerprints: dict[int, Mapping[str, str]] = {}
 
@@ -46,7 +48,7 @@ class DiskSync:
         """Have the trainer write its weights."""
         is_checked = self._are_next_checked()
         began = time.monotonic()
-        replies = await self._ask("export", folder=str(folder), fingerprint=is_checked)
+        replies = await self._ask(self._export, folder=str(folder), fingerprint=is_checked)
         if is_checked:
             self._fingerprints[version] = replies[0]["fingerprints"]
         self._costs.append((0, time.monotonic() - began, 0.0))

@@ -4,7 +4,7 @@ It does what the controller asks for, one thing at a time, all ranks the same:
 
     load    take weights and optimizer state from a checkpoint folder, or begin
     train   one step on a file of rollouts: advantages by group or critic, packing, one or more updates
-    export  write the weights as a Hugging Face directory, or those that were given last
+    export  write the weights as a Hugging Face directory, or those that were given last; export_adapter: adapters alone
     layout, open_group, join_group, leave_group, broadcast, share  give weights to the samplers
             (nanodag.rl.trainer.weight_sender)
     save    write this rank's share of a checkpoint
@@ -16,6 +16,7 @@ It draws no random numbers, so a checkpoint holds none of its own. Not covered: 
 
 import logging
 import os
+import shutil
 import sys
 import time
 import warnings
@@ -34,7 +35,7 @@ from nanodag.errors import TrainingDiverged
 from nanodag.inference.number_formats import DTYPES
 from nanodag.model.adapter_folder import leave_adapter
 from nanodag.model.folder import write_like
-from nanodag.model.lora import BETWEEN, add_lora, merged, save_adapter
+from nanodag.model.lora import ADAPTER, BETWEEN, add_lora, merged, save_adapter
 from nanodag.model.transformers_model import TransformersModel
 from nanodag.rl.losses import Totals
 from nanodag.rl.rollouts.rollout import REPLAYED, Rollout, groups_of, read_rollouts
@@ -47,7 +48,7 @@ from nanodag.rl.trainer.sequence_parallel import join
 from nanodag.rl.trainer.update import DeviceSums, PolicyObjective, Scored, Scores, replayed_sums, write_scores
 from nanodag.rl.trainer.weight_sender import WeightGiver
 from nanodag.sampler.device import give_back, held_memory, traced
-from nanodag.sampler.fingerprints import Fingerprints
+from nanodag.sampler.fingerprints import Fingerprints, fingerprints_of
 from nanodag.train.deepspeed_engine import TrainEngine, leave
 from nanodag.train.learning_rate import policy_rate
 from nanodag.train.lent_memory import LentMemory
@@ -94,6 +95,7 @@ class Trainer:
             timeout_s=config.weights.sync_timeout_s,
             make_fingerprints=self._fingerprints,
             lora_scale=self._lora_scale,
+            gives_adapters=config.weights.lora_sync == "adapter",
         )
         self._peak_flops = matmul_peak(device)
         self._last_losses: deque[Tensor] = deque(maxlen=LOSSES_KEPT)
@@ -187,7 +189,7 @@ class Trainer:
         fingerprints = self._fingerprints()
         adapters: dict[str, Tensor] = {}
         own = ((name.removeprefix(PREFIX), tensor) for name, tensor in self._weights(adapters))
-        weights = self.giver.kept() if kept else own
+        weights = self.giver.tensors(kept=True) if kept else own
         if isinstance(self._decoder, TransformersModel):  # whose checkpoints have other tensors than its classes
             whole = {name: tensor.to("cpu", copy=True) for name, tensor in weights if self.engine.rank == 0}
             weights = iter(self._decoder.checkpoint(whole).items() if whole else ())
@@ -200,8 +202,20 @@ class Trainer:
             on_tensor=fingerprints.add if fingerprint else None,
         )
         if self.engine.rank == 0:
-            save_adapter(folder, adapters, alpha=self.config.optimizer.lora_alpha)
+            save_adapter(folder / ADAPTER, adapters, alpha=self.config.optimizer.lora_alpha, dtype=torch.float32)
         return fingerprints.all()
+
+    def export_adapter(self, folder: Path, *, fingerprint: bool = False, kept: bool = False) -> dict[str, str]:
+        """Write the adapters alone, in peft's format and the training precision. Arguments and result as of `export`:
+        fingerprints of all merged tensors."""
+        found = fingerprints_of(self.giver.tensors(merged=True)) if fingerprint else {}
+        tensors = {name: tensor.to("cpu", copy=True) for name, tensor in self.giver.tensors(kept=kept)}
+        if self.engine.rank == 0:
+            temporary = folder.with_name(f"{folder.name}.tmp")
+            shutil.rmtree(temporary, ignore_errors=True)
+            save_adapter(temporary, tensors, alpha=self.config.optimizer.lora_alpha, dtype=self.engine.dtype)
+            temporary.rename(folder)
+        return found
 
     def save(self, folder: Path) -> None:
         """Write this rank's share of a checkpoint."""
@@ -315,9 +329,9 @@ def _execute(trainer: Trainer, message: dict[str, Any]) -> dict[str, Any]:
                 reply = trainer.train(message["step"], list(read_rollouts(path)), num_steps=message["num_steps"])
             write_scores(path.with_suffix(f".scores-{trainer.engine.rank}.jsonl"), trainer.last_scores)
             reply["peak_bytes"] = held_memory(trainer.engine.device)["peak_bytes"]
-        case "export":
+        case "export" | "export_adapter" as method:
             options = {name: message.get(name, False) for name in ("fingerprint", "kept")}
-            reply = {"fingerprints": trainer.export(Path(message["folder"]), **options)}
+            reply = {"fingerprints": getattr(trainer, method)(Path(message["folder"]), **options)}
             if "adapter_of" in message and trainer.engine.rank == 0:
                 leave_adapter(Path(message["folder"]), base=message["adapter_of"])
         case "layout" | "open_group" | "join_group" | "leave_group" | "broadcast" | "share" as method:

@@ -18,7 +18,7 @@ from torch import Tensor
 from nanodag.inference.bound_store import nccl_version
 from nanodag.inference.weight_bodies import largest_bucket
 from nanodag.model.folder import read_tensors
-from nanodag.model.lora import BETWEEN, merged
+from nanodag.model.lora import BETWEEN, merged, peft_name, read_adapter
 from nanodag.sampler.fingerprints import Fingerprints
 from nanodag.sampler.shared_tensors import share
 from nanodag.sampler.weight_group import WeightGroup, open_store, split
@@ -35,7 +35,8 @@ class WeightGiver:
 
     lora_scale: alpha over rank, of a policy with adapters. A bucket is gathered with its adapters, some hundredths of
     its size, and merged on rank 0 by the same code as where weights are written into a folder (nanodag.model.lora), so
-    both ways give the same bits. Rank 0 holds the bucket twice then.
+    both ways give the same bits. Rank 0 holds the bucket twice then. gives_adapters: alone, by peft's names, to who
+    merges them by that code; fingerprints are still of the merged tensors.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class WeightGiver:
         timeout_s: float,
         make_fingerprints: Callable[[], Fingerprints],
         lora_scale: float = 1.0,
+        gives_adapters: bool = False,
     ) -> None:
         self._shares, self._rank, self._prefix, self._lora_scale = shares, rank, prefix, lora_scale
         self._parts: dict[str, list[str]] = {}  # of each parameter: its weight, then its adapters
@@ -55,8 +57,14 @@ class WeightGiver:
             layer, between, _ = name.partition(BETWEEN)
             self._parts.setdefault(f"{layer}.weight" if between else name, []).append(name)
         self._num_bytes = {name: shares.num_bytes[parts[0]] for name, parts in self._parts.items()}
+        self._gives_adapters, names = gives_adapters, list(self._parts)
         largest = bucket_bytes or largest_bucket(sum(self._num_bytes.values()))
-        self._buckets = list(in_buckets(list(self._parts), self._num_bytes, largest))
+        self._merged_buckets = self._buckets = list(in_buckets(names, self._num_bytes, largest))
+        if gives_adapters:
+            names = [name for name in shares.shapes if peft_name(name) != name]
+            self._parts |= {name: [name] for name in names}
+            self._num_bytes |= {name: shares.num_bytes[name] for name in names}
+            self._buckets = list(in_buckets(names, self._num_bytes, largest))
         self._timeout_s = timeout_s
         self._make_fingerprints = make_fingerprints
         self._fingerprints: Fingerprints | None = None
@@ -68,30 +76,35 @@ class WeightGiver:
         return len(self._buckets)
 
     def layout(self) -> dict[str, Any]:
-        """`buckets`: the fields of a `weight_bodies.Bucket` each, in the order in which they are given."""
+        """`buckets`: the fields of a `weight_bodies.Bucket` each, in the order in which they are given; `lora_scale`
+        of adapters alone, else None."""
         dtype = str(self._shares.dtype).removeprefix("torch.")
         buckets = [
             {"names": list(of), "dtypes": [dtype] * len(of), "shapes": [list(shape) for shape in of.values()]}
-            for of in map(self._shapes, range(len(self)))
+            for of in map(self._shapes, self._buckets)
         ]
-        return {"buckets": buckets}
+        return {"buckets": buckets, "lora_scale": self._lora_scale if self._gives_adapters else None}
 
     def begin(self, which: str, *, fingerprint: bool) -> None:
         """Keep the trainer's own weights as they are now; to be called before the first bucket."""
         if which == NOW:
             self._shares.keep()
         self._fingerprints = self._make_fingerprints() if fingerprint and self._rank == 0 else None
+        for name, tensor in self.tensors(merged=True) if fingerprint and self._gives_adapters else ():
+            if self._fingerprints is not None:
+                self._fingerprints.add(name, tensor)
 
-    def named(self, number: int, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """The tensors in a bucket's bytes, by the names that transformers gives; views."""
-        shapes = self._shapes(number)
+    def _named(self, names: Sequence[str], flat: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """The tensors in a bucket's bytes, by the names that samplers know; views."""
+        shapes = self._shapes(names)
         return iter(split(flat, list(shapes), [self._shares.dtype] * len(shapes), list(shapes.values())).items())
 
-    def kept(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights given last, tensor by tensor, on rank 0; nothing elsewhere, but every rank must walk through."""
-        for number in range(len(self)):
-            if (flat := self._merged(self._buckets[number], kept=True)) is not None:
-                yield from self.named(number, flat)
+    def tensors(self, *, kept: bool = False, merged: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """The weights as they are now, or, kept, those given last, tensor by tensor, on rank 0; nothing elsewhere, but
+        every rank must walk through. merged: all of them, also where adapters are given."""
+        for names in self._merged_buckets if merged else self._buckets:
+            if (flat := self._merged(names, kept=kept)) is not None:
+                yield from self._named(names, flat)
 
     def open_group(self, name: str, size: int, *, address: str, backend: str) -> dict[str, Any]:
         """Leave the group that there was, and listen for another's members on an address; `port`: rank 0's."""
@@ -144,7 +157,8 @@ class WeightGiver:
             reply["fingerprints"] = self._fingerprints.all()
         count = counts[self._rank] if self._rank < len(counts) else 0
         try:
-            self._shared, reply["handles"] = share(flat, self._shapes(number), self._shares.dtype, count)
+            shapes = self._shapes(self._buckets[number])
+            self._shared, reply["handles"] = share(flat, shapes, self._shares.dtype, count)
         except RuntimeError as error:
             reply["failure"] = f"a bucket could not be shared: {error}"
         return reply
@@ -157,9 +171,8 @@ class WeightGiver:
         self.release()
         self.leave_group()
 
-    def _shapes(self, number: int) -> dict[str, tuple[int, ...]]:
-        names = self._buckets[number]
-        return {name.removeprefix(self._prefix): self._shares.shapes[self._parts[name][0]] for name in names}
+    def _shapes(self, names: Sequence[str]) -> dict[str, tuple[int, ...]]:
+        return {peft_name(name.removeprefix(self._prefix)): self._shares.shapes[self._parts[name][0]] for name in names}
 
     @torch.no_grad()
     def _merged(self, names: Sequence[str], *, kept: bool = False, everywhere: bool = False) -> Tensor | None:
@@ -184,10 +197,12 @@ class WeightGiver:
         if which in (NOW, KEPT):
             flat = self._merged(self._buckets[number], kept=which == KEPT, everywhere=everywhere)
         elif self._rank == 0:
-            tensors = read_tensors(Path(which), list(self._shapes(number)))
+            folder, names = Path(which), list(self._shapes(self._buckets[number]))
+            held = read_adapter(folder)[0] if self._gives_adapters else {}
+            tensors = [held[name] for name in names] if held else read_tensors(folder, names)
             flat = torch.cat([tensor.to(self._shares.dtype).reshape(-1).view(torch.uint8) for tensor in tensors])
-        if flat is not None and self._fingerprints is not None:
-            for name, tensor in self.named(number, flat):
+        if flat is not None and self._fingerprints is not None and not self._gives_adapters:
+            for name, tensor in self._named(self._buckets[number], flat):
                 self._fingerprints.add(name, tensor)
         return flat
 
