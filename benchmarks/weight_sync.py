@@ -2,11 +2,11 @@
 
 All ways in turn, disk (a folder in /dev/shm), distributed (gloo) and ipc (shared memory), on one machine, from one
 trainer rank to embedded samplers: from when the trainer's weights are ready until every sampler says that it has them.
-The shapes: `small`, the 6.17-million-parameter Qwen2 of rl_vs_trl.py in fp32 (25 MB); `thirty-million`, one of 29 million
-in fp32 (117 MB); `half-billion`, Qwen2.5-0.5B in bf16 (1 GB). With `--lora-rank 16` the trainer has adapters, which go
-merged by each way and then alone. Weights are random. What is timed is the code of a stage; the trainer's rank is a thread of this process,
-and holds the weights as ZeRO-3 does on one rank, without an optimizer. Verified is the first sync of each way, which is
-not counted.
+The shapes: `small`, the 6.17-million-parameter Qwen2 of rl_vs_trl.py in fp32 (25 MB); `thirty-million`, one of 29
+million in fp32 (117 MB); `half-billion`, Qwen2.5-0.5B in bf16 (1 GB). With `--lora-rank 16` the trainer has adapters,
+which go merged by each way and then alone. Weights are random. What is timed is the code of a stage; the trainer's rank
+is a thread of this process, and holds the weights as ZeRO-3 does on one rank, without an optimizer. Verified is the
+first sync of each way, which is not counted.
 
 Printed: medians and ranges of wall seconds, and CPU-seconds of both sides; each round changes the weights.
 """
@@ -128,7 +128,8 @@ async def measure(
         model.leaf_modules = (Qwen2DecoderLayer,)
         add_lora(model, rank=lora_rank, alpha=LORA_SCALE * lora_rank, seed=0)
         model.requires_grad_(False).to(dtype)
-    changed = list(model.parameters())[-2 if lora_rank else 0]  # of the last layer's adapters
+    named = [(name, parameter) for name, parameter in model.named_parameters() if not lora_rank or name.endswith(".up")]
+    changed = named[0][1]
     trainer = Trainer(model, folder / "model", dtype, bucket_bytes)
     names = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
     servers = [

@@ -43,7 +43,7 @@ def main() -> int:
 def serve(settings: EngineSettings, listener: socket.socket) -> None:
     """Load the model and answer until SIGTERM. Raises BadRequest if the checkpoint or the options will
     not do, MissingTool where its kernel cannot be built."""
-    read_checkpoint(settings.model)  # before torch is imported, which takes seconds
+    read_checkpoint(settings.base or settings.model)  # before torch is imported, which takes seconds
     import torch
 
     from nanodag.sampler.engine import Engine

@@ -115,6 +115,14 @@ def test_a_step_takes_what_its_models_bytes_take_on_their_way():
         assert disk - nccl == pytest.approx(size / 0.7e9 - size / 20e9 - calls, rel=0.01)
 
 
+def test_a_sync_of_adapters_takes_what_their_bytes_take_on_their_way():
+    given = (EIGHT, "base.model=hub:Qwen/Qwen2.5-0.5B", "placement=separate", "num_steps=100", "lora_rank=16")
+    ways = (f"weights.lora_sync={way}" for way in ("merged", "adapter"))
+    merged, alone = (rl(*given, "sampler.engine=embedded", "weights.sync=disk", way).seconds / 100 for way in ways)
+    adapters = 2 * 24 * 16 * (2 * (896 + 896) + 2 * (896 + 128) + 3 * (896 + 4864))  # of each matrix (in + out) * rank
+    assert merged - alone == pytest.approx((0.988e9 - adapters) / 0.7e9, rel=0.01)
+
+
 def test_states_that_are_lent_go_to_the_host_and_back_each_step_and_offloaded_ones_are_updated_there():
     few = ("num_steps=1000", "optimizer.activation_checkpointing=true", "sampler.memory_fraction=0.4")
     lent, kept, offloaded = (

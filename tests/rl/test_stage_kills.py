@@ -125,6 +125,13 @@ SLOW = {
     "adapters alone": (plain, {**SIX, **PARTS["adapters"], "lora_save": "adapter", "keep": BEST}, TWICE, None),
     "reward model": (judged, SIX, TWICE, None),
     "reward model, ahead": (judged, {**SIX, **AHEAD}, TWICE, None),
+    "adapters to samplers": (plain, {**SIX, **PARTS["adapters"], "lora_sync": "adapter"}, TWICE, None),
+    "adapters to samplers, ipc, ahead": (
+        plain,
+        {**SIX, **AHEAD, **PARTS["adapters"], "lora_sync": "adapter", "sync": "ipc"},
+        ((1, 2, KILL), (3, 5, STOP)),
+        None,
+    ),
     "replay": (plain, REPLAY, TWICE, None),
     "replay, ahead": (plain, {**REPLAY, "max_staleness": 1}, TWICE, None),
     "replay, two ranks": (plain, {**REPLAY, **on(2)}, TWICE, None),
