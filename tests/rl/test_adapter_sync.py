@@ -20,6 +20,7 @@ from nanodag.inference.client import SamplerClient
 from nanodag.inference.engine_settings import EngineSettings
 from nanodag.model.folder import load
 from nanodag.model.lora import BETWEEN, PEFT, add_lora, merged, save_adapter
+from nanodag.rl.sync import broadcast_sync
 from nanodag.rl.sync.broadcast_sync import DistributedSync, SharedSync
 from nanodag.rl.sync.weight_sync import DiskSync
 from nanodag.rl.trainer.weight_sender import WeightGiver
@@ -148,6 +149,24 @@ async def test_a_sampler_lost_in_a_broadcast_of_adapters_is_replaced_and_none_ke
     assert trainer.asked.count("export_adapter") == 1
 
 
+async def test_a_sampler_on_another_machine_is_sent_the_adapters_given_last_or_those_of_a_folder(
+    syncing, base, tmp_path, monkeypatch
+):
+    trainer, earlier = AdapterTrainer(base), weights_of(base, 5)
+    save_adapter(tmp_path / "earlier", earlier, alpha=ALPHA, dtype=torch.float32)
+    async with syncing(DistributedSync, trainer) as (give, samplers, sync):
+        last = trainer.weights.tensors
+        await give(1)
+        trainer.take(weights_of(base, 6))  # it trained on
+        monkeypatch.setattr(broadcast_sync, "is_here", lambda client: False)
+        (_, second) = await samplers.members()
+        await sync.give(second.client, tmp_path / "earlier", 7)
+        assert [await second.client.fingerprints()] == expected(earlier, 1)
+        await sync.give(second.client, tmp_path / "policy-1", 1)
+        assert [await second.client.fingerprints()] == expected(last, 1)
+    assert "export_adapter" not in trainer.asked
+
+
 async def test_a_base_that_differs_by_one_weight_is_noticed_and_named(syncing, base, tmp_path):
     trainer = AdapterTrainer(base)
     trainer.weights.tensors = {name: tensor.clone() for name, tensor in trainer.weights.tensors.items()}
@@ -215,6 +234,7 @@ STAGES = {
     "distributed, two ranks": {"sync": "distributed", "sync_bucket_bytes": 1000, **stages.on(2)},
     "ipc, ahead": {"sync": "ipc", **AHEAD},
     "ipc, transformers": {"sync": "ipc"},
+    "ipc, in turns": {"sync": "ipc", "placement": "shared", "lends_states": True},
 }
 
 

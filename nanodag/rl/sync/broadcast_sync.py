@@ -162,7 +162,7 @@ class DistributedSync(DiskSync):
     async def _learn_buckets(self) -> None:
         if not self._buckets:
             layout = (await self._ask("layout"))[0]
-            self._buckets, self._lora_scale = [Bucket(**of) for of in layout["buckets"]], layout["lora_scale"]
+            self._buckets, self._lora_scale = [Bucket(**of) for of in layout["buckets"]], layout.get("lora_scale")
 
     async def _both(
         self, work: Awaitable[Replies], members: Sequence[Member], calls: Sequence[Coroutine[Any, Any, None]]
