@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 _NAMED = re.compile(r"([\[{])([\w.]+)(:g)?[\]}]")
 _URLS = ("http://", "https://")
 
+RUNS_AGAIN = ("abort", "retract")  # what a sampler does with a response that new weights meet
+
 
 def check(stage: "RLStage") -> None:
     """Raise ValueError for the first settings that do not fit together; asked again when nothing is `auto`."""
@@ -135,6 +137,13 @@ CHECKS: tuple[tuple[Callable[["RLStage"], object], str], ...] = (
     (lambda s: s.rollout.replay.share and s.rollout.replay.max_staleness <= s.rollout.max_staleness,
      "[replay.max_staleness] is not above [max_staleness]: what is trained once would be too old to be trained again; "
      "raise it"),
+    (lambda s: s.rollout.router_replay and not s.rollout.generate.is_one_turn,
+     "router_replay: true keeps the experts of one turn, and [generate] has turns of its own; leave one of them out"),
+    (lambda s: s.rollout.router_replay and (s.rollout.partial_rollout_tokens or s.weights.sync_mode in RUNS_AGAIN),
+     "router_replay: true with [partial_rollout_tokens] and [sync_mode]: samplers would run tokens again that others "
+     "chose experts for; use 0, and finish or in_place"),
+    (lambda s: s.rollout.router_replay and s.optimizer.sequence_parallel > 1,
+     "router_replay: true with [optimizer.sequence_parallel], which no mixture of experts has; leave one of them out"),
     # the algorithm
     (lambda s: 0 < s.algorithm.dual_clip <= 1, "[dual_clip] must be above 1 (usually 3), or 0 for none"),
     (lambda s: s.algorithm.kl_in == "reward" and not s.algorithm.kl_coefficient,
@@ -290,6 +299,7 @@ CHECKS: tuple[tuple[Callable[["RLStage"], object], str], ...] = (
 UNUSED: tuple[tuple[Callable[["RLStage"], object], tuple[str, ...], str], ...] = (
     (lambda s: not s.rollout.overlong_buffer, ("overlong_penalty",), "[overlong_buffer]"),
     (lambda s: not s.rollout.clone.best, ("clone.lowest_reward",), "[clone.best]"),
+    (lambda s: s.only == "rollouts", ("router_replay",), "only: {only}"),
     (lambda s: not s.rollout.replay.share, ("replay.max_staleness",), "[replay.share:g]"),
     (lambda s: s.rollout.clone.best, OF_POLICY_LOSSES, "[rollout.clone.best]"),
     (lambda s: s.rollout.clone.best and s.rollout.filters, ("filters",), "[rollout.clone.best]"),

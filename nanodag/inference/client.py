@@ -388,10 +388,11 @@ def _body_of(requests: Sequence[Request]) -> dict[str, Any]:
         body["top_logprobs_num"] = [request.top_logprobs for request in requests]
     if any(request.rid is not None for request in requests):
         body["rid"] = [uuid.uuid4().hex if request.rid is None else request.rid for request in requests]
+    routes = {"return_routed_experts": True} if any(request.return_routed_experts for request in requests) else {}
     if len(requests) == 1:
-        return {name: values[0] for name, values in body.items()}
+        return {name: values[0] for name, values in body.items()} | routes
     # SGLang takes no list of return_logprob where n > 1.
-    return body | {"return_logprob": return_logprobs[0]} if len(set(return_logprobs)) == 1 else body
+    return body | ({"return_logprob": return_logprobs[0]} if len(set(return_logprobs)) == 1 else {}) | routes
 
 
 def params_to_wire(params: SamplingParams) -> dict[str, Any]:

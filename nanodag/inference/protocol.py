@@ -82,8 +82,8 @@ class Request:
     """One prompt, to be continued ``params.n`` times. ``rid`` names it for abort; None lets the sampler choose.
 
     ``score_prompt``: return the logprobs of the prompt's own tokens, too (SGLang's ``logprob_start_len: 0``).
-    ``top_logprobs``: how many of the likeliest tokens are told at each place; with return_logprob alone. ``further``:
-    sampling parameters that only SGLang knows.
+    ``top_logprobs``: how many of the likeliest tokens are told at each place; with return_logprob alone.
+    ``return_routed_experts``: tell the experts of each token. ``further``: sampling parameters that only SGLang knows.
     """
 
     input_ids: Sequence[int]
@@ -92,6 +92,7 @@ class Request:
     return_logprob: bool = True
     score_prompt: bool = False
     top_logprobs: int = 0
+    return_routed_experts: bool = False
     further: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -126,7 +127,8 @@ class Completion:
     for the first token; empty if not asked. ``top_logprobs``, ``prompt_top_logprobs``: the likeliest tokens at each
     place, of the same distributions; empty if not asked. ``weight_version``: the weights at the end.
     ``finish_reason`` is None for a part of a stream. ``num_told_tokens``: output tokens that are left out, because an
-    earlier part of the stream had them.
+    earlier part of the stream had them. ``routed_experts``: base64 of int32 (T, layers, K), the K experts of each token
+    of prompt and output but the last; empty if not asked.
     """
 
     rid: str
@@ -143,6 +145,7 @@ class Completion:
     prompt_ids: Sequence[int] = ()
     top_logprobs: Sequence[Top] = ()
     prompt_top_logprobs: Sequence[Top | None] = ()
+    routed_experts: str = ""
 
 
 def check_request(request: Request, *, vocab_size: int, context_length: int) -> None:
@@ -186,6 +189,7 @@ class GenerateBody(Wire):
     return_logprob: bool | list[bool] = False
     logprob_start_len: LogprobStart | list[LogprobStart] = -1
     top_logprobs_num: NumTop | list[NumTop] = 0
+    return_routed_experts: bool = False
     stream: bool = False
     incremental: bool = False
     """True for a stream whose events tell each token once, and no text. Of the embedded sampler alone."""
@@ -334,6 +338,8 @@ def completion_to_wire(completion: Completion, *, return_logprob: bool) -> dict[
     }
     if completion.num_told_tokens:
         meta["told_tokens"] = completion.num_told_tokens
+    if completion.routed_experts:
+        meta["routed_experts"] = completion.routed_experts
     if return_logprob:
         pairs = zip(completion.logprobs, completion.output_ids, strict=True)
         scored = zip(completion.prompt_logprobs, completion.prompt_ids, strict=True)
@@ -390,4 +396,5 @@ def completion_from_wire(answer: Mapping[str, Any]) -> Completion:
         text=answer.get("text"),
         top_logprobs=[_top_from_wire(top) or [] for top in meta.get("output_top_logprobs") or ()],
         prompt_top_logprobs=[_top_from_wire(top) for top in meta.get("input_top_logprobs") or ()],
+        routed_experts=meta.get("routed_experts") or "",
     )

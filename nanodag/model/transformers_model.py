@@ -10,6 +10,7 @@ Nothing is random here: dropout is 0, and routers have no noise. No loss is adde
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from nanodag.errors import ConfigError
 from nanodag.model.architecture import Architecture
 from nanodag.model.attention import Packed, document_attention, length_classes, on_device
-from nanodag.model.decoder import Head, Want
+from nanodag.model.decoder import Decoder, Head, Want
+from nanodag.model.expert_routing import ExpertRouting, routing_of
 from nanodag.model.transformers_class import LoadedClass, load_class
 
 FILLED_UP = 1.25  # most that a row is longer than its tokens, but under ZeRO-3
@@ -28,8 +31,10 @@ FILLED_UP = 1.25  # most that a row is longer than its tokens, but under ZeRO-3
 class TransformersModel(nn.Module):
     """The model in a Hugging Face folder, in float32 on CPU, with the parameter names of transformers' class.
 
-    Raises ConfigError as `load_class` does.
+    routing: of experts, once `replay_routes` was called. Raises ConfigError as `load_class` does.
     """
+
+    routing: ExpertRouting | None = None
 
     def __init__(self, folder: Path, architecture: Architecture, *, activation_checkpointing: bool = False) -> None:
         super().__init__()
@@ -78,8 +83,10 @@ class TransformersModel(nn.Module):
         attend: Any = None,
         attend_last: Any = None,
         places: Tensor | None = None,
+        routes: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """As of our own decoder. Positions count from each sequence's begin, whatever position_ids says."""
+        """As of our own decoder. Positions count from each sequence's begin, whatever position_ids says. routes: as of
+        ExpertRouting.replayed, for each of input_ids."""
         if attend is None:
             assert document_ids is not None
             attend = document_attention(document_ids.cpu().numpy())
@@ -91,7 +98,7 @@ class TransformersModel(nn.Module):
         # Without gradients only a part of the rows is held at once: shared contexts make many of few tokens.
         limit = math.inf if is_spread or torch.is_grad_enabled() else flat.numel()
         rows = [
-            self._loaded.hidden_of(input_ids=flat[on_device(part, flat.device)], use_cache=False).flatten(0, 1)
+            self._hidden_of(flat, on_device(part, flat.device), routes)
             for in_rows in classes
             for part in np.array_split(in_rows, min(len(in_rows), math.ceil(in_rows.size / limit)) or 1)
         ]
@@ -102,6 +109,11 @@ class TransformersModel(nn.Module):
         hidden = hidden.view(*input_ids.shape, -1)
         return hidden if want == "hidden" else self.lm_head(hidden, targets, want, temperature, places)
 
+    def _hidden_of(self, flat: Tensor, part: Tensor, routes: Tensor | None) -> Tensor:
+        """(R * T, W), of the tokens at the places (R, T)."""
+        with nullcontext() if self.routing is None or routes is None else self.routing.replayed(routes[part.flatten()]):
+            return self._loaded.hidden_of(input_ids=flat[part], use_cache=False).flatten(0, 1)
+
     def checkpoint(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Tensors of a checkpoint as transformers writes them, of whole parameters by name: experts apart, buffers."""
         from transformers.core_model_loading import revert_weight_conversion
@@ -110,3 +122,16 @@ class TransformersModel(nn.Module):
         kept = {name: tensor.to("cpu") for name, tensor in self.state_dict().items() if name not in trained}
         reverted: dict[str, Tensor] = revert_weight_conversion(self._loaded.whole, {**weights, **kept})
         return reverted
+
+
+def replay_routes(model: Decoder | TransformersModel) -> None:
+    """Have a model take `routes` in forward. Raises ConfigError for one in which no routers of experts are known."""
+    if not isinstance(model, TransformersModel) or (routing := routing_of(model._loaded.whole)) is None:
+        raise ConfigError(
+            f"rollout.router_replay is true, and a model of type {model.architecture.model_type} has no routers of "
+            "experts that choose by top-k; leave it out."
+        )
+    model.routing = routing
+    if model._loaded.whole.is_activation_checkpointing:  # what the backward pass computes again takes the same experts
+        options: dict[str, Any] = {"context_fn": lambda: (nullcontext(), routing.replayed(routing.routes))}
+        model._loaded.whole.gradient_checkpointing_enable({"use_reentrant": False, **options})

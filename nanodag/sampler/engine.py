@@ -144,6 +144,9 @@ class Engine:
         self.validate(request)
         if not self.model.is_whole:
             raise BadRequest(f"nothing can be sampled: {self._what_is_missing()}")
+        records = isinstance(self.model, TransformersSampler) and self.model.records_routes
+        if request.return_routed_experts and not (records and records()):
+            raise BadRequest(f"return_routed_experts: no routers of experts are known in {self.checkpoint.path}")
         number, params = next(self._request_numbers), request.params
         room = self.context_length - len(request.input_ids)
         stop_ids = () if params.ignore_eos else {*params.stop_token_ids, *self.checkpoint.eos_token_ids}
@@ -359,6 +362,8 @@ class Engine:
     def _empty(self, row: int) -> ActiveSample:
         """Free a row, and note what it holds: all but the last token that was drawn; nothing if weights changed."""
         sample, held = self.table.empty(row), self._held.pop(row, None)
+        if sample.running.request.return_routed_experts and isinstance(self.model, TransformersSampler):
+            sample.routed_experts = self.model.routes_of(row)
         if held is not None:
             self._held[row] = Held(held.prompt, sample.prefix()[: self.table.positions[row]].tobytes())
         return sample

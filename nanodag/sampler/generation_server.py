@@ -133,6 +133,7 @@ class SamplerServer:
                     return_logprob=body.of_prompt("return_logprob", index),
                     score_prompt=body.of_prompt("logprob_start_len", index) == 0,
                     top_logprobs=body.of_prompt("top_logprobs_num", index),
+                    return_routed_experts=body.return_routed_experts,
                 )
             )
         return requests

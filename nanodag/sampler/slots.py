@@ -68,6 +68,7 @@ class ActiveSample:
     top_logprobs: list[Top] = field(default_factory=list)
     spans: list[tuple[str, int]] = field(default_factory=list)
     num_cached_tokens: int = 0
+    routed_experts: str = ""  # as of a completion, at the end
     num_told: int = 0  # tokens that the listener will not hear of again
 
     def prefix(self) -> np.ndarray:
@@ -237,6 +238,7 @@ def completion(sample: ActiveSample, reason: FinishReason | None, version: str, 
         prompt_ids=running.prompt.tolist() if tells_prompt else [],
         top_logprobs=sample.top_logprobs[told:count],
         prompt_top_logprobs=[None, *running.prompt_top_logprobs] if tells_prompt and running.num_top else [],
+        routed_experts=sample.routed_experts,
     )
 
 

@@ -7,6 +7,7 @@ weights a token and sample.
 """
 
 import inspect
+from base64 import b64encode
 from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from torch.nn.functional import pad
 
 from nanodag.errors import BadRequest, ConfigError
 from nanodag.inference.protocol import Top
+from nanodag.model.expert_routing import ExpertRouting, routing_of
 from nanodag.model.transformers_class import LoadedClass, capped, load_class
 from nanodag.sampler.drawing import prompt_scores
 from nanodag.sampler.weights import VOCABULARY_BLOCK, NamedTensors, check_finite
@@ -101,6 +103,7 @@ class TransformersSampler:
         self._takes_positions = "position_ids" in known
         named = loaded.whole.named_parameters()
         self.places = {name: torch.empty_like(parameter, device="meta") for name, parameter in named}
+        self._routing: ExpertRouting | None = None
         self.use(weights)
         self.make_cache()
         self._check()
@@ -136,6 +139,7 @@ class TransformersSampler:
         """An empty one."""
         self._hidden: dict[int, Tensor] = {}
         self._batches: list[Batch] = []
+        self._routes: dict[int, list[np.ndarray]] = {}  # by slot, (T, L, K) int32 each, where experts are recorded
 
     @torch.no_grad()
     def prefill(
@@ -148,6 +152,7 @@ class TransformersSampler:
             cache = self._empty_cache()
             hidden = self._run(torch.from_numpy(prompt)[None], cache)[0, -1]
             self._hidden |= dict.fromkeys(targets, hidden)
+            self._routes |= {slot: self._chosen() for slot in targets}
             length = np.array([len(prompt)])
             if self.deterministic:
                 self._batches += [Batch([slot], deepcopy(cache), length, len(prompt)) for slot in targets]
@@ -176,6 +181,7 @@ class TransformersSampler:
     def move(self, source: int, target: int, length: int, num_held: int) -> None:
         """Make slot ``target`` what ``source`` is now."""
         self._hidden[target] = self._hidden.pop(source)
+        self._routes[target] = self._routes.pop(source)
         for batch in self._batches:
             batch.slots = [target if slot == source else -1 if slot == target else slot for slot in batch.slots]
 
@@ -201,6 +207,9 @@ class TransformersSampler:
             hidden = self._run(torch.from_numpy(tokens[rows])[:, None], batch.cache, **inputs)[:, -1]
             batch.lengths, batch.columns = batch.lengths + 1, batch.columns + 1
             self._hidden |= dict(zip(batch.slots, hidden, strict=True))
+            for routes in self._chosen():
+                for row, slot in enumerate(batch.slots):
+                    self._routes[slot].append(routes[row : row + 1])
 
     @torch.no_grad()
     def logits(self, rows: int, inverse_temperature: Tensor | None) -> Tensor:
@@ -220,6 +229,20 @@ class TransformersSampler:
         likeliest tokens at each of these places, none for 0. Touches no slot."""
         ids = torch.from_numpy(prompt)
         return prompt_scores(self._run(ids[None], self._empty_cache())[0], ids, self._logits_of, num_top)
+
+    def records_routes(self) -> bool:
+        """Record the experts of each token that is run from now on; False where no routers are known."""
+        if self._routing is None:
+            self._routing = routing_of(self._loaded.whole)
+        return self._routing is not None
+
+    def routes_of(self, slot: int) -> str:
+        """Experts of the tokens that a slot holds, as of a completion."""
+        return b64encode(np.concatenate(self._routes[slot]).tobytes()).decode()
+
+    def _chosen(self) -> list[np.ndarray]:
+        """Experts of the tokens that were run last, (R * T, L, K) int32; none where they are not recorded."""
+        return [] if self._routing is None else [self._routing.chosen().numpy()]
 
     def _check(self) -> None:
         """Raise BadRequest where samples over the cache are not what the class computes of their whole texts."""

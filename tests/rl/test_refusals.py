@@ -12,6 +12,7 @@ APART = {"placement": "separate"}
 TWO = {"prompts_per_step": 2, "correction": "tis"}
 SHORT = {"max_new_tokens": 8, "sampler": {"context": 64}}
 PARTIAL = {"partial_rollout_tokens": 8, "over_sampling": 64}
+ROUTED = {"router_replay": True}
 LENGTH = {"name": "length", "options": {"longest": 3}}
 
 REFUSED = [
@@ -101,6 +102,13 @@ REFUSED = [
     ({"replay": {"share": 0.5}}, "trains what older weights sampled, and algorithm.correction is none"),
     ({**TWO, "replay": {"share": 0.1}}, "share 0.1 of prompts_per_step 2 is 0 groups"),
     ({**TWO, **BEHIND, "replay": {"share": 0.5, "max_staleness": 1}}, "is not above"),
+    # experts of the samplers
+    ({**ROUTED, "generate": "python"}, "and generate python has turns of its own"),
+    ({**ROUTED, "sequence_parallel": 2}, "optimizer.sequence_parallel 2, which no mixture of experts has"),
+    ({**ROUTED, **LOOSE, **BEHIND, "sync_mode": "abort"}, "and sync_mode abort: samplers would run tokens again"),
+    ({**ROUTED, **LOOSE, **BEHIND, "sync_mode": "retract"}, "and sync_mode retract: samplers would run tokens again"),
+    ({**ROUTED, **PARTIAL}, "with partial_rollout_tokens 8 and sync_mode finish: samplers would run tokens again"),
+    ({**ROUTED, "only": "rollouts"}, "router_replay True means nothing with only: rollouts"),
     # placement and weights
     ({**BEHIND, "placement": "shared"}, "placement: shared with rollout.max_staleness 1"),
     ({"placement": "beside", "lends_states": True}, "nobody takes turns"),

@@ -232,8 +232,8 @@ class RolloutGenerator:
             sampling_seed=derived_seed(int(config.seed), step, prompt.group_id),
         )
         rid, is_ended = f"step-{step}-{prompt.group_id}", config.weights.sync_mode == "abort"
-        segment = config.rollout.partial_rollout_tokens
-        return GroupRequests(prompt, params, rid, self.sampler, segment=segment, is_ended_by_syncs=is_ended)
+        segment, takes = config.rollout.partial_rollout_tokens, config.rollout.router_replay
+        return GroupRequests(prompt, params, rid, self.sampler, segment, is_ended, takes_routes=takes)
 
     async def _rollouts(self, group: GroupRequests) -> list[Rollout]:
         """The group's rollouts, with rewards unless some are unfinished."""

@@ -299,6 +299,8 @@ class Services:
         defaults = {"disable_radix_cache": True} if self._config.weights.sync_mode == "in_place" else {}
         if self._config.placement == "shared" and self._device == "cuda":  # on a CPU SGLang has nothing to save it with
             defaults["enable_memory_saver"] = True
+        if self._config.rollout.router_replay:
+            defaults["enable_return_routed_experts"] = True
         return EngineSettings(
             base=self._job.inputs["model"] if self._gives_adapters else None,
             engine="sglang" if config.engine == "sglang" else "embedded",  # derived

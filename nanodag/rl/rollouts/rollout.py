@@ -15,7 +15,7 @@ One line, spelled out (format 1):
 
 `mask` and `versions` are runs `[value, count]`: nearly always one run. With a process reward there is `"steps": [[1,
 0.5]]` too: the place of a token after the prompt, counted from 0, and the score of the step that it ends. A further
-sequence of a sample has `"branch": 1`, one of a role `"role": "judge"`.
+sequence of a sample has `"branch": 1`, one of a role `"role": "judge"`. With router replay there is `"routed_experts"`.
 """
 
 import json
@@ -100,7 +100,7 @@ class Rollout:
     is the last sampled id), `text` (a stop string, which the last sampled id completed), `length` (cut off), `abort`,
     `error`. media: room for images and the like, as JSON objects.
     steps: of a process reward, else None: for each step the place in response_token_ids of the token that ends it, and
-    its score.
+    its score. routed_experts: of a mixture of experts, as of a Completion; empty where they were not asked for.
     """
 
     group_id: str
@@ -115,6 +115,7 @@ class Rollout:
     steps: tuple[tuple[int, float], ...] | None = None
     branch: int = 0
     role: str = ""
+    routed_experts: str = ""
 
     def __post_init__(self) -> None:
         if not self.spans or self.spans[0].kind != "prompt" or not self.spans[0].token_ids:
@@ -269,7 +270,7 @@ def to_json(rollout: Rollout) -> str:
         "metadata": dict(rollout.metadata),
         "media": list(rollout.media),
     }
-    rare = {"steps": rollout.steps, "branch": rollout.branch, "role": rollout.role}
+    rare = {name: getattr(rollout, name) for name in ("steps", "branch", "role", "routed_experts")}
     rest |= {name: value for name, value in rare.items() if value not in (None, 0, "")}
     # orjson is five times as fast, but takes a NaN, which metadata might hold, for null
     spans = orjson.dumps([_span_record(span) for span in rollout.spans]).decode()
@@ -302,6 +303,7 @@ def from_record(record: Any) -> Rollout:
             steps=tuple((place, score) for place, score in record["steps"]) if "steps" in record else None,
             branch=record.get("branch", 0),
             role=record.get("role", ""),
+            routed_experts=record.get("routed_experts", ""),
         )
     except KeyError as error:
         raise ValueError(f"the key {error.args[0]!r} is missing") from error

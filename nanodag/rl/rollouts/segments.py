@@ -74,7 +74,8 @@ def _extended(rollout: Rollout, completion: Completion, longest: int) -> Rollout
     reason = finish_reason_of(completion)
     if reason == "length" and len(added.token_ids) < longest:
         reason = "abort"
-    return replace(rollout, spans=(prompt, added), finish_reason=reason)
+    routes = completion.routed_experts
+    return replace(rollout, spans=(prompt, added), finish_reason=reason, routed_experts=routes)
 
 
 def _continued(request: Request, index: int, completion: Completion) -> Request:
@@ -124,7 +125,7 @@ def _as_it_ended(request: Request, completion: Completion) -> Completion:
 class GroupRequests:
     """The requests of one prompt. segment: most tokens of a response now, 0 for all, as an evaluation asks.
     under_way: names of requests that were sent and not answered. is_ended_by_syncs: new weights end what is under way,
-    which is then continued by a new request."""
+    which is then continued by a new request. takes_routes: the experts of each token are asked for."""
 
     prompt: Prompt
     params: SamplingParams
@@ -132,11 +133,13 @@ class GroupRequests:
     sampler: Fleet
     segment: int = 0
     is_ended_by_syncs: bool = False
+    takes_routes: bool = False
     under_way: dict[str, None] = field(default_factory=dict, init=False)
 
     async def rollouts(self) -> list[Rollout]:
         """The group's rollouts, as far as they are sampled."""
         requests = _requests_for(self.prompt, self.params, self.rid, segment=self.segment)
+        requests = [replace(request, return_routed_experts=self.takes_routes) for request in requests]
         return rollouts_from(self.prompt, await self.ask(requests), longest=self.params.max_new_tokens or 0)
 
     async def ask(self, requests: Sequence[Request]) -> list[list[Completion]]:

@@ -7,6 +7,7 @@ The last token of a response is left out of the row: nothing is predicted from i
 Letters: T tokens of the row, G prompts, R responses, N tokens to score (every response token).
 """
 
+from base64 import b64decode
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -18,7 +19,7 @@ from nanodag.errors import ConfigError
 from nanodag.rl.rollouts.rollout import Rollout, flatten_response
 
 Ints = NDArray[np.int64]
-DTYPES: dict[str, Any] = {"mask": np.bool_, "sampler_logprobs": np.float32}  # of the others int64
+DTYPES: dict[str, Any] = {"mask": np.bool_, "sampler_logprobs": np.float32, "routes": np.int32}  # of the others int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class MicroBatch:
     start, length in the row (one less than the response's tokens), number of its prompt. predictors: (N,) int64, the
     place in the row whose hidden state predicts the token. targets: (N,) int64. mask: (N,) bool, trained.
     sampler_logprobs: (N,) float32. sequence_ids: (N,) int64, 0 to R - 1. rollouts: (R,) int64, places in the list that
-    was packed.
+    was packed. routes: (T, E) int32, the experts of each token in all layers; (0,) where none are replayed.
     """
 
     token_ids: Ints
@@ -42,6 +43,7 @@ class MicroBatch:
     sampler_logprobs: NDArray[np.float32]
     sequence_ids: Ints
     rollouts: Ints
+    routes: NDArray[np.int32]
 
     @property
     def num_tokens(self) -> int:
@@ -59,14 +61,16 @@ def pack(
     num_ranks: int = 1,
     rank: int = 0,
     shares_prompts: bool = True,
+    replays_routes: bool = False,
 ) -> list[MicroBatch]:
     """The micro-batches of one rank: the same number for every rank, of nearly equal size, none above the budget.
     shares_prompts: else each response has a prompt of its own, as a model computes them that takes rows apart.
+    replays_routes: rows have the experts of each rollout; prompts cannot be shared then.
 
     Where there is too little to share out, ranks get a repeated micro-batch with an all-False mask, which costs time
     but changes nothing. Rollouts without sampled tokens are left out. The result depends only on the rollouts and the
     numbers given; those of other ranks are not made. Raises ConfigError when one prompt with one response exceeds the
-    budget.
+    budget, or routes to replay are missing.
     """
     pieces = _pieces(rollouts, budget_tokens, shares_prompts)
     while len(pieces) < num_ranks and any(len(piece) > 1 for piece in pieces):
@@ -80,7 +84,7 @@ def pack(
     places = [*range(len(rows)), *[sizes.index(min(sizes))] * (-len(rows) % num_ranks)]
     # ranks work at the same time on rows of like size
     in_order = sorted(enumerate(places), key=lambda entry: sizes[entry[1]], reverse=True)
-    own = [(number, _micro_batch(rollouts, rows[place])) for number, place in in_order[rank::num_ranks]]
+    own = [(number, _micro_batch(rollouts, rows[place], replays_routes)) for number, place in in_order[rank::num_ranks]]
     return [row if number < len(rows) else replace(row, mask=np.zeros_like(row.mask)) for number, row in own]
 
 
@@ -131,7 +135,19 @@ def _rows(rollouts: Sequence[Rollout], pieces: Sequence[Piece], budget: int, num
         min_rows = num_rows + 1
 
 
-def _micro_batch(rollouts: Sequence[Rollout], pieces: Sequence[Piece]) -> MicroBatch:
+def _routes_of(rollout: Rollout, num_tokens: int) -> NDArray[np.int32]:
+    """(T, E), of all its tokens but the last."""
+    routes = np.frombuffer(b64decode(rollout.routed_experts), np.int32)
+    if not len(routes) or len(routes) % num_tokens:
+        raise ConfigError(
+            f"rollout.router_replay is true, and a rollout of prompt {rollout.prompt_id} has {len(routes)} routed "
+            f"experts for {num_tokens} tokens. Start SGLang with --enable-return-routed-experts, make files with "
+            "router_replay, or leave it out."
+        )
+    return routes.reshape(num_tokens, -1)
+
+
+def _micro_batch(rollouts: Sequence[Rollout], pieces: Sequence[Piece], replays_routes: bool) -> MicroBatch:
     row: dict[str, list[Any]] = {column.name: [] for column in fields(MicroBatch)}
     token_ids = row["token_ids"]
     for number, piece in enumerate(pieces):
@@ -152,4 +168,5 @@ def _micro_batch(rollouts: Sequence[Rollout], pieces: Sequence[Piece]) -> MicroB
             row["sampler_logprobs"] += response.logprobs
             token_ids += response.token_ids[:-1]
             row["position_ids"] += range(len(prompt), len(prompt) + size - 1)
+            row["routes"].extend(_routes_of(rollouts[index], len(prompt) + size - 1) if replays_routes else ())
     return MicroBatch(**{name: np.array(values, DTYPES.get(name, np.int64)) for name, values in row.items()})

@@ -36,7 +36,7 @@ from nanodag.inference.number_formats import DTYPES
 from nanodag.model.adapter_folder import leave_adapter
 from nanodag.model.folder import write_like
 from nanodag.model.lora import ADAPTER, BETWEEN, add_lora, merged, save_adapter
-from nanodag.model.transformers_model import TransformersModel
+from nanodag.model.transformers_model import TransformersModel, replay_routes
 from nanodag.rl.losses import Totals
 from nanodag.rl.rollouts.rollout import REPLAYED, Rollout, groups_of, read_rollouts
 from nanodag.rl.trainer.credit import Credit, folder_beside
@@ -74,6 +74,8 @@ class Trainer:
         self._objective = PolicyObjective(config)
         self._group = join(config.optimizer.sequence_parallel, device)
         self._decoder = trained_decoder(model_path, config)
+        if config.rollout.router_replay:
+            replay_routes(self._decoder)
         policy = Policy(self._decoder, temperature=config.rollout.temperature, group=self._group)
         if config.optimizer.lora_rank:
             add_lora(policy, rank=config.optimizer.lora_rank, alpha=config.optimizer.lora_alpha, seed=int(config.seed))
@@ -298,7 +300,8 @@ class Trainer:
     def _rows_of(self, part: Sequence[Rollout]) -> list[DeviceRow]:
         group, budget = self._group, int(self.config.optimizer.micro_batch_tokens)
         shares = not isinstance(self._decoder, TransformersModel)
-        ranks = {"num_ranks": group.num_groups, "rank": group.number}
+        ranks: dict[str, Any] = {"num_ranks": group.num_groups, "rank": group.number}
+        ranks["replays_routes"] = self.config.rollout.router_replay
         batches = pack(part, budget_tokens=budget, shares_prompts=shares, **ranks)
         return [to_row(batch, self.engine.device) for batch in batches]
 

@@ -1,0 +1,93 @@
+"""Experts that the routers of a mixture choose, in a class of transformers: recorded, or replayed from a record.
+
+Letters: N tokens, L layers of the model with or without experts, K experts of a token.
+
+A router's last call of torch.topk is its choice. A replay puts recorded indices there, with the router's own scores at
+them. All else is the class's own: the weights that it makes of scores, and the gradients that reach it through them.
+
+Source: Rollout Routing Replay, arXiv:2510.11370.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from nanodag.errors import ConfigError
+
+TOP_K = (torch.topk, Tensor.topk)
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+_PROBE = 8  # tokens by which it is seen that each router chooses
+
+
+class ExpertRouting(TorchFunctionMode):
+    """Routers of one model by layer. Their forward is wrapped for good, and this is a mode of torch within it alone."""
+
+    def __init__(self, num_layers: int, routers: Mapping[int, Any]) -> None:
+        super().__init__()
+        some = next(iter(routers.values()))
+        self._num_layers, self._num_experts, self._top_k = num_layers, some.num_experts, some.top_k
+        self._layer, self._chosen = 0, dict[int, Tensor]()
+        self.routes: Tensor | None = None
+        for layer, router in routers.items():
+            router.forward = partial(self._forward, layer, router.forward)
+
+    def _forward(self, layer: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._layer = layer
+        with self:
+            return forward(*args, **kwargs)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        # DeepSeek's routers choose groups before, by scores of another shape.
+        if func not in TOP_K or args[0].shape[1:] != (self._num_experts,) or result.indices.shape[1] != self._top_k:
+            return result
+        indices = result.indices
+        if self.routes is not None:
+            recorded = self.routes.view(len(indices), self._num_layers, self._top_k)[:, self._layer].to(indices.dtype)
+            indices = torch.where(recorded < 0, indices, recorded)
+        self._chosen[self._layer] = indices
+        return torch.return_types.topk((args[0].gather(-1, indices), indices))
+
+    @contextmanager
+    def replayed(self, routes: Tensor | None) -> Iterator[None]:
+        """Have routers take these experts: (N, L * K) integers, -1 where a router chooses by itself; None: everywhere.
+        Raises ConfigError for another L * K."""
+        if routes is not None and routes.shape[1:] != (self._num_layers * self._top_k,):
+            raise ConfigError(
+                f"Rollouts have {routes.shape[1:].numel()} routed experts a token, and the model {self._top_k} in each "
+                f"of {self._num_layers} layers. Train on rollouts of this model, or leave router_replay out."
+            )
+        before, self.routes = self.routes, routes
+        try:
+            yield
+        finally:
+            self.routes = before
+
+    def chosen(self) -> Tensor:
+        """(N, L, K) int32 on the CPU, of the last pass. A layer without experts has 0, as in SGLang."""
+        num_tokens = len(next(iter(self._chosen.values())))
+        routes = torch.zeros(num_tokens, self._num_layers, self._top_k, dtype=torch.int32)
+        for layer, indices in self._chosen.items():
+            routes[:, layer] = indices
+        return routes
+
+
+@torch.no_grad()
+def routing_of(whole: Any) -> ExpertRouting | None:
+    """Routing of a model in its class of transformers. None without experts, or where routers choose in a way that is
+    not known here."""
+    recorder = (getattr(whole, "_can_record_outputs", None) or {}).get("router_logits")
+    kind = getattr(recorder, "target_class", ())
+    found = {name: module for name, module in whole.named_modules() if isinstance(module, kind)}
+    routers = {int(match[1]): router for name, router in found.items() if (match := _LAYER.search(name))}
+    if not routers or len(routers) != len(found) or not all(hasattr(router, "top_k") for router in found.values()):
+        return None
+    routing = ExpertRouting(whole.config.num_hidden_layers, routers)
+    whole(input_ids=torch.zeros(1, _PROBE, dtype=torch.int64, device=whole.device), use_cache=False)
+    return routing if routing._chosen.keys() == routers.keys() else None
