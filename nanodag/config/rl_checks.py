@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 _NAMED = re.compile(r"([\[{])([\w.]+)(:g)?[\]}]")
 _URLS = ("http://", "https://")
 
-RUNS_AGAIN = ("abort", "retract")  # what a sampler does with a response that new weights meet
-
 
 def check(stage: "RLStage") -> None:
     """Raise ValueError for the first settings that do not fit together; asked again when nothing is `auto`."""
@@ -139,7 +137,8 @@ CHECKS: tuple[tuple[Callable[["RLStage"], object], str], ...] = (
      "raise it"),
     (lambda s: s.rollout.router_replay and not s.rollout.generate.is_one_turn,
      "router_replay: true keeps the experts of one turn, and [generate] has turns of its own; leave one of them out"),
-    (lambda s: s.rollout.router_replay and (s.rollout.partial_rollout_tokens or s.weights.sync_mode in RUNS_AGAIN),
+    (lambda s: s.rollout.router_replay
+     and (s.rollout.partial_rollout_tokens or s.weights.sync_mode in ("abort", "retract")),
      "router_replay: true with [partial_rollout_tokens] and [sync_mode]: samplers would run tokens again that others "
      "chose experts for; use 0, and finish or in_place"),
     (lambda s: s.rollout.router_replay and s.optimizer.sequence_parallel > 1,

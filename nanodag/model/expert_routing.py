@@ -22,16 +22,14 @@ from nanodag.errors import ConfigError
 
 TOP_K = (torch.topk, Tensor.topk)
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
-_PROBE = 8  # tokens by which it is seen that each router chooses
 
 
 class ExpertRouting(TorchFunctionMode):
     """Routers of one model by layer. Their forward is wrapped for good, and this is a mode of torch within it alone."""
 
-    def __init__(self, num_layers: int, routers: Mapping[int, Any]) -> None:
+    def __init__(self, num_layers: int, routers: Mapping[int, Any], num_experts: int, top_k: int) -> None:
         super().__init__()
-        some = next(iter(routers.values()))
-        self._num_layers, self._num_experts, self._top_k = num_layers, some.num_experts, some.top_k
+        self._num_layers, self._num_experts, self._top_k = num_layers, num_experts, top_k
         self._layer, self._chosen = 0, dict[int, Tensor]()
         self.routes: Tensor | None = None
         for layer, router in routers.items():
@@ -71,11 +69,8 @@ class ExpertRouting(TorchFunctionMode):
 
     def chosen(self) -> Tensor:
         """(N, L, K) int32 on the CPU, of the last pass. A layer without experts has 0, as in SGLang."""
-        num_tokens = len(next(iter(self._chosen.values())))
-        routes = torch.zeros(num_tokens, self._num_layers, self._top_k, dtype=torch.int32)
-        for layer, indices in self._chosen.items():
-            routes[:, layer] = indices
-        return routes
+        none = torch.zeros_like(self._chosen[self._layer])
+        return torch.stack([self._chosen.get(layer, none) for layer in range(self._num_layers)], 1).int().cpu()
 
 
 @torch.no_grad()
@@ -86,8 +81,9 @@ def routing_of(whole: Any) -> ExpertRouting | None:
     kind = getattr(recorder, "target_class", ())
     found = {name: module for name, module in whole.named_modules() if isinstance(module, kind)}
     routers = {int(match[1]): router for name, router in found.items() if (match := _LAYER.search(name))}
-    if not routers or len(routers) != len(found) or not all(hasattr(router, "top_k") for router in found.values()):
+    sizes: set[Any] = {(getattr(one, "num_experts", None), getattr(one, "top_k", None)) for one in found.values()}
+    if len(routers) != len(found) or len(sizes) != 1 or None in (size := sizes.pop()):
         return None
-    routing = ExpertRouting(whole.config.num_hidden_layers, routers)
-    whole(input_ids=torch.zeros(1, _PROBE, dtype=torch.int64, device=whole.device), use_cache=False)
+    routing = ExpertRouting(whole.config.get_text_config().num_hidden_layers, routers, *size)
+    whole(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=whole.device), use_cache=False)
     return routing if routing._chosen.keys() == routers.keys() else None

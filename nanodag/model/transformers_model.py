@@ -31,10 +31,8 @@ FILLED_UP = 1.25  # most that a row is longer than its tokens, but under ZeRO-3
 class TransformersModel(nn.Module):
     """The model in a Hugging Face folder, in float32 on CPU, with the parameter names of transformers' class.
 
-    routing: of experts, once `replay_routes` was called. Raises ConfigError as `load_class` does.
+    Raises ConfigError as `load_class` does.
     """
-
-    routing: ExpertRouting | None = None
 
     def __init__(self, folder: Path, architecture: Architecture, *, activation_checkpointing: bool = False) -> None:
         super().__init__()
@@ -45,6 +43,7 @@ class TransformersModel(nn.Module):
             self.add_module(name, child)
         self.lm_head = Head(loaded.head, loaded.cap)
         self._loaded: LoadedClass = loaded  # no child of this module: it holds the same ones
+        self.routing: ExpertRouting | None = None  # until `replay_routes`
         names = whole._no_split_modules or ()
         layers = {type(module) for module in whole.modules() if type(module).__name__ in names}
         self.leaf_modules: tuple[type[nn.Module], ...] = tuple(sorted(layers, key=lambda layer: layer.__name__))

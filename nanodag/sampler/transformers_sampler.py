@@ -152,7 +152,8 @@ class TransformersSampler:
             cache = self._empty_cache()
             hidden = self._run(torch.from_numpy(prompt)[None], cache)[0, -1]
             self._hidden |= dict.fromkeys(targets, hidden)
-            self._routes |= {slot: self._chosen() for slot in targets}
+            routes = self._chosen()
+            self._routes |= {slot: list(routes) for slot in targets}
             length = np.array([len(prompt)])
             if self.deterministic:
                 self._batches += [Batch([slot], deepcopy(cache), length, len(prompt)) for slot in targets]

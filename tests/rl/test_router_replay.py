@@ -97,7 +97,7 @@ def test_rollouts_without_routes_are_refused_where_they_are_to_be_replayed():
     bare = [rollout("a", index, PROMPT, ANSWER, reward=float(index)) for index in range(2)]
     cut = [replace(one, routed_experts=encoded(np.zeros((3, 4, 2)))) for one in bare]
     for rollouts in (bare, cut):
-        with pytest.raises(ConfigError, match="routed experts for 10 tokens"):
+        with pytest.raises(ConfigError, match=r"has (0|24) routed experts for 10 tokens"):
             pack(rollouts, budget_tokens=64, shares_prompts=False, replays_routes=True)
     assert pack(cut, budget_tokens=64)[0].routes.size == 0
 

@@ -74,8 +74,7 @@ def _extended(rollout: Rollout, completion: Completion, longest: int) -> Rollout
     reason = finish_reason_of(completion)
     if reason == "length" and len(added.token_ids) < longest:
         reason = "abort"
-    routes = completion.routed_experts
-    return replace(rollout, spans=(prompt, added), finish_reason=reason, routed_experts=routes)
+    return replace(rollout, spans=(prompt, added), finish_reason=reason, routed_experts=completion.routed_experts)
 
 
 def _continued(request: Request, index: int, completion: Completion) -> Request:

@@ -19,7 +19,6 @@ from nanodag.model.architecture import read_checkpoint
 from nanodag.model.attention import group_attention, on_device
 from nanodag.model.folder import CausalModel, load
 from nanodag.model.headers import faults_of_config
-from nanodag.model.transformers_model import TransformersModel
 from nanodag.rl.rollouts.rollout import Rollout
 from nanodag.rl.trainer.rows import MicroBatch
 from nanodag.rl.trainer.sequence_parallel import ALONE, SequenceGroup, Share
@@ -62,8 +61,7 @@ def hidden_states(decoder: CausalModel, row: DeviceRow, group: SequenceGroup) ->
     """(1, N, W), of the tokens before those that this rank scores, and which those are."""
     share = group.share_of(row.token_ids, row.position_ids, row.predictors, row.targets)
     attend = group.attention(group_attention(row.host.prompts, row.host.responses), len(row.token_ids))
-    replays = isinstance(decoder, TransformersModel) and decoder.routing is not None
-    options = {"routes": row.routes} if replays else {}
+    options = {"routes": row.routes} if getattr(decoder, "routing", None) is not None else {}
     hidden = decoder(share.token_ids, share.position_ids, attend=attend, want="hidden", **options)
     # A prompt's last token predicts the first token of each of its responses, so places repeat.
     return hidden.index_select(1, share.predictors), share

@@ -140,9 +140,8 @@ def _routes_of(rollout: Rollout, num_tokens: int) -> NDArray[np.int32]:
     routes = np.frombuffer(b64decode(rollout.routed_experts), np.int32)
     if not len(routes) or len(routes) % num_tokens:
         raise ConfigError(
-            f"rollout.router_replay is true, and a rollout of prompt {rollout.prompt_id} has {len(routes)} routed "
-            f"experts for {num_tokens} tokens. Start SGLang with --enable-return-routed-experts, make files with "
-            "router_replay, or leave it out."
+            f"A rollout of prompt {rollout.prompt_id} has {len(routes)} routed experts for {num_tokens} tokens. Start "
+            "SGLang with --enable-return-routed-experts, make files with router_replay, or leave it out."
         )
     return routes.reshape(num_tokens, -1)
 

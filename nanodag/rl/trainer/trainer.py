@@ -299,10 +299,9 @@ class Trainer:
 
     def _rows_of(self, part: Sequence[Rollout]) -> list[DeviceRow]:
         group, budget = self._group, int(self.config.optimizer.micro_batch_tokens)
-        shares = not isinstance(self._decoder, TransformersModel)
-        ranks: dict[str, Any] = {"num_ranks": group.num_groups, "rank": group.number}
-        ranks["replays_routes"] = self.config.rollout.router_replay
-        batches = pack(part, budget_tokens=budget, shares_prompts=shares, **ranks)
+        shares, replays = not isinstance(self._decoder, TransformersModel), self.config.rollout.router_replay
+        ranks = {"num_ranks": group.num_groups, "rank": group.number}
+        batches = pack(part, budget_tokens=budget, shares_prompts=shares, replays_routes=replays, **ranks)
         return [to_row(batch, self.engine.device) for batch in batches]
 
     def _totals(self, part: Sequence[Rollout]) -> Totals:
