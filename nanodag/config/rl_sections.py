@@ -86,7 +86,7 @@ class RolloutSection(SamplingSection):
     max_staleness: int = Field(0, ge=0, le=100_000_000)
     """Steps that rollouts may be generated ahead of the trainer."""
     router_replay: bool = parts.later(False)
-    """Whether the trainer routes each token to the experts that the sampler chose for it. Rollouts keep them."""
+    """Whether the trainer routes tokens to the experts that the sampler chose, in a mixture of experts."""
 
     @property
     def is_sampled(self) -> bool:

@@ -119,8 +119,9 @@ def moe_job(folder, **config):
     return job
 
 
-def test_a_killed_stage_replays_the_same_experts_and_ends_on_the_same_bytes(tmp_path):
-    jobs = [moe_job(tmp_path / name) for name in ("undisturbed", "killed")]
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_killed_stage_replays_the_same_experts_and_ends_on_the_same_bytes(tmp_path, num_ranks):
+    jobs = [moe_job(tmp_path / name, **stages.on(num_ranks)) for name in ("undisturbed", "killed")]
     stages.run(jobs[0])
     stages.slow_rewards(tmp_path / "killed")
     assert stages.disturb(jobs[1], (1, 2, KILL)) == 1, "the stage was over before it was killed"
