@@ -157,12 +157,13 @@ def test_the_sampler_tells_the_experts_that_the_class_chooses_of_a_whole_text(
         experts = getattr(block.mlp, "experts", None)
         if experts is not None:  # its second argument are the chosen ones
             experts.register_forward_pre_hook(lambda _, inputs, layer=layer: seen.__setitem__(layer, inputs[1]))
-    params = [SamplingParams(max_new_tokens=n, n=2, sampling_seed=n, ignore_eos=True) for n in (12, 5, 8)]
+    # So long that at the end one moves to a slot below.
+    params = [SamplingParams(max_new_tokens=n, n=2, sampling_seed=n, ignore_eos=True) for n in (8, 20, 5)]
     requests = [
         Request(input_ids=prompt, params=of, return_routed_experts=True)
         for prompt, of in zip(PROMPTS, params, strict=True)
     ]
-    plain = Request(input_ids=PROMPTS[1], params=params[0])
+    plain = Request(input_ids=PROMPTS[1], params=params[0].model_copy(update={"n": 1}))
     *groups, unasked = _engine(tmp_path, deterministic=is_deterministic).generate([*requests, plain])
     assert not unasked[0].routed_experts
     for request, group in zip(requests, groups, strict=True):
