@@ -11,7 +11,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nanodag.config import resolve
+from nanodag.config import resolve, rl_checks
 from nanodag.config.document import LARGEST, MAX_BYTES, parse_yaml
 from nanodag.config.resolve import leaves
 from nanodag.errors import ConfigError
@@ -345,3 +345,7 @@ def test_a_value_lies_in_at_most_49_lists():
     assert parse_yaml("[" * 49 + "1" + "]" * 49, str)
     with pytest.raises(ConfigError, match="nested deeper than 50"):
         parse_yaml("[" * 50 + "1" + "]" * 50, str)
+
+
+def test_each_check_of_an_rl_stage_has_a_sentence_and_each_sentence_a_check():
+    assert rl_checks.sentences().keys() == rl_checks.CHECKS.keys() | rl_checks.REWARDS.keys()
