@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _NAMED = re.compile(r"([\[{])([\w.]+)(:g)?[\]}]")
 _URLS = ("http://", "https://")
-_WORDS = {"MAX_SAMPLES": str(MAX_SAMPLES), "HELD_OUT": HELD_OUT}
+_WORDS: Mapping[str, object] = {"MAX_SAMPLES": MAX_SAMPLES, "HELD_OUT": HELD_OUT}
 
 
 @cache
@@ -42,7 +42,7 @@ def check(stage: "RLStage") -> None:
     """Raise ValueError for the first settings that do not fit together; asked again when nothing is `auto`."""
     for name, is_so in CHECKS.items():
         if is_so(stage):
-            raise ValueError(_filled(stage, sentences()[name]))
+            raise ValueError(_said(stage, name))
     for is_so, names, why in UNUSED:
         if is_so(stage):
             _refuse_unused(stage, names, why)
@@ -68,12 +68,16 @@ def _value(stage: "RLStage", name: str) -> Any:
     return attrgetter(full_name(type(stage), name))(stage)
 
 
-def _filled(stage: "RLStage", sentence: str, words: Mapping[str, str] = _WORDS) -> str:
-    """words: what stands for the sentence's words in capitals, filled in together with the rest."""
+def _said(stage: "RLStage", name: str, **words: object) -> str:
+    """The sentence of a name. words: what stands for its words in capitals, filled in together with the rest."""
+    return _filled(stage, sentences()[name], {**_WORDS, **words})
+
+
+def _filled(stage: "RLStage", sentence: str, words: Mapping[str, object] = _WORDS) -> str:
 
     def text(match: re.Match[str]) -> str:
         if match[0] in words:
-            return words[match[0]]
+            return str(words[match[0]])
         value = _value(stage, match[2])
         value = list(value) if isinstance(value, tuple) else listed(value) if isinstance(value, list) else value
         shown = str(value).lower() if isinstance(value, bool) else f"{value:g}" if match[3] else f"{value}"
@@ -246,24 +250,15 @@ def _of_samplers(stage: "RLStage") -> Iterator[str]:
     sampler, context = stage.sampler, stage.sampler.context
     for benchmark in stage.evaluation.benchmarks:
         if "auto" not in (context, benchmark.max_new_tokens) and int(context) <= int(benchmark.max_new_tokens):
-            yield (
-                f"sampler.context {context} leaves no room for a prompt beside max_new_tokens "
-                f"{benchmark.max_new_tokens} of benchmark {benchmark.name}; raise the one or lower the other"
-            )
+            yield _said(stage, "benchmark_context", TOKENS=benchmark.max_new_tokens, NAME=benchmark.name)
     if stage.weights.sync != "ipc":
         return
     ranks, replicas, is_on_gpu = stage.resources.num_ranks, sampler.replicas, stage.resources.device == "cuda"
     here = 0 if "auto" in (ranks, replicas) else int(ranks) // stage.resources.num_nodes
     if is_on_gpu and here and (gpus := int(replicas) * sampler.tensor_parallel) > here:
-        yield (
-            f"weights.sync: ipc with samplers on {gpus} GPUs and ranks on {here}: each rank shares memory of its own "
-            "GPU, which samplers on others cannot open; lower sampler.replicas, or use disk"
-        )
+        yield _said(stage, "ipc_ranks", THEIRS=gpus, HERE=here)
     if is_on_gpu and here > 1 and sampler.has_others:
-        yield (
-            f"weights.sync: ipc with {here} ranks and servers of others, of which nobody knows on which GPU they are; "
-            "use disk or distributed"
-        )
+        yield _said(stage, "ipc_others", HERE=here)
     away = [f"sampler.urls {url.url}, a sampler of another machine" for url in map(parse_address, sampler.urls)
             if not url.is_here]  # fmt: skip
     if sampler.nodes:
@@ -271,10 +266,7 @@ def _of_samplers(stage: "RLStage") -> Iterator[str]:
     elif stage.placement == "separate" and stage.resources.device == "cuda":
         away = ["placement: separate, samplers on other GPUs"]
     if away:
-        yield (
-            f"weights.sync: ipc with {away[0]}, which cannot open the memory that rank 0 shares; use disk or "
-            "distributed"
-        )
+        yield _said(stage, "ipc_away", AWAY=away[0])
 
 
 def _of_rewards(stage: "RLStage") -> Iterator[str]:
@@ -285,10 +277,7 @@ def _of_rewards(stage: "RLStage") -> Iterator[str]:
     names = [reward.name for reward in stage.reward]
     for source in (*stage.data, *stage.evaluation.validation):
         if source.reward != "auto" and "auto" not in names:
-            yield (
-                f"reward {listed(names)} judges every prompt, so the reward {source.reward} of {source.url} means "
-                "nothing; leave out one of them"
-            )
+            yield _said(stage, "reward_unused", NAMES=listed(names), OTHER=source.reward, SOURCE=source.url)
     if twice := sorted({name for name in names if names.count(name) > 1}):
         yield f"reward {twice[0]} stands twice; name it once, with the sum of the weights"
     fitting = sorted((n for n, entry in registry.entries_of("advantage").items() if entry.takes_steps), reverse=True)
@@ -298,5 +287,4 @@ def _of_rewards(stage: "RLStage") -> Iterator[str]:
         for name, is_so in REWARDS.items():
             if is_so(stage, reward, traits):
                 least = f"{traits.least_timeout_s:g}"
-                words = {"LEAST": least, "FITTING": " or ".join(fitting), "REWARD": reward.name}
-                yield _filled(stage, sentences()[name], words)
+                yield _said(stage, name, LEAST=least, FITTING=" or ".join(fitting), REWARD=reward.name)
