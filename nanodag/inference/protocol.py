@@ -16,17 +16,9 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import from_json
 
 from nanodag.errors import BadRequest
+from nanodag.inference.sglang_options import ONLY_FIELDS
 
 PauseMode = Literal["abort", "retract", "in_place"]
-
-# Fields that SGLang honours and the embedded sampler does not: named in the refusal, so that nobody hunts for a typo.
-SGLANG_ONLY = frozenset({
-    "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "min_new_tokens", "json_schema", "regex",
-    "ebnf", "structural_tag", "stop_regex", "logit_bias", "custom_params", "stream_interval", "token_ids_logprob",
-    "return_text_in_logprobs", "return_hidden_states", "input_embeds",
-    "image_data", "audio_data", "video_data", "lora_path", "session_params", "custom_logit_processor", "priority",
-})  # fmt: skip
-
 
 GREEDY_BELOW = 1e-6
 """A temperature below this takes the likeliest token, as in SGLang."""
@@ -310,7 +302,7 @@ def parse_body(model: type[Body], content: Any) -> Body:
 def _explain(problem: Mapping[str, Any]) -> str:
     place = ".".join(str(part) for part in problem["loc"] if not str(part).startswith(("list[", "Sampling")))
     if problem["type"] == "extra_forbidden":
-        if problem["loc"][-1] in SGLANG_ONLY:
+        if problem["loc"][-1] in ONLY_FIELDS:
             return f"{place}: SGLang knows this field, the embedded sampler does not"
         return f"{place}: there is no such field"
     message = problem["msg"].removeprefix("Value error, ")

@@ -1,24 +1,17 @@
 """Options of SGLang's server as the config passes them through, and what it does not compute."""
 
 from collections.abc import Mapping
+from pathlib import Path
+
+import yaml
 
 from nanodag.errors import ConfigError
 
 Option = bool | int | float | str
 
-# What the config has fields of its own for, or the process decides.
-OWN_OPTIONS = frozenset({
-    "model-path", "model", "host", "port", "dtype", "context-length", "max-running-requests", "weight-version",
-    "tp-size", "tensor-parallel-size", "mem-fraction-static", "random-seed", "skip-tokenizer-init", "base-gpu-id",
-    "device", "api-key", "admin-api-key",
-})  # fmt: skip
-
-# SGLang gives weights to the tensor parallel ranks of one copy on one machine (tokenizer_control_mixin.py asserts it).
-_REPLICAS, _NODES = "raise sampler.replicas", "use sampler.nodes"
-NOT_TAKEN = {
-    "dp-size": _REPLICAS, "data-parallel-size": _REPLICAS, "pp-size": "use sampler.tensor_parallel",
-    "pipeline-parallel-size": "use sampler.tensor_parallel", "nnodes": _NODES, "node-rank": _NODES,
-}  # fmt: skip
+_NAMES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+OWN_OPTIONS, ONLY_FIELDS = frozenset(_NAMES["own"]), frozenset(_NAMES["fields"])
+NOT_TAKEN: Mapping[str, str] = _NAMES["not_taken"]
 
 
 def check_options(options: Mapping[str, Option]) -> None:

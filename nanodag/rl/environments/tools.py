@@ -5,31 +5,24 @@ import operator
 import threading
 from collections.abc import Awaitable, Callable, Mapping
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from nanodag.config.rl_parts import GenerateConfig
 from nanodag.host.processor import usable_cores
 from nanodag.host.threads import in_thread
 from nanodag.registry import entry
 from nanodag.rewards.sandbox import run_python
-from nanodag.rl.environments.environment import tool_named
 from nanodag.rl.environments.sample import Sample, TurnSampler
 from nanodag.rl.environments.transcript import Conversation, arguments_of
 
 CHARACTERS_A_TOKEN = 16  # more than nearly every token has: what is longer is cut before it is tokenised
 
 
-def text_tool(name: str, words: str, argument: str, meaning: str) -> dict[str, Any]:
-    """A tool with one argument, a text, in OpenAI's form."""
-    schema = {"type": "object", "properties": {argument: {"type": "string", "description": meaning}}}
-    return tool_named(name, words, {**schema, "required": [argument]})
-
-
-# What a policy is told of the tool of an entry, by the entry's name.
-TOOLS: Mapping[str, Mapping[str, Any]] = {
-    "calculator": text_tool("calculator", "Computes an expression exactly.", "expression", "such as (48 / 2) ** 2"),
-    "python": text_tool("python", "Runs a Python program and returns what it prints.", "code", "the program"),
-}
+# What a policy is told of the tool of an entry, by the entry's name: a tool with one text, in OpenAI's form.
+TOOLS: Mapping[str, Mapping[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 
 
 def declared_tools(generate: GenerateConfig) -> tuple[Mapping[str, Any], ...]:
