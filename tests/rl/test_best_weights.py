@@ -2,12 +2,16 @@
 
 import json
 from signal import SIGKILL, SIGTERM
+from types import SimpleNamespace
 
 import pytest
 from safetensors.torch import load_file
 
 from nanodag.data.mixture import Mixture
-from nanodag.rl.control.evaluations import BestWeights, best_step
+from nanodag.rl.control.evaluations import Evaluations, best_step
+from nanodag.rl.rollouts.prompts import PolicyFormat
+from nanodag.tokenizer.chat import load_renderer
+from nanodag.tokenizer.encoding import Encoding
 from tests.rl.stages import benchmark, digest, disturb, make_job, metrics, run, same_in_the_end, slow_rewards
 
 SETTINGS = {"num_steps": 6, "checkpoint_every": 2, "keep_checkpoints": 1, "keep_weights_every": 2, "keep": "best:often"}
@@ -19,27 +23,49 @@ def test_the_best_step_is_the_earliest_of_equal_ones_and_what_has_no_score_is_no
     assert best_step({4: None}, is_highest=True) is None
 
 
-def test_weights_stay_while_they_are_best_or_unscored_and_a_checkpoint_outlives_their_removal(tmp_path):
-    best = BestWeights(tmp_path / "best", is_highest=True)
-    for step in (0, 3, 6):
-        best.of(step).mkdir()
-        (best.of(step) / "w").write_text(str(step))
-    best.prune({0: 0.5, 3: 0.5})
-    assert [best.of(step).is_dir() for step in (0, 3, 6)] == [True, False, True]
-    best.save(tmp_path / "checkpoint")
-    best.prune({0: 0.5, 3: 0.5, 6: 0.6})
-    assert not best.of(0).exists()
-    best.load(tmp_path / "checkpoint")
-    for last, step in ((0.6, 6), (0.4, 0)):
-        assert best.leave({0: 0.5, 6: last}, tmp_path / "output") == step
-        assert (tmp_path / "output" / "w").read_text() == str(step)
-    assert not BestWeights(tmp_path / "best", is_highest=True).of(6).exists()
-
-
 def stage(folder, **values):
     often = benchmark(folder, "often", limit=8, num_samples=2, temperature=1.0, every=1)
     own = {"learning_rate": 3e-3, "eval_prompts": 0, "eval_at_start": False, "benchmarks": [often]}
     return make_job(folder, **{**SETTINGS, **own, **values})
+
+
+def evaluations_of(job):
+    folder = job.inputs["model"]
+    form, services = PolicyFormat(load_renderer(folder), {}, ()), SimpleNamespace(samplers=None, context=64)
+    return Evaluations(job, services, None, Encoding(folder), form, None)
+
+
+def test_weights_stay_while_they_are_best_or_unscored_and_a_checkpoint_outlives_their_removal(tmp_path):
+    job = stage(tmp_path, eval_at_start=True)
+    evaluations = evaluations_of(job)
+    folders = [evaluations.weights_to_keep(step) for step in (0, 3, 6)]
+    for step, folder in zip((0, 3, 6), folders, strict=True):
+        folder.mkdir()
+        (folder / "w").write_text(str(step))
+    assert evaluations.weights_to_keep(6) is None  # it is there
+    evaluations.scores = {"often": {0: 0.5, 3: 0.5}}
+    evaluations._prune()
+    assert [folder.is_dir() for folder in folders] == [True, False, True]
+    evaluations.save(tmp_path / "checkpoint")
+    evaluations.scores["often"][6] = 0.6
+    evaluations._prune()
+    assert not folders[0].exists()
+    for last, step in ((0.6, 6), (0.4, 0)):
+        evaluations.load(tmp_path / "checkpoint", {"often": {"0": 0.5, "6": last}})
+        assert evaluations.leave_best(tmp_path / "output") == step
+        assert (tmp_path / "output" / "w").read_text() == str(step)
+    evaluations_of(job)
+    assert not folders[2].exists()
+
+
+def test_patience_ends_after_so_many_evaluations_behind_the_best(tmp_path):
+    evaluations = evaluations_of(stage(tmp_path, patience=2))
+    for scores, is_over in (
+        ({0: 0.1, 2: 0.5, 4: 0.5, 6: None}, True), ({0: 0.1, 2: 0.5, 4: 0.5}, False), ({0: None, 2: None}, False),
+        ({0: 0.5, 2: 0.4, 4: 0.1}, True),
+    ):  # fmt: skip
+        evaluations.scores = {"often": scores}
+        assert evaluations.is_over() is is_over
 
 
 @pytest.fixture(scope="module")

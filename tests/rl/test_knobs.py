@@ -14,7 +14,6 @@ from nanodag.errors import ConfigError, StageFailed
 from nanodag.plan.rl import planned_steps
 from nanodag.plan.sizes import Sizes
 from nanodag.rl.control.checks import check_mismatch
-from nanodag.rl.control.evaluations import is_patience_over
 from nanodag.rl.rollouts.prompts import with_num_steps
 from nanodag.train.learning_rate import policy_rate
 from tests.forks import call
@@ -116,11 +115,3 @@ def test_the_trainer_takes_the_decayed_rate_adamws_eps_and_the_reference_of_ones
     assert rate == pytest.approx(1e-3 * (1 - 2.5 / 4))  # the second update of step 3 of 4
     assert 0 < moved < 8e-4  # at an eps of 1e-8 a first update moves each weight by the rate, whatever its gradient
     assert abs(kl) > 0.1  # the first update is of the reference's own weights where it is the policy's
-
-
-def test_patience_ends_after_so_many_evaluations_behind_the_best():
-    values = {0: 0.1, 2: 0.5, 4: 0.5, 6: None}
-    assert is_patience_over(values, patience=2, is_highest=True)
-    assert not is_patience_over(values, patience=3, is_highest=True)
-    assert not is_patience_over({0: None, 2: None}, patience=1, is_highest=True)
-    assert is_patience_over({0: 0.1, 2: 0.5}, patience=1, is_highest=False)

@@ -109,43 +109,6 @@ class PolicyBenchmark:
         return self.benchmark.answer(text, ending=ending, is_open=is_open, stops=stops)
 
 
-class BestWeights:
-    """Folders `policy-<step>` of weights. folder: of the stage, on its checkpoints' file system; it is emptied."""
-
-    def __init__(self, folder: Path, *, is_highest: bool) -> None:
-        self._folder, self.is_highest = folder, is_highest
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-
-    def of(self, step: int) -> Path:
-        """Folder of the weights of a step, which may still have to be written."""
-        return self._folder / f"policy-{step}"
-
-    def prune(self, values: Mapping[int, float | None]) -> None:
-        """Remove weights whose score is known and is not the best. values: scores by step."""
-        best = best_step(values, is_highest=self.is_highest)
-        for step in values:
-            if step != best:
-                shutil.rmtree(self.of(step), ignore_errors=True)
-
-    def save(self, checkpoint: Path) -> None:
-        """Link what there is into a checkpoint that is being written."""
-        shutil.copytree(self._folder, checkpoint / self._folder.name, copy_function=os.link)
-
-    def load(self, checkpoint: Path) -> None:
-        """Go back to what a checkpoint has."""
-        shutil.rmtree(self._folder)
-        shutil.copytree(checkpoint / self._folder.name, self._folder, copy_function=os.link)
-
-    def leave(self, values: Mapping[int, float | None], output: Path) -> int | None:
-        """Make the best weights the stage's product; returns their step, None where no evaluation has a score."""
-        best = best_step(values, is_highest=self.is_highest)
-        if best is not None:
-            shutil.rmtree(output, ignore_errors=True)  # of a process that was killed here
-            shutil.copytree(self.of(best), output, copy_function=os.link)
-        return best
-
-
 def best_step(values: Mapping[int, float | None], *, is_highest: bool) -> int | None:
     """The step with the best score, the earliest of equal ones; None where there is no score."""
     known = {step: value for step, value in values.items() if value is not None and math.isfinite(value)}
@@ -153,14 +116,9 @@ def best_step(values: Mapping[int, float | None], *, is_highest: bool) -> int | 
     return min(known, key=lambda step: (-sign * known[step], step), default=None)
 
 
-def is_patience_over(values: Mapping[int, float | None], *, patience: int, is_highest: bool) -> bool:
-    """True once `patience` evaluations, or more, came after the best one; never before there is a score."""
-    best = best_step(values, is_highest=is_highest)
-    return best is not None and sum(step > best for step in values) >= patience
-
-
 class Evaluations:
-    """The held-out prompts and benchmarks of a stage, and the scores of its policies so far. timed: a stopwatch's."""
+    """The held-out prompts and benchmarks of a stage, the scores of its policies so far, and the best weights, in a
+    folder on its checkpoints' file system that is emptied. timed: a stopwatch's."""
 
     def __init__(
         self,
@@ -180,12 +138,13 @@ class Evaluations:
             self._benchmarks[entry.name] = PolicyBenchmark(opened, *arguments, context=services.context)
         longest = services.context - self._config.rollout.max_new_tokens
         self._held_out, self._num_too_long = _held_out_prompts(job, policy_format, longest)
-        self._best: BestWeights | None = None
+        self._best, self._is_highest = job.workspace / "best", True
+        shutil.rmtree(self._best, ignore_errors=True)
         if name := self._config.best_metric:
             if name == HELD_OUT and not self._held_out:
                 raise ConfigError(f"keep {self._config.keep}: no held-out prompt fits into sampler.context; raise it.")
-            is_highest = name == HELD_OUT or self._benchmarks[name].benchmark.higher_is_better
-            self._best = BestWeights(job.workspace / "best", is_highest=is_highest)
+            self._is_highest = name == HELD_OUT or self._benchmarks[name].benchmark.higher_is_better
+            self._best.mkdir(parents=True)
         self.scores: dict[str, dict[int, float | None]] = {}  # by HELD_OUT or benchmark, then policy
 
     def due(self, policy: int) -> list[str]:
@@ -210,46 +169,59 @@ class Evaluations:
                 with self._timed("evaluate"):
                     result = await unless_stopped(self._benchmarks[name].result())
                 scores[policy] = records.benchmark(policy, result, time.monotonic() - began)
-            if self._best is not None and name == self._config.best_metric:
-                self._best.prune(scores)
+            if name == self._config.best_metric:
+                self._prune()
 
     def weights_to_keep(self, policy: int) -> Path | None:
         """Folder for the weights of a policy that may turn out to be the best; None for others, and once it exists."""
-        if self._best is None or self._config.best_metric not in self.due(policy):
-            return None
-        folder = self._best.of(policy)
-        return None if folder.is_dir() else folder  # it is there where a checkpoint had it
+        folder = self._weights_of(policy)  # it is there where a checkpoint had it
+        return folder if self._config.best_metric in self.due(policy) and not folder.is_dir() else None
 
     def save(self, checkpoint: Path) -> None:
         """Link the weights of the best policy, and of those without a score yet, into a checkpoint."""
-        if self._best is not None:
-            self._best.save(checkpoint)
+        if self._config.best_metric:
+            shutil.copytree(self._best, checkpoint / self._best.name, copy_function=os.link)
 
     def load(self, checkpoint: Path, scores: Mapping[str, Mapping[str, float | None]]) -> None:
         """Go back to what a checkpoint has. scores: policies as JSON has them, as text."""
         self.scores = {name: {int(policy): value for policy, value in of.items()} for name, of in scores.items()}
-        if self._best is not None:
-            self._best.load(checkpoint)
+        if self._config.best_metric:
+            shutil.rmtree(self._best)
+            shutil.copytree(checkpoint / self._best.name, self._best, copy_function=os.link)
 
     def is_over(self) -> bool:
-        """True once evaluation says to stop early."""
-        assert self._best is not None, "the config asks for the best weights where it has patience"
-        scores, patience = self.scores.get(self._config.best_metric, {}), self._config.evaluation.patience
-        return is_patience_over(scores, patience=patience, is_highest=self._best.is_highest)
+        """True once evaluation says to stop early: `patience` evaluations, or more, came after the best one; never
+        before there is a score."""
+        best, scores = self._best_policy(), self.scores.get(self._config.best_metric, {})
+        return best is not None and sum(policy > best for policy in scores) >= self._config.evaluation.patience
 
     def leave_best(self, output: Path) -> int | None:
         """Make the weights of the best policy the stage's product, and return its number; None where the last ones are
         to be left. Raises StageFailed where no evaluation has a score."""
-        if self._best is None:
+        if not self._config.best_metric:
             return None
-        kept = self._best.leave(self.scores.get(self._config.best_metric, {}), output)
+        kept = self._best_policy()
         if kept is None:
             raise StageFailed(
                 f"keep {self._config.keep}: no evaluation has a score, as all its rewards failed. Mend the reward, or "
                 "set keep to last."
             )
+        shutil.rmtree(output, ignore_errors=True)  # of a process that was killed here
+        shutil.copytree(self._weights_of(kept), output, copy_function=os.link)
         log.info("kept: the weights of step %d, the best by %s", kept, self._config.best_metric)
         return kept
+
+    def _best_policy(self) -> int | None:
+        return best_step(self.scores.get(self._config.best_metric, {}), is_highest=self._is_highest)
+
+    def _weights_of(self, policy: int) -> Path:
+        """Folder of weights, which may still have to be written."""
+        return self._best / f"policy-{policy}"
+
+    def _prune(self) -> None:
+        """Remove weights whose score is known and is not the best."""
+        for policy in self.scores[self._config.best_metric].keys() - {self._best_policy()}:
+            shutil.rmtree(self._weights_of(policy), ignore_errors=True)
 
     def metrics(self) -> dict[str, Any]:
         """First and last scores, as the stage's metrics have them."""
