@@ -142,15 +142,13 @@ class OpenEnv:
                 return f"error: {error.get('message')}"
             if isinstance(content, Mapping) and "data" in content:  # the envelope that FastMCP puts around it
                 content = content["data"]
-            return content if isinstance(content, str) else json.dumps(content)
-        if self._heard != "auto":
+        elif self._heard != "auto":
             content = observation.get(self._heard, "")
-            return content if isinstance(content, str) else json.dumps(content)
-        told = {name: value for name, value in observation.items() if value not in (None, "", [], {})}
-        texts = [value for value in told.values() if isinstance(value, str)]
-        if len(told) == len(texts) == 1:
-            return texts[0]
-        return json.dumps(told) if told else ""
+        else:
+            told = {name: value for name, value in observation.items() if value not in (None, "", [], {})}
+            texts = [value for value in told.values() if isinstance(value, str)]
+            content = texts[0] if len(told) == len(texts) == 1 else told or ""
+        return content if isinstance(content, str) else json.dumps(content)
 
 
 def _code(answer: Mapping[str, Any]) -> str:
