@@ -76,10 +76,8 @@ class ApiServer:
         return path
 
     def _listen(self, listener: socket.socket) -> None:
-        asyncio.run_coroutine_threadsafe(self._serve(listener), turns_loop().loop)
-
-    async def _serve(self, listener: socket.socket) -> None:
-        await quiet_server(self._app, timeout_keep_alive=KEEP_ALIVE_S).serve(sockets=[listener])
+        server = quiet_server(self._app, timeout_keep_alive=KEEP_ALIVE_S)
+        asyncio.run_coroutine_threadsafe(server.serve(sockets=[listener]), turns_loop().loop)
 
     def _application(self) -> Starlette:
         def of_session(work: Callable[[Session, HttpRequest], Awaitable[Response]]) -> Any:
