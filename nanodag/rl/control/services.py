@@ -295,6 +295,7 @@ class Services:
     def _engine_settings(self, number: int) -> EngineSettings:
         config = self._config.sampler
         dtype = DTYPES[config.precision]
+        same = {"start_timeout_s", "cache_bytes", "deterministic", "python", "tensor_parallel"}
         # It cannot empty its cache of prompts in the midst of requests, so keys and values would outlive their weights.
         defaults = {"disable_radix_cache": True} if self._config.weights.sync_mode == "in_place" else {}
         if self._config.placement == "shared" and self._device == "cuda":  # on a CPU SGLang has nothing to save it with
@@ -313,11 +314,7 @@ class Services:
             seed=int(self._config.seed),
             token=self._token,
             network="" if self._hosts else self._network,
-            start_timeout_s=float(config.start_timeout_s),
-            cache_bytes=int(config.cache_bytes),
-            deterministic=bool(config.deterministic),
-            python=config.python,
-            tensor_parallel=config.tensor_parallel,
+            **config.model_dump(include=same),
             cache_tokens=cache_tokens(
                 self._job.inputs["model"], cache_bytes=int(config.cache_bytes), dtype=dtype, context=self.context
             ),
