@@ -177,13 +177,12 @@ class Records:
 
 def _interval(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Interval of the mean reward, 95 %, over prompts: answers to one are alike. Empty for less than two prompts."""
-    rewards: dict[str, list[float]] = {}
-    for rollout in main_sequences(rollouts):
-        if rollout.reward is not None:
-            rewards.setdefault(rollout.group_id, []).append(rollout.reward)
-    if len(rewards) < 2:
+    groups = groups_of(main_sequences(rollouts)).values()
+    rewards = [[rollout.reward for rollout in group if rollout.reward is not None] for group in groups]
+    means = [sum(group) / len(group) for group in rewards if group]
+    if len(means) < 2:
         return {}
-    score = score_of([sum(group) / len(group) for group in rewards.values()])
+    score = score_of(means)
     return {"low": score.low, "high": score.high}
 
 
