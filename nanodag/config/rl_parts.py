@@ -89,9 +89,8 @@ class EntryConfig(Section):
     @property
     def own_module(self) -> str:
         """The module that a guest loads for it, as `verifiers:` does; empty where there is none."""
-        if self.name == self.special:
-            return ""
-        return registry.own_argument(self.kind, self.name, "module").replace("-", "_")
+        module = "" if self.name == self.special else registry.own_argument(self.kind, self.name, "module")
+        return module.replace("-", "_")
 
     def load(self) -> Callable[..., Any]:
         """The function with its options set."""

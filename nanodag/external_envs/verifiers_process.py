@@ -45,7 +45,6 @@ POLL_S = 0.05
 LOG_LINES = 8
 TASKS_TIMEOUT_S = 600.0
 MAX_BYTES = 8 << 30
-NO_SAMPLING: Mapping[str, Any] = {}
 VERIFIERS = PackageEnvironment(
     name="verifiers",
     package="verifiers",
@@ -130,7 +129,7 @@ class VerifiersProcess:
         base_url: str,
         api_key: str,
         model: str,
-        sampling: Mapping[str, Any] = NO_SAMPLING,
+        sampling: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Result of a rollout of a task against an OpenAI address, as verifiers_server.py spells it out: reward, the
         weighted sum of the rubric's parts; components, the parts without weights; is_cut, a limit ended it; reply, what
@@ -138,7 +137,7 @@ class VerifiersProcess:
         asks for, by OpenAI's names. Raises EpisodeFailed, EpisodeLost where the process ended, ConfigError where it
         does not come up."""
         request = {"task": dict(task), "base_url": base_url, "api_key": api_key, "model": model}
-        reply = await self._answered({**request, "sampling": dict(sampling)})
+        reply = await self._answered({**request, "sampling": dict(sampling or {})})
         if reply.status_code != 200:
             raise EpisodeFailed(reply.text[:500])
         outcome: dict[str, Any] = reply.json()
