@@ -96,10 +96,6 @@ def _refuse_unused(stage: "RLStage", names: Collection[str], why: str) -> None:
             raise ValueError(f"{name} {value} means nothing with {why}; leave it out, or change the latter")
 
 
-def _is_folder_or(model: str, *words: str) -> bool:
-    return model in words or model.startswith("/")
-
-
 def _is_alone(s: "RLStage") -> bool:
     return s.rollout.samples_per_prompt == 1 and s.rollout.generate.is_one_turn
 
@@ -138,10 +134,7 @@ CHECKS: Mapping[str, Callable[["RLStage"], object]] = {
     "kl_unbiased": lambda s: s.algorithm.kl_in == "reward" and s.algorithm.kl_unbiased,
     "correction_bounds": lambda s: s.algorithm.correction_floor >= s.algorithm.correction_cap,
     "critic_unasked": lambda s: not s.algorithm.has_critic and s.algorithm.critic != CriticConfig(),
-    "critic_model": lambda s: not _is_folder_or(s.algorithm.critic.model, "policy", "input"),
-    "reference_model": lambda s: not _is_folder_or(s.algorithm.reference.model, "policy", "input"),
     "teacher_model_is_url": lambda s: s.algorithm.teacher.model.startswith(_URLS),
-    "teacher_model": lambda s: not _is_folder_or(s.algorithm.teacher.model, "none", "input"),
     "teacher_twice": lambda s: s.algorithm.teacher.url != "none" and s.algorithm.teacher.model != "none",
     "teacher_url": lambda s: s.algorithm.teacher.url != "none" and not s.algorithm.teacher.url.startswith(_URLS),
     "teacher_coefficient": lambda s: s.algorithm.teacher.model == s.algorithm.teacher.url == "none"
@@ -238,8 +231,10 @@ REWARDS: Mapping[str, Callable[["RLStage", RewardConfig, registry.Entry], object
 
 def _of_models(stage: "RLStage") -> Iterator[str]:
     """Models that are inputs, and inputs that are models."""
-    for label in ("critic", "reference", "teacher"):
+    for label, word in {"critic": "policy", "reference": "policy", "teacher": "none"}.items():
         model = getattr(stage.algorithm, label).model
+        if model not in (word, "input") and not model.startswith("/"):
+            yield f"{label}.model {model} is neither {word}, input nor the absolute path of a folder"
         if (model == "input") != (label in stage.inputs):
             way = f"name a stage as inputs.{label}" if model == "input" else f"set {label}.model to input"
             yield f"algorithm.{label}.model {model!r} and inputs ({listed(stage.inputs)}) do not fit together; {way}"
