@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from nanodag import registry
-from nanodag.config.rl_parts import OF_POLICY_LOSSES, CriticConfig, ReferenceConfig, RewardConfig, TeacherConfig
+from nanodag.config.rl_parts import OF_POLICY_LOSSES, CriticConfig, ReferenceConfig, TeacherConfig
 from nanodag.config.rl_sections import HELD_OUT
 from nanodag.config.section import full_name
 from nanodag.data.config import mixes_by_epochs
@@ -214,17 +214,16 @@ UNUSED: tuple[tuple[Callable[["RLStage"], object], tuple[str, ...], str], ...] =
     (lambda s: s.weights.sync != "distributed", ("sync_address", "sync_backend"), "sync: {sync}"),
     (lambda s: s.weights.sync == "disk", ("sync_bucket_bytes", "sync_timeout_s"), "sync: disk"),
 )
-REWARDS: Mapping[str, Callable[["RLStage", RewardConfig, registry.Entry], object]] = {
-    "reward_of_generate": lambda s, r, traits: traits.is_of_generate and s.rollout.generate.is_one_turn,
-    "steps_of_agent": lambda s, r, traits: traits.scores_steps
+REWARDS: Mapping[str, Callable[["RLStage", registry.Entry], object]] = {
+    "reward_of_generate": lambda s, traits: traits.is_of_generate and s.rollout.generate.is_one_turn,
+    "steps_of_agent": lambda s, traits: traits.scores_steps
         and s.rollout.generate.name.partition(":")[0] in ("agent", "verifiers"),
-    "steps_added": lambda s, r, traits: traits.scores_steps and (len(s.reward) > 1 or r.weight != 1.0),
-    "steps_of_responses": lambda s, r, traits: traits.scores_steps
+    "steps_added": lambda s, traits: traits.scores_steps and (len(s.reward) > 1 or s.reward[0].weight != 1.0),
+    "steps_of_responses": lambda s, traits: traits.scores_steps
         and not getattr(s.algorithm.advantage.traits, "takes_steps", False),
-    "steps_overlong": lambda s, r, traits: traits.scores_steps and s.rollout.overlong_buffer,
-    "steps_kl": lambda s, r, traits: traits.scores_steps and s.algorithm.kl_in == "reward"
-        and not s.algorithm.has_critic,
-    "reward_timeout": lambda s, r, traits: s.rollout.reward_timeout_s < traits.least_timeout_s,
+    "steps_overlong": lambda s, traits: traits.scores_steps and s.rollout.overlong_buffer,
+    "steps_kl": lambda s, traits: traits.scores_steps and s.algorithm.kl_in == "reward" and not s.algorithm.has_critic,
+    "reward_timeout": lambda s, traits: s.rollout.reward_timeout_s < traits.least_timeout_s,
 }
 # fmt: on
 
@@ -280,6 +279,6 @@ def _of_rewards(stage: "RLStage") -> Iterator[str]:
         if (traits := reward.traits) is None:
             continue
         for name, is_so in REWARDS.items():
-            if is_so(stage, reward, traits):
+            if is_so(stage, traits):
                 least = f"{traits.least_timeout_s:g}"
                 yield _said(stage, name, LEAST=least, FITTING=" or ".join(fitting), REWARD=reward.name)
