@@ -133,11 +133,8 @@ class _Asking:
 def samples_in(returned: Any) -> Sequence[Sample]:
     """The samples that a function returned. Raises ValueError where that is no Sample and no list of some."""
     samples = [returned] if isinstance(returned, Sample) else returned
-    if (
-        not isinstance(samples, list | tuple)
-        or not samples
-        or not all(isinstance(sample, Sample) for sample in samples)
-    ):
+    are_samples = isinstance(samples, list | tuple) and all(isinstance(sample, Sample) for sample in samples)
+    if not are_samples or not samples:
         raise ValueError(f"it must return a Sample, or some in a list; found {returned!r:.200}")
     return samples
 
