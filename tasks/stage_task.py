@@ -97,16 +97,17 @@ def start(
 def start_all(run: Run, futures: dict[str, PrefectFuture[StageResult]], *, force: bool = False) -> None:
     """Submit the run's stages, each once all that it takes has ended: branches that need nothing of each other go side
     by side, as far as the devices reach. futures: added to."""
-    waiting = list(run.to_do)
+    waiting, under_way = list(run.to_do), dict(futures)  # the API may say long after a stage's end that it is running
     while waiting:
-        under_way = {stage: future for stage, future in futures.items() if not future.state.is_final()}
         to_come = {*waiting, *under_way}
         ready = [stage for stage in waiting if to_come.isdisjoint(run.pipeline.stages[stage].inputs.values())]
         for stage in ready:
             waiting.remove(stage)
-            start(run, stage, futures, force=force)
+            if future := start(run, stage, futures, force=force):
+                under_way[stage] = future
         if not ready:
-            next(as_completed([*under_way.values()]))
+            ended = next(as_completed([*under_way.values()]))
+            under_way = {stage: future for stage, future in under_way.items() if future is not ended}
 
 
 @functools.cache
