@@ -344,15 +344,15 @@ def work(
     worker has ended. steps_back: GPUs that another stage waits for are left to it. nanodag.worker.launch.run_worker
     says what is raised.
     """
-    stage, device = job.config, str(job.config.resources.device)
-    resources = stage.resources
-    cores = int(resources.num_ranks) // resources.num_nodes * int(resources.threads)
+    stage, resources = job.config, job.config.resources
+    device, ranks = str(resources.device), int(resources.num_ranks) // resources.num_nodes
     devices = devices_for(
         device=device,
         num_gpus=stage.num_gpus(len(visible_gpus())),
         spare_gpus=stage.spare_gpus,
         is_beside=find_kind(stage.kind).is_beside,
-        at_once=max(run.at_once, run.machine.cores // cores),  # of those that take one core of two there may be two
+        cores=ranks * int(resources.threads),
+        at_once=run.at_once,
     )
     step_back_s = 0.0
     if device == "cuda":

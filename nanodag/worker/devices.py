@@ -1,6 +1,6 @@
 """Devices of this machine: how many stages train, score, or hold a GPU at once, over all runs and all processes.
 
-A device is a GPU or a seat on the machine's CPUs, and a locked file. Its holder hands the lock on to the worker's
+A device is a GPU or a core of the machine, and a locked file. Its holder hands the lock on to the worker's
 watchdog, so the device is free again when the last process of the stage is gone, and not before; a process that is
 dead holds none.
 """
@@ -18,6 +18,7 @@ from pathlib import Path
 from nanodag.errors import ConfigError, StageStopped
 from nanodag.errors.words import counted
 from nanodag.host.machine import visible_gpus
+from nanodag.host.processor import usable_cores
 from nanodag.store import Store
 
 log = logging.getLogger(__name__)
@@ -39,10 +40,11 @@ class Devices:
     least: int = 0
 
 
-def devices_for(*, device: str, num_gpus: int, is_beside: bool, at_once: int = 1, spare_gpus: int = 0) -> Devices:
-    """Devices that a stage occupies: num_gpus GPUs, and up to spare_gpus more that are free; on CPUs one of the at_once
-    devices for stages that train, or the one for those that run beside them. Who asks with a smaller at_once shares the
-    first of these devices.
+def devices_for(
+    *, device: str, num_gpus: int, is_beside: bool, cores: int = 0, at_once: int = 1, spare_gpus: int = 0
+) -> Devices:
+    """Devices that a stage occupies: num_gpus GPUs, and up to spare_gpus more that are free; on CPUs its cores, 0 for
+    all, of those of the machine, or of so many that at_once such stages have room; or the one for stages beside those.
 
     Raises ConfigError when this machine has fewer GPUs: it would wait for ever.
     """
@@ -54,9 +56,12 @@ def devices_for(*, device: str, num_gpus: int, is_beside: bool, at_once: int = 1
                 "(CUDA_VISIBLE_DEVICES, else nvidia-smi); lower its resources.num_ranks (or "
                 "gpus_per_node), or for rl sampler.replicas or sampler.tensor_parallel."
             )
-        most_gpus = min(num_gpus + spare_gpus, capacity)
-        return Devices(name="gpu", capacity=capacity, wanted=most_gpus, least=num_gpus)
-    return Devices(name="cpu-beside", capacity=1) if is_beside else Devices(name="cpu", capacity=at_once)
+        return Devices(name="gpu", capacity=capacity, wanted=min(num_gpus + spare_gpus, capacity), least=num_gpus)
+    if is_beside:
+        return Devices(name="cpu-beside", capacity=1)
+    there = usable_cores()
+    wanted = min(cores or there, there)
+    return Devices(name="cpu", capacity=max(there, at_once * wanted), wanted=wanted)
 
 
 def devices_folder(store: Store) -> Path:
@@ -77,7 +82,7 @@ def hold(
     Raises StageStopped once `stop` is set.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    was_announced = False
+    was_announced, awaited = False, f"{devices.wanted} of {devices.capacity} {devices.name}"
     free_since: dict[int, float] = {}
     with contextlib.ExitStack() as stack:
         while True:
@@ -89,13 +94,9 @@ def hold(
             if (held := _try(folder, devices, numbers, stack)) is not None:
                 break
             if stop is not None and stop.is_set():
-                raise StageStopped(
-                    f"Was stopped while it waited for {devices.wanted} of {devices.capacity} {devices.name}."
-                )
+                raise StageStopped(f"Was stopped while it waited for {awaited}.")
             if not was_announced and len(free_since) < (devices.least or devices.wanted):
-                log.info(
-                    "Waiting for %d of %d %s, which other stages hold.", devices.wanted, devices.capacity, devices.name
-                )
+                log.info("Waiting for %s, which other stages hold.", awaited)
                 was_announced = True
             time.sleep(POLL_S)
         yield held

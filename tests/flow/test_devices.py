@@ -32,6 +32,11 @@ with hold(Path(sys.argv[1]), Devices(name="gpu", capacity=2, wanted=2)):
 """
 
 
+@pytest.fixture
+def four_cores(monkeypatch):
+    monkeypatch.setattr(module, "usable_cores", lambda: 4)
+
+
 def taken(folder, devices, timeout_s=0.5):
     """The devices that are got within a while; None for none."""
     stop = threading.Event()
@@ -59,11 +64,22 @@ def test_stages_that_score_do_not_take_the_device_of_those_that_train(tmp_path):
         assert taken(tmp_path, score) is None
 
 
-def test_who_may_train_several_at_once_leaves_the_first_device_to_others(tmp_path):
+def test_who_may_train_several_at_once_leaves_the_first_device_to_others(tmp_path, four_cores):
     one, three = (devices_for(device="cpu", num_gpus=1, is_beside=False, at_once=n) for n in (1, 3))
     with hold(tmp_path, one), hold(tmp_path, three) as second, hold(tmp_path, three) as third:
-        assert (tuple(second), tuple(third)) == ((1,), (2,))
+        assert (tuple(second), tuple(third)) == ((4, 5, 6, 7), (8, 9, 10, 11))
         assert taken(tmp_path, three) is None
+
+
+def test_on_a_cpu_stages_go_side_by_side_as_far_as_their_cores_reach(tmp_path, four_cores):
+    one, two, more = (devices_for(device="cpu", num_gpus=1, is_beside=False, cores=n) for n in (1, 2, 64))
+    with hold(tmp_path, one):
+        with hold(tmp_path, two):
+            assert taken(tmp_path, more) is taken(tmp_path, two) is None
+            assert taken(tmp_path, one) == (3,)
+        assert taken(tmp_path, more) is None  # which takes all there are, and so nothing beside it
+    with hold(tmp_path, more):
+        assert taken(tmp_path, one) is None
 
 
 def test_a_killed_holder_holds_nothing(tmp_path):
