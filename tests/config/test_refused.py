@@ -119,6 +119,7 @@ def test_one_line_names_the_field_the_value_and_the_way_out(file, override, said
     ("rl.lora_save=adapter",
      "rl: lora_save adapter means nothing with lora_rank 0; leave it out, or change the latter"),
     ("base.lora_save=adapter", "base: optimizer.lora_save means nothing without optimizer.lora_rank; leave it out"),
+    ("rl.router_replay=true", "rl.rollout.router_replay: true, but the model has no experts; omit it."),
     ("rl.lora_rank=129",  # 128 is none
      "rl.optimizer.lora_rank: 129 is above 128, the width of the model, so adapters would be larger than what they "
      "adapt; lower it."),

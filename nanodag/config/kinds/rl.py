@@ -194,6 +194,8 @@ class RLStage(SampledStage, TrainedStage):
             raise ConfigError(f"stages.{derived.name}.{error}.") from error
         if stage.lora_rank and model is not None and pretrain_of(derived.pipeline, derived.name) is not None:
             check_lora(derived.name, stage.lora_rank, model.shape.width)
+        if stage.rollout.router_replay and model is not None and model.active_mlp_width is None:
+            raise ConfigError(f"{derived.name}.rollout.router_replay: true, but the model has no experts; omit it.")
         return stage
 
     def _gains_by_turns(self, model: ModelSize | None, machine: Machine) -> bool:
