@@ -86,4 +86,8 @@ def routing_of(whole: Any) -> ExpertRouting | None:
         return None
     routing = ExpertRouting(whole.config.get_text_config().num_hidden_layers, routers, *size)
     whole(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=whole.device), use_cache=False)
-    return routing if routing._chosen.keys() == routers.keys() else None
+    if routing._chosen.keys() == routers.keys():
+        return routing
+    for router in routers.values():  # or whoever asks again would wrap them once more
+        del router.forward
+    return None

@@ -14,7 +14,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from nanodag.errors import BadRequest, ConfigError
 from nanodag.inference.protocol import Request, SamplingParams
 from nanodag.model.attention import document_attention
+from nanodag.model.expert_routing import routing_of
 from nanodag.model.folder import load, write_like
+from nanodag.model.transformers_class import load_class
 from nanodag.model.transformers_model import TransformersModel, replay_routes
 from tests.model.model_types import make_tiny, taken_by_transformers
 from tests.sampler.test_transformers_sampler import PROMPTS, _engine
@@ -189,6 +191,13 @@ def test_a_model_without_known_routers_is_refused_on_both_sides(tmp_path: Path) 
     own: Any = SimpleNamespace(architecture=SimpleNamespace(model_type="qwen3"))
     with pytest.raises(ConfigError, match="of type qwen3"):
         replay_routes(own)
+
+
+def test_a_class_that_is_refused_is_left_as_it_was_however_often_it_is_asked(tmp_path: Path) -> None:
+    tiny(tmp_path, "phimoe")
+    whole = load_class(tmp_path).whole
+    assert routing_of(whole) is routing_of(whole) is None
+    assert not any("forward" in vars(module) for module in whole.modules())
 
 
 def test_routes_of_another_model_are_refused(tmp_path: Path) -> None:
