@@ -310,7 +310,7 @@ def stage(folder, **config):
     lines = (job.workspace / "worker.log").read_text().splitlines()
     for line in metrics(job):
         assert line["seconds_sync"] > 0 and line["sync_bytes"] > 0 and line["sync_gb_per_second"] > 0
-    left = {path.name: path.read_bytes() for path in sorted(job.output.iterdir())}
+    left = {path.name: path.read_bytes() for path in sorted(job.output.rglob("*")) if path.is_file()}
     return [line for line in lines if ": weights " in line], left
 
 
