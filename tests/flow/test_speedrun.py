@@ -114,7 +114,8 @@ def test_a_branch_goes_on_beside_one_that_takes_the_other_core(project, tell):
     ended = []
     thread = threading.Thread(target=lambda: ended.append(speedrun("r", return_state=True)))
     thread.start()
-    wait_until(lambda: (project / "store").exists() and built_in("r", project) >= {"sft"}, timeout_s=120)
+    # The store's folder is there before the run's record.
+    wait_until(lambda: [*project.glob("store/runs/r.json")] and built_in("r", project) >= {"sft"}, timeout_s=120)
     assert states_of("r", project)["first"] == "running"
     tell("first", "")
     thread.join(120)
