@@ -79,7 +79,8 @@ def _linears(model: nn.Module) -> Iterator[nn.Linear]:
 def merged(weights: Iterable[tuple[str, Tensor]], *, scale: float) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) pairs as `Engine.weights` yields them, with adapters merged and the names of a model without.
 
-    A tensor is valid until the next one is asked for."""
+    A tensor is valid until the next one is asked for.
+    """
     held: dict[str, Tensor] = {}
     for name, tensor in weights:
         layer, between, part = name.partition(BETWEEN)
@@ -120,7 +121,8 @@ def read_adapter(folder: Path) -> tuple[dict[str, Tensor], float]:
     """Tensors of an adapter folder in peft's format by their names there, and the scale of their products. LoRA,
     rank-stabilised too (arXiv:2312.03732).
 
-    Raises BadRequest for one that does more than that, or is damaged."""
+    Raises BadRequest for one that does more than that, or is damaged.
+    """
     config = read_json(folder / ADAPTER_CONFIG)
     refused = ("use_dora", "modules_to_save", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "lora_bias",
                "target_parameters", "alora_invocation_tokens", "layer_replication")  # fmt: skip
@@ -168,7 +170,8 @@ def merged_onto(
     """(name, tensor) pairs of a base with adapters, by peft's names, in the adapters' precision and on their device: to
     the bit what `merged` makes of the model that they were trained in.
 
-    source: where the adapters are from, for messages. Raises BadRequest for adapters of another model."""
+    source: where the adapters are from, for messages. Raises BadRequest for adapters of another model.
+    """
     pairs, like = _pairs(adapters, source), next(iter(adapters.values()))
     for name, tensor in base:
         down, up = pairs.get(name, (None, None))

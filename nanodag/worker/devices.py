@@ -45,7 +45,9 @@ def devices_for(
 ) -> Devices:
     """Devices that a stage occupies: num_gpus GPUs, and up to spare_gpus more that are free; on CPUs its cores, 0 for
     all, of those of the machine, or of so many that at_once such stages have room; or the one for stages beside those.
-    Raises ConfigError when this machine has fewer GPUs: it would wait for ever."""
+
+    Raises ConfigError when this machine has fewer GPUs: it would wait for ever.
+    """
     if device == "cuda":
         capacity = len(visible_gpus())
         if num_gpus > capacity:
@@ -77,7 +79,8 @@ def hold(
     folder: where their files lie. stop: set to give up. step_back_s: take only what was free for so long at a stretch,
     so that others go first.
 
-    Raises StageStopped once `stop` is set."""
+    Raises StageStopped once `stop` is set.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     was_announced, awaited = False, f"{devices.wanted} of {devices.capacity} {devices.name}"
     free_since: dict[int, float] = {}

@@ -70,7 +70,8 @@ def pack(
     Where there is too little to share out, ranks get a repeated micro-batch with an all-False mask, which costs time
     but changes nothing. Rollouts without sampled tokens are left out. The result depends only on the rollouts and the
     numbers given; those of other ranks are not made. Raises ConfigError when one prompt with one response exceeds the
-    budget, or routes to replay are missing."""
+    budget, or routes to replay are missing.
+    """
     pieces = _pieces(rollouts, budget_tokens, shares_prompts)
     while len(pieces) < num_ranks and any(len(piece) > 1 for piece in pieces):
         largest = max((piece for piece in pieces if len(piece) > 1), key=lambda piece: _row_size(rollouts, piece))
