@@ -2,7 +2,7 @@
 
 Letters: N tokens, H hidden width, V vocabulary. The plain way, `log_softmax(hidden @ weight.T)`, holds several (N, V)
 tensors in float32; with a vocabulary of 150,000 that is most of the memory of a step. Here the tokens are taken in
-blocks of at most `block_bytes` of logits; on a CPU `head.c` walks over a block once, where torch takes seven walks.
+blocks of at most HEAD_BLOCK_BYTES of logits; on a CPU `head.c` walks over a block once, where torch takes seven walks.
 
 Two ways, by what is known when:
 - `cross_entropy_sum`: the gradient is known in the forward pass up to one factor, so it is computed there, block by
@@ -38,13 +38,7 @@ ROW_UNIT = 256
 
 
 def selected_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    temperature: float = 1.0,
-    cap: float | None = None,
-    block_bytes: int = HEAD_BLOCK_BYTES,
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float = 1.0, cap: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target under softmax(hidden @ weight.T / temperature), and that distribution's entropy.
 
@@ -54,17 +48,11 @@ def selected_logprobs(
     _check(hidden, weight, targets)
     if temperature <= 0.0:
         raise ValueError(f"temperature is {temperature}; it must be above 0. Greedy choices have no log-probability.")
-    return _SelectedLogprobs.apply(hidden, weight, targets, temperature, cap, block_bytes)
+    return _SelectedLogprobs.apply(hidden, weight, targets, temperature, cap)
 
 
 def cross_entropy_sum(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    places: Tensor | None = None,
-    cap: float | None = None,
-    block_bytes: int = HEAD_BLOCK_BYTES,
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, places: Tensor | None = None, cap: float | None = None
 ) -> Tensor:
     """Sum of -log softmax(hidden @ weight.T)[target] over the tokens whose target is not -100.
 
@@ -74,7 +62,7 @@ def cross_entropy_sum(
     """
     _check(hidden, weight, targets)
     rows = (targets != IGNORED).nonzero().squeeze(1) if places is None else places
-    return _CrossEntropySum.apply(hidden, weight, targets, rows, cap, block_bytes)
+    return _CrossEntropySum.apply(hidden, weight, targets, rows, cap)
 
 
 def _check(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
@@ -90,26 +78,20 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
 class _SelectedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        temperature: float,
-        cap: float | None,
-        block_bytes: int,
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, cap: float | None
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)  # to tell what no loss looks at from zeros is to wait for the device
         num_tokens = hidden.shape[0]
         logsumexp = torch.empty(num_tokens, dtype=torch.float32, device=hidden.device)
         selected, entropies = torch.empty_like(logsumexp), torch.empty_like(logsumexp)
-        blocks = _blocks(num_tokens, weight, block_bytes)
+        blocks = _blocks(num_tokens, weight)
         logits = hidden.new_empty(0)
         for block in blocks:
             logits = capped(times_transposed(hidden[block], weight), cap)
             selected[block], logsumexp[block], entropies[block] = score(logits, targets[block], temperature)
         keep = len(blocks) == 1 and any(ctx.needs_input_grad)
         ctx.save_for_backward(hidden, weight, targets, logsumexp, entropies, logits if keep else None)
-        ctx.temperature, ctx.cap, ctx.block_bytes = temperature, cap, block_bytes
+        ctx.temperature, ctx.cap = temperature, cap
         return selected - logsumexp, entropies
 
     @staticmethod
@@ -118,7 +100,7 @@ class _SelectedLogprobs(torch.autograd.Function):
         hidden, weight, targets, logsumexp, entropies, kept = ctx.saved_tensors
         d_logprobs = torch.zeros_like(logsumexp) if d_logprobs is None else d_logprobs
         gradients = _Gradients(hidden, weight, *ctx.needs_input_grad[:2])
-        for block in _blocks(hidden.shape[0], weight, ctx.block_bytes):
+        for block in _blocks(hidden.shape[0], weight):
             # The kept logits are not written over: the graph may be walked twice (retain_graph).
             logits = capped(times_transposed(hidden[block], weight), ctx.cap) if kept is None else kept
             d_logits = score_back(
@@ -131,26 +113,18 @@ class _SelectedLogprobs(torch.autograd.Function):
                 d_entropies=None if d_entropies is None else d_entropies[block],
             )
             gradients.add(block, _uncapped(d_logits, logits, ctx.cap))
-        return *gradients.result(), None, None, None, None
+        return *gradients.result(), None, None, None
 
 
 class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        rows: Tensor,
-        cap: float | None,
-        block_bytes: int,
-    ) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rows: Tensor, cap: float | None) -> Tensor:
         dense = rows.numel() == targets.numel()
         used, labels, is_real = (hidden, targets, None) if dense else _rounded_up(hidden, targets, rows)
         needs_gradient = any(ctx.needs_input_grad)
         gradients = _Gradients(used, weight, *ctx.needs_input_grad[:2])
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        for block in _blocks(used.shape[0], weight, block_bytes):
+        for block in _blocks(used.shape[0], weight):
             logits = capped(times_transposed(used[block], weight), cap)
             before = logits if cap is None else logits.clone()
             of_block = losses(logits, labels[block], with_gradient=needs_gradient)
@@ -168,7 +142,7 @@ class _CrossEntropySum(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_total: Tensor) -> tuple[Tensor | None, ...]:
         gradients = (None if saved is None else saved * d_total.to(saved.dtype) for saved in ctx.saved_tensors)
-        return *gradients, None, None, None, None
+        return *gradients, None, None, None
 
 
 class _Gradients:
@@ -205,8 +179,8 @@ def _rounded_up(hidden: Tensor, targets: Tensor, rows: Tensor) -> tuple[Tensor, 
     return used, functional.pad(targets[rows], (0, padding)), is_real
 
 
-def _blocks(num_tokens: int, weight: Tensor, block_bytes: int) -> list[slice]:
-    size = max(1, block_bytes // (weight.shape[0] * weight.element_size()))
+def _blocks(num_tokens: int, weight: Tensor) -> list[slice]:
+    size = max(1, HEAD_BLOCK_BYTES // (weight.shape[0] * weight.element_size()))
     return [slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size)]
 
 

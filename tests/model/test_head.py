@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy, log_softmax
 
+from nanodag.model import head
 from nanodag.model.head import cross_entropy_sum, likeliest, selected_logprobs
 from tests.watched import Watched
 
@@ -17,6 +18,12 @@ def inputs(num_tokens: int = 17, width: int = 5, vocabulary: int = 11, dtype: to
     return hidden, weight, torch.randint(0, vocabulary, (num_tokens,))
 
 
+@pytest.fixture
+def held_at_once(monkeypatch):
+    """Sets how many bytes of logits the head holds at once."""
+    return lambda num_bytes: monkeypatch.setattr(head, "HEAD_BLOCK_BYTES", num_bytes)
+
+
 def gradients(loss, *tensors):
     return torch.autograd.grad(loss, tensors)
 
@@ -24,13 +31,13 @@ def gradients(loss, *tensors):
 @pytest.mark.parametrize("block_bytes", BLOCKS)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("with_entropy", [True, False])
-def test_logprobs_entropy_and_gradients_equal_the_plain_formula(block_bytes, temperature, with_entropy):
+def test_logprobs_entropy_and_gradients_equal_the_plain_formula(held_at_once, block_bytes, temperature, with_entropy):
+    held_at_once(block_bytes)
     hidden, weight, targets = inputs()
     mix = torch.randn(2, 17)
     plain = log_softmax(hidden @ weight.T / temperature, dim=-1)
     wanted = [plain.gather(1, targets[:, None]).squeeze(1), -(plain.exp() * plain).sum(1)][: 1 + with_entropy]
-    options = {"temperature": temperature, "block_bytes": block_bytes}
-    found = list(selected_logprobs(hidden, weight, targets, **options))[: 1 + with_entropy]
+    found = list(selected_logprobs(hidden, weight, targets, temperature=temperature))[: 1 + with_entropy]
     torch.testing.assert_close(found, wanted)
     ours, theirs = (gradients(sum(map(torch.dot, several, mix)), hidden, weight) for several in (found, wanted))
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
@@ -44,11 +51,12 @@ def test_backward_twice_gives_the_same_gradients():
 
 
 @pytest.mark.parametrize("block_bytes", BLOCKS)
-def test_cross_entropy_sum_and_gradients_equal_torch(block_bytes):
+def test_cross_entropy_sum_and_gradients_equal_torch(held_at_once, block_bytes):
+    held_at_once(block_bytes)
     hidden, weight, targets = inputs()
     targets[[0, 3, 4, 16]] = -100
     plain = cross_entropy(hidden @ weight.T, targets, reduction="sum")
-    found = cross_entropy_sum(hidden, weight, targets, block_bytes=block_bytes)
+    found = cross_entropy_sum(hidden, weight, targets)
     torch.testing.assert_close(found, plain)
     ours, theirs = (gradients(one / 3, hidden, weight) for one in (found, plain))
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
@@ -61,19 +69,21 @@ def test_cross_entropy_of_no_token_is_zero_with_zero_gradients():
     assert all(gradient.count_nonzero() == 0 for gradient in gradients(loss, hidden, weight))
 
 
-def test_the_weight_gradient_in_bfloat16_is_summed_in_float32_over_blocks():
+def test_the_weight_gradient_in_bfloat16_is_summed_in_float32_over_blocks(held_at_once):
+    held_at_once(16 * 2 * 8)
     hidden, weight, targets = inputs(512, 8, 16, torch.bfloat16)
     wanted = gradients(cross_entropy(hidden.float() @ weight.float().T, targets, reduction="sum"), weight)[0]
-    found = gradients(cross_entropy_sum(hidden, weight, targets, block_bytes=16 * 2 * 8), weight)[0]
+    found = gradients(cross_entropy_sum(hidden, weight, targets), weight)[0]
     assert (found.float() - wanted.float()).abs().max() <= 0.01 * wanted.float().abs().max()
 
 
-def test_logits_of_all_tokens_are_never_held_at_once():
+def test_logits_of_all_tokens_are_never_held_at_once(held_at_once):
+    held_at_once(8 * 100 * 4)
     hidden, weight, targets = inputs(64, 4, 100)
     with Watched() as seen:
-        logprobs, _ = selected_logprobs(hidden, weight, targets, block_bytes=8 * 100 * 4)
+        logprobs, _ = selected_logprobs(hidden, weight, targets)
         logprobs.sum().backward()
-        cross_entropy_sum(hidden, weight, targets, block_bytes=8 * 100 * 4).backward()
+        cross_entropy_sum(hidden, weight, targets).backward()
     assert seen.num_bytes == 8 * 100 * 4
 
 
