@@ -71,24 +71,21 @@ class Objective(Protocol):
     """Goal of one stage's training.
 
     begin: called once, with the weights that the stage begins with, by every rank; may score its data with them.
-    count: what the loss of a batch is a sum over. loss: that sum with its gradient, and sums for `means_of`.
+    count: what the loss of a batch is a sum over, its labels by default. loss: that sum with its gradient, and sums for
+    `means_of`.
     """
 
-    def begin(self, stage: "PreparedStage") -> None: ...
+    def begin(self, stage: "PreparedStage") -> None:
+        """By default an objective needs nothing."""
 
-    def count(self, batch: Batch) -> int: ...
+    def count(self, batch: Batch) -> int:
+        return batch.num_labels
 
     def loss(self, engine: Any, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]: ...
 
 
-class NextToken:
+class NextToken(Objective):
     """-log p of each label, in nats."""
-
-    def begin(self, stage: "PreparedStage") -> None:
-        """Needs nothing."""
-
-    def count(self, batch: Batch) -> int:
-        return batch.num_labels
 
     def loss(self, engine: Any, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
         return next_token_loss(engine, to_device(batch, engine.device)), {}

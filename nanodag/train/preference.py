@@ -23,7 +23,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
 from nanodag.model.attention import on_device
 from nanodag.registry import entry
-from nanodag.train.objective import OVER, to_device
+from nanodag.train.objective import OVER, Objective, to_device
 from nanodag.train.packing import Batch
 from nanodag.worker.job import leave_stopped, stop_requested
 
@@ -197,7 +197,7 @@ def _reported_alone(gains: Tensor, points: Tensor, lengths: Tensor) -> dict[str,
     return sums
 
 
-class Preference:
+class Preference(Objective):
     """The stage's preference loss, summed over pairs, or over answers where it judges these alone."""
 
     def begin(self, stage: "PreparedStage") -> None:
@@ -231,7 +231,7 @@ class Preference:
         return loss, _reported_alone(gains, points, lengths) if self._judges_alone else _reported(gains, "gain")
 
 
-class PairwiseReward:
+class PairwiseReward(Objective):
     """-log sigmoid(chosen - rejected - margin), the Bradley-Terry model, and the square of the scores' sum, which keeps
     them around 0; summed over pairs. Source: Llama 2, arXiv:2307.09288 (margin); arXiv:2312.09244 (centring)."""
 
@@ -254,17 +254,11 @@ class PairwiseReward:
         return loss, reported if torch.is_grad_enabled() else reported | _calibration(_lead(pairs))
 
 
-class StepReward:
+class StepReward(Objective):
     """Binary cross entropy of how right each step of an answer is, at its last token; summed over steps.
 
     Source: Let's Verify Step by Step, arXiv:2305.20050.
     """
-
-    def begin(self, stage: "PreparedStage") -> None:
-        """Needs nothing."""
-
-    def count(self, batch: Batch) -> int:
-        return batch.num_labels
 
     def loss(self, engine: Any, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Reported: accuracy, the share of steps that are told right or wrong as their labels say; the same of wrong
