@@ -96,11 +96,10 @@ class TokenBatches:
         self._window_pieces, self._window_positions = window_pieces, window_rows * sequence_length
         self._mixture = Mixture(sources, **mixing)
         self._seed, self._is_alone = self._mixture.seed, self._mixture.world == 1
-        self._pieces_of, bos_id, self._pad_id = _tokenising(
-            self._mixture.kind, tokenizer_path, scores_ends=scores_ends, step_separator=step_separator
-        )
+        self._pieces_of, encoding = _tokenising(self._mixture.kind, tokenizer_path, scores_ends, step_separator)
+        self._pad_id = encoding.pad_id
         self._make_pieces: Callable[[Sequence[Drawn]], list[Piece]] = self._tokenised
-        self._new_packer = partial(Packer, sequence_length, bos_id=bos_id)
+        self._new_packer = partial(Packer, sequence_length, bos_id=encoding.bos_id)
         self._counts = dict.fromkeys(_COUNTED, 0)
         self._trained = [(0, 0)] * len(sources)
         self._prefetch = prefetch
@@ -369,8 +368,10 @@ def tokenising_threads(device: str, *, cores: int, ranks: int) -> int:
 Tokenise = Callable[[Sequence[dict[str, Any]]], list[Piece]]
 
 
-def _tokenising(kind: str, tokenizer_path: Path, scores_ends: bool, step_separator: str) -> tuple[Tokenise, int, int]:
-    """Records -> pieces, the id that begins documents, and the id of padding."""
+def _tokenising(
+    kind: str, tokenizer_path: Path, scores_ends: bool, step_separator: str
+) -> tuple[Tokenise, "Encoding"]:
+    """Records -> pieces, and the tokenizer whose ids begin documents and fill up."""
     from nanodag.tokenizer.chat import NO_SWITCHES, load_renderer
     from nanodag.tokenizer.encoding import Encoding
 
@@ -384,20 +385,12 @@ def _tokenising(kind: str, tokenizer_path: Path, scores_ends: bool, step_separat
         return pieces
 
     if kind == "document":
-        return from_documents, encoding.bos_id, encoding.pad_id
+        return from_documents, encoding
     renderer = load_renderer(tokenizer_path)
-
-    def from_pairs(records: Sequence[dict[str, Any]]) -> list[Piece]:
-        return [_pair_of(record, renderer, scores_ends) for record in records]
-
     if kind in ("preference", "judgement"):
-        return from_pairs, encoding.bos_id, encoding.pad_id
-
-    def from_steps(records: Sequence[dict[str, Any]]) -> list[Piece]:
-        return [_steps_of(record, renderer, encoding, step_separator) for record in records]
-
+        return lambda records: [_pair_of(record, renderer, scores_ends) for record in records], encoding
     if kind == "stepwise":
-        return from_steps, encoding.bos_id, encoding.pad_id
+        return lambda records: [_steps_of(record, renderer, encoding, step_separator) for record in records], encoding
 
     def from_both(records: Sequence[dict[str, Any]]) -> list[Piece]:
         chat_records = [r for r in records if "messages" in r]
@@ -407,7 +400,7 @@ def _tokenising(kind: str, tokenizer_path: Path, scores_ends: bool, step_separat
         documents = iter(from_documents([r for r in records if "text" in r]))
         return [next(documents) if "text" in r else conversation_piece(*next(chats)) for r in records]
 
-    return from_both, encoding.bos_id, encoding.pad_id
+    return from_both, encoding
 
 
 def _pair_of(record: dict[str, Any], renderer: "ChatRenderer", scores_ends: bool) -> Piece:
