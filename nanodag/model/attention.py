@@ -22,7 +22,7 @@ import inspect
 import math
 from collections.abc import Callable
 from ctypes import Structure, c_int64, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -57,33 +57,30 @@ class Attend(Protocol):
 
 def document_attention(document_ids: np.ndarray) -> "Packed":
     """The Attend of packed documents. document_ids: (B, T) integers, one number a document within a row; padding -1."""
-    return attention(sequences_of_documents(document_ids))
+    return Packed(sequences_of_documents(document_ids))
 
 
 def group_attention(prompts: NDArray[np.int64], responses: NDArray[np.int64]) -> "Packed":
     """The Attend of one row of prompts and responses, by `sequences_of_group`."""
-    return attention(sequences_of_group(prompts, responses))
+    return Packed(sequences_of_group(prompts, responses))
 
 
-def attention(sequences: Sequences, places: Places = None) -> "Packed":
-    """The Attend of these sequences, laid out on the query's device when it is first called.
+@dataclass(eq=False)
+class Packed:
+    """The Attend of sequences, laid out on the query's device when it is first called. It says where they lie to a
+    model that attends by code of its own.
 
     places: (Q,) int64, ascending, the tokens that ask, where not all do: of each sequence the last ones, of one row.
     Then query is (1, Q, H, D), and so is the result.
     """
-    return Packed(sequences, places)
 
-
-class Packed:
-    """The Attend of sequences, which says where they lie to a model that attends by code of its own."""
-
-    def __init__(self, sequences: Sequences, places: Places) -> None:
-        self.sequences = sequences
-        self._places, self._made = places, list[Flat]()
+    sequences: Sequences
+    places: Places = None
+    _made: list[Flat] = field(default_factory=list, init=False)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, window: int | None = None) -> Tensor:
         if not self._made:
-            self._made.append(BACK_ENDS[back_end_of(query)](self.sequences, self._places, query.device))
+            self._made.append(BACK_ENDS[back_end_of(query)](self.sequences, self.places, query.device))
         return self._made[0](query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), window).view(query.shape)
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from nanodag.config.footprint import MAX_LOGITS
 from nanodag.errors import ConfigError, TrainingDiverged
-from nanodag.model.attention import attention, on_device
+from nanodag.model.attention import Packed, on_device
 from nanodag.model.cpu_linear import times_transposed
 from nanodag.model.folder import CausalModel
 from nanodag.model.head import likeliest
@@ -151,7 +151,7 @@ def scores_at(
     for batch in in_batches(questions, micro_batch_tokens=batch_tokens, max_positions=longest) if asked else ():
         arrays = (batch.ids, batch.positions, batch.predict_at)
         ids, positions, at = (on_device(array, scorer.score.weight.device) for array in arrays)
-        found = scorer(ids[None], positions[None], places=at, attend=attention(batch.sequences)).tolist()
+        found = scorer(ids[None], positions[None], places=at, attend=Packed(batch.sequences)).tolist()
         for number, question in batch.questions:
             _, places = asked[number]
             scores[number] = [found[place - places[0]] for place in places]
@@ -254,7 +254,7 @@ def score_batch(
     ids, positions = (on_device(values, device)[None] for values in (batch.ids, batch.positions))
     # What is predicted from one place has its logits computed once.
     places, rows = np.unique(batch.predict_at, return_inverse=True)  # (M,) and (N,)
-    attend, attend_last = attention(batch.sequences), attention(batch.sequences, places)
+    attend, attend_last = Packed(batch.sequences), Packed(batch.sequences, places)
     at = on_device(places, device)
     hidden = forward(ids, positions, want="hidden", attend=attend, attend_last=attend_last, places=at)[0]  # (M, D)
     with head() as weight:

@@ -368,9 +368,7 @@ def tokenising_threads(device: str, *, cores: int, ranks: int) -> int:
 Tokenise = Callable[[Sequence[dict[str, Any]]], list[Piece]]
 
 
-def _tokenising(
-    kind: str, tokenizer_path: Path, scores_ends: bool, step_separator: str
-) -> tuple[Tokenise, "Encoding"]:
+def _tokenising(kind: str, tokenizer_path: Path, scores_ends: bool, step_separator: str) -> tuple[Tokenise, "Encoding"]:
     """Records -> pieces, and the tokenizer whose ids begin documents and fill up."""
     from nanodag.tokenizer.chat import NO_SWITCHES, load_renderer
     from nanodag.tokenizer.encoding import Encoding

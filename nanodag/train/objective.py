@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanodag.model.attention import Attend, attention, on_device, sequences_of_documents
+from nanodag.model.attention import Attend, Packed, on_device, sequences_of_documents
 from nanodag.model.decoder import IGNORED
 from nanodag.train.packing import Batch
 
@@ -45,7 +45,7 @@ def to_device(batch: Batch, device: torch.device) -> DeviceBatch:
         input_ids=on_device(batch.input_ids, device),
         labels=on_device(batch.labels, device),
         position_ids=on_device(batch.position_ids, device),
-        attend=attention(sequences),
+        attend=Packed(sequences),
         label_places=on_device(np.flatnonzero(batch.labels != IGNORED), device),
     )
 

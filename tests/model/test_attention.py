@@ -52,7 +52,7 @@ def tensors_of(sequences, num_kv_heads, width, dtype=torch.float32):
 
 def assert_exact(sequences, tensors, window=None, *, has_gradient=True):
     doubles = [tensor.detach()[0].double().requires_grad_() for tensor in tensors]
-    out, expected = attention.attention(sequences)(*tensors, window), by_hand(*doubles, sequences, window)
+    out, expected = attention.Packed(sequences)(*tensors, window), by_hand(*doubles, sequences, window)
     atol = TOLERANCES[tensors[0].dtype]
     assert out.dtype == tensors[0].dtype and out.shape == tensors[0].shape
     torch.testing.assert_close(out[0].double(), expected, rtol=0, atol=atol)
@@ -89,8 +89,8 @@ def test_where_the_last_tokens_of_each_sequence_ask_they_are_answered_as_among_a
         query, key, value = tensors_of(sequences, 2, 16)
         places = np.concatenate([np.arange(start + length // 2, start + length) for start, length, _ in sequences])
         with torch.no_grad():
-            whole = attention.attention(sequences)(query, key, value, 7)
-            found = attention.attention(sequences, places)(query[:, places], key, value, 7)
+            whole = attention.Packed(sequences)(query, key, value, 7)
+            found = attention.Packed(sequences, places)(query[:, places], key, value, 7)
         torch.testing.assert_close(found, whole[:, places], rtol=0, atol=1e-6)
 
 
@@ -178,7 +178,7 @@ def test_the_number_of_threads_changes_no_bit():
 def test_heads_that_are_views_with_gaps_between_tokens_are_read_in_place():
     fused = torch.randn(1, IDS.size, 3, 4, 32)
     views, copies = fused.unbind(2), [part.contiguous() for part in fused.unbind(2)]
-    assert torch.equal(attention.attention(DOCUMENTS)(*views), attention.attention(DOCUMENTS)(*copies))
+    assert torch.equal(attention.Packed(DOCUMENTS)(*views), attention.Packed(DOCUMENTS)(*copies))
 
 
 def test_not_a_number_in_a_document_stays_in_it():

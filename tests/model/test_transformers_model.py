@@ -10,7 +10,7 @@ import torch
 
 from nanodag.errors import BadRequest, ConfigError
 from nanodag.model.architecture import read_checkpoint
-from nanodag.model.attention import attention, document_attention, sequences_of_group
+from nanodag.model.attention import Packed, document_attention, sequences_of_group
 from nanodag.model.folder import load, write_like
 from nanodag.model.headers import tensor_shapes
 from nanodag.model.transformers_class import check_known
@@ -64,7 +64,7 @@ def test_responses_have_the_logprobs_of_each_behind_its_prompt(pair: Any) -> Non
     _, theirs, ours = pair
     ids, _ = _rows()
     row = ids[1]
-    attend = attention(sequences_of_group(np.array([[0, 12]]), np.array([[12, 9, 0], [21, 15, 0]])))
+    attend = Packed(sequences_of_group(np.array([[0, 12]]), np.array([[12, 9, 0], [21, 15, 0]])))
     with torch.no_grad():
         hidden = ours(row[None, :36], row[None, :36], attend=attend, want="hidden")
         logits = ours.lm_head(hidden, None, "logits", 1.0)[0].float().log_softmax(-1)
