@@ -276,16 +276,17 @@ class Data:
         else:
             num_batches = math.ceil(config.validation_tokens / (self._rows * config.sequence_length))
             batches = list(islice(self._once(sources, "held_out", rank=0, world=1), num_batches))[rank::world]
-        if not engine.highest(len(batches)):
+        if not (most := int(engine.highest(len(batches)))):
             shares = ", ".join(f"{source.held_out} of {source.url}" for source in sources)
             raise ConfigError(
                 f"{self._job.name}.data: held_out holds out no row to validate on: {shares}. Raise the share, or set "
                 "validation_tokens to 0."
             )
-        token_bytes = torch.zeros(vocabulary, dtype=torch.int32)
+        batches += [self._empty] * (most - len(batches))
+        token_bytes = torch.zeros(vocabulary, dtype=torch.int32, device=engine.device)
         encoding_bytes = torch.from_numpy(encoding.token_bytes)[:vocabulary]
         token_bytes[: len(encoding_bytes)] = encoding_bytes
-        return Validation(engine, batches, self._empty, token_bytes, None if is_text else objective)
+        return Validation(engine, batches, token_bytes, None if is_text else objective)
 
     def reference(self) -> dict[int, tuple[float, float]]:
         """Log-probabilities of both answers of every pair, by its key, of the weights that the engine holds: those of a

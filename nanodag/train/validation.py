@@ -52,40 +52,33 @@ def score_objective(engine: TrainEngine, objective: Objective, batches: Sequence
     return ValidationLoss(loss=means.pop("loss"), metrics=means)
 
 
+@dataclass(frozen=True, eq=False)
 class Validation:
     """A fixed part of the held-out data, the same at every call.
 
-    batches: this rank's. token_bytes: (V,) int32, bytes of each token. All ranks take the same number of forward
-    passes. objective: what is measured in the place of the next token.
+    batches: this rank's, as many as every other's, for all go through the model together. token_bytes: (V,) int32 on
+    the engine's device, bytes of each token. objective: what is measured in the place of the next token.
     """
 
-    def __init__(
-        self,
-        engine: TrainEngine,
-        batches: list[Batch],
-        empty: Batch,
-        token_bytes: Tensor,
-        objective: Objective | None = None,
-    ) -> None:
-        self._engine, self._objective = engine, objective
-        self._token_bytes = token_bytes.to(engine.device)
-        longest = int(engine.highest(len(batches)))
-        self._batches = batches + [empty] * (longest - len(batches))
+    engine: TrainEngine
+    batches: Sequence[Batch]
+    token_bytes: Tensor
+    objective: Objective | None = None
 
     @torch.no_grad()
     def score(self) -> ValidationLoss:
         """The score of the current weights."""
-        engine = self._engine
-        if self._objective is not None:
-            return score_objective(engine, self._objective, self._batches)
+        engine = self.engine
+        if self.objective is not None:
+            return score_objective(engine, self.objective, self.batches)
         # nats, labels, nats of labels with bytes, bytes
         totals = torch.zeros(4, dtype=torch.float64, device=engine.device)
-        for batch in self._batches:
+        for batch in self.batches:
             moved = to_device(batch, engine.device)
             logprobs, _ = engine(
                 moved.input_ids, moved.position_ids, targets=moved.labels, want="logprobs", attend=moved.attend
             )
-            num_bytes = self._token_bytes[moved.labels[moved.labels >= 0]]
+            num_bytes = self.token_bytes[moved.labels[moved.labels >= 0]]
             nats = -logprobs.double()
             text_bytes = num_bytes.sum().double() - batch.surplus_bytes
             totals += torch.stack([nats.sum(), nats.new_tensor(nats.numel()), nats[num_bytes > 0].sum(), text_bytes])

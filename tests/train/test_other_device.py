@@ -58,7 +58,7 @@ def test_loss_gradients_and_validation_are_the_same_and_no_loss_waits_for_the_de
         assert not seen.reads
         gradients = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
         assert loss.device.type == device.type and all(g is None or g.device.type == device.type for g in gradients)
-        score = Validation(engine, [BATCH, BATCH], BATCH, token_bytes).score()
+        score = Validation(engine, [BATCH, BATCH], token_bytes.to(device)).score()
         found = [value for g in gradients if g is not None for value in g.flatten().tolist()]
         return [loss.item(), score.loss, score.metrics["bits_per_byte"], *found]
 
