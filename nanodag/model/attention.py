@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
-from nanodag.model.c_library import DTYPES, c_library, on_threads
+from nanodag.model.c_library import DTYPES, c_library, fields, on_threads
 
 SOURCE = Path(__file__).with_name("attention.c")
 HEAD_UNIT = 16  # a head's width must be a multiple of it for `attention.c`
@@ -359,10 +359,9 @@ class _Tokens(Structure):
 
 class _Attention(Structure):
     _fields_ = [
-        *((name, c_int64) for name in ("num_groups", "num_heads", "num_kv_heads", "head_dim", "is_bf16")),
-        *((name, c_int64) for name in ("longest", "window")),
-        *((name, c_void_p) for name in ("groups", "pieces", "before", "queries", "logsumexp")),
-        *((name, _Tokens) for name in ("query", "key", "value", "output", "d_output", "d_query", "d_key", "d_value")),
+        *fields(c_int64, "num_groups num_heads num_kv_heads head_dim is_bf16 longest window"),
+        *fields(c_void_p, "groups pieces before queries logsumexp"),
+        *fields(_Tokens, "query key value output d_output d_query d_key d_value"),
     ]
 
 

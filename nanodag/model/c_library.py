@@ -15,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -65,6 +66,11 @@ def _processor() -> str:
     facts = processor_facts()
     fields = [f"{name}: {facts[name]}" for name in ("model name", "flags", "Features", "CPU part") if name in facts]
     return "\n".join(fields) or platform.platform() + platform.processor()
+
+
+def fields(kind: Any, names: str) -> list[tuple[str, Any]]:
+    """Fields of a ctypes structure, all of one type."""
+    return [(name, kind) for name in names.split()]
 
 
 def on_threads(work: Callable[[int, int], None]) -> None:

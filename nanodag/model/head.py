@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from nanodag.config.footprint import HEAD_BLOCK_BYTES
-from nanodag.model.c_library import DTYPES, c_library, on_threads
+from nanodag.model.c_library import DTYPES, c_library, fields, on_threads
 from nanodag.model.cpu_linear import times_transposed
 from nanodag.model.transformers_class import capped
 
@@ -285,11 +285,10 @@ def _scores(logits: Tensor, temperature: float) -> Tensor:
 
 class _Rows(Structure):
     _fields_ = [
-        *((name, c_int64) for name in ("num_rows", "vocabulary", "is_bf16")),
-        *((name, c_void_p) for name in ("logits", "d_logits", "targets")),
+        *fields(c_int64, "num_rows vocabulary is_bf16"),
+        *fields(c_void_p, "logits d_logits targets"),
         ("temperature", c_double),
-        *((name, c_void_p) for name in ("losses", "selected", "logsumexp", "entropies")),
-        *((name, c_void_p) for name in ("d_logprobs", "d_entropies", "places")),
+        *fields(c_void_p, "losses selected logsumexp entropies d_logprobs d_entropies places"),
     ]
 
 

@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from nanodag.model import cpu_linear
 from nanodag.model.architecture import cpu_layer_fits
-from nanodag.model.c_library import DTYPES, c_library, on_threads
+from nanodag.model.c_library import DTYPES, c_library, fields, on_threads
 
 SOURCE = Path(__file__).with_name("layer.c")
 PARTS = 16  # runs of rows, as in layer.c
@@ -245,10 +245,9 @@ class Gated(torch.autograd.Function):
 
 class _Walk(Structure):
     _fields_ = [
-        *((name, c_int64) for name in ("num_rows", "num_heads", "width", "is_bf16")),
+        *fields(c_int64, "num_rows num_heads width is_bf16"),
         ("eps", c_double),
-        *((name, c_void_p) for name in ("x", "weight", "cos", "sin", "up", "d_y", "added", "y", "d_x", "d_up")),
-        *((name, c_void_p) for name in ("scales", "d_weights")),
+        *fields(c_void_p, "x weight cos sin up d_y added y d_x d_up scales d_weights"),
     ]
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nanodag.model.architecture import Architecture
-from nanodag.model.c_library import c_library
+from nanodag.model.c_library import c_library, fields
 from nanodag.sampler.weights import VOCABULARY_BLOCK, Weights
 
 LANES = 16  # widths must be multiples of it
@@ -60,31 +60,24 @@ class _Matrix(Structure):
 
 class _Layer(Structure):
     _fields_ = [
-        *((name, _Matrix) for name in ("qkv", "output", "gate_up", "down")),
-        *((name, c_void_p) for name in ("qkv_bias", "qk_gain", "output_bias", "keys", "values")),
-        *((name, c_int64) for name in ("is_rotated", "window")),
+        *fields(_Matrix, "qkv output gate_up down"),
+        *fields(c_void_p, "qkv_bias qk_gain output_bias keys values"),
+        *fields(c_int64, "is_rotated window"),
     ]
+
+
+_SIZES = fields(c_int64, "num_layers hidden_size num_kv_heads heads_per_kv head_dim intermediate_size vocab_size")
 
 
 class _Model(Structure):
     _fields_ = [
-        *(
-            (name, c_int64)
-            for name in (
-                "num_layers", "hidden_size", "num_kv_heads", "heads_per_kv", "head_dim", "intermediate_size",
-                "vocab_size", "vocab_width", "capacity", "hidden_stride", "cache_is_bf16",
-            )
-        ),
+        *_SIZES,
+        *fields(c_int64, "vocab_width capacity hidden_stride cache_is_bf16"),
         ("norm_eps", c_double),
-        *((name, _Matrix) for name in ("embedding", "head")),
-        *(
-            (name, c_void_p)
-            for name in (
-                "norm", "rotations", "layers", "hidden", "normed", "qkv", "attended", "gate_up", "activated", "logits",
-                "scratch", "rounded", "packed",
-            )
-        ),
-    ]  # fmt: skip
+        *fields(_Matrix, "embedding head"),
+        *fields(c_void_p, "norm rotations layers hidden normed qkv attended gate_up activated logits scratch rounded"),
+        ("packed", c_void_p),
+    ]
 
 
 class Kernel:
@@ -117,11 +110,8 @@ class Kernel:
             self._layers[index].values = _address(buffers.values[index])
             self._layers[index].is_rotated = index not in a.unrotated_layers
             self._layers[index].window = a.window_of(index) or 0
-        sizes = (
-            "num_layers", "hidden_size", "num_kv_heads", "heads_per_kv", "head_dim", "intermediate_size", "vocab_size",
-        )  # fmt: skip
         self._model = _Model(
-            **{name: getattr(a, name) for name in sizes},
+            **{name: getattr(a, name) for name, _ in _SIZES},
             **{name: _address(tensor) for name, tensor in worked_in.items()},
             vocab_width=self.logits.shape[1],
             capacity=buffers.capacity,

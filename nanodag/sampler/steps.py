@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from nanodag.inference.cache_size import slot_tokens
+from nanodag.model.c_library import fields
 from nanodag.sampler.drawing import draw, likeliest
 from nanodag.sampler.kernel import Kernel
 from nanodag.sampler.model import SamplerModel
@@ -63,16 +64,10 @@ def _tell(scores: torch.Tensor, table: SlotTable) -> None:
 
 class _Table(Structure):
     _fields_ = [
-        ("capacity", c_int64),
-        ("stop_width", c_int64),
-        *(
-            (name, c_void_p)
-            for name in (
-                "active", "greedy", "temperature", "top_p", "top_k", "limits", "stop_ids", "keys", "tokens",
-                "positions", "counts", "output_ids", "logprobs", "drawn_tokens", "drawn_logprobs", "outcomes",
-            )
-        ),
-    ]  # fmt: skip
+        *fields(c_int64, "capacity stop_width"),
+        *fields(c_void_p, "active greedy temperature top_p top_k limits stop_ids keys tokens positions counts"),
+        *fields(c_void_p, "output_ids logprobs drawn_tokens drawn_logprobs outcomes"),
+    ]
 
 
 class CompiledSteps:
