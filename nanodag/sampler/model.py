@@ -14,6 +14,7 @@ H hidden, Q query heads, K key/value heads, G = Q / K, D head, F intermediate, V
 """
 
 from collections.abc import Collection, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ from nanodag.sampler.kernel import CACHE_BLOCK, Buffers, Kernel, bind
 from nanodag.sampler.weights import LayerWeights, NamedTensors, Weights
 
 
+@dataclass(eq=False)
 class SamplerModel:
     """Weights, cache and buffers of one model. Not thread-safe: one thread at a time calls it.
 
@@ -39,28 +41,19 @@ class SamplerModel:
     """
 
     keeps_prompts = True  # a slot, its prompt, until another sample takes it
+    architecture: Architecture
     weights: Weights
-    buffers: Buffers
-    kernel: Kernel | None
+    _: KW_ONLY
+    num_slots: int
+    capacity: int
+    deterministic: bool
+    cache_dtype: torch.dtype
+    buffers: Buffers = field(init=False)
+    kernel: Kernel | None = field(init=False)
 
-    def __init__(
-        self,
-        architecture: Architecture,
-        weights: Weights,
-        *,
-        num_slots: int,
-        capacity: int,
-        deterministic: bool,
-        cache_dtype: torch.dtype = torch.float32,
-    ) -> None:
-        self.architecture = architecture
-        self.weights = weights
-        self.num_slots = num_slots
-        self.capacity = capacity
-        self.deterministic = deterministic
-        self.device = weights.head.device
-        self._cache_dtype = cache_dtype
-        self.rotations = _rotations(architecture.rope, architecture.head_dim, capacity).to(self.device)
+    def __post_init__(self) -> None:
+        self.device, a = self.weights.head.device, self.architecture
+        self.rotations = _rotations(a.rope, a.head_dim, self.capacity).to(self.device)
         self.make_cache()
 
     def use(self, weights: NamedTensors) -> None:
@@ -90,7 +83,7 @@ class SamplerModel:
 
     def make_cache(self) -> None:
         """An empty one."""
-        self.buffers = Buffers(self.architecture, self.num_slots, self.capacity, self.device, self._cache_dtype)
+        self.buffers = Buffers(self.architecture, self.num_slots, self.capacity, self.device, self.cache_dtype)
         self._bind()
 
     def _bind(self) -> None:

@@ -19,7 +19,7 @@ D head, F intermediate.
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +121,7 @@ def load_weights(path: Path, architecture: Architecture, dtype: torch.dtype, dev
     return builder.whole()
 
 
+@dataclass(eq=False)
 class WeightsBuilder:
     """Makes weights of a checkpoint's tensors, rounded to ``dtype``, as they come: a layer as soon as its tensors are
     there, which are then let go. So a model is held once beside what has come of the layer under way.
@@ -129,36 +130,31 @@ class WeightsBuilder:
     output, so that it is known when a layer is whole.
     """
 
-    def __init__(
-        self,
-        architecture: Architecture,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        source: str,
-        has_bias: tuple[bool, bool] = (False, False),
-    ) -> None:
-        self._architecture, self._dtype, self._device, self._source = architecture, dtype, device, source
-        self._raw: dict[str, Tensor] = {}
-        self._taken: set[str] = set()
-        self._layers: dict[int, LayerWeights] = {}
-        self._names_each = _layer_names(architecture, *has_bias)
+    architecture: Architecture
+    dtype: torch.dtype
+    device: torch.device
+    _: KW_ONLY
+    source: str
+    has_bias: tuple[bool, bool] = (False, False)
+    _raw: dict[str, Tensor] = field(default_factory=dict, init=False)
+    _taken: set[str] = field(default_factory=set, init=False)
+    _layers: dict[int, LayerWeights] = field(default_factory=dict, init=False)
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
         """More of them, in any order. Raises BadRequest: a tensor that came before, has another shape, or holds NaN or
         infinity."""
         if twice := sorted(tensors.keys() & (self._raw.keys() | self._taken)):
-            raise BadRequest(f"{twice[0]!r} in {self._source} came twice")
+            raise BadRequest(f"{twice[0]!r} in {self.source} came twice")
         self._raw.update(tensors)
         for index in {int(match[1]) for match in map(_OF_LAYER.match, tensors) if match}:
-            names = [f"model.layers.{index}.{name}" for name in self._names_each]
-            if index < self._architecture.num_layers and all(name in self._raw for name in names):
+            names = [f"model.layers.{index}.{name}" for name in _layer_names(self.architecture, *self.has_bias)]
+            if index < self.architecture.num_layers and all(name in self._raw for name in names):
                 self._build(index)
 
     def whole(self) -> Weights:
         """Finish the weights. Raises BadRequest: a tensor that is missing, has another shape, holds NaN or infinity, or
         that this architecture has no place for."""
-        a = self._architecture
+        a = self.architecture
         for index in range(a.num_layers):
             if index not in self._layers:
                 self._build(index)
@@ -166,7 +162,7 @@ class WeightsBuilder:
         embedding, shape = "model.embed_tokens.weight", (a.vocab_size, a.hidden_size)
         norm = self._take("model.norm.weight", (a.hidden_size,)) * a.hidden_size**0.5
         weights = Weights(
-            embedding=None if a.tied else _stored(self._take(embedding, shape), self._dtype),
+            embedding=None if a.tied else _stored(self._take(embedding, shape), self.dtype),
             layers=[self._layers[index] for index in range(a.num_layers)],
             norm=norm,
             head=self._turned([embedding if a.tied else "lm_head.weight"], shape, padding=padding),
@@ -175,7 +171,7 @@ class WeightsBuilder:
         # Old Llama checkpoints carry the rotary frequencies, which follow from the config.
         left = [name for name in self._raw if name not in known and not name.endswith("rotary_emb.inv_freq")]
         if left:
-            raise BadRequest(f"the sampler has no place for {sorted(left)[:5]} ({len(left)} tensors) of {self._source}")
+            raise BadRequest(f"the sampler has no place for {sorted(left)[:5]} ({len(left)} tensors) of {self.source}")
         return weights
 
     def _build(self, index: int) -> None:
@@ -186,7 +182,7 @@ class WeightsBuilder:
                 del self._raw[name]
 
     def _layer(self, prefix: str) -> LayerWeights:
-        a, take = self._architecture, self._take
+        a, take = self.architecture, self._take
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
         q_width, kv_width = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
         widths = {"q": q_width, "k": kv_width, "v": kv_width}
@@ -197,7 +193,7 @@ class WeightsBuilder:
         mlp_norm = take(prefix + "post_attention_layernorm.weight", (a.hidden_size,))
         gate_and_up = [f"{mlp}{name}_proj.weight" for name in ("gate", "up")]
         return LayerWeights(
-            qkv=_stored(_fold_gain(norm, _fuse_heads(projections, a)), self._dtype),
+            qkv=_stored(_fold_gain(norm, _fuse_heads(projections, a)), self.dtype),
             qkv_bias=_fuse_heads(biases, a) if biases else None,
             qk_gain=self._qk_gain(attention) if a.qk_norm else None,
             output=self._turned([attention + "o_proj.weight"], (a.hidden_size, q_width)),
@@ -208,7 +204,7 @@ class WeightsBuilder:
 
     def _qk_gain(self, attention: str) -> Tensor:
         """(G+2, D): the gain of each query head, of the key, and ones for the value."""
-        a = self._architecture
+        a = self.architecture
         query, key = (self._take(f"{attention}{n}_norm.weight", (a.head_dim,))[_interleaved(a.head_dim)] for n in "qk")
         return torch.stack([query] * a.heads_per_kv + [key, torch.ones_like(key)])
 
@@ -228,33 +224,33 @@ class WeightsBuilder:
         rows, depth = shape
         out = torch.zeros if padding else torch.empty
         width = len(names) * rows + padding
-        whole = out(depth, width, dtype=_kept_dtype(depth * width, self._dtype), device=self._device)
+        whole = out(depth, width, dtype=_kept_dtype(depth * width, self.dtype), device=self.device)
         size = max(TURNED_ELEMENTS // depth // 64, 1) * 64
         for place, name in enumerate(names):
             raw = self._checked(name, shape)
             for begin in range(0, rows, size):
                 block = self._rounded(name, raw[begin : begin + size])
                 if gain is not None:
-                    block = (block * (gain * depth**0.5)).to(self._dtype)
+                    block = (block * (gain * depth**0.5)).to(self.dtype)
                 at = place * rows + begin
                 whole[:, at : at + len(block)] = block.to(whole.dtype).t().contiguous()
         return whole
 
     def _checked(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if name not in self._raw:
-            raise BadRequest(f"{self._source} has no tensor {name!r}")
+            raise BadRequest(f"{self.source} has no tensor {name!r}")
         tensor = self._raw[name]
         if tuple(tensor.shape) != shape:
             raise BadRequest(
-                f"{name!r} in {self._source} has shape {tuple(tensor.shape)}; its config.json implies {shape}"
+                f"{name!r} in {self.source} has shape {tuple(tensor.shape)}; its config.json implies {shape}"
             )
         self._taken.add(name)
         return tensor
 
     def _rounded(self, name: str, tensor: Tensor) -> Tensor:
         """Rounded to dtype, in float32; may be the tensor itself."""
-        tensor = tensor.to(device=self._device, dtype=self._dtype).to(torch.float32)
-        check_finite(name, tensor, self._source)
+        tensor = tensor.to(device=self.device, dtype=self.dtype).to(torch.float32)
+        check_finite(name, tensor, self.source)
         return tensor
 
 
