@@ -28,16 +28,13 @@ from nanodag.model.transformers_class import capped
 Want = Literal["loss", "logprobs", "all_logprobs", "logits", "hidden"]
 
 
-class Norm(nn.Module):
-    """Holds a weight of RMSNorm. Called, as the last one is, so that ZeRO-3 gathers it."""
+class Norm(nn.RMSNorm):
+    """Holds a weight of RMSNorm. Called, as the last one is, so that ZeRO-3 gathers it; rounds as transformers does."""
 
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self._eps = eps
+    eps: float
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self._eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class SelfAttention(nn.Module):
