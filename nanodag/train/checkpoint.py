@@ -164,9 +164,6 @@ class SavedState:
     shapes: Mapping[str, tuple[int, ...]]
     pieces: Mapping[tuple[str, str], list[tuple[int, int, Any]]]
 
-    def has(self, plane: str) -> bool:
-        return any(saved_plane == plane for saved_plane, _ in self.pieces)
-
     def fill(self, plane: str, segment: Segment, target: Tensor) -> None:
         """Copy what belongs to a segment into its view. Raises CorruptArtifact when a part of it is nowhere."""
         missing = segment.length

@@ -279,7 +279,7 @@ class TrainEngine:
                 saved.fill(plane, segment, view)
             self.updates.num_updates = saved.num_updates
             snapshot = None
-            if saved.has("snapshot"):
+            if any(plane == "snapshot" for plane, _ in saved.pieces):
                 snapshot = self.snapshot()
                 for segment in self.updates.segments:
                     saved.fill("snapshot", segment, snapshot[segment.flat].view(-1)[segment.where])

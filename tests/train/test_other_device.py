@@ -41,9 +41,6 @@ class OneRank:
     def summed(self, *values):
         return list(values)
 
-    def highest(self, value):
-        return value
-
 
 def test_loss_gradients_and_validation_are_the_same_and_no_loss_waits_for_the_device():
     model = Decoder(qwen3_architecture(SHAPE, vocabulary=20, rope_theta=1e4, max_positions=16))
