@@ -37,16 +37,9 @@ _EXCEPTION = re.compile(
     r"|Failed|Killed|Stopped|Interrupted))"
     r"(?:: (?P<message>.*))?"
 )
-# How gloo, NCCL and torch's stores tell of a rank that is gone, in any process that waited for it.
-_LOST_RANK = re.compile(
-    r"gloo/transport/tcp/(?:pair|buffer|unbound_buffer)\.cc|connectFullMesh|[Cc]onnection closed by (?:remote )?peer"
-    r"|failed to pass monitoredBarrier|[Rr]emote process exit|NCCL (?:error|communicator was aborted)"
-    r"|Watchdog caught collective operation timeout|Dist(?:Backend|Network|Store)Error"
-)
-_CONSEQUENCE = re.compile(
-    rf"{_LOST_RANK.pattern}|ChildFailedError|CalledProcessError|BrokenProcessPool|RemoteException"
-    r"|Trainer rank \d+ ended|its own lines above say why|BrokenPipeError|ConnectionResetError"
-)
+_WORDS: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+_LOST_RANK = re.compile("|".join(_WORDS["lost_rank"]))
+_CONSEQUENCE = re.compile("|".join([*_WORDS["lost_rank"], *_WORDS["consequence"]]))
 _RANK_SIGNAL = re.compile(r"(?P<is_first>failed \()?exitcode *: -(?P<signal>\d+)\b.*\(pid: (?P<pid>\d+)\)")
 _TORCHRUN_KILLED = re.compile(r"Unable to shutdown process (?P<pid>\d+) via")
 
@@ -76,9 +69,6 @@ class Cause:
     advice: str
 
 
-_RULES: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-
-
 def cause_of(ended: Ended, *, stage: str, kind: str, run: str, composed: str = "") -> Cause:
     """The cause of an end without a result, in words for whoever reads it in the UI or in the terminal.
 
@@ -101,7 +91,7 @@ def cause_of(ended: Ended, *, stage: str, kind: str, run: str, composed: str = "
     exceptions = _exceptions(ended.lines)
     last = next((line for line in reversed(exceptions) if not _CONSEQUENCE.search(line)), "")
     for lines in ([last], exceptions[::-1]):
-        for rule in _RULES:
+        for rule in _WORDS["rules"]:
             line = next((line for line in lines if re.search("|".join(rule["pattern"]), line)), "")
             if line and (rule.get("is_deep") or line is last):
                 error = getattr(errors, rule.get("error", "StageFailed"))
@@ -208,12 +198,6 @@ def _exceptions(lines: Sequence[str]) -> list[str]:
             text = f"{name}: {match['message']}" if match["message"] else name
             exceptions.append(f"{text} ({users_line})" if users_line and users_line not in text else text)
             continue
-        if line.strip() and line not in _CHAINED:
+        if line.strip() and line not in _WORDS["chained"]:
             users_line = ""
     return exceptions
-
-
-_CHAINED = (
-    "The above exception was the direct cause of the following exception:",
-    "During handling of the above exception, another exception occurred:",
-)

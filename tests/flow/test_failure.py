@@ -160,7 +160,8 @@ def test_the_users_own_line_stands_behind_the_reason_and_ours_does_not():
         "failed: KeyError: 'answer_column' (/home/me/myreward.py, line 7, in score)"
     )
     assert cause(*installed, "KeyError: 'loss'").what == "failed: KeyError: 'loss'"
-    chained = [*mine, "KeyError: 'x'", "", failure._CHAINED[0], "", *TRACEBACK, "nanodag.errors.SourceError: row 3"]
+    between = failure._WORDS["chained"][0]
+    chained = [*mine, "KeyError: 'x'", "", between, "", *TRACEBACK, "nanodag.errors.SourceError: row 3"]
     assert cause(*chained).what == "cannot use its data: row 3 (/home/me/myreward.py, line 7, in score)"
 
 
