@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from nanodag.model.architecture import Architecture
 from nanodag.model.attention import Attend, document_attention
 from nanodag.model.head import IGNORED, cross_entropy_sum, selected_logprobs
-from nanodag.model.layer import Functions, Heads, rms_norm
+from nanodag.model.layer import Functions, rms_norm
 from nanodag.model.rope import rope_frequencies, rope_scale
 from nanodag.model.transformers_class import capped
 
@@ -69,8 +69,7 @@ class Layer(nn.Module):
         self.input_layernorm = Norm(of.hidden_size, of.norm_eps)
         self.post_attention_layernorm = Norm(of.hidden_size, of.norm_eps)
         self.self_attn, self.mlp = SelfAttention(of), MLP(of)
-        self._functions = functions
-        self._heads = Heads(head_dim=of.head_dim, mlp_width=of.intermediate_size, norm_eps=of.norm_eps)
+        self._functions, self._of = functions, of
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, places: Tensor | None = None) -> Tensor:
         """x (B, T, W), cos and sin (B, T, 1, D / 2) -> (B, T, W). places: (Q,) of one row, to which it is computed
@@ -83,7 +82,7 @@ class Layer(nn.Module):
         weights = tuple(p.weight for p in projected)
         flat, cos, sin = x.flatten(0, 1), cos.flatten(0, 1), sin.flatten(0, 1)
         flat, query, key, value = self._functions.before(
-            flat, cos, sin, self.input_layernorm.weight, weights, biases, qk_norms, heads=self._heads, places=places
+            flat, cos, sin, self.input_layernorm.weight, weights, biases, qk_norms, of=self._of, places=places
         )
         key, value = key.unflatten(0, rows), value.unflatten(0, rows)
         rows = rows if places is None else (1, len(places))
@@ -98,7 +97,7 @@ class Layer(nn.Module):
             mlp.gate_proj.weight,
             mlp.up_proj.weight,
             mlp.down_proj.weight,
-            heads=self._heads,
+            of=self._of,
         )
         return out.unflatten(0, rows)
 

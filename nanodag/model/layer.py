@@ -12,7 +12,6 @@ import ctypes
 import math
 from collections.abc import Callable, Sequence
 from ctypes import Structure, c_double, c_int64, c_void_p
-from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,22 +22,13 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from nanodag.model import cpu_linear
-from nanodag.model.architecture import cpu_layer_fits
+from nanodag.model.architecture import Architecture, cpu_layer_fits
 from nanodag.model.c_library import DTYPES, c_library, fields, on_threads
 
 SOURCE = Path(__file__).with_name("layer.c")
 PARTS = 16  # runs of rows, as in layer.c
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """A function like torch.nn.functional.linear."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Heads:
-    """Sizes that the layer's functions need beyond their tensors."""
-
-    head_dim: int
-    mlp_width: int
-    norm_eps: float
 
 
 class Operations(NamedTuple):
@@ -60,20 +50,20 @@ def before_attention(
     biases: Sequence[Tensor] | None,
     qk_norms: Sequence[Tensor] | None,
     *,
-    heads: Heads,
+    of: Architecture,
     operations: Operations,
     places: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x (N, W), cos and sin (N, 1, D / 2) -> x itself, query (N, H, D), key and value (N, K, D). places: (Q,), of which
     alone the query is computed: (Q, H, D)."""
-    x, h = operations.norm(x, norm, heads.norm_eps)
+    x, h = operations.norm(x, norm, of.norm_eps)
     query, key, value = (
-        operations.linear(inputs, weight, None if biases is None else biases[i]).unflatten(-1, (-1, heads.head_dim))
+        operations.linear(inputs, weight, None if biases is None else biases[i]).unflatten(-1, (-1, of.head_dim))
         for i, (inputs, weight) in enumerate(zip((at(h, places), h, h), projections, strict=True))
     )
     of_query, of_key = qk_norms or (None, None)
-    query = operations.rotate(query, of_query, at(cos, places), at(sin, places), heads.norm_eps)
-    return x, query, operations.rotate(key, of_key, cos, sin, heads.norm_eps), value
+    query = operations.rotate(query, of_query, at(cos, places), at(sin, places), of.norm_eps)
+    return x, query, operations.rotate(key, of_key, cos, sin, of.norm_eps), value
 
 
 def after_attention(
@@ -86,12 +76,12 @@ def after_attention(
     up: Tensor,
     down: Tensor,
     *,
-    heads: Heads,
+    of: Architecture,
     operations: Operations,
 ) -> Tensor:
     """The rest of a layer: x (N, W) and attended (N, H * D) -> (N, W)."""
     linear = operations.linear
-    x, h = operations.norm(linear(attended, output, output_bias).add_(x), norm, heads.norm_eps)
+    x, h = operations.norm(linear(attended, output, output_bias).add_(x), norm, of.norm_eps)
     return linear(operations.gate(linear(h, gate, None), linear(h, up, None)), down, None).add_(x)
 
 
@@ -109,29 +99,27 @@ class Functions:
         self.linear: Linear = functional.linear
 
     def before(
-        self, x: Tensor, cos: Tensor, sin: Tensor, *weights: Any, heads: Heads, places: Tensor | None
+        self, x: Tensor, cos: Tensor, sin: Tensor, *weights: Any, of: Architecture, places: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """`before_attention`, with x as the layer's other half is to take it."""
-        operations = self._operations(x, heads)
+        operations = self._operations(x, of)
         if operations is None:
-            x, query, key, value = self._compiled[0](*_any_length(x, cos, sin), *weights, heads=heads)
+            x, query, key, value = self._compiled[0](*_any_length(x, cos, sin), *weights, of=of)
             query = at(query, places)
         else:
-            x, query, key, value = before_attention(
-                x, cos, sin, *weights, heads=heads, operations=operations, places=places
-            )
+            x, query, key, value = before_attention(x, cos, sin, *weights, of=of, operations=operations, places=places)
         return at(x, places), query, key, value
 
-    def after(self, x: Tensor, attended: Tensor, *weights: Any, heads: Heads) -> Tensor:
+    def after(self, x: Tensor, attended: Tensor, *weights: Any, of: Architecture) -> Tensor:
         """`after_attention`."""
-        operations = self._operations(x, heads)
+        operations = self._operations(x, of)
         if operations is None:
-            return self._compiled[1](*_any_length(x, attended), *weights, heads=heads)
-        return after_attention(x, attended, *weights, heads=heads, operations=operations)
+            return self._compiled[1](*_any_length(x, attended), *weights, of=of)
+        return after_attention(x, attended, *weights, of=of, operations=operations)
 
-    def _operations(self, x: Tensor, heads: Heads) -> Operations | None:
+    def _operations(self, x: Tensor, of: Architecture) -> Operations | None:
         """None where a layer whose input is x (N, W) is compiled."""
-        fits = cpu_layer_fits(width=x.shape[1], head_dim=heads.head_dim, mlp_width=heads.mlp_width)
+        fits = cpu_layer_fits(width=x.shape[1], head_dim=of.head_dim, mlp_width=of.intermediate_size)
         if x.device.type == "cpu" and x.dtype in DTYPES and fits:
             return OWN
         return None if self.compiled else TORCH._replace(linear=self.linear)
@@ -140,11 +128,11 @@ class Functions:
     def _compiled(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """At first use: torch's compiler takes a second to import."""
 
-        def before(*tensors: Any, heads: Heads) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-            return before_attention(*tensors, heads=heads, operations=TORCH)
+        def before(*tensors: Any, of: Architecture) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+            return before_attention(*tensors, of=of, operations=TORCH)
 
-        def after(*tensors: Any, heads: Heads) -> Tensor:
-            return after_attention(*tensors, heads=heads, operations=TORCH)
+        def after(*tensors: Any, of: Architecture) -> Tensor:
+            return after_attention(*tensors, of=of, operations=TORCH)
 
         return torch.compile(before), torch.compile(after)
 

@@ -1,12 +1,14 @@
 """The operations of layers in our own code on a CPU against those of torch."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from nanodag.model.layer import OWN, TORCH, Functions, Heads, after_attention, before_attention
+from nanodag.model.layer import OWN, TORCH, Functions, after_attention, before_attention
 
 TOKENS = 37  # runs of rows of two lengths
-HEADS = Heads(head_dim=32, mlp_width=80, norm_eps=1e-6)
+SIZES = SimpleNamespace(head_dim=32, intermediate_size=80, norm_eps=1e-6)  # of an Architecture
 WIDTH = 48
 
 
@@ -17,7 +19,7 @@ def tensors(dtype: torch.dtype, *, has_norms: bool = True, has_biases: bool = Fa
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(dtype)
 
-    query, key = 3 * HEADS.head_dim, HEADS.head_dim
+    query, key = 3 * SIZES.head_dim, SIZES.head_dim
     out = {"x": normal(TOKENS, WIDTH), "norm": normal(WIDTH), "after_norm": normal(WIDTH)}
     out |= {"q": normal(query, WIDTH) / 8, "k": normal(key, WIDTH) / 8, "v": normal(key, WIDTH) / 8}
     out |= {"attended": normal(TOKENS, query), "output": normal(WIDTH, query) / 8}
@@ -37,9 +39,9 @@ def outcome(operations, given: dict[str, torch.Tensor]) -> dict[str, torch.Tenso
     biases = tuple(given[n] for n in ("q_bias", "k_bias", "v_bias")) if "q_bias" in given else None
     norms = (given["q_norm"], given["k_norm"]) if "q_norm" in given else None
     before = (given["x"], cos, sin, given["norm"], (given["q"], given["k"], given["v"]), biases, norms)
-    passed, *heads = before_attention(*before, heads=HEADS, operations=operations)
+    passed, *heads = before_attention(*before, of=SIZES, operations=operations)
     weights = [given.get(name) for name in ("output", "output_bias", "after_norm", "gate", "up", "down")]
-    out = after_attention(passed, given["attended"], *weights, heads=HEADS, operations=operations)
+    out = after_attention(passed, given["attended"], *weights, of=SIZES, operations=operations)
     results = {"query": heads[0], "key": heads[1], "value": heads[2], "out": out}
     total = sum(((result.float() * 3).sin() * (n + 1)).sum() for n, result in enumerate(results.values()))
     total.backward()
@@ -105,7 +107,7 @@ def test_a_number_that_is_none_stays_so():
 def test_layers_of_other_widths_are_left_to_torch(width, head_dim, dtype, is_ours):
     x = torch.zeros(2, width, dtype=dtype, requires_grad=True)
     weight, turn = torch.zeros(head_dim, width, dtype=dtype), torch.zeros(2, 1, head_dim // 2, dtype=dtype)
-    heads = Heads(head_dim=head_dim, mlp_width=80, norm_eps=1e-6)
+    of = SimpleNamespace(head_dim=head_dim, intermediate_size=80, norm_eps=1e-6)
     before = Functions(compiled=False).before
-    _, query, _, _ = before(x, turn, turn, weight[0], (weight,) * 3, None, None, heads=heads, places=None)
+    _, query, _, _ = before(x, turn, turn, weight[0], (weight,) * 3, None, None, of=of, places=None)
     assert (type(query.grad_fn).__name__ == "RotatedBackward") == is_ours
