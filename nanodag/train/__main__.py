@@ -31,8 +31,8 @@ def main() -> None:
     if metrics_log is not None:
         loop.write = metrics_log.write
     start_seconds = time.perf_counter() - STARTED
-    loop.write(loop.progress.step, total=stage.plan.num_steps, event="phase", phase="training", start_s=start_seconds)
-    log.info("Started in %.1f s; %d steps to do.", start_seconds, stage.plan.num_steps - loop.progress.step)
+    loop.write(loop.progress.step, total=stage.num_steps, event="phase", phase="training", start_s=start_seconds)
+    log.info("Started in %.1f s; %d steps to do.", start_seconds, stage.num_steps - loop.progress.step)
     try:
         loop.run()
     except Stopped:
@@ -61,7 +61,7 @@ def _metrics(loop: Loop, stats: dict[str, Any]) -> dict[str, Any]:
     metrics: dict[str, Any] = {
         "loss": progress.last_losses[-1] if progress.last_losses else None,
         "steps": progress.step,
-        "planned_steps": loop.plan.num_steps,
+        "planned_steps": loop.stage.num_steps,
         "stopped_early": progress.stopped_early,
         "filled_share": stats["tokens"] / max(stats["tokens"] + stats["padding"], 1),
         **{name: value for name, value in stats.items() if name not in ("batches", "document_tokens")},
@@ -77,9 +77,9 @@ def _metrics(loop: Loop, stats: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cost(job: Job, stage: PreparedStage, loop: Loop, start_seconds: float) -> dict[str, Any]:
-    progress, plan = loop.progress, loop.plan
+    progress = loop.progress
     config: SupervisedStage = job.config
-    flops = plan.flops_per_token * progress.tokens
+    flops = stage.flops_per_token * progress.tokens
     usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return {
         "seconds": round(time.perf_counter() - STARTED, 3),
@@ -88,8 +88,8 @@ def _cost(job: Job, stage: PreparedStage, loop: Loop, start_seconds: float) -> d
         "step_seconds": round(progress.seconds, 3),
         "step_ms": round(1000 * progress.seconds / max(progress.step, 1), 3),
         "tokens": int(progress.tokens),
-        "flops": plan.matrix_flops_per_token * progress.tokens,
-        "mfu": flops / progress.seconds / plan.peak_flops if progress.seconds else None,
+        "flops": stage.matrix_flops_per_token * progress.tokens,
+        "mfu": flops / progress.seconds / stage.peak_flops if progress.seconds else None,
         "tokens_per_second": progress.tokens / progress.seconds if progress.seconds else None,
         "peak_device_bytes": stage.engine.highest_device_bytes(),
         "num_ranks": stage.engine.world_size,

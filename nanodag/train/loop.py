@@ -34,7 +34,7 @@ class Loop:
     elsewhere."""
 
     def __init__(self, stage: PreparedStage) -> None:
-        self.stage, self.config, self.plan = stage, stage.config, stage.plan
+        self.stage, self.config = stage, stage.config
         self.engine, self.source = stage.engine, stage.source
         self.write: Callable[..., None] = lambda *args, **values: None
         self.progress = Progress()
@@ -44,7 +44,7 @@ class Loop:
         if stage.checkpoint is not None:  # the same on every rank
             self.progress, self.best = load_checkpoint(stage.checkpoint, self.engine, self.source)
             self._saved_step = self.progress.step
-            log.info("Going on from step %d of %d.", self.progress.step, self.plan.num_steps)
+            log.info("Going on from step %d of %d.", self.progress.step, self.stage.num_steps)
 
     def run(self) -> None:
         """Train to the end; afterwards the engine holds the weights to publish. Raises Stopped, TrainingDiverged."""
@@ -52,9 +52,9 @@ class Loop:
         if progress.step == 0 and self._keeps_best:
             self._validate()
         self._core_where_due()  # a stop may have come before it was through
-        while progress.step < self.plan.num_steps and not progress.stopped_early:
+        while progress.step < self.stage.num_steps and not progress.stopped_early:
             self._step()
-            last = progress.step == self.plan.num_steps
+            last = progress.step == self.stage.num_steps
             if self.stage.validation is not None and (last or progress.step % self.config.validation_every == 0):
                 self._validate()
                 self.stage.show_samples(progress.step, self.write)
@@ -72,7 +72,7 @@ class Loop:
     def _step(self) -> None:
         began = time.perf_counter()
         progress, engine = self.progress, self.engine
-        batches = self.source.take(self.plan.micro_batches)
+        batches = self.source.take(self.stage.data.micro_batches)
         count, tokens, num_waiting = engine.summed(
             float(sum(map(self.stage.objective.count, batches))),
             float(sum(batch.num_tokens for batch in batches)),
@@ -81,7 +81,7 @@ class Loop:
         if num_waiting == engine.world_size:
             self.source.open(-int(engine.highest(-self.source.next_stretch)))
         own_loss, own_sums = self._accumulate(batches, max(count, 1.0))
-        factor = rate_factor(progress.step, self.plan.num_steps, self.config.schedule)
+        factor = rate_factor(progress.step, self.stage.num_steps, self.config.schedule)
         optimizer = self.config.optimizer
         try:
             norm = engine.step(
@@ -98,7 +98,7 @@ class Loop:
         progress.labels += count
         progress.seconds += seconds
         progress.last_losses = [*progress.last_losses[-LOSSES_KEPT + 1 :], loss]
-        if progress.step % self.config.log_every == 0 or progress.step in (1, self.plan.num_steps):
+        if progress.step % self.config.log_every == 0 or progress.step in (1, self.stage.num_steps):
             sums = engine.summed(*own_sums.values()) if own_sums else ()
             means = means_of(dict(zip(own_sums, sums, strict=True)), count)
             self._report(loss=loss, norm=norm, factor=factor, seconds=seconds, tokens=tokens, **means)
@@ -126,7 +126,7 @@ class Loop:
             raise self._diverged(f"The validation loss is {score.loss}.")
         self.write(
             progress.step,
-            total=self.plan.num_steps,
+            total=self.stage.num_steps,
             event="eval",
             validation_loss=score.loss,
             **{f"validation_{name}": value for name, value in score.metrics.items()},
@@ -149,7 +149,7 @@ class Loop:
     def _core_where_due(self) -> None:
         """CORE of the weights as they are, every core_every steps; that of the last ones comes when they are chosen."""
         step, every = self.progress.step, self.config.core_every
-        is_between = 0 < step < self.plan.num_steps and not self.progress.stopped_early
+        is_between = 0 < step < self.stage.num_steps and not self.progress.stopped_early
         if every and is_between and step % every == 0 and self.progress.core_step != step:
             self._core()
 
@@ -163,7 +163,7 @@ class Loop:
         progress.core, progress.core_step = core_of(accuracies), progress.step
         self.write(
             progress.step,
-            total=self.plan.num_steps,
+            total=self.stage.num_steps,
             event="eval",
             benchmark="core",
             core=progress.core,
@@ -174,7 +174,7 @@ class Loop:
 
     def _save(self) -> None:
         began = time.perf_counter()
-        num_steps, checkpoints = self.plan.num_steps, self.stage.checkpoints
+        num_steps, checkpoints = self.stage.num_steps, self.stage.checkpoints
         save_checkpoint(checkpoints, self.engine, self.progress, self.source, num_steps=num_steps, best=self.best)
         self._saved_step = self.progress.step
         log.info("Step %d: checkpoint in %.2f s.", self.progress.step, time.perf_counter() - began)
@@ -182,23 +182,23 @@ class Loop:
     def _report(
         self, *, loss: float, norm: float, factor: float, seconds: float, tokens: float, **means: float
     ) -> None:
-        progress, plan = self.progress, self.plan
+        progress, stage = self.progress, self.stage
         self.write(
             progress.step,
-            total=plan.num_steps,
+            total=stage.num_steps,
             loss=loss,
             **means,
             gradient_norm=norm,
             learning_rate=factor * float(self.config.optimizer.learning_rate),
             step_ms=1000 * seconds,
             tokens_per_second=tokens / seconds,
-            mfu=plan.flops_per_token * tokens / seconds / plan.peak_flops,
+            mfu=stage.flops_per_token * tokens / seconds / stage.peak_flops,
             tokens=progress.tokens,
         )
         log.info(
             "Step %d of %d: loss %.4f, gradient norm %.3f, %.0f tokens/s.",
             progress.step,
-            plan.num_steps,
+            stage.num_steps,
             loss,
             norm,
             tokens / seconds,
@@ -207,6 +207,6 @@ class Loop:
     def _diverged(self, what: str) -> TrainingDiverged:
         losses = ", ".join(f"{loss:.4f}" for loss in self.progress.last_losses) or "none"
         return TrainingDiverged(
-            f"{what} Step {self.progress.step + 1} of {self.plan.num_steps}; last losses: {losses}. Lower the learning "
-            "rates or gradient_clipping; a restart goes on from the last checkpoint."
+            f"{what} Step {self.progress.step + 1} of {self.stage.num_steps}; last losses: {losses}. Lower the "
+            "learning rates or gradient_clipping; a restart goes on from the last checkpoint."
         )

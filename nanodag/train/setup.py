@@ -1,10 +1,10 @@
-"""Parts of the loop by a job: model, data, held-out data, plan, samples, export."""
+"""Parts of the loop by a job: model, data, held-out data, sizes, samples, export."""
 
 import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, cast
@@ -47,21 +47,13 @@ from nanodag.worker.job import Job
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainPlan:
-    """The size of a stage. num_steps: optimizer steps; micro_batches: of one rank in a step; flops_per_token: forward
-    and backward; matrix_flops_per_token: without attention; peak_flops: matmul peak of all ranks, a second."""
-
-    num_steps: int
-    micro_batches: int
-    flops_per_token: int
-    matrix_flops_per_token: int
-    peak_flops: float
-
-
 class PreparedStage:
     """Everything that the loop needs on this rank, made of the job's config and inputs. source: its data. validation:
-    None without held-out data. checkpoint: the one to go on from."""
+    None without held-out data. checkpoint: the one to go on from.
+
+    num_steps: optimizer steps. flops_per_token: forward and backward; matrix_flops_per_token: without attention.
+    peak_flops: matmul peak of all ranks, a second.
+    """
 
     def __init__(self, job: Job) -> None:
         self.job = job = with_extension(job)
@@ -85,13 +77,10 @@ class PreparedStage:
         self.checkpoint = newest_of_all(self.checkpoints, engine)
         self.data, self.objective = Data(job, self.tokenizer_path, engine), function_at(config.objective)()
         size = size_of(job.inputs.get("model", self.tokenizer_path), self.model.architecture)
-        self.plan = TrainPlan(
-            num_steps=self.data.num_steps(self.checkpoint),
-            micro_batches=self.data.micro_batches,
-            flops_per_token=size.training_flops(config.sequence_length),
-            matrix_flops_per_token=size.training_flops(0),
-            peak_flops=engine.world_size * matmul_peak(engine.device.type),
-        )
+        self.num_steps = self.data.num_steps(self.checkpoint)
+        self.flops_per_token = size.training_flops(config.sequence_length)
+        self.matrix_flops_per_token = size.training_flops(0)
+        self.peak_flops = engine.world_size * matmul_peak(engine.device.type)
         self.source, self.validation = self.data.training(), self.data.validation(size.vocabulary, self.objective)
         self.objective.begin(self)
 
@@ -106,7 +95,7 @@ class PreparedStage:
         """The accuracy of each of CORE's tasks, of the current weights; None once a stop was asked for."""
 
         def say(done: int) -> None:
-            write(step, total=self.plan.num_steps, event="phase", phase="CORE", done=done, of=len(TASKS), unit="tasks")
+            write(step, total=self.num_steps, event="phase", phase="CORE", done=done, of=len(TASKS), unit="tasks")
 
         with uncompiled(self.model, active=self.engine.device.type == "cpu"):
             return core_accuracies(
@@ -136,7 +125,7 @@ class PreparedStage:
             outputs = greedy(self.engine, rows, stop_ids=encoding.special_ids, device=self.engine.device)
         for prompt, output in zip(prompts, outputs, strict=True):
             text = encoding.decode(output)
-            write(step, total=self.plan.num_steps, event="sample", prompt=prompt, text=text)
+            write(step, total=self.num_steps, event="sample", prompt=prompt, text=text)
             log.info("Step %d sample: %s|%s", step, prompt, text)
 
     def export(self, folder: Path) -> None:
