@@ -14,7 +14,7 @@ padding. So rows run from long pieces to short ones: who trains on them shuffles
 
 import hashlib
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -292,11 +292,3 @@ def make_batch(rows: Sequence[Sequence[Piece]], *, num_rows: int, row_length: in
         sizes = [len(ids) for piece in pairs for ids, _ in piece.answers]
         of_pairs |= {"continued": continued, "answers": tuple(np.flatnonzero(sizes).tolist())}
     return Batch(input_ids, labels, documents, sum(piece.surplus_bytes for piece in pieces), **of_pairs)
-
-
-def unpack(batch: Batch) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(input_ids, labels) of each document of a batch, row by row: what packing must not change."""
-    for row in range(len(batch.input_ids)):
-        for document in range(int(batch.document_ids[row].max(initial=-1)) + 1):
-            here = batch.document_ids[row] == document
-            yield batch.input_ids[row, here], batch.labels[row, here]

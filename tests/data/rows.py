@@ -53,3 +53,11 @@ def mbpp(name, operator):
 def gpqa(question):
     wrong = {f"Incorrect Answer {n}": f"{question} wrong  {n}" for n in (1, 2, 3)}
     return {"Question": question, "Correct Answer": f" {question} right\n", **wrong}
+
+
+def unpack(batch):
+    """(input_ids, labels) of each document of a batch, row by row: what packing must not change."""
+    for row in range(len(batch.input_ids)):
+        for document in range(int(batch.document_ids[row].max(initial=-1)) + 1):
+            here = batch.document_ids[row] == document
+            yield batch.input_ids[row, here], batch.labels[row, here]

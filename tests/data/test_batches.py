@@ -13,8 +13,7 @@ from nanodag.data.config import SourceConfig
 from nanodag.errors import ConfigError
 from nanodag.tokenizer.encoding import Encoding
 from nanodag.train.batches import TokenBatches, tokenising_threads
-from nanodag.train.packing import unpack
-from tests.data.rows import source_of
+from tests.data.rows import source_of, unpack
 
 WORDS = ("the", "sea", "was", "cold", "and", "boats", "lay", "on", "sand", "while", "rain", "fell", "every", "roof")
 

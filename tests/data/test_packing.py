@@ -4,7 +4,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanodag.train.packing import Packer, conversation_piece, document_piece, make_batch, unpack
+from nanodag.train.packing import Packer, conversation_piece, document_piece, make_batch
+from tests.data.rows import unpack
 
 BOS = 1
 

@@ -9,8 +9,7 @@ import pytest
 
 from nanodag.tokenizer.encoding import Encoding
 from nanodag.train.batches import TokenBatches
-from nanodag.train.packing import unpack
-from tests.data.rows import source_of
+from tests.data.rows import source_of, unpack
 
 LENGTH = 64
 
