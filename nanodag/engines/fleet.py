@@ -172,26 +172,6 @@ class Fleet(Roster):
         finally:
             self._may_give.set()
 
-    async def _pause_one(self, replica: Replica, client: SamplerClient) -> None:
-        assert self.pause is not None
-        replica.watch.is_excused = True
-        await client.pause(self.pause)
-
-    async def _resume(self, replica: Replica) -> None:
-        server = replica.server
-        try:
-            await replica.client.resume()
-        except replica.faults as error:
-            self.noticed(replica, server, error)
-        replica.watch.is_excused = False
-
-    async def _is_back(self, replica: Replica) -> None:
-        if self._is_paused:
-            with suppress(SamplerLost):  # then whoever asks it next meets it
-                await self._pause_one(replica, replica.client)
-            if not self._is_paused:  # any more
-                await self._resume(replica)
-
     @property
     def pauses(self) -> bool:
         """True when weights come in the midst of requests."""

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import KW_ONLY, InitVar, dataclass
 from functools import partial
 from pathlib import Path
@@ -290,8 +291,26 @@ class Roster:
             replica.restart = None
             replica.came()
 
+    async def _pause_one(self, replica: Replica, client: SamplerClient) -> None:
+        assert self.pause is not None
+        replica.watch.is_excused = True
+        await client.pause(self.pause)
+
+    async def _resume(self, replica: Replica) -> None:
+        server = replica.server
+        try:
+            await replica.client.resume()
+        except replica.faults as error:
+            self.noticed(replica, server, error)
+        replica.watch.is_excused = False
+
     async def _is_back(self, replica: Replica) -> None:
         """Called with one whose server was started in another's place, before it is up."""
+        if self._is_paused:
+            with suppress(SamplerLost):  # then whoever asks it next meets it
+                await self._pause_one(replica, replica.client)
+            if not self._is_paused:  # any more
+                await self._resume(replica)
 
     def have_weights(self, folder: Path, version: Any) -> None:
         """Have every engine that is started again, or comes back, from now on begin with these weights."""
