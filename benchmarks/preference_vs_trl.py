@@ -107,7 +107,7 @@ def ours(folder: Path, precision: str, curves: bool, kind: str) -> dict[str, Any
     loop.run()
     spent = {"cpu": time.process_time() - began, "wall": time.perf_counter() - wall}
     losses = [line["loss"] for line in lines if "loss" in line]
-    return {**spent, "losses": losses, "steps": stage.plan.num_steps, "pairs": loop.progress.labels}
+    return {**spent, "losses": losses, "steps": stage.num_steps, "pairs": loop.progress.labels}
 
 
 def trl(folder: Path, precision: str, curves: bool, padding_free: bool) -> dict[str, Any]:

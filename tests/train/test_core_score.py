@@ -143,7 +143,7 @@ def test_a_stop_amid_core_leaves_a_checkpoint_from_which_it_is_scored_again():
     answers, written = [all_right, None, None, all_right, all_right], []
     stage = SimpleNamespace(
         config=SimpleNamespace(core_every=2, patience=0, checkpoint_every=100),
-        plan=SimpleNamespace(num_steps=5),
+        num_steps=5,
         engine=SimpleNamespace(highest=float),
         score_core=lambda step, write: answers.pop(0),
         **dict.fromkeys(("source", "validation", "checkpoint")),
