@@ -400,10 +400,8 @@ def _run(pieces: Pieces, window: int | None, logsumexp: Tensor, *, backward: boo
 
 @cache
 def _library() -> ctypes.CDLL:
-    library = c_library(SOURCE, "the attention of training on a CPU")
-    library.scratch_size.argtypes, library.scratch_size.restype = [c_void_p], c_int64
-    library.attention.argtypes, library.attention.restype = [c_void_p, c_int64, c_void_p, c_void_p], None
-    return library
+    functions = {"scratch_size": ([c_void_p], c_int64), "attention": ([c_void_p, c_int64, c_void_p, c_void_p], None)}
+    return c_library(SOURCE, "the attention of training on a CPU", functions)
 
 
 BACK_ENDS: dict[BackEnd, Callable[[Sequences, Places, torch.device], Flat]] = {

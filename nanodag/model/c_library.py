@@ -11,7 +11,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -29,8 +29,9 @@ FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC")
 BUILD_TIMEOUT_S = 120.0
 
 
-def c_library(source: Path, what: str) -> ctypes.CDLL:
-    """The shared library of a C file, built now or found. what: it is, for the error.
+def c_library(source: Path, what: str, functions: Mapping[str, tuple[Any, Any]]) -> ctypes.CDLL:
+    """The shared library of a C file, built now or found. what: it is, for the error. functions: types of the arguments
+    of each, and of what it returns.
 
     Raises MissingTool where no C compiler builds it."""
     named = os.environ.get("CC", "cc")
@@ -40,10 +41,13 @@ def c_library(source: Path, what: str) -> ctypes.CDLL:
             f"There is no C compiler {named}, which builds {what}. Install gcc or clang, or name one in CC."
         )
     try:
-        return ctypes.CDLL(str(_built(source, compiler)))
+        library = ctypes.CDLL(str(_built(source, compiler)))
     except (OSError, subprocess.SubprocessError) as error:
         detail = str(getattr(error, "stderr", None) or error).strip()
         raise MissingTool(f"{compiler} (CC, else cc) does not build {what}: {detail}") from error
+    for name, (arguments, returned) in functions.items():
+        getattr(library, name).argtypes, getattr(library, name).restype = arguments, returned
+    return library
 
 
 def _built(source: Path, compiler: str) -> Path:

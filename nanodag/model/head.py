@@ -316,8 +316,5 @@ def _run(function: str, logits: Tensor, targets: Tensor, temperature: float, **t
 
 @cache
 def _library() -> ctypes.CDLL:
-    library = c_library(SOURCE, "the losses of training on a CPU")
-    for name in ("losses", "score", "score_back", "likeliest"):
-        function = getattr(library, name)
-        function.argtypes, function.restype = [c_void_p, c_int64, c_int64, c_void_p], None
-    return library
+    names, types = ("losses", "score", "score_back", "likeliest"), ([c_void_p, c_int64, c_int64, c_void_p], None)
+    return c_library(SOURCE, "the losses of training on a CPU", dict.fromkeys(names, types))

@@ -258,11 +258,9 @@ def _run(function: str, x: Tensor, eps: float = 0.0, **tensors: Tensor | None) -
 
 @cache
 def _library() -> ctypes.CDLL:
-    library = c_library(SOURCE, "the layers of training on a CPU")
-    for name in ("norm", "norm_back", "rotate", "rotate_back", "gate", "gate_back"):
-        function = getattr(library, name)
-        function.argtypes, function.restype = [c_void_p, c_int64, c_int64], None
-    return library
+    names = ("norm", "norm_back", "rotate", "rotate_back", "gate", "gate_back")
+    types = ([c_void_p, c_int64, c_int64], None)
+    return c_library(SOURCE, "the layers of training on a CPU", dict.fromkeys(names, types))
 
 
 TORCH = Operations(_normed, _rotated, _gated, functional.linear)

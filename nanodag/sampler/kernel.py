@@ -174,12 +174,9 @@ def bind(architecture: Architecture, weights: Weights, buffers: Buffers, rotatio
 
 @cache
 def _library() -> ctypes.CDLL:
-    library = c_library(SOURCE, "the embedded sampler's kernel")
-    library.forward.argtypes = [c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_void_p]
-    library.decode.argtypes = library.logits.argtypes = library.draw.argtypes = [c_void_p, c_void_p, c_int64]
-    library.forward.restype = library.decode.restype = library.logits.restype = None
-    library.draw.restype = c_int64
-    return library
+    forward, step = [c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_void_p], [c_void_p, c_void_p, c_int64]
+    functions = {"forward": (forward, None), "decode": (step, None), "logits": (step, None), "draw": (step, c_int64)}
+    return c_library(SOURCE, "the embedded sampler's kernel", functions)
 
 
 def _matrix(tensor: Tensor | None) -> _Matrix:
