@@ -41,11 +41,6 @@ class LentMemory:
                     self._storages.setdefault(storage._cdata, lent)
         self.is_lent = False
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the device that `lend` frees."""
-        return sum(lent.num_bytes for lent in self._storages.values())
-
     @torch.no_grad()
     def lend(self) -> None:
         """Free the device's memory. torch keeps it for itself until its cache is emptied."""
