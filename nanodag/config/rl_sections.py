@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from nanodag import registry
 from nanodag.config import rl_parts as parts
-from nanodag.config.kinds.evaluation import BenchmarkConfig
+from nanodag.config.kinds.evaluation import BenchmarkConfig, different_names
 from nanodag.config.section import WHOLE, Auto, Natural, Positive, Precision, Seconds, Share, StageSection, operational
 from nanodag.data.config import SourceConfig
 from nanodag.errors import ConfigError
@@ -299,10 +299,7 @@ class EvaluationSection(StageSection):
 
     @model_validator(mode="after")
     def _names_differ(self) -> "EvaluationSection":
-        names = [benchmark.name for benchmark in self.benchmarks]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"two benchmarks are called {twice[0]!r}; give each a name and say what it is with `form`")
-        if HELD_OUT in names:
+        if HELD_OUT in different_names(self.benchmarks):
             raise ValueError(f"{HELD_OUT} is the reward on held-out prompts; give the benchmark another name")
         if core := [benchmark.name for benchmark in self.benchmarks if benchmark.is_core]:
             raise ValueError(f"benchmark {core[0]!r} is scored by likelihood; only an eval stage can ask it")

@@ -12,6 +12,7 @@ from nanodag import registry
 from nanodag.config import derive
 from nanodag.config.dial import Shape, schedule_of, shape_of
 from nanodag.config.kind import MODEL, Kind
+from nanodag.config.kinds.evaluation import BenchmarkConfig, EvalStage, asked_in_training, different_names
 from nanodag.config.model_size import ModelSize, model_of, pretrain_of
 from nanodag.config.section import WHOLE, Auto, Filler, Natural, Precision, Share, StageSection, later, operational
 from nanodag.config.stage_base import ExternalInput, TrainedStage
@@ -19,6 +20,9 @@ from nanodag.data.config import SourceConfig
 from nanodag.data.core_tasks import FEWEST_ITEMS, bundle_url
 from nanodag.data.records import Wanted
 from nanodag.errors import ConfigError
+from nanodag.host.machine import GIB
+
+ASKED_CACHE_BYTES = 2 * GIB  # of each sampler, beside a trainer
 
 
 class ShapeConfig(StageSection):
@@ -205,6 +209,11 @@ class SupervisedStage(TrainedStage):
     """Items of each of CORE's 22 tasks that it is scored on while training, 11 or more; 0 for all."""
     core_bundle: str = operational("auto", pattern=r"^(auto|none|/.+|https?://.+)$")
     """The folder of CORE's items, an absolute path, or their archive's URL; `auto`: the pipeline's core_bundle."""
+    benchmarks: tuple[BenchmarkConfig, ...] = operational(())
+    """Benchmarks that the weights under training are asked in the chat's form, as an eval stage asks them, by a process
+    beside the trainer, which waits. nanochat's six chat tasks together make `chat_core`."""
+    benchmarks_every: int = operational(500, ge=1)
+    """Steps between evaluations on `benchmarks`; there is one at the end, too."""
     checkpoint_every: int = operational(200, ge=1)
     """Steps between checkpoints."""
     keep_checkpoints: int = operational(2, ge=1)
@@ -219,6 +228,11 @@ class SupervisedStage(TrainedStage):
         if 0 < self.core_limit < FEWEST_ITEMS:
             raise ValueError(
                 f"core_limit {self.core_limit} is too few for CORE's worked examples; take {FEWEST_ITEMS} or 0"
+            )
+        different_names(self.benchmarks)
+        if refused := [b.name for b in self.benchmarks if b.is_core or b.judge != "none"]:
+            raise ValueError(
+                f"benchmark {refused[0]!r}: CORE is asked by core_every, and what a judge compares by an eval stage"
             )
         is_held_out = any(source.held_out for source in self.data)
         if self.patience and not (self.validation_tokens and is_held_out):
@@ -258,6 +272,18 @@ class SupervisedStage(TrainedStage):
     @property
     def lora_rank(self) -> int:  # type: ignore[override]
         return self.optimizer.lora_rank
+
+    def own_evaluation(self, name: str) -> EvalStage | None:
+        """The benchmarks that it asks, as an eval stage with little memory, which the trainer leaves to it."""
+        device, ranks_here = self.resources.device, int(self.resources.num_ranks) // self.resources.num_nodes
+        return asked_in_training(
+            self.benchmarks,
+            inputs={"model": name},
+            seed=self.seed,
+            precision="fp32" if device == "cpu" else self.precision,
+            resources={"device": device, "num_ranks": 1, "threads": int(self.resources.threads) * ranks_here},
+            sampler={"engine": "embedded", "cache_bytes": ASKED_CACHE_BYTES},
+        )
 
     @property
     def step_size(self) -> tuple[int, int, int, int]:  # type: ignore[override]

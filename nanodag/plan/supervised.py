@@ -2,9 +2,13 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import cast
 
 from nanodag.config import footprint
 from nanodag.config.derive import state_of, token_bytes
+from nanodag.config.derive_sampler import derive_evaluation
+from nanodag.config.kinds.evaluation import EvalStage
 from nanodag.config.model_size import ModelSize
 from nanodag.config.stage_base import TrainedStage
 from nanodag.config.supervised import SupervisedStage
@@ -12,6 +16,7 @@ from nanodag.errors.words import counted, size
 from nanodag.inference.number_formats import width_of
 from nanodag.plan import host_memory
 from nanodag.plan.case import Case, Changed, Formula, changed
+from nanodag.plan.evaluation import plan_evaluation
 from nanodag.plan.sizes import CORE_CONTEXT, bytes_per_token, core_items, core_tokens, held_out_share
 from nanodag.plan.speeds import PACKED_TOKENS_S, PARSED_BYTES_S, START_S
 from nanodag.plan.stage_plan import Process, StagePlan
@@ -25,6 +30,10 @@ def plan_supervised(case: Case[SupervisedStage]) -> StagePlan:
     notes = [] if steps is not None else ["tokens of its data are not known beforehand"]
     if stage.patience:
         notes.append(f"may end sooner (patience {stage.patience})")
+    asked = _asked(case)
+    if asked is not None:
+        names = ", ".join(benchmark.name for benchmark in stage.benchmarks)
+        notes.append(f"asks {names} every {stage.benchmarks_every:,} steps and at the end")
     if stage.core_every:
         items = counted(core_items(stage.core_limit), "item")
         notes.append(f"CORE every {stage.core_every:,} steps and at the end, {items} each time")
@@ -53,14 +62,23 @@ def plan_supervised(case: Case[SupervisedStage]) -> StagePlan:
         steps=steps,
         flops=flops,
         read_bytes=read,
-        processes=_processes(case),
+        processes=(*_processes(case), *(() if asked is None else asked.processes)),
         num_gpus=int(resources.num_ranks) // resources.num_nodes if case.device == "cuda" else 0,
         disk_bytes=(stage.keep_checkpoints + 1) * checkpoint + artifact_bytes(model, precision),
         kept_bytes=artifact_bytes(model, precision),
-        seconds=_seconds(case, steps),
+        seconds=_seconds(case, steps, asked),
         share=case.trainers(precision).shares.training,
         notes=tuple(notes),
     )
+
+
+def _asked(case: Case[SupervisedStage]) -> StagePlan | None:
+    """One evaluation on the benchmarks that it asks, whose processes stand beside the trainer's; None without any."""
+    asked = case.stage.own_evaluation("model")
+    if asked is None or case.known_model is None:
+        return None
+    derived = derive_evaluation(case.name, asked, case.machine, case.known_model, {})
+    return plan_evaluation(cast(Case[EvalStage], replace(case, stage=derived)))  # type: ignore[arg-type]
 
 
 def _steps(case: Case[SupervisedStage]) -> int | None:
@@ -127,10 +145,13 @@ def artifact_bytes(model: ModelSize, precision: str) -> int:
     return width_of(precision) * model.total + 100 * model.vocabulary
 
 
-def _seconds(case: Case[SupervisedStage], steps: int | None) -> float | None:
+def _seconds(case: Case[SupervisedStage], steps: int | None, asked: StagePlan | None) -> float | None:
     stage, model, resources = case.stage, case.model, case.stage.resources
     devices = case.trainers(str(stage.precision))
     if steps is None or not devices.peak:
+        return None
+    each = 0.0 if asked is None else asked.seconds
+    if each is None:
         return None
     tokens, peak, shares = steps * int(stage.batch_tokens), devices.peak, devices.shares
     held_out = case.sizes.held_out_tokens(stage.data, model.vocabulary, is_chat=stage.is_chat)
@@ -139,11 +160,16 @@ def _seconds(case: Case[SupervisedStage], steps: int | None) -> float | None:
     scored_before = stage.passes_before * tokens / max(stage.passes, 1.0)
     worked = tokens * (4 / 3 if stage.activation_checkpointing else 1.0) + (validations + scored_before) / 3
     computing = worked * model.training_flops(stage.sequence_length) / (shares.training * peak)
-    times = (steps - 1) // stage.core_every + 1 if stage.core_every else 0  # CORE is scored, once at the end
-    scored = times * core_tokens(stage.core_limit, model.vocabulary)
+    scored = _times(stage.core_every, steps) * core_tokens(stage.core_limit, model.vocabulary)
     scoring = scored * model.forward_flops(CORE_CONTEXT) / (shares.likelihood * peak)
     start = START_S[case.device] + case.sizes.in_memory(stage.data) / PARSED_BYTES_S
+    scoring += _times(stage.benchmarks_every, steps) * each
     return start + max(computing, tokens / (int(resources.num_ranks) * PACKED_TOKENS_S)) + scoring
+
+
+def _times(every: int, steps: int) -> int:
+    """Evaluations of a training, one at the end; none where `every` is 0."""
+    return (steps - 1) // every + 1 if every else 0
 
 
 def _candidates(case: Case[SupervisedStage]) -> Iterator[Changed]:

@@ -73,6 +73,7 @@ def _metrics(loop: Loop, stats: dict[str, Any]) -> dict[str, Any]:
         metrics[f"best_validation_{name}"] = best
         metrics[f"validation_{name}"] = best if loop.best is not None else last
     metrics |= {"best_step": None if progress.best_loss is None else progress.best_step, "core": progress.core}
+    metrics |= {f"benchmark_{name}": value for name, value in progress.benchmarks.items()}
     return {name: value for name, value in metrics.items() if value is not None or name == "loss"}
 
 

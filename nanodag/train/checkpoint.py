@@ -44,7 +44,7 @@ class Progress:
     """Progress of a stage. tokens: input tokens trained, without padding; labels: of them with loss, or pairs; seconds:
     of training steps, as the first rank's clock has them; validation_loss: the last one; best_loss: the lowest, at
     best_step; accuracy: the share of pairs, of either; evals_since_best: validations since then; core: the last CORE,
-    of the weights of core_step."""
+    of the weights of core_step; benchmarks: the last scores, of those of benchmarks_step."""
 
     step: int = 0
     tokens: float = 0.0
@@ -59,7 +59,9 @@ class Progress:
     best_step: int = 0
     evals_since_best: int = 0
     core: float | None = None
-    core_step: int = 0
+    core_step: int = -1
+    benchmarks: dict[str, float] = field(default_factory=dict)
+    benchmarks_step: int = -1
     stopped_early: bool = False
     last_losses: list[float] = field(default_factory=list)
 

@@ -7,12 +7,14 @@ spreads the weights.
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import torch
 
 from nanodag.data.core_tasks import core_of
 from nanodag.errors import TrainingDiverged
+from nanodag.train.asking import ask_benchmarks
 from nanodag.train.checkpoint import Progress, load_checkpoint, save_checkpoint
 from nanodag.train.learning_rate import rate_factor
 from nanodag.train.objective import means_of
@@ -23,6 +25,7 @@ from nanodag.worker.job import stop_requested
 log = logging.getLogger(__name__)
 
 LOSSES_KEPT = 10
+Scores = TypeVar("Scores", bound=Mapping[str, float])
 
 
 class Stopped(Exception):
@@ -51,14 +54,14 @@ class Loop:
         progress = self.progress
         if progress.step == 0 and self._keeps_best:
             self._validate()
-        self._core_where_due()  # a stop may have come before it was through
+        self._evaluate()  # a stop may have come before it was through
         while progress.step < self.stage.num_steps and not progress.stopped_early:
             self._step()
             last = progress.step == self.stage.num_steps
             if self.stage.validation is not None and (last or progress.step % self.config.validation_every == 0):
                 self._validate()
                 self.stage.show_samples(progress.step, self.write)
-            self._core_where_due()
+            self._evaluate()
             stopping = self.engine.highest(stop_requested()) > 0
             if stopping or (progress.step % self.config.checkpoint_every == 0 and not last):
                 self._save()
@@ -66,8 +69,7 @@ class Loop:
                 raise Stopped
         if self.best is not None:
             self.engine.restore(self.best)
-        if self.config.core_every:
-            self._core()
+        self._evaluate(at_end=True)
 
     def _step(self) -> None:
         began = time.perf_counter()
@@ -146,20 +148,29 @@ class Loop:
             progress.stopped_early = True
             log.info("No better validation loss since step %d: stopping.", progress.best_step)
 
-    def _core_where_due(self) -> None:
-        """CORE of the weights as they are, every core_every steps; that of the last ones comes when they are chosen."""
-        step, every = self.progress.step, self.config.core_every
-        is_between = 0 < step < self.stage.num_steps and not self.progress.stopped_early
-        if every and is_between and step % every == 0 and self.progress.core_step != step:
+    def _evaluate(self, *, at_end: bool = False) -> None:
+        """CORE and benchmarks of the weights as they are, at their steps; of the last ones once they are chosen."""
+        step, config, progress = self.progress.step, self.config, self.progress
+        if not at_end and (not 0 < step < self.stage.num_steps or progress.stopped_early):
+            return
+        if config.core_every and (at_end or step % config.core_every == 0) and progress.core_step != step:
             self._core()
+        if config.benchmarks and (at_end or step % config.benchmarks_every == 0) and progress.benchmarks_step != step:
+            scores = self._unless_stopped(ask_benchmarks(self.stage, step, self.write))
+            progress.benchmarks, progress.benchmarks_step = scores, step
+            log.info("Step %d: %s.", step, ", ".join(f"{name} {score:.4f}" for name, score in scores.items()))
+
+    def _unless_stopped(self, scores: Scores | None) -> Scores:
+        """The scores; a checkpoint and Stopped for None, which says that a stop was asked for."""
+        if scores is not None:
+            return scores
+        if self._saved_step != self.progress.step:
+            self._save()
+        raise Stopped
 
     def _core(self) -> None:
         began, progress = time.perf_counter(), self.progress
-        accuracies = self.stage.score_core(progress.step, self.write)
-        if accuracies is None:
-            if self._saved_step != progress.step:
-                self._save()
-            raise Stopped
+        accuracies = self._unless_stopped(self.stage.score_core(progress.step, self.write))
         progress.core, progress.core_step = core_of(accuracies), progress.step
         self.write(
             progress.step,

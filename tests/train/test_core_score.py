@@ -1,4 +1,4 @@
-"""CORE while training: by all ranks, at its steps, without a trace in the weights."""
+"""CORE and benchmarks while training: by all ranks, at their steps, without a trace in the weights."""
 
 import json
 import random
@@ -12,6 +12,7 @@ from nanodag.config.kinds.evaluation import BenchmarkConfig
 from nanodag.data.core_tasks import TASKS
 from nanodag.evaluation.core import run_core
 from nanodag.evaluation.evaluated_model import EvaluatedModel
+from nanodag.evaluation.harness import run_benchmark
 from nanodag.train.loop import Loop, Stopped
 from tests.core_bundle import write_bundle
 from tests.train import forks, stages
@@ -142,7 +143,7 @@ def test_a_stop_amid_core_leaves_a_checkpoint_from_which_it_is_scored_again():
     all_right = dict.fromkeys([task.label for task in TASKS], 1.0)
     answers, written = [all_right, None, None, all_right, all_right], []
     stage = SimpleNamespace(
-        config=SimpleNamespace(core_every=2, patience=0, checkpoint_every=100),
+        config=SimpleNamespace(core_every=2, benchmarks=(), patience=0, checkpoint_every=100),
         num_steps=5,
         engine=SimpleNamespace(highest=float),
         score_core=lambda step, write: answers.pop(0),
@@ -158,3 +159,43 @@ def test_a_stop_amid_core_leaves_a_checkpoint_from_which_it_is_scored_again():
     assert (loop.num_saved, loop.progress.step) == (1, 4)
     loop.run()
     assert written == [(2, 1.0), (4, 1.0), (5, 1.0)]
+
+
+SORT = {"url": 'python:nanodag.data.lists:sort?count=3&size=6&seed=7&split="test"', "adapter": "problem"}
+SORTING = {"name": "sort", "form": "problems", "source": SORT, "max_new_tokens": 8}
+ASKED = {"benchmarks": [SORTING], "benchmarks_every": 5}
+
+
+def asked_job(folder, name, **changes):
+    config = stages.sft(folder, sample_prompts=[], precision="fp32", patience=0, **changes)
+    return stages.make_job(folder / name, config, {"model": folder / "base" / "output"})
+
+
+def asked_lines(workspace):
+    lines = [line for line in stages.metrics(workspace) if line.get("benchmark") == "sort"]
+    return [(line["step"], line["benchmark_sort"], line["low"], line["high"]) for line in lines]
+
+
+@pytest.mark.timeout(900)
+def test_benchmarks_are_asked_as_by_an_eval_stage_and_a_killed_stage_ends_on_the_same_bytes_and_scores(folder):
+    stages.finish(job(folder, "base", every=0))
+    without, wanted, killed = (
+        asked_job(folder, name, **(ASKED if name != "quiet" else {})) for name in ("quiet", "asked", "asked-killed")
+    )
+    stages.finish(without)
+    metrics = stages.finish(wanted)["metrics"]
+    forks.interrupt(killed, after_step=6, with_signal=signal.SIGKILL)
+    stages.finish(killed)
+    assert stages.content(wanted / "output") == stages.content(without / "output")
+    assert stages.content(killed / "output") == stages.content(wanted / "output")
+    steps = [*range(5, metrics["steps"], 5), metrics["steps"]]
+    assert asked_lines(killed) == asked_lines(wanted) and [line[0] for line in asked_lines(wanted)] == steps
+    assert metrics["benchmark_sort"] == asked_lines(wanted)[-1][1]
+    config = BenchmarkConfig.model_validate(SORTING)
+    model = EvaluatedModel(wanted / "output", precision="fp32", device="cpu", max_new_tokens=256)
+    result = run_benchmark(model, config, chat=True, seed=3, mirror="", folder=folder)
+    kept = wanted / "records" / "benchmarks" / f"step-{steps[-1]:08d}.sort.jsonl"
+    assert [json.loads(line)["output"] for line in kept.read_text().splitlines()] == [
+        record["output"] for record in result.records
+    ]
+    assert not (wanted / "asked").exists()

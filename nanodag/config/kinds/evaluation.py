@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -181,6 +182,14 @@ class EndpointConfig(Section):
         return {"Authorization": f"Bearer {secret}"} if secret else {}
 
 
+def different_names(benchmarks: Sequence[BenchmarkConfig]) -> list[str]:
+    """Their names. Raises ValueError where two are the same."""
+    names = [benchmark.name for benchmark in benchmarks]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"two benchmarks are called {twice[0]!r}; give each a name and say what it is with `form`")
+    return names
+
+
 class EvalStage(StageBase):
     """Scores of a checkpoint (input `model`), or of a model that somebody serves (`endpoint`)."""
 
@@ -211,9 +220,7 @@ class EvalStage(StageBase):
 
     @model_validator(mode="after")
     def _names_differ(self) -> "EvalStage":
-        names = [benchmark.name for benchmark in self.benchmarks]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"two benchmarks are called {twice[0]!r}; give each a name and say what it is with `form`")
+        names = different_names(self.benchmarks)
         if "chat_core" in names:
             raise ValueError(
                 "chat_core is the mean over nanochat's chat tasks; it is there where they are, so leave it"
@@ -274,6 +281,13 @@ class EvalStage(StageBase):
     def after_ranks(self, model: ModelSize | None, derived: Derived) -> Self:
         """The stage without any `auto` among its samplers' settings."""
         return derive_evaluation(derived.name, self, derived.machine, model, derived.origins)
+
+
+def asked_in_training(benchmarks: Sequence[BenchmarkConfig], **settings: Any) -> EvalStage | None:
+    """The eval stage that asks the benchmarks of a stage that trains; None without any. settings: of that stage."""
+    fields = set(BenchmarkConfig.model_fields)
+    asked = [benchmark.model_dump(mode="json", include=fields) for benchmark in benchmarks]
+    return EvalStage.model_validate({"kind": "eval", "benchmarks": asked, **settings}) if asked else None
 
 
 KINDS = (

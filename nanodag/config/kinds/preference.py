@@ -78,7 +78,7 @@ class RewardModelStage(ChatStage):
 
     @model_validator(mode="after")
     def _writes_nothing(self) -> "RewardModelStage":
-        for name in ("sample_prompts", "core_every"):
+        for name in ("sample_prompts", "core_every", "benchmarks"):
             if getattr(self, name):
                 raise ValueError(f"{name} means nothing to a reward model, which writes no text; leave it out")
         if self.judges == "steps" and (self.centring or self.margin_weight):

@@ -9,7 +9,7 @@ from nanodag.config import derive
 from nanodag.config import rl_sections as sections
 from nanodag.config.derive_sampler import SHARE_BESIDE_TRAINER, derive_sampler
 from nanodag.config.kind import CONVERSATIONS, MODEL, REWARD_MODEL, Kind
-from nanodag.config.kinds.evaluation import BenchmarkConfig, EvalStage
+from nanodag.config.kinds.evaluation import EvalStage, asked_in_training
 from nanodag.config.model_size import ModelSize, model_of, pretrain_of
 from nanodag.config.rl_checks import check, check_lora
 from nanodag.config.rl_parts import EntryConfig, SampledStage
@@ -236,10 +236,8 @@ class RLStage(SampledStage, TrainedStage):
 
     def own_evaluation(self, name: str) -> EvalStage | None:
         """The benchmarks that it asks its policy, as an eval stage with the same items, samples and seeds."""
-        fields = set(BenchmarkConfig.model_fields)
-        benchmarks = [benchmark.model_dump(mode="json", include=fields) for benchmark in self.evaluation.benchmarks]
-        made = {"kind": "eval", "inputs": {"model": name}, "benchmarks": benchmarks, "seed": self.seed}
-        return EvalStage.model_validate(made | {"max_new_tokens": self.rollout.max_new_tokens}) if benchmarks else None
+        how = {"seed": self.seed, "max_new_tokens": self.rollout.max_new_tokens}
+        return asked_in_training(self.evaluation.benchmarks, inputs={"model": name}, **how)
 
     @property
     def has_trainer(self) -> bool:
