@@ -69,7 +69,7 @@ def _job(stage: PreparedStage, workspace: Path) -> Job:
         config=derive_evaluation(job.name, asked, this_machine(), None, {}),
         inputs={"model": workspace / "model"},
         workspace=workspace,
-        context={**job.context, "tracking": {}},
+        context={**job.context, "tracking": {}, "waited_for": True},
     )
 
 

@@ -40,7 +40,7 @@ class Job:
     workspace: a folder of this stage's own, found again after a restart. context: what the run knows beside that: every
     stage gets `preset`, `mirror`, `store` (its folder on this machine), `code` (a folder of the user's own modules),
     `composed` (`sweep`, `nightly` or empty), `bases` (each input's key and digest) and `tracking` with
-    `trackers_folder`, a report what nanodag.report lists.
+    `trackers_folder`, a report what nanodag.report lists, and one that its caller waits for `waited_for`.
 
     A worker fills `output`, the product, and may fill `records`: what is worth keeping with it but is no part of its
     content (rollouts, samples). metrics.jsonl, worker.log, job.json and what trackers wrote are kept there anyway.

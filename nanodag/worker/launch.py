@@ -100,7 +100,8 @@ def worker_environment(threads: int, *, device: str = "cpu", gpus: str = "") -> 
 def _spawned(command: list[str], job: Job, *, environment: Mapping[str, str], hold: Sequence[int]) -> Iterator[Child]:
     """A process under the watchdog; ended with its whole group when the block is left, however it is left."""
     read_end, write_end = os.pipe()
-    stop_timeout_s, niceness = job.config.stop_timeout_s, NICENESS if find_kind(job.config.kind).is_beside else 0
+    is_beside_another = find_kind(job.config.kind).is_beside and not job.context.get("waited_for")
+    stop_timeout_s, niceness = job.config.stop_timeout_s, NICENESS if is_beside_another else 0
     watched = [sys.executable, "-m", "nanodag.worker.watchdog", str(read_end), str(job.workspace / USAGE_NAME)]
     child = start_child(
         [*watched, str(niceness), *command],

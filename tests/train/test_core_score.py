@@ -7,8 +7,10 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from pydantic import ValidationError
 
 from nanodag.config.kinds.evaluation import BenchmarkConfig
+from nanodag.config.pipeline import read_stage
 from nanodag.data.core_tasks import TASKS
 from nanodag.evaluation.core import run_core
 from nanodag.evaluation.evaluated_model import EvaluatedModel
@@ -176,16 +178,27 @@ def asked_lines(workspace):
     return [(line["step"], line["benchmark_sort"], line["low"], line["high"]) for line in lines]
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_benchmarks_are_asked_as_by_an_eval_stage_and_a_killed_stage_ends_on_the_same_bytes_and_scores(folder):
     stages.finish(job(folder, "base", every=0))
     without, wanted, killed = (
         asked_job(folder, name, **(ASKED if name != "quiet" else {})) for name in ("quiet", "asked", "asked-killed")
     )
     stages.finish(without)
-    metrics = stages.finish(wanted)["metrics"]
-    forks.interrupt(killed, after_step=6, with_signal=signal.SIGKILL)
-    stages.finish(killed)
+    metrics = stages.finish(wanted, fresh=True)["metrics"]  # its worker starts another one under a watchdog
+    moments = (
+        lambda: (killed / "asked" / "job.json").exists(),  # while it asks
+        lambda: max((line["step"] for line in stages.metrics(killed)), default=0) >= 6,
+    )
+    for is_due in moments:
+        worker = stages.start(killed, fresh=True)
+        while not is_due():
+            assert worker.poll() is None
+            time.sleep(0.05)
+        worker.kill()
+        worker.wait()
+    stages.finish(killed, fresh=True)
     assert stages.content(wanted / "output") == stages.content(without / "output")
     assert stages.content(killed / "output") == stages.content(wanted / "output")
     steps = [*range(5, metrics["steps"], 5), metrics["steps"]]
@@ -199,3 +212,18 @@ def test_benchmarks_are_asked_as_by_an_eval_stage_and_a_killed_stage_ends_on_the
         record["output"] for record in result.records
     ]
     assert not (wanted / "asked").exists()
+
+
+def test_benchmarks_of_a_stage_that_trains_are_checked_and_planned_as_an_eval_stages(folder):
+    asked = read_stage(stages.sft(folder, **ASKED)).own_evaluation("sft")
+    assert (asked.inputs, asked.precision, asked.sampler.engine, asked.seed) == (
+        {"model": "sft"},
+        "fp32",
+        "embedded",
+        3,
+    )
+    assert [benchmark.name for benchmark in asked.benchmarks] == ["sort"]
+    assert read_stage(stages.sft(folder)).own_evaluation("sft") is None
+    for wrong, why in (([SORTING, SORTING], "two benchmarks are called"), ([{"name": "core"}], "core_every")):
+        with pytest.raises(ValidationError, match=why):
+            read_stage(stages.sft(folder, benchmarks=wrong))
