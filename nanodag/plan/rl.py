@@ -101,7 +101,7 @@ def plan_rl(case: Case[RLStage]) -> StagePlan:
         at_once=samplers.at_once,
         longest_prompt=min(int(stage.sampler.context), model.max_positions) - rollout.max_new_tokens,
         disk_bytes=_disk(case) + files,
-        kept_bytes=artifact_bytes(model, precision) + files,
+        kept_bytes=artifact_bytes(stage, model) + files,
         seconds=seconds_of(case, samplers, step, lent=trainer.host.get("lent", 0)),
         share=case.trainers(precision).shares.trainer,
         notes=_notes(stage, step, programs),
@@ -211,8 +211,8 @@ def _by_placement(stage: RLStage, trainer: Process, sampler: Process) -> tuple[P
 
 def _disk(case: Case[RLStage]) -> int:
     """Checkpoints, the artifact, and weights on their way where memory has no room for them."""
-    stage, total, precision = case.stage, case.model.total, str(case.stage.optimizer.precision)
-    exported, copies = artifact_bytes(case.model, precision), 2 + stage.rollout.max_staleness
+    stage, total = case.stage, case.model.total
+    exported, copies = artifact_bytes(stage, case.model), 2 + stage.rollout.max_staleness
     weights = exported + copies * _sent_bytes(case)
     weights += (1 + copies) * exported if stage.best_metric else 0  # the best so far, and those without a score yet
     weights += exported * (stage.num_steps // stage.keep_weights_every) if stage.keep_weights_every else 0

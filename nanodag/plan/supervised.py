@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 from nanodag.config import footprint
 from nanodag.config.derive import state_of, token_bytes
@@ -64,8 +64,8 @@ def plan_supervised(case: Case[SupervisedStage]) -> StagePlan:
         read_bytes=read,
         processes=(*_processes(case), *(() if asked is None else asked.processes)),
         num_gpus=int(resources.num_ranks) // resources.num_nodes if case.device == "cuda" else 0,
-        disk_bytes=(stage.keep_checkpoints + 1) * checkpoint + artifact_bytes(model, precision),
-        kept_bytes=artifact_bytes(model, precision),
+        disk_bytes=(stage.keep_checkpoints + 1) * checkpoint + artifact_bytes(stage, model),
+        kept_bytes=artifact_bytes(stage, model),
         seconds=_seconds(case, steps, asked),
         share=case.trainers(precision).shares.training,
         notes=tuple(notes),
@@ -140,9 +140,11 @@ def held_to_train(
     return state, {**state.on_device, "activations": kept, "logits": logits}
 
 
-def artifact_bytes(model: ModelSize, precision: str) -> int:
-    """Bytes of a model as it is published, with its tokenizer."""
-    return width_of(precision) * model.total + 100 * model.vocabulary
+def artifact_bytes(stage: Any, model: ModelSize) -> int:
+    """Bytes of what a stage that trains publishes, with the tokenizer: a model, or adapters alone."""
+    rank = stage.lora_rank if stage.optimizer.lora_save == "adapter" else 0
+    parameters = footprint.lora_parameters(model.shape, rank) if rank else model.total
+    return width_of(str(stage.trainer.precision)) * parameters + 100 * model.vocabulary
 
 
 def _seconds(case: Case[SupervisedStage], steps: int | None, asked: StagePlan | None) -> float | None:

@@ -165,6 +165,12 @@ def test_a_checkpoint_of_adapters_has_their_weights_and_moments_alone():
     assert whole.disk_bytes - adapters.disk_bytes == (keeps + 1) * saved
 
 
+def test_a_stage_that_leaves_its_adapters_keeps_their_bytes_and_not_the_models():
+    merged, alone = (rl("8xH100", "lora_rank=16", f"rl.lora_save={way}").kept_bytes for way in ("merged", "adapter"))
+    model = KNOWN["Qwen/Qwen2.5-0.5B"]
+    assert merged - alone == 2 * (model.total - lora_parameters(model.shape, 16))
+
+
 def test_rows_and_text_of_json_lines_and_of_compressed_text_are_measured(tmp_path):
     rows = [json.dumps({"question": "q" * 40, "answer": "a" * 10, "n": 5}) for _ in range(30_000)]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
