@@ -166,7 +166,7 @@ def test_a_checkpoint_of_adapters_has_their_weights_and_moments_alone():
 
 
 def test_a_stage_that_leaves_its_adapters_keeps_their_bytes_and_not_the_models():
-    merged, alone = (rl("8xH100", "lora_rank=16", f"rl.lora_save={way}").kept_bytes for way in ("merged", "adapter"))
+    merged, alone = (rl("8xH100", "lora_rank=16", f"lora_save={way}").kept_bytes for way in ("merged", "adapter"))
     model = KNOWN["Qwen/Qwen2.5-0.5B"]
     assert merged - alone == 2 * (model.total - lora_parameters(model.shape, 16))
 
