@@ -5,6 +5,7 @@ The base is mapped from its files, which takes no memory of its own. That of a c
 on the CPU, as its parameters are not the tensors of its files.
 """
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,7 +57,7 @@ class AdapterBuilder:
 
 def builder_of(engine: "Engine", folder: Path) -> AdapterBuilder | None:
     """Builder with the adapters in a folder of peft's format; None for a whole model. Raises BadRequest if damaged."""
-    if not (folder / ADAPTER_CONFIG).exists():
+    if not os.path.isfile(folder / ADAPTER_CONFIG):  # False also for a path that no file can have
         return None
     tensors, scale = read_adapter(folder)
     builder = AdapterBuilder(engine, scale, f"the adapters in {folder}")
