@@ -29,7 +29,7 @@ def ask_benchmarks(stage: PreparedStage, step: int, write: Callable[..., None]) 
         shutil.rmtree(workspace, ignore_errors=True)  # of a process that was killed here
         (workspace / "model").mkdir(parents=True)
     engine.barrier()
-    stage.export(workspace / "model")
+    stage.export(workspace / "model", whole=True)
 
     def tell(line: dict[str, Any]) -> None:
         if line["event"] == "phase":

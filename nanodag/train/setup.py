@@ -128,16 +128,17 @@ class PreparedStage:
             write(step, total=self.num_steps, event="sample", prompt=prompt, text=text)
             log.info("Step %d sample: %s|%s", step, prompt, text)
 
-    def export(self, folder: Path) -> None:
-        """Write the current weights as a Hugging Face directory; every rank must call it."""
+    def export(self, folder: Path, *, whole: bool = False) -> None:
+        """Write the current weights as a Hugging Face directory; every rank must call it. whole: the merged model, also
+        where the stage leaves adapters alone."""
         weights = self.engine.full_state_dict()
         if self.engine.rank == 0:
             optimizer = self.config.optimizer
             scale, source = optimizer.lora_alpha / max(optimizer.lora_rank, 1), self.job.inputs.get("model")
-            whole = dict(merged(weights.items(), scale=scale))
-            save(folder, whole, tokenizer=self.tokenizer_path, source=source, model=self.model)
+            tensors = dict(merged(weights.items(), scale=scale))
+            save(folder, tensors, tokenizer=self.tokenizer_path, source=source, model=self.model)
             save_adapter(folder / ADAPTER, weights, alpha=optimizer.lora_alpha, dtype=torch.float32)
-            if optimizer.lora_save == "adapter":
+            if optimizer.lora_save == "adapter" and not whole:
                 leave_adapter(folder, base=self.job.context.get("bases", {}).get("model", {}))
         self.engine.barrier()
 
