@@ -25,6 +25,8 @@ def ask_benchmarks(stage: PreparedStage, step: int, write: Callable[..., None]) 
     items stay in the stage's records, benchmarks/step-STEP.NAME.jsonl. Raises StageFailed where the worker failed.
     """
     engine, workspace, began = stage.engine, stage.job.workspace / "asked", time.monotonic()
+    if engine.highest(stop_requested()) > 0:
+        return None
     if engine.rank == 0:
         shutil.rmtree(workspace, ignore_errors=True)  # of a process that was killed here
         (workspace / "model").mkdir(parents=True)

@@ -1,7 +1,13 @@
 """Benchmarks while a stage trains: which weights are asked, and what happens beside the trainer when it ends."""
 
-import pytest
+from types import SimpleNamespace
 
+import pytest
+import torch
+
+from nanodag.config.pipeline import read_stage
+from nanodag.train import asking
+from nanodag.worker.job import Job
 from tests.train import stages
 
 SORT = {"url": 'python:nanodag.data.lists:sort?count=3&size=6&seed=7&split="test"', "adapter": "problem"}
@@ -17,3 +23,33 @@ def test_a_stage_that_leaves_adapters_alone_is_asked_as_the_whole_model(tmp_path
     workspace = stages.make_job(tmp_path / "sft", config, {"model": tmp_path / "base"})
     assert 0 <= stages.finish(workspace, fresh=True)["metrics"]["benchmark_sort"] <= 1
     assert {"adapter_model.safetensors"} == {path.name for path in (workspace / "output").glob("*.safetensors")}
+
+
+class Engine:
+    rank, device = 0, torch.device("cpu")
+
+    def __init__(self, asked_until_lost=1_000_000):
+        self._left = asked_until_lost
+
+    def highest(self, value):
+        self._left -= 1
+        if self._left < 0:
+            raise RuntimeError("Connection closed by peer")
+        return float(value)
+
+    def barrier(self):
+        pass
+
+
+def prepared(folder, **changes):
+    config = read_stage(stages.sft(folder, benchmarks=[SORTING], **changes))
+    job = Job(name="sft", run="test", config=config, inputs={}, workspace=folder)
+    return SimpleNamespace(engine=Engine(), job=job, config=config, num_steps=9, export=lambda folder, **how: None)
+
+
+def test_once_a_stop_was_asked_for_no_weights_are_written_and_nothing_is_started(tmp_path, monkeypatch):
+    monkeypatch.setattr(asking, "stop_requested", lambda: True)
+    monkeypatch.setattr(asking, "run_worker", lambda *args, **options: pytest.fail("it was started"))
+    stage = prepared(tmp_path)
+    stage.export = lambda *args, **options: pytest.fail("weights were written")
+    assert asking.ask_benchmarks(stage, 5, lambda *args, **values: None) is None
