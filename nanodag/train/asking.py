@@ -41,10 +41,13 @@ def ask_benchmarks(stage: PreparedStage, step: int, write: Callable[..., None]) 
     watch = Watch(on_metrics=tell)
     with ThreadPoolExecutor(1) as executor:
         worker = executor.submit(run_worker, _job(stage, workspace), watch=watch) if engine.rank == 0 else None
-        while engine.highest(worker is not None and not worker.done()) > 0:
-            if engine.highest(stop_requested()) > 0:
-                watch.stop.set()
-            time.sleep(POLL_S)
+        try:
+            while engine.highest(worker is not None and not worker.done()) > 0:
+                if engine.highest(stop_requested()) > 0:
+                    watch.stop.set()
+                time.sleep(POLL_S)
+        finally:
+            watch.stop.set()  # where a rank is lost too: the executor waits for the worker
     if engine.highest(stop_requested()) > 0:
         return None
     if worker is not None:

@@ -1,5 +1,6 @@
 """Benchmarks while a stage trains: which weights are asked, and what happens beside the trainer when it ends."""
 
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -53,3 +54,14 @@ def test_once_a_stop_was_asked_for_no_weights_are_written_and_nothing_is_started
     stage = prepared(tmp_path)
     stage.export = lambda *args, **options: pytest.fail("weights were written")
     assert asking.ask_benchmarks(stage, 5, lambda *args, **values: None) is None
+
+
+def test_where_another_rank_is_lost_the_worker_is_ended_and_not_waited_for(tmp_path, monkeypatch):
+    stopped = []
+    monkeypatch.setattr(asking, "run_worker", lambda job, *, watch: stopped.append(watch.stop.wait(30)))
+    stage = prepared(tmp_path)
+    stage.engine = Engine(asked_until_lost=4)
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        asking.ask_benchmarks(stage, 5, lambda *args, **values: None)
+    assert stopped == [True] and time.monotonic() - began < 20
