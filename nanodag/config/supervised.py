@@ -281,6 +281,7 @@ class SupervisedStage(TrainedStage):
             inputs={"model": name},
             seed=self.seed,
             precision="fp32" if device == "cpu" else self.precision,
+            stop_timeout_s=self.stop_timeout_s / 3,  # the rest is for the trainer's checkpoint
             resources={"device": device, "num_ranks": 1, "threads": int(self.resources.threads) * ranks_here},
             sampler={"engine": "embedded", "cache_bytes": ASKED_CACHE_BYTES},
         )

@@ -69,7 +69,7 @@ def _job(stage: PreparedStage, workspace: Path) -> Job:
     job, asked = stage.job, stage.config.own_evaluation("model")
     assert asked is not None
     return Job(
-        name=f"{job.name}, its benchmarks",
+        name=job.name,  # which advice on how to go on names
         run=job.run,
         config=derive_evaluation(job.name, asked, this_machine(), None, {}),
         inputs={"model": workspace / "model"},

@@ -65,3 +65,11 @@ def test_where_another_rank_is_lost_the_worker_is_ended_and_not_waited_for(tmp_p
     with pytest.raises(RuntimeError, match="closed by peer"):
         asking.ask_benchmarks(stage, 5, lambda *args, **values: None)
     assert stopped == [True] and time.monotonic() - began < 20
+
+
+def test_its_worker_is_named_as_the_stage_and_ends_in_time_for_a_checkpoint(tmp_path, monkeypatch):
+    jobs = []
+    monkeypatch.setattr(asking, "run_worker", lambda job, *, watch: jobs.append(job))
+    with pytest.raises(FileNotFoundError):  # it left no results
+        asking.ask_benchmarks(prepared(tmp_path, stop_timeout_s=60), 5, lambda *args, **values: None)
+    assert (jobs[0].name, jobs[0].config.stop_timeout_s) == ("sft", 20)
