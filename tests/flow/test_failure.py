@@ -32,6 +32,7 @@ def cause(*lines, restarts_left=2, **how):
         ("RuntimeError: can't allocate memory", StageFailed, "ran out of memory: Runtime", "sft.micro_batch_tokens="),
         ("OSError: [Errno 28] No space left", StageFailed, "ran out of disk space: OSError", "Free some of the disk"),
         ("nanodag.errors.SamplerLost: gone", StageInterrupted, "lost its sampler: gone", "by itself"),
+        ("nanodag.errors.StageKilled: Stage sft was", StageInterrupted, "lost the worker that asks", "by itself"),
         ("nanodag.errors.NodeLost: Node 2 was lost", StageInterrupted, "lost a node: Node 2 was lost", "by itself"),
         ("requests.exceptions.ConnectionError: x", StageInterrupted, "lost the network: requests", "can be reached"),
         ("httpx.ConnectTimeout", StageInterrupted, "lost the network: httpx.ConnectTimeout", "by itself"),
