@@ -12,7 +12,7 @@ from nanodag import registry
 from nanodag.config import derive
 from nanodag.config.dial import Shape, schedule_of, shape_of
 from nanodag.config.kind import MODEL, Kind
-from nanodag.config.kinds.evaluation import BenchmarkConfig, EvalStage, asked_in_training, different_names
+from nanodag.config.kinds.evaluation import BenchmarkConfig, EvalStage, asked_in_training, check_names
 from nanodag.config.model_size import ModelSize, model_of, pretrain_of
 from nanodag.config.section import WHOLE, Auto, Filler, Natural, Precision, Share, StageSection, later, operational
 from nanodag.config.stage_base import ExternalInput, TrainedStage
@@ -229,7 +229,7 @@ class SupervisedStage(TrainedStage):
             raise ValueError(
                 f"core_limit {self.core_limit} is too few for CORE's worked examples; take {FEWEST_ITEMS} or 0"
             )
-        different_names(self.benchmarks)
+        check_names(self.benchmarks)
         if refused := [b.name for b in self.benchmarks if b.is_core or b.judge != "none"]:
             raise ValueError(
                 f"benchmark {refused[0]!r}: CORE is asked by core_every, and what a judge compares by an eval stage"

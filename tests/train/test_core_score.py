@@ -224,6 +224,7 @@ def test_benchmarks_of_a_stage_that_trains_are_checked_and_planned_as_an_eval_st
     )
     assert [benchmark.name for benchmark in asked.benchmarks] == ["sort"]
     assert read_stage(stages.sft(folder)).own_evaluation("sft") is None
-    for wrong, why in (([SORTING, SORTING], "two benchmarks are called"), ([{"name": "core"}], "core_every")):
+    refused = {"two benchmarks are called": [SORTING, SORTING], "core_every": [{"name": "core"}]}
+    for why, wrong in {**refused, "mean over nanochat's": [{**SORTING, "name": "chat_core"}]}.items():
         with pytest.raises(ValidationError, match=why):
             read_stage(stages.sft(folder, benchmarks=wrong))

@@ -190,6 +190,12 @@ def different_names(benchmarks: Sequence[BenchmarkConfig]) -> list[str]:
     return names
 
 
+def check_names(benchmarks: Sequence[BenchmarkConfig]) -> None:
+    """Raise ValueError where two have the same name, or one has that of ChatCORE."""
+    if "chat_core" in different_names(benchmarks):
+        raise ValueError("chat_core is the mean over nanochat's chat tasks; it is there where they are, so leave it")
+
+
 class EvalStage(StageBase):
     """Scores of a checkpoint (input `model`), or of a model that somebody serves (`endpoint`)."""
 
@@ -220,11 +226,7 @@ class EvalStage(StageBase):
 
     @model_validator(mode="after")
     def _names_differ(self) -> "EvalStage":
-        names = different_names(self.benchmarks)
-        if "chat_core" in names:
-            raise ValueError(
-                "chat_core is the mean over nanochat's chat tasks; it is there where they are, so leave it"
-            )
+        check_names(self.benchmarks)
         return self
 
     def check_inputs(self) -> None:
