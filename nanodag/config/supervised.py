@@ -274,7 +274,7 @@ class SupervisedStage(TrainedStage):
         return self.optimizer.lora_rank
 
     def own_evaluation(self, name: str) -> EvalStage | None:
-        """The benchmarks that it asks, as an eval stage with little memory, which the trainer leaves to it."""
+        """The benchmarks that it asks, as an eval stage with little memory, as it stands beside the trainer."""
         device, ranks_here = self.resources.device, int(self.resources.num_ranks) // self.resources.num_nodes
         return asked_in_training(
             self.benchmarks,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nanodag.config.derive_sampler import derive_evaluation, this_machine
+from nanodag.sampler.device import give_back
 from nanodag.train.setup import PreparedStage
 from nanodag.worker.job import Job, stop_requested
 from nanodag.worker.launch import Watch, run_worker
@@ -32,6 +33,7 @@ def ask_benchmarks(stage: PreparedStage, step: int, write: Callable[..., None]) 
         (workspace / "model").mkdir(parents=True)
     engine.barrier()
     stage.export(workspace / "model", whole=True)
+    give_back(engine.device)  # what a step's activations took, for the worker
 
     def tell(line: dict[str, Any]) -> None:
         if line["event"] == "phase":

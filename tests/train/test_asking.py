@@ -73,3 +73,13 @@ def test_its_worker_is_named_as_the_stage_and_ends_in_time_for_a_checkpoint(tmp_
     with pytest.raises(FileNotFoundError):  # it left no results
         asking.ask_benchmarks(prepared(tmp_path, stop_timeout_s=60), 5, lambda *args, **values: None)
     assert (jobs[0].name, jobs[0].config.stop_timeout_s) == ("sft", 20)
+
+
+def test_ranks_give_back_the_memory_that_they_freed_before_the_worker_starts(tmp_path, monkeypatch):
+    order, stage = [], prepared(tmp_path)
+    stage.export = lambda folder, **how: order.append("export")
+    monkeypatch.setattr(asking, "give_back", lambda device: order.append(device.type))
+    monkeypatch.setattr(asking, "run_worker", lambda job, *, watch: order.append("worker"))
+    with pytest.raises(FileNotFoundError):  # it left no results
+        asking.ask_benchmarks(stage, 5, lambda *args, **values: None)
+    assert order == ["export", "cpu", "worker"]
