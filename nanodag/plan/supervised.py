@@ -56,6 +56,7 @@ def plan_supervised(case: Case[SupervisedStage]) -> StagePlan:
     learned = footprint.lora_parameters(model.shape, stage.lora_rank) if stage.lora_rank else model.total
     checkpoint = footprint.saved_bytes(model.parameters, stage.optimizer.name, learned)
     checkpoint += 4 * learned if stage.patience else 0
+    asked_bytes = 0 if asked is None else width_of(precision) * model.total  # of the folder that is asked, for a while
     return case.plan(
         parameters=model.total,
         tokens=tokens,
@@ -64,7 +65,7 @@ def plan_supervised(case: Case[SupervisedStage]) -> StagePlan:
         read_bytes=read,
         processes=(*_processes(case), *(() if asked is None else asked.processes)),
         num_gpus=int(resources.num_ranks) // resources.num_nodes if case.device == "cuda" else 0,
-        disk_bytes=(stage.keep_checkpoints + 1) * checkpoint + artifact_bytes(stage, model),
+        disk_bytes=(stage.keep_checkpoints + 1) * checkpoint + artifact_bytes(stage, model) + asked_bytes,
         kept_bytes=artifact_bytes(stage, model),
         seconds=_seconds(case, steps, asked),
         share=case.trainers(precision).shares.training,

@@ -88,6 +88,18 @@ def test_core_takes_its_tokens_every_core_every_steps_at_the_end_and_in_an_evalu
     assert said == f"CORE every 500 steps and at the end, {core_items(500):,} items each time"
 
 
+def test_benchmarks_that_a_supervised_stage_asks_take_an_evaluations_seconds_each_time_and_a_model_on_disk():
+    def trained(*overrides):
+        return stage_of(planned("speedrun", GPU, "pretrain.max_steps=45", *overrides), "pretrain")
+
+    asked = "pretrain.benchmarks=[{name: gsm8k, source: 'hub:openai/gsm8k/main:test', limit: 100}]"
+    without, once, often = (trained(*more) for more in ((), (asked,), (asked, "pretrain.benchmarks_every=10")))
+    ratio = (often.seconds - without.seconds) / (once.seconds - without.seconds)
+    assert ratio == pytest.approx(5)  # 10, 20, 30, 40, 45 and 45
+    assert often.notes[0] == "asks gsm8k every 10 steps and at the end"
+    assert often.disk_bytes - without.disk_bytes == 2 * without.parameters  # its folder, in bf16
+
+
 def test_price_is_that_of_the_machine_for_so_long():
     plan = plan_of(resolved("speedrun", EIGHT), machine_of(EIGHT), price_per_hour=24.0)
     assert plan.price_of(3600.0) == 24.0
