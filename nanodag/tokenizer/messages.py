@@ -12,7 +12,7 @@ _KEPT = ("tool_call_id", "reasoning_content", "name")
 
 def all_plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Each as `plain` makes it; an error says which one it is of."""
-    return [plain(message, place=f"messages.{number}") for number, message in enumerate(messages)]
+    return [plain(message, place=f"messages.{number}.content") for number, message in enumerate(messages)]
 
 
 def plain(message: Mapping[str, Any], *, place: str = "a message") -> dict[str, Any]:

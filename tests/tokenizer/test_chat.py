@@ -119,6 +119,12 @@ def test_a_user_cannot_end_his_turn_by_spelling_a_special_token(native, encoding
     assert not mask.any()
 
 
+def test_a_part_that_is_no_text_is_named_by_its_place(native):
+    messages = [{"role": "user", "content": "hi"}, {"role": "user", "content": [{"type": "image_url"}]}]
+    with pytest.raises(SourceError, match=r"^messages\.1\.content has a part of the type .image_url.; only"):
+        native.opened(messages)
+
+
 def test_unknown_roles_are_refused_by_renderer_and_template(native, transformers_tokenizer):
     with pytest.raises(SourceError, match="the role 'bot'"):
         rendered(native, chat(("bot", "")))
