@@ -203,7 +203,7 @@ CHECKS: Mapping[str, Callable[["RLStage"], object]] = {
 UNUSED: tuple[tuple[Callable[["RLStage"], object], tuple[str, ...], str], ...] = (
     (lambda s: not s.rollout.overlong_buffer, ("overlong_penalty",), "[overlong_buffer]"),
     (lambda s: not s.rollout.clone.best, ("clone.lowest_reward",), "[clone.best]"),
-    (lambda s: s.only == "rollouts", ("router_replay",), "only: {only}"),
+    (lambda s: s.only == "rollouts", ("router_replay", "lora_sync"), "only: {only}"),
     (lambda s: not s.rollout.replay.share, ("replay.max_staleness",), "[replay.share:g]"),
     (lambda s: s.rollout.clone.best, OF_POLICY_LOSSES, "[rollout.clone.best]"),
     (lambda s: s.rollout.clone.best and s.rollout.filters, ("filters",), "[rollout.clone.best]"),
