@@ -10,8 +10,8 @@ from prefect.states import Completed, Failed, State
 
 from nanodag.errors.words import counted
 from nanodag.sweep.sweep_run import begin_sweep, find_built
-from tasks.stage_task import ending, flow_of_stages, outcome, own_flow_run
-from tasks.sweep import build_missing, comparison
+from tasks.stage_task import ending, flow_of_stages, outcome, own_flow_run, start_all
+from tasks.sweep import comparison
 
 
 @flow_of_stages(flow_run_name="{name}")
@@ -45,7 +45,8 @@ def sweep(
     with ending(run):
         results = find_built(run)
         num_found, run.to_do = len(results), [s for s in run.to_do if s not in results]
-        futures = build_missing(run, at_once)
+        run.at_once, futures = at_once, {}
+        start_all(run, futures, at_once=at_once)
         stages = outcome(run.to_do, futures)
         results |= {s: future.result() for s, future in futures.items() if future.state.is_completed()}
         compared = comparison(made, run, results, return_state=True)

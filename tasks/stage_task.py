@@ -94,13 +94,22 @@ def start(
     return futures[stage]
 
 
-def start_all(run: Run, futures: dict[str, PrefectFuture[StageResult]], *, force: bool = False) -> None:
+def start_all(
+    run: Run, futures: dict[str, PrefectFuture[StageResult]], *, force: bool = False, at_once: int | None = None
+) -> None:
     """Submit the run's stages, each once all that it takes has ended: branches that need nothing of each other go side
-    by side, as far as the devices reach. futures: added to."""
+    by side, as far as the devices reach. futures: added to. at_once: the most stages that train at a time."""
+
+    def trains(stage: str) -> bool:
+        return not find_kind(run.pipeline.stages[stage].kind).is_beside
+
     waiting, under_way = list(run.to_do), dict(futures)  # the API may say long after a stage's end that it is running
     while waiting:
         to_come = {*waiting, *under_way}
         ready = [stage for stage in waiting if to_come.isdisjoint(run.pipeline.stages[stage].inputs.values())]
+        if at_once is not None:
+            room = max(0, at_once - sum(map(trains, under_way)))
+            ready = [*(stage for stage in ready if not trains(stage)), *[*filter(trains, ready)][:room]]
         for stage in ready:
             waiting.remove(stage)
             if future := start(run, stage, futures, force=force):
