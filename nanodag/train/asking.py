@@ -52,13 +52,12 @@ def ask_benchmarks(stage: PreparedStage, step: int, write: Callable[..., None]) 
             watch.stop.set()  # where a rank is lost too: the executor waits for the worker
     if engine.highest(stop_requested()) > 0:
         return None
+    results: dict[str, Any] = {}
     if worker is not None:
         worker.result()
-    engine.barrier()
-    results = json.loads((workspace / "output" / "results.json").read_text(encoding="utf-8"))["benchmarks"]
-    engine.barrier()
-    if engine.rank == 0:
+        results = json.loads((workspace / "output" / "results.json").read_text(encoding="utf-8"))["benchmarks"]
         _keep(stage, step, workspace)
+    results = engine.gathered(results)[0]
     told = ("metric", "higher_is_better", "low", "high", "too_long", "unparsed", "truncated")
     for name, result in results.items():
         values = {f"benchmark_{name}": result["value"], f"benchmark_{name}_stderr": result["stderr"]}

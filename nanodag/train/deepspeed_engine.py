@@ -201,6 +201,13 @@ class TrainEngine:
         dist.all_reduce(total)
         return total.tolist()
 
+    def gathered(self, value: Any) -> list[Any]:
+        """The values of all ranks, by rank; every rank must call it."""
+        values = [value] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(values, value)
+        return values
+
     def highest(self, value: float) -> float:
         """The highest of a value over all ranks."""
         if self.world_size == 1:

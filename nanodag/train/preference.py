@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch import distributed as dist
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
 from nanodag.model.attention import on_device
@@ -287,7 +286,4 @@ def scored(engine: Any, batches: Iterator[Batch], empty: Batch) -> dict[int, tup
         sums, _ = answer_logprobs(engine, batch or empty)
         if batch is not None:
             table |= dict(zip(batch.keys, map(tuple, sums.tolist()), strict=True))
-    tables = [table] * engine.world_size
-    if engine.world_size > 1:
-        dist.all_gather_object(tables, table)
-    return {key: value for part in tables for key, value in part.items()}
+    return {key: value for part in engine.gathered(table) for key, value in part.items()}

@@ -41,6 +41,9 @@ class Engine:
     def barrier(self):
         pass
 
+    def gathered(self, value):
+        return [value]
+
 
 def prepared(folder, **changes):
     config = read_stage(stages.sft(folder, benchmarks=[SORTING], **changes))
