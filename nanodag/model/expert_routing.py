@@ -61,6 +61,11 @@ class ExpertRouting(TorchFunctionMode):
                 f"Rollouts have {routes.shape[1:].numel()} routed experts a token, and the model {self._top_k} in each "
                 f"of {self._num_layers} layers. Train on rollouts of this model, or leave router_replay out."
             )
+        if routes is not None and (most := int(routes.max())) >= self._num_experts:
+            raise ConfigError(
+                f"Rollouts name expert {most}, and the model has {self._num_experts} in a layer, the first of them 0. "
+                "Train on rollouts of this model, or leave router_replay out."
+            )
         before, self.routes = self.routes, routes
         try:
             yield

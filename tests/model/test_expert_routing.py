@@ -204,3 +204,7 @@ def test_routes_of_another_model_are_refused(tmp_path: Path) -> None:
     tiny(tmp_path)
     with pytest.raises(ConfigError, match="have 6 routed experts a token, and the model 2 in each of 4 layers"):
         logits_of(routed(tmp_path), ids_of(DOCUMENTS), some_routes(40)[:, :6])
+    beyond = some_routes(40)
+    beyond[3, 5] = 1000
+    with pytest.raises(ConfigError, match="Rollouts name expert 1000, and the model has"):
+        logits_of(routed(tmp_path), ids_of(DOCUMENTS), beyond)

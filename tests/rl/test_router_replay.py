@@ -99,6 +99,10 @@ def test_rollouts_without_routes_are_refused_where_they_are_to_be_replayed():
     for rollouts in (bare, cut):
         with pytest.raises(ConfigError, match=r"has (0|24) routed experts for 10 tokens"):
             pack(rollouts, budget_tokens=64, shares_prompts=False, replays_routes=True)
+    for text in ("a", "AAA=", "AAAAAAA="):  # no base64, and bytes that are no whole numbers
+        with pytest.raises(ConfigError, match="has 0 routed experts for 10 tokens"):
+            damaged = [replace(one, routed_experts=text) for one in bare]
+            pack(damaged, budget_tokens=64, shares_prompts=False, replays_routes=True)
     assert pack(cut, budget_tokens=64)[0].routes.size == 0
 
 

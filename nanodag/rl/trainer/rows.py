@@ -137,7 +137,10 @@ def _rows(rollouts: Sequence[Rollout], pieces: Sequence[Piece], budget: int, num
 
 def _routes_of(rollout: Rollout, num_tokens: int) -> NDArray[np.int32]:
     """(T, E), of all its tokens but the last."""
-    routes = np.frombuffer(b64decode(rollout.routed_experts), np.int32)
+    try:
+        routes = np.frombuffer(b64decode(rollout.routed_experts), np.int32)
+    except (TypeError, ValueError):  # no base64, or no whole numbers
+        routes = np.empty(0, np.int32)
     if not len(routes) or len(routes) % num_tokens:
         raise ConfigError(
             f"A rollout of prompt {rollout.prompt_id} has {len(routes)} routed experts for {num_tokens} tokens. Start "
