@@ -74,6 +74,7 @@ def _said(stage: "RLStage", name: str, **words: object) -> str:
 
 
 def _filled(stage: "RLStage", sentence: str, words: Mapping[str, object] = _WORDS) -> str:
+    """The sentence with settings, values and words in their places."""
 
     def text(match: re.Match[str]) -> str:
         if match[0] in words:

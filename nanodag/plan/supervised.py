@@ -3,12 +3,13 @@
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 from nanodag.config import footprint
 from nanodag.config.derive import state_of, token_bytes
 from nanodag.config.derive_sampler import derive_evaluation
 from nanodag.config.kinds.evaluation import EvalStage
+from nanodag.config.kinds.rl import RLStage
 from nanodag.config.model_size import ModelSize
 from nanodag.config.stage_base import TrainedStage
 from nanodag.config.supervised import SupervisedStage
@@ -141,7 +142,7 @@ def held_to_train(
     return state, {**state.on_device, "activations": kept, "logits": logits}
 
 
-def artifact_bytes(stage: Any, model: ModelSize) -> int:
+def artifact_bytes(stage: SupervisedStage | RLStage, model: ModelSize) -> int:
     """Bytes of what a stage that trains publishes, with the tokenizer: a model, or adapters alone."""
     rank = stage.lora_rank if stage.optimizer.lora_save == "adapter" else 0
     parameters = footprint.lora_parameters(model.shape, rank) if rank else model.total
